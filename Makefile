@@ -1,0 +1,42 @@
+# `make serve` and `make test` need nothing but Python 3.11 or later on Debian or Ubuntu.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Flags for `baton serve`: make serve ARGS="--prefill 2 --decode 2"
+ARGS ?=
+
+.PHONY: serve test lint bench proto setup clean
+
+serve: setup
+	@$(BIN)/baton serve $(ARGS)
+
+test: setup
+	@$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+bench: setup
+	@$(BIN)/python -m bench.engine
+	@$(BIN)/python -m bench.transfer
+	@$(BIN)/python -m bench.serve
+
+proto: $(VENV)/.installed
+	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m grpc_tools.protoc -Iproto \
+		--python_out=. --grpc_python_out=. --mypy_out=. --mypy_grpc_out=. \
+		proto/baton/v1/*.proto
+
+setup: $(VENV)/.installed
+	@$(BIN)/baton model pull
+
+$(VENV)/.installed: pyproject.toml
+	@echo "installing into $(VENV) (a few minutes, once) …"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --editable '.[test,lint]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) *.egg-info

@@ -1,0 +1,231 @@
+"""The client for asyncio. baton/client.py is its twin for plain Python."""
+
+# A timeout is gRPC's deadline, which the router sees; asyncio.timeout would keep it here.
+# ruff: noqa: ASYNC109
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterable, Sequence
+from functools import cached_property
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, Unpack
+
+import grpc.aio
+
+from baton.answers import Answer, AnswerBuilder, Delta
+from baton.connection import (
+    CALL_SECONDS,
+    CHANNEL_OPTIONS,
+    DEFAULT_ADDRESS,
+    POLL_SECONDS,
+    why_not_ready,
+)
+from baton.errors import translated
+from baton.requests import (
+    GenerateOptions,
+    MessageLike,
+    chat_request,
+    detokenize_request,
+    generate_request,
+    tokenize_request,
+)
+from baton.v1 import cluster_pb2, inference_pb2
+from baton.v1.cluster_pb2_grpc import AdminStub
+from baton.v1.inference_pb2_grpc import InferenceStub
+from core.errors import Cancelled, DeadlineExceeded, Unavailable
+
+if TYPE_CHECKING:
+    from baton.v1.cluster_pb2_grpc import AdminAsyncStub
+    from baton.v1.inference_pb2_grpc import InferenceAsyncStub
+
+    GenerateCall = grpc.aio.UnaryStreamCall[
+        inference_pb2.GenerateRequest, inference_pb2.GenerateResponse
+    ]
+
+
+class AsyncStream:
+    """An answer as it is written: iterate for its Deltas, then take `answer`.
+
+    Leaving its `async with` block early, or cancelling the task that iterates,
+    cancels the request on every worker.
+    """
+
+    def __init__(self, call: GenerateCall, address: str) -> None:
+        self._call = call
+        self._address = address
+        self._builder = AnswerBuilder()
+        self._cancelled = False
+
+    @property
+    def answer(self) -> Answer:
+        """The whole answer, once the iteration has ended."""
+        if not self._builder.complete:
+            raise RuntimeError("the answer is not complete; iterate to its end first")
+        return self._builder.answer()
+
+    async def read(self) -> Answer:
+        """Reads what is left and gives the whole answer."""
+        async for _ in self:
+            pass
+        return self.answer
+
+    def cancel(self) -> None:
+        """Stops the request. Who iterates sees Cancelled."""
+        self._cancelled = True
+        self._call.cancel()
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self
+
+    async def __anext__(self) -> Delta:
+        try:
+            with translated(self._address):
+                return await self._next()
+        except asyncio.CancelledError:
+            # gRPC raises this for a cancelled call too; only a task's own may pass as such.
+            if self._cancelled and not _task_is_cancelled():
+                raise Cancelled("the call was cancelled") from None
+            raise
+
+    async def _next(self) -> Delta:
+        async for response in self._call:
+            delta = self._builder.add(response)
+            if delta is not None:
+                return delta
+        self._builder.answer()
+        raise StopAsyncIteration
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.cancel()
+
+
+def _task_is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+class AsyncClient:
+    """A connection to a Baton router, for the one event loop that first uses it.
+
+    Every call raises a BatonError when it fails.
+    """
+
+    def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
+        self.address = address
+
+    async def generate(
+        self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]
+    ) -> Answer:
+        """Continues text, or token ids, and waits for the whole answer."""
+        async with self.stream(prompt, **options) as stream:
+            return await stream.read()
+
+    async def chat(
+        self, messages: Iterable[MessageLike], **options: Unpack[GenerateOptions]
+    ) -> Answer:
+        """Answers a conversation, and waits for the whole answer."""
+        async with self.stream_chat(messages, **options) as stream:
+            return await stream.read()
+
+    def stream(
+        self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]
+    ) -> AsyncStream:
+        """Continues text, or token ids, piece by piece."""
+        return self._start(generate_request(prompt, options), options.get("timeout"))
+
+    def stream_chat(
+        self, messages: Iterable[MessageLike], **options: Unpack[GenerateOptions]
+    ) -> AsyncStream:
+        """Answers a conversation piece by piece."""
+        return self._start(chat_request(messages, options), options.get("timeout"))
+
+    async def models(self, *, timeout: float | None = CALL_SECONDS) -> list[inference_pb2.Model]:
+        """The models that the cluster serves."""
+        with translated(self.address):
+            request = inference_pb2.ListModelsRequest()
+            return list((await self._inference.ListModels(request, timeout=timeout)).models)
+
+    async def tokenize(
+        self,
+        prompt: str | Iterable[MessageLike],
+        *,
+        model: str = "",
+        timeout: float | None = CALL_SECONDS,
+    ) -> inference_pb2.TokenizeResponse:
+        """The `token_ids` of text or of a conversation, and a conversation's `rendered` text."""
+        request = tokenize_request(prompt, model)
+        with translated(self.address):
+            return await self._inference.Tokenize(request, timeout=timeout)
+
+    async def detokenize(
+        self,
+        token_ids: Iterable[int],
+        *,
+        keep_special_tokens: bool = False,
+        model: str = "",
+        timeout: float | None = CALL_SECONDS,
+    ) -> str:
+        """The text of token ids."""
+        request = detokenize_request(token_ids, keep_special_tokens, model)
+        with translated(self.address):
+            return (await self._inference.Detokenize(request, timeout=timeout)).text
+
+    async def status(self, *, timeout: float | None = CALL_SECONDS) -> cluster_pb2.StatusResponse:
+        """What the router knows of the cluster now."""
+        with translated(self.address):
+            return await self._admin.Status(cluster_pb2.StatusRequest(), timeout=timeout)
+
+    async def wait_ready(self, timeout: float = 60.0) -> None:
+        """Waits until the cluster can answer; DeadlineExceeded says what is missing."""
+        deadline = time.monotonic() + timeout
+        while missing := await self._missing(max(deadline - time.monotonic(), POLL_SECONDS)):
+            if time.monotonic() >= deadline:
+                raise DeadlineExceeded(f"not ready after {timeout:g} s: {missing}")
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def close(self) -> None:
+        """Closes the connection and cancels what still runs on it."""
+        await self._channel.close()
+
+    @cached_property
+    def _channel(self) -> grpc.aio.Channel:
+        # A channel belongs to the loop that runs when it is made.
+        return grpc.aio.insecure_channel(self.address, CHANNEL_OPTIONS)
+
+    @cached_property
+    def _inference(self) -> InferenceAsyncStub:
+        return InferenceStub(self._channel)
+
+    @cached_property
+    def _admin(self) -> AdminAsyncStub:
+        return AdminStub(self._channel)
+
+    def _start(self, request: inference_pb2.GenerateRequest, timeout: float | None) -> AsyncStream:
+        return AsyncStream(self._inference.Generate(request, timeout=timeout), self.address)
+
+    async def _missing(self, timeout: float) -> str:
+        try:
+            return why_not_ready(await self.status(timeout=timeout))
+        except (Unavailable, DeadlineExceeded) as error:
+            return error.message
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()

@@ -1,0 +1,192 @@
+"""The client for plain Python. baton/aio.py is its twin for asyncio."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import Protocol, Self, Unpack
+
+import grpc
+
+from baton.answers import Answer, AnswerBuilder, Delta
+from baton.connection import (
+    CALL_SECONDS,
+    CHANNEL_OPTIONS,
+    DEFAULT_ADDRESS,
+    POLL_SECONDS,
+    why_not_ready,
+)
+from baton.errors import translated
+from baton.requests import (
+    GenerateOptions,
+    MessageLike,
+    chat_request,
+    detokenize_request,
+    generate_request,
+    tokenize_request,
+)
+from baton.v1 import cluster_pb2, inference_pb2
+from baton.v1.cluster_pb2_grpc import AdminStub
+from baton.v1.inference_pb2_grpc import InferenceStub
+from core.errors import DeadlineExceeded, Unavailable
+
+
+class GenerateCall(Protocol):
+    """A call under way, as gRPC makes it."""
+
+    def __iter__(self) -> Iterator[inference_pb2.GenerateResponse]: ...
+    def cancel(self) -> bool: ...
+
+
+class Stream:
+    """An answer as it is written: iterate for its Deltas, then take `answer`.
+
+    Leaving its `with` block early cancels the request on every worker.
+    """
+
+    def __init__(self, call: GenerateCall, address: str) -> None:
+        self._call = call
+        self._address = address
+        self._builder = AnswerBuilder()
+
+    @property
+    def answer(self) -> Answer:
+        """The whole answer, once the iteration has ended."""
+        if not self._builder.complete:
+            raise RuntimeError("the answer is not complete; iterate to its end first")
+        return self._builder.answer()
+
+    def read(self) -> Answer:
+        """Reads what is left and gives the whole answer."""
+        for _ in self:
+            pass
+        return self.answer
+
+    def cancel(self) -> None:
+        """Stops the request. From any thread; who iterates sees Cancelled."""
+        self._call.cancel()
+
+    def __iter__(self) -> Iterator[Delta]:
+        return self
+
+    def __next__(self) -> Delta:
+        with translated(self._address):
+            for response in self._call:
+                delta = self._builder.add(response)
+                if delta is not None:
+                    return delta
+        self._builder.answer()
+        raise StopIteration
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.cancel()
+
+
+class Client:
+    """A connection to a Baton router. Threads may share one.
+
+    Every call raises a BatonError when it fails.
+    """
+
+    def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
+        self.address = address
+        self._channel = grpc.insecure_channel(address, CHANNEL_OPTIONS)
+        self._inference = InferenceStub(self._channel)
+        self._admin = AdminStub(self._channel)
+
+    def generate(self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]) -> Answer:
+        """Continues text, or token ids, and waits for the whole answer."""
+        with self.stream(prompt, **options) as stream:
+            return stream.read()
+
+    def chat(self, messages: Iterable[MessageLike], **options: Unpack[GenerateOptions]) -> Answer:
+        """Answers a conversation, and waits for the whole answer."""
+        with self.stream_chat(messages, **options) as stream:
+            return stream.read()
+
+    def stream(self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]) -> Stream:
+        """Continues text, or token ids, piece by piece."""
+        return self._start(generate_request(prompt, options), options.get("timeout"))
+
+    def stream_chat(
+        self, messages: Iterable[MessageLike], **options: Unpack[GenerateOptions]
+    ) -> Stream:
+        """Answers a conversation piece by piece."""
+        return self._start(chat_request(messages, options), options.get("timeout"))
+
+    def models(self, *, timeout: float | None = CALL_SECONDS) -> list[inference_pb2.Model]:
+        """The models that the cluster serves."""
+        with translated(self.address):
+            request = inference_pb2.ListModelsRequest()
+            return list(self._inference.ListModels(request, timeout=timeout).models)
+
+    def tokenize(
+        self,
+        prompt: str | Iterable[MessageLike],
+        *,
+        model: str = "",
+        timeout: float | None = CALL_SECONDS,
+    ) -> inference_pb2.TokenizeResponse:
+        """The `token_ids` of text or of a conversation, and a conversation's `rendered` text."""
+        request = tokenize_request(prompt, model)
+        with translated(self.address):
+            return self._inference.Tokenize(request, timeout=timeout)
+
+    def detokenize(
+        self,
+        token_ids: Iterable[int],
+        *,
+        keep_special_tokens: bool = False,
+        model: str = "",
+        timeout: float | None = CALL_SECONDS,
+    ) -> str:
+        """The text of token ids."""
+        request = detokenize_request(token_ids, keep_special_tokens, model)
+        with translated(self.address):
+            return self._inference.Detokenize(request, timeout=timeout).text
+
+    def status(self, *, timeout: float | None = CALL_SECONDS) -> cluster_pb2.StatusResponse:
+        """What the router knows of the cluster now."""
+        with translated(self.address):
+            return self._admin.Status(cluster_pb2.StatusRequest(), timeout=timeout)
+
+    def wait_ready(self, timeout: float = 60.0) -> None:
+        """Waits until the cluster can answer; DeadlineExceeded says what is missing."""
+        deadline = time.monotonic() + timeout
+        while missing := self._missing(max(deadline - time.monotonic(), POLL_SECONDS)):
+            if time.monotonic() >= deadline:
+                raise DeadlineExceeded(f"not ready after {timeout:g} s: {missing}")
+            time.sleep(POLL_SECONDS)
+
+    def close(self) -> None:
+        """Closes the connection and cancels what still runs on it."""
+        self._channel.close()
+
+    def _start(self, request: inference_pb2.GenerateRequest, timeout: float | None) -> Stream:
+        return Stream(self._inference.Generate(request, timeout=timeout), self.address)
+
+    def _missing(self, timeout: float) -> str:
+        try:
+            return why_not_ready(self.status(timeout=timeout))
+        except (Unavailable, DeadlineExceeded) as error:
+            return error.message
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

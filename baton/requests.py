@@ -1,0 +1,139 @@
+"""What goes out: a caller's arguments as the messages of the API."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TypedDict, cast
+
+from baton.v1 import inference_pb2
+from core.errors import InvalidRequest
+from core.types import Message
+
+MessageLike = Message | Mapping[str, str] | tuple[str, str]
+"""One message of a conversation; a dict has the keys "role" and "content"."""
+
+
+class GenerateOptions(TypedDict, total=False):
+    """The keyword arguments of every call that generates. None means unset."""
+
+    model: str | None  # unset: the one model served
+    max_tokens: int | None  # unset: up to the end of the model's context
+    temperature: float | None  # 0 or unset: greedy
+    top_k: int | None  # keep the k most likely tokens; 0 keeps all
+    top_p: float | None  # keep the likeliest tokens up to this probability
+    min_p: float | None  # keep tokens this likely, relative to the likeliest
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    seed: int | None  # unset: a fresh one, found in the answer
+    stop: str | Sequence[str] | None  # strings that end the answer
+    stop_token_ids: Sequence[int] | None
+    ignore_eos: bool | None  # go on past the model's end tokens
+    request_id: str | None  # a name for logs; unset: the router chooses
+    timeout: float | None  # seconds for the whole answer; unset: no limit
+
+
+def generate_request(
+    prompt: str | Sequence[int], options: GenerateOptions
+) -> inference_pb2.GenerateRequest:
+    """A request to continue text, or token ids."""
+    with _numbers_checked():
+        if isinstance(prompt, str):
+            return _with_options(inference_pb2.GenerateRequest(text=prompt), options)
+        token_ids = inference_pb2.TokenIds(ids=prompt)
+        return _with_options(inference_pb2.GenerateRequest(token_ids=token_ids), options)
+
+
+def chat_request(
+    messages: Iterable[MessageLike], options: GenerateOptions
+) -> inference_pb2.GenerateRequest:
+    """A request to answer a conversation."""
+    with _numbers_checked():
+        return _with_options(inference_pb2.GenerateRequest(chat=_chat(messages)), options)
+
+
+def tokenize_request(
+    prompt: str | Iterable[MessageLike], model: str
+) -> inference_pb2.TokenizeRequest:
+    """A request to tokenize text, or a conversation."""
+    if isinstance(prompt, str):
+        return inference_pb2.TokenizeRequest(model=model, text=prompt)
+    return inference_pb2.TokenizeRequest(model=model, chat=_chat(prompt))
+
+
+def detokenize_request(
+    token_ids: Iterable[int], keep_special_tokens: bool, model: str
+) -> inference_pb2.DetokenizeRequest:
+    """A request to turn token ids into text."""
+    with _numbers_checked():
+        return inference_pb2.DetokenizeRequest(
+            model=model, token_ids=token_ids, keep_special_tokens=keep_special_tokens
+        )
+
+
+def _chat(messages: Iterable[MessageLike]) -> inference_pb2.Chat:
+    parsed = (_message(message) for message in messages)
+    return inference_pb2.Chat(
+        messages=[inference_pb2.ChatMessage(role=m.role, content=m.content) for m in parsed]
+    )
+
+
+def _message(message: MessageLike) -> Message:
+    match message:
+        case Message():
+            return message
+        case Mapping():
+            return Message(**message)
+        case (role, content):
+            return Message(role, content)
+    raise TypeError(f"a message is a Message, a dict or a (role, content) pair, not {message!r}")
+
+
+def _with_options(
+    request: inference_pb2.GenerateRequest, options: GenerateOptions
+) -> inference_pb2.GenerateRequest:
+    _reject_unknown(options)
+    stop = options.get("stop") or ()
+    # The constructor takes None as unset, which assignment would not.
+    request.MergeFrom(
+        inference_pb2.GenerateRequest(
+            model=options.get("model") or "",
+            sampling=_sampling(options),
+            max_tokens=options.get("max_tokens"),
+            stop_token_ids=options.get("stop_token_ids"),
+            stop=[stop] if isinstance(stop, str) else stop,
+            ignore_eos=options.get("ignore_eos") or False,
+            request_id=options.get("request_id") or "",
+        )
+    )
+    return request
+
+
+def _sampling(options: GenerateOptions) -> inference_pb2.SamplingParameters:
+    return inference_pb2.SamplingParameters(
+        temperature=options.get("temperature"),
+        top_k=options.get("top_k"),
+        top_p=options.get("top_p"),
+        min_p=options.get("min_p"),
+        repetition_penalty=options.get("repetition_penalty"),
+        presence_penalty=options.get("presence_penalty"),
+        frequency_penalty=options.get("frequency_penalty"),
+        seed=options.get("seed"),
+    )
+
+
+def _reject_unknown(options: GenerateOptions) -> None:
+    """`**options` takes any name, so the check that Python makes is made here."""
+    for name in cast(Mapping[str, object], options):
+        if name not in GenerateOptions.__annotations__:
+            raise TypeError(f"unexpected keyword argument {name!r}")
+
+
+@contextmanager
+def _numbers_checked() -> Iterator[None]:
+    """A number that its field cannot hold never reaches the router; it is as invalid."""
+    try:
+        yield
+    except ValueError as error:
+        raise InvalidRequest(f"a number does not fit its field: {error}") from error

@@ -1,0 +1,1 @@
+"""Where every figure in the README comes from."""

@@ -1,0 +1,184 @@
+"""One engine in one process against transformers: time to first token, and tokens a second.
+
+    python -m bench.engine --model FOLDER [--rows ttft-128 decode ...] [--skip-transformers]
+
+Prompts are random tokens; answers are greedy and never end early. `decode` is
+one stream after a prompt of 128 tokens. The batch rows count the tokens of all
+answers over the whole time, prefill included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from core.types import AttemptKey, Sampling, Work
+from engine.engine import Engine
+from engine.sequence import Piece, Plan, Sequence
+
+Prompts = list[list[int]]
+
+
+class Generator(Protocol):
+    """Answers prompts of equal length, all at once, with `count` greedy tokens each."""
+
+    def generate(self, prompts: Prompts, count: int) -> None: ...
+
+
+class Ours:
+    """The engine under the simplest scheduler: prompts first, then all answers together."""
+
+    def __init__(self, folder: Path, threads: int, chunk: int) -> None:
+        self._engine = Engine.load(folder, threads=threads, kv_memory=1 << 30)
+        self._chunk = chunk
+
+    def generate(self, prompts: Prompts, count: int) -> None:
+        sequences = [self._sequence(prompt, count) for prompt in prompts]
+        while plan := self._next(sequences, count):
+            for piece, token in zip(plan, self._engine.step(plan), strict=True):
+                if token is not None:
+                    piece.sequence.append(token)
+        for sequence in sequences:
+            sequence.lease.release()
+
+    def _sequence(self, prompt: list[int], count: int) -> Sequence:
+        work = Work(AttemptKey("bench", 0), prompt, Sampling(), count, frozenset())
+        pool = self._engine.pool
+        return Sequence(work, pool.acquire(pool.pages_for(len(prompt) + count)))
+
+    def _next(self, sequences: list[Sequence], count: int) -> Plan:
+        """As much of the prompts as the budget allows; once they are done, one token each."""
+        budget, plan = self._chunk, []
+        for sequence in sequences:
+            if sequence.generated == 0 and budget:
+                piece = Piece(sequence, min(budget, sequence.uncomputed))
+                budget -= piece.count
+                plan.append(piece)
+        return plan or [Piece(each, 1) for each in sequences if each.generated < count]
+
+
+class Transformers:
+    """The same model under `generate` with its own cache, float32."""
+
+    def __init__(self, folder: Path, threads: int) -> None:
+        from transformers import AutoModelForCausalLM
+
+        torch.set_num_threads(threads)
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def generate(self, prompts: Prompts, count: int) -> None:
+        tokens = torch.tensor(prompts)
+        self._model.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=count,
+            min_new_tokens=count,
+            do_sample=False,
+            pad_token_id=0,
+        )
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    title: str
+    unit: str
+    measure: Callable[[Generator], float]
+
+    @property
+    def lower_is_better(self) -> bool:
+        return self.unit == "ms"
+
+
+def seconds(generator: Generator, prompts: Prompts, count: int, repeats: int) -> float:
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        generator.generate(prompts, count)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def random_prompts(count: int, length: int) -> Prompts:
+    source = random.Random(length)
+    return [[source.randrange(5, 30_000) for _ in range(length)] for _ in range(count)]
+
+
+def first_token(length: int, repeats: int) -> Row:
+    def measure(generator: Generator) -> float:
+        return seconds(generator, random_prompts(1, length), 1, repeats) * 1e3
+
+    return Row(f"TTFT {length:,} tokens", "ms", measure)
+
+
+def one_stream(prompt: int, answer: int) -> Row:
+    def measure(generator: Generator) -> float:
+        prompts = random_prompts(1, prompt)
+        prefill = seconds(generator, prompts, 1, 3)
+        return answer / (seconds(generator, prompts, answer + 1, 3) - prefill)
+
+    return Row("decode, one stream", "tok/s", measure)
+
+
+def at_once(count: int, prompt: int, answer: int) -> Row:
+    def measure(generator: Generator) -> float:
+        return count * answer / seconds(generator, random_prompts(count, prompt), answer, 1)
+
+    return Row(f"{count} at once, {prompt} in, {answer} out", "tok/s", measure)
+
+
+ROWS = {
+    "ttft-128": first_token(128, 5),
+    "ttft-512": first_token(512, 3),
+    "ttft-2048": first_token(2048, 1),
+    "decode": one_stream(128, 64),
+    "batch-8": at_once(8, 256, 64),
+    "batch-16": at_once(16, 256, 64),
+}
+
+
+def run(generator: Generator, names: list[str]) -> dict[str, float]:
+    generator.generate(random_prompts(2, 64), 4)
+    return {name: ROWS[name].measure(generator) for name in names}
+
+
+def print_table(ours: dict[str, float], theirs: dict[str, float]) -> None:
+    print(f"{'':<28}{'transformers':>16}{'baton':>16}{'times as fast':>16}")
+    for name, value in ours.items():
+        row = ROWS[name]
+        line = f"{row.title:<28}"
+        if name in theirs:
+            ratio = theirs[name] / value if row.lower_is_better else value / theirs[name]
+            print(
+                f"{line}{theirs[name]:>10.1f} {row.unit:<5}{value:>10.1f} {row.unit:<5}{ratio:>16.2f}"
+            )
+        else:
+            print(f"{line}{'':>16}{value:>10.1f} {row.unit:<5}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--model", type=Path, required=True, help="a Hugging Face folder")
+    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
+    parser.add_argument("--chunk", type=int, default=512, help="prompt tokens a step")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--skip-transformers", action="store_true")
+    options = parser.parse_args()
+    theirs: dict[str, float] = {}
+    if not options.skip_transformers:
+        theirs = run(Transformers(options.model, options.threads), options.rows)
+    ours = run(Ours(options.model, options.threads, options.chunk), options.rows)
+    print_table(ours, theirs)
+
+
+if __name__ == "__main__":
+    main()

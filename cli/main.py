@@ -1,0 +1,28 @@
+"""`baton`: every command, registered.
+
+A command's module imports at its top what is quick to import; torch, ray and
+transformers only inside the command that needs them.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from cli.chat import chat
+from cli.generate import generate
+from cli.model import model
+from cli.serve import serve
+from cli.status import status
+
+app = typer.Typer(
+    name="baton",
+    help="Serve large language models from separate prefill and decode pools.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(serve)
+app.command()(generate)
+app.command()(chat)
+app.command()(status)
+app.add_typer(model, name="model")

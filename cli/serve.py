@@ -1,0 +1,140 @@
+"""`baton serve`: a whole cluster, from one command to Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cli.edge import edge
+from core import config as configs
+from core import model_store
+from core.config import Config
+
+if TYPE_CHECKING:
+    from cluster.controller import Member
+
+
+def serve(
+    config: Annotated[
+        Path | None, typer.Option(help="A YAML file; flags override what it says.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A Hugging Face folder. (default: the embedded model)")
+    ] = None,
+    model_name: Annotated[
+        str | None, typer.Option(help="What clients call the model. (default: its folder's name)")
+    ] = None,
+    prefill: Annotated[int | None, typer.Option(help="Prefill workers. (default: 1)")] = None,
+    decode: Annotated[int | None, typer.Option(help="Decode workers. (default: 1)")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16. (default: by device)")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda. (default: what is there)")
+    ] = None,
+    page_size: Annotated[int | None, typer.Option(help="Tokens a page. (default: 16)")] = None,
+    kv_memory: Annotated[
+        str | None, typer.Option(help='K/V memory of each worker, such as "2GiB". (default: 1GiB)')
+    ] = None,
+    max_context: Annotated[
+        int | None, typer.Option(help="A shorter context than the model's.")
+    ] = None,
+    chunk_tokens: Annotated[
+        int | None, typer.Option(help="Prompt tokens a prefill step. (default: 512)")
+    ] = None,
+    max_batch: Annotated[
+        int | None, typer.Option(help="Requests a decode step. (default: 64)")
+    ] = None,
+    host: Annotated[
+        str | None, typer.Option(help="Where the router listens. (default: 127.0.0.1)")
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="The gRPC port. (default: 50051)")] = None,
+    metrics_port: Annotated[
+        int | None, typer.Option(help="The Prometheus port. (default: 9400)")
+    ] = None,
+    log_level: Annotated[
+        str | None, typer.Option(help="debug, info, warning or error. (default: info)")
+    ] = None,
+    ray_address: Annotated[
+        str, typer.Option(help="A Ray cluster to join. (default: start a local one)")
+    ] = "",
+) -> None:
+    """Start a cluster: prefill workers, decode workers, a router. Ctrl-C stops it."""
+    with edge():
+        flags = {
+            "model": model,
+            "model_name": model_name,
+            "prefill.workers": prefill,
+            "prefill.kv_memory": kv_memory,
+            "prefill.chunk_tokens": chunk_tokens,
+            "decode.workers": decode,
+            "decode.kv_memory": kv_memory,
+            "decode.max_batch": max_batch,
+            "dtype": dtype,
+            "device": device,
+            "page_size": page_size,
+            "max_context": max_context,
+            "router.host": host,
+            "router.port": port,
+            "router.metrics_port": metrics_port,
+            "log_level": log_level,
+        }
+        given = {path: value for path, value in flags.items() if value is not None}
+        _serve(configs.load(config, given), ray_address)
+
+
+def _serve(config: Config, ray_address: str) -> None:
+    # Told before anything is started: a model that is not there cannot be served.
+    model_store.locate(config.model)
+    stopped = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stopped.set())
+    typer.echo("starting Ray …")
+    from cluster.launch import Cluster
+
+    cluster = Cluster(config, ray_address)
+    try:
+        router = cluster.start(_Progress(stopped))
+        typer.echo(_instructions(router, model_store.model_name(config)))
+        stopped.wait()
+    finally:
+        typer.echo("stopping …")
+        cluster.stop()
+
+
+class _Progress:
+    """Prints a line whenever a process gets further."""
+
+    def __init__(self, stopped: threading.Event) -> None:
+        self._stopped = stopped
+        self._began = time.monotonic()
+        self._said: dict[str, str] = {}
+
+    def __call__(self, members: list[Member]) -> None:
+        if self._stopped.is_set():
+            raise KeyboardInterrupt
+        for member in members:
+            if self._said.get(member.worker_id) != member.progress:
+                self._said[member.worker_id] = member.progress
+                seconds = time.monotonic() - self._began
+                typer.echo(f"{seconds:6.1f} s  {member.worker_id:<12} {member.progress}")
+
+
+def _instructions(router: Member, model: str) -> str:
+    return f"""
+Baton serves {model}.
+
+  ask          baton generate --address {router.address} "What is the capital of France?"
+  chat         baton chat --address {router.address}
+  look         baton status --address {router.address}
+  Python       from baton import Client; Client("{router.address}").chat([("user", "Hello")]).text
+  gRPC         {router.address} (reflection is on)
+  metrics      http://{router.metrics}/metrics
+
+Ctrl-C stops it.
+"""

@@ -1,0 +1,87 @@
+"""`baton status`: what a router knows of the cluster."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from baton import BatonError, Client
+from baton.connection import DEFAULT_ADDRESS
+from baton.v1 import cluster_pb2
+from cli import options
+from cli.edge import edge
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+_REFRESH_SECONDS = 1.0
+
+_PIPE_WIDTH = 160
+"""Columns where there is no terminal to fit, so that a pipe sees whole cells."""
+
+
+def status(
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh once a second.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    address: options.Address = DEFAULT_ADDRESS,
+) -> None:
+    """Show the router and its workers."""
+    if watch and as_json:
+        raise typer.BadParameter("choose one", param_hint="--watch / --json")
+    with edge(), Client(address) as client:
+        if as_json:
+            typer.echo(_to_json(client.status()))
+        elif watch:
+            _watch(client)
+        else:
+            _print_table(client)
+
+
+def _to_json(now: cluster_pb2.StatusResponse) -> str:
+    from google.protobuf.json_format import MessageToDict
+
+    fields = MessageToDict(
+        now, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    # The format writes 64-bit numbers as strings, which JSON does not need.
+    fields["finished_requests"] = now.finished_requests
+    return json.dumps(fields, indent=2)
+
+
+def _print_table(client: Client) -> None:
+    from cli.status_table import render
+
+    _console().print(render(client.status(), client.address))
+
+
+def _watch(client: Client) -> None:
+    from rich.live import Live
+
+    with Live(console=_console(), auto_refresh=False) as live:
+        while True:
+            live.update(_frame(client), refresh=True)
+            time.sleep(_REFRESH_SECONDS)
+
+
+def _frame(client: Client) -> RenderableType:
+    """The table, or in its place what is wrong: a router may come back."""
+    from rich.text import Text
+
+    from cli.status_table import render
+
+    try:
+        return render(client.status(timeout=_REFRESH_SECONDS), client.address)
+    except BatonError as error:
+        return Text(error.message, style="red")
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = _PIPE_WIDTH
+    return console

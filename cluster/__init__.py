@@ -1,0 +1,1 @@
+"""Ray: actors, pools, membership. The only `import ray`."""

@@ -1,0 +1,91 @@
+"""The controller: knows the members and tells the routers. On no request's path."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from baton.v1 import cluster_pb2, cluster_pb2_grpc
+from core.types import Role
+from core.wire import role_to
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A process of the cluster, as far as it has come."""
+
+    worker_id: str
+    # None for a router.
+    role: Role | None
+    # Where it listens; empty means at its node's address.
+    host: str
+    progress: str = "starting"
+    # "host:port" once it serves.
+    address: str = ""
+    # For a router, where its metrics are.
+    metrics: str = ""
+    # Why it cannot start, when it cannot.
+    error: str = ""
+
+
+class Controller:
+    """A Ray actor. Its methods carry control, never tokens or pages."""
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._members: dict[str, Member] = {}
+        self._membership = Membership()
+
+    async def serve(self) -> str:
+        """Starts the gRPC service that routers follow; its address."""
+        self._server = grpc.aio.server()
+        cluster_pb2_grpc.add_MembershipServicer_to_server(self._membership, self._server)
+        port = self._server.add_insecure_port(f"{self._host}:0")
+        await self._server.start()
+        return f"{self._host}:{port}"
+
+    async def update(self, member: Member) -> None:
+        """A process tells how far it is. A restarted one replaces its earlier self."""
+        self._members[member.worker_id] = member
+        serving = [
+            _message(item, item.role)
+            for item in self._members.values()
+            if item.role and item.address
+        ]
+        await self._membership.publish(cluster_pb2.Members(workers=serving))
+
+    async def members(self) -> list[Member]:
+        return list(self._members.values())
+
+
+def _message(member: Member, role: Role) -> cluster_pb2.Member:
+    return cluster_pb2.Member(
+        worker_id=member.worker_id, role=role_to(role), address=member.address
+    )
+
+
+class Membership(cluster_pb2_grpc.MembershipServicer):
+    """The list of workers that serve, told to any number of routers."""
+
+    def __init__(self) -> None:
+        self._now = cluster_pb2.Members()
+        self._changed = asyncio.Condition()
+
+    async def publish(self, members: cluster_pb2.Members) -> None:
+        async with self._changed:
+            self._now = members
+            self._changed.notify_all()
+
+    async def Watch(
+        self, request: cluster_pb2.WatchRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[cluster_pb2.Members]:
+        told = None
+        while True:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._now != told)  # noqa: B023 read at once
+                told = self._now
+            yield told

@@ -1,0 +1,239 @@
+"""The configuration: frozen, typed, read once.
+
+One YAML file describes a cluster, and every process of it may be given the
+same file. Flags override single values by their dotted path. An unknown key,
+a wrong type or a value out of range raises InvalidConfig and names the key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+from core.errors import InvalidConfig
+
+_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+class Size(int):
+    """A number of bytes, written as 1073741824, "1GiB" or "512 MiB"."""
+
+    @classmethod
+    def parse(cls, value: object) -> Size:
+        if isinstance(value, int) and not isinstance(value, bool):
+            return cls(value)
+        match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+        if match is None or match[2].upper() not in _UNITS:
+            raise ValueError('expected a size such as "1GiB"')
+        return cls(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def _positive(value: float) -> str:
+    return "" if value > 0 else "must be above 0"
+
+
+def _port(value: int) -> str:
+    return "" if 0 <= value <= 65535 else "must be a port, 0 to 65535"
+
+
+def _one_of(*names: str) -> typing.Callable[[str], str]:
+    return lambda value: "" if value in names else f"must be one of {', '.join(names)}"
+
+
+def _checked(default: object, check: typing.Callable[[typing.Any], str]) -> typing.Any:
+    return field(default=default, metadata={"check": check})
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """The front door."""
+
+    host: str = "127.0.0.1"
+    port: int = _checked(50051, _port)
+    metrics_port: int = _checked(9400, _port)
+    # Requests under way at once; further ones are refused.
+    max_requests: int = _checked(1024, _positive)
+    # How long a request waits for a usable pair of workers.
+    placement_timeout: float = _checked(30.0, _positive)
+    # From placement to token #1.
+    first_token_timeout: float = _checked(600.0, _positive)
+    # Between two tokens.
+    stall_timeout: float = _checked(120.0, _positive)
+    # Threads that tokenize and render templates.
+    text_threads: int = _checked(2, _positive)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillConfig:
+    """The pool that reads prompts."""
+
+    workers: int = _checked(1, _positive)
+    host: str = "127.0.0.1"
+    # 0 takes a free port; processes started one by one want a fixed one.
+    port: int = _checked(0, _port)
+    kv_memory: Size = _checked(Size(2**30), _positive)
+    # Prompt tokens computed in one step.
+    chunk_tokens: int = _checked(512, _positive)
+    # CPU threads of one worker; unset takes all cores.
+    threads: int | None = _checked(None, _positive)
+    # GPUs of one worker; unset takes one where the cluster has any.
+    gpus: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    """The pool that writes answers."""
+
+    workers: int = _checked(1, _positive)
+    host: str = "127.0.0.1"
+    port: int = _checked(0, _port)
+    kv_memory: Size = _checked(Size(2**30), _positive)
+    # Requests in one step.
+    max_batch: int = _checked(64, _positive)
+    # Tokens recomputed in one step for requests that lost their pages.
+    chunk_tokens: int = _checked(256, _positive)
+    # How long reserved pages wait for a prompt to arrive.
+    ticket_seconds: float = _checked(600.0, _positive)
+    threads: int | None = _checked(None, _positive)
+    gpus: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MembersConfig:
+    """Addresses of workers, for a router that no controller tells."""
+
+    workers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """A whole cluster."""
+
+    # "embedded", or a Hugging Face folder.
+    model: str = "embedded"
+    # The name that clients use; empty takes the folder's.
+    model_name: str = ""
+    dtype: str = _checked("auto", _one_of("auto", "float32", "bfloat16", "float16"))
+    device: str = _checked("auto", _one_of("auto", "cpu", "cuda"))
+    # Tokens a page of K/V.
+    page_size: int = _checked(16, _positive)
+    # A shorter context than the model's.
+    max_context: int | None = _checked(None, _positive)
+    log_level: str = _checked("info", _one_of("debug", "info", "warning", "error"))
+    router: RouterConfig = RouterConfig()
+    prefill: PrefillConfig = PrefillConfig()
+    decode: DecodeConfig = DecodeConfig()
+    members: MembersConfig = MembersConfig()
+
+
+def load(path: Path | None, overrides: Mapping[str, object] | None = None) -> Config:
+    """The configuration in `path` (the defaults when None), with dotted `overrides` on top."""
+    tree = _read_yaml(path) if path else {}
+    for dotted, value in (overrides or {}).items():
+        _set(tree, dotted, value)
+    return parse(tree)
+
+
+def parse(tree: Mapping[str, object]) -> Config:
+    """The configuration that a parsed YAML document describes."""
+    return typing.cast(Config, _build(Config, tree, ""))
+
+
+def dump(config: Config) -> dict[str, object]:
+    """`config` as plain values that `parse` reads back."""
+    return typing.cast(dict[str, object], _plain(dataclasses.asdict(config)))
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return list(value)
+    return int(value) if isinstance(value, Size) else value
+
+
+def _read_yaml(path: Path) -> dict[str, object]:
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidConfig(f"cannot read {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InvalidConfig(f"{path} is not valid YAML: {error}") from error
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise InvalidConfig(f"{path} must hold keys and values")
+    return tree
+
+
+def _set(tree: dict[str, object], dotted: str, value: object) -> None:
+    *parents, leaf = dotted.split(".")
+    for parent in parents:
+        child = tree.setdefault(parent, {})
+        if not isinstance(child, dict):
+            raise InvalidConfig(f"{parent} must hold keys and values", field=parent)
+        tree = child
+    tree[leaf] = value
+
+
+def _build(cls: type, tree: Mapping[str, object], prefix: str) -> object:
+    fields = {item.name: item for item in dataclasses.fields(cls)}
+    hints = typing.get_type_hints(cls)
+    values: dict[str, object] = {}
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        if key not in fields:
+            raise InvalidConfig(_unknown_key(path, str(key), list(fields)), field=path)
+        values[key] = _convert(hints[key], value, path)
+        check = fields[key].metadata.get("check")
+        problem = check(values[key]) if check and values[key] is not None else ""
+        if problem:
+            raise InvalidConfig(f"{path} {problem}, not {value!r}", field=path)
+    return cls(**values)
+
+
+def _unknown_key(path: str, key: str, known: list[str]) -> str:
+    nearest = difflib.get_close_matches(key, known, n=1)
+    hint = f"did you mean {nearest[0]}?" if nearest else f"known keys: {', '.join(known)}"
+    return f"unknown key {path}; {hint}"
+
+
+def _convert(hint: typing.Any, value: object, path: str) -> object:
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, Mapping):
+            raise InvalidConfig(f"{path} must hold keys and values", field=path)
+        return _build(typing.cast(type, hint), value, f"{path}.")
+    if isinstance(hint, types.UnionType):
+        inner, _ = typing.get_args(hint)
+        return None if value is None else _convert(inner, value, path)
+    if hint is Size:
+        try:
+            return Size.parse(value)
+        except ValueError as error:
+            raise InvalidConfig(f"{path}: {error}, not {value!r}", field=path) from None
+    if typing.get_origin(hint) is tuple:
+        return _strings(value, path)
+    return _scalar(hint, value, path)
+
+
+def _strings(value: object, path: str) -> tuple[str, ...]:
+    if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
+        return tuple(value)
+    raise InvalidConfig(f"{path} must be a list of strings, not {value!r}", field=path)
+
+
+def _scalar(hint: type, value: object, path: str) -> object:
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if type(value) is not hint:
+        raise InvalidConfig(f"{path} must be {hint.__name__}, not {value!r}", field=path)
+    return value

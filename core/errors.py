@@ -1,0 +1,137 @@
+"""The one tree of errors, and the one table that translates it.
+
+    BatonError
+    ├── InvalidRequest           the caller must change the request
+    │   ├── PromptTooLong
+    │   ├── TokenOutOfRange
+    │   ├── InvalidSampling
+    │   └── UnknownModel
+    ├── InvalidConfig            an operator must change the configuration
+    │   ├── UnsupportedModel
+    │   ├── InvalidCheckpoint
+    │   └── ModelNotFound
+    ├── Exhausted                try again later, or ask for less
+    ├── Unavailable              no worker can take it now
+    │   ├── WorkerLost
+    │   └── LayoutMismatch
+    ├── DeadlineExceeded         a wait ran out
+    ├── Cancelled                the caller went away
+    └── Internal                 our fault
+
+An error's `reason` is stable and travels on the wire; its message is for
+people. Code that receives a reason rebuilds the error with `from_reason`.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, NamedTuple
+
+
+class BatonError(Exception):
+    """Any error of Baton's. `field` names the offending input where there is one."""
+
+    reason: ClassVar[str] = "INTERNAL"
+
+    def __init__(self, message: str, *, field: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field
+
+
+class InvalidRequest(BatonError):
+    reason = "INVALID_REQUEST"
+
+
+class PromptTooLong(InvalidRequest):
+    reason = "PROMPT_TOO_LONG"
+
+
+class TokenOutOfRange(InvalidRequest):
+    reason = "TOKEN_OUT_OF_RANGE"
+
+
+class InvalidSampling(InvalidRequest):
+    reason = "INVALID_SAMPLING"
+
+
+class UnknownModel(InvalidRequest):
+    reason = "UNKNOWN_MODEL"
+
+
+class InvalidConfig(BatonError):
+    reason = "INVALID_CONFIG"
+
+
+class UnsupportedModel(InvalidConfig):
+    reason = "UNSUPPORTED_MODEL"
+
+
+class InvalidCheckpoint(InvalidConfig):
+    reason = "INVALID_CHECKPOINT"
+
+
+class ModelNotFound(InvalidConfig):
+    reason = "MODEL_NOT_FOUND"
+
+
+class Exhausted(BatonError):
+    reason = "EXHAUSTED"
+
+
+class Unavailable(BatonError):
+    reason = "UNAVAILABLE"
+
+
+class WorkerLost(Unavailable):
+    reason = "WORKER_LOST"
+
+
+class LayoutMismatch(Unavailable):
+    reason = "LAYOUT_MISMATCH"
+
+
+class DeadlineExceeded(BatonError):
+    reason = "DEADLINE_EXCEEDED"
+
+
+class Cancelled(BatonError):
+    reason = "CANCELLED"
+
+
+class Internal(BatonError):
+    reason = "INTERNAL"
+
+
+class Translation(NamedTuple):
+    grpc: str  # the name of a grpc.StatusCode
+    http: int
+
+
+TRANSLATIONS: dict[type[BatonError], Translation] = {
+    UnknownModel: Translation("NOT_FOUND", 404),
+    InvalidRequest: Translation("INVALID_ARGUMENT", 400),
+    InvalidConfig: Translation("FAILED_PRECONDITION", 500),
+    Exhausted: Translation("RESOURCE_EXHAUSTED", 429),
+    LayoutMismatch: Translation("FAILED_PRECONDITION", 503),
+    Unavailable: Translation("UNAVAILABLE", 503),
+    DeadlineExceeded: Translation("DEADLINE_EXCEEDED", 504),
+    Cancelled: Translation("CANCELLED", 499),
+    BatonError: Translation("INTERNAL", 500),
+}
+
+
+def translation(error: BatonError) -> Translation:
+    """The gRPC code and HTTP status of `error`: its class's, or its nearest ancestor's."""
+    return next(TRANSLATIONS[cls] for cls in type(error).__mro__ if cls in TRANSLATIONS)
+
+
+def _tree(cls: type[BatonError]) -> list[type[BatonError]]:
+    return [cls, *(leaf for child in cls.__subclasses__() for leaf in _tree(child))]
+
+
+_BY_REASON = {cls.reason: cls for cls in _tree(BatonError)}
+
+
+def from_reason(reason: str, message: str, *, field: str = "") -> BatonError:
+    """The error that was sent as `reason`; Internal when this version does not know it."""
+    return _BY_REASON.get(reason, Internal)(message, field=field)

@@ -1,0 +1,56 @@
+"""Names, help texts and buckets of every metric: one list for code, dashboards and tests."""
+
+from __future__ import annotations
+
+# Per request, measured at the router.
+TTFT_SECONDS = "baton_time_to_first_token_seconds"
+ITL_SECONDS = "baton_inter_token_latency_seconds"
+TPOT_SECONDS = "baton_time_per_output_token_seconds"
+E2E_SECONDS = "baton_end_to_end_latency_seconds"
+PROMPT_TOKENS = "baton_prompt_tokens_total"
+GENERATION_TOKENS = "baton_generation_tokens_total"
+REQUESTS = "baton_requests_total"
+ACTIVE_REQUESTS = "baton_active_requests"
+PHASE_QUEUE_SECONDS = "baton_phase_queue_seconds"
+PREFILL_SECONDS = "baton_prefill_compute_seconds"
+TRANSFER_BYTES = "baton_transfer_bytes_total"
+TRANSFER_SECONDS = "baton_transfer_seconds_total"
+TRANSFER_EXPOSED_SECONDS = "baton_transfer_exposed_seconds"
+
+# Per worker, measured at the worker; routers repeat the gauges they are told.
+PAGES = "baton_pages"
+WAITING = "baton_waiting_requests"
+RUNNING = "baton_running_requests"
+QUEUE_SECONDS = "baton_worker_queue_seconds"
+STEP_SECONDS = "baton_step_seconds"
+BATCH_SIZE = "baton_batch_size"
+COMPUTED_TOKENS = "baton_computed_tokens_total"
+
+HELP = {
+    TTFT_SECONDS: "From the request's arrival at the router to its first token",
+    ITL_SECONDS: "Between two neighbouring tokens of one answer",
+    TPOT_SECONDS: "Mean time per output token after the first, one value an answer",
+    E2E_SECONDS: "From arrival to the last token: TTFT + (n - 1) x TPOT",
+    PROMPT_TOKENS: "Prompt tokens of accepted requests",
+    GENERATION_TOKENS: "Tokens generated",
+    REQUESTS: "Requests ended, by outcome: stop, length, or the error's reason",
+    ACTIVE_REQUESTS: "Requests under way in this router",
+    PHASE_QUEUE_SECONDS: "Wait before each phase: prefill, reserve (decode pages), decode (batch)",
+    PREFILL_SECONDS: "From a prompt's first chunk to its first token",
+    TRANSFER_BYTES: "Bytes of K/V pages pushed from prefill to decode",
+    TRANSFER_SECONDS: "Time during which a request's pages were being written, summed",
+    TRANSFER_EXPOSED_SECONDS: "From the end of a prompt's compute to the end of its last write",
+    PAGES: "Pages of the K/V pool by state: free, leased, quarantined, cached",
+    WAITING: "Requests that wait in a worker, for pages or for compute",
+    RUNNING: "Requests in a worker's current batch",
+    QUEUE_SECONDS: "Wait in the worker before its compute starts",
+    STEP_SECONDS: "Duration of one step of the engine",
+    BATCH_SIZE: "Requests in one step",
+    COMPUTED_TOKENS: "Tokens run through the model",
+}
+
+LATENCY_BUCKETS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0),
+)
+BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)

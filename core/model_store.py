@@ -1,0 +1,67 @@
+"""Where a model's folder is. No torch, no transformers: asking costs a few file reads."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from core.config import Config
+from core.errors import ModelNotFound
+
+EMBEDDED = "embedded"
+"""The name of the small model that `baton model pull` fetches."""
+
+EMBEDDED_NAME = "SmolLM2-135M-Instruct"
+
+EMBEDDED_RECIPE = 1
+"""Version of the conversion that makes the embedded model's folder. A folder
+made by another version counts as absent, so that the next pull makes it anew."""
+
+MANIFEST = "baton.json"
+"""Written last into a converted folder; holds the recipe that made it."""
+
+
+def cache_folder() -> Path:
+    """The folder that pulled models live in: $XDG_CACHE_HOME/baton/models, or under ~/.cache."""
+    root = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG specification has relative paths ignored.
+    base = Path(root) if os.path.isabs(root) else Path.home() / ".cache"
+    return base / "baton" / "models"
+
+
+def embedded_folder() -> Path:
+    """Where the embedded model is once it has been pulled."""
+    return cache_folder() / EMBEDDED_NAME
+
+
+def embedded_is_ready() -> bool:
+    """Whether the embedded model is there, made by the present recipe."""
+    try:
+        manifest = json.loads((embedded_folder() / MANIFEST).read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(manifest, dict) and manifest.get("recipe") == EMBEDDED_RECIPE
+
+
+def locate(model: str) -> Path:
+    """The folder of `model`: "embedded", or the path of a folder with a config.json."""
+    if model == EMBEDDED:
+        if embedded_is_ready():
+            return embedded_folder()
+        raise ModelNotFound(
+            "the embedded model is not in the cache; run `baton model pull`", field="model"
+        )
+    folder = Path(model).expanduser()
+    if (folder / "config.json").is_file():
+        return folder
+    raise ModelNotFound(
+        f"{model!r} is not a folder with a config.json; give the path of a model's folder,"
+        f" or use {EMBEDDED!r} after `baton model pull`",
+        field="model",
+    )
+
+
+def model_name(config: Config) -> str:
+    """What clients call the model: the configured name, or its folder's."""
+    return config.model_name or locate(config.model).resolve().name

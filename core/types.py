@@ -1,0 +1,114 @@
+"""The plain values that pass between parts."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+PROTOCOL = 1
+"""Version of the router-worker protocol. Both ends must agree."""
+
+
+class Role(enum.StrEnum):
+    """What a worker does."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class FinishReason(enum.Enum):
+    """Why an answer ended. The values are those of baton.v1.FinishReason."""
+
+    STOP = 1
+    LENGTH = 2
+
+
+class AttemptKey(NamedTuple):
+    """One try at one request. A message of an older epoch matches nothing."""
+
+    request_id: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How each next token is chosen. The defaults are greedy and change nothing."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def penalizes(self) -> bool:
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One attempt as workers see it: token ids and numbers, no text."""
+
+    key: AttemptKey
+    prompt_tokens: Sequence[int]
+    sampling: Sampling
+    max_tokens: int
+    stop_token_ids: frozenset[int]
+
+    def finish_reason(self, token: int, generated: int) -> FinishReason | None:
+        """Whether `token`, the `generated`-th of the answer, is its last."""
+        if token in self.stop_token_ids:
+            return FinishReason.STOP
+        if generated >= self.max_tokens:
+            return FinishReason.LENGTH
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    messages: tuple[Message, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    token_ids: tuple[int, ...]
+
+
+Prompt = TextPrompt | ChatPrompt | TokenPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A validated request, before its prompt is turned into tokens."""
+
+    request_id: str
+    prompt: Prompt
+    sampling: Sampling
+    max_tokens: int | None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False

@@ -1,0 +1,86 @@
+"""Between core values and protobuf messages, both ways, in one place."""
+
+from __future__ import annotations
+
+from baton.v1 import inference_pb2
+from baton.v1 import worker_pb2 as pb
+from core.errors import BatonError, from_reason
+from core.types import AttemptKey, FinishReason, Role, Sampling, Work
+
+_FINISH: dict[FinishReason | None, inference_pb2.FinishReason.ValueType] = {
+    None: inference_pb2.FINISH_REASON_UNSPECIFIED,
+    FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
+}
+_FINISH_BACK = {value: reason for reason, value in _FINISH.items()}
+_ROLE = {Role.PREFILL: pb.ROLE_PREFILL, Role.DECODE: pb.ROLE_DECODE}
+_ROLE_BACK = {value: role for role, value in _ROLE.items()}
+
+
+def work_to(work: Work) -> pb.Work:
+    sampling = work.sampling
+    return pb.Work(
+        request_id=work.key.request_id,
+        epoch=work.key.epoch,
+        prompt_tokens=work.prompt_tokens,
+        sampling=pb.Sampling(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            seed=sampling.seed,
+        ),
+        max_tokens=work.max_tokens,
+        stop_token_ids=sorted(work.stop_token_ids),
+    )
+
+
+def work_from(message: pb.Work) -> Work:
+    sampling = message.sampling
+    return Work(
+        key=AttemptKey(message.request_id, message.epoch),
+        prompt_tokens=list(message.prompt_tokens),
+        sampling=Sampling(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            seed=sampling.seed,
+        ),
+        max_tokens=message.max_tokens,
+        stop_token_ids=frozenset(message.stop_token_ids),
+    )
+
+
+def finish_to(reason: FinishReason | None) -> inference_pb2.FinishReason.ValueType:
+    return _FINISH[reason]
+
+
+def finish_from(value: inference_pb2.FinishReason.ValueType) -> FinishReason | None:
+    return _FINISH_BACK[value]
+
+
+def role_to(role: Role) -> pb.Role.ValueType:
+    return _ROLE[role]
+
+
+def role_from(value: pb.Role.ValueType) -> Role:
+    return _ROLE_BACK[value]
+
+
+def failed_to(key: AttemptKey, error: BatonError) -> pb.WorkerMessage:
+    return pb.WorkerMessage(
+        failed=pb.Failed(
+            request_id=key.request_id, epoch=key.epoch, reason=error.reason, message=error.message
+        )
+    )
+
+
+def failed_from(message: pb.Failed) -> BatonError:
+    return from_reason(message.reason, message.message)

@@ -1,0 +1,1 @@
+"""Phase two: reserves pages, admits arrived requests, streams tokens."""

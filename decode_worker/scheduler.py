@@ -1,0 +1,150 @@
+"""Which requests hold pages, and which of them the next step runs.
+
+    reserve ─▶ waiting ─grant─▶ travelling ─arrive─▶ ready ─▶ running ─▶ finished
+                                                       ▲         │
+                                                       └─resume──┘ preempted
+
+A reservation takes the pages of its prompt and no more; a running request
+grows page by page. When the pool is full, the youngest arrived request gives
+its pages back and is computed again from its tokens when there is room
+(prompt and answer in one go, by the same forward pass), so nothing is lost and
+the oldest request always moves on. New reservations wait while a preempted
+request does.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from core.types import AttemptKey, Work
+from engine.page_pool import Lease, PagePool
+from engine.sequence import Piece, Plan, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Pages that wait for a prompt to arrive in them."""
+
+    work: Work
+    lease: Lease
+
+
+def _order(sequence: Sequence) -> int:
+    return sequence.order
+
+
+class DecodeScheduler:
+    def __init__(self, pool: PagePool, max_batch: int, chunk_tokens: int) -> None:
+        self._pool = pool
+        self._max_batch = max_batch
+        self._chunk_tokens = chunk_tokens
+        self._waiting: OrderedDict[AttemptKey, Work] = OrderedDict()
+        self._travelling: dict[AttemptKey, Reservation] = {}
+        # Arrived requests, each list oldest first. The preempted hold no pages.
+        self._ready: list[Sequence] = []
+        self._preempted: list[Sequence] = []
+        self._running: list[Sequence] = []
+        self._orders = itertools.count()
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting) + len(self._ready) + len(self._preempted)
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    def reserve(self, work: Work) -> None:
+        self._waiting[work.key] = work
+
+    def grant(self) -> list[Reservation]:
+        """Reservations whose pages could be had now, oldest first."""
+        granted = []
+        while self._waiting and not self._preempted:
+            key, work = next(iter(self._waiting.items()))
+            pages = self._pool.pages_for(len(work.prompt_tokens))
+            # A page of room for each request that holds some, so that a new
+            # one is not paid for at once with a preemption.
+            room = len(self._running) + len(self._ready) + len(self._travelling)
+            if pages + room > self._pool.free:
+                break
+            del self._waiting[key]
+            self._travelling[key] = Reservation(work, self._pool.acquire(pages))
+            granted.append(self._travelling[key])
+        return granted
+
+    def arrive(self, key: AttemptKey, first_token: int) -> Sequence | None:
+        """The prompt's pages are filled: the request may run. None when it is unknown."""
+        reservation = self._travelling.pop(key, None)
+        if reservation is None:
+            return None
+        prompt = reservation.work.prompt_tokens
+        sequence = Sequence(
+            work=reservation.work,
+            lease=reservation.lease,
+            tokens=[*prompt, first_token],
+            computed=len(prompt),
+            order=next(self._orders),
+        )
+        self._ready.append(sequence)
+        return sequence
+
+    def withdraw(self, key: AttemptKey) -> Reservation | None:
+        """Forgets a reservation that has not arrived. Its pages are the caller's to free."""
+        self._waiting.pop(key, None)
+        return self._travelling.pop(key, None)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Forgets an arrived request and frees its pages."""
+        if sequence in self._preempted:
+            self._preempted.remove(sequence)
+            return
+        (self._running if sequence in self._running else self._ready).remove(sequence)
+        sequence.lease.release()
+
+    def next(self) -> Plan:
+        """The next step's pieces, oldest request first. Empty when nothing can run."""
+        self._resume()
+        while self._ready and len(self._running) < self._max_batch:
+            self._running.append(self._ready.pop(0))
+        self._grow()
+        plan: Plan = []
+        budget = self._chunk_tokens
+        for sequence in self._running:
+            # A decoding request always gets its one token; only recomputing shares the budget.
+            count = 1 if sequence.uncomputed == 1 else min(sequence.uncomputed, budget)
+            if count:
+                plan.append(Piece(sequence, count))
+                budget -= count if count > 1 else 0
+        return plan
+
+    def _resume(self) -> None:
+        while self._preempted and len(self._running) < self._max_batch:
+            pages = self._pool.pages_for(len(self._preempted[0].tokens))
+            if pages > self._pool.free:
+                return
+            sequence = self._preempted.pop(0)
+            sequence.lease = self._pool.acquire(pages)
+            bisect.insort(self._running, sequence, key=_order)
+
+    def _grow(self) -> None:
+        """Gives every running request the pages of its next step, the oldest first."""
+        index = 0
+        while index < len(self._running):
+            sequence = self._running[index]
+            missing = self._pool.pages_for(len(sequence.tokens)) - len(sequence.lease)
+            if missing > self._pool.free:
+                self._preempt_youngest()
+                continue
+            if missing > 0:
+                sequence.lease.extend(missing)
+            index += 1
+
+    def _preempt_youngest(self) -> None:
+        sequence = (self._ready or self._running).pop()
+        sequence.lease.release()
+        sequence.computed = 0
+        bisect.insort(self._preempted, sequence, key=_order)

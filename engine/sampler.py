@@ -1,0 +1,198 @@
+"""Chooses each sequence's next token from its logits.
+
+A row's token depends on that row's logits and its sequence alone, never on
+the batch around it, the worker or the number of threads. Two things see to it:
+
+- One uniform number per token, made from (seed, position) by `uniform`: no
+  generator has state that a batch, a restart or a handoff could shift.
+- Probabilities become whole numbers (`WEIGHT_ONE` stands for the most probable
+  token) before they are added up. Sums of integers do not depend on the order
+  of addition, which parallel sums over floats do.
+
+A drawing row goes through: penalties, temperature, top-k, top-p, min-p, and
+one draw by walking the weights in order of token id. The three filters all
+say the same kind of thing, the least weight that may still be drawn; tokens
+of equal weight stay or go together, so a tie at the border keeps all of it.
+A row with temperature 0 or top-k 1 takes the best token, of equals the one
+with the lowest id.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from core.errors import Internal
+from core.types import Sampling
+from engine.sequence import Sequence
+
+WEIGHT_ONE = 2.0**40
+"""The weight of a row's best token. A power of two, so scaling by it is exact,
+and small enough that 2**22 weights add up within 63 bits."""
+
+NUCLEUS_WIDTH = 1024
+"""How many heavy tokens top-p looks at before it sorts the whole vocabulary."""
+
+COLDEST = 1e-10
+"""Least temperature that divides: float32 holds it, and it leaves only ties."""
+
+MASK_64 = (1 << 64) - 1
+GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+
+
+class Sampler:
+    """Samples token ids below `vocabulary_size`; logits may be padded beyond."""
+
+    def __init__(self, vocabulary_size: int) -> None:
+        self.vocabulary_size = vocabulary_size
+
+    def sample(self, logits: Tensor, sequences: list[Sequence]) -> list[int]:
+        """The next token of each sequence. logits: [B, V], any float type; not changed."""
+        logits = logits[:, : self.vocabulary_size]
+        if all(_is_plain(sequence.work.sampling) for sequence in sequences):
+            return _best(logits).tolist()
+        scores = logits.to(torch.float32, copy=True)
+        _penalize(scores, sequences)
+        tokens = _best(scores)
+        drawing = [row for row, s in enumerate(sequences) if not _takes_best(s.work.sampling)]
+        if drawing:
+            tokens[drawing] = _draw(scores[drawing], [sequences[row] for row in drawing])
+        return tokens.tolist()
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1), the same on every machine: SplitMix64's output number
+    `position` when it starts from the mixed seed, cut to the 53 bits a float holds."""
+    state = _mix(seed & MASK_64) + (position + 1) * GOLDEN_GAMMA
+    return (_mix(state & MASK_64) >> 11) * 2.0**-53
+
+
+def _mix(word: int) -> int:
+    """SplitMix64's finalizer: every bit of `word` sways every bit of the result."""
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & MASK_64
+    return word ^ (word >> 31)
+
+
+def _takes_best(sampling: Sampling) -> bool:
+    return sampling.greedy or sampling.top_k == 1
+
+
+def _is_plain(sampling: Sampling) -> bool:
+    return _takes_best(sampling) and not sampling.penalizes
+
+
+def _best(scores: Tensor) -> Tensor:
+    """scores: [B, V] -> [B], the best token of each row."""
+    # max passes a NaN on, so the best scores tell whether all are sound.
+    values, tokens = scores.max(dim=-1)
+    if not math.isfinite(sum(values.tolist())):
+        raise Internal("the model's logits are not finite")
+    return tokens
+
+
+def _penalize(scores: Tensor, sequences: list[Sequence]) -> None:
+    """Changes scores: [B, V] in place, in the rows that ask for it."""
+    for row, sequence in enumerate(sequences):
+        sampling = sequence.work.sampling
+        if sampling.penalizes:
+            _penalize_repetition(scores[row], sequence.tokens, sampling.repetition_penalty)
+            _penalize_answer(scores[row], sequence.tokens[sequence.prompt_length :], sampling)
+
+
+def _penalize_repetition(row: Tensor, tokens: list[int], penalty: float) -> None:
+    """Makes every token of prompt and answer less likely, however often it occurs."""
+    ids = torch.from_numpy(np.unique(np.asarray(tokens, dtype=np.int64))).to(row.device)
+    scores = row[ids]
+    row[ids] = torch.where(scores > 0, scores / penalty, scores * penalty)
+
+
+def _penalize_answer(row: Tensor, answer: list[int], sampling: Sampling) -> None:
+    """Lowers the answer's tokens: once for occurring, and once per occurrence."""
+    unique, counts = np.unique(np.asarray(answer, dtype=np.int64), return_counts=True)
+    penalties = sampling.presence_penalty + sampling.frequency_penalty * counts
+    ids = torch.from_numpy(unique).to(row.device)
+    row[ids] -= torch.from_numpy(penalties).to(row.device, torch.float32)
+
+
+def _draw(scores: Tensor, sequences: list[Sequence]) -> Tensor:
+    """scores: [R, V] -> [R], one random token per row."""
+    samplings = [sequence.work.sampling for sequence in sequences]
+    weights = _weights(scores, samplings)
+    _keep_top_k(weights, samplings)
+    _keep_top_p(weights, samplings)
+    _keep_min_p(weights, samplings)
+    chances = [uniform(s.work.sampling.seed, len(s.tokens)) for s in sequences]
+    return _walk(weights, torch.tensor(chances, dtype=torch.float64, device=scores.device))
+
+
+def _weights(scores: Tensor, samplings: list[Sampling]) -> Tensor:
+    """scores: [R, V] -> [R, V], probabilities as whole numbers, WEIGHT_ONE for the best."""
+    temperatures = _column([max(s.temperature, COLDEST) for s in samplings], scores.device)
+    # Subtracting before dividing keeps a tiny temperature from overflowing.
+    relative = scores - scores.amax(dim=-1, keepdim=True)
+    return relative.div_(temperatures).exp_().mul_(WEIGHT_ONE).floor_()
+
+
+def _keep_top_k(weights: Tensor, samplings: list[Sampling]) -> None:
+    """Keeps each row's k heaviest tokens, and those as heavy as the k-th."""
+    limits = {row: s.top_k for row, s in enumerate(samplings) if 0 < s.top_k < weights.shape[1]}
+    if not limits:
+        return
+    rows = list(limits)
+    last = torch.tensor([[k - 1] for k in limits.values()], device=weights.device)
+    heaviest = weights[rows].topk(max(limits.values()), dim=-1).values
+    _drop_below(weights, rows, heaviest.gather(-1, last))
+
+
+def _keep_top_p(weights: Tensor, samplings: list[Sampling]) -> None:
+    """Keeps the heaviest tokens that together reach the share p of the row's weight."""
+    limits = {row: s.top_p for row, s in enumerate(samplings) if s.top_p < 1.0}
+    if not limits:
+        return
+    rows = list(limits)
+    shares = torch.tensor(list(limits.values()), dtype=torch.float64, device=weights.device)
+    _drop_below(weights, rows, _nucleus_floor(weights[rows], shares[:, None]))
+
+
+def _nucleus_floor(weights: Tensor, shares: Tensor) -> Tensor:
+    """weights: [R, V], shares: [R, 1] -> [R, 1], the weight with which the share is reached."""
+    total = weights.sum(dim=-1, keepdim=True, dtype=torch.int64)
+    needed = torch.minimum((total * shares).to(torch.int64), total)
+    heaviest = weights.topk(min(NUCLEUS_WIDTH, weights.shape[1]), dim=-1).values
+    reached = heaviest.cumsum(dim=-1, dtype=torch.int64)
+    if bool((reached[:, -1:] < needed).any()):
+        heaviest = weights.sort(dim=-1, descending=True).values
+        reached = heaviest.cumsum(dim=-1, dtype=torch.int64)
+    last = (reached < needed).sum(dim=-1, keepdim=True)
+    return heaviest.gather(-1, last)
+
+
+def _keep_min_p(weights: Tensor, samplings: list[Sampling]) -> None:
+    """Keeps the tokens at least min_p times as probable as the row's best."""
+    if any(sampling.min_p > 0.0 for sampling in samplings):
+        floors = _column([s.min_p * WEIGHT_ONE for s in samplings], weights.device)
+        weights.masked_fill_(weights < floors, 0.0)
+
+
+def _drop_below(weights: Tensor, rows: list[int], floors: Tensor) -> None:
+    """floors: [R, 1]. Changes the given rows of weights: [B, V] in place."""
+    kept = weights[rows]
+    weights[rows] = kept.masked_fill_(kept < floors, 0.0)
+
+
+def _walk(weights: Tensor, chances: Tensor) -> Tensor:
+    """weights: [R, V], chances: [R] -> [R], where each chance falls among its row's weights."""
+    reached = weights.cumsum(dim=-1, dtype=torch.int64)
+    total = reached[:, -1]
+    # Rounding may lift a chance just below 1 to the total itself, where no token is.
+    target = torch.minimum((total * chances).to(torch.int64), total - 1)
+    # The first token that reaches beyond the target: its own weight carries it there.
+    return torch.searchsorted(reached, target[:, None], right=True)[:, 0]
+
+
+def _column(values: list[float], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=device)[:, None]

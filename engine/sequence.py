@@ -1,0 +1,65 @@
+"""One request's tokens and pages, and the plan of one step over many of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from core.types import FinishReason, Work
+from engine.page_pool import Lease
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request while an engine works on it.
+
+    tokens holds the prompt and what has been generated. K/V of
+    tokens[:computed] are in the lease's pages; the rest must still be run.
+    """
+
+    work: Work
+    lease: Lease
+    tokens: list[int] = field(default_factory=list)
+    computed: int = 0
+    # Its place among the requests of its worker: older is smaller.
+    order: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.tokens:
+            self.tokens = list(self.work.prompt_tokens)
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.work.prompt_tokens)
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def uncomputed(self) -> int:
+        return len(self.tokens) - self.computed
+
+    def append(self, token: int) -> FinishReason | None:
+        """Adds a generated token; says whether it is the last."""
+        self.tokens.append(token)
+        return self.work.finish_reason(token, self.generated)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A sequence's share of one step: run tokens[computed : computed + count].
+
+    The lease's pages must already cover these positions. When the piece ends
+    with the sequence's last token, the step samples the token that follows.
+    """
+
+    sequence: Sequence
+    count: int
+
+    @property
+    def samples(self) -> bool:
+        return self.count == self.sequence.uncomputed
+
+
+Plan = list[Piece]
+"""One step. The runner runs all pieces in one forward pass."""

@@ -1,0 +1,52 @@
+"""The paged K/V memory as one layer sees it.
+
+The memory is [page, layer, 2, token, kv_head, dim], so a page of all layers is
+one contiguous piece for a transfer. A layer reads and writes it as rows: a
+layer's views start at that layer's offset, so the same row indices, made once
+a step, serve every layer.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class LayerCache(NamedTuple):
+    """One layer's keys and values, by page and by token."""
+
+    pages: Tensor  # [rows, page_size, kv_heads, head_dim]; see page_rows
+    tokens: Tensor  # [rows, kv_heads * head_dim]; see token_rows
+
+
+def layer_caches(kv: Tensor) -> list[LayerCache]:
+    """Views of kv [page, layer, 2, token, kv_head, dim], one a layer."""
+    layers, page_size = kv.shape[1], kv.shape[3]
+    pages, tokens = kv.flatten(0, 2), kv.flatten(0, 3).flatten(1)
+    return [
+        LayerCache(pages[2 * layer :], tokens[2 * layer * page_size :]) for layer in range(layers)
+    ]
+
+
+def page_rows(pages: Tensor, layers: int) -> Tensor:
+    """Rows of LayerCache.pages: page ids [n] -> [2, n], keys then values."""
+    keys = pages * (2 * layers)
+    return torch.stack((keys, keys + 1))
+
+
+def token_rows(pages: Tensor, offsets: Tensor, layers: int, page_size: int) -> Tensor:
+    """Rows of LayerCache.tokens: page ids and offsets within them [T] -> [T, 2], key and value."""
+    keys = pages * (2 * layers * page_size) + offsets
+    return torch.stack((keys, keys + page_size), dim=1)
+
+
+def write_(cache: LayerCache, rows: Tensor, keys_values: Tensor) -> None:
+    """Stores keys_values [T, 2 * kv_heads, head_dim], keys first, at rows [T, 2]."""
+    cache.tokens[rows] = keys_values.view(*rows.shape, -1)
+
+
+def gather(cache: LayerCache, rows: Tensor) -> Tensor:
+    """The pages at rows [2, n]: [2, n, page_size, kv_heads, head_dim]."""
+    return cache.pages.index_select(0, rows.flatten()).unflatten(0, (2, -1))

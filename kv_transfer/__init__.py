@@ -1,0 +1,1 @@
+"""Moves pages between pools. Knows no engine."""

@@ -1,0 +1,146 @@
+"""A transport between workers of one process: a copy, and a queue of notes.
+
+All agents of the process are in one table. A write copies while it holds the
+peer's lock, so a peer never closes, and frees its memory, under a copy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import threading
+import uuid
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
+from core.errors import InvalidConfig, WorkerLost
+from kv_transfer.transport import (
+    Noted,
+    PeerLost,
+    PoolMemory,
+    TransportEvent,
+    WriteDone,
+    WriteFailed,
+    check_page_size,
+    check_pages,
+    pool_address,
+)
+
+_AGENTS: dict[str, InProcessTransport] = {}
+
+
+class Span(NamedTuple):
+    """A run of pages that are neighbours on both sides: one piece to copy."""
+
+    local: int
+    remote: int
+    pages: int
+
+
+class InProcessTransport:
+    """Serves a pool in CPU memory to the other agents of this process."""
+
+    def __init__(self) -> None:
+        self.agent = f"inprocess-{uuid.uuid4().hex}"
+        self._numbers = itertools.count(1)
+        self._memory: PoolMemory | None = None
+        self._peers: dict[str, InProcessTransport] = {}
+        self._events: list[TransportEvent] = []
+        # Guards the memory and the events: peers copy into one and append to the other.
+        self._lock = threading.Lock()
+
+    def register(self, memory: PoolMemory, layout: PoolLayout) -> PoolAddress:
+        if memory.device != "cpu":
+            raise InvalidConfig(f"the in-process transport cannot serve {memory.device} memory")
+        self._memory = memory
+        _AGENTS[self.agent] = self
+        return pool_address("inprocess", self.agent, b"", memory, layout)
+
+    def connect(self, address: PoolAddress) -> str:
+        check_page_size(self._own_memory, address)
+        peer = _AGENTS.get(address.agent)
+        if peer is None:
+            raise WorkerLost(f"no agent {address.agent} in this process")
+        self._peers[address.agent] = peer
+        return address.agent
+
+    def disconnect(self, peer: str) -> None:
+        self._peers.pop(peer, None)
+
+    def write(
+        self, peer: str, local_pages: Sequence[int], remote_pages: Sequence[int], note: bytes = b""
+    ) -> int:
+        memory = self._own_memory
+        target = self._peers.get(peer)
+        if target is None:
+            raise WorkerLost(f"not connected to {peer}")
+        number = next(self._numbers)
+        if target._receive(self.agent, memory, local_pages, remote_pages, note):
+            self._append(WriteDone(number))
+        else:
+            self.disconnect(peer)
+            self._append(PeerLost(peer))
+            self._append(WriteFailed(number, WorkerLost(f"{peer} has closed")))
+        return number
+
+    def poll(self) -> list[TransportEvent]:
+        with self._lock:
+            events, self._events = self._events, []
+        return events
+
+    def close(self) -> None:
+        _AGENTS.pop(self.agent, None)
+        self._peers.clear()
+        with self._lock:
+            self._memory = None
+
+    @property
+    def _own_memory(self) -> PoolMemory:
+        if self._memory is None:
+            raise WorkerLost(f"{self.agent} serves no memory")
+        return self._memory
+
+    def _append(self, event: TransportEvent) -> None:
+        with self._lock:
+            self._events.append(event)
+
+    def _receive(
+        self,
+        sender: str,
+        source: PoolMemory,
+        source_pages: Sequence[int],
+        pages: Sequence[int],
+        note: bytes,
+    ) -> bool:
+        """Called by a peer: takes its pages and its note. False when this agent is closed."""
+        with self._lock:
+            if self._memory is None:
+                return False
+            check_pages(source_pages, source.total_pages, pages, self._memory.total_pages)
+            for span in merge_spans(source_pages, pages):
+                _copy(source, self._memory, span)
+            if note:
+                self._events.append(Noted(sender, note))
+            return True
+
+
+def merge_spans(local_pages: Sequence[int], remote_pages: Sequence[int]) -> list[Span]:
+    """Pairs the pages up, in order, in as few spans as possible."""
+    spans: list[Span] = []
+    for local, remote in zip(local_pages, remote_pages, strict=True):
+        last = spans[-1] if spans else None
+        if last and (local, remote) == (last.local + last.pages, last.remote + last.pages):
+            spans[-1] = last._replace(pages=last.pages + 1)
+        else:
+            spans.append(Span(local, remote, 1))
+    return spans
+
+
+def _copy(source: PoolMemory, target: PoolMemory, span: Span) -> None:
+    page_bytes = source.page_bytes
+    ctypes.memmove(
+        target.base + span.remote * page_bytes,
+        source.base + span.local * page_bytes,
+        span.pages * page_bytes,
+    )

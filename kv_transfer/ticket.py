@@ -1,0 +1,74 @@
+"""The ticket: a decode worker's leave to write into pages it has reserved.
+
+A sealed ticket carries its version and the digest of the receiver's layout in
+front of the body. Both are checked before the body is decoded, so a sender of
+another version or layout never reads page ids it would misunderstand.
+
+Version history:
+
+    1   request_id, epoch, agent, pages, expires_after_seconds
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from google.protobuf.message import DecodeError
+
+from baton.v1.transfer_pb2 import PoolLayout, SealedTicket, TicketBody
+from core.errors import Internal, LayoutMismatch
+from core.types import AttemptKey
+from kv_transfer.layout import layout_hash
+
+TICKET_VERSION = 1
+
+
+def make_ticket(
+    key: AttemptKey,
+    *,
+    agent: str,
+    pages: Sequence[int],
+    expires_after_seconds: float,
+    layout: PoolLayout,
+) -> bytes:
+    """The sealed ticket for `pages` of the pool that transport agent `agent` serves."""
+    body = TicketBody(
+        request_id=key.request_id,
+        epoch=key.epoch,
+        agent=agent,
+        pages=pages,
+        expires_after_seconds=expires_after_seconds,
+    )
+    return seal(body, layout)
+
+
+def seal(body: TicketBody, layout: PoolLayout) -> bytes:
+    return SealedTicket(
+        version=TICKET_VERSION, layout_hash=layout_hash(layout), body=body.SerializeToString()
+    ).SerializeToString()
+
+
+def open_ticket(sealed: bytes, layout: PoolLayout) -> TicketBody:
+    """The body of a ticket for pools laid out as `layout`.
+
+    Raises LayoutMismatch for another version or layout, Internal for bytes
+    that are no ticket.
+    """
+    envelope = SealedTicket()
+    _parse(envelope, sealed)
+    if envelope.version != TICKET_VERSION:
+        raise LayoutMismatch(
+            f"the ticket has version {envelope.version}, this worker reads {TICKET_VERSION}"
+        )
+    if envelope.layout_hash != layout_hash(layout):
+        raise LayoutMismatch("the ticket is for a pool that is laid out differently")
+    body = TicketBody()
+    _parse(body, envelope.body)
+    return body
+
+
+def _parse(message: SealedTicket | TicketBody, data: bytes) -> None:
+    try:
+        message.ParseFromString(data)
+    except DecodeError as error:
+        raise Internal(f"the ticket cannot be read: {error}") from error

@@ -1,0 +1,145 @@
+"""What every way of moving pages between two pools can do.
+
+A transport serves one pool. It writes pages of its own pool into the pool of a
+peer, and hears the notes that peers attach to their writes. One thread drives
+it, from `register` to `close`; `write` may block while bytes are copied.
+
+What a caller may rely on:
+
+- Writes are not ordered among themselves. A note is: the peer hears it only
+  when all bytes of the write that carries it are in place.
+- Every accepted write ends in exactly one WriteDone or WriteFailed. Either
+  way no byte of it is under way any more.
+- When a peer is found lost, PeerLost comes first, then WriteFailed for each of
+  its writes under way. The peer is forgotten; connect again to reach it.
+- A peer that is frozen or silently cut off is not found lost. Deadlines are
+  the caller's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
+from core.errors import BatonError, Internal, LayoutMismatch
+
+
+@dataclass(frozen=True, slots=True)
+class PoolMemory:
+    """The memory of a pool: `total_pages` pages of `page_bytes`, one after the other."""
+
+    base: int  # the address of the first byte
+    page_bytes: int
+    total_pages: int
+    device: str  # "cpu" or "cuda"
+    device_id: int = 0
+
+    @property
+    def size(self) -> int:
+        return self.page_bytes * self.total_pages
+
+
+@dataclass(frozen=True, slots=True)
+class WriteDone:
+    write: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriteFailed:
+    write: int
+    error: BatonError
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """A peer's note. `peer` is the agent that sent it."""
+
+    peer: str
+    note: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    peer: str
+
+
+TransportEvent = WriteDone | WriteFailed | Noted | PeerLost
+
+
+class Transport(Protocol):
+    """Moves pages. See the module's docstring for what holds across its methods."""
+
+    def register(self, memory: PoolMemory, layout: PoolLayout) -> PoolAddress:
+        """Starts the transport and makes the pool reachable; once, before anything else.
+
+        The memory must stay allocated until `close`.
+        """
+
+    def connect(self, address: PoolAddress) -> str:
+        """Makes a peer's pool writable and returns the peer's agent name.
+
+        Connecting a connected peer changes nothing. Raises LayoutMismatch when
+        the pages differ in size, WorkerLost when the peer cannot be reached.
+        """
+
+    def disconnect(self, peer: str) -> None:
+        """Forgets a peer that no write is under way to. An unknown one is fine."""
+
+    def write(
+        self, peer: str, local_pages: Sequence[int], remote_pages: Sequence[int], note: bytes = b""
+    ) -> int:
+        """Starts copying pages, pair by pair, and returns the write's number.
+
+        Pages that are neighbours on both sides travel as one piece. Without
+        pages only the note is sent. Raises WorkerLost when the peer is not
+        connected, Internal when a page is outside of its pool.
+        """
+
+    def poll(self) -> list[TransportEvent]:
+        """What has happened since the last call. Never blocks.
+
+        Some transports progress only here, for their peers' sake too: call it
+        now and then even when nothing is expected.
+        """
+
+    def close(self) -> None:
+        """Lets go of the memory and of all peers. Closing twice is fine."""
+
+
+def check_pages(
+    local_pages: Sequence[int], local_total: int, remote_pages: Sequence[int], remote_total: int
+) -> None:
+    """Raises Internal when the pages do not pair up, or one is outside of its pool."""
+    if len(local_pages) != len(remote_pages):
+        raise Internal(f"{len(local_pages)} pages do not fit into {len(remote_pages)}")
+    for pages, total in ((local_pages, local_total), (remote_pages, remote_total)):
+        if pages and not 0 <= min(pages) <= max(pages) < total:
+            raise Internal(f"pages {min(pages)} to {max(pages)} leave a pool of {total}")
+
+
+def check_page_size(memory: PoolMemory, address: PoolAddress) -> None:
+    """Raises LayoutMismatch when a peer's pages are not as large as ours."""
+    if address.page_bytes != memory.page_bytes:
+        raise LayoutMismatch(
+            f"a page is {memory.page_bytes} bytes here and {address.page_bytes} bytes "
+            f"at {address.agent}"
+        )
+
+
+def pool_address(
+    transport: str, agent: str, metadata: bytes, memory: PoolMemory, layout: PoolLayout
+) -> PoolAddress:
+    """How peers reach `memory` through `agent`."""
+    return PoolAddress(
+        transport=transport,
+        agent=agent,
+        metadata=metadata,
+        base=memory.base,
+        page_bytes=memory.page_bytes,
+        total_pages=memory.total_pages,
+        device=memory.device,
+        device_id=memory.device_id,
+        layout=layout,
+    )

@@ -1,0 +1,1 @@
+"""Phase one: computes prompts, pushes their pages, emits token #1."""

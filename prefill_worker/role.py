@@ -1,0 +1,220 @@
+"""The prefill phase: compute prompts in chunks, push their pages, emit token #1.
+
+The life of one attempt:
+
+    Prefill ─▶ waiting ─▶ computing ─▶ token #1 sent ─▶ pushing ─▶ Pushed, pages freed
+                  │           │                            │
+                  └───────────┴───────── Release ──────────┴─▶ push cancelled ─▶ pages freed
+
+Pages are freed only after the transfer thread says that the push has ended,
+however it ends: until then a write may still be reading them.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from baton.v1 import worker_pb2 as pb
+from core.config import Config
+from core.errors import BatonError, Exhausted, Internal
+from core.types import AttemptKey, FinishReason, Work
+from core.wire import failed_to, finish_to, work_from
+from engine.engine import Engine
+from engine.page_pool import Lease
+from engine.sequence import Piece, Sequence
+from kv_transfer.events import PeerConnected, PushEnded, TransferCrashed, TransferEvent
+from kv_transfer.thread import TransferThread
+from prefill_worker.scheduler import PrefillScheduler
+from worker.metrics import WorkerMetrics
+from worker.outbox import Outbox
+from worker.run_plan import run_plan
+
+
+@dataclass(slots=True)
+class Job:
+    attachment: int
+    work: Work
+    push: bool
+    arrived: float
+    started: float = 0.0
+    lease: Lease | None = None
+    pushed_pages: int = 0
+    released: bool = False
+
+
+class PrefillRole:
+    def __init__(
+        self,
+        engine: Engine,
+        transfer: TransferThread,
+        outbox: Outbox,
+        metrics: WorkerMetrics,
+        config: Config,
+    ) -> None:
+        self._engine = engine
+        self._pool = engine.pool
+        self._transfer = transfer
+        self._outbox = outbox
+        self._metrics = metrics
+        self._scheduler = PrefillScheduler(engine.pool, config.prefill.chunk_tokens)
+        self._jobs: dict[AttemptKey, Job] = {}
+
+    def on_message(self, attachment: int, message: pb.RouterMessage) -> None:
+        match message.WhichOneof("kind"):
+            case "connect":
+                self._transfer.connect(message.connect.worker_id, message.connect.pool)
+            case "prefill":
+                self._accept(attachment, message.prefill)
+            case "deliver":
+                deliver = message.deliver
+                key = AttemptKey(deliver.request_id, deliver.epoch)
+                self._transfer.deliver_ticket(key, deliver.ticket)
+            case "release":
+                self._release(AttemptKey(message.release.request_id, message.release.epoch))
+
+    def on_detach(self, attachment: int) -> None:
+        for key in [key for key, job in self._jobs.items() if job.attachment == attachment]:
+            self._release(key)
+
+    def on_transfer(self, event: TransferEvent) -> None:
+        match event:
+            case PeerConnected():
+                self._outbox.broadcast(
+                    pb.WorkerMessage(
+                        connected=pb.Connected(
+                            worker_id=event.worker_id, agent=event.agent, error=event.error
+                        )
+                    )
+                )
+            case PushEnded():
+                self._end_push(event)
+            case TransferCrashed():
+                raise Internal(f"the transfer thread stopped: {event.reason}")
+
+    def step(self) -> bool:
+        plan = self._scheduler.next()
+        if not plan:
+            return False
+        self._start(plan)
+        began = time.monotonic()
+        outcomes = run_plan(self._engine, plan)
+        self._metrics.step(len(plan), sum(piece.count for piece in plan), time.monotonic() - began)
+        for piece, outcome in zip(plan, outcomes, strict=True):
+            self._commit(piece, outcome)
+        return True
+
+    def load(self) -> pb.Load:
+        load = pb.Load(
+            free_pages=self._pool.free,
+            leased_pages=self._pool.leased,
+            waiting=self._scheduler.waiting,
+            running=self._scheduler.running,
+            queued_tokens=self._scheduler.queued_tokens,
+            fault=self._pool.check_integrity() if not self._jobs else "",
+        )
+        self._metrics.load(load)
+        return load
+
+    def _accept(self, attachment: int, message: pb.Prefill) -> None:
+        work = work_from(message.work)
+        wanted = self._pool.pages_for(len(work.prompt_tokens))
+        if wanted > self._pool.total:
+            error = Exhausted(f"the prompt needs {wanted} pages; the pool has {self._pool.total}")
+            self._outbox.send(attachment, failed_to(work.key, error))
+            return
+        self._jobs[work.key] = Job(attachment, work, message.push, time.monotonic())
+        self._scheduler.add(work)
+        if message.push:
+            self._transfer.open_push(work.key)
+
+    def _start(self, plan: list[Piece]) -> None:
+        for piece in plan:
+            job = self._jobs[piece.sequence.work.key]
+            if job.lease is None:
+                job.lease = piece.sequence.lease
+                job.started = time.monotonic()
+                self._metrics.queued(job.started - job.arrived)
+
+    def _commit(self, piece: Piece, outcome: int | BatonError | None) -> None:
+        sequence = piece.sequence
+        job = self._jobs[sequence.work.key]
+        if isinstance(outcome, BatonError):
+            self._outbox.send(job.attachment, failed_to(job.work.key, outcome))
+            self._release(job.work.key)
+        elif outcome is None:
+            self._push_full_pages(job, sequence)
+        else:
+            self._emit(job, sequence, outcome)
+
+    def _emit(self, job: Job, sequence: Sequence, token: int) -> None:
+        """Sends token #1, then lets the last pages go."""
+        key = job.work.key
+        finish = sequence.append(token)
+        self._scheduler.remove(key)
+        self._send_first_token(job, token, finish)
+        if not job.push:
+            self._forget(job)
+        elif finish:
+            job.released = True
+            self._transfer.cancel_push(key)
+        else:
+            self._transfer.finish_push(key, token, sequence.lease.pages[job.pushed_pages :])
+
+    def _send_first_token(self, job: Job, token: int, finish: FinishReason | None) -> None:
+        first = pb.FirstToken(
+            request_id=job.work.key.request_id,
+            epoch=job.work.key.epoch,
+            token=token,
+            finish_reason=finish_to(finish),
+            queue_seconds=job.started - job.arrived,
+            compute_seconds=time.monotonic() - job.started,
+        )
+        self._outbox.send(job.attachment, pb.WorkerMessage(first_token=first))
+        self._outbox.flush()
+
+    def _push_full_pages(self, job: Job, sequence: Sequence) -> None:
+        full = sequence.computed // self._pool.page_size
+        if job.push and full > job.pushed_pages:
+            pages = sequence.lease.pages[job.pushed_pages : full]
+            self._transfer.push_pages(job.work.key, pages)
+            job.pushed_pages = full
+
+    def _release(self, key: AttemptKey) -> None:
+        job = self._jobs.get(key)
+        if job is None or job.released:
+            return
+        job.released = True
+        sequence = self._scheduler.remove(key)
+        if sequence is not None:
+            job.lease = sequence.lease
+        if job.push:
+            self._transfer.cancel_push(key)
+        else:
+            self._forget(job)
+
+    def _end_push(self, event: PushEnded) -> None:
+        job = self._jobs[event.key]
+        self._metrics.transferred(event.bytes, event.seconds)
+        if not job.released:
+            self._report_push(job, event)
+            self._scheduler.remove(event.key)
+        self._forget(job)
+
+    def _report_push(self, job: Job, event: PushEnded) -> None:
+        if event.error is not None:
+            self._outbox.send(job.attachment, failed_to(event.key, event.error))
+            return
+        pushed = pb.Pushed(
+            request_id=event.key.request_id,
+            epoch=event.key.epoch,
+            bytes=event.bytes,
+            seconds=event.seconds,
+            exposed_seconds=event.exposed_seconds,
+        )
+        self._outbox.send(job.attachment, pb.WorkerMessage(pushed=pushed))
+
+    def _forget(self, job: Job) -> None:
+        del self._jobs[job.work.key]
+        if job.lease is not None:
+            job.lease.release()

@@ -1,0 +1,75 @@
+"""Which prompts the next step computes.
+
+First come, first served, in chunks: each step takes up to `chunk_tokens`
+prompt tokens from the oldest prompts, several prompts in one step where they
+fit. A prompt starts when the pool holds all of its pages; until then the ones
+behind it wait too, so none can be overtaken for ever.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from core.types import AttemptKey, Work
+from engine.page_pool import PagePool
+from engine.sequence import Piece, Plan, Sequence
+
+
+class PrefillScheduler:
+    def __init__(self, pool: PagePool, chunk_tokens: int) -> None:
+        self._pool = pool
+        self._chunk_tokens = chunk_tokens
+        self._waiting: OrderedDict[AttemptKey, Work] = OrderedDict()
+        self._started: OrderedDict[AttemptKey, Sequence] = OrderedDict()
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        return len(self._started)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens not yet computed."""
+        return sum(len(work.prompt_tokens) for work in self._waiting.values()) + sum(
+            sequence.uncomputed for sequence in self._started.values()
+        )
+
+    def add(self, work: Work) -> None:
+        self._waiting[work.key] = work
+
+    def remove(self, key: AttemptKey) -> Sequence | None:
+        """Forgets an attempt. The sequence, if it had started, is the caller's to free."""
+        self._waiting.pop(key, None)
+        return self._started.pop(key, None)
+
+    def next(self) -> Plan:
+        """The next step's pieces, oldest prompt first. Empty when nothing can run."""
+        plan: Plan = []
+        budget = self._chunk_tokens
+        for sequence in self._started.values():
+            if budget == 0:
+                return plan
+            budget -= self._add_piece(plan, sequence, budget)
+        while budget and self._start_oldest():
+            budget -= self._add_piece(plan, next(reversed(self._started.values())), budget)
+        return plan
+
+    def _add_piece(self, plan: Plan, sequence: Sequence, budget: int) -> int:
+        count = min(sequence.uncomputed, budget)
+        plan.append(Piece(sequence, count))
+        return count
+
+    def _start_oldest(self) -> bool:
+        """Moves the oldest waiting prompt to the started ones, if its pages can be had."""
+        if not self._waiting:
+            return False
+        key, work = next(iter(self._waiting.items()))
+        pages = self._pool.pages_for(len(work.prompt_tokens))
+        if pages > self._pool.free:
+            return False
+        del self._waiting[key]
+        self._started[key] = Sequence(work, self._pool.acquire(pages))
+        return True

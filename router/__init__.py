@@ -1,0 +1,1 @@
+"""The front door: edges, text, policy, dispatch. No torch."""

@@ -1,0 +1,60 @@
+"""An answer's text, as its tokens come in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from core.types import FinishReason
+from router.detokenizer import Detokenizer
+from router.dispatch import Tokens
+from router.stop_strings import StopStrings
+
+
+@dataclass(slots=True)
+class AnswerDelta:
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+
+
+class AnswerText:
+    """Folds tokens into text; `finish` is set once the answer is over.
+
+    The token that ends an answer counts as one of its tokens but adds no text.
+    After a stop string, tokens that came with it are dropped.
+    """
+
+    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str]) -> None:
+        self._detokenizer = detokenizer
+        self._stops = StopStrings(stop)
+        self.finish: FinishReason | None = None
+        self.stop = ""
+        self.count = 0
+
+    def push(self, tokens: Tokens) -> AnswerDelta:
+        """What the new tokens add."""
+        delta = AnswerDelta()
+        last = len(tokens.token_ids) - 1
+        for index, token in enumerate(tokens.token_ids):
+            delta.token_ids.append(token)
+            self.count += 1
+            ends_answer = tokens.finish is FinishReason.STOP and index == last
+            if not ends_answer:
+                delta.text += self._filter(self._detokenizer.push([token]))
+            if self.finish:
+                return delta
+        if tokens.finish:
+            self._end(tokens.finish, delta)
+        return delta
+
+    def _filter(self, text: str) -> str:
+        emit, hit = self._stops.push(text)
+        if hit is not None:
+            self.finish, self.stop = FinishReason.STOP, hit
+        return emit
+
+    def _end(self, reason: FinishReason, delta: AnswerDelta) -> None:
+        delta.text += self._filter(self._detokenizer.flush())
+        if not self.finish:
+            delta.text += self._stops.flush()
+            self.finish = reason

@@ -1,0 +1,184 @@
+"""The gRPC front door: Inference for users, Admin for operators."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any, NoReturn, TypeVar
+
+import grpc
+
+from baton.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc
+from baton.v1 import inference_pb2 as pb
+from core.errors import BatonError, Internal, TokenOutOfRange, UnknownModel
+from core.types import ChatPrompt
+from core.wire import finish_to
+from router.grpc_errors import to_status
+from router.link import WorkerLink
+from router.parse import parse_prompt, parse_request
+from router.roster import Roster
+from router.serving import Delta, Event, Serving, Started
+
+log = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Service = TypeVar("Service")
+Message = TypeVar("Message")
+Answer = TypeVar("Answer")
+
+
+async def abort(context: Context, error: Exception) -> NoReturn:
+    """Ends a call with a typed error; what we did not foresee is logged and told as Internal."""
+    if not isinstance(error, BatonError):
+        log.error("a request failed unexpectedly", exc_info=error)
+        error = Internal("the router failed; its log has the details")
+    await context.abort_with_status(to_status(error))
+    raise AssertionError("abort_with_status returned")
+
+
+def answered(
+    method: Callable[[Service, Message], Awaitable[Answer]],
+) -> Callable[[Service, Message, Context], Awaitable[Answer]]:
+    """A unary method whose errors become gRPC statuses."""
+
+    @functools.wraps(method)
+    async def call(self: Service, message: Message, context: Context) -> Answer:
+        try:
+            return await method(self, message)
+        except Exception as error:  # noqa: BLE001 the edge of the process
+            await abort(context, error)
+
+    return call
+
+
+class InferenceService(inference_pb2_grpc.InferenceServicer):
+    def __init__(self, serving: Serving, roster: Roster, model: str) -> None:
+        self._serving = serving
+        self._roster = roster
+        self._model = model
+
+    async def Generate(
+        self, message: pb.GenerateRequest, context: Context
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        try:
+            self._check_model(message.model)
+            async with aclosing(self._serving.generate(parse_request(message))) as events:
+                async for event in events:
+                    yield self._response(event)
+        except Exception as error:  # noqa: BLE001 the edge of the process
+            await abort(context, error)
+
+    @answered
+    async def ListModels(
+        self, message: pb.ListModelsRequest
+    ) -> pb.ListModelsResponse:
+        text = self._serving.text
+        model = pb.Model(
+            name=self._model,
+            context_length=self._roster.context_length(),
+            vocabulary_size=text.vocabulary_size,
+            has_chat_template=text.has_chat_template,
+        )
+        return pb.ListModelsResponse(models=[model])
+
+    @answered
+    async def Tokenize(
+        self, message: pb.TokenizeRequest
+    ) -> pb.TokenizeResponse:
+        self._check_model(message.model)
+        prompt = parse_prompt(message)
+        rendered = self._serving.text.render(prompt) if isinstance(prompt, ChatPrompt) else ""
+        tokens = await self._serving.encode(prompt)
+        return pb.TokenizeResponse(token_ids=tokens, rendered=rendered)
+
+    @answered
+    async def Detokenize(
+        self, message: pb.DetokenizeRequest
+    ) -> pb.DetokenizeResponse:
+        self._check_model(message.model)
+        text = self._serving.text
+        if any(token >= text.vocabulary_size for token in message.token_ids):
+            raise TokenOutOfRange(
+                f"token id {max(message.token_ids)} is outside the vocabulary of"
+                f" {text.vocabulary_size}",
+                field="token_ids",
+            )
+        decoded = text.decode(list(message.token_ids), keep_special=message.keep_special_tokens)
+        return pb.DetokenizeResponse(text=decoded)
+
+    def _check_model(self, name: str) -> None:
+        if name not in ("", self._model):
+            raise UnknownModel(
+                f"there is no model {name!r} here; this cluster serves {self._model!r}",
+                field="model",
+            )
+
+    def _response(self, event: Event) -> pb.GenerateResponse:
+        if isinstance(event, Delta):
+            return pb.GenerateResponse(delta=pb.Delta(text=event.text, token_ids=event.token_ids))
+        if isinstance(event, Started):
+            return pb.GenerateResponse(
+                started=pb.Started(
+                    request_id=event.request_id,
+                    model=self._model,
+                    prompt_tokens=event.prompt_tokens,
+                    prefill_worker=event.prefill_worker,
+                    decode_worker=event.decode_worker,
+                    seed=event.seed,
+                )
+            )
+        usage = pb.Usage(
+            prompt_tokens=event.prompt_tokens, completion_tokens=event.completion_tokens
+        )
+        return pb.GenerateResponse(
+            finished=pb.Finished(
+                finish_reason=finish_to(event.reason), usage=usage, stop=event.stop
+            )
+        )
+
+
+class AdminService(cluster_pb2_grpc.AdminServicer):
+    def __init__(self, serving: Serving, roster: Roster, model: str, router_id: str) -> None:
+        self._serving = serving
+        self._roster = roster
+        self._model = model
+        self._router_id = router_id
+        self._began = time.monotonic()
+
+    @answered
+    async def Status(
+        self, message: cluster_pb2.StatusRequest
+    ) -> cluster_pb2.StatusResponse:
+        agents = {
+            link.welcome.pool.agent: link.worker_id for link in self._roster.links if link.welcome
+        }
+        return cluster_pb2.StatusResponse(
+            router_id=self._router_id,
+            uptime_seconds=time.monotonic() - self._began,
+            model=self._model,
+            active_requests=self._serving.active,
+            finished_requests=self._serving.finished,
+            workers=[_worker_status(link, agents) for link in self._roster.links],
+        )
+
+
+def _worker_status(link: WorkerLink, agents: dict[str, str]) -> cluster_pb2.WorkerStatus:
+    welcome = link.welcome
+    member = cluster_pb2.Member(worker_id=link.worker_id, address=link.address)
+    if welcome:
+        member.role = welcome.role
+    mismatches = [error for error in link.peers.values() if error]
+    return cluster_pb2.WorkerStatus(
+        member=member,
+        attached=welcome is not None,
+        total_pages=welcome.total_pages if welcome else 0,
+        load=link.load,
+        active_requests=link.active,
+        connected=sorted(
+            agents[agent] for agent, error in link.peers.items() if not error and agent in agents
+        ),
+        fault=link.fault or link.load.fault or "; ".join(mismatches),
+    )

@@ -1,0 +1,176 @@
+"""One router's side of the stream to one worker.
+
+    connecting ─Welcome─▶ attached ─stream breaks─▶ connecting …
+
+A link tries for ever, until it is stopped. Messages about an attempt go to the
+inbox that was opened for it. When the stream breaks, every open inbox gets a
+LinkLost: the worker lets go of everything by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+import grpc
+
+from baton.v1 import worker_pb2 as pb
+from baton.v1 import worker_pb2_grpc
+from core.types import PROTOCOL, AttemptKey, Role
+from core.wire import role_from
+
+log = logging.getLogger(__name__)
+
+RETRY_SECONDS = 0.2
+
+CHANNEL_OPTIONS = [
+    ("grpc.max_receive_message_length", 64 * 2**20),
+    ("grpc.max_send_message_length", 64 * 2**20),
+    # A peer whose host is gone says nothing: ask.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # Each link has a connection of its own.
+    ("grpc.use_local_subchannel_pool", 1),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class LinkLost:
+    """The stream to a worker broke."""
+
+    worker_id: str
+
+
+Event = pb.WorkerMessage | LinkLost
+Inbox = asyncio.Queue[Event]
+Call = grpc.aio.StreamStreamCall[pb.RouterMessage, pb.WorkerMessage]
+
+_ATTEMPT_KINDS = ("first_token", "reserved", "pushed", "failed")
+
+
+class WorkerLink:
+    def __init__(
+        self, address: str, router_id: str, on_change: Callable[[WorkerLink], None]
+    ) -> None:
+        self.address = address
+        self.welcome: pb.Welcome | None = None
+        self.load = pb.Load()
+        self.fault = ""
+        # For a prefill worker: the decode workers' agents that it was asked to
+        # connect to, and its answers ("" when it can push there, else why not).
+        self.asked: set[str] = set()
+        self.peers: dict[str, str] = {}
+        # Prompt tokens that this router waits for there.
+        self.pending_tokens = 0
+        self._router_id = router_id
+        self._on_change = on_change
+        self._inboxes: dict[AttemptKey, Inbox] = {}
+        self._outgoing: asyncio.Queue[pb.RouterMessage] = asyncio.Queue()
+
+    @property
+    def role(self) -> Role | None:
+        return role_from(self.welcome.role) if self.welcome else None
+
+    @property
+    def worker_id(self) -> str:
+        return self.welcome.worker_id if self.welcome else self.address
+
+    @property
+    def active(self) -> int:
+        """Attempts of this router that are open on the worker."""
+        return len(self._inboxes)
+
+    def open(self, key: AttemptKey, inbox: Inbox) -> None:
+        self._inboxes[key] = inbox
+
+    def close(self, key: AttemptKey) -> None:
+        self._inboxes.pop(key, None)
+
+    def send(self, message: pb.RouterMessage) -> None:
+        """Queues a message. Dropped when the link is down: the attempt has its LinkLost."""
+        if self.welcome is not None:
+            self._outgoing.put_nowait(message)
+
+    async def run(self) -> None:
+        """Attaches, and attaches again, until cancelled."""
+        async with grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS) as channel:
+            while True:
+                try:
+                    await self._attach(worker_pb2_grpc.WorkerStub(channel).Attach())
+                except grpc.aio.AioRpcError as error:
+                    self._note_fault(error.details() or error.code().name)
+                await asyncio.sleep(RETRY_SECONDS)
+
+    async def _attach(self, call: Call) -> None:
+        writer: asyncio.Task[None] | None = None
+        try:
+            hello = pb.Hello(router_id=self._router_id, protocol=PROTOCOL)
+            await call.write(pb.RouterMessage(hello=hello))
+            writer = asyncio.ensure_future(self._write(call))
+            while (message := await call.read()) is not grpc.aio.EOF:
+                self._receive(cast(pb.WorkerMessage, message))
+            self._note_fault("the worker closed the stream")
+        finally:
+            if writer:
+                writer.cancel()
+            call.cancel()
+            self._lose()
+
+    async def _write(self, call: Call) -> None:
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            while True:
+                await call.write(await self._outgoing.get())
+
+    def _receive(self, message: pb.WorkerMessage) -> None:
+        kind = message.WhichOneof("kind")
+        if kind == "step":
+            self._fan_out(message.step)
+        elif kind in _ATTEMPT_KINDS:
+            attempt = getattr(message, kind)
+            inbox = self._inboxes.get(AttemptKey(attempt.request_id, attempt.epoch))
+            if inbox is not None:
+                inbox.put_nowait(message)
+        elif kind == "load":
+            self._note_load(message.load)
+        elif kind == "welcome":
+            self.welcome, self.fault = message.welcome, ""
+            self._on_change(self)
+        elif kind == "connected":
+            self.peers[message.connected.agent] = message.connected.error
+            self._on_change(self)
+
+    def _fan_out(self, step: pb.Step) -> None:
+        for tokens in step.tokens:
+            inbox = self._inboxes.get(AttemptKey(tokens.request_id, tokens.epoch))
+            if inbox is not None:
+                inbox.put_nowait(pb.WorkerMessage(step=pb.Step(tokens=[tokens])))
+
+    def _note_load(self, load: pb.Load) -> None:
+        changed = load.fault != self.load.fault
+        self.load = load
+        if changed:
+            self._on_change(self)
+
+    def _note_fault(self, fault: str) -> None:
+        if fault != self.fault:
+            self.fault = fault
+            log.warning("worker at %s: %s", self.address, fault)
+            self._on_change(self)
+
+    def _lose(self) -> None:
+        lost = LinkLost(self.worker_id)
+        self.welcome = None
+        self.peers.clear()
+        self.asked.clear()
+        self.load = pb.Load()
+        self._outgoing = asyncio.Queue()
+        for inbox in self._inboxes.values():
+            inbox.put_nowait(lost)
+        self._on_change(self)

@@ -1,0 +1,33 @@
+"""Learning the members from the controller, over gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import grpc
+
+from baton.v1 import cluster_pb2, cluster_pb2_grpc
+from router.link import CHANNEL_OPTIONS
+from router.roster import Roster
+
+log = logging.getLogger(__name__)
+
+RETRY_SECONDS = 0.5
+
+
+async def follow(controller: str, roster: Roster) -> None:
+    """Keeps the roster as the controller says, until cancelled.
+
+    While the controller cannot be reached the roster stays as it is: serving
+    does not depend on it.
+    """
+    async with grpc.aio.insecure_channel(controller, options=CHANNEL_OPTIONS) as channel:
+        stub = cluster_pb2_grpc.MembershipStub(channel)
+        while True:
+            try:
+                async for members in stub.Watch(cluster_pb2.WatchRequest()):
+                    roster.set_addresses(member.address for member in members.workers)
+            except grpc.aio.AioRpcError as error:
+                log.warning("the controller cannot be reached: %s", error.details())
+            await asyncio.sleep(RETRY_SECONDS)

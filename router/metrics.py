@@ -1,0 +1,75 @@
+"""What a router measures: every request's times, with the field's own definitions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from baton.v1 import worker_pb2 as pb
+from core import metrics as names
+from router.link import WorkerLink
+
+
+class RouterMetrics:
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.ttft = self._histogram(names.TTFT_SECONDS)
+        self.itl = self._histogram(names.ITL_SECONDS)
+        self.tpot = self._histogram(names.TPOT_SECONDS)
+        self.e2e = self._histogram(names.E2E_SECONDS)
+        self.prompt_tokens = self._counter(names.PROMPT_TOKENS)
+        self.generation_tokens = self._counter(names.GENERATION_TOKENS)
+        self.requests = self._counter(names.REQUESTS, ["outcome"])
+        self.active = Gauge(
+            names.ACTIVE_REQUESTS, names.HELP[names.ACTIVE_REQUESTS], registry=self.registry
+        )
+        self._queue = self._histogram(names.PHASE_QUEUE_SECONDS, ["phase"])
+        self._prefill = self._histogram(names.PREFILL_SECONDS)
+        self._exposed = self._histogram(names.TRANSFER_EXPOSED_SECONDS)
+        self._bytes = self._counter(names.TRANSFER_BYTES)
+        self._seconds = self._counter(names.TRANSFER_SECONDS)
+
+    def watch(self, links: Iterable[WorkerLink]) -> None:
+        """Repeats the workers' own gauges, so that one scrape shows the cluster."""
+        self.registry.register(_WorkerGauges(links))
+
+    def queued(self, phase: str, seconds: float) -> None:
+        self._queue.labels(phase=phase).observe(seconds)
+
+    def prefilled(self, first: pb.FirstToken) -> None:
+        self.queued("prefill", first.queue_seconds)
+        self._prefill.observe(first.compute_seconds)
+
+    def pushed(self, pushed: pb.Pushed) -> None:
+        self._bytes.inc(pushed.bytes)
+        self._seconds.inc(pushed.seconds)
+        self._exposed.observe(pushed.exposed_seconds)
+
+    def _counter(self, name: str, labels: Sequence[str] = ()) -> Counter:
+        return Counter(name, names.HELP[name], labels, registry=self.registry)
+
+    def _histogram(self, name: str, labels: Sequence[str] = ()) -> Histogram:
+        return Histogram(
+            name, names.HELP[name], labels, buckets=names.LATENCY_BUCKETS, registry=self.registry
+        )
+
+
+class _WorkerGauges(Collector):
+    def __init__(self, links: Iterable[WorkerLink]) -> None:
+        self._links = links
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        labels = ["worker", "role"]
+        pages = GaugeMetricFamily(names.PAGES, names.HELP[names.PAGES], labels=[*labels, "state"])
+        waiting = GaugeMetricFamily(names.WAITING, names.HELP[names.WAITING], labels=labels)
+        running = GaugeMetricFamily(names.RUNNING, names.HELP[names.RUNNING], labels=labels)
+        for link in list(self._links):
+            worker = [link.worker_id, link.role.value if link.role else "unknown"]
+            waiting.add_metric(worker, link.load.waiting)
+            running.add_metric(worker, link.load.running)
+            for state in ("free", "leased", "quarantined", "cached"):
+                pages.add_metric([*worker, state], getattr(link.load, f"{state}_pages"))
+        return [pages, waiting, running]

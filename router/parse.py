@@ -1,0 +1,101 @@
+"""From a client's message to a validated Request. A bad one is answered here."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import uuid
+
+from baton.v1 import inference_pb2 as pb
+from core.errors import InvalidRequest, InvalidSampling
+from core.types import ChatPrompt, Message, Prompt, Request, Sampling, TextPrompt, TokenPrompt
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 1024
+MAX_STOP_TOKENS = 1024
+MAX_REQUEST_ID = 128
+
+
+def parse_request(message: pb.GenerateRequest) -> Request:
+    if len(message.request_id) > MAX_REQUEST_ID:
+        raise InvalidRequest(
+            f"request_id must have at most {MAX_REQUEST_ID} characters", field="request_id"
+        )
+    if message.HasField("max_tokens") and message.max_tokens < 1:
+        raise InvalidRequest("max_tokens must be at least 1", field="max_tokens")
+    return Request(
+        request_id=message.request_id or uuid.uuid4().hex,
+        prompt=parse_prompt(message),
+        sampling=_parse_sampling(message.sampling),
+        max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
+        stop=_parse_stop(message),
+        stop_token_ids=frozenset(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+    )
+
+
+def parse_prompt(message: pb.GenerateRequest | pb.TokenizeRequest) -> Prompt:
+    match message.WhichOneof("prompt"):
+        case "text":
+            return TextPrompt(message.text)
+        case "chat":
+            return _parse_chat(message.chat)
+        case "token_ids" if isinstance(message, pb.GenerateRequest):
+            return TokenPrompt(tuple(message.token_ids.ids))
+    raise InvalidRequest("a prompt is missing: set text, chat or token_ids", field="prompt")
+
+
+def _parse_chat(chat: pb.Chat) -> ChatPrompt:
+    if not chat.messages:
+        raise InvalidRequest("a chat needs at least one message", field="chat.messages")
+    for index, message in enumerate(chat.messages):
+        if not message.role:
+            field = f"chat.messages[{index}].role"
+            raise InvalidRequest(f"{field} is empty", field=field)
+    return ChatPrompt(tuple(Message(item.role, item.content) for item in chat.messages))
+
+
+def _parse_stop(message: pb.GenerateRequest) -> tuple[str, ...]:
+    if len(message.stop) > MAX_STOP_STRINGS:
+        raise InvalidRequest(f"at most {MAX_STOP_STRINGS} stop strings", field="stop")
+    if len(message.stop_token_ids) > MAX_STOP_TOKENS:
+        raise InvalidRequest(f"at most {MAX_STOP_TOKENS} stop token ids", field="stop_token_ids")
+    if any(not 1 <= len(stop) <= MAX_STOP_LENGTH for stop in message.stop):
+        raise InvalidRequest(
+            f"a stop string must have 1 to {MAX_STOP_LENGTH} characters", field="stop"
+        )
+    return tuple(message.stop)
+
+
+def _parse_sampling(message: pb.SamplingParameters) -> Sampling:
+    return Sampling(
+        temperature=_number(message, "temperature", 0.0, 0.0, 100.0),
+        top_k=message.top_k,
+        top_p=_number(message, "top_p", 1.0, 0.0, 1.0, above=True),
+        min_p=_number(message, "min_p", 0.0, 0.0, 1.0),
+        repetition_penalty=_number(message, "repetition_penalty", 1.0, 0.0, 100.0, above=True),
+        presence_penalty=_number(message, "presence_penalty", 0.0, -2.0, 2.0),
+        frequency_penalty=_number(message, "frequency_penalty", 0.0, -2.0, 2.0),
+        seed=message.seed if message.HasField("seed") else secrets.randbits(63),
+    )
+
+
+def _number(
+    message: pb.SamplingParameters,
+    name: str,
+    default: float,
+    least: float,
+    most: float,
+    *,
+    above: bool = False,
+) -> float:
+    """The field's value, within [least, most] or, when `above`, within (least, most]."""
+    if not message.HasField(name):  # type: ignore[arg-type]
+        return default
+    value: float = getattr(message, name)
+    if not math.isfinite(value) or not least <= value <= most or (above and value == least):
+        bound = f"above {least:g}" if above else f"at least {least:g}"
+        raise InvalidSampling(
+            f"{name} must be {bound} and at most {most:g}, not {value:g}", field=f"sampling.{name}"
+        )
+    return value

@@ -1,0 +1,137 @@
+"""The workers that a router knows: one link each, and who can push to whom."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+
+from baton.v1 import worker_pb2 as pb
+from core.errors import LayoutMismatch, Unavailable
+from core.types import Role
+from router.link import WorkerLink
+from router.policy import DecodeView, Placement, PrefillView, Snapshot, least_loaded
+
+
+class Roster:
+    def __init__(self, router_id: str, on_change: Callable[[], None] = lambda: None) -> None:
+        self._router_id = router_id
+        self._tell = on_change
+        self._links: dict[str, WorkerLink] = {}  # by address
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._changed = asyncio.Event()
+
+    @property
+    def links(self) -> Iterable[WorkerLink]:
+        return self._links.values()
+
+    def set_addresses(self, addresses: Iterable[str]) -> None:
+        """These workers, and no others, from now on."""
+        wanted = set(addresses)
+        for address in self._links.keys() - wanted:
+            self._tasks.pop(address).cancel()
+            del self._links[address]
+        for address in wanted - self._links.keys():
+            link = WorkerLink(address, self._router_id, self._on_change)
+            self._links[address] = link
+            self._tasks[address] = asyncio.create_task(link.run())
+
+    async def stop(self) -> None:
+        tasks = list(self._tasks.values())
+        self.set_addresses(())
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def attached(self, role: Role) -> Iterator[WorkerLink]:
+        """Links of sound workers of a role."""
+        return (link for link in self.links if link.role is role and not link.load.fault)
+
+    def find(self, worker_id: str) -> WorkerLink:
+        return next(link for link in self.links if link.welcome and link.worker_id == worker_id)
+
+    def snapshot(self) -> Snapshot:
+        """What the policy decides on."""
+        decode = list(self.attached(Role.DECODE))
+        prefill = list(self.attached(Role.PREFILL))
+        return Snapshot(
+            prefill=[_prefill_view(link, decode) for link in prefill],
+            decode=[_decode_view(link) for link in decode],
+            mismatches=[error for link in prefill for error in link.peers.values() if error],
+        )
+
+    async def place(self, seconds: float) -> Placement:
+        """A pair for one request; waits up to `seconds` for one to be ready."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self._may_become_ready():
+                    await self.change()
+        return least_loaded(self.snapshot())
+
+    async def change(self) -> None:
+        """Returns when a worker has come, gone or been connected."""
+        self._changed.clear()
+        await self._changed.wait()
+
+    def reconnect(self, prefill: WorkerLink, decode: WorkerLink) -> None:
+        """A push between two attached workers failed: have them connect anew."""
+        if prefill.welcome and decode.welcome:
+            agent = decode.welcome.pool.agent
+            prefill.asked.discard(agent)
+            prefill.peers.pop(agent, None)
+            self._connect(prefill, [decode])
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request could be placed now."""
+        return self._obstacle() is None
+
+    def _may_become_ready(self) -> bool:
+        obstacle = self._obstacle()
+        return obstacle is not None and not isinstance(obstacle, LayoutMismatch)
+
+    def _obstacle(self) -> Unavailable | None:
+        try:
+            least_loaded(self.snapshot())
+        except Unavailable as error:
+            return error
+        return None
+
+    def context_length(self) -> int:
+        """The most tokens that any pair can hold; 0 when no worker is attached."""
+        return min((link.welcome.context_length for link in self.links if link.welcome), default=0)
+
+    def _on_change(self, link: WorkerLink) -> None:
+        if link.welcome and link.role is Role.PREFILL:
+            self._connect(link, self.attached(Role.DECODE))
+        elif link.welcome:
+            for prefill in self.attached(Role.PREFILL):
+                self._connect(prefill, [link])
+        self._changed.set()
+        self._tell()
+
+    def _connect(self, prefill: WorkerLink, decode: Iterable[WorkerLink]) -> None:
+        """Has a prefill worker get ready to push, once per process start of the other."""
+        for link in decode:
+            if link.welcome and link.welcome.pool.agent not in prefill.asked:
+                prefill.asked.add(link.welcome.pool.agent)
+                connect = pb.Connect(worker_id=link.worker_id, pool=link.welcome.pool)
+                prefill.send(pb.RouterMessage(connect=connect))
+
+
+def _prefill_view(link: WorkerLink, decode: list[WorkerLink]) -> PrefillView:
+    return PrefillView(
+        worker_id=link.worker_id,
+        pending_tokens=max(link.pending_tokens, link.load.queued_tokens),
+        reaches=frozenset(
+            other.worker_id
+            for other in decode
+            if other.welcome and link.peers.get(other.welcome.pool.agent) == ""
+        ),
+    )
+
+
+def _decode_view(link: WorkerLink) -> DecodeView:
+    return DecodeView(
+        worker_id=link.worker_id,
+        requests=max(link.active, link.load.running + link.load.waiting),
+        free_pages=link.load.free_pages,
+    )

@@ -1,0 +1,190 @@
+"""One request from text to text: what every edge (gRPC, HTTP) calls.
+
+Between the edge and the dispatcher: the prompt becomes tokens, the tokens
+become text, stop strings end the answer, and the times are measured.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from core.config import RouterConfig
+from core.errors import BatonError, Exhausted, InvalidRequest, PromptTooLong, TokenOutOfRange
+from core.types import AttemptKey, FinishReason, Prompt, Request, Work
+from router.answer import AnswerText
+from router.dispatch import Dispatcher
+from router.metrics import RouterMetrics
+from router.policy import Placement
+from router.roster import Roster
+from router.text import Text
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    request_id: str
+    prompt_tokens: int
+    prefill_worker: str
+    decode_worker: str
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    text: str
+    token_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    reason: FinishReason
+    prompt_tokens: int
+    completion_tokens: int
+    stop: str
+
+
+Event = Started | Delta | Finished
+
+
+class Serving:
+    def __init__(
+        self, text: Text, roster: Roster, config: RouterConfig, metrics: RouterMetrics
+    ) -> None:
+        self.text = text
+        self._roster = roster
+        self._config = config
+        self._metrics = metrics
+        self._dispatcher = Dispatcher(roster, config, metrics)
+        self._threads = ThreadPoolExecutor(config.text_threads, thread_name_prefix="text")
+        self.active = 0
+        self.finished = 0
+
+    async def generate(self, request: Request) -> AsyncGenerator[Event]:
+        """The answer as it is made. Closing the iterator cancels the request."""
+        if self.active >= self._config.max_requests:
+            self._metrics.requests.labels(outcome=Exhausted.reason).inc()
+            raise Exhausted(f"{self.active} requests are under way already; try again later")
+        clock = _Clock(self._metrics)
+        outcome = "CANCELLED"
+        self._count(+1)
+        try:
+            async with aclosing(self._answer(request, clock)) as events:
+                async for event in events:
+                    if isinstance(event, Finished):
+                        outcome = event.reason.name
+                    yield event
+        except BatonError as error:
+            outcome = error.reason
+            raise
+        finally:
+            self._count(-1)
+            self.finished += 1
+            clock.end(completed=outcome in FinishReason.__members__)
+            self._metrics.requests.labels(outcome=outcome).inc()
+
+    async def encode(self, prompt: Prompt) -> list[int]:
+        """The prompt's tokens, made off the event loop."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self.text.encode, prompt)
+
+    async def _answer(self, request: Request, clock: _Clock) -> AsyncGenerator[Event]:
+        work = await self._prepare(request)
+        self._metrics.prompt_tokens.inc(len(work.prompt_tokens))
+        answer = AnswerText(self.text.detokenizer(), request.stop)
+        async with aclosing(self._dispatcher.run(work)) as events:
+            async for event in events:
+                if isinstance(event, Placement):
+                    yield _started(request, work, event)
+                    continue
+                clock.tokens(len(event.token_ids))
+                delta = answer.push(event)
+                if delta.token_ids or delta.text:
+                    yield Delta(delta.text, delta.token_ids)
+                if answer.finish:
+                    yield Finished(
+                        answer.finish, len(work.prompt_tokens), answer.count, answer.stop
+                    )
+                    return
+
+    async def _prepare(self, request: Request) -> Work:
+        tokens = await self.encode(request.prompt)
+        # Workers tell how much they hold, so at least one pair must be there.
+        await self._roster.place(self._config.placement_timeout)
+        context = self._roster.context_length()
+        self._check(tokens, context)
+        room = context - len(tokens)
+        stops = request.stop_token_ids
+        if not request.ignore_eos:
+            stops |= self.text.eos_token_ids
+        return Work(
+            # The caller's request_id need not be unique; the workers' key must be.
+            key=AttemptKey(uuid.uuid4().hex, 1),
+            prompt_tokens=tokens,
+            sampling=request.sampling,
+            max_tokens=min(request.max_tokens or room, room),
+            stop_token_ids=stops,
+        )
+
+    def _check(self, tokens: list[int], context: int) -> None:
+        if not tokens:
+            raise InvalidRequest("the prompt is empty", field="prompt")
+        if len(tokens) >= context:
+            raise PromptTooLong(
+                f"the prompt has {len(tokens)} tokens; with room for an answer the context"
+                f" holds {context - 1}",
+                field="prompt",
+            )
+        if max(tokens) >= self.text.vocabulary_size:
+            raise TokenOutOfRange(
+                f"token id {max(tokens)} is outside the vocabulary of {self.text.vocabulary_size}",
+                field="token_ids",
+            )
+
+    def _count(self, change: int) -> None:
+        self.active += change
+        self._metrics.active.set(self.active)
+
+
+def _started(request: Request, work: Work, placement: Placement) -> Started:
+    return Started(
+        request_id=request.request_id,
+        prompt_tokens=len(work.prompt_tokens),
+        prefill_worker=placement.prefill,
+        decode_worker=placement.decode if work.max_tokens > 1 else "",
+        seed=work.sampling.seed,
+    )
+
+
+@dataclass(slots=True)
+class _Clock:
+    """The times of one request."""
+
+    metrics: RouterMetrics
+    began: float = field(default_factory=time.monotonic)
+    first: float = 0.0
+    last: float = 0.0
+    count: int = 0
+
+    def tokens(self, count: int) -> None:
+        now = time.monotonic()
+        if not self.count:
+            self.first = now
+            self.metrics.ttft.observe(now - self.began)
+        else:
+            for _ in range(count):
+                self.metrics.itl.observe((now - self.last) / count)
+        self.last = now
+        self.count += count
+        self.metrics.generation_tokens.inc(count)
+
+    def end(self, *, completed: bool) -> None:
+        """Only whole answers count: a cancelled one has no end."""
+        if completed:
+            self.metrics.e2e.observe(self.last - self.began)
+            if self.count > 1:
+                self.metrics.tpot.observe((self.last - self.first) / (self.count - 1))

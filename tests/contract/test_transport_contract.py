@@ -1,0 +1,276 @@
+"""What every transport promises, held against each of them."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+
+import pytest
+
+from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
+from core.errors import Internal, LayoutMismatch, WorkerLost
+from kv_transfer.inprocess import InProcessTransport
+from kv_transfer.nixl_transport import NixlTransport
+from kv_transfer.transport import (
+    Noted,
+    PeerLost,
+    PoolMemory,
+    Transport,
+    TransportEvent,
+    WriteDone,
+    WriteFailed,
+)
+
+PAGE_BYTES = 4096
+PAGES = 64
+LAYOUT = PoolLayout(version=1, model="test", dtype="float32", page_size=16, layers=1)
+UNTOUCHED = 0xEE
+
+
+class Pool:
+    """A registered pool in plain memory, every byte UNTOUCHED."""
+
+    def __init__(self, transport: Transport, page_bytes: int = PAGE_BYTES) -> None:
+        self.page_bytes = page_bytes
+        self.buffer = ctypes.create_string_buffer(bytes([UNTOUCHED]) * (page_bytes * PAGES))
+        memory = PoolMemory(ctypes.addressof(self.buffer), page_bytes, PAGES, "cpu")
+        self.transport = transport
+        self.address = transport.register(memory, LAYOUT)
+        self.events: list[TransportEvent] = []
+
+    def page(self, index: int) -> bytes:
+        return self.buffer.raw[index * self.page_bytes : (index + 1) * self.page_bytes]
+
+    def fill(self, index: int, value: int) -> None:
+        start = index * self.page_bytes
+        self.buffer[start : start + self.page_bytes] = bytes([value]) * self.page_bytes
+
+    def notes(self) -> list[Noted]:
+        return [event for event in self.events if isinstance(event, Noted)]
+
+    def ended(self, write: int) -> list[WriteDone | WriteFailed]:
+        return [
+            e for e in self.events if isinstance(e, WriteDone | WriteFailed) and e.write == write
+        ]
+
+
+Maker = Callable[..., Pool]
+
+
+@pytest.fixture(params=[InProcessTransport, NixlTransport], ids=["inprocess", "nixl"])
+def make_pool(request: pytest.FixtureRequest) -> Iterator[Maker]:
+    pools: list[Pool] = []
+
+    def make(page_bytes: int = PAGE_BYTES) -> Pool:
+        pools.append(Pool(request.param(), page_bytes))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.transport.close()
+
+
+def poll_until(condition: Callable[[], object], *pools: Pool) -> None:
+    """Polls all pools, as their threads would, until the condition holds."""
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "the transport is stuck"
+        for pool in pools:
+            pool.events += pool.transport.poll()
+        time.sleep(0.0005)
+
+
+def write(
+    source: Pool, target: Pool, local: list[int], remote: list[int], note: bytes = b""
+) -> int:
+    peer = source.transport.connect(target.address)
+    number = source.transport.write(peer, local, remote, note)
+    poll_until(lambda: source.ended(number), source, target)
+    return number
+
+
+def test_pages_arrive_exactly_and_nothing_else_is_touched(make_pool: Maker) -> None:
+    source, target = make_pool(), make_pool()
+    pairs = {3: 10, 4: 11, 5: 12, 9: 40, 8: 41, 63: 0}
+    for local in pairs:
+        source.fill(local, local)
+    number = write(source, target, list(pairs), list(pairs.values()))
+    assert source.ended(number) == [WriteDone(number)]
+    expected = {remote: bytes([local]) * PAGE_BYTES for local, remote in pairs.items()}
+    untouched = bytes([UNTOUCHED]) * PAGE_BYTES
+    assert [target.page(i) for i in range(PAGES)] == [
+        expected.get(i, untouched) for i in range(PAGES)
+    ]
+
+
+def test_a_note_is_heard_only_when_the_bytes_of_its_write_are_in_place(make_pool: Maker) -> None:
+    source, target = make_pool(), make_pool()
+    peer = source.transport.connect(target.address)
+    for round_ in range(20):
+        pages = list(range(PAGES))
+        for page in pages:
+            source.fill(page, round_)
+        source.transport.write(peer, pages, pages[::-1], b"round %d" % round_)
+        poll_until(lambda wanted=round_: len(target.notes()) == wanted + 1, source, target)
+        assert target.buffer.raw[:-1] == bytes([round_]) * (PAGES * PAGE_BYTES)
+    assert [noted.peer for noted in target.notes()] == [source.address.agent] * 20
+
+
+def test_a_note_can_be_sent_without_pages(make_pool: Maker) -> None:
+    source, target = make_pool(), make_pool()
+    number = write(source, target, [], [], b"alone")
+    poll_until(target.notes, source, target)
+    assert [noted.note for noted in target.notes()] == [b"alone"]
+    assert source.ended(number) == [WriteDone(number)]
+
+
+def test_a_write_without_a_note_is_silent(make_pool: Maker) -> None:
+    source, target = make_pool(), make_pool()
+    write(source, target, [1], [2])
+    write(source, target, [], [], b"end")
+    poll_until(target.notes, source, target)
+    assert [noted.note for noted in target.notes()] == [b"end"]
+
+
+def test_every_write_ends_exactly_once(make_pool: Maker) -> None:
+    source, target = make_pool(), make_pool()
+    peer = source.transport.connect(target.address)
+    numbers = [source.transport.write(peer, [i], [i], b"%d" % i) for i in range(30)]
+    poll_until(lambda: len(target.notes()) == 30, source, target)
+    poll_until(lambda: all(source.ended(number) for number in numbers), source, target)
+    assert [source.ended(number) for number in numbers] == [[WriteDone(n)] for n in numbers]
+
+
+def test_both_sides_can_write_to_each_other(make_pool: Maker) -> None:
+    left, right = make_pool(), make_pool()
+    left.fill(0, 1)
+    right.fill(0, 2)
+    write(left, right, [0], [5])
+    write(right, left, [0], [5])
+    assert (left.page(5)[0], right.page(5)[0]) == (2, 1)
+
+
+def test_connecting_twice_changes_nothing(make_pool: Maker) -> None:
+    source, target = make_pool(), make_pool()
+    assert source.transport.connect(target.address) == target.address.agent
+    write(source, target, [0], [0])
+    assert source.transport.connect(target.address) == target.address.agent
+    write(source, target, [0], [0])
+
+
+def test_a_peer_with_other_page_sizes_is_refused(make_pool: Maker) -> None:
+    source, target = make_pool(), make_pool(page_bytes=2 * PAGE_BYTES)
+    with pytest.raises(LayoutMismatch, match="4096 bytes here and 8192 bytes"):
+        source.transport.connect(target.address)
+
+
+def test_a_write_to_an_unknown_peer_is_refused(make_pool: Maker) -> None:
+    source = make_pool()
+    with pytest.raises(WorkerLost, match="nobody"):
+        source.transport.write("nobody", [0], [0])
+
+
+def test_a_write_to_a_disconnected_peer_is_refused(make_pool: Maker) -> None:
+    source, target = make_pool(), make_pool()
+    write(source, target, [0], [0])
+    source.transport.disconnect(target.address.agent)
+    source.transport.disconnect(target.address.agent)
+    with pytest.raises(WorkerLost):
+        source.transport.write(target.address.agent, [0], [0])
+
+
+@pytest.mark.parametrize(
+    ("local", "remote"), [([PAGES], [0]), ([0], [PAGES]), ([-1], [0]), ([0, 1], [0])]
+)
+def test_pages_outside_of_a_pool_are_refused(
+    make_pool: Maker, local: list[int], remote: list[int]
+) -> None:
+    source, target = make_pool(), make_pool()
+    peer = source.transport.connect(target.address)
+    with pytest.raises(Internal):
+        source.transport.write(peer, local, remote)
+
+
+def test_a_peer_that_closed_is_lost_before_its_write_fails(make_pool: Maker) -> None:
+    source, target = make_pool(), make_pool()
+    write(source, target, [0], [0])
+    target.transport.close()
+    peer = target.address.agent
+    number = source.transport.write(peer, [0], [1], b"never heard")
+    poll_until(lambda: source.ended(number), source)
+    lost, failed = [e for e in source.events if not isinstance(e, WriteDone)]
+    assert lost == PeerLost(peer)
+    assert isinstance(failed, WriteFailed)
+    assert isinstance(failed.error, WorkerLost)
+    assert target.page(1) == bytes([UNTOUCHED]) * PAGE_BYTES
+    with pytest.raises(WorkerLost):
+        source.transport.write(peer, [0], [0])
+
+
+def test_connecting_to_an_agent_that_is_gone_is_refused_or_found_lost(make_pool: Maker) -> None:
+    source, target = make_pool(), make_pool()
+    target.transport.close()
+    try:
+        peer = source.transport.connect(target.address)
+    except WorkerLost:
+        return
+    number = source.transport.write(peer, [0], [0])
+    poll_until(lambda: source.ended(number), source)
+    assert PeerLost(peer) in source.events
+
+
+def test_closing_twice_is_fine_and_leaves_the_peer_working(make_pool: Maker) -> None:
+    source, target, third = make_pool(), make_pool(), make_pool()
+    write(source, target, [0], [0])
+    source.transport.close()
+    source.transport.close()
+    write(third, target, [0], [0])
+
+
+def serve_pool(pipe: Connection) -> None:
+    """Another process: serves a pool, and tells of every note and of the page it speaks of."""
+    pool = Pool(NixlTransport())
+    pipe.send_bytes(pool.address.SerializeToString())
+    while not pipe.poll(0.0005):
+        for event in pool.transport.poll():
+            if isinstance(event, Noted):
+                pipe.send_bytes(pool.page(int(event.note)))
+    pool.transport.close()
+
+
+@pytest.fixture
+def other_process() -> Iterator[tuple[Connection, PoolAddress, int]]:
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=serve_pool, args=(there,), daemon=True)
+    process.start()
+    assert process.pid is not None
+    address = PoolAddress.FromString(here.recv_bytes())
+    yield here, address, process.pid
+    if process.is_alive():
+        here.send_bytes(b"stop")
+        process.join(10)
+    process.kill()
+
+
+def test_nixl_writes_into_another_process_and_finds_it_lost_when_killed(
+    other_process: tuple[Connection, PoolAddress, int],
+) -> None:
+    pipe, address, pid = other_process
+    source = Pool(NixlTransport())
+    peer = source.transport.connect(address)
+    source.fill(7, 7)
+    source.transport.write(peer, [7, 8], [20, 21], b"20")
+    poll_until(pipe.poll, source)
+    assert pipe.recv_bytes() == bytes([7]) * PAGE_BYTES
+
+    os.kill(pid, signal.SIGKILL)
+    number = source.transport.write(peer, [0], [0], b"0")
+    poll_until(lambda: any(isinstance(e, WriteFailed) for e in source.ended(number)), source)
+    assert PeerLost(peer) in source.events
+    source.transport.close()

@@ -1,0 +1,128 @@
+"""A real gRPC server that speaks the client API from a script, in place of a router."""
+
+# The services' methods are named in the proto.
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent import futures
+
+import grpc
+
+from baton.v1 import cluster_pb2, inference_pb2, worker_pb2
+from baton.v1.cluster_pb2_grpc import AdminServicer, add_AdminServicer_to_server
+from baton.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
+from core.errors import BatonError
+from router.grpc_errors import to_status
+
+SERVER_OPTIONS = [("grpc.max_receive_message_length", 64 << 20)]
+
+
+class ScriptedRouter(InferenceServicer, AdminServicer):
+    """Answers every request with `pieces`, one token each, and remembers what it was asked."""
+
+    def __init__(self, port: int = 0) -> None:
+        self.pieces = ["Once", " upon", " a time"]
+        self.error: BatonError | None = None  # raised after the pieces
+        self.hang = False  # wait for the caller to go away after the pieces
+        self.unfinished = False  # end the stream without Finished
+        self.has_chat_template = True
+        self.status = cluster_status()
+        self.requests: list[inference_pb2.GenerateRequest] = []
+        self.over = threading.Event()  # set when a Generate call has ended, however
+        self._server = grpc.server(futures.ThreadPoolExecutor(4), options=SERVER_OPTIONS)
+        add_InferenceServicer_to_server(self, self._server)
+        add_AdminServicer_to_server(self, self._server)
+        self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        self.address = f"127.0.0.1:{self.port}"
+        self._server.start()
+
+    def stop(self) -> None:
+        self.over.set()
+        self._server.stop(None).wait()
+
+    def Generate(
+        self, request: inference_pb2.GenerateRequest, context: grpc.ServicerContext
+    ) -> Iterator[inference_pb2.GenerateResponse]:
+        self.requests.append(request)
+        context.add_callback(self.over.set)
+        yield inference_pb2.GenerateResponse(started=started(request))
+        for number, piece in enumerate(self.pieces):
+            delta = inference_pb2.Delta(text=piece, token_ids=[number])
+            yield inference_pb2.GenerateResponse(delta=delta)
+        if self.hang:
+            self.over.wait(20)
+        if self.error is not None:
+            context.abort_with_status(to_status(self.error))
+        if not self.unfinished:
+            yield inference_pb2.GenerateResponse(finished=finished(len(self.pieces)))
+
+    def ListModels(
+        self, request: inference_pb2.ListModelsRequest, context: grpc.ServicerContext
+    ) -> inference_pb2.ListModelsResponse:
+        model = inference_pb2.Model(name="tale", has_chat_template=self.has_chat_template)
+        return inference_pb2.ListModelsResponse(models=[model])
+
+    def Tokenize(
+        self, request: inference_pb2.TokenizeRequest, context: grpc.ServicerContext
+    ) -> inference_pb2.TokenizeResponse:
+        rendered = "".join(f"<{m.role}>{m.content}" for m in request.chat.messages)
+        codes = [ord(character) for character in rendered or request.text]
+        return inference_pb2.TokenizeResponse(token_ids=codes, rendered=rendered)
+
+    def Detokenize(
+        self, request: inference_pb2.DetokenizeRequest, context: grpc.ServicerContext
+    ) -> inference_pb2.DetokenizeResponse:
+        return inference_pb2.DetokenizeResponse(text="".join(map(chr, request.token_ids)))
+
+    def Status(
+        self, request: cluster_pb2.StatusRequest, context: grpc.ServicerContext
+    ) -> cluster_pb2.StatusResponse:
+        return self.status
+
+
+def started(request: inference_pb2.GenerateRequest) -> inference_pb2.Started:
+    return inference_pb2.Started(
+        request_id=request.request_id or "request-1",
+        model="tale",
+        prompt_tokens=4,
+        prefill_worker="prefill-0",
+        decode_worker="decode-0",
+        seed=request.sampling.seed or 7,
+    )
+
+
+def finished(tokens: int) -> inference_pb2.Finished:
+    usage = inference_pb2.Usage(prompt_tokens=4, completion_tokens=tokens)
+    return inference_pb2.Finished(
+        finish_reason=inference_pb2.FINISH_REASON_STOP, usage=usage, stop="\n\n"
+    )
+
+
+def cluster_status() -> cluster_pb2.StatusResponse:
+    """One prefill worker, connected to one decode worker."""
+    load = worker_pb2.Load(
+        free_pages=5, leased_pages=6, quarantined_pages=2, cached_pages=3, waiting=1, running=4
+    )
+    prefill = cluster_pb2.Member(
+        worker_id="prefill-0", role=worker_pb2.ROLE_PREFILL, address="127.0.0.1:6001"
+    )
+    decode = cluster_pb2.Member(
+        worker_id="decode-0", role=worker_pb2.ROLE_DECODE, address="127.0.0.1:6002"
+    )
+    return cluster_pb2.StatusResponse(
+        router_id="router-0",
+        uptime_seconds=3723.0,
+        model="tale",
+        active_requests=4,
+        finished_requests=1234,
+        workers=[
+            cluster_pb2.WorkerStatus(
+                member=prefill, attached=True, total_pages=16, connected=["decode-0"]
+            ),
+            cluster_pb2.WorkerStatus(
+                member=decode, attached=True, total_pages=16, load=load, active_requests=4
+            ),
+        ],
+    )

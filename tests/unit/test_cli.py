@@ -1,0 +1,380 @@
+"""`baton …` against a real gRPC server: in this process, and in a terminal where that matters."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from scripted_router import ScriptedRouter
+from typer.testing import CliRunner
+
+from baton.v1 import worker_pb2
+from cli.main import app
+from cli.status_table import BAR_WIDTH, duration, page_bar
+from core.errors import PromptTooLong
+
+BATON = [sys.executable, "-c", "from cli.main import app; app()"]
+
+
+@pytest.fixture
+def router() -> Iterator[ScriptedRouter]:
+    scripted = ScriptedRouter()
+    yield scripted
+    scripted.stop()
+
+
+def run(router: ScriptedRouter, *arguments: str, stdin: str = "") -> Result:
+    return CliRunner().invoke(app, [*arguments, "--address", router.address], input=stdin)
+
+
+class Terminal:
+    """A command that runs in a terminal of its own."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._screen, inside = pty.openpty()
+        self.process = subprocess.Popen(
+            [*BATON, *arguments],
+            stdin=inside,
+            stdout=inside,
+            stderr=inside,
+            env=os.environ | {"TERM": "xterm", "COLUMNS": "160"},
+        )
+        os.close(inside)
+        self.shown = ""
+
+    def type(self, text: str) -> None:
+        os.write(self._screen, text.encode())
+
+    def press_control_c(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+
+    def wait_for(self, text: str) -> None:
+        """Reads on until `text` is shown, and forgets what came up to it."""
+        deadline = time.monotonic() + 20
+        while text not in self.shown:
+            ready, _, _ = select.select([self._screen], [], [], deadline - time.monotonic())
+            assert ready, f"{text!r} never came; the terminal shows {self.shown!r}"
+            self.shown += os.read(self._screen, 4096).decode()
+        self.shown = self.shown.partition(text)[2]
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._screen)
+
+
+@pytest.fixture
+def terminal(router: ScriptedRouter, request: pytest.FixtureRequest) -> Iterator[Terminal]:
+    router.hang = True
+    opened = Terminal(*request.param, "--address", router.address)
+    yield opened
+    opened.close()
+
+
+def test_starting_the_command_line_loads_nothing_heavy() -> None:
+    listing = subprocess.run(
+        [sys.executable, "-c", "import sys, cli.main; print(*sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert not {"torch", "ray", "transformers", "numpy"} & set(listing.stdout.split())
+
+
+# baton generate
+
+
+def test_generate_writes_the_text_and_nothing_else(router: ScriptedRouter) -> None:
+    result = run(router, "generate", "hello")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "Once upon a time\n", "")
+
+
+def test_an_answer_that_ends_its_line_gets_no_second_end(router: ScriptedRouter) -> None:
+    router.pieces = ["done\n"]
+    assert run(router, "generate", "hello").stdout == "done\n"
+
+
+def test_a_prompt_is_a_users_message_where_there_is_a_template(router: ScriptedRouter) -> None:
+    run(router, "generate", "hello", "--system", "be brief")
+    said = [(message.role, message.content) for message in router.requests[0].chat.messages]
+    assert said == [("system", "be brief"), ("user", "hello")]
+
+
+def test_a_prompt_is_plain_text_where_there_is_no_template(router: ScriptedRouter) -> None:
+    router.has_chat_template = False
+    run(router, "generate", "hello")
+    assert router.requests[0].text == "hello"
+
+
+def test_raw_makes_a_prompt_plain_text(router: ScriptedRouter) -> None:
+    run(router, "generate", "--raw", "hello")
+    assert router.requests[0].text == "hello"
+
+
+@pytest.mark.parametrize("arguments", [[], ["-"]])
+def test_a_prompt_can_be_piped_in(router: ScriptedRouter, arguments: list[str]) -> None:
+    run(router, "generate", "--raw", *arguments, stdin="two\nlines\n")
+    assert router.requests[0].text == "two\nlines"
+
+
+def test_generate_passes_every_option_on(router: ScriptedRouter) -> None:
+    options = (
+        "--max-tokens 9 --temperature 0.5 --top-k 40 --top-p 0.75 --min-p 0.125"
+        " --repetition-penalty 1.5 --presence-penalty 0.25 --frequency-penalty -0.25"
+        " --seed 3 --stop END --stop FIN --ignore-eos --timeout 30"
+    )
+    run(router, "generate", "hello", *options.split())
+    [request] = router.requests
+    sampling = {field.name: value for field, value in request.sampling.ListFields()}
+    assert sampling == {
+        "temperature": 0.5,
+        "top_k": 40,
+        "top_p": 0.75,
+        "min_p": 0.125,
+        "repetition_penalty": 1.5,
+        "presence_penalty": 0.25,
+        "frequency_penalty": -0.25,
+        "seed": 3,
+    }
+    assert (request.max_tokens, list(request.stop), request.ignore_eos) == (9, ["END", "FIN"], True)
+
+
+def test_json_tells_the_whole_answer_and_its_times(router: ScriptedRouter) -> None:
+    answer = json.loads(run(router, "generate", "hello", "--json").stdout)
+    assert 0 < answer.pop("ttft_seconds") <= answer.pop("total_seconds")
+    assert answer == {
+        "text": "Once upon a time",
+        "token_ids": [0, 1, 2],
+        "finish_reason": "stop",
+        "stop": "\n\n",
+        "usage": {"prompt_tokens": 4, "completion_tokens": 3},
+        "request_id": "request-1",
+        "model": "tale",
+        "seed": 7,
+        "prefill_worker": "prefill-0",
+        "decode_worker": "decode-0",
+    }
+
+
+def test_an_error_is_one_line_and_exit_code_1(router: ScriptedRouter) -> None:
+    router.error = PromptTooLong("the prompt has 9000 tokens;\nthe model takes 8192")
+    result = run(router, "generate", "hello")
+    assert result.exit_code == 1
+    assert result.stdout == "Once upon a time\n"
+    assert result.stderr == "baton: the prompt has 9000 tokens; the model takes 8192\n"
+
+
+@pytest.mark.parametrize("command", [["generate", "hello"], ["chat"], ["status"]])
+def test_a_missing_router_is_named_with_what_to_do(
+    router: ScriptedRouter, command: list[str]
+) -> None:
+    router.stop()
+    result = run(router, *command)
+    assert result.exit_code == 1
+    assert result.stderr == (
+        f"baton: no Baton router answers at {router.address}; start one with `baton serve`\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["generate", "hello", "--max-tokens", "none"],
+        ["generate", "hello", "--max-tokens", "0"],
+        ["generate", "hello", "--raw", "--system", "be brief"],
+        ["generate", "hello", "--unheard-of"],
+        ["status", "--watch", "--json"],
+        ["unheard-of"],
+    ],
+)
+def test_bad_usage_is_exit_code_2(router: ScriptedRouter, arguments: list[str]) -> None:
+    assert run(router, *arguments).exit_code == 2
+
+
+@pytest.mark.parametrize("terminal", [["generate", "hello"]], indirect=True)
+def test_control_c_cancels_the_request_and_exits_with_130(
+    terminal: Terminal, router: ScriptedRouter
+) -> None:
+    terminal.wait_for("a time")
+    terminal.press_control_c()
+    assert router.over.wait(5)
+    assert terminal.process.wait(10) == 130
+
+
+@pytest.mark.parametrize("terminal", [["generate", "hello"]], indirect=True)
+def test_a_terminal_sees_how_fast_it_went(terminal: Terminal, router: ScriptedRouter) -> None:
+    terminal.wait_for("a time")
+    router.over.set()
+    terminal.wait_for("3 tokens, ")
+    terminal.wait_for(" tokens/s, first after ")
+
+
+# baton chat
+
+
+def said(router: ScriptedRouter, number: int) -> list[tuple[str, str]]:
+    return [(message.role, message.content) for message in router.requests[number].chat.messages]
+
+
+def test_a_chat_remembers_what_was_said(router: ScriptedRouter) -> None:
+    result = run(router, "chat", "--seed", "3", stdin="hello\n\nand then?\n")
+    assert (result.exit_code, result.stdout) == (0, "Once upon a time\n" * 2)
+    assert said(router, 1) == [
+        ("user", "hello"),
+        ("assistant", "Once upon a time"),
+        ("user", "and then?"),
+    ]
+    assert router.requests[1].sampling.seed == 3
+
+
+def test_reset_forgets_all_but_the_system_message(router: ScriptedRouter) -> None:
+    run(router, "chat", "--system", "be brief", stdin="hello\n/reset\nagain\n")
+    assert said(router, 1) == [("system", "be brief"), ("user", "again")]
+
+
+def test_the_system_message_can_change_on_the_way(router: ScriptedRouter) -> None:
+    run(router, "chat", stdin="/system be brief\nhello\n/system\nagain\n")
+    assert said(router, 0) == [("system", "be brief"), ("user", "hello")]
+    assert [role for role, _ in said(router, 1)] == ["user", "assistant", "user"]
+
+
+def test_exit_leaves_the_rest_unread(router: ScriptedRouter) -> None:
+    assert run(router, "chat", stdin="hello\n/exit\nmore\n").exit_code == 0
+    assert len(router.requests) == 1
+
+
+def test_help_and_unknown_commands_are_not_sent(router: ScriptedRouter) -> None:
+    result = run(router, "chat", stdin="/help\n/dance\n")
+    assert "/system TEXT" in result.stderr
+    assert "baton: there is no /dance" in result.stderr
+    assert (result.stdout, router.requests) == ("", [])
+
+
+def test_an_error_ends_a_piped_chat(router: ScriptedRouter) -> None:
+    router.error = PromptTooLong("too long")
+    result = run(router, "chat", stdin="hello\nmore\n")
+    assert (result.exit_code, result.stderr) == (1, "baton: too long\n")
+
+
+def test_a_model_without_a_template_cannot_chat(router: ScriptedRouter) -> None:
+    router.has_chat_template = False
+    result = run(router, "chat", stdin="hello\n")
+    assert result.exit_code == 1
+    assert "no chat template" in result.stderr
+
+
+@pytest.mark.parametrize("terminal", [["chat"]], indirect=True)
+def test_control_c_stops_the_answer_and_keeps_the_chat(
+    terminal: Terminal, router: ScriptedRouter
+) -> None:
+    terminal.wait_for("> ")
+    terminal.type("hello\n")
+    terminal.wait_for("a time")
+    terminal.press_control_c()
+    terminal.wait_for("> ")
+    router.hang = False
+    terminal.type("go on\n")
+    terminal.wait_for("a time")
+    terminal.wait_for("> ")
+    terminal.type("\x04")
+    assert terminal.process.wait(10) == 0
+    assert said(router, 1) == [
+        ("user", "hello"),
+        ("assistant", "Once upon a time"),
+        ("user", "go on"),
+    ]
+
+
+@pytest.mark.parametrize("terminal", [["chat"]], indirect=True)
+def test_an_error_does_not_end_a_chat_in_a_terminal(
+    terminal: Terminal, router: ScriptedRouter
+) -> None:
+    router.hang, router.error = False, PromptTooLong("too long")
+    terminal.wait_for("> ")
+    terminal.type("hello\n")
+    terminal.wait_for("baton: too long")
+    terminal.wait_for("> ")
+
+
+# baton status
+
+
+def test_status_shows_the_router_and_a_row_for_each_worker(router: ScriptedRouter) -> None:
+    router.status.workers[0].fault = "leaks pages"
+    lines = run(router, "status").stdout.splitlines()
+    assert lines[0] == (
+        f"tale  router router-0 at {router.address}, up 1 h 2 min, 4 active, 1234 finished"
+    )
+    [prefill] = [line.split() for line in lines if line.startswith("prefill-0")]
+    [decode] = [line.split() for line in lines if line.startswith("decode-0")]
+    assert prefill[:4] == ["prefill-0", "prefill", "127.0.0.1:6001", "yes"]
+    assert prefill[-2:] == ["leaks", "pages"]
+    assert decode[4] == "██████▓▓▒▒▒░░░░░"
+    assert decode[5:] == ["5", "6", "2", "3", "16", "1", "4", "4"]
+
+
+def test_status_as_json_is_what_the_router_said(router: ScriptedRouter) -> None:
+    status = json.loads(run(router, "status", "--json").stdout)
+    assert (status["model"], status["finished_requests"]) == ("tale", 1234)
+    assert status["workers"][1]["load"]["quarantined_pages"] == 2
+    assert status["workers"][1]["member"]["role"] == "ROLE_DECODE"
+
+
+@pytest.mark.parametrize("terminal", [["status", "--watch"]], indirect=True)
+def test_watch_shows_what_changes(terminal: Terminal, router: ScriptedRouter) -> None:
+    terminal.wait_for("1234 finished")
+    router.status.finished_requests = 1235
+    terminal.wait_for("1235 finished")
+    terminal.press_control_c()
+    assert terminal.process.wait(10) == 130
+
+
+@pytest.mark.parametrize(
+    ("leased", "quarantined", "cached", "free"),
+    [(0, 0, 0, 1), (1, 1, 1, 1), (1, 1, 1, 997), (333, 333, 333, 1), (0, 7, 0, 0)],
+)
+def test_every_page_bar_is_equally_long(
+    leased: int, quarantined: int, cached: int, free: int
+) -> None:
+    load = worker_pb2.Load(
+        leased_pages=leased, quarantined_pages=quarantined, cached_pages=cached, free_pages=free
+    )
+    assert len(page_bar(load)) == BAR_WIDTH
+
+
+def test_a_worker_that_never_reported_has_no_bar() -> None:
+    assert len(page_bar(worker_pb2.Load())) == 0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(0.4, "0 s"), (59, "59 s"), (61, "1 min"), (3723, "1 h 2 min"), (183_600, "2 d 3 h")],
+)
+def test_a_duration_reads_as_people_say_it(seconds: float, said: str) -> None:
+    assert duration(seconds) == said
+
+
+# baton model
+
+
+def test_the_path_of_a_model_is_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    result = CliRunner().invoke(app, ["model", "path", str(tmp_path)])
+    assert result.stdout == f"{tmp_path}\n"
+
+
+def test_a_model_that_is_not_there_is_one_line_and_exit_code_1() -> None:
+    result = CliRunner().invoke(app, ["model", "path", "/no/such/folder"])
+    assert result.exit_code == 1
+    assert result.stderr.startswith("baton: '/no/such/folder' is not a folder")
+    assert result.stderr.count("\n") == 1

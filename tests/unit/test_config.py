@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from core import config
+from core.errors import InvalidConfig
+
+
+def test_the_defaults_are_one_worker_of_each_role() -> None:
+    defaults = config.load(None)
+    assert (defaults.model, defaults.prefill.workers, defaults.decode.workers) == ("embedded", 1, 1)
+
+
+def test_a_file_is_read_and_flags_win(tmp_path: Path) -> None:
+    path = tmp_path / "baton.yaml"
+    path.write_text("prefill: {workers: 2, kv_memory: 2GiB}\ndecode:\n  workers: 3\n")
+    read = config.load(path, {"decode.workers": 5, "router.port": 0})
+    assert read.prefill == config.PrefillConfig(workers=2, kv_memory=config.Size(2 * 2**30))
+    assert (read.decode.workers, read.router.port) == (5, 0)
+
+
+def test_what_is_dumped_reads_back_the_same() -> None:
+    tree = {"prefill": {"kv_memory": "3MiB"}, "members": {"workers": ["a:1"]}}
+    parsed = config.parse(tree)
+    assert config.parse(config.dump(parsed)) == parsed
+
+
+@pytest.mark.parametrize(
+    ("tree", "words"),
+    [
+        ({"prefil": {}}, ["prefil", "did you mean prefill"]),
+        ({"decode": {"max_bach": 3}}, ["decode.max_bach", "did you mean max_batch"]),
+        ({"zzz": 1}, ["zzz", "known keys"]),
+        ({"router": {"port": "http"}}, ["router.port", "int", "'http'"]),
+        ({"router": {"port": 70000}}, ["router.port", "0 to 65535"]),
+        ({"prefill": {"workers": True}}, ["prefill.workers", "int"]),
+        ({"decode": {"max_batch": 0}}, ["decode.max_batch", "above 0"]),
+        ({"prefill": {"kv_memory": "1 GB/s"}}, ["prefill.kv_memory", "1GiB"]),
+        ({"dtype": "int4"}, ["dtype", "bfloat16"]),
+        ({"prefill": 3}, ["prefill", "keys and values"]),
+        ({"members": {"workers": "a:1"}}, ["members.workers", "list of strings"]),
+        ({"router": {"stall_timeout": float("nan")}}, ["router.stall_timeout", "above 0"]),
+    ],
+)
+def test_a_wrong_value_is_named(tree: dict[str, object], words: list[str]) -> None:
+    with pytest.raises(InvalidConfig) as caught:
+        config.parse(tree)
+    assert all(word in caught.value.message for word in words), caught.value.message
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "a: [", "\x00"])
+def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "baton.yaml"
+    path.write_text(text)
+    with pytest.raises(InvalidConfig, match="baton.yaml"):
+        config.load(path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfig, match="no-such"):
+        config.load(tmp_path / "no-such.yaml")

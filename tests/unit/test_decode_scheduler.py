@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from core.types import AttemptKey, Sampling, Work
+from decode_worker.scheduler import DecodeScheduler
+from engine.page_pool import PagePool
+from engine.sequence import Plan, Sequence
+
+
+def work(name: str, prompt: int, answer: int = 8) -> Work:
+    return Work(AttemptKey(name, 1), range(prompt), Sampling(), answer, frozenset())
+
+
+class Bench:
+    """A scheduler with a pool of 4-token pages, driven the way the role drives it."""
+
+    def __init__(self, pages: int = 100, max_batch: int = 8, chunk: int = 16) -> None:
+        self.pool = PagePool(pages, page_size=4)
+        self.scheduler = DecodeScheduler(self.pool, max_batch, chunk)
+        self.sequences: dict[str, Sequence] = {}
+
+    def arrive(self, name: str, prompt: int, answer: int = 8) -> None:
+        self.scheduler.reserve(work(name, prompt, answer))
+        self.scheduler.grant()
+        self.land(name)
+
+    def land(self, name: str) -> None:
+        sequence = self.scheduler.arrive(AttemptKey(name, 1), first_token=0)
+        assert sequence is not None
+        self.sequences[name] = sequence
+
+    def step(self) -> list[tuple[str, int]]:
+        plan: Plan = self.scheduler.next()
+        for piece in plan:
+            sequence, samples = piece.sequence, piece.samples
+            assert self.pool.pages_for(sequence.computed + piece.count) <= len(sequence.lease)
+            sequence.computed += piece.count
+            if samples and sequence.append(0):
+                self.scheduler.finish(sequence)
+                del self.sequences[sequence.work.key.request_id]
+        return [(piece.sequence.work.key.request_id, piece.count) for piece in plan]
+
+
+def test_an_arrived_request_decodes_one_token_a_step() -> None:
+    bench = Bench()
+    bench.arrive("a", prompt=6, answer=3)
+    assert [bench.step(), bench.step(), bench.step()] == [[("a", 1)], [("a", 1)], []]
+    assert bench.pool.free == 100
+
+
+def test_requests_join_and_leave_at_every_step() -> None:
+    bench = Bench()
+    bench.arrive("a", 6, answer=3)
+    assert bench.step() == [("a", 1)]
+    bench.arrive("b", 6, answer=3)
+    assert bench.step() == [("a", 1), ("b", 1)]
+    assert bench.step() == [("b", 1)]
+
+
+def test_a_full_batch_makes_the_next_request_wait() -> None:
+    bench = Bench(max_batch=1)
+    bench.arrive("a", 6, answer=2)
+    bench.arrive("b", 6, answer=2)
+    assert [bench.step(), bench.step()] == [[("a", 1)], [("b", 1)]]
+
+
+def test_a_reservation_takes_only_the_pages_of_its_prompt() -> None:
+    bench = Bench()
+    bench.scheduler.reserve(work("a", 9, answer=80))
+    assert [len(reservation.lease) for reservation in bench.scheduler.grant()] == [3]
+
+
+def test_reservations_are_granted_in_order_as_pages_come_free() -> None:
+    bench = Bench(pages=6)
+    for name in ("a", "b", "c"):
+        bench.scheduler.reserve(work(name, 12))
+    assert [item.work.key.request_id for item in bench.scheduler.grant()] == ["a"]
+    reservation = bench.scheduler.withdraw(AttemptKey("a", 1))
+    assert reservation is not None
+    reservation.lease.release()
+    assert [item.work.key.request_id for item in bench.scheduler.grant()] == ["b"]
+
+
+def test_an_unknown_arrival_is_dropped() -> None:
+    assert Bench().scheduler.arrive(AttemptKey("late", 1), 0) is None
+
+
+def test_a_withdrawn_reservation_cannot_arrive() -> None:
+    bench = Bench()
+    bench.scheduler.reserve(work("a", 6))
+    bench.scheduler.grant()
+    bench.scheduler.withdraw(AttemptKey("a", 1))
+    assert bench.scheduler.arrive(AttemptKey("a", 1), 0) is None
+
+
+def test_when_the_pool_is_full_the_youngest_gives_way_and_is_computed_again() -> None:
+    bench = Bench(pages=6)
+    bench.arrive("old", 8, answer=12)
+    bench.arrive("young", 8, answer=4)
+    assert bench.pool.free == 2
+    steps = [bench.step() for _ in range(16)]
+    assert steps[0] == [("old", 1), ("young", 1)]
+    recomputed = [step for step in steps if ("young", 11) in step or ("young", 10) in step]
+    assert not bench.sequences, "both finished"
+    assert recomputed or ("young", 1) in steps[2]
+    assert bench.pool.free == 6
+
+
+def test_recomputing_is_cut_into_chunks_beside_decoding_requests() -> None:
+    bench = Bench(pages=12, chunk=8)
+    bench.arrive("old", 16, answer=30)
+    bench.arrive("young", 18, answer=4)
+    while bench.scheduler.waiting == 0:
+        bench.step()
+    young = bench.sequences["young"]
+    assert young.computed == 0
+    bench.scheduler.finish(bench.sequences.pop("old"))
+    total = len(young.tokens)
+    assert [bench.step(), bench.step()] == [[("young", 8)], [("young", 8)]]
+    assert bench.step() == [("young", total - 16)]
+
+
+def test_new_reservations_wait_while_a_preempted_request_does() -> None:
+    bench = Bench(pages=6)
+    bench.arrive("old", 8, answer=14)
+    bench.arrive("young", 8, answer=14)
+    while bench.scheduler.waiting == 0:
+        bench.step()
+    bench.scheduler.reserve(work("new", 1))
+    assert bench.scheduler.grant() == []
+
+
+def test_a_preempted_request_can_be_released() -> None:
+    bench = Bench(pages=6)
+    bench.arrive("old", 8, answer=14)
+    bench.arrive("young", 8, answer=14)
+    while bench.scheduler.waiting == 0:
+        bench.step()
+    bench.scheduler.finish(bench.sequences.pop("young"))
+    while bench.sequences:
+        bench.step()
+    assert bench.pool.free == 6
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_load_ends_with_an_empty_pool(seed: int) -> None:
+    """Random requests, releases and arrivals on a pool that holds barely one of them."""
+    draw = random.Random(seed)
+    bench = Bench(pages=draw.randint(8, 12), max_batch=draw.randint(1, 4), chunk=8)
+    names = [f"r{index}" for index in range(30)]
+    travelling: list[str] = []
+    for _ in range(3000):
+        if names and draw.random() < 0.3:
+            name = names.pop()
+            bench.scheduler.reserve(work(name, draw.randint(1, 16), draw.randint(1, 16)))
+        travelling += [item.work.key.request_id for item in bench.scheduler.grant()]
+        if travelling and draw.random() < 0.5:
+            bench.land(travelling.pop(draw.randrange(len(travelling))))
+        if bench.sequences and draw.random() < 0.02:
+            name = draw.choice(list(bench.sequences))
+            bench.scheduler.finish(bench.sequences.pop(name))
+        bench.step()
+        assert bench.pool.check_integrity() == ""
+    assert not names
+    assert not bench.sequences
+    assert (bench.scheduler.waiting, bench.scheduler.running, bench.pool.leased) == (0, 0, 0)

@@ -1,0 +1,77 @@
+"""The import directions of docs/DESIGN.md, read from the code itself."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# What each package may import of ours, beside itself, core and baton.v1.
+ALLOWED = {
+    "core": set(),
+    "baton": set(),
+    "kernels": set(),
+    "engine": {"kernels"},
+    "kv_transfer": set(),
+    "worker": {"engine", "kv_transfer"},
+    "prefill_worker": {"worker", "engine", "kv_transfer"},
+    "decode_worker": {"worker", "engine", "kv_transfer"},
+    "router": set(),
+    "cluster": {"router", "prefill_worker", "decode_worker", "worker"},
+    "cli": {"cluster", "baton"},
+}
+
+# Who may import what of others'.
+ONLY = {
+    "ray": {"cluster"},
+    "nixl": {"kv_transfer"},
+    "torch": {"engine", "kernels", "worker", "cli"},
+    "triton": {"kernels"},
+    "grpc": {"baton", "worker", "router", "cluster", "cli"},
+    "transformers": {"cli", "router"},
+}
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            yield node.module
+
+
+def sources(package: str) -> list[Path]:
+    return [path for path in (ROOT / package).rglob("*.py") if "_pb2" not in path.name]
+
+
+@pytest.mark.parametrize("package", ALLOWED)
+def test_a_package_imports_only_what_the_design_allows(package: str) -> None:
+    wrong = []
+    for path in sources(package):
+        for name in imports_of(path):
+            top = name.split(".")[0]
+            common = top in (package, "core") or name.startswith("baton.v1")
+            if top in ALLOWED and not common and top not in ALLOWED[package]:
+                wrong.append(f"{path.relative_to(ROOT)} imports {name}")
+    assert not wrong
+
+
+@pytest.mark.parametrize("library", ONLY)
+def test_a_library_is_imported_only_where_the_design_allows(library: str) -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for package in ALLOWED.keys() - ONLY[library]
+        for path in sources(package)
+        for name in imports_of(path)
+        if name.split(".")[0] == library
+    ]
+    assert not wrong
+
+
+def test_every_package_of_the_distribution_is_held_by_the_table() -> None:
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert packages - {"bench", "tests"} == set(ALLOWED)

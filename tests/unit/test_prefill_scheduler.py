@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+from core.types import AttemptKey, Sampling, Work
+from engine.page_pool import PagePool
+from engine.sequence import Plan
+from prefill_worker.scheduler import PrefillScheduler
+
+
+def work(name: str, tokens: int) -> Work:
+    return Work(AttemptKey(name, 1), range(tokens), Sampling(), 8, frozenset())
+
+
+def scheduler(*lengths: int, chunk: int = 10, pages: int = 100) -> PrefillScheduler:
+    made = PrefillScheduler(PagePool(pages, page_size=4), chunk)
+    for index, length in enumerate(lengths):
+        made.add(work(f"r{index}", length))
+    return made
+
+
+def shape(plan: Plan) -> list[tuple[str, int]]:
+    return [(piece.sequence.work.key.request_id, piece.count) for piece in plan]
+
+
+def run(scheduler: PrefillScheduler) -> list[tuple[str, int]]:
+    """One step, as the role does it: compute, and drop what is done."""
+    plan = scheduler.next()
+    done = [piece.sequence for piece in plan if piece.samples]
+    for piece in plan:
+        piece.sequence.computed += piece.count
+    for sequence in done:
+        scheduler.remove(sequence.work.key)
+        sequence.lease.release()
+    return shape(plan)
+
+
+def test_an_idle_scheduler_plans_nothing() -> None:
+    assert scheduler().next() == []
+
+
+def test_short_prompts_share_a_step() -> None:
+    assert run(scheduler(3, 4, 2)) == [("r0", 3), ("r1", 4), ("r2", 2)]
+
+
+def test_a_long_prompt_is_cut_into_chunks() -> None:
+    made = scheduler(25)
+    assert [run(made), run(made), run(made)] == [[("r0", 10)], [("r0", 10)], [("r0", 5)]]
+
+
+def test_the_rest_of_a_step_goes_to_the_next_prompt() -> None:
+    made = scheduler(12, 15)
+    assert [run(made), run(made), run(made)] == [
+        [("r0", 10)],
+        [("r0", 2), ("r1", 8)],
+        [("r1", 7)],
+    ]
+
+
+def test_a_prompt_without_room_for_its_pages_waits_and_is_not_overtaken() -> None:
+    made = scheduler(12, 12, 4, pages=4)
+    assert run(made) == [("r0", 10)]
+    assert run(made) == [("r0", 2)]
+    assert run(made) == [("r1", 10)]
+
+
+def test_only_the_piece_that_ends_a_prompt_samples() -> None:
+    made = scheduler(12)
+    first = made.next()
+    assert [piece.samples for piece in first] == [False]
+    first[0].sequence.computed += 10
+    assert [piece.samples for piece in made.next()] == [True]
+
+
+def test_a_removed_prompt_is_not_planned_and_its_pages_are_the_callers() -> None:
+    made = scheduler(12, 3)
+    run(made)
+    sequence = made.remove(AttemptKey("r0", 1))
+    assert sequence is not None
+    assert len(sequence.lease) == 3
+    assert run(made) == [("r1", 3)]
+
+
+def test_a_removed_waiting_prompt_held_nothing() -> None:
+    made = scheduler(5)
+    assert made.remove(AttemptKey("r0", 1)) is None
+    assert (made.waiting, made.queued_tokens) == (0, 0)
+
+
+def test_queued_tokens_count_what_is_not_computed() -> None:
+    made = scheduler(25, 7)
+    run(made)
+    assert made.queued_tokens == 22

@@ -1,0 +1,166 @@
+"""Tiny models with random weights, saved as Hugging Face folders.
+
+The weights vary enough (norms and biases too) that greedy answers wander
+through the vocabulary and every feature of a config moves them.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+VOCABULARY = 199
+
+_SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """A family and what its config says beyond the common shape."""
+
+    family: str
+    settings: dict[str, object] = field(default_factory=dict)
+
+    def without(self, **changes: object) -> TinyModel:
+        """The same model with some settings changed; a feature switched off, say."""
+        return TinyModel(self.family, {**self.settings, **changes})
+
+
+TINY_MODELS: dict[str, TinyModel] = {
+    "llama": TinyModel("llama", {"num_key_value_heads": 4}),
+    "llama-tied-mqa": TinyModel(
+        "llama", {"tie_word_embeddings": True, "num_key_value_heads": 1}
+    ),
+    "llama-head-dim": TinyModel("llama", {"head_dim": 32}),
+    "llama-biases": TinyModel("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-llama3-rope": TinyModel(
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
+    ),
+    "llama-linear-rope": TinyModel(
+        "llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}
+    ),
+    "llama-yarn-rope": TinyModel(
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+    "qwen2-yarn-mscale": TinyModel(
+        "qwen2",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 32,
+                "mscale": 2.0,
+                "mscale_all_dim": 0.5,
+                "beta_fast": 16.0,
+                "beta_slow": 2.0,
+                "truncate": False,
+            }
+        },
+    ),
+    "mistral-window": TinyModel("mistral", {"sliding_window": 11}),
+    "qwen2": TinyModel("qwen2", {"num_attention_heads": 6, "hidden_size": 48, "head_dim": 8}),
+    "qwen2-late-windows": TinyModel(
+        "qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
+    ),
+    "qwen2-layer-types": TinyModel(
+        "qwen2",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "qwen3": TinyModel("qwen3", {"head_dim": 16, "attention_bias": True}),
+    "qwen3-windows": TinyModel(
+        "qwen3",
+        {
+            "head_dim": 12,
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "max_window_layers": 2,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "smollm3": TinyModel("smollm3", {"no_rope_layer_interval": 2, "num_hidden_layers": 4}),
+    "smollm3-windows": TinyModel(
+        "smollm3",
+        {"no_rope_layers": [1, 0, 0], "use_sliding_window": True, "sliding_window": 10},
+    ),
+}
+
+
+def build(model: TinyModel, seed: int = 0) -> PreTrainedModel:
+    """The model in transformers, float32. The seed and the tensors' names decide the weights."""
+    config = AutoConfig.for_model(model.family, **{**_SHAPE, **model.settings})
+    built = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    generator = torch.Generator()
+    with torch.no_grad():
+        for index, (name, parameter) in enumerate(built.named_parameters()):
+            generator.manual_seed(seed * 1000 + index)
+            noise = torch.randn(parameter.shape, generator=generator)
+            norm = "norm" in name
+            parameter.copy_(1.0 + 0.3 * noise if norm else 0.3 * noise)
+    return built
+
+
+def save(model: TinyModel, folder: Path, seed: int = 0, shard_size: str = "5GB") -> PreTrainedModel:
+    """Writes the model's folder and returns the model."""
+    built = build(model, seed)
+    built.save_pretrained(folder, max_shard_size=shard_size)
+    return built
+
+
+def change_config(folder: Path, **changes: object) -> None:
+    """Sets keys of a saved config.json; None removes a key."""
+    path = folder / "config.json"
+    values = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
+
+
+def generate_with_transformers(
+    model: PreTrainedModel, prompt: list[int], count: int
+) -> list[int]:
+    """The oracle: the greedy answer of `count` tokens."""
+    answer = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=count,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    tokens: list[int] = answer[0, len(prompt) :].tolist()
+    return tokens

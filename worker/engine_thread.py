@@ -1,0 +1,104 @@
+"""The thread that owns the device, the pool and the scheduler.
+
+Everything reaches it as a plain value through its inbox, and leaves through
+the outbox. It never waits for anything but its inbox, and only when idle.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from baton.v1 import worker_pb2 as pb
+from kv_transfer.events import TransferEvent
+from worker.outbox import Outbox
+from worker.role import Role
+
+IDLE_REPORT_SECONDS = 1.0
+BUSY_REPORT_SECONDS = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class FromRouter:
+    attachment: int
+    message: pb.RouterMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Detached:
+    attachment: int
+
+
+class Stop:
+    """The last item in the inbox."""
+
+
+Inbox = queue.SimpleQueue[FromRouter | Detached | TransferEvent | Stop]
+
+
+class EngineThread(threading.Thread):
+    """Makes a role with `make_role`, says so with `on_ready`, and runs it until Stop.
+
+    An exception that the role lets out ends the thread: its state can no
+    longer be trusted. `on_failure` is then called with it.
+    """
+
+    def __init__(
+        self,
+        make_role: Callable[[], Role],
+        inbox: Inbox,
+        outbox: Outbox,
+        on_ready: Callable[[], object],
+        on_failure: Callable[[BaseException], object],
+    ) -> None:
+        super().__init__(name="engine", daemon=True)
+        self._make_role = make_role
+        self._inbox = inbox
+        self._outbox = outbox
+        self._on_ready = on_ready
+        self._on_failure = on_failure
+        self._reported = 0.0
+
+    def run(self) -> None:
+        try:
+            role = self._make_role()
+            self._on_ready()
+            self._serve(role)
+        except BaseException as error:  # noqa: BLE001 the thread's edge: the process must know
+            self._on_failure(error)
+
+    def _serve(self, role: Role) -> None:
+        busy = False
+        while self._take(role, wait=not busy):
+            busy = role.step()
+            self._report(role, BUSY_REPORT_SECONDS if busy else 0.0)
+            self._outbox.flush()
+
+    def _take(self, role: Role, *, wait: bool) -> bool:
+        """Hands the role what is in the inbox. False after Stop."""
+        try:
+            item = self._inbox.get(block=wait, timeout=IDLE_REPORT_SECONDS)
+            while True:
+                if isinstance(item, Stop):
+                    return False
+                self._hand_over(role, item)
+                item = self._inbox.get_nowait()
+        except queue.Empty:
+            return True
+
+    def _hand_over(self, role: Role, item: FromRouter | Detached | TransferEvent) -> None:
+        if isinstance(item, FromRouter):
+            role.on_message(item.attachment, item.message)
+        elif isinstance(item, Detached):
+            role.on_detach(item.attachment)
+        else:
+            role.on_transfer(item)
+
+    def _report(self, role: Role, interval: float) -> None:
+        now = time.monotonic()
+        if now - self._reported >= interval:
+            self._reported = now
+            self._outbox.broadcast(pb.WorkerMessage(load=role.load()))

@@ -1,0 +1,55 @@
+"""Starts one worker without Ray: `python -m prefill_worker|decode_worker --config FILE`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+from pathlib import Path
+
+import uvloop
+
+from core import config as configs
+from core.config import Config
+from core.errors import BatonError
+from core.types import Role
+from worker.server import RoleFactory, WorkerServer
+
+
+def main(role: Role, make_role: RoleFactory) -> None:
+    arguments = _parse(role)
+    try:
+        config = configs.load(arguments.config)
+        logging.basicConfig(
+            level=config.log_level.upper(), format="%(asctime)s %(name)s %(levelname)s %(message)s"
+        )
+        worker_id = arguments.name or f"{role.value}-0"
+        server = WorkerServer(config, role, worker_id, make_role)
+        uvloop.run(_run(server, config, role, arguments.port, arguments.metrics_port))
+    except BatonError as error:
+        sys.exit(f"{role.value}_worker: {error.message}")
+
+
+def _parse(role: Role) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=f"{role.value}_worker", description=__doc__)
+    parser.add_argument("--config", type=Path, help="a YAML file; the defaults when not given")
+    parser.add_argument("--name", help=f"the worker's name, unique in the cluster ({role.value}-0)")
+    parser.add_argument("--port", type=int, help=f"instead of the file's {role.value}.port")
+    parser.add_argument("--metrics-port", type=int, help="serve Prometheus metrics there")
+    return parser.parse_args()
+
+
+async def _run(
+    server: WorkerServer, config: Config, role: Role, port: int | None, metrics_port: int | None
+) -> None:
+    stopped = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    section = config.prefill if role is Role.PREFILL else config.decode
+    await server.start(section.host, section.port if port is None else port)
+    if metrics_port is not None:
+        server.serve_metrics(section.host, metrics_port)
+    print(f"{role.value} worker ready on {server.address}", flush=True)
+    await server.serve_until(stopped)

@@ -1,0 +1,61 @@
+"""What a worker measures of itself."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from baton.v1 import worker_pb2 as pb
+from core import metrics as names
+from core.types import Role
+
+_LABELS = ["worker", "role"]
+
+
+class WorkerMetrics:
+    """Written by the engine thread, read by whoever scrapes the registry."""
+
+    def __init__(self, worker_id: str, role: Role) -> None:
+        self.registry = CollectorRegistry()
+        self._labels = {"worker": worker_id, "role": role.value}
+        self._pages = Gauge(
+            names.PAGES, names.HELP[names.PAGES], [*_LABELS, "state"], registry=self.registry
+        )
+        self._waiting = self._gauge(names.WAITING)
+        self._running = self._gauge(names.RUNNING)
+        self._queue = self._histogram(names.QUEUE_SECONDS, names.LATENCY_BUCKETS)
+        self._step = self._histogram(names.STEP_SECONDS, names.LATENCY_BUCKETS)
+        self._batch = self._histogram(names.BATCH_SIZE, names.BATCH_BUCKETS)
+        self._tokens = self._counter(names.COMPUTED_TOKENS)
+        self._bytes = self._counter(names.TRANSFER_BYTES)
+        self._seconds = self._counter(names.TRANSFER_SECONDS)
+
+    def queued(self, seconds: float) -> None:
+        self._queue.observe(seconds)
+
+    def step(self, requests: int, tokens: int, seconds: float) -> None:
+        self._batch.observe(requests)
+        self._tokens.inc(tokens)
+        self._step.observe(seconds)
+
+    def transferred(self, count: int, seconds: float) -> None:
+        self._bytes.inc(count)
+        self._seconds.inc(seconds)
+
+    def load(self, load: pb.Load) -> None:
+        self._waiting.set(load.waiting)
+        self._running.set(load.running)
+        for state in ("free", "leased", "quarantined", "cached"):
+            self._pages.labels(**self._labels, state=state).set(getattr(load, f"{state}_pages"))
+
+    def _gauge(self, name: str) -> Gauge:
+        return Gauge(name, names.HELP[name], _LABELS, registry=self.registry).labels(**self._labels)
+
+    def _counter(self, name: str) -> Counter:
+        counter = Counter(name, names.HELP[name], _LABELS, registry=self.registry)
+        return counter.labels(**self._labels)
+
+    def _histogram(self, name: str, buckets: tuple[float, ...]) -> Histogram:
+        histogram = Histogram(
+            name, names.HELP[name], _LABELS, buckets=buckets, registry=self.registry
+        )
+        return histogram.labels(**self._labels)

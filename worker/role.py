@@ -1,0 +1,29 @@
+"""What a phase is to the worker that runs it.
+
+A role is an object on top of the engine. All of its methods run on the engine
+thread, one at a time, and none of them waits.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from baton.v1 import worker_pb2 as pb
+from kv_transfer.events import TransferEvent
+
+
+class Role(Protocol):
+    def on_message(self, attachment: int, message: pb.RouterMessage) -> None:
+        """A router asks for something."""
+
+    def on_detach(self, attachment: int) -> None:
+        """A router is gone: everything that its requests hold is let go."""
+
+    def on_transfer(self, event: TransferEvent) -> None:
+        """The transfer thread reports."""
+
+    def step(self) -> bool:
+        """Runs one step of the engine. False when there is nothing to run."""
+
+    def load(self) -> pb.Load:
+        """How busy the role is, its pool included."""

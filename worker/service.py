@@ -1,0 +1,78 @@
+"""The worker's gRPC service: one Attach stream per router."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+
+from baton.v1 import worker_pb2 as pb
+from baton.v1 import worker_pb2_grpc
+from core.types import PROTOCOL
+from worker.engine_thread import Detached, FromRouter, Inbox
+from worker.outbox import Outbox
+
+log = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[pb.RouterMessage, pb.WorkerMessage]
+
+
+class WorkerService(worker_pb2_grpc.WorkerServicer):
+    def __init__(self, inbox: Inbox, outbox: Outbox, welcome: Callable[[], pb.Welcome]) -> None:
+        self._inbox = inbox
+        self._outbox = outbox
+        self._welcome = welcome
+        self._attachments = itertools.count(1)
+
+    async def Attach(  # type: ignore[override]
+        self, requests: AsyncIterator[pb.RouterMessage], context: Context
+    ) -> None:
+        hello = await anext(aiter(requests), None)
+        if hello is None or hello.WhichOneof("kind") != "hello":
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be Hello")
+        if hello.hello.protocol != PROTOCOL:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"this worker speaks protocol {PROTOCOL}, the router {hello.hello.protocol}",
+            )
+        attachment = next(self._attachments)
+        queue = self._outbox.attach(attachment)
+        log.info("router %s attached", hello.hello.router_id)
+        try:
+            await context.write(pb.WorkerMessage(welcome=self._welcome()))
+            await self._converse(attachment, requests, queue, context)
+        finally:
+            self._outbox.detach(attachment)
+            self._inbox.put(Detached(attachment))
+            log.info("router %s detached", hello.hello.router_id)
+
+    async def _converse(
+        self,
+        attachment: int,
+        requests: AsyncIterator[pb.RouterMessage],
+        queue: asyncio.Queue[pb.WorkerMessage | None],
+        context: Context,
+    ) -> None:
+        """Reads and writes until either side ends."""
+        tasks = [
+            asyncio.ensure_future(self._read(attachment, requests)),
+            asyncio.ensure_future(self._write(queue, context)),
+        ]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _read(self, attachment: int, requests: AsyncIterator[pb.RouterMessage]) -> None:
+        async for message in requests:
+            self._inbox.put(FromRouter(attachment, message))
+
+    async def _write(self, queue: asyncio.Queue[pb.WorkerMessage | None], context: Context) -> None:
+        while (message := await queue.get()) is not None:
+            await context.write(message)
