@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Protocol, Self, Unpack
@@ -17,7 +20,7 @@ from baton.connection import (
     POLL_SECONDS,
     why_not_ready,
 )
-from baton.errors import translated
+from baton.errors import from_rpc_error, translated
 from baton.requests import (
     GenerateOptions,
     MessageLike,
@@ -39,6 +42,25 @@ class GenerateCall(Protocol):
     def cancel(self) -> bool: ...
 
 
+Arrivals = queue.SimpleQueue[inference_pb2.GenerateResponse | grpc.RpcError | None]
+"""What a call brings: its messages, then its error, or None at a good end."""
+
+
+def _pump(call: GenerateCall, arrivals: Arrivals) -> None:
+    """Reads a call on a thread of its own.
+
+    A KeyboardInterrupt inside gRPC can leave a lock held that all other calls
+    of the channel need. A SimpleQueue can be interrupted anywhere.
+    """
+    try:
+        for response in call:
+            arrivals.put(response)
+    except grpc.RpcError as error:
+        arrivals.put(error)
+    else:
+        arrivals.put(None)
+
+
 class Stream:
     """An answer as it is written: iterate for its Deltas, then take `answer`.
 
@@ -49,6 +71,11 @@ class Stream:
         self._call = call
         self._address = address
         self._builder = AnswerBuilder()
+        self._arrivals: Arrivals = queue.SimpleQueue()
+        pump = threading.Thread(target=_pump, args=(call, self._arrivals), daemon=True)
+        pump.start()
+        # Who drops a stream without a word does not want it either.
+        weakref.finalize(self, call.cancel)
 
     @property
     def answer(self) -> Answer:
@@ -71,11 +98,13 @@ class Stream:
         return self
 
     def __next__(self) -> Delta:
-        with translated(self._address):
-            for response in self._call:
-                delta = self._builder.add(response)
-                if delta is not None:
-                    return delta
+        while isinstance(arrival := self._arrivals.get(), inference_pb2.GenerateResponse):
+            delta = self._builder.add(arrival)
+            if delta is not None:
+                return delta
+        self._arrivals.put(arrival)  # the end stays the end, however often one asks
+        if arrival is not None:
+            raise from_rpc_error(arrival, self._address) from arrival
         self._builder.answer()
         raise StopIteration
 

@@ -1,10 +1,9 @@
-"""Draws a router's status as a table."""
+"""Draws a router's status: a line for the router, a row for each worker, then the faults."""
 
 from __future__ import annotations
 
 from itertools import accumulate, pairwise
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -13,94 +12,103 @@ from baton.v1 import cluster_pb2, worker_pb2
 
 BAR_WIDTH = 16
 
-# Each kind of page has a colour and, for where there are none, a shade.
-_LEASED = ("█", "green")
-_QUARANTINED = ("▓", "red")
-_CACHED = ("▒", "blue")
-_FREE = ("░", "dim")
+# The kinds of pages, in a bar's order. Each has a colour and, for where there
+# are no colours, a shade.
+_KINDS = (
+    ("leased", "█", "green"),
+    ("quarantined", "▓", "red"),
+    ("cached", "▒", "blue"),
+    ("free", "░", "dim"),
+)
 
 _ROLES = {worker_pb2.ROLE_PREFILL: "prefill", worker_pb2.ROLE_DECODE: "decode"}
 
 
 def render(status: cluster_pb2.StatusResponse, address: str) -> RenderableType:
-    """One line about the router, and one row a worker."""
-    return Group(_router_line(status, address), _worker_table(status))
+    """The whole picture. It fits a terminal of 80 columns."""
+    return Group(
+        _router_line(status, address),
+        "",
+        _worker_table(status),
+        "",
+        _legend(),
+        *_faults(status),
+    )
 
 
 def _router_line(status: cluster_pb2.StatusResponse, address: str) -> Text:
     return Text.assemble(
         (status.model, "bold"),
-        f"  router {status.router_id} at {address}, up {duration(status.uptime_seconds)},"
+        f" by {status.router_id} at {address}, up {duration(status.uptime_seconds)},"
         f" {status.active_requests} active, {status.finished_requests} finished",
     )
 
 
 def _worker_table(status: cluster_pb2.StatusResponse) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, caption=_legend(), caption_justify="left", pad_edge=False)
-    for name in ("worker", "role", "address", "attached", "pages"):
-        table.add_column(name, no_wrap=True)
-    for name in ("free", "leased", "quarantined", "cached", "total", "waiting", "running"):
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("worker", "role", "attached", "pages"):
+        table.add_column(name, overflow="fold")
+    for name in ("waiting", "running", "active"):
         table.add_column(name, justify="right")
-    table.add_column("active", justify="right")
-    table.add_column("fault", style="red", overflow="fold")
     for worker in status.workers:
         table.add_row(*_cells(worker))
     return table
 
 
 def _cells(worker: cluster_pb2.WorkerStatus) -> list[RenderableType]:
-    load = worker.load
-    numbers = [
-        load.free_pages,
-        load.leased_pages,
-        load.quarantined_pages,
-        load.cached_pages,
-        worker.total_pages,
-        load.waiting,
-        load.running,
-        worker.active_requests,
-    ]
     return [
-        worker.member.worker_id,
+        Text.assemble(worker.member.worker_id, (f"\n{worker.member.address}", "dim")),
         _ROLES.get(worker.member.role, "?"),
-        worker.member.address,
         Text("yes", style="green") if worker.attached else Text("no", style="red"),
-        page_bar(load),
-        *(str(number) for number in numbers),
-        worker.fault or load.fault,
+        _pages(worker),
+        str(worker.load.waiting),
+        str(worker.load.running),
+        str(worker.active_requests),
     ]
+
+
+def _pages(worker: cluster_pb2.WorkerStatus) -> Text:
+    """The bar and, below it, its numbers."""
+    numbers = "+".join(str(count) for count in _counts(worker.load))
+    return Text.assemble(page_bar(worker.load), f"\n{numbers} of {worker.total_pages}")
 
 
 def page_bar(load: worker_pb2.Load) -> Text:
-    """A pool as a bar: leased, quarantined, cached, free. Empty before the first report."""
-    counts = [load.leased_pages, load.quarantined_pages, load.cached_pages, load.free_pages]
+    """A pool as a bar. Blank before the worker's first report."""
+    counts = _counts(load)
     total = sum(counts)
     if total == 0:
-        return Text()
+        return Text(" " * BAR_WIDTH)
     # Rounding the boundaries, not the lengths, keeps every bar equally long.
     ends = [round(BAR_WIDTH * count / total) for count in accumulate(counts, initial=0)]
-    kinds = (_LEASED, _QUARANTINED, _CACHED, _FREE)
     return Text.assemble(
         *(
             (shade * (end - start), colour)
-            for (shade, colour), (start, end) in zip(kinds, pairwise(ends), strict=True)
+            for (_, shade, colour), (start, end) in zip(_KINDS, pairwise(ends), strict=True)
         )
     )
 
 
+def _counts(load: worker_pb2.Load) -> list[int]:
+    return [load.leased_pages, load.quarantined_pages, load.cached_pages, load.free_pages]
+
+
 def _legend() -> Text:
-    names = ("leased", "quarantined", "cached", "free")
-    kinds = (_LEASED, _QUARANTINED, _CACHED, _FREE)
-    return Text("  ").join(
-        Text.assemble(kind, f" {name}") for kind, name in zip(kinds, names, strict=True)
+    return Text(" + ").join(
+        Text.assemble((shade, colour), f" {name}") for name, shade, colour in _KINDS
     )
+
+
+def _faults(status: cluster_pb2.StatusResponse) -> list[Text]:
+    faults = ((w.member.worker_id, w.fault or w.load.fault) for w in status.workers)
+    return [Text(f"{name}: {fault}", style="red") for name, fault in faults if fault]
 
 
 def duration(seconds: float) -> str:
     """Seconds as people say them: 42 s, 3 min, 5 h 12 min, 2 d 3 h."""
     minutes, hours, days = int(seconds // 60), int(seconds // 3600), int(seconds // 86400)
     if minutes == 0:
-        return f"{seconds:.0f} s"
+        return f"{int(seconds)} s"
     if hours == 0:
         return f"{minutes} min"
     if days == 0:

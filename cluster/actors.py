@@ -12,12 +12,11 @@ import dataclasses
 import logging
 import os
 import threading
-from typing import Any
 
 import ray
 import uvloop
 
-from cluster.controller import Member
+from cluster.controller import CONTROLLER, Member
 from core import config as configs
 from core.errors import BatonError
 from core.types import Role
@@ -30,10 +29,10 @@ STOP_SECONDS = 10.0
 class _ServerActor:
     """Runs `_serve` on an event loop of its own; the process ends if that fails."""
 
-    def __init__(self, tree: dict[str, object], member: Member, controller: Any) -> None:
+    def __init__(self, tree: dict[str, object], member: Member) -> None:
         self._config = configs.parse(tree)
         self._member = member
-        self._controller = controller
+        self._controller = ray.get_actor(CONTROLLER)
         self._loop = uvloop.new_event_loop()
         self._stopping = asyncio.Event()
         logging.basicConfig(level=self._config.log_level.upper())
@@ -91,11 +90,9 @@ class WorkerActor(_ServerActor):
 class RouterActor(_ServerActor):
     """One router."""
 
-    def __init__(
-        self, tree: dict[str, object], member: Member, controller: Any, controller_address: str
-    ) -> None:
+    def __init__(self, tree: dict[str, object], member: Member, controller_address: str) -> None:
         self._controller_address = controller_address
-        super().__init__(tree, member, controller)
+        super().__init__(tree, member)
 
     async def _serve(self) -> None:
         from router.server import RouterServer

@@ -14,6 +14,10 @@ from core.types import Role
 from core.wire import role_to
 
 
+CONTROLLER = "controller"
+"""The controller's name in Ray."""
+
+
 @dataclass(frozen=True, slots=True)
 class Member:
     """A process of the cluster, as far as it has come."""

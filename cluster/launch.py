@@ -6,6 +6,7 @@ stop()   ends every actor in order and, where it was started here, Ray itself
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from typing import Any
 import ray
 
 from cluster.actors import RouterActor, WorkerActor
-from cluster.controller import Controller, Member
+from cluster.controller import CONTROLLER, Controller, Member
 from core import config as configs
 from core.config import Config
 from core.errors import DeadlineExceeded, InvalidConfig, Unavailable
@@ -43,7 +44,9 @@ class Cluster:
         self._join_ray()
         gpus = self._gpus_per_worker()
         controller = ray.remote(Controller)
-        self._controller = controller.options(num_cpus=0).remote(self._host("127.0.0.1"))
+        self._controller = controller.options(name=CONTROLLER, num_cpus=0).remote(
+            self._host("127.0.0.1")
+        )
         address = ray.get(self._controller.serve.remote(), timeout=timeout)
         for member in self._plan():
             self._actors.append(self._make_worker(member, gpus))
@@ -72,6 +75,8 @@ class Cluster:
                 raise Unavailable(f"no Ray cluster answers at {self._ray_address}") from error
             return
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        # A Ray of our own has token authentication on, which it would announce.
+        logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
         ray.init(
             "local",
             namespace=NAMESPACE,
@@ -113,13 +118,13 @@ class Cluster:
             max_restarts=-1,
             scheduling_strategy="SPREAD",
         )
-        return actor.remote(configs.dump(self._config), member, self._controller)
+        return actor.remote(configs.dump(self._config), member)
 
     def _make_router(self, controller_address: str) -> Any:
         member = Member(ROUTER, None, self._config.router.host)
         actor = ray.remote(RouterActor).options(name=ROUTER, num_cpus=0, max_restarts=-1)
         tree = configs.dump(self._config)
-        return actor.remote(tree, member, self._controller, controller_address)
+        return actor.remote(tree, member, controller_address)
 
     def _wait(self, on_progress: Progress, deadline: float) -> Member:
         while time.monotonic() < deadline:

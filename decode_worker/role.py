@@ -44,10 +44,19 @@ from worker.run_plan import run_plan
 class Job:
     attachment: int
     work: Work
+    sender: str  # the transport agent that will push the pages
     arrived: float
     landed: float = 0.0
     sequence: Sequence | None = None
     queue_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """Pages of a released reservation that its sender may still write to."""
+
+    lease: Lease
+    sender: str
 
 
 class DecodeRole:
@@ -69,7 +78,7 @@ class DecodeRole:
         )
         self._ticket_seconds = config.decode.ticket_seconds
         self._jobs: dict[AttemptKey, Job] = {}
-        self._leaving: dict[AttemptKey, Lease] = {}
+        self._leaving: dict[AttemptKey, Leaving] = {}
 
     def on_message(self, attachment: int, message: pb.RouterMessage) -> None:
         match message.WhichOneof("kind"):
@@ -79,6 +88,8 @@ class DecodeRole:
                 release = message.release
                 key = AttemptKey(release.request_id, release.epoch)
                 self._release(key, undelivered=release.undelivered)
+            case "sender_gone":
+                self._sender_gone(message.sender_gone.agent)
 
     def on_detach(self, attachment: int) -> None:
         for key in [key for key, job in self._jobs.items() if job.attachment == attachment]:
@@ -112,7 +123,7 @@ class DecodeRole:
         return True
 
     def load(self) -> pb.Load:
-        leaving = sum(len(lease) for lease in self._leaving.values())
+        leaving = sum(len(item.lease) for item in self._leaving.values())
         load = pb.Load(
             free_pages=self._pool.free,
             leased_pages=self._pool.leased - leaving,
@@ -131,7 +142,7 @@ class DecodeRole:
             error = Exhausted(f"the request needs {wanted} pages; the pool has {self._pool.total}")
             self._outbox.send(attachment, failed_to(work.key, error))
             return
-        self._jobs[work.key] = Job(attachment, work, time.monotonic())
+        self._jobs[work.key] = Job(attachment, work, message.sender, time.monotonic())
         self._scheduler.reserve(work)
 
     def _grant(self) -> None:
@@ -209,10 +220,15 @@ class DecodeRole:
             return
         reservation = self._scheduler.withdraw(key)
         if reservation is not None:
-            self._leaving[key] = reservation.lease
+            self._leaving[key] = Leaving(reservation.lease, job.sender)
             self._transfer.release_reservation(key, undelivered=undelivered)
 
     def _let_go(self, key: AttemptKey) -> None:
-        lease = self._leaving.pop(key, None)
-        if lease is not None:
-            lease.release()
+        leaving = self._leaving.pop(key, None)
+        if leaving is not None:
+            leaving.lease.release()
+
+    def _sender_gone(self, agent: str) -> None:
+        holders = [*self._jobs.items(), *self._leaving.items()]
+        for key in [key for key, holder in holders if holder.sender == agent]:
+            self._transfer.sender_died(key)

@@ -122,17 +122,20 @@ class Runner:
         return DecodeReads(rows, 0, width * size, mask)
 
     def _chunk_reads(self, piece: Piece, window: int | None) -> ChunkReads:
-        start = piece.sequence.computed
+        """The pages that hold what any of the chunk's queries sees."""
+        size, start = self._page_size, piece.sequence.computed
         end = start + piece.count
-        if start == 0 and (window is None or window >= end):
+        cut = window is not None and window < end
+        if start == 0 and not cut:
             return ChunkReads(None, end, None)
-        size = self._page_size
         first_page = _first_visible(start, window) // size
         pages = piece.sequence.lease.pages[first_page : (end - 1) // size + 1]
+        rows = page_rows(self._tensor(pages), self._layers)
+        if not cut:
+            return ChunkReads(rows, end, None)
         keys = torch.arange(first_page * size, end, device=self._device)
         queries = torch.arange(start, end, device=self._device).unsqueeze(1)
-        mask = visibility(queries, keys, window, self._dtype)
-        return ChunkReads(page_rows(self._tensor(pages), self._layers), len(keys), mask)
+        return ChunkReads(rows, len(keys), visibility(queries, keys, window, self._dtype))
 
     def _tensor(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)

@@ -20,8 +20,10 @@ with the lowest id.
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -41,6 +43,8 @@ COLDEST = 1e-10
 
 MASK_64 = (1 << 64) - 1
 GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+
+_Part = tuple[npt.NDArray[np.int64], npt.NDArray[np.floating[Any]]]
 
 
 class Sampler:
@@ -96,26 +100,49 @@ def _best(scores: Tensor) -> Tensor:
 
 def _penalize(scores: Tensor, sequences: list[Sequence]) -> None:
     """Changes scores: [B, V] in place, in the rows that ask for it."""
-    for row, sequence in enumerate(sequences):
-        sampling = sequence.work.sampling
-        if sampling.penalizes:
-            _penalize_repetition(scores[row], sequence.tokens, sampling.repetition_penalty)
-            _penalize_answer(scores[row], sequence.tokens[sequence.prompt_length :], sampling)
+    rows = [row for row, s in enumerate(sequences) if s.work.sampling.penalizes]
+    if rows:
+        _apply_repetition(scores, _Cells.of(rows, [_repeated(sequences[row]) for row in rows]))
+        _apply_answer(scores, _Cells.of(rows, [_answered(sequences[row]) for row in rows]))
 
 
-def _penalize_repetition(row: Tensor, tokens: list[int], penalty: float) -> None:
-    """Makes every token of prompt and answer less likely, however often it occurs."""
-    ids = torch.from_numpy(np.unique(np.asarray(tokens, dtype=np.int64))).to(row.device)
-    scores = row[ids]
-    row[ids] = torch.where(scores > 0, scores / penalty, scores * penalty)
+class _Cells(NamedTuple):
+    """Some tokens of some rows, with a number for each. All [N]; no cell occurs twice."""
+
+    rows: npt.NDArray[np.int64]
+    tokens: npt.NDArray[np.int64]
+    numbers: npt.NDArray[np.float32]
+
+    @classmethod
+    def of(cls, rows: list[int], parts: list[_Part]) -> _Cells:
+        tokens, numbers = zip(*parts, strict=True)
+        repeated = np.repeat(np.asarray(rows), [len(part) for part in tokens])
+        return cls(repeated, np.concatenate(tokens), np.concatenate(numbers).astype(np.float32))
 
 
-def _penalize_answer(row: Tensor, answer: list[int], sampling: Sampling) -> None:
-    """Lowers the answer's tokens: once for occurring, and once per occurrence."""
-    unique, counts = np.unique(np.asarray(answer, dtype=np.int64), return_counts=True)
-    penalties = sampling.presence_penalty + sampling.frequency_penalty * counts
-    ids = torch.from_numpy(unique).to(row.device)
-    row[ids] -= torch.from_numpy(penalties).to(row.device, torch.float32)
+def _repeated(sequence: Sequence) -> _Part:
+    """Every token of prompt and answer, once, with the repetition penalty."""
+    tokens = np.unique(np.asarray(sequence.tokens, dtype=np.int64))
+    return tokens, np.full(len(tokens), sequence.work.sampling.repetition_penalty)
+
+
+def _answered(sequence: Sequence) -> _Part:
+    """Every token of the answer, with what its presence and its count take away."""
+    answer = np.asarray(sequence.tokens[sequence.prompt_length :], dtype=np.int64)
+    tokens, counts = np.unique(answer, return_counts=True)
+    sampling = sequence.work.sampling
+    return tokens, sampling.presence_penalty + sampling.frequency_penalty * counts
+
+
+def _apply_repetition(scores: Tensor, cells: _Cells) -> None:
+    rows, tokens, penalties = (torch.from_numpy(part).to(scores.device) for part in cells)
+    before = scores[rows, tokens]
+    scores[rows, tokens] = torch.where(before > 0, before / penalties, before * penalties)
+
+
+def _apply_answer(scores: Tensor, cells: _Cells) -> None:
+    rows, tokens, penalties = (torch.from_numpy(part).to(scores.device) for part in cells)
+    scores[rows, tokens] -= penalties
 
 
 def _draw(scores: Tensor, sequences: list[Sequence]) -> Tensor:

@@ -8,7 +8,8 @@ What NIXL 1.5 does, and what follows from it here:
   numbers alone, and NIXL merges neighbours itself. Making one takes 30 us for
   64 pages, against 110 us from addresses.
 - On CPU memory of the same host `transfer` copies before it returns. It lets
-  other Python threads run meanwhile.
+  other Python threads run meanwhile. A pool in huge pages is copied 1.4 times
+  as fast.
 - The note of a transfer leaves after its bytes have been flushed to the peer.
 - Nothing withdraws a transfer: not releasing its handle, not removing the
   peer. A write ends when NIXL says so.
@@ -68,6 +69,11 @@ class NixlTransport:
         # NIXL's errors have no base class of their own.
         self._errors: tuple[type[Exception], ...] = tuple(
             error for name, error in vars(self._nixl).items() if name.endswith("Error")
+        )
+        self._lost_errors: tuple[type[Exception], ...] = (
+            self._nixl.nixlRemoteDisconnectError,
+            self._nixl.nixlNotFoundError,
+            self._nixl.nixlBackendError,  # such as a refused connection
         )
         self._engine: Any = None  # the NIXL agent
         self._memory: PoolMemory | None = None
@@ -222,7 +228,7 @@ class NixlTransport:
         """Raises NIXL's errors as ours: WorkerLost when the peer is gone, else Internal."""
         try:
             yield
-        except (self._nixl.nixlRemoteDisconnectError, self._nixl.nixlNotFoundError) as error:
+        except self._lost_errors as error:
             raise WorkerLost(f"could not {attempt}: {error}") from error
         except self._errors as error:
             raise Internal(f"could not {attempt}: {error}") from error

@@ -83,8 +83,9 @@ class TransferThread:
 
     def stop(self) -> None:
         """Cancels every push, waits a few seconds for writes under way, closes the transport."""
-        self._post(self._begin_stop)
-        self._thread.join()
+        if self._thread.is_alive():
+            self._post(self._begin_stop)
+            self._thread.join()
 
     # On a prefill worker.
 
@@ -101,7 +102,10 @@ class TransferThread:
         self._post(partial(self._pushes.ticket, key, sealed))
 
     def push_pages(self, key: AttemptKey, pages: Sequence[int]) -> None:
-        """Local pages that are complete now, in the prompt's order, after those given before."""
+        """Local pages that are complete now, in the prompt's order, after those given before.
+
+        On a GPU: the kernels that write them have finished, for a transport knows no streams.
+        """
         self._post(partial(self._pushes.pages, key, tuple(pages)))
 
     def finish_push(self, key: AttemptKey, first_token: int, pages: Sequence[int] = ()) -> None:

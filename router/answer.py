@@ -40,21 +40,15 @@ class AnswerText:
             self.count += 1
             ends_answer = tokens.finish is FinishReason.STOP and index == last
             if not ends_answer:
-                delta.text += self._filter(self._detokenizer.push([token]))
-            if self.finish:
+                delta.text += self._stops.push(self._detokenizer.push([token]))[0]
+            if self._stops.hit:
+                self._end(FinishReason.STOP)
                 return delta
         if tokens.finish:
-            self._end(tokens.finish, delta)
+            delta.text += self._stops.push(self._detokenizer.flush())[0] + self._stops.flush()
+            self._end(tokens.finish)
         return delta
 
-    def _filter(self, text: str) -> str:
-        emit, hit = self._stops.push(text)
-        if hit is not None:
-            self.finish, self.stop = FinishReason.STOP, hit
-        return emit
-
-    def _end(self, reason: FinishReason, delta: AnswerDelta) -> None:
-        delta.text += self._filter(self._detokenizer.flush())
-        if not self.finish:
-            delta.text += self._stops.flush()
-            self.finish = reason
+    def _end(self, reason: FinishReason) -> None:
+        self.finish = FinishReason.STOP if self._stops.hit else reason
+        self.stop = self._stops.hit or ""

@@ -88,7 +88,8 @@ class _Attempt:
         if self._push:
             self._on_decode = True
             self._decode.open(self._work.key, self.inbox)
-            self._decode.send(pb.RouterMessage(reserve=pb.Reserve(work=work)))
+            reserve = pb.Reserve(work=work, sender=self._prefill.agent)
+            self._decode.send(pb.RouterMessage(reserve=reserve))
         self._on_prefill = True
         self._prefill.open(self._work.key, self.inbox)
         self._count_pending(len(self._work.prompt_tokens))

@@ -72,9 +72,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             await abort(context, error)
 
     @answered
-    async def ListModels(
-        self, message: pb.ListModelsRequest
-    ) -> pb.ListModelsResponse:
+    async def ListModels(self, message: pb.ListModelsRequest) -> pb.ListModelsResponse:
         text = self._serving.text
         model = pb.Model(
             name=self._model,
@@ -85,9 +83,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         return pb.ListModelsResponse(models=[model])
 
     @answered
-    async def Tokenize(
-        self, message: pb.TokenizeRequest
-    ) -> pb.TokenizeResponse:
+    async def Tokenize(self, message: pb.TokenizeRequest) -> pb.TokenizeResponse:
         self._check_model(message.model)
         prompt = parse_prompt(message)
         rendered = self._serving.text.render(prompt) if isinstance(prompt, ChatPrompt) else ""
@@ -95,9 +91,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         return pb.TokenizeResponse(token_ids=tokens, rendered=rendered)
 
     @answered
-    async def Detokenize(
-        self, message: pb.DetokenizeRequest
-    ) -> pb.DetokenizeResponse:
+    async def Detokenize(self, message: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
         self._check_model(message.model)
         text = self._serving.text
         if any(token >= text.vocabulary_size for token in message.token_ids):
@@ -149,12 +143,8 @@ class AdminService(cluster_pb2_grpc.AdminServicer):
         self._began = time.monotonic()
 
     @answered
-    async def Status(
-        self, message: cluster_pb2.StatusRequest
-    ) -> cluster_pb2.StatusResponse:
-        agents = {
-            link.welcome.pool.agent: link.worker_id for link in self._roster.links if link.welcome
-        }
+    async def Status(self, message: cluster_pb2.StatusRequest) -> cluster_pb2.StatusResponse:
+        agents = {link.agent: link.worker_id for link in self._roster.links if link.welcome}
         return cluster_pb2.StatusResponse(
             router_id=self._router_id,
             uptime_seconds=time.monotonic() - self._began,

@@ -83,6 +83,11 @@ class WorkerLink:
         return self.welcome.worker_id if self.welcome else self.address
 
     @property
+    def agent(self) -> str:
+        """The worker's transport agent: another one after every start of its process."""
+        return self.welcome.pool.agent if self.welcome else ""
+
+    @property
     def active(self) -> int:
         """Attempts of this router that are open on the worker."""
         return len(self._inboxes)

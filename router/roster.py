@@ -20,6 +20,7 @@ class Roster:
         self._links: dict[str, WorkerLink] = {}  # by address
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
+        self._agents: dict[str, str] = {}  # the last one seen, by worker
 
     @property
     def links(self) -> Iterable[WorkerLink]:
@@ -74,9 +75,8 @@ class Roster:
     def reconnect(self, prefill: WorkerLink, decode: WorkerLink) -> None:
         """A push between two attached workers failed: have them connect anew."""
         if prefill.welcome and decode.welcome:
-            agent = decode.welcome.pool.agent
-            prefill.asked.discard(agent)
-            prefill.peers.pop(agent, None)
+            prefill.asked.discard(decode.agent)
+            prefill.peers.pop(decode.agent, None)
             self._connect(prefill, [decode])
 
     @property
@@ -100,6 +100,7 @@ class Roster:
         return min((link.welcome.context_length for link in self.links if link.welcome), default=0)
 
     def _on_change(self, link: WorkerLink) -> None:
+        self._note_restart(link)
         if link.welcome and link.role is Role.PREFILL:
             self._connect(link, self.attached(Role.DECODE))
         elif link.welcome:
@@ -108,11 +109,21 @@ class Roster:
         self._changed.set()
         self._tell()
 
+    def _note_restart(self, link: WorkerLink) -> None:
+        """A worker that is back with another agent: its earlier process can write no more."""
+        if not link.welcome:
+            return
+        before = self._agents.get(link.worker_id, link.agent)
+        self._agents[link.worker_id] = link.agent
+        if before != link.agent:
+            for decode in self.attached(Role.DECODE):
+                decode.send(pb.RouterMessage(sender_gone=pb.SenderGone(agent=before)))
+
     def _connect(self, prefill: WorkerLink, decode: Iterable[WorkerLink]) -> None:
         """Has a prefill worker get ready to push, once per process start of the other."""
         for link in decode:
-            if link.welcome and link.welcome.pool.agent not in prefill.asked:
-                prefill.asked.add(link.welcome.pool.agent)
+            if link.welcome and link.agent not in prefill.asked:
+                prefill.asked.add(link.agent)
                 connect = pb.Connect(worker_id=link.worker_id, pool=link.welcome.pool)
                 prefill.send(pb.RouterMessage(connect=connect))
 
@@ -121,11 +132,7 @@ def _prefill_view(link: WorkerLink, decode: list[WorkerLink]) -> PrefillView:
     return PrefillView(
         worker_id=link.worker_id,
         pending_tokens=max(link.pending_tokens, link.load.queued_tokens),
-        reaches=frozenset(
-            other.worker_id
-            for other in decode
-            if other.welcome and link.peers.get(other.welcome.pool.agent) == ""
-        ),
+        reaches=frozenset(other.worker_id for other in decode if link.peers.get(other.agent) == ""),
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 from collections.abc import Callable
 from typing import Any
@@ -123,7 +124,8 @@ class WorkerServer:
             page_size=config.page_size,
             kv_memory=self._pool_config.kv_memory,
             max_context=config.max_context,
-            threads=self._pool_config.threads,
+            # Said even when it is the default: Ray tells its processes to use one.
+            threads=self._pool_config.threads or len(os.sched_getaffinity(0)),
         )
         self._progress("opening the transfer layer")
         self._transfer = TransferThread(

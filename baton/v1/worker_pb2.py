@@ -26,53 +26,55 @@ from baton.v1 import inference_pb2 as baton_dot_v1_dot_inference__pb2
 from baton.v1 import transfer_pb2 as baton_dot_v1_dot_transfer__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/worker.proto\x12\x08\x62\x61ton.v1\x1a\x18\x62\x61ton/v1/inference.proto\x1a\x17\x62\x61ton/v1/transfer.proto\"\xf7\x01\n\rRouterMessage\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x0f.baton.v1.HelloH\x00\x12$\n\x07\x63onnect\x18\x02 \x01(\x0b\x32\x11.baton.v1.ConnectH\x00\x12$\n\x07prefill\x18\x03 \x01(\x0b\x32\x11.baton.v1.PrefillH\x00\x12$\n\x07reserve\x18\x04 \x01(\x0b\x32\x11.baton.v1.ReserveH\x00\x12$\n\x07\x64\x65liver\x18\x05 \x01(\x0b\x32\x11.baton.v1.DeliverH\x00\x12$\n\x07release\x18\x06 \x01(\x0b\x32\x11.baton.v1.ReleaseH\x00\x42\x06\n\x04kind\"\xc4\x02\n\rWorkerMessage\x12$\n\x07welcome\x18\x01 \x01(\x0b\x32\x11.baton.v1.WelcomeH\x00\x12(\n\tconnected\x18\x02 \x01(\x0b\x32\x13.baton.v1.ConnectedH\x00\x12+\n\x0b\x66irst_token\x18\x03 \x01(\x0b\x32\x14.baton.v1.FirstTokenH\x00\x12&\n\x08reserved\x18\x04 \x01(\x0b\x32\x12.baton.v1.ReservedH\x00\x12\x1e\n\x04step\x18\x05 \x01(\x0b\x32\x0e.baton.v1.StepH\x00\x12\"\n\x06pushed\x18\x06 \x01(\x0b\x32\x10.baton.v1.PushedH\x00\x12\"\n\x06\x66\x61iled\x18\x07 \x01(\x0b\x32\x10.baton.v1.FailedH\x00\x12\x1e\n\x04load\x18\x08 \x01(\x0b\x32\x0e.baton.v1.LoadH\x00\x42\x06\n\x04kind\",\n\x05Hello\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x10\n\x08protocol\x18\x02 \x01(\r\"\xc2\x01\n\x07Welcome\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x1c\n\x04role\x18\x03 \x01(\x0e\x32\x0e.baton.v1.Role\x12\x10\n\x08protocol\x18\x04 \x01(\r\x12\r\n\x05model\x18\x05 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x06 \x01(\r\x12#\n\x04pool\x18\x07 \x01(\x0b\x32\x15.baton.v1.PoolAddress\x12\x13\n\x0btotal_pages\x18\x08 \x01(\r\"A\n\x07\x43onnect\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12#\n\x04pool\x18\x02 \x01(\x0b\x32\x15.baton.v1.PoolAddress\"<\n\tConnected\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x61gent\x18\x02 \x01(\t\x12\r\n\x05\x65rror\x18\x03 \x01(\t\"\xab\x01\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12\x0c\n\x04seed\x18\x08 \x01(\x04\"\x92\x01\n\x04Work\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x15\n\rprompt_tokens\x18\x03 \x03(\r\x12$\n\x08sampling\x18\x04 \x01(\x0b\x32\x12.baton.v1.Sampling\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\"5\n\x07Prefill\x12\x1c\n\x04work\x18\x01 \x01(\x0b\x32\x0e.baton.v1.Work\x12\x0c\n\x04push\x18\x02 \x01(\x08\"\'\n\x07Reserve\x12\x1c\n\x04work\x18\x01 \x01(\x0b\x32\x0e.baton.v1.Work\"T\n\x08Reserved\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0e\n\x06ticket\x18\x03 \x01(\x0c\x12\x15\n\rqueue_seconds\x18\x04 \x01(\x02\"<\n\x07\x44\x65liver\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0e\n\x06ticket\x18\x03 \x01(\x0c\"A\n\x07Release\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x13\n\x0bundelivered\x18\x03 \x01(\x08\"\x9d\x01\n\nFirstToken\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\r\n\x05token\x18\x03 \x01(\r\x12-\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x15\n\rqueue_seconds\x18\x05 \x01(\x02\x12\x17\n\x0f\x63ompute_seconds\x18\x06 \x01(\x02\"d\n\x06Pushed\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x0f\n\x07seconds\x18\x04 \x01(\x02\x12\x17\n\x0f\x65xposed_seconds\x18\x05 \x01(\x02\",\n\x04Step\x12$\n\x06tokens\x18\x01 \x03(\x0b\x32\x14.baton.v1.StepTokens\"\x88\x01\n\nStepTokens\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12-\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x15\n\rqueue_seconds\x18\x05 \x01(\x02\"L\n\x06\x46\x61iled\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\"\xa9\x01\n\x04Load\x12\x12\n\nfree_pages\x18\x01 \x01(\r\x12\x14\n\x0cleased_pages\x18\x02 \x01(\r\x12\x19\n\x11quarantined_pages\x18\x03 \x01(\r\x12\x14\n\x0c\x63\x61\x63hed_pages\x18\x04 \x01(\r\x12\x0f\n\x07waiting\x18\x05 \x01(\r\x12\x0f\n\x07running\x18\x06 \x01(\r\x12\x15\n\rqueued_tokens\x18\x07 \x01(\r\x12\r\n\x05\x66\x61ult\x18\x08 \x01(\t*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x32H\n\x06Worker\x12>\n\x06\x41ttach\x12\x17.baton.v1.RouterMessage\x1a\x17.baton.v1.WorkerMessage(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/worker.proto\x12\x08\x62\x61ton.v1\x1a\x18\x62\x61ton/v1/inference.proto\x1a\x17\x62\x61ton/v1/transfer.proto\"\xa4\x02\n\rRouterMessage\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x0f.baton.v1.HelloH\x00\x12$\n\x07\x63onnect\x18\x02 \x01(\x0b\x32\x11.baton.v1.ConnectH\x00\x12$\n\x07prefill\x18\x03 \x01(\x0b\x32\x11.baton.v1.PrefillH\x00\x12$\n\x07reserve\x18\x04 \x01(\x0b\x32\x11.baton.v1.ReserveH\x00\x12$\n\x07\x64\x65liver\x18\x05 \x01(\x0b\x32\x11.baton.v1.DeliverH\x00\x12$\n\x07release\x18\x06 \x01(\x0b\x32\x11.baton.v1.ReleaseH\x00\x12+\n\x0bsender_gone\x18\x07 \x01(\x0b\x32\x14.baton.v1.SenderGoneH\x00\x42\x06\n\x04kind\"\xc4\x02\n\rWorkerMessage\x12$\n\x07welcome\x18\x01 \x01(\x0b\x32\x11.baton.v1.WelcomeH\x00\x12(\n\tconnected\x18\x02 \x01(\x0b\x32\x13.baton.v1.ConnectedH\x00\x12+\n\x0b\x66irst_token\x18\x03 \x01(\x0b\x32\x14.baton.v1.FirstTokenH\x00\x12&\n\x08reserved\x18\x04 \x01(\x0b\x32\x12.baton.v1.ReservedH\x00\x12\x1e\n\x04step\x18\x05 \x01(\x0b\x32\x0e.baton.v1.StepH\x00\x12\"\n\x06pushed\x18\x06 \x01(\x0b\x32\x10.baton.v1.PushedH\x00\x12\"\n\x06\x66\x61iled\x18\x07 \x01(\x0b\x32\x10.baton.v1.FailedH\x00\x12\x1e\n\x04load\x18\x08 \x01(\x0b\x32\x0e.baton.v1.LoadH\x00\x42\x06\n\x04kind\",\n\x05Hello\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x10\n\x08protocol\x18\x02 \x01(\r\"\xc2\x01\n\x07Welcome\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x1c\n\x04role\x18\x03 \x01(\x0e\x32\x0e.baton.v1.Role\x12\x10\n\x08protocol\x18\x04 \x01(\r\x12\r\n\x05model\x18\x05 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x06 \x01(\r\x12#\n\x04pool\x18\x07 \x01(\x0b\x32\x15.baton.v1.PoolAddress\x12\x13\n\x0btotal_pages\x18\x08 \x01(\r\"A\n\x07\x43onnect\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12#\n\x04pool\x18\x02 \x01(\x0b\x32\x15.baton.v1.PoolAddress\"<\n\tConnected\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x61gent\x18\x02 \x01(\t\x12\r\n\x05\x65rror\x18\x03 \x01(\t\"\xab\x01\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12\x0c\n\x04seed\x18\x08 \x01(\x04\"\x92\x01\n\x04Work\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x15\n\rprompt_tokens\x18\x03 \x03(\r\x12$\n\x08sampling\x18\x04 \x01(\x0b\x32\x12.baton.v1.Sampling\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\"5\n\x07Prefill\x12\x1c\n\x04work\x18\x01 \x01(\x0b\x32\x0e.baton.v1.Work\x12\x0c\n\x04push\x18\x02 \x01(\x08\"7\n\x07Reserve\x12\x1c\n\x04work\x18\x01 \x01(\x0b\x32\x0e.baton.v1.Work\x12\x0e\n\x06sender\x18\x02 \x01(\t\"\x1b\n\nSenderGone\x12\r\n\x05\x61gent\x18\x01 \x01(\t\"T\n\x08Reserved\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0e\n\x06ticket\x18\x03 \x01(\x0c\x12\x15\n\rqueue_seconds\x18\x04 \x01(\x02\"<\n\x07\x44\x65liver\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0e\n\x06ticket\x18\x03 \x01(\x0c\"A\n\x07Release\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x13\n\x0bundelivered\x18\x03 \x01(\x08\"\x9d\x01\n\nFirstToken\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\r\n\x05token\x18\x03 \x01(\r\x12-\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x15\n\rqueue_seconds\x18\x05 \x01(\x02\x12\x17\n\x0f\x63ompute_seconds\x18\x06 \x01(\x02\"d\n\x06Pushed\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x0f\n\x07seconds\x18\x04 \x01(\x02\x12\x17\n\x0f\x65xposed_seconds\x18\x05 \x01(\x02\",\n\x04Step\x12$\n\x06tokens\x18\x01 \x03(\x0b\x32\x14.baton.v1.StepTokens\"\x88\x01\n\nStepTokens\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12-\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x15\n\rqueue_seconds\x18\x05 \x01(\x02\"L\n\x06\x46\x61iled\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\"\xa9\x01\n\x04Load\x12\x12\n\nfree_pages\x18\x01 \x01(\r\x12\x14\n\x0cleased_pages\x18\x02 \x01(\r\x12\x19\n\x11quarantined_pages\x18\x03 \x01(\r\x12\x14\n\x0c\x63\x61\x63hed_pages\x18\x04 \x01(\r\x12\x0f\n\x07waiting\x18\x05 \x01(\r\x12\x0f\n\x07running\x18\x06 \x01(\r\x12\x15\n\rqueued_tokens\x18\x07 \x01(\r\x12\r\n\x05\x66\x61ult\x18\x08 \x01(\t*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x32H\n\x06Worker\x12>\n\x06\x41ttach\x12\x17.baton.v1.RouterMessage\x1a\x17.baton.v1.WorkerMessage(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=2366
-  _globals['_ROLE']._serialized_end=2429
+  _globals['_ROLE']._serialized_start=2456
+  _globals['_ROLE']._serialized_end=2519
   _globals['_ROUTERMESSAGE']._serialized_start=87
-  _globals['_ROUTERMESSAGE']._serialized_end=334
-  _globals['_WORKERMESSAGE']._serialized_start=337
-  _globals['_WORKERMESSAGE']._serialized_end=661
-  _globals['_HELLO']._serialized_start=663
-  _globals['_HELLO']._serialized_end=707
-  _globals['_WELCOME']._serialized_start=710
-  _globals['_WELCOME']._serialized_end=904
-  _globals['_CONNECT']._serialized_start=906
-  _globals['_CONNECT']._serialized_end=971
-  _globals['_CONNECTED']._serialized_start=973
-  _globals['_CONNECTED']._serialized_end=1033
-  _globals['_SAMPLING']._serialized_start=1036
-  _globals['_SAMPLING']._serialized_end=1207
-  _globals['_WORK']._serialized_start=1210
-  _globals['_WORK']._serialized_end=1356
-  _globals['_PREFILL']._serialized_start=1358
-  _globals['_PREFILL']._serialized_end=1411
-  _globals['_RESERVE']._serialized_start=1413
-  _globals['_RESERVE']._serialized_end=1452
-  _globals['_RESERVED']._serialized_start=1454
-  _globals['_RESERVED']._serialized_end=1538
-  _globals['_DELIVER']._serialized_start=1540
-  _globals['_DELIVER']._serialized_end=1600
-  _globals['_RELEASE']._serialized_start=1602
-  _globals['_RELEASE']._serialized_end=1667
-  _globals['_FIRSTTOKEN']._serialized_start=1670
-  _globals['_FIRSTTOKEN']._serialized_end=1827
-  _globals['_PUSHED']._serialized_start=1829
-  _globals['_PUSHED']._serialized_end=1929
-  _globals['_STEP']._serialized_start=1931
-  _globals['_STEP']._serialized_end=1975
-  _globals['_STEPTOKENS']._serialized_start=1978
-  _globals['_STEPTOKENS']._serialized_end=2114
-  _globals['_FAILED']._serialized_start=2116
-  _globals['_FAILED']._serialized_end=2192
-  _globals['_LOAD']._serialized_start=2195
-  _globals['_LOAD']._serialized_end=2364
-  _globals['_WORKER']._serialized_start=2431
-  _globals['_WORKER']._serialized_end=2503
+  _globals['_ROUTERMESSAGE']._serialized_end=379
+  _globals['_WORKERMESSAGE']._serialized_start=382
+  _globals['_WORKERMESSAGE']._serialized_end=706
+  _globals['_HELLO']._serialized_start=708
+  _globals['_HELLO']._serialized_end=752
+  _globals['_WELCOME']._serialized_start=755
+  _globals['_WELCOME']._serialized_end=949
+  _globals['_CONNECT']._serialized_start=951
+  _globals['_CONNECT']._serialized_end=1016
+  _globals['_CONNECTED']._serialized_start=1018
+  _globals['_CONNECTED']._serialized_end=1078
+  _globals['_SAMPLING']._serialized_start=1081
+  _globals['_SAMPLING']._serialized_end=1252
+  _globals['_WORK']._serialized_start=1255
+  _globals['_WORK']._serialized_end=1401
+  _globals['_PREFILL']._serialized_start=1403
+  _globals['_PREFILL']._serialized_end=1456
+  _globals['_RESERVE']._serialized_start=1458
+  _globals['_RESERVE']._serialized_end=1513
+  _globals['_SENDERGONE']._serialized_start=1515
+  _globals['_SENDERGONE']._serialized_end=1542
+  _globals['_RESERVED']._serialized_start=1544
+  _globals['_RESERVED']._serialized_end=1628
+  _globals['_DELIVER']._serialized_start=1630
+  _globals['_DELIVER']._serialized_end=1690
+  _globals['_RELEASE']._serialized_start=1692
+  _globals['_RELEASE']._serialized_end=1757
+  _globals['_FIRSTTOKEN']._serialized_start=1760
+  _globals['_FIRSTTOKEN']._serialized_end=1917
+  _globals['_PUSHED']._serialized_start=1919
+  _globals['_PUSHED']._serialized_end=2019
+  _globals['_STEP']._serialized_start=2021
+  _globals['_STEP']._serialized_end=2065
+  _globals['_STEPTOKENS']._serialized_start=2068
+  _globals['_STEPTOKENS']._serialized_end=2204
+  _globals['_FAILED']._serialized_start=2206
+  _globals['_FAILED']._serialized_end=2282
+  _globals['_LOAD']._serialized_start=2285
+  _globals['_LOAD']._serialized_end=2454
+  _globals['_WORKER']._serialized_start=2521
+  _globals['_WORKER']._serialized_end=2593
 # @@protoc_insertion_point(module_scope)

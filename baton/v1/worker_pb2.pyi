@@ -61,6 +61,7 @@ class RouterMessage(_message.Message):
     RESERVE_FIELD_NUMBER: _builtins.int
     DELIVER_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
+    SENDER_GONE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """First on every stream."""
@@ -85,6 +86,10 @@ class RouterMessage(_message.Message):
     def release(self) -> Global___Release:
         """To either: this attempt is over, stop and free."""
 
+    @_builtins.property
+    def sender_gone(self) -> Global___SenderGone:
+        """To decode: a prefill worker's process has ended."""
+
     def __init__(
         self,
         *,
@@ -94,12 +99,13 @@ class RouterMessage(_message.Message):
         reserve: Global___Reserve | None = ...,
         deliver: Global___Deliver | None = ...,
         release: Global___Release | None = ...,
+        sender_gone: Global___SenderGone | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["connect", b"connect", "deliver", b"deliver", "hello", b"hello", "kind", b"kind", "prefill", b"prefill", "release", b"release", "reserve", b"reserve"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["connect", b"connect", "deliver", b"deliver", "hello", b"hello", "kind", b"kind", "prefill", b"prefill", "release", b"release", "reserve", b"reserve", "sender_gone", b"sender_gone"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connect", b"connect", "deliver", b"deliver", "hello", b"hello", "kind", b"kind", "prefill", b"prefill", "release", b"release", "reserve", b"reserve"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connect", b"connect", "deliver", b"deliver", "hello", b"hello", "kind", b"kind", "prefill", b"prefill", "release", b"release", "reserve", b"reserve", "sender_gone", b"sender_gone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "connect", "prefill", "reserve", "deliver", "release"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "connect", "prefill", "reserve", "deliver", "release", "sender_gone"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -436,6 +442,9 @@ class Reserve(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     WORK_FIELD_NUMBER: _builtins.int
+    SENDER_FIELD_NUMBER: _builtins.int
+    sender: _builtins.str
+    """The transport agent of the prefill worker that will push the pages."""
     @_builtins.property
     def work(self) -> Global___Work:
         """The request."""
@@ -444,14 +453,35 @@ class Reserve(_message.Message):
         self,
         *,
         work: Global___Work | None = ...,
+        sender: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["work", b"work"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["work", b"work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sender", b"sender", "work", b"work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Reserve: _TypeAlias = Reserve  # noqa: Y015
+
+@_typing.final
+class SenderGone(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AGENT_FIELD_NUMBER: _builtins.int
+    agent: _builtins.str
+    """Its transport agent: no write of its can reach any page any more."""
+    def __init__(
+        self,
+        *,
+        agent: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SenderGone: _TypeAlias = SenderGone  # noqa: Y015
 
 @_typing.final
 class Reserved(_message.Message):

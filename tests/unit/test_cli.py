@@ -310,17 +310,24 @@ def test_an_error_does_not_end_a_chat_in_a_terminal(
 
 
 def test_status_shows_the_router_and_a_row_for_each_worker(router: ScriptedRouter) -> None:
-    router.status.workers[0].fault = "leaks pages"
     lines = run(router, "status").stdout.splitlines()
     assert lines[0] == (
-        f"tale  router router-0 at {router.address}, up 1 h 2 min, 4 active, 1234 finished"
+        f"tale by router-0 at {router.address}, up 1 h 2 min, 4 active, 1234 finished"
     )
-    [prefill] = [line.split() for line in lines if line.startswith("prefill-0")]
-    [decode] = [line.split() for line in lines if line.startswith("decode-0")]
-    assert prefill[:4] == ["prefill-0", "prefill", "127.0.0.1:6001", "yes"]
-    assert prefill[-2:] == ["leaks", "pages"]
-    assert decode[4] == "██████▓▓▒▒▒░░░░░"
-    assert decode[5:] == ["5", "6", "2", "3", "16", "1", "4", "4"]
+    assert [line.split() for line in lines[3:7]] == [
+        ["prefill-0", "prefill", "yes", "0", "0", "0"],
+        ["127.0.0.1:6001", "0+0+0+0", "of", "16"],
+        ["decode-0", "decode", "yes", "██████▓▓▒▒▒░░░░░", "1", "4", "4"],
+        ["127.0.0.1:6002", "6+2+3+5", "of", "16"],
+    ]
+
+
+def test_status_says_why_a_worker_cannot_be_used(router: ScriptedRouter) -> None:
+    router.status.workers[0].attached = False
+    router.status.workers[0].fault = "leaks pages"
+    lines = run(router, "status").stdout.splitlines()
+    assert lines[3].split()[:3] == ["prefill-0", "prefill", "no"]
+    assert "prefill-0: leaks pages" in [line.strip() for line in lines]
 
 
 def test_status_as_json_is_what_the_router_said(router: ScriptedRouter) -> None:
@@ -353,7 +360,7 @@ def test_every_page_bar_is_equally_long(
 
 
 def test_a_worker_that_never_reported_has_no_bar() -> None:
-    assert len(page_bar(worker_pb2.Load())) == 0
+    assert not page_bar(worker_pb2.Load()).plain.strip()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -218,6 +220,17 @@ def test_an_answer_is_not_there_before_its_end(client: Client) -> None:
             _ = stream.answer
 
 
+def test_the_end_of_a_stream_stays_its_end(client: Client, router: ScriptedRouter) -> None:
+    with client.stream("hello") as stream:
+        assert len(list(stream)) == 3
+        assert list(stream) == []
+    router.error = Exhausted("full")
+    with client.stream("hello") as stream:
+        for _ in range(2):
+            with pytest.raises(Exhausted):
+                stream.read()
+
+
 def test_a_stream_that_ends_without_finished_is_an_error(
     client: Client, router: ScriptedRouter
 ) -> None:
@@ -263,6 +276,23 @@ def test_who_iterates_a_cancelled_stream_sees_cancelled(
         with pytest.raises(Cancelled):
             stream.read()
     assert router.over.wait(5)
+
+
+def test_dropping_a_stream_cancels_the_request(client: Client, router: ScriptedRouter) -> None:
+    router.hang = True
+    next(client.stream("hello"))
+    assert router.over.wait(5)
+
+
+def test_an_interrupt_leaves_the_client_usable(client: Client, router: ScriptedRouter) -> None:
+    router.hang = True
+    with client.stream("hello") as stream:
+        next(stream)
+        threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            stream.read()
+    router.hang = False
+    assert client.generate("hello", timeout=5).text == "Once upon a time"
 
 
 def test_closing_the_client_cancels_what_runs(router: ScriptedRouter) -> None:

@@ -1,0 +1,182 @@
+"""What it costs to move pages: `python -m bench.transfer`.
+
+Writes a pool of 64 MiB from this process into another one over NIXL, on CPU
+memory, and compares the rate with a copy within one process. Also: what a
+descriptor costs, how fast a note arrives, how long a write holds up other Python
+threads, and what the transfer thread costs while it waits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import random
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+
+import numpy
+
+from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
+from core.types import AttemptKey
+from kv_transfer.nixl_transport import NixlTransport
+from kv_transfer.thread import LONGEST_PAUSE_SECONDS, TransferThread
+from kv_transfer.transport import Noted, PoolMemory, WriteDone
+
+POOL_BYTES = 64 << 20
+PAGE_SIZES = (16 << 10, 64 << 10, 1 << 20)
+REPEATS = 7
+NOTES = 50
+LAYOUT = PoolLayout(version=1, model="bench")
+
+
+def main() -> None:
+    print(f"{POOL_BYTES >> 20} MiB between two processes, CPU memory, medians of {REPEATS}")
+    print(f"memcpy within one process: {_gigabytes_per_second(_memcpy_seconds()):.1f} GB/s")
+    for page_bytes in PAGE_SIZES:
+        _bench_page_size(page_bytes)
+    _bench_thread()
+
+
+def _bench_page_size(page_bytes: int) -> None:
+    with _pair(page_bytes) as (source, peer):
+        ordered = list(range(POOL_BYTES // page_bytes))
+        scattered = random.Random(0).sample(ordered, len(ordered))
+        source.write(peer, ordered, ordered)  # the first touch of the peer's memory
+        contiguous_seconds = _median(lambda: source.write(peer, ordered, ordered))
+        scattered_seconds = _median(lambda: source.write(peer, scattered, ordered))
+        descriptor_seconds = (scattered_seconds - contiguous_seconds) / len(ordered)
+        print(
+            f"NIXL, pages of {page_bytes >> 10:4} KiB: "
+            f"contiguous {_gigabytes_per_second(contiguous_seconds):.1f} GB/s, "
+            f"scattered {_gigabytes_per_second(scattered_seconds):.1f} GB/s, "
+            f"{descriptor_seconds * 1e6:.1f} us a descriptor"
+        )
+        if page_bytes == PAGE_SIZES[-1]:
+            print(f"note, until its answer is heard: {_note_seconds(source, peer) * 1e3:.2f} ms")
+            stall = _longest_stall(lambda: source.write(peer, ordered, ordered))
+            print(f"longest stall of another Python thread during a write: {stall * 1e3:.1f} ms")
+
+
+def _bench_thread() -> None:
+    pool = _Pool(1 << 20)
+    thread = TransferThread(NixlTransport(), pool.memory, LAYOUT, lambda event: None)
+    thread.start()
+    print(f"transfer thread, idle: {_cpu_share():.2%} of a core")
+    thread.expect(AttemptKey("bench", 1), 1, 60.0)
+    print(f"transfer thread, one reservation open: {_cpu_share():.2%} of a core")
+    thread.stop()
+
+
+class _Pool:
+    def __init__(self, page_bytes: int) -> None:
+        # numpy asks for huge pages, without which NIXL reaches two thirds of its rate.
+        self.buffer = numpy.ones(POOL_BYTES, dtype=numpy.uint8)
+        self.base = self.buffer.ctypes.data
+        self.memory = PoolMemory(self.base, page_bytes, POOL_BYTES // page_bytes, "cpu")
+
+
+class _Source:
+    """A pool and a transport that waits for its own writes and notes."""
+
+    def __init__(self, page_bytes: int) -> None:
+        self.pool = _Pool(page_bytes)
+        self.transport = NixlTransport()
+        self.address = self.transport.register(self.pool.memory, LAYOUT)
+
+    def write(self, peer: str, local: list[int], remote: list[int]) -> None:
+        number = self.transport.write(peer, local, remote)
+        while WriteDone(number) not in self.transport.poll():
+            pass
+
+    def ping(self, peer: str) -> None:
+        self.transport.write(peer, (), (), b"ping")
+        while not any(isinstance(event, Noted) for event in self.transport.poll()):
+            pass
+
+
+@contextmanager
+def _pair(page_bytes: int) -> Iterator[tuple[_Source, str]]:
+    """A source in this process, connected to a pool in another one."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=_echo, args=(there, page_bytes), daemon=True)
+    process.start()
+    source = _Source(page_bytes)
+    here.send_bytes(source.address.SerializeToString())
+    yield source, source.transport.connect(PoolAddress.FromString(here.recv_bytes()))
+    here.send_bytes(b"stop")
+    process.join()
+    source.transport.close()
+
+
+def _echo(pipe: Connection, page_bytes: int) -> None:
+    """The other process: serves a pool and sends every note back. Polls as often as the product."""
+    source = _Source(page_bytes)
+    peer = source.transport.connect(PoolAddress.FromString(pipe.recv_bytes()))
+    pipe.send_bytes(source.address.SerializeToString())
+    while not pipe.poll(LONGEST_PAUSE_SECONDS):
+        for event in source.transport.poll():
+            if isinstance(event, Noted):
+                source.transport.write(peer, (), (), event.note)
+    source.transport.close()
+
+
+def _memcpy_seconds() -> float:
+    source, target = _Pool(POOL_BYTES), _Pool(POOL_BYTES)
+    return _median(lambda: ctypes.memmove(target.base, source.base, POOL_BYTES))
+
+
+def _note_seconds(source: _Source, peer: str) -> float:
+    def ping_all() -> None:
+        for _ in range(NOTES):
+            source.ping(peer)
+
+    return _median(ping_all) / NOTES
+
+
+def _longest_stall(action: Callable[[], None]) -> float:
+    """The longest gap in a thread that only reads the clock, while `action` runs."""
+    done = threading.Event()
+    longest = 0.0
+
+    def watch() -> None:
+        nonlocal longest
+        last = time.perf_counter()
+        while not done.is_set():
+            now = time.perf_counter()
+            longest = max(longest, now - last)
+            last = now
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    action()
+    done.set()
+    watcher.join()
+    return longest
+
+
+def _cpu_share(seconds: float = 2.0) -> float:
+    began = time.process_time()
+    time.sleep(seconds)
+    return (time.process_time() - began) / seconds
+
+
+def _median(action: Callable[[], object]) -> float:
+    def timed() -> float:
+        began = time.perf_counter()
+        action()
+        return time.perf_counter() - began
+
+    return statistics.median(timed() for _ in range(REPEATS))
+
+
+def _gigabytes_per_second(seconds: float) -> float:
+    return POOL_BYTES / seconds / 1e9
+
+
+if __name__ == "__main__":
+    main()

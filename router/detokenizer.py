@@ -1,0 +1,168 @@
+"""Text from tokens that arrive a few at a time.
+
+The pieces that a Detokenizer hands out, joined, are exactly what decoding all
+tokens at once gives, without special tokens. It never hands out part of a
+character, and a token's cost does not grow with the answer.
+
+Tokenizers come in two kinds. A byte-level one (GPT-2, Llama 3, Qwen) has a
+token stand for some bytes: these go through an incremental UTF-8 decoder. The
+others (SentencePiece: Llama 2, Gemma, Mistral) decode token by token, with two
+exceptions. The first token may lose its leading space: so a few tokens of what
+was already handed out are decoded again as context. And a run of byte tokens
+such as <0xE2> stands or falls as a whole: so a run is held until it ends.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from tokenizers import Tokenizer
+
+from core.errors import UnsupportedModel
+
+
+class Detokenizer(Protocol):
+    """One answer's tokens to text."""
+
+    def push(self, ids: Iterable[int]) -> str:
+        """The text that these tokens complete."""
+        ...
+
+    def flush(self) -> str:
+        """What is left when no more tokens come; half a character becomes U+FFFD."""
+        ...
+
+
+def detokenizer_factory(tokenizer: Tokenizer) -> Callable[[], Detokenizer]:
+    """Makes detokenizers that share what can be known of the tokenizer beforehand."""
+    steps = _decoder_steps(tokenizer)
+    if steps == ["ByteLevel"]:
+        token_bytes = TokenBytes(tokenizer)
+        return lambda: ByteLevelDetokenizer(token_bytes)
+    if "ByteLevel" in steps:
+        raise UnsupportedModel(f"the tokenizer's decoder has an unknown form: {', '.join(steps)}")
+    hidden = special_ids(tokenizer)
+    byte_ids = _byte_token_ids(tokenizer) if "ByteFallback" in steps else frozenset[int]()
+    return lambda: WindowDetokenizer(tokenizer, hidden, byte_ids)
+
+
+def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    added = tokenizer.get_added_tokens_decoder()
+    return frozenset(token_id for token_id, token in added.items() if token.special)
+
+
+class NoText:
+    """For a model without a tokenizer: tokens have no text."""
+
+    def push(self, ids: Iterable[int]) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
+class TokenBytes(dict[int, bytes]):
+    """The bytes that each token of a byte-level tokenizer stands for, found at first use."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+        self._hidden = special_ids(tokenizer)
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = None if token_id in self._hidden else self._tokenizer.id_to_token(token_id)
+        found = _unmap_bytes(token) if token is not None else b""
+        self[token_id] = found
+        return found
+
+
+class ByteLevelDetokenizer:
+    def __init__(self, token_bytes: TokenBytes) -> None:
+        self._token_bytes = token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, ids: Iterable[int]) -> str:
+        return self._decoder.decode(b"".join(self._token_bytes[token_id] for token_id in ids))
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class WindowDetokenizer:
+    def __init__(
+        self, tokenizer: Tokenizer, hidden: frozenset[int], byte_ids: frozenset[int]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._hidden = hidden
+        self._byte_ids = byte_ids
+        # Tokens of context, whose text is _seen, and then those not handed out yet.
+        self._window: list[int] = []
+        self._seen = ""
+
+    def push(self, ids: Iterable[int]) -> str:
+        fresh = [token_id for token_id in ids if self._shows(token_id)]
+        self._window += fresh
+        if not fresh or fresh[-1] in self._byte_ids:
+            return ""
+        return self._take()
+
+    def flush(self) -> str:
+        return self._take()
+
+    def _shows(self, token_id: int) -> bool:
+        return token_id not in self._hidden and self._tokenizer.id_to_token(token_id) is not None
+
+    def _take(self) -> str:
+        text = self._tokenizer.decode(self._window)
+        fresh = text[len(self._seen) :]
+        self._shrink_window(text)
+        return fresh
+
+    def _shrink_window(self, text: str) -> None:
+        """Keeps the shortest context that has text; without text it would not be one:
+        the next token would count as the first and lose its space."""
+        for width in (1, 2):
+            seen = self._tokenizer.decode(self._window[-width:])
+            if seen:
+                self._window, self._seen = self._window[-width:], seen
+                return
+        self._seen = text
+
+
+def _decoder_steps(tokenizer: Tokenizer) -> list[str]:
+    """The kinds of the tokenizer's decoding steps, in order."""
+    if tokenizer.decoder is None:
+        return []
+    state = json.loads(tokenizer.decoder.__getstate__())
+    return [step["type"] for step in state.get("decoders", [state])]
+
+
+def _byte_token_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    ids = (tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+    return frozenset(token_id for token_id in ids if token_id is not None)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The character that byte-level vocabularies write for each byte.
+
+    Bytes that print as Latin-1 stand for themselves; the others take the
+    characters from U+0100 on, in order.
+    """
+    printing = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printing]
+    return {chr(byte): byte for byte in printing} | {
+        chr(0x100 + index): byte for index, byte in enumerate(others)
+    }
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+def _unmap_bytes(token: str) -> bytes:
+    """A token outside the alphabet, such as one added later, stands for its own text."""
+    if all(character in _BYTE_OF for character in token):
+        return bytes(_BYTE_OF[character] for character in token)
+    return token.encode()

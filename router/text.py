@@ -1,0 +1,96 @@
+"""Everything between text and tokens, for one model.
+
+Prompts of any kind become token ids, token ids become text. Calls are safe
+from several threads at once; a Detokenizer belongs to one answer. A model
+without a tokenizer takes token ids and answers with them, without text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from core.errors import InvalidRequest, TokenOutOfRange
+from core.types import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from router.chat_template import ChatTemplate
+from router.detokenizer import Detokenizer, NoText, detokenizer_factory
+from router.text_files import TextFiles
+
+
+class Text:
+    """A model's tokenizer and chat template."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        chat_template: ChatTemplate | None,
+        eos_token_ids: frozenset[int],
+        vocabulary_size: int,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._chat_template = chat_template
+        self._make_detokenizer = detokenizer_factory(tokenizer) if tokenizer else NoText
+        self.eos_token_ids = eos_token_ids
+        self.vocabulary_size = vocabulary_size
+
+    @classmethod
+    def load(cls, folder: Path) -> Text:
+        """From a Hugging Face model folder."""
+        files = TextFiles(folder)
+        tokenizer = files.tokenizer()
+        source = files.chat_template()
+        return cls(
+            tokenizer,
+            None if source is None else ChatTemplate(source, files.special_tokens()),
+            files.eos_token_ids(tokenizer),
+            files.vocabulary_size(),
+        )
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._chat_template is not None
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The prompt's token ids. Plain text gets the model's special tokens (such as BOS);
+        a chat has those that its template writes; token ids pass as they are."""
+        match prompt:
+            case TextPrompt(text):
+                return self._tokenize(text, add_special_tokens=True)
+            case ChatPrompt():
+                return self._tokenize(self.render(prompt), add_special_tokens=False)
+            case TokenPrompt(token_ids):
+                return list(token_ids)
+
+    def render(self, chat: ChatPrompt) -> str:
+        """The chat as the text that the model sees."""
+        if self._chat_template is None:
+            raise InvalidRequest("this model has no chat template; send plain text", field="chat")
+        return self._chat_template.render(chat.messages)
+
+    def decode(self, ids: Sequence[int], keep_special: bool = False) -> str:
+        """The text of whole `ids`. Ids that the tokenizer does not know add nothing."""
+        if self._tokenizer is None:
+            return ""
+        try:
+            return self._tokenizer.decode(list(ids), skip_special_tokens=not keep_special)
+        except OverflowError as error:
+            raise TokenOutOfRange(
+                "token ids must be from 0 to 2**32 - 1", field="token_ids"
+            ) from error
+
+    def detokenizer(self) -> Detokenizer:
+        """For one answer; its text comes without special tokens."""
+        return self._make_detokenizer()
+
+    def _tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        if self._tokenizer is None:
+            raise InvalidRequest("this model has no tokenizer; send token ids", field="prompt")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(
+                f"the prompt holds half a character at {error.start}", field="prompt"
+            ) from error
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids

@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from processes import ProcessCluster
+
+from core.model_store import EMBEDDED
+
+TREE: dict[str, object] = {"prefill": {"kv_memory": "512MiB"}, "decode": {"kv_memory": "512MiB"}}
+
+
+@pytest.fixture(scope="session")
+def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
+    """The embedded model on one prefill and one decode worker."""
+    with ProcessCluster(EMBEDDED, tmp_path_factory.mktemp("embedded"), tree=TREE) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def idle(embedded: ProcessCluster) -> Iterator[ProcessCluster]:
+    """The same cluster; the test must leave its pools empty."""
+    yield embedded
+    embedded.wait_idle()

@@ -1,0 +1,119 @@
+"""Every bad request has an error of its own, and the next request works."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import grpc
+import pytest
+from processes import ProcessCluster
+
+import baton
+from baton import Client
+from baton.v1 import inference_pb2 as pb
+from baton.v1 import inference_pb2_grpc
+
+CASES: dict[str, tuple[Callable[[Client], object], type[baton.BatonError], str]] = {
+    "empty text": (lambda c: c.generate(""), baton.InvalidRequest, "empty"),
+    "no token ids": (lambda c: c.generate([]), baton.InvalidRequest, "empty"),
+    "no messages": (lambda c: c.chat([]), baton.InvalidRequest, "at least one message"),
+    "a message without a role": (
+        lambda c: c.chat([("", "hi")]),
+        baton.InvalidRequest,
+        r"messages\[0\].role",
+    ),
+    "a prompt longer than the context": (
+        lambda c: c.generate([5] * 9000),
+        baton.PromptTooLong,
+        "9000 tokens",
+    ),
+    "a prompt that fills the context": (
+        lambda c: c.generate([5] * 8192),
+        baton.PromptTooLong,
+        "8191",
+    ),
+    "a token outside the vocabulary": (
+        lambda c: c.generate([1, 49152]),
+        baton.TokenOutOfRange,
+        "49152",
+    ),
+    "no tokens wanted": (lambda c: c.generate("x", max_tokens=0), baton.InvalidRequest, "max_tokens"),
+    "temperature below 0": (
+        lambda c: c.generate("x", temperature=-0.1),
+        baton.InvalidSampling,
+        "temperature",
+    ),
+    "temperature that is no number": (
+        lambda c: c.generate("x", temperature=math.nan),
+        baton.InvalidSampling,
+        "temperature",
+    ),
+    "endless temperature": (
+        lambda c: c.generate("x", temperature=math.inf),
+        baton.InvalidSampling,
+        "temperature",
+    ),
+    "top_p of 0": (lambda c: c.generate("x", top_p=0.0), baton.InvalidSampling, "top_p"),
+    "top_p above 1": (lambda c: c.generate("x", top_p=1.1), baton.InvalidSampling, "top_p"),
+    "min_p below 0": (lambda c: c.generate("x", min_p=-1.0), baton.InvalidSampling, "min_p"),
+    "repetition penalty of 0": (
+        lambda c: c.generate("x", repetition_penalty=0.0),
+        baton.InvalidSampling,
+        "repetition_penalty",
+    ),
+    "presence penalty above 2": (
+        lambda c: c.generate("x", presence_penalty=2.5),
+        baton.InvalidSampling,
+        "presence_penalty",
+    ),
+    "frequency penalty that is no number": (
+        lambda c: c.generate("x", frequency_penalty=math.nan),
+        baton.InvalidSampling,
+        "frequency_penalty",
+    ),
+    "an empty stop string": (lambda c: c.generate("x", stop=[""]), baton.InvalidRequest, "stop"),
+    "an unknown model": (
+        lambda c: c.generate("x", model="gpt-5"),
+        baton.UnknownModel,
+        "SmolLM2-135M-Instruct",
+    ),
+    "detokenizing a token outside the vocabulary": (
+        lambda c: c.detokenize([49152]),
+        baton.TokenOutOfRange,
+        "49152",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_bad_request_gets_its_own_error_and_the_next_works(
+    idle: ProcessCluster, case: str
+) -> None:
+    call, error, words = CASES[case]
+    with idle.client() as client:
+        with pytest.raises(error, match=words) as caught:
+            call(client)
+        assert type(caught.value) is error
+        assert client.generate([504, 3575], max_tokens=1).usage.completion_tokens == 1
+
+
+def test_a_request_without_a_prompt_is_refused_with_details(idle: ProcessCluster) -> None:
+    with grpc.insecure_channel(idle.address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        with pytest.raises(grpc.RpcError) as caught:
+            list(stub.Generate(pb.GenerateRequest()))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "prompt" in caught.value.details()
+
+
+def test_half_a_character_is_refused_by_the_wire_itself(idle: ProcessCluster) -> None:
+    with idle.client() as client, pytest.raises((ValueError, baton.InvalidRequest)):
+        client.generate("\ud800")
+
+
+def test_an_enormous_top_k_keeps_every_token(idle: ProcessCluster) -> None:
+    with idle.client() as client:
+        wide = client.generate("Hello", max_tokens=4, temperature=1.0, top_k=2**32 - 1, seed=5)
+        plain = client.generate("Hello", max_tokens=4, temperature=1.0, seed=5)
+    assert wide.token_ids == plain.token_ids

@@ -1,0 +1,109 @@
+"""The embedded model through the whole path: transformers' tokens, whatever else runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from processes import ProcessCluster
+from tiny_models import generate_with_transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from baton import Answer
+from core.model_store import EMBEDDED, embedded_folder
+
+ANSWER = 64
+ROOT = Path(__file__).parents[2]
+
+QUESTIONS = [
+    "What is the capital of France?",
+    "Write a haiku about the sea.",
+    "List three uses of a paper clip.",
+    "What is 12345 plus 678?",
+    "def fibonacci(n):\n    ",
+    "Übersetze ins Deutsche: Good morning, how are you?",
+    "请用中文介绍一下你自己。",
+    "🦊 Tell me about foxes 🦊",
+    "Once upon a time",
+    "A",
+]
+# Slices of real prose, in tokens.
+LENGTHS = [2, 15, 16, 17, 60, 130, 257, 400, 600, 1000, 2000]
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    tokenizer = AutoTokenizer.from_pretrained(embedded_folder())
+    prose = tokenizer((ROOT / "LICENSE").read_text())["input_ids"]
+    asked: list[list[int]] = [tokenizer(text)["input_ids"] for text in QUESTIONS]
+    return asked + [prose[length : 2 * length] for length in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def expected(prompts: list[list[int]]) -> list[list[int]]:
+    oracle: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        embedded_folder(), dtype=torch.float32
+    )
+    oracle.generation_config.eos_token_id = None
+    return [generate_with_transformers(oracle, prompt, ANSWER) for prompt in prompts]
+
+
+@pytest.fixture(scope="module")
+def pair_of_pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
+    """Two prefill and two decode workers, with other sizes than the defaults."""
+    tree: dict[str, object] = {
+        "page_size": 5,
+        "prefill": {"kv_memory": "256MiB", "chunk_tokens": 100, "threads": 1},
+        "decode": {"kv_memory": "256MiB", "max_batch": 6, "threads": 1},
+    }
+    workspace = tmp_path_factory.mktemp("pairs")
+    with ProcessCluster(EMBEDDED, workspace, prefill=2, decode=2, tree=tree) as cluster:
+        yield cluster
+        cluster.wait_idle()
+
+
+def ask_together(
+    cluster: ProcessCluster, prompts: list[list[int]], **options: float | bool
+) -> list[Answer]:
+    with cluster.client() as client, ThreadPoolExecutor(len(prompts)) as threads:
+        return list(
+            threads.map(
+                lambda prompt: client.generate(prompt, max_tokens=ANSWER, **options), prompts
+            )
+        )
+
+
+def test_greedy_tokens_equal_transformers(
+    idle: ProcessCluster, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    answers = ask_together(idle, prompts, ignore_eos=True)
+    assert [list(answer.token_ids) for answer in answers] == expected
+
+
+def test_greedy_tokens_are_the_same_on_more_workers_with_other_sizes(
+    pair_of_pairs: ProcessCluster, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    short = [index for index, prompt in enumerate(prompts) if len(prompt) < 500]
+    answers = ask_together(pair_of_pairs, [prompts[index] for index in short], ignore_eos=True)
+    assert [list(answer.token_ids) for answer in answers] == [expected[index] for index in short]
+    assert {answer.prefill_worker for answer in answers} == {"prefill-0", "prefill-1"}
+    assert {answer.decode_worker for answer in answers} == {"decode-0", "decode-1"}
+
+
+def test_sampled_tokens_depend_on_the_seed_alone(
+    idle: ProcessCluster, pair_of_pairs: ProcessCluster, prompts: list[list[int]]
+) -> None:
+    """Alone, in a busy batch, and on another cluster: the same seed, the same tokens."""
+    options = {"temperature": 0.9, "top_p": 0.95, "seed": 17, "repetition_penalty": 1.1}
+    asked = prompts[:10]
+    with idle.client() as client:
+        alone = [client.generate(prompt, max_tokens=ANSWER, **options) for prompt in asked[:3]]
+        other = client.generate(asked[0], max_tokens=ANSWER, **{**options, "seed": 18})
+    busy = ask_together(idle, asked, **options)
+    elsewhere = ask_together(pair_of_pairs, asked, **options)
+    assert [answer.token_ids for answer in busy[:3]] == [answer.token_ids for answer in alone]
+    assert [answer.token_ids for answer in busy] == [answer.token_ids for answer in elsewhere]
+    assert other.token_ids != alone[0].token_ids

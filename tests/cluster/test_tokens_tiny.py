@@ -1,0 +1,45 @@
+"""Tokens through router, prefill process, NIXL and decode process equal transformers'."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from processes import ProcessCluster
+from tiny_models import TINY_MODELS, VOCABULARY, generate_with_transformers, save
+
+# Each model with its own page size, chunk size and batch limit, so that all of them are met.
+SIZES = [(16, 512, 64), (1, 7, 3), (4, 16, 8), (32, 5, 2), (8, 33, 1)]
+LENGTHS = [1, 2, 15, 16, 17, 40, 100]
+ANSWER = 24
+
+
+def prompts(seed: int) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(VOCABULARY) for _ in range(length)] for length in LENGTHS]
+
+
+def ask(cluster: ProcessCluster, asked: list[list[int]], tokens: int = ANSWER) -> list[list[int]]:
+    """All prompts at once."""
+    with cluster.client() as client, ThreadPoolExecutor(len(asked)) as threads:
+        answers = threads.map(lambda p: client.generate(p, max_tokens=tokens, timeout=120), asked)
+        return [list(answer.token_ids) for answer in answers]
+
+
+@pytest.mark.parametrize(("index", "name"), enumerate(TINY_MODELS), ids=TINY_MODELS)
+def test_tokens_equal_transformers(index: int, name: str, tmp_path: Path) -> None:
+    oracle = save(TINY_MODELS[name], tmp_path / "model", seed=index)
+    asked = prompts(index)
+    expected = [generate_with_transformers(oracle, prompt, ANSWER) for prompt in asked]
+    page_size, chunk, batch = SIZES[index % len(SIZES)]
+    tree: dict[str, object] = {
+        "page_size": page_size,
+        "prefill": {"kv_memory": "4MiB", "chunk_tokens": chunk, "threads": 1},
+        "decode": {"kv_memory": "4MiB", "max_batch": batch, "threads": 1},
+    }
+    with ProcessCluster(tmp_path / "model", tmp_path, tree=tree) as cluster:
+        assert ask(cluster, asked) == expected
+        assert ask(cluster, asked[:1]) == expected[:1]
+        cluster.wait_idle()

@@ -1,0 +1,313 @@
+"""A prefill worker's and a decode worker's transfer thread, end to end, over each transport."""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from typing import TypeVar
+
+import pytest
+
+from baton.v1.transfer_pb2 import PoolLayout
+from core.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    Internal,
+    InvalidConfig,
+    LayoutMismatch,
+    Unavailable,
+    WorkerLost,
+)
+from core.types import AttemptKey
+from kv_transfer.events import (
+    Landed,
+    PeerConnected,
+    PeerDisconnected,
+    PushEnded,
+    ReservationFailed,
+    ReservationFreed,
+    TransferCrashed,
+    TransferEvent,
+)
+from kv_transfer.inprocess import InProcessTransport
+from kv_transfer.nixl_transport import NixlTransport
+from kv_transfer.thread import TransferThread
+from kv_transfer.ticket import make_ticket
+from kv_transfer.transport import PoolMemory, Transport, TransportEvent
+
+needs_nixl = pytest.mark.skipif(find_spec("nixl") is None, reason="NIXL is not installed")
+PAGE_BYTES = 1024
+PAGES = 32
+LAYOUT = PoolLayout(version=1, model="m", dtype="float32", page_size=16, layers=2)
+KEY = AttemptKey("request", 1)
+Event = TypeVar("Event", bound=TransferEvent)
+
+
+class Worker:
+    """A pool and its transfer thread, with the events in a queue."""
+
+    def __init__(self, transport: Transport, layout: PoolLayout = LAYOUT) -> None:
+        self.buffer = ctypes.create_string_buffer(PAGES * PAGE_BYTES)
+        self.events: queue.Queue[TransferEvent] = queue.Queue()
+        memory = PoolMemory(ctypes.addressof(self.buffer), PAGE_BYTES, PAGES, "cpu")
+        self.layout = layout
+        self.thread = TransferThread(transport, memory, layout, self.events.put, grace_seconds=0.2)
+        self.thread.start()
+
+    def next(self, kind: type[Event]) -> Event:
+        event = self.events.get(timeout=10)
+        assert isinstance(event, kind)
+        return event
+
+    def reserve(self, pages: list[int], *, expires: float = 30.0, key: AttemptKey = KEY) -> bytes:
+        self.thread.expect(key, len(pages), expires)
+        return make_ticket(
+            key,
+            agent=self.thread.pool_address.agent,
+            pages=pages,
+            expires_after_seconds=expires,
+            layout=self.layout,
+        )
+
+    def fill(self, page: int, value: int) -> None:
+        self.buffer[page * PAGE_BYTES : (page + 1) * PAGE_BYTES] = bytes([value]) * PAGE_BYTES
+
+    def first_bytes(self) -> dict[int, int]:
+        """The first byte of every page that was written to."""
+        firsts = {page: self.buffer.raw[page * PAGE_BYTES] for page in range(PAGES)}
+        return {page: first for page, first in firsts.items() if first}
+
+
+Maker = Callable[..., Worker]
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(InProcessTransport, id="inprocess"),
+        pytest.param(NixlTransport, id="nixl", marks=needs_nixl),
+    ]
+)
+def make_worker(request: pytest.FixtureRequest) -> Iterator[Maker]:
+    workers: list[Worker] = []
+
+    def make(layout: PoolLayout = LAYOUT) -> Worker:
+        workers.append(Worker(request.param(), layout))
+        return workers[-1]
+
+    yield make
+    for worker in workers:
+        worker.thread.stop()
+
+
+@pytest.fixture
+def pair(make_worker: Maker) -> tuple[Worker, Worker]:
+    """A prefill worker that is connected to a decode worker."""
+    prefill, decode = make_worker(), make_worker()
+    prefill.thread.connect("decode-1", decode.thread.pool_address)
+    agent = decode.thread.pool_address.agent
+    assert prefill.next(PeerConnected) == PeerConnected("decode-1", agent, "")
+    return prefill, decode
+
+
+def test_a_prompt_lands_chunk_by_chunk(pair: tuple[Worker, Worker]) -> None:
+    prefill, decode = pair
+    for page in (1, 2, 3, 9):
+        prefill.fill(page, page)
+    prefill.thread.open_push(KEY)
+    prefill.thread.push_pages(KEY, [1, 2])
+    prefill.thread.deliver_ticket(KEY, decode.reserve([20, 21, 5, 6]))
+    prefill.thread.push_pages(KEY, [3])
+    prefill.thread.finish_push(KEY, 77, [9])
+    assert decode.next(Landed) == Landed(KEY, 77)
+    assert decode.first_bytes() == {20: 1, 21: 2, 5: 3, 6: 9}
+    ended = prefill.next(PushEnded)
+    assert (ended.key, ended.error, ended.bytes) == (KEY, None, 4 * PAGE_BYTES)
+    assert ended.exposed_seconds > 0
+
+
+def test_many_prompts_land_at_the_same_time(pair: tuple[Worker, Worker]) -> None:
+    prefill, decode = pair
+    keys = [AttemptKey(f"request-{i}", 1) for i in range(PAGES)]
+    for page, key in enumerate(keys):
+        prefill.fill(page, page + 1)
+        prefill.thread.open_push(key)
+        prefill.thread.deliver_ticket(key, decode.reserve([PAGES - 1 - page], key=key))
+        prefill.thread.finish_push(key, page, [page])
+    landed = [decode.next(Landed) for _ in keys]
+    assert {(event.key, event.first_token) for event in landed} == {
+        (key, page) for page, key in enumerate(keys)
+    }
+    assert all(prefill.next(PushEnded).error is None for _ in keys)
+    assert decode.first_bytes() == {PAGES - 1 - page: page + 1 for page in range(PAGES)}
+
+
+def test_a_cancelled_push_fails_and_frees_the_reservation(pair: tuple[Worker, Worker]) -> None:
+    prefill, decode = pair
+    prefill.thread.open_push(KEY)
+    prefill.thread.deliver_ticket(KEY, decode.reserve([1, 2]))
+    prefill.thread.push_pages(KEY, [1])
+    prefill.thread.cancel_push(KEY)
+    prefill.thread.cancel_push(KEY)
+    assert isinstance(prefill.next(PushEnded).error, Cancelled)
+    assert isinstance(decode.next(ReservationFailed).error, Unavailable)
+    assert decode.next(ReservationFreed) == ReservationFreed(KEY)
+    assert prefill.events.empty()
+
+
+def test_a_released_reservation_is_freed_when_the_push_has_drained(
+    pair: tuple[Worker, Worker],
+) -> None:
+    prefill, decode = pair
+    prefill.thread.open_push(KEY)
+    prefill.thread.deliver_ticket(KEY, decode.reserve([1, 2]))
+    prefill.thread.push_pages(KEY, [1])
+    decode.thread.release_reservation(KEY)
+    assert decode.events.empty()
+    prefill.thread.cancel_push(KEY)
+    assert decode.next(ReservationFreed) == ReservationFreed(KEY)
+
+
+def test_a_ticket_that_comes_after_its_push_was_cancelled_frees_the_reservation(
+    pair: tuple[Worker, Worker],
+) -> None:
+    prefill, decode = pair
+    prefill.thread.open_push(KEY)
+    prefill.thread.cancel_push(KEY)
+    prefill.next(PushEnded)
+    prefill.thread.deliver_ticket(KEY, decode.reserve([1]))
+    decode.next(ReservationFailed)
+    decode.next(ReservationFreed)
+    assert prefill.events.empty()
+
+
+def test_a_reservation_that_is_released_after_it_landed_is_freed(
+    pair: tuple[Worker, Worker],
+) -> None:
+    prefill, decode = pair
+    prefill.thread.open_push(KEY)
+    prefill.thread.deliver_ticket(KEY, decode.reserve([1]))
+    prefill.thread.finish_push(KEY, 7, [0])
+    prefill.next(PushEnded)
+    decode.next(Landed)
+    decode.thread.release_reservation(KEY)
+    assert decode.next(ReservationFreed) == ReservationFreed(KEY)
+
+
+def test_an_undelivered_reservation_is_freed_at_once(make_worker: Maker) -> None:
+    decode = make_worker()
+    decode.reserve([1])
+    decode.thread.release_reservation(KEY, undelivered=True)
+    assert decode.next(ReservationFreed) == ReservationFreed(KEY)
+
+
+def test_a_reservation_whose_sender_died_fails_and_is_freed(make_worker: Maker) -> None:
+    decode = make_worker()
+    decode.reserve([1])
+    decode.thread.sender_died(KEY)
+    assert isinstance(decode.next(ReservationFailed).error, WorkerLost)
+    decode.next(ReservationFreed)
+
+
+def test_a_reservation_expires_and_is_freed_after_the_grace(make_worker: Maker) -> None:
+    decode = make_worker()
+    decode.reserve([1], expires=0.05)
+    assert isinstance(decode.next(ReservationFailed).error, DeadlineExceeded)
+    assert decode.next(ReservationFreed) == ReservationFreed(KEY)
+
+
+def test_a_push_that_is_too_slow_for_its_ticket_fails(pair: tuple[Worker, Worker]) -> None:
+    prefill, decode = pair
+    prefill.thread.open_push(KEY)
+    prefill.thread.deliver_ticket(KEY, decode.reserve([1], expires=0.05))
+    assert isinstance(prefill.next(PushEnded).error, DeadlineExceeded)
+
+
+def test_an_older_epoch_cannot_land_in_a_newer_reservation(pair: tuple[Worker, Worker]) -> None:
+    prefill, decode = pair
+    old, new = AttemptKey("request", 1), AttemptKey("request", 2)
+    prefill.thread.open_push(old)
+    prefill.thread.deliver_ticket(old, decode.reserve([1], key=old))
+    decode.thread.release_reservation(old)
+    decode.reserve([2], key=new)
+    prefill.thread.finish_push(old, 7, [0])
+    assert decode.next(ReservationFreed) == ReservationFreed(old)
+    prefill.next(PushEnded)
+    assert decode.events.empty()
+
+
+def test_a_decode_worker_that_stopped_fails_the_push(pair: tuple[Worker, Worker]) -> None:
+    prefill, decode = pair
+    sealed = decode.reserve([1, 2])
+    decode.thread.stop()
+    prefill.thread.open_push(KEY)
+    prefill.thread.deliver_ticket(KEY, sealed)
+    prefill.thread.finish_push(KEY, 7, [0, 1])
+    agent = decode.thread.pool_address.agent
+    events = [prefill.events.get(timeout=10) for _ in range(2)]
+    (ended,) = [event for event in events if isinstance(event, PushEnded)]
+    assert isinstance(ended.error, WorkerLost)
+    assert PeerDisconnected("decode-1", agent) in events
+
+
+def test_a_push_to_an_agent_that_was_never_connected_fails(make_worker: Maker) -> None:
+    prefill, decode = make_worker(), make_worker()
+    prefill.thread.open_push(KEY)
+    prefill.thread.deliver_ticket(KEY, decode.reserve([1]))
+    prefill.thread.finish_push(KEY, 7, [0])
+    assert isinstance(prefill.next(PushEnded).error, WorkerLost)
+
+
+def test_a_worker_that_restarted_is_reached_through_its_new_agent(
+    make_worker: Maker, pair: tuple[Worker, Worker]
+) -> None:
+    prefill, _ = pair
+    new = make_worker()
+    prefill.thread.connect("decode-1", new.thread.pool_address)
+    assert prefill.next(PeerConnected).agent == new.thread.pool_address.agent
+    prefill.thread.open_push(KEY)
+    prefill.thread.deliver_ticket(KEY, new.reserve([1]))
+    prefill.thread.finish_push(KEY, 7, [0])
+    assert new.next(Landed) == Landed(KEY, 7)
+
+
+def test_connecting_to_a_pool_of_another_layout_says_what_differs(make_worker: Maker) -> None:
+    prefill = make_worker()
+    decode = make_worker(PoolLayout(version=1, model="m", dtype="float32", page_size=8, layers=2))
+    prefill.thread.connect("decode-1", decode.thread.pool_address)
+    assert "page_size is 16 here and 8 there" in prefill.next(PeerConnected).error
+
+
+@pytest.mark.parametrize(("sealed", "error"), [(b"\xff", Internal), (b"", LayoutMismatch)])
+def test_a_bad_ticket_fails_the_push(
+    make_worker: Maker, sealed: bytes, error: type[Exception]
+) -> None:
+    prefill = make_worker()
+    prefill.thread.open_push(KEY)
+    prefill.thread.deliver_ticket(KEY, sealed)
+    assert isinstance(prefill.next(PushEnded).error, error)
+
+
+def test_stopping_ends_every_push(make_worker: Maker) -> None:
+    prefill = make_worker()
+    prefill.thread.open_push(KEY)
+    prefill.thread.stop()
+    assert isinstance(prefill.next(PushEnded).error, Cancelled)
+
+
+def test_a_pool_that_cannot_be_registered_is_reported_by_start() -> None:
+    memory = PoolMemory(0, PAGE_BYTES, PAGES, "abacus")
+    thread = TransferThread(InProcessTransport(), memory, LAYOUT, lambda event: None)
+    with pytest.raises(InvalidConfig, match="abacus"):
+        thread.start()
+
+
+def test_a_crash_of_the_thread_is_reported() -> None:
+    class Broken(InProcessTransport):
+        def poll(self) -> list[TransportEvent]:
+            raise RuntimeError("torn cable")
+
+    worker = Worker(Broken())
+    assert worker.next(TransferCrashed).reason == "RuntimeError: torn cable"
+    worker.thread.stop()

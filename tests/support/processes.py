@@ -1,0 +1,160 @@
+"""A cluster of real processes on loopback, started without Ray, as the README shows."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+
+import yaml
+
+from baton import Client
+from baton.v1 import cluster_pb2
+from core.types import Role
+
+START_SECONDS = 120.0
+STOP_SECONDS = 30.0
+
+
+class Process:
+    """One of our processes; its output goes to a file."""
+
+    def __init__(self, workspace: Path, name: str, arguments: list[str]) -> None:
+        self.name = name
+        self._log = workspace / f"{name}.log"
+        with self._log.open("w") as output:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-m", *arguments],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            )
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def wait_for(self, pattern: str) -> str:
+        """The first group of `pattern`, once the process has printed it."""
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            if match := re.search(pattern, self.log):
+                return match[1]
+            if self._popen.poll() is not None:
+                break
+            time.sleep(0.05)
+        raise AssertionError(f"{self.name} did not start:\n{self.log}")
+
+    def send(self, number: signal.Signals) -> None:
+        self._popen.send_signal(number)
+
+    def wait(self) -> int:
+        try:
+            return self._popen.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+            raise AssertionError(f"{self.name} did not stop:\n{self.log}") from None
+
+    def kill(self) -> None:
+        self._popen.kill()
+        self._popen.wait()
+
+
+class ProcessCluster:
+    """`prefill` + `decode` workers and a router, all serving `model`.
+
+    `tree` is the YAML configuration; `per_worker` changes it for single workers.
+    """
+
+    def __init__(
+        self,
+        model: Path | str,
+        workspace: Path,
+        *,
+        prefill: int = 1,
+        decode: int = 1,
+        tree: dict[str, object] | None = None,
+        per_worker: dict[str, dict[str, object]] | None = None,
+        wait_ready: bool = True,
+    ) -> None:
+        self._workspace = workspace
+        self._tree: dict[str, object] = {"model": str(model), **(tree or {})}
+        self._per_worker = per_worker or {}
+        self._wait_ready = wait_ready
+        self._counts = {Role.PREFILL: prefill, Role.DECODE: decode}
+        self.workers: dict[str, Process] = {}
+
+    def __enter__(self) -> ProcessCluster:
+        self._workspace.mkdir(parents=True, exist_ok=True)
+        for role, count in self._counts.items():
+            for index in range(count):
+                self.start_worker(role, index)
+        self.start_router()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        processes = [self.router, *self.workers.values()]
+        for process in processes:
+            process.send(signal.SIGTERM)
+        codes = {process.name: process.wait() for process in processes}
+        if error is None:
+            assert set(codes.values()) == {0}, codes
+
+    def start_worker(self, role: Role, index: int, port: int = 0) -> Process:
+        name = f"{role.value}-{index}"
+        config = self._write_config(name, self._per_worker.get(name, {}))
+        arguments = [f"{role.value}_worker", "--config", config, "--name", name]
+        worker = Process(self._workspace, name, [*arguments, "--port", str(port)])
+        self.workers[name] = worker
+        return worker
+
+    def client(self) -> Client:
+        return Client(self.address)
+
+    def wait_idle(self, seconds: float = 20.0) -> list[cluster_pb2.WorkerStatus]:
+        """The workers' status, once every pool is empty and sound."""
+        deadline = time.monotonic() + seconds
+        with self.client() as client:
+            while True:
+                workers = list(client.status().workers)
+                if all(_is_idle(worker) for worker in workers):
+                    return workers
+                assert time.monotonic() < deadline, f"pages were left behind:\n{workers}"
+                time.sleep(0.1)
+
+    def start_router(self) -> None:
+        addresses = [worker.wait_for(r"ready on (\S+)") for worker in self.workers.values()]
+        ports = {"port": 0, "metrics_port": 0}
+        section = self._tree.get("router", {})
+        assert isinstance(section, dict)
+        config = self._write_config(
+            "router", {"router": {**ports, **section}, "members": {"workers": addresses}}
+        )
+        self.router = Process(self._workspace, "router", ["router", "--config", config])
+        self.address = self.router.wait_for(r"gRPC on (\S+),")
+        self.metrics = self.router.wait_for(r"metrics on (\S+)")
+        if self._wait_ready:
+            with self.client() as client:
+                client.wait_ready(timeout=START_SECONDS)
+
+    def _write_config(self, name: str, changes: dict[str, object]) -> str:
+        path = self._workspace / f"{name}.yaml"
+        path.write_text(yaml.safe_dump({**self._tree, **changes}))
+        return str(path)
+
+
+def _is_idle(worker: cluster_pb2.WorkerStatus) -> bool:
+    load = worker.load
+    return (
+        not worker.fault
+        and not worker.active_requests
+        and load.free_pages == worker.total_pages
+        and not (load.waiting or load.running or load.leased_pages or load.quarantined_pages)
+    )
