@@ -229,6 +229,7 @@ class DecodeRole:
             leaving.lease.release()
 
     def _sender_gone(self, agent: str) -> None:
-        holders = [*self._jobs.items(), *self._leaving.items()]
-        for key in [key for key, holder in holders if holder.sender == agent]:
+        senders = {key: job.sender for key, job in self._jobs.items()}
+        senders |= {key: leaving.sender for key, leaving in self._leaving.items()}
+        for key in [key for key, sender in senders.items() if sender == agent]:
             self._transfer.sender_died(key)

@@ -23,7 +23,13 @@ from core.wire import failed_to, finish_to, work_from
 from engine.engine import Engine
 from engine.page_pool import Lease
 from engine.sequence import Piece, Sequence
-from kv_transfer.events import PeerConnected, PushEnded, TransferCrashed, TransferEvent
+from kv_transfer.events import (
+    PeerConnected,
+    PeerDisconnected,
+    PushEnded,
+    TransferCrashed,
+    TransferEvent,
+)
 from kv_transfer.thread import TransferThread
 from prefill_worker.scheduler import PrefillScheduler
 from worker.metrics import WorkerMetrics
@@ -80,13 +86,13 @@ class PrefillRole:
     def on_transfer(self, event: TransferEvent) -> None:
         match event:
             case PeerConnected():
-                self._outbox.broadcast(
-                    pb.WorkerMessage(
-                        connected=pb.Connected(
-                            worker_id=event.worker_id, agent=event.agent, error=event.error
-                        )
-                    )
+                connected = pb.Connected(
+                    worker_id=event.worker_id, agent=event.agent, error=event.error
                 )
+                self._outbox.broadcast(pb.WorkerMessage(connected=connected))
+            case PeerDisconnected():
+                lost = pb.Connected(worker_id=event.worker_id, agent=event.agent, lost=True)
+                self._outbox.broadcast(pb.WorkerMessage(connected=lost))
             case PushEnded():
                 self._end_push(event)
             case TransferCrashed():

@@ -148,14 +148,25 @@ class WorkerLink:
             self.welcome, self.fault = message.welcome, ""
             self._on_change(self)
         elif kind == "connected":
-            self.peers[message.connected.agent] = message.connected.error
-            self._on_change(self)
+            self._note_connection(message.connected)
 
     def _fan_out(self, step: pb.Step) -> None:
         for tokens in step.tokens:
             inbox = self._inboxes.get(AttemptKey(tokens.request_id, tokens.epoch))
             if inbox is not None:
                 inbox.put_nowait(pb.WorkerMessage(step=pb.Step(tokens=[tokens])))
+
+    def _note_connection(self, connected: pb.Connected) -> None:
+        if connected.lost:
+            self.forget_peer(connected.agent)
+        else:
+            self.peers[connected.agent] = connected.error
+        self._on_change(self)
+
+    def forget_peer(self, agent: str) -> None:
+        """As if the worker had never been asked to connect there."""
+        self.asked.discard(agent)
+        self.peers.pop(agent, None)
 
     def _note_load(self, load: pb.Load) -> None:
         changed = load.fault != self.load.fault

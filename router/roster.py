@@ -75,8 +75,7 @@ class Roster:
     def reconnect(self, prefill: WorkerLink, decode: WorkerLink) -> None:
         """A push between two attached workers failed: have them connect anew."""
         if prefill.welcome and decode.welcome:
-            prefill.asked.discard(decode.agent)
-            prefill.peers.pop(decode.agent, None)
+            prefill.forget_peer(decode.agent)
             self._connect(prefill, [decode])
 
     @property

@@ -72,6 +72,8 @@ class RouterServer:
         options = [
             ("grpc.max_receive_message_length", MESSAGE_BYTES),
             ("grpc.max_send_message_length", MESSAGE_BYTES),
+            # Clients ask whether we are there while they wait for a token.
+            ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
             # Without this a second router on the same port would share its calls.
             ("grpc.so_reuseport", 0),
         ]

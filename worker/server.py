@@ -138,11 +138,13 @@ class WorkerServer:
         return self._make_role(self._engine, self._transfer, self._outbox, self._metrics, config)
 
     async def _serve(self, host: str, port: int) -> None:
-        limits = [
+        options = [
             ("grpc.max_receive_message_length", MESSAGE_BYTES),
             ("grpc.max_send_message_length", MESSAGE_BYTES),
+            # Routers ask whether we are there while a long step runs.
+            ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ]
-        self._server = grpc.aio.server(options=limits)
+        self._server = grpc.aio.server(options=options)
         service = WorkerService(self._inbox, self._outbox, self._welcome)
         worker_pb2_grpc.add_WorkerServicer_to_server(service, self._server)
         try:

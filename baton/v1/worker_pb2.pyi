@@ -129,7 +129,7 @@ class WorkerMessage(_message.Message):
 
     @_builtins.property
     def connected(self) -> Global___Connected:
-        """From prefill: the answer to Connect."""
+        """From prefill: the answer to Connect, and the end of a connection."""
 
     @_builtins.property
     def first_token(self) -> Global___FirstToken:
@@ -292,22 +292,26 @@ class Connected(_message.Message):
     WORKER_ID_FIELD_NUMBER: _builtins.int
     AGENT_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """The decode worker's name, from Connect."""
     agent: _builtins.str
     """Its incarnation's agent, from Connect."""
     error: _builtins.str
     """Empty when pages can be pushed there; else why not."""
+    lost: _builtins.bool
+    """Set when an earlier connection broke: to use the pair, ask again."""
     def __init__(
         self,
         *,
         worker_id: _builtins.str = ...,
         agent: _builtins.str = ...,
         error: _builtins.str = ...,
+        lost: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "error", b"error", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "error", b"error", "lost", b"lost", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -38,7 +38,11 @@ CASES: dict[str, tuple[Callable[[Client], object], type[baton.BatonError], str]]
         baton.TokenOutOfRange,
         "49152",
     ),
-    "no tokens wanted": (lambda c: c.generate("x", max_tokens=0), baton.InvalidRequest, "max_tokens"),
+    "no tokens wanted": (
+        lambda c: c.generate("x", max_tokens=0),
+        baton.InvalidRequest,
+        "max_tokens",
+    ),
     "temperature below 0": (
         lambda c: c.generate("x", temperature=-0.1),
         baton.InvalidSampling,

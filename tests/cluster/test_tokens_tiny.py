@@ -28,7 +28,7 @@ def ask(cluster: ProcessCluster, asked: list[list[int]], tokens: int = ANSWER) -
         return [list(answer.token_ids) for answer in answers]
 
 
-@pytest.mark.parametrize(("index", "name"), enumerate(TINY_MODELS), ids=TINY_MODELS)
+@pytest.mark.parametrize(("index", "name"), list(enumerate(TINY_MODELS)), ids=TINY_MODELS)
 def test_tokens_equal_transformers(index: int, name: str, tmp_path: Path) -> None:
     oracle = save(TINY_MODELS[name], tmp_path / "model", seed=index)
     asked = prompts(index)

@@ -98,7 +98,10 @@ class ProcessCluster:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         processes = [self.router, *self.workers.values()]
         for process in processes:

@@ -14,9 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from click.testing import Result
 from scripted_router import ScriptedRouter
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from baton.v1 import worker_pb2
 from cli.main import app

@@ -1,25 +1,18 @@
-"""Both clients against a real gRPC server, and the errors that pass between them."""
+"""The client against a real gRPC server."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 
-import grpc
 import pytest
-from google.protobuf import any_pb2
-from google.rpc import code_pb2, error_details_pb2, status_pb2
-from grpc_status import rpc_status
 from scripted_router import ScriptedRouter
 
-import baton
 from baton import (
-    AsyncClient,
-    BatonError,
+    Answer,
     Cancelled,
     Client,
     DeadlineExceeded,
@@ -29,19 +22,10 @@ from baton import (
     Internal,
     InvalidRequest,
     Message,
-    PromptTooLong,
     Unavailable,
     Usage,
 )
 from baton.v1 import inference_pb2
-from baton.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
-from router.grpc_errors import to_status
-
-ERROR_TYPES = [
-    value
-    for value in vars(baton).values()
-    if isinstance(value, type) and issubclass(value, BatonError)
-]
 
 
 @pytest.fixture
@@ -54,12 +38,6 @@ def router() -> Iterator[ScriptedRouter]:
 @pytest.fixture
 def client(router: ScriptedRouter) -> Iterator[Client]:
     with Client(router.address) as connected:
-        yield connected
-
-
-@pytest.fixture
-async def async_client(router: ScriptedRouter) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(router.address) as connected:
         yield connected
 
 
@@ -187,7 +165,7 @@ def test_a_prompt_of_many_mebibytes_passes(client: Client, router: ScriptedRoute
 
 def test_an_answer_holds_all_that_the_router_said(client: Client) -> None:
     answer = client.generate("hello", request_id="mine", seed=3)
-    assert answer == baton.Answer(
+    assert answer == Answer(
         text="Once upon a time",
         token_ids=(0, 1, 2),
         finish_reason=FinishReason.STOP,
@@ -303,43 +281,6 @@ def test_closing_the_client_cancels_what_runs(router: ScriptedRouter) -> None:
     assert router.over.wait(5)
 
 
-# Errors.
-
-
-@pytest.mark.parametrize("error_type", ERROR_TYPES)
-def test_every_error_arrives_as_the_type_that_was_raised(
-    client: Client, router: ScriptedRouter, error_type: type[BatonError]
-) -> None:
-    router.error = error_type("it is\nso: ✗", field="max_tokens")
-    with pytest.raises(BatonError) as caught:
-        client.generate("hello")
-    # BatonError itself has Internal's reason.
-    assert type(caught.value) is (Internal if error_type is BatonError else error_type)
-    assert caught.value.message == "it is\nso: ✗"
-    assert caught.value.field == "max_tokens"
-
-
-def test_an_error_after_some_tokens_leaves_those_tokens(
-    client: Client, router: ScriptedRouter
-) -> None:
-    router.error = Exhausted("full")
-    stream = client.stream("hello")
-    assert [next(stream).text for _ in range(3)] == router.pieces
-    with pytest.raises(Exhausted):
-        next(stream)
-
-
-@pytest.mark.parametrize("character", ["x", "字", "🙂", "\n"])
-def test_a_message_too_long_for_a_trailer_is_shortened(
-    client: Client, router: ScriptedRouter, character: str
-) -> None:
-    router.error = PromptTooLong(character * 100_000)
-    with pytest.raises(PromptTooLong) as caught:
-        client.generate("hello")
-    assert caught.value.message.startswith(character * 100)
-    assert caught.value.message.endswith("…")
-
-
 def test_a_cluster_that_is_not_there_is_unavailable_by_its_address(closed_port: int) -> None:
     address = f"127.0.0.1:{closed_port}"
     with Client(address) as client, pytest.raises(Unavailable, match=address):
@@ -353,43 +294,6 @@ def test_an_answer_that_takes_too_long_is_deadline_exceeded(
     with pytest.raises(DeadlineExceeded, match=router.address):
         client.generate("hello", timeout=0.2)
     assert router.over.wait(5)
-
-
-def foreign_status(code: int, domain: str | None) -> grpc.Status:
-    """An error as some other gRPC server, or a proxy, would send it."""
-    details = []
-    if domain is not None:
-        detail = any_pb2.Any()
-        detail.Pack(error_details_pb2.ErrorInfo(reason="PROMPT_TOO_LONG", domain=domain))
-        details = [detail]
-    return rpc_status.to_status(status_pb2.Status(code=code, message="no", details=details))
-
-
-@pytest.mark.parametrize("domain", [None, "elsewhere"])
-@pytest.mark.parametrize(
-    ("code", "error_type"),
-    [
-        (code_pb2.UNAVAILABLE, Unavailable),
-        (code_pb2.DEADLINE_EXCEEDED, DeadlineExceeded),
-        (code_pb2.CANCELLED, Cancelled),
-        (code_pb2.INVALID_ARGUMENT, InvalidRequest),
-        (code_pb2.RESOURCE_EXHAUSTED, Exhausted),
-        (code_pb2.PERMISSION_DENIED, Internal),
-    ],
-)
-def test_without_details_of_ours_the_code_decides(
-    monkeypatch: pytest.MonkeyPatch,
-    client: Client,
-    router: ScriptedRouter,
-    code: int,
-    error_type: type[BatonError],
-    domain: str | None,
-) -> None:
-    monkeypatch.setattr("scripted_router.to_status", lambda _: foreign_status(code, domain))
-    router.error = Internal("replaced")
-    with pytest.raises(BatonError) as caught:
-        client.generate("hello")
-    assert type(caught.value) is error_type
 
 
 # Waiting for a cluster.
@@ -430,128 +334,3 @@ def test_a_router_that_never_starts_ends_the_wait(closed_port: int) -> None:
         pytest.raises(DeadlineExceeded, match="no Baton router answers"),
     ):
         client.wait_ready(timeout=0.3)
-
-
-# The same, for asyncio.
-
-
-async def test_the_async_client_gives_the_same_answer(
-    async_client: AsyncClient, client: Client
-) -> None:
-    assert await async_client.generate("hello", seed=3) == await asyncio.to_thread(
-        client.generate, "hello", seed=3
-    )
-
-
-async def test_the_async_client_chats(async_client: AsyncClient, router: ScriptedRouter) -> None:
-    answer = await async_client.chat([("user", "hi")])
-    assert answer.text == "Once upon a time"
-    assert router.requests[0].chat.messages[0].content == "hi"
-
-
-async def test_an_async_stream_gives_each_piece_and_then_the_answer(
-    async_client: AsyncClient,
-) -> None:
-    async with async_client.stream("hello") as stream:
-        assert [delta.text async for delta in stream] == ["Once", " upon", " a time"]
-        assert stream.answer.usage == Usage(4, 3)
-
-
-async def test_the_async_client_asks_about_the_cluster(
-    async_client: AsyncClient, router: ScriptedRouter
-) -> None:
-    await async_client.wait_ready(timeout=5)
-    assert await async_client.status() == router.status
-    assert [model.name for model in await async_client.models()] == ["tale"]
-    tokens = await async_client.tokenize("héllo")
-    assert await async_client.detokenize(tokens.token_ids) == "héllo"
-
-
-async def test_cancelling_the_task_cancels_the_request(
-    async_client: AsyncClient, router: ScriptedRouter
-) -> None:
-    router.hang = True
-    task = asyncio.create_task(async_client.generate("hello"))
-    await asyncio.sleep(0.1)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert await asyncio.to_thread(router.over.wait, 5)
-
-
-async def test_leaving_an_async_block_early_cancels_the_request(
-    async_client: AsyncClient, router: ScriptedRouter
-) -> None:
-    router.hang = True
-    async with async_client.stream("hello") as stream:
-        await anext(aiter(stream))
-    assert await asyncio.to_thread(router.over.wait, 5)
-
-
-async def test_who_iterates_a_cancelled_async_stream_sees_cancelled(
-    async_client: AsyncClient, router: ScriptedRouter
-) -> None:
-    router.hang = True
-    async with async_client.stream("hello") as stream:
-        asyncio.get_running_loop().call_later(0.1, stream.cancel)
-        with pytest.raises(Cancelled):
-            await stream.read()
-
-
-@pytest.mark.parametrize("error_type", ERROR_TYPES)
-async def test_every_error_reaches_the_async_client(
-    async_client: AsyncClient, router: ScriptedRouter, error_type: type[BatonError]
-) -> None:
-    router.error = error_type("it is so", field="max_tokens")
-    with pytest.raises(error_type if error_type is not BatonError else Internal) as caught:
-        await async_client.generate("hello")
-    assert (caught.value.message, caught.value.field) == ("it is so", "max_tokens")
-
-
-async def test_the_async_client_names_a_cluster_that_is_not_there(closed_port: int) -> None:
-    address = f"127.0.0.1:{closed_port}"
-    async with AsyncClient(address) as client:
-        with pytest.raises(Unavailable, match=address):
-            await client.models()
-
-
-async def test_a_deadline_passes_in_the_async_client(
-    async_client: AsyncClient, router: ScriptedRouter
-) -> None:
-    router.hang = True
-    with pytest.raises(DeadlineExceeded):
-        await async_client.generate("hello", timeout=0.2)
-
-
-def test_an_async_client_may_be_made_before_its_loop(router: ScriptedRouter) -> None:
-    client = AsyncClient(router.address)
-
-    async def use() -> str:
-        async with client:
-            return (await client.generate("hello")).text
-
-    assert asyncio.run(use()) == "Once upon a time"
-
-
-class RefusingRouter(InferenceServicer):
-    """An asyncio server, as the real router is one, that refuses everything."""
-
-    async def Generate(
-        self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        await context.abort_with_status(to_status(PromptTooLong("too long", field="text")))
-        yield inference_pb2.GenerateResponse()
-
-    ListModels = Tokenize = Detokenize = None
-
-
-async def test_an_error_from_an_asyncio_server_arrives_whole() -> None:
-    server = grpc.aio.server()
-    add_InferenceServicer_to_server(RefusingRouter(), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    async with AsyncClient(f"127.0.0.1:{port}") as client:
-        with pytest.raises(PromptTooLong, match="too long") as caught:
-            await client.generate("hello")
-    await server.stop(None)
-    assert caught.value.field == "text"

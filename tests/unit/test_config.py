@@ -54,7 +54,7 @@ def test_a_wrong_value_is_named(tree: dict[str, object], words: list[str]) -> No
 def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "baton.yaml"
     path.write_text(text)
-    with pytest.raises(InvalidConfig, match="baton.yaml"):
+    with pytest.raises(InvalidConfig, match=r"baton\.yaml"):
         config.load(path)
 
 

@@ -22,8 +22,14 @@ def decode(name: str, requests: int = 0, free: int = 10) -> DecodeView:
         (Snapshot([prefill("p0")], [decode("d0")]), Placement("p0", "d0")),
         (Snapshot([prefill("p0", 9), prefill("p1", 3)], [decode("d0")]), Placement("p1", "d0")),
         (Snapshot([prefill("p0")], [decode("d0", 4), decode("d1", 2)]), Placement("p0", "d1")),
-        (Snapshot([prefill("p0")], [decode("d0", 1, 3), decode("d1", 1, 8)]), Placement("p0", "d1")),
-        (Snapshot([prefill("p1"), prefill("p0")], [decode("d1"), decode("d0")]), Placement("p0", "d0")),
+        (
+            Snapshot([prefill("p0")], [decode("d0", 1, 3), decode("d1", 1, 8)]),
+            Placement("p0", "d1"),
+        ),
+        (
+            Snapshot([prefill("p1"), prefill("p0")], [decode("d1"), decode("d0")]),
+            Placement("p0", "d0"),
+        ),
         (
             Snapshot([prefill("p0", 0, frozenset({"d1"}))], [decode("d0"), decode("d1", 7)]),
             Placement("p0", "d1"),

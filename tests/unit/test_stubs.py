@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -16,7 +17,10 @@ def test_the_committed_stubs_match_the_protos(tmp_path: Path) -> None:
     subprocess.run(
         [
             *(sys.executable, "-m", "grpc_tools.protoc", f"-I{ROOT / 'proto'}"),
-            *(f"--{kind}_out={tmp_path}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")),
+            *(
+                f"--{kind}_out={tmp_path}"
+                for kind in ("python", "grpc_python", "mypy", "mypy_grpc")
+            ),
             *map(str, PROTOS),
         ],
         check=True,
@@ -36,7 +40,7 @@ def test_every_field_of_every_message_is_commented() -> None:
     bare = []
     for path in PROTOS:
         lines = path.read_text().splitlines()
-        for before, line in zip(lines, lines[1:], strict=False):
+        for before, line in itertools.pairwise(lines):
             is_field = line.strip().endswith(";") and " = " in line and "syntax" not in line
             if is_field and not before.strip().startswith("//"):
                 bare.append(f"{path.name}: {line.strip()}")
