@@ -23,7 +23,7 @@ import numpy
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
 from core.types import AttemptKey
 from kv_transfer.nixl_transport import NixlTransport
-from kv_transfer.thread import LONGEST_PAUSE_SECONDS, TransferThread
+from kv_transfer.thread import SHORTEST_PAUSE_SECONDS, TransferThread
 from kv_transfer.transport import Noted, PoolMemory, WriteDone
 
 POOL_BYTES = 64 << 20
@@ -118,7 +118,7 @@ def _echo(pipe: Connection, page_bytes: int) -> None:
     source = _Source(page_bytes)
     peer = source.transport.connect(PoolAddress.FromString(pipe.recv_bytes()))
     pipe.send_bytes(source.address.SerializeToString())
-    while not pipe.poll(LONGEST_PAUSE_SECONDS):
+    while not pipe.poll(SHORTEST_PAUSE_SECONDS):
         for event in source.transport.poll():
             if isinstance(event, Noted):
                 source.transport.write(peer, (), (), event.note)

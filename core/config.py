@@ -45,6 +45,10 @@ def _port(value: int) -> str:
     return "" if 0 <= value <= 65535 else "must be a port, 0 to 65535"
 
 
+def _niceness(value: int) -> str:
+    return "" if 0 <= value <= 19 else "must be from 0 to 19"
+
+
 def _one_of(*names: str) -> typing.Callable[[str], str]:
     return lambda value: "" if value in names else f"must be one of {', '.join(names)}"
 
@@ -101,6 +105,10 @@ class DecodeConfig:
     max_batch: int = _checked(64, _positive)
     # Tokens recomputed in one step for requests that lost their pages.
     chunk_tokens: int = _checked(256, _positive)
+    # On a CPU: how far decode's threads stand back for other processes, 0 to 19.
+    # Where both pools share cores, prompts then run at full speed, and answers
+    # are written together rather than a few at a time.
+    nice: int = _checked(19, _niceness)
     # How long reserved pages wait for a prompt to arrive.
     ticket_seconds: float = _checked(600.0, _positive)
     threads: int | None = _checked(None, _positive)

@@ -7,7 +7,9 @@ import asyncio
 import logging
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvloop
 
@@ -15,18 +17,25 @@ from core import config as configs
 from core.config import Config
 from core.errors import BatonError
 from core.types import Role
-from worker.server import RoleFactory, WorkerServer
+from worker.cpu import claim_threads
+
+if TYPE_CHECKING:
+    from worker.server import RoleFactory, WorkerServer
 
 
-def main(role: Role, make_role: RoleFactory) -> None:
+def main(role: Role, import_role: Callable[[], RoleFactory]) -> None:
+    """Runs until SIGTERM or SIGINT. `import_role` imports torch, so it is called late."""
     arguments = _parse(role)
     try:
         config = configs.load(arguments.config)
         logging.basicConfig(
             level=config.log_level.upper(), format="%(asctime)s %(name)s %(levelname)s %(message)s"
         )
+        claim_threads(config, role)
+        from worker.server import WorkerServer
+
         worker_id = arguments.name or f"{role.value}-0"
-        server = WorkerServer(config, role, worker_id, make_role)
+        server = WorkerServer(config, role, worker_id, import_role())
         uvloop.run(_run(server, config, role, arguments.port, arguments.metrics_port))
     except BatonError as error:
         sys.exit(f"{role.value}_worker: {error.message}")

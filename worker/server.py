@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import secrets
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +29,7 @@ from engine.engine import Engine
 from kv_transfer.nixl_transport import NixlTransport
 from kv_transfer.thread import TransferThread
 from kv_transfer.transport import PoolMemory
+from worker.cpu import claim_threads, stand_back
 from worker.engine_thread import EngineThread, Inbox, Stop
 from worker.metrics import WorkerMetrics
 from worker.outbox import Outbox
@@ -113,6 +113,8 @@ class WorkerServer:
         device = config.device
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
+        if device == "cpu" and self._role is types.Role.DECODE:
+            stand_back(config.decode.nice)
         dtype = config.dtype
         if dtype == "auto":
             dtype = "float32" if device == "cpu" else "bfloat16"
@@ -124,8 +126,7 @@ class WorkerServer:
             page_size=config.page_size,
             kv_memory=self._pool_config.kv_memory,
             max_context=config.max_context,
-            # Said even when it is the default: Ray tells its processes to use one.
-            threads=self._pool_config.threads or len(os.sched_getaffinity(0)),
+            threads=claim_threads(config, self._role),
         )
         self._progress("opening the transfer layer")
         self._transfer = TransferThread(
