@@ -20,6 +20,7 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     # A router that froze or was cut off says nothing: find out by asking.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),
     # A router that restarts is found again soon; gRPC's default grows to 2 minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),

@@ -35,6 +35,7 @@ from kv_transfer.events import (
 )
 from kv_transfer.thread import TransferThread
 from kv_transfer.ticket import make_ticket
+from worker.admission import check_work
 from worker.metrics import WorkerMetrics
 from worker.outbox import Outbox
 from worker.run_plan import run_plan
@@ -130,20 +131,28 @@ class DecodeRole:
             quarantined_pages=leaving,
             waiting=self._scheduler.waiting,
             running=self._scheduler.running,
-            fault=self._pool.check_integrity() if not self._jobs else "",
+            fault=self._pool.check_integrity(held=leaving) if not self._jobs else "",
         )
         self._metrics.load(load)
         return load
 
     def _accept(self, attachment: int, message: pb.Reserve) -> None:
         work = work_from(message.work)
-        wanted = self._pool.pages_for(len(work.prompt_tokens) + work.max_tokens)
-        if wanted > self._pool.total:
-            error = Exhausted(f"the request needs {wanted} pages; the pool has {self._pool.total}")
+        if work.key in self._jobs or work.key in self._leaving:
+            return
+        try:
+            self._check(work)
+        except BatonError as error:
             self._outbox.send(attachment, failed_to(work.key, error))
             return
         self._jobs[work.key] = Job(attachment, work, message.sender, time.monotonic())
         self._scheduler.reserve(work)
+
+    def _check(self, work: Work) -> None:
+        check_work(work, self._engine.architecture.vocabulary_size)
+        wanted = self._pool.pages_for(len(work.prompt_tokens) + work.max_tokens)
+        if wanted > self._pool.total:
+            raise Exhausted(f"the request needs {wanted} pages; the pool has {self._pool.total}")
 
     def _grant(self) -> None:
         for reservation in self._scheduler.grant():
@@ -178,8 +187,8 @@ class DecodeRole:
 
     def _admit(self, plan: list[Piece], now: float) -> None:
         for piece in plan:
-            if piece.sequence.generated == 1:
-                job = self._jobs[piece.sequence.work.key]
+            job = self._jobs[piece.sequence.work.key]
+            if not job.queue_seconds:
                 job.queue_seconds = now - job.landed
                 self._metrics.queued(job.queue_seconds)
 

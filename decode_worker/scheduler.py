@@ -109,7 +109,7 @@ class DecodeScheduler:
         """The next step's pieces, oldest request first. Empty when nothing can run."""
         self._resume()
         while self._ready and len(self._running) < self._max_batch:
-            self._running.append(self._ready.pop(0))
+            bisect.insort(self._running, self._ready.pop(0), key=_order)
         self._grow()
         plan: Plan = []
         budget = self._chunk_tokens
@@ -123,6 +123,8 @@ class DecodeScheduler:
 
     def _resume(self) -> None:
         while self._preempted and len(self._running) < self._max_batch:
+            if self._ready and self._ready[0].order < self._preempted[0].order:
+                return
             pages = self._pool.pages_for(len(self._preempted[0].tokens))
             if pages > self._pool.free:
                 return

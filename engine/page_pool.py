@@ -80,8 +80,13 @@ class PagePool:
         self._leases.add(lease)
         return lease
 
-    def check_integrity(self) -> str:
-        """Empty when every page is free or held by exactly one lease; else what is wrong."""
+    def check_integrity(self, held: int | None = None) -> str:
+        """Empty when every page is free or held by exactly one lease; else what is wrong.
+
+        `held` is how many pages the owner knows of; more are a leak.
+        """
+        if held is not None and held != self.leased:
+            return f"{self.leased} pages are leased, but the owner knows of {held}"
         seen = [0] * self.total
         for page in self._free_pages():
             seen[page] += 1

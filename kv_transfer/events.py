@@ -14,11 +14,11 @@ from core.types import AttemptKey
 
 @dataclass(frozen=True, slots=True)
 class PeerConnected:
-    """The answer to `connect`. `error` is empty when pages can be pushed there."""
+    """The answer to `connect`. `error` is None when pages can be pushed there."""
 
     worker_id: str
     agent: str
-    error: str
+    error: BatonError | None
 
 
 @dataclass(frozen=True, slots=True)

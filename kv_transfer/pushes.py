@@ -57,15 +57,15 @@ class Pushes:
 
     def connect(self, worker_id: str, address: PoolAddress) -> None:
         try:
-            agent, error = self._connect(address), ""
-        except BatonError as failure:
-            agent, error = address.agent, failure.message
-        if not error:
+            agent = self._connect(address)
+        except BatonError as error:
+            self._deliver(PeerConnected(worker_id, address.agent, error))
+        else:
             self._replace_agent(worker_id, agent)
-        self._deliver(PeerConnected(worker_id, agent, error))
+            self._deliver(PeerConnected(worker_id, agent, None))
 
-    def begin(self, key: AttemptKey) -> None:
-        self._senders[key] = Sender(key, self._page_bytes)
+    def begin(self, key: AttemptKey, peer: str) -> None:
+        self._senders[key] = Sender(key, peer, self._page_bytes)
 
     def ticket(self, key: AttemptKey, sealed: bytes) -> None:
         sender = self._senders.get(key)

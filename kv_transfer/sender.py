@@ -20,7 +20,8 @@ place. When token #1 comes after the last page's write has started, the note
 follows alone.
 
 No write of pages starts after the ticket has expired or the push was given up.
-A push that is given up tells the receiver Drained once nothing is under way.
+A push that is given up tells the receiver Drained once nothing is under way,
+ticket or no ticket: one may be on its way.
 Only when it has Ended may its pages be freed.
 
 The machine does no I/O and reads no clock: inputs carry the time and return
@@ -103,9 +104,9 @@ Action = StartWrite | SendNote | Ended
 class Sender:
     """The state of one push. Every input returns the actions it leads to."""
 
-    def __init__(self, key: AttemptKey, page_bytes: int) -> None:
+    def __init__(self, key: AttemptKey, peer: str, page_bytes: int) -> None:
         self.state = State.WAITING
-        self.peer = ""
+        self.peer = peer
         self._key = key
         self._page_bytes = page_bytes
         self._pages: list[int] = []  # complete local pages, in the prompt's order
@@ -132,8 +133,9 @@ class Sender:
             return []
         if AttemptKey(body.request_id, body.epoch) != self._key:
             return self.fail(Internal("the ticket is for another attempt"))
+        if body.agent != self.peer:
+            return self.fail(Internal("the ticket is another worker's"))
         self._take(Step.TICKET)
-        self.peer = body.agent
         self._remote_pages = tuple(body.pages)
         self._expires_at = now + body.expires_after_seconds
         return self._advance(now)
@@ -238,6 +240,6 @@ class Sender:
             return []
         self._take(Step.DRAINED)
         ended = Ended(self._error, self._bytes, self._seconds, 0.0)
-        if not self.peer or self._peer_lost:
+        if self._peer_lost:
             return [ended]
         return [SendNote(self.peer, drained_note(self._key)), ended]

@@ -97,9 +97,9 @@ class TransferThread:
         """Gets ready to push to a decode worker -> PeerConnected."""
         self._post(partial(self._pushes.connect, worker_id, address))
 
-    def open_push(self, key: AttemptKey) -> None:
-        """Begins a push -> exactly one PushEnded, in the end."""
-        self._post(partial(self._pushes.begin, key))
+    def open_push(self, key: AttemptKey, peer: str) -> None:
+        """Begins a push to the agent `peer` -> exactly one PushEnded, in the end."""
+        self._post(partial(self._pushes.begin, key, peer))
 
     def deliver_ticket(self, key: AttemptKey, sealed: bytes) -> None:
         """Where the pages of a push go. Without an open push the receiver is told Drained."""

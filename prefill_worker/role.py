@@ -32,6 +32,7 @@ from kv_transfer.events import (
 )
 from kv_transfer.thread import TransferThread
 from prefill_worker.scheduler import PrefillScheduler
+from worker.admission import check_work
 from worker.metrics import WorkerMetrics
 from worker.outbox import Outbox
 from worker.run_plan import run_plan
@@ -45,6 +46,7 @@ class Job:
     arrived: float
     started: float = 0.0
     lease: Lease | None = None
+    delivered: bool = False  # decode's ticket is here
     pushed_pages: int = 0
     released: bool = False
 
@@ -73,9 +75,7 @@ class PrefillRole:
             case "prefill":
                 self._accept(attachment, message.prefill)
             case "deliver":
-                deliver = message.deliver
-                key = AttemptKey(deliver.request_id, deliver.epoch)
-                self._transfer.deliver_ticket(key, deliver.ticket)
+                self._deliver(message.deliver)
             case "release":
                 self._release(AttemptKey(message.release.request_id, message.release.epoch))
 
@@ -86,9 +86,9 @@ class PrefillRole:
     def on_transfer(self, event: TransferEvent) -> None:
         match event:
             case PeerConnected():
-                connected = pb.Connected(
-                    worker_id=event.worker_id, agent=event.agent, error=event.error
-                )
+                connected = pb.Connected(worker_id=event.worker_id, agent=event.agent)
+                if event.error is not None:
+                    connected.error, connected.reason = event.error.message, event.error.reason
                 self._outbox.broadcast(pb.WorkerMessage(connected=connected))
             case PeerDisconnected():
                 lost = pb.Connected(worker_id=event.worker_id, agent=event.agent, lost=True)
@@ -101,7 +101,7 @@ class PrefillRole:
     def step(self) -> bool:
         plan = self._scheduler.next()
         if not plan:
-            return False
+            return self._break_deadlock()
         self._start(plan)
         began = time.monotonic()
         outcomes = run_plan(self._engine, plan)
@@ -117,22 +117,40 @@ class PrefillRole:
             waiting=self._scheduler.waiting,
             running=self._scheduler.running,
             queued_tokens=self._scheduler.queued_tokens,
-            fault=self._pool.check_integrity() if not self._jobs else "",
+            fault=self._pool.check_integrity(held=0) if not self._jobs else "",
         )
         self._metrics.load(load)
         return load
 
     def _accept(self, attachment: int, message: pb.Prefill) -> None:
         work = work_from(message.work)
-        wanted = self._pool.pages_for(len(work.prompt_tokens))
-        if wanted > self._pool.total:
-            error = Exhausted(f"the prompt needs {wanted} pages; the pool has {self._pool.total}")
+        if work.key in self._jobs:
+            return
+        try:
+            self._check(work)
+        except BatonError as error:
             self._outbox.send(attachment, failed_to(work.key, error))
             return
-        self._jobs[work.key] = Job(attachment, work, message.push, time.monotonic())
+        push = bool(message.receiver)
+        self._jobs[work.key] = Job(attachment, work, push, time.monotonic())
         self._scheduler.add(work)
-        if message.push:
-            self._transfer.open_push(work.key)
+        if push:
+            self._transfer.open_push(work.key, message.receiver)
+        else:
+            self._scheduler.clear(work.key)
+
+    def _check(self, work: Work) -> None:
+        check_work(work, self._engine.architecture.vocabulary_size)
+        wanted = self._pool.pages_for(len(work.prompt_tokens))
+        if wanted > self._pool.total:
+            raise Exhausted(f"the prompt needs {wanted} pages; the pool has {self._pool.total}")
+
+    def _deliver(self, message: pb.Deliver) -> None:
+        key = AttemptKey(message.request_id, message.epoch)
+        self._transfer.deliver_ticket(key, message.ticket)
+        if key in self._jobs:
+            self._jobs[key].delivered = True
+            self._scheduler.clear(key)
 
     def _start(self, plan: list[Piece]) -> None:
         for piece in plan:
@@ -152,6 +170,23 @@ class PrefillRole:
             self._push_full_pages(job, sequence)
         else:
             self._emit(job, sequence, outcome)
+
+    def _break_deadlock(self) -> bool:
+        """Frees pages when nothing else will.
+
+        Several routers may order the same two requests differently here and at
+        decode. Then one prompt may fill this pool and wait for decode's pages,
+        which decode holds for another prompt that waits for this pool.
+        """
+        holders = [job for job in self._jobs.values() if job.lease is not None]
+        someone_will_leave = any(job.delivered or job.released for job in holders)
+        if not holders or someone_will_leave or not self._scheduler.cleared_waiting:
+            return False
+        youngest = max(holders, key=lambda job: job.arrived)
+        error = Exhausted("the prefill pool is full and decode has no room either; try again")
+        self._outbox.send(youngest.attachment, failed_to(youngest.work.key, error))
+        self._release(youngest.work.key)
+        return True
 
     def _emit(self, job: Job, sequence: Sequence, token: int) -> None:
         """Sends token #1, then lets the last pages go."""
@@ -200,7 +235,9 @@ class PrefillRole:
             self._forget(job)
 
     def _end_push(self, event: PushEnded) -> None:
-        job = self._jobs[event.key]
+        job = self._jobs.get(event.key)
+        if job is None:
+            return
         self._metrics.transferred(event.bytes, event.seconds)
         if not job.released:
             self._report_push(job, event)

@@ -4,6 +4,10 @@ First come, first served, in chunks: each step takes up to `chunk_tokens`
 prompt tokens from the oldest prompts, several prompts in one step where they
 fit. A prompt starts when the pool holds all of its pages; until then the ones
 behind it wait too, so none can be overtaken for ever.
+
+Prompts that are cleared start before those that are not: a prompt whose pages
+decode is ready to take (or that goes nowhere) gives its own pages back as soon
+as it is computed, while another may have to keep them.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ class PrefillScheduler:
         self._pool = pool
         self._chunk_tokens = chunk_tokens
         self._waiting: OrderedDict[AttemptKey, Work] = OrderedDict()
+        self._cleared: set[AttemptKey] = set()  # of those that wait
         self._started: OrderedDict[AttemptKey, Sequence] = OrderedDict()
 
     @property
@@ -40,9 +45,20 @@ class PrefillScheduler:
     def add(self, work: Work) -> None:
         self._waiting[work.key] = work
 
+    def clear(self, key: AttemptKey) -> None:
+        """Nothing will keep this prompt's pages once it is computed."""
+        if key in self._waiting:
+            self._cleared.add(key)
+
+    @property
+    def cleared_waiting(self) -> bool:
+        """Whether a prompt waits that only needs pages here."""
+        return bool(self._cleared)
+
     def remove(self, key: AttemptKey) -> Sequence | None:
         """Forgets an attempt. The sequence, if it had started, is the caller's to free."""
         self._waiting.pop(key, None)
+        self._cleared.discard(key)
         return self._started.pop(key, None)
 
     def next(self) -> Plan:
@@ -66,10 +82,12 @@ class PrefillScheduler:
         """Moves the oldest waiting prompt to the started ones, if its pages can be had."""
         if not self._waiting:
             return False
-        key, work = next(iter(self._waiting.items()))
+        oldest = next(iter(self._waiting))
+        key = next((key for key in self._waiting if key in self._cleared), oldest)
+        work = self._waiting[key]
         pages = self._pool.pages_for(len(work.prompt_tokens))
         if pages > self._pool.free:
             return False
-        del self._waiting[key]
+        self.remove(key)
         self._started[key] = Sequence(work, self._pool.acquire(pages))
         return True

@@ -55,7 +55,8 @@ class Dispatcher:
 
     async def _next_event(self, attempt: _Attempt) -> Event:
         config = self._config
-        limit = config.stall_timeout if attempt.started else config.first_token_timeout
+        # Until decode writes, the request may just be waiting for its turn.
+        limit = config.stall_timeout if attempt.decoding else config.first_token_timeout
         try:
             async with asyncio.timeout(limit):
                 return await attempt.inbox.get()
@@ -71,6 +72,7 @@ class _Attempt:
     ) -> None:
         self.inbox: Inbox = asyncio.Queue()
         self.started = False  # token #1 has come
+        self.decoding = False  # a token of decode has come
         self._work = work
         self._roster = roster
         self._metrics = metrics
@@ -93,7 +95,8 @@ class _Attempt:
         self._on_prefill = True
         self._prefill.open(self._work.key, self.inbox)
         self._count_pending(len(self._work.prompt_tokens))
-        self._prefill.send(pb.RouterMessage(prefill=pb.Prefill(work=work, push=self._push)))
+        receiver = self._decode.agent if self._push else ""
+        self._prefill.send(pb.RouterMessage(prefill=pb.Prefill(work=work, receiver=receiver)))
 
     def take(self, event: Event) -> Iterator[Tokens]:
         """The tokens that an event brings to the caller, in order."""
@@ -144,6 +147,7 @@ class _Attempt:
         return Tokens([first.token], finish)
 
     def _step(self, step: pb.StepTokens) -> Iterator[Tokens]:
+        self.decoding = True
         if step.queue_seconds:
             self._metrics.queued("decode", step.queue_seconds)
         tokens = Tokens(list(step.token_ids), finish_from(step.finish_reason))

@@ -14,7 +14,6 @@ import grpc
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc
 from baton.v1 import inference_pb2 as pb
 from core.errors import BatonError, Internal, TokenOutOfRange, UnknownModel
-from core.types import ChatPrompt
 from core.wire import finish_to
 from router.grpc_errors import to_status
 from router.link import WorkerLink
@@ -85,9 +84,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     @answered
     async def Tokenize(self, message: pb.TokenizeRequest) -> pb.TokenizeResponse:
         self._check_model(message.model)
-        prompt = parse_prompt(message)
-        rendered = self._serving.text.render(prompt) if isinstance(prompt, ChatPrompt) else ""
-        tokens = await self._serving.encode(prompt)
+        tokens, rendered = await self._serving.tokenize(parse_prompt(message))
         return pb.TokenizeResponse(token_ids=tokens, rendered=rendered)
 
     @answered
@@ -100,7 +97,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 f" {text.vocabulary_size}",
                 field="token_ids",
             )
-        decoded = text.decode(list(message.token_ids), keep_special=message.keep_special_tokens)
+        tokens = list(message.token_ids)
+        decoded = await self._serving.decode(tokens, message.keep_special_tokens)
         return pb.DetokenizeResponse(text=decoded)
 
     def _check_model(self, name: str) -> None:
@@ -151,24 +149,26 @@ class AdminService(cluster_pb2_grpc.AdminServicer):
             model=self._model,
             active_requests=self._serving.active,
             finished_requests=self._serving.finished,
-            workers=[_worker_status(link, agents) for link in self._roster.links],
+            workers=[
+                _worker_status(link, agents, self._roster.fault(link))
+                for link in self._roster.links
+            ],
         )
 
 
-def _worker_status(link: WorkerLink, agents: dict[str, str]) -> cluster_pb2.WorkerStatus:
+def _worker_status(
+    link: WorkerLink, agents: dict[str, str], fault: str
+) -> cluster_pb2.WorkerStatus:
     welcome = link.welcome
     member = cluster_pb2.Member(worker_id=link.worker_id, address=link.address)
     if welcome:
         member.role = welcome.role
-    mismatches = [error for error in link.peers.values() if error]
     return cluster_pb2.WorkerStatus(
         member=member,
         attached=welcome is not None,
         total_pages=welcome.total_pages if welcome else 0,
         load=link.load,
         active_requests=link.active,
-        connected=sorted(
-            agents[agent] for agent, error in link.peers.items() if not error and agent in agents
-        ),
-        fault=link.fault or link.load.fault or "; ".join(mismatches),
+        connected=sorted(name for agent, name in agents.items() if link.reaches(agent)),
+        fault=fault,
     )

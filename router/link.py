@@ -20,12 +20,14 @@ import grpc
 
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
+from core.errors import LayoutMismatch, UnknownModel
 from core.types import PROTOCOL, AttemptKey, Role
 from core.wire import role_from
 
 log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.2
+RECONNECT_SECONDS = 1.0
 
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", 64 * 2**20),
@@ -33,6 +35,7 @@ CHANNEL_OPTIONS = [
     # A peer whose host is gone says nothing: ask.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
@@ -57,19 +60,20 @@ _ATTEMPT_KINDS = ("first_token", "reserved", "pushed", "failed")
 
 class WorkerLink:
     def __init__(
-        self, address: str, router_id: str, on_change: Callable[[WorkerLink], None]
+        self, address: str, router_id: str, model: str, on_change: Callable[[WorkerLink], None]
     ) -> None:
         self.address = address
         self.welcome: pb.Welcome | None = None
         self.load = pb.Load()
         self.fault = ""
         # For a prefill worker: the decode workers' agents that it was asked to
-        # connect to, and its answers ("" when it can push there, else why not).
+        # connect to, and its answers.
         self.asked: set[str] = set()
-        self.peers: dict[str, str] = {}
+        self.peers: dict[str, pb.Connected] = {}
         # Prompt tokens that this router waits for there.
         self.pending_tokens = 0
         self._router_id = router_id
+        self._model = model
         self._on_change = on_change
         self._inboxes: dict[AttemptKey, Inbox] = {}
         self._outgoing: asyncio.Queue[pb.RouterMessage] = asyncio.Queue()
@@ -111,6 +115,9 @@ class WorkerLink:
                     await self._attach(worker_pb2_grpc.WorkerStub(channel).Attach())
                 except grpc.aio.AioRpcError as error:
                     self._note_fault(error.details() or error.code().name)
+                except Exception as error:
+                    log.exception("worker at %s", self.address)
+                    self._note_fault(f"the worker cannot be understood: {error}")
                 await asyncio.sleep(RETRY_SECONDS)
 
     async def _attach(self, call: Call) -> None:
@@ -145,10 +152,16 @@ class WorkerLink:
         elif kind == "load":
             self._note_load(message.load)
         elif kind == "welcome":
-            self.welcome, self.fault = message.welcome, ""
-            self._on_change(self)
+            self._greet(message.welcome)
         elif kind == "connected":
             self._note_connection(message.connected)
+
+    def _greet(self, welcome: pb.Welcome) -> None:
+        if welcome.model != self._model:
+            raise UnknownModel(f"it serves {welcome.model!r}, this router {self._model!r}")
+        role_from(welcome.role)
+        self.welcome, self.fault = welcome, ""
+        self._on_change(self)
 
     def _fan_out(self, step: pb.Step) -> None:
         for tokens in step.tokens:
@@ -157,16 +170,29 @@ class WorkerLink:
                 inbox.put_nowait(pb.WorkerMessage(step=pb.Step(tokens=[tokens])))
 
     def _note_connection(self, connected: pb.Connected) -> None:
+        self.peers[connected.agent] = connected
         if connected.lost:
-            self.forget_peer(connected.agent)
-        else:
-            self.peers[connected.agent] = connected.error
+            self.ask_again(connected.agent)
+        elif connected.error and connected.reason != LayoutMismatch.reason:
+            loop = asyncio.get_running_loop()
+            loop.call_later(RECONNECT_SECONDS, self.ask_again, connected.agent)
         self._on_change(self)
 
-    def forget_peer(self, agent: str) -> None:
+    def ask_again(self, agent: str) -> None:
         """As if the worker had never been asked to connect there."""
         self.asked.discard(agent)
         self.peers.pop(agent, None)
+        self._on_change(self)
+
+    def reaches(self, agent: str) -> bool:
+        """Whether the worker can push to a decode worker's agent."""
+        answer = self.peers.get(agent)
+        return answer is not None and not answer.error and not answer.lost
+
+    def mismatch(self, agent: str) -> str:
+        """Why the worker will never push there; empty when it may."""
+        answer = self.peers.get(agent)
+        return answer.error if answer and answer.reason == LayoutMismatch.reason else ""
 
     def _note_load(self, load: pb.Load) -> None:
         changed = load.fault != self.load.fault

@@ -67,7 +67,8 @@ class _WorkerGauges(Collector):
         waiting = GaugeMetricFamily(names.WAITING, names.HELP[names.WAITING], labels=labels)
         running = GaugeMetricFamily(names.RUNNING, names.HELP[names.RUNNING], labels=labels)
         for link in list(self._links):
-            worker = [link.worker_id, link.role.value if link.role else "unknown"]
+            role = link.role
+            worker = [link.worker_id, role.value if role else "unknown"]
             waiting.add_metric(worker, link.load.waiting)
             running.add_metric(worker, link.load.running)
             for state in ("free", "leased", "quarantined", "cached"):

@@ -14,8 +14,11 @@ from router.policy import DecodeView, Placement, PrefillView, Snapshot, least_lo
 
 
 class Roster:
-    def __init__(self, router_id: str, on_change: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, router_id: str, model: str, on_change: Callable[[], None] = lambda: None
+    ) -> None:
         self._router_id = router_id
+        self._model = model
         self._tell = on_change
         self._links: dict[str, WorkerLink] = {}  # by address
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -33,7 +36,7 @@ class Roster:
             self._tasks.pop(address).cancel()
             del self._links[address]
         for address in wanted - self._links.keys():
-            link = WorkerLink(address, self._router_id, self._on_change)
+            link = WorkerLink(address, self._router_id, self._model, self._on_change)
             self._links[address] = link
             self._tasks[address] = asyncio.create_task(link.run())
 
@@ -44,7 +47,11 @@ class Roster:
 
     def attached(self, role: Role) -> Iterator[WorkerLink]:
         """Links of sound workers of a role."""
-        return (link for link in self.links if link.role is role and not link.load.fault)
+        return (
+            link
+            for link in self.links
+            if link.role is role and not link.load.fault and not self._namesake(link)
+        )
 
     def find(self, worker_id: str) -> WorkerLink:
         return next(link for link in self.links if link.welcome and link.worker_id == worker_id)
@@ -56,7 +63,12 @@ class Roster:
         return Snapshot(
             prefill=[_prefill_view(link, decode) for link in prefill],
             decode=[_decode_view(link) for link in decode],
-            mismatches=[error for link in prefill for error in link.peers.values() if error],
+            mismatches=[
+                mismatch
+                for link in prefill
+                for other in decode
+                if (mismatch := link.mismatch(other.agent))
+            ],
         )
 
     async def place(self, seconds: float) -> Placement:
@@ -75,8 +87,7 @@ class Roster:
     def reconnect(self, prefill: WorkerLink, decode: WorkerLink) -> None:
         """A push between two attached workers failed: have them connect anew."""
         if prefill.welcome and decode.welcome:
-            prefill.forget_peer(decode.agent)
-            self._connect(prefill, [decode])
+            prefill.ask_again(decode.agent)
 
     @property
     def ready(self) -> bool:
@@ -108,9 +119,23 @@ class Roster:
         self._changed.set()
         self._tell()
 
+    def fault(self, link: WorkerLink) -> str:
+        """Why a worker cannot be used; empty when it can."""
+        if self._namesake(link):
+            return f"another worker is called {link.worker_id} too"
+        mismatches = (link.mismatch(other.agent) for other in self.attached(Role.DECODE))
+        return link.fault or link.load.fault or next(filter(None, mismatches), "")
+
+    def _namesake(self, link: WorkerLink) -> bool:
+        """Whether an earlier live link is to a worker of the same name."""
+        if not link.welcome:
+            return False
+        named = [each for each in self.links if each.welcome and each.worker_id == link.worker_id]
+        return named[0] is not link
+
     def _note_restart(self, link: WorkerLink) -> None:
         """A worker that is back with another agent: its earlier process can write no more."""
-        if not link.welcome:
+        if not link.welcome or self._namesake(link):
             return
         before = self._agents.get(link.worker_id, link.agent)
         self._agents[link.worker_id] = link.agent
@@ -131,7 +156,7 @@ def _prefill_view(link: WorkerLink, decode: list[WorkerLink]) -> PrefillView:
     return PrefillView(
         worker_id=link.worker_id,
         pending_tokens=max(link.pending_tokens, link.load.queued_tokens),
-        reaches=frozenset(other.worker_id for other in decode if link.peers.get(other.agent) == ""),
+        reaches=frozenset(other.worker_id for other in decode if link.reaches(other.agent)),
     )
 
 

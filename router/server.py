@@ -45,7 +45,7 @@ class RouterServer:
         folder = model_store.locate(self._config.model)
         text = await asyncio.to_thread(Text.load, folder)
         self._health = health.aio.HealthServicer()
-        self._roster = Roster(self._router_id, on_change=self._report_health)
+        self._roster = Roster(self._router_id, model, on_change=self._report_health)
         self._serving = Serving(text, self._roster, self._config.router, self._metrics)
         self._metrics.watch(self._roster.links)
         await self._serve(model)

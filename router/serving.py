@@ -9,14 +9,22 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from core.config import RouterConfig
-from core.errors import BatonError, Exhausted, InvalidRequest, PromptTooLong, TokenOutOfRange
-from core.types import AttemptKey, FinishReason, Prompt, Request, Work
+from core.errors import (
+    BatonError,
+    Exhausted,
+    Internal,
+    InvalidRequest,
+    PromptTooLong,
+    TokenOutOfRange,
+)
+from core.types import AttemptKey, ChatPrompt, FinishReason, Prompt, Request, Work
 from router.answer import AnswerText
 from router.dispatch import Dispatcher
 from router.metrics import RouterMetrics
@@ -48,6 +56,7 @@ class Finished:
     stop: str
 
 
+Result = TypeVar("Result")
 Event = Started | Delta | Finished
 
 
@@ -78,8 +87,8 @@ class Serving:
                     if isinstance(event, Finished):
                         outcome = event.reason.name
                     yield event
-        except BatonError as error:
-            outcome = error.reason
+        except Exception as error:
+            outcome = error.reason if isinstance(error, BatonError) else Internal.reason
             raise
         finally:
             self._count(-1)
@@ -87,10 +96,20 @@ class Serving:
             clock.end(completed=outcome in FinishReason.__members__)
             self._metrics.requests.labels(outcome=outcome).inc()
 
-    async def encode(self, prompt: Prompt) -> list[int]:
-        """The prompt's tokens, made off the event loop."""
+    async def tokenize(self, prompt: Prompt) -> tuple[list[int], str]:
+        """The prompt's tokens and, for a chat, the text that they were made of."""
+        rendered = ""
+        if isinstance(prompt, ChatPrompt):
+            rendered = await self._off_loop(self.text.render, prompt)
+        return await self._off_loop(self.text.encode, prompt), rendered
+
+    async def decode(self, token_ids: list[int], keep_special: bool) -> str:
+        return await self._off_loop(self.text.decode, token_ids, keep_special)
+
+    async def _off_loop(self, work: Callable[..., Result], *arguments: object) -> Result:
+        """Runs what takes long for a long text in a thread, so that other requests go on."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self.text.encode, prompt)
+        return await loop.run_in_executor(self._threads, work, *arguments)
 
     async def _answer(self, request: Request, clock: _Clock) -> AsyncGenerator[Event]:
         work = await self._prepare(request)
@@ -112,10 +131,10 @@ class Serving:
                     return
 
     async def _prepare(self, request: Request) -> Work:
-        tokens = await self.encode(request.prompt)
         # Workers tell how much they hold, so at least one pair must be there.
         await self._roster.place(self._config.placement_timeout)
         context = self._roster.context_length()
+        tokens = await self._off_loop(self.text.encode, request.prompt, context)
         self._check(tokens, context)
         room = context - len(tokens)
         stops = request.stop_token_ids

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from core.errors import InvalidRequest, TokenOutOfRange
+from core.errors import InvalidRequest, PromptTooLong, TokenOutOfRange
 from core.types import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from router.chat_template import ChatTemplate
 from router.detokenizer import Detokenizer, NoText, detokenizer_factory
@@ -31,6 +31,9 @@ class Text:
     ) -> None:
         self._tokenizer = tokenizer
         self._chat_template = chat_template
+        # In characters; a byte-level vocabulary writes at least one a character.
+        vocabulary = tokenizer.get_vocab() if tokenizer else {"": 0}
+        self._longest_token = max(map(len, vocabulary))
         self._make_detokenizer = detokenizer_factory(tokenizer) if tokenizer else NoText
         self.eos_token_ids = eos_token_ids
         self.vocabulary_size = vocabulary_size
@@ -52,14 +55,19 @@ class Text:
     def has_chat_template(self) -> bool:
         return self._chat_template is not None
 
-    def encode(self, prompt: Prompt) -> list[int]:
+    def encode(self, prompt: Prompt, most_tokens: int | None = None) -> list[int]:
         """The prompt's token ids. Plain text gets the model's special tokens (such as BOS);
-        a chat has those that its template writes; token ids pass as they are."""
+        a chat has those that its template writes; token ids pass as they are.
+
+        Text that cannot fit `most_tokens` tokens, however it is cut, is refused
+        before the time is spent on cutting it.
+        """
         match prompt:
             case TextPrompt(text):
-                return self._tokenize(text, add_special_tokens=True)
+                return self._tokenize(text, most_tokens, add_special_tokens=True)
             case ChatPrompt():
-                return self._tokenize(self.render(prompt), add_special_tokens=False)
+                rendered = self.render(prompt)
+                return self._tokenize(rendered, most_tokens, add_special_tokens=False)
             case TokenPrompt(token_ids):
                 return list(token_ids)
 
@@ -84,9 +92,17 @@ class Text:
         """For one answer; its text comes without special tokens."""
         return self._make_detokenizer()
 
-    def _tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def _tokenize(
+        self, text: str, most_tokens: int | None, *, add_special_tokens: bool
+    ) -> list[int]:
         if self._tokenizer is None:
             raise InvalidRequest("this model has no tokenizer; send token ids", field="prompt")
+        if most_tokens is not None and len(text) > most_tokens * self._longest_token:
+            raise PromptTooLong(
+                f"the prompt has {len(text):,} characters;"
+                f" the context holds {most_tokens:,} tokens",
+                field="prompt",
+            )
         try:
             text.encode()
         except UnicodeEncodeError as error:

@@ -26,6 +26,7 @@ from core.errors import Internal
 from core.types import PROTOCOL
 from core.wire import role_to
 from engine.engine import Engine
+from kv_transfer.layout import LAYOUT_VERSION
 from kv_transfer.nixl_transport import NixlTransport
 from kv_transfer.thread import TransferThread
 from kv_transfer.transport import PoolMemory
@@ -37,9 +38,6 @@ from worker.role import Role
 from worker.service import WorkerService
 
 log = logging.getLogger(__name__)
-
-LAYOUT_VERSION = 1
-"""Of the pool: [page, layer, k/v, token, kv_head, dim]."""
 
 MESSAGE_BYTES = 64 * 2**20
 

@@ -292,6 +292,7 @@ class Connected(_message.Message):
     WORKER_ID_FIELD_NUMBER: _builtins.int
     AGENT_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
     LOST_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """The decode worker's name, from Connect."""
@@ -299,6 +300,10 @@ class Connected(_message.Message):
     """Its incarnation's agent, from Connect."""
     error: _builtins.str
     """Empty when pages can be pushed there; else why not."""
+    reason: _builtins.str
+    """The error's stable name; see core/errors.py. LAYOUT_MISMATCH is final: the
+    two pools cannot exchange pages.
+    """
     lost: _builtins.bool
     """Set when an earlier connection broke: to use the pair, ask again."""
     def __init__(
@@ -307,11 +312,12 @@ class Connected(_message.Message):
         worker_id: _builtins.str = ...,
         agent: _builtins.str = ...,
         error: _builtins.str = ...,
+        reason: _builtins.str = ...,
         lost: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "error", b"error", "lost", b"lost", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "error", b"error", "lost", b"lost", "reason", b"reason", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -420,9 +426,11 @@ class Prefill(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     WORK_FIELD_NUMBER: _builtins.int
-    PUSH_FIELD_NUMBER: _builtins.int
-    push: _builtins.bool
-    """Whether a Deliver will follow. When not, only token #1 is wanted."""
+    RECEIVER_FIELD_NUMBER: _builtins.int
+    receiver: _builtins.str
+    """The transport agent of the decode worker that the pages will go to, once a
+    Deliver has come. Empty when only token #1 is wanted.
+    """
     @_builtins.property
     def work(self) -> Global___Work:
         """The request."""
@@ -431,11 +439,11 @@ class Prefill(_message.Message):
         self,
         *,
         work: Global___Work | None = ...,
-        push: _builtins.bool = ...,
+        receiver: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["work", b"work"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["push", b"push", "work", b"work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["receiver", b"receiver", "work", b"work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import queue
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from typing import TypeVar
 
 import pytest
@@ -37,7 +36,6 @@ from kv_transfer.thread import TransferThread
 from kv_transfer.ticket import make_ticket
 from kv_transfer.transport import PoolMemory, Transport, TransportEvent
 
-needs_nixl = pytest.mark.skipif(find_spec("nixl") is None, reason="NIXL is not installed")
 PAGE_BYTES = 1024
 PAGES = 32
 LAYOUT = PoolLayout(version=1, model="m", dtype="float32", page_size=16, layers=2)
@@ -55,6 +53,10 @@ class Worker:
         self.layout = layout
         self.thread = TransferThread(transport, memory, layout, self.events.put, grace_seconds=0.2)
         self.thread.start()
+
+    @property
+    def agent(self) -> str:
+        return self.thread.pool_address.agent
 
     def next(self, kind: type[Event]) -> Event:
         event = self.events.get(timeout=10)
@@ -86,7 +88,7 @@ Maker = Callable[..., Worker]
 @pytest.fixture(
     params=[
         pytest.param(InProcessTransport, id="inprocess"),
-        pytest.param(NixlTransport, id="nixl", marks=needs_nixl),
+        pytest.param(NixlTransport, id="nixl"),
     ]
 )
 def make_worker(request: pytest.FixtureRequest) -> Iterator[Maker]:
@@ -107,7 +109,7 @@ def pair(make_worker: Maker) -> tuple[Worker, Worker]:
     prefill, decode = make_worker(), make_worker()
     prefill.thread.connect("decode-1", decode.thread.pool_address)
     agent = decode.thread.pool_address.agent
-    assert prefill.next(PeerConnected) == PeerConnected("decode-1", agent, "")
+    assert prefill.next(PeerConnected) == PeerConnected("decode-1", agent, None)
     return prefill, decode
 
 
@@ -115,7 +117,7 @@ def test_a_prompt_lands_chunk_by_chunk(pair: tuple[Worker, Worker]) -> None:
     prefill, decode = pair
     for page in (1, 2, 3, 9):
         prefill.fill(page, page)
-    prefill.thread.open_push(KEY)
+    prefill.thread.open_push(KEY, decode.agent)
     prefill.thread.push_pages(KEY, [1, 2])
     prefill.thread.deliver_ticket(KEY, decode.reserve([20, 21, 5, 6]))
     prefill.thread.push_pages(KEY, [3])
@@ -132,7 +134,7 @@ def test_many_prompts_land_at_the_same_time(pair: tuple[Worker, Worker]) -> None
     keys = [AttemptKey(f"request-{i}", 1) for i in range(PAGES)]
     for page, key in enumerate(keys):
         prefill.fill(page, page + 1)
-        prefill.thread.open_push(key)
+        prefill.thread.open_push(key, decode.agent)
         prefill.thread.deliver_ticket(key, decode.reserve([PAGES - 1 - page], key=key))
         prefill.thread.finish_push(key, page, [page])
     landed = [decode.next(Landed) for _ in keys]
@@ -145,7 +147,7 @@ def test_many_prompts_land_at_the_same_time(pair: tuple[Worker, Worker]) -> None
 
 def test_a_cancelled_push_fails_and_frees_the_reservation(pair: tuple[Worker, Worker]) -> None:
     prefill, decode = pair
-    prefill.thread.open_push(KEY)
+    prefill.thread.open_push(KEY, decode.agent)
     prefill.thread.deliver_ticket(KEY, decode.reserve([1, 2]))
     prefill.thread.push_pages(KEY, [1])
     prefill.thread.cancel_push(KEY)
@@ -160,7 +162,7 @@ def test_a_released_reservation_is_freed_when_the_push_has_drained(
     pair: tuple[Worker, Worker],
 ) -> None:
     prefill, decode = pair
-    prefill.thread.open_push(KEY)
+    prefill.thread.open_push(KEY, decode.agent)
     prefill.thread.deliver_ticket(KEY, decode.reserve([1, 2]))
     prefill.thread.push_pages(KEY, [1])
     decode.thread.release_reservation(KEY)
@@ -173,7 +175,7 @@ def test_a_ticket_that_comes_after_its_push_was_cancelled_frees_the_reservation(
     pair: tuple[Worker, Worker],
 ) -> None:
     prefill, decode = pair
-    prefill.thread.open_push(KEY)
+    prefill.thread.open_push(KEY, decode.agent)
     prefill.thread.cancel_push(KEY)
     prefill.next(PushEnded)
     prefill.thread.deliver_ticket(KEY, decode.reserve([1]))
@@ -186,7 +188,7 @@ def test_a_reservation_that_is_released_after_it_landed_is_freed(
     pair: tuple[Worker, Worker],
 ) -> None:
     prefill, decode = pair
-    prefill.thread.open_push(KEY)
+    prefill.thread.open_push(KEY, decode.agent)
     prefill.thread.deliver_ticket(KEY, decode.reserve([1]))
     prefill.thread.finish_push(KEY, 7, [0])
     prefill.next(PushEnded)
@@ -219,15 +221,26 @@ def test_a_reservation_expires_and_is_freed_after_the_grace(make_worker: Maker) 
 
 def test_a_push_that_is_too_slow_for_its_ticket_fails(pair: tuple[Worker, Worker]) -> None:
     prefill, decode = pair
-    prefill.thread.open_push(KEY)
+    prefill.thread.open_push(KEY, decode.agent)
     prefill.thread.deliver_ticket(KEY, decode.reserve([1], expires=0.05))
     assert isinstance(prefill.next(PushEnded).error, DeadlineExceeded)
+
+
+def test_a_push_cancelled_before_its_ticket_came_frees_the_reservation(
+    pair: tuple[Worker, Worker],
+) -> None:
+    prefill, decode = pair
+    prefill.thread.open_push(KEY, decode.agent)
+    decode.reserve([1, 2])
+    decode.thread.release_reservation(KEY)
+    prefill.thread.cancel_push(KEY)
+    assert decode.next(ReservationFreed) == ReservationFreed(KEY)
 
 
 def test_an_older_epoch_cannot_land_in_a_newer_reservation(pair: tuple[Worker, Worker]) -> None:
     prefill, decode = pair
     old, new = AttemptKey("request", 1), AttemptKey("request", 2)
-    prefill.thread.open_push(old)
+    prefill.thread.open_push(old, decode.agent)
     prefill.thread.deliver_ticket(old, decode.reserve([1], key=old))
     decode.thread.release_reservation(old)
     decode.reserve([2], key=new)
@@ -241,7 +254,7 @@ def test_a_decode_worker_that_stopped_fails_the_push(pair: tuple[Worker, Worker]
     prefill, decode = pair
     sealed = decode.reserve([1, 2])
     decode.thread.stop()
-    prefill.thread.open_push(KEY)
+    prefill.thread.open_push(KEY, decode.agent)
     prefill.thread.deliver_ticket(KEY, sealed)
     prefill.thread.finish_push(KEY, 7, [0, 1])
     agent = decode.thread.pool_address.agent
@@ -253,7 +266,7 @@ def test_a_decode_worker_that_stopped_fails_the_push(pair: tuple[Worker, Worker]
 
 def test_a_push_to_an_agent_that_was_never_connected_fails(make_worker: Maker) -> None:
     prefill, decode = make_worker(), make_worker()
-    prefill.thread.open_push(KEY)
+    prefill.thread.open_push(KEY, decode.agent)
     prefill.thread.deliver_ticket(KEY, decode.reserve([1]))
     prefill.thread.finish_push(KEY, 7, [0])
     assert isinstance(prefill.next(PushEnded).error, WorkerLost)
@@ -266,7 +279,7 @@ def test_a_worker_that_restarted_is_reached_through_its_new_agent(
     new = make_worker()
     prefill.thread.connect("decode-1", new.thread.pool_address)
     assert prefill.next(PeerConnected).agent == new.thread.pool_address.agent
-    prefill.thread.open_push(KEY)
+    prefill.thread.open_push(KEY, new.agent)
     prefill.thread.deliver_ticket(KEY, new.reserve([1]))
     prefill.thread.finish_push(KEY, 7, [0])
     assert new.next(Landed) == Landed(KEY, 7)
@@ -276,7 +289,9 @@ def test_connecting_to_a_pool_of_another_layout_says_what_differs(make_worker: M
     prefill = make_worker()
     decode = make_worker(PoolLayout(version=1, model="m", dtype="float32", page_size=8, layers=2))
     prefill.thread.connect("decode-1", decode.thread.pool_address)
-    assert "page_size is 16 here and 8 there" in prefill.next(PeerConnected).error
+    error = prefill.next(PeerConnected).error
+    assert isinstance(error, LayoutMismatch)
+    assert "page_size is 16 here and 8 there" in error.message
 
 
 @pytest.mark.parametrize(("sealed", "error"), [(b"\xff", Internal), (b"", LayoutMismatch)])
@@ -284,14 +299,14 @@ def test_a_bad_ticket_fails_the_push(
     make_worker: Maker, sealed: bytes, error: type[Exception]
 ) -> None:
     prefill = make_worker()
-    prefill.thread.open_push(KEY)
+    prefill.thread.open_push(KEY, "nobody")
     prefill.thread.deliver_ticket(KEY, sealed)
     assert isinstance(prefill.next(PushEnded).error, error)
 
 
 def test_stopping_ends_every_push(make_worker: Maker) -> None:
     prefill = make_worker()
-    prefill.thread.open_push(KEY)
+    prefill.thread.open_push(KEY, "nobody")
     prefill.thread.stop()
     assert isinstance(prefill.next(PushEnded).error, Cancelled)
 

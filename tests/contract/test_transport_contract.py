@@ -8,7 +8,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from multiprocessing.connection import Connection
 
 import numpy
@@ -28,7 +27,6 @@ from kv_transfer.transport import (
     WriteFailed,
 )
 
-needs_nixl = pytest.mark.skipif(find_spec("nixl") is None, reason="NIXL is not installed")
 PAGE_BYTES = 4096
 PAGES = 64
 LAYOUT = PoolLayout(version=1, model="test", dtype="float32", page_size=16, layers=1)
@@ -68,7 +66,7 @@ Maker = Callable[..., Pool]
 @pytest.fixture(
     params=[
         pytest.param(InProcessTransport, id="inprocess"),
-        pytest.param(NixlTransport, id="nixl", marks=needs_nixl),
+        pytest.param(NixlTransport, id="nixl"),
     ]
 )
 def make_pool(request: pytest.FixtureRequest) -> Iterator[Maker]:
@@ -247,7 +245,8 @@ def test_neighbouring_pages_merge_into_one_span() -> None:
 def test_nixl_itself_merges_neighbouring_pages_of_a_prepared_list(
     pages: list[int], descriptors: int
 ) -> None:
-    nixl = pytest.importorskip("nixl")
+    import nixl
+
     settings = nixl.nixl_agent_config(enable_prog_thread=False, capture_telemetry=True)
     agent = nixl.nixl_agent("loop", settings)
     buffer = numpy.zeros(PAGES * PAGE_BYTES, dtype=numpy.uint8)
@@ -290,7 +289,6 @@ def other_process() -> Iterator[tuple[Connection, PoolAddress, int]]:
     process.kill()
 
 
-@needs_nixl
 def test_nixl_writes_into_another_process_and_finds_it_lost_when_killed(
     other_process: tuple[Connection, PoolAddress, int],
 ) -> None:

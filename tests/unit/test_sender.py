@@ -33,7 +33,7 @@ def write(local: list[int], remote: list[int], note: bytes = b"") -> StartWrite:
 
 def pushing() -> Sender:
     """A push with a ticket that was given at time 0 and expires at 10."""
-    sender = Sender(KEY, PAGE_BYTES)
+    sender = Sender(KEY, "peer", PAGE_BYTES)
     assert sender.ticket(ticket(), now=0.0) == []
     return sender
 
@@ -46,7 +46,7 @@ def error_of(actions: list[Action]) -> BatonError:
 
 
 def test_pages_that_were_ready_before_the_ticket_go_out_as_one_write_with_the_note() -> None:
-    sender = Sender(KEY, PAGE_BYTES)
+    sender = Sender(KEY, "peer", PAGE_BYTES)
     assert sender.pages_ready([1, 2], now=0.0) == []
     assert sender.finish(7, [3, 9], finished_at=1.0, now=1.0) == []
     actions = sender.ticket(ticket(), now=2.0)
@@ -79,10 +79,10 @@ def test_a_first_token_that_comes_during_the_last_write_follows_it_alone() -> No
 
 
 def test_a_push_that_is_cancelled_before_its_ticket_ends_at_once() -> None:
-    sender = Sender(KEY, PAGE_BYTES)
+    sender = Sender(KEY, "peer", PAGE_BYTES)
     sender.pages_ready([1], now=0.0)
     actions = sender.cancel()
-    assert len(actions) == 1
+    assert actions[:-1] == [SendNote("peer", DRAINED)]
     assert isinstance(error_of(actions), Cancelled)
     assert sender.ticket(ticket(), now=1.0) == []
 
@@ -171,9 +171,9 @@ def test_pages_that_do_not_fit_the_reservation_end_the_push(pages: list[int]) ->
 
 
 def test_a_ticket_of_another_attempt_ends_the_push() -> None:
-    sender = Sender(KEY, PAGE_BYTES)
+    sender = Sender(KEY, "peer", PAGE_BYTES)
     actions = sender.ticket(ticket(epoch=1), now=0.0)
-    assert len(actions) == 1
+    assert actions[:-1] == [SendNote("peer", DRAINED)]
     assert "another attempt" in error_of(actions).message
 
 
@@ -188,7 +188,7 @@ class Walk:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.sender = Sender(KEY, PAGE_BYTES)
+        self.sender = Sender(KEY, "peer", PAGE_BYTES)
         self.now = 0.0
         self.total = self.random.randint(1, 6)
         self.given = 0

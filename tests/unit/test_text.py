@@ -227,7 +227,8 @@ def test_a_broken_file_is_named(variant: Variant, tmp_path: Path) -> None:
 
 
 def test_a_sentencepiece_model_alone_is_converted(tmp_path: Path) -> None:
-    sentencepiece = pytest.importorskip("sentencepiece")
+    import sentencepiece
+
     lines = ["The quick brown fox jumps over the lazy dog.", "Pack my box with jugs."] * 20
     (tmp_path / "lines.txt").write_text("\n".join(lines))
     sentencepiece.SentencePieceTrainer.train(

@@ -1,0 +1,32 @@
+"""What a worker checks of every request, whoever sent it.
+
+A router checks more, and for people; this keeps a mistaken one from harming
+the engine and with it everybody's requests.
+"""
+
+from __future__ import annotations
+
+import math
+
+from core.errors import InvalidRequest, InvalidSampling, TokenOutOfRange
+from core.types import Work
+
+
+def check_work(work: Work, vocabulary_size: int) -> None:
+    """Raises what is wrong with the request; returns when the engine can run it."""
+    if not work.prompt_tokens:
+        raise InvalidRequest("the prompt is empty", field="prompt")
+    if max(work.prompt_tokens) >= vocabulary_size:
+        raise TokenOutOfRange(
+            f"token id {max(work.prompt_tokens)} is outside the vocabulary of {vocabulary_size}",
+            field="token_ids",
+        )
+    if work.max_tokens < 1:
+        raise InvalidRequest("max_tokens must be at least 1", field="max_tokens")
+    sampling = work.sampling
+    numbers = (
+        *(sampling.temperature, sampling.top_p, sampling.min_p, sampling.repetition_penalty),
+        *(sampling.presence_penalty, sampling.frequency_penalty),
+    )
+    if not all(map(math.isfinite, numbers)) or sampling.repetition_penalty <= 0:
+        raise InvalidSampling("a sampling value is not a usable number", field="sampling")
