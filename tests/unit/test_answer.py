@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from core.types import FinishReason
+from router.answer import AnswerText
+from router.dispatch import Tokens
+
+WORDS = {1: "a", 2: "b", 3: "c", 9: "<end>"}
+
+
+class Letters:
+    """A detokenizer whose tokens are letters; one stays back until the next comes."""
+
+    def __init__(self) -> None:
+        self._held = ""
+
+    def push(self, ids: Iterable[int]) -> str:
+        text = self._held + "".join(WORDS[token] for token in ids)
+        self._held = text[-1:]
+        return text[:-1]
+
+    def flush(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+
+def fold(answer: AnswerText, *events: Tokens) -> tuple[str, list[int]]:
+    text, tokens = "", []
+    for event in events:
+        delta = answer.push(event)
+        text += delta.text
+        tokens += delta.token_ids
+    return text, tokens
+
+
+def tokens(*ids: int, finish: FinishReason | None = None) -> Tokens:
+    return Tokens(list(ids), finish)
+
+
+def test_what_the_detokenizer_holds_comes_with_the_end() -> None:
+    answer = AnswerText(Letters(), [])
+    assert fold(answer, tokens(1), tokens(2, finish=FinishReason.LENGTH)) == ("ab", [1, 2])
+    assert (answer.finish, answer.count) == (FinishReason.LENGTH, 2)
+
+
+def test_the_token_that_ends_an_answer_has_no_text() -> None:
+    answer = AnswerText(Letters(), [])
+    assert fold(answer, tokens(1, 9, finish=FinishReason.STOP)) == ("a", [1, 9])
+    assert answer.finish is FinishReason.STOP
+
+
+def test_tokens_after_a_stop_string_are_dropped() -> None:
+    answer = AnswerText(Letters(), ["b"])
+    assert fold(answer, tokens(1, 2, 3, 1, 1)) == ("a", [1, 2, 3])
+    assert (answer.finish, answer.stop, answer.count) == (FinishReason.STOP, "b", 3)
+
+
+def test_a_stop_string_in_the_last_held_text_still_counts() -> None:
+    answer = AnswerText(Letters(), ["c"])
+    assert fold(answer, tokens(1, 3, finish=FinishReason.LENGTH)) == ("a", [1, 3])
+    assert (answer.finish, answer.stop) == (FinishReason.STOP, "c")
+
+
+@pytest.mark.parametrize("stop", [["ab"], ["bc", "ab"]])
+def test_a_stop_string_may_straddle_messages(stop: list[str]) -> None:
+    answer = AnswerText(Letters(), stop)
+    text, _ = fold(answer, tokens(3), tokens(1), tokens(2), tokens(3), tokens(3))
+    assert (text, answer.stop) == ("c", "ab")

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import pytest
+
+from baton.v1 import inference_pb2 as pb
+from core.errors import InvalidRequest
+from core.types import ChatPrompt, Message, Sampling, TextPrompt, TokenPrompt
+from router.parse import parse_request
+
+
+def test_what_is_not_set_is_greedy_and_unlimited() -> None:
+    request = parse_request(pb.GenerateRequest(text="hi"))
+    assert request.prompt == TextPrompt("hi")
+    assert request.sampling == Sampling(seed=request.sampling.seed)
+    assert request.max_tokens is None
+    assert request.request_id
+
+
+def test_a_seed_is_drawn_anew_for_every_request() -> None:
+    seeds = {parse_request(pb.GenerateRequest(text="hi")).sampling.seed for _ in range(8)}
+    assert len(seeds) == 8
+
+
+def test_a_seed_of_zero_is_a_seed() -> None:
+    sampling = pb.SamplingParameters(seed=0)
+    assert parse_request(pb.GenerateRequest(text="hi", sampling=sampling)).sampling.seed == 0
+
+
+def test_chats_and_token_ids_are_prompts_too() -> None:
+    chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")])
+    assert parse_request(pb.GenerateRequest(chat=chat)).prompt == ChatPrompt(
+        (Message("user", "hi"),)
+    )
+    ids = pb.TokenIds(ids=[3, 4])
+    assert parse_request(pb.GenerateRequest(token_ids=ids)).prompt == TokenPrompt((3, 4))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        pb.GenerateRequest(),
+        pb.GenerateRequest(text="x", max_tokens=0),
+        pb.GenerateRequest(text="x", stop=["s"] * 17),
+        pb.GenerateRequest(text="x", stop=["s" * 1025]),
+        pb.GenerateRequest(text="x", stop_token_ids=[1] * 1025),
+        pb.GenerateRequest(text="x", request_id="r" * 129),
+        pb.GenerateRequest(text="x", sampling=pb.SamplingParameters(temperature=float("nan"))),
+        pb.GenerateRequest(text="x", sampling=pb.SamplingParameters(top_p=-0.5)),
+    ],
+)
+def test_a_request_outside_the_limits_is_refused_with_its_field(
+    message: pb.GenerateRequest,
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse_request(message)
+    assert caught.value.field
