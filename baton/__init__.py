@@ -8,9 +8,11 @@
 `AsyncClient` is the same for asyncio. Whatever goes wrong is a `BatonError`.
 """
 
-from baton.aio import AsyncClient, AsyncStream
-from baton.answers import Answer, Delta, Usage
-from baton.client import Client, Stream
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
 from core.errors import (
     BatonError,
     Cancelled,
@@ -30,6 +32,11 @@ from core.errors import (
     WorkerLost,
 )
 from core.types import FinishReason, Message
+
+if TYPE_CHECKING:
+    from baton.aio import AsyncClient, AsyncStream
+    from baton.answers import Answer, Delta, Usage
+    from baton.client import Client, Stream
 
 __all__ = [
     "Answer",
@@ -58,3 +65,20 @@ __all__ = [
     "Usage",
     "WorkerLost",
 ]
+
+# Found at first use: every process imports baton.v1, and only clients need grpc for it.
+_HOMES = {
+    "AsyncClient": "baton.aio",
+    "AsyncStream": "baton.aio",
+    "Answer": "baton.answers",
+    "Delta": "baton.answers",
+    "Usage": "baton.answers",
+    "Client": "baton.client",
+    "Stream": "baton.client",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

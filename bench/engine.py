@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import torch
-
 from core.types import AttemptKey, Sampling, Work
 from engine.engine import Engine
 from engine.sequence import Piece, Plan, Sequence
@@ -69,12 +67,15 @@ class Transformers:
     """The same model under `generate` with its own cache, float32."""
 
     def __init__(self, folder: Path, threads: int) -> None:
+        import torch
         from transformers import AutoModelForCausalLM
 
         torch.set_num_threads(threads)
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
     def generate(self, prompts: Prompts, count: int) -> None:
+        import torch
+
         tokens = torch.tensor(prompts)
         self._model.generate(
             tokens,
@@ -155,14 +156,11 @@ def print_table(ours: dict[str, float], theirs: dict[str, float]) -> None:
     print(f"{'':<28}{'transformers':>16}{'baton':>16}{'times as fast':>16}")
     for name, value in ours.items():
         row = ROWS[name]
-        line = f"{row.title:<28}"
+        cells = [f"{'':>16}", f"{value:>10.1f} {row.unit:<5}"]
         if name in theirs:
             ratio = theirs[name] / value if row.lower_is_better else value / theirs[name]
-            print(
-                f"{line}{theirs[name]:>10.1f} {row.unit:<5}{value:>10.1f} {row.unit:<5}{ratio:>16.2f}"
-            )
-        else:
-            print(f"{line}{'':>16}{value:>10.1f} {row.unit:<5}")
+            cells = [f"{theirs[name]:>10.1f} {row.unit:<5}", cells[1], f"{ratio:>16.2f}"]
+        print(f"{row.title:<28}{''.join(cells)}")
 
 
 def main() -> None:

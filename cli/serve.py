@@ -5,18 +5,23 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cli.edge import edge
+from cluster import preflight
 from core import config as configs
 from core import model_store
 from core.config import Config
 
 if TYPE_CHECKING:
     from cluster.controller import Member
+
+# How often a serving cluster is looked at, to tell of processes that start again.
+_WATCH_SECONDS = 1.0
 
 
 def serve(
@@ -89,21 +94,39 @@ def serve(
 
 
 def _serve(config: Config, ray_address: str) -> None:
-    # Told before anything is started: a model that is not there cannot be served.
-    model_store.locate(config.model)
+    preflight.check(config)
     stopped = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stopped.set())
+        signal.signal(number, lambda *_: _stop(stopped))
+    # Not on this thread: Ray would take its signals.
+    with ThreadPoolExecutor(max_workers=1) as threads:
+        threads.submit(_run, config, ray_address, stopped).result()
+
+
+def _stop(stopped: threading.Event) -> None:
+    if not stopped.is_set():
+        typer.echo("stopping …")
+    stopped.set()
+
+
+class _Stopped(Exception):
+    """The signal to stop came while the cluster started."""
+
+
+def _run(config: Config, ray_address: str, stopped: threading.Event) -> None:
     typer.echo("starting Ray …")
     from cluster.launch import Cluster
 
     cluster = Cluster(config, ray_address)
+    progress = _Progress(stopped)
     try:
-        router = cluster.start(_Progress(stopped))
-        typer.echo(_instructions(router, model_store.model_name(config)))
-        stopped.wait()
+        router = cluster.start(progress)
+        typer.echo(_instructions(router, model_store.model_name(config), cluster.log_folder))
+        while not stopped.wait(_WATCH_SECONDS):
+            progress(cluster.members())
+    except _Stopped:
+        pass
     finally:
-        typer.echo("stopping …")
         cluster.stop()
 
 
@@ -117,15 +140,16 @@ class _Progress:
 
     def __call__(self, members: list[Member]) -> None:
         if self._stopped.is_set():
-            raise KeyboardInterrupt
+            raise _Stopped
         for member in members:
-            if self._said.get(member.worker_id) != member.progress:
-                self._said[member.worker_id] = member.progress
+            now = f"{member.progress}: {member.error}" if member.error else member.progress
+            if self._said.get(member.worker_id) != now:
+                self._said[member.worker_id] = now
                 seconds = time.monotonic() - self._began
-                typer.echo(f"{seconds:6.1f} s  {member.worker_id:<12} {member.progress}")
+                typer.echo(f"{seconds:6.1f} s  {member.worker_id:<12} {now}")
 
 
-def _instructions(router: Member, model: str) -> str:
+def _instructions(router: Member, model: str, log_folder: str) -> str:
     return f"""
 Baton serves {model}.
 
@@ -135,6 +159,7 @@ Baton serves {model}.
   Python       from baton import Client; Client("{router.address}").chat([("user", "Hello")]).text
   gRPC         {router.address} (reflection is on)
   metrics      http://{router.metrics}/metrics
+  logs         {log_folder}
 
 Ctrl-C stops it.
 """

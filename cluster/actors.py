@@ -1,17 +1,23 @@
 """The Ray actors: each is one process that runs one of our servers.
 
+    constructor ─▶ starting ─▶ serving ─stop()─▶ ended
+                       └─────────┴─error─▶ failed ─▶ the process ends ─Ray─▶ constructor
+
 A server runs on an event loop of its own, in a thread that the constructor
-starts: Ray restarts a dead actor by calling its constructor again, and the
-new process finds its way back by telling the controller its new address.
+starts. Ray restarts a dead actor by calling its constructor again, and the new
+process finds its way back by telling the controller its new address.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import os
 import threading
+import time
+from typing import TYPE_CHECKING
 
 import ray
 import uvloop
@@ -20,10 +26,17 @@ from cluster.controller import CONTROLLER, Member
 from core import config as configs
 from core.errors import BatonError
 from core.types import Role
+from worker.cpu import claim_threads
+
+if TYPE_CHECKING:
+    from router.server import RouterServer
 
 log = logging.getLogger(__name__)
 
 STOP_SECONDS = 10.0
+TELL_SECONDS = 1.0
+# Between a failure and the end of the process: time to tell, and no hurry to fail again.
+RETRY_SECONDS = 1.0
 
 
 class _ServerActor:
@@ -31,28 +44,48 @@ class _ServerActor:
 
     def __init__(self, tree: dict[str, object], member: Member) -> None:
         self._config = configs.parse(tree)
-        self._member = member
+        self._member = dataclasses.replace(member, pid=os.getpid())
+        # By name: a handle among the arguments could not be relied on at a restart.
         self._controller = ray.get_actor(CONTROLLER)
         self._loop = uvloop.new_event_loop()
         self._stopping = asyncio.Event()
+        self._serving = False
         logging.basicConfig(level=self._config.log_level.upper())
         self._thread = threading.Thread(target=self._run, name=member.worker_id, daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the server in order; returns when it has let go of everything."""
-        self._loop.call_soon_threadsafe(self._stopping.set)
-        self._thread.join(STOP_SECONDS)
+        """Ends the server in order; returns when it has let go of everything.
+
+        One that does not serve yet holds nothing that others could miss: it is left to be killed.
+        """
+        if self._serving:
+            self._loop.call_soon_threadsafe(self._stopping.set)
+            self._thread.join(STOP_SECONDS)
 
     def _run(self) -> None:
         try:
-            self._loop.run_until_complete(self._serve())
-        except BatonError as error:
-            # Starting again would fail again: say so, and stay down.
-            self._tell(progress="failed", error=error.message)
-        except BaseException:
+            self._loop.run_until_complete(self._live())
+        except BaseException as error:
             log.exception("this process can no longer be trusted and ends")
+            self._tell(progress="failed", address="", error=_reason(error))
+            time.sleep(RETRY_SECONDS)
             os._exit(1)
+
+    async def _live(self) -> None:
+        telling = asyncio.ensure_future(self._keep_telling())
+        try:
+            await self._serve()
+        finally:
+            telling.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await telling
+
+    async def _keep_telling(self) -> None:
+        """For a controller that was started again, and knows nobody."""
+        while True:
+            await asyncio.sleep(TELL_SECONDS)
+            self._tell()
 
     def _tell(self, **changes: str) -> None:
         """Tells the controller how far this process is; does not wait for it."""
@@ -68,13 +101,14 @@ class WorkerActor(_ServerActor):
 
     async def _serve(self) -> None:
         self._tell(progress="importing torch")
+        assert self._member.role is not None
+        claim_threads(self._config, self._member.role)
         # Imported here so that the controller hears from this process before torch is there.
         from decode_worker.role import DecodeRole
         from prefill_worker.role import PrefillRole
         from worker.server import WorkerServer
 
         role = self._member.role
-        assert role is not None
         server = WorkerServer(
             self._config,
             role,
@@ -83,6 +117,7 @@ class WorkerActor(_ServerActor):
             progress=lambda text: self._tell(progress=text),
         )
         await server.start(self._member.host or ray.util.get_node_ip_address(), 0)
+        self._serving = True
         self._tell(progress="ready", address=server.address)
         await server.serve_until(self._stopping)
 
@@ -100,7 +135,17 @@ class RouterActor(_ServerActor):
         self._tell(progress="loading the tokenizer")
         server = RouterServer(self._config, self._member.worker_id)
         await server.start(self._controller_address)
+        self._serving = True
         self._tell(progress="waiting for workers")
+        waiting = asyncio.ensure_future(self._tell_when_ready(server))
+        await server.serve_until(self._stopping)
+        waiting.cancel()
+
+    async def _tell_when_ready(self, server: RouterServer) -> None:
         await server.wait_ready()
         self._tell(progress="ready", address=server.address, metrics=server.metrics_address)
-        await server.serve_until(self._stopping)
+
+
+def _reason(error: BaseException) -> str:
+    """In one line: what an operator needs, or what a developer needs to look further."""
+    return error.message if isinstance(error, BatonError) else f"{type(error).__name__}: {error}"

@@ -1,9 +1,15 @@
-"""The controller: knows the members and tells the routers. On no request's path."""
+"""The controller: knows the members and tells the routers. On no request's path.
+
+It keeps nothing that it could not learn again: every member tells about itself
+once a second. A controller that Ray has started again listens on the same port,
+and tells the routers nothing before it has heard from everyone it expects, or
+has waited long enough for them.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +19,11 @@ from baton.v1 import cluster_pb2, cluster_pb2_grpc
 from core.types import Role
 from core.wire import role_to
 
-
 CONTROLLER = "controller"
-"""The controller's name in Ray."""
+"""The controller's name in the cluster's Ray namespace."""
+
+LEARNING_SECONDS = 5.0
+"""How long a controller that has just started waits for members it expects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,36 +42,43 @@ class Member:
     metrics: str = ""
     # Why it cannot start, when it cannot.
     error: str = ""
+    # Its process: another one after a restart.
+    pid: int = 0
 
 
 class Controller:
     """A Ray actor. Its methods carry control, never tokens or pages."""
 
-    def __init__(self, host: str) -> None:
-        self._host = host
+    def __init__(self, address: str, expected: Collection[str]) -> None:
+        self._expected = frozenset(expected)
         self._members: dict[str, Member] = {}
         self._membership = Membership()
-
-    async def serve(self) -> str:
-        """Starts the gRPC service that routers follow; its address."""
         self._server = grpc.aio.server()
         cluster_pb2_grpc.add_MembershipServicer_to_server(self._membership, self._server)
-        port = self._server.add_insecure_port(f"{self._host}:0")
-        await self._server.start()
-        return f"{self._host}:{port}"
+        self._server.add_insecure_port(address)
+        self._learning = asyncio.ensure_future(self._learn())
 
     async def update(self, member: Member) -> None:
         """A process tells how far it is. A restarted one replaces its earlier self."""
         self._members[member.worker_id] = member
+        if self._learning.done() or self._members.keys() >= self._expected:
+            await self._publish()
+
+    async def members(self) -> list[Member]:
+        return list(self._members.values())
+
+    async def _learn(self) -> None:
+        await self._server.start()
+        await asyncio.sleep(LEARNING_SECONDS)
+        await self._publish()
+
+    async def _publish(self) -> None:
         serving = [
             _message(item, item.role)
             for item in self._members.values()
             if item.role and item.address
         ]
         await self._membership.publish(cluster_pb2.Members(workers=serving))
-
-    async def members(self) -> list[Member]:
-        return list(self._members.values())
 
 
 def _message(member: Member, role: Role) -> cluster_pb2.Member:
@@ -73,10 +88,10 @@ def _message(member: Member, role: Role) -> cluster_pb2.Member:
 
 
 class Membership(cluster_pb2_grpc.MembershipServicer):
-    """The list of workers that serve, told to any number of routers."""
+    """The list of workers that serve, told to any number of routers once it is known."""
 
     def __init__(self) -> None:
-        self._now = cluster_pb2.Members()
+        self._now: cluster_pb2.Members | None = None
         self._changed = asyncio.Condition()
 
     async def publish(self, members: cluster_pb2.Members) -> None:
@@ -92,4 +107,5 @@ class Membership(cluster_pb2_grpc.MembershipServicer):
             async with self._changed:
                 await self._changed.wait_for(lambda: self._now != told)  # noqa: B023 read at once
                 told = self._now
+            assert told is not None
             yield told

@@ -2,28 +2,37 @@
 
 start()  joins or starts Ray, makes the actors, returns when requests can be served
 stop()   ends every actor in order and, where it was started here, Ray itself
+
+Each run has a Ray namespace of its own: any number of clusters can live on one
+Ray, as long as their routers listen on different ports. On a Ray that was
+joined, the workers may be anywhere; the router and the controller are on the
+node where the cluster was started.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
+import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.actors import RouterActor, WorkerActor
 from cluster.controller import CONTROLLER, Controller, Member
+from cluster.preflight import check_ray, free_port
 from core import config as configs
-from core.config import Config
+from core.config import Config, RouterConfig
 from core.errors import DeadlineExceeded, InvalidConfig, Unavailable
 from core.types import Role
 
-NAMESPACE = "baton"
 ROUTER = "router-0"
 POLL_SECONDS = 0.1
+MEMBERS_SECONDS = 5.0
 STOP_SECONDS = 15.0
 # Nothing of ours goes through Ray's object store; this is the least it takes.
 OBJECT_STORE_BYTES = 80 * 2**20
@@ -35,26 +44,39 @@ class Cluster:
     """One router, and as many workers of each role as the configuration says."""
 
     def __init__(self, config: Config, ray_address: str = "") -> None:
-        self._config = config
+        # Ports are chosen here, once: a router that starts again must be where it was.
+        self._config = dataclasses.replace(config, router=_with_ports(config.router))
         self._ray_address = ray_address
         self._actors: list[Any] = []
+        self._controller: Any = None
+        self._pids: dict[str, int] = {}
+        self.log_folder = ""
 
     def start(self, on_progress: Progress = lambda members: None, timeout: float = 600.0) -> Member:
-        """Starts everything; the router's entry, once it is ready."""
+        """Starts everything; the router's entry, once it is ready.
+
+        What `on_progress` raises ends the start. `stop` is then still to be called, as it is
+        after any other error.
+        """
+        on_progress([])
         self._join_ray()
+        on_progress([])
+        workers = self._plan()
         gpus = self._gpus_per_worker()
-        controller = ray.remote(Controller)
-        self._controller = controller.options(name=CONTROLLER, num_cpus=0).remote(
-            self._host("127.0.0.1")
-        )
-        address = ray.get(self._controller.serve.remote(), timeout=timeout)
-        for member in self._plan():
+        address = self._make_controller([ROUTER, *(member.worker_id for member in workers)])
+        for member in workers:
             self._actors.append(self._make_worker(member, gpus))
         self._actors.append(self._make_router(address))
         return self._wait(on_progress, time.monotonic() + timeout)
 
     def members(self) -> list[Member]:
-        found: list[Member] = ray.get(self._controller.members.remote())
+        """Every process as far as it has come; empty while the controller cannot answer."""
+        try:
+            found: list[Member] = ray.get(
+                self._controller.members.remote(), timeout=MEMBERS_SECONDS
+            )
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+            return []
         return found
 
     def stop(self) -> None:
@@ -62,29 +84,38 @@ class Cluster:
         if not ray.is_initialized():
             return
         stops = [actor.stop.remote() for actor in self._actors]
-        ray.wait(stops, num_returns=len(stops), timeout=STOP_SECONDS)
-        for actor in self._actors:
-            ray.kill(actor)
+        if stops:
+            ray.wait(stops, num_returns=len(stops), timeout=STOP_SECONDS)
+        for actor in (*self._actors, self._controller):
+            if actor is not None:
+                ray.kill(actor)
         ray.shutdown()
 
     def _join_ray(self) -> None:
+        # Ray would announce what is no news here: that it authenticates its processes, and that
+        # it leaves the signals to us.
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        namespace = f"baton-{secrets.token_hex(4)}"
+        quiet = {"namespace": namespace, "log_to_driver": False, "configure_logging": False}
         if self._ray_address:
+            check_ray(self._ray_address)
             try:
-                ray.init(self._ray_address, namespace=NAMESPACE, log_to_driver=False)
-            except ConnectionError as error:
-                raise Unavailable(f"no Ray cluster answers at {self._ray_address}") from error
-            return
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        # A Ray of our own has token authentication on, which it would announce.
-        logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
-        ray.init(
-            "local",
-            namespace=NAMESPACE,
-            include_dashboard=False,
-            log_to_driver=False,
-            configure_logging=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-        )
+                context = ray.init(self._ray_address, **quiet)
+            except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+                raise Unavailable(f"cannot join Ray at {self._ray_address}: {error}") from error
+        else:
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            # Ray would let everything else on the machine go before our workers.
+            os.environ.setdefault("RAY_worker_niceness", "0")
+            context = ray.init(
+                "local",
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                # Our actors ask for none; Ray gets as many processes ready, while it starts.
+                num_cpus=self._config.prefill.workers + self._config.decode.workers + 2,
+                **quiet,
+            )
+        self.log_folder = f"{context.address_info['session_dir']}/logs"
 
     def _gpus_per_worker(self) -> float:
         """One GPU a worker, or an equal share where there are fewer GPUs than workers."""
@@ -96,17 +127,22 @@ class Cluster:
         workers = self._config.prefill.workers + self._config.decode.workers
         return min(1.0, total / workers)
 
-    def _host(self, local: str) -> str:
-        """Where a process listens: `local` on a Ray of our own, this node's address on a joined
-        one, whose workers may be anywhere."""
-        return str(ray.util.get_node_ip_address()) if self._ray_address else local
-
-    def _plan(self) -> Iterator[Member]:
+    def _plan(self) -> list[Member]:
+        """The workers. On a joined Ray each listens at its node's address."""
         config = self._config
-        for role, section in ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode)):
-            for index in range(section.workers):
-                host = "" if self._ray_address else section.host
-                yield Member(f"{role.value}-{index}", role, host)
+        return [
+            Member(f"{role.value}-{index}", role, "" if self._ray_address else section.host)
+            for role, section in ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode))
+            for index in range(section.workers)
+        ]
+
+    def _make_controller(self, expected: list[str]) -> str:
+        """The controller's address: chosen here, so that it is the same after a restart."""
+        host = str(ray.util.get_node_ip_address()) if self._ray_address else "127.0.0.1"
+        address = f"{host}:{free_port(host)}"
+        actor = ray.remote(Controller).options(**_here(CONTROLLER))
+        self._controller = actor.remote(address, expected)
+        return address
 
     def _make_worker(self, member: Member, gpus: float) -> Any:
         section = self._config.prefill if member.role is Role.PREFILL else self._config.decode
@@ -122,7 +158,7 @@ class Cluster:
 
     def _make_router(self, controller_address: str) -> Any:
         member = Member(ROUTER, None, self._config.router.host)
-        actor = ray.remote(RouterActor).options(name=ROUTER, num_cpus=0, max_restarts=-1)
+        actor = ray.remote(RouterActor).options(**_here(ROUTER))
         tree = configs.dump(self._config)
         return actor.remote(tree, member, controller_address)
 
@@ -131,9 +167,37 @@ class Cluster:
             members = self.members()
             on_progress(members)
             for member in members:
-                if member.error:
-                    raise InvalidConfig(f"{member.worker_id} cannot start: {member.error}")
+                self._check_start(member)
                 if member.worker_id == ROUTER and member.address:
                     return member
             time.sleep(POLL_SECONDS)
         raise DeadlineExceeded("the cluster was not ready in time")
+
+    def _check_start(self, member: Member) -> None:
+        """While a cluster starts, what would later be mended is told instead."""
+        if member.error:
+            raise InvalidConfig(f"{member.worker_id} cannot start: {member.error}")
+        if self._pids.setdefault(member.worker_id, member.pid) != member.pid:
+            raise Unavailable(
+                f"{member.worker_id} was killed while it started; is there enough memory?"
+                f" Logs are in {self.log_folder}"
+            )
+
+
+def _with_ports(router: RouterConfig) -> RouterConfig:
+    return dataclasses.replace(
+        router,
+        port=router.port or free_port(router.host),
+        metrics_port=router.metrics_port or free_port(router.host),
+    )
+
+
+def _here(name: str) -> dict[str, Any]:
+    """Options of an actor that lives on this node, and starts again when it dies."""
+    node = ray.get_runtime_context().get_node_id()
+    return {
+        "name": name,
+        "num_cpus": 0,
+        "max_restarts": -1,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
+    }

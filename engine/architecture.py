@@ -7,13 +7,13 @@ is refused, never approximated. Code that ships with a model is never run.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from core.errors import InvalidConfig, ModelNotFound, UnsupportedModel
+from core.errors import InvalidConfig, UnsupportedModel
+from engine.settings import Settings, read_settings
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 
@@ -105,74 +105,9 @@ FAMILIES = {
 ROPE_KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3", "yarn")
 
 
-class Settings:
-    """A JSON object whose values are checked as they are read. null means absent."""
-
-    def __init__(self, values: dict[str, object], name: str) -> None:
-        self._values = values
-        self._name = name
-
-    def __contains__(self, key: str) -> bool:
-        return self._values.get(key) is not None
-
-    def states(self, key: str) -> bool:
-        """Whether `key` is there at all, be it as null."""
-        return key in self._values
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise self._wrong(key, "a whole number", value)
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self._wrong(key, "a number", value)
-        return float(value)
-
-    def flag(self, key: str, default: bool) -> bool:
-        value = self._get(key, default)
-        if not isinstance(value, bool):
-            raise self._wrong(key, "true or false", value)
-        return value
-
-    def text(self, key: str, default: str | None = None) -> str:
-        value = self._get(key, default)
-        if not isinstance(value, str):
-            raise self._wrong(key, "a string", value)
-        return value
-
-    def items(self, key: str) -> list[object]:
-        value = self._get(key, [])
-        if not isinstance(value, list):
-            raise self._wrong(key, "a list", value)
-        return value
-
-    def nested(self, key: str) -> Settings:
-        value = self._get(key, {})
-        if not isinstance(value, dict):
-            raise self._wrong(key, "an object", value)
-        return Settings(value, f"{self._name}.{key}")
-
-    def has_nested(self) -> bool:
-        return any(isinstance(value, dict) for value in self._values.values())
-
-    def _get(self, key: str, default: object) -> object:
-        value = self._values.get(key)
-        if value is not None:
-            return value
-        if default is None:
-            raise InvalidConfig(f"{self._name} lacks {key!r}", field=key)
-        return default
-
-    def _wrong(self, key: str, kind: str, value: object) -> InvalidConfig:
-        return InvalidConfig(f"{self._name}: {key!r} must be {kind}, not {value!r}", field=key)
-
-
 def read_architecture(folder: Path) -> Architecture:
     """The architecture of the model in `folder`, or UnsupportedModel."""
-    settings = _read_settings(folder / "config.json")
+    settings = read_settings(folder / "config.json")
     name = settings.text("model_type", "")
     family = _family(settings, name)
     _refuse_what_we_cannot_run(settings)
@@ -209,18 +144,6 @@ def read_architecture(folder: Path) -> Architecture:
 def supported() -> str:
     """The families that can be run, for people."""
     return ", ".join(f"{name} ({family.class_name})" for name, family in FAMILIES.items())
-
-
-def _read_settings(path: Path) -> Settings:
-    if not path.is_file():
-        raise ModelNotFound(f"no model in {path.parent}: it has no config.json")
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InvalidConfig(f"{path} is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise InvalidConfig(f"{path} does not hold an object")
-    return Settings(values, "config.json")
 
 
 def _family(settings: Settings, name: str) -> Family:

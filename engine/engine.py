@@ -13,11 +13,11 @@ from torch import Tensor
 
 from core.errors import InvalidConfig
 from engine.architecture import Architecture, read_architecture
-from engine.model import load_model
+from engine.checkpoint import checkpoint_files, digest_files
 from engine.page_pool import PagePool
 from engine.runner import Runner
 from engine.sequence import Plan
-from engine.weights import checkpoint_files, digest_files
+from engine.weights import load_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -110,7 +110,7 @@ def _pages_within(
 
 def _dtype(name: str | torch.dtype) -> torch.dtype:
     known = DTYPES.get(name) if isinstance(name, str) else name
-    if known not in DTYPES.values():
+    if known is None or known not in DTYPES.values():
         raise InvalidConfig(
             f"dtype {name} is not supported; supported: {', '.join(DTYPES)}", field="dtype"
         )

@@ -38,8 +38,8 @@ def rotations(positions: Tensor, frequencies: Tensor, attention_factor: float) -
 
 def interleave_pairs(weight: Tensor, head_dim: int) -> Tensor:
     """Rows [heads * head_dim, ...] of a projection, with each pair's two rows side by side."""
-    halves = weight.unflatten(0, (-1, 2, head_dim // 2))
-    return halves.transpose(1, 2).flatten(0, 2)
+    halves = weight.view(-1, 2, head_dim // 2, *weight.shape[1:])
+    return halves.transpose(1, 2).reshape(weight.shape)
 
 
 def _llama3(rope: Rope, plain: Tensor) -> Tensor:

@@ -48,6 +48,9 @@ class Runner:
             tokens = self._sampler.sample(logits, [plan[index].sequence for index in sampling])
             for index, token in zip(sampling, tokens, strict=True):
                 answers[index] = token
+        elif self._device.type == "cuda":
+            # Whoever pushes these pages must find them written; sampling waits by itself.
+            torch.cuda.synchronize(self._device)
         for piece in plan:
             piece.sequence.computed += piece.count
         return answers
@@ -114,24 +117,26 @@ class Runner:
         rows = page_rows(self._tensor(pages), self._layers)
         if len(pieces) == 1:
             skipped = first[0] // size * size
-            return DecodeReads(rows, first[0] - skipped, last[0] + 1 - skipped, None)
+            return DecodeReads(rows, slice(first[0] - skipped, last[0] + 1 - skipped), None)
         starts = self._tensor([start // size * size for start in first])
         keys = starts.view(-1, 1, 1, 1) + torch.arange(width * size, device=self._device)
         queries = self._tensor(last).view(-1, 1, 1, 1)
         mask = visibility(queries, keys, window, self._dtype)
-        return DecodeReads(rows, 0, width * size, mask)
+        return DecodeReads(rows, slice(None), mask)
 
     def _chunk_reads(self, piece: Piece, window: int | None) -> ChunkReads:
         """The pages that hold what any of the chunk's queries sees."""
         size, start = self._page_size, piece.sequence.computed
         end = start + piece.count
         cut = window is not None and window < end
-        if start == 0 and not cut:
+        # The way without a mask is the CPU's.
+        masked = cut or self._device.type != "cpu"
+        if start == 0 and not masked:
             return ChunkReads(None, end, None)
         first_page = _first_visible(start, window) // size
         pages = piece.sequence.lease.pages[first_page : (end - 1) // size + 1]
         rows = page_rows(self._tensor(pages), self._layers)
-        if not cut:
+        if not masked:
             return ChunkReads(rows, end, None)
         keys = torch.arange(first_page * size, end, device=self._device)
         queries = torch.arange(start, end, device=self._device).unsqueeze(1)

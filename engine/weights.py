@@ -1,113 +1,131 @@
-"""Tensors of a safetensors checkpoint, read once, each straight to where it is used.
-
-Files are memory-mapped: a tensor's bytes are first touched by the copy into
-its final buffer, which also converts its type.
-"""
+"""Loads a checkpoint's tensors straight into the model's fused buffers."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from core.errors import InvalidCheckpoint, ModelNotFound
+from engine.architecture import Architecture
+from engine.checkpoint import Checkpoint
+from engine.model import Layer, Model
+from engine.rope import interleave_pairs
+from kernels.linear import Linear
+from kernels.norm import RMSNorm
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
-_SAMPLES = 16
-_SAMPLE_BYTES = 4096
+def load_model(
+    folder: Path,
+    architecture: Architecture,
+    dtype: torch.dtype,
+    device: str,
+    progress: Callable[[float], None] | None = None,
+) -> Model:
+    """Reads the weights in `folder` into fused buffers."""
+    return _Loader(Checkpoint(folder, progress), architecture, dtype, device).load()
 
 
-class Checkpoint:
-    """The tensors of the model in `folder`. `copy` takes each of them once."""
-
-    def __init__(self, folder: Path, progress: Callable[[float], None] | None = None) -> None:
-        self.files = checkpoint_files(folder)
-        self._opened = [_open(file) for file in self.files]
-        self._remaining = {name: file for file in self._opened for name in file.keys()}  # noqa: SIM118
-        self._count = len(self._remaining)
-        self._progress = progress
-
-    def copy(
-        self, name: str, target: Tensor, arrange: Callable[[Tensor], Tensor] | None = None
+class _Loader:
+    def __init__(
+        self, checkpoint: Checkpoint, architecture: Architecture, dtype: torch.dtype, device: str
     ) -> None:
-        """Copies the tensor `name`, rearranged by `arrange`, into `target`."""
-        tensor = self._take(name)
-        if tensor.dtype not in FLOATS:
-            raise InvalidCheckpoint(f"tensor {name} is {tensor.dtype}, not a float")
-        if tensor.shape != target.shape:
-            raise InvalidCheckpoint(
-                f"tensor {name} has shape {list(tensor.shape)}, "
-                f"config.json asks for {list(target.shape)}"
-            )
-        target.copy_(arrange(tensor) if arrange else tensor)
-        if self._progress:
-            self._progress(1.0 - len(self._remaining) / self._count)
+        self._checkpoint = checkpoint
+        self._architecture = architecture
+        self._dtype = dtype
+        self._device = device
 
-    def skip(self, name: str) -> None:
-        """Says that a tensor `name`, if it is there, has no use."""
-        self._remaining.pop(name, None)
+    def load(self) -> Model:
+        shape = self._architecture
+        embedding = self._tensor("model.embed_tokens.weight", shape.vocabulary_size, shape.hidden)
+        layers = [self._layer(index) for index in range(shape.layers)]
+        norm = self._norm("model.norm.weight", shape.hidden)
+        if shape.tied_embeddings:
+            self._checkpoint.skip("lm_head.weight")
+            head = Linear(embedding)
+        else:
+            head = Linear(self._tensor("lm_head.weight", shape.vocabulary_size, shape.hidden))
+        self._checkpoint.finish()
+        return Model(shape, embedding, layers, norm, head)
 
-    def finish(self) -> None:
-        """Raises if a tensor was not used: then the model is not what its config says."""
-        unused = sorted(name for name in self._remaining if not name.endswith(".inv_freq"))
-        if unused:
-            raise InvalidCheckpoint(
-                f"config.json has no place for tensor {unused[0]} ({len(unused)} such tensors)"
-            )
+    def _layer(self, index: int) -> Layer:
+        shape = self._architecture
+        prefix = f"model.layers.{index}."
+        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        normed = shape.query_key_norm
+        return Layer(
+            attention_norm=self._norm(prefix + "input_layernorm.weight", shape.hidden),
+            qkv=self._qkv(attention),
+            query_norm=self._head_norm(attention + "q_norm.weight") if normed else None,
+            key_norm=self._head_norm(attention + "k_norm.weight") if normed else None,
+            output=self._linear(
+                attention,
+                {"o_proj": shape.hidden},
+                shape.heads * shape.head_dim,
+                bias=shape.output_bias,
+            ),
+            mlp_norm=self._norm(prefix + "post_attention_layernorm.weight", shape.hidden),
+            gate_up=self._linear(
+                mlp,
+                {"gate_proj": shape.intermediate, "up_proj": shape.intermediate},
+                shape.hidden,
+                bias=shape.mlp_bias,
+            ),
+            down=self._linear(
+                mlp, {"down_proj": shape.hidden}, shape.intermediate, bias=shape.mlp_bias
+            ),
+            window=shape.windows[index],
+            rotates=shape.rotates[index],
+        )
 
-    def _take(self, name: str) -> Tensor:
-        file = self._remaining.pop(name, None)
-        if file is None:
-            raise InvalidCheckpoint(f"tensor {name} is missing from the checkpoint")
-        tensor: Tensor = file.get_tensor(name)
+    def _qkv(self, prefix: str) -> Linear:
+        shape = self._architecture
+        query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        sizes = {"q_proj": query, "k_proj": key, "v_proj": key}
+        return self._linear(
+            prefix, sizes, shape.hidden, bias=shape.qkv_bias, rotated=("q_proj", "k_proj")
+        )
+
+    def _linear(
+        self,
+        prefix: str,
+        sizes: dict[str, int],
+        inputs: int,
+        *,
+        bias: bool,
+        rotated: tuple[str, ...] = (),
+    ) -> Linear:
+        """Projections of one input, {name: outputs}, as one."""
+        weight = self._empty(sum(sizes.values()), inputs)
+        biases = self._empty(sum(sizes.values())) if bias else None
+        start = 0
+        for name, size in sizes.items():
+            arrange = self._interleave if name in rotated else None
+            rows = slice(start, start + size)
+            self._checkpoint.copy(f"{prefix}{name}.weight", weight[rows], arrange)
+            if biases is not None:
+                self._checkpoint.copy(f"{prefix}{name}.bias", biases[rows], arrange)
+            start += size
+        return Linear(weight, biases)
+
+    def _norm(self, name: str, size: int) -> RMSNorm:
+        return RMSNorm(self._tensor(name, size), self._architecture.norm_epsilon)
+
+    def _head_norm(self, name: str) -> RMSNorm:
+        weight = self._empty(self._architecture.head_dim)
+        self._checkpoint.copy(name, weight, self._interleave)
+        return RMSNorm(weight, self._architecture.norm_epsilon)
+
+    def _tensor(self, name: str, *shape: int) -> Tensor:
+        tensor = self._empty(*shape)
+        self._checkpoint.copy(name, tensor)
         return tensor
 
+    def _empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self._dtype, device=self._device)
 
-def checkpoint_files(folder: Path) -> list[Path]:
-    """The safetensors files of the model in `folder`: those its index names, or the only one."""
-    index = folder / "model.safetensors.index.json"
-    files = [folder / "model.safetensors"]
-    if index.is_file():
-        files = [folder / name for name in _names_in_index(index)]
-    missing = [file.name for file in files if not file.is_file()]
-    if missing:
-        raise ModelNotFound(f"{folder} lacks the weight file {missing[0]} (safetensors only)")
-    return files
-
-
-def digest_files(files: list[Path]) -> bytes:
-    """A digest of the files' sizes, headers and some of their bytes; reads little."""
-    digest = hashlib.sha256()
-    for file in sorted(files):
-        size = file.stat().st_size
-        digest.update(size.to_bytes(8, "little"))
-        with file.open("rb") as stream:
-            header = int.from_bytes(stream.read(8), "little")
-            digest.update(stream.read(min(header, size)))
-            for sample in range(_SAMPLES):
-                stream.seek(
-                    (size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1) if size > _SAMPLE_BYTES else 0
-                )
-                digest.update(stream.read(_SAMPLE_BYTES))
-    return digest.digest()
-
-
-def _names_in_index(index: Path) -> list[str]:
-    try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, AttributeError) as error:
-        raise InvalidCheckpoint(f"{index} is not an index of safetensors files") from error
-    return sorted(names)
-
-
-def _open(file: Path) -> safe_open:
-    try:
-        return safe_open(file, framework="pt")
-    except SafetensorError as error:
-        raise InvalidCheckpoint(f"{file} is not a safetensors file: {error}") from error
+    @property
+    def _interleave(self) -> Callable[[Tensor], Tensor]:
+        return partial(interleave_pairs, head_dim=self._architecture.head_dim)

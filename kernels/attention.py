@@ -9,6 +9,7 @@ normalizers.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -18,24 +19,23 @@ from torch.nn import functional
 from kernels.cache import LayerCache, gather
 
 BLOCK = 128
-"""Tokens of a chunk whose queries are attended together."""
+"""Tokens of a chunk whose queries are attended together; half of it for a short prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeReads:
     """What the decode queries of one step read: made once, used by every layer of one window."""
 
-    rows: Tensor  # [2, B * pages]
-    first: int  # the gathered tokens that any query sees: [first, last)
-    last: int
-    mask: Tensor | None  # [B, 1, 1, last - first], added to the scores
+    rows: Tensor  # [2 * B * pages]
+    seen: slice  # the gathered tokens that any query sees
+    mask: Tensor | None  # [B, 1, 1, seen], added to the scores; None: all of them are seen
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkReads:
     """What the queries of one chunk read: pages that end with the chunk itself."""
 
-    rows: Tensor | None  # [2, pages]; None: the chunk is all there is
+    rows: Tensor | None  # [2 * pages]; None: the chunk is all there is
     length: int  # tokens of the gathered pages that are in use
     mask: Tensor | None  # [count, length], added to the scores; None: all of the past is seen
 
@@ -43,10 +43,9 @@ class ChunkReads:
 def decode_attention(query: Tensor, cache: LayerCache, reads: DecodeReads) -> Tensor:
     """query [B, heads, head_dim], one token a sequence -> [B, heads * head_dim]."""
     batch, heads, head_dim = query.shape
-    # [2, B * pages, page_size, kv_heads, dim] -> [2, B, kv_heads, tokens, dim]
-    found = gather(cache, reads.rows).unflatten(1, (batch, -1)).flatten(2, 3)
-    keys, values = found[:, :, reads.first : reads.last].transpose(2, 3).unbind()
-    groups = query.unflatten(1, (keys.shape[1], -1))
+    found = gather(cache, reads.rows, batch, head_dim)
+    keys, values = found[:, :, :, reads.seen].unbind()
+    groups = query.view(batch, keys.shape[1], -1, head_dim)
     attended = functional.scaled_dot_product_attention(groups, keys, values, reads.mask)
     return attended.reshape(batch, heads * head_dim)
 
@@ -59,14 +58,19 @@ def chunk_attention(
     if reads.rows is None:
         keys, values = (half.transpose(0, 1) for half in keys_values.chunk(2, dim=1))
     else:
-        found = gather(cache, reads.rows).flatten(1, 2)[:, : reads.length]
-        keys, values = found.transpose(1, 2).unbind()  # [kv_heads, length, dim]
-    groups = query.unflatten(1, (keys.shape[0], -1)).transpose(0, 1)  # [kv_heads, T, group, dim]
-    attend = _causal if reads.mask is None else _masked
-    return attend(groups, keys, values, reads.mask).transpose(0, 1).reshape(len(query), -1)
+        found = gather(cache, reads.rows, 1, query.shape[2]).squeeze(1)
+        keys, values = found[:, :, : reads.length].contiguous().unbind()
+    groups = query.view(len(query), len(keys), -1, query.shape[2]).transpose(
+        0, 1
+    )  # [kv_heads, T, group, dim]
+    if reads.mask is None:
+        attended = _causal(groups, keys, values)
+    else:
+        attended = _masked(groups, keys, values, reads.mask)
+    return attended.transpose(0, 1).reshape(len(query), -1)
 
 
-def _masked(groups: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+def _masked(groups: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     """groups [kv_heads, T, group, dim] -> the same, with any mask."""
     shared = (-1, groups.shape[2], -1, -1)
     attended = functional.scaled_dot_product_attention(
@@ -78,13 +82,15 @@ def _masked(groups: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -
     return attended.transpose(1, 2)
 
 
-def _causal(groups: Tensor, keys: Tensor, values: Tensor, _: Tensor | None) -> Tensor:
+def _causal(groups: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """groups [kv_heads, T, group, dim], the last T of the keys' positions -> the same."""
     count, before = groups.shape[1], keys.shape[1] - groups.shape[1]
-    whole = count // BLOCK * BLOCK
+    size = BLOCK if keys.shape[1] > 2 * BLOCK else BLOCK // 2
+    whole = count // size * size
     parts = []
     if whole:
-        parts.append(_blocks(groups[:, :whole], keys[:, : before + whole], values[:, : before + whole], BLOCK))
+        seen = before + whole
+        parts.append(_blocks(groups[:, :whole], keys[:, :seen], values[:, :seen], size))
     if whole < count:
         parts.append(_blocks(groups[:, whole:], keys, values, count - whole))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
@@ -95,13 +101,19 @@ def _blocks(groups: Tensor, keys: Tensor, values: Tensor, size: int) -> Tensor:
     kv_heads, count, group, head_dim = groups.shape
     before = keys.shape[1] - count
     rows = groups.reshape(kv_heads, count // size, size * group, head_dim)
-    own_keys, own_values = (own[:, before:].unflatten(1, (-1, size)) for own in (keys, values))
-    attended, weight = _attend(rows, own_keys, own_values, _triangle(size, group, groups))
+    own_keys, own_values = (
+        own[:, before:].view(kv_heads, -1, size, head_dim) for own in (keys, values)
+    )
+    attended, weight = _attend(
+        rows, own_keys, own_values, _triangle(size, group, rows.dtype, rows.device)
+    )
     for block in range(count // size):
         past = slice(0, before + block * size)
         if past.stop:
             rows_of_block = rows[:, block : block + 1]
-            earlier, earlier_weight = _attend(rows_of_block, keys[:, None, past], values[:, None, past])
+            earlier, earlier_weight = _attend(
+                rows_of_block, keys[:, None, past], values[:, None, past]
+            )
             share = (earlier_weight - weight[:, block : block + 1]).sigmoid_().unsqueeze(-1)
             attended[:, block : block + 1].lerp_(earlier, share.to(attended.dtype))
     return attended.view(kv_heads, count, group, head_dim)
@@ -117,9 +129,11 @@ def _attend(
     return attended, weight
 
 
-def _triangle(size: int, group: int, like: Tensor) -> Tensor:
-    positions = torch.arange(size, device=like.device)
-    mask = visibility(positions.unsqueeze(1), positions, None, like.dtype)
+@functools.lru_cache(maxsize=64)
+def _triangle(size: int, group: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What each of `group` queries a token sees of its own block: [size * group, size]."""
+    positions = torch.arange(size, device=device)
+    mask = visibility(positions.unsqueeze(1), positions, None, dtype)
     return mask.repeat_interleave(group, 0)
 
 

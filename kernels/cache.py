@@ -17,23 +17,23 @@ from torch import Tensor
 class LayerCache(NamedTuple):
     """One layer's keys and values, by page and by token."""
 
-    pages: Tensor  # [rows, page_size, kv_heads, head_dim]; see page_rows
+    pages: Tensor  # [rows, page_size * kv_heads * head_dim]; see page_rows
     tokens: Tensor  # [rows, kv_heads * head_dim]; see token_rows
 
 
 def layer_caches(kv: Tensor) -> list[LayerCache]:
     """Views of kv [page, layer, 2, token, kv_head, dim], one a layer."""
     layers, page_size = kv.shape[1], kv.shape[3]
-    pages, tokens = kv.flatten(0, 2), kv.flatten(0, 3).flatten(1)
+    pages, tokens = kv.flatten(3).flatten(0, 2), kv.flatten(4).flatten(0, 3)
     return [
         LayerCache(pages[2 * layer :], tokens[2 * layer * page_size :]) for layer in range(layers)
     ]
 
 
 def page_rows(pages: Tensor, layers: int) -> Tensor:
-    """Rows of LayerCache.pages: page ids [n] -> [2, n], keys then values."""
+    """Rows of LayerCache.pages: page ids [n] -> [2 * n], all keys, then all values."""
     keys = pages * (2 * layers)
-    return torch.stack((keys, keys + 1))
+    return torch.cat((keys, keys + 1))
 
 
 def token_rows(pages: Tensor, offsets: Tensor, layers: int, page_size: int) -> Tensor:
@@ -44,9 +44,11 @@ def token_rows(pages: Tensor, offsets: Tensor, layers: int, page_size: int) -> T
 
 def write_(cache: LayerCache, rows: Tensor, keys_values: Tensor) -> None:
     """Stores keys_values [T, 2 * kv_heads, head_dim], keys first, at rows [T, 2]."""
-    cache.tokens[rows] = keys_values.view(*rows.shape, -1)
+    cache.tokens.index_put_((rows,), keys_values.view(*rows.shape, -1))
 
 
-def gather(cache: LayerCache, rows: Tensor) -> Tensor:
-    """The pages at rows [2, n]: [2, n, page_size, kv_heads, head_dim]."""
-    return cache.pages.index_select(0, rows.flatten()).unflatten(0, (2, -1))
+def gather(cache: LayerCache, rows: Tensor, sequences: int, head_dim: int) -> Tensor:
+    """The pages at rows [2 * sequences * pages]: [2, sequences, kv_heads, tokens, head_dim]."""
+    kv_heads = cache.tokens.shape[1] // head_dim
+    found = cache.pages.index_select(0, rows)
+    return found.view(2, sequences, -1, kv_heads, head_dim).transpose(2, 3)

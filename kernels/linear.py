@@ -17,21 +17,30 @@ class Linear:
     batch, where packed weights are up to twice as fast. Both copies are kept.
     """
 
-    __slots__ = ("bias", "packed", "weight")
+    __slots__ = ("_packed", "_transposed", "bias", "weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight = weight  # [out, in]
         self.bias = bias  # [out]
-        self.packed = _pack(weight) if _packing_pays(weight) else None
+        self._transposed = weight.t()
+        self._packed = _pack(weight) if _packing_pays(weight) else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [rows, in] -> [rows, out]."""
-        if self.packed is None or x.shape[0] == 1:
+        if len(x) == 1 and self.bias is None:
+            return torch.mm(x, self._transposed)
+        if len(x) == 1 or self._packed is None:
             return functional.linear(x, self.weight, self.bias)
         product: Tensor = torch.ops.mkldnn._linear_pointwise(
-            x, self.packed, self.bias, "none", [], ""
+            x, self._packed, self.bias, "none", [], ""
         )
         return product
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual [rows, out] + self(x)."""
+        if len(x) == 1 and self.bias is None:
+            return torch.addmm(residual, x, self._transposed)
+        return self(x).add_(residual)
 
 
 def _packing_pays(weight: Tensor) -> bool:
@@ -39,7 +48,7 @@ def _packing_pays(weight: Tensor) -> bool:
         weight.device.type == "cpu"
         and weight.dtype == torch.float32
         and platform.machine() == "aarch64"
-        and torch.backends.mkldnn.is_available()
+        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
     )
 
 

@@ -6,11 +6,14 @@ import torch
 from torch import Tensor
 
 
-def rotate_(x: Tensor, rotation: Tensor) -> None:
-    """Turns each pair of neighbours in x [T, heads, head_dim] by rotation [T, 1, head_dim / 2]."""
-    pairs = x.unflatten(-1, (-1, 2))
+def rotate_(x: Tensor, heads: int, rotation: Tensor) -> None:
+    """Turns the first `heads` heads of x [T, all heads, head_dim] by rotation [T, 1, head_dim / 2].
+
+    A pair of neighbouring dimensions is one complex number.
+    """
+    pairs = x.view(*x.shape[:2], -1, 2)
     if x.dtype == torch.float32:
-        torch.view_as_complex(pairs).mul_(rotation)
+        torch.view_as_complex(pairs)[:, :heads].mul_(rotation)
     else:
-        turned = torch.view_as_complex(pairs.float()) * rotation
-        pairs.copy_(torch.view_as_real(turned))
+        turned = torch.view_as_complex(pairs[:, :heads].float()) * rotation
+        pairs[:, :heads] = torch.view_as_real(turned)

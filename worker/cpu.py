@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import engine  # noqa: F401 its settings of torch's memory must be there before torch
 from core.config import Config
 from core.types import Role
 

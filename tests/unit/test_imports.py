@@ -21,7 +21,7 @@ ALLOWED = {
     "prefill_worker": {"worker", "engine", "kv_transfer"},
     "decode_worker": {"worker", "engine", "kv_transfer"},
     "router": set(),
-    "cluster": {"router", "prefill_worker", "decode_worker", "worker"},
+    "cluster": {"router", "prefill_worker", "decode_worker", "worker", "engine"},
     "cli": {"cluster", "baton"},
 }
 

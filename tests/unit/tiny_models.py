@@ -36,16 +36,14 @@ class TinyModel:
     family: str
     settings: dict[str, object] = field(default_factory=dict)
 
-    def without(self, **changes: object) -> TinyModel:
-        """The same model with some settings changed; a feature switched off, say."""
+    def changed(self, **changes: object) -> TinyModel:
+        """The same model with some settings changed: a feature switched off, say."""
         return TinyModel(self.family, {**self.settings, **changes})
 
 
 TINY_MODELS: dict[str, TinyModel] = {
     "llama": TinyModel("llama", {"num_key_value_heads": 4}),
-    "llama-tied-mqa": TinyModel(
-        "llama", {"tie_word_embeddings": True, "num_key_value_heads": 1}
-    ),
+    "llama-tied-mqa": TinyModel("llama", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
     "llama-head-dim": TinyModel("llama", {"head_dim": 32}),
     "llama-biases": TinyModel("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama-llama3-rope": TinyModel(
@@ -151,9 +149,7 @@ def change_config(folder: Path, **changes: object) -> None:
     path.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
 
 
-def generate_with_transformers(
-    model: PreTrainedModel, prompt: list[int], count: int
-) -> list[int]:
+def generate_with_transformers(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
     """The oracle: the greedy answer of `count` tokens."""
     answer = model.generate(
         torch.tensor([prompt]),

@@ -1,0 +1,96 @@
+"""What can be known to be wrong before anything is started: told at once, in one line."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+
+import grpc
+
+from core import model_store
+from core.config import Config, RouterConfig
+from core.errors import InvalidConfig, Unavailable
+from engine.architecture import Architecture, read_architecture
+
+# Bytes of one K or V value; "auto" is told apart by the worker, which sees the device.
+_VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2}
+
+_CONNECT_SECONDS = 3.0
+_GET_CLUSTER_ID = "/ray.rpc.NodeInfoGcsService/GetClusterId"
+
+
+def check(config: Config) -> None:
+    """Raises InvalidConfig if a cluster could not serve `config` on this machine."""
+    architecture = read_architecture(model_store.locate(config.model))
+    _check_pools(config, architecture)
+    _check_ports(config.router)
+
+
+def _check_pools(config: Config, architecture: Architecture) -> None:
+    values = architecture.layers * architecture.kv_heads * architecture.head_dim * 2
+    page_bytes = values * config.page_size * _VALUE_BYTES[config.dtype]
+    for name, kv_memory in (
+        ("prefill.kv_memory", config.prefill.kv_memory),
+        ("decode.kv_memory", config.decode.kv_memory),
+    ):
+        if kv_memory < page_bytes:
+            raise InvalidConfig(
+                f"{name} of {int(kv_memory)} bytes holds no page: one takes {page_bytes}",
+                field=name,
+            )
+
+
+def _check_ports(router: RouterConfig) -> None:
+    """Takes both ports for a moment, so that two that are the same are found too."""
+    with contextlib.ExitStack() as held:
+        for name, port in (("port", router.port), ("metrics_port", router.metrics_port)):
+            try:
+                held.enter_context(_listen(router.host, port))
+            except OSError as error:
+                reason = error.strerror or str(error)
+                raise InvalidConfig(
+                    f"cannot listen on {router.host}:{port} (router.{name}): {reason}",
+                    field=f"router.{name}",
+                ) from None
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    return socket.create_server((host, port), family=family)
+
+
+def free_port(host: str) -> int:
+    """A port of `host` that nobody listens on."""
+    with _listen(host, 0) as held:
+        port: int = held.getsockname()[1]
+        return port
+
+
+def check_ray(address: str) -> None:
+    """Raises if a Ray at `address` cannot be joined; Ray itself would try for long, and aloud."""
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or "/" in host:
+        raise InvalidConfig(f"--ray-address must be HOST:PORT or auto, not {address!r}")
+    try:
+        socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise Unavailable(f"no Ray cluster answers at {address}: {reason}") from None
+    if not os.environ.get("RAY_AUTH_MODE") and _wants_token(address):
+        raise InvalidConfig(
+            f"the Ray at {address} asks for a token, which Ray sends to an address only when"
+            " told to: set RAY_AUTH_MODE=token"
+        )
+
+
+def _wants_token(address: str) -> bool:
+    with grpc.insecure_channel(address) as channel:
+        try:
+            call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(_GET_CLUSTER_ID)
+            call(b"", timeout=_CONNECT_SECONDS)
+        except grpc.RpcError as error:
+            return bool(error.code() is grpc.StatusCode.UNAUTHENTICATED)
+    return False

@@ -1,0 +1,116 @@
+"""Tensors of a safetensors checkpoint, read once, each straight to where it is used.
+
+Files are memory-mapped: a tensor's bytes are first touched by the copy into
+its final buffer, which also converts its type.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from core.errors import InvalidCheckpoint, ModelNotFound
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+_SAMPLES = 16
+_SAMPLE_BYTES = 4096
+
+
+class Checkpoint:
+    """The tensors of the model in `folder`. `copy` takes each of them once."""
+
+    def __init__(self, folder: Path, progress: Callable[[float], None] | None = None) -> None:
+        self.files = checkpoint_files(folder)
+        self._opened = [_open(file) for file in self.files]
+        self._remaining = {name: file for file in self._opened for name in _names(file)}
+        self._count = len(self._remaining)
+        self._progress = progress
+
+    def copy(
+        self, name: str, target: Tensor, arrange: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        """Copies the tensor `name`, rearranged by `arrange`, into `target`."""
+        tensor = self._take(name)
+        if tensor.dtype not in FLOATS:
+            raise InvalidCheckpoint(f"tensor {name} is {tensor.dtype}, not a float")
+        if tensor.shape != target.shape:
+            raise InvalidCheckpoint(
+                f"tensor {name} has shape {list(tensor.shape)}, "
+                f"config.json asks for {list(target.shape)}"
+            )
+        target.copy_(arrange(tensor) if arrange else tensor)
+        if self._progress:
+            self._progress(1.0 - len(self._remaining) / self._count)
+
+    def skip(self, name: str) -> None:
+        """Says that a tensor `name`, if it is there, has no use."""
+        self._remaining.pop(name, None)
+
+    def finish(self) -> None:
+        """Raises if a tensor was not used: then the model is not what its config says."""
+        unused = sorted(name for name in self._remaining if not name.endswith(".inv_freq"))
+        if unused:
+            raise InvalidCheckpoint(
+                f"config.json has no place for tensor {unused[0]} ({len(unused)} such tensors)"
+            )
+
+    def _take(self, name: str) -> Tensor:
+        file = self._remaining.pop(name, None)
+        if file is None:
+            raise InvalidCheckpoint(f"tensor {name} is missing from the checkpoint")
+        tensor: Tensor = file.get_tensor(name)  # type: ignore[no-untyped-call]
+        return tensor
+
+
+def checkpoint_files(folder: Path) -> list[Path]:
+    """The safetensors files of the model in `folder`: those its index names, or the only one."""
+    index = folder / "model.safetensors.index.json"
+    files = [folder / "model.safetensors"]
+    if index.is_file():
+        files = [folder / name for name in _names_in_index(index)]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise ModelNotFound(f"{folder} lacks the weight file {missing[0]} (safetensors only)")
+    return files
+
+
+def digest_files(files: list[Path]) -> bytes:
+    """A digest of the files' sizes, headers and some of their bytes; reads little."""
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        size = file.stat().st_size
+        digest.update(size.to_bytes(8, "little"))
+        with file.open("rb") as stream:
+            header = int.from_bytes(stream.read(8), "little")
+            digest.update(stream.read(min(header, size)))
+            for sample in range(_SAMPLES):
+                stream.seek(max(0, size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1))
+                digest.update(stream.read(_SAMPLE_BYTES))
+    return digest.digest()
+
+
+def _names_in_index(index: Path) -> list[str]:
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, AttributeError) as error:
+        raise InvalidCheckpoint(f"{index} is not an index of safetensors files") from error
+    return sorted(names)
+
+
+def _open(file: Path) -> safe_open:
+    try:
+        return safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise InvalidCheckpoint(f"{file} is not a safetensors file: {error}") from error
+
+
+def _names(file: safe_open) -> list[str]:
+    names: list[str] = file.keys()  # type: ignore[no-untyped-call]
+    return names

@@ -1,0 +1,135 @@
+"""Clusters on a Ray that somebody else runs."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from serving import Command, Serve, run
+from tiny_models import TINY_MODELS, save
+
+from cluster.preflight import free_port
+from core.model_store import embedded_folder
+
+# As a user would say it; the token is otherwise one file for all of a user's clusters.
+TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
+
+
+class RayHead(Command):
+    """A Ray of one node, run by `ray start`. Ended by its session, never by `ray stop`."""
+
+    def __init__(self, workspace: Path) -> None:
+        self.address = f"127.0.0.1:{free_port('127.0.0.1')}"
+        ray = str(Path(sys.executable).with_name("ray"))
+        options = ["--head", "--block", "--node-ip-address=127.0.0.1", "--num-cpus=2"]
+        ports = [f"--port={self.address.rpartition(':')[2]}", "--dashboard-agent-listen-port=0"]
+        folder = ["--include-dashboard=false", "--disable-usage-stats", f"--temp-dir={workspace}"]
+        super().__init__(workspace, [ray, "start", *options, *ports, *folder], TOKEN)
+
+    def actors(self) -> list[str]:
+        return [line for line in self.processes().values() if line.endswith("Actor")]
+
+    def wait_without_actors(self) -> None:
+        deadline = time.monotonic() + 10.0
+        while left := self.actors():
+            assert time.monotonic() < deadline, left
+            time.sleep(0.1)
+
+    def runs(self) -> bool:
+        return any("raylet" in line for line in self.processes().values())
+
+
+@pytest.fixture(scope="module")
+def head() -> Iterator[RayHead]:
+    # Not pytest's folder: Ray has sockets there, whose paths must be short.
+    workspace = Path(tempfile.mkdtemp(prefix="ray-"))
+    ray = RayHead(workspace)
+    try:
+        ray.wait_for("Ray runtime started")
+        yield ray
+    finally:
+        ray.end()
+        shutil.rmtree(workspace, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    save(TINY_MODELS["llama"], folder)
+    return folder
+
+
+def test_two_clusters_share_a_ray_and_leave_it_running(
+    head: RayHead, tiny: Path, tmp_path: Path
+) -> None:
+    flags = ["--ray-address", head.address, "--model", str(tiny), "--kv-memory", "4MiB"]
+    with (
+        Serve(tmp_path / "one", *flags, environment=TOKEN) as one,
+        Serve(tmp_path / "two", *flags, environment=TOKEN) as two,
+    ):
+        for cluster in (one, two):
+            cluster.ready().wait_whole()
+            with cluster.client() as client:
+                assert client.generate([1, 2, 3], max_tokens=5).usage.completion_tokens == 5
+        one.send(signal.SIGTERM)
+        assert (one.wait(), one.stderr) == (0, "")
+        with two.client() as client:
+            assert client.generate([1, 2, 3], max_tokens=5).usage.completion_tokens == 5
+        assert len(head.actors()) == 3
+        two.send(signal.SIGINT)
+        assert (two.wait(), two.stderr) == (0, "")
+    head.wait_without_actors()
+    assert head.runs()
+
+
+def test_a_cluster_whose_command_is_killed_leaves_a_shared_ray(
+    head: RayHead, tiny: Path, tmp_path: Path
+) -> None:
+    flags = ["--ray-address", head.address, "--model", str(tiny), "--kv-memory", "4MiB"]
+    with Serve(tmp_path, *flags, environment=TOKEN) as cluster:
+        cluster.wait_for("importing torch")
+        cluster.send(signal.SIGKILL)
+        cluster.wait()
+    head.wait_without_actors()
+    assert head.runs()
+
+
+def test_what_only_a_worker_can_find_is_told_in_one_line(head: RayHead, tmp_path: Path) -> None:
+    model = tmp_path / "weightless"
+    model.mkdir()
+    shutil.copy(embedded_folder() / "config.json", model)
+    flags = ["--ray-address", head.address, "--model", str(model)]
+    with Serve(tmp_path, *flags, environment=TOKEN) as cluster:
+        assert cluster.wait() == 1
+    (line,) = cluster.stderr.splitlines()
+    assert re.fullmatch(r"baton: \S+-0 cannot start: .*weightless.*", line)
+    head.wait_without_actors()
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("127.0.0.1:1", "no Ray cluster answers at 127.0.0.1:1"),
+        ("nonsense", "must be HOST:PORT or auto"),
+        ("ray://127.0.0.1:10001", "must be HOST:PORT or auto"),
+    ],
+)
+def test_a_wrong_address_is_told_in_one_line(address: str, words: str, tmp_path: Path) -> None:
+    ended = run(tmp_path, "--ray-address", address, "--port", "0", "--metrics-port", "0")
+    assert ended.wait() == 1
+    (line,) = ended.stderr.splitlines()
+    assert words in line
+
+
+def test_a_ray_that_asks_for_a_token_is_told_in_one_line(head: RayHead, tmp_path: Path) -> None:
+    ended = run(tmp_path, "--ray-address", head.address, "--port", "0", "--metrics-port", "0")
+    assert ended.wait() == 1
+    (line,) = ended.stderr.splitlines()
+    assert "set RAY_AUTH_MODE=token" in line

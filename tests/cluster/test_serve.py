@@ -1,0 +1,167 @@
+"""`baton serve` as a user meets it: start, answer, survive losses, stop, say what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from serving import Serve, run, thread_ticks
+from tiny_models import TINY_MODELS, save
+
+QUESTION = "What is the capital of France?"
+ANSWER = "The capital of France is Paris.\n"
+
+
+@pytest.fixture(scope="module")
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+    """One cluster of the embedded model; every test leaves it whole."""
+    with Serve(tmp_path_factory.mktemp("serve")) as cluster:
+        yield cluster.ready()
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    save(TINY_MODELS["llama"], folder)
+    return folder
+
+
+def test_it_shows_how_far_it_is_and_how_to_use_it(serve: Serve) -> None:
+    for worker in ("prefill-0", "decode-0"):
+        for step in ("importing torch", "loading the model", "ready"):
+            assert re.search(rf"^ +\d+\.\d s  {worker} +{step}$", serve.stdout, re.MULTILINE)
+    assert f'baton generate --address {serve.address} "' in serve.stdout
+    assert serve.stderr == ""
+
+
+def test_it_answers(serve: Serve) -> None:
+    assert serve.ask("generate", QUESTION) == ANSWER
+
+
+def test_its_status_shows_both_workers_attached(serve: Serve) -> None:
+    status = json.loads(serve.ask("status", "--json"))
+    attached = {item["member"]["worker_id"]: item["attached"] for item in status["workers"]}
+    assert attached == {"prefill-0": True, "decode-0": True}
+
+
+def test_its_workers_compute_on_every_core(serve: Serve) -> None:
+    """Ray tells its processes to use one thread and to let others go first."""
+    for name, prompt, tokens in (("prefill-0", [7] * 500, 2), ("decode-0", [7] * 2, 50)):
+        worker = serve.worker(name)
+        before = thread_ticks(worker)
+        with serve.client() as client:
+            client.generate(prompt, max_tokens=tokens, ignore_eos=True)
+        spent = [ticks - before.get(tid, 0) for tid, ticks in thread_ticks(worker).items()]
+        busy = [ticks for ticks in spent if ticks > max(spent) / 3]
+        assert len(busy) == len(os.sched_getaffinity(worker)), spent
+        assert os.getpriority(os.PRIO_PROCESS, worker) == os.getpriority(os.PRIO_PROCESS, serve.pid)
+
+
+@pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
+def test_a_killed_worker_comes_back(serve: Serve, name: str) -> None:
+    lost = serve.worker(name)
+    starts = len(re.findall(f"{name} +ready", serve.stdout))
+    os.kill(lost, signal.SIGKILL)
+    serve.wait_for(f"{name} +ready", starts + 1)
+    serve.wait_whole()
+    assert serve.ask("generate", QUESTION) == ANSWER
+    assert serve.worker(name) != lost
+    serve.wait_whole()
+
+
+def test_a_killed_router_comes_back_on_its_port(serve: Serve) -> None:
+    os.kill(serve.actor("RouterActor"), signal.SIGKILL)
+    serve.wait_whole()
+    assert serve.ask("generate", QUESTION) == ANSWER
+
+
+def test_a_worker_killed_after_the_controller_comes_back_too(serve: Serve) -> None:
+    starts = len(re.findall("decode-0 +ready", serve.stdout))
+    os.kill(serve.actor("Controller"), signal.SIGKILL)
+    assert serve.ask("generate", QUESTION) == ANSWER
+    os.kill(serve.worker("decode-0"), signal.SIGKILL)
+    serve.wait_for("decode-0 +ready", starts + 1)
+    serve.wait_whole()
+    assert serve.ask("generate", QUESTION) == ANSWER
+
+
+def test_a_second_cluster_with_a_file_and_flags_runs_beside_the_first(
+    serve: Serve, tiny: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(yaml.safe_dump({"model": str(tiny), "model_name": "tiny", "page_size": 32}))
+    flags = ["--config", str(file), "--prefill", "2", "--decode", "2"]
+    with Serve(tmp_path, *flags, "--kv-memory", "4MiB", "--page-size", "8") as second:
+        workers = second.ready().wait_whole(4)
+        # K and V of 3 layers, 8 tokens, 4 heads of 12 numbers of 4 bytes.
+        page_bytes = 2 * 3 * 8 * 4 * 12 * 4
+        assert {item.total_pages for item in workers} == {4 * 2**20 // page_bytes}
+        with second.client() as client:
+            assert [model.name for model in client.models()] == ["tiny"]
+            assert client.generate([1, 2, 3], max_tokens=9).usage.completion_tokens == 9
+        assert serve.ask("generate", QUESTION) == ANSWER
+        second.send(signal.SIGINT)
+        second.wait_for("stopping …")
+        second.send(signal.SIGINT)
+        assert (second.wait(), second.stderr) == (0, "")
+        second.wait_gone()
+    assert serve.ask("generate", QUESTION) == ANSWER
+
+
+@pytest.mark.parametrize(
+    ("moment", "later", "number"),
+    [("starting Ray", 1.0, signal.SIGINT), ("loading the model", 0.0, signal.SIGTERM)],
+)
+def test_a_signal_during_the_start_leaves_nothing_behind(
+    moment: str, later: float, number: signal.Signals, tmp_path: Path
+) -> None:
+    with Serve(tmp_path) as starting:
+        starting.wait_for(moment)
+        time.sleep(later)
+        starting.send(number)
+        assert (starting.wait(), starting.stderr) == (0, "")
+        assert "Baton serves" not in starting.stdout
+        starting.wait_gone()
+
+
+CASES = {
+    "an unknown key": (["--config", "{config}"], "unknown key page_sise; did you mean page_size?"),
+    "a wrong dtype": (["--dtype", "int8"], "dtype must be one of auto, float32"),
+    "no such model": (["--model", "/nowhere"], "'/nowhere' is not a folder with a config.json"),
+    "another architecture": (["--model", "{mamba}"], "mamba"),
+    "too little memory": (
+        ["--kv-memory", "1000B"],
+        "kv_memory of 1000 bytes holds no page",
+    ),
+    "a port that is taken": (["--port", "{taken}"], "Address already in use"),
+    "a metrics port that is taken": (["--metrics-port", "{taken}"], "Address already in use"),
+    "a host that is not here": (["--host", "192.0.2.77"], "192.0.2.77"),
+    "no file": (["--config", "/nowhere.yaml"], "cannot read /nowhere.yaml"),
+    "no workers": (["--prefill", "0"], "prefill.workers must be above 0"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_wrong_is_told_in_one_line_before_ray_starts(case: str, tmp_path: Path) -> None:
+    flags, words = CASES[case]
+    config = tmp_path / "wrong.yaml"
+    config.write_text("page_sise: 8")
+    mamba = tmp_path / "mamba"
+    mamba.mkdir()
+    (mamba / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        values = {"config": config, "mamba": mamba, "taken": taken.getsockname()[1]}
+        ended = run(tmp_path, *(flag.format(**values) for flag in flags))
+    assert ended.wait() == 1
+    assert ended.stdout == ""
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("baton: ")
+    assert words in line

@@ -1,0 +1,225 @@
+"""`baton serve` as a user runs it: a command with a session of its own, and all it starts."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+
+from baton import Client
+from baton.v1 import cluster_pb2, worker_pb2
+
+BATON = str(Path(sys.executable).with_name("baton"))
+START_SECONDS = 120.0
+STOP_SECONDS = 30.0
+# What the kernel may take to clear away processes that were killed.
+GONE_SECONDS = 5.0
+
+
+class Command:
+    """A command of ours in a session of its own. Its stdout and stderr go to files."""
+
+    def __init__(
+        self, workspace: Path, arguments: list[str], environment: dict[str, str] | None = None
+    ) -> None:
+        workspace.mkdir(parents=True, exist_ok=True)
+        self._stdout, self._stderr = workspace / "stdout", workspace / "stderr"
+        self.began = time.monotonic()
+        with self._stdout.open("w") as stdout, self._stderr.open("w") as stderr:
+            self._popen = subprocess.Popen(
+                arguments,
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=True,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
+            )
+        self.pid = self._popen.pid
+
+    @property
+    def stdout(self) -> str:
+        return self._stdout.read_text()
+
+    @property
+    def stderr(self) -> str:
+        return self._stderr.read_text()
+
+    def wait_for(self, pattern: str, count: int = 1) -> str:
+        """What the command has printed, once `pattern` is in it `count` times."""
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline and self._popen.poll() is None:
+            if len(re.findall(pattern, self.stdout)) >= count:
+                return self.stdout
+            time.sleep(0.05)
+        raise AssertionError(f"{pattern!r} did not come:\n{self.stdout}\n{self.stderr}")
+
+    def send(self, number: signal.Signals) -> None:
+        """SIGINT goes to the whole group: so a terminal tells Ctrl-C to all in the foreground."""
+        if number is signal.SIGINT:
+            os.killpg(self.pid, number)
+        else:
+            self._popen.send_signal(number)
+
+    def wait(self) -> int:
+        """The exit code."""
+        return self._popen.wait(STOP_SECONDS)
+
+    def processes(self) -> dict[int, str]:
+        """Every live process of the session, by what it calls itself.
+
+        Ray moves its processes to other groups and other parents, but not to other sessions.
+        """
+        return {pid: _command_line(pid) for pid in _pids() if _session(pid) == self.pid}
+
+    def wait_gone(self, seconds: float = GONE_SECONDS) -> None:
+        """Returns when no process of the session is left."""
+        deadline = time.monotonic() + seconds
+        while left := self.processes():
+            assert time.monotonic() < deadline, f"left behind: {left}"
+            time.sleep(0.05)
+
+    def end(self) -> None:
+        """Clears everything away, whatever state it is in."""
+        for pid in self.processes():
+            os.kill(pid, signal.SIGKILL)
+        self._popen.wait()
+
+
+class Serve(Command):
+    """One `baton serve`, on free ports; usable as soon as `ready` has returned."""
+
+    def __init__(
+        self, workspace: Path, *flags: str, environment: dict[str, str] | None = None
+    ) -> None:
+        ports = ["--port", "0", "--metrics-port", "0"]
+        super().__init__(workspace, [BATON, "serve", *ports, *flags], environment)
+
+    def __enter__(self) -> Serve:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.end()
+
+    def ready(self) -> Serve:
+        self.wait_for("Ctrl-C stops it")
+        return self
+
+    @property
+    def address(self) -> str:
+        found = re.search(r"gRPC +(\S+)", self.stdout)
+        assert found
+        return found[1]
+
+    def client(self) -> Client:
+        return Client(self.address)
+
+    def ask(self, *arguments: str) -> str:
+        """What `baton …`, asked of this cluster, prints."""
+        command = [BATON, *arguments, "--address", self.address]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    def actor(self, title: str) -> int:
+        """The process of an actor that has this title, such as "RouterActor"."""
+        (pid,) = [pid for pid, line in self.processes().items() if line == f"ray::{title}"]
+        return pid
+
+    def worker(self, name: str) -> int:
+        """The process of a worker, found by the port that it listens on."""
+        with self.client() as client:
+            addresses = {
+                item.member.worker_id: item.member.address for item in client.status().workers
+            }
+        port = int(addresses[name].rpartition(":")[2])
+        (pid,) = [pid for pid in self.processes() if port in _listening_ports(pid)]
+        return pid
+
+    def wait_whole(self, workers: int = 2) -> list[cluster_pb2.WorkerStatus]:
+        """The workers, once all are attached, prefill reaches decode, and every pool is empty."""
+        deadline = time.monotonic() + START_SECONDS
+        with self.client() as client:
+            client.wait_ready(START_SECONDS)
+            while True:
+                found = list(client.status().workers)
+                if len(found) == workers and all(_is_whole(item) for item in found):
+                    return found
+                assert time.monotonic() < deadline, found
+                time.sleep(0.1)
+
+
+def _is_whole(worker: cluster_pb2.WorkerStatus) -> bool:
+    return (
+        worker.attached
+        and not worker.fault
+        and (bool(worker.connected) or worker.member.role == worker_pb2.ROLE_DECODE)
+        and worker.load.free_pages == worker.total_pages
+    )
+
+
+def run(workspace: Path, *flags: str) -> Command:
+    """A `baton serve` that ends by itself, ended."""
+    command = Command(workspace, [BATON, "serve", *flags])
+    try:
+        command.wait()
+        return command
+    finally:
+        command.wait_gone()
+
+
+def _pids() -> list[int]:
+    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+
+
+def _session(pid: int) -> int:
+    """The session of a process; 0 when it has ended."""
+    try:
+        state, _, _, session = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:4]
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return 0 if state == "Z" else int(session)
+
+
+def _command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def _listening_ports(pid: int) -> set[int]:
+    """The TCP ports that a process listens on."""
+    listening = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A":
+                listening[f"socket:[{fields[9]}]"] = int(fields[1].rpartition(":")[2], 16)
+    return {listening[link] for link in _open_files(pid) if link in listening}
+
+
+def _open_files(pid: int) -> set[str]:
+    folder = Path(f"/proc/{pid}/fd")
+    found = set()
+    for entry in folder.iterdir():
+        try:
+            found.add(os.readlink(entry))
+        except FileNotFoundError:
+            continue
+    return found
+
+
+def thread_ticks(pid: int) -> dict[int, int]:
+    """The CPU time that each thread of a process has had, in the kernel's ticks."""
+    ticks = {}
+    for entry in Path(f"/proc/{pid}/task").iterdir():
+        fields = (entry / "stat").read_text().rpartition(")")[2].split()
+        ticks[int(entry.name)] = int(fields[11])
+    return ticks

@@ -1,0 +1,49 @@
+"""The smallest loop that serves prompts with an engine, and how its batches are mixed."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from core.types import AttemptKey, Sampling, Work
+from engine.engine import Engine
+from engine.sequence import Piece, Sequence
+
+KV_MEMORY = 4 << 20
+
+
+def load(folder: Path, page_size: int = 16, **options: str) -> Engine:
+    return Engine.load(folder, page_size=page_size, kv_memory=KV_MEMORY, **options)
+
+
+def sequence(engine: Engine, prompt: list[int], count: int) -> Sequence:
+    """A greedy request with pages for its whole life."""
+    work = Work(AttemptKey("test", 0), prompt, Sampling(), count, frozenset())
+    return Sequence(work, engine.pool.acquire(engine.pool.pages_for(len(prompt) + count)))
+
+
+def serve(
+    engine: Engine, prompts: list[list[int]], count: int, chunk: int, join_every: int = 2
+) -> list[list[int]]:
+    """The answers. A prompt joins every few steps; all that are in run together, in any order."""
+    shuffle = random.Random(chunk).shuffle
+    sequences: list[Sequence] = []
+    step = 0
+    while len(sequences) < len(prompts) or any(each.generated < count for each in sequences):
+        if step % join_every == 0 and len(sequences) < len(prompts):
+            sequences.append(sequence(engine, prompts[len(sequences)], count))
+        live = [each for each in sequences if each.generated < count]
+        plan = [Piece(each, min(chunk, each.uncomputed)) for each in live]
+        shuffle(plan)
+        for piece, token in zip(plan, engine.step(plan), strict=True):
+            if token is not None:
+                piece.sequence.append(token)
+        step += 1
+    for each in sequences:
+        each.lease.release()
+    return [each.tokens[each.prompt_length :] for each in sequences]
+
+
+def answer(engine: Engine, prompt: list[int], count: int) -> list[int]:
+    """One prompt on its own, run whole."""
+    return serve(engine, [prompt], count, chunk=len(prompt))[0]

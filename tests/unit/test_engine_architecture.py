@@ -1,0 +1,179 @@
+"""config.json: what is read from it, against transformers' own reading, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from core.errors import BatonError, InvalidConfig, ModelNotFound, UnsupportedModel
+from engine.architecture import FAMILIES, Architecture, read_architecture
+from engine.rope import inverse_frequencies
+
+LLAMA: dict[str, object] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 1000,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+}
+
+
+def read(folder: Path, **changes: object) -> Architecture:
+    (folder / "config.json").write_text(json.dumps(LLAMA | changes))
+    return read_architecture(folder)
+
+
+def of_family(name: str) -> dict[str, object]:
+    return {"model_type": name, "architectures": [FAMILIES[name].class_name]}
+
+
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 1024,
+}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 1024}
+
+ROPES: dict[str, dict[str, object]] = {
+    "default": {"rope_theta": 5_000.0},
+    "none": {},
+    "linear": {"rope_scaling": {"type": "linear", "factor": 3.0}},
+    "llama3": {"rope_theta": 500_000.0, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+    "llama3-new": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}},
+    "yarn": {"rope_theta": 1e6, "rope_scaling": {"type": "yarn", **YARN}},
+    "yarn-new": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, **YARN}},
+    "yarn-no-original": {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+    "yarn-betas": {"rope_scaling": {"type": "yarn", **YARN, "beta_fast": 20, "beta_slow": 3}},
+    "yarn-exact": {"rope_scaling": {"type": "yarn", **YARN, "truncate": False}},
+    "yarn-mscale": {"rope_scaling": {"type": "yarn", **YARN, "mscale": 2.0, "mscale_all_dim": 0.7}},
+    "yarn-attention": {"rope_scaling": {"type": "yarn", **YARN, "attention_factor": 1.3}},
+}
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_rotations_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+    architecture = read(tmp_path, **ROPES[name])
+    config = AutoConfig.from_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    rotary = type(model.model.rotary_emb)(config)
+    ours = inverse_frequencies(architecture.rope, architecture.head_dim)
+    torch.testing.assert_close(ours, rotary.inv_freq, rtol=1e-5, atol=1e-12)
+    assert architecture.rope.attention_factor == pytest.approx(rotary.attention_scaling)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_a_config_leaves_out_is_assumed_as_transformers_does(
+    name: str, tmp_path: Path
+) -> None:
+    silent = of_family(name) | {
+        "num_attention_heads": 32,
+        "num_key_value_heads": None,
+        "max_position_embeddings": None,
+        "rms_norm_eps": None,
+    }
+    values = {key: value for key, value in (LLAMA | silent).items() if value is not None}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    ours, config = read_architecture(tmp_path), AutoConfig.from_pretrained(tmp_path)
+    assert ours.kv_heads == config.num_key_value_heads
+    assert ours.head_dim == getattr(config, "head_dim", 256 // 32)
+    assert ours.context_length == config.max_position_embeddings
+    assert ours.norm_epsilon == config.rms_norm_eps
+    assert ours.rope.theta == config.rope_parameters["rope_theta"]
+    assert ours.tied_embeddings == config.tie_word_embeddings
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None) or ["sliding_attention"] * 4
+    assert ours.windows == tuple(window if kind == "sliding_attention" else None for kind in types)
+    assert ours.rotates == tuple(map(bool, getattr(config, "no_rope_layers", [1] * 4)))
+
+
+def test_yarn_extends_a_context_that_is_stated_before_scaling(tmp_path: Path) -> None:
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+    assert read(tmp_path, rope_scaling=scaling).context_length == 16_384
+
+
+REFUSED: dict[str, tuple[dict[str, object], type[BatonError], str]] = {
+    "unknown family": ({"model_type": "mamba"}, UnsupportedModel, "llama.*qwen3"),
+    "no family": ({"model_type": None}, UnsupportedModel, "supported"),
+    "code of its own": (
+        {"architectures": ["MyLlama"], "auto_map": {"AutoModelForCausalLM": "my.MyLlama"}},
+        UnsupportedModel,
+        "MyLlama",
+    ),
+    "not a generator": (
+        {"architectures": ["LlamaForSequenceClassification"]},
+        UnsupportedModel,
+        "SequenceClassification",
+    ),
+    "quantized": ({"quantization_config": {"quant_method": "gptq"}}, UnsupportedModel, "gptq"),
+    "activation": ({"hidden_act": "gelu"}, UnsupportedModel, "gelu"),
+    "dynamic rope": (
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        UnsupportedModel,
+        "dynamic.*yarn",
+    ),
+    "longrope": (
+        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
+        UnsupportedModel,
+        "longrope",
+    ),
+    "rope by layer": (
+        {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+        UnsupportedModel,
+        "between layers",
+    ),
+    "partial rotation": ({"partial_rotary_factor": 0.5}, UnsupportedModel, "partial"),
+    "llama3 without factor": (
+        {"rope_scaling": {"rope_type": "llama3"}},
+        InvalidConfig,
+        "factor",
+    ),
+    "heads that do not divide": ({"num_key_value_heads": 3}, InvalidConfig, "3 key heads"),
+    "an odd head": ({"head_dim": 7}, InvalidConfig, "7"),
+    "no layers": ({"num_hidden_layers": 0}, InvalidConfig, "layers"),
+    "a string for a number": ({"hidden_size": "256"}, InvalidConfig, "hidden_size"),
+    "no vocabulary": ({"vocab_size": None}, InvalidConfig, "vocab_size"),
+    "unknown layer type": (
+        of_family("qwen2") | {"layer_types": ["full_attention"] * 3 + ["linear_attention"]},
+        UnsupportedModel,
+        "linear_attention",
+    ),
+    "sliding layers without a window": (
+        of_family("qwen2") | {"layer_types": ["sliding_attention"] * 4},
+        InvalidConfig,
+        "window",
+    ),
+    "mistral with layer types": (
+        of_family("mistral") | {"layer_types": ["full_attention"] * 4},
+        UnsupportedModel,
+        "Mistral",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_run_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    changes, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        read(tmp_path, **changes)
+
+
+def test_a_folder_without_a_config_is_not_a_model(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match=r"config\.json"):
+        read_architecture(tmp_path)
+
+
+def test_a_config_that_is_not_json_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(InvalidConfig, match="not JSON"):
+        read_architecture(tmp_path)

@@ -1,0 +1,159 @@
+"""The engine's greedy tokens against transformers', for every kind of model."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from engine_loop import answer, load, sequence, serve
+from tiny_models import TINY_MODELS, VOCABULARY, build, generate_with_transformers, save
+
+from engine.sequence import Piece
+
+ANSWER = 20
+
+
+def random_prompt(length: int, seed: int = 0) -> list[int]:
+    source = random.Random(1000 * seed + length)
+    return [source.randrange(VOCABULARY) for _ in range(length)]
+
+
+PROMPTS = [random_prompt(length) for length in (1, 5, 23, 40, 150)]
+
+
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_a_mixed_batch_answers_as_transformers_does(name: str, tmp_path: Path) -> None:
+    oracle = save(TINY_MODELS[name], tmp_path)
+    expected = [generate_with_transformers(oracle, prompt, ANSWER) for prompt in PROMPTS]
+    assert len({token for tokens in expected for token in tokens}) > 20
+    for page_size, chunk in ((1, 7), (4, 64), (16, 5), (32, 200)):
+        engine = load(tmp_path, page_size)
+        assert serve(engine, PROMPTS, ANSWER, chunk) == expected, (page_size, chunk)
+        assert engine.pool.free == engine.pool.total
+
+
+def test_a_chunk_of_many_blocks_after_a_prefix_answers_as_transformers_does(
+    tmp_path: Path,
+) -> None:
+    model = TINY_MODELS["llama"].changed(max_position_embeddings=1024)
+    oracle = save(model, tmp_path)
+    prompt = random_prompt(700)
+    expected = generate_with_transformers(oracle, prompt, ANSWER)
+    for chunk in (700, 300, 128):
+        assert serve(load(tmp_path), [prompt], ANSWER, chunk) == [expected], chunk
+
+
+FEATURES: dict[str, tuple[str, dict[str, object]]] = {
+    "the sliding window": ("mistral-window", {"sliding_window": None}),
+    "late windows": ("qwen2-late-windows", {"use_sliding_window": False}),
+    "layer types": ("qwen2-layer-types", {"layer_types": ["full_attention"] * 3}),
+    "windows of layers without rotation": ("smollm3-windows", {"use_sliding_window": False}),
+    "llama3 scaling": ("llama-llama3-rope", {"rope_parameters": {"rope_theta": 500.0}}),
+    "linear scaling": ("llama-linear-rope", {"rope_parameters": {"rope_theta": 10_000.0}}),
+    "YaRN scaling": ("llama-yarn-rope", {"rope_parameters": {"rope_theta": 10_000.0}}),
+    "layers without rotation": ("smollm3", {"no_rope_layers": [1, 1, 1, 1]}),
+    "the base of rotation": ("llama", {"rope_parameters": {"rope_theta": 100.0}}),
+    "the epsilon of norms": ("llama", {"rms_norm_eps": 0.5}),
+}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_feature_switched_off_changes_the_answer(feature: str, tmp_path: Path) -> None:
+    name, changes = FEATURES[feature]
+    model, prompt = TINY_MODELS[name], random_prompt(60)
+    save(model, tmp_path / "on")
+    oracle = save(model.changed(**changes), tmp_path / "off")
+    off = answer(load(tmp_path / "off"), prompt, ANSWER)
+    assert off == generate_with_transformers(oracle, prompt, ANSWER)
+    assert off != answer(load(tmp_path / "on"), prompt, ANSWER)
+
+
+@pytest.mark.parametrize("changes", [{"attention_factor": 1.7}, {"mscale": 1.0}])
+def test_what_yarn_does_to_attention_changes_the_answer(
+    changes: dict[str, float], tmp_path: Path
+) -> None:
+    model, prompt = TINY_MODELS["qwen2-yarn-mscale"], random_prompt(60)
+    scaling = model.settings["rope_parameters"]
+    assert isinstance(scaling, dict)
+    oracle = save(model.changed(rope_parameters=scaling | changes), tmp_path / "changed")
+    save(model, tmp_path / "plain")
+    tokens = answer(load(tmp_path / "changed"), prompt, ANSWER)
+    assert tokens == generate_with_transformers(oracle, prompt, ANSWER)
+    assert tokens != answer(load(tmp_path / "plain"), prompt, ANSWER)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameter"),
+    [
+        ("qwen2", "q_proj.bias"),
+        ("qwen2", "k_proj.bias"),
+        ("qwen2", "v_proj.bias"),
+        ("llama-biases", "o_proj.bias"),
+        ("llama-biases", "gate_proj.bias"),
+        ("llama-biases", "up_proj.bias"),
+        ("llama-biases", "down_proj.bias"),
+        ("qwen3", "q_norm.weight"),
+        ("qwen3", "k_norm.weight"),
+    ],
+)
+def test_each_small_tensor_counts(name: str, parameter: str, tmp_path: Path) -> None:
+    oracle = build(TINY_MODELS[name])
+    oracle.save_pretrained(tmp_path / "before")
+    with torch.no_grad():
+        for full_name, tensor in oracle.named_parameters():
+            if full_name.endswith(parameter):
+                tensor.copy_(tensor.flip(0) * 1.5)
+    oracle.save_pretrained(tmp_path / "after")
+    prompt = random_prompt(30)
+    tokens = answer(load(tmp_path / "after"), prompt, ANSWER)
+    assert tokens == generate_with_transformers(oracle, prompt, ANSWER)
+    assert tokens != answer(load(tmp_path / "before"), prompt, ANSWER)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["llama-biases", "qwen3", "mistral-window"])
+def test_half_precision_stays_close_to_float32(name: str, dtype: str, tmp_path: Path) -> None:
+    """The answer of a narrower type, token by token, is among float32's likeliest."""
+    oracle = save(TINY_MODELS[name], tmp_path)
+    prompt = random_prompt(40)
+    tokens = answer(load(tmp_path, dtype=dtype), prompt, ANSWER)
+    with torch.no_grad():
+        logits = oracle(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    chosen = logits.gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1)
+    spread = logits.std(dim=1)
+    assert ((logits.amax(dim=1) - chosen) / spread).max() < 0.15
+
+
+def test_a_step_without_a_last_token_samples_nothing_and_advances(tmp_path: Path) -> None:
+    save(TINY_MODELS["llama"], tmp_path)
+    engine = load(tmp_path)
+    first, second = sequence(engine, PROMPTS[3], 1), sequence(engine, PROMPTS[2], 1)
+    assert engine.step([Piece(first, 8), Piece(second, 23)])[0] is None
+    assert engine.step([Piece(first, 8)]) == [None]
+    assert (first.computed, second.computed) == (16, 23)
+    assert first.tokens == PROMPTS[3]
+
+
+def test_pages_of_another_engine_continue_the_answer(tmp_path: Path) -> None:
+    oracle = save(TINY_MODELS["qwen3-windows"], tmp_path)
+    prefill, decode = load(tmp_path, 4), load(tmp_path, 4)
+    prompt = random_prompt(37)
+    there, here = sequence(prefill, prompt, ANSWER), sequence(decode, prompt, ANSWER)
+    here.lease.pages.reverse()
+    token = prefill.step([Piece(there, len(prompt))])[0]
+    assert token is not None
+    decode.kv[here.lease.pages] = prefill.kv[there.lease.pages]
+    here.computed = len(prompt)
+    here.append(token)
+    while here.generated < ANSWER:
+        here.append(decode.step([Piece(here, 1)])[0] or 0)
+    assert here.tokens[len(prompt) :] == generate_with_transformers(oracle, prompt, ANSWER)
+
+
+def test_a_stale_page_of_another_sequence_does_not_show(tmp_path: Path) -> None:
+    save(TINY_MODELS["mistral-window"], tmp_path)
+    clean, dirty = load(tmp_path), load(tmp_path)
+    dirty.kv.normal_(std=30.0)
+    assert serve(dirty, PROMPTS, ANSWER, 9) == serve(clean, PROMPTS, ANSWER, 9)
