@@ -17,7 +17,7 @@ from serving import Serve, run, thread_ticks
 from tiny_models import TINY_MODELS, save
 
 QUESTION = "What is the capital of France?"
-ANSWER = "The capital of France is Paris.\n"
+ANSWER = "The capital of France is Paris."
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +34,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def answer(serve: Serve) -> str:
+    with serve.client() as client:
+        return client.chat([("user", QUESTION)]).text
+
+
 def test_it_shows_how_far_it_is_and_how_to_use_it(serve: Serve) -> None:
     for worker in ("prefill-0", "decode-0"):
         for step in ("importing torch", "loading the model", "ready"):
@@ -43,7 +48,7 @@ def test_it_shows_how_far_it_is_and_how_to_use_it(serve: Serve) -> None:
 
 
 def test_it_answers(serve: Serve) -> None:
-    assert serve.ask("generate", QUESTION) == ANSWER
+    assert serve.ask("generate", QUESTION) == f"{ANSWER}\n"
 
 
 def test_its_status_shows_both_workers_attached(serve: Serve) -> None:
@@ -65,32 +70,33 @@ def test_its_workers_compute_on_every_core(serve: Serve) -> None:
         assert os.getpriority(os.PRIO_PROCESS, worker) == os.getpriority(os.PRIO_PROCESS, serve.pid)
 
 
-@pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
-def test_a_killed_worker_comes_back(serve: Serve, name: str) -> None:
-    lost = serve.worker(name)
+def kill_worker(serve: Serve, name: str) -> None:
+    """Kills a worker, and returns when it is back."""
     starts = len(re.findall(f"{name} +ready", serve.stdout))
-    os.kill(lost, signal.SIGKILL)
+    os.kill(serve.worker(name), signal.SIGKILL)
     serve.wait_for(f"{name} +ready", starts + 1)
     serve.wait_whole()
-    assert serve.ask("generate", QUESTION) == ANSWER
-    assert serve.worker(name) != lost
+
+
+def test_a_killed_prefill_worker_comes_back(serve: Serve) -> None:
+    kill_worker(serve, "prefill-0")
+    assert answer(serve) == ANSWER
     serve.wait_whole()
 
 
 def test_a_killed_router_comes_back_on_its_port(serve: Serve) -> None:
     os.kill(serve.actor("RouterActor"), signal.SIGKILL)
     serve.wait_whole()
-    assert serve.ask("generate", QUESTION) == ANSWER
+    assert answer(serve) == ANSWER
 
 
-def test_a_worker_killed_after_the_controller_comes_back_too(serve: Serve) -> None:
-    starts = len(re.findall("decode-0 +ready", serve.stdout))
+def test_a_decode_worker_killed_after_the_controller_comes_back(serve: Serve) -> None:
+    """Both are away at once: the new controller learns of the new worker all the same."""
     os.kill(serve.actor("Controller"), signal.SIGKILL)
-    assert serve.ask("generate", QUESTION) == ANSWER
-    os.kill(serve.worker("decode-0"), signal.SIGKILL)
-    serve.wait_for("decode-0 +ready", starts + 1)
+    assert answer(serve) == ANSWER
+    kill_worker(serve, "decode-0")
+    assert answer(serve) == ANSWER
     serve.wait_whole()
-    assert serve.ask("generate", QUESTION) == ANSWER
 
 
 def test_a_second_cluster_with_a_file_and_flags_runs_beside_the_first(
@@ -107,18 +113,18 @@ def test_a_second_cluster_with_a_file_and_flags_runs_beside_the_first(
         with second.client() as client:
             assert [model.name for model in client.models()] == ["tiny"]
             assert client.generate([1, 2, 3], max_tokens=9).usage.completion_tokens == 9
-        assert serve.ask("generate", QUESTION) == ANSWER
+        assert answer(serve) == ANSWER
         second.send(signal.SIGINT)
         second.wait_for("stopping …")
         second.send(signal.SIGINT)
         assert (second.wait(), second.stderr) == (0, "")
         second.wait_gone()
-    assert serve.ask("generate", QUESTION) == ANSWER
+    assert answer(serve) == ANSWER
 
 
 @pytest.mark.parametrize(
     ("moment", "later", "number"),
-    [("starting Ray", 1.0, signal.SIGINT), ("loading the model", 0.0, signal.SIGTERM)],
+    [("starting Ray", 1.0, signal.SIGINT), ("importing torch", 0.0, signal.SIGTERM)],
 )
 def test_a_signal_during_the_start_leaves_nothing_behind(
     moment: str, later: float, number: signal.Signals, tmp_path: Path
@@ -144,8 +150,6 @@ CASES = {
     "a port that is taken": (["--port", "{taken}"], "Address already in use"),
     "a metrics port that is taken": (["--metrics-port", "{taken}"], "Address already in use"),
     "a host that is not here": (["--host", "192.0.2.77"], "192.0.2.77"),
-    "no file": (["--config", "/nowhere.yaml"], "cannot read /nowhere.yaml"),
-    "no workers": (["--prefill", "0"], "prefill.workers must be above 0"),
 }
 
 
