@@ -1,6 +1,6 @@
 """One engine in one process against transformers: time to first token, and tokens a second.
 
-    python -m bench.engine --model FOLDER [--rows ttft-128 decode ...] [--skip-transformers]
+    python -m bench.engine [--model FOLDER] [--rows ttft-128 decode ...] [--skip-transformers]
 
 Prompts are random tokens; answers are greedy and never end early. `decode` is
 one stream after a prompt of 128 tokens. The batch rows count the tokens of all
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from core import model_store
 from core.types import AttemptKey, Sampling, Work
 from engine.engine import Engine
 from engine.sequence import Piece, Plan, Sequence
@@ -165,16 +166,17 @@ def print_table(ours: dict[str, float], theirs: dict[str, float]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--model", type=Path, required=True, help="a Hugging Face folder")
+    parser.add_argument("--model", default=model_store.EMBEDDED, help="a Hugging Face folder")
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
     parser.add_argument("--chunk", type=int, default=512, help="prompt tokens a step")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--skip-transformers", action="store_true")
     options = parser.parse_args()
+    folder = model_store.locate(options.model)
     theirs: dict[str, float] = {}
     if not options.skip_transformers:
-        theirs = run(Transformers(options.model, options.threads), options.rows)
-    ours = run(Ours(options.model, options.threads, options.chunk), options.rows)
+        theirs = run(Transformers(folder, options.threads), options.rows)
+    ours = run(Ours(folder, options.threads, options.chunk), options.rows)
     print_table(ours, theirs)
 
 

@@ -108,7 +108,8 @@ class Model:
         parts = []
         if batch.decoding:
             reads = batch.decode_reads[layer.window]
-            parts.append(decode_attention(query[: batch.decoding], cache, reads))
+            rows = slice(0, batch.decoding)
+            parts.append(decode_attention(query[rows], keys_values[rows], cache, reads))
         for chunk in batch.chunks:
             rows = slice(chunk.start, chunk.end)
             chunk_reads = chunk.reads[layer.window]

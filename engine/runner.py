@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from core.errors import Internal
+from engine.kept_pages import KeptPages
 from engine.model import Batch, Chunk, Model
 from engine.rope import inverse_frequencies, rotations
 from engine.sampler import Sampler
-from engine.sequence import Piece, Plan
+from engine.sequence import Piece, Plan, Sequence
 from kernels.attention import ChunkReads, DecodeReads, visibility
 from kernels.cache import layer_caches, page_rows, token_rows
 
@@ -32,6 +33,9 @@ class Runner:
         self._frequencies = inverse_frequencies(shape.rope, shape.head_dim).to(kv.device)
         self._attention_factor = shape.rope.attention_factor
         self._sampler = Sampler(shape.vocabulary_size)
+        self._kept: KeptPages | None = None
+        if kv.device.type == "cpu" and self._windows == [None]:
+            self._kept = KeptPages(kv[0, :, :, 0].nbytes, self._page_size)
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> list[int | None]:
@@ -93,7 +97,31 @@ class Runner:
     def _by_window_decode(self, pieces: list[Piece]) -> dict[int | None, DecodeReads]:
         if not pieces:
             return {}
+        if self._kept is not None and (reads := self._kept_reads(self._kept, pieces)):
+            return {None: reads}
         return {window: self._decode_reads(pieces, window) for window in self._windows}
+
+    def _kept_reads(self, kept: KeptPages, pieces: list[Piece]) -> DecodeReads | None:
+        """As `_decode_reads`, over pages that stay gathered; None when they would be too many."""
+        sequences = [piece.sequence for piece in pieces]
+        follows = kept.follows(sequences)
+        last = self._tensor([sequence.computed for sequence in sequences])
+        seen = int(last.max()) + 1
+        longest = -(-seen // self._page_size)
+        if not follows and not kept.start(longest, self._layers):
+            return None
+        mask = None
+        if len(pieces) > 1:
+            keys = torch.arange(seen, device=self._device)
+            mask = visibility(last.view(-1, 1, 1, 1), keys, None, self._dtype)
+        if follows:
+            capacity = kept.pages * self._page_size
+            keys_at = torch.arange(len(pieces), device=self._device) * capacity + last
+            spots = torch.stack((keys_at, keys_at + len(pieces) * capacity), dim=1)
+            return DecodeReads(None, slice(seen), mask, kept.layers, spots)
+        pages = [page for sequence in sequences for page in _padded(sequence, kept.pages)]
+        rows = page_rows(self._tensor(pages), self._layers)
+        return DecodeReads(rows, slice(seen), mask, kept.layers)
 
     def _chunks(self, pieces: list[Piece], row: int) -> list[Chunk]:
         chunks = []
@@ -144,6 +172,12 @@ class Runner:
 
     def _tensor(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
+
+
+def _padded(sequence: Sequence, count: int) -> list[int]:
+    """`count` of a sequence's pages; the last one again for those it does not have."""
+    pages = sequence.lease.pages[:count]
+    return pages + pages[-1:] * (count - len(pages))
 
 
 def _first_visible(position: int, window: int | None) -> int:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.cache import LayerCache, gather
+from kernels.cache import LayerCache, by_heads, gather, put_tokens_
 
 BLOCK = 128
 """Tokens of a chunk whose queries are attended together; half of it for a short prompt."""
@@ -26,9 +26,11 @@ BLOCK = 128
 class DecodeReads:
     """What the decode queries of one step read: made once, used by every layer of one window."""
 
-    rows: Tensor  # [2 * B * pages]
+    rows: Tensor | None  # [2 * B * pages]; None: `kept` holds them already
     seen: slice  # the gathered tokens that any query sees
     mask: Tensor | None  # [B, 1, 1, seen], added to the scores; None: all of them are seen
+    kept: list[Tensor] | None = None  # a layer's gathered pages, for later steps
+    spots: Tensor | None = None  # [B, 2], rows of the kept tokens that are new
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +42,30 @@ class ChunkReads:
     mask: Tensor | None  # [count, length], added to the scores; None: all of the past is seen
 
 
-def decode_attention(query: Tensor, cache: LayerCache, reads: DecodeReads) -> Tensor:
-    """query [B, heads, head_dim], one token a sequence -> [B, heads * head_dim]."""
+def decode_attention(
+    query: Tensor, keys_values: Tensor, cache: LayerCache, reads: DecodeReads
+) -> Tensor:
+    """query [B, heads, head_dim] and keys_values [B, 2 * kv_heads, head_dim], one token a
+    sequence, which the cache already holds -> [B, heads * head_dim]."""
     batch, heads, head_dim = query.shape
-    found = gather(cache, reads.rows, batch, head_dim)
+    found = by_heads(_find(keys_values, cache, reads), cache, batch, head_dim)
     keys, values = found[:, :, :, reads.seen].unbind()
     groups = query.view(batch, keys.shape[1], -1, head_dim)
     attended = functional.scaled_dot_product_attention(groups, keys, values, reads.mask)
     return attended.reshape(batch, heads * head_dim)
+
+
+def _find(keys_values: Tensor, cache: LayerCache, reads: DecodeReads) -> Tensor:
+    if reads.rows is not None:
+        found = gather(cache, reads.rows)
+        if reads.kept is not None:
+            reads.kept[cache.layer] = found
+        return found
+    assert reads.kept is not None
+    assert reads.spots is not None
+    found = reads.kept[cache.layer]
+    put_tokens_(found.view(-1, cache.tokens.shape[1]), reads.spots, keys_values)
+    return found
 
 
 def chunk_attention(
@@ -58,7 +76,7 @@ def chunk_attention(
     if reads.rows is None:
         keys, values = (half.transpose(0, 1) for half in keys_values.chunk(2, dim=1))
     else:
-        found = gather(cache, reads.rows, 1, query.shape[2]).squeeze(1)
+        found = by_heads(gather(cache, reads.rows), cache, 1, query.shape[2]).squeeze(1)
         keys, values = found[:, :, : reads.length].contiguous().unbind()
     groups = query.view(len(query), len(keys), -1, query.shape[2]).transpose(
         0, 1

@@ -19,6 +19,7 @@ class LayerCache(NamedTuple):
 
     pages: Tensor  # [rows, page_size * kv_heads * head_dim]; see page_rows
     tokens: Tensor  # [rows, kv_heads * head_dim]; see token_rows
+    layer: int
 
 
 def layer_caches(kv: Tensor) -> list[LayerCache]:
@@ -26,7 +27,8 @@ def layer_caches(kv: Tensor) -> list[LayerCache]:
     layers, page_size = kv.shape[1], kv.shape[3]
     pages, tokens = kv.flatten(3).flatten(0, 2), kv.flatten(4).flatten(0, 3)
     return [
-        LayerCache(pages[2 * layer :], tokens[2 * layer * page_size :]) for layer in range(layers)
+        LayerCache(pages[2 * layer :], tokens[2 * layer * page_size :], layer)
+        for layer in range(layers)
     ]
 
 
@@ -44,11 +46,20 @@ def token_rows(pages: Tensor, offsets: Tensor, layers: int, page_size: int) -> T
 
 def write_(cache: LayerCache, rows: Tensor, keys_values: Tensor) -> None:
     """Stores keys_values [T, 2 * kv_heads, head_dim], keys first, at rows [T, 2]."""
-    cache.tokens.index_put_((rows,), keys_values.view(*rows.shape, -1))
+    put_tokens_(cache.tokens, rows, keys_values)
 
 
-def gather(cache: LayerCache, rows: Tensor, sequences: int, head_dim: int) -> Tensor:
-    """The pages at rows [2 * sequences * pages]: [2, sequences, kv_heads, tokens, head_dim]."""
+def put_tokens_(tokens: Tensor, rows: Tensor, keys_values: Tensor) -> None:
+    """The same into any tokens [rows, kv_heads * head_dim]."""
+    tokens.index_put_((rows,), keys_values.view(*rows.shape, -1))
+
+
+def gather(cache: LayerCache, rows: Tensor) -> Tensor:
+    """The pages at rows [2 * sequences * pages], as they lie in memory."""
+    return cache.pages.index_select(0, rows)
+
+
+def by_heads(found: Tensor, cache: LayerCache, sequences: int, head_dim: int) -> Tensor:
+    """Gathered pages as [2, sequences, kv_heads, tokens, head_dim]."""
     kv_heads = cache.tokens.shape[1] // head_dim
-    found = cache.pages.index_select(0, rows)
     return found.view(2, sequences, -1, kv_heads, head_dim).transpose(2, 3)
