@@ -19,6 +19,7 @@ from pathlib import Path
 import yaml
 
 from core.errors import InvalidConfig
+from core.types import Role
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
@@ -141,6 +142,10 @@ class Config:
     prefill: PrefillConfig = PrefillConfig()
     decode: DecodeConfig = DecodeConfig()
     members: MembersConfig = MembersConfig()
+
+    def pool(self, role: Role) -> PrefillConfig | DecodeConfig:
+        """The section of a role's workers."""
+        return self.prefill if role is Role.PREFILL else self.decode
 
 
 def load(path: Path | None, overrides: Mapping[str, object] | None = None) -> Config:

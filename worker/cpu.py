@@ -15,8 +15,7 @@ def claim_threads(config: Config, role: Role) -> int:
     Call it before torch is imported: what torch multiplies with reads this
     once, at its start, and Ray would have it say 1.
     """
-    section = config.prefill if role is Role.PREFILL else config.decode
-    threads = section.threads or len(os.sched_getaffinity(0))
+    threads = config.pool(role).threads or len(os.sched_getaffinity(0))
     os.environ["OMP_NUM_THREADS"] = str(threads)
     return threads
 

@@ -56,7 +56,7 @@ async def _run(
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-    section = config.prefill if role is Role.PREFILL else config.decode
+    section = config.pool(role)
     await server.start(section.host, section.port if port is None else port)
     if metrics_port is not None:
         server.serve_metrics(section.host, metrics_port)

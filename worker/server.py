@@ -21,7 +21,7 @@ from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
 from baton.v1.transfer_pb2 import PoolLayout
 from core import model_store, types
-from core.config import Config, DecodeConfig, PrefillConfig
+from core.config import Config
 from core.errors import Internal
 from core.types import PROTOCOL
 from core.wire import role_to
@@ -55,7 +55,6 @@ class WorkerServer:
         progress: Progress = log.info,
     ) -> None:
         self._config = config
-        self._pool_config: PrefillConfig | DecodeConfig = getattr(config, role.value)
         self._role = role
         self._worker_id = worker_id
         self._make_role = make_role
@@ -122,7 +121,7 @@ class WorkerServer:
             dtype=dtype,
             device=device,
             page_size=config.page_size,
-            kv_memory=self._pool_config.kv_memory,
+            kv_memory=config.pool(self._role).kv_memory,
             max_context=config.max_context,
             threads=claim_threads(config, self._role),
         )
