@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from scripted_router import ScriptedRouter
@@ -17,25 +16,6 @@ from baton import (
     Unavailable,
     Usage,
 )
-
-
-@pytest.fixture
-def router() -> Iterator[ScriptedRouter]:
-    scripted = ScriptedRouter()
-    yield scripted
-    scripted.stop()
-
-
-@pytest.fixture
-def client(router: ScriptedRouter) -> Iterator[Client]:
-    with Client(router.address) as connected:
-        yield connected
-
-
-@pytest.fixture
-async def async_client(router: ScriptedRouter) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(router.address) as connected:
-        yield connected
 
 
 @pytest.fixture

@@ -25,13 +25,6 @@ from core.errors import PromptTooLong
 BATON = [sys.executable, "-c", "from cli.main import app; app()"]
 
 
-@pytest.fixture
-def router() -> Iterator[ScriptedRouter]:
-    scripted = ScriptedRouter()
-    yield scripted
-    scripted.stop()
-
-
 def run(router: ScriptedRouter, *arguments: str, stdin: str = "") -> Result:
     return CliRunner().invoke(app, [*arguments, "--address", router.address], input=stdin)
 

@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
 
 import pytest
 from scripted_router import ScriptedRouter
@@ -26,19 +25,6 @@ from baton import (
     Usage,
 )
 from baton.v1 import inference_pb2
-
-
-@pytest.fixture
-def router() -> Iterator[ScriptedRouter]:
-    scripted = ScriptedRouter()
-    yield scripted
-    scripted.stop()
-
-
-@pytest.fixture
-def client(router: ScriptedRouter) -> Iterator[Client]:
-    with Client(router.address) as connected:
-        yield connected
 
 
 @pytest.fixture

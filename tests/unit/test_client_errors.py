@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import grpc
 import pytest
@@ -33,25 +33,6 @@ ERROR_TYPES = [
     for value in vars(baton).values()
     if isinstance(value, type) and issubclass(value, BatonError)
 ]
-
-
-@pytest.fixture
-def router() -> Iterator[ScriptedRouter]:
-    scripted = ScriptedRouter()
-    yield scripted
-    scripted.stop()
-
-
-@pytest.fixture
-def client(router: ScriptedRouter) -> Iterator[Client]:
-    with Client(router.address) as connected:
-        yield connected
-
-
-@pytest.fixture
-async def async_client(router: ScriptedRouter) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(router.address) as connected:
-        yield connected
 
 
 @pytest.mark.parametrize("error_type", ERROR_TYPES)
