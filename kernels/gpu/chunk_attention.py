@@ -1,0 +1,132 @@
+"""Attention of many new tokens a sequence over its pages, which already hold theirs.
+
+One launch serves the chunks of many sequences. A program takes a block of one
+chunk's queries for one head and walks over the keys that any of them sees.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.gpu.decode_attention import LOG2_E, HeadShape
+
+BLOCK_QUERIES = 64
+"""Tokens of one entry of `blocks`."""
+
+
+def chunk_attention(
+    qkv: Tensor,
+    blocks: Tensor,
+    page_table: Tensor,
+    kv_layer: Tensor,
+    shape: HeadShape,
+    out: Tensor,
+) -> Tensor:
+    """qkv [T, (heads + 2 * kv_heads) * dim], turned and stored -> out [T, heads * dim].
+
+    blocks [n, 4], int32, lists up to BLOCK_QUERIES neighbouring rows of one sequence each:
+    first row, position of that row, count (0: nothing), the sequence's row of page_table.
+    kv_layer [page, 2, token, kv_head, dim] is one layer of the pool.
+    """
+    block_d = max(16, triton.next_power_of_2(shape.head_dim))
+    _chunk[(shape.heads, len(blocks))](
+        qkv,
+        blocks,
+        page_table,
+        kv_layer,
+        out,
+        shape.head_dim**-0.5 * LOG2_E,
+        shape.window or 0,
+        page_table.stride(0),
+        kv_layer.stride(0),
+        kv_layer.stride(1),
+        PAGE_SIZE=kv_layer.shape[2],
+        HEADS=shape.heads,
+        KV_HEADS=shape.kv_heads,
+        DIM=shape.head_dim,
+        BLOCK_D=block_d,
+        BLOCK_M=BLOCK_QUERIES,
+        BLOCK_N=64 if block_d <= 128 else 32,
+        num_warps=4,
+        num_stages=3 if block_d <= 128 else 2,
+    )
+    return out
+
+
+@triton.jit
+def _chunk(
+    qkv_pointer,
+    blocks_pointer,
+    table_pointer,
+    kv_pointer,
+    out_pointer,
+    scale,
+    window,
+    table_stride,
+    page_stride,
+    value_offset,
+    PAGE_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    head, block = tl.program_id(0), tl.program_id(1)
+    entry = blocks_pointer + block * 4
+    count = tl.load(entry + 2)
+    if count > 0:
+        first_row, start = tl.load(entry).to(tl.int64), tl.load(entry + 1)
+        table = table_pointer + tl.load(entry + 3).to(tl.int64) * table_stride
+        dtype = qkv_pointer.dtype.element_ty
+        dim = tl.arange(0, BLOCK_D)
+        in_dim = dim < DIM
+        member = tl.arange(0, BLOCK_M)
+        mine = (member < count)[:, None] & in_dim[None, :]
+        at = (first_row + member)[:, None] * ((HEADS + 2 * KV_HEADS) * DIM) + head * DIM
+        query = tl.load(qkv_pointer + at + dim[None, :], mask=mine, other=0.0)
+        position = start + member
+
+        highest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+        total = tl.zeros([BLOCK_M], dtype=tl.float32)
+        sums = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+        lane = tl.arange(0, BLOCK_N)
+        inside = (head // (HEADS // KV_HEADS)) * DIM + dim
+        end = start + count
+        first = tl.maximum(start - window + 1, 0) if window > 0 else 0
+        first = first // BLOCK_N * BLOCK_N
+        for keys_from in range(first, end, BLOCK_N):
+            token = keys_from + lane
+            there = token < end
+            pages = tl.load(table + token // PAGE_SIZE, mask=there, other=0).to(tl.int64)
+            spots = pages * page_stride + (token % PAGE_SIZE) * (KV_HEADS * DIM)
+            keys = tl.load(
+                kv_pointer + spots[None, :] + inside[:, None],
+                mask=there[None, :] & in_dim[:, None],
+                other=0.0,
+            )
+            scores = tl.dot(query, keys, out_dtype=tl.float32, input_precision="ieee") * scale
+            seen = token[None, :] <= position[:, None]
+            if window > 0:
+                seen &= token[None, :] > position[:, None] - window
+            scores = tl.where(seen, scores, float("-inf"))
+            higher = tl.maximum(highest, tl.max(scores, axis=1))
+            # A row that has seen nothing yet stays at zero weight.
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+            weights = tl.exp2(scores - base[:, None])
+            fade = tl.exp2(highest - base)
+            total = total * fade + tl.sum(weights, axis=1)
+            sums = sums * fade[:, None]
+            values = tl.load(
+                kv_pointer + value_offset + spots[:, None] + inside[None, :],
+                mask=there[:, None] & in_dim[None, :],
+                other=0.0,
+            )
+            sums = tl.dot(weights.to(dtype), values, sums, input_precision="ieee")
+            highest = higher
+
+        out_at = (first_row + member)[:, None] * (HEADS * DIM) + head * DIM + dim[None, :]
+        tl.store(out_pointer + out_at, (sums / total[:, None]).to(dtype), mask=mine)

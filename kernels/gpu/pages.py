@@ -1,0 +1,123 @@
+"""Copies whole pages between two memories, and the tokens of pages into rows.
+
+Pages are as large as all layers make them, so each is cut into blocks and every
+block is a program: a few pages fill the chip as well as many.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+COPY_BLOCK = 4096
+"""Words of 4 bytes that a program copies: 16 KiB, eight 16-byte loads a thread."""
+
+GATHER_BLOCK = 4096
+"""Elements that a program gathers, or one token's if those are more."""
+
+
+def copy_pages(
+    source: int, target: int, page_bytes: int, source_pages: Tensor, target_pages: Tensor
+) -> None:
+    """Copies page source_pages[i] of one memory to page target_pages[i] of another, for all i.
+
+    source and target are addresses that the ids' device can reach, also another process's
+    memory that is mapped here; multiples of 4, as page_bytes is. Both ids [n], whole numbers
+    of any type. No page is the target twice, or both source and target.
+    """
+    words = page_bytes // 4
+    aligned = (source | target | page_bytes) % 16 == 0
+    _copy_pages[(len(source_pages), triton.cdiv(words, COPY_BLOCK))](
+        source,
+        target,
+        source_pages,
+        target_pages,
+        WORDS=words,
+        ALIGNMENT=16 if aligned else 4,
+        BLOCK=COPY_BLOCK,
+        num_warps=4,
+    )
+
+
+def gather_tokens(
+    kv_layer: Tensor, pages: Tensor, length: int, out_keys: Tensor, out_values: Tensor
+) -> None:
+    """The first `length` tokens of these pages, as rows.
+
+    kv_layer [page, 2, token, kv_head, dim], where a token's heads lie side by side; pages [n];
+    out_keys and out_values [length or more, kv_head, dim], rows like the layer's.
+    """
+    size = kv_layer.shape[3] * kv_layer.shape[4]
+    block = triton.next_power_of_2(size)
+    tokens = max(GATHER_BLOCK // block, 1)
+    _gather_tokens[(triton.cdiv(length, tokens), 2)](
+        kv_layer,
+        pages,
+        out_keys,
+        out_values,
+        length,
+        kv_layer.stride(0),
+        kv_layer.stride(1),
+        kv_layer.stride(2),
+        out_keys.stride(0),
+        out_values.stride(0),
+        PAGE_SIZE=kv_layer.shape[2],
+        SIZE=size,
+        TOKENS=tokens,
+        BLOCK=block,
+        num_warps=4,
+    )
+
+
+@triton.jit
+def _copy_pages(
+    source,
+    target,
+    source_pages_pointer,
+    target_pages_pointer,
+    WORDS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    page = tl.program_id(0)
+    word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = word < WORDS
+    source_page = tl.load(source_pages_pointer + page).to(tl.int64)
+    target_page = tl.load(target_pages_pointer + page).to(tl.int64)
+    source_words = tl.multiple_of(source.to(tl.pointer_type(tl.int32)), ALIGNMENT)
+    target_words = tl.multiple_of(target.to(tl.pointer_type(tl.int32)), ALIGNMENT)
+    found = tl.load(source_words + source_page * WORDS + word, mask=inside, other=0)
+    tl.store(target_words + target_page * WORDS + word, found, mask=inside)
+
+
+@triton.jit(do_not_specialize=["length"])
+def _gather_tokens(
+    kv_pointer,
+    pages_pointer,
+    keys_pointer,
+    values_pointer,
+    length,
+    page_stride,
+    value_offset,
+    token_stride,
+    keys_stride,
+    values_stride,
+    PAGE_SIZE: tl.constexpr,
+    SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    column = tl.arange(0, BLOCK)
+    inside = (token < length)[:, None] & (column < SIZE)[None, :]
+    page = tl.load(pages_pointer + token // PAGE_SIZE, mask=token < length, other=0).to(tl.int64)
+    rows = kv_pointer + page * page_stride + token % PAGE_SIZE * token_stride
+    wide = token.to(tl.int64)
+    if tl.program_id(1) == 0:
+        found = tl.load(rows[:, None] + column[None, :], mask=inside)
+        tl.store(keys_pointer + (wide * keys_stride)[:, None] + column[None, :], found, mask=inside)
+    else:
+        found = tl.load(rows[:, None] + value_offset + column[None, :], mask=inside)
+        out_rows = (wide * values_stride)[:, None]
+        tl.store(values_pointer + out_rows + column[None, :], found, mask=inside)

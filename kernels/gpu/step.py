@@ -1,0 +1,110 @@
+"""What surrounds the layers of a step: its inputs on the device, and its tokens."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.gpu.linear import Scaled
+
+BLOCK = 256
+
+
+def begin(
+    staged: Tensor, rows: Tensor, last_tokens: Tensor, tokens: Tensor, table: Tensor, pages: Tensor
+) -> None:
+    """Settles each token of a step, and enters new pages into the page table.
+
+    staged [T], int32: a token, or -1 for the one that the step before sampled for the same
+    row of the table; rows [T] say which. tokens [T] is written. pages [n, 2]: places in
+    the flattened table, and what to put there.
+    """
+    most = max(len(staged), len(pages))
+    _begin[(triton.cdiv(most, BLOCK),)](
+        staged, rows, last_tokens, tokens, table, pages, len(staged), len(pages), BLOCK=BLOCK
+    )
+
+
+@triton.jit
+def _begin(
+    staged_pointer,
+    rows_pointer,
+    last_pointer,
+    tokens_pointer,
+    table_pointer,
+    pages_pointer,
+    token_count,
+    page_count,
+    BLOCK: tl.constexpr,
+):
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mine = index < token_count
+    token = tl.load(staged_pointer + index, mask=mine, other=0)
+    row = tl.load(rows_pointer + index, mask=mine, other=0)
+    last = tl.load(last_pointer + row, mask=mine & (token < 0), other=0)
+    # A row whose logits were not finite has no token; whatever follows is thrown away.
+    token = tl.maximum(tl.where(token < 0, last, token), 0)
+    tl.store(tokens_pointer + index, token, mask=mine)
+    mine = index < page_count
+    place = tl.load(pages_pointer + 2 * index, mask=mine, other=0)
+    page = tl.load(pages_pointer + 2 * index + 1, mask=mine, other=0)
+    tl.store(table_pointer + place, page, mask=mine)
+
+
+def remember(sampled: Tensor, rows: Tensor, last_tokens: Tensor) -> None:
+    """last_tokens[rows] = sampled: tokens [n], rows [n] of the page table."""
+    count = len(sampled)
+    _remember[(triton.cdiv(count, BLOCK),)](sampled, rows, last_tokens, count, BLOCK=BLOCK)
+
+
+@triton.jit
+def _remember(sampled_pointer, rows_pointer, last_pointer, count, BLOCK: tl.constexpr):
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mine = index < count
+    row = tl.load(rows_pointer + index, mask=mine, other=0)
+    tl.store(last_pointer + row, tl.load(sampled_pointer + index, mask=mine), mask=mine)
+
+
+def embed(
+    tokens: Tensor, embedding: Tensor, norm: Tensor, residual: Tensor, target: Scaled
+) -> None:
+    """residual [T, H] = embedding[tokens]; leaves it in `target`, scaled by `norm` [H].
+
+    target.squares is [1, T].
+    """
+    size = embedding.shape[1]
+    _embed[(len(tokens),)](
+        tokens,
+        embedding,
+        norm,
+        residual,
+        target.x,
+        target.squares,
+        SIZE=size,
+        BLOCK_SIZE=triton.next_power_of_2(size),
+        num_warps=8,
+    )
+
+
+@triton.jit
+def _embed(
+    tokens_pointer,
+    embedding_pointer,
+    norm_pointer,
+    residual_pointer,
+    scaled_pointer,
+    squares_pointer,
+    SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK_SIZE)
+    mask = column < SIZE
+    token = tl.load(tokens_pointer + row).to(tl.int64)
+    x = tl.load(embedding_pointer + token * SIZE + column, mask=mask, other=0.0)
+    norm = tl.load(norm_pointer + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(residual_pointer + row * SIZE + column, x, mask=mask)
+    wide = x.to(tl.float32)
+    tl.store(scaled_pointer + row * SIZE + column, (wide * norm).to(x.dtype), mask=mask)
+    tl.store(squares_pointer + row, tl.sum(wide * wide, axis=0))

@@ -1,0 +1,301 @@
+"""Each GPU kernel once more, in plain torch: what it must do, on any device.
+
+Names and arguments are those of kernels/gpu. Sums and products are made in
+float64 and rounded to the result's type once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from kernels.gpu.decode_attention import HeadShape, SplitWorkspace
+from kernels.gpu.linear import Scaled
+
+WEIGHT_ONE = 2.0**40
+COLDEST = 1e-10
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float, out: Tensor | None = None) -> Tensor:
+    """x [T, H], weight [H] -> [T, H]."""
+    return _give(_normed(x.double(), weight, epsilon), x.dtype, out)
+
+
+def silu_and_multiply(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
+    """gate_up [T, 2 * size] -> [T, size]."""
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    return _give(gate * gate.sigmoid() * up, gate_up.dtype, out)
+
+
+def few_rows(
+    source: Scaled, weight: Tensor, out: Tensor, bias: Tensor | None = None, *, gated: bool = False
+) -> Tensor:
+    """source [M, K] and weight [N, K] -> [M, N], or [M, N / 2] with gates."""
+    mean = source.squares.double().sum(dim=0) / source.x.shape[1]
+    x = source.x.double() * (mean + source.epsilon).rsqrt().unsqueeze(1)
+    product = _product(x, weight, bias)
+    if gated:
+        gate, up = product.chunk(2, dim=-1)
+        product = gate * gate.sigmoid() * up
+    return out.copy_(product)
+
+
+def few_rows_onto(
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor,
+    norm: Tensor,
+    target: Scaled,
+    bias: Tensor | None = None,
+) -> None:
+    """residual [M, N] += x [M, K] @ weight.T + bias; all squares go into target's first part."""
+    residual += _product(x.double(), weight, bias)
+    target.x.copy_(residual.double() * norm.double())
+    target.squares.zero_()
+    target.squares[0] = residual.double().square().sum(dim=-1)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.nn.functional.linear(x, weight.double(), None if bias is None else bias.double())
+
+
+def embed(
+    tokens: Tensor, embedding: Tensor, norm: Tensor, residual: Tensor, target: Scaled
+) -> None:
+    """tokens [T] -> residual [T, H], and in `target` scaled by norm [H]."""
+    residual.copy_(embedding[tokens.long()])
+    target.x.copy_(residual.double() * norm.double())
+    target.squares[0] = residual.double().square().sum(dim=-1)
+
+
+def begin(
+    staged: Tensor, rows: Tensor, last_tokens: Tensor, tokens: Tensor, table: Tensor, pages: Tensor
+) -> None:
+    """staged [T] with -1 for last_tokens[rows] -> tokens [T]; pages [n, 2] go into the table."""
+    tokens.copy_(torch.where(staged < 0, last_tokens[rows.long()], staged).clamp(min=0))
+    table.view(-1)[pages[:, 0].long()] = pages[:, 1]
+
+
+def remember(sampled: Tensor, rows: Tensor, last_tokens: Tensor) -> None:
+    """last_tokens[rows] = sampled."""
+    last_tokens[rows.long()] = sampled
+
+
+def decode_attention(
+    qkv: Tensor,
+    cos_sin: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    page_table: Tensor,
+    kv_layer: Tensor,
+    shape: HeadShape,
+    workspace: SplitWorkspace,
+    out: Tensor,
+    query_norm: Tensor | None = None,
+    key_norm: Tensor | None = None,
+) -> Tensor:
+    """qkv [B, (heads + 2 * kv_heads) * dim], one new token a sequence -> out [B, heads * dim]."""
+    size = kv_layer.shape[2]
+    live = positions >= 0
+    pages = page_table[rows.long(), positions.clamp(min=0).long() // size].long()
+    turned = qkv.clone()
+    rotate_and_store(
+        turned,
+        cos_sin,
+        positions.clamp(min=0),
+        torch.where(live, pages * size + positions % size, -1),
+        kv_layer,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        query_norm=query_norm,
+        key_norm=key_norm,
+        epsilon=shape.epsilon,
+        rotates=shape.rotates,
+    )
+    blocks = torch.stack((torch.arange(len(qkv), device=rows.device), positions, live, rows), 1)
+    return chunk_attention(turned, blocks, page_table, kv_layer, shape, out)
+
+
+def chunk_attention(
+    qkv: Tensor,
+    blocks: Tensor,
+    page_table: Tensor,
+    kv_layer: Tensor,
+    shape: HeadShape,
+    out: Tensor,
+) -> Tensor:
+    """qkv [T, ...], turned and stored -> out [T, heads * dim], for the rows that blocks name."""
+    size, group = kv_layer.shape[2], shape.heads // shape.kv_heads
+    for row, start, count, slot in blocks[blocks[:, 2] > 0].tolist():
+        tokens = torch.arange(start + count, device=qkv.device)
+        pages = page_table[slot, tokens // size].long()
+        keys, values = kv_layer[pages, :, tokens % size].double().unbind(1)
+        mine = qkv[row : row + count].view(count, -1, shape.head_dim)[:, : shape.heads].double()
+        grouped = mine.view(count, shape.kv_heads, group, shape.head_dim)
+        scores = torch.einsum("tkgd,nkd->kgtn", grouped, keys) * shape.head_dim**-0.5
+        queries = torch.arange(start, start + count, device=qkv.device).unsqueeze(1)
+        hidden = tokens > queries
+        if shape.window is not None:
+            hidden |= tokens <= queries - shape.window
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+        out[row : row + count] = torch.einsum("kgtn,nkd->tkgd", weights, values).flatten(1)
+    return out
+
+
+def rotate_and_store(
+    qkv: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    kv_layer: Tensor,
+    *,
+    heads: int,
+    kv_heads: int,
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
+    epsilon: float,
+    rotates: bool,
+) -> None:
+    """qkv [T, (heads + 2 * kv_heads) * dim] is turned in place and stored in
+    kv_layer [page, 2, token, kv_head, dim]."""
+    by_head = qkv.view(len(qkv), heads + 2 * kv_heads, -1)
+    queries, keys, values = by_head.tensor_split((heads, heads + kv_heads), dim=1)
+    for part, norm in ((queries, query_norm), (keys, key_norm)):
+        if norm is not None:
+            part.copy_(_normed(part.double(), norm, epsilon))
+        if rotates:
+            part.copy_(_turned(part.double(), cos_sin[positions.long()].double()))
+    stored = slots >= 0
+    pages, offsets = slots[stored] // kv_layer.shape[2], slots[stored] % kv_layer.shape[2]
+    kv_layer[pages, 0, offsets] = keys[stored]
+    kv_layer[pages, 1, offsets] = values[stored]
+
+
+def copy_pages(
+    source: int, target: int, page_bytes: int, source_pages: Tensor, target_pages: Tensor
+) -> None:
+    """Copies page source_pages[i] at address source to page target_pages[i] at target."""
+    source_memory = _memory(source, source_pages, page_bytes)
+    target_memory = _memory(target, target_pages, page_bytes)
+    target_memory[target_pages.long()] = source_memory[source_pages.long()]
+
+
+def gather_tokens(
+    kv_layer: Tensor, pages: Tensor, length: int, out_keys: Tensor, out_values: Tensor
+) -> None:
+    """The first `length` tokens of pages of kv_layer [page, 2, token, kv_head, dim], as rows."""
+    keys, values = kv_layer[pages.long()].unbind(dim=1)
+    out_keys[:length] = keys.flatten(0, 1)[:length]
+    out_values[:length] = values.flatten(0, 1)[:length]
+
+
+def argmax(logits: Tensor, out: Tensor | None = None) -> Tensor:
+    """logits [B, V] -> [B], int32: the best tokens, -1 where a row is not sound."""
+    values = logits.amax(dim=-1)
+    lowest = (logits == values.unsqueeze(1)).int().argmax(dim=-1)
+    return _give(torch.where(values.isfinite(), lowest, -1), torch.int32, out)
+
+
+def sample(
+    logits: Tensor,
+    temperatures: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    chances: Tensor,
+    out: Tensor | None = None,
+) -> Tensor:
+    """logits [B, V], all others [B] -> [B], int32."""
+    weights = weigh(logits, temperatures)
+    best = argmax(logits)
+    drawn = draw(weights, top_k, top_p, min_p, chances)
+    takes_best = (best < 0) | (temperatures == 0) | (top_k == 1)
+    return _give(torch.where(takes_best, best, drawn), torch.int32, out)
+
+
+def weigh(logits: Tensor, temperatures: Tensor) -> Tensor:
+    """logits [B, V], temperatures [B] -> [B, V], float32, whole numbers."""
+    scores = logits.float()
+    relative = scores - scores.amax(dim=-1, keepdim=True)
+    divisors = temperatures.clamp(min=COLDEST).unsqueeze(1)
+    return relative.div(divisors).exp().mul(WEIGHT_ONE).floor()
+
+
+def draw(weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, chances: Tensor) -> Tensor:
+    """weights [B, V], all others [B] -> [B], int32."""
+    settings = zip(top_k.tolist(), top_p.tolist(), min_p.tolist(), chances.tolist(), strict=True)
+    drawn = [_drawn(row, *setting) for row, setting in zip(weights, settings, strict=True)]
+    return torch.tensor(drawn, dtype=torch.int32, device=weights.device)
+
+
+def uniform(seeds: Tensor, positions: Tensor, out: Tensor | None = None) -> Tensor:
+    """seeds and positions [B], int64 -> [B], float64."""
+    word = _mix(_mix(seeds) + (positions + 1) * -0x61C8864680B583EB)
+    return _give(_shift(word, 11).double() * 2.0**-53, torch.float64, out)
+
+
+def _drawn(weights: Tensor, top_k: int, top_p: float, min_p: float, chance: float) -> int:
+    """weights [V] -> a token."""
+    if 0 < top_k < len(weights):
+        ordered = weights.sort(descending=True).values
+        weights = weights * (weights >= ordered[top_k - 1])
+    if top_p < 1.0:
+        ordered = weights.sort(descending=True).values
+        reached = ordered.cumsum(0, dtype=torch.int64)
+        needed = min(int(float(reached[-1]) * top_p), int(reached[-1]))
+        weights = weights * (weights >= ordered[int((reached < needed).sum())])
+    weights = weights * (weights >= min_p * WEIGHT_ONE)
+    reached = weights.cumsum(0, dtype=torch.int64)
+    target = min(int(float(reached[-1]) * chance), int(reached[-1]) - 1)
+    return int((reached <= target).sum())
+
+
+def _mix(word: Tensor) -> Tensor:
+    """SplitMix64's finalizer. Products of int64 keep the low 64 bits, as those of uint64 do."""
+    word = (word ^ _shift(word, 30)) * -0x40A7B892E31B1A47
+    word = (word ^ _shift(word, 27)) * -0x6B2FB644ECCEEE15
+    return word ^ _shift(word, 31)
+
+
+def _shift(word: Tensor, count: int) -> Tensor:
+    """To the right, as if without a sign."""
+    return (word >> count) & ((1 << (64 - count)) - 1)
+
+
+def _give(result: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+    return result.to(dtype) if out is None else out.copy_(result)
+
+
+def _normed(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    return x * (x.square().mean(dim=-1, keepdim=True) + epsilon).rsqrt() * weight.double()
+
+
+def _turned(x: Tensor, cos_sin: Tensor) -> Tensor:
+    """x [T, heads, dim] by cos_sin [T, dim]."""
+    cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
+    pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * torch.complex(cos, sin)).flatten(-2)
+
+
+class _Mapping:
+    """Device memory at an address, as torch takes it from others."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (address, False),
+            "shape": (size,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+def _memory(address: int, pages: Tensor, page_bytes: int) -> Tensor:
+    """[pages, page_bytes], as far as the ids reach."""
+    size = (int(pages.max()) + 1) * page_bytes
+    if pages.is_cuda:
+        flat = torch.as_tensor(_Mapping(address, size), device=pages.device)
+    else:
+        flat = torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
+    return flat.view(-1, page_bytes)

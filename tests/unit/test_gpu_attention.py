@@ -1,0 +1,134 @@
+"""The attention kernels against their twins, which compute in float64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import twins
+from kernels.gpu.chunk_attention import BLOCK_QUERIES, chunk_attention
+from kernels.gpu.decode_attention import HeadShape, SplitWorkspace, decode_attention
+
+LAYERS = 3
+
+
+@dataclass(frozen=True)
+class Heads:
+    heads: int
+    kv_heads: int
+    dim: int
+    window: int | None = None
+    rotates: bool = True
+    norms: bool = False
+
+    @property
+    def shape(self) -> HeadShape:
+        return HeadShape(
+            self.heads, self.kv_heads, self.dim, self.window, self.rotates, epsilon=1e-5
+        )
+
+
+class Pool:
+    """Random pages, and sequences that own some of them in random order."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        heads: Heads,
+        page_size: int,
+        lengths: list[int],
+    ) -> None:
+        self.generator = torch.Generator().manual_seed(heads.dim + page_size + sum(lengths))
+        self.device, self.dtype, self.heads = device, dtype, heads
+        widest = max(-(-length // page_size) for length in lengths)
+        pages = widest * len(lengths)
+        self.kv = self.random(pages, LAYERS, 2, page_size, heads.kv_heads, heads.dim)
+        order = torch.randperm(pages, generator=self.generator)
+        self.table = order.view(len(lengths), widest).int().to(device)
+        angles = torch.rand(max(lengths), heads.dim // 2, generator=self.generator) * 7
+        self.cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1).to(device)
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator).to(self.device, self.dtype)
+
+    def qkv(self, rows: int) -> Tensor:
+        return self.random(rows, (self.heads.heads + 2 * self.heads.kv_heads) * self.heads.dim)
+
+    def ints(self, *values: object) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+    def blank(self, rows: int) -> Tensor:
+        width = self.heads.heads * self.heads.dim
+        return torch.full((rows, width), math.nan, dtype=self.dtype, device=self.device)
+
+
+def types_for(device: torch.device) -> list[torch.dtype]:
+    """The interpreter multiplies no bfloat16."""
+    return [torch.float32, torch.float16, *([torch.bfloat16] if device.type == "cuda" else [])]
+
+
+def assert_close(found: Tensor, wanted: Tensor) -> None:
+    error = (found.double() - wanted.double()).norm() / wanted.double().norm()
+    assert error < 20 * torch.finfo(found.dtype).eps
+
+
+@pytest.mark.parametrize("page_size", [16, 5])
+@pytest.mark.parametrize(
+    "heads",
+    [
+        Heads(4, 2, 64),
+        Heads(3, 1, 80, window=40, norms=True),
+        Heads(2, 2, 96, rotates=False),
+        Heads(8, 1, 256, norms=True),
+        Heads(6, 2, 8, window=7),
+    ],
+    ids=str,
+)
+def test_decode_attention_is_its_twins(device: torch.device, heads: Heads, page_size: int) -> None:
+    for dtype in types_for(device):
+        pool = Pool(device, dtype, heads, page_size, [200, 1, 66, 9])
+        rows, positions = pool.ints(2, 0, 1, 3), pool.ints(65, 199, 0, -1)
+        norms = [pool.random(heads.dim) if heads.norms else None for _ in range(2)]
+        qkv, kv = pool.qkv(4), pool.kv.clone()
+        workspace = SplitWorkspace.make(4, heads.heads, heads.kv_heads, heads.dim, device)
+        found, wanted = pool.blank(4), pool.blank(4)
+        for attend, memory, out in (
+            (decode_attention, pool.kv, found),
+            (twins.decode_attention, kv, wanted),
+        ):
+            attend(
+                qkv, pool.cos_sin, rows, positions, pool.table, memory[:, 1], heads.shape,
+                workspace, out, norms[0], norms[1],
+            )  # fmt: skip
+        assert_close(found[:3], wanted[:3])
+        assert found[3].isnan().all(), "a row without a sequence is left alone"
+        assert_close(pool.kv, kv)
+        assert torch.equal(pool.kv[:, [0, 2]], kv[:, [0, 2]]), "another layer was written"
+
+
+@pytest.mark.parametrize(
+    ("heads", "page_size"),
+    [(Heads(4, 2, 64), 16), (Heads(3, 1, 80, window=20), 5), (Heads(2, 2, 8), 3)],
+    ids=str,
+)
+def test_chunk_attention_is_its_twins(device: torch.device, heads: Heads, page_size: int) -> None:
+    starts, counts = (30, 0), (70, 3)
+    for dtype in types_for(device):
+        pool = Pool(device, dtype, heads, page_size, [100, 3])
+        blocks, row = [(0, 0, 0, 0)], 0
+        for slot, (start, count) in enumerate(zip(starts, counts, strict=True)):
+            for offset in range(0, count, BLOCK_QUERIES):
+                rows = min(BLOCK_QUERIES, count - offset)
+                blocks.append((row + offset, start + offset, rows, slot))
+            row += count
+        qkv, found, wanted = pool.qkv(row + 1), pool.blank(row + 1), pool.blank(row + 1)
+        layer = pool.kv[:, 1]
+        chunk_attention(qkv, pool.ints(*blocks), pool.table, layer, heads.shape, found)
+        twins.chunk_attention(qkv, pool.ints(*blocks), pool.table, layer, heads.shape, wanted)
+        assert_close(found[:row], wanted[:row])
+        assert found[row].isnan().all(), "a row of no block is left alone"

@@ -1,0 +1,97 @@
+"""The products of few rows, and what surrounds the layers, against their twins."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import twins
+from kernels.gpu.linear import Scaled, few_rows, few_rows_onto, squares_for
+from kernels.gpu.step import begin, embed, remember
+
+SHAPES = [(1, 128, 64), (3, 70, 100), (17, 256, 33)]
+
+
+class Source:
+    def __init__(self, device: torch.device, dtype: torch.dtype, seed: int) -> None:
+        self.device, self.dtype = device, dtype
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def random(self, *shape: int) -> Tensor:
+        values = torch.randn(shape, generator=self._generator) / shape[-1] ** 0.5
+        return values.to(self.device, self.dtype)
+
+    def scaled(self, rows: int, size: int) -> Scaled:
+        """Room for rows on their way through a norm, poisoned."""
+        x = torch.full((rows, size), math.nan, dtype=self.dtype, device=self.device)
+        return Scaled(x, squares_for(rows, size, self.device).fill_(math.nan), 1e-5)
+
+
+def types_for(device: torch.device) -> list[torch.dtype]:
+    """The interpreter multiplies no bfloat16."""
+    return [torch.float32, *([torch.bfloat16] if device.type == "cuda" else [])]
+
+
+def assert_close(found: Tensor, wanted: Tensor) -> None:
+    error = (found.double() - wanted.double()).norm() / wanted.double().norm()
+    assert error < 20 * torch.finfo(found.dtype).eps
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("rows", "hidden", "inner"), SHAPES)
+def test_a_sum_and_the_product_that_reads_it_are_their_twins(
+    device: torch.device, rows: int, hidden: int, inner: int, bias: bool
+) -> None:
+    for dtype in types_for(device):
+        source = Source(device, dtype, rows + hidden)
+        residual, x = source.random(rows, hidden), source.random(rows, inner)
+        down, norm = source.random(hidden, inner), source.random(hidden)
+        down_bias = source.random(hidden) if bias else None
+        summed, target = residual.clone(), source.scaled(rows, hidden)
+        few_rows_onto(x, down, residual, norm, target, down_bias)
+        expected = source.scaled(rows, hidden)
+        twins.few_rows_onto(x, down, summed, norm, expected, down_bias)
+        assert_close(residual, summed)
+        assert_close(target.x, expected.x)
+        assert_close(target.squares.sum(dim=0), expected.squares.sum(dim=0))
+        up = source.random(2 * inner, hidden)
+        up_bias = source.random(2 * inner) if bias else None
+        for gated, width in ((False, 2 * inner), (True, inner)):
+            found, wanted = (torch.full((rows, width), math.nan).to(up) for _ in range(2))
+            few_rows(target, up, found, up_bias, gated=gated)
+            twins.few_rows(target, up, wanted, up_bias, gated=gated)
+            assert_close(found, wanted)
+
+
+def test_embeddings_are_scaled_as_their_twin_does(device: torch.device) -> None:
+    source = Source(device, torch.float32, 5)
+    embedding, norm = source.random(50, 72), source.random(72)
+    tokens = torch.tensor([3, 49, 0], dtype=torch.int32, device=device)
+    results = []
+    for function in (embed, twins.embed):
+        residual = torch.full((3, 72), math.nan, device=device)
+        target = Scaled(residual.clone(), torch.full((1, 3), math.nan, device=device), 1e-5)
+        function(tokens, embedding, norm, residual, target)
+        results.append((residual, target.x, target.squares))
+    for found, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_a_step_finds_the_tokens_and_pages_of_the_one_before(device: torch.device) -> None:
+    def ints(*values: object) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    staged, rows = ints(7, -1, -1, 9), ints(0, 2, 1, 3)
+    pages = ints((5, 60), (19, 61))
+    results = []
+    for start, keep in ((begin, remember), (twins.begin, twins.remember)):
+        last, table = ints(10, -1, 12, 13), torch.zeros(4, 5, dtype=torch.int32, device=device)
+        tokens = torch.full_like(staged, -5)
+        start(staged, rows, last, tokens, table, pages)
+        keep(ints(40, 41), ints(3, 0), last)
+        results.append((tokens.tolist(), table.tolist(), last.tolist()))
+    assert results[0] == results[1]
+    assert results[0][0] == [7, 12, 0, 9], "a row that has no token yet gets the first"

@@ -1,0 +1,68 @@
+"""Copies of pages and gathered tokens, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import twins
+from kernels.gpu.pages import COPY_BLOCK, copy_pages, gather_tokens
+
+POISON = 0x5A
+
+
+def random_bytes(device: torch.device, size: int) -> Tensor:
+    generator = torch.Generator().manual_seed(size)
+    return torch.randint(256, (size,), dtype=torch.uint8, generator=generator).to(device)
+
+
+def ids(device: torch.device, pages: int, count: int, dtype: torch.dtype, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randperm(pages, generator=generator)[:count].to(device, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("page_bytes", [4, 100, 1 << 14, 4 * COPY_BLOCK + 16, 8 * COPY_BLOCK + 4])
+@pytest.mark.parametrize("offset", [0, 4])
+def test_pages_arrive_whole_and_their_neighbours_stay(
+    device: torch.device, dtype: torch.dtype, page_bytes: int, offset: int
+) -> None:
+    source = random_bytes(device, 11 * page_bytes + offset)
+    found = torch.full((13 * page_bytes + offset,), POISON, dtype=torch.uint8, device=device)
+    wanted = found.clone()
+    source_pages, target_pages = ids(device, 11, 7, dtype, 1), ids(device, 13, 7, dtype, 2)
+    for copy, target in ((copy_pages, found), (twins.copy_pages, wanted)):
+        copy(
+            source.data_ptr() + offset,
+            target.data_ptr() + offset,
+            page_bytes,
+            source_pages,
+            target_pages,
+        )
+    assert torch.equal(found, wanted)
+    pages = found[offset:].view(13, page_bytes)
+    assert torch.equal(
+        pages[target_pages.long()], source[offset:].view(11, -1)[source_pages.long()]
+    )
+    others = [page for page in range(13) if page not in target_pages.tolist()]
+    assert (pages[others] == POISON).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("kv_heads", "dim"), [(1, 64), (3, 80), (8, 128), (40, 128)])
+@pytest.mark.parametrize("length", [1, 37, 48])
+def test_gathered_tokens_are_the_pages_first(
+    device: torch.device, dtype: torch.dtype, kv_heads: int, dim: int, length: int
+) -> None:
+    kv = random_bytes(device, 9 * 2 * 2 * 16 * kv_heads * dim * dtype.itemsize)
+    layer = kv.view(torch.int8).view(dtype).view(9, 2, 2, 16, kv_heads, dim)[:, 1]
+    pages = ids(device, 9, 3, torch.int64, seed=3)
+    found, wanted = (
+        torch.full((2, length + 1, kv_heads, dim), -7.0, dtype=dtype, device=device)
+        for _ in range(2)
+    )
+    gather_tokens(layer, pages, length, found[0], found[1])
+    twins.gather_tokens(layer, pages, length, wanted[0], wanted[1])
+    assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
+    assert (found[:, length] == -7.0).all()

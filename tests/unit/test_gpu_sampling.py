@@ -1,0 +1,222 @@
+"""Sampling on the device: twins against the engine's sampler, kernels against the twins."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from core.types import AttemptKey, Sampling, Work
+from engine import sampler
+from engine.page_pool import PagePool
+from engine.sequence import Sequence
+from kernels import twins
+from kernels.gpu.sampling import CAPACITY, LOG2_E, argmax, load_weights, sample, uniform
+
+POISON = -77
+
+
+@triton.jit
+def _weigh(logits, out, best, temperature, SIZE: tl.constexpr, BLOCK: tl.constexpr):  # noqa: N803
+    token = tl.arange(0, BLOCK)
+    found = load_weights(logits, 0, best, LOG2_E / temperature, SIZE, BLOCK)
+    tl.store(out + token, found, mask=token < SIZE)
+
+
+def weigh(logits: Tensor, temperatures: Tensor) -> Tensor:
+    """The weights that the sampling kernel sees."""
+    out = torch.full(logits.shape, math.nan, device=logits.device)
+    block = triton.next_power_of_2(logits.shape[1])
+    for row, found, temperature in zip(logits, out, temperatures.tolist(), strict=True):
+        best, divisor = float(row.max()), max(temperature, 1e-10)
+        _weigh[(1,)](row, found, best, divisor, SIZE=logits.shape[1], BLOCK=block)
+    return out
+
+
+def random_logits(rows: int, size: int, seed: int, spread: float = 3.0) -> Tensor:
+    return torch.randn(rows, size, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+class Settings:
+    """Columns of a batch."""
+
+    def __init__(self, samplings: list[Sampling], device: torch.device, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        chances = torch.rand(len(samplings), dtype=torch.float64, generator=generator)
+        self.temperatures = torch.tensor([s.temperature for s in samplings], device=device)
+        self.top_k = torch.tensor([s.top_k for s in samplings], device=device, dtype=torch.int32)
+        self.top_p = torch.tensor([s.top_p for s in samplings], device=device, dtype=torch.float64)
+        self.min_p = torch.tensor([s.min_p for s in samplings], device=device)
+        self.chances = chances.to(device)
+
+    @property
+    def columns(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        return self.temperatures, self.top_k, self.top_p, self.min_p, self.chances
+
+
+def assert_drawn_as_by_the_twin(logits: Tensor, settings: Settings) -> None:
+    """Exactly, given the kernel's own weights: its exp may differ from torch's in the last bit."""
+    temperatures, *filters = settings.columns
+    wanted = twins.draw(weigh(logits, temperatures), *filters)
+    found = torch.full_like(wanted, POISON)
+    assert sample(logits, *settings.columns, found) is found
+    assert found.tolist() == wanted.tolist()
+
+
+KINDS = [
+    Sampling(temperature=1.0),
+    Sampling(temperature=0.7, top_k=40),
+    Sampling(temperature=1.0, top_k=3),
+    Sampling(temperature=1.3, top_p=0.9),
+    Sampling(temperature=1.0, top_p=0.99, top_k=300),
+    Sampling(temperature=1.5, min_p=0.05),
+    Sampling(temperature=2.0, top_p=0.95, top_k=20, min_p=0.01),
+    Sampling(temperature=1.0, top_p=1e-12),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "size"), [(1, 1), (3, 80), (2, 5003), (9, 9000)])
+def test_the_best_token_is_torchs(
+    device: torch.device, dtype: torch.dtype, rows: int, size: int
+) -> None:
+    logits = random_logits(rows, size + 5, seed=size).to(device, dtype)[:, :size]
+    out = torch.full((rows,), POISON, dtype=torch.int32, device=device)
+    assert argmax(logits, out) is out
+    assert out.tolist() == twins.argmax(logits).tolist()
+    assert argmax(logits).tolist() == out.tolist()
+
+
+@pytest.mark.parametrize("find", [argmax, twins.argmax])
+def test_of_equals_the_lowest_token_is_the_best(find, device: torch.device) -> None:  # type: ignore[no-untyped-def]
+    logits = torch.full((2, 7000), -5.0, device=device)
+    logits[0, [6999, 3000, 3001, 1500]] = 2.0
+    logits[1] = -1.0
+    logits[1, 4000] = -0.0
+    logits[1, 5000] = 0.0
+    assert find(logits).tolist() == [1500, 4000]
+
+
+@pytest.mark.parametrize("find", [argmax, twins.argmax])
+def test_a_row_that_is_not_sound_has_no_best_token(find, device: torch.device) -> None:  # type: ignore[no-untyped-def]
+    logits = random_logits(5, 3000, seed=1).to(device)
+    logits[0, 2999] = math.nan
+    logits[1, 5] = math.inf
+    logits[2] = -math.inf
+    logits[3, 0] = -math.nan
+    logits[4, :2999] = -math.inf
+    assert find(logits).tolist() == [-1, -1, -1, -1, 2999]
+
+
+@pytest.mark.parametrize("give", [uniform, twins.uniform])
+def test_chances_are_the_engines(give, device: torch.device) -> None:  # type: ignore[no-untyped-def]
+    numbers = random.Random(7)
+    seeds = [0, -1, 2**63 - 1, -(2**63), *(numbers.randrange(-(2**63), 2**63) for _ in range(200))]
+    positions = [numbers.randrange(2**20) for _ in seeds]
+    out = torch.full((len(seeds),), math.nan, dtype=torch.float64, device=device)
+    give(torch.tensor(seeds, device=device), torch.tensor(positions, device=device), out)
+    assert out.tolist() == [sampler.uniform(s, p) for s, p in zip(seeds, positions, strict=True)]
+
+
+def test_the_twin_draws_what_the_engine_draws() -> None:
+    cpu, pool = torch.device("cpu"), PagePool(0, 16)
+    samplings = [Sampling(), Sampling(temperature=1.0, top_k=1), *KINDS] * 3
+    logits = random_logits(len(samplings), 4099, seed=2)
+    settings = Settings(samplings, cpu)
+    sequences = []
+    for row, one in enumerate(samplings):
+        work = Work(AttemptKey("request", 0), (1,) * (row + 1), one, 100, frozenset())
+        sequences.append(Sequence(work, pool.acquire(0), [1] * (row + 1)))
+        settings.chances[row] = sampler.uniform(one.seed, row + 1)
+    found = twins.sample(logits, *settings.columns).tolist()
+    assert found == sampler.Sampler(4099).sample(logits, sequences)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_weights_are_the_twins_but_for_the_last_bits(
+    device: torch.device, dtype: torch.dtype
+) -> None:
+    logits = random_logits(4, 3001, seed=3).to(device, dtype)
+    temperatures = torch.tensor([0.3, 1.0, 1e-20, 100.0], device=device)
+    wanted = twins.weigh(logits, temperatures)
+    torch.testing.assert_close(weigh(logits, temperatures), wanted, rtol=1e-5, atol=1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [1, 50, 4096, 9001])
+def test_draws_are_the_twins(device: torch.device, dtype: torch.dtype, size: int) -> None:
+    wide = random_logits(len(KINDS), size + 3, seed=size).to(device, dtype)
+    assert_drawn_as_by_the_twin(wide[:, :size], Settings(KINDS, device, seed=size))
+
+
+def test_the_last_token_that_a_filter_keeps_is_the_twins(device: torch.device) -> None:
+    """In falling order of weight, the greatest chance draws the lightest token that is kept."""
+    samplings = [
+        Sampling(temperature=1.0, top_k=300),
+        Sampling(temperature=1.0, top_k=6000),
+        Sampling(temperature=1.0, top_p=0.99),
+        Sampling(temperature=50.0, top_p=0.5),
+        Sampling(temperature=1.0, top_k=6000, top_p=0.999),
+        Sampling(temperature=1.0, min_p=0.001),
+    ]
+    logits = random_logits(len(samplings), 10001, seed=8).sort(descending=True).values
+    settings = Settings(samplings, device)
+    settings.chances[:] = 1.0 - 2.0**-53
+    assert_drawn_as_by_the_twin(logits.to(device), settings)
+    drawn = sample(logits.to(device), *settings.columns).tolist()
+    assert drawn[:2] == [299, 5999]
+
+
+def test_narrow_shares_do_as_well(device: torch.device) -> None:
+    settings = Settings(KINDS, device)
+    settings.top_p = settings.top_p.float()
+    assert_drawn_as_by_the_twin(random_logits(len(KINDS), 500, seed=4).to(device), settings)
+
+
+def test_more_equal_weights_than_registers_hold_are_kept_whole(device: torch.device) -> None:
+    """The search ends with passes over the row alone."""
+    size = 2 * CAPACITY + 100
+    logits = torch.zeros(4, size, device=device)
+    logits[:, 7] = 1.0
+    samplings = [
+        Sampling(temperature=1.0, top_k=2),
+        Sampling(temperature=1.0, top_p=0.5),
+        Sampling(temperature=1.0, top_k=2, top_p=0.9),
+        Sampling(temperature=1.0, top_k=size - 1, min_p=0.9),
+    ]
+    assert_drawn_as_by_the_twin(logits, Settings(samplings, device, seed=5))
+
+
+def test_a_tie_at_the_border_is_drawn_whole(device: torch.device) -> None:
+    logits = torch.tensor([[3.0, 1.0, 1.0, 0.0]], device=device).expand(4, -1)
+    settings = Settings([Sampling(temperature=5.0, top_k=2)] * 4, device)
+    settings.chances[:] = torch.arange(4) / 4  # of shares 0.43, 0.29 and 0.29
+    assert sample(logits, *settings.columns).tolist() == [0, 0, 1, 2]
+
+
+def test_the_least_and_the_greatest_chance_draw_possible_tokens(device: torch.device) -> None:
+    logits = torch.full((2, 10000), -math.inf, device=device)
+    logits[:, 100:-100] = 2.0
+    settings = Settings([Sampling(temperature=1.0)] * 2, device)
+    settings.chances[0], settings.chances[1] = 0.0, 1.0 - 2.0**-53
+    assert sample(logits, *settings.columns).tolist() == [100, 9899]
+
+
+def test_each_row_goes_by_its_own_settings(device: torch.device) -> None:
+    """Rows that draw, rows that take the best and rows that are not sound, side by side."""
+    samplings = [Sampling(), KINDS[3], Sampling(1.0, top_k=1), Sampling(1e-30), KINDS[1]]
+    logits = random_logits(5, 3000, seed=6).to(device)
+    logits[4, 17] = math.nan
+    settings = Settings(samplings, device)
+    found = sample(logits, *settings.columns).tolist()
+    best = twins.argmax(logits).tolist()
+    drawn = twins.draw(
+        weigh(logits[1:2], settings.temperatures[1:2]),
+        *(column[1:2] for column in settings.columns[1:]),
+    )
+    assert found == [best[0], int(drawn), best[2], best[3], -1]
