@@ -43,7 +43,7 @@ class Ours:
         sequences = [self._sequence(prompt, count) for prompt in prompts]
         while plan := self._next(sequences, count):
             for piece, token in zip(plan, self._engine.step(plan), strict=True):
-                if token is not None:
+                if isinstance(token, int):
                     piece.sequence.append(token)
         for sequence in sequences:
             sequence.lease.release()

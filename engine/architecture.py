@@ -107,7 +107,12 @@ ROPE_KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3", "yarn")
 
 def read_architecture(folder: Path) -> Architecture:
     """The architecture of the model in `folder`, or UnsupportedModel."""
-    settings = read_settings(folder / "config.json")
+    return parse_architecture(folder / "config.json")
+
+
+def parse_architecture(config: Path) -> Architecture:
+    """The architecture that a Hugging Face config file describes, or UnsupportedModel."""
+    settings = read_settings(config)
     name = settings.text("model_type", "")
     family = _family(settings, name)
     _refuse_what_we_cannot_run(settings)

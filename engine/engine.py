@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,19 +17,33 @@ from torch import Tensor
 from core.errors import InvalidConfig
 from engine.architecture import Architecture, read_architecture
 from engine.checkpoint import checkpoint_files, digest_files
+from engine.flight import Flight, Outcome
+from engine.gpu.settings import GpuSettings
+from engine.model import Model
 from engine.page_pool import PagePool
+from engine.random_model import random_model
 from engine.runner import Runner
 from engine.sequence import Plan
 from engine.weights import load_model
 
+Progress = Callable[[str, float], None]
+DEFAULT_GPU_SETTINGS = GpuSettings()
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class AnyRunner(Protocol):
+    """Runs plans on one kind of device."""
+
+    runs_ahead: bool
+
+    def launch(self, plan: Plan) -> Flight: ...
 
 
 class Engine:
     """Owned by one thread: nothing here may be called from two."""
 
     def __init__(
-        self, runner: Runner, architecture: Architecture, pool: PagePool, kv: Tensor
+        self, runner: AnyRunner, architecture: Architecture, pool: PagePool, kv: Tensor
     ) -> None:
         self._runner = runner
         self.architecture = architecture
@@ -46,39 +63,80 @@ class Engine:
         kv_memory: int = 1 << 30,
         max_context: int | None = None,
         threads: int | None = None,
-        progress: Callable[[float], None] | None = None,
+        random_weights: bool = False,
+        gpu: GpuSettings = DEFAULT_GPU_SETTINGS,
+        progress: Progress = lambda what, done: None,
     ) -> Engine:
-        """The model in `folder`, with `kv_memory` bytes of pages.
+        """The model in `folder`, with `kv_memory` bytes of pages; on a GPU, 0 takes what is left.
 
         `threads` sets how many threads torch uses in this process. `progress`
-        is told the fraction of the weights that is loaded.
+        is told what is being done, and the fraction of it that is.
         """
         if threads is not None:
             torch.set_num_threads(threads)
         architecture = read_architecture(folder)
         kind = _dtype(dtype)
-        pages = _pages_within(kv_memory, architecture, page_size, kind)
-        model = load_model(folder, architecture, kind, device, progress)
-        kv = torch.zeros(_kv_shape(architecture, pages, page_size), dtype=kind, device=device)
-        engine = cls(Runner(model, kv), architecture, PagePool(pages, page_size), kv)
-        limits = [architecture.context_length, pages * page_size, max_context]
-        engine.context_length = min(limit for limit in limits if limit is not None)
-        engine.fingerprint = fingerprint(folder, architecture)
+        page_bytes = _page_bytes(architecture, page_size, kind)
+        if kv_memory or device == "cpu":
+            _check_holds_a_page(kv_memory, page_bytes)
+        if random_weights:
+            model = random_model(architecture, kind, device)
+        else:
+            model = load_model(folder, architecture, kind, device, partial(progress, "weights"))
+        context = min(architecture.context_length, max_context or architecture.context_length)
+        if not kv_memory:
+            kv_memory = _memory_left(gpu, architecture, context, kind, device)
+            _check_holds_a_page(kv_memory, page_bytes)
+        pool = PagePool(kv_memory // page_bytes, page_size)
+        context = min(context, pool.total * page_size)
+        kv = torch.zeros(_kv_shape(architecture, pool.total, page_size), dtype=kind, device=device)
+        runner = _runner(model, kv, pool, context, gpu, partial(progress, "steps"))
+        engine = cls(runner, architecture, pool, kv)
+        engine.context_length = context
+        engine.fingerprint = fingerprint(folder, architecture, random_weights)
         return engine
 
-    def step(self, plan: Plan) -> list[int | None]:
-        """Runs all pieces in one forward.
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a launched step runs beside the host, so that the next one can be planned."""
+        return self._runner.runs_ahead
 
-        Returns the next token of each piece that samples, in the plan's order,
-        and advances each sequence's `computed`. Appending is up to the caller.
-        """
-        return self._runner.run(plan)
+    def launch(self, plan: Plan) -> Flight:
+        """Starts one forward for all pieces, and advances each sequence's `computed`."""
+        return self._runner.launch(plan)
+
+    def step(self, plan: Plan) -> list[Outcome]:
+        """Runs all pieces in one forward, and returns what that did when it has ended."""
+        return self.launch(plan).wait()
 
 
-def fingerprint(folder: Path, architecture: Architecture) -> str:
+def _runner(
+    model: Model,
+    kv: Tensor,
+    pool: PagePool,
+    context: int,
+    gpu: GpuSettings,
+    progress: Callable[[float], None],
+) -> AnyRunner:
+    if kv.device.type == "cpu":
+        return Runner(model, kv)
+    from engine.gpu.start import start_runner  # brings triton along
+
+    return start_runner(model, kv, pool, context, gpu, progress)
+
+
+def _memory_left(
+    gpu: GpuSettings, shape: Architecture, context: int, dtype: torch.dtype, device: str
+) -> int:
+    from engine.gpu.start import memory_for_pages
+
+    return memory_for_pages(gpu, shape, context, dtype, device)
+
+
+def fingerprint(folder: Path, architecture: Architecture, random_weights: bool = False) -> str:
     """Equal for the same model on any machine; different, as good as always, for another."""
     shape = json.dumps(dataclasses.asdict(architecture), sort_keys=True)
-    files = digest_files(checkpoint_files(folder))
+    files = b"random" if random_weights else digest_files(checkpoint_files(folder))
     return hashlib.sha256(shape.encode() + files).hexdigest()
 
 
@@ -93,19 +151,17 @@ def _kv_shape(architecture: Architecture, pages: int, page_size: int) -> tuple[i
     )
 
 
-def _pages_within(
-    kv_memory: int, architecture: Architecture, page_size: int, dtype: torch.dtype
-) -> int:
+def _page_bytes(architecture: Architecture, page_size: int, dtype: torch.dtype) -> int:
     if page_size < 1:
         raise InvalidConfig(f"a page holds at least 1 token, not {page_size}", field="page_size")
-    page_bytes = dtype.itemsize
-    for size in _kv_shape(architecture, 1, page_size):
-        page_bytes *= size
+    return math.prod(_kv_shape(architecture, 1, page_size)) * dtype.itemsize
+
+
+def _check_holds_a_page(kv_memory: int, page_bytes: int) -> None:
     if kv_memory < page_bytes:
         raise InvalidConfig(
             f"{kv_memory} bytes hold no page: one takes {page_bytes}", field="kv_memory"
         )
-    return kv_memory // page_bytes
 
 
 def _dtype(name: str | torch.dtype) -> torch.dtype:

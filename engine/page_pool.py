@@ -1,8 +1,10 @@
 """Who holds which page.
 
 The pool hands out pages as leases. A lease has one owner and is released once;
-a second release raises. Pages are handed out in runs of neighbours where there
-are any, so that a transfer merges them into few descriptors.
+a second release raises. A step that runs beside the host pins the leases it
+uses: pages released meanwhile come back when it has ended. Pages are handed out
+in runs of neighbours where there are any, so that a transfer merges them into
+few descriptors.
 
 Only the thread that owns the pool may call it.
 """
@@ -19,12 +21,26 @@ from core.errors import Exhausted, Internal
 class Lease:
     """Pages held by one owner. Grows with `extend`, ends with `release`."""
 
-    __slots__ = ("_pool", "pages", "released")
+    __slots__ = ("_pins", "_pool", "pages", "released")
 
     def __init__(self, pool: PagePool, pages: list[int]) -> None:
         self._pool = pool
         self.pages = pages
         self.released = False
+        self._pins = 0
+
+    @property
+    def pinned(self) -> bool:
+        """Whether a step under way reads or writes the pages."""
+        return self._pins > 0
+
+    def pin(self) -> None:
+        self._pins += 1
+
+    def unpin(self) -> None:
+        self._pins -= 1
+        if self.released and not self.pinned:
+            self._pool._give_back(self)
 
     def extend(self, count: int) -> None:
         """Adds `count` pages at the end, or raises Exhausted and changes nothing."""
@@ -33,11 +49,12 @@ class Lease:
         self.pages.extend(self._pool._take(count))
 
     def release(self) -> None:
-        """Gives all pages back."""
+        """Gives all pages back, at once or when the last pin goes."""
         if self.released:
             raise Internal("a lease was released twice")
         self.released = True
-        self._pool._give_back(self)
+        if not self.pinned:
+            self._pool._give_back(self)
 
     def __len__(self) -> int:
         return len(self.pages)

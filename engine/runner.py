@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from core.errors import Internal
+from engine.flight import Flight, Landed
 from engine.kept_pages import KeptPages
 from engine.model import Batch, Chunk, Model
 from engine.rope import inverse_frequencies, rotations
@@ -20,6 +21,8 @@ from kernels.cache import layer_caches, page_rows, token_rows
 
 class Runner:
     """Runs plans of `model` over the paged memory `kv` [page, layer, 2, token, kv_head, dim]."""
+
+    runs_ahead = False
 
     def __init__(self, model: Model, kv: Tensor) -> None:
         shape = model.architecture
@@ -37,6 +40,10 @@ class Runner:
         if kv.device.type == "cpu" and self._windows == [None]:
             self._kept = KeptPages(kv[0, :, :, 0].nbytes, self._page_size)
 
+    def launch(self, plan: Plan) -> Flight:
+        """Runs the plan. On a CPU there is nothing to run beside it."""
+        return Landed(list(self.run(plan)))
+
     @torch.inference_mode()
     def run(self, plan: Plan) -> list[int | None]:
         """One forward for all pieces; the next token of each that samples."""
@@ -52,9 +59,6 @@ class Runner:
             tokens = self._sampler.sample(logits, [plan[index].sequence for index in sampling])
             for index, token in zip(sampling, tokens, strict=True):
                 answers[index] = token
-        elif self._device.type == "cuda":
-            # Whoever pushes these pages must find them written; sampling waits by itself.
-            torch.cuda.synchronize(self._device)
         for piece in plan:
             piece.sequence.computed += piece.count
         return answers

@@ -152,7 +152,7 @@ def _draw(scores: Tensor, sequences: list[Sequence]) -> Tensor:
     _keep_top_k(weights, samplings)
     _keep_top_p(weights, samplings)
     _keep_min_p(weights, samplings)
-    chances = [uniform(s.work.sampling.seed, len(s.tokens)) for s in sequences]
+    chances = [uniform(s.work.sampling.seed, len(s.tokens) + s.expected) for s in sequences]
     return _walk(weights, torch.tensor(chances, dtype=torch.float64, device=scores.device))
 
 

@@ -22,6 +22,9 @@ class Sequence:
     computed: int = 0
     # Its place among the requests of its worker: older is smaller.
     order: int = 0
+    # Tokens that steps under way will sample: they count as there, though only
+    # the device knows them yet.
+    expected: int = 0
 
     def __post_init__(self) -> None:
         if not self.tokens:
@@ -29,7 +32,8 @@ class Sequence:
 
     @property
     def prompt_length(self) -> int:
-        return len(self.work.prompt_tokens)
+        """Without what earlier attempts answered, which counts as generated."""
+        return len(self.work.prompt_tokens) - self.work.answer_tokens
 
     @property
     def generated(self) -> int:
@@ -37,7 +41,15 @@ class Sequence:
 
     @property
     def uncomputed(self) -> int:
-        return len(self.tokens) - self.computed
+        return len(self.tokens) + self.expected - self.computed
+
+    @property
+    def planned_out(self) -> bool:
+        """Whether no step can be planned before the host has seen what those under way sample."""
+        if not self.expected:
+            return False
+        last = self.generated + self.expected >= self.work.max_tokens
+        return last or self.work.sampling.penalizes
 
     def append(self, token: int) -> FinishReason | None:
         """Adds a generated token; says whether it is the last."""
@@ -59,6 +71,11 @@ class Piece:
     @property
     def samples(self) -> bool:
         return self.count == self.sequence.uncomputed
+
+    def depart(self) -> None:
+        """The step is under way: the sequence is as it will be when it ends."""
+        self.sequence.expected += self.samples
+        self.sequence.computed += self.count
 
 
 Plan = list[Piece]

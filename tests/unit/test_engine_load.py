@@ -152,7 +152,7 @@ def test_impossible_options_are_refused_by_name(
 
 def test_progress_ends_at_one(folder: Path) -> None:
     seen: list[float] = []
-    Engine.load(folder, kv_memory=KV_MEMORY, progress=seen.append)
+    Engine.load(folder, kv_memory=KV_MEMORY, progress=lambda what, done: seen.append(done))
     assert seen == sorted(seen)
     assert seen[-1] == 1.0
 

@@ -1,0 +1,298 @@
+"""One engine on one GPU: time to first token, decode steps, throughput, against the hardware.
+
+    python -m bench.gpu [--config CONFIG_JSON] [--rows ttft decode batch busy]
+
+Needs a GPU, torch and triton; no weights, no network, no ray. The model has the
+shape of the config (Llama 3.1 8B's by default) and random bfloat16 weights;
+prompts are random tokens, answers greedy. Nothing is skipped: every token is
+sampled, fetched and appended.
+
+A time to first token runs from the submission to the token in the caller's
+hands. A decode step is (time of 130 tokens - time of 2 tokens) / 128 of the
+whole batch. A row's floor is what its matrix products take by themselves, under
+a CUDA graph, plus its attention by cuDNN (prompts) or the time to read its keys
+and values once (decode): all measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from core.types import AttemptKey, Sampling, Work
+from engine.architecture import Architecture, parse_architecture
+from engine.flight import Flight
+from engine.gpu.runner import GpuRunner
+from engine.model import Model
+from engine.page_pool import PagePool
+from engine.random_model import random_model
+from engine.sequence import Piece, Plan, Sequence
+from kernels.linear import Linear
+
+PAGE_SIZE = 16
+CONTEXT = 36_000
+MAX_BATCH = 256
+CHUNK = 8192
+KV_TOKENS = 300_000
+
+VLLM = {  # vLLM 0.26.0 on the same GPU, Llama 3.1 8B's shape: ms, ms a step, tokens a second
+    "TTFT 128": 11.7,
+    "TTFT 512": 15.6,
+    "TTFT 2,048": 51.2,
+    "TTFT 8,192": 218.5,
+    "TTFT 32,768": 1186.0,
+    "step 1 x 512": 4.86,
+    "step 1 x 8,192": 5.17,
+    "step 8 x 512": 5.10,
+    "step 32 x 512": 5.61,
+    "step 32 x 2,048": 7.33,
+    "step 64 x 1,024": 7.66,
+    "step 128 x 512": 8.82,
+    "step 256 x 512": 14.01,
+    "128 at once, 1,024 in, 128 out": 3689.0,
+}
+
+
+class Bench:
+    """An engine without a worker around it, and the plainest loop that keeps it busy."""
+
+    def __init__(self, shape: Architecture) -> None:
+        self.model = random_model(shape, torch.bfloat16, "cuda")
+        pages = KV_TOKENS // PAGE_SIZE
+        size = (pages, shape.layers, 2, PAGE_SIZE, shape.kv_heads, shape.head_dim)
+        self.kv = torch.zeros(size, dtype=torch.bfloat16, device="cuda")
+        self.pool = PagePool(pages, PAGE_SIZE)
+        self.runner = GpuRunner(self.model, self.kv, CONTEXT, MAX_BATCH)
+        began = time.perf_counter()
+        self.runner.record()
+        print(f"recorded all steps in {time.perf_counter() - began:.1f} s", flush=True)
+
+    def generate(self, prompts: list[list[int]], count: int) -> float:
+        """Answers all prompts with `count` tokens each; the seconds it took."""
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        sequences = [self._submit(prompt, count) for prompt in prompts]
+        flights: deque[tuple[Plan, Flight]] = deque()
+        while plan := self._next(sequences, count):
+            flights.append((plan, self.runner.launch(plan)))
+            if len(flights) > 1:
+                self._settle(*flights.popleft())
+        while flights:
+            self._settle(*flights.popleft())
+        took = time.perf_counter() - began
+        assert all(sequence.generated == count for sequence in sequences)
+        for sequence in sequences:
+            sequence.lease.release()
+        return took
+
+    def _submit(self, prompt: list[int], count: int) -> Sequence:
+        work = Work(AttemptKey("bench", 0), prompt, Sampling(), count, frozenset())
+        return Sequence(work, self.pool.acquire(self.pool.pages_for(len(prompt) + count)))
+
+    def _next(self, sequences: list[Sequence], count: int) -> Plan:
+        """As much of the prompts as a step takes; once they are done, one token each."""
+        budget, plan = CHUNK, []
+        for sequence in sequences:
+            if sequence.computed < sequence.prompt_length and budget:
+                piece = Piece(sequence, min(budget, sequence.prompt_length - sequence.computed))
+                budget -= piece.count
+                plan.append(piece)
+        return plan or [
+            Piece(each, 1) for each in sequences if each.generated + each.expected < count
+        ]
+
+    def _settle(self, plan: Plan, flight: Flight) -> None:
+        for piece, token in zip(plan, flight.wait(), strict=True):
+            if isinstance(token, int):
+                piece.sequence.append(token)
+
+
+@dataclass(frozen=True)
+class Measured:
+    title: str
+    value: float
+    floor: float | None
+    unit: str = "ms"
+
+
+def prompts_of(bench: Bench, count: int, length: int) -> list[list[int]]:
+    source, size = random.Random(length), bench.model.architecture.vocabulary_size
+    return [source.choices(range(size), k=length) for _ in range(count)]
+
+
+def first_tokens(bench: Bench, floors: Floors) -> Iterator[Measured]:
+    for length in (128, 512, 2048, 8192, 32768):
+        prompts = prompts_of(bench, 1, length)
+        bench.generate(prompts, 1)
+        times = [bench.generate(prompts, 1) for _ in range(9 if length < 8192 else 4)]
+        value = statistics.median(times) * 1e3
+        yield Measured(f"TTFT {length:,}", value, floors.prompt(length))
+
+
+def decode_steps(bench: Bench, floors: Floors) -> Iterator[Measured]:
+    shapes = [(1, 512), (1, 8192), (8, 512), (32, 512), (32, 2048), (64, 1024), (128, 512)]
+    for batch, context in [*shapes, (256, 512)]:
+        prompts = prompts_of(bench, batch, context)
+        bench.generate(prompts, 2)
+        repeats = 3 if batch * context < 30_000 else 1
+        short = min(bench.generate(prompts, 2) for _ in range(repeats))
+        long = min(bench.generate(prompts, 130) for _ in range(repeats))
+        step = (long - short) / 128 * 1e3
+        yield Measured(f"step {batch} x {context:,}", step, floors.step(batch, context))
+
+
+def throughput(bench: Bench, _: Floors) -> Iterator[Measured]:
+    prompts = prompts_of(bench, 128, 1024)
+    value = 128 * 128 / bench.generate(prompts, 128)
+    yield Measured("128 at once, 1,024 in, 128 out", value, None, "tok/s")
+
+
+def busy_share(bench: Bench, _: Floors) -> Iterator[Measured]:
+    """The share of a decode run's time in which the GPU computes."""
+    for batch in (1, 32, 256):
+        prompts = prompts_of(bench, batch, 512)
+        bench.generate(prompts, 4)
+        yield Measured(f"GPU busy, {batch} decoding", _busy(bench, prompts), 100.0, "%")
+
+
+def _busy(bench: Bench, prompts: list[list[int]]) -> float:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        bench.generate(prompts, 60)
+    kernels = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in profile.events() or []
+        if event.device_type.name == "CUDA"
+    )
+    # The last half: nothing but decoding.
+    kernels = kernels[len(kernels) // 2 :]
+    covered, end = 0.0, kernels[0][0]
+    for start, stop in kernels:
+        covered += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return float(100.0 * covered / (end - kernels[0][0]))
+
+
+class Floors:
+    """What the hardware needs at least, measured part by part."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._model: Model = bench.model
+        self._shape = bench.model.architecture
+        self._read_rate = _read_rate()
+        self._linears: dict[int, float] = {}
+
+    def prompt(self, length: int) -> float:
+        """All products of a prompt and its causal attention, in ms."""
+        pieces = [CHUNK] * (length // CHUNK) + ([length % CHUNK] if length % CHUNK else [])
+        return sum(self._products(piece) for piece in pieces) + self._attention(length)
+
+    def step(self, batch: int, context: int) -> float:
+        """All products of a decode step, and reading its keys and values, in ms."""
+        shape = self._shape
+        token = 2 * shape.layers * shape.kv_heads * shape.head_dim * 2
+        return self._products(batch) + batch * context * token / self._read_rate * 1e3
+
+    def _products(self, rows: int) -> float:
+        if rows not in self._linears:
+            self._linears[rows] = _graph_ms(lambda: self._run_products(rows))
+        return self._linears[rows]
+
+    def _run_products(self, rows: int) -> None:
+        for layer in self._model.layers:
+            for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
+                _product(linear, rows)
+        _product(self._model.head, rows if rows <= MAX_BATCH else 1)
+
+    def _attention(self, length: int) -> float:
+        shape = self._shape
+        query = torch.randn(
+            1, shape.heads, length, shape.head_dim, dtype=torch.bfloat16, device="cuda"
+        )
+        keys = query[:, : shape.kv_heads].clone()
+
+        def attend() -> None:
+            torch.ops.aten._scaled_dot_product_cudnn_attention(
+                query, keys, keys, None, True, 0.0, True, False
+            )
+
+        return shape.layers * _graph_ms(attend)
+
+
+_inputs: dict[tuple[int, int], Tensor] = {}
+
+
+def _product(linear: Linear, rows: int) -> None:
+    size = (rows, linear.weight.shape[1])
+    if size not in _inputs:
+        _inputs[size] = torch.randn(size, dtype=torch.bfloat16, device="cuda")
+    torch.mm(_inputs[size], linear.weight.t())
+
+
+def _graph_ms(body: Callable[[], None], repeats: int = 5) -> float:
+    body()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        body()
+    return statistics.median(_event_ms(graph.replay) for _ in range(repeats))
+
+
+def _event_ms(run: Callable[[], object]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end))
+
+
+def _read_rate() -> float:
+    """Bytes a second that the memory gives up at most."""
+    values = torch.empty(1 << 30, dtype=torch.float32, device="cuda").normal_()
+    values.sum()
+    return values.nbytes / min(_event_ms(lambda: values.sum()) for _ in range(8)) * 1e3
+
+
+ROWS: dict[str, Callable[[Bench, Floors], Iterator[Measured]]] = {
+    "ttft": first_tokens,
+    "decode": decode_steps,
+    "batch": throughput,
+    "busy": busy_share,
+}
+
+
+def print_row(row: Measured, compare: bool) -> None:
+    theirs = VLLM.get(row.title) if compare else None
+    cells = [f"{row.title:<32}", f"{row.value:>10.2f} {row.unit:<6}"]
+    cells.append(f"{row.floor:>10.2f}{row.value / row.floor:>9.3f}" if row.floor else " " * 19)
+    if theirs:
+        ratio = theirs / row.value if row.unit == "ms" else row.value / theirs
+        cells.append(f"{theirs:>10.2f}{ratio:>12.2f}")
+    print("".join(cells), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--config", type=Path, help="a Hugging Face config.json")
+    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
+    options = parser.parse_args()
+    ours = Path(__file__).parent / "configs" / "llama-3.1-8b.json"
+    bench = Bench(parse_architecture(options.config or ours))
+    floors = Floors(bench)
+    print(f"{'':<32}{'baton':>10}{'':<7}{'floor':>10}{'ratio':>9}{'vLLM':>10}{'x as fast':>12}")
+    for name in options.rows:
+        for row in ROWS[name](bench, floors):
+            print_row(row, compare=options.config is None)
+
+
+if __name__ == "__main__":
+    main()

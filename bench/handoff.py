@@ -1,0 +1,171 @@
+"""What disaggregation adds to a first token: two worker processes against one, one front door.
+
+    python -m bench.handoff --model FOLDER [--random-weights] [--lengths 512 2048 8192]
+
+Starts, without Ray, a router with a prefill and a decode worker, and a second
+router with one worker that does both. Asks them in turn, over gRPC, for answers
+to random prompts of the same lengths, and prints the medians of the time to the
+first token and of the time from the first to the second, in which the handoff
+lies. FOLDER holds a config and a tokenizer; with --random-weights it needs no more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+
+from baton import Client
+
+START_SECONDS = 240.0
+STOP_SECONDS = 30.0
+ANSWER = 8
+WORDS = 30_000
+
+
+@contextlib.contextmanager
+def process(folder: Path, name: str, module: str, *arguments: str) -> Iterator[Path]:
+    """A process of ours, ended when the block is; its log."""
+    log = folder / f"{name}.log"
+    with log.open("w") as output:
+        popen = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+    try:
+        yield log
+    finally:
+        popen.send_signal(signal.SIGINT)
+        popen.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            popen.wait(STOP_SECONDS)
+        popen.kill()
+
+
+def address_in(log: Path) -> str:
+    """Where the process of this log is ready."""
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        if match := re.search(r"ready(?:: gRPC)? on (\S+:\d+)", log.read_text()):
+            return match[1]
+        time.sleep(0.1)
+    raise SystemExit(f"{log.stem} did not start:\n{log.read_text()[-3000:]}")
+
+
+class Bench:
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        self._folder = folder
+        self._tree: dict[str, object] = {
+            "model": str(options.model),
+            "weights": "random" if options.random_weights else "files",
+            "device": options.device,
+            "transport": options.transport,
+            "max_context": 2 * max(options.lengths),
+            "prefill": {"kv_memory": options.kv_memory, "chunk_tokens": options.chunk},
+            "decode": {
+                "kv_memory": options.kv_memory,
+                "chunk_tokens": options.chunk,
+                "max_batch": 8,
+            },
+            "router": {"port": 0, "metrics_port": 0, "canary_seconds": 0, "local_prefill_after": 0},
+        }
+
+    def config(self, name: str, workers: list[str] | None = None) -> str:
+        path = self._folder / f"{name}.yaml"
+        path.write_text(yaml.safe_dump({**self._tree, "members": {"workers": workers or []}}))
+        return str(path)
+
+    @contextlib.contextmanager
+    def clients(self) -> Iterator[tuple[Client, Client]]:
+        """One of the split cluster, one of the worker that does both."""
+        with contextlib.ExitStack() as running:
+            config = self.config("workers")
+            logs = [
+                running.enter_context(
+                    process(self._folder, name, module, "--config", config, "--name", name)
+                )
+                for name, module in (
+                    ("prefill-0", "prefill_worker"),
+                    ("decode-0", "decode_worker"),
+                    ("both-0", "decode_worker"),
+                )
+            ]
+            prefill, decode, both = map(address_in, logs)
+            routers = [
+                running.enter_context(
+                    process(self._folder, name, "router", "--config", self.config(name, workers))
+                )
+                for name, workers in (("split", [prefill, decode]), ("colocated", [both]))
+            ]
+            split, colocated = (
+                running.enter_context(contextlib.closing(Client(address_in(log))))
+                for log in routers
+            )
+            yield split, colocated
+
+
+def ask(client: Client, length: int) -> tuple[float, float]:
+    """Milliseconds to the first token, and from there to the second."""
+    prompt = random.choices(range(5, WORDS), k=length)
+    began = time.perf_counter()
+    seen: list[float] = []
+    with client.stream(prompt, max_tokens=ANSWER, ignore_eos=True) as stream:
+        for delta in stream:
+            seen += [time.perf_counter()] * len(delta.token_ids)
+    return (seen[0] - began) * 1e3, (seen[1] - seen[0]) * 1e3
+
+
+def measure(split: Client, colocated: Client, length: int, repeats: int) -> list[float]:
+    """Medians: both first tokens, both second ones, and the difference of the first, pairwise."""
+    rows = []
+    for _ in range(repeats + 2):
+        ours, theirs = ask(split, length), ask(colocated, length)
+        rows.append((ours[0], theirs[0], ours[1], theirs[1], ours[0] - theirs[0]))
+    return [statistics.median(column) for column in zip(*rows[2:], strict=True)]
+
+
+def print_table(split: Client, colocated: Client, options: argparse.Namespace) -> None:
+    print(f"{'':<14}{'TTFT, ms':^36}{'first to second token, ms':>30}")
+    names = ("split", "colocated", "added", "split", "colocated")
+    print(f"{'prompt':<14}" + "".join(f"{name:>12}" for name in names))
+    for length in options.lengths:
+        first, first_there, second, second_there, added = measure(
+            split, colocated, length, options.repeats
+        )
+        cells = (first, first_there, added, second, second_there)
+        print(f"{length:<14,}" + "".join(f"{cell:>12.2f}" for cell in cells), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--model", type=Path, required=True, help="a Hugging Face folder")
+    parser.add_argument("--random-weights", action="store_true")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 8192])
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--transport", default="auto")
+    parser.add_argument("--chunk", type=int, default=0, help="prompt tokens a step")
+    parser.add_argument("--kv-memory", default="8GiB")
+    parser.add_argument("--repeats", type=int, default=15)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(options, Path(folder))
+        with bench.clients() as (split, colocated):
+            print_table(split, colocated, options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""Attention over the paged memory on a GPU, for every mix of rows a step can have."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.gpu.batch import LongPiece, StepArrays
+from engine.gpu.forward import Attend
+from engine.gpu.prompt_attention import LongChunk, long_chunk_attention
+from engine.model import Model
+from engine.rope import inverse_frequencies, rotations
+from kernels.gpu.chunk_attention import chunk_attention
+from kernels.gpu.decode_attention import HeadShape, SplitWorkspace, decode_attention
+from kernels.gpu.rotary import rotate_and_store
+
+
+class PagedAttention:
+    def __init__(
+        self, model: Model, kv: Tensor, table: Tensor, context: int, max_batch: int
+    ) -> None:
+        """kv [page, layer, 2, token, kv_head, dim]; table [sequences, pages]."""
+        shape, device = model.architecture, kv.device
+        self._weights = model.layers
+        self._table = table
+        self._layers = [kv[:, index] for index in range(shape.layers)]
+        self._shapes = _head_shapes(model)
+        self._cos_sin = _cos_sin(model, context, device)
+        self._workspace = SplitWorkspace.make(
+            max_batch, shape.heads, shape.kv_heads, shape.head_dim, device
+        )
+
+    def of_decoding(self, slots: Tensor, positions: Tensor) -> Attend:
+        """For rows that are the one new token of their sequence: slots and positions [T]."""
+
+        def attend(layer: int, qkv: Tensor) -> Tensor:
+            return self._decode(layer, qkv, slots, positions, self._room(qkv, len(qkv)))
+
+        return attend
+
+    def of_blocks(self, positions: Tensor, stores: Tensor, blocks: Tensor) -> Attend:
+        """For chunks alone: positions and stores [T], blocks [n, 4]."""
+
+        def attend(layer: int, qkv: Tensor) -> Tensor:
+            self._store(layer, qkv, positions, stores)
+            return self._blocks(layer, qkv, blocks, self._room(qkv, len(qkv)))
+
+        return attend
+
+    def of_any(
+        self, arrays: StepArrays, slots: Tensor, positions: Tensor, stores: Tensor, blocks: Tensor
+    ) -> Attend:
+        """For any step, as `arrays` describe it; the tensors are theirs on the device."""
+        decoding, count = arrays.decoding, len(arrays.tokens)
+        long = [self._long_chunk(piece) for piece in arrays.long]
+
+        def attend(layer: int, qkv: Tensor) -> Tensor:
+            here = slice(0, decoding)
+            out = self._room(qkv, count)
+            if decoding:
+                self._decode(layer, qkv[here], slots[here], positions[here], out[here])
+            self._store(layer, qkv[decoding:count], positions[decoding:], stores[decoding:])
+            if len(blocks):
+                self._blocks(layer, qkv, blocks, out)
+            for chunk in long:
+                rows = slice(chunk.first, chunk.first + chunk.count)
+                found = long_chunk_attention(qkv, chunk, self._layers[layer], self._shapes[layer])
+                if chunk.count == count:
+                    return found
+                out[rows] = found
+            return out
+
+        return attend
+
+    def _long_chunk(self, piece: LongPiece) -> LongChunk:
+        return LongChunk(piece.first, piece.count, piece.start, self._table[piece.slot])
+
+    def _room(self, qkv: Tensor, rows: int) -> Tensor:
+        return qkv.new_empty(rows, self._shapes[0].heads * self._shapes[0].head_dim)
+
+    def _decode(
+        self, layer: int, qkv: Tensor, slots: Tensor, positions: Tensor, out: Tensor
+    ) -> Tensor:
+        query_norm, key_norm = self._norms(layer)
+        return decode_attention(
+            qkv,
+            self._cos_sin,
+            slots,
+            positions,
+            self._table,
+            self._layers[layer],
+            self._shapes[layer],
+            self._workspace,
+            out,
+            query_norm,
+            key_norm,
+        )
+
+    def _blocks(self, layer: int, qkv: Tensor, blocks: Tensor, out: Tensor) -> Tensor:
+        return chunk_attention(
+            qkv, blocks, self._table, self._layers[layer], self._shapes[layer], out
+        )
+
+    def _store(self, layer: int, qkv: Tensor, positions: Tensor, stores: Tensor) -> None:
+        shape, (query_norm, key_norm) = self._shapes[layer], self._norms(layer)
+        rotate_and_store(
+            qkv,
+            self._cos_sin,
+            positions,
+            stores,
+            self._layers[layer],
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            query_norm=query_norm,
+            key_norm=key_norm,
+            epsilon=shape.epsilon,
+            rotates=shape.rotates,
+        )
+
+    def _norms(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
+        query, key = self._weights[layer].query_norm, self._weights[layer].key_norm
+        return (query.weight, key.weight) if query and key else (None, None)
+
+
+def _head_shapes(model: Model) -> list[HeadShape]:
+    shape = model.architecture
+    return [
+        HeadShape(
+            shape.heads,
+            shape.kv_heads,
+            shape.head_dim,
+            layer.window,
+            layer.rotates,
+            shape.norm_epsilon,
+        )
+        for layer in model.layers
+    ]
+
+
+def _cos_sin(model: Model, context: int, device: torch.device) -> Tensor:
+    """[context, head_dim]: each position's cosines, one a pair, then its sines."""
+    shape = model.architecture
+    frequencies = inverse_frequencies(shape.rope, shape.head_dim)
+    turns = rotations(torch.arange(context), frequencies, shape.rope.attention_factor)[:, 0]
+    return torch.cat((turns.real, turns.imag), dim=1).contiguous().to(device)

@@ -1,0 +1,128 @@
+"""One step as arrays: which rows it has, where they read and where they store.
+
+Rows are tokens: first one for each decoding sequence, then the chunks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from core.errors import Internal
+from engine.gpu.prompt_attention import takes
+from engine.gpu.staging import Ints
+from engine.sequence import Piece
+from kernels.gpu.chunk_attention import BLOCK_QUERIES
+
+
+@dataclass(frozen=True, slots=True)
+class LongPiece:
+    """A chunk for the library's attention: rows [first, first + count)."""
+
+    first: int
+    count: int
+    start: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepArrays:
+    tokens: Ints  # [T]; -1: the one that the step before sampled for this slot
+    slots: Ints  # [T], rows of the page table
+    positions: Ints  # [T]
+    stores: Ints  # [T], page * page_size + offset
+    blocks: Ints  # [n, 4], see kernels/gpu/chunk_attention.py
+    long: list[LongPiece]
+    decoding: int  # rows that are the one new token of their sequence
+
+    def joined(self) -> Ints:
+        """All arrays, one after the other."""
+        parts = (self.tokens, self.slots, self.positions, self.stores, self.blocks.ravel())
+        return np.concatenate(parts)
+
+    def padded(self, rows: int, blocks: int, padding_slot: int) -> StepArrays:
+        """The same with idle rows and blocks at the end."""
+        extra = rows - len(self.tokens)
+        empty = np.zeros((blocks - len(self.blocks), 4), dtype=np.int32)
+        idle = -1 if self.decoding == len(self.tokens) else 0
+        return StepArrays(
+            tokens=_extend(self.tokens, extra, 0),
+            slots=_extend(self.slots, extra, padding_slot),
+            positions=_extend(self.positions, extra, idle),
+            stores=_extend(self.stores, extra, -1),
+            blocks=np.concatenate((self.blocks, empty)),
+            long=self.long,
+            decoding=rows if idle else self.decoding,
+        )
+
+
+def step_arrays(
+    pieces: list[Piece], slots: list[int], page_size: int, *, windowed: bool
+) -> StepArrays:
+    """The arrays of one step. Single tokens must come first among the pieces."""
+    for piece in pieces:
+        _check(piece, page_size)
+    decoding = sum(piece.count == 1 for piece in pieces)
+    counts = np.asarray([piece.count for piece in pieces], dtype=np.int32)
+    starts = np.asarray([piece.sequence.computed for piece in pieces], dtype=np.int32)
+    firsts = np.cumsum(counts) - counts
+    positions = np.repeat(starts - firsts.astype(np.int32), counts)
+    positions += np.arange(len(positions), dtype=np.int32)
+    pages = np.concatenate([_pages(piece, page_size) for piece in pieces])
+    blocks: list[tuple[int, int, int, int]] = []
+    long: list[LongPiece] = []
+    for piece, slot, first in zip(
+        pieces[decoding:], slots[decoding:], firsts[decoding:], strict=True
+    ):
+        start = piece.sequence.computed
+        if takes(piece.count, start, page_size, windowed):
+            long.append(LongPiece(int(first), piece.count, start, slot))
+        else:
+            blocks += _blocks(int(first), start, piece.count, slot)
+    return StepArrays(
+        tokens=np.asarray([token for piece in pieces for token in _tokens(piece)], dtype=np.int32),
+        slots=np.repeat(np.asarray(slots, dtype=np.int32), counts),
+        positions=positions,
+        stores=pages * page_size + positions % page_size,
+        blocks=np.asarray(blocks, dtype=np.int32).reshape(-1, 4),
+        long=long,
+        decoding=decoding,
+    )
+
+
+def _check(piece: Piece, page_size: int) -> None:
+    sequence = piece.sequence
+    if not 0 < piece.count <= sequence.uncomputed:
+        raise Internal(f"a piece of {piece.count} of {sequence.uncomputed} tokens")
+    if sequence.computed + piece.count > len(sequence.lease) * page_size:
+        raise Internal("a piece reaches past its sequence's pages")
+
+
+def _tokens(piece: Piece) -> list[int]:
+    sequence = piece.sequence
+    if sequence.computed >= len(sequence.tokens):
+        return [-1]
+    known = sequence.tokens[sequence.computed : sequence.computed + piece.count]
+    return known + [-1] * (piece.count - len(known))
+
+
+def _pages(piece: Piece, page_size: int) -> Ints:
+    """The page of each of the piece's tokens."""
+    start, pages = piece.sequence.computed, piece.sequence.lease.pages
+    if piece.count == 1:
+        return np.asarray([pages[start // page_size]], dtype=np.int32)
+    held = np.asarray(pages, dtype=np.int32)
+    return held[np.arange(start, start + piece.count) // page_size]
+
+
+def _blocks(first: int, start: int, count: int, slot: int) -> list[tuple[int, int, int, int]]:
+    """The last block, which sees the most, first."""
+    return [
+        (first + offset, start + offset, min(BLOCK_QUERIES, count - offset), slot)
+        for offset in reversed(range(0, count, BLOCK_QUERIES))
+    ]
+
+
+def _extend(array: Ints, extra: int, value: int) -> Ints:
+    return np.concatenate((array, np.full(extra, value, dtype=np.int32)))

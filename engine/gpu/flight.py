@@ -1,0 +1,50 @@
+"""A step that runs on the device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from core.errors import Internal
+from engine.flight import Outcome
+from engine.sequence import Plan
+
+NOT_FINITE = "the model's logits are not finite"
+
+
+class GpuFlight:
+    """Its sequences are already as they will be; their tokens come with `wait`.
+
+    The pages it uses are pinned until then.
+    """
+
+    def __init__(self, plan: Plan, sampling: list[int], tokens: Tensor | None) -> None:
+        """`tokens` are those of the pieces at `sampling`, in host memory that the device fills."""
+        self._sampled = [plan[index].sequence for index in sampling]
+        self._sampling = sampling
+        self._tokens = tokens
+        self._count = len(plan)
+        self._leases = [piece.sequence.lease for piece in plan]
+        self._ended = _mark_end() if torch.cuda.is_available() else None
+        for piece in plan:
+            piece.sequence.lease.pin()
+            piece.depart()
+
+    def wait(self) -> list[Outcome]:
+        if self._ended is not None:
+            self._ended.synchronize()
+        for lease in self._leases:
+            lease.unpin()
+        outcomes: list[Outcome] = [None] * self._count
+        if self._tokens is not None:
+            for index, token in zip(self._sampling, self._tokens.tolist(), strict=True):
+                outcomes[index] = token if token >= 0 else Internal(NOT_FINITE)
+        for sequence in self._sampled:
+            sequence.expected -= 1
+        return outcomes
+
+
+def _mark_end() -> torch.cuda.Event:
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event

@@ -1,0 +1,63 @@
+"""Steps recorded once and replayed: one launch instead of hundreds.
+
+A recording is for a fixed number of rows. Its inputs lie in one buffer that is
+filled before each replay, its outputs where the recording left them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import torch
+
+from core.errors import Internal
+
+if TYPE_CHECKING:
+    from torch.cuda import _POOL_HANDLE
+
+Output = TypeVar("Output")
+
+
+def memory_pool(device: torch.device) -> _POOL_HANDLE | None:
+    """Memory that recordings share: only one of them runs at a time."""
+    return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+
+
+class Recording(Generic[Output]):
+    """A body of kernels. Without a GPU, where nothing can be recorded, it runs each time."""
+
+    def __init__(self, body: Callable[[], Output], device: torch.device) -> None:
+        self._body = body
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._output: Output | None = None
+        self._cuda = device.type == "cuda"
+
+    def record(self, pool: _POOL_HANDLE | None) -> None:
+        """Runs the body once, to compile what it needs, then records it."""
+        if not self._cuda:
+            return
+        self._body()
+        torch.cuda.synchronize()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=pool):
+            self._output = self._body()
+
+    def replay(self) -> Output:
+        if not self._cuda:
+            return self._body()
+        if self._graph is None or self._output is None:
+            raise Internal("a step was replayed before it was recorded")
+        self._graph.replay()
+        return self._output
+
+
+def row_counts(most: int) -> list[int]:
+    """The batch sizes that get a recording: close together where a row costs the most."""
+    counts = [1, 2, 4, *range(8, 33, 4), *range(40, 65, 8), *range(80, 129, 16)]
+    counts += range(160, most + 32, 32)
+    return [count for count in counts if count < most] + [most]
+
+
+PROMPT_ROWS = (16, 32, 64, 128, 192, 256, 384, 512)
+"""Steps over prompts of up to so many tokens are recorded too: their kernels are short."""

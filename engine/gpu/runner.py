@@ -1,0 +1,176 @@
+"""Runs plans on a GPU without waiting for it.
+
+`launch` returns while the step still runs. Tokens that it samples stay on the
+device, where the next step finds them; the host sees them when it waits for the
+flight. So the host plans step n + 1 while the device runs step n.
+
+A step that decodes only, or reads short prompts only, is replayed from a
+recording; any other is launched kernel by kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.gpu import graphs
+from engine.gpu.attention import PagedAttention
+from engine.gpu.batch import StepArrays, step_arrays
+from engine.gpu.flight import GpuFlight
+from engine.gpu.forward import few_rows_forward, logits_of, many_rows_forward
+from engine.gpu.graphs import Recording
+from engine.gpu.prompt_attention import padded
+from engine.gpu.sampling import GpuSampler
+from engine.gpu.slots import Slots
+from engine.gpu.staging import Ints, download, upload, upload_into
+from engine.model import Model
+from engine.sequence import Piece, Plan
+from kernels.gpu.chunk_attention import BLOCK_QUERIES
+from kernels.gpu.linear import MOST_ROWS
+from kernels.gpu.step import begin, remember
+
+SLOTS = 1024
+"""Sequences that may hold pages of one device at a time."""
+
+SPARE_BLOCKS = 16
+"""Blocks of a recorded prompt step beyond what one prompt of its size needs."""
+
+
+class GpuRunner:
+    """Runs plans of `model` over the paged memory `kv` [page, layer, 2, token, kv_head, dim]."""
+
+    runs_ahead = True
+
+    def __init__(self, model: Model, kv: Tensor, context: int, max_batch: int) -> None:
+        shape, device = model.architecture, kv.device
+        self._model = model
+        self._device = device
+        self._page_size = kv.shape[3]
+        self._windowed = any(window is not None for window in shape.windows)
+        self._slots = Slots(SLOTS, -(-context // self._page_size), device)
+        self._attention = PagedAttention(model, kv, self._slots.table, context, max_batch)
+        self._sampler = GpuSampler(shape.vocabulary_size)
+        most = max(max_batch, graphs.PROMPT_ROWS[-1])
+        self._inputs = torch.zeros(8 * most + 4 * SPARE_BLOCKS, dtype=torch.int32, device=device)
+        self._tokens = torch.zeros(most, dtype=torch.int32, device=device)
+        self._logits = torch.empty(max_batch, len(model.head.weight), dtype=kv.dtype, device=device)
+        self._decode = {
+            rows: Recording(self._decode_body(rows), device)
+            for rows in graphs.row_counts(max_batch)
+        }
+        self._prompt = {
+            rows: Recording(self._prompt_body(rows), device) for rows in graphs.PROMPT_ROWS
+        }
+
+    @torch.inference_mode()
+    def record(self, progress: Callable[[float], None] = lambda done: None) -> None:
+        """Compiles and records every step that is replayed; once, before the first launch."""
+        # The largest first: the smaller ones then fit into its memory.
+        recordings = [*reversed(self._decode.values()), *reversed(self._prompt.values())]
+        pool = graphs.memory_pool(self._device)
+        for done, recording in enumerate(recordings):
+            recording.record(pool)
+            progress((done + 1) / len(recordings))
+
+    @torch.inference_mode()
+    def launch(self, plan: Plan) -> GpuFlight:
+        """Starts one forward for all pieces, and advances their sequences."""
+        # Single tokens first: they are attended together.
+        order = sorted(range(len(plan)), key=lambda index: plan[index].count > 1)
+        pieces = [plan[index] for index in order]
+        slots, new_pages = self._slots.place([piece.sequence.lease for piece in pieces])
+        arrays = step_arrays(pieces, slots, self._page_size, windowed=self._windowed)
+        samples = _sampled_rows(pieces)
+        logits = self._forward(arrays, upload(new_pages, self._device), samples)
+        sampling = [index for index in order if plan[index].samples]
+        tokens = None
+        if sampling:
+            sampled = self._sampler.sample(logits, [plan[index].sequence for index in sampling])
+            where = upload(arrays.slots[samples], self._device)
+            remember(sampled, where, self._slots.last_tokens)
+            tokens = download(sampled)
+        return GpuFlight(plan, sampling, tokens)
+
+    def _forward(self, arrays: StepArrays, pages: Tensor, samples: Ints) -> Tensor:
+        """Logits of the rows that sample."""
+        count = len(arrays.tokens)
+        if arrays.decoding == count and count <= len(self._logits):
+            rows = next(rows for rows in self._decode if rows >= count)
+            self._fill(arrays.padded(rows, 0, self._slots.padding), pages)
+            return self._decode[rows].replay()[:count]
+        recorded = self._recorded_prompt(arrays)
+        if recorded is None:
+            return self._run(arrays, pages, samples)
+        self._fill(arrays.padded(recorded, _blocks_of(recorded), self._slots.padding), pages)
+        hidden = self._prompt[recorded].replay()
+        return logits_of(self._model, hidden[upload(samples, self._device)])
+
+    def _recorded_prompt(self, arrays: StepArrays) -> int | None:
+        """The recording that can stand for a step over prompts alone, if there is one."""
+        if arrays.decoding or arrays.long:
+            return None
+        fitting = (
+            rows
+            for rows in self._prompt
+            if rows >= len(arrays.tokens) and _blocks_of(rows) >= len(arrays.blocks)
+        )
+        return next(fitting, None)
+
+    def _fill(self, arrays: StepArrays, pages: Tensor) -> None:
+        """Puts a step's inputs where its recording reads them."""
+        upload_into(self._inputs, arrays.joined())
+        count = len(arrays.tokens)
+        staged, slots = self._inputs[: 2 * count].view(2, count)
+        self._begin(staged, slots, self._tokens[:count], pages)
+
+    def _begin(self, staged: Tensor, slots: Tensor, tokens: Tensor, pages: Tensor) -> None:
+        begin(staged, slots, self._slots.last_tokens, tokens, self._slots.table, pages)
+
+    def _decode_body(self, rows: int) -> Callable[[], Tensor]:
+        _, slots, positions = self._inputs[: 3 * rows].view(3, rows)
+        tokens, logits = self._tokens[:rows], self._logits[:rows]
+        attend = self._attention.of_decoding(slots, positions)
+
+        def few() -> Tensor:
+            return few_rows_forward(self._model, tokens, attend, logits)
+
+        def many() -> Tensor:
+            return logits_of(self._model, many_rows_forward(self._model, tokens, attend), logits)
+
+        # What goes from product to product is not normed yet, and may be too large for float16.
+        return few if rows <= MOST_ROWS and logits.dtype != torch.float16 else many
+
+    def _prompt_body(self, rows: int) -> Callable[[], Tensor]:
+        _, _, positions, stores = self._inputs[: 4 * rows].view(4, rows)
+        blocks = self._inputs[4 * rows : 4 * rows + 4 * _blocks_of(rows)].view(-1, 4)
+        attend = self._attention.of_blocks(positions, stores, blocks)
+        return lambda: many_rows_forward(self._model, self._tokens[:rows], attend)
+
+    def _run(self, arrays: StepArrays, pages: Tensor, samples: Ints) -> Tensor:
+        """A step of any shape, kernel by kernel."""
+        count = len(arrays.tokens)
+        there = upload(arrays.joined(), self._device)
+        staged, slots, positions, stores = there[: 4 * count].view(4, count)
+        blocks = there[4 * count :].view(-1, 4)
+        tokens = torch.empty_like(staged)
+        self._begin(staged, slots, tokens, pages)
+        attend = self._attention.of_any(arrays, slots, positions, stores, blocks)
+        ends = (piece.first + padded(piece.count) for piece in arrays.long)
+        slack = max(0, max(ends, default=0) - count)
+        picked = upload(samples, self._device)
+        return logits_of(self._model, many_rows_forward(self._model, tokens, attend, picked, slack))
+
+
+def _sampled_rows(pieces: list[Piece]) -> Ints:
+    """The last row of each piece that samples."""
+    ends: npt.NDArray[np.int64] = np.cumsum([piece.count for piece in pieces]) - 1
+    return ends[[piece.samples for piece in pieces]].astype(np.int32)
+
+
+def _blocks_of(rows: int) -> int:
+    """Blocks of a recorded step over prompts."""
+    return rows // BLOCK_QUERIES + SPARE_BLOCKS

@@ -1,0 +1,47 @@
+"""The end of a step: tokens from logits, without the host seeing the logits."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.sampler import Sampler, uniform
+from engine.sequence import Sequence
+from kernels.gpu.sampling import argmax, sample
+
+
+class GpuSampler:
+    """Penalties are the host's: they need the tokens of all steps before."""
+
+    def __init__(self, vocabulary_size: int) -> None:
+        self._vocabulary_size = vocabulary_size
+        self._host = Sampler(vocabulary_size)
+
+    def sample(self, logits: Tensor, sequences: list[Sequence]) -> Tensor:
+        """logits [n, V] -> [n], int32; -1 where the logits are not finite."""
+        logits = logits[:, : self._vocabulary_size]
+        samplings = [sequence.work.sampling for sequence in sequences]
+        if any(sampling.penalizes for sampling in samplings):
+            tokens = self._host.sample(logits, sequences)
+            return torch.tensor(tokens, dtype=torch.int32).to(logits.device)
+        if all(sampling.greedy or sampling.top_k == 1 for sampling in samplings):
+            return argmax(logits)
+        return self._draw(logits, sequences)
+
+    def _draw(self, logits: Tensor, sequences: list[Sequence]) -> Tensor:
+        columns = [
+            (
+                sequence.work.sampling.temperature,
+                sequence.work.sampling.top_k,
+                sequence.work.sampling.top_p,
+                sequence.work.sampling.min_p,
+                uniform(sequence.work.sampling.seed, len(sequence.tokens) + sequence.expected),
+            )
+            for sequence in sequences
+        ]
+        host = torch.from_numpy(np.asarray(columns, dtype=np.float64).T.copy())
+        if logits.device.type == "cuda":
+            host = host.pin_memory()
+        temperature, top_k, top_p, min_p, chance = host.to(logits.device, non_blocking=True)
+        return sample(logits, temperature.float(), top_k.int(), top_p, min_p.float(), chance)

@@ -1,0 +1,75 @@
+"""Brings a GPU to the state in which it serves: all memory taken, all steps recorded.
+
+Whatever a step may need is allocated here, so that nothing runs out of memory
+later: the pages take what the weights and the work of the largest step leave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from core.errors import InvalidConfig
+from core.types import AttemptKey, Sampling, Work
+from engine.architecture import Architecture
+from engine.gpu.graphs import PROMPT_ROWS
+from engine.gpu.prompt_attention import LIBRARY_TOKENS
+from engine.gpu.runner import GpuRunner
+from engine.gpu.settings import GpuSettings
+from engine.model import Model
+from engine.page_pool import PagePool
+from engine.sequence import Piece, Sequence
+
+LIBRARY_BYTES = 2 << 30
+"""The CUDA context, the libraries' own workspaces, compiled kernels, fragments."""
+
+
+def memory_for_pages(
+    settings: GpuSettings, shape: Architecture, context: int, dtype: torch.dtype, device: str
+) -> int:
+    """Bytes that are left for pages, once the weights are loaded."""
+    free, total = torch.cuda.mem_get_info(device)
+    mine = int(total * settings.memory_share) - torch.cuda.memory_reserved(device)
+    left = min(mine, free) - _work_bytes(settings, shape, context, dtype) - LIBRARY_BYTES
+    if left <= 0:
+        raise InvalidConfig(
+            f"gpu_memory {settings.memory_share} of {total >> 30} GiB leaves no room for pages"
+            f" beside the weights and a step of {settings.chunk_tokens} tokens",
+            field="gpu_memory",
+        )
+    return left
+
+
+def _work_bytes(
+    settings: GpuSettings, shape: Architecture, context: int, dtype: torch.dtype
+) -> int:
+    """What the largest step and the recordings hold at once, at most."""
+    attended = shape.heads * shape.head_dim
+    kv_token = 2 * shape.kv_heads * shape.head_dim
+    row = 3 * shape.hidden + attended + kv_token + 3 * attended + 3 * shape.intermediate
+    rows = settings.chunk_tokens + LIBRARY_TOKENS
+    rows += 2 * max(settings.max_batch, PROMPT_ROWS[-1])
+    logits = 4 * settings.max_batch * shape.vocabulary_size
+    values = row * rows + kv_token * context + logits
+    return values * dtype.itemsize + 4 * context * shape.head_dim
+
+
+def start_runner(
+    model: Model,
+    kv: Tensor,
+    pool: PagePool,
+    context: int,
+    settings: GpuSettings,
+    progress: Callable[[float], None],
+) -> GpuRunner:
+    """A runner whose steps are recorded, and which has run prompts of every prepared length."""
+    runner = GpuRunner(model, kv, context, settings.max_batch)
+    runner.record(progress)
+    most = min(settings.chunk_tokens, context)
+    for length in range(most, 0, -LIBRARY_TOKENS):
+        with pool.acquire(pool.pages_for(length)) as lease:
+            work = Work(AttemptKey("warm-up", 0), [0] * length, Sampling(), 1, frozenset())
+            runner.launch([Piece(Sequence(work, lease), length)]).wait()
+    return runner

@@ -1,0 +1,82 @@
+"""The GPU's runner against the CPU's, kernel for kernel: interpreted here, compiled on a GPU."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import TINY_MODELS, VOCABULARY, save
+
+from core.types import AttemptKey, Sampling, Work
+from engine.architecture import read_architecture
+from engine.engine import AnyRunner
+from engine.flight import Flight
+from engine.gpu.runner import GpuRunner
+from engine.page_pool import PagePool
+from engine.runner import Runner
+from engine.sequence import Piece, Plan, Sequence
+from engine.weights import load_model
+
+PAGES, PAGE_SIZE, CHUNK = 64, 4, 6
+
+
+def runner_for(folder: Path, device: torch.device | None) -> AnyRunner:
+    """The CPU's runner without a device; else the GPU's, over poisoned pages."""
+    shape = read_architecture(folder)
+    model = load_model(folder, shape, torch.float32, str(device or "cpu"))
+    size = (PAGES, shape.layers, 2, PAGE_SIZE, shape.kv_heads, shape.head_dim)
+    if device is None:
+        return Runner(model, torch.zeros(size))
+    runner = GpuRunner(model, torch.full(size, torch.nan, device=device), 128, max_batch=4)
+    runner.record()
+    return runner
+
+
+def answers(
+    runner: AnyRunner, prompts: list[list[int]], samplings: list[Sampling], count: int
+) -> list[list[int]]:
+    """All prompts in chunks and batches of every kind, one step ahead where the runner is."""
+    pool = PagePool(PAGES, PAGE_SIZE)
+    sequences = [
+        Sequence(
+            Work(AttemptKey(str(index), 0), prompt, sampling, count, frozenset()),
+            pool.acquire(pool.pages_for(len(prompt) + count)),
+        )
+        for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
+    ]
+    under_way: list[tuple[Plan, Flight]] = []
+    joined = 1
+    while any(each.generated < count for each in sequences):
+        plan = [
+            Piece(each, min(CHUNK, each.uncomputed))
+            for each in sequences[:joined]
+            if each.generated < count and not each.planned_out
+        ]
+        joined += 1
+        if plan:
+            under_way.append((plan, runner.launch(plan)))
+        while len(under_way) > (1 if plan and runner.runs_ahead else 0):
+            settled, flight = under_way.pop(0)
+            for piece, token in zip(settled, flight.wait(), strict=True):
+                if isinstance(token, int):
+                    piece.sequence.append(token)
+    for each in sequences:
+        each.lease.release()
+    assert pool.free == pool.total
+    return [each.tokens[each.prompt_length :] for each in sequences]
+
+
+@pytest.mark.parametrize("name", ["llama-biases", "qwen3"])
+def test_a_gpu_answers_as_a_cpu_does(name: str, device: torch.device, tmp_path: Path) -> None:
+    save(TINY_MODELS[name], tmp_path)
+    source = random.Random(name)
+    prompts = [[source.randrange(VOCABULARY) for _ in range(length)] for length in (9, 1, 3)]
+    samplings = [
+        Sampling(),
+        Sampling(temperature=0.9, top_k=30, top_p=0.9, seed=5),
+        Sampling(repetition_penalty=1.3),
+    ]
+    wanted = answers(runner_for(tmp_path, None), prompts, samplings, 4)
+    assert answers(runner_for(tmp_path, device), prompts, samplings, 4) == wanted

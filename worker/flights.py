@@ -1,0 +1,87 @@
+"""Steps under way: launched in order, settled in order.
+
+Where the engine runs beside the host, one step stays under way while the host
+hears of the one before: the device never waits for a plan.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from core.errors import BatonError
+from engine.engine import Engine
+from engine.flight import Flight, Landed, Outcome
+from engine.sequence import Plan, Sequence
+from worker.metrics import WorkerMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What a step did for one sequence."""
+
+    sequence: Sequence
+    outcome: Outcome
+    computed: int  # tokens whose K/V the sequence's pages hold since
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    plan: Plan
+    computed: list[int]
+    flight: Flight
+    began: float
+
+
+class Flights:
+    def __init__(self, engine: Engine, metrics: WorkerMetrics) -> None:
+        self._engine = engine
+        self._metrics = metrics
+        self._under_way: deque[_UnderWay] = deque()
+
+    @property
+    def any(self) -> bool:
+        return bool(self._under_way)
+
+    def advance(self, plan: Plan) -> list[Settled]:
+        """Launches a step, if there is one to launch, and settles those before it.
+
+        Without a step to launch, all that are under way are settled.
+        """
+        if plan:
+            self._launch(plan)
+        keep = 1 if plan and self._engine.runs_ahead else 0
+        settled: list[Settled] = []
+        while len(self._under_way) > keep:
+            settled += self._settle(self._under_way.popleft())
+        return settled
+
+    def _launch(self, plan: Plan) -> None:
+        began = time.monotonic()
+        flight = launch(self._engine, plan)
+        computed = [piece.sequence.computed for piece in plan]
+        self._under_way.append(_UnderWay(plan, computed, flight, began))
+
+    def _settle(self, step: _UnderWay) -> list[Settled]:
+        outcomes = step.flight.wait()
+        seconds = time.monotonic() - step.began
+        self._metrics.step(len(step.plan), sum(piece.count for piece in step.plan), seconds)
+        return [
+            Settled(piece.sequence, outcome, computed)
+            for piece, outcome, computed in zip(step.plan, outcomes, step.computed, strict=True)
+        ]
+
+
+def launch(engine: Engine, plan: Plan) -> Flight:
+    """Launches a plan so that a request which breaks the engine breaks alone.
+
+    A typed error (such as logits that are not numbers) leaves every sequence
+    as it was, so each piece of a failed step is tried again by itself.
+    """
+    try:
+        return engine.launch(plan)
+    except BatonError as error:
+        if len(plan) == 1:
+            return Landed([error])
+        return Landed([outcome for piece in plan for outcome in launch(engine, [piece]).wait()])
