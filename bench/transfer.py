@@ -4,10 +4,13 @@ Writes a pool of 64 MiB from this process into another one over NIXL, on CPU
 memory, and compares the rate with a copy within one process. Also: what a
 descriptor costs, how fast a note arrives, how long a write holds up other Python
 threads, and what the transfer thread costs while it waits.
+
+With --cuda: between two processes on a GPU; see bench/transfer_cuda.py.
 """
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import multiprocessing
 import random
@@ -21,6 +24,7 @@ from multiprocessing.connection import Connection
 import numpy
 
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
+from bench import transfer_cuda
 from core.types import AttemptKey
 from kv_transfer.nixl_transport import NixlTransport
 from kv_transfer.thread import SHORTEST_PAUSE_SECONDS, TransferThread
@@ -34,6 +38,17 @@ LAYOUT = PoolLayout(version=1, model="bench")
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cuda", action="store_true", help="on a GPU's memory")
+    transfer_cuda.add_arguments(parser)
+    arguments = parser.parse_args()
+    if arguments.cuda:
+        transfer_cuda.main(arguments)
+    else:
+        _bench_cpu()
+
+
+def _bench_cpu() -> None:
     print(f"{POOL_BYTES >> 20} MiB between two processes, CPU memory, medians of {REPEATS}")
     print(f"memcpy within one process: {_gigabytes_per_second(_memcpy_seconds()):.1f} GB/s")
     for page_bytes in PAGE_SIZES:
@@ -66,7 +81,7 @@ def _bench_thread() -> None:
     thread = TransferThread(NixlTransport(), pool.memory, LAYOUT, lambda event: None)
     thread.start()
     print(f"transfer thread, idle: {_cpu_share():.2%} of a core")
-    thread.expect(AttemptKey("bench", 1), 1, 60.0)
+    thread.expect(AttemptKey("bench", 1), "nobody", [0], 60.0)
     print(f"transfer thread, one reservation open: {_cpu_share():.2%} of a core")
     thread.stop()
 

@@ -41,8 +41,8 @@ class Span(NamedTuple):
 class InProcessTransport:
     """Serves a pool in CPU memory to the other agents of this process."""
 
-    def __init__(self) -> None:
-        self.agent = f"inprocess-{uuid.uuid4().hex}"
+    def __init__(self, agent: str = "") -> None:
+        self.agent = agent or f"inprocess-{uuid.uuid4().hex}"
         self._numbers = itertools.count(1)
         self._memory: PoolMemory | None = None
         self._peers: dict[str, InProcessTransport] = {}

@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
-from core.errors import BatonError, Internal, LayoutMismatch
+from baton.v1.transfer_pb2 import PoolAddress, PoolLayout, Route
+from core.errors import BatonError, Internal, LayoutMismatch, WorkerLost
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,11 @@ class Noted:
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
+    """A peer cannot be reached any more. If it is `gone`, none of its own writes into this
+    pool arrives any more either: its process has ended, or the connection that both used."""
+
     peer: str
+    gone: bool = True
 
 
 TransportEvent = WriteDone | WriteFailed | Noted | PeerLost
@@ -131,15 +135,22 @@ def check_page_size(memory: PoolMemory, address: PoolAddress) -> None:
 def pool_address(
     transport: str, agent: str, metadata: bytes, memory: PoolMemory, layout: PoolLayout
 ) -> PoolAddress:
-    """How peers reach `memory` through `agent`."""
+    """How peers reach `memory` through `agent`, by one transport."""
     return PoolAddress(
-        transport=transport,
         agent=agent,
-        metadata=metadata,
         base=memory.base,
         page_bytes=memory.page_bytes,
         total_pages=memory.total_pages,
         device=memory.device,
         device_id=memory.device_id,
         layout=layout,
+        routes=[Route(transport=transport, metadata=metadata)],
     )
+
+
+def route_metadata(address: PoolAddress, transport: str) -> bytes:
+    """What `transport` needs to reach the pool. Raises WorkerLost where it does not lead there."""
+    for route in address.routes:
+        if route.transport == transport:
+            return route.metadata
+    raise WorkerLost(f"{address.agent} cannot be reached over {transport}")

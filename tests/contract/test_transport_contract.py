@@ -2,78 +2,45 @@
 
 from __future__ import annotations
 
-import ctypes
-import multiprocessing
-import os
-import signal
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
 
 import numpy
 import pytest
+from pool_host import HostedPool, PoolHost, pool_host
+from pools import KINDS, NIXL, PAGE_BYTES, PAGES, UNTOUCHED, Pool
 
-from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
 from core.errors import Internal, LayoutMismatch, WorkerLost
-from kv_transfer.inprocess import InProcessTransport, Span, merge_spans
-from kv_transfer.nixl_transport import NixlTransport
-from kv_transfer.transport import (
-    Noted,
-    PeerLost,
-    PoolMemory,
-    Transport,
-    TransportEvent,
-    WriteDone,
-    WriteFailed,
-)
+from kv_transfer.inprocess import Span, merge_spans
+from kv_transfer.transport import Noted, PeerLost, WriteDone, WriteFailed
 
-PAGE_BYTES = 4096
-PAGES = 64
-LAYOUT = PoolLayout(version=1, model="test", dtype="float32", page_size=16, layers=1)
-UNTOUCHED = 0xEE
+AnyPool = Pool | HostedPool
+Maker = Callable[..., AnyPool]
+SPANNING = [kind.name for kind in KINDS.values() if kind.spans_processes]
 
 
-class Pool:
-    """A registered pool in plain memory, every byte UNTOUCHED."""
-
-    def __init__(self, transport: Transport, page_bytes: int = PAGE_BYTES) -> None:
-        self.page_bytes = page_bytes
-        self.buffer = ctypes.create_string_buffer(bytes([UNTOUCHED]) * (page_bytes * PAGES))
-        memory = PoolMemory(ctypes.addressof(self.buffer), page_bytes, PAGES, "cpu")
-        self.transport = transport
-        self.address = transport.register(memory, LAYOUT)
-        self.events: list[TransportEvent] = []
-
-    def page(self, index: int) -> bytes:
-        return self.buffer.raw[index * self.page_bytes : (index + 1) * self.page_bytes]
-
-    def fill(self, index: int, value: int) -> None:
-        start = index * self.page_bytes
-        self.buffer[start : start + self.page_bytes] = bytes([value]) * self.page_bytes
-
-    def notes(self) -> list[Noted]:
-        return [event for event in self.events if isinstance(event, Noted)]
-
-    def ended(self, write: int) -> list[WriteDone | WriteFailed]:
-        return [
-            e for e in self.events if isinstance(e, WriteDone | WriteFailed) and e.write == write
-        ]
-
-
-Maker = Callable[..., Pool]
+@pytest.fixture(scope="module")
+def host() -> Iterator[PoolHost]:
+    with pool_host() as started:
+        yield started
 
 
 @pytest.fixture(
     params=[
-        pytest.param(InProcessTransport, id="inprocess"),
-        pytest.param(NixlTransport, id="nixl"),
+        *(pytest.param((name, False), id=name) for name in KINDS),
+        *(pytest.param((name, True), id=f"{name}-two-processes") for name in SPANNING),
     ]
 )
 def make_pool(request: pytest.FixtureRequest) -> Iterator[Maker]:
-    pools: list[Pool] = []
+    """Makes pools of one kind. With two processes, the second pool is in the other one."""
+    kind, two_processes = request.param
+    pools: list[AnyPool] = []
 
-    def make(page_bytes: int = PAGE_BYTES) -> Pool:
-        pools.append(Pool(request.param(), page_bytes))
+    def make(page_bytes: int = PAGE_BYTES) -> AnyPool:
+        if two_processes and len(pools) == 1:
+            pools.append(request.getfixturevalue("host").make_pool(kind, page_bytes))
+        else:
+            pools.append(Pool(kind, page_bytes))
         return pools[-1]
 
     yield make
@@ -81,7 +48,15 @@ def make_pool(request: pytest.FixtureRequest) -> Iterator[Maker]:
         pool.transport.close()
 
 
-def poll_until(condition: Callable[[], object], *pools: Pool) -> None:
+def notes(pool: AnyPool) -> list[Noted]:
+    return [event for event in pool.events if isinstance(event, Noted)]
+
+
+def ended(pool: AnyPool, write: int) -> list[WriteDone | WriteFailed]:
+    return [e for e in pool.events if isinstance(e, WriteDone | WriteFailed) and e.write == write]
+
+
+def poll_until(condition: Callable[[], object], *pools: AnyPool) -> None:
     """Polls all pools, as their threads would, until the condition holds."""
     deadline = time.monotonic() + 10
     while not condition():
@@ -92,11 +67,11 @@ def poll_until(condition: Callable[[], object], *pools: Pool) -> None:
 
 
 def write(
-    source: Pool, target: Pool, local: list[int], remote: list[int], note: bytes = b""
+    source: AnyPool, target: AnyPool, local: list[int], remote: list[int], note: bytes = b""
 ) -> int:
     peer = source.transport.connect(target.address)
     number = source.transport.write(peer, local, remote, note)
-    poll_until(lambda: source.ended(number), source, target)
+    poll_until(lambda: ended(source, number), source, target)
     return number
 
 
@@ -106,7 +81,7 @@ def test_pages_arrive_exactly_and_nothing_else_is_touched(make_pool: Maker) -> N
     for local in pairs:
         source.fill(local, local)
     number = write(source, target, list(pairs), list(pairs.values()))
-    assert source.ended(number) == [WriteDone(number)]
+    assert ended(source, number) == [WriteDone(number)]
     expected = {remote: bytes([local]) * PAGE_BYTES for local, remote in pairs.items()}
     untouched = bytes([UNTOUCHED]) * PAGE_BYTES
     assert [target.page(i) for i in range(PAGES)] == [
@@ -122,34 +97,34 @@ def test_a_note_is_heard_only_when_the_bytes_of_its_write_are_in_place(make_pool
         for page in pages:
             source.fill(page, round_)
         source.transport.write(peer, pages, pages[::-1], b"round %d" % round_)
-        poll_until(lambda wanted=round_: len(target.notes()) == wanted + 1, source, target)
-        assert target.buffer.raw[:-1] == bytes([round_]) * (PAGES * PAGE_BYTES)
-    assert [noted.peer for noted in target.notes()] == [source.address.agent] * 20
+        poll_until(lambda wanted=round_: len(notes(target)) == wanted + 1, source, target)
+        assert all(target.page(page) == bytes([round_]) * PAGE_BYTES for page in pages)
+    assert [noted.peer for noted in notes(target)] == [source.address.agent] * 20
 
 
 def test_a_note_can_be_sent_without_pages(make_pool: Maker) -> None:
     source, target = make_pool(), make_pool()
     number = write(source, target, [], [], b"alone")
-    poll_until(target.notes, source, target)
-    assert [noted.note for noted in target.notes()] == [b"alone"]
-    assert source.ended(number) == [WriteDone(number)]
+    poll_until(lambda: notes(target), source, target)
+    assert [noted.note for noted in notes(target)] == [b"alone"]
+    assert ended(source, number) == [WriteDone(number)]
 
 
 def test_a_write_without_a_note_is_silent(make_pool: Maker) -> None:
     source, target = make_pool(), make_pool()
     write(source, target, [1], [2])
     write(source, target, [], [], b"end")
-    poll_until(target.notes, source, target)
-    assert [noted.note for noted in target.notes()] == [b"end"]
+    poll_until(lambda: notes(target), source, target)
+    assert [noted.note for noted in notes(target)] == [b"end"]
 
 
 def test_every_write_ends_exactly_once(make_pool: Maker) -> None:
     source, target = make_pool(), make_pool()
     peer = source.transport.connect(target.address)
     numbers = [source.transport.write(peer, [i], [i], b"%d" % i) for i in range(30)]
-    poll_until(lambda: len(target.notes()) == 30, source, target)
-    poll_until(lambda: all(source.ended(number) for number in numbers), source, target)
-    assert [source.ended(number) for number in numbers] == [[WriteDone(n)] for n in numbers]
+    poll_until(lambda: len(notes(target)) == 30, source, target)
+    poll_until(lambda: all(ended(source, number) for number in numbers), source, target)
+    assert [ended(source, number) for number in numbers] == [[WriteDone(n)] for n in numbers]
 
 
 def test_both_sides_can_write_to_each_other(make_pool: Maker) -> None:
@@ -208,7 +183,7 @@ def test_a_peer_that_closed_is_lost_before_its_write_fails(make_pool: Maker) -> 
     target.transport.close()
     peer = target.address.agent
     number = source.transport.write(peer, [0], [1], b"never heard")
-    poll_until(lambda: source.ended(number), source)
+    poll_until(lambda: ended(source, number), source)
     lost, failed = [e for e in source.events if not isinstance(e, WriteDone)]
     assert lost == PeerLost(peer)
     assert isinstance(failed, WriteFailed)
@@ -238,6 +213,7 @@ def test_neighbouring_pages_merge_into_one_span() -> None:
     assert spans == [Span(1, 4, 3), Span(7, 7, 1), Span(8, 9, 1), Span(5, 10, 1)]
 
 
+@pytest.mark.skipif(not NIXL, reason="NIXL is not installed")
 @pytest.mark.parametrize(
     ("pages", "descriptors"),
     [([4, 5, 6, 7], 1), ([4, 5, 9, 10], 2), ([4, 6, 8], 3)],
@@ -263,45 +239,18 @@ def test_nixl_itself_merges_neighbouring_pages_of_a_prepared_list(
     agent.deregister_memory(registration)
 
 
-def serve_pool(pipe: Connection) -> None:
-    """Another process: serves a pool, and tells of every note and of the page it speaks of."""
-    pool = Pool(NixlTransport())
-    pipe.send_bytes(pool.address.SerializeToString())
-    while not pipe.poll(0.0005):
-        for event in pool.transport.poll():
-            if isinstance(event, Noted):
-                pipe.send_bytes(pool.page(int(event.note)))
-    pool.transport.close()
-
-
-@pytest.fixture
-def other_process() -> Iterator[tuple[Connection, PoolAddress, int]]:
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=serve_pool, args=(there,), daemon=True)
-    process.start()
-    assert process.pid is not None
-    address = PoolAddress.FromString(here.recv_bytes())
-    yield here, address, process.pid
-    if process.is_alive():
-        here.send_bytes(b"stop")
-        process.join(10)
-    process.kill()
-
-
-def test_nixl_writes_into_another_process_and_finds_it_lost_when_killed(
-    other_process: tuple[Connection, PoolAddress, int],
-) -> None:
-    pipe, address, pid = other_process
-    source = Pool(NixlTransport())
-    peer = source.transport.connect(address)
-    source.fill(7, 7)
-    source.transport.write(peer, [7, 8], [20, 21], b"20")
-    poll_until(pipe.poll, source)
-    assert pipe.recv_bytes() == bytes([7]) * PAGE_BYTES
-
-    os.kill(pid, signal.SIGKILL)
-    number = source.transport.write(peer, [0], [0], b"0")
-    poll_until(lambda: any(isinstance(e, WriteFailed) for e in source.ended(number)), source)
-    assert PeerLost(peer) in source.events
+@pytest.mark.parametrize("kind", SPANNING)
+def test_a_killed_process_is_found_lost(kind: str) -> None:
+    source = Pool(kind)
+    with pool_host() as host:
+        target = host.make_pool(kind, PAGE_BYTES)
+        write(source, target, [7, 8], [20, 21], b"20")
+        peer = target.address.agent
+        host.kill()
+        number = source.transport.write(peer, list(range(PAGES)), list(range(PAGES)), b"0")
+        poll_until(lambda: ended(source, number), source)
+    assert isinstance(ended(source, number)[0], WriteFailed)
+    assert [e for e in source.events if isinstance(e, PeerLost)] == [PeerLost(peer)]
+    with pytest.raises(WorkerLost):
+        source.transport.write(peer, [0], [0])
     source.transport.close()

@@ -1,0 +1,290 @@
+"""A transport between workers of one host whose pools are on GPUs: one kernel a write.
+
+`connect` maps the peer's pool into this process once. A write is then one
+kernel that copies all its pages, on a stream of the transport's own; notes
+travel over a local socket.
+
+A write's life:
+
+    write ──▶ the copy runs ──▶ its event has passed ──▶ the note is sent ──▶ WriteDone
+                                        │
+                                        └──▶ the peer has gone ──▶ WriteFailed
+
+- The note leaves only after the event: the bytes are then in the peer's memory
+  for every kernel that starts later, on any stream and in any process.
+- A peer that has gone is told at once, by its socket. A copy into its memory
+  that is under way cannot be stopped, and need not be: our mapping keeps the
+  memory allocated until we close it, which is after the last copy's event.
+- Within one process nothing is mapped: the peer's address is as good here.
+- Workers on two GPUs of a host can use it where one GPU can reach the other's
+  memory, and this process can see both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from google.protobuf.message import DecodeError
+from torch import Tensor
+
+from baton.v1.transfer_pb2 import CudaIpcRoute, PoolAddress, PoolLayout
+from core.errors import Internal, InvalidConfig, WorkerLost
+from kernels.gpu.pages import copy_pages
+from kv_transfer import cuda_driver
+from kv_transfer.note_socket import NoteSocket
+from kv_transfer.transport import (
+    PeerLost,
+    PoolMemory,
+    TransportEvent,
+    WriteDone,
+    WriteFailed,
+    check_page_size,
+    check_pages,
+    pool_address,
+    route_metadata,
+)
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_PROCESS = uuid.uuid4().hex
+
+
+@dataclass(slots=True)
+class _Peer:
+    agent: str
+    base: int  # where its page 0 is in this process
+    total_pages: int
+    mapping: int | None  # what to unmap in the end; None within one process
+    gone: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A copy under way."""
+
+    copied: torch.cuda.Event
+    page_ids: tuple[Tensor, Tensor]  # read by the kernel while it runs
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self.copied.query())  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    peer: _Peer
+    note: bytes
+    copy: _Copy | None  # None when there is only a note
+
+
+class CudaIpcTransport:
+    """Serves one pool on a GPU to the other workers of the host."""
+
+    def __init__(self, agent: str = "") -> None:
+        self.agent = agent or f"cuda-ipc-{uuid.uuid4().hex}"
+        self._numbers = itertools.count(1)
+        self._memory: PoolMemory | None = None
+        self._notes: NoteSocket | None = None
+        self._peers: dict[str, _Peer] = {}
+        self._writes: dict[int, _Write] = {}
+        self._events: list[TransportEvent] = []
+
+    def register(self, memory: PoolMemory, layout: PoolLayout) -> PoolAddress:
+        if memory.device != "cuda":
+            raise InvalidConfig(f"the CUDA IPC transport cannot serve {memory.device} memory")
+        torch.cuda.set_device(memory.device_id)
+        self._device = torch.device("cuda", memory.device_id)
+        # Ahead of the engine's kernels, which would otherwise hold up pages that are ready.
+        self._stream = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
+        shared = _share(memory)
+        self._warm_up(memory)
+        self._notes = NoteSocket(self.agent)
+        self._memory = memory
+        route = CudaIpcRoute(
+            host=host_identity(),
+            process=_process_identity(),
+            gpu=_gpu_uuid(memory.device_id),
+            handle=shared.handle,
+            offset=shared.offset,
+            socket=self._notes.name,
+        )
+        return pool_address("cuda_ipc", self.agent, route.SerializeToString(), memory, layout)
+
+    def connect(self, address: PoolAddress) -> str:
+        peer = address.agent
+        if peer in self._peers:
+            return peer
+        memory, notes = self._registered
+        check_page_size(memory, address)
+        route = _read_route(address)
+        _check_reach(route, peer, memory.device_id)
+        notes.connect(peer, route.socket)
+        try:
+            self._peers[peer] = _map_peer(route, address)
+        except WorkerLost:
+            notes.disconnect(peer)
+            raise
+        return peer
+
+    def disconnect(self, peer: str) -> None:
+        known = self._peers.pop(peer, None)
+        if known is not None and self._notes is not None:
+            self._notes.disconnect(peer)
+            known.gone = True
+            self._unmap_when_idle(known)
+
+    def write(
+        self, peer: str, local_pages: Sequence[int], remote_pages: Sequence[int], note: bytes = b""
+    ) -> int:
+        memory, notes = self._registered
+        known = self._peers.get(peer)
+        if known is None:
+            raise WorkerLost(f"not connected to {peer}")
+        check_pages(local_pages, memory.total_pages, remote_pages, known.total_pages)
+        number = next(self._numbers)
+        if notes.alive(peer):
+            copy = self._copy(memory, known, local_pages, remote_pages) if local_pages else None
+            self._writes[number] = _Write(known, note, copy)
+        else:
+            self._lose(peer)
+            self._events.append(WriteFailed(number, WorkerLost(f"{peer} has gone")))
+        return number
+
+    def poll(self) -> list[TransportEvent]:
+        _, notes = self._registered
+        heard, gone = notes.poll()
+        for peer in gone:
+            self._lose(peer)
+        for number in list(self._writes):
+            self._settle(number, notes)
+        events, self._events = self._events, []
+        return [*events, *heard]
+
+    def close(self) -> None:
+        if self._notes is None:
+            return
+        self._stream.synchronize()
+        self._writes.clear()
+        for peer in list(self._peers):
+            self.disconnect(peer)
+        self._notes.close()
+        self._notes = self._memory = None
+
+    @property
+    def _registered(self) -> tuple[PoolMemory, NoteSocket]:
+        if self._memory is None or self._notes is None:
+            raise Internal(f"{self.agent} serves no memory")
+        return self._memory, self._notes
+
+    def _warm_up(self, memory: PoolMemory) -> None:
+        """Compiles the kernel now rather than in the first write."""
+        scratch = torch.zeros(2 * memory.page_bytes, dtype=torch.uint8, device=self._device)
+        torch.cuda.current_stream().synchronize()
+        own = dataclasses.replace(memory, base=scratch.data_ptr())
+        self._copy(own, _Peer(self.agent, own.base, 2, None), [0], [1]).copied.synchronize()
+
+    def _copy(
+        self, own: PoolMemory, peer: _Peer, local_pages: Sequence[int], remote_pages: Sequence[int]
+    ) -> _Copy:
+        count = len(local_pages)
+        # Both lists begin at multiples of 16 bytes, or the kernel would be compiled once more.
+        page_ids = torch.empty((2, count + count % 2), dtype=torch.int64, pin_memory=True)
+        page_ids[:, :count] = torch.tensor([list(local_pages), list(remote_pages)])
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            local, remote = page_ids.to(self._device, non_blocking=True)[:, :count]
+            copy_pages(own.base, peer.base, own.page_bytes, local, remote)
+            copied.record(self._stream)
+        return _Copy(copied, (local, remote))
+
+    def _settle(self, number: int, notes: NoteSocket) -> None:
+        """Ends a write if its copy is over and its note is sent."""
+        write = self._writes[number]
+        if write.copy is not None and not write.copy.is_over:
+            return
+        try:
+            if not self._tell(write, notes):
+                return
+        except WorkerLost as error:
+            self._lose(write.peer.agent)
+            self._events.append(WriteFailed(number, error))
+        else:
+            self._events.append(WriteDone(number))
+        del self._writes[number]
+        self._unmap_when_idle(write.peer)
+
+    def _tell(self, write: _Write, notes: NoteSocket) -> bool:
+        """Whether the peer has been sent all that it must hear."""
+        if write.peer.gone:
+            raise WorkerLost(f"{write.peer.agent} has gone")
+        return not write.note or notes.send(write.peer.agent, write.note)
+
+    def _lose(self, peer: str) -> None:
+        if peer in self._peers:
+            self._events.append(PeerLost(peer))
+            self.disconnect(peer)
+
+    def _unmap_when_idle(self, peer: _Peer) -> None:
+        busy = any(write.peer is peer for write in self._writes.values())
+        if peer.gone and not busy and peer.mapping is not None:
+            cuda_driver.unmap_shared(peer.mapping)
+            peer.mapping = None
+
+
+def _share(memory: PoolMemory) -> cuda_driver.SharedMemory:
+    try:
+        return cuda_driver.share(memory.base)
+    except cuda_driver.DriverError as error:
+        raise InvalidConfig(
+            f"the pool's memory cannot be shared with other processes: {error}; torch must"
+            " allocate it with cudaMalloc, so without expandable_segments and cudaMallocAsync"
+        ) from error
+
+
+def _read_route(address: PoolAddress) -> CudaIpcRoute:
+    try:
+        return CudaIpcRoute.FromString(route_metadata(address, "cuda_ipc"))
+    except DecodeError as error:
+        raise WorkerLost(f"{address.agent} sent no CUDA IPC route: {error}") from error
+
+
+def _map_peer(route: CudaIpcRoute, address: PoolAddress) -> _Peer:
+    if route.process == _process_identity():
+        return _Peer(address.agent, address.base, address.total_pages, None)
+    try:
+        base = cuda_driver.map_shared(route.handle)
+    except cuda_driver.DriverError as error:
+        raise WorkerLost(f"the memory of {address.agent} cannot be mapped: {error}") from error
+    return _Peer(address.agent, base + route.offset, address.total_pages, base)
+
+
+def _check_reach(route: CudaIpcRoute, peer: str, device_id: int) -> None:
+    """Raises WorkerLost, saying why, when the peer's memory is out of this GPU's reach."""
+    if route.host != host_identity():
+        raise WorkerLost(f"{peer} is on another host")
+    visible = [_gpu_uuid(index) for index in range(torch.cuda.device_count())]
+    if route.gpu not in visible:
+        raise WorkerLost(f"the GPU of {peer} is hidden from this process")
+    other = visible.index(route.gpu)
+    if other != device_id and not torch.cuda.can_device_access_peer(device_id, other):
+        raise WorkerLost(f"GPU {device_id} cannot reach the memory of GPU {other}, where {peer} is")
+
+
+def host_identity() -> str:
+    """The same for all processes of a host, in any container, until its next boot."""
+    return _BOOT_ID.read_text().strip()
+
+
+def _process_identity() -> str:
+    # The number tells a forked child from its parent.
+    return f"{_PROCESS}-{os.getpid()}"
+
+
+def _gpu_uuid(device_id: int) -> str:
+    return str(torch.cuda.get_device_properties(device_id).uuid)

@@ -1,0 +1,125 @@
+"""CUDA IPC between two processes, where its promises are hardest to keep.
+
+The contract suite holds the transport to everything else; it takes up the GPU
+by itself on a machine that has one.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from pool_host import HostedPool, PoolHost, pool_host
+from pools import CUDA, PAGES, Pool
+
+from baton.v1.transfer_pb2 import CudaIpcRoute, PoolAddress
+from core.errors import WorkerLost
+from kv_transfer.transport import Noted, PeerLost, WriteDone, WriteFailed
+
+pytestmark = pytest.mark.skipif(not CUDA, reason="there is no CUDA device here")
+
+KIND = "cuda_ipc-cuda"
+LARGE_PAGE = 2 << 20
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[PoolHost]:
+    with pool_host() as started:
+        yield started
+
+
+@pytest.fixture
+def source() -> Iterator[Pool]:
+    pool = Pool(KIND, LARGE_PAGE)
+    yield pool
+    pool.transport.close()
+
+
+def poll_until(condition: Callable[[], object], *pools: Pool | HostedPool) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "the transport is stuck"
+        for pool in pools:
+            pool.events += pool.transport.poll()
+
+
+def test_large_scattered_pages_arrive_whole_before_their_note(source: Pool, host: PoolHost) -> None:
+    target = host.make_pool(KIND, LARGE_PAGE)
+    peer = source.transport.connect(target.address)
+    for turn in range(5):
+        local, remote = (random.sample(range(PAGES), PAGES) for _ in range(2))
+        for page in range(PAGES):
+            source.fill(page, (page + turn) % 251)
+        source.transport.write(peer, local, remote, b"%d" % turn)
+        poll_until(
+            lambda turn=turn: Noted(source.address.agent, b"%d" % turn) in target.events,
+            source,
+            target,
+        )
+        for page, place in zip(local, remote, strict=True):
+            found = target.page(place)
+            assert found == bytes([(page + turn) % 251]) * LARGE_PAGE
+    target.close()
+
+
+def ends(pool: Pool) -> list[WriteDone | WriteFailed]:
+    return [event for event in pool.events if isinstance(event, WriteDone | WriteFailed)]
+
+
+def test_a_process_killed_under_copies_ends_each_write_once(source: Pool) -> None:
+    with pool_host() as host:
+        target = host.make_pool(KIND, LARGE_PAGE)
+        peer = source.transport.connect(target.address)
+        pages = list(range(PAGES))
+        numbers = [source.transport.write(peer, pages, pages) for _ in range(50)]
+        host.kill()
+        poll_until(lambda: len(ends(source)) == 50 and PeerLost(peer) in source.events, source)
+    assert {event.write for event in ends(source)} == set(numbers)
+    lost = source.events.index(PeerLost(peer))
+    failed = [event for event in ends(source) if isinstance(event, WriteFailed)]
+    assert all(source.events.index(event) > lost for event in failed)
+
+
+def test_a_worker_that_died_is_replaced_by_a_new_one(source: Pool) -> None:
+    for _ in range(2):
+        source.events.clear()
+        with pool_host() as host:
+            push_to_a_worker_that_dies(source, host)
+
+
+def push_to_a_worker_that_dies(source: Pool, host: PoolHost) -> None:
+    target = host.make_pool(KIND, LARGE_PAGE)
+    peer = source.transport.connect(target.address)
+    source.fill(0, 9)
+    source.transport.write(peer, [0], [5], b"here")
+    poll_until(lambda: target.events, source, target)
+    assert target.page(5) == bytes([9]) * LARGE_PAGE
+    host.kill()
+    poll_until(lambda: PeerLost(peer) in source.events, source)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"host": "elsewhere"}, "another host"),
+        ({"gpu": "GPU-0"}, "hidden from this process"),
+        ({"handle": bytes(64)}, "cannot be mapped"),
+        ({"handle": b"short"}, "cannot be mapped"),
+    ],
+)
+def test_a_peer_out_of_reach_is_refused_with_the_reason(
+    source: Pool, host: PoolHost, change: dict[str, object], reason: str
+) -> None:
+    target = host.make_pool(KIND, LARGE_PAGE)
+    route = CudaIpcRoute.FromString(target.address.routes[0].metadata)
+    for name, value in change.items():
+        setattr(route, name, value)
+    address = PoolAddress()
+    address.CopyFrom(target.address)
+    address.routes[0].metadata = route.SerializeToString()
+    with pytest.raises(WorkerLost, match=reason):
+        source.transport.connect(address)
+    assert source.transport.connect(target.address) == target.address.agent
+    target.close()

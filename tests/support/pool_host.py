@@ -1,0 +1,120 @@
+"""Pools in another process, driven from this one as if they were here.
+
+One process hosts the pools of all tests of a module, for starting one takes
+seconds where it needs a GPU.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from typing import Any
+
+from pools import Pool
+
+from baton.v1.transfer_pb2 import PoolAddress
+from core.errors import BatonError
+from kv_transfer.transport import TransportEvent
+
+ANSWER_SECONDS = 60.0
+
+
+class PoolHost:
+    """Another process. `make_pool` makes a pool there."""
+
+    def __init__(self, pipe: Connection, process: SpawnProcess) -> None:
+        self._pipe = pipe
+        self._process = process
+        self._made = 0
+
+    def make_pool(self, kind: str, page_bytes: int) -> HostedPool:
+        self._made += 1
+        return HostedPool(self, self._made, kind, page_bytes)
+
+    def call(self, pool: int, method: str, *arguments: object) -> Any:
+        self._pipe.send((pool, method, arguments))
+        assert self._pipe.poll(ANSWER_SECONDS), f"no answer to {method}"
+        answer = self._pipe.recv()
+        if isinstance(answer, BatonError):
+            raise answer
+        return answer
+
+    def kill(self) -> None:
+        """Returns when the process is no more."""
+        self._process.kill()
+        self._process.join()
+
+
+class HostedPool:
+    """A `Pool` of another process, which is also its own transport."""
+
+    def __init__(self, host: PoolHost, number: int, kind: str, page_bytes: int) -> None:
+        self._host = host
+        self._number = number
+        self.page_bytes = page_bytes
+        self.events: list[TransportEvent] = []
+        address = self._call("make", kind, page_bytes)
+        self.address = PoolAddress.FromString(address)
+        self.transport = self
+
+    def page(self, index: int) -> bytes:
+        return bytes(self._call("page", index))
+
+    def fill(self, index: int, value: int) -> None:
+        self._call("fill", index, value)
+
+    def connect(self, address: PoolAddress) -> str:
+        return str(self._call("connect", address.SerializeToString()))
+
+    def write(
+        self, peer: str, local_pages: list[int], remote_pages: list[int], note: bytes = b""
+    ) -> int:
+        return int(self._call("write", peer, local_pages, remote_pages, note))
+
+    def poll(self) -> list[TransportEvent]:
+        return list(self._call("poll"))
+
+    def close(self) -> None:
+        self._call("close")
+
+    def _call(self, method: str, *arguments: object) -> Any:
+        return self._host.call(self._number, method, *arguments)
+
+
+@contextmanager
+def pool_host() -> Iterator[PoolHost]:
+    """A process for pools, ended with the block."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=_serve, args=(there,), daemon=True)
+    process.start()
+    yield PoolHost(here, process)
+    if process.is_alive():
+        here.send(None)
+        process.join(10)
+    process.kill()
+
+
+def _serve(pipe: Connection) -> None:
+    """The other process: carries out calls until told to stop."""
+    pools: dict[int, Pool] = {}
+    while (call := pipe.recv()) is not None:
+        number, method, arguments = call
+        try:
+            pipe.send(_perform(pools, number, method, arguments))
+        except BatonError as error:
+            pipe.send(error)
+
+
+def _perform(pools: dict[int, Pool], number: int, method: str, arguments: tuple[Any, ...]) -> Any:
+    if method == "make":
+        pools[number] = Pool(*arguments)
+        return pools[number].address.SerializeToString()
+    pool = pools[number]
+    if method == "connect":
+        return pool.transport.connect(PoolAddress.FromString(arguments[0]))
+    owner = pool if method in ("page", "fill") else pool.transport
+    return getattr(owner, method)(*arguments)
