@@ -1,7 +1,8 @@
 """What a transfer thread tells its worker.
 
-For each push exactly one PushEnded. For each reservation: at most one Landed
-or ReservationFailed; and, unless it landed, exactly one ReservationFreed.
+For each push exactly one PushEnded, and before it at most one PushFailed. For
+each reservation: at most one Landed or ReservationFailed; and, unless it landed,
+exactly one ReservationFreed.
 """
 
 from __future__ import annotations
@@ -30,6 +31,14 @@ class PeerDisconnected:
 
 
 @dataclass(frozen=True, slots=True)
+class PushFailed:
+    """A push was given up while a write was under way. Its pages are freed only at PushEnded."""
+
+    key: AttemptKey
+    error: BatonError
+
+
+@dataclass(frozen=True, slots=True)
 class PushEnded:
     """A push is over and its pages may be freed. It landed unless there is an `error`."""
 
@@ -51,16 +60,35 @@ class Landed:
 
 
 @dataclass(frozen=True, slots=True)
-class ReservationFailed:
-    """Nothing usable will land. The pages may be freed only at ReservationFreed, which follows."""
+class PagesDamaged:
+    """Pages arrived that are not what was sent. They are being sent again, or the push fails."""
 
     key: AttemptKey
-    error: BatonError
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReservationFailed:
+    """Nothing usable will land. The pages may be freed only at ReservationFreed, which follows.
+
+    There is no `error` when the sender gave up: its worker says why, or was told to.
+    """
+
+    key: AttemptKey
+    error: BatonError | None
 
 
 @dataclass(frozen=True, slots=True)
 class ReservationFreed:
     """No write can reach the reserved pages any more."""
+
+    key: AttemptKey
+
+
+@dataclass(frozen=True, slots=True)
+class PagesOverdue:
+    """Pages that are not wanted any more are still held, since the other side has not let go
+    of them though there was time. PushEnded or ReservationFreed follows, one day."""
 
     key: AttemptKey
 
@@ -75,8 +103,11 @@ class TransferCrashed:
 TransferEvent = (
     PeerConnected
     | PeerDisconnected
+    | PushFailed
     | PushEnded
     | Landed
+    | PagesDamaged
+    | PagesOverdue
     | ReservationFailed
     | ReservationFreed
     | TransferCrashed

@@ -1,43 +1,88 @@
-"""The notes that a sender's writes carry to the receiver, as bytes."""
+"""The notes that two transfer threads exchange, as bytes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from google.protobuf.message import DecodeError
 
-from baton.v1.transfer_pb2 import Drained, Landed, TransferNote
+from baton.v1.transfer_pb2 import (
+    Accepted,
+    Beat,
+    Drained,
+    Introduction,
+    Landed,
+    PoolAddress,
+    Renewed,
+    Resend,
+    Revoked,
+    TransferNote,
+)
 from core.types import AttemptKey
 
+# From the sender to the receiver.
 
-def landed_note(key: AttemptKey, first_token: int, pages: int) -> bytes:
-    """Every page is in place."""
-    landed = Landed(first_token=first_token, pages=pages)
-    return TransferNote(
-        request_id=key.request_id, epoch=key.epoch, landed=landed
-    ).SerializeToString()
+
+def introduction_note(pool: PoolAddress) -> bytes:
+    """How the receiver reaches the sender with its own notes."""
+    return TransferNote(introduction=Introduction(pool=pool)).SerializeToString()
+
+
+def beat_note(key: AttemptKey, number: int) -> bytes:
+    """The sender is alive and wants to go on."""
+    return _note(key, TransferNote(beat=Beat(number=number)))
+
+
+def landed_note(
+    key: AttemptKey, first_token: int, pages: int, digests: Sequence[int] = (), round: int = 0
+) -> bytes:
+    """Every page is in place, after `round` times of sending damaged ones again."""
+    landed = Landed(first_token=first_token, pages=pages, digests=digests, round=round)
+    return _note(key, TransferNote(landed=landed))
 
 
 def drained_note(key: AttemptKey) -> bytes:
-    """The sender gave up, and none of its writes is under way."""
-    return TransferNote(
-        request_id=key.request_id, epoch=key.epoch, drained=Drained()
-    ).SerializeToString()
+    """The push is over, and none of its writes is under way."""
+    return _note(key, TransferNote(drained=Drained()))
 
 
-def read_note(data: bytes) -> tuple[AttemptKey, Landed | None] | None:
-    """Whose note it is, and what landed; None in its place means drained.
+# From the receiver to the sender.
 
-    None altogether when the bytes are no note of a kind this version knows.
-    """
+
+def renewed_note(key: AttemptKey, number: int) -> bytes:
+    """The answer to a beat: writes may start."""
+    return _note(key, TransferNote(renewed=Renewed(number=number)))
+
+
+def revoked_note(key: AttemptKey) -> bytes:
+    """The pages are not wanted."""
+    return _note(key, TransferNote(revoked=Revoked()))
+
+
+def resend_note(key: AttemptKey, positions: Sequence[int], round: int) -> bytes:
+    """These pages arrived damaged."""
+    return _note(key, TransferNote(resend=Resend(positions=positions, round=round)))
+
+
+def accepted_note(key: AttemptKey) -> bytes:
+    """All pages arrived."""
+    return _note(key, TransferNote(accepted=Accepted()))
+
+
+def read_note(data: bytes) -> TransferNote | None:
+    """None when the bytes are no note of a kind that this version knows."""
     note = TransferNote()
     try:
         note.ParseFromString(data)
     except DecodeError:
         return None
-    key = AttemptKey(note.request_id, note.epoch)
-    match note.WhichOneof("kind"):
-        case "landed":
-            return key, note.landed
-        case "drained":
-            return key, None
-        case _:
-            return None
+    return note if note.WhichOneof("kind") else None
+
+
+def key_of(note: TransferNote) -> AttemptKey:
+    return AttemptKey(note.request_id, note.epoch)
+
+
+def _note(key: AttemptKey, note: TransferNote) -> bytes:
+    note.request_id, note.epoch = key
+    return note.SerializeToString()

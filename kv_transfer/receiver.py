@@ -1,27 +1,31 @@
 """One reservation: the decode side of moving one attempt's pages.
 
-                          landed
-        ┌──────────┐                    ┌────────┐
-        │ RESERVED │───────────────────▶│ LANDED │  the pages are the engine's
-        └──────────┘                    └────────┘
-          │      │
-          │      │  drained, sender dead, undelivered, wrong number of pages
-          │      └───────────────────────────────────────────────┐
-          │ released, expired                                    ▼
-          │      ┌─────────────┐  drained, landed, sender     ┌───────┐
-          └─────▶│ QUARANTINED │─────────────────────────────▶│ FREED │
-                 └─────────────┘  dead, undelivered, grace    └───────┘
-                                  over
+                     first beat                landed, sound
+        ┌──────────┐            ┌──────┐                      ┌────────┐
+        │ RESERVED │───────────▶│ OPEN │─────────────────────▶│ LANDED │  the pages are
+        └──────────┘            └──────┘                      └────────┘  the engine's
+             │                   │    │
+             │ released,         │    │ released, expired, sender silent, damaged
+             │ expired           │    ▼        too often
+             │                   │  ┌─────────────┐
+             │                   │  │ QUARANTINED │
+             │                   │  └─────────────┘
+             ▼                   ▼    ▼
+        ┌──────────────────────────────────────┐
+        │ FREED: drained, sender dead, misfit  │
+        └──────────────────────────────────────┘
 
-A sender may still write into a reservation that is not wanted any more, so its
-pages are quarantined until one of these is sure:
+A sender writes only under a lease, which it asks for with a beat. Until one has
+come, the pages are untouched and can be freed at once. From then on the sender
+may be writing, so pages that are not wanted any more are quarantined until one
+of these is sure:
 
 - the sender says that nothing is under way (Drained), or that it is done (Landed)
-- the sender is dead
-- the ticket never reached it (undelivered)
-- the ticket expired `grace_seconds` ago. A sender starts no write after expiry.
-  The grace covers the ticket's way to the sender, whose time counts from its
-  arrival, and the longest write that began in time.
+- the sender is dead, or cut off in such a way that none of its writes arrives
+
+No time is long enough to prove either: a frozen sender may thaw. In quarantine
+the sender is told again and again that its lease is revoked, which finds out
+both: a live one answers Drained, and a dead one cannot be reached.
 
 The machine does no I/O and reads no clock. It says when pages may be freed; the
 thread that owns the pool frees them.
@@ -31,14 +35,22 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.v1.transfer_pb2 import Landed as LandedNote
 from core.errors import BatonError, DeadlineExceeded, Internal, Unavailable, WorkerLost
+from core.types import AttemptKey
+from kv_transfer.note import accepted_note, renewed_note, resend_note, revoked_note
+
+REVOKES_PER_LEASE = 5
+MAX_ROUNDS = 3
+"""How often damaged pages are asked for again."""
 
 
 class State(enum.Enum):
     RESERVED = enum.auto()
+    OPEN = enum.auto()
     LANDED = enum.auto()
     QUARANTINED = enum.auto()
     FREED = enum.auto()
@@ -47,32 +59,47 @@ class State(enum.Enum):
 class Step(enum.Enum):
     """What moves a reservation from one state to another."""
 
+    BEAT = enum.auto()
     LANDED = enum.auto()
     MISFIT = enum.auto()
+    DAMAGED = enum.auto()
     DRAINED = enum.auto()
     SENDER_DIED = enum.auto()
+    SILENT = enum.auto()
     EXPIRED = enum.auto()
-    GRACE_OVER = enum.auto()
     RELEASED = enum.auto()
-    UNDELIVERED = enum.auto()
 
 
 TRANSITIONS: dict[tuple[State, Step], State] = {
-    (State.RESERVED, Step.LANDED): State.LANDED,
+    (State.RESERVED, Step.BEAT): State.OPEN,
     (State.RESERVED, Step.MISFIT): State.FREED,
     (State.RESERVED, Step.DRAINED): State.FREED,
     (State.RESERVED, Step.SENDER_DIED): State.FREED,
-    (State.RESERVED, Step.EXPIRED): State.QUARANTINED,
-    (State.RESERVED, Step.RELEASED): State.QUARANTINED,
-    (State.RESERVED, Step.UNDELIVERED): State.FREED,
+    (State.RESERVED, Step.EXPIRED): State.FREED,
+    (State.RESERVED, Step.RELEASED): State.FREED,
+    (State.OPEN, Step.BEAT): State.OPEN,
+    (State.OPEN, Step.LANDED): State.LANDED,
+    (State.OPEN, Step.MISFIT): State.FREED,
+    (State.OPEN, Step.DAMAGED): State.QUARANTINED,
+    (State.OPEN, Step.DRAINED): State.FREED,
+    (State.OPEN, Step.SENDER_DIED): State.FREED,
+    (State.OPEN, Step.SILENT): State.QUARANTINED,
+    (State.OPEN, Step.EXPIRED): State.QUARANTINED,
+    (State.OPEN, Step.RELEASED): State.QUARANTINED,
+    (State.QUARANTINED, Step.BEAT): State.QUARANTINED,
     (State.QUARANTINED, Step.LANDED): State.FREED,
     (State.QUARANTINED, Step.MISFIT): State.FREED,
     (State.QUARANTINED, Step.DRAINED): State.FREED,
     (State.QUARANTINED, Step.SENDER_DIED): State.FREED,
-    (State.QUARANTINED, Step.GRACE_OVER): State.FREED,
     (State.QUARANTINED, Step.RELEASED): State.QUARANTINED,
-    (State.QUARANTINED, Step.UNDELIVERED): State.FREED,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class SendNote:
+    """Send a note to the sender. No answer is wanted."""
+
+    note: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +111,9 @@ class HandOver:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """Nothing usable will land."""
+    """Nothing usable will land. Without an error, the sender gave up and says why."""
 
-    error: BatonError
+    error: BatonError | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,17 +121,30 @@ class Free:
     """No write can reach the pages any more."""
 
 
-Action = HandOver | Fail | Free
+@dataclass(frozen=True, slots=True)
+class Overdue:
+    """The sender has been told for a while that the pages are not wanted, and has not answered."""
+
+
+Action = SendNote | HandOver | Fail | Free | Overdue
 
 
 class Receiver:
     """The state of one reservation. Every input returns the actions it leads to."""
 
-    def __init__(self, pages: int, expires_at: float, grace_seconds: float) -> None:
+    def __init__(
+        self, key: AttemptKey, pages: int, expires_at: float, lease_seconds: float
+    ) -> None:
         self.state = State.RESERVED
+        self._key = key
         self._pages = pages
         self._expires_at = expires_at
-        self._grace_over_at = expires_at + grace_seconds
+        self._lease_seconds = lease_seconds
+        self._silent_at = math.inf  # when the sender has been silent for too long
+        self._revoke_at = math.inf
+        self._overdue = False  # it was said that the sender takes its time
+        self.round = 0  # how often damaged pages were asked for again
+        self._damaged: Sequence[int] = ()  # the pages of the last such round
 
     @property
     def over(self) -> bool:
@@ -114,36 +154,84 @@ class Receiver:
     @property
     def deadline(self) -> float:
         """When `tick` has something to do; infinity when never."""
-        if self.state is State.RESERVED:
-            return self._expires_at
-        return self._grace_over_at if self.state is State.QUARANTINED else math.inf
+        match self.state:
+            case State.RESERVED:
+                return self._expires_at
+            case State.OPEN:
+                return min(self._expires_at, self._silent_at)
+            case State.QUARANTINED:
+                return self._revoke_at
+            case _:
+                return math.inf
 
-    def landed(self, note: LandedNote) -> list[Action]:
+    def beat(self, number: int, now: float) -> list[Action]:
+        """The sender is alive and wants a lease, or wants it renewed."""
+        if self.over:
+            return []
+        self._take(Step.BEAT)
+        if self.state is State.QUARANTINED:
+            return [SendNote(revoked_note(self._key))]
+        self._silent_at = now + self._lease_seconds
+        return [SendNote(renewed_note(self._key, number))]
+
+    def landed(self, note: LandedNote, damaged: Sequence[int], now: float) -> list[Action]:
+        """The sender says that all pages are in place; those in `damaged` are not what it sent."""
+        if self.over:
+            return []
+        if note.round != self.round:
+            # Damaged pages are being written again, or the order to do so was lost.
+            return [self._resend()] if self.state is State.OPEN else []
+        if self.state is State.RESERVED:
+            return self._take(Step.MISFIT, Internal("pages landed that no lease allowed"))
         if note.pages != self._pages:
             message = f"{note.pages} pages landed where {self._pages} were reserved"
             return self._take(Step.MISFIT, Internal(message))
-        if self.state is State.RESERVED:
-            self._take(Step.LANDED)
-            return [HandOver(note.first_token)]
-        return self._take(Step.LANDED)
+        if self.state is State.OPEN and damaged:
+            return self._ask_again(damaged, now)
+        self._take(Step.LANDED)
+        if self.state is State.LANDED:
+            return [SendNote(accepted_note(self._key)), HandOver(note.first_token)]
+        return [SendNote(revoked_note(self._key)), Free()]
 
     def drained(self) -> list[Action]:
-        return self._take(Step.DRAINED, Unavailable("the prefill worker gave the transfer up"))
+        wanted = self.state in (State.RESERVED, State.OPEN)
+        return [*([Fail(None)] if wanted else []), *self._take(Step.DRAINED)]
 
     def sender_died(self) -> list[Action]:
         return self._take(Step.SENDER_DIED, WorkerLost("the prefill worker is lost"))
 
-    def release(self, *, undelivered: bool) -> list[Action]:
+    def release(self, now: float) -> list[Action]:
         """The reservation is not wanted any more."""
-        return self._take(Step.UNDELIVERED if undelivered else Step.RELEASED)
+        return self._take(Step.RELEASED) + self._revoke(now)
 
     def tick(self, now: float) -> list[Action]:
         if now < self.deadline:
             return []
-        if self.state is State.RESERVED:
+        if self.state is State.QUARANTINED:
+            overdue, self._overdue = not self._overdue, True
+            return [*([Overdue()] if overdue else []), *self._revoke(now)]
+        if now >= self._expires_at:
             error = DeadlineExceeded("the prompt's pages did not arrive before the ticket expired")
-            return self._take(Step.EXPIRED, error)
-        return self._take(Step.GRACE_OVER)
+            return self._take(Step.EXPIRED, error) + self._revoke(now)
+        silence = f"the prefill worker has been silent for {self._lease_seconds:g} s"
+        return self._take(Step.SILENT, Unavailable(silence)) + self._revoke(now)
+
+    def _ask_again(self, damaged: Sequence[int], now: float) -> list[Action]:
+        if self.round == MAX_ROUNDS:
+            error = Unavailable(f"pages were damaged on their way {MAX_ROUNDS + 1} times")
+            return self._take(Step.DAMAGED, error) + self._revoke(now)
+        self.round += 1
+        self._damaged = damaged
+        return [self._resend()]
+
+    def _resend(self) -> Action:
+        return SendNote(resend_note(self._key, self._damaged, self.round))
+
+    def _revoke(self, now: float) -> list[Action]:
+        if self.state is not State.QUARANTINED:
+            return []
+        self._revoke_at = now + self._lease_seconds / REVOKES_PER_LEASE
+        return [SendNote(revoked_note(self._key))]
 
     def _take(self, step: Step, error: BatonError | None = None) -> list[Action]:
         """Moves; tells of `error` if it is news, and of pages that became free."""
@@ -151,7 +239,7 @@ class Receiver:
             return []
         before, self.state = self.state, TRANSITIONS[self.state, step]
         actions: list[Action] = []
-        if error is not None and before is State.RESERVED:
+        if error is not None and before is not State.QUARANTINED:
             actions.append(Fail(error))
         if self.state is State.FREED:
             actions.append(Free())

@@ -5,72 +5,199 @@ Used by the transfer thread alone.
 
 from __future__ import annotations
 
+import logging
 import math
-import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 
+from baton.v1.transfer_pb2 import Landed as LandedNote
+from baton.v1.transfer_pb2 import PoolAddress, TransferNote
+from core.errors import BatonError
 from core.types import AttemptKey
-from kv_transfer.events import Landed, ReservationFailed, ReservationFreed, TransferEvent
-from kv_transfer.note import read_note
-from kv_transfer.receiver import Action, Fail, Free, HandOver, Receiver
+from kv_transfer.digest import PageDigest
+from kv_transfer.events import (
+    Landed,
+    PagesDamaged,
+    PagesOverdue,
+    ReservationFailed,
+    ReservationFreed,
+    TransferEvent,
+)
+from kv_transfer.note import accepted_note, key_of, revoked_note
+from kv_transfer.receiver import (
+    Action,
+    Fail,
+    Free,
+    HandOver,
+    Overdue,
+    Receiver,
+    SendNote,
+    State,
+)
+from kv_transfer.transport import Transport
+
+REMEMBERED = 1024
+"""Reservations that landed and whose senders are told so again if they ask."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    sender: str  # the agent that may write
+    pages: tuple[int, ...]
+    receiver: Receiver
 
 
 class Reservations:
     """The reservations that a sender may still write to."""
 
-    def __init__(self, grace_seconds: float, deliver: Callable[[TransferEvent], None]) -> None:
-        self._grace_seconds = grace_seconds
+    def __init__(
+        self,
+        transport: Transport,
+        digest: PageDigest | None,
+        lease_seconds: float,
+        deliver: Callable[[TransferEvent], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._transport = transport
+        self._digest = digest
+        self._lease_seconds = lease_seconds
         self._deliver = deliver
-        self._receivers: dict[AttemptKey, Receiver] = {}
+        self._clock = clock
+        self._expected: dict[AttemptKey, _Expected] = {}
+        self._landed: OrderedDict[AttemptKey, None] = OrderedDict()
+        self._pools: dict[str, PoolAddress] = {}  # of senders that introduced themselves
+        self._reachable: set[str] = set()  # of these, those that beats are answered to
 
     @property
     def open(self) -> bool:
-        return bool(self._receivers)
+        return bool(self._expected)
 
     @property
     def deadline(self) -> float:
         """When `tick` has something to do; infinity when never."""
-        return min((receiver.deadline for receiver in self._receivers.values()), default=math.inf)
+        return min((each.receiver.deadline for each in self._expected.values()), default=math.inf)
 
-    def expect(self, key: AttemptKey, pages: int, expires_at: float) -> None:
-        self._receivers[key] = Receiver(pages, expires_at, self._grace_seconds)
+    def expect(self, key: AttemptKey, sender: str, pages: Sequence[int], expires_at: float) -> None:
+        receiver = Receiver(key, len(pages), expires_at, self._lease_seconds)
+        self._expected[key] = _Expected(sender, tuple(pages), receiver)
 
-    def release(self, key: AttemptKey, undelivered: bool) -> None:
-        receiver = self._receivers.get(key)
-        if receiver is None:  # it landed or was freed before the worker heard of it
+    def release(self, key: AttemptKey) -> None:
+        expected = self._expected.get(key)
+        if expected is None:  # it landed or was freed before the worker heard of it
             self._deliver(ReservationFreed(key))
         else:
-            self._perform(key, receiver, receiver.release(undelivered=undelivered))
+            self._perform(key, expected, expected.receiver.release(self._clock()))
 
-    def sender_died(self, key: AttemptKey) -> None:
-        if receiver := self._receivers.get(key):
-            self._perform(key, receiver, receiver.sender_died())
-
-    def noted(self, data: bytes) -> None:
-        """A sender's note. One of an unknown attempt, such as an older epoch, is dropped."""
-        note = read_note(data)
-        if note is None:
+    def introduced(self, peer: str, pool: PoolAddress) -> None:
+        """A sender says how it is reached. Without that its beats cannot be answered."""
+        if pool.agent != peer:
             return
-        key, landed = note
-        if receiver := self._receivers.get(key):
-            actions = receiver.landed(landed) if landed is not None else receiver.drained()
-            self._perform(key, receiver, actions)
+        self._pools[peer] = pool
+        try:
+            self._transport.connect(pool)
+        except BatonError as error:
+            _log.warning("cannot answer the prefill worker's agent %s: %s", peer, error)
+        else:
+            self._reachable.add(peer)
+
+    def sender_died(self, agent: str) -> None:
+        """None of this agent's writes can arrive any more."""
+        for key, expected in list(self._expected.items()):
+            if expected.sender == agent:
+                self._perform(key, expected, expected.receiver.sender_died())
+
+    def sender_lost(self, agent: str, *, gone: bool) -> None:
+        """An agent cannot be sent notes any more, until it introduces itself again."""
+        self._reachable.discard(agent)
+        if gone:
+            self._pools.pop(agent, None)
+            self.sender_died(agent)
+
+    def noted(self, peer: str, note: TransferNote) -> None:
+        """A sender's note. One of an unknown attempt, such as an older epoch, lands nowhere.
+
+        A beat that cannot be answered opens nothing; the sender will introduce itself again.
+        """
+        if note.HasField("beat") and peer not in self._reachable:
+            return
+        key = key_of(note)
+        expected = self._expected.get(key)
+        if expected is None:
+            self._answer_unknown(peer, key, note)
+        elif expected.sender == peer:
+            self._perform(key, expected, self._hear(key, expected, note))
 
     def tick(self) -> None:
-        now = time.monotonic()
-        if now < self.deadline:
-            return
-        for key, receiver in list(self._receivers.items()):
-            self._perform(key, receiver, receiver.tick(now))
+        now = self._clock()
+        for key, expected in list(self._expected.items()):
+            if now >= expected.receiver.deadline:
+                self._reach(expected.sender)
+                self._perform(key, expected, expected.receiver.tick(now))
 
-    def _perform(self, key: AttemptKey, receiver: Receiver, actions: Sequence[Action]) -> None:
-        if receiver.over:
-            del self._receivers[key]
+    def _reach(self, agent: str) -> None:
+        """Connects to a sender that was lost but may live, to hear how its push has ended."""
+        if agent in self._pools and agent not in self._reachable:
+            with suppress(BatonError):
+                self._transport.connect(self._pools[agent])
+
+    def _answer_unknown(self, peer: str, key: AttemptKey, note: TransferNote) -> None:
+        """A sender that goes on after its reservation has ended missed how it ended."""
+        if not note.HasField("drained"):
+            landed = key in self._landed
+            self._send(peer, accepted_note(key) if landed else revoked_note(key))
+
+    def _hear(self, key: AttemptKey, expected: _Expected, note: TransferNote) -> list[Action]:
+        match note.WhichOneof("kind"):
+            case "beat":
+                return expected.receiver.beat(note.beat.number, self._clock())
+            case "landed":
+                damaged = self._damaged(key, expected, note.landed)
+                return expected.receiver.landed(note.landed, damaged, self._clock())
+            case "drained":
+                return expected.receiver.drained()
+            case _:
+                return []
+
+    def _damaged(self, key: AttemptKey, expected: _Expected, note: LandedNote) -> list[int]:
+        """The places of pages that are not what the sender sent."""
+        sent = note.digests
+        if self._digest is None or len(sent) != len(expected.pages):
+            return []
+        if expected.receiver.state is not State.OPEN or note.round != expected.receiver.round:
+            return []
+        here = self._digest(expected.pages)
+        damaged = [place for place, digest in enumerate(here) if digest != sent[place]]
+        if damaged:
+            _log.warning("%d pages of %s arrived damaged", len(damaged), key)
+            self._deliver(PagesDamaged(key, len(damaged)))
+        return damaged
+
+    def _perform(self, key: AttemptKey, expected: _Expected, actions: Sequence[Action]) -> None:
+        if expected.receiver.over:
+            del self._expected[key]
         for action in actions:
             match action:
+                case SendNote():
+                    self._send(expected.sender, action.note)
                 case HandOver():
+                    self._remember(key)
                     self._deliver(Landed(key, action.first_token))
                 case Fail():
                     self._deliver(ReservationFailed(key, action.error))
+                case Overdue():
+                    self._deliver(PagesOverdue(key))
                 case Free():
                     self._deliver(ReservationFreed(key))
+
+    def _remember(self, key: AttemptKey) -> None:
+        self._landed[key] = None
+        if len(self._landed) > REMEMBERED:
+            self._landed.popitem(last=False)
+
+    def _send(self, peer: str, note: bytes) -> None:
+        with suppress(BatonError):  # it is sent again, or asked for again
+            self._transport.write(peer, (), (), note)

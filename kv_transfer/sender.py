@@ -1,28 +1,36 @@
 """One push: the prefill side of moving one attempt's pages.
 
-                     ticket                  all pages and token #1 known
-        ┌─────────┐          ┌─────────┐                      ┌─────────┐
-        │ WAITING │─────────▶│ PUSHING │─────────────────────▶│ LANDING │
-        └─────────┘          └─────────┘                      └─────────┘
-             │                    │                                │   │
-             │      cancelled, failed, expired or peer lost        │   │ last write
-             ▼                    ▼                                │   │ done
-        ┌──────────────────────────────────┐                       │   ▼
-        │             DRAINING             │◀──────────────────────┘ ┌──────┐
-        └──────────────────────────────────┘                         │ DONE │
-                          │          no write under way              └──────┘
-                          └─────────────────────────────────────────────▲
+                 ticket            first lease           all pages and token #1
+    ┌─────────┐        ┌────────┐             ┌─────────┐            ┌─────────┐
+    │ WAITING │───────▶│ ASKING │────────────▶│ PUSHING │───────────▶│ LANDING │
+    └─────────┘        └────────┘             └─────────┘            └─────────┘
+         │                 │                       │         resend ▲ │   │ last write
+         │                 │                       │                │ ▼   │ done
+         │                 │                       │          ┌────────────┐
+         │                 │                       │          │ CONFIRMING │
+         ▼                 ▼                       ▼          └────────────┘
+    ┌──────────────────────────────────────────────────┐            │  │ accepted
+    │ DRAINING: cancelled, failed, revoked, expired,   │◀───────────┘  ▼
+    │           lease lapsed or peer lost              │           ┌──────┐
+    └──────────────────────────────────────────────────┘──────────▶│ DONE │
+                                   no write under way              └──────┘
+
+A ticket alone allows nothing. The sender beats, the receiver answers, and from
+when the beat was sent the sender holds a lease: only under it does a write
+start. So a receiver that never answered knows that its pages are untouched, and
+one that stops answering knows that, soon, no further write starts. Beats go on
+as long as the push does, and show the receiver that the sender is alive.
 
 Pages may become ready in any state. One write is under way at a time: what
 becomes ready meanwhile goes into the next one, so writes are few and large, and
 the write that carries the Landed note starts only when all earlier bytes are in
 place. When token #1 comes after the last page's write has started, the note
-follows alone.
+follows alone. Landed is repeated until the receiver has accepted the pages or
+asked for damaged ones again.
 
-No write of pages starts after the ticket has expired or the push was given up.
 A push that is given up tells the receiver Drained once nothing is under way,
-ticket or no ticket: one may be on its way.
-Only when it has Ended may its pages be freed.
+ticket or no ticket: one may be on its way. Only when it has Ended may its pages
+be freed.
 
 The machine does no I/O and reads no clock: inputs carry the time and return
 what to do.
@@ -35,16 +43,29 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton.v1.transfer_pb2 import TicketBody
-from core.errors import BatonError, Cancelled, DeadlineExceeded, Internal, WorkerLost
+from baton.v1.transfer_pb2 import Resend, TicketBody
+from core.errors import (
+    BatonError,
+    Cancelled,
+    DeadlineExceeded,
+    Internal,
+    Unavailable,
+    WorkerLost,
+)
 from core.types import AttemptKey
-from kv_transfer.note import drained_note, landed_note
+from kv_transfer.note import beat_note, drained_note, landed_note
+
+BEATS_PER_LEASE = 5
+MAX_WRITE_BYTES = 512 << 20
+"""A longer write might keep a thread that copies by itself from its beats."""
 
 
 class State(enum.Enum):
     WAITING = enum.auto()
+    ASKING = enum.auto()
     PUSHING = enum.auto()
     LANDING = enum.auto()
+    CONFIRMING = enum.auto()
     DRAINING = enum.auto()
     DONE = enum.auto()
 
@@ -53,28 +74,37 @@ class Step(enum.Enum):
     """What moves a push from one state to another."""
 
     TICKET = enum.auto()
+    LEASE = enum.auto()
     LAST_WRITE = enum.auto()
-    LANDED = enum.auto()
+    WRITTEN = enum.auto()
+    RESEND = enum.auto()
+    ACCEPTED = enum.auto()
     GIVE_UP = enum.auto()
     DRAINED = enum.auto()
 
 
 TRANSITIONS: dict[tuple[State, Step], State] = {
-    (State.WAITING, Step.TICKET): State.PUSHING,
+    (State.WAITING, Step.TICKET): State.ASKING,
     (State.WAITING, Step.GIVE_UP): State.DRAINING,
+    (State.ASKING, Step.LEASE): State.PUSHING,
+    (State.ASKING, Step.GIVE_UP): State.DRAINING,
     (State.PUSHING, Step.LAST_WRITE): State.LANDING,
     (State.PUSHING, Step.GIVE_UP): State.DRAINING,
-    (State.LANDING, Step.LANDED): State.DONE,
+    (State.LANDING, Step.WRITTEN): State.CONFIRMING,
     (State.LANDING, Step.GIVE_UP): State.DRAINING,
+    (State.CONFIRMING, Step.RESEND): State.LANDING,
+    (State.CONFIRMING, Step.ACCEPTED): State.DONE,
+    (State.CONFIRMING, Step.GIVE_UP): State.DRAINING,
     (State.DRAINING, Step.DRAINED): State.DONE,
 }
+
+_BEATING = (State.ASKING, State.PUSHING, State.LANDING, State.CONFIRMING)
 
 
 @dataclass(frozen=True, slots=True)
 class StartWrite:
     """Write pages and then the note, if any. Answer with write_done or write_failed."""
 
-    peer: str
     local_pages: tuple[int, ...]
     remote_pages: tuple[int, ...]
     note: bytes
@@ -84,8 +114,24 @@ class StartWrite:
 class SendNote:
     """Send a note alone. No answer is wanted."""
 
-    peer: str
     note: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Introduce:
+    """Tell the receiver once more how it reaches us."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """The push is given up, but a write is still under way: Ended follows."""
+
+    error: BatonError
+
+
+@dataclass(frozen=True, slots=True)
+class Overdue:
+    """The push was given up a while ago, and its write is still under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +144,7 @@ class Ended:
     exposed_seconds: float
 
 
-Action = StartWrite | SendNote | Ended
+Action = StartWrite | SendNote | Introduce | Fail | Overdue | Ended
 
 
 class Sender:
@@ -110,11 +156,16 @@ class Sender:
         self._key = key
         self._page_bytes = page_bytes
         self._pages: list[int] = []  # complete local pages, in the prompt's order
-        self._started = 0  # of them, how many are written or being written
+        self._digests: list[int] = []  # one a page, or none at all
+        self._started = 0  # of the pages, how many are written or being written
         self._remote_pages: Sequence[int] = ()
-        self._expires_at = math.inf
         self._first_token: int | None = None
-        self._finished_at = math.inf
+        self._round = 0  # how often damaged pages were sent again
+        self._accepted = False
+        self._resend: Resend | None = None  # came before the last write was known to be done
+        self._lease = _Lease()
+        self._expires_at = math.inf
+        self._finished_at = self._written_at = math.inf
         self._writing: StartWrite | None = None
         self._write_began = 0.0
         self._peer_lost = False
@@ -125,7 +176,17 @@ class Sender:
     @property
     def deadline(self) -> float:
         """When `tick` has something to do; infinity when never."""
-        return self._expires_at if self.state is State.PUSHING else math.inf
+        if self.state is State.DRAINING:
+            return self._lease.next_beat
+        if self.state not in _BEATING or self._accepted:
+            return math.inf
+        expires_at = self._expires_at if self.state is State.PUSHING else math.inf
+        return min(self._lease.next_beat, self._lease.until, expires_at)
+
+    @property
+    def expects(self) -> bool:
+        """Whether the transport should be asked often: an answer is to come soon."""
+        return self._writing is not None or self.state in (State.ASKING, State.CONFIRMING)
 
     def ticket(self, body: TicketBody, now: float) -> list[Action]:
         """The receiver's pages. Its time counts from here, since clocks differ."""
@@ -138,30 +199,75 @@ class Sender:
         self._take(Step.TICKET)
         self._remote_pages = tuple(body.pages)
         self._expires_at = now + body.expires_after_seconds
-        return self._advance(now)
+        self._lease = _Lease(body.lease_seconds, until=now + body.lease_seconds)
+        return self._beat(now)
 
-    def pages_ready(self, pages: Sequence[int], now: float) -> list[Action]:
+    def pages_ready(
+        self, pages: Sequence[int], now: float, digests: Sequence[int] = ()
+    ) -> list[Action]:
         """More local pages are complete; they follow those given before."""
         self._pages += pages
+        self._digests += digests
         return self._advance(now)
 
     def finish(
-        self, first_token: int, pages: Sequence[int], finished_at: float, now: float
+        self,
+        first_token: int,
+        pages: Sequence[int],
+        finished_at: float,
+        now: float,
+        digests: Sequence[int] = (),
     ) -> list[Action]:
         """`pages` are the last ones; compute was over at `finished_at`."""
-        self._pages += pages
         self._first_token = first_token
         self._finished_at = finished_at
+        return self.pages_ready(pages, now, digests)
+
+    def renewed(self, number: int, now: float) -> list[Action]:
+        """The receiver has answered a beat."""
+        if self.state not in _BEATING or not self._lease.renew(number):
+            return []
+        if self.state is State.ASKING:
+            self._take(Step.LEASE)
         return self._advance(now)
+
+    def revoked(self) -> list[Action]:
+        if self._accepted:
+            return []
+        return self.fail(Unavailable("the decode worker does not want the pages any more"))
+
+    def resend(self, resend: Resend, now: float) -> list[Action]:
+        """Pages arrived damaged. An order that was carried out before is dropped."""
+        if resend.round != self._round + 1:
+            return []
+        if self.state is State.LANDING:
+            self._resend = resend
+        if self.state is not State.CONFIRMING:
+            return []
+        if now >= self._lease.until:
+            return self.tick(now)
+        if not all(position < len(self._pages) for position in resend.positions):
+            return self.fail(Internal("the decode worker asks for pages that are not there"))
+        self._take(Step.RESEND)
+        self._round, self._resend = resend.round, None
+        return [self._start_write(resend.positions, self._landed_note(), now)]
+
+    def accepted(self) -> list[Action]:
+        """Every page is where it should be, and sound."""
+        self._accepted = True
+        return self._end() if self.state is State.CONFIRMING else []
 
     def write_done(self, now: float) -> list[Action]:
         self._bytes += self._page_bytes * len(self._end_write(now).local_pages)
-        if self.state is State.LANDING:
-            self._take(Step.LANDED)
-            return [Ended(None, self._bytes, self._seconds, now - self._finished_at)]
         if self.state is State.DRAINING:
             return self._drain()
-        return self._advance(now)
+        if self.state is not State.LANDING:
+            return self._advance(now)
+        self._take(Step.WRITTEN)
+        self._written_at = now
+        if self._accepted:
+            return self._end()
+        return self.resend(self._resend, now) if self._resend else []
 
     def write_failed(self, error: BatonError, now: float) -> list[Action]:
         self._end_write(now)
@@ -178,38 +284,53 @@ class Sender:
     def tick(self, now: float) -> list[Action]:
         if now < self.deadline:
             return []
-        return self.fail(DeadlineExceeded("the ticket expired before all pages were sent"))
+        if self.state is State.DRAINING:
+            self._lease.next_beat = math.inf
+            return [Overdue()]
+        if now >= self._lease.until:
+            seconds = self._lease.seconds
+            return self.fail(Unavailable(f"the decode worker has been silent for {seconds:g} s"))
+        if self.state is State.PUSHING and now >= self._expires_at:
+            return self.fail(DeadlineExceeded("the ticket expired before all pages were sent"))
+        return self._beat(now)
 
     def fail(self, error: BatonError) -> list[Action]:
         """Gives the push up. The first error is the one that is reported."""
-        if not self._live:
+        if self.state in (State.DRAINING, State.DONE):
             return []
         self._take(Step.GIVE_UP)
         self._error = error
-        return self._drain()
-
-    @property
-    def _live(self) -> bool:
-        return self.state not in (State.DRAINING, State.DONE)
+        return [Fail(error)] if self._writing is not None else self._drain()
 
     def _take(self, step: Step) -> None:
         self.state = TRANSITIONS[self.state, step]
+
+    def _beat(self, now: float) -> list[Action]:
+        actions: list[Action] = []
+        if self.state is State.ASKING and self._lease.beats:
+            actions.append(Introduce())  # the last beat went unanswered
+        if self.state is State.CONFIRMING:
+            actions.append(SendNote(self._landed_note()))
+        return [*actions, SendNote(beat_note(self._key, self._lease.beat(now)))]
 
     def _advance(self, now: float) -> list[Action]:
         """Starts the next write when there is something to write and none is under way."""
         if self.state is not State.PUSHING or self._writing is not None:
             return []
-        if now >= self._expires_at:
+        if now >= min(self._lease.until, self._expires_at):
             return self.tick(now)
         if misfit := self._misfit():
             return self.fail(Internal(misfit))
+        most = max(MAX_WRITE_BYTES // self._page_bytes, 1)
+        new = range(self._started, min(len(self._pages), self._started + most))
         note = b""
-        if self._first_token is not None:
+        if self._first_token is not None and new.stop == len(self._pages):
             self._take(Step.LAST_WRITE)
-            note = landed_note(self._key, self._first_token, len(self._pages))
-        elif self._started == len(self._pages):
+            note = self._landed_note()
+        elif not new:
             return []
-        return [self._start_write(note, now)]
+        self._started = new.stop
+        return [self._start_write(new, note, now)]
 
     def _misfit(self) -> str:
         """Why the pages cannot fill the reservation; empty when they can."""
@@ -219,13 +340,15 @@ class Sender:
             return f"{ready} pages were made for {reserved} reserved ones"
         return ""
 
-    def _start_write(self, note: bytes, now: float) -> StartWrite:
-        new = slice(self._started, len(self._pages))
-        self._started = len(self._pages)
+    def _landed_note(self) -> bytes:
+        first_token = self._first_token or 0
+        return landed_note(self._key, first_token, len(self._pages), self._digests, self._round)
+
+    def _start_write(self, positions: Sequence[int], note: bytes, now: float) -> StartWrite:
         self._write_began = now
-        self._writing = StartWrite(
-            self.peer, tuple(self._pages[new]), tuple(self._remote_pages[new]), note
-        )
+        local = tuple(self._pages[position] for position in positions)
+        remote = tuple(self._remote_pages[position] for position in positions)
+        self._writing = StartWrite(local, remote, note)
         return self._writing
 
     def _end_write(self, now: float) -> StartWrite:
@@ -235,11 +358,37 @@ class Sender:
         self._seconds += now - self._write_began
         return ended
 
+    def _end(self) -> list[Action]:
+        self._take(Step.ACCEPTED)
+        exposed = self._written_at - self._finished_at
+        return [Ended(None, self._bytes, self._seconds, exposed)]
+
     def _drain(self) -> list[Action]:
-        if self._writing is not None:
-            return []
         self._take(Step.DRAINED)
         ended = Ended(self._error, self._bytes, self._seconds, 0.0)
-        if self._peer_lost:
-            return [ended]
-        return [SendNote(self.peer, drained_note(self._key)), ended]
+        return [ended] if self._peer_lost else [SendNote(drained_note(self._key)), ended]
+
+
+class _Lease:
+    """Until when writes may start, as far as answered beats say."""
+
+    def __init__(self, seconds: float = 0.0, until: float = math.inf) -> None:
+        self.seconds = seconds
+        self.until = until  # before the first answer: how long to wait for it
+        self.next_beat = math.inf
+        self.beats = 0
+        self._sent: dict[int, float] = {}  # beats without an answer, and when they left
+
+    def beat(self, now: float) -> int:
+        self.beats += 1
+        self._sent[self.beats] = now
+        self.next_beat = now + self.seconds / BEATS_PER_LEASE
+        return self.beats
+
+    def renew(self, number: int) -> bool:
+        """False when the answer is to no beat that waits for one."""
+        if number not in self._sent:
+            return False
+        self.until = max(self.until, self._sent[number] + self.seconds)
+        self._sent = {beat: sent for beat, sent in self._sent.items() if beat > number}
+        return True

@@ -6,8 +6,12 @@ out through a callback. Everything else here belongs to the thread alone.
 A transport cannot be waited for, only polled. While a write is under way or a
 reservation is open the thread pauses between polls for a fiftieth of the time
 that nothing has happened: what it adds to a wait is at most 2% of it, and long
-waits cost the cores next to nothing. Else it polls only often enough to let
-peers connect.
+waits cost the cores next to nothing. Where the pool is a GPU's, whose time is
+dearer than a core's, it never pauses for long. Else it polls only often enough
+to let peers connect.
+
+`start` runs it on a thread of its own; whoever wants to drive it by hand calls
+`open` and then `step`.
 """
 
 from __future__ import annotations
@@ -20,9 +24,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
-from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
+from baton.v1.transfer_pb2 import PoolAddress, PoolLayout, TransferNote
 from core.types import AttemptKey
+from kv_transfer.digest import PageDigest
 from kv_transfer.events import TransferCrashed, TransferEvent
+from kv_transfer.note import read_note
 from kv_transfer.pushes import Pushes
 from kv_transfer.reservations import Reservations
 from kv_transfer.transport import (
@@ -35,12 +41,13 @@ from kv_transfer.transport import (
     WriteFailed,
 )
 
-GRACE_SECONDS = 60.0
-"""How long after its ticket's expiry a quarantined reservation may still be written to."""
+LEASE_SECONDS = 10.0
+"""How long a sender may start writes after a beat that was answered, and how long either
+side waits for a silent other."""
 
 IDLE_PAUSE_SECONDS = 0.05
 SHORTEST_PAUSE_SECONDS = 0.0002
-LONGEST_PAUSE_SECONDS = 0.01
+LONGEST_PAUSE_SECONDS = {"cpu": 0.01, "cuda": 0.0002}
 PAUSE_SHARE = 0.02
 STOP_SECONDS = 5.0
 
@@ -59,15 +66,24 @@ class TransferThread:
         layout: PoolLayout,
         deliver: Callable[[TransferEvent], None],
         *,
-        grace_seconds: float = GRACE_SECONDS,
+        digest: PageDigest | None = None,
+        lease_seconds: float = LEASE_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`deliver` is called on the transfer thread and must not block."""
+        """`deliver` is called on the transfer thread and must not block.
+
+        With `digest` every page that is sent carries one, and every page that
+        arrives with one is checked.
+        """
+        self.lease_seconds = lease_seconds
         self._transport = transport
         self._memory = memory
         self._layout = layout
         self._deliver = deliver
-        self._pushes = Pushes(transport, layout, memory.page_bytes, deliver)
-        self._reservations = Reservations(grace_seconds, deliver)
+        self._digest = digest
+        self._clock = clock
+        self._pushes: Pushes
+        self._reservations = Reservations(transport, digest, lease_seconds, deliver, clock)
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._address: Future[PoolAddress] = Future()
         self._pause = 0.0
@@ -85,6 +101,12 @@ class TransferThread:
         self._thread.start()
         self._address.result()
 
+    def open(self) -> None:
+        """Makes the pool reachable. `start` does this on the thread."""
+        address = self._transport.register(self._memory, self._layout)
+        self._pushes = Pushes(self._transport, address, self._digest, self._deliver, self._clock)
+        self._address.set_result(address)
+
     def stop(self) -> None:
         """Cancels every push, waits a few seconds for writes under way, closes the transport."""
         if self._thread.is_alive():
@@ -95,7 +117,7 @@ class TransferThread:
 
     def connect(self, worker_id: str, address: PoolAddress) -> None:
         """Gets ready to push to a decode worker -> PeerConnected."""
-        self._post(partial(self._pushes.connect, worker_id, address))
+        self._post(lambda: self._pushes.connect(worker_id, address))
 
     def open_push(self, key: AttemptKey, peer: str) -> None:
         """Begins a push to the agent `peer` -> exactly one PushEnded, in the end."""
@@ -114,7 +136,7 @@ class TransferThread:
 
     def finish_push(self, key: AttemptKey, first_token: int, pages: Sequence[int] = ()) -> None:
         """Compute is over, and `pages` are the last ones."""
-        finished_at = time.monotonic()
+        finished_at = self._clock()
         self._post(partial(self._pushes.finish, key, first_token, tuple(pages), finished_at))
 
     def cancel_push(self, key: AttemptKey) -> None:
@@ -123,25 +145,27 @@ class TransferThread:
 
     # On a decode worker. The ticket itself is made with kv_transfer.ticket.make_ticket.
 
-    def expect(self, key: AttemptKey, pages: int, expires_after_seconds: float) -> None:
-        """`pages` pages are reserved -> Landed, or ReservationFailed and ReservationFreed.
+    def expect(
+        self, key: AttemptKey, sender: str, pages: Sequence[int], expires_after_seconds: float
+    ) -> None:
+        """`pages` wait for the agent `sender` -> Landed, or ReservationFailed and -Freed.
 
         Must be called before the ticket leaves the worker.
         """
-        expires_at = time.monotonic() + expires_after_seconds
-        self._post(partial(self._reservations.expect, key, pages, expires_at))
+        expires_at = self._clock() + expires_after_seconds
+        self._post(partial(self._reservations.expect, key, sender, tuple(pages), expires_at))
 
-    def release_reservation(self, key: AttemptKey, *, undelivered: bool = False) -> None:
+    def release_reservation(self, key: AttemptKey) -> None:
         """The reservation is not wanted any more -> ReservationFreed, once that is safe.
 
-        `undelivered` says that no sender ever got the ticket. A Landed or
-        ReservationFailed that was already on its way may come first; ignore it.
+        A Landed or ReservationFailed that was already on its way may come
+        first; ignore it.
         """
-        self._post(partial(self._reservations.release, key, undelivered))
+        self._post(partial(self._reservations.release, key))
 
-    def sender_died(self, key: AttemptKey) -> None:
-        """The worker that was to push is known to be dead -> ReservationFreed."""
-        self._post(partial(self._reservations.sender_died, key))
+    def sender_died(self, agent: str) -> None:
+        """A sender's process is known to have ended -> ReservationFreed for all its pages."""
+        self._post(partial(self._reservations.sender_died, agent))
 
     # On the transfer thread.
 
@@ -150,36 +174,42 @@ class TransferThread:
 
     def _run(self) -> None:
         try:
-            self._address.set_result(self._transport.register(self._memory, self._layout))
+            self.open()
         except Exception as error:  # noqa: BLE001 - start() raises it on its caller's thread
             self._address.set_exception(error)
             return
         try:
             while not self._stopped():
-                self._step()
+                self.step(self._pause)
             self._transport.close()
         except Exception as error:  # noqa: BLE001 - the thread's edge: its worker must hear of it
             _log.exception("the transfer thread crashed")
             self._deliver(TransferCrashed(f"{type(error).__name__}: {error}"))
 
-    def _step(self) -> None:
-        commands = self._wait()
+    def step(self, pause: float) -> None:
+        """One round: commands (waiting up to `pause` seconds for one), events, deadlines."""
+        commands = self._wait(pause)
         # Polled before the queue is emptied: a note's reservation is then always known, since
         # its expect() was queued before the ticket left.
         events = self._transport.poll()
         commands += self._queued()
+        notes = self._settle(events)
         for command in commands:
             command()
-        for event in events:
-            self._handle(event)
+        for peer, note in notes:
+            self._hear(peer, note)
         self._pushes.tick()
         self._reservations.tick()
         self._set_pause(active=bool(commands or events))
 
-    def _wait(self) -> list[_Command]:
+    @property
+    def deadline(self) -> float:
+        """When a step has something to do even if nothing comes."""
+        return min(self._pushes.deadline, self._reservations.deadline)
+
+    def _wait(self, pause: float) -> list[_Command]:
         """The next command, if one comes before it is time to poll."""
-        deadline = min(self._pushes.deadline, self._reservations.deadline)
-        pause = min(self._pause, deadline - time.monotonic())
+        pause = min(pause, self.deadline - self._clock())
         try:
             return [self._commands.get(timeout=max(pause, 0.0))]
         except queue.Empty:
@@ -189,32 +219,52 @@ class TransferThread:
         return [self._commands.get() for _ in range(self._commands.qsize())]
 
     def _set_pause(self, *, active: bool) -> None:
-        now = time.monotonic()
+        now = self._clock()
         if active:
             self._active_at = now
             self._pause = 0.0  # a write may have ended while it was started
-        elif self._pushes.writing or self._reservations.open:
+        elif self._pushes.expecting or self._reservations.open:
+            longest = LONGEST_PAUSE_SECONDS[self._memory.device]
             share = PAUSE_SHARE * (now - self._active_at)
-            self._pause = min(max(share, SHORTEST_PAUSE_SECONDS), LONGEST_PAUSE_SECONDS)
+            self._pause = min(max(share, SHORTEST_PAUSE_SECONDS), longest)
         else:
             self._pause = IDLE_PAUSE_SECONDS
 
-    def _handle(self, event: TransportEvent) -> None:
-        match event:
-            case WriteDone():
-                self._pushes.write_done(event.write)
-            case WriteFailed():
-                self._pushes.write_failed(event.write, event.error)
-            case Noted():
-                self._reservations.noted(event.note)
-            case PeerLost():
-                self._pushes.peer_lost(event.peer)
+    def _settle(self, events: list[TransportEvent]) -> list[tuple[str, TransferNote]]:
+        """Takes in what has ended and who is there; returns the notes about attempts.
+
+        Peers are connected before anything is sent. Else a connection that breaks now could
+        be replaced before its PeerLost is polled, which would then seem to be about the new one.
+        """
+        notes: list[tuple[str, TransferNote]] = []
+        introductions: list[tuple[str, TransferNote]] = []
+        for event in events:
+            match event:
+                case WriteDone():
+                    self._pushes.write_done(event.write)
+                case WriteFailed():
+                    self._pushes.write_failed(event.write, event.error)
+                case PeerLost():
+                    self._pushes.peer_lost(event.peer)
+                    self._reservations.sender_lost(event.peer, gone=event.gone)
+                case Noted() if note := read_note(event.note):
+                    introduced = note.HasField("introduction")
+                    (introductions if introduced else notes).append((event.peer, note))
+        for peer, note in introductions:
+            self._reservations.introduced(peer, note.introduction.pool)
+        return notes
+
+    def _hear(self, peer: str, note: TransferNote) -> None:
+        if note.WhichOneof("kind") in ("beat", "landed", "drained"):
+            self._reservations.noted(peer, note)
+        else:
+            self._pushes.noted(peer, note)
 
     def _begin_stop(self) -> None:
-        self._stop_at = time.monotonic() + STOP_SECONDS
+        self._stop_at = self._clock() + STOP_SECONDS
         self._pushes.cancel_all()
 
     def _stopped(self) -> bool:
         if self._stop_at is None:
             return False
-        return not self._pushes.open or time.monotonic() >= self._stop_at
+        return not self._pushes.open or self._clock() >= self._stop_at

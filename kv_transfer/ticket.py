@@ -7,6 +7,7 @@ another version or layout never reads page ids it would misunderstand.
 Version history:
 
     1   request_id, epoch, agent, pages, expires_after_seconds
+    2   lease_seconds: a sender writes only under a lease, and asks for it first
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from core.errors import Internal, LayoutMismatch
 from core.types import AttemptKey
 from kv_transfer.layout import layout_hash
 
-TICKET_VERSION = 1
+TICKET_VERSION = 2
 
 
 def make_ticket(
@@ -29,6 +30,7 @@ def make_ticket(
     agent: str,
     pages: Sequence[int],
     expires_after_seconds: float,
+    lease_seconds: float,
     layout: PoolLayout,
 ) -> bytes:
     """The sealed ticket for `pages` of the pool that transport agent `agent` serves."""
@@ -38,6 +40,7 @@ def make_ticket(
         agent=agent,
         pages=pages,
         expires_after_seconds=expires_after_seconds,
+        lease_seconds=lease_seconds,
     )
     return seal(body, layout)
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x62\x61ton/v1/transfer.proto\x12\x08\x62\x61ton.v1\"\x82\x01\n\nPoolLayout\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\r\n\x05model\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x11\n\tpage_size\x18\x04 \x01(\r\x12\x0e\n\x06layers\x18\x05 \x01(\r\x12\x10\n\x08kv_heads\x18\x06 \x01(\r\x12\x10\n\x08head_dim\x18\x07 \x01(\r\"\xc1\x01\n\x0bPoolAddress\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\r\n\x05\x61gent\x18\x02 \x01(\t\x12\x10\n\x08metadata\x18\x03 \x01(\x0c\x12\x0c\n\x04\x62\x61se\x18\x04 \x01(\x06\x12\x12\n\npage_bytes\x18\x05 \x01(\x04\x12\x13\n\x0btotal_pages\x18\x06 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x07 \x01(\t\x12\x11\n\tdevice_id\x18\x08 \x01(\r\x12$\n\x06layout\x18\t \x01(\x0b\x32\x14.baton.v1.PoolLayout\"B\n\x0cSealedTicket\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x13\n\x0blayout_hash\x18\x02 \x01(\x0c\x12\x0c\n\x04\x62ody\x18\x03 \x01(\x0c\"l\n\nTicketBody\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\r\n\x05\x61gent\x18\x03 \x01(\t\x12\r\n\x05pages\x18\x04 \x03(\r\x12\x1d\n\x15\x65xpires_after_seconds\x18\x05 \x01(\x02\"\x83\x01\n\x0cTransferNote\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\"\n\x06landed\x18\x03 \x01(\x0b\x32\x10.baton.v1.LandedH\x00\x12$\n\x07\x64rained\x18\x04 \x01(\x0b\x32\x11.baton.v1.DrainedH\x00\x42\x06\n\x04kind\",\n\x06Landed\x12\x13\n\x0b\x66irst_token\x18\x01 \x01(\r\x12\r\n\x05pages\x18\x02 \x01(\r\"\t\n\x07\x44rainedb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x62\x61ton/v1/transfer.proto\x12\x08\x62\x61ton.v1\"\x82\x01\n\nPoolLayout\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\r\n\x05model\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x11\n\tpage_size\x18\x04 \x01(\r\x12\x0e\n\x06layers\x18\x05 \x01(\r\x12\x10\n\x08kv_heads\x18\x06 \x01(\r\x12\x10\n\x08head_dim\x18\x07 \x01(\r\"\xc9\x01\n\x0bPoolAddress\x12\r\n\x05\x61gent\x18\x02 \x01(\t\x12\x0c\n\x04\x62\x61se\x18\x04 \x01(\x06\x12\x12\n\npage_bytes\x18\x05 \x01(\x04\x12\x13\n\x0btotal_pages\x18\x06 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x07 \x01(\t\x12\x11\n\tdevice_id\x18\x08 \x01(\r\x12$\n\x06layout\x18\t \x01(\x0b\x32\x14.baton.v1.PoolLayout\x12\x1f\n\x06routes\x18\n \x03(\x0b\x32\x0f.baton.v1.RouteJ\x04\x08\x01\x10\x02J\x04\x08\x03\x10\x04\",\n\x05Route\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x10\n\x08metadata\x18\x02 \x01(\x0c\"j\n\x0c\x43udaIpcRoute\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x0f\n\x07process\x18\x02 \x01(\t\x12\x0b\n\x03gpu\x18\x03 \x01(\t\x12\x0e\n\x06handle\x18\x04 \x01(\x0c\x12\x0e\n\x06offset\x18\x05 \x01(\x04\x12\x0e\n\x06socket\x18\x06 \x01(\t\"7\n\tLocalNote\x12\x0e\n\x06sender\x18\x01 \x01(\t\x12\x0c\n\x04note\x18\x02 \x01(\x0c\x12\x0c\n\x04more\x18\x03 \x01(\x08\"B\n\x0cSealedTicket\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x13\n\x0blayout_hash\x18\x02 \x01(\x0c\x12\x0c\n\x04\x62ody\x18\x03 \x01(\x0c\"\x83\x01\n\nTicketBody\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\r\n\x05\x61gent\x18\x03 \x01(\t\x12\r\n\x05pages\x18\x04 \x03(\r\x12\x1d\n\x15\x65xpires_after_seconds\x18\x05 \x01(\x02\x12\x15\n\rlease_seconds\x18\x06 \x01(\x02\"\xeb\x02\n\x0cTransferNote\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\"\n\x06landed\x18\x03 \x01(\x0b\x32\x10.baton.v1.LandedH\x00\x12$\n\x07\x64rained\x18\x04 \x01(\x0b\x32\x11.baton.v1.DrainedH\x00\x12\x1e\n\x04\x62\x65\x61t\x18\x05 \x01(\x0b\x32\x0e.baton.v1.BeatH\x00\x12$\n\x07renewed\x18\x06 \x01(\x0b\x32\x11.baton.v1.RenewedH\x00\x12$\n\x07revoked\x18\x07 \x01(\x0b\x32\x11.baton.v1.RevokedH\x00\x12\"\n\x06resend\x18\x08 \x01(\x0b\x32\x10.baton.v1.ResendH\x00\x12&\n\x08\x61\x63\x63\x65pted\x18\t \x01(\x0b\x32\x12.baton.v1.AcceptedH\x00\x12.\n\x0cintroduction\x18\n \x01(\x0b\x32\x16.baton.v1.IntroductionH\x00\x42\x06\n\x04kind\"L\n\x06Landed\x12\x13\n\x0b\x66irst_token\x18\x01 \x01(\r\x12\r\n\x05pages\x18\x02 \x01(\r\x12\x0f\n\x07\x64igests\x18\x03 \x03(\x07\x12\r\n\x05round\x18\x04 \x01(\r\"\t\n\x07\x44rained\"\x16\n\x04\x42\x65\x61t\x12\x0e\n\x06number\x18\x01 \x01(\r\"\x19\n\x07Renewed\x12\x0e\n\x06number\x18\x01 \x01(\r\"\t\n\x07Revoked\"*\n\x06Resend\x12\x11\n\tpositions\x18\x01 \x03(\r\x12\r\n\x05round\x18\x02 \x01(\r\"\n\n\x08\x41\x63\x63\x65pted\"3\n\x0cIntroduction\x12#\n\x04pool\x18\x01 \x01(\x0b\x32\x15.baton.v1.PoolAddressb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,15 +34,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_POOLLAYOUT']._serialized_start=38
   _globals['_POOLLAYOUT']._serialized_end=168
   _globals['_POOLADDRESS']._serialized_start=171
-  _globals['_POOLADDRESS']._serialized_end=364
-  _globals['_SEALEDTICKET']._serialized_start=366
-  _globals['_SEALEDTICKET']._serialized_end=432
-  _globals['_TICKETBODY']._serialized_start=434
-  _globals['_TICKETBODY']._serialized_end=542
-  _globals['_TRANSFERNOTE']._serialized_start=545
-  _globals['_TRANSFERNOTE']._serialized_end=676
-  _globals['_LANDED']._serialized_start=678
-  _globals['_LANDED']._serialized_end=722
-  _globals['_DRAINED']._serialized_start=724
-  _globals['_DRAINED']._serialized_end=733
+  _globals['_POOLADDRESS']._serialized_end=372
+  _globals['_ROUTE']._serialized_start=374
+  _globals['_ROUTE']._serialized_end=418
+  _globals['_CUDAIPCROUTE']._serialized_start=420
+  _globals['_CUDAIPCROUTE']._serialized_end=526
+  _globals['_LOCALNOTE']._serialized_start=528
+  _globals['_LOCALNOTE']._serialized_end=583
+  _globals['_SEALEDTICKET']._serialized_start=585
+  _globals['_SEALEDTICKET']._serialized_end=651
+  _globals['_TICKETBODY']._serialized_start=654
+  _globals['_TICKETBODY']._serialized_end=785
+  _globals['_TRANSFERNOTE']._serialized_start=788
+  _globals['_TRANSFERNOTE']._serialized_end=1151
+  _globals['_LANDED']._serialized_start=1153
+  _globals['_LANDED']._serialized_end=1229
+  _globals['_DRAINED']._serialized_start=1231
+  _globals['_DRAINED']._serialized_end=1240
+  _globals['_BEAT']._serialized_start=1242
+  _globals['_BEAT']._serialized_end=1264
+  _globals['_RENEWED']._serialized_start=1266
+  _globals['_RENEWED']._serialized_end=1291
+  _globals['_REVOKED']._serialized_start=1293
+  _globals['_REVOKED']._serialized_end=1302
+  _globals['_RESEND']._serialized_start=1304
+  _globals['_RESEND']._serialized_end=1346
+  _globals['_ACCEPTED']._serialized_start=1348
+  _globals['_ACCEPTED']._serialized_end=1358
+  _globals['_INTRODUCTION']._serialized_start=1360
+  _globals['_INTRODUCTION']._serialized_end=1411
 # @@protoc_insertion_point(module_scope)

@@ -74,21 +74,16 @@ class PoolAddress(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    TRANSPORT_FIELD_NUMBER: _builtins.int
     AGENT_FIELD_NUMBER: _builtins.int
-    METADATA_FIELD_NUMBER: _builtins.int
     BASE_FIELD_NUMBER: _builtins.int
     PAGE_BYTES_FIELD_NUMBER: _builtins.int
     TOTAL_PAGES_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     DEVICE_ID_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
-    transport: _builtins.str
-    """The transport: "nixl" or "inprocess"."""
+    ROUTES_FIELD_NUMBER: _builtins.int
     agent: _builtins.str
     """The transport agent's name, unique per process start."""
-    metadata: _builtins.bytes
-    """What the transport needs to connect; opaque to everyone else."""
     base: _builtins.int
     """The first byte of page 0 in the owner's address space."""
     page_bytes: _builtins.int
@@ -103,26 +98,129 @@ class PoolAddress(_message.Message):
     def layout(self) -> Global___PoolLayout:
         """How the pages are arranged."""
 
+    @_builtins.property
+    def routes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Route]:
+        """Every way to reach it, the one that its owner prefers first."""
+
     def __init__(
         self,
         *,
-        transport: _builtins.str = ...,
         agent: _builtins.str = ...,
-        metadata: _builtins.bytes = ...,
         base: _builtins.int = ...,
         page_bytes: _builtins.int = ...,
         total_pages: _builtins.int = ...,
         device: _builtins.str = ...,
         device_id: _builtins.int = ...,
         layout: Global___PoolLayout | None = ...,
+        routes: _abc.Iterable[Global___Route] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "base", b"base", "device", b"device", "device_id", b"device_id", "layout", b"layout", "metadata", b"metadata", "page_bytes", b"page_bytes", "total_pages", b"total_pages", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "base", b"base", "device", b"device", "device_id", b"device_id", "layout", b"layout", "page_bytes", b"page_bytes", "routes", b"routes", "total_pages", b"total_pages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PoolAddress: _TypeAlias = PoolAddress  # noqa: Y015
+
+@_typing.final
+class Route(_message.Message):
+    """One way to reach a pool."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    METADATA_FIELD_NUMBER: _builtins.int
+    transport: _builtins.str
+    """The transport: "cuda_ipc", "nixl" or "inprocess"."""
+    metadata: _builtins.bytes
+    """What the transport needs to connect; opaque to everyone else."""
+    def __init__(
+        self,
+        *,
+        transport: _builtins.str = ...,
+        metadata: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["metadata", b"metadata", "transport", b"transport"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Route: _TypeAlias = Route  # noqa: Y015
+
+@_typing.final
+class CudaIpcRoute(_message.Message):
+    """The metadata of a "cuda_ipc" route: how a process of the same host maps a
+    pool on a GPU.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOST_FIELD_NUMBER: _builtins.int
+    PROCESS_FIELD_NUMBER: _builtins.int
+    GPU_FIELD_NUMBER: _builtins.int
+    HANDLE_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    SOCKET_FIELD_NUMBER: _builtins.int
+    host: _builtins.str
+    """The running system of the host: another one after every boot."""
+    process: _builtins.str
+    """The owner's process, unlike any other."""
+    gpu: _builtins.str
+    """The GPU that the memory is on, by its UUID."""
+    handle: _builtins.bytes
+    """CUDA's handle of the allocation that holds the pool."""
+    offset: _builtins.int
+    """Where in that allocation page 0 begins."""
+    socket: _builtins.str
+    """The abstract Unix socket that takes notes."""
+    def __init__(
+        self,
+        *,
+        host: _builtins.str = ...,
+        process: _builtins.str = ...,
+        gpu: _builtins.str = ...,
+        handle: _builtins.bytes = ...,
+        offset: _builtins.int = ...,
+        socket: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpu", b"gpu", "handle", b"handle", "host", b"host", "offset", b"offset", "process", b"process", "socket", b"socket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CudaIpcRoute: _TypeAlias = CudaIpcRoute  # noqa: Y015
+
+@_typing.final
+class LocalNote(_message.Message):
+    """A packet between two processes of one host: a note, or a piece of one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SENDER_FIELD_NUMBER: _builtins.int
+    NOTE_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
+    sender: _builtins.str
+    """The agent that sent it."""
+    note: _builtins.bytes
+    """What the sender's worker says."""
+    more: _builtins.bool
+    """Whether the note goes on in the next packet."""
+    def __init__(
+        self,
+        *,
+        sender: _builtins.str = ...,
+        note: _builtins.bytes = ...,
+        more: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["more", b"more", "note", b"note", "sender", b"sender"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LocalNote: _TypeAlias = LocalNote  # noqa: Y015
 
 @_typing.final
 class SealedTicket(_message.Message):
@@ -165,6 +263,7 @@ class TicketBody(_message.Message):
     AGENT_FIELD_NUMBER: _builtins.int
     PAGES_FIELD_NUMBER: _builtins.int
     EXPIRES_AFTER_SECONDS_FIELD_NUMBER: _builtins.int
+    LEASE_SECONDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's name."""
     epoch: _builtins.int
@@ -172,8 +271,12 @@ class TicketBody(_message.Message):
     agent: _builtins.str
     """The receiving transport agent."""
     expires_after_seconds: _builtins.float
-    """No write may start later than this many seconds after the ticket was
-    made. A duration, since two hosts' clocks differ.
+    """No write may start later than this many seconds after the ticket has
+    come. A duration, since two hosts' clocks differ.
+    """
+    lease_seconds: _builtins.float
+    """How long a Renewed lets the sender start writes, counted from when the
+    Beat that it answers was sent.
     """
     @_builtins.property
     def pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -187,10 +290,11 @@ class TicketBody(_message.Message):
         agent: _builtins.str = ...,
         pages: _abc.Iterable[_builtins.int] | None = ...,
         expires_after_seconds: _builtins.float = ...,
+        lease_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "epoch", b"epoch", "expires_after_seconds", b"expires_after_seconds", "pages", b"pages", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "epoch", b"epoch", "expires_after_seconds", b"expires_after_seconds", "lease_seconds", b"lease_seconds", "pages", b"pages", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -198,8 +302,8 @@ Global___TicketBody: _TypeAlias = TicketBody  # noqa: Y015
 
 @_typing.final
 class TransferNote(_message.Message):
-    """A note that a sender attaches to a write, or sends alone. The receiver sees
-    it only after the bytes that went before it.
+    """A note between two transfer threads. One that goes with a write is heard only
+    after all bytes of the write are in place.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -208,17 +312,49 @@ class TransferNote(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     LANDED_FIELD_NUMBER: _builtins.int
     DRAINED_FIELD_NUMBER: _builtins.int
+    BEAT_FIELD_NUMBER: _builtins.int
+    RENEWED_FIELD_NUMBER: _builtins.int
+    REVOKED_FIELD_NUMBER: _builtins.int
+    RESEND_FIELD_NUMBER: _builtins.int
+    ACCEPTED_FIELD_NUMBER: _builtins.int
+    INTRODUCTION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """The request's name."""
+    """The request's name. Empty in an Introduction."""
     epoch: _builtins.int
     """The attempt."""
     @_builtins.property
     def landed(self) -> Global___Landed:
-        """Every page is in place."""
+        """To the receiver: every page is in place."""
 
     @_builtins.property
     def drained(self) -> Global___Drained:
-        """The sender gave up, and no write of this attempt is under way any more."""
+        """To the receiver: the push is over, and no write of this attempt is under
+        way or will start.
+        """
+
+    @_builtins.property
+    def beat(self) -> Global___Beat:
+        """To the receiver: the sender is alive and wants to go on."""
+
+    @_builtins.property
+    def renewed(self) -> Global___Renewed:
+        """To the sender: the answer to Beat; its lease is renewed."""
+
+    @_builtins.property
+    def revoked(self) -> Global___Revoked:
+        """To the sender: the pages are not wanted (any more). Answered with Drained."""
+
+    @_builtins.property
+    def resend(self) -> Global___Resend:
+        """To the sender: these pages arrived damaged; write them again."""
+
+    @_builtins.property
+    def accepted(self) -> Global___Accepted:
+        """To the sender: all pages arrived. The push is over."""
+
+    @_builtins.property
+    def introduction(self) -> Global___Introduction:
+        """To the receiver: how it reaches the sender with its own notes."""
 
     def __init__(
         self,
@@ -227,12 +363,18 @@ class TransferNote(_message.Message):
         epoch: _builtins.int = ...,
         landed: Global___Landed | None = ...,
         drained: Global___Drained | None = ...,
+        beat: Global___Beat | None = ...,
+        renewed: Global___Renewed | None = ...,
+        revoked: Global___Revoked | None = ...,
+        resend: Global___Resend | None = ...,
+        accepted: Global___Accepted | None = ...,
+        introduction: Global___Introduction | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["drained", b"drained", "kind", b"kind", "landed", b"landed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "beat", b"beat", "drained", b"drained", "introduction", b"introduction", "kind", b"kind", "landed", b"landed", "renewed", b"renewed", "resend", b"resend", "revoked", b"revoked"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drained", b"drained", "epoch", b"epoch", "kind", b"kind", "landed", b"landed", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "beat", b"beat", "drained", b"drained", "epoch", b"epoch", "introduction", b"introduction", "kind", b"kind", "landed", b"landed", "renewed", b"renewed", "request_id", b"request_id", "resend", b"resend", "revoked", b"revoked"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["landed", "drained"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["landed", "drained", "beat", "renewed", "revoked", "resend", "accepted", "introduction"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -244,19 +386,29 @@ class Landed(_message.Message):
 
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     PAGES_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
     first_token: _builtins.int
     """Token #1, which prefill has already sent to the client."""
     pages: _builtins.int
     """Pages written, for the receiver to check against its reservation."""
+    round: _builtins.int
+    """The last Resend that was carried out; 0 when there was none."""
+    @_builtins.property
+    def digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """A digest of each page, in the prompt's order. Empty when none were made."""
+
     def __init__(
         self,
         *,
         first_token: _builtins.int = ...,
         pages: _builtins.int = ...,
+        digests: _abc.Iterable[_builtins.int] | None = ...,
+        round: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_token", b"first_token", "pages", b"pages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "first_token", b"first_token", "pages", b"pages", "round", b"round"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -276,3 +428,123 @@ class Drained(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Drained: _TypeAlias = Drained  # noqa: Y015
+
+@_typing.final
+class Beat(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Counts the beats of one push, from 1."""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Beat: _TypeAlias = Beat  # noqa: Y015
+
+@_typing.final
+class Renewed(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """The Beat that this answers."""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Renewed: _TypeAlias = Renewed  # noqa: Y015
+
+@_typing.final
+class Revoked(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Revoked: _TypeAlias = Revoked  # noqa: Y015
+
+@_typing.final
+class Resend(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POSITIONS_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    round: _builtins.int
+    """Counts the Resends of one push, from 1. One that was heard before is
+    dropped.
+    """
+    @_builtins.property
+    def positions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Which pages, as places in the prompt's order."""
+
+    def __init__(
+        self,
+        *,
+        positions: _abc.Iterable[_builtins.int] | None = ...,
+        round: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["positions", b"positions", "round", b"round"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Resend: _TypeAlias = Resend  # noqa: Y015
+
+@_typing.final
+class Accepted(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Accepted: _TypeAlias = Accepted  # noqa: Y015
+
+@_typing.final
+class Introduction(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def pool(self) -> Global___PoolAddress:
+        """The sender's own pool."""
+
+    def __init__(
+        self,
+        *,
+        pool: Global___PoolAddress | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Introduction: _TypeAlias = Introduction  # noqa: Y015

@@ -1,83 +1,133 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 
 from baton.v1.transfer_pb2 import Landed
 from core.errors import DeadlineExceeded, Internal, Unavailable, WorkerLost
-from kv_transfer.receiver import Action, Fail, Free, HandOver, Receiver, State
+from core.types import AttemptKey
+from kv_transfer.note import accepted_note, renewed_note, resend_note, revoked_note
+from kv_transfer.receiver import (
+    MAX_ROUNDS,
+    Action,
+    Fail,
+    Free,
+    HandOver,
+    Overdue,
+    Receiver,
+    SendNote,
+    State,
+)
 
+KEY = AttemptKey("request", 2)
 LANDED = Landed(first_token=7, pages=4)
 MISFIT = Landed(first_token=7, pages=3)
+ACCEPTED = SendNote(accepted_note(KEY))
+REVOKED = SendNote(revoked_note(KEY))
 
 
 def reserved() -> Receiver:
-    """Four pages, a ticket that expires at 10, and a grace until 15."""
-    return Receiver(4, expires_at=10.0, grace_seconds=5.0)
+    """Four pages, a ticket that expires at 100, and leases of 10 seconds."""
+    return Receiver(KEY, 4, expires_at=100.0, lease_seconds=10.0)
 
 
-def quarantined() -> Receiver:
+def opened() -> Receiver:
+    """A sender has asked for its lease at 0."""
     receiver = reserved()
-    assert receiver.release(undelivered=False) == []
+    assert receiver.beat(1, now=0.0) == [SendNote(renewed_note(KEY, 1))]
     return receiver
 
 
-def kinds(actions: list[Action]) -> list[type]:
-    return [type(action) for action in actions]
+def quarantined() -> Receiver:
+    receiver = opened()
+    assert receiver.release(now=1.0) == [REVOKED]
+    return receiver
 
 
-def test_landed_pages_are_handed_over_with_the_first_token() -> None:
-    receiver = reserved()
-    assert receiver.landed(LANDED) == [HandOver(7)]
+def error_of(actions: list[Action]) -> Exception:
+    (fail,) = [action for action in actions if isinstance(action, Fail)]
+    assert fail.error is not None
+    return fail.error
+
+
+def test_landed_pages_are_handed_over_with_the_first_token_and_accepted() -> None:
+    receiver = opened()
+    assert receiver.landed(LANDED, (), now=1.0) == [ACCEPTED, HandOver(7)]
     assert receiver.over
 
 
 def test_a_wrong_number_of_pages_fails_and_frees() -> None:
-    fail, free = reserved().landed(MISFIT)
+    actions = opened().landed(MISFIT, (), now=1.0)
+    assert "3 pages landed where 4 were reserved" in str(error_of(actions))
+    assert actions[-1] == Free()
+
+
+def test_pages_that_land_without_a_lease_fail_and_free() -> None:
+    assert isinstance(error_of(reserved().landed(LANDED, (), now=1.0)), Internal)
+
+
+@pytest.mark.parametrize("make", [reserved, opened])
+def test_a_sender_that_died_fails_and_frees(make: Callable[[], Receiver]) -> None:
+    fail, free = make().sender_died()
     assert isinstance(fail, Fail)
-    assert isinstance(fail.error, Internal)
-    assert "3 pages landed where 4 were reserved" in fail.error.message
+    assert isinstance(fail.error, WorkerLost)
     assert free == Free()
 
 
-@pytest.mark.parametrize(
-    ("event", "error"), [("drained", Unavailable), ("sender_died", WorkerLost)]
-)
-def test_a_sender_that_gave_up_or_died_fails_and_frees(event: str, error: type[Exception]) -> None:
-    fail, free = getattr(reserved(), event)()
-    assert isinstance(fail, Fail)
-    assert isinstance(fail.error, error)
-    assert free == Free()
+@pytest.mark.parametrize("make", [reserved, opened])
+def test_a_sender_that_gave_up_frees_and_says_itself_why(make: Callable[[], Receiver]) -> None:
+    assert make().drained() == [Fail(None), Free()]
 
 
-def test_an_undelivered_reservation_is_freed_at_once() -> None:
-    assert reserved().release(undelivered=True) == [Free()]
-    assert quarantined().release(undelivered=True) == [Free()]
+def test_a_reservation_that_no_sender_asked_for_is_freed_at_once() -> None:
+    assert reserved().release(now=1.0) == [Free()]
 
 
-def test_a_released_reservation_is_quarantined_through_expiry_until_the_grace_is_over() -> None:
-    receiver = quarantined()
-    assert receiver.release(undelivered=False) == []
-    assert receiver.deadline == 15.0
-    assert receiver.tick(now=14.9) == []
-    assert receiver.tick(now=15.0) == [Free()]
-
-
-def test_an_expired_reservation_fails_at_once_and_is_freed_after_the_grace() -> None:
+def test_a_reservation_that_no_sender_asked_for_expires_and_is_freed() -> None:
     receiver = reserved()
-    assert receiver.deadline == 10.0
-    assert receiver.tick(now=9.9) == []
-    (fail,) = receiver.tick(now=10.0)
-    assert isinstance(fail, Fail)
-    assert isinstance(fail.error, DeadlineExceeded)
+    assert receiver.deadline == 100.0
+    actions = receiver.tick(now=100.0)
+    assert isinstance(error_of(actions), DeadlineExceeded)
+    assert actions[-1] == Free()
+
+
+def test_a_silent_sender_fails_the_reservation_and_its_lease_is_revoked() -> None:
+    receiver = opened()
+    receiver.beat(2, now=5.0)
+    assert receiver.deadline == 15.0
+    actions = receiver.tick(now=15.0)
+    assert isinstance(error_of(actions), Unavailable)
+    assert actions[-1] == REVOKED
     assert receiver.state is State.QUARANTINED
-    assert receiver.tick(now=15.0) == [Free()]
+
+
+def test_a_sender_that_only_beats_does_not_outlast_its_ticket() -> None:
+    receiver = opened()
+    receiver.beat(2, now=99.0)
+    assert isinstance(error_of(receiver.tick(now=100.0)), DeadlineExceeded)
+    assert receiver.state is State.QUARANTINED
+
+
+def test_no_time_ends_a_quarantine_and_the_sender_is_told_again_and_again() -> None:
+    receiver = quarantined()
+    assert receiver.deadline == 3.0
+    assert receiver.tick(now=3.0) == [Overdue(), REVOKED]
+    assert receiver.tick(now=1e9) == [REVOKED]
+    assert receiver.release(now=1e9) == [REVOKED]
+    assert receiver.state is State.QUARANTINED
+
+
+def test_a_beat_in_quarantine_is_answered_with_the_revocation() -> None:
+    assert quarantined().beat(2, now=2.0) == [REVOKED]
 
 
 @pytest.mark.parametrize("note", [LANDED, MISFIT])
 def test_pages_that_land_in_quarantine_are_freed_and_not_handed_over(note: Landed) -> None:
-    assert quarantined().landed(note) == [Free()]
+    actions = quarantined().landed(note, (), now=2.0)
+    assert actions[-1] == Free()
+    assert not any(isinstance(action, HandOver | Fail) for action in actions)
 
 
 @pytest.mark.parametrize("event", ["drained", "sender_died"])
@@ -85,37 +135,69 @@ def test_quarantine_ends_when_the_sender_is_done(event: str) -> None:
     assert getattr(quarantined(), event)() == [Free()]
 
 
+def test_damaged_pages_are_asked_for_again_and_then_handed_over() -> None:
+    receiver = opened()
+    assert receiver.landed(LANDED, [1, 3], now=1.0) == [SendNote(resend_note(KEY, [1, 3], 1))]
+    again = Landed(first_token=7, pages=4, round=1)
+    assert receiver.landed(again, (), now=2.0) == [ACCEPTED, HandOver(7)]
+
+
+def test_a_repeated_landed_of_an_earlier_round_only_repeats_the_order() -> None:
+    receiver = opened()
+    receiver.landed(LANDED, [1], now=1.0)
+    assert receiver.landed(LANDED, (), now=2.0) == [SendNote(resend_note(KEY, [1], 1))]
+    assert receiver.state is State.OPEN
+
+
+def test_pages_that_stay_damaged_fail_and_are_quarantined() -> None:
+    receiver = opened()
+    for round in range(MAX_ROUNDS):
+        receiver.landed(Landed(first_token=7, pages=4, round=round), [1], now=1.0)
+    actions = receiver.landed(Landed(first_token=7, pages=4, round=MAX_ROUNDS), [1], now=1.0)
+    assert isinstance(error_of(actions), Unavailable)
+    assert receiver.state is State.QUARANTINED
+
+
+def test_quarantine_outlasts_a_landed_that_another_write_was_ordered_after() -> None:
+    receiver = opened()
+    receiver.landed(LANDED, [1], now=1.0)
+    receiver.release(now=2.0)
+    assert receiver.landed(LANDED, (), now=3.0) == []
+    assert receiver.state is State.QUARANTINED
+
+
 @pytest.mark.parametrize("event", ["drained", "sender_died"])
 def test_nothing_matters_once_the_pages_are_handed_over(event: str) -> None:
-    receiver = reserved()
-    receiver.landed(LANDED)
+    receiver = opened()
+    receiver.landed(LANDED, (), now=1.0)
     assert getattr(receiver, event)() == []
-    assert receiver.landed(LANDED) == []
-    assert receiver.release(undelivered=False) == []
-    assert receiver.tick(now=99.0) == []
+    assert receiver.beat(2, now=1.0) == []
+    assert receiver.landed(LANDED, (), now=1.0) == []
+    assert receiver.release(now=1.0) == []
+    assert receiver.tick(now=999.0) == []
 
 
-def test_random_lives_free_quarantined_pages_only_for_an_allowed_reason() -> None:
+def test_random_lives_free_written_pages_only_for_an_allowed_reason() -> None:
     ends: set[tuple[State, str]] = set()
     for seed in range(3000):
         draw = random.Random(seed)
         receiver, now, seen = reserved(), 0.0, list[type]()
         while not receiver.over:
-            before, now = receiver.state, now + draw.random() * 3
-            inputs = {
-                "landed": lambda r=receiver: r.landed(LANDED),
-                "misfit": lambda r=receiver: r.landed(MISFIT),
+            before, now = receiver.state, now + draw.random() * 8
+            note = Landed(first_token=7, pages=4, round=receiver.round)
+            inputs: dict[str, Callable[[], list[Action]]] = {
+                "beat": lambda r=receiver, at=now: r.beat(1, at),
+                "landed": lambda r=receiver, n=note, at=now: r.landed(n, (), at),
+                "damaged": lambda r=receiver, n=note, at=now: r.landed(n, [2], at),
+                "stale": lambda r=receiver, at=now: r.landed(Landed(round=9), (), at),
                 "drained": receiver.drained,
                 "sender_died": receiver.sender_died,
-                "released": lambda r=receiver: r.release(undelivered=False),
-                "undelivered": lambda r=receiver: r.release(undelivered=True),
+                "released": lambda r=receiver, at=now: r.release(at),
             }
             ticks = {"tick": lambda r=receiver, at=now: r.tick(at)}
-            name, act = draw.choice(list(inputs.items()) + list(ticks.items()) * 8)
+            name, act = draw.choice(list(inputs.items()) + list(ticks.items()) * 6)
             actions = act()
-            seen += kinds(actions)
-            if Free() in actions:
-                assert name not in ("released", "tick") or now >= 15.0
+            seen += [type(action) for action in actions]
             if receiver.over:
                 ends.add((before, name))
         assert seen.count(HandOver) + seen.count(Free) == 1
@@ -123,9 +205,12 @@ def test_random_lives_free_quarantined_pages_only_for_an_allowed_reason() -> Non
         assert not {HandOver, Fail} <= set(seen)
     assert {name for state, name in ends if state is State.QUARANTINED} == {
         "landed",
-        "misfit",
+        "damaged",
         "drained",
         "sender_died",
-        "undelivered",
-        "tick",
+    }
+    assert {name for state, name in ends if state is State.OPEN} == {
+        "landed",
+        "drained",
+        "sender_died",
     }

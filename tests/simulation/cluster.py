@@ -1,0 +1,313 @@
+"""One seed: a cluster, its requests, its faults, and what must hold."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+
+from core.config import Config, DecodeConfig, PrefillConfig, RouterConfig
+from core.types import AttemptKey, Role, Sampling, Work
+from decode_worker.role import DecodeRole
+from kv_transfer.receiver import State
+from prefill_worker.role import PrefillRole
+
+from .engine import VOCABULARY
+from .fabric import Fabric, Write
+from .router import SimulatedRequest, SimulatedRouter
+from .streams import Stream
+from .worker import SimulatedWorker
+from .world import Violation, World
+
+REST_SECONDS = 400.0
+FROZEN_SECONDS = 3.0
+"""After so long a silence routers give a worker up."""
+
+
+class Cluster:
+    """Everything that a seed decides."""
+
+    def __init__(self, seed: int, *, trace: bool = False) -> None:
+        self.world = World(seed, trace=trace)
+        draw = self.world.random
+        self.faults = draw.choice((0, 1, 1, 2, 2, 3, 4))
+        self.world.bad_day = self.faults > 0
+        # A decode worker that cannot reach a prefill worker learns of its death only from a
+        # router, when the worker is back. So connections fail on one side, or workers stay away.
+        self.may_lose_workers = draw.random() < 0.5
+        self.digests = draw.random() < 0.5
+        damage = 0.2 if self.digests and draw.random() < 0.3 else 0.0
+        self.fabric = Fabric(self.world, self._check_landing, damage)
+        self.config = Config(
+            page_size=draw.choice((2, 3, 4)),
+            router=RouterConfig(),
+            prefill=PrefillConfig(chunk_tokens=draw.choice((3, 4, 8))),
+            decode=DecodeConfig(
+                max_batch=draw.choice((1, 2, 4)), chunk_tokens=4, ticket_seconds=30.0
+            ),
+        )
+        self.pages = draw.choice((6, 7, 8, 12))
+        self.workers: dict[str, SimulatedWorker] = {}  # by name, the process that lives
+        self.processes: dict[str, SimulatedWorker] = {}  # by agent, every process there was
+        self.counts = self.world.counts
+        self._incarnations = itertools.count(1)
+        self._attachments = itertools.count(1)
+        self.routers = [
+            SimulatedRouter(self.world, f"router{i}", self._attach)
+            for i in range(draw.choice((1, 1, 2)))
+        ]
+        for role in (Role.PREFILL, Role.DECODE):
+            for i in range(draw.choice((1, 2))):
+                self._start(f"{role.value}{i}", role)
+        self._plan_requests()
+        self._fault_at = sorted(draw.randint(1, 150) for _ in range(self.faults))
+        self.world.after_event = self._after_event
+
+    def run(self) -> Counter[str]:
+        """How the requests ended, and what else was seen. Raises Violation."""
+        self.world.run(until=REST_SECONDS)
+        self._check_rest()
+        self.counts["events"] += self.world.events
+        return self.counts
+
+    # What happens.
+
+    def _plan_requests(self) -> None:
+        draw = self.world.random
+        for number in range(draw.choice((1, 2, 3, 4))):
+            request = SimulatedRequest(self._work(number))
+            router = draw.choice(self.routers)
+            self.world.after(draw.random() * 0.1, partial(self._submit, router, request))
+
+    def _work(self, number: int) -> Work:
+        draw = self.world.random
+        most = self.pages * self.config.page_size
+        prompt = draw.randint(1, min(9, most - 1))
+        return Work(
+            key=AttemptKey(f"r{number}", 1),
+            prompt_tokens=[draw.randrange(VOCABULARY) for _ in range(prompt)],
+            sampling=Sampling(),
+            max_tokens=draw.randint(1, min(6, most - prompt)),
+            stop_token_ids=frozenset({5}),
+        )
+
+    def _submit(self, router: SimulatedRouter, request: SimulatedRequest) -> None:
+        if router.dead:
+            return
+        router.submit(request)
+        if self.faults and self.world.chance(0.15):
+            self.world.after(self.world.random.random() * 0.2, lambda: router.cancel(request))
+
+    def _start(self, name: str, role: Role) -> None:
+        incarnation = next(self._incarnations)
+        worker = SimulatedWorker(
+            *(self.world, self.fabric, name, role, self.config),
+            pages=self.pages,
+            digests=self.digests,
+            incarnation=incarnation,
+        )
+        self.workers[name] = self.processes[worker.agent] = worker
+        for router in self.routers:
+            router.watch(name)
+
+    def _attach(self, router: SimulatedRouter, name: str) -> Stream | None:
+        worker = self.workers.get(name)
+        if worker is None or worker.frozen:
+            return None
+        stream = Stream(self.world, router, worker, next(self._attachments))
+        worker.attach(stream)
+        return stream
+
+    # Faults.
+
+    def _after_event(self) -> None:
+        while self._fault_at and self.world.events >= self._fault_at[0]:
+            self._fault_at.pop(0)
+            self._fault()
+
+    def _fault(self) -> None:
+        faults: list[Callable[[], None]] = [
+            *(self._kill_worker, self._kill_worker, self._freeze_worker, self._freeze_worker),
+            *(self._cut_stream, self._cut_fabric, self._stall_fabric, self._cancel),
+            *(self._drain_worker, self._cut_and_freeze),
+        ]
+        if not self.may_lose_workers:
+            faults += [self._fail_fabric, self._fail_fabric]
+        if sum(not router.dead for router in self.routers) > 1:
+            faults.append(self._kill_router)
+        self.world.random.choice(faults)()
+
+    def _some_worker(self) -> SimulatedWorker | None:
+        alive = [worker for worker in self.workers.values() if not worker.frozen]
+        return self.world.random.choice(alive) if alive else None
+
+    def _kill_worker(self) -> None:
+        worker = self._some_worker()
+        if worker is not None:
+            self._kill(worker)
+
+    def _kill(self, worker: SimulatedWorker) -> None:
+        if worker.dead:
+            return
+        self.world.log(worker.agent, "KILLED")
+        self.counts["kills"] += 1
+        self.fabric.kill(worker.transport)
+        worker.kill()
+        del self.workers[worker.worker_id]
+        if self.may_lose_workers and self.world.chance(0.3):
+            return
+        seconds = self.world.random.random() * 4
+        self.world.after(seconds, lambda: self._start(worker.worker_id, worker.kind))
+
+    def _drain_worker(self) -> None:
+        worker = self._some_worker()
+        if worker is not None:
+            self.world.log(worker.agent, "DRAINED")
+            self.counts["drains"] += 1
+            worker.drain()
+            self.world.after(2.0, lambda: self._kill(worker))
+
+    def _freeze_worker(self) -> None:
+        worker = self._some_worker()
+        if worker is not None:
+            self._freeze(worker)
+
+    def _freeze(self, worker: SimulatedWorker) -> None:
+        seconds = self.world.random.choice((0.3, 1.5, 3.5, 8.0))
+        self.world.log(worker.agent, f"FROZEN for {seconds:g} s")
+        self.counts["freezes"] += 1
+        worker.freeze()
+        self.world.after(FROZEN_SECONDS, lambda: self._give_up(worker))
+        self.world.after(seconds, worker.thaw)
+
+    def _give_up(self, worker: SimulatedWorker) -> None:
+        if worker.frozen:
+            for stream in list(worker.streams.values()):
+                stream.cut("it does not answer")
+
+    def _cut_stream(self) -> None:
+        worker = self._some_worker()
+        if worker is not None and worker.streams:
+            stream = self.world.random.choice(list(worker.streams.values()))
+            self.world.log(worker.agent, f"stream to {stream.router.name} CUT")
+            stream.cut("the connection broke")
+
+    def _cut_fabric(self) -> None:
+        if pair := self._some_pair():
+            one, other = pair
+            self.world.log(one.agent, f"connection to {other.agent} CUT")
+            self.counts["cuts"] += 1
+            self.fabric.cut(one.transport, other.transport)
+
+    def _cut_and_freeze(self) -> None:
+        """A connection breaks, and one side finds out much later than the other."""
+        pair = self._some_pair()
+        if pair and not pair[1].frozen:
+            self.fabric.cut(pair[0].transport, pair[1].transport)
+            self._freeze(pair[1])
+
+    def _fail_fabric(self) -> None:
+        """Decode can no longer answer prefill, which can still write."""
+        if pair := self._some_pair():
+            one, other = pair
+            self.world.log(other.agent, f"connection to {one.agent} FAILED")
+            self.counts["one-sided failures"] += 1
+            self.fabric.fail(other.transport, one.transport)
+
+    def _stall_fabric(self) -> None:
+        if pair := self._some_pair():
+            one, other = pair
+            self.world.log(one.agent, f"connection to {other.agent} STALLED")
+            self.counts["stalls"] += 1
+            seconds = self.world.random.choice((0.5, 2.0, 8.0))
+            self.fabric.stall(one.transport, other.transport, seconds)
+
+    def _some_pair(self) -> tuple[SimulatedWorker, SimulatedWorker] | None:
+        pairs = [
+            (one, other)
+            for one in self.workers.values()
+            for other in self.workers.values()
+            if (one.kind, other.kind) == (Role.PREFILL, Role.DECODE)
+        ]
+        return self.world.random.choice(pairs) if pairs else None
+
+    def _cancel(self) -> None:
+        live = [
+            (router, request)
+            for router in self.routers
+            for request in router.requests.values()
+            if not request.outcome
+        ]
+        if live:
+            router, request = self.world.random.choice(live)
+            router.cancel(request)
+
+    def _kill_router(self) -> None:
+        router = self.world.random.choice(self.routers)
+        self.world.log(router.name, "KILLED")
+        router.die()
+
+    # What must hold.
+
+    def _check_landing(self, write: Write) -> None:
+        """Bytes may only change in pages that are held for this very attempt."""
+        sender, receiver = (
+            self.processes[transport.agent] for transport in (write.sender, write.endpoint.peer)
+        )
+        key = sender.transfer._pushes._writes[write.number]
+        expected = receiver.transfer._reservations._expected.get(key)
+        self.world.log(sender.agent, f"{key} lands in {write.remote_pages} of {receiver.agent}")
+        if expected is None or expected.sender != sender.agent:
+            raise Violation(f"{key} writes to {receiver.agent}, which does not expect it")
+        if expected.receiver.state not in (State.OPEN, State.QUARANTINED):
+            raise Violation(f"{key} writes into a reservation that is {expected.receiver.state}")
+        assert isinstance(receiver.role, DecodeRole)
+        travelling = receiver.role._scheduler._travelling.get(key)
+        lease = travelling.lease if travelling else receiver.role._leaving.get(key)
+        if lease is None or lease.released or not set(write.remote_pages) <= set(lease.pages):
+            raise Violation(f"{key} writes into pages of {receiver.agent} that it does not hold")
+        if expected.receiver.state is State.QUARANTINED:
+            self.counts["writes into quarantine"] += 1
+        self._check_source(sender, key, write)
+
+    def _check_source(self, sender: SimulatedWorker, key: AttemptKey, write: Write) -> None:
+        assert isinstance(sender.role, PrefillRole)
+        job = sender.role._jobs.get(key)
+        if job is None or job.lease is None or not set(write.local_pages) <= set(job.lease.pages):
+            raise Violation(f"{key} reads pages of {sender.agent} that it does not hold")
+
+    def _check_rest(self) -> None:
+        for router in self.routers:
+            for request in router.requests.values():
+                if not request.outcome:
+                    raise Violation(f"{request.name} never ended")
+                self.counts[request.outcome] += 1
+                self.counts["retries"] += max(len(request.life.placements) - 1, 0)
+                if not self.faults:
+                    self._check_undisturbed(request)
+        for worker in self.workers.values():
+            self._check_idle(worker)
+
+    def _check_undisturbed(self, request: SimulatedRequest) -> None:
+        if request.outcome != "finished":
+            raise Violation(f"{request.name} failed without a fault: {request.outcome}")
+        # Where both pools are full, the youngest prompt has to go and come back.
+        reasons = [placement.reason for placement in request.life.placements[1:]]
+        if any("pool is full" not in reason for reason in reasons) and not self.fabric.damage:
+            raise Violation(f"{request.name} was tried again without a fault: {reasons}")
+
+    def _check_idle(self, worker: SimulatedWorker) -> None:
+        pool, transfer, role = worker.engine.pool, worker.transfer, worker.role
+        held = {
+            "pages": pool.leased,
+            "requests": len(role._jobs),
+            "quarantines": len(role._leaving) if isinstance(role, DecodeRole) else 0,
+            "pushes": len(transfer._pushes._senders),
+            "writes": len(transfer._pushes._writes) + len(worker.transport.writes),
+            "reservations": len(transfer._reservations._expected),
+            "waiting": role._scheduler.waiting + role._scheduler.running,
+        }
+        left = {what: count for what, count in held.items() if count}
+        if left or pool.check_integrity(held=0):
+            raise Violation(f"{worker.agent} at rest still holds {left}; {pool.check_integrity()}")

@@ -1,0 +1,116 @@
+"""An engine whose tokens show whether its pages are right.
+
+A cell of a page holds a fingerprint of (token, position). The next token is
+computed from the fingerprints that the sequence's pages hold at that moment, so
+one page that is missing, stale or damaged gives a wrong answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from core.types import FinishReason, Work
+from engine.flight import Flight, Landed, Outcome
+from engine.page_pool import Lease, PagePool
+from engine.sequence import Piece, Plan
+
+VOCABULARY = 97
+_PRIME = (1 << 61) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedArchitecture:
+    vocabulary_size: int = VOCABULARY
+
+
+class SimulatedEngine:
+    """Stands in for engine.Engine where a role uses it.
+
+    One that runs ahead, as a GPU does, reads and writes pages only when its
+    step is waited for, and knows the tokens of steps under way by itself.
+    """
+
+    def __init__(self, pages: int, page_size: int, salt: int, *, runs_ahead: bool = False) -> None:
+        self.pool = PagePool(pages, page_size)
+        self.architecture = SimulatedArchitecture()
+        self.runs_ahead = runs_ahead
+        # Memory is never clean: what a page held before looks like anything else.
+        self.memory = [[salt + page] * page_size for page in range(pages)]
+        self._last_tokens: dict[Lease, int] = {}
+
+    def launch(self, plan: Plan) -> Flight:
+        runs = [_Run(piece) for piece in plan]
+        return _Flight(self, runs) if self.runs_ahead else Landed([self.run(run) for run in runs])
+
+    def run(self, run: _Run) -> int | None:
+        for position in range(run.start, run.end):
+            page, place = self._find(run.lease, position)
+            known = run.tokens[position] if position < len(run.tokens) else None
+            token = self._last_tokens[run.lease] if known is None else known
+            page[place] = fingerprint(token, position)
+        if not run.samples:
+            return None
+        found = (self._find(run.lease, position) for position in range(run.end))
+        token = next_token(page[place] for page, place in found)
+        self._last_tokens[run.lease] = token
+        return token
+
+    def _find(self, lease: Lease, position: int) -> tuple[list[int], int]:
+        size = self.pool.page_size
+        return self.memory[lease.pages[position // size]], position % size
+
+
+class _Run:
+    """A piece as it was when its step was launched."""
+
+    def __init__(self, piece: Piece) -> None:
+        sequence = piece.sequence
+        self.sequence = sequence
+        self.lease = sequence.lease
+        self.tokens = list(sequence.tokens)
+        self.start = sequence.computed
+        self.end = sequence.computed + piece.count
+        self.samples = piece.samples
+        sequence.computed = self.end
+
+
+class _Flight:
+    def __init__(self, engine: SimulatedEngine, runs: list[_Run]) -> None:
+        self._engine = engine
+        self._runs = runs
+        for run in runs:
+            run.lease.pin()
+            run.sequence.expected += run.samples
+
+    def wait(self) -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        for run in self._runs:
+            outcomes.append(self._engine.run(run))
+            run.sequence.expected -= run.samples
+            run.lease.unpin()
+        return outcomes
+
+
+def fingerprint(token: int, position: int) -> int:
+    return (token * 1_000_003 + position * 7_919 + 1) * 2_654_435_761 % _PRIME
+
+
+def next_token(cells: Iterable[int]) -> int:
+    mixed = 17
+    for cell in cells:
+        mixed = (mixed * 31 + cell) % _PRIME
+    return mixed % VOCABULARY
+
+
+def reference(work: Work) -> list[int]:
+    """The answer that an undisturbed run gives."""
+    cells = [fingerprint(token, position) for position, token in enumerate(work.prompt_tokens)]
+    answer: list[int] = []
+    finish: FinishReason | None = None
+    while finish is None:
+        token = next_token(cells)
+        cells.append(fingerprint(token, len(cells)))
+        answer.append(token)
+        finish = work.finish_reason(token, len(answer))
+    return answer

@@ -1,0 +1,212 @@
+"""The transport between simulated workers: what a real one may do, and worse.
+
+Writes take their time and end in any order; notes overtake each other and may
+come twice; bytes are damaged. A connection that breaks loses what is on its way
+and is noticed when it is next used. A killed process leaves a write half done.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
+from core.errors import WorkerLost
+from kv_transfer.transport import (
+    Noted,
+    PeerLost,
+    PoolMemory,
+    TransportEvent,
+    WriteDone,
+    WriteFailed,
+    pool_address,
+)
+
+from .world import World
+
+OnLanding = Callable[["Write"], None]
+
+
+@dataclass(eq=False, slots=True)
+class Endpoint:
+    """One side of a connection."""
+
+    peer: SimulatedTransport
+    alive: bool = True
+    gone: bool = True  # if it is not alive: whether the peer cannot write either
+
+
+@dataclass(eq=False, slots=True)
+class Write:
+    sender: SimulatedTransport
+    endpoint: Endpoint
+    number: int
+    local_pages: tuple[int, ...]
+    remote_pages: tuple[int, ...]
+    note: bytes
+    landed: bool = False
+
+
+@dataclass(slots=True)
+class Fabric:
+    """Everything between the transports of one world."""
+
+    world: World
+    on_landing: OnLanding  # called when bytes are about to change
+    damage: float = 0.0  # the share of writes that arrive damaged
+    duplicates: float = 0.02
+    agents: dict[str, SimulatedTransport] = field(default_factory=dict)
+    stalls: dict[frozenset[str], float] = field(default_factory=dict)  # until when, by pair
+
+    def stall(self, one: SimulatedTransport, other: SimulatedTransport, seconds: float) -> None:
+        """Nothing passes between two workers for a while; nobody is told, nothing is lost."""
+        self.stalls[frozenset((one.agent, other.agent))] = self.world.now + seconds
+
+    def travel_time(self, sender: SimulatedTransport, endpoint: Endpoint) -> float:
+        """How long something that leaves now is on its way."""
+        until = self.stalls.get(frozenset((sender.agent, endpoint.peer.agent)), 0.0)
+        return max(until - self.world.now, 0.0) + self.world.delay()
+
+    def cut(self, one: SimulatedTransport, other: SimulatedTransport) -> None:
+        """Breaks the connection between two live workers."""
+        one.break_off(other)
+        other.break_off(one)
+
+    def fail(self, one: SimulatedTransport, other: SimulatedTransport) -> None:
+        """Only `one` can no longer reach the other."""
+        one.break_off(other, gone=False)
+
+    def kill(self, transport: SimulatedTransport) -> None:
+        transport.dead = True
+        for write in list(transport.writes.values()):
+            self._abandon(write)
+        for other in self.agents.values():
+            other.break_off(transport)
+
+    def _abandon(self, write: Write) -> None:
+        """The sender died: some, all or none of the bytes are there."""
+        if not write.landed and write.endpoint.alive and not write.endpoint.peer.dead:
+            self.on_landing(write)
+            for local, remote in zip(write.local_pages, write.remote_pages, strict=True):
+                if self.world.chance(0.5):
+                    write.endpoint.peer.memory[remote][:] = write.sender.memory[local]
+        write.landed = True
+
+    def land(self, write: Write) -> None:
+        if write.landed or not write.endpoint.alive:
+            return
+        world, peer = self.world, write.endpoint.peer
+        if peer.stalled and write.sender.waits_for_frozen:
+            world.after(0.5, lambda: self.land(write))
+            return
+        write.landed = True
+        if write.local_pages:
+            self.on_landing(write)
+        for local, remote in zip(write.local_pages, write.remote_pages, strict=True):
+            peer.memory[remote][:] = write.sender.memory[local]
+        if write.remote_pages and self.damage and world.chance(self.damage):
+            page = peer.memory[world.random.choice(write.remote_pages)]
+            page[world.random.randrange(len(page))] ^= 1 << world.random.randrange(60)
+        if write.note:
+            self.deliver_note(write.endpoint, write.sender, write.note)
+        world.after(world.delay(), lambda: write.sender.end(write, WriteDone(write.number)))
+
+    def deliver_note(self, endpoint: Endpoint, sender: SimulatedTransport, note: bytes) -> None:
+        copies = 2 if self.world.chance(self.duplicates) else 1
+        for _ in range(copies):
+            self.world.after(
+                self.travel_time(sender, endpoint),
+                lambda: endpoint.peer.hear(Noted(sender.agent, note)) if endpoint.alive else None,
+            )
+
+
+class SimulatedTransport:
+    """One worker's agent. `poke` is called when `poll` would have something to say."""
+
+    def __init__(self, fabric: Fabric, agent: str, memory: list[list[int]]) -> None:
+        self.agent = agent
+        self.memory = memory
+        self.poke: Callable[[], None] = lambda: None
+        self.dead = False
+        self.stalled = False  # its process is frozen
+        self.waits_for_frozen = fabric.world.chance(0.5)  # as over TCP; RDMA does not
+        self.writes: dict[int, Write] = {}
+        self._fabric = fabric
+        self._numbers = itertools.count(1)
+        self._endpoints: dict[str, Endpoint] = {}
+        self._events: list[TransportEvent] = []
+        fabric.agents[agent] = self
+
+    def register(self, memory: PoolMemory, layout: PoolLayout) -> PoolAddress:
+        return pool_address("simulated", self.agent, b"", memory, layout)
+
+    def connect(self, address: PoolAddress) -> str:
+        peer = self._fabric.agents[address.agent]
+        if address.agent not in self._endpoints:
+            if peer.dead:
+                raise WorkerLost(f"{address.agent} is dead")
+            self._endpoints[address.agent] = Endpoint(peer)
+        return address.agent
+
+    def disconnect(self, peer: str) -> None:
+        self._endpoints.pop(peer, None)
+
+    def write(
+        self, peer: str, local_pages: Sequence[int], remote_pages: Sequence[int], note: bytes = b""
+    ) -> int:
+        endpoint = self._endpoints.get(peer)
+        if endpoint is None:
+            raise WorkerLost(f"not connected to {peer}")
+        number = next(self._numbers)
+        write = Write(self, endpoint, number, tuple(local_pages), tuple(remote_pages), note)
+        if not endpoint.alive:
+            self.writes[number] = write
+            self._lose(peer)
+        elif local_pages:
+            self.writes[number] = write
+            seconds = self._fabric.travel_time(self, endpoint)
+            self._fabric.world.after(seconds, lambda: self._fabric.land(write))
+        else:
+            self._fabric.deliver_note(endpoint, self, note)
+            self._add(WriteDone(number))
+        return number
+
+    def poll(self) -> list[TransportEvent]:
+        lost = [each for each in self.writes.values() if not (each.endpoint.alive or each.landed)]
+        for agent in dict.fromkeys(write.endpoint.peer.agent for write in lost):
+            self._lose(agent)
+        events, self._events = self._events, []
+        return events
+
+    def close(self) -> None:
+        self.dead = True
+
+    def end(self, write: Write, event: TransportEvent) -> None:
+        if self.writes.pop(write.number, None):
+            self._add(event)
+
+    def hear(self, event: TransportEvent) -> None:
+        if not self.dead:
+            self._add(event)
+
+    def break_off(self, peer: SimulatedTransport, *, gone: bool = True) -> None:
+        """The connection to `peer` is broken; this side finds out when it uses it."""
+        endpoint = self._endpoints.get(peer.agent)
+        if endpoint is not None:
+            endpoint.alive, endpoint.gone = False, gone
+            if any(write.endpoint is endpoint for write in self.writes.values()):
+                self.poke()
+
+    def _lose(self, peer: str) -> None:
+        endpoint = self._endpoints.pop(peer, None)
+        self._add(PeerLost(peer, endpoint.gone if endpoint else True))
+        for write in list(self.writes.values()):
+            if write.endpoint.peer.agent == peer and not write.landed:
+                self.end(write, WriteFailed(write.number, WorkerLost(f"{peer} is lost")))
+        if endpoint is not None:
+            endpoint.alive = False
+
+    def _add(self, event: TransportEvent) -> None:
+        self._events.append(event)
+        self.poke()

@@ -1,0 +1,310 @@
+"""A simulated router: the real attempts, retries and policy, on simulated streams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from baton.v1 import worker_pb2 as pb
+from core.errors import BatonError, Cancelled, WorkerLost
+from core.types import AttemptKey, Role, Work
+from router.attempt import Action, Attempt, Ended, Event, LinkLost, Send, Side, Tokens
+from router.life import RequestLife, RetryLimits
+from router.policy import DecodeView, Placement, PrefillView, Snapshot, choose
+
+from .engine import reference
+from .streams import Stream
+from .world import Violation, World
+
+LIMITS = RetryLimits(deaths=2, attempts=8)
+PLACEMENT_SECONDS = 20.0
+PLACEMENT_POLL_SECONDS = 0.25
+LOCAL_PREFILL_AFTER = 2.0
+SILENCE_SECONDS = 40.0
+ATTACH_SECONDS = 0.2
+RECONNECT_SECONDS = 1.0
+_ATTEMPT_KINDS = ("first_token", "reserved", "pushed", "failed")
+
+
+@dataclass(eq=False, slots=True)
+class Link:
+    """What a router knows of one worker."""
+
+    worker_id: str
+    stream: Stream | None = None
+    welcome: pb.Welcome | None = None
+    asked: set[str] = field(default_factory=set)
+    reaches: set[str] = field(default_factory=set)
+
+    @property
+    def agent(self) -> str:
+        return self.welcome.pool.agent if self.welcome else ""
+
+    def is_role(self, role: Role) -> bool:
+        return self.welcome is not None and self.worker_id.startswith(role.value)
+
+    def send(self, message: pb.RouterMessage) -> None:
+        if self.welcome is not None and self.stream is not None:
+            self.stream.to_worker(message)
+
+
+class SimulatedRequest:
+    """One request, and its client: checks every token that comes."""
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        self.life = RequestLife(work, LIMITS)
+        self.expected = reference(work)
+        self.received: list[int] = []
+        self.attempt: Attempt | None = None
+        self.outcome = ""  # "finished", or the error's reason
+        self.waits_since = 0.0
+        self.events = 0
+
+    @property
+    def name(self) -> str:
+        return self.work.key.request_id
+
+    def receive(self, tokens: Tokens) -> None:
+        self.life.emit(tokens)
+        self.received += tokens.token_ids
+        if self.received != self.expected[: len(self.received)]:
+            raise Violation(f"{self.name} received {self.received}, expected {self.expected}")
+        if tokens.finish:
+            if self.received != self.expected:
+                raise Violation(f"{self.name} ended early: {self.received} of {self.expected}")
+            self.outcome = "finished"
+
+
+class SimulatedRouter:
+    def __init__(
+        self, world: World, name: str, attach: Callable[[SimulatedRouter, str], Stream | None]
+    ) -> None:
+        """`attach` opens a stream to the worker of a name, if one can be had now."""
+        self.name = name
+        self.dead = False
+        self.requests: dict[str, SimulatedRequest] = {}
+        self.links: dict[str, Link] = {}
+        self._world = world
+        self._attach = attach
+        self._agents: dict[str, str] = {}  # the last one seen, by worker
+        self._no_pair_since = 0.0
+
+    def watch(self, worker_id: str) -> None:
+        """Attaches to a worker, and again whenever the stream breaks."""
+        link = self.links.setdefault(worker_id, Link(worker_id))
+        if self.dead or link.stream is not None:
+            return
+        link.stream = self._attach(self, worker_id)
+        if link.stream is None:
+            self._world.after(ATTACH_SECONDS, lambda: self._try_again(worker_id))
+
+    def _try_again(self, worker_id: str) -> None:
+        if any(not request.outcome for request in self.requests.values()):
+            self.watch(worker_id)
+
+    def submit(self, request: SimulatedRequest) -> None:
+        self.requests[request.name] = request
+        request.waits_since = self._world.now
+        for worker_id in self.links:
+            self.watch(worker_id)
+        self._place(request)
+
+    def cancel(self, request: SimulatedRequest) -> None:
+        if not request.outcome:
+            self._fail(request, Cancelled("the client went away"))
+
+    def die(self) -> None:
+        self.dead = True
+        for link in self.links.values():
+            if link.stream is not None:
+                link.stream.cut("the router died")
+        for request in self.requests.values():
+            request.outcome = request.outcome or "ROUTER_DIED"
+            request.attempt = None
+
+    # What streams bring.
+
+    def on_message(self, stream: Stream, message: pb.WorkerMessage) -> None:
+        link = self.links[stream.worker.worker_id]
+        if self.dead or link.stream is not stream:
+            return
+        kind = message.WhichOneof("kind")
+        if kind == "step":
+            for tokens in message.step.tokens:
+                single = pb.WorkerMessage(step=pb.Step(tokens=[tokens]))
+                self._hear(AttemptKey(tokens.request_id, tokens.epoch), single)
+        elif kind in _ATTEMPT_KINDS:
+            attempt = getattr(message, kind)
+            self._hear(AttemptKey(attempt.request_id, attempt.epoch), message)
+        elif kind == "welcome":
+            self._greet(link, message.welcome)
+        elif kind == "connected":
+            self._note_connection(link, message.connected)
+
+    def on_lost(self, stream: Stream, reason: str, *, died: bool) -> None:
+        link = self.links[stream.worker.worker_id]
+        if self.dead or link.stream is not stream:
+            return
+        self._world.log(self.name, f"lost {link.worker_id}: {reason}")
+        link.stream = link.welcome = None
+        link.asked.clear()
+        link.reaches.clear()
+        self._note_pair()
+        lost = LinkLost(link.worker_id, reason, died=died)
+        for request in list(self.requests.values()):
+            attempt = request.attempt
+            if attempt and link.worker_id in (attempt.placement.prefill, attempt.placement.decode):
+                self._take(request, attempt, lost)
+        self._world.after(ATTACH_SECONDS, lambda: self.watch(link.worker_id))
+
+    # Workers, and who reaches whom.
+
+    def _greet(self, link: Link, welcome: pb.Welcome) -> None:
+        link.welcome = welcome
+        before = self._agents.get(link.worker_id, link.agent)
+        self._agents[link.worker_id] = link.agent
+        if before != link.agent:
+            for decode in self._attached(Role.DECODE):
+                decode.send(pb.RouterMessage(sender_gone=pb.SenderGone(agent=before)))
+        self._connect_all()
+
+    def _connect_all(self) -> None:
+        for prefill in self._attached(Role.PREFILL):
+            for decode in self._attached(Role.DECODE):
+                if decode.welcome and decode.agent not in prefill.asked:
+                    prefill.asked.add(decode.agent)
+                    connect = pb.Connect(worker_id=decode.worker_id, pool=decode.welcome.pool)
+                    prefill.send(pb.RouterMessage(connect=connect))
+
+    def _note_connection(self, link: Link, connected: pb.Connected) -> None:
+        if connected.error:
+            self._world.after(RECONNECT_SECONDS, lambda: self._ask_again(link, connected.agent))
+        elif connected.lost:
+            self._ask_again(link, connected.agent)
+        else:
+            link.reaches.add(connected.agent)
+        self._note_pair()
+
+    def _ask_again(self, link: Link, agent: str) -> None:
+        link.asked.discard(agent)
+        link.reaches.discard(agent)
+        self._connect_all()
+
+    def _attached(self, role: Role) -> Iterator[Link]:
+        return (link for link in self.links.values() if link.is_role(role))
+
+    def _note_pair(self) -> None:
+        if any(view.reaches for view in self._snapshot().prefill):
+            self._no_pair_since = self._world.now
+
+    def _snapshot(self) -> Snapshot:
+        decode = list(self._attached(Role.DECODE))
+        return Snapshot(
+            prefill=[
+                PrefillView(
+                    link.worker_id,
+                    self._load(link),
+                    frozenset(other.worker_id for other in decode if other.agent in link.reaches),
+                )
+                for link in self._attached(Role.PREFILL)
+            ],
+            decode=[DecodeView(link.worker_id, self._load(link), 0) for link in decode],
+            local_prefill=self._world.now - self._no_pair_since > LOCAL_PREFILL_AFTER,
+        )
+
+    def _load(self, link: Link) -> int:
+        attempts = [request.attempt for request in self.requests.values() if request.attempt]
+        placements = [attempt.placement for attempt in attempts]
+        return sum(link.worker_id in (place.prefill, place.decode) for place in placements)
+
+    # Requests.
+
+    def _place(self, request: SimulatedRequest) -> None:
+        if request.outcome or self.dead:
+            return
+        self._note_pair()
+        placed = choose(self._snapshot(), one_token=request.life.tokens_wanted == 1)
+        if isinstance(placed, Placement):
+            self._begin(request, placed)
+        elif self._world.now - request.waits_since > PLACEMENT_SECONDS:
+            self._fail(request, placed)
+        else:
+            self._world.after(PLACEMENT_POLL_SECONDS, lambda: self._place(request))
+
+    def _begin(self, request: SimulatedRequest, placement: Placement) -> None:
+        if request.attempt is not None:
+            raise Violation(f"{request.name} has two live attempts")
+        work = request.life.begin(placement)
+        agents = [
+            self.links[name].agent if name else "" for name in (placement.prefill, placement.decode)
+        ]
+        attempt = request.attempt = Attempt(work, placement, *agents)
+        self._world.log(self.name, f"{work.key} goes to {placement}")
+        self._send(attempt, attempt.start())
+        self._watch_silence(request, attempt)
+
+    def _watch_silence(self, request: SimulatedRequest, attempt: Attempt) -> None:
+        events = request.events
+
+        def check() -> None:
+            if request.attempt is not attempt:
+                return
+            if request.events == events:
+                raise Violation(f"{attempt.work.key} hangs")
+            self._watch_silence(request, attempt)
+
+        self._world.after(SILENCE_SECONDS, check)
+
+    def _hear(self, key: AttemptKey, message: pb.WorkerMessage) -> None:
+        request = self.requests.get(key.request_id)
+        attempt = request.attempt if request else None
+        if request is not None and attempt is not None and attempt.work.key == key:
+            self._take(request, attempt, message)
+
+    def _take(self, request: SimulatedRequest, attempt: Attempt, event: Event) -> None:
+        request.events += 1
+        actions: list[Action] = attempt.take(event)
+        for action in actions:
+            if isinstance(action, Tokens):
+                self._world.log(self.name, f"{attempt.work.key} emits {action.token_ids}")
+                request.receive(action)
+                if request.outcome:
+                    self._release(request)
+                    return
+            elif isinstance(action, Ended):
+                self._end(request, attempt, action)
+                return
+            else:
+                self._send(attempt, [action])
+
+    def _end(self, request: SimulatedRequest, attempt: Attempt, ended: Ended) -> None:
+        self._world.log(self.name, f"{attempt.work.key} ended: {ended.error!r}")
+        self._release(request)
+        placement = attempt.placement
+        if isinstance(ended.error, WorkerLost) and placement.prefill and placement.decode:
+            prefill, decode = self.links[placement.prefill], self.links[placement.decode]
+            if prefill.welcome and decode.welcome:
+                self._ask_again(prefill, decode.agent)
+        error = request.life.end(ended)
+        if error is not None:
+            self._fail(request, error)
+        else:
+            request.waits_since = self._world.now
+            self._world.after(request.life.delay, lambda: self._place(request))
+
+    def _fail(self, request: SimulatedRequest, error: BatonError) -> None:
+        self._world.log(self.name, f"{request.name} fails: {error!r}")
+        self._release(request)
+        request.outcome = error.reason
+
+    def _release(self, request: SimulatedRequest) -> None:
+        attempt, request.attempt = request.attempt, None
+        if attempt is not None:
+            self._send(attempt, attempt.release())
+
+    def _send(self, attempt: Attempt, sends: list[Send]) -> None:
+        for send in sends:
+            placement = attempt.placement
+            name = placement.prefill if send.side is Side.PREFILL else placement.decode
+            self.links[name].send(send.message)

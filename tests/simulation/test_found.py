@@ -1,0 +1,146 @@
+"""What the seeds have found, each as short as it can be told."""
+
+from __future__ import annotations
+
+from baton.v1 import worker_pb2 as pb
+from core.config import Config
+from core.errors import Unavailable
+from core.types import AttemptKey, Role, Sampling, Work
+from core.wire import work_to
+from kv_transfer.events import (
+    PagesOverdue,
+    ReservationFailed,
+    ReservationFreed,
+    TransferEvent,
+)
+from kv_transfer.note import beat_note, introduction_note
+from kv_transfer.receiver import State
+from kv_transfer.thread import TransferThread
+from kv_transfer.transport import Noted, PoolMemory
+
+from .fabric import Fabric, SimulatedTransport
+from .router import SimulatedRouter
+from .streams import Stream
+from .worker import LAYOUT, SimulatedWorker
+from .world import World
+
+KEY = AttemptKey("request", 1)
+
+
+class Side:
+    """A transfer thread that is driven by hand, and what it tells its worker."""
+
+    def __init__(self, world: World, fabric: Fabric, agent: str) -> None:
+        self.transport = SimulatedTransport(fabric, agent, [[0], [0]])
+        self.events: list[TransferEvent] = []
+        memory = PoolMemory(0, 8, 2, "cpu")
+        self.thread = TransferThread(
+            self.transport, memory, LAYOUT, self.events.append, clock=world.clock
+        )
+        self.thread.open()
+
+    def hear(self, peer: Side, *notes: bytes) -> None:
+        """All of them in one poll."""
+        for note in notes:
+            self.transport.hear(Noted(peer.transport.agent, note))
+        self.thread.step(0.0)
+
+    @property
+    def reservation(self) -> State:
+        return self.thread._reservations._expected[KEY].receiver.state
+
+
+def sides() -> tuple[Fabric, Side, Side]:
+    world = World(0)
+    fabric = Fabric(world, lambda write: None)
+    return fabric, Side(world, fabric, "prefill"), Side(world, fabric, "decode")
+
+
+def test_a_beat_that_cannot_be_answered_opens_nothing() -> None:
+    _, prefill, decode = sides()
+    decode.thread.expect(KEY, "prefill", [0], 60.0)
+    decode.hear(prefill, beat_note(KEY, 1))
+    assert decode.reservation is State.RESERVED
+    decode.thread.release_reservation(KEY)
+    decode.thread.step(0.0)
+    assert decode.events == [ReservationFreed(KEY)]
+
+
+def test_a_lost_connection_is_not_replaced_before_its_loss_is_told() -> None:
+    fabric, prefill, decode = sides()
+    introduction = introduction_note(prefill.thread.pool_address)
+    decode.thread.expect(KEY, "prefill", [0], 60.0)
+    decode.hear(prefill, introduction)
+    fabric.cut(prefill.transport, decode.transport)
+    # The first answer finds the connection broken, and the loss frees the
+    # pages: no answer after it may be given on a new connection.
+    decode.hear(prefill, beat_note(KEY, 1), introduction, beat_note(KEY, 2))
+    decode.thread.step(0.0)
+    assert ReservationFreed(KEY) in decode.events
+    fabric.world.run(until=60.0)
+    assert prefill.transport.poll() == []
+
+
+class Decode:
+    """A decode worker that is driven by hand, and what it tells its router."""
+
+    def __init__(self) -> None:
+        world = World(0)
+        fabric = Fabric(world, lambda write: None)
+        self.worker = SimulatedWorker(
+            *(world, fabric, "decode0", Role.DECODE, Config(page_size=2)),
+            pages=4,
+            digests=False,
+            incarnation=1,
+        )
+        self.role = self.worker.role
+        router = SimulatedRouter(world, "router", lambda router, name: None)
+        stream = Stream(world, router, self.worker, 1)
+        self.sent: list[pb.WorkerMessage] = []
+        stream.to_router = self.sent.append  # type: ignore[assignment, method-assign]
+        self.worker.attach(stream)
+
+    def reserve(self, key: AttemptKey, tokens: int) -> None:
+        work = Work(key, [1] * tokens, Sampling(), 2, frozenset())
+        self.role.on_message(1, pb.RouterMessage(reserve=pb.Reserve(work=work_to(work))))
+        self.role.step()
+
+    @property
+    def told(self) -> list[str | None]:
+        return [message.WhichOneof("kind") for message in self.sent]
+
+
+def test_decode_leaves_it_to_prefill_to_say_why_it_gave_up() -> None:
+    decode = Decode()
+    decode.reserve(KEY, tokens=3)
+    decode.role.on_transfer(ReservationFailed(KEY, None))
+    decode.role.on_transfer(ReservationFreed(KEY))
+    assert decode.told == ["welcome", "reserved"]
+    assert decode.role.idle
+    assert decode.worker.engine.pool.leased == 0
+
+
+def test_pages_that_are_about_to_be_freed_do_not_count_as_quarantined() -> None:
+    decode = Decode()
+    decode.reserve(KEY, tokens=6)
+    decode.role.on_transfer(ReservationFailed(KEY, Unavailable("silent")))
+    assert decode.role.load().quarantined_pages == 0
+    decode.reserve(AttemptKey("other", 1), tokens=2)
+    assert decode.told == ["welcome", "reserved", "failed", "reserved"]
+
+
+def test_a_worker_over_its_quarantine_budget_says_so_and_refuses_until_it_is_under_it() -> None:
+    decode = Decode()
+    decode.reserve(KEY, tokens=6)
+    decode.role.on_transfer(ReservationFailed(KEY, Unavailable("silent")))
+    decode.role.on_transfer(PagesOverdue(KEY))
+    load = decode.role.load()
+    assert (load.quarantined_pages, load.leased_pages) == (3, 0)
+    assert load.fault == "3 of 4 pages are in quarantine, more than 50%"
+    decode.reserve(AttemptKey("refused", 1), tokens=2)
+    refusal = decode.sent[-1].failed
+    assert (refusal.reason, refusal.retry) == (Unavailable.reason, True)
+    decode.role.on_transfer(ReservationFreed(KEY))
+    assert decode.role.load().fault == ""
+    decode.reserve(AttemptKey("taken", 1), tokens=2)
+    assert decode.told[-1] == "reserved"

@@ -1,0 +1,211 @@
+"""The simulation bites: each of these mistakes, made on purpose, fails some seed."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from baton.v1 import worker_pb2 as pb
+from baton.v1.transfer_pb2 import Resend, TransferNote
+from core.errors import BatonError
+from core.types import AttemptKey
+from decode_worker.role import DecodeRole
+from kv_transfer import pushes, receiver, sender
+from kv_transfer.note import drained_note, key_of
+from kv_transfer.receiver import Receiver
+from kv_transfer.reservations import Reservations
+from kv_transfer.sender import Sender
+from prefill_worker.role import PrefillRole
+from router.attempt import Action, Attempt, LinkLost
+
+from .cluster import Cluster
+from .world import Violation
+
+SEEDS = 2500
+Patch = pytest.MonkeyPatch
+
+
+def free_at_once(patch: Patch) -> None:
+    """Pages that a sender may write to are freed when they are not wanted any more."""
+    released = (receiver.State.OPEN, receiver.Step.RELEASED)
+    patch.setitem(receiver.TRANSITIONS, released, receiver.State.FREED)
+
+
+def let_quarantine_expire(patch: Patch) -> None:
+    """A long time is taken for a proof."""
+    revoke = Receiver._revoke
+    revoked: Counter[Receiver] = Counter()
+
+    def give_up(self: Receiver, now: float) -> list[receiver.Action]:
+        actions = revoke(self, now)
+        revoked[self] += bool(actions)
+        return self._take(receiver.Step.DRAINED) if revoked[self] > 5 else actions
+
+    patch.setattr(Receiver, "_revoke", give_up)
+
+
+def write_without_a_lease(patch: Patch) -> None:
+    """A ticket alone allows writes."""
+    ticket = (sender.State.WAITING, sender.Step.TICKET)
+    patch.setitem(sender.TRANSITIONS, ticket, sender.State.PUSHING)
+
+
+def ignore_epochs(patch: Patch) -> None:
+    """A note of an earlier attempt counts for a later one."""
+    hear = Reservations.noted
+
+    def noted(self: Reservations, peer: str, note: TransferNote) -> None:
+        if key_of(note) not in self._expected:
+            later = [key for key in self._expected if key.request_id == note.request_id]
+            note.epoch = max((key.epoch for key in later), default=note.epoch)
+        hear(self, peer, note)
+
+    patch.setattr(Reservations, "noted", noted)
+
+
+def never_say_drained(patch: Patch) -> None:
+    for module in (sender, pushes):
+        patch.setattr(module, "drained_note", lambda key: b"")
+
+
+def say_drained_too_early(patch: Patch) -> None:
+    """Drained is said while a write is under way."""
+
+    def fail(self: Sender, error: BatonError) -> list[sender.Action]:
+        if self.state in (sender.State.DRAINING, sender.State.DONE):
+            return []
+        self._take(sender.Step.GIVE_UP)
+        self._error = error
+        if self._writing is None:
+            return self._drain()
+        return [sender.SendNote(drained_note(self._key)), sender.Fail(error)]
+
+    patch.setattr(Sender, "fail", fail)
+
+
+def forget_dead_senders(patch: Patch) -> None:
+    patch.setattr(Reservations, "sender_died", lambda self, agent: None)
+
+
+def use_damaged_pages(patch: Patch) -> None:
+    patch.setattr(Reservations, "_damaged", lambda self, key, expected, note: [])
+
+
+def send_again_twice(patch: Patch) -> None:
+    """An order to write pages again that comes twice is carried out twice."""
+    carry_out = Sender.resend
+
+    def resend(self: Sender, order: Resend, now: float) -> list[sender.Action]:
+        if order.round == self._round:
+            self._round -= 1
+        return carry_out(self, order, now)
+
+    patch.setattr(Sender, "resend", resend)
+
+
+def free_what_a_write_reads(patch: Patch) -> None:
+    """Prefill frees a cancelled prompt's pages without waiting for its write."""
+    release = PrefillRole._release
+
+    def free(self: PrefillRole, key: AttemptKey) -> None:
+        job = self._jobs.get(key)
+        release(self, key)
+        if job is not None and job.push and key in self._jobs:
+            self._forget(job)
+
+    patch.setattr(PrefillRole, "_release", free)
+
+
+def free_what_is_running(patch: Patch) -> None:
+    """Decode lets go of a finished request's pages twice."""
+    let_go = DecodeRole._let_go
+
+    def twice(self: DecodeRole, key: AttemptKey) -> None:
+        lease = self._leaving.get(key)
+        let_go(self, key)
+        if lease is not None:
+            lease.release()
+
+    patch.setattr(DecodeRole, "_let_go", twice)
+
+
+def forget_to_free(patch: Patch) -> None:
+    """Decode keeps the pages of a reservation that was given up."""
+    patch.setattr(DecodeRole, "_let_go", lambda self, key: self._leaving.pop(key, None))
+
+
+def repeat_token_one(patch: Patch) -> None:
+    """Tokens of decode that overtook token #1 are not held back."""
+    step = Attempt._step
+
+    def at_once(self: Attempt, tokens: pb.StepTokens) -> list[Action]:
+        actions = step(self, tokens)
+        early, self._early = self._early, []
+        return [*early, *actions]
+
+    patch.setattr(Attempt, "_step", at_once)
+
+
+def forget_token_one(patch: Patch) -> None:
+    """A prefill worker whose token #1 has not come is not missed once decode writes."""
+    lose = Attempt._lose
+
+    def shrug(self: Attempt, lost: LinkLost) -> list[Action]:
+        prefill = lost.worker_id == self.placement.prefill
+        return [] if prefill and self.decoding else lose(self, lost)
+
+    patch.setattr(Attempt, "_lose", shrug)
+
+
+MUTATIONS: list[Callable[[Patch], None]] = [
+    free_at_once,
+    let_quarantine_expire,
+    write_without_a_lease,
+    ignore_epochs,
+    never_say_drained,
+    say_drained_too_early,
+    forget_dead_senders,
+    use_damaged_pages,
+    send_again_twice,
+    free_what_a_write_reads,
+    free_what_is_running,
+    forget_to_free,
+    forget_token_one,
+    repeat_token_one,
+]
+
+
+@pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
+def test_a_mistake_is_caught(mutate: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    logging.getLogger("kv_transfer").setLevel(logging.ERROR)
+    mutate(monkeypatch)
+    for seed in range(SEEDS):
+        try:
+            Cluster(seed).run()
+        except Exception as error:  # noqa: BLE001 - a mistake may show in any way
+            print(f"seed {seed}: {type(error).__name__}: {error}")
+            return
+    pytest.fail(f"{SEEDS} seeds saw nothing wrong")
+
+
+def test_a_failing_seed_fails_again_in_the_same_way(monkeypatch: Patch) -> None:
+    free_at_once(monkeypatch)
+    traces = []
+    for _ in range(2):
+        seed = next(seed for seed in range(SEEDS) if fails(seed))
+        cluster = Cluster(seed, trace=True)
+        with pytest.raises(Violation):
+            cluster.run()
+        traces.append(cluster.world.trace)
+    assert traces[0] == traces[1]
+
+
+def fails(seed: int) -> bool:
+    try:
+        Cluster(seed).run()
+    except Violation:
+        return True
+    return False

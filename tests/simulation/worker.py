@@ -1,0 +1,249 @@
+"""One simulated process of a worker: the real role and the real transfer thread's work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+from baton.v1 import worker_pb2 as pb
+from baton.v1.transfer_pb2 import PoolLayout
+from core.config import Config
+from core.types import Role
+from core.wire import role_to
+from decode_worker.role import DecodeRole
+from engine.engine import Engine
+from kv_transfer.events import PagesDamaged, TransferEvent
+from kv_transfer.thread import TransferThread
+from kv_transfer.transport import PoolMemory
+from prefill_worker.role import PrefillRole
+from worker.engine_thread import Detached, FromRouter
+from worker.metrics import WorkerMetrics
+from worker.outbox import Outbox
+
+from .engine import SimulatedEngine
+from .fabric import Fabric, SimulatedTransport
+from .streams import Stream
+from .world import Violation, World
+
+LEASE_SECONDS = 1.0
+LAYOUT = PoolLayout(version=1, model="simulated")
+
+
+class QuietMetrics(WorkerMetrics):
+    """Measures nothing."""
+
+    def __init__(self) -> None:
+        pass
+
+    def damaged(self, pages: int) -> None:
+        pass
+
+    def queued(self, seconds: float) -> None:
+        pass
+
+    def step(self, requests: int, tokens: int, seconds: float) -> None:
+        pass
+
+    def transferred(self, count: int, seconds: float) -> None:
+        pass
+
+    def load(self, load: pb.Load) -> None:
+        pass
+
+
+class SimulatedOutbox(Outbox):
+    """Hands messages to the streams of one worker."""
+
+    def __init__(self, streams: dict[int, Stream]) -> None:
+        self._streams = streams
+
+    def send(self, attachment: int, message: pb.WorkerMessage) -> None:
+        stream = self._streams.get(attachment)
+        if stream is not None:
+            stream.to_router(message)
+
+    def broadcast(self, message: pb.WorkerMessage) -> None:
+        for attachment in list(self._streams):
+            self.send(attachment, message)
+
+    def flush(self) -> None:
+        pass
+
+
+class SimulatedWorker:
+    """Runs the engine's and the transfer's turns, each when it has something to do."""
+
+    def __init__(
+        self,
+        world: World,
+        fabric: Fabric,
+        worker_id: str,
+        kind: Role,
+        config: Config,
+        *,
+        pages: int,
+        digests: bool,
+        incarnation: int,
+    ) -> None:
+        self.world = world
+        self.worker_id = worker_id
+        self.kind = kind
+        self.dead = False
+        self.frozen = False
+        self.streams: dict[int, Stream] = {}
+        # As on a CPU with digests, or as on a GPU without.
+        self.engine = SimulatedEngine(
+            pages, config.page_size, salt=incarnation * 10**6, runs_ahead=not digests
+        )
+        agent = f"{worker_id}.{incarnation}"
+        self.transport = SimulatedTransport(fabric, agent, self.engine.memory)
+        self.transport.poke = self._poke_transfer
+        memory = PoolMemory(0, 8 * config.page_size, pages, "cpu")
+        self.transfer = TransferThread(
+            self.transport,
+            memory,
+            LAYOUT,
+            self._on_transfer,
+            digest=self._digests if digests else None,
+            lease_seconds=LEASE_SECONDS,
+            clock=world.clock,
+        )
+        self.transfer.open()
+        make = PrefillRole if kind is Role.PREFILL else DecodeRole
+        self.role: PrefillRole | DecodeRole = make(
+            cast(Engine, self.engine),
+            self.transfer,
+            SimulatedOutbox(self.streams),
+            QuietMetrics(),
+            config,
+        )
+        self._inbox: list[FromRouter | Detached | TransferEvent] = []
+        self._engine_due = self._transfer_due = False
+        self._tick_at = float("inf")
+        self._postponed: list[Callable[[], None]] = []
+
+    @property
+    def agent(self) -> str:
+        return self.transport.agent
+
+    def welcome(self) -> pb.Welcome:
+        return pb.Welcome(
+            worker_id=self.worker_id,
+            role=role_to(self.kind),
+            pool=self.transfer.pool_address,
+            total_pages=self.engine.pool.total,
+        )
+
+    # What reaches the process.
+
+    def attach(self, stream: Stream) -> None:
+        self.streams[stream.attachment] = stream
+        stream.to_router(pb.WorkerMessage(welcome=self.welcome()))
+
+    def on_message(self, stream: Stream, message: pb.RouterMessage) -> None:
+        self._put(FromRouter(stream.attachment, message))
+
+    def on_detach(self, stream: Stream) -> None:
+        if self.streams.pop(stream.attachment, None):
+            self._put(Detached(stream.attachment))
+
+    def _on_transfer(self, event: TransferEvent) -> None:
+        self.world.log(self.agent, event)
+        if isinstance(event, PagesDamaged):
+            self.world.counts["damaged pages"] += event.count
+        self._put(event)
+
+    def _put(self, item: FromRouter | Detached | TransferEvent) -> None:
+        if not self.dead:
+            self._inbox.append(item)
+            self._poke_engine()
+
+    # Faults.
+
+    def kill(self) -> None:
+        self.dead = True
+        for stream in list(self.streams.values()):
+            stream.cut("its process died")
+
+    def freeze(self) -> None:
+        self.frozen = self.transport.stalled = True
+
+    def thaw(self) -> None:
+        self.frozen = self.transport.stalled = False
+        postponed, self._postponed = self._postponed, []
+        for turn in postponed:
+            turn()
+
+    def drain(self) -> None:
+        """Takes nothing new, and a little later hands back what runs."""
+        self._order(self.role.drain)
+        self.world.after(1.0, lambda: self._order(self.role.hand_back))
+
+    def _order(self, order: Callable[[], None]) -> None:
+        if not self.dead and not self._is_postponed(lambda: self._order(order)):
+            order()
+            self._poke_engine()
+
+    # Turns.
+
+    def _poke_engine(self) -> None:
+        if not self._engine_due:
+            self._engine_due = True
+            self.world.after(self.world.random.random() * 0.01, self._engine_turn)
+
+    def _poke_transfer(self) -> None:
+        if not self._transfer_due:
+            self._transfer_due = True
+            self.world.after(self.world.random.random() * 0.002, self._transfer_turn)
+
+    def _engine_turn(self) -> None:
+        if self.dead or self._is_postponed(self._engine_turn):
+            return
+        self._engine_due = False
+        inbox, self._inbox = self._inbox, []
+        for item in inbox:
+            if isinstance(item, FromRouter):
+                self.role.on_message(item.attachment, item.message)
+            elif isinstance(item, Detached):
+                self.role.on_detach(item.attachment)
+            else:
+                self.role.on_transfer(item)
+        if self.role.step():
+            self._poke_engine()
+        if fault := self.role.load().fault:
+            self._check_fault(fault)
+        self._poke_transfer()
+
+    def _check_fault(self, fault: str) -> None:
+        if "quarantine" not in fault:
+            raise Violation(f"{self.agent} reports: {fault}")
+        self.world.counts["turns over the quarantine budget"] += 1
+
+    def _transfer_turn(self) -> None:
+        if self.dead or self._is_postponed(self._transfer_turn):
+            return
+        self._transfer_due = False
+        self.transfer.step(0.0)
+        self._schedule_tick()
+
+    def _schedule_tick(self) -> None:
+        deadline = self.transfer.deadline
+        if deadline < self._tick_at:
+            self._tick_at = deadline
+            self.world.after(max(deadline - self.world.now, 0.0), self._tick)
+
+    def _tick(self) -> None:
+        self._tick_at = float("inf")
+        self._poke_transfer()
+
+    def _is_postponed(self, turn: Callable[[], None]) -> bool:
+        if self.frozen:
+            self._postponed.append(turn)
+        return self.frozen
+
+    def _digests(self, pages: Sequence[int]) -> list[int]:
+        return [_digest(self.engine.memory[page]) for page in pages]
+
+
+def _digest(page: list[int]) -> int:
+    return sum(cell * (place + 3) for place, cell in enumerate(page)) % 4_294_967_291
