@@ -6,13 +6,17 @@ BIN := $(VENV)/bin
 # Flags for `baton serve`: make serve ARGS="--prefill 2 --decode 2"
 ARGS ?=
 
-.PHONY: serve test lint bench proto setup clean
+.PHONY: serve test test-faults lint bench proto setup clean
 
 serve: setup
 	@$(BIN)/baton serve $(ARGS)
 
 test: setup
 	@$(BIN)/python -m pytest
+
+# Signals at every process at every moment of a request; prints the table of docs/RELIABILITY.md.
+test-faults: setup
+	@$(BIN)/python -m pytest -m 'faults or not faults' tests/cluster/test_fault_matrix.py
 
 lint: $(VENV)/.installed
 	@$(BIN)/ruff check .

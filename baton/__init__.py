@@ -24,7 +24,9 @@ from core.errors import (
     InvalidSampling,
     LayoutMismatch,
     ModelNotFound,
+    PoisonRequest,
     PromptTooLong,
+    SlowReader,
     TokenOutOfRange,
     Unavailable,
     UnknownModel,
@@ -35,7 +37,7 @@ from core.types import FinishReason, Message
 
 if TYPE_CHECKING:
     from baton.aio import AsyncClient, AsyncStream
-    from baton.answers import Answer, Delta, Usage
+    from baton.answers import Answer, Delta, Placement, Usage
     from baton.client import Client, Stream
 
 __all__ = [
@@ -56,7 +58,10 @@ __all__ = [
     "LayoutMismatch",
     "Message",
     "ModelNotFound",
+    "Placement",
+    "PoisonRequest",
     "PromptTooLong",
+    "SlowReader",
     "Stream",
     "TokenOutOfRange",
     "Unavailable",
@@ -72,6 +77,7 @@ _HOMES = {
     "AsyncStream": "baton.aio",
     "Answer": "baton.answers",
     "Delta": "baton.answers",
+    "Placement": "baton.answers",
     "Usage": "baton.answers",
     "Client": "baton.client",
     "Stream": "baton.client",

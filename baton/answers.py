@@ -26,6 +26,16 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class Placement:
+    """Where one attempt at an answer was made."""
+
+    prefill_worker: str  # empty when the decode worker read the prompt itself
+    decode_worker: str  # empty when the first token was known to be the last
+    policy: str  # "split", "local" or "prefill"
+    reason: str  # why there; after the first attempt, what ended the one before
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """A whole answer, and how it came about."""
 
@@ -39,6 +49,7 @@ class Answer:
     seed: int  # the caller's, or the one that was drawn
     prefill_worker: str
     decode_worker: str  # empty when the first token was known to be the last
+    placements: tuple[Placement, ...]  # one an attempt: more than one when a worker was lost
 
 
 class AnswerBuilder:
@@ -86,4 +97,8 @@ class AnswerBuilder:
             seed=started.seed,
             prefill_worker=started.prefill_worker,
             decode_worker=started.decode_worker,
+            placements=tuple(
+                Placement(item.prefill_worker, item.decode_worker, item.policy, item.reason)
+                for item in finished.placements
+            ),
         )

@@ -188,6 +188,12 @@ class Client:
         with translated(self.address):
             return self._admin.Status(cluster_pb2.StatusRequest(), timeout=timeout)
 
+    def drain(self, worker_id: str, *, timeout: float | None = CALL_SECONDS) -> None:
+        """Has a worker take nothing new, finish or hand back what runs, and exit."""
+        with translated(self.address):
+            request = cluster_pb2.DrainRequest(worker_id=worker_id)
+            self._admin.Drain(request, timeout=timeout)
+
     def wait_ready(self, timeout: float = 60.0) -> None:
         """Waits until the cluster can answer; DeadlineExceeded says what is missing."""
         deadline = time.monotonic() + timeout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from baton.v1 import cluster_pb2, worker_pb2
+from core.types import MAX_MESSAGE_BYTES
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 
@@ -12,11 +13,9 @@ CALL_SECONDS = 30.0
 POLL_SECONDS = 0.2
 """Between two looks at a cluster that is not ready."""
 
-_MESSAGE_BYTES = 64 << 20
-
 CHANNEL_OPTIONS: list[tuple[str, int]] = [
-    ("grpc.max_send_message_length", _MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", _MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     # A router that froze or was cut off says nothing: find out by asking.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import cast
 
 import grpc
+from google.protobuf import any_pb2
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
@@ -41,9 +42,16 @@ def translated(address: str) -> Iterator[None]:
 def from_rpc_error(error: grpc.RpcError, address: str) -> BatonError:
     """The error that the router sent, or the nearest to gRPC's code when it sent none."""
     message = error.details() or error.code().name
-    info = _error_info(error)
-    if info is not None:
-        return from_reason(info.reason, message, field=info.metadata.get("field", ""))
+    info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+    details = _details(error)
+    if any(detail.Unpack(info) for detail in details) and info.domain == _DOMAIN:
+        any(detail.Unpack(retry) for detail in details)
+        return from_reason(
+            info.reason,
+            message,
+            field=info.metadata.get("field", ""),
+            retry_after=retry.retry_delay.ToTimedelta().total_seconds(),
+        )
     return _from_code(error.code(), message, address)
 
 
@@ -64,14 +72,11 @@ def _from_code(code: grpc.StatusCode, message: str, address: str) -> BatonError:
     return Internal(f"{address}: {message}")
 
 
-def _error_info(error: grpc.RpcError) -> error_details_pb2.ErrorInfo | None:
-    """Baton's entry in the call's trailer, where there is one that can be read."""
+def _details(error: grpc.RpcError) -> list[any_pb2.Any]:
+    """What the call's trailer holds; nothing when it cannot be read."""
     trailer = cast(Iterable[tuple[str, bytes]], error.trailing_metadata() or ())
     packed = [value for key, value in trailer if key == _DETAILS_KEY]
-    info = error_details_pb2.ErrorInfo()
     try:
-        status = status_pb2.Status.FromString(b"".join(packed))
-        found = any(detail.Unpack(info) for detail in status.details)
+        return list(status_pb2.Status.FromString(b"".join(packed)).details)
     except DecodeError:
-        return None
-    return info if found and info.domain == _DOMAIN else None
+        return []

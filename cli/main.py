@@ -9,6 +9,8 @@ from __future__ import annotations
 import typer
 
 from cli.chat import chat
+from cli.doctor import doctor
+from cli.drain import drain
 from cli.generate import generate
 from cli.model import model
 from cli.serve import serve
@@ -25,4 +27,6 @@ app.command()(serve)
 app.command()(generate)
 app.command()(chat)
 app.command()(status)
+app.command()(doctor)
+app.command()(drain)
 app.add_typer(model, name="model")

@@ -44,16 +44,20 @@ def serve(
     ] = None,
     page_size: Annotated[int | None, typer.Option(help="Tokens a page. (default: 16)")] = None,
     kv_memory: Annotated[
-        str | None, typer.Option(help='K/V memory of each worker, such as "2GiB". (default: 1GiB)')
+        str | None,
+        typer.Option(help='K/V memory of each worker, such as "2GiB". (default: by device)'),
+    ] = None,
+    gpu_memory: Annotated[
+        float | None, typer.Option(help="Share of a GPU that a worker takes. (default: 0.9)")
     ] = None,
     max_context: Annotated[
         int | None, typer.Option(help="A shorter context than the model's.")
     ] = None,
     chunk_tokens: Annotated[
-        int | None, typer.Option(help="Prompt tokens a prefill step. (default: 512)")
+        int | None, typer.Option(help="Prompt tokens a prefill step. (default: by device)")
     ] = None,
     max_batch: Annotated[
-        int | None, typer.Option(help="Requests a decode step. (default: 64)")
+        int | None, typer.Option(help="Requests a decode step. (default: by device)")
     ] = None,
     host: Annotated[
         str | None, typer.Option(help="Where the router listens. (default: 127.0.0.1)")
@@ -75,6 +79,7 @@ def serve(
             "model": model,
             "model_name": model_name,
             "prefill.workers": prefill,
+            "gpu_memory": gpu_memory,
             "prefill.kv_memory": kv_memory,
             "prefill.chunk_tokens": chunk_tokens,
             "decode.workers": decode,
@@ -95,17 +100,19 @@ def serve(
 
 def _serve(config: Config, ray_address: str) -> None:
     preflight.check(config)
-    stopped = threading.Event()
+    stopped, hurry = threading.Event(), threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: _stop(stopped))
+        signal.signal(number, lambda *_: _stop(stopped, hurry))
     # Not on this thread: Ray would take its signals.
     with ThreadPoolExecutor(max_workers=1) as threads:
-        threads.submit(_run, config, ray_address, stopped).result()
+        threads.submit(_run, config, ray_address, stopped, hurry).result()
 
 
-def _stop(stopped: threading.Event) -> None:
+def _stop(stopped: threading.Event, hurry: threading.Event) -> None:
     if not stopped.is_set():
-        typer.echo("stopping …")
+        typer.echo("stopping …  (requests under way may end; Ctrl-C again ends them at once)")
+    else:
+        hurry.set()
     stopped.set()
 
 
@@ -113,7 +120,9 @@ class _Stopped(Exception):
     """The signal to stop came while the cluster started."""
 
 
-def _run(config: Config, ray_address: str, stopped: threading.Event) -> None:
+def _run(
+    config: Config, ray_address: str, stopped: threading.Event, hurry: threading.Event
+) -> None:
     typer.echo("starting Ray …")
     from cluster.launch import Cluster
 
@@ -127,7 +136,7 @@ def _run(config: Config, ray_address: str, stopped: threading.Event) -> None:
     except _Stopped:
         pass
     finally:
-        cluster.stop()
+        cluster.stop(hurry)
 
 
 class _Progress:

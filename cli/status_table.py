@@ -40,7 +40,9 @@ def _router_line(status: cluster_pb2.StatusResponse, address: str) -> Text:
     return Text.assemble(
         (status.model, "bold"),
         f" by {status.router_id} at {address}, up {duration(status.uptime_seconds)},"
-        f" {status.active_requests} active, {status.finished_requests} finished",
+        f" {status.active_requests} active, {status.queued_requests} queued,"
+        f" {status.finished_requests} finished",
+        (" (draining)" if status.draining else "", "yellow"),
     )
 
 
@@ -59,12 +61,18 @@ def _cells(worker: cluster_pb2.WorkerStatus) -> list[RenderableType]:
     return [
         Text.assemble(worker.member.worker_id, (f"\n{worker.member.address}", "dim")),
         _ROLES.get(worker.member.role, "?"),
-        Text("yes", style="green") if worker.attached else Text("no", style="red"),
+        _attached(worker),
         _pages(worker),
         str(worker.load.waiting),
         str(worker.load.running),
         str(worker.active_requests),
     ]
+
+
+def _attached(worker: cluster_pb2.WorkerStatus) -> Text:
+    if worker.attached and worker.draining:
+        return Text("draining", style="yellow")
+    return Text("yes", style="green") if worker.attached else Text("no", style="red")
 
 
 def _pages(worker: cluster_pb2.WorkerStatus) -> Text:

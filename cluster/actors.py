@@ -1,6 +1,6 @@
 """The Ray actors: each is one process that runs one of our servers.
 
-    constructor ─▶ starting ─▶ serving ─stop()─▶ ended
+    constructor ─▶ starting ─▶ serving ─stop() or drained─▶ ended
                        └─────────┴─error─▶ failed ─▶ the process ends ─Ray─▶ constructor
 
 A server runs on an event loop of its own, in a thread that the constructor
@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING
 import ray
 import uvloop
 
-from cluster.controller import CONTROLLER, Member
+from cluster.controller import CONTROLLER, DRAINED, Member
 from core import config as configs
 from core.errors import BatonError
+from core.process import Stopping
 from core.types import Role
 from worker.cpu import claim_threads
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# Beyond the time that requests are given to end.
 STOP_SECONDS = 10.0
 TELL_SECONDS = 1.0
 # Between a failure and the end of the process: time to tell, and no hurry to fail again.
@@ -48,20 +50,25 @@ class _ServerActor:
         # By name: a handle among the arguments could not be relied on at a restart.
         self._controller = ray.get_actor(CONTROLLER)
         self._loop = uvloop.new_event_loop()
-        self._stopping = asyncio.Event()
+        self._stopping = Stopping()
         self._serving = False
         logging.basicConfig(level=self._config.log_level.upper())
         self._thread = threading.Thread(target=self._run, name=member.worker_id, daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the server in order; returns when it has let go of everything.
+        """Lets requests come to their end, for so long, and ends the server in order; returns
+        when it has let go of everything.
 
         One that does not serve yet holds nothing that others could miss: it is left to be killed.
         """
         if self._serving:
-            self._loop.call_soon_threadsafe(self._stopping.set)
-            self._thread.join(STOP_SECONDS)
+            self._loop.call_soon_threadsafe(self._stopping.asked.set)
+            self._thread.join(self._config.drain_seconds + STOP_SECONDS)
+
+    def hurry(self) -> None:
+        """Has a server that is stopping wait for nothing."""
+        self._loop.call_soon_threadsafe(self._stopping.at_once.set)
 
     def _run(self) -> None:
         try:
@@ -120,6 +127,8 @@ class WorkerActor(_ServerActor):
         self._serving = True
         self._tell(progress="ready", address=server.address)
         await server.serve_until(self._stopping)
+        if not self._stopping.asked.is_set():
+            self._tell(progress=DRAINED, address="")
 
 
 class RouterActor(_ServerActor):

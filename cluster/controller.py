@@ -14,13 +14,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+import ray
 
 from baton.v1 import cluster_pb2, cluster_pb2_grpc
-from core.types import Role
+from core.types import MAX_MESSAGE_BYTES, Role
 from core.wire import role_to
 
 CONTROLLER = "controller"
 """The controller's name in the cluster's Ray namespace."""
+
+DRAINED = "drained"
+"""The progress of a worker that has ended because it was told to, and is not to come back."""
 
 LEARNING_SECONDS = 5.0
 """How long a controller that has just started waits for members it expects."""
@@ -53,7 +57,12 @@ class Controller:
         self._expected = frozenset(expected)
         self._members: dict[str, Member] = {}
         self._membership = Membership()
-        self._server = grpc.aio.server()
+        options = [
+            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+            # Routers ask whether we are there; most of the time there is nothing else to say.
+            ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        ]
+        self._server = grpc.aio.server(options=options)
         cluster_pb2_grpc.add_MembershipServicer_to_server(self._membership, self._server)
         self._server.add_insecure_port(address)
         self._learning = asyncio.ensure_future(self._learn())
@@ -61,6 +70,9 @@ class Controller:
     async def update(self, member: Member) -> None:
         """A process tells how far it is. A restarted one replaces its earlier self."""
         self._members[member.worker_id] = member
+        if member.progress == DRAINED:
+            # Ray would otherwise start it again.
+            ray.kill(ray.get_actor(member.worker_id), no_restart=True)
         if self._learning.done() or self._members.keys() >= self._expected:
             await self._publish()
 

@@ -1,7 +1,8 @@
 """Starts and stops a cluster on Ray.
 
 start()  joins or starts Ray, makes the actors, returns when requests can be served
-stop()   ends every actor in order and, where it was started here, Ray itself
+stop()   lets requests come to their end, ends every actor in order and, where it was started
+         here, Ray itself; waits for no request once `hurry` is set
 
 Each run has a Ray namespace of its own: any number of clusters can live on one
 Ray, as long as their routers listen on different ports. On a Ray that was
@@ -15,6 +16,7 @@ import dataclasses
 import logging
 import os
 import secrets
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +34,8 @@ from core.types import Role
 
 ROUTER = "router-0"
 POLL_SECONDS = 0.1
+# Of calls to one actor: it can be told to hurry while it stops.
+CONCURRENCY = 2
 MEMBERS_SECONDS = 5.0
 STOP_SECONDS = 15.0
 # Nothing of ours goes through Ray's object store; this is the least it takes.
@@ -47,7 +51,8 @@ class Cluster:
         # Ports are chosen here, once: a router that starts again must be where it was.
         self._config = dataclasses.replace(config, router=_with_ports(config.router))
         self._ray_address = ray_address
-        self._actors: list[Any] = []
+        self._workers: list[Any] = []
+        self._routers: list[Any] = []
         self._controller: Any = None
         self._pids: dict[str, int] = {}
         self.log_folder = ""
@@ -65,8 +70,8 @@ class Cluster:
         gpus = self._gpus_per_worker()
         address = self._make_controller([ROUTER, *(member.worker_id for member in workers)])
         for member in workers:
-            self._actors.append(self._make_worker(member, gpus))
-        self._actors.append(self._make_router(address))
+            self._workers.append(self._make_worker(member, gpus))
+        self._routers.append(self._make_router(address))
         return self._wait(on_progress, time.monotonic() + timeout)
 
     def members(self) -> list[Member]:
@@ -79,17 +84,29 @@ class Cluster:
             return []
         return found
 
-    def stop(self) -> None:
+    def stop(self, hurry: threading.Event | None = None) -> None:
         """Leaves no process of this cluster behind."""
         if not ray.is_initialized():
             return
-        stops = [actor.stop.remote() for actor in self._actors]
-        if stops:
-            ray.wait(stops, num_returns=len(stops), timeout=STOP_SECONDS)
-        for actor in (*self._actors, self._controller):
+        hurry = hurry or threading.Event()
+        # The router first: its requests need the workers.
+        self._stop_actors(self._routers, hurry)
+        self._stop_actors(self._workers, hurry)
+        for actor in (*self._routers, *self._workers, self._controller):
             if actor is not None:
                 ray.kill(actor)
         ray.shutdown()
+
+    def _stop_actors(self, actors: list[Any], hurry: threading.Event) -> None:
+        stops = [actor.stop.remote() for actor in actors]
+        deadline = time.monotonic() + self._config.drain_seconds + STOP_SECONDS
+        hurried = False
+        while stops and time.monotonic() < deadline:
+            if hurry.is_set() and not hurried:
+                hurried = True
+                for actor in actors:
+                    actor.hurry.remote()
+            _, stops = ray.wait(stops, num_returns=len(stops), timeout=POLL_SECONDS)
 
     def _join_ray(self) -> None:
         # Ray would announce what is no news here: that it authenticates its processes, and that
@@ -149,6 +166,7 @@ class Cluster:
         actor = ray.remote(WorkerActor).options(
             name=member.worker_id,
             num_cpus=0,
+            max_concurrency=CONCURRENCY,
             num_gpus=gpus if section.gpus is None else section.gpus,
             # A worker that dies starts again, for ever, and rejoins.
             max_restarts=-1,
@@ -158,7 +176,7 @@ class Cluster:
 
     def _make_router(self, controller_address: str) -> Any:
         member = Member(ROUTER, None, self._config.router.host)
-        actor = ray.remote(RouterActor).options(**_here(ROUTER))
+        actor = ray.remote(RouterActor).options(**_here(ROUTER), max_concurrency=CONCURRENCY)
         tree = configs.dump(self._config)
         return actor.remote(tree, member, controller_address)
 

@@ -34,7 +34,7 @@ def _check_pools(config: Config, architecture: Architecture) -> None:
         ("prefill.kv_memory", config.prefill.kv_memory),
         ("decode.kv_memory", config.decode.kv_memory),
     ):
-        if kv_memory < page_bytes:
+        if 0 < kv_memory < page_bytes:
             raise InvalidConfig(
                 f"{name} of {int(kv_memory)} bytes holds no page: one takes {page_bytes}",
                 field=name,

@@ -42,6 +42,14 @@ def _positive(value: float) -> str:
     return "" if value > 0 else "must be above 0"
 
 
+def _not_negative(value: float) -> str:
+    return "" if value >= 0 else "must be 0 or more"
+
+
+def _share(value: float) -> str:
+    return "" if 0 < value <= 1 else "must be above 0 and at most 1"
+
+
 def _port(value: int) -> str:
     return "" if 0 <= value <= 65535 else "must be a port, 0 to 65535"
 
@@ -65,14 +73,37 @@ class RouterConfig:
     host: str = "127.0.0.1"
     port: int = _checked(50051, _port)
     metrics_port: int = _checked(9400, _port)
-    # Requests under way at once; further ones are refused.
+    # Requests under way at once, waiting or not; further ones are refused.
     max_requests: int = _checked(1024, _positive)
-    # How long a request waits for a usable pair of workers.
+    # Of these, how many may wait for a worker with room, and for how long each.
+    max_queued: int = _checked(512, _positive)
+    queue_timeout: float = _checked(600.0, _positive)
+    # Requests that one worker is sent before it has begun, or promised pages to, those before.
+    worker_backlog: int = _checked(16, _positive)
+    # How long a request waits for workers when there are none.
     placement_timeout: float = _checked(30.0, _positive)
+    # Attempts of one request that may end in a worker's death; then it fails.
+    max_worker_deaths: int = _checked(2, _positive)
+    # Attempts of one request in all.
+    max_attempts: int = _checked(8, _positive)
+    # Whether decode workers read prompts when no prefill worker has been there
+    # for some seconds.
+    local_prefill: bool = True
+    local_prefill_after: float = _checked(2.0, _not_negative)
     # From placement to token #1.
     first_token_timeout: float = _checked(600.0, _positive)
     # Between two tokens.
     stall_timeout: float = _checked(120.0, _positive)
+    # Tokens that may wait for a client which does not read; then it is cut off.
+    reader_buffer: int = _checked(4096, _positive)
+    # Workers are asked this often whether they are there, and count as lost
+    # when nothing has come from them for `frozen_seconds`, or when their engine
+    # has work and has not reported for `engine_stall_seconds`.
+    ping_seconds: float = _checked(0.5, _positive)
+    frozen_seconds: float = _checked(3.0, _positive)
+    engine_stall_seconds: float = _checked(60.0, _positive)
+    # An idle worker makes one token this often, to show that it can; 0 never.
+    canary_seconds: float = _checked(30.0, _not_negative)
     # Threads that tokenize and render templates.
     text_threads: int = _checked(2, _positive)
 
@@ -85,9 +116,11 @@ class PrefillConfig:
     host: str = "127.0.0.1"
     # 0 takes a free port; processes started one by one want a fixed one.
     port: int = _checked(0, _port)
-    kv_memory: Size = _checked(Size(2**30), _positive)
-    # Prompt tokens computed in one step.
-    chunk_tokens: int = _checked(512, _positive)
+    # Memory for pages; 0 chooses by device: 1 GiB, or on a GPU all that
+    # `gpu_memory` leaves.
+    kv_memory: Size = _checked(Size(0), _not_negative)
+    # Prompt tokens computed in one step; 0 chooses by device: 512, or 8,192 on a GPU.
+    chunk_tokens: int = _checked(0, _not_negative)
     # CPU threads of one worker; unset takes all cores.
     threads: int | None = _checked(None, _positive)
     # GPUs of one worker; unset takes one where the cluster has any.
@@ -101,11 +134,12 @@ class DecodeConfig:
     workers: int = _checked(1, _positive)
     host: str = "127.0.0.1"
     port: int = _checked(0, _port)
-    kv_memory: Size = _checked(Size(2**30), _positive)
-    # Requests in one step.
-    max_batch: int = _checked(64, _positive)
-    # Tokens recomputed in one step for requests that lost their pages.
-    chunk_tokens: int = _checked(256, _positive)
+    kv_memory: Size = _checked(Size(0), _not_negative)
+    # Requests in one step; 0 chooses by device: 64, or 256 on a GPU.
+    max_batch: int = _checked(0, _not_negative)
+    # Tokens recomputed in one step for requests that lost their pages; 0
+    # chooses by device: 256, or 2,048 on a GPU.
+    chunk_tokens: int = _checked(0, _not_negative)
     # On a CPU: how far decode's threads stand back for other processes, 0 to 19.
     # Where both pools share cores, prompts then run at full speed, and answers
     # are written together rather than a few at a time.
@@ -133,10 +167,27 @@ class Config:
     model_name: str = ""
     dtype: str = _checked("auto", _one_of("auto", "float32", "bfloat16", "float16"))
     device: str = _checked("auto", _one_of("auto", "cpu", "cuda"))
+    # How pages travel between workers; "auto" takes CUDA IPC within a host of
+    # GPUs, and NIXL elsewhere.
+    transport: str = _checked("auto", _one_of("auto", "nixl", "cuda_ipc"))
+    # The share of a GPU's memory that one worker takes for weights, pages and work.
+    gpu_memory: float = _checked(0.9, _share)
+    # "files", or "random" for a worker that is only measured: of the model's
+    # folder it then needs no weights.
+    weights: str = _checked("files", _one_of("files", "random"))
     # Tokens a page of K/V.
     page_size: int = _checked(16, _positive)
     # A shorter context than the model's.
     max_context: int | None = _checked(None, _positive)
+    # How long a process that is told to stop lets its requests run on. Those of
+    # a worker then go on elsewhere.
+    drain_seconds: float = _checked(20.0, _not_negative)
+    # The largest share of a pool that may wait in quarantine for writes of lost
+    # peers; with more, a worker takes nothing new.
+    quarantine_share: float = _checked(0.5, _share)
+    # A digest of each page, made where the page is and checked where it arrives;
+    # "auto" is on where pools are in CPU memory.
+    page_digests: str = _checked("auto", _one_of("auto", "on", "off"))
     log_level: str = _checked("info", _one_of("debug", "info", "warning", "error"))
     router: RouterConfig = RouterConfig()
     prefill: PrefillConfig = PrefillConfig()
@@ -146,6 +197,27 @@ class Config:
     def pool(self, role: Role) -> PrefillConfig | DecodeConfig:
         """The section of a role's workers."""
         return self.prefill if role is Role.PREFILL else self.decode
+
+
+def settle(config: Config, device: str) -> Config:
+    """`config` with every value that is to be chosen by device chosen for "cpu" or "cuda"."""
+    gpu = device == "cuda"
+    memory = Size(0 if gpu else 2**30)
+    prefill, decode = config.prefill, config.decode
+    return dataclasses.replace(
+        config,
+        prefill=dataclasses.replace(
+            prefill,
+            kv_memory=prefill.kv_memory or memory,
+            chunk_tokens=prefill.chunk_tokens or (8192 if gpu else 512),
+        ),
+        decode=dataclasses.replace(
+            decode,
+            kv_memory=decode.kv_memory or memory,
+            max_batch=decode.max_batch or (256 if gpu else 64),
+            chunk_tokens=decode.chunk_tokens or (2048 if gpu else 256),
+        ),
+    )
 
 
 def load(path: Path | None, overrides: Mapping[str, object] | None = None) -> Config:

@@ -11,12 +11,14 @@
     │   ├── InvalidCheckpoint
     │   └── ModelNotFound
     ├── Exhausted                try again later, or ask for less
+    │   └── SlowReader           the caller did not read its answer
     ├── Unavailable              no worker can take it now
     │   ├── WorkerLost
     │   └── LayoutMismatch
     ├── DeadlineExceeded         a wait ran out
     ├── Cancelled                the caller went away
     └── Internal                 our fault
+        └── PoisonRequest        workers died under the request, again and again
 
 An error's `reason` is stable and travels on the wire; its message is for
 people. Code that receives a reason rebuilds the error with `from_reason`.
@@ -28,14 +30,18 @@ from typing import ClassVar, NamedTuple
 
 
 class BatonError(Exception):
-    """Any error of Baton's. `field` names the offending input where there is one."""
+    """Any error of Baton's. `field` names the offending input where there is one.
+
+    `retry_after` is how many seconds to wait before trying again, where that may help; else 0.
+    """
 
     reason: ClassVar[str] = "INTERNAL"
 
-    def __init__(self, message: str, *, field: str = "") -> None:
+    def __init__(self, message: str, *, field: str = "", retry_after: float = 0.0) -> None:
         super().__init__(message)
         self.message = message
         self.field = field
+        self.retry_after = retry_after
 
 
 class InvalidRequest(BatonError):
@@ -78,6 +84,10 @@ class Exhausted(BatonError):
     reason = "EXHAUSTED"
 
 
+class SlowReader(Exhausted):
+    reason = "SLOW_READER"
+
+
 class Unavailable(BatonError):
     reason = "UNAVAILABLE"
 
@@ -100,6 +110,10 @@ class Cancelled(BatonError):
 
 class Internal(BatonError):
     reason = "INTERNAL"
+
+
+class PoisonRequest(Internal):
+    reason = "POISON_REQUEST"
 
 
 class Translation(NamedTuple):
@@ -132,6 +146,8 @@ def _tree(cls: type[BatonError]) -> list[type[BatonError]]:
 _BY_REASON = {cls.reason: cls for cls in _tree(BatonError)}
 
 
-def from_reason(reason: str, message: str, *, field: str = "") -> BatonError:
+def from_reason(
+    reason: str, message: str, *, field: str = "", retry_after: float = 0.0
+) -> BatonError:
     """The error that was sent as `reason`; Internal when this version does not know it."""
-    return _BY_REASON.get(reason, Internal)(message, field=field)
+    return _BY_REASON.get(reason, Internal)(message, field=field, retry_after=retry_after)

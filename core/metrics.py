@@ -11,6 +11,8 @@ PROMPT_TOKENS = "baton_prompt_tokens_total"
 GENERATION_TOKENS = "baton_generation_tokens_total"
 REQUESTS = "baton_requests_total"
 ACTIVE_REQUESTS = "baton_active_requests"
+QUEUED_REQUESTS = "baton_queued_requests"
+RETRIES = "baton_retries_total"
 PHASE_QUEUE_SECONDS = "baton_phase_queue_seconds"
 PREFILL_SECONDS = "baton_prefill_compute_seconds"
 TRANSFER_BYTES = "baton_transfer_bytes_total"
@@ -25,6 +27,7 @@ QUEUE_SECONDS = "baton_worker_queue_seconds"
 STEP_SECONDS = "baton_step_seconds"
 BATCH_SIZE = "baton_batch_size"
 COMPUTED_TOKENS = "baton_computed_tokens_total"
+DAMAGED_PAGES = "baton_damaged_pages_total"
 
 HELP = {
     TTFT_SECONDS: "From the request's arrival at the router to its first token",
@@ -35,7 +38,10 @@ HELP = {
     GENERATION_TOKENS: "Tokens generated",
     REQUESTS: "Requests ended, by outcome: stop, length, or the error's reason",
     ACTIVE_REQUESTS: "Requests under way in this router",
-    PHASE_QUEUE_SECONDS: "Wait before each phase: prefill, reserve (decode pages), decode (batch)",
+    QUEUED_REQUESTS: "Requests that wait in this router for a worker with room",
+    RETRIES: "Attempts that ended early and were followed by another, by the error's reason",
+    PHASE_QUEUE_SECONDS: "Wait before each phase: router (for a worker with room), prefill,"
+    " reserve (decode pages), decode (batch)",
     PREFILL_SECONDS: "From a prompt's first chunk to its first token",
     TRANSFER_BYTES: "Bytes of K/V pages pushed from prefill to decode",
     TRANSFER_SECONDS: "Time during which a request's pages were being written, summed",
@@ -47,6 +53,7 @@ HELP = {
     STEP_SECONDS: "Duration of one step of the engine",
     BATCH_SIZE: "Requests in one step",
     COMPUTED_TOKENS: "Tokens run through the model",
+    DAMAGED_PAGES: "Pages that arrived damaged and were asked for again",
 }
 
 LATENCY_BUCKETS = (

@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of the router-worker protocol. Both ends must agree."""
+
+MAX_MESSAGE_BYTES = 64 * 2**20
+"""The largest gRPC message that any part sends or takes."""
 
 
 class Role(enum.StrEnum):
@@ -63,10 +66,18 @@ class Work:
     """One attempt as workers see it: token ids and numbers, no text."""
 
     key: AttemptKey
+    # The prompt and, after it, what earlier attempts have already answered.
     prompt_tokens: Sequence[int]
     sampling: Sampling
     max_tokens: int
     stop_token_ids: frozenset[int]
+    # How many of prompt_tokens, at their end, are answer.
+    answer_tokens: int = 0
+
+    @property
+    def tokens_wanted(self) -> int:
+        """The most tokens that are still to be generated."""
+        return self.max_tokens - self.answer_tokens
 
     def finish_reason(self, token: int, generated: int) -> FinishReason | None:
         """Whether `token`, the `generated`-th of the answer, is its last."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from baton.v1 import inference_pb2
 from baton.v1 import worker_pb2 as pb
-from core.errors import BatonError, from_reason
+from core.errors import BatonError, Unavailable, from_reason
 from core.types import AttemptKey, FinishReason, Role, Sampling, Work
 
 _FINISH: dict[FinishReason | None, inference_pb2.FinishReason.ValueType] = {
@@ -35,6 +35,7 @@ def work_to(work: Work) -> pb.Work:
         ),
         max_tokens=work.max_tokens,
         stop_token_ids=sorted(work.stop_token_ids),
+        answer_tokens=work.answer_tokens,
     )
 
 
@@ -55,6 +56,7 @@ def work_from(message: pb.Work) -> Work:
         ),
         max_tokens=message.max_tokens,
         stop_token_ids=frozenset(message.stop_token_ids),
+        answer_tokens=message.answer_tokens,
     )
 
 
@@ -74,10 +76,15 @@ def role_from(value: pb.Role.ValueType) -> Role:
     return _ROLE_BACK[value]
 
 
-def failed_to(key: AttemptKey, error: BatonError) -> pb.WorkerMessage:
+def failed_to(key: AttemptKey, error: BatonError, *, retry: bool = False) -> pb.WorkerMessage:
+    """`retry` says that the request itself is sound, whatever the error's type says."""
     return pb.WorkerMessage(
         failed=pb.Failed(
-            request_id=key.request_id, epoch=key.epoch, reason=error.reason, message=error.message
+            request_id=key.request_id,
+            epoch=key.epoch,
+            reason=error.reason,
+            message=error.message,
+            retry=retry or isinstance(error, Unavailable),
         )
     )
 

@@ -9,6 +9,8 @@ The life of one attempt:
               forgotten       └─▶ leaving: the sender may still write; the
                                   pages are freed when the transfer thread
                                   says that no write can reach them
+
+    Compute ─▶ running, its prompt read here: nobody sends pages
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from dataclasses import dataclass
 
 from baton.v1 import worker_pb2 as pb
 from core.config import Config
-from core.errors import BatonError, Exhausted, Internal
+from core.errors import BatonError, Exhausted, Internal, Unavailable
 from core.types import AttemptKey, Work
 from core.wire import failed_to, finish_to, work_from
 from decode_worker.scheduler import DecodeScheduler, Reservation
@@ -28,6 +30,8 @@ from engine.page_pool import Lease
 from engine.sequence import Piece, Sequence
 from kv_transfer.events import (
     Landed,
+    PagesDamaged,
+    PagesOverdue,
     ReservationFailed,
     ReservationFreed,
     TransferCrashed,
@@ -35,10 +39,10 @@ from kv_transfer.events import (
 )
 from kv_transfer.thread import TransferThread
 from kv_transfer.ticket import make_ticket
-from worker.admission import check_work
+from worker.admission import check_work, quarantine_fault
+from worker.flights import Flights, Settled
 from worker.metrics import WorkerMetrics
 from worker.outbox import Outbox
-from worker.run_plan import run_plan
 
 
 @dataclass(slots=True)
@@ -50,14 +54,7 @@ class Job:
     landed: float = 0.0
     sequence: Sequence | None = None
     queue_seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Leaving:
-    """Pages of a released reservation that its sender may still write to."""
-
-    lease: Lease
-    sender: str
+    writing: bool = False  # a token has been sent
 
 
 class DecodeRole:
@@ -74,27 +71,43 @@ class DecodeRole:
         self._transfer = transfer
         self._outbox = outbox
         self._metrics = metrics
+        self._flights = Flights(engine, metrics)
         self._scheduler = DecodeScheduler(
             engine.pool, config.decode.max_batch, config.decode.chunk_tokens
         )
         self._ticket_seconds = config.decode.ticket_seconds
         self._jobs: dict[AttemptKey, Job] = {}
-        self._leaving: dict[AttemptKey, Leaving] = {}
+        # Pages of released reservations that their senders may still write to.
+        self._leaving: dict[AttemptKey, Lease] = {}
+        self._overdue: set[AttemptKey] = set()  # of these, those that stay for long
+        self._quarantine_share = config.quarantine_share
+        self._draining = False
+
+    @property
+    def idle(self) -> bool:
+        return not self._jobs
 
     def on_message(self, attachment: int, message: pb.RouterMessage) -> None:
         match message.WhichOneof("kind"):
             case "reserve":
                 self._accept(attachment, message.reserve)
+            case "compute":
+                self._accept(attachment, message.compute)
             case "release":
-                release = message.release
-                key = AttemptKey(release.request_id, release.epoch)
-                self._release(key, undelivered=release.undelivered)
+                self._release(AttemptKey(message.release.request_id, message.release.epoch))
             case "sender_gone":
-                self._sender_gone(message.sender_gone.agent)
+                self._transfer.sender_died(message.sender_gone.agent)
 
     def on_detach(self, attachment: int) -> None:
         for key in [key for key, job in self._jobs.items() if job.attachment == attachment]:
-            self._release(key, undelivered=False)
+            self._release(key)
+
+    def drain(self) -> None:
+        self._draining = True
+
+    def hand_back(self) -> None:
+        for job in list(self._jobs.values()):
+            self._fail(job, Unavailable("the decode worker is being drained"))
 
     def on_transfer(self, event: TransferEvent) -> None:
         match event:
@@ -102,41 +115,53 @@ class DecodeRole:
                 self._land(event)
             case ReservationFreed():
                 self._let_go(event.key)
+            case PagesOverdue() if event.key in self._leaving:
+                self._overdue.add(event.key)
+            case PagesDamaged():
+                self._metrics.damaged(event.count)
             case ReservationFailed() if event.key in self._jobs:
-                self._fail(self._jobs[event.key], event.error)
+                self._lose(self._jobs[event.key], event.error)
             case TransferCrashed():
                 raise Internal(f"the transfer thread stopped: {event.reason}")
 
     def step(self) -> bool:
         self._grant()
         plan = self._scheduler.next()
-        if not plan:
+        if not plan and not self._flights.any:
             return False
-        began = time.monotonic()
-        self._admit(plan, began)
-        outcomes = run_plan(self._engine, plan)
-        self._metrics.step(len(plan), sum(piece.count for piece in plan), time.monotonic() - began)
+        self._admit(plan, time.monotonic())
         steps: defaultdict[int, list[pb.StepTokens]] = defaultdict(list)
-        for piece, outcome in zip(plan, outcomes, strict=True):
-            self._commit(piece.sequence, outcome, steps)
+        for settled in self._flights.advance(plan):
+            self._commit(settled, steps)
         for attachment, tokens in steps.items():
             self._outbox.send(attachment, pb.WorkerMessage(step=pb.Step(tokens=tokens)))
         return True
 
     def load(self) -> pb.Load:
-        leaving = sum(len(item.lease) for item in self._leaving.values())
         load = pb.Load(
             free_pages=self._pool.free,
-            leased_pages=self._pool.leased - leaving,
-            quarantined_pages=leaving,
+            leased_pages=self._pool.leased - self._quarantined,
+            quarantined_pages=self._quarantined,
             waiting=self._scheduler.waiting,
             running=self._scheduler.running,
-            fault=self._pool.check_integrity(held=leaving) if not self._jobs else "",
+            fault=self._fault,
         )
         self._metrics.load(load)
         return load
 
-    def _accept(self, attachment: int, message: pb.Reserve) -> None:
+    @property
+    def _quarantined(self) -> int:
+        return sum(len(self._leaving[key]) for key in self._overdue)
+
+    @property
+    def _fault(self) -> str:
+        leaving = sum(map(len, self._leaving.values()))
+        busy = self._jobs or self._flights.any
+        leak = "" if busy else self._pool.check_integrity(held=leaving)
+        share = self._quarantine_share
+        return leak or quarantine_fault(self._quarantined, self._pool.total, share)
+
+    def _accept(self, attachment: int, message: pb.Reserve | pb.Compute) -> None:
         work = work_from(message.work)
         if work.key in self._jobs or work.key in self._leaving:
             return
@@ -145,12 +170,21 @@ class DecodeRole:
         except BatonError as error:
             self._outbox.send(attachment, failed_to(work.key, error))
             return
-        self._jobs[work.key] = Job(attachment, work, message.sender, time.monotonic())
-        self._scheduler.reserve(work)
+        now = time.monotonic()
+        if isinstance(message, pb.Reserve):
+            self._jobs[work.key] = Job(attachment, work, message.sender, now)
+            self._scheduler.reserve(work)
+        else:
+            sequence = self._scheduler.compute(work)
+            self._jobs[work.key] = Job(attachment, work, "", now, landed=now, sequence=sequence)
 
     def _check(self, work: Work) -> None:
+        if self._draining:
+            raise Unavailable("the decode worker is being drained")
+        if fault := quarantine_fault(self._quarantined, self._pool.total, self._quarantine_share):
+            raise Unavailable(fault)
         check_work(work, self._engine.architecture.vocabulary_size)
-        wanted = self._pool.pages_for(len(work.prompt_tokens) + work.max_tokens)
+        wanted = self._pool.pages_for(len(work.prompt_tokens) + work.tokens_wanted)
         if wanted > self._pool.total:
             raise Exhausted(f"the request needs {wanted} pages; the pool has {self._pool.total}")
 
@@ -160,12 +194,14 @@ class DecodeRole:
 
     def _send_ticket(self, job: Job, reservation: Reservation) -> None:
         key = job.work.key
-        self._transfer.expect(key, len(reservation.lease), self._ticket_seconds)
+        pages = reservation.lease.pages
+        self._transfer.expect(key, job.sender, pages, self._ticket_seconds)
         ticket = make_ticket(
             key,
             agent=self._transfer.pool_address.agent,
-            pages=reservation.lease.pages,
+            pages=pages,
             expires_after_seconds=self._ticket_seconds,
+            lease_seconds=self._transfer.lease_seconds,
             layout=self._transfer.pool_address.layout,
         )
         reserved = pb.Reserved(
@@ -192,13 +228,11 @@ class DecodeRole:
                 job.queue_seconds = now - job.landed
                 self._metrics.queued(job.queue_seconds)
 
-    def _commit(
-        self,
-        sequence: Sequence,
-        outcome: int | BatonError | None,
-        steps: defaultdict[int, list[pb.StepTokens]],
-    ) -> None:
-        job = self._jobs[sequence.work.key]
+    def _commit(self, settled: Settled, steps: defaultdict[int, list[pb.StepTokens]]) -> None:
+        sequence, outcome = settled.sequence, settled.outcome
+        job = self._jobs.get(sequence.work.key)
+        if job is None or job.sequence is not sequence:
+            return  # over while its step was under way
         if isinstance(outcome, BatonError):
             self._fail(job, outcome)
         elif outcome is not None:
@@ -209,18 +243,27 @@ class DecodeRole:
                     epoch=job.work.key.epoch,
                     token_ids=[outcome],
                     finish_reason=finish_to(finish),
-                    queue_seconds=job.queue_seconds if sequence.generated == 2 else 0.0,
+                    queue_seconds=0.0 if job.writing else job.queue_seconds,
                 )
             )
+            job.writing = True
             if finish:
                 self._scheduler.finish(sequence)
                 del self._jobs[job.work.key]
 
     def _fail(self, job: Job, error: BatonError) -> None:
         self._outbox.send(job.attachment, failed_to(job.work.key, error))
-        self._release(job.work.key, undelivered=False)
+        self._release(job.work.key)
 
-    def _release(self, key: AttemptKey, *, undelivered: bool) -> None:
+    def _lose(self, job: Job, error: BatonError | None) -> None:
+        """A prompt will not arrive. Where prefill gave up, its own word is on its way to the
+        router: token #1 that was the last, or an error. Ours could overtake it."""
+        if error is None:
+            self._release(job.work.key)
+        else:
+            self._fail(job, error)
+
+    def _release(self, key: AttemptKey) -> None:
         job = self._jobs.pop(key, None)
         if job is None:
             return
@@ -229,16 +272,11 @@ class DecodeRole:
             return
         reservation = self._scheduler.withdraw(key)
         if reservation is not None:
-            self._leaving[key] = Leaving(reservation.lease, job.sender)
-            self._transfer.release_reservation(key, undelivered=undelivered)
+            self._leaving[key] = reservation.lease
+            self._transfer.release_reservation(key)
 
     def _let_go(self, key: AttemptKey) -> None:
-        leaving = self._leaving.pop(key, None)
-        if leaving is not None:
-            leaving.lease.release()
-
-    def _sender_gone(self, agent: str) -> None:
-        senders = {key: job.sender for key, job in self._jobs.items()}
-        senders |= {key: leaving.sender for key, leaving in self._leaving.items()}
-        for key in [key for key, sender in senders.items() if sender == agent]:
-            self._transfer.sender_died(key)
+        self._overdue.discard(key)
+        lease = self._leaving.pop(key, None)
+        if lease is not None:
+            lease.release()

@@ -2,14 +2,15 @@
 
     reserve ─▶ waiting ─grant─▶ travelling ─arrive─▶ ready ─▶ running ─▶ finished
                                                        ▲         │
-                                                       └─resume──┘ preempted
+                                  compute ─▶ preempted └─resume──┘ preempted
 
 A reservation takes the pages of its prompt and no more; a running request
 grows page by page. When the pool is full, the youngest arrived request gives
 its pages back and is computed again from its tokens when there is room
 (prompt and answer in one go, by the same forward pass), so nothing is lost and
 the oldest request always moves on. New reservations wait while a preempted
-request does.
+request does. A request whose prompt is to be computed here comes in as if it
+had been preempted.
 """
 
 from __future__ import annotations
@@ -92,6 +93,14 @@ class DecodeScheduler:
         self._ready.append(sequence)
         return sequence
 
+    def compute(self, work: Work) -> Sequence:
+        """A request whose prompt nobody sends: it is computed here, once there is room."""
+        lease = self._pool.acquire(0)
+        lease.release()
+        sequence = Sequence(work, lease, order=next(self._orders))
+        self._preempted.append(sequence)
+        return sequence
+
     def withdraw(self, key: AttemptKey) -> Reservation | None:
         """Forgets a reservation that has not arrived. Its pages are the caller's to free."""
         self._waiting.pop(key, None)
@@ -110,10 +119,13 @@ class DecodeScheduler:
         self._resume()
         while self._ready and len(self._running) < self._max_batch:
             bisect.insort(self._running, self._ready.pop(0), key=_order)
-        self._grow()
+        if not self._grow():
+            return []
         plan: Plan = []
         budget = self._chunk_tokens
         for sequence in self._running:
+            if sequence.planned_out:
+                continue
             # A decoding request always gets its one token; only recomputing shares the budget.
             count = 1 if sequence.uncomputed == 1 else min(sequence.uncomputed, budget)
             if count:
@@ -123,6 +135,8 @@ class DecodeScheduler:
 
     def _resume(self) -> None:
         while self._preempted and len(self._running) < self._max_batch:
+            if self._preempted[0].expected:
+                return
             if self._ready and self._ready[0].order < self._preempted[0].order:
                 return
             pages = self._pool.pages_for(len(self._preempted[0].tokens))
@@ -132,18 +146,25 @@ class DecodeScheduler:
             sequence.lease = self._pool.acquire(pages)
             bisect.insort(self._running, sequence, key=_order)
 
-    def _grow(self) -> None:
-        """Gives every running request the pages of its next step, the oldest first."""
+    def _grow(self) -> bool:
+        """Gives every running request the pages of its next step, the oldest first.
+
+        False when that takes pages which only come back when the steps under way have ended.
+        """
         index = 0
         while index < len(self._running):
             sequence = self._running[index]
-            missing = self._pool.pages_for(len(sequence.tokens)) - len(sequence.lease)
+            tokens = len(sequence.tokens) + sequence.expected
+            missing = self._pool.pages_for(tokens) - len(sequence.lease)
             if missing > self._pool.free:
+                if any(each.lease.pinned for each in self._running):
+                    return False
                 self._preempt_youngest()
                 continue
             if missing > 0:
                 sequence.lease.extend(missing)
             index += 1
+        return True
 
     def _preempt_youngest(self) -> None:
         sequence = (self._ready or self._running).pop()

@@ -17,25 +17,27 @@ from dataclasses import dataclass
 
 from baton.v1 import worker_pb2 as pb
 from core.config import Config
-from core.errors import BatonError, Exhausted, Internal
+from core.errors import BatonError, Exhausted, Internal, Unavailable
 from core.types import AttemptKey, FinishReason, Work
 from core.wire import failed_to, finish_to, work_from
 from engine.engine import Engine
 from engine.page_pool import Lease
 from engine.sequence import Piece, Sequence
 from kv_transfer.events import (
+    PagesOverdue,
     PeerConnected,
     PeerDisconnected,
     PushEnded,
+    PushFailed,
     TransferCrashed,
     TransferEvent,
 )
 from kv_transfer.thread import TransferThread
 from prefill_worker.scheduler import PrefillScheduler
-from worker.admission import check_work
+from worker.admission import check_work, quarantine_fault
+from worker.flights import Flights, Settled
 from worker.metrics import WorkerMetrics
 from worker.outbox import Outbox
-from worker.run_plan import run_plan
 
 
 @dataclass(slots=True)
@@ -49,6 +51,7 @@ class Job:
     delivered: bool = False  # decode's ticket is here
     pushed_pages: int = 0
     released: bool = False
+    overdue: bool = False  # released, and a write still reads its pages
 
 
 class PrefillRole:
@@ -65,8 +68,15 @@ class PrefillRole:
         self._transfer = transfer
         self._outbox = outbox
         self._metrics = metrics
+        self._flights = Flights(engine, metrics)
         self._scheduler = PrefillScheduler(engine.pool, config.prefill.chunk_tokens)
         self._jobs: dict[AttemptKey, Job] = {}
+        self._quarantine_share = config.quarantine_share
+        self._draining = False
+
+    @property
+    def idle(self) -> bool:
+        return not self._jobs
 
     def on_message(self, attachment: int, message: pb.RouterMessage) -> None:
         match message.WhichOneof("kind"):
@@ -83,6 +93,13 @@ class PrefillRole:
         for key in [key for key, job in self._jobs.items() if job.attachment == attachment]:
             self._release(key)
 
+    def drain(self) -> None:
+        self._draining = True
+
+    def hand_back(self) -> None:
+        for job in [job for job in self._jobs.values() if not job.released]:
+            self._fail(job, Unavailable("the prefill worker is being drained"))
+
     def on_transfer(self, event: TransferEvent) -> None:
         match event:
             case PeerConnected():
@@ -93,6 +110,12 @@ class PrefillRole:
             case PeerDisconnected():
                 lost = pb.Connected(worker_id=event.worker_id, agent=event.agent, lost=True)
                 self._outbox.broadcast(pb.WorkerMessage(connected=lost))
+            case PagesOverdue() if event.key in self._jobs:
+                self._jobs[event.key].overdue = True
+            case PushFailed():
+                job = self._jobs.get(event.key)
+                if job is not None and not job.released:
+                    self._fail(job, event.error)
             case PushEnded():
                 self._end_push(event)
             case TransferCrashed():
@@ -100,27 +123,36 @@ class PrefillRole:
 
     def step(self) -> bool:
         plan = self._scheduler.next()
-        if not plan:
+        if not plan and not self._flights.any:
             return self._break_deadlock()
         self._start(plan)
-        began = time.monotonic()
-        outcomes = run_plan(self._engine, plan)
-        self._metrics.step(len(plan), sum(piece.count for piece in plan), time.monotonic() - began)
-        for piece, outcome in zip(plan, outcomes, strict=True):
-            self._commit(piece, outcome)
+        for settled in self._flights.advance(plan):
+            self._commit(settled)
         return True
 
     def load(self) -> pb.Load:
         load = pb.Load(
             free_pages=self._pool.free,
-            leased_pages=self._pool.leased,
+            leased_pages=self._pool.leased - self._quarantined,
+            quarantined_pages=self._quarantined,
             waiting=self._scheduler.waiting,
             running=self._scheduler.running,
             queued_tokens=self._scheduler.queued_tokens,
-            fault=self._pool.check_integrity(held=0) if not self._jobs else "",
+            fault=self._fault,
         )
         self._metrics.load(load)
         return load
+
+    @property
+    def _quarantined(self) -> int:
+        """Pages of released prompts that a write has been reading for too long."""
+        return sum(len(job.lease) for job in self._jobs.values() if job.overdue and job.lease)
+
+    @property
+    def _fault(self) -> str:
+        if not self._jobs and not self._flights.any:
+            return self._pool.check_integrity(held=0)
+        return quarantine_fault(self._quarantined, self._pool.total, self._quarantine_share)
 
     def _accept(self, attachment: int, message: pb.Prefill) -> None:
         work = work_from(message.work)
@@ -140,6 +172,10 @@ class PrefillRole:
             self._scheduler.clear(work.key)
 
     def _check(self, work: Work) -> None:
+        if self._draining:
+            raise Unavailable("the prefill worker is being drained")
+        if fault := quarantine_fault(self._quarantined, self._pool.total, self._quarantine_share):
+            raise Unavailable(fault)
         check_work(work, self._engine.architecture.vocabulary_size)
         wanted = self._pool.pages_for(len(work.prompt_tokens))
         if wanted > self._pool.total:
@@ -160,14 +196,15 @@ class PrefillRole:
                 job.started = time.monotonic()
                 self._metrics.queued(job.started - job.arrived)
 
-    def _commit(self, piece: Piece, outcome: int | BatonError | None) -> None:
-        sequence = piece.sequence
-        job = self._jobs[sequence.work.key]
+    def _commit(self, settled: Settled) -> None:
+        sequence, outcome = settled.sequence, settled.outcome
+        job = self._jobs.get(sequence.work.key)
+        if job is None or job.released or job.lease is not sequence.lease:
+            return  # over while its step was under way
         if isinstance(outcome, BatonError):
-            self._outbox.send(job.attachment, failed_to(job.work.key, outcome))
-            self._release(job.work.key)
+            self._fail(job, outcome)
         elif outcome is None:
-            self._push_full_pages(job, sequence)
+            self._push_full_pages(job, sequence, settled.computed)
         else:
             self._emit(job, sequence, outcome)
 
@@ -184,9 +221,12 @@ class PrefillRole:
             return False
         youngest = max(holders, key=lambda job: job.arrived)
         error = Exhausted("the prefill pool is full and decode has no room either; try again")
-        self._outbox.send(youngest.attachment, failed_to(youngest.work.key, error))
-        self._release(youngest.work.key)
+        self._fail(youngest, error, retry=True)
         return True
+
+    def _fail(self, job: Job, error: BatonError, *, retry: bool = False) -> None:
+        self._outbox.send(job.attachment, failed_to(job.work.key, error, retry=retry))
+        self._release(job.work.key)
 
     def _emit(self, job: Job, sequence: Sequence, token: int) -> None:
         """Sends token #1, then lets the last pages go."""
@@ -214,8 +254,8 @@ class PrefillRole:
         self._outbox.send(job.attachment, pb.WorkerMessage(first_token=first))
         self._outbox.flush()
 
-    def _push_full_pages(self, job: Job, sequence: Sequence) -> None:
-        full = sequence.computed // self._pool.page_size
+    def _push_full_pages(self, job: Job, sequence: Sequence, computed: int) -> None:
+        full = computed // self._pool.page_size
         if job.push and full > job.pushed_pages:
             pages = sequence.lease.pages[job.pushed_pages : full]
             self._transfer.push_pages(job.work.key, pages)

@@ -68,7 +68,8 @@ class PrefillScheduler:
         for sequence in self._started.values():
             if budget == 0:
                 return plan
-            budget -= self._add_piece(plan, sequence, budget)
+            if not sequence.expected:  # its last chunk is not under way
+                budget -= self._add_piece(plan, sequence, budget)
         while budget and self._start_oldest():
             budget -= self._add_piece(plan, next(reversed(self._started.values())), budget)
         return plan

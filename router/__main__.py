@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
-import logging
-import signal
 import sys
 from pathlib import Path
 
@@ -14,6 +11,7 @@ import uvloop
 from core import config as configs
 from core.config import Config
 from core.errors import BatonError
+from core.process import set_up_logging, stop_on_signals
 from router.server import RouterServer
 
 
@@ -24,24 +22,20 @@ def main() -> None:
     arguments = parser.parse_args()
     try:
         config = configs.load(arguments.config)
-        logging.basicConfig(
-            level=config.log_level.upper(), format="%(asctime)s %(name)s %(levelname)s %(message)s"
-        )
+        set_up_logging(config.log_level)
         uvloop.run(_run(config, arguments.controller))
     except BatonError as error:
         sys.exit(f"router: {error.message}")
 
 
 async def _run(config: Config, controller: str) -> None:
-    stopped = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    stopping = stop_on_signals()
     server = RouterServer(config)
     await server.start(controller)
     print(
         f"router ready: gRPC on {server.address}, metrics on {server.metrics_address}", flush=True
     )
-    await server.serve_until(stopped)
+    await server.serve_until(stopping)
 
 
 main()

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from core.types import FinishReason
+from router.attempt import Tokens
 from router.detokenizer import Detokenizer
-from router.dispatch import Tokens
 from router.stop_strings import StopStrings
 
 

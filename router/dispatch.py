@@ -1,169 +1,210 @@
-"""One request's whole life on the workers, top to bottom.
+"""One request's whole life on the workers: attempts, until one of them reaches the end.
 
-place ─▶ Reserve to decode, Prefill to prefill, at the same moment
-      ─▶ ticket from decode, passed on to prefill
-      ─▶ token #1 from prefill, straight to the caller
-      ─▶ tokens from decode until one of them is the last
-and, however it ends, release what is still held on either side.
+place ─▶ attempt (router/attempt.py) ─▶ last token
+  ▲         │
+  └─────────┘ a worker was lost, drained or out of room: go on elsewhere, behind
+              what was emitted (router/life.py)
+
+What is decided is decided there, without I/O; here it is carried out.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
-from dataclasses import dataclass
+import contextlib
+import dataclasses
+import logging
+from collections.abc import AsyncGenerator, Callable, Iterator
 
 from baton.v1 import worker_pb2 as pb
 from core.config import RouterConfig
-from core.errors import DeadlineExceeded, WorkerLost
-from core.types import FinishReason, Work
-from core.wire import failed_from, finish_from, work_to
-from router.link import Event, Inbox, LinkLost
+from core.errors import WorkerLost
+from core.types import Work
+from router.admission import Admission, Seat
+from router.attempt import Action, Attempt, Ended, Event, Send, Side, Tokens
+from router.life import RequestLife, RetryLimits
+from router.link import Inbox
 from router.metrics import RouterMetrics
-from router.policy import Placement
+from router.policy import Placement, Suspicion
 from router.roster import Roster
 
+log = logging.getLogger(__name__)
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """New tokens of an answer; `finish` is set with the last."""
-
-    token_ids: list[int]
-    finish: FinishReason | None
+HEARSAY_SECONDS = 0.5
+"""How long a dead worker's own stream may take to show what others say of it."""
 
 
 class Dispatcher:
-    def __init__(self, roster: Roster, config: RouterConfig, metrics: RouterMetrics) -> None:
+    def __init__(
+        self, roster: Roster, admission: Admission, config: RouterConfig, metrics: RouterMetrics
+    ) -> None:
         self._roster = roster
+        self._admission = admission
         self._config = config
         self._metrics = metrics
+        self._limits = RetryLimits(config.max_worker_deaths, config.max_attempts)
 
     async def run(self, work: Work) -> AsyncGenerator[Placement | Tokens]:
-        """Yields the placement, then the tokens. Closing the iterator cancels the request."""
-        placement = await self._roster.place(self._config.placement_timeout)
-        attempt = _Attempt(work, placement, self._roster, self._metrics)
-        try:
-            attempt.start()
-            yield placement
-            finish = None
-            while finish is None:
-                for tokens in attempt.take(await self._next_event(attempt)):
-                    finish = tokens.finish
-                    yield tokens
-        finally:
-            attempt.release()
+        """Yields each attempt's placement, and the tokens. Closing the iterator cancels the
+        request."""
+        life = RequestLife(work, self._limits)
+        order = self._admission.arrive()
+        while True:
+            seat = await self._admission.seat(order, life)
+            running = self._run(life.begin(seat.placement), seat, life.suspicion)
+            try:
+                running.start()
+                yield life.placements[-1]
+                while running.ended is None:
+                    for tokens in running.take(await self._next_event(running)):
+                        life.emit(tokens)
+                        yield tokens
+                        if tokens.finish:
+                            return
+            finally:
+                running.release()
+            self._retry(life, seat, await self._confirmed(running))
+            await asyncio.sleep(life.delay)
 
-    async def _next_event(self, attempt: _Attempt) -> Event:
+    async def probe(self, work: Work, seat: Seat, seconds: float) -> str:
+        """Has given workers make one token. What went wrong; empty when nothing did."""
+        running = self._run(work, seat, Suspicion.NONE)
+        try:
+            running.start()
+            async with asyncio.timeout(seconds):
+                while running.ended is None:
+                    if list(running.take(await running.inbox.get())):
+                        return ""
+            return running.ended.error.message
+        except TimeoutError:
+            return f"no token within {seconds:g} seconds"
+        finally:
+            running.release()
+
+    def _run(self, work: Work, seat: Seat, suspicion: Suspicion) -> Running:
+        return Running(work, seat, suspicion, self._metrics, self._admission.wake)
+
+    async def _next_event(self, running: Running) -> Event | Ended:
         config = self._config
         # Until decode writes, the request may just be waiting for its turn.
-        limit = config.stall_timeout if attempt.decoding else config.first_token_timeout
+        decoding = running.attempt.decoding
+        limit = config.stall_timeout if decoding else config.first_token_timeout
         try:
             async with asyncio.timeout(limit):
-                return await attempt.inbox.get()
+                return await running.inbox.get()
         except TimeoutError:
-            raise DeadlineExceeded(f"no token within {limit:g} seconds") from None
+            return running.attempt.time_out(limit)
+
+    async def _confirmed(self, running: Running) -> Ended:
+        """How an attempt ended. Where that is hearsay, whether a worker died of those it had."""
+        ended = running.ended
+        assert ended is not None
+        if not ended.hearsay:
+            return ended
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(HEARSAY_SECONDS):
+                await self._roster.wait_until(lambda: running.has_lost_a_worker)
+        return dataclasses.replace(
+            ended, death=running.has_lost_a_worker, company=running.has_company
+        )
+
+    def _retry(self, life: RequestLife, seat: Seat, ended: Ended) -> None:
+        """Returns when there is another attempt; raises the request's error when there is not."""
+        if isinstance(ended.error, WorkerLost) and seat.prefill and seat.decode:
+            self._roster.reconnect(seat.prefill, seat.decode)
+        error = life.end(ended)
+        if error is not None:
+            raise error
+        self._metrics.retried(ended.error)
+        log.warning("a request goes on elsewhere: %s", ended.error.message)
 
 
-class _Attempt:
-    """What one try at a request holds on the two workers."""
+class Running:
+    """An attempt under way: its inbox, and what it counts for on its workers."""
 
     def __init__(
-        self, work: Work, placement: Placement, roster: Roster, metrics: RouterMetrics
+        self,
+        work: Work,
+        seat: Seat,
+        suspicion: Suspicion,
+        metrics: RouterMetrics,
+        on_room: Callable[[], None],
     ) -> None:
+        """`on_room` is called when a worker may be sent another request in place of this one."""
         self.inbox: Inbox = asyncio.Queue()
-        self.started = False  # token #1 has come
-        self.decoding = False  # a token of decode has come
-        self._work = work
-        self._roster = roster
+        self.ended: Ended | None = None
+        self._seat = seat
         self._metrics = metrics
-        # A request that is done after token #1 never touches decode.
-        self._push = work.max_tokens > 1
-        self._prefill = roster.find(placement.prefill)
-        self._decode = roster.find(placement.decode)
-        self._on_prefill = self._on_decode = self._delivered = False
+        self._on_room = on_room
+        self._suspicion = suspicion
+        self._links = {Side.PREFILL: seat.prefill, Side.DECODE: seat.decode}
         self._pending_tokens = 0
-        # Tokens of decode that overtook token #1 on their way here.
-        self._early: list[Tokens] = []
+        self._unanswered = 0
+        self._agents = [link.agent for link in seat.links]
+        agents = [link.agent if link else "" for link in (seat.prefill, seat.decode)]
+        self.attempt = Attempt(work, seat.placement, *agents)
+
+    @property
+    def has_lost_a_worker(self) -> bool:
+        """Whether the process of one of its workers is gone, or cannot be reached."""
+        return [link.agent for link in self._seat.links] != self._agents
+
+    @property
+    def has_company(self) -> bool:
+        """Whether other suspects are on its workers."""
+        return any(link.suspects for link in self._seat.links)
 
     def start(self) -> None:
-        work = work_to(self._work)
-        if self._push:
-            self._on_decode = True
-            self._decode.open(self._work.key, self.inbox)
-            reserve = pb.Reserve(work=work, sender=self._prefill.agent)
-            self._decode.send(pb.RouterMessage(reserve=reserve))
-        self._on_prefill = True
-        self._prefill.open(self._work.key, self.inbox)
-        self._count_pending(len(self._work.prompt_tokens))
-        receiver = self._decode.agent if self._push else ""
-        self._prefill.send(pb.RouterMessage(prefill=pb.Prefill(work=work, receiver=receiver)))
+        for link in self._seat.links:
+            link.open(self.attempt.work.key, self.inbox)
+        self._count_suspect(+1)
+        self._count()
+        self._send(self.attempt.start())
 
-    def take(self, event: Event) -> Iterator[Tokens]:
+    def take(self, event: Event | Ended) -> Iterator[Tokens]:
         """The tokens that an event brings to the caller, in order."""
-        if isinstance(event, LinkLost):
-            raise WorkerLost(f"worker {event.worker_id} went away during the request")
-        match event.WhichOneof("kind"):
-            case "reserved":
-                self._pass_on(event.reserved)
-            case "first_token":
-                yield self._first(event.first_token)
-                yield from self._early
-            case "step":
-                yield from self._step(event.step.tokens[0])
-            case "pushed":
-                self._on_prefill = False
-                self._metrics.pushed(event.pushed)
-            case "failed":
-                self._fail(event.failed)
+        actions: list[Action] = [event] if isinstance(event, Ended) else self.attempt.take(event)
+        if isinstance(event, pb.WorkerMessage):
+            self._metrics.attempt_event(event)
+        self._count()
+        for action in actions:
+            if isinstance(action, Tokens):
+                yield action
+            elif isinstance(action, Ended):
+                self.ended = action
+            else:
+                self._send([action])
 
     def release(self) -> None:
         """Lets go of whatever the workers still hold."""
-        key = self._work.key
-        self._count_pending(0)
-        release = pb.Release(request_id=key.request_id, epoch=key.epoch)
-        if self._on_prefill:
-            self._prefill.send(pb.RouterMessage(release=release))
-        if self._on_decode:
-            release.undelivered = not self._delivered
-            self._decode.send(pb.RouterMessage(release=release))
-        self._prefill.close(key)
-        self._decode.close(key)
+        self._send(self.attempt.release())
+        for link in self._seat.links:
+            link.close(self.attempt.work.key)
+        self._count_suspect(-1)
+        self._count_as(pending_tokens=0, unanswered=0)
+        self._on_room()
 
-    def _pass_on(self, reserved: pb.Reserved) -> None:
-        deliver = pb.Deliver(
-            request_id=reserved.request_id, epoch=reserved.epoch, ticket=reserved.ticket
-        )
-        self._delivered = True
-        self._prefill.send(pb.RouterMessage(deliver=deliver))
-        self._metrics.queued("reserve", reserved.queue_seconds)
+    def _send(self, sends: list[Send]) -> None:
+        for send in sends:
+            link = self._links[send.side]
+            assert link is not None
+            link.send(send.message)
 
-    def _first(self, first: pb.FirstToken) -> Tokens:
-        self.started = True
-        self._count_pending(0)
-        self._metrics.prefilled(first)
-        finish = finish_from(first.finish_reason)
-        if finish or not self._push:
-            self._on_prefill = False
-        return Tokens([first.token], finish)
+    def _count_suspect(self, change: int) -> None:
+        for link in self._seat.links:
+            link.suspects += change * (self._suspicion is not Suspicion.NONE)
+            link.alone += change * (self._suspicion is Suspicion.ALONE)
 
-    def _step(self, step: pb.StepTokens) -> Iterator[Tokens]:
-        self.decoding = True
-        if step.queue_seconds:
-            self._metrics.queued("decode", step.queue_seconds)
-        tokens = Tokens(list(step.token_ids), finish_from(step.finish_reason))
-        if tokens.finish:
-            self._on_decode = False
-        if self.started:
-            yield tokens
-        else:
-            self._early.append(tokens)
+    def _count(self) -> None:
+        attempt = self.attempt
+        prompt = 0 if attempt.started else len(attempt.work.prompt_tokens)
+        self._count_as(pending_tokens=prompt, unanswered=int(attempt.queued))
 
-    def _fail(self, failed: pb.Failed) -> None:
-        error = failed_from(failed)
-        if isinstance(error, WorkerLost):
-            self._roster.reconnect(self._prefill, self._decode)
-        raise error
-
-    def _count_pending(self, tokens: int) -> None:
-        self._prefill.pending_tokens += tokens - self._pending_tokens
-        self._pending_tokens = tokens
+    def _count_as(self, *, pending_tokens: int, unanswered: int) -> None:
+        if self._seat.prefill:
+            self._seat.prefill.pending_tokens += pending_tokens - self._pending_tokens
+        self._seat.first.unanswered += unanswered - self._unanswered
+        answered = unanswered < self._unanswered
+        self._pending_tokens, self._unanswered = pending_tokens, unanswered
+        if answered:
+            self._on_room()

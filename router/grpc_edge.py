@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from typing import Any, NoReturn, TypeVar
 
 import grpc
 
-from baton.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc
+from baton.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc, worker_pb2
 from baton.v1 import inference_pb2 as pb
-from core.errors import BatonError, Internal, TokenOutOfRange, UnknownModel
+from core.errors import (
+    BatonError,
+    Internal,
+    InvalidRequest,
+    SlowReader,
+    TokenOutOfRange,
+    UnknownModel,
+)
+from core.types import Request
 from core.wire import finish_to
 from router.grpc_errors import to_status
 from router.link import WorkerLink
 from router.parse import parse_prompt, parse_request
+from router.policy import Placement
+from router.reader import AnswerBuffer
 from router.roster import Roster
 from router.serving import Delta, Event, Serving, Started
 
@@ -54,21 +65,45 @@ def answered(
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
-    def __init__(self, serving: Serving, roster: Roster, model: str) -> None:
+    def __init__(self, serving: Serving, roster: Roster, model: str, reader_buffer: int) -> None:
         self._serving = serving
         self._roster = roster
         self._model = model
+        self._reader_buffer = reader_buffer
 
-    async def Generate(
+    async def Generate(  # type: ignore[override]
         self, message: pb.GenerateRequest, context: Context
-    ) -> AsyncIterator[pb.GenerateResponse]:
+    ) -> None:
         try:
             self._check_model(message.model)
-            async with aclosing(self._serving.generate(parse_request(message))) as events:
+            async with self._answer(parse_request(message)) as events:
                 async for event in events:
-                    yield self._response(event)
+                    await context.write(self._response(event))
         except Exception as error:  # noqa: BLE001 the edge of the process
             await abort(context, error)
+
+    @asynccontextmanager
+    async def _answer(self, request: Request) -> AsyncIterator[AnswerBuffer]:
+        """An answer that is made at its own pace, however fast the client reads."""
+        buffer = AnswerBuffer(self._reader_buffer)
+        making = asyncio.create_task(self._make(request, buffer))
+        try:
+            yield buffer
+        finally:
+            making.cancel()
+            await asyncio.gather(making, return_exceptions=True)
+
+    async def _make(self, request: Request, buffer: AnswerBuffer) -> None:
+        try:
+            async with aclosing(self._serving.generate(request)) as events:
+                async for event in events:
+                    try:
+                        buffer.put(event)
+                    except SlowReader as error:
+                        await events.athrow(error)
+            buffer.close()
+        except Exception as error:  # noqa: BLE001 whoever reads raises it
+            buffer.close(error)
 
     @answered
     async def ListModels(self, message: pb.ListModelsRequest) -> pb.ListModelsResponse:
@@ -127,17 +162,32 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         )
         return pb.GenerateResponse(
             finished=pb.Finished(
-                finish_reason=finish_to(event.reason), usage=usage, stop=event.stop
+                finish_reason=finish_to(event.reason),
+                usage=usage,
+                stop=event.stop,
+                placements=[_placement(item) for item in event.placements],
             )
         )
 
 
+def _placement(placement: Placement) -> pb.Placement:
+    return pb.Placement(
+        prefill_worker=placement.prefill,
+        decode_worker=placement.decode,
+        policy=placement.policy.value,
+        reason=placement.reason,
+    )
+
+
 class AdminService(cluster_pb2_grpc.AdminServicer):
-    def __init__(self, serving: Serving, roster: Roster, model: str, router_id: str) -> None:
+    def __init__(
+        self, serving: Serving, roster: Roster, model: str, router_id: str, queue_limit: int
+    ) -> None:
         self._serving = serving
         self._roster = roster
         self._model = model
         self._router_id = router_id
+        self._queue_limit = queue_limit
         self._began = time.monotonic()
 
     @answered
@@ -149,11 +199,24 @@ class AdminService(cluster_pb2_grpc.AdminServicer):
             model=self._model,
             active_requests=self._serving.active,
             finished_requests=self._serving.finished,
+            queued_requests=self._serving.admission.queued,
+            queue_limit=self._queue_limit,
+            draining=self._serving.draining,
             workers=[
                 _worker_status(link, agents, self._roster.fault(link))
                 for link in self._roster.links
             ],
         )
+
+    @answered
+    async def Drain(self, message: cluster_pb2.DrainRequest) -> cluster_pb2.DrainResponse:
+        link = self._roster.find(message.worker_id)
+        if link is None:
+            raise InvalidRequest(
+                f"no worker called {message.worker_id!r} is attached", field="worker_id"
+            )
+        link.send(worker_pb2.RouterMessage(drain=worker_pb2.Drain()))
+        return cluster_pb2.DrainResponse()
 
 
 def _worker_status(
@@ -171,4 +234,5 @@ def _worker_status(
         active_requests=link.active,
         connected=sorted(name for agent, name in agents.items() if link.reaches(agent)),
         fault=fault,
+        draining=link.draining or link.leaving,
     )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import grpc
 from google.protobuf import any_pb2
+from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status
 
@@ -21,12 +24,21 @@ def to_status(error: BatonError) -> grpc.Status:
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN)
     if error.field:
         info.metadata["field"] = error.field
-    detail = any_pb2.Any()
-    detail.Pack(info)
+    details = [_packed(info)]
+    if error.retry_after:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromTimedelta(timedelta(seconds=error.retry_after))
+        details.append(_packed(retry))
     code: int = grpc.StatusCode[translation(error).grpc].value[0]
     return rpc_status.to_status(
-        status_pb2.Status(code=code, message=_shortened(error.message), details=[detail])
+        status_pb2.Status(code=code, message=_shortened(error.message), details=details)
     )
+
+
+def _packed(message: Message) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(message)
+    return packed
 
 
 def _shortened(message: str) -> str:

@@ -1,10 +1,13 @@
 """One router's side of the stream to one worker.
 
-    connecting ─Welcome─▶ attached ─stream breaks─▶ connecting …
+    connecting ─Welcome─▶ attached ─first Load─▶ usable ─┐
+        ▲                                                │ stream breaks, or the
+        └────────────────────────────────────────────────┘ worker counts as lost
 
 A link tries for ever, until it is stopped. Messages about an attempt go to the
 inbox that was opened for it. When the stream breaks, every open inbox gets a
-LinkLost: the worker lets go of everything by itself.
+LinkLost: the worker lets go of everything by itself, at once or, if it was
+frozen, when it thaws.
 """
 
 from __future__ import annotations
@@ -13,16 +16,19 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import cast
 
 import grpc
 
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
+from core.config import RouterConfig
 from core.errors import LayoutMismatch, UnknownModel
-from core.types import PROTOCOL, AttemptKey, Role
+from core.types import MAX_MESSAGE_BYTES, PROTOCOL, AttemptKey, Role
 from core.wire import role_from
+from router.attempt import Event, LinkLost
+from router.policy import Suspicion
+from router.pulse import Pulse
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +36,8 @@ RETRY_SECONDS = 0.2
 RECONNECT_SECONDS = 1.0
 
 CHANNEL_OPTIONS = [
-    ("grpc.max_receive_message_length", 64 * 2**20),
-    ("grpc.max_send_message_length", 64 * 2**20),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # A peer whose host is gone says nothing: ask.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
@@ -44,14 +50,6 @@ CHANNEL_OPTIONS = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class LinkLost:
-    """The stream to a worker broke."""
-
-    worker_id: str
-
-
-Event = pb.WorkerMessage | LinkLost
 Inbox = asyncio.Queue[Event]
 Call = grpc.aio.StreamStreamCall[pb.RouterMessage, pb.WorkerMessage]
 
@@ -60,20 +58,37 @@ _ATTEMPT_KINDS = ("first_token", "reserved", "pushed", "failed")
 
 class WorkerLink:
     def __init__(
-        self, address: str, router_id: str, model: str, on_change: Callable[[WorkerLink], None]
+        self,
+        address: str,
+        router_id: str,
+        model: str,
+        config: RouterConfig,
+        on_change: Callable[[WorkerLink], None],
     ) -> None:
         self.address = address
         self.welcome: pb.Welcome | None = None
         self.load = pb.Load()
+        self.reported = False  # a Load has come since Welcome
         self.fault = ""
+        self.sick = ""  # what its last canary died of
+        self.draining = False  # the worker takes nothing new
+        self.leaving = False  # no longer a member: nothing new goes there
         # For a prefill worker: the decode workers' agents that it was asked to
         # connect to, and its answers.
         self.asked: set[str] = set()
         self.peers: dict[str, pb.Connected] = {}
         # Prompt tokens that this router waits for there.
         self.pending_tokens = 0
+        # Requests sent there that it has not begun, or promised pages for, yet.
+        self.unanswered = 0
+        # Requests there that have lost a worker before, and of them those that are
+        # to be the only one.
+        self.suspects = 0
+        self.alone = 0
+        self._name = ""
         self._router_id = router_id
         self._model = model
+        self._config = config
         self._on_change = on_change
         self._inboxes: dict[AttemptKey, Inbox] = {}
         self._outgoing: asyncio.Queue[pb.RouterMessage] = asyncio.Queue()
@@ -84,12 +99,27 @@ class WorkerLink:
 
     @property
     def worker_id(self) -> str:
-        return self.welcome.worker_id if self.welcome else self.address
+        """The name it was last known by; its address before that."""
+        return self._name or self.address
 
     @property
     def agent(self) -> str:
         """The worker's transport agent: another one after every start of its process."""
         return self.welcome.pool.agent if self.welcome else ""
+
+    @property
+    def usable(self) -> bool:
+        """Whether new requests may go there."""
+        sound = not (self.load.fault or self.sick)
+        return self.reported and sound and not (self.draining or self.leaving)
+
+    def has_room(self, suspicion: Suspicion = Suspicion.NONE) -> bool:
+        """Whether a request may be sent there now."""
+        if suspicion is Suspicion.ALONE and self.suspects:
+            return False
+        if suspicion is Suspicion.SUSPECT and self.alone:
+            return False
+        return self.unanswered < self._config.worker_backlog
 
     @property
     def active(self) -> int:
@@ -107,10 +137,14 @@ class WorkerLink:
         if self.welcome is not None:
             self._outgoing.put_nowait(message)
 
+    def abandon(self, reason: str) -> None:
+        """Has every request there go on elsewhere, though the worker lives."""
+        self._tell_lost(LinkLost(self.worker_id, reason, died=False))
+
     async def run(self) -> None:
-        """Attaches, and attaches again, until cancelled."""
+        """Attaches, and attaches again, until cancelled; once it is leaving, no more."""
         async with grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS) as channel:
-            while True:
+            while not self.leaving:
                 try:
                     await self._attach(worker_pb2_grpc.WorkerStub(channel).Attach())
                 except grpc.aio.AioRpcError as error:
@@ -121,24 +155,54 @@ class WorkerLink:
                 await asyncio.sleep(RETRY_SECONDS)
 
     async def _attach(self, call: Call) -> None:
-        writer: asyncio.Task[None] | None = None
+        hello = pb.Hello(router_id=self._router_id, protocol=PROTOCOL)
+        tasks: list[asyncio.Task[str]] = []
+        reason = "its stream broke"
         try:
-            hello = pb.Hello(router_id=self._router_id, protocol=PROTOCOL)
             await call.write(pb.RouterMessage(hello=hello))
-            writer = asyncio.ensure_future(self._write(call))
-            while (message := await call.read()) is not grpc.aio.EOF:
-                self._receive(cast(pb.WorkerMessage, message))
-            self._note_fault("the worker closed the stream")
+            pulse = Pulse(
+                self._config.ping_seconds,
+                self._config.frozen_seconds,
+                self._config.engine_stall_seconds,
+            )
+            work = (self._read(call, pulse), self._write(call), self._beat(pulse))
+            tasks = [asyncio.ensure_future(each) for each in work]
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            reason = done.pop().result()
+            self._note_fault(reason)
         finally:
-            if writer:
-                writer.cancel()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             call.cancel()
-            self._lose()
+            self._lose(reason)
 
-    async def _write(self, call: Call) -> None:
+    async def _read(self, call: Call, pulse: Pulse) -> str:
+        while (message := await call.read()) is not grpc.aio.EOF:
+            pulse.heard()
+            if cast(pb.WorkerMessage, message).HasField("load"):
+                pulse.reported()
+            self._receive(cast(pb.WorkerMessage, message))
+        return "the worker closed the stream"
+
+    async def _write(self, call: Call) -> str:
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             while True:
                 await call.write(await self._outgoing.get())
+        # The reader learns why.
+        await asyncio.Event().wait()
+        return ""
+
+    async def _beat(self, pulse: Pulse) -> str:
+        """Pings for as long as the worker answers; then why it counts as lost."""
+        while True:
+            await asyncio.sleep(self._config.ping_seconds)
+            if self.welcome is None:
+                continue
+            busy = bool(self.active or self.load.running or self.load.waiting)
+            if reason := pulse.ping(busy=busy):
+                return reason
+            self.send(pb.RouterMessage(ping=pb.Ping()))
 
     def _receive(self, message: pb.WorkerMessage) -> None:
         kind = message.WhichOneof("kind")
@@ -155,12 +219,17 @@ class WorkerLink:
             self._greet(message.welcome)
         elif kind == "connected":
             self._note_connection(message.connected)
+        elif kind == "draining":
+            self.draining = True
+            self._on_change(self)
 
     def _greet(self, welcome: pb.Welcome) -> None:
         if welcome.model != self._model:
             raise UnknownModel(f"it serves {welcome.model!r}, this router {self._model!r}")
         role_from(welcome.role)
         self.welcome, self.fault = welcome, ""
+        self._name = welcome.worker_id
+        self.draining = welcome.draining
         self._on_change(self)
 
     def _fan_out(self, step: pb.Step) -> None:
@@ -194,9 +263,15 @@ class WorkerLink:
         answer = self.peers.get(agent)
         return answer.error if answer and answer.reason == LayoutMismatch.reason else ""
 
+    def note_canary(self, problem: str) -> None:
+        """How the worker's last test went; empty when well."""
+        if problem != self.sick:
+            self.sick = problem
+            self._on_change(self)
+
     def _note_load(self, load: pb.Load) -> None:
-        changed = load.fault != self.load.fault
-        self.load = load
+        changed = load.fault != self.load.fault or not self.reported
+        self.load, self.reported = load, True
         if changed:
             self._on_change(self)
 
@@ -206,13 +281,18 @@ class WorkerLink:
             log.warning("worker at %s: %s", self.address, fault)
             self._on_change(self)
 
-    def _lose(self) -> None:
-        lost = LinkLost(self.worker_id)
+    def _lose(self, reason: str) -> None:
+        lost = LinkLost(self.worker_id, reason, company=self.suspects > 1)
         self.welcome = None
         self.peers.clear()
         self.asked.clear()
         self.load = pb.Load()
+        self.reported = self.draining = False
+        self.sick = ""
         self._outgoing = asyncio.Queue()
+        self._tell_lost(lost)
+        self._on_change(self)
+
+    def _tell_lost(self, lost: LinkLost) -> None:
         for inbox in self._inboxes.values():
             inbox.put_nowait(lost)
-        self._on_change(self)

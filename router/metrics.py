@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 
 from baton.v1 import worker_pb2 as pb
 from core import metrics as names
+from core.errors import BatonError
 from router.link import WorkerLink
 
 
@@ -26,6 +27,10 @@ class RouterMetrics:
         self.active = Gauge(
             names.ACTIVE_REQUESTS, names.HELP[names.ACTIVE_REQUESTS], registry=self.registry
         )
+        self.queued_requests = Gauge(
+            names.QUEUED_REQUESTS, names.HELP[names.QUEUED_REQUESTS], registry=self.registry
+        )
+        self._retries = self._counter(names.RETRIES, ["reason"])
         self._queue = self._histogram(names.PHASE_QUEUE_SECONDS, ["phase"])
         self._prefill = self._histogram(names.PREFILL_SECONDS)
         self._exposed = self._histogram(names.TRANSFER_EXPOSED_SECONDS)
@@ -39,14 +44,23 @@ class RouterMetrics:
     def queued(self, phase: str, seconds: float) -> None:
         self._queue.labels(phase=phase).observe(seconds)
 
-    def prefilled(self, first: pb.FirstToken) -> None:
-        self.queued("prefill", first.queue_seconds)
-        self._prefill.observe(first.compute_seconds)
+    def attempt_event(self, event: pb.WorkerMessage) -> None:
+        """What a worker says of its times."""
+        match event.WhichOneof("kind"):
+            case "reserved":
+                self.queued("reserve", event.reserved.queue_seconds)
+            case "first_token":
+                self.queued("prefill", event.first_token.queue_seconds)
+                self._prefill.observe(event.first_token.compute_seconds)
+            case "step" if event.step.tokens[0].queue_seconds:
+                self.queued("decode", event.step.tokens[0].queue_seconds)
+            case "pushed":
+                self._bytes.inc(event.pushed.bytes)
+                self._seconds.inc(event.pushed.seconds)
+                self._exposed.observe(event.pushed.exposed_seconds)
 
-    def pushed(self, pushed: pb.Pushed) -> None:
-        self._bytes.inc(pushed.bytes)
-        self._seconds.inc(pushed.seconds)
-        self._exposed.observe(pushed.exposed_seconds)
+    def retried(self, error: BatonError) -> None:
+        self._retries.labels(reason=error.reason).inc()
 
     def _counter(self, name: str, labels: Sequence[str] = ()) -> Counter:
         return Counter(name, names.HELP[name], labels, registry=self.registry)

@@ -1,88 +1,116 @@
-"""The workers that a router knows: one link each, and who can push to whom."""
+"""The workers that a router knows: one link each, and who can push to whom.
+
+member ─▶ link made, tries to attach ─▶ usable …
+no longer a member ─▶ leaving: what runs there goes on, nothing new comes,
+                      and past a bound its requests go on elsewhere ─▶ dropped
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import time
 from collections.abc import Callable, Iterable, Iterator
 
 from baton.v1 import worker_pb2 as pb
-from core.errors import LayoutMismatch, Unavailable
+from core.config import Config
+from core.errors import BatonError
 from core.types import Role
 from router.link import WorkerLink
-from router.policy import DecodeView, Placement, PrefillView, Snapshot, least_loaded
+from router.policy import DecodeView, Placement, PrefillView, Snapshot, Suspicion, choose
+
+LEAVING_POLL_SECONDS = 0.1
 
 
 class Roster:
-    def __init__(
-        self, router_id: str, model: str, on_change: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, router_id: str, model: str, config: Config) -> None:
         self._router_id = router_id
         self._model = model
-        self._tell = on_change
+        self._config = config.router
+        self._drain_seconds = config.drain_seconds
         self._links: dict[str, WorkerLink] = {}  # by address
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._changed = asyncio.Event()
+        self._tasks: dict[WorkerLink, asyncio.Task[None]] = {}
+        self._listeners: list[Callable[[], None]] = []
         self._agents: dict[str, str] = {}  # the last one seen, by worker
+        # When the last pair went, or None while there is one.
+        self._without_pair_since: float | None = time.monotonic()
+        asyncio.get_running_loop().call_later(self._config.local_prefill_after, self._tell)
 
     @property
     def links(self) -> Iterable[WorkerLink]:
-        return self._links.values()
+        """Every member's, and those of members that are leaving."""
+        return self._tasks.keys()
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Has `listener` called whenever a worker has come, gone or changed."""
+        self._listeners.append(listener)
+
+    async def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Returns when the condition, looked at after every change, holds."""
+        changed = asyncio.Event()
+        self._listeners.append(changed.set)
+        try:
+            while not condition():
+                changed.clear()
+                await changed.wait()
+        finally:
+            self._listeners.remove(changed.set)
 
     def set_addresses(self, addresses: Iterable[str]) -> None:
-        """These workers, and no others, from now on."""
+        """These workers, and no others, from now on. What runs elsewhere is not cut off."""
         wanted = set(addresses)
         for address in self._links.keys() - wanted:
-            self._tasks.pop(address).cancel()
-            del self._links[address]
+            link = self._links.pop(address)
+            link.leaving = True
+            leaving = asyncio.create_task(self._see_off(link, self._tasks[link]))
+            self._tasks[link] = leaving
         for address in wanted - self._links.keys():
-            link = WorkerLink(address, self._router_id, self._model, self._on_change)
+            link = WorkerLink(address, self._router_id, self._model, self._config, self._on_change)
             self._links[address] = link
-            self._tasks[address] = asyncio.create_task(link.run())
+            self._tasks[link] = asyncio.create_task(link.run())
+        self._tell()
 
     async def stop(self) -> None:
+        """Ends every link; the workers let go of what this router's requests hold."""
         tasks = list(self._tasks.values())
-        self.set_addresses(())
+        for task in tasks:
+            task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._links.clear()
+        self._tasks.clear()
 
-    def attached(self, role: Role) -> Iterator[WorkerLink]:
-        """Links of sound workers of a role."""
+    def usable(self, role: Role) -> Iterator[WorkerLink]:
+        """Links of workers of a role that new requests may go to."""
         return (
             link
             for link in self.links
-            if link.role is role and not link.load.fault and not self._namesake(link)
+            if link.role is role and link.usable and not self._namesake(link)
         )
 
-    def find(self, worker_id: str) -> WorkerLink:
-        return next(link for link in self.links if link.welcome and link.worker_id == worker_id)
+    def find(self, worker_id: str) -> WorkerLink | None:
+        """The worker of that name, if it is attached."""
+        named = (link for link in self.links if link.welcome and link.worker_id == worker_id)
+        return next((link for link in named if not link.leaving), None)
 
-    def snapshot(self) -> Snapshot:
-        """What the policy decides on."""
-        decode = list(self.attached(Role.DECODE))
-        prefill = list(self.attached(Role.PREFILL))
+    def snapshot(self, suspicion: Suspicion = Suspicion.NONE) -> Snapshot:
+        """What the policy decides on, for a request that is so much suspected."""
+        decode = list(self.usable(Role.DECODE))
+        prefill = list(self.usable(Role.PREFILL))
         return Snapshot(
-            prefill=[_prefill_view(link, decode) for link in prefill],
-            decode=[_decode_view(link) for link in decode],
+            prefill=[_prefill_view(link, decode, suspicion) for link in prefill],
+            decode=[_decode_view(link, suspicion) for link in decode],
             mismatches=[
                 mismatch
                 for link in prefill
                 for other in decode
                 if (mismatch := link.mismatch(other.agent))
             ],
+            local_prefill=self._may_prefill_locally(),
         )
 
-    async def place(self, seconds: float) -> Placement:
-        """A pair for one request; waits up to `seconds` for one to be ready."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                while self._may_become_ready():
-                    await self.change()
-        return least_loaded(self.snapshot())
-
-    async def change(self) -> None:
-        """Returns when a worker has come, gone or been connected."""
-        self._changed.clear()
-        await self._changed.wait()
+    def choose(
+        self, *, one_token: bool = False, suspicion: Suspicion = Suspicion.NONE
+    ) -> Placement | BatonError:
+        return choose(self.snapshot(suspicion), one_token=one_token)
 
     def reconnect(self, prefill: WorkerLink, decode: WorkerLink) -> None:
         """A push between two attached workers failed: have them connect anew."""
@@ -90,57 +118,90 @@ class Roster:
             prefill.ask_again(decode.agent)
 
     @property
-    def ready(self) -> bool:
-        """Whether a request could be placed now."""
-        return self._obstacle() is None
+    def can_place(self) -> bool:
+        """Whether a request could be placed, if not now then after those before it."""
+        snapshot = self.snapshot()
+        return self._has_pair(snapshot) or (snapshot.local_prefill and bool(snapshot.decode))
 
-    def _may_become_ready(self) -> bool:
-        obstacle = self._obstacle()
-        return obstacle is not None and not isinstance(obstacle, LayoutMismatch)
-
-    def _obstacle(self) -> Unavailable | None:
-        try:
-            least_loaded(self.snapshot())
-        except Unavailable as error:
-            return error
-        return None
+    @property
+    def has_pair(self) -> bool:
+        """Whether some prefill worker can push to some decode worker."""
+        return self._has_pair(self.snapshot())
 
     def context_length(self) -> int:
         """The most tokens that any pair can hold; 0 when no worker is attached."""
         return min((link.welcome.context_length for link in self.links if link.welcome), default=0)
 
-    def _on_change(self, link: WorkerLink) -> None:
-        self._note_restart(link)
-        if link.welcome and link.role is Role.PREFILL:
-            self._connect(link, self.attached(Role.DECODE))
-        elif link.welcome:
-            for prefill in self.attached(Role.PREFILL):
-                self._connect(prefill, [link])
-        self._changed.set()
-        self._tell()
-
     def fault(self, link: WorkerLink) -> str:
         """Why a worker cannot be used; empty when it can."""
         if self._namesake(link):
             return f"another worker is called {link.worker_id} too"
-        mismatches = (link.mismatch(other.agent) for other in self.attached(Role.DECODE))
-        return link.fault or link.load.fault or next(filter(None, mismatches), "")
+        mismatches = (link.mismatch(other.agent) for other in self.usable(Role.DECODE))
+        return link.fault or link.load.fault or link.sick or next(filter(None, mismatches), "")
+
+    def _may_prefill_locally(self) -> bool:
+        since = self._without_pair_since
+        waited = since is not None and time.monotonic() - since >= self._config.local_prefill_after
+        return self._config.local_prefill and waited
+
+    def _has_pair(self, snapshot: Snapshot) -> bool:
+        names = {view.worker_id for view in snapshot.decode}
+        return any(view.reaches & names for view in snapshot.prefill)
+
+    async def _see_off(self, link: WorkerLink, running: asyncio.Task[None]) -> None:
+        """Keeps a link until nothing of ours runs there; past the bound, moves it elsewhere."""
+        deadline = time.monotonic() + self._drain_seconds
+        try:
+            while link.welcome and link.active:
+                await asyncio.sleep(LEAVING_POLL_SECONDS)
+                if time.monotonic() >= deadline:
+                    link.abandon("it has left the cluster")
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            del self._tasks[link]
+
+    def _on_change(self, link: WorkerLink) -> None:
+        self._note_restart(link)
+        if link.welcome and link.role is Role.PREFILL:
+            self._connect(link, self._attached(Role.DECODE))
+        elif link.welcome:
+            for prefill in self._attached(Role.PREFILL):
+                self._connect(prefill, [link])
+        self._note_pair()
+        self._tell()
+
+    def _note_pair(self) -> None:
+        if self.has_pair:
+            self._without_pair_since = None
+        elif self._without_pair_since is None:
+            self._without_pair_since = time.monotonic()
+            # Somebody may wait for prefill on decode workers to be allowed.
+            loop = asyncio.get_running_loop()
+            loop.call_later(self._config.local_prefill_after, self._tell)
+
+    def _tell(self) -> None:
+        for listener in list(self._listeners):
+            listener()
+
+    def _attached(self, role: Role) -> Iterator[WorkerLink]:
+        return (link for link in self.links if link.role is role and not self._namesake(link))
 
     def _namesake(self, link: WorkerLink) -> bool:
         """Whether an earlier live link is to a worker of the same name."""
-        if not link.welcome:
+        if not link.welcome or link.leaving:
             return False
-        named = [each for each in self.links if each.welcome and each.worker_id == link.worker_id]
-        return named[0] is not link
+        return self.find(link.worker_id) is not link
 
     def _note_restart(self, link: WorkerLink) -> None:
         """A worker that is back with another agent: its earlier process can write no more."""
-        if not link.welcome or self._namesake(link):
+        if not link.welcome or link.leaving or self._namesake(link):
             return
         before = self._agents.get(link.worker_id, link.agent)
         self._agents[link.worker_id] = link.agent
-        if before != link.agent:
-            for decode in self.attached(Role.DECODE):
+        alive = any(other.agent == before for other in self.links)
+        if before != link.agent and not alive:
+            for decode in self._attached(Role.DECODE):
                 decode.send(pb.RouterMessage(sender_gone=pb.SenderGone(agent=before)))
 
     def _connect(self, prefill: WorkerLink, decode: Iterable[WorkerLink]) -> None:
@@ -152,17 +213,19 @@ class Roster:
                 prefill.send(pb.RouterMessage(connect=connect))
 
 
-def _prefill_view(link: WorkerLink, decode: list[WorkerLink]) -> PrefillView:
+def _prefill_view(link: WorkerLink, decode: list[WorkerLink], suspicion: Suspicion) -> PrefillView:
     return PrefillView(
         worker_id=link.worker_id,
         pending_tokens=max(link.pending_tokens, link.load.queued_tokens),
         reaches=frozenset(other.worker_id for other in decode if link.reaches(other.agent)),
+        has_room=link.has_room(suspicion),
     )
 
 
-def _decode_view(link: WorkerLink) -> DecodeView:
+def _decode_view(link: WorkerLink, suspicion: Suspicion) -> DecodeView:
     return DecodeView(
         worker_id=link.worker_id,
         requests=max(link.active, link.load.running + link.load.waiting),
         free_pages=link.load.free_pages,
+        has_room=link.has_room(suspicion),
     )

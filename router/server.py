@@ -1,7 +1,8 @@
 """A whole router in one process.
 
 start()        loads the tokenizer, attaches to the workers, serves
-serve_until()  waits for the word to stop, then ends the calls under way and the links
+serve_until()  waits for the word to stop, lets the requests under way end (for so long),
+               then ends the calls and the links
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from baton.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2
 from core import model_store
 from core.config import Config
 from core.errors import Internal
+from core.process import Stopping
+from core.types import MAX_MESSAGE_BYTES
+from router.canary import run_canary
 from router.grpc_edge import AdminService, InferenceService
 from router.membership import follow
 from router.metrics import RouterMetrics
@@ -26,7 +30,8 @@ from router.roster import Roster
 from router.serving import Serving
 from router.text import Text
 
-MESSAGE_BYTES = 64 * 2**20
+# For what a client has not read when its answer is complete.
+GRACE_SECONDS = 2.0
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 ADMIN = cluster_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 
@@ -45,7 +50,8 @@ class RouterServer:
         folder = model_store.locate(self._config.model)
         text = await asyncio.to_thread(Text.load, folder)
         self._health = health.aio.HealthServicer()
-        self._roster = Roster(self._router_id, model, on_change=self._report_health)
+        self._roster = Roster(self._router_id, model, self._config)
+        self._roster.listen(self._report_health)
         self._serving = Serving(text, self._roster, self._config.router, self._metrics)
         self._metrics.watch(self._roster.links)
         await self._serve(model)
@@ -53,33 +59,42 @@ class RouterServer:
         self._roster.set_addresses(self._config.members.workers)
         if controller:
             self._start(follow(controller, self._roster))
+        if seconds := self._config.router.canary_seconds:
+            self._start(run_canary(self._roster, self._serving.dispatcher, seconds))
 
     async def wait_ready(self) -> None:
-        """Returns when a request could be placed."""
-        while not self._roster.ready:
-            await self._roster.change()
+        """Returns when some prefill worker can push to some decode worker."""
+        await self._roster.wait_until(lambda: self._roster.has_pair)
 
-    async def serve_until(self, stopped: asyncio.Event) -> None:
-        """Serves until `stopped`; calls under way are then cancelled, and their workers told."""
-        await stopped.wait()
+    async def serve_until(self, stopping: Stopping) -> None:
+        """Serves until it is asked to stop, and then until its requests have ended, or the time
+        for that has; what is left is then cancelled, and its workers told."""
+        await stopping.asked.wait()
+        await self._drain(stopping)
         for task in self._tasks:
             task.cancel()
-        await self._server.stop(grace=0.5)
+        await self._server.stop(grace=0.0 if self._serving.active else GRACE_SECONDS)
         await self._roster.stop()
         self._metrics_server.shutdown()
 
+    async def _drain(self, stopping: Stopping) -> None:
+        self._serving.draining = True
+        self._report_health()
+        await stopping.wait_at_most(self._config.drain_seconds, self._serving.idle)
+
     async def _serve(self, model: str) -> None:
         options = [
-            ("grpc.max_receive_message_length", MESSAGE_BYTES),
-            ("grpc.max_send_message_length", MESSAGE_BYTES),
+            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
             # Clients ask whether we are there while they wait for a token.
             ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
             # Without this a second router on the same port would share its calls.
             ("grpc.so_reuseport", 0),
         ]
         self._server = grpc.aio.server(options=options)
-        inference = InferenceService(self._serving, self._roster, model)
-        admin = AdminService(self._serving, self._roster, model, self._router_id)
+        limits = self._config.router
+        inference = InferenceService(self._serving, self._roster, model, limits.reader_buffer)
+        admin = AdminService(self._serving, self._roster, model, self._router_id, limits.max_queued)
         inference_pb2_grpc.add_InferenceServicer_to_server(inference, self._server)
         cluster_pb2_grpc.add_AdminServicer_to_server(admin, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -107,10 +122,11 @@ class RouterServer:
         self.metrics_address = f"{host}:{self._metrics_server.server_port}"
 
     def _report_health(self) -> None:
+        """The process lives whatever its workers do; it is ready when it can place requests."""
         status = health_pb2.HealthCheckResponse
-        now = status.SERVING if self._roster.ready else status.NOT_SERVING
-        for service in ("", INFERENCE):
-            self._start(self._health.set(service, now))
+        ready = self._roster.can_place and not self._serving.draining
+        self._start(self._health.set("", status.SERVING))
+        self._start(self._health.set(INFERENCE, status.SERVING if ready else status.NOT_SERVING))
 
     def _start(self, work: Coroutine[None, None, None]) -> None:
         """Runs in the background; kept until it is done, as the event loop would not."""

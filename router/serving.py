@@ -23,8 +23,10 @@ from core.errors import (
     InvalidRequest,
     PromptTooLong,
     TokenOutOfRange,
+    Unavailable,
 )
 from core.types import AttemptKey, ChatPrompt, FinishReason, Prompt, Request, Work
+from router.admission import Admission
 from router.answer import AnswerText
 from router.dispatch import Dispatcher
 from router.metrics import RouterMetrics
@@ -54,6 +56,7 @@ class Finished:
     prompt_tokens: int
     completion_tokens: int
     stop: str
+    placements: tuple[Placement, ...] = ()
 
 
 Result = TypeVar("Result")
@@ -68,16 +71,18 @@ class Serving:
         self._roster = roster
         self._config = config
         self._metrics = metrics
-        self._dispatcher = Dispatcher(roster, config, metrics)
+        self.admission = Admission(roster, config, metrics)
+        self.dispatcher = Dispatcher(roster, self.admission, config, metrics)
         self._threads = ThreadPoolExecutor(config.text_threads, thread_name_prefix="text")
         self.active = 0
+        self.idle = asyncio.Event()  # set while nothing is active
+        self.idle.set()
         self.finished = 0
+        self.draining = False  # no new requests are taken
 
     async def generate(self, request: Request) -> AsyncGenerator[Event]:
         """The answer as it is made. Closing the iterator cancels the request."""
-        if self.active >= self._config.max_requests:
-            self._metrics.requests.labels(outcome=Exhausted.reason).inc()
-            raise Exhausted(f"{self.active} requests are under way already; try again later")
+        self._let_in()
         clock = _Clock(self._metrics)
         outcome = "CANCELLED"
         self._count(+1)
@@ -95,6 +100,16 @@ class Serving:
             self.finished += 1
             clock.end(completed=outcome in FinishReason.__members__)
             self._metrics.requests.labels(outcome=outcome).inc()
+
+    def _let_in(self) -> None:
+        if self.draining:
+            raise Unavailable("this router is about to stop and takes no new requests")
+        if self.active >= self._config.max_requests:
+            self._metrics.requests.labels(outcome=Exhausted.reason).inc()
+            raise Exhausted(
+                f"{self.active} requests are under way already; try again later",
+                retry_after=self.admission.retry_after,
+            )
 
     async def tokenize(self, prompt: Prompt) -> tuple[list[int], str]:
         """The prompt's tokens and, for a chat, the text that they were made of."""
@@ -115,10 +130,13 @@ class Serving:
         work = await self._prepare(request)
         self._metrics.prompt_tokens.inc(len(work.prompt_tokens))
         answer = AnswerText(self.text.detokenizer(), request.stop)
-        async with aclosing(self._dispatcher.run(work)) as events:
+        placements: list[Placement] = []
+        async with aclosing(self.dispatcher.run(work)) as events:
             async for event in events:
                 if isinstance(event, Placement):
-                    yield _started(request, work, event)
+                    placements.append(event)
+                    if len(placements) == 1:
+                        yield _started(request, work, event)
                     continue
                 clock.tokens(len(event.token_ids))
                 delta = answer.push(event)
@@ -126,13 +144,17 @@ class Serving:
                     yield Delta(delta.text, delta.token_ids)
                 if answer.finish:
                     yield Finished(
-                        answer.finish, len(work.prompt_tokens), answer.count, answer.stop
+                        answer.finish,
+                        len(work.prompt_tokens),
+                        answer.count,
+                        answer.stop,
+                        tuple(placements),
                     )
                     return
 
     async def _prepare(self, request: Request) -> Work:
-        # Workers tell how much they hold, so at least one pair must be there.
-        await self._roster.place(self._config.placement_timeout)
+        # Workers tell how much they hold, so some must be there.
+        await self.admission.wait_ready()
         context = self._roster.context_length()
         tokens = await self._off_loop(self.text.encode, request.prompt, context)
         self._check(tokens, context)
@@ -166,6 +188,10 @@ class Serving:
 
     def _count(self, change: int) -> None:
         self.active += change
+        if self.active:
+            self.idle.clear()
+        else:
+            self.idle.set()
         self._metrics.active.set(self.active)
 
 
@@ -174,7 +200,7 @@ def _started(request: Request, work: Work, placement: Placement) -> Started:
         request_id=request.request_id,
         prompt_tokens=len(work.prompt_tokens),
         prefill_worker=placement.prefill,
-        decode_worker=placement.decode if work.max_tokens > 1 else "",
+        decode_worker=placement.decode,
         seed=work.sampling.seed,
     )
 

@@ -12,6 +12,18 @@ from core.errors import InvalidRequest, InvalidSampling, TokenOutOfRange
 from core.types import Work
 
 
+def quarantine_fault(quarantined: int, total: int, share: float) -> str:
+    """Why a worker takes nothing new; empty when it does.
+
+    Pages that a remote write may still reach cannot be used. More than `share`
+    of the pool waiting for the other side means that something is badly wrong
+    there, and that little would fit in here.
+    """
+    if quarantined <= share * total:
+        return ""
+    return f"{quarantined} of {total} pages are in quarantine, more than {share:.0%}"
+
+
 def check_work(work: Work, vocabulary_size: int) -> None:
     """Raises what is wrong with the request; returns when the engine can run it."""
     if not work.prompt_tokens:
@@ -23,6 +35,8 @@ def check_work(work: Work, vocabulary_size: int) -> None:
         )
     if work.max_tokens < 1:
         raise InvalidRequest("max_tokens must be at least 1", field="max_tokens")
+    if work.answer_tokens >= min(len(work.prompt_tokens), work.max_tokens):
+        raise InvalidRequest("the answer is longer than what it belongs to", field="answer_tokens")
     sampling = work.sampling
     numbers = (
         *(sampling.temperature, sampling.top_p, sampling.min_p, sampling.repetition_penalty),

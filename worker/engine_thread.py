@@ -6,6 +6,7 @@ the outbox. It never waits for anything but its inbox, and only when idle.
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -28,22 +29,38 @@ class FromRouter:
 
 
 @dataclass(frozen=True, slots=True)
+class Attached:
+    """A router is there, and waits for a first report."""
+
+    attachment: int
+
+
+@dataclass(frozen=True, slots=True)
 class Detached:
     attachment: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Take nothing new; hand back what still runs after so many seconds."""
+
+    seconds: float
 
 
 class Stop:
     """The last item in the inbox."""
 
 
-Inbox = queue.SimpleQueue[FromRouter | Detached | TransferEvent | Stop]
+Item = FromRouter | Attached | Detached | Drain | TransferEvent
+Inbox = queue.SimpleQueue[Item | Stop]
 
 
 class EngineThread(threading.Thread):
     """Makes a role with `make_role`, says so with `on_ready`, and runs it until Stop.
 
-    An exception that the role lets out ends the thread: its state can no
-    longer be trusted. `on_failure` is then called with it.
+    `on_drained` is called when nothing is left to do after Drain. An exception
+    that the role lets out ends the thread: its state can no longer be trusted.
+    `on_failure` is then called with it.
     """
 
     def __init__(
@@ -52,6 +69,7 @@ class EngineThread(threading.Thread):
         inbox: Inbox,
         outbox: Outbox,
         on_ready: Callable[[], object],
+        on_drained: Callable[[], object],
         on_failure: Callable[[BaseException], object],
     ) -> None:
         super().__init__(name="engine", daemon=True)
@@ -59,12 +77,23 @@ class EngineThread(threading.Thread):
         self._inbox = inbox
         self._outbox = outbox
         self._on_ready = on_ready
+        self._on_drained = on_drained
         self._on_failure = on_failure
-        self._reported = 0.0
+        self._reported = math.inf
+        self._fault = ""
+        self._draining = False
+        self._hand_back_at = math.inf
+
+    def problem(self, stall_seconds: float) -> str:
+        """From any thread: why the engine cannot be used; empty when it can."""
+        if time.monotonic() - self._reported > stall_seconds:
+            return f"the engine has not moved for {stall_seconds:g} seconds"
+        return self._fault
 
     def run(self) -> None:
         try:
             role = self._make_role()
+            self._report(role, -math.inf)
             self._on_ready()
             self._serve(role)
         except BaseException as error:  # noqa: BLE001 the thread's edge: the process must know
@@ -75,6 +104,8 @@ class EngineThread(threading.Thread):
         while self._take(role, wait=not busy):
             busy = role.step()
             self._report(role, BUSY_REPORT_SECONDS if busy else 0.0)
+            if self._draining:
+                self._go_on_draining(role)
             self._outbox.flush()
 
     def _take(self, role: Role, *, wait: bool) -> bool:
@@ -89,16 +120,37 @@ class EngineThread(threading.Thread):
         except queue.Empty:
             return True
 
-    def _hand_over(self, role: Role, item: FromRouter | Detached | TransferEvent) -> None:
-        if isinstance(item, FromRouter):
-            role.on_message(item.attachment, item.message)
-        elif isinstance(item, Detached):
-            role.on_detach(item.attachment)
-        else:
-            role.on_transfer(item)
+    def _hand_over(self, role: Role, item: Item) -> None:
+        match item:
+            case FromRouter():
+                role.on_message(item.attachment, item.message)
+            case Attached():
+                self._report(role, 0.0)
+            case Detached():
+                role.on_detach(item.attachment)
+            case Drain():
+                self._begin_draining(role, item.seconds)
+            case _:
+                role.on_transfer(item)
+
+    def _begin_draining(self, role: Role, seconds: float) -> None:
+        self._draining = True
+        self._hand_back_at = time.monotonic() + seconds
+        role.drain()
+        self._outbox.broadcast(pb.WorkerMessage(draining=pb.Draining()))
+
+    def _go_on_draining(self, role: Role) -> None:
+        if role.idle:
+            self._draining = False
+            self._on_drained()
+        elif time.monotonic() >= self._hand_back_at:
+            self._hand_back_at = math.inf
+            role.hand_back()
 
     def _report(self, role: Role, interval: float) -> None:
         now = time.monotonic()
         if now - self._reported >= interval:
             self._reported = now
-            self._outbox.broadcast(pb.WorkerMessage(load=role.load()))
+            load = role.load()
+            self._fault = load.fault
+            self._outbox.broadcast(pb.WorkerMessage(load=load))

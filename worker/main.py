@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
-import logging
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +13,7 @@ import uvloop
 from core import config as configs
 from core.config import Config
 from core.errors import BatonError
+from core.process import set_up_logging, stop_on_signals
 from core.types import Role
 from worker.cpu import claim_threads
 
@@ -24,13 +22,14 @@ if TYPE_CHECKING:
 
 
 def main(role: Role, import_role: Callable[[], RoleFactory]) -> None:
-    """Runs until SIGTERM or SIGINT. `import_role` imports torch, so it is called late."""
+    """Runs until SIGTERM or SIGINT, which drain it; a second one ends it at once.
+
+    `import_role` imports torch, so it is called late.
+    """
     arguments = _parse(role)
     try:
         config = configs.load(arguments.config)
-        logging.basicConfig(
-            level=config.log_level.upper(), format="%(asctime)s %(name)s %(levelname)s %(message)s"
-        )
+        set_up_logging(config.log_level)
         claim_threads(config, role)
         from worker.server import WorkerServer
 
@@ -53,12 +52,11 @@ def _parse(role: Role) -> argparse.Namespace:
 async def _run(
     server: WorkerServer, config: Config, role: Role, port: int | None, metrics_port: int | None
 ) -> None:
-    stopped = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    stopping = stop_on_signals()
     section = config.pool(role)
     await server.start(section.host, section.port if port is None else port)
     if metrics_port is not None:
-        server.serve_metrics(section.host, metrics_port)
+        metrics = server.serve_metrics(section.host, metrics_port)
+        print(f"metrics on {metrics}", flush=True)
     print(f"{role.value} worker ready on {server.address}", flush=True)
-    await server.serve_until(stopped)
+    await server.serve_until(stopping)

@@ -28,6 +28,10 @@ class WorkerMetrics:
         self._tokens = self._counter(names.COMPUTED_TOKENS)
         self._bytes = self._counter(names.TRANSFER_BYTES)
         self._seconds = self._counter(names.TRANSFER_SECONDS)
+        self._damaged = self._counter(names.DAMAGED_PAGES)
+
+    def damaged(self, pages: int) -> None:
+        self._damaged.inc(pages)
 
     def queued(self, seconds: float) -> None:
         self._queue.observe(seconds)

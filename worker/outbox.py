@@ -44,11 +44,16 @@ class Outbox:
     def detach(self, attachment: int) -> None:
         self._queues.pop(attachment, None)
 
+    def close(self) -> None:
+        """Cuts every router off, once what is queued for it has been written."""
+        for queue in self._queues.values():
+            queue.put_nowait(None)
+
     def _sort(self, batch: list[tuple[int | None, pb.WorkerMessage]]) -> None:
         for attachment, message in batch:
             if attachment is None:
-                for queue in self._queues.values():
-                    queue.put_nowait(message)
+                for each in list(self._queues):
+                    self._put(each, message)
             elif attachment in self._queues:
                 self._put(attachment, message)
 

@@ -27,3 +27,13 @@ class Role(Protocol):
 
     def load(self) -> pb.Load:
         """How busy the role is, its pool included."""
+
+    def drain(self) -> None:
+        """From now on new requests are refused, in a way that has routers try elsewhere."""
+
+    def hand_back(self) -> None:
+        """Gives up every request, in a way that has its router go on elsewhere."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is here."""

@@ -1,8 +1,9 @@
 """A whole worker in one process: event loop, engine thread, transfer thread.
 
 start()        loads the model, makes the pool reachable, serves; then `address` is known
-serve_until()  waits for the word to stop, then ends the streams, the engine thread and the
-               transfers, in that order; raises when the engine can no longer be trusted
+serve_until()  waits for the word to stop, or a router's Drain; finishes or hands back what
+               runs; then ends the streams, the engine thread and the transfers, in that
+               order; raises when the engine can no longer be trusted
 """
 
 from __future__ import annotations
@@ -15,23 +16,27 @@ from typing import Any
 
 import grpc
 import torch
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import start_http_server
 
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
 from baton.v1.transfer_pb2 import PoolLayout
 from core import model_store, types
-from core.config import Config
+from core.config import Config, settle
 from core.errors import Internal
-from core.types import PROTOCOL
+from core.process import Stopping
+from core.types import MAX_MESSAGE_BYTES, PROTOCOL
 from core.wire import role_to
 from engine.engine import Engine
+from engine.gpu.settings import GpuSettings
+from kv_transfer.choose import choose_transport
+from kv_transfer.digest import choose_digest
 from kv_transfer.layout import LAYOUT_VERSION
-from kv_transfer.nixl_transport import NixlTransport
 from kv_transfer.thread import TransferThread
 from kv_transfer.transport import PoolMemory
 from worker.cpu import claim_threads, stand_back
-from worker.engine_thread import EngineThread, Inbox, Stop
+from worker.engine_thread import Drain, EngineThread, Inbox, Stop
 from worker.metrics import WorkerMetrics
 from worker.outbox import Outbox
 from worker.role import Role
@@ -39,7 +44,11 @@ from worker.service import WorkerService
 
 log = logging.getLogger(__name__)
 
-MESSAGE_BYTES = 64 * 2**20
+WORKER = pb.DESCRIPTOR.services_by_name["Worker"].full_name
+HEALTH_SECONDS = 1.0
+# For the routers to take what is queued for them, and for writes under way to end.
+GRACE_SECONDS = 2.0
+HAND_BACK_SECONDS = 5.0
 
 RoleFactory = Callable[[Engine, TransferThread, Outbox, WorkerMetrics, Config], Role]
 Progress = Callable[[str], None]
@@ -59,6 +68,7 @@ class WorkerServer:
         self._worker_id = worker_id
         self._make_role = make_role
         self._progress = progress
+        self._loading: dict[str, int] = {}  # tenths told, by what is loaded
         self._incarnation = secrets.randbits(64)
         self._inbox = Inbox()
         self._metrics = WorkerMetrics(worker_id, role)
@@ -68,41 +78,87 @@ class WorkerServer:
         loop = asyncio.get_running_loop()
         self._failure: asyncio.Future[None] = loop.create_future()
         ready = asyncio.Event()
+        self._drained = asyncio.Event()
+        self._drain_asked = asyncio.Event()
         self._outbox = Outbox(loop)
         self._thread = EngineThread(
             self._build_role,
             self._inbox,
             self._outbox,
             on_ready=lambda: loop.call_soon_threadsafe(ready.set),
+            on_drained=lambda: loop.call_soon_threadsafe(self._drained.set),
             on_failure=lambda error: loop.call_soon_threadsafe(self._fail, error),
         )
         self._thread.start()
         await self._wait_for(ready)
         await self._serve(host, port)
 
-    def serve_metrics(self, host: str, port: int) -> None:
-        start_http_server(port, addr=host, registry=self._metrics.registry)
+    def serve_metrics(self, host: str, port: int) -> str:
+        """Serves Prometheus metrics; the address, "host:port"."""
+        server, _ = start_http_server(port, addr=host, registry=self._metrics.registry)
+        return f"{host}:{server.server_port}"
 
-    async def serve_until(self, stopped: asyncio.Event) -> None:
-        """Serves until `stopped`. Requests under way then fail at their routers as lost."""
-        await self._wait_for(stopped)
-        await self._server.stop(grace=0.5)
+    async def serve_until(self, stopping: Stopping) -> None:
+        """Serves until it is asked to stop, or a router has it drained; then lets requests under
+        way end, for so long, and has the rest go on elsewhere."""
+        await self._wait_for(stopping.asked, self._drain_asked)
+        await self._drain(stopping)
+        self._outbox.close()
+        await self._server.stop(grace=GRACE_SECONDS)
+        self._health_watch.cancel()
         self._inbox.put(Stop())
         await asyncio.to_thread(self._thread.join)
         await asyncio.to_thread(self._transfer.stop)
-
-    async def _wait_for(self, event: asyncio.Event) -> None:
-        """Returns when the event is set; raises when the engine thread fails before."""
-        waiting = asyncio.ensure_future(event.wait())
-        first: set[asyncio.Future[Any]] = {waiting, self._failure}
-        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
         if self._failure.done():
-            waiting.cancel()
+            self._failure.result()
+
+    async def _drain(self, stopping: Stopping) -> None:
+        self._drain_asked.set()
+        await self._report_health()
+        self._inbox.put(Drain(self._config.drain_seconds))
+        limit = self._config.drain_seconds + HAND_BACK_SECONDS
+        await stopping.wait_at_most(limit, self._drained)
+
+    async def _watch_health(self) -> None:
+        while True:
+            await self._report_health()
+            await asyncio.sleep(HEALTH_SECONDS)
+
+    async def _report_health(self) -> None:
+        """The process lives; it is ready while its own engine is sound and it takes requests."""
+        status = health_pb2.HealthCheckResponse
+        problem = self._thread.problem(self._config.router.engine_stall_seconds)
+        ready = not problem and not self._drain_asked.is_set()
+        await self._health.set("", status.SERVING)
+        await self._health.set(WORKER, status.SERVING if ready else status.NOT_SERVING)
+
+    async def _wait_for(self, *events: asyncio.Event) -> None:
+        """Returns when an event is set; raises when the engine thread fails before."""
+        waiting = [asyncio.ensure_future(event.wait()) for event in events]
+        first: set[asyncio.Future[Any]] = {*waiting, self._failure}
+        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+        for task in waiting:
+            task.cancel()
+        if self._failure.done():
             self._failure.result()
 
     def _fail(self, error: BaseException) -> None:
         if not self._failure.done():
             self._failure.set_exception(error)
+        self._drained.set()
+
+    def _gpu_settings(self, config: Config) -> GpuSettings:
+        prefills = self._role is types.Role.PREFILL
+        section = config.prefill if prefills else config.decode
+        # A prefill worker decodes nothing; a canary takes one row.
+        most = 1 if prefills else config.decode.max_batch
+        return GpuSettings(config.gpu_memory, most, section.chunk_tokens)
+
+    def _report_loading(self, what: str, done: float) -> None:
+        """Every tenth of it."""
+        if int(done * 10) > self._loading.get(what, 0):
+            self._loading[what] = int(done * 10)
+            self._progress(f"preparing {what}: {done:.0%}")
 
     def _build_role(self) -> Role:
         """On the engine thread: the engine belongs to it from the first moment."""
@@ -110,6 +166,7 @@ class WorkerServer:
         device = config.device
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
+        config = settle(config, device)
         if device == "cpu" and self._role is types.Role.DECODE:
             stand_back(config.decode.nice)
         dtype = config.dtype
@@ -124,33 +181,43 @@ class WorkerServer:
             kv_memory=config.pool(self._role).kv_memory,
             max_context=config.max_context,
             threads=claim_threads(config, self._role),
+            random_weights=config.weights == "random",
+            gpu=self._gpu_settings(config),
+            progress=self._report_loading,
         )
         self._progress("opening the transfer layer")
+        memory = pool_memory(self._engine)
         self._transfer = TransferThread(
-            NixlTransport(),
-            pool_memory(self._engine),
+            choose_transport(config.transport, device),
+            memory,
             pool_layout(self._engine),
             self._inbox.put,
+            digest=choose_digest(config.page_digests, memory),
         )
         self._transfer.start()
         return self._make_role(self._engine, self._transfer, self._outbox, self._metrics, config)
 
     async def _serve(self, host: str, port: int) -> None:
         options = [
-            ("grpc.max_receive_message_length", MESSAGE_BYTES),
-            ("grpc.max_send_message_length", MESSAGE_BYTES),
+            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
             # Routers ask whether we are there while a long step runs.
             ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ]
         self._server = grpc.aio.server(options=options)
-        service = WorkerService(self._inbox, self._outbox, self._welcome)
+        service = WorkerService(
+            self._inbox, self._outbox, self._welcome, on_drain=self._drain_asked.set
+        )
         worker_pb2_grpc.add_WorkerServicer_to_server(service, self._server)
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         try:
             bound = self._server.add_insecure_port(f"{host}:{port}")
         except RuntimeError as error:
             raise Internal(f"cannot listen on {host}:{port}") from error
         self.address = f"{host}:{bound}"
         await self._server.start()
+        self._health_watch = asyncio.ensure_future(self._watch_health())
 
     def _welcome(self) -> pb.Welcome:
         return pb.Welcome(
@@ -162,6 +229,7 @@ class WorkerServer:
             context_length=self._engine.context_length,
             pool=self._transfer.pool_address,
             total_pages=self._engine.pool.total,
+            draining=self._drain_asked.is_set(),
         )
 
 

@@ -12,7 +12,7 @@ import grpc
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
 from core.types import PROTOCOL
-from worker.engine_thread import Detached, FromRouter, Inbox
+from worker.engine_thread import Attached, Detached, FromRouter, Inbox
 from worker.outbox import Outbox
 
 log = logging.getLogger(__name__)
@@ -21,10 +21,19 @@ Context = grpc.aio.ServicerContext[pb.RouterMessage, pb.WorkerMessage]
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
-    def __init__(self, inbox: Inbox, outbox: Outbox, welcome: Callable[[], pb.Welcome]) -> None:
+    """Answers pings here, on the event loop; what the engine must know goes to its inbox."""
+
+    def __init__(
+        self,
+        inbox: Inbox,
+        outbox: Outbox,
+        welcome: Callable[[], pb.Welcome],
+        on_drain: Callable[[], None],
+    ) -> None:
         self._inbox = inbox
         self._outbox = outbox
         self._welcome = welcome
+        self._on_drain = on_drain
         self._attachments = itertools.count(1)
 
     async def Attach(  # type: ignore[override]
@@ -43,6 +52,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         log.info("router %s attached", hello.hello.router_id)
         try:
             await context.write(pb.WorkerMessage(welcome=self._welcome()))
+            self._inbox.put(Attached(attachment))
             await self._converse(attachment, requests, queue, context)
         finally:
             self._outbox.detach(attachment)
@@ -58,7 +68,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     ) -> None:
         """Reads and writes until either side ends."""
         tasks = [
-            asyncio.ensure_future(self._read(attachment, requests)),
+            asyncio.ensure_future(self._read(attachment, requests, queue)),
             asyncio.ensure_future(self._write(queue, context)),
         ]
         try:
@@ -69,9 +79,20 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             for task in tasks:
                 task.cancel()
 
-    async def _read(self, attachment: int, requests: AsyncIterator[pb.RouterMessage]) -> None:
+    async def _read(
+        self,
+        attachment: int,
+        requests: AsyncIterator[pb.RouterMessage],
+        queue: asyncio.Queue[pb.WorkerMessage | None],
+    ) -> None:
         async for message in requests:
-            self._inbox.put(FromRouter(attachment, message))
+            match message.WhichOneof("kind"):
+                case "ping":
+                    queue.put_nowait(pb.WorkerMessage(pong=pb.Pong()))
+                case "drain":
+                    self._on_drain()
+                case _:
+                    self._inbox.put(FromRouter(attachment, message))
 
     async def _write(self, queue: asyncio.Queue[pb.WorkerMessage | None], context: Context) -> None:
         while (message := await queue.get()) is not None:

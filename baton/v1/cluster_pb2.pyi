@@ -87,6 +87,41 @@ class Member(_message.Message):
 Global___Member: _TypeAlias = Member  # noqa: Y015
 
 @_typing.final
+class DrainRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """The worker's name."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
+
+@_typing.final
+class DrainResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
+
+@_typing.final
 class StatusRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -111,6 +146,9 @@ class StatusResponse(_message.Message):
     ACTIVE_REQUESTS_FIELD_NUMBER: _builtins.int
     FINISHED_REQUESTS_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
+    QUEUED_REQUESTS_FIELD_NUMBER: _builtins.int
+    QUEUE_LIMIT_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     """The router that answers."""
     uptime_seconds: _builtins.float
@@ -121,6 +159,12 @@ class StatusResponse(_message.Message):
     """Requests that this router has not finished."""
     finished_requests: _builtins.int
     """Requests finished, in any way, since it started."""
+    queued_requests: _builtins.int
+    """Of the active requests, those that wait for a worker with room."""
+    queue_limit: _builtins.int
+    """How many may wait; a further one is refused."""
+    draining: _builtins.bool
+    """Whether the router takes no new requests, because it is to stop."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]:
         """One entry a worker."""
@@ -134,10 +178,13 @@ class StatusResponse(_message.Message):
         active_requests: _builtins.int = ...,
         finished_requests: _builtins.int = ...,
         workers: _abc.Iterable[Global___WorkerStatus] | None = ...,
+        queued_requests: _builtins.int = ...,
+        queue_limit: _builtins.int = ...,
+        draining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "finished_requests", b"finished_requests", "model", b"model", "router_id", b"router_id", "uptime_seconds", b"uptime_seconds", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "draining", b"draining", "finished_requests", b"finished_requests", "model", b"model", "queue_limit", b"queue_limit", "queued_requests", b"queued_requests", "router_id", b"router_id", "uptime_seconds", b"uptime_seconds", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -154,6 +201,7 @@ class WorkerStatus(_message.Message):
     ACTIVE_REQUESTS_FIELD_NUMBER: _builtins.int
     CONNECTED_FIELD_NUMBER: _builtins.int
     FAULT_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
     attached: _builtins.bool
     """Whether the router's stream to it is up."""
     total_pages: _builtins.int
@@ -162,6 +210,8 @@ class WorkerStatus(_message.Message):
     """This router's requests on it."""
     fault: _builtins.str
     """Why it cannot be used, where it cannot."""
+    draining: _builtins.bool
+    """Whether it takes nothing new and only finishes what runs."""
     @_builtins.property
     def member(self) -> Global___Member:
         """The worker."""
@@ -184,10 +234,11 @@ class WorkerStatus(_message.Message):
         active_requests: _builtins.int = ...,
         connected: _abc.Iterable[_builtins.str] | None = ...,
         fault: _builtins.str = ...,
+        draining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "member", b"member"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "attached", b"attached", "connected", b"connected", "fault", b"fault", "load", b"load", "member", b"member", "total_pages", b"total_pages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "attached", b"attached", "connected", b"connected", "draining", b"draining", "fault", b"fault", "load", b"load", "member", b"member", "total_pages", b"total_pages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

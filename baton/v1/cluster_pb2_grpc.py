@@ -112,6 +112,11 @@ class AdminStub(object):
                 request_serializer=baton_dot_v1_dot_cluster__pb2.StatusRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_cluster__pb2.StatusResponse.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/baton.v1.Admin/Drain',
+                request_serializer=baton_dot_v1_dot_cluster__pb2.DrainRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_cluster__pb2.DrainResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -124,6 +129,14 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Has a worker take nothing new, finish or hand back what runs, and exit.
+        Returns when the worker has been told.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -131,6 +144,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Status,
                     request_deserializer=baton_dot_v1_dot_cluster__pb2.StatusRequest.FromString,
                     response_serializer=baton_dot_v1_dot_cluster__pb2.StatusResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=baton_dot_v1_dot_cluster__pb2.DrainRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_cluster__pb2.DrainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -160,6 +178,33 @@ class Admin(object):
             '/baton.v1.Admin/Status',
             baton_dot_v1_dot_cluster__pb2.StatusRequest.SerializeToString,
             baton_dot_v1_dot_cluster__pb2.StatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/Drain',
+            baton_dot_v1_dot_cluster__pb2.DrainRequest.SerializeToString,
+            baton_dot_v1_dot_cluster__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -60,12 +60,20 @@ class AdminStub:
     def __new__(cls, channel: _aio.Channel) -> AdminAsyncStub: ...
     Status: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.StatusRequest, _cluster_pb2.StatusResponse]
     """What a router knows of the cluster, at this moment."""
+    Drain: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.DrainRequest, _cluster_pb2.DrainResponse]
+    """Has a worker take nothing new, finish or hand back what runs, and exit.
+    Returns when the worker has been told.
+    """
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Status: _aio.UnaryUnaryMultiCallable[_cluster_pb2.StatusRequest, _cluster_pb2.StatusResponse]  # type: ignore[assignment]
     """What a router knows of the cluster, at this moment."""
+    Drain: _aio.UnaryUnaryMultiCallable[_cluster_pb2.DrainRequest, _cluster_pb2.DrainResponse]  # type: ignore[assignment]
+    """Has a worker take nothing new, finish or hand back what runs, and exit.
+    Returns when the worker has been told.
+    """
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -75,5 +83,15 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.StatusResponse, _abc.Awaitable[_cluster_pb2.StatusResponse]]:
         """What a router knows of the cluster, at this moment."""
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _cluster_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.DrainResponse, _abc.Awaitable[_cluster_pb2.DrainResponse]]:
+        """Has a worker take nothing new, finish or hand back what runs, and exit.
+        Returns when the worker has been told.
+        """
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -6,7 +6,8 @@ The client API: what a user of a Baton cluster calls.
 Errors are gRPC status codes. Each carries a google.rpc.Status in its
 trailer (grpc-status-details-bin) with a google.rpc.ErrorInfo: `reason` is a
 stable name such as PROMPT_TOO_LONG, `domain` is "baton", and `metadata`
-names the offending field where there is one.
+names the offending field where there is one. Where trying again later may
+help, a google.rpc.RetryInfo says when.
 """
 
 from collections import abc as _abc
@@ -397,6 +398,7 @@ class Finished(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
+    PLACEMENTS_FIELD_NUMBER: _builtins.int
     finish_reason: Global___FinishReason.ValueType
     """Why the answer ended."""
     stop: _builtins.str
@@ -405,20 +407,63 @@ class Finished(_message.Message):
     def usage(self) -> Global___Usage:
         """Token counts."""
 
+    @_builtins.property
+    def placements(self) -> _containers.RepeatedCompositeFieldContainer[Global___Placement]:
+        """Where the answer was made, one entry an attempt. More than one when a
+        worker was lost or drained on the way; the answer is the same.
+        """
+
     def __init__(
         self,
         *,
         finish_reason: Global___FinishReason.ValueType = ...,
         usage: Global___Usage | None = ...,
         stop: _builtins.str = ...,
+        placements: _abc.Iterable[Global___Placement] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "stop", b"stop", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "placements", b"placements", "stop", b"stop", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Finished: _TypeAlias = Finished  # noqa: Y015
+
+@_typing.final
+class Placement(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFILL_WORKER_FIELD_NUMBER: _builtins.int
+    DECODE_WORKER_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    prefill_worker: _builtins.str
+    """The prefill worker. Empty when the decode worker read the prompt itself."""
+    decode_worker: _builtins.str
+    """The decode worker. Empty when the first token was known to be the last."""
+    policy: _builtins.str
+    """How the work was divided: "split" (prefill, then decode), "local" (the
+    decode worker did both), "prefill" (one token was wanted).
+    """
+    reason: _builtins.str
+    """Why: for a first attempt the policy's reason, else what ended the attempt
+    before.
+    """
+    def __init__(
+        self,
+        *,
+        prefill_worker: _builtins.str = ...,
+        decode_worker: _builtins.str = ...,
+        policy: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_worker", b"decode_worker", "policy", b"policy", "prefill_worker", b"prefill_worker", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Placement: _TypeAlias = Placement  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):

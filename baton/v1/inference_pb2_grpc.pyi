@@ -6,7 +6,8 @@ The client API: what a user of a Baton cluster calls.
 Errors are gRPC status codes. Each carries a google.rpc.Status in its
 trailer (grpc-status-details-bin) with a google.rpc.ErrorInfo: `reason` is a
 stable name such as PROMPT_TOO_LONG, `domain` is "baton", and `metadata`
-names the offending field where there is one.
+names the offending field where there is one. Where trying again later may
+help, a google.rpc.RetryInfo says when.
 """
 
 from baton.v1 import inference_pb2 as _inference_pb2

@@ -62,6 +62,9 @@ class RouterMessage(_message.Message):
     DELIVER_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
     SENDER_GONE_FIELD_NUMBER: _builtins.int
+    COMPUTE_FIELD_NUMBER: _builtins.int
+    PING_FIELD_NUMBER: _builtins.int
+    DRAIN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """First on every stream."""
@@ -90,6 +93,20 @@ class RouterMessage(_message.Message):
     def sender_gone(self) -> Global___SenderGone:
         """To decode: a prefill worker's process has ended."""
 
+    @_builtins.property
+    def compute(self) -> Global___Compute:
+        """To decode: compute a prompt here, because no prefill worker can."""
+
+    @_builtins.property
+    def ping(self) -> Global___Ping:
+        """To either: are you there? Answered by the event loop, whatever the
+        engine does meanwhile.
+        """
+
+    @_builtins.property
+    def drain(self) -> Global___Drain:
+        """To either: take nothing new, finish or hand back what runs, then exit."""
+
     def __init__(
         self,
         *,
@@ -100,12 +117,15 @@ class RouterMessage(_message.Message):
         deliver: Global___Deliver | None = ...,
         release: Global___Release | None = ...,
         sender_gone: Global___SenderGone | None = ...,
+        compute: Global___Compute | None = ...,
+        ping: Global___Ping | None = ...,
+        drain: Global___Drain | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["connect", b"connect", "deliver", b"deliver", "hello", b"hello", "kind", b"kind", "prefill", b"prefill", "release", b"release", "reserve", b"reserve", "sender_gone", b"sender_gone"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["compute", b"compute", "connect", b"connect", "deliver", b"deliver", "drain", b"drain", "hello", b"hello", "kind", b"kind", "ping", b"ping", "prefill", b"prefill", "release", b"release", "reserve", b"reserve", "sender_gone", b"sender_gone"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connect", b"connect", "deliver", b"deliver", "hello", b"hello", "kind", b"kind", "prefill", b"prefill", "release", b"release", "reserve", b"reserve", "sender_gone", b"sender_gone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute", b"compute", "connect", b"connect", "deliver", b"deliver", "drain", b"drain", "hello", b"hello", "kind", b"kind", "ping", b"ping", "prefill", b"prefill", "release", b"release", "reserve", b"reserve", "sender_gone", b"sender_gone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "connect", "prefill", "reserve", "deliver", "release", "sender_gone"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "connect", "prefill", "reserve", "deliver", "release", "sender_gone", "compute", "ping", "drain"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -123,6 +143,8 @@ class WorkerMessage(_message.Message):
     PUSHED_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    PONG_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome:
         """First on every stream."""
@@ -159,6 +181,14 @@ class WorkerMessage(_message.Message):
         intervals as a sign of life.
         """
 
+    @_builtins.property
+    def pong(self) -> Global___Pong:
+        """From either: the answer to Ping."""
+
+    @_builtins.property
+    def draining(self) -> Global___Draining:
+        """From either: place nothing new here; what runs goes on."""
+
     def __init__(
         self,
         *,
@@ -170,12 +200,14 @@ class WorkerMessage(_message.Message):
         pushed: Global___Pushed | None = ...,
         failed: Global___Failed | None = ...,
         load: Global___Load | None = ...,
+        pong: Global___Pong | None = ...,
+        draining: Global___Draining | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["connected", b"connected", "failed", b"failed", "first_token", b"first_token", "kind", b"kind", "load", b"load", "pushed", b"pushed", "reserved", b"reserved", "step", b"step", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["connected", b"connected", "draining", b"draining", "failed", b"failed", "first_token", b"first_token", "kind", b"kind", "load", b"load", "pong", b"pong", "pushed", b"pushed", "reserved", b"reserved", "step", b"step", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connected", b"connected", "failed", b"failed", "first_token", b"first_token", "kind", b"kind", "load", b"load", "pushed", b"pushed", "reserved", b"reserved", "step", b"step", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connected", b"connected", "draining", b"draining", "failed", b"failed", "first_token", b"first_token", "kind", b"kind", "load", b"load", "pong", b"pong", "pushed", b"pushed", "reserved", b"reserved", "step", b"step", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["welcome", "connected", "first_token", "reserved", "step", "pushed", "failed", "load"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["welcome", "connected", "first_token", "reserved", "step", "pushed", "failed", "load", "pong", "draining"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -217,6 +249,7 @@ class Welcome(_message.Message):
     CONTEXT_LENGTH_FIELD_NUMBER: _builtins.int
     POOL_FIELD_NUMBER: _builtins.int
     TOTAL_PAGES_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """The worker's name, as the cluster calls it."""
     incarnation: _builtins.int
@@ -235,6 +268,8 @@ class Welcome(_message.Message):
     """
     total_pages: _builtins.int
     """Pages in the pool."""
+    draining: _builtins.bool
+    """Whether it takes nothing new, as after Draining."""
     @_builtins.property
     def pool(self) -> _transfer_pb2.PoolAddress:
         """Where its pages are reached, and how they are laid out."""
@@ -250,14 +285,75 @@ class Welcome(_message.Message):
         context_length: _builtins.int = ...,
         pool: _transfer_pb2.PoolAddress | None = ...,
         total_pages: _builtins.int = ...,
+        draining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_length", b"context_length", "incarnation", b"incarnation", "model", b"model", "pool", b"pool", "protocol", b"protocol", "role", b"role", "total_pages", b"total_pages", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_length", b"context_length", "draining", b"draining", "incarnation", b"incarnation", "model", b"model", "pool", b"pool", "protocol", b"protocol", "role", b"role", "total_pages", b"total_pages", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Welcome: _TypeAlias = Welcome  # noqa: Y015
+
+@_typing.final
+class Ping(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Ping: _TypeAlias = Ping  # noqa: Y015
+
+@_typing.final
+class Pong(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Pong: _TypeAlias = Pong  # noqa: Y015
+
+@_typing.final
+class Drain(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Drain: _TypeAlias = Drain  # noqa: Y015
+
+@_typing.final
+class Draining(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Draining: _TypeAlias = Draining  # noqa: Y015
 
 @_typing.final
 class Connect(_message.Message):
@@ -385,15 +481,20 @@ class Work(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    ANSWER_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's name, unique among the router's live requests."""
     epoch: _builtins.int
     """Which try at the request this is, from 1."""
     max_tokens: _builtins.int
-    """The most tokens to generate, the first included."""
+    """The most tokens of the answer, answer_tokens included."""
+    answer_tokens: _builtins.int
+    """How many of prompt_tokens, at their end, are answer and not prompt."""
     @_builtins.property
     def prompt_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The prompt."""
+        """What is to be read: the prompt and, after it, what earlier attempts have
+        already answered.
+        """
 
     @_builtins.property
     def sampling(self) -> Global___Sampling:
@@ -412,10 +513,11 @@ class Work(_message.Message):
         sampling: Global___Sampling | None = ...,
         max_tokens: _builtins.int = ...,
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        answer_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "max_tokens", b"max_tokens", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_tokens", b"answer_tokens", "epoch", b"epoch", "max_tokens", b"max_tokens", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -474,6 +576,28 @@ class Reserve(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Reserve: _TypeAlias = Reserve  # noqa: Y015
+
+@_typing.final
+class Compute(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORK_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def work(self) -> Global___Work:
+        """The request."""
+
+    def __init__(
+        self,
+        *,
+        work: Global___Work | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["work", b"work"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["work", b"work"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Compute: _TypeAlias = Compute  # noqa: Y015
 
 @_typing.final
 class SenderGone(_message.Message):
@@ -561,25 +685,19 @@ class Release(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
-    UNDELIVERED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's name."""
     epoch: _builtins.int
     """The attempt."""
-    undelivered: _builtins.bool
-    """To decode: the ticket was never passed on, so no one will write to the
-    reserved pages.
-    """
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         epoch: _builtins.int = ...,
-        undelivered: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "request_id", b"request_id", "undelivered", b"undelivered"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -735,6 +853,7 @@ class Failed(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
+    RETRY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's name."""
     epoch: _builtins.int
@@ -743,6 +862,8 @@ class Failed(_message.Message):
     """The error's stable name; see core/errors.py."""
     message: _builtins.str
     """One sentence for the user."""
+    retry: _builtins.bool
+    """The request itself is sound: another attempt may succeed."""
     def __init__(
         self,
         *,
@@ -750,10 +871,11 @@ class Failed(_message.Message):
         epoch: _builtins.int = ...,
         reason: _builtins.str = ...,
         message: _builtins.str = ...,
+        retry: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "message", b"message", "reason", b"reason", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "message", b"message", "reason", b"reason", "request_id", b"request_id", "retry", b"retry"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import fault_table
 import pytest
 from processes import ProcessCluster
 
@@ -22,3 +23,11 @@ def idle(embedded: ProcessCluster) -> Iterator[ProcessCluster]:
     """The same cluster; the test must leave its pools empty."""
     yield embedded
     embedded.wait_idle()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The table of the fault matrix, where it ran."""
+    if fault_table.ROWS:
+        terminalreporter.section("fault matrix")
+        for line in fault_table.render():
+            terminalreporter.write_line(line)

@@ -14,7 +14,6 @@ import pytest
 from processes import Process, ProcessCluster
 from tiny_models import TINY_MODELS, VOCABULARY, save
 
-import baton
 from baton import AsyncClient
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
@@ -117,7 +116,7 @@ async def test_the_same_request_twice_is_one_request(cluster: ProcessCluster) ->
             await to_decode.send(pb.RouterMessage(reserve=pb.Reserve(work=asked, sender="nobody")))
         await to_prefill.receive("first_token")
         await to_decode.receive("reserved")
-        release = pb.Release(request_id="twice", epoch=1, undelivered=True)
+        release = pb.Release(request_id="twice", epoch=1)
         await to_prefill.send(pb.RouterMessage(release=release))
         await to_decode.send(pb.RouterMessage(release=release))
         await asyncio.to_thread(cluster.wait_idle)
@@ -160,28 +159,23 @@ async def test_a_router_gone_between_ticket_and_delivery_leaves_nothing_behind(
 async def test_two_routers_on_pools_for_one_request_never_wait_for_each_other(
     tiny: Path, tmp_path: Path
 ) -> None:
-    """Either every request is answered, or it is told at once to try again."""
+    """Whoever has to give way is tried again, until every request is answered."""
     tree = {role: {"kv_memory": "160KiB", "threads": 1} for role in ("prefill", "decode")}
     draw = random.Random(3)
     gate = asyncio.Semaphore(24)
 
-    async def ask(client: AsyncClient) -> str:
+    async def ask(client: AsyncClient) -> None:
         prompt = [draw.randrange(VOCABULARY) for _ in range(draw.randint(60, 110))]
         async with gate:
-            try:
-                await client.generate(prompt, max_tokens=draw.randint(2, 14), timeout=60)
-            except baton.Exhausted:
-                return "exhausted"
-            return "answered"
+            await client.generate(prompt, max_tokens=draw.randint(2, 14), timeout=60)
 
     with ProcessCluster(tiny, tmp_path, tree=dict(tree)) as cluster:
         other = Process(tmp_path, "other", ["router", "--config", str(tmp_path / "router.yaml")])
         addresses = [cluster.address, other.wait_for(r"gRPC on (\S+),")]
         async with AsyncClient(addresses[0]) as one, AsyncClient(addresses[1]) as two:
             await two.wait_ready()
-            outcomes = await asyncio.gather(*(ask(client) for client in [one, two] * 30))
+            await asyncio.gather(*(ask(client) for client in [one, two] * 30))
         other.kill()
-        assert outcomes.count("answered") > len(outcomes) / 2
         cluster.wait_idle()
 
 

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
+from collections import defaultdict
 from pathlib import Path
 from types import TracebackType
 
@@ -68,7 +70,8 @@ class Process:
 class ProcessCluster:
     """`prefill` + `decode` workers and a router, all serving `model`.
 
-    `tree` is the YAML configuration; `per_worker` changes it for single workers.
+    `tree` is the YAML configuration; `per_worker` changes it for single workers. The router
+    follows a `controller` where its address is given, and else knows all workers.
     """
 
     def __init__(
@@ -81,11 +84,13 @@ class ProcessCluster:
         tree: dict[str, object] | None = None,
         per_worker: dict[str, dict[str, object]] | None = None,
         wait_ready: bool = True,
+        controller: str = "",
     ) -> None:
         self._workspace = workspace
         self._tree: dict[str, object] = {"model": str(model), **(tree or {})}
         self._per_worker = per_worker or {}
         self._wait_ready = wait_ready
+        self._controller = controller
         self._counts = {Role.PREFILL: prefill, Role.DECODE: decode}
         self.workers: dict[str, Process] = {}
 
@@ -114,12 +119,27 @@ class ProcessCluster:
         name = f"{role.value}-{index}"
         config = self._write_config(name, self._per_worker.get(name, {}))
         arguments = [f"{role.value}_worker", "--config", config, "--name", name]
-        worker = Process(self._workspace, name, [*arguments, "--port", str(port)])
+        ports = ["--port", str(port), "--metrics-port", "0"]
+        worker = Process(self._workspace, name, [*arguments, *ports])
         self.workers[name] = worker
         return worker
 
+    def restart(self, name: str) -> None:
+        """A worker that has ended comes back where it was, as under Ray."""
+        port = int(self.workers[name].wait_for(r"ready on \S+:(\d+)"))
+        self.workers[name].wait()
+        role, _, index = name.partition("-")
+        self.start_worker(Role(role), int(index), port).wait_for(r"ready on (\S+)")
+
+    def worker_address(self, name: str) -> str:
+        return self.workers[name].wait_for(r"ready on (\S+)")
+
     def client(self) -> Client:
         return Client(self.address)
+
+    def metric(self, worker: str, name: str) -> float:
+        """A number that a worker measures of itself."""
+        return scrape(self.workers[worker].wait_for(r"metrics on (\S+)"))[name]
 
     def wait_idle(self, seconds: float = 20.0) -> list[cluster_pb2.WorkerStatus]:
         """The workers' status, once every pool is empty and sound."""
@@ -134,13 +154,18 @@ class ProcessCluster:
 
     def start_router(self) -> None:
         addresses = [worker.wait_for(r"ready on (\S+)") for worker in self.workers.values()]
-        ports = {"port": 0, "metrics_port": 0}
+        ports = {"port": 0, "metrics_port": 0, "canary_seconds": 0.0}
         section = self._tree.get("router", {})
         assert isinstance(section, dict)
         config = self._write_config(
-            "router", {"router": {**ports, **section}, "members": {"workers": addresses}}
+            "router",
+            {
+                "router": {**ports, **section},
+                "members": {"workers": [] if self._controller else addresses},
+            },
         )
-        self.router = Process(self._workspace, "router", ["router", "--config", config])
+        arguments = ["router", "--config", config, "--controller", self._controller]
+        self.router = Process(self._workspace, "router", arguments)
         self.address = self.router.wait_for(r"gRPC on (\S+),")
         self.metrics = self.router.wait_for(r"metrics on (\S+)")
         if self._wait_ready:
@@ -151,6 +176,21 @@ class ProcessCluster:
         path = self._workspace / f"{name}.yaml"
         path.write_text(yaml.safe_dump({**self._tree, **changes}))
         return str(path)
+
+
+def scrape(address: str, label: str = "") -> dict[str, float]:
+    """What a process measures, by name, and summed over labels; with `label`, by its value too."""
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as response:
+        lines = response.read().decode().splitlines()
+    totals: defaultdict[str, float] = defaultdict(float)
+    for line in lines:
+        if line and not line.startswith("#"):
+            series, _, value = line.rpartition(" ")
+            name = series.partition("{")[0]
+            totals[name] += float(value)
+            if found := re.search(f'{label}="(.*?)"', series) if label else None:
+                totals[f"{name} {found[1]}"] += float(value)
+    return dict(totals)
 
 
 def _is_idle(worker: cluster_pb2.WorkerStatus) -> bool:

@@ -29,6 +29,7 @@ class ScriptedRouter(InferenceServicer, AdminServicer):
         self.unfinished = False  # end the stream without Finished
         self.has_chat_template = True
         self.status = cluster_status()
+        self.drained: list[str] = []  # the workers that were to be drained
         self.requests: list[inference_pb2.GenerateRequest] = []
         self.over = threading.Event()  # set when a Generate call has ended, however
         self._server = grpc.server(futures.ThreadPoolExecutor(4), options=SERVER_OPTIONS)
@@ -81,6 +82,12 @@ class ScriptedRouter(InferenceServicer, AdminServicer):
     ) -> cluster_pb2.StatusResponse:
         return self.status
 
+    def Drain(
+        self, request: cluster_pb2.DrainRequest, context: grpc.ServicerContext
+    ) -> cluster_pb2.DrainResponse:
+        self.drained.append(request.worker_id)
+        return cluster_pb2.DrainResponse()
+
 
 def started(request: inference_pb2.GenerateRequest) -> inference_pb2.Started:
     return inference_pb2.Started(
@@ -96,7 +103,17 @@ def started(request: inference_pb2.GenerateRequest) -> inference_pb2.Started:
 def finished(tokens: int) -> inference_pb2.Finished:
     usage = inference_pb2.Usage(prompt_tokens=4, completion_tokens=tokens)
     return inference_pb2.Finished(
-        finish_reason=inference_pb2.FINISH_REASON_STOP, usage=usage, stop="\n\n"
+        finish_reason=inference_pb2.FINISH_REASON_STOP,
+        usage=usage,
+        stop="\n\n",
+        placements=[
+            inference_pb2.Placement(
+                prefill_worker="prefill-0",
+                decode_worker="decode-0",
+                policy="split",
+                reason="least loaded",
+            )
+        ],
     )
 
 
@@ -117,6 +134,8 @@ def cluster_status() -> cluster_pb2.StatusResponse:
         model="tale",
         active_requests=4,
         finished_requests=1234,
+        queued_requests=1,
+        queue_limit=512,
         workers=[
             cluster_pb2.WorkerStatus(
                 member=prefill, attached=True, total_pages=16, connected=["decode-0"]

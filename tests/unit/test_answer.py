@@ -6,7 +6,7 @@ import pytest
 
 from core.types import FinishReason
 from router.answer import AnswerText
-from router.dispatch import Tokens
+from router.attempt import Tokens
 
 WORDS = {1: "a", 2: "b", 3: "c", 9: "<end>"}
 

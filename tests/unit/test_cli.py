@@ -155,6 +155,14 @@ def test_json_tells_the_whole_answer_and_its_times(router: ScriptedRouter) -> No
         "seed": 7,
         "prefill_worker": "prefill-0",
         "decode_worker": "decode-0",
+        "placements": [
+            {
+                "prefill_worker": "prefill-0",
+                "decode_worker": "decode-0",
+                "policy": "split",
+                "reason": "least loaded",
+            }
+        ],
     }
 
 
@@ -304,7 +312,7 @@ def test_an_error_does_not_end_a_chat_in_a_terminal(
 def test_status_shows_the_router_and_a_row_for_each_worker(router: ScriptedRouter) -> None:
     lines = run(router, "status").stdout.splitlines()
     assert lines[0] == (
-        f"tale by router-0 at {router.address}, up 1 h 2 min, 4 active, 1234 finished"
+        f"tale by router-0 at {router.address}, up 1 h 2 min, 4 active, 1 queued, 1234 finished"
     )
     assert [line.split() for line in lines[3:7]] == [
         ["prefill-0", "prefill", "yes", "0", "0", "0"],
@@ -320,6 +328,18 @@ def test_status_says_why_a_worker_cannot_be_used(router: ScriptedRouter) -> None
     lines = run(router, "status").stdout.splitlines()
     assert lines[3].split()[:3] == ["prefill-0", "prefill", "no"]
     assert "prefill-0: leaks pages" in [line.strip() for line in lines]
+
+
+def test_status_shows_who_is_drained(router: ScriptedRouter) -> None:
+    router.status.workers[0].draining = True
+    lines = run(router, "status").stdout.splitlines()
+    assert lines[3].split()[:3] == ["prefill-0", "prefill", "draining"]
+
+
+def test_drain_waits_until_the_worker_is_gone(router: ScriptedRouter) -> None:
+    ended = run(router, "drain", "decode-0")
+    assert ended.stdout == "decode-0 is drained\n"
+    assert router.drained == ["decode-0"]
 
 
 def test_status_as_json_is_what_the_router_said(router: ScriptedRouter) -> None:

@@ -21,6 +21,7 @@ from baton import (
     Internal,
     InvalidRequest,
     Message,
+    Placement,
     Unavailable,
     Usage,
 )
@@ -162,6 +163,7 @@ def test_an_answer_holds_all_that_the_router_said(client: Client) -> None:
         seed=3,
         prefill_worker="prefill-0",
         decode_worker="decode-0",
+        placements=(Placement("prefill-0", "decode-0", "split", "least loaded"),),
     )
 
 

@@ -48,6 +48,13 @@ def test_every_error_arrives_as_the_type_that_was_raised(
     assert caught.value.field == "max_tokens"
 
 
+def test_an_error_says_when_to_try_again(client: Client, router: ScriptedRouter) -> None:
+    router.error = Exhausted("full", retry_after=2.5)
+    with pytest.raises(Exhausted) as caught:
+        client.generate("hello")
+    assert caught.value.retry_after == 2.5
+
+
 def test_an_error_after_some_tokens_leaves_those_tokens(
     client: Client, router: ScriptedRouter
 ) -> None:

@@ -36,7 +36,7 @@ def test_what_is_dumped_reads_back_the_same() -> None:
         ({"router": {"port": "http"}}, ["router.port", "int", "'http'"]),
         ({"router": {"port": 70000}}, ["router.port", "0 to 65535"]),
         ({"prefill": {"workers": True}}, ["prefill.workers", "int"]),
-        ({"decode": {"max_batch": 0}}, ["decode.max_batch", "above 0"]),
+        ({"decode": {"max_batch": -1}}, ["decode.max_batch", "0 or more"]),
         ({"prefill": {"kv_memory": "1 GB/s"}}, ["prefill.kv_memory", "1GiB"]),
         ({"dtype": "int4"}, ["dtype", "bfloat16"]),
         ({"prefill": 3}, ["prefill", "keys and values"]),

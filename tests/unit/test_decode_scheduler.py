@@ -147,6 +147,28 @@ def test_a_preempted_request_can_be_released() -> None:
     assert bench.pool.free == 6
 
 
+def test_a_prompt_that_nobody_sends_is_computed_here_in_chunks() -> None:
+    bench = Bench(chunk=4)
+    bench.sequences["a"] = bench.scheduler.compute(work("a", prompt=10, answer=3))
+    steps = [bench.step() for _ in range(6)]
+    assert steps == [[("a", 4)], [("a", 4)], [("a", 2)], [("a", 1)], [("a", 1)], []]
+    assert bench.pool.free == 100
+
+
+def test_a_prompt_to_compute_waits_for_its_pages() -> None:
+    bench = Bench(pages=6)
+    bench.arrive("a", 16, answer=3)
+    bench.sequences["b"] = bench.scheduler.compute(work("b", prompt=16, answer=2))
+    assert [bench.step(), bench.step()] == [[("a", 1)], [("a", 1)]]
+    assert bench.step() == [("b", 16)]
+
+
+def test_a_prompt_to_compute_can_be_released_before_it_starts() -> None:
+    bench = Bench()
+    bench.scheduler.finish(bench.scheduler.compute(work("a", 10)))
+    assert (bench.step(), bench.pool.free, bench.scheduler.waiting) == ([], 100, 0)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_any_load_ends_with_an_empty_pool(seed: int) -> None:
     """Random requests, releases and arrivals on a pool that holds barely one of them."""
@@ -169,3 +191,56 @@ def test_any_load_ends_with_an_empty_pool(seed: int) -> None:
     assert not names
     assert not bench.sequences
     assert (bench.scheduler.waiting, bench.scheduler.running, bench.pool.leased) == (0, 0, 0)
+
+
+class InFlight:
+    """A step that a GPU runs beside the host."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._sampled = [piece.sequence for piece in plan if piece.samples]
+        self._leases = [piece.sequence.lease for piece in plan]
+        for piece in plan:
+            piece.sequence.lease.pin()
+            piece.depart()
+
+    def land(self) -> None:
+        for lease in self._leases:
+            lease.unpin()
+        for sequence in self._sampled:
+            sequence.expected -= 1
+            sequence.append(0)
+
+
+def test_a_step_is_planned_on_tokens_that_only_the_device_knows() -> None:
+    bench = Bench()
+    bench.arrive("a", prompt=6, answer=4)
+    first = InFlight(bench.scheduler.next())
+    second = InFlight(bench.scheduler.next())
+    assert bench.sequences["a"].computed == 8
+    first.land()
+    second.land()
+    assert bench.sequences["a"].generated == 3
+
+
+def test_nothing_is_planned_beyond_the_last_token_that_is_under_way() -> None:
+    bench = Bench()
+    bench.arrive("a", prompt=6, answer=2)
+    assert bench.scheduler.next()
+    InFlight(bench.scheduler.next())
+    assert bench.scheduler.next() == []
+
+
+def test_preemption_waits_for_the_step_under_way() -> None:
+    bench = Bench(pages=4)
+    bench.arrive("a", prompt=4)
+    bench.arrive("b", prompt=4)
+    flight = None
+    while plan := bench.scheduler.next():
+        if flight is not None:
+            flight.land()
+        flight = InFlight(plan)
+    assert flight is not None
+    assert all(not each.lease.released for each in bench.sequences.values())
+    flight.land()
+    assert [piece.sequence for piece in bench.scheduler.next()] == [bench.sequences["a"]]
+    assert bench.sequences["b"].lease.released

@@ -16,20 +16,20 @@ ALLOWED = {
     "baton": set(),
     "kernels": set(),
     "engine": {"kernels"},
-    "kv_transfer": set(),
+    "kv_transfer": {"kernels"},
     "worker": {"engine", "kv_transfer"},
     "prefill_worker": {"worker", "engine", "kv_transfer"},
     "decode_worker": {"worker", "engine", "kv_transfer"},
     "router": set(),
     "cluster": {"router", "prefill_worker", "decode_worker", "worker", "engine"},
-    "cli": {"cluster", "baton"},
+    "cli": {"cluster", "kv_transfer", "baton"},
 }
 
 # Who may import what of others'.
 ONLY = {
     "ray": {"cluster"},
     "nixl": {"kv_transfer"},
-    "torch": {"engine", "kernels", "worker", "cli"},
+    "torch": {"engine", "kernels", "kv_transfer", "worker", "cli"},
     "triton": {"kernels"},
     "grpc": {"baton", "worker", "router", "cluster", "cli"},
     "transformers": {"cli", "router"},

@@ -97,3 +97,35 @@ def test_a_random_life_keeps_every_page(seed: int) -> None:
 
 def test_runs_keep_their_order() -> None:
     assert merge_runs([4, 5, 6, 1, 2, 9]) == [(4, 7), (1, 3), (9, 10)]
+
+
+def test_pages_released_under_a_step_come_back_when_it_ends() -> None:
+    pool = PagePool(4, page_size=16)
+    lease = pool.acquire(3)
+    lease.pin()
+    lease.pin()
+    lease.release()
+    lease.unpin()
+    assert pool.free == 1
+    assert pool.check_integrity(held=3) == ""
+    lease.unpin()
+    assert pool.free == 4
+    assert pool.check_integrity(held=0) == ""
+
+
+def test_a_pinned_lease_is_still_released_only_once() -> None:
+    lease = PagePool(4, page_size=16).acquire(1)
+    lease.pin()
+    lease.release()
+    with pytest.raises(Internal, match="twice"):
+        lease.release()
+
+
+def test_a_step_that_ends_before_the_release_changes_nothing() -> None:
+    pool = PagePool(4, page_size=16)
+    lease = pool.acquire(1)
+    lease.pin()
+    lease.unpin()
+    assert pool.free == 3
+    lease.release()
+    assert pool.free == 4

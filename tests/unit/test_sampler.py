@@ -176,6 +176,19 @@ def test_greedy_takes_the_best_after_penalties() -> None:
     assert Sampler(3).sample(torch.tensor([[1.9, 1.0, 0.9]]), [penalized]) == [1]
 
 
+def test_a_continued_answer_is_sampled_as_if_it_had_never_stopped() -> None:
+    """Another attempt reads what was answered as part of its prompt."""
+    settings = {"temperature": 0.9, "presence_penalty": 0.7, "frequency_penalty": 0.4}
+    logits = random_logits(1, 20)
+    for seed in range(50):
+        sampling = Sampling(seed=seed, **settings)
+        whole = sequence(sampling, (1, 2), (3, 4, 3))
+        work = Work(AttemptKey("r", 2), (1, 2, 3, 4, 3), sampling, 100, frozenset(), 3)
+        continued = Sequence(work, POOL.acquire(0))
+        assert continued.generated == whole.generated == 3
+        assert Sampler(20).sample(logits, [continued]) == Sampler(20).sample(logits, [whole])
+
+
 def test_presence_counts_once_and_frequency_each_time_and_the_prompt_not_at_all() -> None:
     def best(logits: list[float], **penalties: float) -> int:
         one = sequence(Sampling(**penalties), prompt=(0, 0, 0), answer=(1, 1, 2))  # type: ignore[arg-type]

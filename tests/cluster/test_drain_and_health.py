@@ -1,0 +1,255 @@
+"""Workers that leave, freeze and come back; what their health says."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from processes import ProcessCluster
+from tiny_models import TINY_MODELS, save
+from waiting import until
+
+import baton
+from baton import Answer, AsyncClient, AsyncStream
+from baton.v1 import cluster_pb2, cluster_pb2_grpc
+from cluster.controller import Membership
+from core import metrics
+from core.types import Role
+from core.wire import role_to
+
+OPTIONS = {"max_tokens": 220, "ignore_eos": True, "temperature": 0.9, "seed": 4}
+PROMPT = [3] * 30
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    save(TINY_MODELS["llama"], folder)
+    return folder
+
+
+def tree(drain_seconds: float = 60.0, **router: float) -> dict[str, object]:
+    return {
+        "prefill": {"kv_memory": "4MiB", "threads": 1},
+        "decode": {"kv_memory": "4MiB", "threads": 1},
+        "router": router,
+        "drain_seconds": drain_seconds,
+    }
+
+
+@asynccontextmanager
+async def stream_under_way(client: AsyncClient) -> AsyncIterator[tuple[AsyncStream, str]]:
+    """An answer that has begun, and the decode worker that writes it."""
+    async with client.stream(PROMPT, **OPTIONS) as stream:
+        for _ in range(3):
+            await anext(stream)
+        yield stream, await busy_decode(client)
+
+
+async def busy_decode(client: AsyncClient) -> str:
+    workers = (await client.status()).workers
+    (name,) = [
+        worker.member.worker_id
+        for worker in workers
+        if worker.active_requests and worker.member.worker_id.startswith("decode")
+    ]
+    return name
+
+
+async def is_draining(client: AsyncClient, name: str) -> bool:
+    workers = (await client.status()).workers
+    return any(worker.draining for worker in workers if worker.member.worker_id == name)
+
+
+async def router_drains(client: AsyncClient) -> bool:
+    return (await client.status()).draining
+
+
+async def knows(client: AsyncClient, workers: int) -> bool:
+    return len((await client.status()).workers) == workers
+
+
+async def all_attached(client: AsyncClient) -> bool:
+    return all(worker.attached for worker in (await client.status()).workers)
+
+
+def ended(cluster: ProcessCluster, name: str) -> None:
+    """Asserts that a worker ended well, and forgets it."""
+    assert cluster.workers.pop(name).wait() == 0
+
+
+def decode_workers(answer: Answer) -> list[str]:
+    return [placement.decode_worker for placement in answer.placements]
+
+
+async def test_a_drained_worker_finishes_what_runs_and_gets_nothing_new(
+    tiny: Path, tmp_path: Path
+) -> None:
+    with ProcessCluster(tiny, tmp_path, decode=2, tree=tree()) as cluster:
+        async with AsyncClient(cluster.address) as client:
+            undisturbed = await client.generate(PROMPT, **OPTIONS)
+            async with stream_under_way(client) as (stream, name):
+                cluster.workers[name].send(signal.SIGTERM)
+                await until(lambda: is_draining(client, name))
+                others = [await client.generate([1], max_tokens=2) for _ in range(3)]
+                answer = await stream.read()
+        assert {other.decode_worker for other in others} == {"decode-0", "decode-1"} - {name}
+        assert answer.token_ids == undisturbed.token_ids
+        assert decode_workers(answer) == [name]
+        ended(cluster, name)
+
+
+@pytest.mark.parametrize("way", ["SIGTERM", "baton drain"])
+async def test_past_the_bound_a_drained_workers_requests_go_on_elsewhere(
+    tiny: Path, tmp_path: Path, way: str
+) -> None:
+    with ProcessCluster(tiny, tmp_path, decode=2, tree=tree(drain_seconds=0.0)) as cluster:
+        async with AsyncClient(cluster.address) as client:
+            undisturbed = await client.generate(PROMPT, **OPTIONS)
+            async with stream_under_way(client) as (stream, name):
+                if way == "SIGTERM":
+                    cluster.workers[name].send(signal.SIGTERM)
+                else:
+                    await client.drain(name)
+                answer = await stream.read()
+        assert answer.token_ids == undisturbed.token_ids
+        assert len(decode_workers(answer)) == 2
+        assert "drained" in answer.placements[1].reason
+        ended(cluster, name)
+
+
+async def test_who_is_not_there_cannot_be_drained(tiny: Path, tmp_path: Path) -> None:
+    with ProcessCluster(tiny, tmp_path, tree=tree()) as cluster:
+        async with AsyncClient(cluster.address) as client:
+            with pytest.raises(baton.InvalidRequest, match="nobody"):
+                await client.drain("nobody")
+
+
+async def test_a_router_that_stops_lets_its_answers_end(tiny: Path, tmp_path: Path) -> None:
+    with ProcessCluster(tiny, tmp_path, tree=tree()) as cluster:
+        async with AsyncClient(cluster.address) as client:
+            undisturbed = await client.generate(PROMPT, **OPTIONS)
+            async with stream_under_way(client) as (stream, _):
+                cluster.router.send(signal.SIGTERM)
+                await until(lambda: router_drains(client))
+                with pytest.raises(baton.Unavailable, match="about to stop"):
+                    await client.generate([1])
+                assert (await stream.read()).token_ids == undisturbed.token_ids
+        assert cluster.router.wait() == 0
+
+
+async def test_a_second_signal_ends_a_router_at_once(tiny: Path, tmp_path: Path) -> None:
+    with ProcessCluster(tiny, tmp_path, tree=tree()) as cluster:
+        async with (
+            AsyncClient(cluster.address) as client,
+            stream_under_way(client) as (stream, _),
+        ):
+            for _ in range(2):
+                cluster.router.send(signal.SIGTERM)
+                await asyncio.sleep(0.1)
+            with pytest.raises(baton.BatonError):
+                await stream.read()
+
+
+async def test_a_frozen_worker_is_routed_around_and_rejoins(tiny: Path, tmp_path: Path) -> None:
+    with ProcessCluster(tiny, tmp_path, decode=2, tree=tree()) as cluster:
+        async with AsyncClient(cluster.address) as client:
+            undisturbed = await client.generate(PROMPT, **OPTIONS)
+            async with stream_under_way(client) as (stream, name):
+                cluster.workers[name].send(signal.SIGSTOP)
+                answer = await stream.read()
+                status = await client.status()
+                assert [w.attached for w in status.workers if w.member.worker_id == name] == [False]
+                cluster.workers[name].send(signal.SIGCONT)
+            assert answer.token_ids == undisturbed.token_ids
+            assert "not answered" in answer.placements[1].reason
+            await client.wait_ready()
+            await until(lambda: all_attached(client))
+            again = [await client.generate([1], max_tokens=2) for _ in range(2)]
+        assert all(answer.usage.completion_tokens == 2 for answer in again)
+        cluster.wait_idle()
+
+
+def check(address: str, service: str) -> int:
+    with grpc.insecure_channel(address) as channel:
+        request = health_pb2.HealthCheckRequest(service=service)
+        status: int = health_pb2_grpc.HealthStub(channel).Check(request, timeout=5).status
+        return status
+
+
+async def test_a_peers_death_fails_nobody_elses_health(tiny: Path, tmp_path: Path) -> None:
+    serving = health_pb2.HealthCheckResponse.SERVING
+    with ProcessCluster(tiny, tmp_path, tree=tree(local_prefill=False)) as cluster:
+        decode = cluster.worker_address("decode-0")
+        prefill = cluster.worker_address("prefill-0")
+        for address in (decode, prefill):
+            assert check(address, "") == check(address, "baton.v1.Worker") == serving
+        cluster.workers.pop("prefill-0").kill()
+        await asyncio.sleep(1.5)
+        assert check(decode, "") == check(decode, "baton.v1.Worker") == serving
+        assert check(cluster.address, "") == serving
+        assert check(cluster.address, "baton.v1.Inference") != serving
+
+
+async def test_an_idle_worker_makes_a_token_now_and_then(tiny: Path, tmp_path: Path) -> None:
+    async def has_computed(name: str) -> bool:
+        return cluster.metric(name, metrics.COMPUTED_TOKENS) >= 3
+
+    with ProcessCluster(tiny, tmp_path, tree=tree(canary_seconds=0.2)) as cluster:
+        for name in cluster.workers:
+            await until(lambda name=name: has_computed(name))
+        async with AsyncClient(cluster.address) as client:
+            assert not any(worker.fault for worker in (await client.status()).workers)
+
+
+async def publish(membership: Membership, cluster: ProcessCluster, *names: str) -> None:
+    workers = [
+        cluster_pb2.Member(
+            worker_id=name,
+            role=role_to(Role(name.partition("-")[0])),
+            address=cluster.worker_address(name),
+        )
+        for name in names
+    ]
+    await membership.publish(cluster_pb2.Members(workers=workers))
+
+
+@pytest.mark.parametrize("drain_seconds", [60.0, 0.0])
+async def test_a_worker_that_is_no_longer_a_member_keeps_or_hands_over_its_requests(
+    tiny: Path, tmp_path: Path, drain_seconds: float
+) -> None:
+    membership = Membership()
+    server = grpc.aio.server()
+    cluster_pb2_grpc.add_MembershipServicer_to_server(membership, server)
+    controller = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    made = ProcessCluster(
+        *(tiny, tmp_path),
+        decode=2,
+        tree=tree(drain_seconds),
+        wait_ready=False,
+        controller=controller,
+    )
+    cluster = await asyncio.to_thread(made.__enter__)
+    try:
+        everyone = ["prefill-0", "decode-0", "decode-1"]
+        await publish(membership, cluster, *everyone)
+        async with AsyncClient(cluster.address) as client:
+            await client.wait_ready()
+            undisturbed = await client.generate(PROMPT, **OPTIONS)
+            async with stream_under_way(client) as (stream, name):
+                await publish(membership, cluster, *(each for each in everyone if each != name))
+                answer = await stream.read()
+            assert answer.token_ids == undisturbed.token_ids
+            assert len(answer.placements) == (1 if drain_seconds else 2)
+            await until(lambda: knows(client, workers=2))
+            assert (await client.generate([1], max_tokens=2)).decode_worker != name
+    finally:
+        await asyncio.to_thread(made.__exit__, None, None, None)
+        await server.stop(None)

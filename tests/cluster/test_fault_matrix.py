@@ -1,0 +1,273 @@
+"""Signals at every process, at every moment of a request: real processes, NIXL, a real model.
+
+In each cell four requests run, two greedy and two sampled with penalties. Their
+tokens and text equal the undisturbed run's, or the documented error arrives in
+time; afterwards every pool and queue is empty and the next request is served.
+
+A few cells run with every `make test`; the whole runs with `make test-faults`,
+which prints the table of docs/RELIABILITY.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+from fault_table import ROWS, Row
+from processes import ProcessCluster
+from waiting import until
+
+import baton
+from baton import Answer, AsyncClient
+from core import metrics
+from core.model_store import EMBEDDED
+
+SIGNALS = ("SIGKILL", "SIGTERM", "SIGSTOP")
+TARGETS = ("prefill-0", "decode-0", "router")
+MOMENTS = ("queued", "computing", "transferring", "token 1", "token 6", "last token")
+FAST = {
+    ("SIGKILL", "prefill-0", "transferring"),
+    ("SIGKILL", "decode-0", "token 6"),
+    ("SIGTERM", "decode-0", "token 1"),
+    ("SIGSTOP", "decode-0", "token 6"),
+    ("SIGKILL", "router", "token 6"),
+}
+CELLS = [
+    pytest.param(*cell, marks=() if cell in FAST else pytest.mark.faults, id="-".join(cell))
+    for cell in itertools.product(SIGNALS, TARGETS, MOMENTS)
+]
+
+CHUNK = 128
+ANSWER = 16
+DEADLINE_SECONDS = 60.0
+# Longer than it takes to call a worker frozen.
+ROUTER_FREEZE_SECONDS = 4.0
+
+# Characters of several tokens, so that a seam within one would show.
+TEXT = "🦊🌍 狐狸 こんにちは " * 6
+LONG_TEXT = "🦊🌍 狐狸 こんにちは " * 22
+GREEDY: dict[str, float] = {"temperature": 0.0}
+SAMPLED: dict[str, float] = {
+    "temperature": 0.9,
+    "top_p": 0.95,
+    "seed": 11,
+    "presence_penalty": 0.6,
+    "frequency_penalty": 0.3,
+    "repetition_penalty": 1.1,
+}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
+    sections = {
+        "prefill": {"kv_memory": "128MiB", "threads": 1, "chunk_tokens": CHUNK},
+        "decode": {"kv_memory": "128MiB", "threads": 1},
+        "router": {"placement_timeout": DEADLINE_SECONDS},
+    }
+    workers = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+    with ProcessCluster(
+        EMBEDDED,
+        tmp_path_factory.mktemp("faults"),
+        prefill=2,
+        decode=2,
+        tree={**sections, "drain_seconds": DEADLINE_SECONDS},
+        # Soon enough that requests must move.
+        per_worker={name: {"drain_seconds": 0.5} for name in workers},
+    ) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def expected(cluster: ProcessCluster) -> dict[str, Answer]:
+    """The undisturbed answers, by prompt and by how they are sampled."""
+    with cluster.client() as client:
+        return {
+            name: client.generate(text, **options(sampling))
+            for name, text, sampling in (
+                ("short greedy", TEXT, GREEDY),
+                ("short sampled", TEXT, SAMPLED),
+                ("long greedy", LONG_TEXT, GREEDY),
+                ("long sampled", LONG_TEXT, SAMPLED),
+            )
+        }
+
+
+def options(sampling: dict[str, float]) -> dict[str, object]:
+    return {"max_tokens": ANSWER, "ignore_eos": True, "timeout": DEADLINE_SECONDS, **sampling}
+
+
+@dataclass
+class Asked:
+    """One request under way."""
+
+    name: str  # of its expected answer
+    tokens: int = 0
+    answer: Answer | None = None
+    error: baton.BatonError | None = None
+    task: asyncio.Task[None] | None = field(default=None, repr=False)
+
+    async def run(self, client: AsyncClient) -> None:
+        text = LONG_TEXT if "long" in self.name else TEXT
+        sampling = SAMPLED if "sampled" in self.name else GREEDY
+        stream = client.stream(text, **options(sampling))
+        try:
+            async for delta in stream:
+                self.tokens += len(delta.token_ids)
+            self.answer = stream.answer
+        except baton.BatonError as error:
+            self.error = error
+
+    def outcome(self, expected: dict[str, Answer]) -> str:
+        if self.error is not None:
+            return self.error.reason
+        assert self.answer is not None
+        wanted = expected[self.name]
+        same = (self.answer.token_ids, self.answer.text) == (wanted.token_ids, wanted.text)
+        return "same bytes" if same else f"WRONG: {self.answer}"
+
+
+class Scene:
+    """Four requests on two pairs of workers, and the moment to strike."""
+
+    def __init__(self, cluster: ProcessCluster, client: AsyncClient, moment: str) -> None:
+        self._cluster = cluster
+        self._client = client
+        self._moment = moment
+        length = "long" if moment == "transferring" else "short"
+        # In this order each kind is once on each pair.
+        kinds = ("greedy", "greedy", "sampled", "sampled")
+        self.asked = [Asked(f"{length} {kind}") for kind in kinds]
+        self._computed = self._tokens_computed()
+        self._blockers: list[asyncio.Task[Answer]] = []
+
+    async def begin(self) -> None:
+        if self._moment == "queued":
+            self._blockers = [
+                asyncio.create_task(self._client.generate([7 + index] * 400, max_tokens=1))
+                for index in range(2)
+            ]
+            await until(lambda: self._active(2))
+        for number, request in enumerate(self.asked, start=1 + len(self._blockers)):
+            request.task = asyncio.create_task(request.run(self._client))
+            await until(lambda number=number: self._active(number))
+
+    async def wait_for_moment(self) -> None:
+        match self._moment:
+            case "transferring":
+                await until(self._chunks_are_out)
+            case "token 1":
+                await until(lambda: self._has(1))
+            case "token 6":
+                await until(lambda: self._has(6))
+            case "last token":
+                await until(lambda: self._has(ANSWER - 1))
+
+    async def end(self) -> None:
+        tasks = [request.task for request in self.asked if request.task]
+        async with asyncio.timeout(DEADLINE_SECONDS):
+            await asyncio.gather(*tasks)
+            with contextlib.suppress(baton.BatonError):
+                await asyncio.gather(*self._blockers)
+
+    async def _active(self, count: int) -> bool:
+        """Whether so many requests have reached the workers, or have come and gone."""
+        status = await self._client.status()
+        return status.active_requests >= count and not status.queued_requests
+
+    async def _chunks_are_out(self) -> bool:
+        return self._tokens_computed() - self._computed >= 2 * CHUNK
+
+    async def _has(self, tokens: int) -> bool:
+        return self.asked[0].tokens >= tokens
+
+    def _tokens_computed(self) -> float:
+        return self._cluster.metric("prefill-0", metrics.COMPUTED_TOKENS)
+
+
+async def strike(cluster: ProcessCluster, number: str, target: str) -> None:
+    process = cluster.router if target == "router" else cluster.workers[target]
+    process.send(signal.Signals[number])
+    if number == "SIGSTOP" and target == "router":
+        await asyncio.sleep(ROUTER_FREEZE_SECONDS)
+        process.send(signal.SIGCONT)
+
+
+async def mend(cluster: ProcessCluster, number: str, target: str) -> None:
+    """Has the process back, as Ray or an operator would."""
+    if number == "SIGSTOP":
+        if target != "router":
+            cluster.workers[target].send(signal.SIGCONT)
+    elif target == "router":
+        await asyncio.to_thread(cluster.router.wait)
+        await asyncio.to_thread(cluster.start_router)
+    else:
+        await asyncio.to_thread(cluster.restart, target)
+
+
+async def is_whole(client: AsyncClient) -> bool:
+    workers = (await client.status()).workers
+    prefill = [each for each in workers if each.member.worker_id.startswith("prefill")]
+    return all(each.attached for each in workers) and all(len(p.connected) == 2 for p in prefill)
+
+
+@pytest.mark.parametrize(("number", "target", "moment"), CELLS)
+async def test_the_answers_are_the_same_or_the_error_is_the_documented_one(
+    cluster: ProcessCluster, expected: dict[str, Answer], number: str, target: str, moment: str
+) -> None:
+    async with AsyncClient(cluster.address) as client:
+        await until(lambda: is_whole(client), 60)
+        scene = Scene(cluster, client, moment)
+        await scene.begin()
+        await scene.wait_for_moment()
+        struck = time.monotonic()
+        await strike(cluster, number, target)
+        await scene.end()
+        seconds = time.monotonic() - struck
+    outcomes = tuple(request.outcome(expected) for request in scene.asked)
+    answers = [request.answer for request in scene.asked if request.answer]
+    moved = sum(len(answer.placements) > 1 for answer in answers)
+    ROWS.append(Row(number, target, moment, outcomes, moved, seconds))
+    await mend(cluster, number, target)
+    allowed = {"same bytes"}
+    if (number, target) == ("SIGKILL", "router"):
+        allowed.add(baton.Unavailable.reason)
+    assert set(outcomes) <= allowed
+    await after(cluster, expected)
+
+
+async def after(cluster: ProcessCluster, expected: dict[str, Answer]) -> None:
+    """Nothing is left behind, and the next request is served."""
+    async with AsyncClient(cluster.address) as client:
+        await until(lambda: is_whole(client), 60)
+        await asyncio.to_thread(cluster.wait_idle)
+        status = await client.status()
+        assert (status.active_requests, status.queued_requests) == (0, 0)
+        answer = await client.generate(TEXT, **options(SAMPLED))
+        assert answer.token_ids == expected["short sampled"].token_ids
+    await asyncio.to_thread(cluster.wait_idle)
+
+
+@pytest.mark.faults
+async def test_thirty_cancels_a_second_for_a_minute_leave_nothing_behind(
+    cluster: ProcessCluster, expected: dict[str, Answer]
+) -> None:
+    async def ask_and_cancel(client: AsyncClient, number: int) -> None:
+        async with client.stream(TEXT, **options(SAMPLED)) as stream:
+            with contextlib.suppress(TimeoutError, baton.Exhausted):
+                async with asyncio.timeout(0.1 + number % 10 / 10):
+                    await stream.read()
+
+    async with AsyncClient(cluster.address) as client:
+        tasks = []
+        began = time.monotonic()
+        for number in range(30 * 60):
+            tasks.append(asyncio.create_task(ask_and_cancel(client, number)))
+            await asyncio.sleep(max(0.0, began + number / 30 - time.monotonic()))
+        await asyncio.gather(*tasks)
+    await after(cluster, expected)

@@ -1,0 +1,160 @@
+"""What attempts do in a whole cluster beyond the fault matrix: local prefill, poison, deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from processes import ProcessCluster
+from tiny_models import TINY_MODELS, save
+from waiting import until
+
+import baton
+from baton import AsyncClient, AsyncStream
+from core.types import Role
+
+OPTIONS = {"max_tokens": 220, "ignore_eos": True, "temperature": 0.9, "seed": 4}
+PROMPT = [3] * 30
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    save(TINY_MODELS["llama"], folder)
+    return folder
+
+
+def tree(**router: float) -> dict[str, object]:
+    return {
+        "prefill": {"kv_memory": "4MiB", "threads": 1},
+        "decode": {"kv_memory": "4MiB", "threads": 1},
+        "router": router,
+    }
+
+
+async def writer(client: AsyncClient) -> str:
+    """The one decode worker that is in use; empty while there is none, or another."""
+    names = [
+        worker.member.worker_id
+        for worker in (await client.status()).workers
+        if worker.load.running and worker.member.worker_id.startswith("decode")
+    ]
+    return names[0] if len(names) == 1 else ""
+
+
+async def writes(client: AsyncClient, name: str) -> bool:
+    return await writer(client) == name
+
+
+async def read_some(stream: AsyncStream, count: int) -> None:
+    for _ in range(count):
+        await anext(stream)
+
+
+async def test_without_prefill_workers_decode_workers_read_prompts(
+    tiny: Path, tmp_path: Path
+) -> None:
+    with ProcessCluster(tiny, tmp_path, tree=tree(local_prefill_after=0.2)) as cluster:
+        async with AsyncClient(cluster.address) as client:
+            undisturbed = await client.generate(PROMPT, **OPTIONS)
+            cluster.workers["prefill-0"].kill()
+            answer = await client.generate(PROMPT, **OPTIONS)
+            one = await client.generate(PROMPT, max_tokens=1)
+            assert answer.token_ids == undisturbed.token_ids
+            (placement,) = answer.placements
+            assert (placement.prefill_worker, placement.decode_worker) == ("", "decode-0")
+            assert (placement.policy, placement.reason) == ("local", "no prefill worker is ready")
+            assert (one.usage.completion_tokens, one.placements[0].policy) == (1, "local")
+            await asyncio.to_thread(cluster.restart, "prefill-0")
+            await client.wait_ready()
+            back = await client.generate(PROMPT, **OPTIONS)
+        assert back.placements[0].policy == "split"
+        assert back.token_ids == undisturbed.token_ids
+        cluster.wait_idle()
+
+
+async def test_a_request_that_loses_two_workers_fails_alone(tiny: Path, tmp_path: Path) -> None:
+    with ProcessCluster(tiny, tmp_path, decode=3, tree=tree()) as cluster:
+        async with AsyncClient(cluster.address) as client:
+            stream = client.stream(PROMPT, **OPTIONS)
+            await read_some(stream, 3)
+            for name in ("decode-0", "decode-1"):
+                await until(lambda name=name: writes(client, name))
+                cluster.workers.pop(name).kill()
+            with pytest.raises(baton.PoisonRequest, match="2 workers were lost"):
+                await stream.read()
+            other = await client.generate([1], max_tokens=3)
+        assert other.decode_worker == "decode-2"
+
+
+async def test_a_clients_deadline_holds_over_all_attempts(tiny: Path, tmp_path: Path) -> None:
+    with ProcessCluster(tiny, tmp_path, tree=tree(placement_timeout=60.0)) as cluster:
+        async with AsyncClient(cluster.address) as client:
+            stream = client.stream(PROMPT, **{**OPTIONS, "timeout": 2.0})
+            await read_some(stream, 3)
+            cluster.workers.pop("decode-0").kill()
+            with pytest.raises(baton.DeadlineExceeded):
+                await stream.read()
+            assert not (await client.status()).active_requests
+
+
+async def test_a_request_waits_only_so_long_for_a_worker_to_come_back(
+    tiny: Path, tmp_path: Path
+) -> None:
+    with ProcessCluster(tiny, tmp_path, tree=tree(placement_timeout=0.5)) as cluster:
+        async with AsyncClient(cluster.address) as client:
+            stream = client.stream(PROMPT, **OPTIONS)
+            await read_some(stream, 3)
+            cluster.workers.pop("decode-0").kill()
+            with pytest.raises(baton.Unavailable, match="no decode worker"):
+                await stream.read()
+
+
+@pytest.mark.parametrize("role", list(Role))
+async def test_many_streams_outlive_one_worker(tiny: Path, tmp_path: Path, role: Role) -> None:
+    """Each with its own seed and length: none gets another's tokens."""
+    asked = [([index + 1] * (5 + 7 * index), {**OPTIONS, "seed": index}) for index in range(12)]
+    with ProcessCluster(tiny, tmp_path, prefill=2, decode=2, tree=tree()) as cluster:
+        async with AsyncClient(cluster.address) as client:
+
+            async def ask_all() -> list[tuple[int, ...]]:
+                answers = [client.generate(prompt, **options) for prompt, options in asked]
+                return [answer.token_ids for answer in await asyncio.gather(*answers)]
+
+            undisturbed = await ask_all()
+            task = asyncio.create_task(ask_all())
+            await asyncio.sleep(0.15)
+            cluster.workers.pop(f"{role.value}-0").kill()
+            assert await task == undisturbed
+
+
+async def test_who_merely_shared_the_workers_of_a_poison_request_is_answered(
+    tiny: Path, tmp_path: Path
+) -> None:
+    """Two requests lose the same two workers. The third that one of them loses, it loses alone."""
+    configured = tree(placement_timeout=60.0, local_prefill=False)
+    options = {**OPTIONS, "timeout": 120.0}
+
+    async def running(client: AsyncClient, count: int) -> bool:
+        (decode,) = [w for w in (await client.status()).workers if "decode" in w.member.worker_id]
+        return decode.load.running == count
+
+    with ProcessCluster(tiny, tmp_path, tree=configured) as cluster:
+        async with AsyncClient(cluster.address) as client:
+            undisturbed = (await client.generate(PROMPT, **options)).token_ids
+
+            async def same(stream: AsyncStream) -> str:
+                try:
+                    answer = await stream.read()
+                except baton.PoisonRequest:
+                    return "poison"
+                return "same" if answer.token_ids == undisturbed else "other"
+
+            tasks = [asyncio.create_task(same(client.stream(PROMPT, **options))) for _ in range(2)]
+            for together in (2, 2, 1):
+                await until(lambda together=together: running(client, together))
+                cluster.workers["decode-0"].kill()
+                await asyncio.to_thread(cluster.restart, "decode-0")
+            assert sorted(await asyncio.gather(*tasks)) == ["poison", "same"]
+        cluster.wait_idle()

@@ -1,0 +1,81 @@
+"""A real gRPC server that speaks a worker's side of Attach as a test tells it to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from baton.v1 import worker_pb2 as pb
+from baton.v1 import worker_pb2_grpc
+from baton.v1.transfer_pb2 import PoolAddress
+from core.types import PROTOCOL, Role
+from core.wire import role_to
+
+
+class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
+    """Welcomes routers; answers pings and reports its load for as long as it is told to."""
+
+    def __init__(self, role: Role = Role.DECODE, name: str = "", model: str = "tiny") -> None:
+        self.name = name or f"{role.value}-0"
+        self.answers_pings = True
+        self.reports = True
+        self.draining = False
+        self.attached = 0  # streams so far
+        self.received: list[pb.RouterMessage] = []
+        self._role = role
+        self._model = model
+        self._context: grpc.aio.ServicerContext[Any, Any] | None = None
+
+    async def start(self) -> str:
+        """Its address, once it serves."""
+        self._server = grpc.aio.server()
+        worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server)
+        port = self._server.add_insecure_port("127.0.0.1:0")
+        await self._server.start()
+        return f"127.0.0.1:{port}"
+
+    async def stop(self) -> None:
+        await self._server.stop(None)
+
+    async def send(self, message: pb.WorkerMessage) -> None:
+        assert self._context is not None
+        await self._context.write(message)
+
+    async def Attach(  # type: ignore[override]
+        self,
+        requests: AsyncIterator[pb.RouterMessage],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> None:
+        await anext(aiter(requests))
+        self.attached += 1
+        self._context = context
+        await self.send(pb.WorkerMessage(welcome=self._welcome()))
+        reporting = asyncio.ensure_future(self._report(context))
+        try:
+            async for message in requests:
+                self.received.append(message)
+                if message.HasField("ping") and self.answers_pings:
+                    await context.write(pb.WorkerMessage(pong=pb.Pong()))
+        finally:
+            reporting.cancel()
+
+    async def _report(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        while True:
+            if self.reports:
+                await context.write(pb.WorkerMessage(load=pb.Load(free_pages=9)))
+            await asyncio.sleep(0.02)
+
+    def _welcome(self) -> pb.Welcome:
+        return pb.Welcome(
+            worker_id=self.name,
+            role=role_to(self._role),
+            protocol=PROTOCOL,
+            model=self._model,
+            context_length=64,
+            pool=PoolAddress(agent=f"agent of {self.name}"),
+            total_pages=9,
+            draining=self.draining,
+        )

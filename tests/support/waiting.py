@@ -1,0 +1,15 @@
+"""Waiting for something to become so, with an end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+
+async def until(condition: Callable[[], Awaitable[bool]], seconds: float = 30.0) -> None:
+    """Returns when the condition holds."""
+    deadline = time.monotonic() + seconds
+    while not await condition():
+        assert time.monotonic() < deadline, "it did not become so in time"
+        await asyncio.sleep(0.02)

@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import pytest
+
+from baton.v1 import worker_pb2 as pb
+from core.errors import DeadlineExceeded, Exhausted, Internal, Unavailable, WorkerLost
+from core.types import AttemptKey, FinishReason, Sampling, Work
+from core.wire import failed_to, finish_to
+from router.attempt import Action, Attempt, Ended, Event, LinkLost, Send, Side, Tokens
+from router.policy import Placement, Policy
+
+KEY = AttemptKey("r", 3)
+SPLIT = Placement("p0", "d0")
+LOCAL = Placement("", "d0", Policy.LOCAL)
+ONE_TOKEN = Placement("p0", "", Policy.PREFILL)
+
+
+def attempt(placement: Placement = SPLIT) -> Attempt:
+    work = Work(KEY, [1, 2, 3], Sampling(), 9, frozenset())
+    agents = ("agent-p" if placement.prefill else "", "agent-d" if placement.decode else "")
+    return Attempt(work, placement, *agents)
+
+
+def started(placement: Placement = SPLIT) -> Attempt:
+    made = attempt(placement)
+    made.start()
+    return made
+
+
+def reserved() -> pb.WorkerMessage:
+    return pb.WorkerMessage(reserved=pb.Reserved(request_id="r", epoch=3, ticket=b"ticket"))
+
+
+def first(token: int, finish: FinishReason | None = None) -> pb.WorkerMessage:
+    message = pb.FirstToken(request_id="r", epoch=3, token=token, finish_reason=finish_to(finish))
+    return pb.WorkerMessage(first_token=message)
+
+
+def step(token: int, finish: FinishReason | None = None) -> pb.WorkerMessage:
+    tokens = pb.StepTokens(
+        request_id="r", epoch=3, token_ids=[token], finish_reason=finish_to(finish)
+    )
+    return pb.WorkerMessage(step=pb.Step(tokens=[tokens]))
+
+
+def pushed() -> pb.WorkerMessage:
+    return pb.WorkerMessage(pushed=pb.Pushed(request_id="r", epoch=3))
+
+
+def feed(made: Attempt, *events: Event) -> list[Action]:
+    return [action for event in events for action in made.take(event)]
+
+
+def kinds(sends: list[Send]) -> list[tuple[Side, str | None]]:
+    return [(send.side, send.message.WhichOneof("kind")) for send in sends]
+
+
+@pytest.mark.parametrize(
+    ("placement", "expected"),
+    [
+        (SPLIT, [(Side.DECODE, "reserve"), (Side.PREFILL, "prefill")]),
+        (LOCAL, [(Side.DECODE, "compute")]),
+        (ONE_TOKEN, [(Side.PREFILL, "prefill")]),
+    ],
+)
+def test_it_asks_the_workers_of_its_placement(
+    placement: Placement, expected: list[tuple[Side, str]]
+) -> None:
+    assert kinds(attempt(placement).start()) == expected
+
+
+def test_the_ticket_is_passed_on() -> None:
+    (send,) = feed(started(), reserved())
+    assert isinstance(send, Send)
+    assert (send.side, send.message.deliver.ticket) == (Side.PREFILL, b"ticket")
+
+
+def test_tokens_of_decode_that_overtake_token_one_are_held_back() -> None:
+    made = started()
+    assert feed(made, reserved(), step(8))[1:] == []
+    assert feed(made, first(7)) == [Tokens([7], None), Tokens([8], None)]
+    assert feed(made, step(9, FinishReason.STOP)) == [Tokens([9], FinishReason.STOP)]
+
+
+def test_without_prefill_the_first_token_is_decodes() -> None:
+    assert feed(started(LOCAL), step(7)) == [Tokens([7], None)]
+
+
+def test_token_one_counts_once() -> None:
+    assert feed(started(), first(7), first(7)) == [Tokens([7], None)]
+
+
+@pytest.mark.parametrize(
+    ("placement", "events", "released"),
+    [
+        (SPLIT, [], [Side.PREFILL, Side.DECODE]),
+        (SPLIT, [reserved(), first(7), pushed()], [Side.DECODE]),
+        (SPLIT, [reserved(), first(7), step(8)], [Side.DECODE]),
+        (SPLIT, [first(7, FinishReason.STOP)], [Side.DECODE]),
+        (SPLIT, [reserved(), first(7), step(8, FinishReason.STOP)], []),
+        (SPLIT, [LinkLost("d0", "gone")], [Side.PREFILL]),
+        (SPLIT, [LinkLost("d0", "left", died=False)], [Side.PREFILL, Side.DECODE]),
+        (ONE_TOKEN, [first(7, FinishReason.LENGTH)], []),
+        (LOCAL, [step(7)], [Side.DECODE]),
+    ],
+)
+def test_what_is_still_held_is_released(
+    placement: Placement, events: list[Event], released: list[Side]
+) -> None:
+    made = started(placement)
+    feed(made, *events)
+    assert kinds(made.release()) == [(side, "release") for side in released]
+    assert made.release() == []
+
+
+@pytest.mark.parametrize(
+    ("events", "lost", "ends"),
+    [
+        ([], "p0", True),
+        ([reserved()], "d0", True),
+        ([reserved(), first(7)], "p0", True),
+        ([reserved(), first(7), pushed()], "p0", False),
+        ([reserved(), first(7), step(8)], "p0", False),
+        ([reserved(), first(7), step(8)], "d0", True),
+    ],
+)
+def test_a_lost_worker_ends_the_attempt_only_while_it_is_needed(
+    events: list[Event], lost: str, ends: bool
+) -> None:
+    made = started()
+    feed(made, *events)
+    actions = feed(made, LinkLost(lost, "gone"))
+    assert bool(actions) is ends
+    for action in actions:
+        assert isinstance(action, Ended)
+        assert (action.retry, action.death) == (True, True)
+        assert isinstance(action.error, WorkerLost)
+
+
+@pytest.mark.parametrize(
+    ("message", "retry", "hearsay"),
+    [
+        (failed_to(KEY, Internal("logits")), False, False),
+        (failed_to(KEY, Exhausted("too large")), False, False),
+        (failed_to(KEY, Exhausted("full now"), retry=True), True, False),
+        (failed_to(KEY, Unavailable("draining")), True, False),
+        (failed_to(KEY, WorkerLost("the other side")), True, True),
+    ],
+)
+def test_a_failure_says_whether_another_attempt_may_succeed(
+    message: pb.WorkerMessage, retry: bool, hearsay: bool
+) -> None:
+    (ended,) = feed(started(), message)
+    assert isinstance(ended, Ended)
+    assert (ended.retry, ended.death, ended.hearsay) == (retry, False, hearsay)
+
+
+def test_a_prefill_worker_whose_token_one_has_not_come_is_missed() -> None:
+    made = started()
+    assert feed(made, step(8)) == []
+    (ended,) = feed(made, LinkLost("p0", "killed"))
+    assert isinstance(ended, Ended)
+    assert ended.retry
+
+
+def test_a_worker_that_only_left_did_not_die() -> None:
+    (ended,) = feed(started(), LinkLost("d0", "left", died=False))
+    assert isinstance(ended, Ended)
+    assert (ended.retry, ended.death) == (True, False)
+
+
+def test_waiting_too_long_is_final() -> None:
+    ended = started().time_out(5.0)
+    assert isinstance(ended.error, DeadlineExceeded)
+    assert not ended.retry
+
+
+@pytest.mark.parametrize(
+    ("placement", "events", "queued"),
+    [
+        (SPLIT, [], True),
+        (SPLIT, [first(7)], True),
+        (SPLIT, [reserved()], False),
+        (LOCAL, [], True),
+        (LOCAL, [step(7)], False),
+        (ONE_TOKEN, [first(7)], False),
+    ],
+)
+def test_it_counts_as_queued_until_a_worker_has_begun_or_promised_pages(
+    placement: Placement, events: list[Event], queued: bool
+) -> None:
+    made = started(placement)
+    feed(made, *events)
+    assert made.queued is queued

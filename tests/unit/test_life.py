@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import pytest
+
+from core.errors import Exhausted, Internal, PoisonRequest, Unavailable, WorkerLost
+from core.types import AttemptKey, Sampling, Work
+from router.attempt import Ended, Tokens
+from router.life import RequestLife, RetryLimits
+from router.policy import Placement, Suspicion
+
+SOMEWHERE = Placement("p0", "d0")
+DEATH = Ended(WorkerLost("worker d0 was lost"), retry=True, death=True)
+DRAINED = Ended(Unavailable("draining"), retry=True)
+DEATH_IN_COMPANY = Ended(WorkerLost("worker d0 was lost"), retry=True, death=True, company=True)
+FULL = Ended(Exhausted("no room"), retry=True)
+FINAL = Ended(Internal("logits"), retry=False)
+
+
+def life(deaths: int = 2, attempts: int = 5) -> RequestLife:
+    work = Work(AttemptKey("r", 1), [1, 2, 3], Sampling(seed=9), 10, frozenset({4}))
+    return RequestLife(work, RetryLimits(deaths, attempts))
+
+
+def test_the_first_attempt_is_the_request_itself() -> None:
+    work = life().begin(SOMEWHERE)
+    assert (work.key, work.prompt_tokens, work.answer_tokens) == (("r", 1), [1, 2, 3], 0)
+
+
+def test_the_next_attempt_goes_on_behind_what_was_emitted() -> None:
+    request = life()
+    request.begin(SOMEWHERE)
+    request.emit(Tokens([7], None))
+    request.emit(Tokens([8, 9], None))
+    assert request.end(DEATH) is None
+    work = request.begin(SOMEWHERE)
+    assert (work.key, work.prompt_tokens) == (("r", 2), [1, 2, 3, 7, 8, 9])
+    assert (work.answer_tokens, work.max_tokens, work.tokens_wanted) == (3, 10, 7)
+    assert (work.sampling.seed, work.stop_token_ids) == (9, {4})
+
+
+def test_placements_say_why_each_attempt_was_made() -> None:
+    request = life()
+    request.begin(SOMEWHERE)
+    request.end(DEATH)
+    request.begin(Placement("p0", "d1"))
+    assert [(item.decode, item.reason) for item in request.placements] == [
+        ("d0", "least loaded"),
+        ("d1", "worker d0 was lost"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ends", "error"),
+    [
+        ([DEATH], None),
+        ([DEATH, DEATH], PoisonRequest),
+        ([DEATH_IN_COMPANY, DEATH_IN_COMPANY], None),
+        ([DEATH_IN_COMPANY, DEATH_IN_COMPANY, DRAINED], None),
+        ([DEATH_IN_COMPANY, DEATH_IN_COMPANY, DEATH], PoisonRequest),
+        ([DEATH_IN_COMPANY, DEATH_IN_COMPANY, DEATH_IN_COMPANY], PoisonRequest),
+        ([DRAINED, DRAINED, DRAINED, DRAINED], None),
+        ([DRAINED, DRAINED, DRAINED, DRAINED, DRAINED], Unavailable),
+        ([DEATH, DRAINED, FULL], None),
+        ([DEATH, DRAINED, DEATH], PoisonRequest),
+        ([FULL] * 5, Exhausted),
+        ([FINAL], Internal),
+        ([DEATH, FINAL], Internal),
+    ],
+)
+def test_which_ends_are_the_last(ends: list[Ended], error: type[Exception] | None) -> None:
+    request = life()
+    outcome = None
+    for ended in ends:
+        assert outcome is None
+        request.begin(SOMEWHERE)
+        outcome = request.end(ended)
+    assert type(outcome) is (error or type(None))
+
+
+def test_a_refused_request_waits_longer_each_time_and_a_lost_one_not_at_all() -> None:
+    request = life(attempts=100)
+    delays = []
+    for ended in (DEATH, FULL, FULL, FULL, *[FULL] * 20):
+        request.begin(SOMEWHERE)
+        request.end(ended)
+        delays.append(request.delay)
+    assert delays[0] == 0.0
+    assert 0.0 < delays[1] < delays[2] < delays[3] < delays[-1] == 1.0
+
+
+def test_who_lost_workers_among_other_suspects_is_tried_alone() -> None:
+    request = life()
+    seen = [request.suspicion]
+    for _ in range(2):
+        request.begin(SOMEWHERE)
+        request.end(DEATH_IN_COMPANY)
+        seen.append(request.suspicion)
+    assert seen == [Suspicion.NONE, Suspicion.SUSPECT, Suspicion.ALONE]

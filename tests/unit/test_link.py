@@ -1,0 +1,147 @@
+"""A router's link to a worker, over a real stream to a scripted worker."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from scripted_worker import ScriptedWorker
+from waiting import until
+
+from baton.v1 import worker_pb2 as pb
+from core.config import RouterConfig
+from core.types import AttemptKey
+from router.attempt import LinkLost
+from router.link import Inbox, WorkerLink
+from router.policy import Suspicion
+
+KEY = AttemptKey("r", 1)
+CONFIG = RouterConfig(ping_seconds=0.05, frozen_seconds=0.3, engine_stall_seconds=0.3)
+
+
+@asynccontextmanager
+async def linked(worker: ScriptedWorker) -> AsyncIterator[WorkerLink]:
+    link = WorkerLink(await worker.start(), "router", "tiny", CONFIG, lambda link: None)
+    task = asyncio.create_task(link.run())
+    try:
+        yield link
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await worker.stop()
+
+
+async def usable(link: WorkerLink) -> bool:
+    return link.usable
+
+
+async def unusable(link: WorkerLink) -> bool:
+    return not link.usable
+
+
+async def test_a_worker_is_usable_once_its_engine_has_reported() -> None:
+    worker = ScriptedWorker()
+    worker.reports = False
+    async with linked(worker) as link:
+        await until(lambda: welcomed(link))
+        assert not link.usable
+        worker.reports = True
+        await until(lambda: usable(link))
+
+
+async def welcomed(link: WorkerLink) -> bool:
+    return link.welcome is not None
+
+
+async def test_a_silent_worker_is_lost_and_told_to_its_requests() -> None:
+    worker = ScriptedWorker()
+    async with linked(worker) as link:
+        await until(lambda: usable(link))
+        inbox: Inbox = asyncio.Queue()
+        link.open(KEY, inbox)
+        worker.answers_pings = worker.reports = False
+        async with asyncio.timeout(10):
+            lost = await inbox.get()
+        assert isinstance(lost, LinkLost)
+        assert (lost.worker_id, lost.died) == ("decode-0", True)
+        assert "not answered" in lost.reason
+        worker.answers_pings = worker.reports = True
+        await until(lambda: usable(link))
+        assert worker.attached >= 2
+
+
+async def test_an_engine_that_hangs_with_work_is_lost_though_pings_are_answered() -> None:
+    worker = ScriptedWorker()
+    async with linked(worker) as link:
+        await until(lambda: usable(link))
+        inbox: Inbox = asyncio.Queue()
+        link.open(KEY, inbox)
+        worker.reports = False
+        async with asyncio.timeout(10):
+            lost = await inbox.get()
+        assert isinstance(lost, LinkLost)
+        assert "engine" in lost.reason
+        await until(lambda: welcomed(link))
+        # It welcomes routers as before, but nothing is sent there.
+        assert not link.usable
+
+
+async def test_an_idle_worker_that_reports_nothing_is_not_lost() -> None:
+    worker = ScriptedWorker()
+    async with linked(worker) as link:
+        await until(lambda: usable(link))
+        worker.reports = False
+        await asyncio.sleep(1.0)
+        assert worker.attached == 1
+
+
+async def test_a_draining_worker_gets_nothing_new_and_keeps_its_requests() -> None:
+    worker = ScriptedWorker()
+    async with linked(worker) as link:
+        await until(lambda: usable(link))
+        inbox: Inbox = asyncio.Queue()
+        link.open(KEY, inbox)
+        await worker.send(pb.WorkerMessage(draining=pb.Draining()))
+        await until(lambda: unusable(link))
+        tokens = pb.StepTokens(request_id="r", epoch=1, token_ids=[5])
+        await worker.send(pb.WorkerMessage(step=pb.Step(tokens=[tokens])))
+        event = await inbox.get()
+        assert isinstance(event, pb.WorkerMessage)
+        assert event.step.tokens[0].token_ids == [5]
+
+
+async def test_a_worker_that_drained_before_we_came_is_known_by_its_welcome() -> None:
+    worker = ScriptedWorker()
+    worker.draining = True
+    async with linked(worker) as link:
+        await until(lambda: welcomed(link))
+        assert link.draining
+
+
+async def test_a_message_of_another_epoch_reaches_nobody() -> None:
+    worker = ScriptedWorker()
+    async with linked(worker) as link:
+        await until(lambda: usable(link))
+        inbox: Inbox = asyncio.Queue()
+        link.open(KEY, inbox)
+        for epoch in (0, 2, 1):
+            first = pb.FirstToken(request_id="r", epoch=epoch, token=epoch)
+            await worker.send(pb.WorkerMessage(first_token=first))
+        event = await inbox.get()
+        assert isinstance(event, pb.WorkerMessage)
+        assert event.first_token.token == 1
+        assert inbox.empty()
+
+
+async def test_who_is_to_be_alone_shares_no_worker_with_a_suspect() -> None:
+    link = WorkerLink("nowhere", "router", "tiny", CONFIG, lambda link: None)
+    rooms = {}
+    for suspects, alone in ((0, 0), (1, 0), (1, 1)):
+        link.suspects, link.alone = suspects, alone
+        rooms[suspects, alone] = [link.has_room(suspicion) for suspicion in Suspicion]
+    assert rooms == {
+        (0, 0): [True, True, True],
+        (1, 0): [True, True, False],
+        (1, 1): [True, False, False],
+    }

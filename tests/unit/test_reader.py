@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from core.errors import Internal, SlowReader
+from core.types import FinishReason
+from router.reader import AnswerBuffer
+from router.serving import Delta, Event, Finished
+
+END = Finished(FinishReason.STOP, 1, 2, "")
+
+
+async def read(buffer: AnswerBuffer) -> list[Event]:
+    return [event async for event in buffer]
+
+
+async def test_what_waits_is_joined() -> None:
+    buffer = AnswerBuffer(10)
+    for text in ("a", "b", "c"):
+        buffer.put(Delta(text, [ord(text)]))
+    buffer.put(END)
+    buffer.close()
+    assert await read(buffer) == [Delta("abc", [97, 98, 99]), END]
+
+
+async def test_a_reader_that_waits_gets_each_piece() -> None:
+    buffer = AnswerBuffer(10)
+    reading = asyncio.create_task(read(buffer))
+    for text in ("a", "b"):
+        await asyncio.sleep(0)
+        buffer.put(Delta(text, [1]))
+        await asyncio.sleep(0)
+    buffer.close()
+    assert await reading == [Delta("a", [1]), Delta("b", [1])]
+
+
+async def test_more_than_the_limit_is_a_slow_reader() -> None:
+    buffer = AnswerBuffer(3)
+    for _ in range(3):
+        buffer.put(Delta("x", [1]))
+    with pytest.raises(SlowReader):
+        buffer.put(Delta("x", [1]))
+
+
+async def test_an_error_comes_after_what_was_not_read() -> None:
+    buffer = AnswerBuffer(3)
+    buffer.put(Delta("x", [1]))
+    buffer.close(Internal("broken"))
+    assert await anext(buffer) == Delta("x", [1])
+    with pytest.raises(Internal):
+        await anext(buffer)
