@@ -15,6 +15,8 @@ A write's life:
 - A peer that has gone is told at once, by its socket. A copy into its memory
   that is under way cannot be stopped, and need not be: our mapping keeps the
   memory allocated until we close it, which is after the last copy's event.
+- A peer's own last copies may still run when its socket closes: a killed
+  process loses its GPU only after its files. It counts as gone a second later.
 - Within one process nothing is mapped: the peer's address is as good here.
 - Workers on two GPUs of a host can use it where one GPU can reach the other's
   memory, and this process can see both.
@@ -25,6 +27,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,6 +53,9 @@ from kv_transfer.transport import (
     pool_address,
     route_metadata,
 )
+
+AFTERMATH_SECONDS = 1.0
+"""How long copies of a process may run after its end: they take milliseconds."""
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PROCESS = uuid.uuid4().hex
@@ -93,6 +99,7 @@ class CudaIpcTransport:
         self._notes: NoteSocket | None = None
         self._peers: dict[str, _Peer] = {}
         self._writes: dict[int, _Write] = {}
+        self._ended: dict[str, float] = {}  # when lost peers will count as gone
         self._events: list[TransportEvent] = []
 
     def register(self, memory: PoolMemory, layout: PoolLayout) -> PoolAddress:
@@ -130,6 +137,7 @@ class CudaIpcTransport:
         except WorkerLost:
             notes.disconnect(peer)
             raise
+        self._ended.pop(peer, None)
         return peer
 
     def disconnect(self, peer: str) -> None:
@@ -163,6 +171,9 @@ class CudaIpcTransport:
             self._lose(peer)
         for number in list(self._writes):
             self._settle(number, notes)
+        for peer in [peer for peer, at in self._ended.items() if time.monotonic() >= at]:
+            del self._ended[peer]
+            self._events.append(PeerLost(peer, gone=True))
         events, self._events = self._events, []
         return [*events, *heard]
 
@@ -227,7 +238,8 @@ class CudaIpcTransport:
 
     def _lose(self, peer: str) -> None:
         if peer in self._peers:
-            self._events.append(PeerLost(peer))
+            self._events.append(PeerLost(peer, gone=False))
+            self._ended[peer] = time.monotonic() + AFTERMATH_SECONDS
             self.disconnect(peer)
 
     def _unmap_when_idle(self, peer: _Peer) -> None:
