@@ -39,7 +39,7 @@ from kv_transfer.events import (
 )
 from kv_transfer.thread import TransferThread
 from kv_transfer.ticket import make_ticket
-from worker.admission import check_work, quarantine_fault
+from worker.admission import check_context, check_work, quarantine_fault
 from worker.flights import Flights, Settled
 from worker.metrics import WorkerMetrics
 from worker.outbox import Outbox
@@ -184,6 +184,7 @@ class DecodeRole:
         if fault := quarantine_fault(self._quarantined, self._pool.total, self._quarantine_share):
             raise Unavailable(fault)
         check_work(work, self._engine.architecture.vocabulary_size)
+        check_context(len(work.prompt_tokens) + work.tokens_wanted, self._engine.context_length)
         wanted = self._pool.pages_for(len(work.prompt_tokens) + work.tokens_wanted)
         if wanted > self._pool.total:
             raise Exhausted(f"the request needs {wanted} pages; the pool has {self._pool.total}")

@@ -157,7 +157,7 @@ class DecodeScheduler:
             tokens = len(sequence.tokens) + sequence.expected
             missing = self._pool.pages_for(tokens) - len(sequence.lease)
             if missing > self._pool.free:
-                if any(each.lease.pinned for each in self._running):
+                if self._pool.returning or any(each.lease.pinned for each in self._running):
                     return False
                 self._preempt_youngest()
                 continue

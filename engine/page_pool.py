@@ -82,10 +82,16 @@ class PagePool:
         self._runs: list[tuple[int, int]] = [(0, total)] if total else []
         self._leases: set[Lease] = set()
         self.free = total
+        self._changed = True  # since the pages were last counted one by one
 
     @property
     def leased(self) -> int:
         return self.total - self.free
+
+    @property
+    def returning(self) -> bool:
+        """Whether released pages come back when the steps under way have ended."""
+        return any(lease.released for lease in self._leases)
 
     def pages_for(self, tokens: int) -> int:
         """How many pages hold `tokens` tokens."""
@@ -104,6 +110,13 @@ class PagePool:
         """
         if held is not None and held != self.leased:
             return f"{self.leased} pages are leased, but the owner knows of {held}"
+        if not self._changed:
+            return ""
+        problem = self._count_pages()
+        self._changed = bool(problem)
+        return problem
+
+    def _count_pages(self) -> str:
         seen = [0] * self.total
         for page in self._free_pages():
             seen[page] += 1
@@ -128,6 +141,7 @@ class PagePool:
         while len(pages) < count:
             pages.extend(self._take_run(count - len(pages)))
         self.free -= count
+        self._changed = True
         return pages
 
     def _take_run(self, wanted: int) -> range:
@@ -144,6 +158,7 @@ class PagePool:
 
     def _give_back(self, lease: Lease) -> None:
         self._leases.remove(lease)
+        self._changed = True
         self.free += len(lease.pages)
         for start, end in merge_runs(sorted(lease.pages)):
             self._insert_run(start, end)

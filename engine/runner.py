@@ -93,15 +93,19 @@ class Runner:
                 self._tensor(pages), position % self._page_size, self._layers, self._page_size
             ),
             decoding=decoding,
-            decode_reads=self._by_window_decode(pieces[:decoding]),
+            decode_reads=self._by_window_decode(pieces[:decoding], sampling=bool(samples)),
             chunks=self._chunks(pieces[decoding:], decoding),
             samples=self._tensor(samples),
         )
 
-    def _by_window_decode(self, pieces: list[Piece]) -> dict[int | None, DecodeReads]:
+    def _by_window_decode(
+        self, pieces: list[Piece], *, sampling: bool
+    ) -> dict[int | None, DecodeReads]:
         if not pieces:
             return {}
-        if self._kept is not None and (reads := self._kept_reads(self._kept, pieces)):
+        # A step that samples nothing does not attend in its last layer, so it keeps nothing.
+        kept = self._kept if sampling else None
+        if kept is not None and (reads := self._kept_reads(kept, pieces)):
             return {None: reads}
         return {window: self._decode_reads(pieces, window) for window in self._windows}
 

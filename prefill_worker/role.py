@@ -34,7 +34,7 @@ from kv_transfer.events import (
 )
 from kv_transfer.thread import TransferThread
 from prefill_worker.scheduler import PrefillScheduler
-from worker.admission import check_work, quarantine_fault
+from worker.admission import check_context, check_work, quarantine_fault
 from worker.flights import Flights, Settled
 from worker.metrics import WorkerMetrics
 from worker.outbox import Outbox
@@ -177,6 +177,7 @@ class PrefillRole:
         if fault := quarantine_fault(self._quarantined, self._pool.total, self._quarantine_share):
             raise Unavailable(fault)
         check_work(work, self._engine.architecture.vocabulary_size)
+        check_context(len(work.prompt_tokens), self._engine.context_length)
         wanted = self._pool.pages_for(len(work.prompt_tokens))
         if wanted > self._pool.total:
             raise Exhausted(f"the prompt needs {wanted} pages; the pool has {self._pool.total}")

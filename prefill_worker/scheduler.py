@@ -68,7 +68,8 @@ class PrefillScheduler:
         for sequence in self._started.values():
             if budget == 0:
                 return plan
-            if not sequence.expected:  # its last chunk is not under way
+            # Nothing is left to plan once the last chunk has been launched.
+            if sequence.uncomputed and not sequence.expected:
                 budget -= self._add_piece(plan, sequence, budget)
         while budget and self._start_oldest():
             budget -= self._add_piece(plan, next(reversed(self._started.values())), budget)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from core.errors import InvalidRequest, InvalidSampling, TokenOutOfRange
+from core.errors import InvalidRequest, InvalidSampling, PromptTooLong, TokenOutOfRange
 from core.types import Work
 
 
@@ -44,3 +44,12 @@ def check_work(work: Work, vocabulary_size: int) -> None:
     )
     if not all(map(math.isfinite, numbers)) or sampling.repetition_penalty <= 0:
         raise InvalidSampling("a sampling value is not a usable number", field="sampling")
+
+
+def check_context(tokens: int, context_length: int) -> None:
+    """Raises when a request may grow beyond what the engine can hold of one."""
+    if tokens > context_length:
+        raise PromptTooLong(
+            f"the request may reach {tokens} tokens; this worker's context holds {context_length}",
+            field="prompt",
+        )

@@ -103,6 +103,7 @@ class EngineThread(threading.Thread):
         busy = False
         while self._take(role, wait=not busy):
             busy = role.step()
+            self._outbox.flush()  # tokens first: a report may count all pages
             self._report(role, BUSY_REPORT_SECONDS if busy else 0.0)
             if self._draining:
                 self._go_on_draining(role)

@@ -51,7 +51,8 @@ class Flights:
         """
         if plan:
             self._launch(plan)
-        keep = 1 if plan and self._engine.runs_ahead else 0
+        runs_on = plan and not isinstance(self._under_way[-1].flight, Landed)
+        keep = 1 if runs_on else 0
         settled: list[Settled] = []
         while len(self._under_way) > keep:
             settled += self._settle(self._under_way.popleft())

@@ -57,13 +57,19 @@ class StepArrays:
         )
 
 
-def step_arrays(
-    pieces: list[Piece], slots: list[int], page_size: int, *, windowed: bool
-) -> StepArrays:
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the arrays of a step may hold."""
+
+    page_size: int
+    decoding: int  # rows that are attended as decoding; more are chunks of one token
+    library: bool  # whether the library's attention can run this model
+
+
+def step_arrays(pieces: list[Piece], slots: list[int], limits: Limits) -> StepArrays:
     """The arrays of one step. Single tokens must come first among the pieces."""
-    for piece in pieces:
-        _check(piece, page_size)
-    decoding = sum(piece.count == 1 for piece in pieces)
+    page_size = limits.page_size
+    decoding = min(sum(piece.count == 1 for piece in pieces), limits.decoding)
     counts = np.asarray([piece.count for piece in pieces], dtype=np.int32)
     starts = np.asarray([piece.sequence.computed for piece in pieces], dtype=np.int32)
     firsts = np.cumsum(counts) - counts
@@ -76,7 +82,7 @@ def step_arrays(
         pieces[decoding:], slots[decoding:], firsts[decoding:], strict=True
     ):
         start = piece.sequence.computed
-        if takes(piece.count, start, page_size, windowed):
+        if limits.library and takes(piece.count, start, page_size):
             long.append(LongPiece(int(first), piece.count, start, slot))
         else:
             blocks += _blocks(int(first), start, piece.count, slot)
@@ -91,7 +97,8 @@ def step_arrays(
     )
 
 
-def _check(piece: Piece, page_size: int) -> None:
+def check_piece(piece: Piece, page_size: int) -> None:
+    """Raises Internal when a piece is none, or has no pages."""
     sequence = piece.sequence
     if not 0 < piece.count <= sequence.uncomputed:
         raise Internal(f"a piece of {piece.count} of {sequence.uncomputed} tokens")

@@ -53,17 +53,16 @@ def few_rows_forward(model: Model, tokens: Tensor, attend: Attend, logits: Tenso
 
 
 def many_rows_forward(
-    model: Model, tokens: Tensor, attend: Attend, samples: Tensor | None = None, slack: int = 0
+    model: Model, tokens: Tensor, attend: Attend, samples: Tensor | None = None
 ) -> Tensor:
     """tokens [T] -> what the last layer leaves, [n, hidden], for rows `samples` [n] or for all.
 
     What follows the last keys and values matters only to the rows that sample.
-    `attend` gets `slack` rows of zeros more than there are tokens.
     """
     hidden = functional.embedding(tokens, model.embedding)
     last = len(model.layers) - 1
     for index, layer in enumerate(model.layers):
-        qkv = _product_with_slack(layer.qkv, _norm(model, hidden, layer.attention_norm), slack)
+        qkv = _product(layer.qkv, _norm(model, hidden, layer.attention_norm))
         attended = attend(index, qkv)
         if index == last and samples is not None:
             hidden, attended = hidden[samples], attended[samples]
@@ -91,18 +90,6 @@ def _add_product(hidden: Tensor, linear: Linear, x: Tensor) -> None:
 
 def _product(linear: Linear, x: Tensor) -> Tensor:
     return functional.linear(x, linear.weight, linear.bias)
-
-
-def _product_with_slack(linear: Linear, x: Tensor, slack: int) -> Tensor:
-    if not slack:
-        return _product(linear, x)
-    out = x.new_empty(len(x) + slack, len(linear.weight))
-    out[len(x) :] = 0
-    if linear.bias is None:
-        torch.mm(x, linear.weight.t(), out=out[: len(x)])
-    else:
-        torch.addmm(linear.bias, x, linear.weight.t(), out=out[: len(x)])
-    return out
 
 
 def _norm_after(model: Model, index: int) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.architecture import Architecture
 from kernels.gpu.decode_attention import HeadShape
 from kernels.gpu.pages import gather_tokens
 
@@ -33,25 +34,26 @@ class LongChunk:
     pages: Tensor  # [start / page_size] int32, those that hold what lies before
 
 
-def takes(count: int, start: int, page_size: int, windowed: bool) -> bool:
+def runs(shape: Architecture, dtype: torch.dtype) -> bool:
+    """Whether the library can run a model's attention at all."""
+    known = dtype in (torch.bfloat16, torch.float16)
+    fits = shape.head_dim % 8 == 0 and shape.head_dim <= 128
+    return known and fits and not any(window is not None for window in shape.windows)
+
+
+def takes(count: int, start: int, page_size: int) -> bool:
     """Whether a chunk is one for the library."""
     aligned = start % LIBRARY_TOKENS == 0 and (start == 0 or LIBRARY_TOKENS % page_size == 0)
-    return count > LIBRARY_TOKENS and aligned and not windowed
-
-
-def padded(count: int) -> int:
-    return -(-count // LIBRARY_TOKENS) * LIBRARY_TOKENS
+    return count > LIBRARY_TOKENS and aligned
 
 
 def long_chunk_attention(
     qkv: Tensor, chunk: LongChunk, kv_layer: Tensor, shape: HeadShape
 ) -> Tensor:
-    """qkv [rows, (heads + 2 * kv_heads) * dim], turned, and with finite values for
-    `padded(count)` rows -> [count, heads * dim]."""
+    """qkv [rows, (heads + 2 * kv_heads) * dim], turned -> [count, heads * dim]."""
     heads, kv_heads = shape.heads, shape.kv_heads
-    mine = qkv[chunk.first : chunk.first + padded(chunk.count)].view(
-        padded(chunk.count), heads + 2 * kv_heads, shape.head_dim
-    )
+    mine = _rounded_up(qkv[chunk.first : chunk.first + chunk.count])
+    mine = mine.view(len(mine), heads + 2 * kv_heads, shape.head_dim)
     query, keys, values = mine.tensor_split((heads, heads + kv_heads), dim=1)
     attended, weight = _attend(query, keys, values, causal=True)
     if chunk.start:
@@ -61,6 +63,12 @@ def long_chunk_attention(
         share = (earlier_weight - weight).sigmoid_().to(attended.dtype)
         attended = torch.lerp(attended, earlier, share)
     return attended[0].transpose(0, 1)[: chunk.count].reshape(chunk.count, -1)
+
+
+def _rounded_up(rows: Tensor) -> Tensor:
+    """rows [count, ...] and zeros up to a multiple of LIBRARY_TOKENS."""
+    extra = -len(rows) % LIBRARY_TOKENS
+    return functional.pad(rows, (0, 0, 0, extra)) if extra else rows
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:

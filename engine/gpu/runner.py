@@ -17,24 +17,26 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.gpu import graphs
+from engine.gpu import graphs, prompt_attention
 from engine.gpu.attention import PagedAttention
-from engine.gpu.batch import StepArrays, step_arrays
+from engine.gpu.batch import Limits, StepArrays, check_piece, step_arrays
 from engine.gpu.flight import GpuFlight
 from engine.gpu.forward import few_rows_forward, logits_of, many_rows_forward
 from engine.gpu.graphs import Recording
-from engine.gpu.prompt_attention import padded
 from engine.gpu.sampling import GpuSampler
 from engine.gpu.slots import Slots
 from engine.gpu.staging import Ints, download, upload, upload_into
 from engine.model import Model
-from engine.sequence import Piece, Plan
+from engine.sequence import Piece, Plan, Sequence
 from kernels.gpu.chunk_attention import BLOCK_QUERIES
 from kernels.gpu.linear import MOST_ROWS
 from kernels.gpu.step import begin, remember
 
 SLOTS = 1024
-"""Sequences that may hold pages of one device at a time."""
+"""Sequences that the device remembers, at least."""
+
+SAMPLED_ROWS = 256
+"""Prompts whose logits are made at a time."""
 
 SPARE_BLOCKS = 16
 """Blocks of a recorded prompt step beyond what one prompt of its size needs."""
@@ -49,9 +51,10 @@ class GpuRunner:
         shape, device = model.architecture, kv.device
         self._model = model
         self._device = device
-        self._page_size = kv.shape[3]
-        self._windowed = any(window is not None for window in shape.windows)
-        self._slots = Slots(SLOTS, -(-context // self._page_size), device)
+        library = prompt_attention.runs(shape, kv.dtype)
+        self._limits = Limits(kv.shape[3], max_batch, library)
+        slots = max(SLOTS, 4 * max_batch)
+        self._slots = Slots(slots, -(-context // self._limits.page_size), device)
         self._attention = PagedAttention(model, kv, self._slots.table, context, max_batch)
         self._sampler = GpuSampler(shape.vocabulary_size)
         most = max(max_batch, graphs.PROMPT_ROWS[-1])
@@ -82,32 +85,48 @@ class GpuRunner:
         # Single tokens first: they are attended together.
         order = sorted(range(len(plan)), key=lambda index: plan[index].count > 1)
         pieces = [plan[index] for index in order]
+        for piece in pieces:
+            check_piece(piece, self._limits.page_size)
         slots, new_pages = self._slots.place([piece.sequence.lease for piece in pieces])
-        arrays = step_arrays(pieces, slots, self._page_size, windowed=self._windowed)
+        arrays = step_arrays(pieces, slots, self._limits)
         samples = _sampled_rows(pieces)
-        logits = self._forward(arrays, upload(new_pages, self._device), samples)
         sampling = [index for index in order if plan[index].samples]
+        sequences = [plan[index].sequence for index in sampling]
+        sampled = self._step(arrays, upload(new_pages, self._device), samples, sequences)
         tokens = None
         if sampling:
-            sampled = self._sampler.sample(logits, [plan[index].sequence for index in sampling])
             where = upload(arrays.slots[samples], self._device)
             remember(sampled, where, self._slots.last_tokens)
             tokens = download(sampled)
         return GpuFlight(plan, sampling, tokens)
 
-    def _forward(self, arrays: StepArrays, pages: Tensor, samples: Ints) -> Tensor:
-        """Logits of the rows that sample."""
+    def _step(
+        self, arrays: StepArrays, pages: Tensor, samples: Ints, sequences: list[Sequence]
+    ) -> Tensor:
+        """The tokens of the rows that sample, [n], int32."""
         count = len(arrays.tokens)
-        if arrays.decoding == count and count <= len(self._logits):
+        if arrays.decoding == count:
             rows = next(rows for rows in self._decode if rows >= count)
             self._fill(arrays.padded(rows, 0, self._slots.padding), pages)
-            return self._decode[rows].replay()[:count]
+            logits = self._decode[rows].replay()
+            if len(samples) < rows:
+                logits = logits[upload(samples, self._device)]
+            return self._sampler.sample(logits, sequences)
         recorded = self._recorded_prompt(arrays)
         if recorded is None:
-            return self._run(arrays, pages, samples)
+            return self._sample(self._run(arrays, pages, samples), sequences)
         self._fill(arrays.padded(recorded, _blocks_of(recorded), self._slots.padding), pages)
         hidden = self._prompt[recorded].replay()
-        return logits_of(self._model, hidden[upload(samples, self._device)])
+        return self._sample(hidden[upload(samples, self._device)], sequences)
+
+    def _sample(self, hidden: Tensor, sequences: list[Sequence]) -> Tensor:
+        """hidden [n, ...] of the last layer, one row for each sequence."""
+        tokens = [hidden.new_empty(0, dtype=torch.int32)]
+        for start in range(0, len(sequences), SAMPLED_ROWS):
+            rows = slice(start, start + SAMPLED_ROWS)
+            logits = logits_of(self._model, hidden[rows])
+            tokens.append(self._sampler.sample(logits, sequences[rows]))
+        return torch.cat(tokens)
 
     def _recorded_prompt(self, arrays: StepArrays) -> int | None:
         """The recording that can stand for a step over prompts alone, if there is one."""
@@ -151,7 +170,7 @@ class GpuRunner:
         return lambda: many_rows_forward(self._model, self._tokens[:rows], attend)
 
     def _run(self, arrays: StepArrays, pages: Tensor, samples: Ints) -> Tensor:
-        """A step of any shape, kernel by kernel."""
+        """A step of any shape, kernel by kernel: what the last layer leaves of its samples."""
         count = len(arrays.tokens)
         there = upload(arrays.joined(), self._device)
         staged, slots, positions, stores = there[: 4 * count].view(4, count)
@@ -159,10 +178,7 @@ class GpuRunner:
         tokens = torch.empty_like(staged)
         self._begin(staged, slots, tokens, pages)
         attend = self._attention.of_any(arrays, slots, positions, stores, blocks)
-        ends = (piece.first + padded(piece.count) for piece in arrays.long)
-        slack = max(0, max(ends, default=0) - count)
-        picked = upload(samples, self._device)
-        return logits_of(self._model, many_rows_forward(self._model, tokens, attend, picked, slack))
+        return many_rows_forward(self._model, tokens, attend, upload(samples, self._device))
 
 
 def _sampled_rows(pieces: list[Piece]) -> Ints:

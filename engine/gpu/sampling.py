@@ -10,6 +10,9 @@ from engine.sampler import Sampler, uniform
 from engine.sequence import Sequence
 from kernels.gpu.sampling import argmax, sample
 
+HOST_ROWS = 32
+"""Rows with penalties that are sampled together: each takes 64 bytes a token of the vocabulary."""
+
 
 class GpuSampler:
     """Penalties are the host's: they need the tokens of all steps before."""
@@ -21,10 +24,21 @@ class GpuSampler:
     def sample(self, logits: Tensor, sequences: list[Sequence]) -> Tensor:
         """logits [n, V] -> [n], int32; -1 where the logits are not finite."""
         logits = logits[:, : self._vocabulary_size]
+        penalized = [row for row, s in enumerate(sequences) if s.work.sampling.penalizes]
+        if not penalized:
+            return self._choose(logits, sequences)
+        tokens = torch.empty(len(sequences), dtype=torch.int32, device=logits.device)
+        others = [row for row in range(len(sequences)) if row not in set(penalized)]
+        if others:
+            tokens[others] = self._choose(logits[others], [sequences[row] for row in others])
+        for start in range(0, len(penalized), HOST_ROWS):
+            rows = penalized[start : start + HOST_ROWS]
+            found = self._host.sample(logits[rows], [sequences[row] for row in rows])
+            tokens[rows] = torch.tensor(found, dtype=torch.int32).to(logits.device)
+        return tokens
+
+    def _choose(self, logits: Tensor, sequences: list[Sequence]) -> Tensor:
         samplings = [sequence.work.sampling for sequence in sequences]
-        if any(sampling.penalizes for sampling in samplings):
-            tokens = self._host.sample(logits, sequences)
-            return torch.tensor(tokens, dtype=torch.int32).to(logits.device)
         if all(sampling.greedy or sampling.top_k == 1 for sampling in samplings):
             return argmax(logits)
         return self._draw(logits, sequences)

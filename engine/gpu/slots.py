@@ -1,8 +1,9 @@
 """Rows of a page table on the device: which pages each sequence holds.
 
-A sequence gets a slot, a row of the table, with its first step and keeps it as
-long as its lease. Pages are only ever added to a lease, so a step uploads the
-new ones alone. Slots of released leases are taken back when none is free.
+A sequence gets a slot, a row of the table, with its first step. Pages are only
+ever added to a lease, so a step uploads the new ones alone. When no slot is
+free, those of released leases are taken back, and else those that have not been
+used for the longest: a sequence that comes again is uploaded again.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from core.errors import Exhausted
+from core.errors import Exhausted, Internal
 from engine.page_pool import Lease
 
 Ints = npt.NDArray[np.int32]
@@ -24,11 +25,17 @@ class Slots:
         self.last_tokens = torch.zeros(count + 1, dtype=torch.int32, device=device)
         self.padding = count
         self._free = list(range(count))
-        self._slots: dict[Lease, int] = {}
+        self._slots: dict[Lease, int] = {}  # the last used at the end
         self._known: list[int] = [0] * count  # pages of each slot that the table holds
 
     def place(self, leases: list[Lease]) -> tuple[list[int], Ints]:
-        """The slot of each lease, and what the table lacks: [n, 2], flat place and page."""
+        """The slot of each lease, and what the table lacks: [n, 2], flat place and page.
+
+        Raises before anything is changed. What it returns must reach the table.
+        """
+        if max(map(len, leases)) > self.table.shape[1]:
+            raise Internal("a sequence has more pages than its context has room for")
+        self._make_room(leases)
         slots = [self._slot(lease) for lease in leases]
         fresh = [
             self._new_pages(slot, lease.pages)
@@ -37,20 +44,29 @@ class Slots:
         ]
         return slots, np.concatenate(fresh) if fresh else np.empty((0, 2), dtype=np.int32)
 
-    def _slot(self, lease: Lease) -> int:
-        slot = self._slots.get(lease)
-        if slot is None:
-            if not self._free:
-                self._collect()
-            slot = self._slots[lease] = self._free.pop()
-            self._known[slot] = 0
-        return slot
-
-    def _collect(self) -> None:
-        for lease in [lease for lease in self._slots if lease.released]:
+    def _make_room(self, leases: list[Lease]) -> None:
+        wanted = [lease for lease in leases if lease not in self._slots]
+        if len(wanted) <= len(self._free):
+            return
+        # A step under way may have left a token that only the device knows.
+        kept = set(leases)
+        idle = [lease for lease in self._slots if not lease.pinned and lease not in kept]
+        idle.sort(key=lambda lease: not lease.released)
+        if len(wanted) > len(self._free) + len(idle):
+            raise Exhausted(
+                f"a step of {len(leases)} sequences; the device has {self.padding} slots"
+            )
+        for lease in idle[: len(wanted) - len(self._free)]:
             self._free.append(self._slots.pop(lease))
-        if not self._free:
-            raise Exhausted(f"all {self.padding} sequence slots of the device are taken")
+
+    def _slot(self, lease: Lease) -> int:
+        """The lease's slot, which is now the last used."""
+        slot = self._slots.pop(lease, None)
+        if slot is None:
+            slot = self._free.pop()
+            self._known[slot] = 0
+        self._slots[lease] = slot
+        return slot
 
     def _new_pages(self, slot: int, pages: list[int]) -> Ints:
         known, width = self._known[slot], self.table.shape[1]

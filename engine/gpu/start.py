@@ -16,7 +16,8 @@ from core.types import AttemptKey, Sampling, Work
 from engine.architecture import Architecture
 from engine.gpu.graphs import PROMPT_ROWS
 from engine.gpu.prompt_attention import LIBRARY_TOKENS
-from engine.gpu.runner import GpuRunner
+from engine.gpu.runner import SAMPLED_ROWS, GpuRunner
+from engine.gpu.sampling import HOST_ROWS
 from engine.gpu.settings import GpuSettings
 from engine.model import Model
 from engine.page_pool import PagePool
@@ -51,9 +52,10 @@ def _work_bytes(
     row = 3 * shape.hidden + attended + kv_token + 3 * attended + 3 * shape.intermediate
     rows = settings.chunk_tokens + LIBRARY_TOKENS
     rows += 2 * max(settings.max_batch, PROMPT_ROWS[-1])
-    logits = 4 * settings.max_batch * shape.vocabulary_size
+    logits = 4 * max(settings.max_batch, SAMPLED_ROWS) * shape.vocabulary_size
     values = row * rows + kv_token * context + logits
-    return values * dtype.itemsize + 4 * context * shape.head_dim
+    tables = 4 * context * shape.head_dim + 64 * HOST_ROWS * shape.vocabulary_size
+    return values * dtype.itemsize + tables
 
 
 def start_runner(

@@ -34,6 +34,7 @@ class SimulatedEngine:
     def __init__(self, pages: int, page_size: int, salt: int, *, runs_ahead: bool = False) -> None:
         self.pool = PagePool(pages, page_size)
         self.architecture = SimulatedArchitecture()
+        self.context_length = pages * page_size
         self.runs_ahead = runs_ahead
         # Memory is never clean: what a page held before looks like anything else.
         self.memory = [[salt + page] * page_size for page in range(pages)]

@@ -68,8 +68,9 @@ class Pool:
 
 
 def types_for(device: torch.device) -> list[torch.dtype]:
-    """The interpreter multiplies no bfloat16."""
-    return [torch.float32, torch.float16, *([torch.bfloat16] if device.type == "cuda" else [])]
+    """The interpreter is slow, and multiplies no bfloat16."""
+    others = [torch.float16, torch.bfloat16] if device.type == "cuda" else []
+    return [torch.float32, *others]
 
 
 def assert_close(found: Tensor, wanted: Tensor) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-import pytest
 import torch
 from tiny_models import TINY_MODELS, VOCABULARY, save
 
@@ -19,7 +18,7 @@ from engine.runner import Runner
 from engine.sequence import Piece, Plan, Sequence
 from engine.weights import load_model
 
-PAGES, PAGE_SIZE, CHUNK = 64, 4, 6
+PAGES, PAGE_SIZE = 64, 4
 
 
 def runner_for(folder: Path, device: torch.device | None) -> AnyRunner:
@@ -35,7 +34,11 @@ def runner_for(folder: Path, device: torch.device | None) -> AnyRunner:
 
 
 def answers(
-    runner: AnyRunner, prompts: list[list[int]], samplings: list[Sampling], count: int
+    runner: AnyRunner,
+    prompts: list[list[int]],
+    samplings: list[Sampling],
+    count: int,
+    chunk: int = 6,
 ) -> list[list[int]]:
     """All prompts in chunks and batches of every kind, one step ahead where the runner is."""
     pool = PagePool(PAGES, PAGE_SIZE)
@@ -50,7 +53,7 @@ def answers(
     joined = 1
     while any(each.generated < count for each in sequences):
         plan = [
-            Piece(each, min(CHUNK, each.uncomputed))
+            Piece(each, min(chunk, each.uncomputed))
             for each in sequences[:joined]
             if each.generated < count and not each.planned_out
         ]
@@ -68,10 +71,9 @@ def answers(
     return [each.tokens[each.prompt_length :] for each in sequences]
 
 
-@pytest.mark.parametrize("name", ["llama-biases", "qwen3"])
-def test_a_gpu_answers_as_a_cpu_does(name: str, device: torch.device, tmp_path: Path) -> None:
-    save(TINY_MODELS[name], tmp_path)
-    source = random.Random(name)
+def test_a_gpu_answers_as_a_cpu_does(device: torch.device, tmp_path: Path) -> None:
+    save(TINY_MODELS["llama-biases"], tmp_path)
+    source = random.Random(1)
     prompts = [[source.randrange(VOCABULARY) for _ in range(length)] for length in (9, 1, 3)]
     samplings = [
         Sampling(),
@@ -80,3 +82,12 @@ def test_a_gpu_answers_as_a_cpu_does(name: str, device: torch.device, tmp_path: 
     ]
     wanted = answers(runner_for(tmp_path, None), prompts, samplings, 4)
     assert answers(runner_for(tmp_path, device), prompts, samplings, 4) == wanted
+
+
+def test_single_tokens_of_prompts_may_run_among_those_that_decode(
+    device: torch.device, tmp_path: Path
+) -> None:
+    save(TINY_MODELS["qwen3"], tmp_path)
+    prompts, samplings = [[5], [7, 8, 9]], [Sampling(), Sampling()]
+    wanted = answers(runner_for(tmp_path, None), prompts, samplings, 2, chunk=1)
+    assert answers(runner_for(tmp_path, device), prompts, samplings, 2, chunk=1) == wanted

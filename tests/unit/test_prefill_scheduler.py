@@ -89,3 +89,12 @@ def test_queued_tokens_count_what_is_not_computed() -> None:
     made = scheduler(25, 7)
     run(made)
     assert made.queued_tokens == 22
+
+
+def test_nothing_is_planned_for_a_prompt_whose_token_is_on_its_way() -> None:
+    made = scheduler(4)
+    (piece,) = made.next()
+    piece.depart()
+    assert made.next() == []
+    piece.sequence.expected -= 1
+    assert made.next() == [], "the token was sampled, and is not appended yet"
