@@ -11,8 +11,10 @@ ARGS ?=
 serve: setup
 	@$(BIN)/baton serve $(ARGS)
 
+# Tests that start no cluster share the cores; those that do have them to themselves.
 test: setup
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n 2 tests/unit tests/contract
+	@$(BIN)/python -m pytest tests/simulation tests/cluster tests/gpu
 
 # Signals at every process at every moment of a request; prints the table of docs/RELIABILITY.md.
 test-faults: setup
