@@ -34,8 +34,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class AnyRunner(Protocol):
     """Runs plans on one kind of device."""
 
-    runs_ahead: bool
-
     def launch(self, plan: Plan) -> Flight: ...
 
 
@@ -96,13 +94,11 @@ class Engine:
         engine.fingerprint = fingerprint(folder, architecture, random_weights)
         return engine
 
-    @property
-    def runs_ahead(self) -> bool:
-        """Whether a launched step runs beside the host, so that the next one can be planned."""
-        return self._runner.runs_ahead
-
     def launch(self, plan: Plan) -> Flight:
-        """Starts one forward for all pieces, and advances each sequence's `computed`."""
+        """Starts one forward for all pieces, and advances each sequence's `computed`.
+
+        Where it runs beside the host, the next step can be planned and launched meanwhile.
+        """
         return self._runner.launch(plan)
 
     def step(self, plan: Plan) -> list[Outcome]:

@@ -22,8 +22,6 @@ from kernels.cache import layer_caches, page_rows, token_rows
 class Runner:
     """Runs plans of `model` over the paged memory `kv` [page, layer, 2, token, kv_head, dim]."""
 
-    runs_ahead = False
-
     def __init__(self, model: Model, kv: Tensor) -> None:
         shape = model.architecture
         self._model = model

@@ -45,8 +45,6 @@ SPARE_BLOCKS = 16
 class GpuRunner:
     """Runs plans of `model` over the paged memory `kv` [page, layer, 2, token, kv_head, dim]."""
 
-    runs_ahead = True
-
     def __init__(self, model: Model, kv: Tensor, context: int, max_batch: int) -> None:
         shape, device = model.architecture, kv.device
         self._model = model
@@ -108,8 +106,8 @@ class GpuRunner:
         if arrays.decoding == count:
             rows = next(rows for rows in self._decode if rows >= count)
             self._fill(arrays.padded(rows, 0, self._slots.padding), pages)
-            logits = self._decode[rows].replay()
-            if len(samples) < rows:
+            logits = self._decode[rows].replay()[:count]
+            if len(samples) < count:
                 logits = logits[upload(samples, self._device)]
             return self._sampler.sample(logits, sequences)
         recorded = self._recorded_prompt(arrays)

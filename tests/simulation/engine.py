@@ -35,14 +35,14 @@ class SimulatedEngine:
         self.pool = PagePool(pages, page_size)
         self.architecture = SimulatedArchitecture()
         self.context_length = pages * page_size
-        self.runs_ahead = runs_ahead
+        self._runs_ahead = runs_ahead
         # Memory is never clean: what a page held before looks like anything else.
         self.memory = [[salt + page] * page_size for page in range(pages)]
         self._last_tokens: dict[Lease, int] = {}
 
     def launch(self, plan: Plan) -> Flight:
         runs = [_Run(piece) for piece in plan]
-        return _Flight(self, runs) if self.runs_ahead else Landed([self.run(run) for run in runs])
+        return _Flight(self, runs) if self._runs_ahead else Landed([self.run(run) for run in runs])
 
     def run(self, run: _Run) -> int | None:
         for position in range(run.start, run.end):

@@ -11,7 +11,7 @@ from tiny_models import TINY_MODELS, VOCABULARY, save
 from core.types import AttemptKey, Sampling, Work
 from engine.architecture import read_architecture
 from engine.engine import AnyRunner
-from engine.flight import Flight
+from engine.flight import Flight, Landed
 from engine.gpu.runner import GpuRunner
 from engine.page_pool import PagePool
 from engine.runner import Runner
@@ -60,7 +60,8 @@ def answers(
         joined += 1
         if plan:
             under_way.append((plan, runner.launch(plan)))
-        while len(under_way) > (1 if plan and runner.runs_ahead else 0):
+        ahead = plan and not isinstance(under_way[-1][1], Landed)
+        while len(under_way) > (1 if ahead else 0):
             settled, flight = under_way.pop(0)
             for piece, token in zip(settled, flight.wait(), strict=True):
                 if isinstance(token, int):
