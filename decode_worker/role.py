@@ -184,10 +184,10 @@ class DecodeRole:
         if fault := quarantine_fault(self._quarantined, self._pool.total, self._quarantine_share):
             raise Unavailable(fault)
         check_work(work, self._engine.architecture.vocabulary_size)
-        check_context(len(work.prompt_tokens) + work.tokens_wanted, self._engine.context_length)
         wanted = self._pool.pages_for(len(work.prompt_tokens) + work.tokens_wanted)
         if wanted > self._pool.total:
             raise Exhausted(f"the request needs {wanted} pages; the pool has {self._pool.total}")
+        check_context(len(work.prompt_tokens) + work.tokens_wanted, self._engine.context_length)
 
     def _grant(self) -> None:
         for reservation in self._scheduler.grant():
