@@ -1,8 +1,8 @@
-"""Attention of one new token a sequence over its pages, in one kernel.
+"""Attention of one new token a sequence over its pages.
 
 The kernel does everything between the projection of queries, keys and values
 and that of the output: it norms and turns the new token's query and key,
-stores key and value into their page, attends, and merges.
+stores key and value into their page, and attends.
 
 A context is cut into splits so that a small batch fills the chip. The query
 heads that share a key head are rows of one matrix, so each key and value is
