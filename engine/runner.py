@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from core.errors import Internal
 from engine.flight import Flight, Landed
 from engine.kept_pages import KeptPages
 from engine.model import Batch, Chunk, Model
@@ -35,7 +34,7 @@ class Runner:
         self._attention_factor = shape.rope.attention_factor
         self._sampler = Sampler(shape.vocabulary_size)
         self._kept: KeptPages | None = None
-        if kv.device.type == "cpu" and self._windows == [None]:
+        if self._windows == [None]:
             self._kept = KeptPages(kv[0, :, :, 0].nbytes, self._page_size)
 
     def launch(self, plan: Plan) -> Flight:
@@ -46,7 +45,7 @@ class Runner:
     def run(self, plan: Plan) -> list[int | None]:
         """One forward for all pieces; the next token of each that samples."""
         for piece in plan:
-            self._check(piece)
+            piece.check(self._page_size)
         # Single tokens first: they are attended together.
         order = sorted(range(len(plan)), key=lambda index: plan[index].count > 1)
         pieces = [plan[index] for index in order]
@@ -60,13 +59,6 @@ class Runner:
         for piece in plan:
             piece.sequence.computed += piece.count
         return answers
-
-    def _check(self, piece: Piece) -> None:
-        sequence = piece.sequence
-        if not 0 < piece.count <= sequence.uncomputed:
-            raise Internal(f"a piece of {piece.count} of {sequence.uncomputed} tokens")
-        if sequence.computed + piece.count > len(sequence.lease) * self._page_size:
-            raise Internal("a piece reaches past its sequence's pages")
 
     def _batch(self, pieces: list[Piece]) -> Batch:
         decoding = sum(piece.count == 1 for piece in pieces)
@@ -162,9 +154,7 @@ class Runner:
         """The pages that hold what any of the chunk's queries sees."""
         size, start = self._page_size, piece.sequence.computed
         end = start + piece.count
-        cut = window is not None and window < end
-        # The way without a mask is the CPU's.
-        masked = cut or self._device.type != "cpu"
+        masked = window is not None and window < end
         if start == 0 and not masked:
             return ChunkReads(None, end, None)
         first_page = _first_visible(start, window) // size

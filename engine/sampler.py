@@ -41,6 +41,8 @@ NUCLEUS_WIDTH = 1024
 COLDEST = 1e-10
 """Least temperature that divides: float32 holds it, and it leaves only ties."""
 
+NOT_FINITE = "the model's logits are not finite"
+
 MASK_64 = (1 << 64) - 1
 GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 
@@ -61,7 +63,7 @@ class Sampler:
         scores = logits.to(torch.float32, copy=True)
         _penalize(scores, sequences)
         tokens = _best(scores)
-        drawing = [row for row, s in enumerate(sequences) if not _takes_best(s.work.sampling)]
+        drawing = [row for row, s in enumerate(sequences) if not takes_best(s.work.sampling)]
         if drawing:
             tokens[drawing] = _draw(scores[drawing], [sequences[row] for row in drawing])
         return tokens.tolist()
@@ -81,12 +83,13 @@ def _mix(word: int) -> int:
     return word ^ (word >> 31)
 
 
-def _takes_best(sampling: Sampling) -> bool:
+def takes_best(sampling: Sampling) -> bool:
+    """Whether nothing is drawn."""
     return sampling.greedy or sampling.top_k == 1
 
 
 def _is_plain(sampling: Sampling) -> bool:
-    return _takes_best(sampling) and not sampling.penalizes
+    return takes_best(sampling) and not sampling.penalizes
 
 
 def _best(scores: Tensor) -> Tensor:
@@ -94,7 +97,7 @@ def _best(scores: Tensor) -> Tensor:
     # max passes a NaN on, so the best scores tell whether all are sound.
     values, tokens = scores.max(dim=-1)
     if not math.isfinite(sum(values.tolist())):
-        raise Internal("the model's logits are not finite")
+        raise Internal(NOT_FINITE)
     return tokens
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from core.errors import Internal
 from core.types import FinishReason, Work
 from engine.page_pool import Lease
 
@@ -71,6 +72,14 @@ class Piece:
     @property
     def samples(self) -> bool:
         return self.count == self.sequence.uncomputed
+
+    def check(self, page_size: int) -> None:
+        """Raises Internal when there is nothing to run, or no page to run it into."""
+        sequence = self.sequence
+        if not 0 < self.count <= sequence.uncomputed:
+            raise Internal(f"a piece of {self.count} of {sequence.uncomputed} tokens")
+        if sequence.computed + self.count > len(sequence.lease) * page_size:
+            raise Internal("a piece reaches past its sequence's pages")
 
     def depart(self) -> None:
         """The step is under way: the sequence is as it will be when it ends."""

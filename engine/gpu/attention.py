@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.gpu.batch import LongPiece, StepArrays
+from engine.gpu.batch import StepArrays
 from engine.gpu.forward import Attend
-from engine.gpu.prompt_attention import LongChunk, long_chunk_attention
+from engine.gpu.prompt_attention import long_chunk_attention
 from engine.model import Model
 from engine.rope import inverse_frequencies, rotations
 from kernels.gpu.chunk_attention import chunk_attention
@@ -52,7 +52,6 @@ class PagedAttention:
     ) -> Attend:
         """For any step, as `arrays` describe it; the tensors are theirs on the device."""
         decoding, count = arrays.decoding, len(arrays.tokens)
-        long = [self._long_chunk(piece) for piece in arrays.long]
 
         def attend(layer: int, qkv: Tensor) -> Tensor:
             here = slice(0, decoding)
@@ -62,18 +61,17 @@ class PagedAttention:
             self._store(layer, qkv[decoding:count], positions[decoding:], stores[decoding:])
             if len(blocks):
                 self._blocks(layer, qkv, blocks, out)
-            for chunk in long:
+            for chunk in arrays.long:
                 rows = slice(chunk.first, chunk.first + chunk.count)
-                found = long_chunk_attention(qkv, chunk, self._layers[layer], self._shapes[layer])
+                found = long_chunk_attention(
+                    qkv, chunk, self._table, self._layers[layer], self._shapes[layer]
+                )
                 if chunk.count == count:
                     return found
                 out[rows] = found
             return out
 
         return attend
-
-    def _long_chunk(self, piece: LongPiece) -> LongChunk:
-        return LongChunk(piece.first, piece.count, piece.start, self._table[piece.slot])
 
     def _room(self, qkv: Tensor, rows: int) -> Tensor:
         return qkv.new_empty(rows, self._shapes[0].heads * self._shapes[0].head_dim)

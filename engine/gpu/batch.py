@@ -9,21 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from core.errors import Internal
-from engine.gpu.prompt_attention import takes
+from engine.gpu.prompt_attention import LongChunk, takes
 from engine.gpu.staging import Ints
 from engine.sequence import Piece
 from kernels.gpu.chunk_attention import BLOCK_QUERIES
-
-
-@dataclass(frozen=True, slots=True)
-class LongPiece:
-    """A chunk for the library's attention: rows [first, first + count)."""
-
-    first: int
-    count: int
-    start: int
-    slot: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +22,7 @@ class StepArrays:
     positions: Ints  # [T]
     stores: Ints  # [T], page * page_size + offset
     blocks: Ints  # [n, 4], see kernels/gpu/chunk_attention.py
-    long: list[LongPiece]
+    long: list[LongChunk]
     decoding: int  # rows that are the one new token of their sequence
 
     def joined(self) -> Ints:
@@ -77,13 +66,13 @@ def step_arrays(pieces: list[Piece], slots: list[int], limits: Limits) -> StepAr
     positions += np.arange(len(positions), dtype=np.int32)
     pages = np.concatenate([_pages(piece, page_size) for piece in pieces])
     blocks: list[tuple[int, int, int, int]] = []
-    long: list[LongPiece] = []
+    long: list[LongChunk] = []
     for piece, slot, first in zip(
         pieces[decoding:], slots[decoding:], firsts[decoding:], strict=True
     ):
         start = piece.sequence.computed
         if limits.library and takes(piece.count, start, page_size):
-            long.append(LongPiece(int(first), piece.count, start, slot))
+            long.append(LongChunk(int(first), piece.count, start, slot))
         else:
             blocks += _blocks(int(first), start, piece.count, slot)
     return StepArrays(
@@ -95,15 +84,6 @@ def step_arrays(pieces: list[Piece], slots: list[int], limits: Limits) -> StepAr
         long=long,
         decoding=decoding,
     )
-
-
-def check_piece(piece: Piece, page_size: int) -> None:
-    """Raises Internal when a piece is none, or has no pages."""
-    sequence = piece.sequence
-    if not 0 < piece.count <= sequence.uncomputed:
-        raise Internal(f"a piece of {piece.count} of {sequence.uncomputed} tokens")
-    if sequence.computed + piece.count > len(sequence.lease) * page_size:
-        raise Internal("a piece reaches past its sequence's pages")
 
 
 def _tokens(piece: Piece) -> list[int]:

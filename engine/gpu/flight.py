@@ -7,9 +7,8 @@ from torch import Tensor
 
 from core.errors import Internal
 from engine.flight import Outcome
+from engine.sampler import NOT_FINITE
 from engine.sequence import Plan
-
-NOT_FINITE = "the model's logits are not finite"
 
 
 class GpuFlight:

@@ -31,7 +31,7 @@ class LongChunk:
     first: int
     count: int
     start: int
-    pages: Tensor  # [start / page_size] int32, those that hold what lies before
+    slot: int  # the sequence's row of the page table
 
 
 def runs(shape: Architecture, dtype: torch.dtype) -> bool:
@@ -48,7 +48,7 @@ def takes(count: int, start: int, page_size: int) -> bool:
 
 
 def long_chunk_attention(
-    qkv: Tensor, chunk: LongChunk, kv_layer: Tensor, shape: HeadShape
+    qkv: Tensor, chunk: LongChunk, page_table: Tensor, kv_layer: Tensor, shape: HeadShape
 ) -> Tensor:
     """qkv [rows, (heads + 2 * kv_heads) * dim], turned -> [count, heads * dim]."""
     heads, kv_heads = shape.heads, shape.kv_heads
@@ -58,7 +58,7 @@ def long_chunk_attention(
     attended, weight = _attend(query, keys, values, causal=True)
     if chunk.start:
         before = kv_layer.new_empty(2, chunk.start, kv_heads, shape.head_dim)
-        gather_tokens(kv_layer, chunk.pages, chunk.start, before[0], before[1])
+        gather_tokens(kv_layer, page_table[chunk.slot], chunk.start, before[0], before[1])
         earlier, earlier_weight = _attend(query, before[0], before[1], causal=False)
         share = (earlier_weight - weight).sigmoid_().to(attended.dtype)
         attended = torch.lerp(attended, earlier, share)

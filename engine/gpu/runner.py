@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.gpu import graphs, prompt_attention
 from engine.gpu.attention import PagedAttention
-from engine.gpu.batch import Limits, StepArrays, check_piece, step_arrays
+from engine.gpu.batch import Limits, StepArrays, step_arrays
 from engine.gpu.flight import GpuFlight
 from engine.gpu.forward import few_rows_forward, logits_of, many_rows_forward
 from engine.gpu.graphs import Recording
@@ -84,7 +84,7 @@ class GpuRunner:
         order = sorted(range(len(plan)), key=lambda index: plan[index].count > 1)
         pieces = [plan[index] for index in order]
         for piece in pieces:
-            check_piece(piece, self._limits.page_size)
+            piece.check(self._limits.page_size)
         slots, new_pages = self._slots.place([piece.sequence.lease for piece in pieces])
         arrays = step_arrays(pieces, slots, self._limits)
         samples = _sampled_rows(pieces)

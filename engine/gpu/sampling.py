@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.sampler import Sampler, uniform
+from engine.sampler import Sampler, takes_best, uniform
 from engine.sequence import Sequence
 from kernels.gpu.sampling import argmax, sample
 
@@ -38,8 +38,7 @@ class GpuSampler:
         return tokens
 
     def _choose(self, logits: Tensor, sequences: list[Sequence]) -> Tensor:
-        samplings = [sequence.work.sampling for sequence in sequences]
-        if all(sampling.greedy or sampling.top_k == 1 for sampling in samplings):
+        if all(takes_best(sequence.work.sampling) for sequence in sequences):
             return argmax(logits)
         return self._draw(logits, sequences)
 

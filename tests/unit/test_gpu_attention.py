@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from kernel_checks import assert_close, types_for
 from torch import Tensor
 
+from engine.gpu.prompt_attention import LongChunk, long_chunk_attention
 from kernels import twins
 from kernels.gpu.chunk_attention import BLOCK_QUERIES, chunk_attention
 from kernels.gpu.decode_attention import HeadShape, SplitWorkspace, decode_attention
@@ -67,17 +69,6 @@ class Pool:
         return torch.full((rows, width), math.nan, dtype=self.dtype, device=self.device)
 
 
-def types_for(device: torch.device) -> list[torch.dtype]:
-    """The interpreter is slow, and multiplies no bfloat16."""
-    others = [torch.float16, torch.bfloat16] if device.type == "cuda" else []
-    return [torch.float32, *others]
-
-
-def assert_close(found: Tensor, wanted: Tensor) -> None:
-    error = (found.double() - wanted.double()).norm() / wanted.double().norm()
-    assert error < 20 * torch.finfo(found.dtype).eps
-
-
 @pytest.mark.parametrize("page_size", [16, 5])
 @pytest.mark.parametrize(
     "heads",
@@ -91,7 +82,7 @@ def assert_close(found: Tensor, wanted: Tensor) -> None:
     ids=str,
 )
 def test_decode_attention_is_its_twins(device: torch.device, heads: Heads, page_size: int) -> None:
-    for dtype in types_for(device):
+    for dtype in types_for(device, torch.float16, torch.bfloat16):
         pool = Pool(device, dtype, heads, page_size, [200, 1, 66, 9])
         rows, positions = pool.ints(2, 0, 1, 3), pool.ints(65, 199, 0, -1)
         norms = [pool.random(heads.dim) if heads.norms else None for _ in range(2)]
@@ -119,7 +110,7 @@ def test_decode_attention_is_its_twins(device: torch.device, heads: Heads, page_
 )
 def test_chunk_attention_is_its_twins(device: torch.device, heads: Heads, page_size: int) -> None:
     starts, counts = (30, 0), (70, 3)
-    for dtype in types_for(device):
+    for dtype in types_for(device, torch.float16, torch.bfloat16):
         pool = Pool(device, dtype, heads, page_size, [100, 3])
         blocks, row = [(0, 0, 0, 0)], 0
         for slot, (start, count) in enumerate(zip(starts, counts, strict=True)):
@@ -133,3 +124,26 @@ def test_chunk_attention_is_its_twins(device: torch.device, heads: Heads, page_s
         twins.chunk_attention(qkv, pool.ints(*blocks), pool.table, layer, heads.shape, wanted)
         assert_close(found[:row], wanted[:row])
         assert found[row].isnan().all(), "a row of no block is left alone"
+
+
+@pytest.mark.parametrize("start", [0, 512])
+def test_the_librarys_attention_of_a_long_chunk_is_the_twin_of_ours(
+    device: torch.device, start: int
+) -> None:
+    heads, count = Heads(4, 2, 64), 600
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    pool = Pool(device, dtype, heads, 16, [start + count, start + count])
+    qkv, layer = pool.qkv(count + 3), pool.kv[:, 1]
+    # The chunk's own keys and values are in their pages, as a step has put them there.
+    tokens = torch.arange(start, start + count, device=device)
+    pages, keys_values = pool.table[1, tokens // 16].long(), qkv[2 : 2 + count].view(count, 8, 64)
+    layer[pages, 0, tokens % 16] = keys_values[:, 4:6]
+    layer[pages, 1, tokens % 16] = keys_values[:, 6:]
+    found = long_chunk_attention(
+        qkv, LongChunk(2, count, start, slot=1), pool.table, layer, heads.shape
+    )
+    wanted = pool.blank(count + 3)
+    twins.chunk_attention(
+        qkv, pool.ints((2, start, count, 1)), pool.table, layer, heads.shape, wanted
+    )
+    assert_close(found, wanted[2 : 2 + count])

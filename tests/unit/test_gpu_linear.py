@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from kernel_checks import assert_close, types_for
 from torch import Tensor
 
 from kernels import twins
@@ -30,22 +31,12 @@ class Source:
         return Scaled(x, squares_for(rows, size, self.device).fill_(math.nan), 1e-5)
 
 
-def types_for(device: torch.device) -> list[torch.dtype]:
-    """The interpreter multiplies no bfloat16."""
-    return [torch.float32, *([torch.bfloat16] if device.type == "cuda" else [])]
-
-
-def assert_close(found: Tensor, wanted: Tensor) -> None:
-    error = (found.double() - wanted.double()).norm() / wanted.double().norm()
-    assert error < 20 * torch.finfo(found.dtype).eps
-
-
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("rows", "hidden", "inner"), SHAPES)
 def test_a_sum_and_the_product_that_reads_it_are_their_twins(
     device: torch.device, rows: int, hidden: int, inner: int, bias: bool
 ) -> None:
-    for dtype in types_for(device):
+    for dtype in types_for(device, torch.bfloat16):
         source = Source(device, dtype, rows + hidden)
         residual, x = source.random(rows, hidden), source.random(rows, inner)
         down, norm = source.random(hidden, inner), source.random(hidden)
