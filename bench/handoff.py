@@ -13,13 +13,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import random
-import re
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -28,42 +23,10 @@ from pathlib import Path
 import yaml
 
 from baton import Client
+from bench.processes import address_in, process
 
-START_SECONDS = 240.0
-STOP_SECONDS = 30.0
 ANSWER = 8
 WORDS = 30_000
-
-
-@contextlib.contextmanager
-def process(folder: Path, name: str, module: str, *arguments: str) -> Iterator[Path]:
-    """A process of ours, ended when the block is; its log."""
-    log = folder / f"{name}.log"
-    with log.open("w") as output:
-        popen = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        )
-    try:
-        yield log
-    finally:
-        popen.send_signal(signal.SIGINT)
-        popen.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            popen.wait(STOP_SECONDS)
-        popen.kill()
-
-
-def address_in(log: Path) -> str:
-    """Where the process of this log is ready."""
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline:
-        if match := re.search(r"ready(?:: gRPC)? on (\S+:\d+)", log.read_text()):
-            return match[1]
-        time.sleep(0.1)
-    raise SystemExit(f"{log.stem} did not start:\n{log.read_text()[-3000:]}")
 
 
 class Bench:

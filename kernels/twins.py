@@ -70,6 +70,16 @@ def embed(
     target.squares[0] = residual.double().square().sum(dim=-1)
 
 
+def merge_attended(
+    attended: Tensor, weight: Tensor, earlier: Tensor, earlier_weight: Tensor
+) -> None:
+    """attended [1, heads, T, dim] and weight [1, heads, T, 1] become those of both parts."""
+    weights = torch.stack((weight, earlier_weight)).double()
+    shares = weights.softmax(dim=0)
+    attended.copy_(attended.double() * shares[0] + earlier.double() * shares[1])
+    weight.copy_(weights.logsumexp(dim=0))
+
+
 def begin(
     staged: Tensor, rows: Tensor, last_tokens: Tensor, tokens: Tensor, table: Tensor, pages: Tensor
 ) -> None:

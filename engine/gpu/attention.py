@@ -23,6 +23,7 @@ class PagedAttention:
         shape, device = model.architecture, kv.device
         self._weights = model.layers
         self._table = table
+        self._max_batch = max_batch
         self._layers = [kv[:, index] for index in range(shape.layers)]
         self._shapes = _head_shapes(model)
         self._cos_sin = _cos_sin(model, context, device)
@@ -48,12 +49,25 @@ class PagedAttention:
         return attend
 
     def of_any(
-        self, arrays: StepArrays, slots: Tensor, positions: Tensor, stores: Tensor, blocks: Tensor
+        self,
+        arrays: StepArrays,
+        slots: Tensor,
+        positions: Tensor,
+        stores: Tensor,
+        blocks: Tensor,
+        samples: Tensor,
     ) -> Attend:
-        """For any step, as `arrays` describe it; the tensors are theirs on the device."""
+        """For any step, as `arrays` describe it; the tensors are theirs on the device.
+
+        In the last layer only the rows `samples` are attended.
+        """
         decoding, count = arrays.decoding, len(arrays.tokens)
 
         def attend(layer: int, qkv: Tensor) -> Tensor:
+            if layer == len(self._layers) - 1:
+                sampled = qkv[samples]
+                self._store(layer, qkv[:count], positions, stores)
+                return self._sampled(layer, sampled, slots[samples], positions[samples])
             here = slice(0, decoding)
             out = self._room(qkv, count)
             if decoding:
@@ -72,6 +86,14 @@ class PagedAttention:
             return out
 
         return attend
+
+    def _sampled(self, layer: int, qkv: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        """Rows of which each ends its sequence, as if they decoded."""
+        out = self._room(qkv, len(qkv))
+        for start in range(0, len(qkv), self._max_batch):
+            rows = slice(start, start + self._max_batch)
+            self._decode(layer, qkv[rows], slots[rows], positions[rows], out[rows])
+        return out
 
     def _room(self, qkv: Tensor, rows: int) -> Tensor:
         return qkv.new_empty(rows, self._shapes[0].heads * self._shapes[0].head_dim)

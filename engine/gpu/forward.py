@@ -57,7 +57,8 @@ def many_rows_forward(
 ) -> Tensor:
     """tokens [T] -> what the last layer leaves, [n, hidden], for rows `samples` [n] or for all.
 
-    What follows the last keys and values matters only to the rows that sample.
+    What follows the last keys and values matters only to the rows that sample: with
+    `samples`, `attend` gives only those of the last layer.
     """
     hidden = functional.embedding(tokens, model.embedding)
     last = len(model.layers) - 1
@@ -65,7 +66,7 @@ def many_rows_forward(
         qkv = _product(layer.qkv, _norm(model, hidden, layer.attention_norm))
         attended = attend(index, qkv)
         if index == last and samples is not None:
-            hidden, attended = hidden[samples], attended[samples]
+            hidden = hidden[samples]
         _add_product(hidden, layer.output, attended)
         gate_up = _product(layer.gate_up, _norm(model, hidden, layer.mlp_norm))
         _add_product(hidden, layer.down, silu_and_multiply(gate_up))

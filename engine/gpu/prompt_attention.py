@@ -1,16 +1,21 @@
 """Attention of prompts: a library's kernel where it is the fastest, ours elsewhere.
 
-cuDNN's attention runs at twice the speed of ours on long chunks, but takes 40 ms
-to prepare for each pair of lengths, knows no pages and no window. So a chunk of
-more than `LIBRARY_TOKENS` is rounded up to a multiple of it: what the extra
-queries compute is thrown away, and the extra keys come after all real queries.
-What lies before the chunk is gathered from its pages and attended in a second
-call without a mask, when its length is such a multiple too; the two are merged
-by their normalizers. Shorter chunks are ours: their steps are recorded.
+cuDNN's attention runs at twice the speed of ours on long chunks, but knows no
+pages and no window, and takes 40 ms to prepare for each pair of lengths. So
+only a few lengths are used, and all their pairs are prepared at start:
+
+- The new tokens, with those before them back to a multiple of `LIBRARY_TOKENS`,
+  are attended causally, as rows rounded up to such a multiple. What the extra
+  queries compute is thrown away; the extra keys come after all real queries.
+- What lies before is gathered from its pages and attended without a mask, in
+  parts whose lengths are powers of two. Parts are merged by their normalizers.
+
+Shorter chunks are ours: their steps are recorded.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +24,7 @@ from torch.nn import functional
 
 from engine.architecture import Architecture
 from kernels.gpu.decode_attention import HeadShape
+from kernels.gpu.merge import merge_attended
 from kernels.gpu.pages import gather_tokens
 
 LIBRARY_TOKENS = 512
@@ -33,6 +39,15 @@ class LongChunk:
     start: int
     slot: int  # the sequence's row of the page table
 
+    @property
+    def before(self) -> int:
+        """Tokens before the chunk that are attended without a mask."""
+        return self.start // LIBRARY_TOKENS * LIBRARY_TOKENS
+
+    @property
+    def aligned(self) -> bool:
+        return self.start == self.before and self.count % LIBRARY_TOKENS == 0
+
 
 def runs(shape: Architecture, dtype: torch.dtype) -> bool:
     """Whether the library can run a model's attention at all."""
@@ -43,32 +58,85 @@ def runs(shape: Architecture, dtype: torch.dtype) -> bool:
 
 def takes(count: int, start: int, page_size: int) -> bool:
     """Whether a chunk is one for the library."""
-    aligned = start % LIBRARY_TOKENS == 0 and (start == 0 or LIBRARY_TOKENS % page_size == 0)
-    return count > LIBRARY_TOKENS and aligned
+    return count > LIBRARY_TOKENS and (start == 0 or LIBRARY_TOKENS % page_size == 0)
+
+
+def prepare(
+    shape: Architecture,
+    dtype: torch.dtype,
+    device: torch.device,
+    chunk_tokens: int,
+    context: int,
+    progress: Callable[[float], None],
+) -> None:
+    """Has the library prepare every pair of lengths that chunks of a context can need."""
+    rows = min(_rounded_up(chunk_tokens), _rounded_up(context)) + LIBRARY_TOKENS
+    heads = shape.heads + 2 * shape.kv_heads
+    chunk = torch.zeros(rows, heads, shape.head_dim, dtype=dtype, device=device)
+    past = torch.zeros(2, context, shape.kv_heads, shape.head_dim, dtype=dtype, device=device)
+    lengths = range(LIBRARY_TOKENS, rows + 1, LIBRARY_TOKENS)
+    for done, length in enumerate(lengths):
+        query, keys, values = _split(chunk[:length], shape.heads, shape.kv_heads)
+        _attend(query, keys, values, causal=True)
+        size = LIBRARY_TOKENS
+        while size <= context:
+            _attend(query, past[0, :size], past[1, :size], causal=False)
+            size *= 2
+        progress((done + 1) / len(lengths))
 
 
 def long_chunk_attention(
     qkv: Tensor, chunk: LongChunk, page_table: Tensor, kv_layer: Tensor, shape: HeadShape
 ) -> Tensor:
     """qkv [rows, (heads + 2 * kv_heads) * dim], turned -> [count, heads * dim]."""
-    heads, kv_heads = shape.heads, shape.kv_heads
-    mine = _rounded_up(qkv[chunk.first : chunk.first + chunk.count])
-    mine = mine.view(len(mine), heads + 2 * kv_heads, shape.head_dim)
-    query, keys, values = mine.tensor_split((heads, heads + kv_heads), dim=1)
+    pages = page_table[chunk.slot]
+    rows = _causal_rows(qkv, chunk, pages, kv_layer, shape)
+    query, keys, values = _split(rows, shape.heads, shape.kv_heads)
     attended, weight = _attend(query, keys, values, causal=True)
-    if chunk.start:
-        before = kv_layer.new_empty(2, chunk.start, kv_heads, shape.head_dim)
-        gather_tokens(kv_layer, page_table[chunk.slot], chunk.start, before[0], before[1])
-        earlier, earlier_weight = _attend(query, before[0], before[1], causal=False)
-        share = (earlier_weight - weight).sigmoid_().to(attended.dtype)
-        attended = torch.lerp(attended, earlier, share)
-    return attended[0].transpose(0, 1)[: chunk.count].reshape(chunk.count, -1)
+    if chunk.before:
+        past = kv_layer.new_empty(2, chunk.before, shape.kv_heads, shape.head_dim)
+        gather_tokens(kv_layer, pages, chunk.before, past[0], past[1])
+        for part in _parts(chunk.before):
+            earlier = _attend(query, past[0, part], past[1, part], causal=False)
+            merge_attended(attended, weight, *earlier)
+    skipped = chunk.start - chunk.before
+    mine = attended[0].transpose(0, 1)[skipped : skipped + chunk.count]
+    return mine.reshape(chunk.count, -1)
 
 
-def _rounded_up(rows: Tensor) -> Tensor:
-    """rows [count, ...] and zeros up to a multiple of LIBRARY_TOKENS."""
-    extra = -len(rows) % LIBRARY_TOKENS
-    return functional.pad(rows, (0, 0, 0, extra)) if extra else rows
+def _causal_rows(
+    qkv: Tensor, chunk: LongChunk, pages: Tensor, kv_layer: Tensor, shape: HeadShape
+) -> Tensor:
+    """[rows, heads + 2 * kv_heads, dim]: the chunk, what is between it and `before`, and zeros."""
+    mine = qkv[chunk.first : chunk.first + chunk.count].view(chunk.count, -1, shape.head_dim)
+    if chunk.aligned:
+        return mine
+    skipped = chunk.start - chunk.before
+    rows = mine.new_zeros(_rounded_up(skipped + chunk.count), *mine.shape[1:])
+    rows[skipped : skipped + chunk.count] = mine
+    if skipped:
+        _, keys, values = _split(rows, shape.heads, shape.kv_heads)
+        between = pages[chunk.before // kv_layer.shape[2] :]
+        gather_tokens(kv_layer, between, skipped, keys, values)
+    return rows
+
+
+def _split(rows: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
+    """rows [T, heads + 2 * kv_heads, dim] -> queries, keys and values."""
+    return rows.tensor_split((heads, heads + kv_heads), dim=1)
+
+
+def _parts(tokens: int) -> Iterator[slice]:
+    """A multiple of LIBRARY_TOKENS as parts whose lengths are powers of two, the longest first."""
+    start = 0
+    while start < tokens:
+        size = 1 << (tokens - start).bit_length() - 1
+        yield slice(start, start + size)
+        start += size
+
+
+def _rounded_up(tokens: int) -> int:
+    return -(-tokens // LIBRARY_TOKENS) * LIBRARY_TOKENS
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:

@@ -175,8 +175,9 @@ class GpuRunner:
         blocks = there[4 * count :].view(-1, 4)
         tokens = torch.empty_like(staged)
         self._begin(staged, slots, tokens, pages)
-        attend = self._attention.of_any(arrays, slots, positions, stores, blocks)
-        return many_rows_forward(self._model, tokens, attend, upload(samples, self._device))
+        sampled = upload(samples, self._device)
+        attend = self._attention.of_any(arrays, slots, positions, stores, blocks, sampled)
+        return many_rows_forward(self._model, tokens, attend, sampled)
 
 
 def _sampled_rows(pieces: list[Piece]) -> Ints:

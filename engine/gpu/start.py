@@ -6,6 +6,7 @@ later: the pages take what the weights and the work of the largest step leave.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from core.errors import InvalidConfig
 from core.types import AttemptKey, Sampling, Work
 from engine.architecture import Architecture
+from engine.gpu import prompt_attention
 from engine.gpu.graphs import PROMPT_ROWS
 from engine.gpu.prompt_attention import LIBRARY_TOKENS
 from engine.gpu.runner import SAMPLED_ROWS, GpuRunner
@@ -22,6 +24,7 @@ from engine.gpu.settings import GpuSettings
 from engine.model import Model
 from engine.page_pool import PagePool
 from engine.sequence import Piece, Sequence
+from kernels.gpu.sampling import FEW_ROWS
 
 LIBRARY_BYTES = 2 << 30
 """The CUDA context, the libraries' own workspaces, compiled kernels, fragments."""
@@ -49,8 +52,8 @@ def _work_bytes(
     """What the largest step and the recordings hold at once, at most."""
     attended = shape.heads * shape.head_dim
     kv_token = 2 * shape.kv_heads * shape.head_dim
-    row = 3 * shape.hidden + attended + kv_token + 3 * attended + 3 * shape.intermediate
-    rows = settings.chunk_tokens + LIBRARY_TOKENS
+    row = 3 * shape.hidden + 4 * attended + 2 * kv_token + 3 * shape.intermediate
+    rows = settings.chunk_tokens + 2 * LIBRARY_TOKENS
     rows += 2 * max(settings.max_batch, PROMPT_ROWS[-1])
     logits = 4 * max(settings.max_batch, SAMPLED_ROWS) * shape.vocabulary_size
     values = row * rows + kv_token * context + logits
@@ -66,12 +69,32 @@ def start_runner(
     settings: GpuSettings,
     progress: Callable[[float], None],
 ) -> GpuRunner:
-    """A runner whose steps are recorded, and which has run prompts of every prepared length."""
+    """A runner whose steps are recorded, and which has nothing left to compile or prepare."""
     runner = GpuRunner(model, kv, context, settings.max_batch)
-    runner.record(progress)
+    runner.record(lambda done: progress(done / 2))
     most = min(settings.chunk_tokens, context)
-    for length in range(most, 0, -LIBRARY_TOKENS):
-        with pool.acquire(pool.pages_for(length)) as lease:
-            work = Work(AttemptKey("warm-up", 0), [0] * length, Sampling(), 1, frozenset())
-            runner.launch([Piece(Sequence(work, lease), length)]).wait()
+    if prompt_attention.runs(model.architecture, kv.dtype):
+        prompt_attention.prepare(
+            model.architecture,
+            kv.dtype,
+            kv.device,
+            most,
+            context,
+            lambda done: progress(0.5 + done / 2),
+        )
+    for sampling in (Sampling(), Sampling(temperature=1.0)):
+        _rehearse(runner, pool, [most], sampling)
+        _rehearse(runner, pool, [1] * min(FEW_ROWS + 1, pool.free), sampling)
+    progress(1.0)
     return runner
+
+
+def _rehearse(runner: GpuRunner, pool: PagePool, lengths: list[int], sampling: Sampling) -> None:
+    """Prompts of these lengths in one step."""
+    with contextlib.ExitStack() as leases:
+        plan = []
+        for length in lengths:
+            work = Work(AttemptKey("rehearsal", 0), [0] * length, sampling, 1, frozenset())
+            lease = leases.enter_context(pool.acquire(pool.pages_for(length)))
+            plan.append(Piece(Sequence(work, lease), length))
+        runner.launch(plan).wait()

@@ -55,7 +55,7 @@ def chunk_attention(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["blocks_pointer"])
 def _chunk(
     qkv_pointer,
     blocks_pointer,

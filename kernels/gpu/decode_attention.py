@@ -49,6 +49,24 @@ def splits_for(batch: int, kv_heads: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class Tiling:
+    tokens: int  # of a turn of a program's loop
+    warps: int
+    stages: int
+
+
+MANY_PROGRAMS = 1024
+
+
+def tiling_for(programs: int, splits: int, block_d: int) -> Tiling:
+    """Many programs keep the memory busy by their number, when each is small; few by what each
+    asks for at once; splits have to look further ahead than whole contexts."""
+    if programs >= MANY_PROGRAMS:
+        return Tiling(16, 1, 3)
+    return Tiling(64 if block_d <= 128 else 32, 2, 3 if splits > 1 else 2)
+
+
+@dataclass(frozen=True, slots=True)
 class HeadShape:
     """What a layer's attention looks like."""
 
@@ -83,6 +101,7 @@ def decode_attention(
     batch, group = len(qkv), shape.heads // shape.kv_heads
     splits = splits_for(batch, shape.kv_heads)
     block_d = max(16, triton.next_power_of_2(shape.head_dim))
+    tiling = tiling_for(batch * shape.kv_heads, splits, block_d)
     _decode[(batch, shape.kv_heads, splits)](
         qkv,
         cos_sin,
@@ -108,14 +127,13 @@ def decode_attention(
         BLOCK_G=max(16, triton.next_power_of_2(group)),
         DIM=shape.head_dim,
         BLOCK_D=block_d,
-        BLOCK_N=64 if block_d <= 128 else 32,
+        BLOCK_N=tiling.tokens,
         SPLITS=splits,
         SHORTEST=SHORTEST_SPLIT,
         ROTATES=shape.rotates,
         NORMS=query_norm is not None,
-        num_warps=2,
-        # Whole contexts keep the memory busy by their number; splits have to look ahead.
-        num_stages=3 if splits > 1 else 2,
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
     )
     if splits > 1:
         _merge[(batch, shape.heads)](
@@ -127,7 +145,7 @@ def decode_attention(
             HEADS=shape.heads,
             DIM=shape.head_dim,
             BLOCK_D=block_d,
-            BLOCK_N=64 if block_d <= 128 else 32,
+            BLOCK_N=tiling.tokens,
             SPLITS=splits,
             SHORTEST=SHORTEST_SPLIT,
             num_warps=4,
@@ -135,7 +153,7 @@ def decode_attention(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows_pointer", "positions_pointer"])
 def _decode(
     qkv_pointer,
     cos_sin_pointer,
@@ -278,7 +296,7 @@ def _decode(
             tl.store(weight_pointer + spare + split, highest + tl.log2(total), mask=member < GROUP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions_pointer"])
 def _merge(
     positions_pointer,
     partial_pointer,

@@ -30,6 +30,9 @@ class Tiling:
     stages: int
 
 
+STAGE_BYTES = 208 << 10
+"""Of a multiprocessor's own memory, for what a program loads ahead."""
+
 NARROW = Tiling(64, 128, 4, 6)
 WIDE = Tiling(128, 128, 8, 3)
 """Both measured on an H200, for 1 to 32 rows of Llama 3.1 8B's shapes: docs/PERFORMANCE.md."""
@@ -38,6 +41,12 @@ WIDE = Tiling(128, 128, 8, 3)
 def tiling_for(outputs: int) -> Tiling:
     """Few outputs need small tiles to fill the chip; many are read best in large ones."""
     return NARROW if outputs < 8192 else WIDE
+
+
+def stages_for(tiling: Tiling, block_m: int, gated: bool, dtype: torch.dtype) -> int:
+    """Turns that are loaded ahead: the tiling's, or as many as there is memory for."""
+    turn = (tiling.outputs * (1 + gated) + block_m) * tiling.depth * dtype.itemsize
+    return min(tiling.stages, STAGE_BYTES // turn)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +102,7 @@ def _launch(
 ) -> None:
     rows, depth = x.shape
     tiling = tiling_for(outputs)
+    block_m = max(16, triton.next_power_of_2(rows))
     squares = source.squares if source else (target.squares if target else x)
     _few_rows[(triton.cdiv(outputs, tiling.outputs),)](
         x,
@@ -111,12 +121,12 @@ def _launch(
         BIAS=bias is not None,
         GATED=gated,
         ADDS=target is not None,
-        BLOCK_M=max(16, triton.next_power_of_2(rows)),
+        BLOCK_M=block_m,
         BLOCK_N=tiling.outputs,
         BLOCK_K=tiling.depth,
         EVEN=depth % tiling.depth == 0 and outputs % tiling.outputs == 0,
         num_warps=tiling.warps,
-        num_stages=tiling.stages,
+        num_stages=stages_for(tiling, block_m, gated, weight.dtype),
     )
 
 

@@ -70,7 +70,7 @@ def gather_tokens(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["source_pages_pointer", "target_pages_pointer"])
 def _copy_pages(
     source,
     target,
@@ -91,7 +91,7 @@ def _copy_pages(
     tl.store(target_words + target_page * WORDS + word, found, mask=inside)
 
 
-@triton.jit(do_not_specialize=["length"])
+@triton.jit(do_not_specialize=["length"], do_not_specialize_on_alignment=["pages_pointer"])
 def _gather_tokens(
     kv_pointer,
     pages_pointer,

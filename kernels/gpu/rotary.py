@@ -61,7 +61,7 @@ def rotate_and_store(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions_pointer", "slots_pointer"])
 def _rotate_and_store(
     qkv_pointer,
     cos_sin_pointer,

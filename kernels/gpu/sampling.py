@@ -155,7 +155,7 @@ def _best_key(keys_pointer, row, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     return tl.max(tl.load(keys_pointer + row * PARTS + part, mask=part < PARTS, other=lowest))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["out_pointer"])
 def _best_of_parts(keys_pointer, out_pointer, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     tl.store(out_pointer + row, _token(_best_key(keys_pointer, row, PARTS, BLOCK)))
@@ -275,7 +275,16 @@ def _walk(logits, best, scale, floor, target, SIZE: tl.constexpr, BLOCK: tl.cons
     return start + tl.sum((reached <= target).to(tl.int32), axis=0)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "temperatures_pointer",
+        "top_k_pointer",
+        "top_p_pointer",
+        "min_p_pointer",
+        "chances_pointer",
+        "out_pointer",
+    ]
+)
 def _sample(
     logits_pointer,
     keys_pointer,

@@ -26,7 +26,15 @@ def begin(
     )
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["token_count", "page_count"],
+    do_not_specialize_on_alignment=[
+        "staged_pointer",
+        "rows_pointer",
+        "tokens_pointer",
+        "pages_pointer",
+    ],
+)
 def _begin(
     staged_pointer,
     rows_pointer,
@@ -58,7 +66,10 @@ def remember(sampled: Tensor, rows: Tensor, last_tokens: Tensor) -> None:
     _remember[(triton.cdiv(count, BLOCK),)](sampled, rows, last_tokens, count, BLOCK=BLOCK)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["count"],
+    do_not_specialize_on_alignment=["sampled_pointer", "rows_pointer"],
+)
 def _remember(sampled_pointer, rows_pointer, last_pointer, count, BLOCK: tl.constexpr):
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mine = index < count
@@ -87,7 +98,7 @@ def embed(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tokens_pointer"])
 def _embed(
     tokens_pointer,
     embedding_pointer,

@@ -14,6 +14,7 @@ from engine.gpu.prompt_attention import LongChunk, long_chunk_attention
 from kernels import twins
 from kernels.gpu.chunk_attention import BLOCK_QUERIES, chunk_attention
 from kernels.gpu.decode_attention import HeadShape, SplitWorkspace, decode_attention
+from kernels.gpu.merge import merge_attended
 
 LAYERS = 3
 
@@ -126,7 +127,7 @@ def test_chunk_attention_is_its_twins(device: torch.device, heads: Heads, page_s
         assert found[row].isnan().all(), "a row of no block is left alone"
 
 
-@pytest.mark.parametrize("start", [0, 512])
+@pytest.mark.parametrize("start", [0, 512, 700, 1536])
 def test_the_librarys_attention_of_a_long_chunk_is_the_twin_of_ours(
     device: torch.device, start: int
 ) -> None:
@@ -147,3 +148,18 @@ def test_the_librarys_attention_of_a_long_chunk_is_the_twin_of_ours(
         qkv, pool.ints((2, start, count, 1)), pool.table, layer, heads.shape, wanted
     )
     assert_close(found, wanted[2 : 2 + count])
+
+
+@pytest.mark.parametrize(("tokens", "dim"), [(1, 64), (37, 80), (48, 128)])
+def test_merged_parts_of_a_context_are_the_twins(
+    device: torch.device, tokens: int, dim: int
+) -> None:
+    for dtype in types_for(device, torch.float16, torch.bfloat16):
+        rows = torch.randn(2, tokens, 3, dim, device=device, dtype=dtype)
+        attended, earlier = rows.transpose(1, 2)[:, None]
+        weight, earlier_weight = 9 * torch.randn(2, 1, 3, tokens, 1, device=device)
+        wanted, wanted_weight = attended.clone(), weight.clone()
+        twins.merge_attended(wanted, wanted_weight, earlier, earlier_weight)
+        merge_attended(attended, weight, earlier, earlier_weight)
+        assert_close(attended, wanted)
+        assert_close(weight, wanted_weight)

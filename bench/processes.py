@@ -1,0 +1,53 @@
+"""Processes of ours that a benchmark starts, without Ray."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+START_SECONDS = 240.0
+STOP_SECONDS = 30.0
+
+
+@contextlib.contextmanager
+def process(
+    folder: Path,
+    name: str,
+    module: str,
+    *arguments: str,
+    variables: Mapping[str, str] | None = None,
+) -> Iterator[Path]:
+    """A process of ours, ended when the block is; its log."""
+    log = folder / f"{name}.log"
+    with log.open("w") as output:
+        popen = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **(variables or {})},
+        )
+    try:
+        yield log
+    finally:
+        popen.send_signal(signal.SIGINT)
+        popen.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            popen.wait(STOP_SECONDS)
+        popen.kill()
+
+
+def address_in(log: Path) -> str:
+    """Where the process of this log is ready."""
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        if match := re.search(r"ready(?:: gRPC)? on (\S+:\d+)", log.read_text()):
+            return match[1]
+        time.sleep(0.1)
+    raise SystemExit(f"{log.stem} did not start:\n{log.read_text()[-3000:]}")

@@ -1,0 +1,251 @@
+"""Both phases on one GPU: how much reading prompts disturbs running answers, way by way.
+
+    python -m bench.sharing --model FOLDER [--random-weights] [--ways colocated sliced 70:100 …]
+
+Some streams write long answers while long prompts arrive at a steady rate. For
+each way to share the GPU the same processes are started anew, without Ray, and
+asked over gRPC. The ways:
+
+- colocated: one worker does both, a chunk of a prompt in each step (colocated:N sets its tokens);
+- sliced: a prefill and a decode process that take turns on the GPU, as CUDA does by itself;
+- P:D: the two side by side (MPS), prefill on at most P percent of the GPU's processors, decode on
+  D; with a "-" after it prefill's work also waits where decode has some (MPS client priority).
+
+It prints the gaps between two tokens of the streams, alone and while prompts arrive, the
+prompts' times to first token, and how fast prompts are read when many wait.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from baton import AsyncClient
+from bench.processes import address_in, process
+from worker import mps
+
+WORDS = 30_000
+STREAM_PROMPT = 512
+PROMPT_ANSWER = 8
+SETTLE_SECONDS = 1.0
+BURST = 6
+
+
+@dataclass(frozen=True)
+class Way:
+    """How one GPU is shared."""
+
+    name: str
+    chunk: int = 0
+    split: bool = True
+    prefill: dict[str, str] | None = None
+    decode: dict[str, str] | None = None
+
+    @classmethod
+    def parse(cls, name: str) -> Way:
+        if name == "sliced":
+            return cls(name)
+        if name.startswith("colocated"):
+            _, _, chunk = name.partition(":")
+            return cls(name, chunk=int(chunk or 0), split=False)
+        prefill, decode = (float(share) / 100 for share in name.rstrip("-").split(":"))
+        low = {"CUDA_MPS_CLIENT_PRIORITY": "1"} if name.endswith("-") else {}
+        return cls(
+            name,
+            prefill=mps.share_variables(prefill) | low,
+            decode=mps.share_variables(decode),
+        )
+
+
+@dataclass
+class Measured:
+    alone: list[float]  # gaps between tokens, ms
+    disturbed: list[float]
+    first_tokens: list[float]  # of the prompts, ms
+    prompt_rate: float  # tokens a second, when several wait
+
+
+class Streams:
+    """Answers that are being written; the gaps between their tokens."""
+
+    def __init__(self, client: AsyncClient, count: int, answer: int) -> None:
+        self._client = client
+        self._answer = answer
+        self.gaps: list[float] = []
+        self._to_start = count
+        self._all_started = asyncio.Event()
+        self.tasks = [asyncio.create_task(self._write()) for _ in range(count)]
+
+    async def _write(self) -> None:
+        prompt = random.choices(range(5, WORDS), k=STREAM_PROMPT)
+        last = 0.0
+        async with self._client.stream(prompt, max_tokens=self._answer, ignore_eos=True) as stream:
+            async for delta in stream:
+                now = time.perf_counter()
+                if last:
+                    self.gaps += [(now - last) * 1e3] + [0.0] * (len(delta.token_ids) - 1)
+                else:
+                    self._start()
+                last = now
+
+    def _start(self) -> None:
+        self._to_start -= 1
+        if not self._to_start:
+            self._all_started.set()
+
+    async def started(self) -> None:
+        """All have their first token, or one has failed, which is raised."""
+        waiting = asyncio.create_task(self._all_started.wait())
+        ended, _ = await asyncio.wait([waiting, *self.tasks], return_when=asyncio.FIRST_COMPLETED)
+        for task in ended:
+            task.result()
+
+    async def during(self, seconds: float) -> list[float]:
+        """The gaps of the next seconds."""
+        self.gaps.clear()
+        await asyncio.sleep(seconds)
+        return list(self.gaps)
+
+
+async def first_token(client: AsyncClient, length: int) -> float:
+    """Milliseconds to an answer's first token; the rest is read to its end."""
+    began = time.perf_counter()
+    prompt = random.choices(range(5, WORDS), k=length)
+    async with client.stream(prompt, max_tokens=PROMPT_ANSWER, ignore_eos=True) as stream:
+        await anext(aiter(stream))
+        taken = time.perf_counter() - began
+        await stream.read()
+    return taken * 1e3
+
+
+async def measure(address: str, options: argparse.Namespace) -> Measured:
+    async with AsyncClient(address) as client:
+        for _ in range(3):
+            await first_token(client, options.prompt)
+        streams = Streams(client, options.streams, 2 * options.prompt - STREAM_PROMPT)
+        await streams.started()
+        await asyncio.sleep(SETTLE_SECONDS)
+        alone = await streams.during(options.seconds / 4)
+        prompts = asyncio.create_task(_arrivals(client, options))
+        disturbed = await streams.during(options.seconds)
+        first_tokens = await prompts
+        began = time.perf_counter()
+        await asyncio.gather(*(first_token(client, options.prompt) for _ in range(BURST)))
+        rate = BURST * options.prompt / (time.perf_counter() - began)
+        for task in streams.tasks:
+            task.cancel()
+        await asyncio.gather(*streams.tasks, return_exceptions=True)
+        return Measured(alone, disturbed, first_tokens, rate)
+
+
+async def _arrivals(client: AsyncClient, options: argparse.Namespace) -> list[float]:
+    """Prompts at a steady rate, whatever became of those before."""
+    asked = []
+    for _ in range(int(options.seconds * options.rate)):
+        asked.append(asyncio.create_task(first_token(client, options.prompt)))
+        await asyncio.sleep(1 / options.rate)
+    return await asyncio.gather(*asked)
+
+
+@contextlib.contextmanager
+def cluster(way: Way, options: argparse.Namespace, folder: Path) -> Iterator[str]:
+    """The address of a router whose workers share the GPU this way."""
+    with contextlib.ExitStack() as running:
+        shared: dict[str, str] = {}
+        if way.prefill is not None:
+            pipes = Path(running.enter_context(tempfile.TemporaryDirectory()))
+            shared = running.enter_context(mps.service(pipes))
+        workers = [("decode-0", "decode_worker", way.decode)]
+        if way.split:
+            workers.append(("prefill-0", "prefill_worker", way.prefill))
+        config = _config(folder / "workers.yaml", way, options, [])
+        logs = [
+            running.enter_context(
+                process(
+                    folder,
+                    name,
+                    module,
+                    "--config",
+                    config,
+                    "--name",
+                    name,
+                    variables=shared | (variables or {}),
+                )
+            )
+            for name, module, variables in workers
+        ]
+        addresses = [address_in(log) for log in logs]
+        config = _config(folder / "router.yaml", way, options, addresses)
+        yield address_in(
+            running.enter_context(process(folder, "router", "router", "--config", config))
+        )
+
+
+def _config(path: Path, way: Way, options: argparse.Namespace, members: list[str]) -> str:
+    tree = {
+        "model": str(options.model),
+        "weights": "random" if options.random_weights else "files",
+        "device": options.device,
+        "max_context": 2 * options.prompt,
+        "prefill": {"kv_memory": options.kv_memory},
+        "decode": {"kv_memory": options.kv_memory, "chunk_tokens": way.chunk, "max_batch": 64},
+        "router": {"port": 0, "metrics_port": 0, "canary_seconds": 0, "local_prefill_after": 0},
+        "members": {"workers": members},
+    }
+    path.write_text(yaml.safe_dump(tree))
+    return str(path)
+
+
+def row(name: str, found: Measured) -> str:
+    cells = []
+    for gaps in (found.alone, found.disturbed):
+        cells += [statistics.median(gaps), _percentile(gaps, 99), max(gaps)]
+    cells += [statistics.median(found.first_tokens), max(found.first_tokens)]
+    return (
+        f"{name:<16}" + "".join(f"{cell:>9.1f}" for cell in cells) + f"{found.prompt_rate:>12,.0f}"
+    )
+
+
+def _percentile(values: list[float], percent: int) -> float:
+    return statistics.quantiles(values, n=100)[percent - 1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--model", type=Path, required=True, help="a Hugging Face folder")
+    parser.add_argument("--random-weights", action="store_true")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--ways", nargs="+", default=["colocated:512", "sliced", "60:100"])
+    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--prompt", type=int, default=8192, help="tokens of an arriving prompt")
+    parser.add_argument("--rate", type=float, default=1.0, help="prompts a second")
+    parser.add_argument("--seconds", type=float, default=12.0)
+    parser.add_argument("--kv-memory", default="24GiB")
+    options = parser.parse_args()
+    heads = ("p50", "p99", "max") * 2 + ("p50", "max")
+    lines = [
+        f"{'ITL alone, ms':>43}{'while prompts arrive':>27}{'prompt TTFT, ms':>18}{'prompts':>12}",
+        f"{'way':<16}" + "".join(f"{head:>9}" for head in heads) + f"{'tok/s':>12}",
+    ]
+    for name in options.ways:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            cluster(Way.parse(name), options, Path(folder)) as address,
+        ):
+            lines.append(row(name, asyncio.run(measure(address, options))))
+            print(lines[-1], flush=True)
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
