@@ -44,7 +44,13 @@ class Bench:
                 "chunk_tokens": options.chunk,
                 "max_batch": 8,
             },
-            "router": {"port": 0, "metrics_port": 0, "canary_seconds": 0, "local_prefill_after": 0},
+            "router": {
+                "port": 0,
+                "metrics_port": 0,
+                "canary_seconds": 0,
+                "local_prefill": "fallback",
+                "local_prefill_after": 0,
+            },
         }
 
     def config(self, name: str, workers: list[str] | None = None) -> str:

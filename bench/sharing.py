@@ -1,6 +1,6 @@
 """Both phases on one GPU: how much reading prompts disturbs running answers, way by way.
 
-    python -m bench.sharing --model FOLDER [--random-weights] [--ways colocated sliced 70:100 …]
+    python -m bench.sharing --model FOLDER [--random-weights] [--ways colocated sliced 60 …]
 
 Some streams write long answers while long prompts arrive at a steady rate. For
 each way to share the GPU the same processes are started anew, without Ray, and
@@ -8,8 +8,7 @@ asked over gRPC. The ways:
 
 - colocated: one worker does both, a chunk of a prompt in each step (colocated:N sets its tokens);
 - sliced: a prefill and a decode process that take turns on the GPU, as CUDA does by itself;
-- P:D: the two side by side (MPS), prefill on at most P percent of the GPU's processors, decode on
-  D; with a "-" after it prefill's work also waits where decode has some (MPS client priority).
+- P, a number: the two side by side, prefill on P percent of the GPU's multiprocessors.
 
 It prints the gaps between two tokens of the streams, alone and while prompts arrive, the
 prompts' times to first token, and how fast prompts are read when many wait.
@@ -39,6 +38,7 @@ STREAM_PROMPT = 512
 PROMPT_ANSWER = 8
 SETTLE_SECONDS = 1.0
 BURST = 6
+WAYS = ["colocated:512", "colocated:2048", "sliced", "50", "60", "70"]
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,7 @@ class Way:
     name: str
     chunk: int = 0
     split: bool = True
-    prefill: dict[str, str] | None = None
-    decode: dict[str, str] | None = None
+    share: float | None = None  # of the multiprocessors, for prefill
 
     @classmethod
     def parse(cls, name: str) -> Way:
@@ -58,13 +57,7 @@ class Way:
         if name.startswith("colocated"):
             _, _, chunk = name.partition(":")
             return cls(name, chunk=int(chunk or 0), split=False)
-        prefill, decode = (float(share) / 100 for share in name.rstrip("-").split(":"))
-        low = {"CUDA_MPS_CLIENT_PRIORITY": "1"} if name.endswith("-") else {}
-        return cls(
-            name,
-            prefill=mps.share_variables(prefill) | low,
-            decode=mps.share_variables(decode),
-        )
+        return cls(name, share=float(name) / 100)
 
 
 @dataclass
@@ -162,12 +155,12 @@ def cluster(way: Way, options: argparse.Namespace, folder: Path) -> Iterator[str
     """The address of a router whose workers share the GPU this way."""
     with contextlib.ExitStack() as running:
         shared: dict[str, str] = {}
-        if way.prefill is not None:
+        if way.share:
             pipes = Path(running.enter_context(tempfile.TemporaryDirectory()))
             shared = running.enter_context(mps.service(pipes))
-        workers = [("decode-0", "decode_worker", way.decode)]
+        workers = [("decode-0", "decode_worker")]
         if way.split:
-            workers.append(("prefill-0", "prefill_worker", way.prefill))
+            workers.append(("prefill-0", "prefill_worker"))
         config = _config(folder / "workers.yaml", way, options, [])
         logs = [
             running.enter_context(
@@ -179,10 +172,10 @@ def cluster(way: Way, options: argparse.Namespace, folder: Path) -> Iterator[str
                     config,
                     "--name",
                     name,
-                    variables=shared | (variables or {}),
+                    variables=shared,
                 )
             )
-            for name, module, variables in workers
+            for name, module in workers
         ]
         addresses = [address_in(log) for log in logs]
         config = _config(folder / "router.yaml", way, options, addresses)
@@ -197,9 +190,15 @@ def _config(path: Path, way: Way, options: argparse.Namespace, members: list[str
         "weights": "random" if options.random_weights else "files",
         "device": options.device,
         "max_context": 2 * options.prompt,
-        "prefill": {"kv_memory": options.kv_memory},
+        "prefill": {"kv_memory": options.kv_memory, "gpu_share": way.share or 1.0},
         "decode": {"kv_memory": options.kv_memory, "chunk_tokens": way.chunk, "max_batch": 64},
-        "router": {"port": 0, "metrics_port": 0, "canary_seconds": 0, "local_prefill_after": 0},
+        "router": {
+            "port": 0,
+            "metrics_port": 0,
+            "canary_seconds": 0,
+            "local_prefill": "fallback",
+            "local_prefill_after": 0,
+        },
         "members": {"workers": members},
     }
     path.write_text(yaml.safe_dump(tree))
@@ -225,7 +224,9 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="a Hugging Face folder")
     parser.add_argument("--random-weights", action="store_true")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--ways", nargs="+", default=["colocated:512", "sliced", "60:100"])
+    parser.add_argument(
+        "--ways", nargs="+", default=["colocated:512", "colocated:2048", "sliced", "50", "60", "80"]
+    )
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--prompt", type=int, default=8192, help="tokens of an arriving prompt")
     parser.add_argument("--rate", type=float, default=1.0, help="prompts a second")

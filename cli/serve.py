@@ -48,7 +48,12 @@ def serve(
         typer.Option(help='K/V memory of each worker, such as "2GiB". (default: by device)'),
     ] = None,
     gpu_memory: Annotated[
-        float | None, typer.Option(help="Share of a GPU that a worker takes. (default: 0.9)")
+        float | None,
+        typer.Option(help="Share of a GPU's memory that a worker takes. (default: 0.9)"),
+    ] = None,
+    gpu_share: Annotated[
+        float | None,
+        typer.Option(help="Share of a GPU that prefill computes on, beside decode. (default: 1)"),
     ] = None,
     max_context: Annotated[
         int | None, typer.Option(help="A shorter context than the model's.")
@@ -80,6 +85,7 @@ def serve(
             "model_name": model_name,
             "prefill.workers": prefill,
             "gpu_memory": gpu_memory,
+            "prefill.gpu_share": gpu_share,
             "prefill.kv_memory": kv_memory,
             "prefill.chunk_tokens": chunk_tokens,
             "decode.workers": decode,

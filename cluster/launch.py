@@ -12,13 +12,16 @@ node where the cluster was started.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
 import secrets
+import tempfile
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -31,6 +34,7 @@ from core import config as configs
 from core.config import Config, RouterConfig
 from core.errors import DeadlineExceeded, InvalidConfig, Unavailable
 from core.types import Role
+from worker import mps
 
 ROUTER = "router-0"
 POLL_SECONDS = 0.1
@@ -55,6 +59,7 @@ class Cluster:
         self._routers: list[Any] = []
         self._controller: Any = None
         self._pids: dict[str, int] = {}
+        self._services = contextlib.ExitStack()
         self.log_folder = ""
 
     def start(self, on_progress: Progress = lambda members: None, timeout: float = 600.0) -> Member:
@@ -86,9 +91,11 @@ class Cluster:
 
     def stop(self, hurry: threading.Event | None = None) -> None:
         """Leaves no process of this cluster behind."""
-        if not ray.is_initialized():
-            return
-        hurry = hurry or threading.Event()
+        with self._services:
+            if ray.is_initialized():
+                self._stop_processes(hurry or threading.Event())
+
+    def _stop_processes(self, hurry: threading.Event) -> None:
         # The router first: its requests need the workers.
         self._stop_actors(self._routers, hurry)
         self._stop_actors(self._workers, hurry)
@@ -122,6 +129,7 @@ class Cluster:
                 raise Unavailable(f"cannot join Ray at {self._ray_address}: {error}") from error
         else:
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            os.environ.update(self._share_gpus())
             # Ray would let everything else on the machine go before our workers.
             os.environ.setdefault("RAY_worker_niceness", "0")
             context = ray.init(
@@ -133,6 +141,13 @@ class Cluster:
                 **quiet,
             )
         self.log_folder = f"{context.address_info['session_dir']}/logs"
+
+    def _share_gpus(self) -> dict[str, str]:
+        """What processes need in their environment to run on one GPU side by side."""
+        if self._config.prefill.gpu_share == 1 or self._config.device == "cpu":
+            return {}
+        folder = self._services.enter_context(tempfile.TemporaryDirectory())
+        return self._services.enter_context(mps.service(Path(folder)))
 
     def _gpus_per_worker(self) -> float:
         """One GPU a worker, or an equal share where there are fewer GPUs than workers."""

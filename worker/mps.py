@@ -1,8 +1,8 @@
 """Several workers on one GPU at the same time: NVIDIA's multi-process service (MPS).
 
 Without it a GPU runs one process at a time and switches between them by the
-clock. With it their kernels run side by side, and each process can be kept to a
-share of the GPU's processors.
+clock. With it their kernels run side by side; engine/gpu/partition.py keeps each
+to its part of the GPU.
 
 A service is a daemon with a folder of its own. Whoever starts the workers starts
 it; a worker joins it by its environment, before CUDA starts.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,10 +22,6 @@ CONTROL = "nvidia-cuda-mps-control"
 FOLDER = "CUDA_MPS_PIPE_DIRECTORY"
 START_SECONDS = 10.0
 STOP_SECONDS = 10.0
-
-
-def available() -> bool:
-    return shutil.which(CONTROL) is not None
 
 
 @contextlib.contextmanager
@@ -57,8 +52,3 @@ def _control(
         stderr=subprocess.DEVNULL,
         timeout=timeout,
     )
-
-
-def share_variables(share: float) -> dict[str, str]:
-    """The environment of a process that takes at most `share` of the GPU's processors."""
-    return {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": f"{100 * share:g}"}

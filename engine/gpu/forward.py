@@ -18,7 +18,7 @@ from kernels.gpu.activation import silu_and_multiply
 from kernels.gpu.linear import Scaled, few_rows, few_rows_onto, squares_for
 from kernels.gpu.norm import rms_norm
 from kernels.gpu.step import embed
-from kernels.linear import Linear
+from kernels.linear import GatedLinear, Linear
 from kernels.norm import RMSNorm
 
 Attend = Callable[[int, Tensor], Tensor]
@@ -89,7 +89,7 @@ def _add_product(hidden: Tensor, linear: Linear, x: Tensor) -> None:
         hidden += linear.bias
 
 
-def _product(linear: Linear, x: Tensor) -> Tensor:
+def _product(linear: Linear | GatedLinear, x: Tensor) -> Tensor:
     return functional.linear(x, linear.weight, linear.bias)
 
 

@@ -8,7 +8,7 @@ only a few lengths are used, and all their pairs are prepared at start:
   are attended causally, as rows rounded up to such a multiple. What the extra
   queries compute is thrown away; the extra keys come after all real queries.
 - What lies before is gathered from its pages and attended without a mask, in
-  parts whose lengths are powers of two. Parts are merged by their normalizers.
+  parts of a few lengths. Parts are merged by their normalizers.
 
 Shorter chunks are ours: their steps are recorded.
 """
@@ -28,6 +28,7 @@ from kernels.gpu.merge import merge_attended
 from kernels.gpu.pages import gather_tokens
 
 LIBRARY_TOKENS = 512
+LONG_PART = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +79,8 @@ def prepare(
     for done, length in enumerate(lengths):
         query, keys, values = _split(chunk[:length], shape.heads, shape.kv_heads)
         _attend(query, keys, values, causal=True)
-        size = LIBRARY_TOKENS
-        while size <= context:
+        for size in _part_sizes(context):
             _attend(query, past[0, :size], past[1, :size], causal=False)
-            size *= 2
         progress((done + 1) / len(lengths))
 
 
@@ -127,12 +126,19 @@ def _split(rows: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
 
 
 def _parts(tokens: int) -> Iterator[slice]:
-    """A multiple of LIBRARY_TOKENS as parts whose lengths are powers of two, the longest first."""
+    """A multiple of LIBRARY_TOKENS, cut into the longest parts that there are."""
     start = 0
     while start < tokens:
-        size = 1 << (tokens - start).bit_length() - 1
+        size = _part_sizes(tokens - start)[-1]
         yield slice(start, start + size)
         start += size
+
+
+def _part_sizes(most: int) -> list[int]:
+    """Powers of two and, of the long ones, what is halfway to the next; up to `most`."""
+    powers = [LIBRARY_TOKENS << step for step in range((most // LIBRARY_TOKENS).bit_length())]
+    halfway = [power * 3 // 2 for power in powers if power >= LONG_PART]
+    return sorted(size for size in powers + halfway if size <= most)
 
 
 def _rounded_up(tokens: int) -> int:

@@ -30,7 +30,7 @@ class Tiling:
     stages: int
 
 
-STAGE_BYTES = 208 << 10
+STAGE_BYTES = 224 << 10
 """Of a multiprocessor's own memory, for what a program loads ahead."""
 
 NARROW = Tiling(64, 128, 4, 6)

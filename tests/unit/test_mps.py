@@ -1,0 +1,50 @@
+"""The service that lets workers share a GPU: how it is started and ended.
+
+The control program comes with NVIDIA's driver; here a script stands for it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from core.errors import InvalidConfig
+from worker import mps
+
+
+def install(folder: Path, monkeypatch: pytest.MonkeyPatch, *lines: str) -> Path:
+    """A control program that notes how it was called; its notes."""
+    notes = folder / "notes"
+    program = folder / mps.CONTROL
+    note = f'echo "$CUDA_MPS_PIPE_DIRECTORY [$*] $(cat)" >> {notes}'
+    program.write_text("\n".join(["#!/bin/sh", note, *lines]) + "\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+    return notes
+
+
+def test_a_service_lasts_as_long_as_its_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes = install(tmp_path, monkeypatch)
+    with mps.service(tmp_path / "pipes") as variables:
+        assert variables["CUDA_MPS_PIPE_DIRECTORY"] == str(tmp_path / "pipes")
+        assert notes.read_text() == f"{tmp_path}/pipes [-d] \n"
+    assert notes.read_text().splitlines()[1] == f"{tmp_path}/pipes [] quit -t 10"
+
+
+def test_a_service_that_does_not_start_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path, monkeypatch, "exit 1")
+    with pytest.raises(InvalidConfig, match=mps.CONTROL), mps.service(tmp_path):
+        pass
+
+
+def test_a_machine_without_the_service_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(InvalidConfig, match=mps.CONTROL), mps.service(tmp_path):
+        pass
