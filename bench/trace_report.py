@@ -1,0 +1,131 @@
+"""What the outcomes of a run amount to, and the tables that say so."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy
+
+from bench.trace_replay import Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What a good answer keeps to, in seconds: its first token, and its mean gap between tokens."""
+
+    ttft: float
+    itl: float
+
+    def is_met(self, outcome: Outcome) -> bool:
+        if outcome.error:
+            return False
+        gaps = outcome.gaps
+        return outcome.ttft <= self.ttft and sum(gaps) <= self.itl * len(gaps)
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A distribution in four numbers."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        if not values:
+            return cls(*[float("nan")] * 4)
+        return cls(float(numpy.mean(values)), *map(float, numpy.percentile(values, (50, 90, 99))))
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """One run."""
+
+    requests: int
+    errors: Counter[str]
+    prompt_tokens: int
+    # Of the prompt tokens, those that were not computed.
+    cached_tokens: int
+    # Those that the decode worker had when another one read the prompt, where that is known.
+    decode_cached_tokens: int | None
+    # Prompts that the decode worker read.
+    local: int
+    reasons: Counter[str]
+    ttft: Spread
+    itl: Spread
+    good: int
+    # While requests arrived.
+    seconds: float
+
+    @property
+    def goodput(self) -> float:
+        """Good answers a second of arrivals, so that equal arrivals compare exactly."""
+        return self.good / self.seconds
+
+
+def summarize(
+    outcomes: Sequence[Outcome],
+    objective: Objective,
+    seconds: float,
+    decode_cached_tokens: int | None = None,
+) -> Summary:
+    """A run in which requests arrived for `seconds`."""
+    answered = [outcome for outcome in outcomes if not outcome.error]
+    return Summary(
+        requests=len(outcomes),
+        errors=Counter(outcome.error for outcome in outcomes if outcome.error),
+        prompt_tokens=sum(outcome.prompt_tokens for outcome in answered),
+        cached_tokens=sum(outcome.cached_tokens for outcome in answered),
+        decode_cached_tokens=decode_cached_tokens,
+        local=sum(outcome.local for outcome in answered),
+        reasons=Counter(outcome.reason_code for outcome in answered),
+        ttft=Spread.of([outcome.ttft for outcome in answered]),
+        itl=Spread.of([gap for outcome in answered for gap in outcome.gaps]),
+        good=sum(objective.is_met(outcome) for outcome in outcomes),
+        seconds=seconds,
+    )
+
+
+def print_summaries(summaries: Mapping[str, Summary], infinite_rate: float) -> None:
+    """One column a policy."""
+    columns = [_cells(summary, infinite_rate) for summary in summaries.values()]
+    print(f"{'':<34}" + "".join(f"{name:>16}" for name in summaries))
+    for row in zip(*(column.items() for column in columns), strict=True):
+        title = row[0][0]
+        print(f"{title:<34}" + "".join(f"{cell:>16}" for _, cell in row), flush=True)
+    for name, summary in summaries.items():
+        reasons = ", ".join(f"{count} {reason}" for reason, count in summary.reasons.most_common())
+        print(f"{name} placed {reasons}")
+        for error, count in summary.errors.most_common():
+            print(f"{name} failed {count} times: {error}")
+
+
+def _cells(summary: Summary, infinite_rate: float) -> dict[str, str]:
+    hit_rate = _share(summary.cached_tokens, summary.prompt_tokens)
+    held = summary.decode_cached_tokens
+    decode_rate = "-" if held is None else f"{_share(held, summary.prompt_tokens):.1%}"
+    return {
+        "requests": f"{summary.requests}",
+        "errors": f"{summary.errors.total()}",
+        "hit rate (not computed)": f"{hit_rate:.1%}",
+        "  of one infinite cache's": f"{_share(hit_rate, infinite_rate):.1%}",
+        "hit rate on decode (not moved)": decode_rate,
+        "prompts read by decode": f"{_share(summary.local, summary.requests):.1%}",
+        **_spread_cells("TTFT", summary.ttft),
+        **_spread_cells("ITL", summary.itl),
+        "within the objective": f"{_share(summary.good, summary.requests):.1%}",
+        "goodput, requests/s": f"{summary.goodput:.2f}",
+    }
+
+
+def _spread_cells(title: str, spread: Spread) -> dict[str, str]:
+    values = {"mean": spread.mean, "p50": spread.p50, "p90": spread.p90, "p99": spread.p99}
+    return {f"{title} {name}, ms": f"{value * 1e3:,.0f}" for name, value in values.items()}
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
