@@ -2,15 +2,18 @@
 
 A push is 8,192 tokens of a model with Llama-3.1-8B's shape: 1 GiB, as 512 pages
 of 2 MiB in a random order at both ends. Beside it stands a plain copy of as many
-bytes within one process, which is the least that any push can take.
+bytes within one process, which is the least that any push can take, and what
+`page_digests: on` adds at either end: the digests of as many pages.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import random
 import statistics
 import sys
+import time
 from collections.abc import Sequence
 from functools import partial
 
@@ -18,9 +21,11 @@ import torch
 
 from core.errors import BatonError
 from kv_transfer.choose import choose_transport
+from kv_transfer.digest import gpu_digest
 from kv_transfer.nixl_transport import DEVICE_THREADS, NixlTransport
 from kv_transfer.probe import MakeTransport, Measured, measure
 from kv_transfer.routed import RoutedTransport
+from kv_transfer.transport import PoolMemory
 
 PAGE_BYTES = 2 << 20
 PAGES = 512
@@ -36,6 +41,7 @@ def main(arguments: argparse.Namespace) -> None:
     print(f"{PAGES} pages of {PAGE_BYTES >> 20} MiB, scattered at both ends, {PUSHES} pushes")
     print(f"{'':24}{'best':>10}{'median':>10}{'rate':>14}")
     _print_row("plain copy", _plain_copy_seconds())
+    _print_row("digests of the pages", _digest_seconds())
     torch.cuda.empty_cache()
     _bench("cuda_ipc", "CUDA IPC", partial(choose_transport, "cuda_ipc", "cuda"))
     if importlib.util.find_spec("nixl") is None:
@@ -87,6 +93,19 @@ def _plain_copy_seconds() -> list[float]:
     source = torch.ones(PAGE_BYTES * PAGES, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return [_copy_seconds(source, target) for _ in range(3 + PUSHES)][3:]
+
+
+def _digest_seconds() -> list[float]:
+    pool = torch.ones(PAGE_BYTES * PAGES, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    digest = gpu_digest(PoolMemory(pool.data_ptr(), PAGE_BYTES, PAGES, "cuda"))
+    pages = random.sample(range(PAGES), PAGES)
+    seconds = []
+    for _ in range(PUSHES):
+        began = time.perf_counter()
+        digest(pages)
+        seconds.append(time.perf_counter() - began)
+    return seconds
 
 
 def _copy_seconds(source: torch.Tensor, target: torch.Tensor) -> float:

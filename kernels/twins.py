@@ -192,6 +192,16 @@ def copy_pages(
     target_memory[target_pages.long()] = source_memory[source_pages.long()]
 
 
+def digest_pages(source: int, page_bytes: int, pages: Tensor, out: Tensor) -> None:
+    """Adds to out [n], int32, the digest of each of pages [n] at address source."""
+    words = _memory(source, pages, page_bytes)[pages.long()].view(torch.int32).long()
+    place = torch.arange(words.shape[1], device=words.device)
+    mixed = (words ^ place * 0x9E3779B1) & 0xFFFFFFFF
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
+        mixed = (mixed ^ mixed >> shift) * factor & 0xFFFFFFFF
+    out += mixed.sum(dim=1).to(torch.int32)
+
+
 def gather_tokens(
     kv_layer: Tensor, pages: Tensor, length: int, out_keys: Tensor, out_values: Tensor
 ) -> None:

@@ -16,6 +16,7 @@ from pools import CUDA, PAGES, Pool
 
 from baton.v1.transfer_pb2 import CudaIpcRoute, PoolAddress
 from core.errors import WorkerLost
+from kv_transfer.digest import choose_digest
 from kv_transfer.transport import Noted, PeerLost, WriteDone, WriteFailed
 
 pytestmark = pytest.mark.skipif(not CUDA, reason="there is no CUDA device here")
@@ -123,3 +124,17 @@ def test_a_peer_out_of_reach_is_refused_with_the_reason(
         source.transport.connect(address)
     assert source.transport.connect(target.address) == target.address.agent
     target.close()
+
+
+def test_a_gpu_finds_a_page_that_was_damaged() -> None:
+    pool = Pool(KIND, LARGE_PAGE)
+    digest = choose_digest("on", pool.memory)
+    assert digest is not None
+    pool.fill(3, 7)
+    pool.fill(5, 7)
+    whole = digest([3, 5, 4])
+    assert whole[0] == whole[1] != whole[2]
+    pool.fill(5, 8)
+    assert digest([3, 5, 4]) == [whole[0], digest([5])[0], whole[2]]
+    assert digest([5]) != whole[:1]
+    pool.transport.close()

@@ -119,9 +119,9 @@ class Pool:
     def __init__(self, kind: str, page_bytes: int = PAGE_BYTES) -> None:
         self.page_bytes = page_bytes
         self._bytes = KINDS[kind].make_bytes(page_bytes * PAGES, UNTOUCHED)
-        memory = KINDS[kind].make_memory(self._bytes, page_bytes, PAGES)
+        self.memory = KINDS[kind].make_memory(self._bytes, page_bytes, PAGES)
         self.transport = KINDS[kind].make_transport()
-        self.address = self.transport.register(memory, LAYOUT)
+        self.address = self.transport.register(self.memory, LAYOUT)
         self.events: list[TransportEvent] = []
 
     def page(self, index: int) -> bytes:

@@ -59,4 +59,4 @@ def test_digests_are_made_where_the_setting_and_the_memory_say_so() -> None:
     assert choose_digest("off", cpu) is None
     assert choose_digest("auto", cuda) is None
     with pytest.raises(InvalidConfig):
-        choose_digest("on", cuda)
+        choose_digest("on", PoolMemory(0, 63, PAGES, "cuda"))

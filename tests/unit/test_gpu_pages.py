@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels import twins
+from kernels.gpu.digest import BLOCK, digest_pages
 from kernels.gpu.pages import COPY_BLOCK, copy_pages, gather_tokens
 
 POISON = 0x5A
@@ -66,3 +67,26 @@ def test_gathered_tokens_are_the_pages_first(
     twins.gather_tokens(layer, pages, length, wanted[0], wanted[1])
     assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
     assert (found[:, length] == -7.0).all()
+
+
+@pytest.mark.parametrize("page_bytes", [4, 100, 4 * BLOCK, 8 * BLOCK + 16])
+def test_digests_of_pages_are_their_twins(device: torch.device, page_bytes: int) -> None:
+    memory = random_bytes(device, 9 * page_bytes)
+    pages = ids(device, 9, 5, torch.int32, seed=4)
+    found, wanted = (torch.zeros(5, dtype=torch.int32, device=device) for _ in range(2))
+    digest_pages(memory.data_ptr(), page_bytes, pages, found)
+    twins.digest_pages(memory.data_ptr(), page_bytes, pages, wanted)
+    assert torch.equal(found, wanted)
+    assert len(set(found.tolist())) == 5
+
+
+def test_a_changed_bit_and_swapped_words_change_a_digest(device: torch.device) -> None:
+    page = random_bytes(device, 4 * BLOCK + 64).view(torch.int32)
+    changed, swapped = page.clone(), page.clone()
+    changed[BLOCK + 7] ^= 1 << 31
+    swapped[:16], swapped[16:32] = page[16:32], page[:16]
+    digests = torch.zeros(3, dtype=torch.int32, device=device)
+    first = torch.zeros(1, dtype=torch.int32, device=device)
+    for index, each in enumerate((page, changed, swapped)):
+        digest_pages(each.data_ptr(), each.nbytes, first, digests[index : index + 1])
+    assert len(set(digests.tolist())) == 3
