@@ -72,6 +72,7 @@ class RouterConfig:
 
     host: str = "127.0.0.1"
     port: int = _checked(50051, _port)
+    http_port: int = _checked(8000, _port)
     metrics_port: int = _checked(9400, _port)
     # Requests under way at once, waiting or not; further ones are refused.
     max_requests: int = _checked(1024, _positive)
@@ -86,9 +87,13 @@ class RouterConfig:
     max_worker_deaths: int = _checked(2, _positive)
     # Attempts of one request in all.
     max_attempts: int = _checked(8, _positive)
-    # Whether decode workers read prompts when no prefill worker has been there
-    # for some seconds.
-    local_prefill: bool = True
+    # How workers are chosen: by predicted time, which knows what they have
+    # cached, by load alone, or in turn.
+    policy: str = _checked("kv_aware", _one_of("kv_aware", "least_loaded", "round_robin"))
+    # When decode workers read prompts themselves: "auto" when that is predicted
+    # to take less, and when no prefill worker has been there for some seconds;
+    # "fallback" only then; "never", or "always".
+    local_prefill: str = _checked("auto", _one_of("auto", "fallback", "never", "always"))
     local_prefill_after: float = _checked(2.0, _not_negative)
     # From placement to token #1.
     first_token_timeout: float = _checked(600.0, _positive)
@@ -125,6 +130,9 @@ class PrefillConfig:
     threads: int | None = _checked(None, _positive)
     # GPUs of one worker; unset takes one where the cluster has any.
     gpus: float | None = None
+    # The share of a GPU's multiprocessors that one worker computes on. Below 1 where
+    # both pools share a GPU: the rest is always free for decode (docs/PERFORMANCE.md).
+    gpu_share: float = _checked(1.0, _share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +185,8 @@ class Config:
     weights: str = _checked("files", _one_of("files", "random"))
     # Tokens a page of K/V.
     page_size: int = _checked(16, _positive)
+    # Whether workers keep the pages of prompts and answers for those that begin alike.
+    prefix_cache: bool = True
     # A shorter context than the model's.
     max_context: int | None = _checked(None, _positive)
     # How long a process that is told to stop lets its requests run on. Those of

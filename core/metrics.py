@@ -18,6 +18,9 @@ PREFILL_SECONDS = "baton_prefill_compute_seconds"
 TRANSFER_BYTES = "baton_transfer_bytes_total"
 TRANSFER_SECONDS = "baton_transfer_seconds_total"
 TRANSFER_EXPOSED_SECONDS = "baton_transfer_exposed_seconds"
+CACHED_TOKENS = "baton_cached_prompt_tokens_total"
+PLACEMENTS = "baton_placements_total"
+TTFT_FORECAST_RATIO = "baton_first_token_forecast_ratio"
 
 # Per worker, measured at the worker; routers repeat the gauges they are told.
 PAGES = "baton_pages"
@@ -28,6 +31,9 @@ STEP_SECONDS = "baton_step_seconds"
 BATCH_SIZE = "baton_batch_size"
 COMPUTED_TOKENS = "baton_computed_tokens_total"
 DAMAGED_PAGES = "baton_damaged_pages_total"
+CACHE_QUERIED_TOKENS = "baton_prefix_cache_queried_tokens_total"
+CACHE_HIT_TOKENS = "baton_prefix_cache_hit_tokens_total"
+CACHE_EVICTED_PAGES = "baton_prefix_cache_evicted_pages_total"
 
 HELP = {
     TTFT_SECONDS: "From the request's arrival at the router to its first token",
@@ -46,7 +52,11 @@ HELP = {
     TRANSFER_BYTES: "Bytes of K/V pages pushed from prefill to decode",
     TRANSFER_SECONDS: "Time during which a request's pages were being written, summed",
     TRANSFER_EXPOSED_SECONDS: "From the end of a prompt's compute to the end of its last write",
-    PAGES: "Pages of the K/V pool by state: free, leased, quarantined, cached",
+    CACHED_TOKENS: "Prompt tokens that were cached: by the reader (so not computed), or on the"
+    " decode worker that another one reads for (so not moved)",
+    PLACEMENTS: "Attempts by how their work was divided and why",
+    TTFT_FORECAST_RATIO: "Predicted time from placement to token #1, by the time it took",
+    PAGES: "Pages of the K/V pool by state: free, leased, quarantined, cached (which are free too)",
     WAITING: "Requests that wait in a worker, for pages or for compute",
     RUNNING: "Requests in a worker's current batch",
     QUEUE_SECONDS: "Wait in the worker before its compute starts",
@@ -54,10 +64,14 @@ HELP = {
     BATCH_SIZE: "Requests in one step",
     COMPUTED_TOKENS: "Tokens run through the model",
     DAMAGED_PAGES: "Pages that arrived damaged and were asked for again",
+    CACHE_QUERIED_TOKENS: "Tokens that were looked for in the prefix cache, in full pages",
+    CACHE_HIT_TOKENS: "Of these, the tokens that were found",
+    CACHE_EVICTED_PAGES: "Cached pages that were given to others",
 }
 
 LATENCY_BUCKETS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0),
 )
+RATIO_BUCKETS = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 PROTOCOL = 2
@@ -12,6 +12,10 @@ PROTOCOL = 2
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 """The largest gRPC message that any part sends or takes."""
+
+SEED_STRIDE = 0x9E3779B97F4A7C15
+"""Between the seeds of two answers to one request: odd, and far from what people choose, so
+that neighbouring seeds share no answers."""
 
 
 class Role(enum.StrEnum):
@@ -60,6 +64,10 @@ class Sampling:
             or self.frequency_penalty != 0.0
         )
 
+    def for_answer(self, index: int) -> Sampling:
+        """How the tokens of one of several answers are chosen. Answer 0 is as if it were alone."""
+        return replace(self, seed=(self.seed + index * SEED_STRIDE) % 2**64)
+
 
 @dataclass(frozen=True, slots=True)
 class Work:
@@ -73,6 +81,11 @@ class Work:
     stop_token_ids: frozenset[int]
     # How many of prompt_tokens, at their end, are answer.
     answer_tokens: int = 0
+    # Cached pages are shared only among requests of the same salt.
+    cache_salt: str = ""
+    # Names of the prompt's full pages (core/page_keys.py), where a router has
+    # made them. They do not travel.
+    page_keys: Sequence[bytes] = ()
 
     @property
     def tokens_wanted(self) -> int:
@@ -123,3 +136,7 @@ class Request:
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
+    # How many answers are wanted.
+    n: int = 1
+    # Cached pages are shared only among requests of the same salt.
+    cache_salt: str = ""

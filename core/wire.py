@@ -36,6 +36,7 @@ def work_to(work: Work) -> pb.Work:
         max_tokens=work.max_tokens,
         stop_token_ids=sorted(work.stop_token_ids),
         answer_tokens=work.answer_tokens,
+        cache_salt=work.cache_salt,
     )
 
 
@@ -57,6 +58,7 @@ def work_from(message: pb.Work) -> Work:
         max_tokens=message.max_tokens,
         stop_token_ids=frozenset(message.stop_token_ids),
         answer_tokens=message.answer_tokens,
+        cache_salt=message.cache_salt,
     )
 
 

@@ -40,6 +40,7 @@ from kv_transfer.events import (
 from kv_transfer.thread import TransferThread
 from kv_transfer.ticket import make_ticket
 from worker.admission import check_context, check_work, quarantine_fault
+from worker.cache_feed import CacheFeed
 from worker.flights import Flights, Settled
 from worker.metrics import WorkerMetrics
 from worker.outbox import Outbox
@@ -72,6 +73,7 @@ class DecodeRole:
         self._outbox = outbox
         self._metrics = metrics
         self._flights = Flights(engine, metrics)
+        self.cache_feed = CacheFeed(engine.pool.cache, outbox)
         self._scheduler = DecodeScheduler(
             engine.pool, config.decode.max_batch, config.decode.chunk_tokens
         )
@@ -142,24 +144,31 @@ class DecodeRole:
             free_pages=self._pool.free,
             leased_pages=self._pool.leased - self._quarantined,
             quarantined_pages=self._quarantined,
+            cached_pages=self._pool.cached,
             waiting=self._scheduler.waiting,
             running=self._scheduler.running,
+            queued_tokens=self._scheduler.queued_tokens,
             fault=self._fault,
         )
         self._metrics.load(load)
+        self._metrics.cache(self._pool)
         return load
 
     @property
     def _quarantined(self) -> int:
-        return sum(len(self._leaving[key]) for key in self._overdue)
+        leases = (self._leaving[key] for key in self._overdue)
+        return sum(len(lease) - lease.found for lease in leases)
 
     @property
     def _fault(self) -> str:
-        leaving = sum(map(len, self._leaving.values()))
         busy = self._jobs or self._flights.any
-        leak = "" if busy else self._pool.check_integrity(held=leaving)
+        leak = "" if busy else self._pool.check_integrity(held=len(self._leaving_pages))
         share = self._quarantine_share
         return leak or quarantine_fault(self._quarantined, self._pool.total, share)
+
+    @property
+    def _leaving_pages(self) -> set[int]:
+        return {page for lease in self._leaving.values() for page in lease.pages}
 
     def _accept(self, attachment: int, message: pb.Reserve | pb.Compute) -> None:
         work = work_from(message.work)
@@ -195,11 +204,12 @@ class DecodeRole:
 
     def _send_ticket(self, job: Job, reservation: Reservation) -> None:
         key = job.work.key
-        pages = reservation.lease.pages
+        lease, pages = reservation.lease, reservation.awaited
         self._transfer.expect(key, job.sender, pages, self._ticket_seconds)
         ticket = make_ticket(
             key,
             agent=self._transfer.pool_address.agent,
+            held_pages=lease.found,
             pages=pages,
             expires_after_seconds=self._ticket_seconds,
             lease_seconds=self._transfer.lease_seconds,
@@ -210,6 +220,7 @@ class DecodeRole:
             epoch=key.epoch,
             ticket=ticket,
             queue_seconds=time.monotonic() - job.arrived,
+            cached_tokens=lease.found * self._pool.page_size,
         )
         self._outbox.send(job.attachment, pb.WorkerMessage(reserved=reserved))
 
@@ -235,8 +246,11 @@ class DecodeRole:
         if job is None or job.sequence is not sequence:
             return  # over while its step was under way
         if isinstance(outcome, BatonError):
+            sequence.lease.forget()
             self._fail(job, outcome)
-        elif outcome is not None:
+            return
+        sequence.settle(settled.computed)
+        if outcome is not None:
             finish = sequence.append(outcome)
             steps[job.attachment].append(
                 pb.StepTokens(
@@ -245,12 +259,19 @@ class DecodeRole:
                     token_ids=[outcome],
                     finish_reason=finish_to(finish),
                     queue_seconds=0.0 if job.writing else job.queue_seconds,
+                    cached_tokens=self._cached_tokens(job, sequence),
                 )
             )
             job.writing = True
             if finish:
                 self._scheduler.finish(sequence)
                 del self._jobs[job.work.key]
+
+    def _cached_tokens(self, job: Job, sequence: Sequence) -> int:
+        """With the first token of a prompt that was computed here: what was not computed of it."""
+        if job.writing or job.sender:
+            return 0
+        return sequence.lease.found * self._pool.page_size
 
     def _fail(self, job: Job, error: BatonError) -> None:
         self._outbox.send(job.attachment, failed_to(job.work.key, error))

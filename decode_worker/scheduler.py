@@ -11,6 +11,10 @@ its pages back and is computed again from its tokens when there is room
 the oldest request always moves on. New reservations wait while a preempted
 request does. A request whose prompt is to be computed here comes in as if it
 had been preempted.
+
+What the pool has cached is held by reference: of a reservation's pages only the
+others have to travel, and of a preempted request's only the others are computed
+again, one request after the other where they go on alike.
 """
 
 from __future__ import annotations
@@ -22,15 +26,27 @@ from dataclasses import dataclass
 
 from core.types import AttemptKey, Work
 from engine.page_pool import Lease, PagePool
-from engine.sequence import Piece, Plan, Sequence
+from engine.prefix_cache import KeyChain
+from engine.sequence import Piece, Plan, Sequence, is_coming
 
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Pages that wait for a prompt to arrive in them."""
+    """Pages that wait for a prompt to arrive in them, behind those that were found here."""
 
     work: Work
     lease: Lease
+    chain: KeyChain
+
+    @property
+    def awaited(self) -> list[int]:
+        return self.lease.pages[self.lease.found :]
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    work: Work
+    chain: KeyChain
 
 
 def _order(sequence: Sequence) -> int:
@@ -42,7 +58,7 @@ class DecodeScheduler:
         self._pool = pool
         self._max_batch = max_batch
         self._chunk_tokens = chunk_tokens
-        self._waiting: OrderedDict[AttemptKey, Work] = OrderedDict()
+        self._waiting: OrderedDict[AttemptKey, _Waiting] = OrderedDict()
         self._travelling: dict[AttemptKey, Reservation] = {}
         # Arrived requests, each list oldest first. The preempted hold no pages.
         self._ready: list[Sequence] = []
@@ -58,22 +74,30 @@ class DecodeScheduler:
     def running(self) -> int:
         return len(self._running)
 
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens to be computed before requests that are here can write their next."""
+        reading = (*self._preempted, *self._running)
+        return sum(each.uncomputed for each in reading if each.uncomputed > 1)
+
     def reserve(self, work: Work) -> None:
-        self._waiting[work.key] = work
+        self._waiting[work.key] = _Waiting(work, self._pool.chain(work.cache_salt))
 
     def grant(self) -> list[Reservation]:
         """Reservations whose pages could be had now, oldest first."""
         granted = []
         while self._waiting and not self._preempted:
-            key, work = next(iter(self._waiting.items()))
-            pages = self._pool.pages_for(len(work.prompt_tokens))
+            key, first = next(iter(self._waiting.items()))
+            prompt = first.work.prompt_tokens
+            pages, keys = self._pool.pages_for(len(prompt)), first.chain.to_find(prompt)
             # A page of room for each request that holds some, so that a new
             # one is not paid for at once with a preemption.
             room = len(self._running) + len(self._ready) + len(self._travelling)
-            if pages + room > self._pool.free:
+            if self._pool.cost(pages, keys) + room > self._pool.free:
                 break
             del self._waiting[key]
-            self._travelling[key] = Reservation(work, self._pool.acquire(pages))
+            lease = self._pool.acquire(pages, keys)
+            self._travelling[key] = Reservation(first.work, lease, first.chain)
             granted.append(self._travelling[key])
         return granted
 
@@ -89,7 +113,10 @@ class DecodeScheduler:
             tokens=[*prompt, first_token],
             computed=len(prompt),
             order=next(self._orders),
+            chain=reservation.chain,
         )
+        sequence.settle(len(prompt))
+        sequence.lease.share_copies()
         self._ready.append(sequence)
         return sequence
 
@@ -97,7 +124,8 @@ class DecodeScheduler:
         """A request whose prompt nobody sends: it is computed here, once there is room."""
         lease = self._pool.acquire(0)
         lease.release()
-        sequence = Sequence(work, lease, order=next(self._orders))
+        chain = self._pool.chain(work.cache_salt)
+        sequence = Sequence(work, lease, order=next(self._orders), chain=chain)
         self._preempted.append(sequence)
         return sequence
 
@@ -139,11 +167,16 @@ class DecodeScheduler:
                 return
             if self._ready and self._ready[0].order < self._preempted[0].order:
                 return
-            pages = self._pool.pages_for(len(self._preempted[0].tokens))
-            if pages > self._pool.free:
+            sequence = self._preempted[0]
+            pages = self._pool.pages_for(len(sequence.tokens))
+            keys = sequence.chain.to_find(sequence.tokens)
+            if is_coming(keys, self._pool, self._running):
                 return
-            sequence = self._preempted.pop(0)
-            sequence.lease = self._pool.acquire(pages)
+            if self._pool.cost(pages, keys) > self._pool.free:
+                return
+            self._preempted.pop(0)
+            sequence.lease = self._pool.acquire(pages, keys)
+            sequence.computed = sequence.lease.found * self._pool.page_size
             bisect.insort(self._running, sequence, key=_order)
 
     def _grow(self) -> bool:

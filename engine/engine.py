@@ -18,6 +18,7 @@ from core.errors import InvalidConfig
 from engine.architecture import Architecture, read_architecture
 from engine.checkpoint import checkpoint_files, digest_files
 from engine.flight import Flight, Outcome
+from engine.gpu.partition import confine
 from engine.gpu.settings import GpuSettings
 from engine.model import Model
 from engine.page_pool import PagePool
@@ -77,6 +78,8 @@ class Engine:
         page_bytes = _page_bytes(architecture, page_size, kind)
         if kv_memory or device == "cpu":
             _check_holds_a_page(kv_memory, page_bytes)
+        if gpu.share < 1 and device != "cpu":
+            confine(gpu.share, device)
         if random_weights:
             model = random_model(architecture, kind, device)
         else:

@@ -1,31 +1,58 @@
-"""Who holds which page.
+"""Who holds which page. The life of a page:
+
+              acquire, extend                     last release,
+    ┌──────┐                  ┌────────┐          contents known  ┌────────┐
+    │ FREE │─────────────────▶│ LEASED │─────────────────────────▶│ CACHED │
+    └──────┘                  └────────┘◀─────────────────────────└────────┘
+        ▲        last release,     │     acquire of the same contents  │
+        │       contents unknown   │                                   │
+        └──────────────────────────┴───────────────────────────────────┘
+                                           evicted: a page is wanted, and none is free
 
 The pool hands out pages as leases. A lease has one owner and is released once;
 a second release raises. A step that runs beside the host pins the leases it
-uses: pages released meanwhile come back when it has ended. Pages are handed out
-in runs of neighbours where there are any, so that a transfer merges them into
-few descriptors.
+uses: pages released meanwhile come back when it has ended.
+
+A page is named once it is full, will not be written again and the step or
+transfer that filled it has ended. From then on others may lease it as well, to
+read it, and it outlives its leases. Only the cached are ever evicted: what is
+leased (computed, read, sent, or waiting for what a remote writes) stays. Which
+contents are known, and which of the cached goes first: engine/prefix_cache.py.
+
+`free` counts what can be handed out at once: the free and the cached.
 
 Only the thread that owns the pool may call it.
 """
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 
+import numpy as np
+import numpy.typing as npt
+
 from core.errors import Exhausted, Internal
+from core.page_keys import salted_root
+from engine.free_pages import FreePages
+from engine.prefix_cache import KeyChain, PrefixCache
 
 
 class Lease:
-    """Pages held by one owner. Grows with `extend`, ends with `release`."""
+    """Pages held by one owner. Grows with `extend`, ends with `release`.
 
-    __slots__ = ("_pins", "_pool", "pages", "released")
+    The first `found` were leased for what they hold and must not be written;
+    the first `named` are complete.
+    """
 
-    def __init__(self, pool: PagePool, pages: list[int]) -> None:
+    __slots__ = ("_copies", "_pins", "_pool", "found", "named", "pages", "released")
+
+    def __init__(self, pool: PagePool, pages: list[int], found: int = 0) -> None:
         self._pool = pool
         self.pages = pages
+        self.found = self.named = found
+        self._copies: dict[int, bytes] = {}  # named pages whose keys have other pages
         self.released = False
         self._pins = 0
 
@@ -47,6 +74,23 @@ class Lease:
         if self.released:
             raise Internal("a released lease cannot grow")
         self.pages.extend(self._pool._take(count))
+
+    def name(self, keys: Sequence[bytes]) -> None:
+        """The pages with these keys, counted from the first, are complete from now on."""
+        for page, key in zip(self.pages[self.named : len(keys)], keys[self.named :], strict=True):
+            if not self._pool.cache.store(key, page):
+                self._copies[page] = key
+        self.named = max(self.named, len(keys))
+
+    def share_copies(self) -> None:
+        """Takes the known page in place of each copy. Only before a step uses the lease."""
+        self._pool._share_copies(self)
+
+    def forget(self) -> None:
+        """Whatever the pages hold is not to be used again, whoever wrote it."""
+        for page in self.pages[: self.named]:
+            self._pool.cache.forget(page)
+        self._copies = {}
 
     def release(self) -> None:
         """Gives all pages back, at once or when the last pin goes."""
@@ -75,18 +119,30 @@ class Lease:
 class PagePool:
     """`total` pages, numbered from 0, of `page_size` tokens each."""
 
-    def __init__(self, total: int, page_size: int) -> None:
+    def __init__(self, total: int, page_size: int, root: bytes | None = None) -> None:
+        """`root` is that of the pages' keys; without one nothing is cached."""
         self.total = total
         self.page_size = page_size
-        # Free pages as maximal runs [start, end), sorted by start.
-        self._runs: list[tuple[int, int]] = [(0, total)] if total else []
+        self.root = root
+        self.cache = PrefixCache()
+        self._free = FreePages(total)
+        self._holders = [0] * total  # leases, by page
         self._leases: set[Lease] = set()
-        self.free = total
         self._changed = True  # since the pages were last counted one by one
+
+    @property
+    def free(self) -> int:
+        """Pages that can be handed out, the cached among them."""
+        return len(self._free) + self.cache.idle
 
     @property
     def leased(self) -> int:
         return self.total - self.free
+
+    @property
+    def cached(self) -> int:
+        """Pages that hold known contents and that nobody has leased."""
+        return self.cache.idle
 
     @property
     def returning(self) -> bool:
@@ -97,14 +153,34 @@ class PagePool:
         """How many pages hold `tokens` tokens."""
         return -(-tokens // self.page_size)
 
-    def acquire(self, count: int) -> Lease:
-        """A lease of `count` pages, or Exhausted."""
-        lease = Lease(self, self._take(count))
+    def chain(self, salt: str) -> KeyChain:
+        """Makes the keys of a request that shares pages with those of the same salt."""
+        root = None if self.root is None else salted_root(self.root, salt)
+        return KeyChain(root, self.page_size)
+
+    def cost(self, count: int, keys: Sequence[bytes] = ()) -> int:
+        """How many of the free pages `acquire` would take: all that nobody else has leased."""
+        return count - sum(self._holders[page] > 0 for page in self.cache.find(keys))
+
+    def acquire(self, count: int, keys: Sequence[bytes] = ()) -> Lease:
+        """A lease of `count` pages, or Exhausted.
+
+        `keys` are those of its first pages: as many as are known are shared.
+        """
+        cost = self.cost(count, keys)
+        if cost > self.free:
+            raise Exhausted(f"{cost} pages wanted, {self.free} of {self.total} free")
+        found = self.cache.find(keys)
+        self.cache.looked_up += len(keys)
+        self.cache.found += len(found)
+        for page in found:
+            self._hold(page)
+        lease = Lease(self, found + self._take(count - len(found)), len(found))
         self._leases.add(lease)
         return lease
 
     def check_integrity(self, held: int | None = None) -> str:
-        """Empty when every page is free or held by exactly one lease; else what is wrong.
+        """Empty when every page is free, cached, or held by as many leases as it counts.
 
         `held` is how many pages the owner knows of; more are a leak.
         """
@@ -112,74 +188,60 @@ class PagePool:
             return f"{self.leased} pages are leased, but the owner knows of {held}"
         if not self._changed:
             return ""
-        problem = self._count_pages()
+        problem = self._count_pages() or self.cache.check()
         self._changed = bool(problem)
         return problem
 
     def _count_pages(self) -> str:
-        seen = [0] * self.total
-        for page in self._free_pages():
-            seen[page] += 1
-        for lease in self._leases:
-            for page in lease.pages:
-                seen[page] += 1
-        wrong = [page for page, count in enumerate(seen) if count != 1]
-        if wrong:
+        unleased = self._occurrences(itertools.chain(self._free, self.cache.idle_pages))
+        held = self._occurrences(page for lease in self._leases for page in lease.pages)
+        (wrong,) = np.nonzero((held != self._holders) | (unleased != (held == 0)))
+        if len(wrong):
             return f"{len(wrong)} of {self.total} pages are lost or held twice, first {wrong[0]}"
-        if self.free != sum(end - start for start, end in self._runs):
-            return "the count of free pages does not match the free list"
+        if not self.cache.known_pages.isdisjoint(self._free):
+            return "a free page counts as known"
         return ""
 
-    def _free_pages(self) -> Iterable[int]:
-        for start, end in self._runs:
-            yield from range(start, end)
+    def _occurrences(self, pages: Iterable[int]) -> npt.NDArray[np.int64]:
+        """How often each page is among `pages`."""
+        return np.bincount(np.fromiter(pages, np.int64), minlength=self.total)
+
+    def _hold(self, page: int) -> None:
+        self.cache.wake(page)
+        self._holders[page] += 1
+        self._changed = True
 
     def _take(self, count: int) -> list[int]:
         if count > self.free:
             raise Exhausted(f"{count} pages wanted, {self.free} of {self.total} free")
-        pages: list[int] = []
-        while len(pages) < count:
-            pages.extend(self._take_run(count - len(pages)))
-        self.free -= count
+        if count > len(self._free):
+            self._free.add(self.cache.evict(count - len(self._free)))
+        pages = self._free.take(count)
+        for page in pages:
+            self._holders[page] = 1
         self._changed = True
         return pages
 
-    def _take_run(self, wanted: int) -> range:
-        """The first run that holds `wanted` pages, or else the longest one."""
-        index = next(
-            (i for i, (start, end) in enumerate(self._runs) if end - start >= wanted), None
-        )
-        if index is None:
-            index = max(range(len(self._runs)), key=lambda i: self._runs[i][1] - self._runs[i][0])
-        start, end = self._runs[index]
-        cut = min(end, start + wanted)
-        self._runs[index : index + 1] = [(cut, end)] if cut < end else []
-        return range(start, cut)
-
     def _give_back(self, lease: Lease) -> None:
         self._leases.remove(lease)
+        freed = []
+        # Backwards, for the cache to keep a prefix longer than what follows it.
+        for page in reversed(lease.pages):
+            key = lease._copies.get(page)
+            if key is not None and not self.cache.store(key, page):
+                self.cache.touch(key)
+            self._holders[page] -= 1
+            if not self._holders[page] and not self.cache.rest(page):
+                freed.append(page)
+        self._free.add(freed)
         self._changed = True
-        self.free += len(lease.pages)
-        for start, end in merge_runs(sorted(lease.pages)):
-            self._insert_run(start, end)
 
-    def _insert_run(self, start: int, end: int) -> None:
-        index = bisect.bisect_left(self._runs, (start, end))
-        if index < len(self._runs) and self._runs[index][0] == end:
-            end = self._runs.pop(index)[1]
-        if index > 0 and self._runs[index - 1][1] == start:
-            start = self._runs[index - 1][0]
-            index -= 1
-            self._runs.pop(index)
-        self._runs.insert(index, (start, end))
-
-
-def merge_runs(pages: Iterable[int]) -> list[tuple[int, int]]:
-    """`pages` in their given order, as runs [start, end) of consecutive ids."""
-    runs: list[tuple[int, int]] = []
-    for page in pages:
-        if runs and runs[-1][1] == page:
-            runs[-1] = (runs[-1][0], page + 1)
-        else:
-            runs.append((page, page + 1))
-    return runs
+    def _share_copies(self, lease: Lease) -> None:
+        for place, page in enumerate(lease.pages):
+            key = lease._copies.get(page)
+            if key is not None:
+                (lease.pages[place],) = self.cache.find([key])
+                self._hold(lease.pages[place])
+                self._holders[page] = 0
+        self._free.add(lease._copies)
+        lease._copies = {}

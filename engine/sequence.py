@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from core.errors import Internal
 from core.types import FinishReason, Work
-from engine.page_pool import Lease
+from engine.page_pool import Lease, PagePool
+from engine.prefix_cache import KeyChain
 
 
 @dataclass(slots=True, eq=False)
@@ -26,6 +28,8 @@ class Sequence:
     # Tokens that steps under way will sample: they count as there, though only
     # the device knows them yet.
     expected: int = 0
+    # The keys of its pages; they have none where nothing is cached.
+    chain: KeyChain = field(default_factory=KeyChain)
 
     def __post_init__(self) -> None:
         if not self.tokens:
@@ -52,10 +56,25 @@ class Sequence:
         last = self.generated + self.expected >= self.work.max_tokens
         return last or self.work.sampling.penalizes
 
+    def settle(self, computed: int) -> None:
+        """K/V of tokens[:computed] are there for good: pages that they fill may be shared."""
+        if computed // self.chain.page_size > self.lease.named:
+            self.lease.name(self.chain.keys(self.tokens, computed))
+
+    def will_name(self, place: int, key: bytes) -> bool:
+        """Whether its page number `place` is still to be computed, and to have this key."""
+        return place >= self.lease.named and self.chain.names(place, key)
+
     def append(self, token: int) -> FinishReason | None:
         """Adds a generated token; says whether it is the last."""
         self.tokens.append(token)
         return self.work.finish_reason(token, self.generated)
+
+
+def is_coming(keys: list[bytes], pool: PagePool, sequences: Iterable[Sequence]) -> bool:
+    """Whether the first page that the cache lacks is being computed for one of `sequences`."""
+    place = len(pool.cache.find(keys))
+    return place < len(keys) and any(each.will_name(place, keys[place]) for each in sequences)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,11 @@ def layout_hash(layout: PoolLayout) -> bytes:
     return digest.digest()
 
 
+def cache_root(layout: PoolLayout) -> bytes:
+    """The root of the keys of pages (core/page_keys.py): equal where pages can be exchanged."""
+    return hashlib.blake2b(layout_hash(layout), digest_size=16, person=b"baton-cache").digest()
+
+
 def describe_mismatch(ours: PoolLayout, theirs: PoolLayout) -> str:
     """Names the fields that differ, with both values; empty when none does."""
     differing = [

@@ -10,6 +10,7 @@ from baton.v1.transfer_pb2 import (
     Accepted,
     Beat,
     Drained,
+    Greeting,
     Introduction,
     Landed,
     PoolAddress,
@@ -47,6 +48,11 @@ def drained_note(key: AttemptKey) -> bytes:
 
 
 # From the receiver to the sender.
+
+
+def greeting_note() -> bytes:
+    """The answer to an introduction."""
+    return TransferNote(greeting=Greeting()).SerializeToString()
 
 
 def renewed_note(key: AttemptKey, number: int) -> bytes:

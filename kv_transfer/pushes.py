@@ -1,5 +1,9 @@
 """All pushes of one prefill worker: carries out what their senders decide.
 
+A decode worker counts as connected once it has answered: a network that is cut
+swallows what is sent into it without an error. One that does not answer its
+pushes any more has to be connected anew.
+
 Used by the transfer thread alone.
 """
 
@@ -8,9 +12,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout, TransferNote
-from core.errors import BatonError, LayoutMismatch
+from core.errors import BatonError, LayoutMismatch, Unavailable
 from core.types import AttemptKey
 from kv_transfer.digest import PageDigest
 from kv_transfer.events import (
@@ -31,10 +36,28 @@ from kv_transfer.sender import (
     Overdue,
     Sender,
     SendNote,
+    Silent,
     StartWrite,
 )
 from kv_transfer.ticket import open_ticket
 from kv_transfer.transport import Transport
+
+ANSWER_SECONDS = 5.0
+"""How long a decode worker may take to answer an introduction."""
+INTRODUCTIONS_PER_ANSWER = 5
+
+
+@dataclass(slots=True)
+class _Meeting:
+    """A decode worker that was introduced to and has not answered yet."""
+
+    worker_id: str
+    until: float
+    introduce_at: float
+
+    @property
+    def deadline(self) -> float:
+        return min(self.until, self.introduce_at)
 
 
 class Pushes:
@@ -55,7 +78,8 @@ class Pushes:
         self._clock = clock
         self._senders: dict[AttemptKey, Sender] = {}
         self._writes: dict[int, AttemptKey] = {}
-        self._agents: dict[str, str] = {}  # by worker_id
+        self._workers: dict[str, str] = {}  # the decode workers' names, by agent
+        self._meetings: dict[str, _Meeting] = {}  # by agent
 
     @property
     def open(self) -> bool:
@@ -64,12 +88,14 @@ class Pushes:
     @property
     def expecting(self) -> bool:
         """Whether the transport has something to report soon."""
-        return any(sender.expects for sender in self._senders.values())
+        return bool(self._meetings) or any(sender.expects for sender in self._senders.values())
 
     @property
     def deadline(self) -> float:
         """When `tick` has something to do; infinity when never."""
-        return min((sender.deadline for sender in self._senders.values()), default=math.inf)
+        senders = (sender.deadline for sender in self._senders.values())
+        meetings = (meeting.deadline for meeting in self._meetings.values())
+        return min((*senders, *meetings), default=math.inf)
 
     def connect(self, worker_id: str, address: PoolAddress) -> None:
         try:
@@ -78,11 +104,11 @@ class Pushes:
             self._deliver(PeerConnected(worker_id, address.agent, error))
         else:
             self._replace_agent(worker_id, agent)
-            self._introduce(agent)
-            self._deliver(PeerConnected(worker_id, agent, None))
+            now = self._clock()
+            self._meetings.setdefault(agent, _Meeting(worker_id, now + ANSWER_SECONDS, now))
 
     def begin(self, key: AttemptKey, peer: str) -> None:
-        self._senders[key] = Sender(key, peer, self._address.page_bytes)
+        self._senders[key] = Sender(key, peer, self._address.page_bytes, self._digest)
 
     def ticket(self, key: AttemptKey, sealed: bytes) -> None:
         sender = self._senders.get(key)
@@ -100,15 +126,13 @@ class Pushes:
 
     def pages(self, key: AttemptKey, pages: Sequence[int]) -> None:
         if sender := self._senders.get(key):
-            digests = self._digests(pages)
-            self._perform(key, sender, sender.pages_ready(pages, self._clock(), digests))
+            self._perform(key, sender, sender.pages_ready(pages, self._clock()))
 
     def finish(
         self, key: AttemptKey, first_token: int, pages: Sequence[int], finished_at: float
     ) -> None:
         if sender := self._senders.get(key):
-            digests = self._digests(pages)
-            actions = sender.finish(first_token, pages, finished_at, self._clock(), digests)
+            actions = sender.finish(first_token, pages, finished_at, self._clock())
             self._perform(key, sender, actions)
 
     def cancel(self, key: AttemptKey) -> None:
@@ -121,6 +145,9 @@ class Pushes:
 
     def noted(self, peer: str, note: TransferNote) -> None:
         """A receiver's note. One of an unknown attempt matches nothing."""
+        if note.HasField("greeting"):
+            self._meet(peer)
+            return
         key = key_of(note)
         sender = self._senders.get(key)
         if sender is not None and sender.peer == peer:
@@ -143,15 +170,19 @@ class Pushes:
         for key, sender in list(self._senders.items()):
             if sender.peer == peer:
                 self._perform(key, sender, sender.peer_lost())
-        for worker_id in [name for name, agent in self._agents.items() if agent == peer]:
-            del self._agents[worker_id]
-            self._deliver(PeerDisconnected(worker_id, peer))
+        self._part_from(peer)
 
     def tick(self) -> None:
         now = self._clock()
         for key, sender in list(self._senders.items()):
             if now >= sender.deadline:
                 self._perform(key, sender, sender.tick(now))
+        for agent, meeting in list(self._meetings.items()):
+            if now >= meeting.until:
+                self._part_from(agent)
+            elif now >= meeting.introduce_at:
+                meeting.introduce_at = now + ANSWER_SECONDS / INTRODUCTIONS_PER_ANSWER
+                self._introduce(agent)
 
     @property
     def _layout(self) -> PoolLayout:
@@ -164,16 +195,38 @@ class Pushes:
 
     def _replace_agent(self, worker_id: str, agent: str) -> None:
         """A worker that restarted has a new agent; the old one is forgotten once it is idle."""
-        old = self._agents.get(worker_id, agent)
-        self._agents[worker_id] = agent
-        if old != agent and all(sender.peer != old for sender in self._senders.values()):
-            self._transport.disconnect(old)
+        self._workers[agent] = worker_id
+        in_use = {sender.peer for sender in self._senders.values()} | {agent}
+        for old in [old for old, name in self._workers.items() if name == worker_id]:
+            if old not in in_use:
+                del self._workers[old]
+                self._meetings.pop(old, None)
+                self._transport.disconnect(old)
+
+    def _meet(self, peer: str) -> None:
+        """It has answered. One that did so late is connected all the same."""
+        if meeting := self._meetings.pop(peer, None):
+            self._deliver(PeerConnected(meeting.worker_id, peer, None))
+
+    def _part_from(self, peer: str) -> None:
+        """To push there again, it has to be connected anew."""
+        met = self._meetings.pop(peer, None) is None
+        worker_id = self._workers.pop(peer, None)
+        if worker_id is None:
+            return
+        error = Unavailable(f"{worker_id} does not answer the prefill worker's notes")
+        ended = PeerDisconnected(worker_id, peer)
+        self._deliver(ended if met else PeerConnected(worker_id, peer, error))
+
+    def _fall_silent(self, peer: str, error: BatonError) -> None:
+        """What one push has found out holds for all of them."""
+        self._part_from(peer)
+        for key, sender in list(self._senders.items()):
+            if sender.peer == peer:
+                self._perform(key, sender, sender.fail(error))
 
     def _introduce(self, peer: str) -> None:
         self._send(peer, introduction_note(self._address))
-
-    def _digests(self, pages: Sequence[int]) -> list[int]:
-        return self._digest(pages) if self._digest else []
 
     def _hear(self, sender: Sender, note: TransferNote) -> list[Action]:
         match note.WhichOneof("kind"):
@@ -197,6 +250,8 @@ class Pushes:
                     self._send_for(key, sender, action.note)
                 case Introduce():
                     self._introduce(sender.peer)
+                case Silent():
+                    self._fall_silent(sender.peer, action.error)
                 case Fail():
                     self._deliver(PushFailed(key, action.error))
                 case Overdue():

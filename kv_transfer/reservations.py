@@ -25,7 +25,7 @@ from kv_transfer.events import (
     ReservationFreed,
     TransferEvent,
 )
-from kv_transfer.note import accepted_note, key_of, revoked_note
+from kv_transfer.note import accepted_note, greeting_note, key_of, revoked_note
 from kv_transfer.receiver import (
     Action,
     Fail,
@@ -59,18 +59,21 @@ class Reservations:
         transport: Transport,
         digest: PageDigest | None,
         lease_seconds: float,
+        linger_seconds: float,
         deliver: Callable[[TransferEvent], None],
         clock: Callable[[], float],
     ) -> None:
         self._transport = transport
         self._digest = digest
         self._lease_seconds = lease_seconds
+        self._linger_seconds = linger_seconds
         self._deliver = deliver
         self._clock = clock
         self._expected: dict[AttemptKey, _Expected] = {}
         self._landed: OrderedDict[AttemptKey, None] = OrderedDict()
         self._pools: dict[str, PoolAddress] = {}  # of senders that introduced themselves
         self._reachable: set[str] = set()  # of these, those that beats are answered to
+        self._lingering: dict[AttemptKey, float] = {}  # until when, after the sender's end
 
     @property
     def open(self) -> bool:
@@ -79,7 +82,8 @@ class Reservations:
     @property
     def deadline(self) -> float:
         """When `tick` has something to do; infinity when never."""
-        return min((each.receiver.deadline for each in self._expected.values()), default=math.inf)
+        receivers = (each.receiver.deadline for each in self._expected.values())
+        return min((*receivers, *self._lingering.values()), default=math.inf)
 
     def expect(self, key: AttemptKey, sender: str, pages: Sequence[int], expires_at: float) -> None:
         receiver = Receiver(key, len(pages), expires_at, self._lease_seconds)
@@ -103,19 +107,25 @@ class Reservations:
             _log.warning("cannot answer the prefill worker's agent %s: %s", peer, error)
         else:
             self._reachable.add(peer)
+            self._send(peer, greeting_note())
 
     def sender_died(self, agent: str) -> None:
-        """None of this agent's writes can arrive any more."""
-        for key, expected in list(self._expected.items()):
-            if expected.sender == agent:
+        """A sender's process has ended, as others say. What it had sent may still arrive, until
+        its connection says that nothing does any more, or that is long ago."""
+        until = self._clock() + self._linger_seconds
+        for key, expected in self._of(agent):
+            if expected.receiver.state is State.RESERVED:
                 self._perform(key, expected, expected.receiver.sender_died())
+            else:
+                self._lingering.setdefault(key, until)
 
     def sender_lost(self, agent: str, *, gone: bool) -> None:
         """An agent cannot be sent notes any more, until it introduces itself again."""
         self._reachable.discard(agent)
         if gone:
             self._pools.pop(agent, None)
-            self.sender_died(agent)
+            for key, expected in self._of(agent):
+                self._perform(key, expected, expected.receiver.sender_died())
 
     def noted(self, peer: str, note: TransferNote) -> None:
         """A sender's note. One of an unknown attempt, such as an older epoch, lands nowhere.
@@ -134,9 +144,14 @@ class Reservations:
     def tick(self) -> None:
         now = self._clock()
         for key, expected in list(self._expected.items()):
-            if now >= expected.receiver.deadline:
+            if now >= self._lingering.get(key, math.inf):
+                self._perform(key, expected, expected.receiver.sender_died())
+            elif now >= expected.receiver.deadline:
                 self._reach(expected.sender)
                 self._perform(key, expected, expected.receiver.tick(now))
+
+    def _of(self, sender: str) -> list[tuple[AttemptKey, _Expected]]:
+        return [item for item in self._expected.items() if item[1].sender == sender]
 
     def _reach(self, agent: str) -> None:
         """Connects to a sender that was lost but may live, to hear how its push has ended."""
@@ -179,6 +194,7 @@ class Reservations:
     def _perform(self, key: AttemptKey, expected: _Expected, actions: Sequence[Action]) -> None:
         if expected.receiver.over:
             del self._expected[key]
+            self._lingering.pop(key, None)
         for action in actions:
             match action:
                 case SendNote():

@@ -21,7 +21,8 @@ start. So a receiver that never answered knows that its pages are untouched, and
 one that stops answering knows that, soon, no further write starts. Beats go on
 as long as the push does, and show the receiver that the sender is alive.
 
-Pages may become ready in any state. One write is under way at a time: what
+Pages may become ready in any state; those that the receiver holds already, as its
+ticket says, are dropped. One write is under way at a time: what
 becomes ready meanwhile goes into the next one, so writes are few and large, and
 the write that carries the Landed note starts only when all earlier bytes are in
 place. When token #1 comes after the last page's write has started, the note
@@ -53,6 +54,7 @@ from core.errors import (
     WorkerLost,
 )
 from core.types import AttemptKey
+from kv_transfer.digest import PageDigest
 from kv_transfer.note import beat_note, drained_note, landed_note
 
 BEATS_PER_LEASE = 5
@@ -123,6 +125,13 @@ class Introduce:
 
 
 @dataclass(frozen=True, slots=True)
+class Silent:
+    """The receiver has not answered for a lease's time: no push to it will succeed now."""
+
+    error: BatonError
+
+
+@dataclass(frozen=True, slots=True)
 class Fail:
     """The push is given up, but a write is still under way: Ended follows."""
 
@@ -144,19 +153,23 @@ class Ended:
     exposed_seconds: float
 
 
-Action = StartWrite | SendNote | Introduce | Fail | Overdue | Ended
+Action = StartWrite | SendNote | Introduce | Silent | Fail | Overdue | Ended
 
 
 class Sender:
     """The state of one push. Every input returns the actions it leads to."""
 
-    def __init__(self, key: AttemptKey, peer: str, page_bytes: int) -> None:
+    def __init__(
+        self, key: AttemptKey, peer: str, page_bytes: int, digest: PageDigest | None = None
+    ) -> None:
         self.state = State.WAITING
         self.peer = peer
         self._key = key
         self._page_bytes = page_bytes
-        self._pages: list[int] = []  # complete local pages, in the prompt's order
-        self._digests: list[int] = []  # one a page, or none at all
+        self._digest = digest
+        self._pages: list[int] = []  # complete local ones, in the prompt's order, to be written
+        self._to_drop = 0  # pages to come that the receiver holds already
+        self._digests: list[int] = []  # one a page whose write has started, or none at all
         self._started = 0  # of the pages, how many are written or being written
         self._remote_pages: Sequence[int] = ()
         self._first_token: int | None = None
@@ -198,30 +211,24 @@ class Sender:
             return self.fail(Internal("the ticket is another worker's"))
         self._take(Step.TICKET)
         self._remote_pages = tuple(body.pages)
+        self._to_drop = body.held_pages
+        self._pages = self._without_held(self._pages)
         self._expires_at = now + body.expires_after_seconds
         self._lease = _Lease(body.lease_seconds, until=now + body.lease_seconds)
         return self._beat(now)
 
-    def pages_ready(
-        self, pages: Sequence[int], now: float, digests: Sequence[int] = ()
-    ) -> list[Action]:
+    def pages_ready(self, pages: Sequence[int], now: float) -> list[Action]:
         """More local pages are complete; they follow those given before."""
-        self._pages += pages
-        self._digests += digests
+        self._pages += self._without_held(pages)
         return self._advance(now)
 
     def finish(
-        self,
-        first_token: int,
-        pages: Sequence[int],
-        finished_at: float,
-        now: float,
-        digests: Sequence[int] = (),
+        self, first_token: int, pages: Sequence[int], finished_at: float, now: float
     ) -> list[Action]:
         """`pages` are the last ones; compute was over at `finished_at`."""
         self._first_token = first_token
         self._finished_at = finished_at
-        return self.pages_ready(pages, now, digests)
+        return self.pages_ready(pages, now)
 
     def renewed(self, number: int, now: float) -> list[Action]:
         """The receiver has answered a beat."""
@@ -289,7 +296,8 @@ class Sender:
             return [Overdue()]
         if now >= self._lease.until:
             seconds = self._lease.seconds
-            return self.fail(Unavailable(f"the decode worker has been silent for {seconds:g} s"))
+            error = Unavailable(f"the decode worker has been silent for {seconds:g} s")
+            return [Silent(error), *self.fail(error)]
         if self.state is State.PUSHING and now >= self._expires_at:
             return self.fail(DeadlineExceeded("the ticket expired before all pages were sent"))
         return self._beat(now)
@@ -323,6 +331,8 @@ class Sender:
             return self.fail(Internal(misfit))
         most = max(MAX_WRITE_BYTES // self._page_bytes, 1)
         new = range(self._started, min(len(self._pages), self._started + most))
+        if self._digest is not None:
+            self._digests += self._digest(self._pages[new.start : new.stop])
         note = b""
         if self._first_token is not None and new.stop == len(self._pages):
             self._take(Step.LAST_WRITE)
@@ -331,6 +341,11 @@ class Sender:
             return []
         self._started = new.stop
         return [self._start_write(new, note, now)]
+
+    def _without_held(self, pages: Sequence[int]) -> list[int]:
+        dropped = min(self._to_drop, len(pages))
+        self._to_drop -= dropped
+        return list(pages[dropped:])
 
     def _misfit(self) -> str:
         """Why the pages cannot fill the reservation; empty when they can."""

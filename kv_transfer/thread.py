@@ -45,6 +45,10 @@ LEASE_SECONDS = 10.0
 """How long a sender may start writes after a beat that was answered, and how long either
 side waits for a silent other."""
 
+LINGER_SECONDS = 300.0
+"""How long bytes that a process has sent may still arrive after its end: its host's kernel sends
+on, and where the network is cut, tries for minutes."""
+
 IDLE_PAUSE_SECONDS = 0.05
 SHORTEST_PAUSE_SECONDS = 0.0002
 LONGEST_PAUSE_SECONDS = {"cpu": 0.01, "cuda": 0.0002}
@@ -68,6 +72,7 @@ class TransferThread:
         *,
         digest: PageDigest | None = None,
         lease_seconds: float = LEASE_SECONDS,
+        linger_seconds: float = LINGER_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`deliver` is called on the transfer thread and must not block.
@@ -83,7 +88,9 @@ class TransferThread:
         self._digest = digest
         self._clock = clock
         self._pushes: Pushes
-        self._reservations = Reservations(transport, digest, lease_seconds, deliver, clock)
+        self._reservations = Reservations(
+            transport, digest, lease_seconds, linger_seconds, deliver, clock
+        )
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._address: Future[PoolAddress] = Future()
         self._pause = 0.0
@@ -164,7 +171,8 @@ class TransferThread:
         self._post(partial(self._reservations.release, key))
 
     def sender_died(self, agent: str) -> None:
-        """A sender's process is known to have ended -> ReservationFreed for all its pages."""
+        """A sender's process is known to have ended -> ReservationFreed for all its pages, once
+        nothing that it had sent can arrive any more."""
         self._post(partial(self._reservations.sender_died, agent))
 
     # On the transfer thread.

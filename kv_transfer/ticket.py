@@ -8,6 +8,7 @@ Version history:
 
     1   request_id, epoch, agent, pages, expires_after_seconds
     2   lease_seconds: a sender writes only under a lease, and asks for it first
+    3   held_pages: the receiver holds the prompt's front already; `pages` are the rest
 """
 
 from __future__ import annotations
@@ -21,23 +22,28 @@ from core.errors import Internal, LayoutMismatch
 from core.types import AttemptKey
 from kv_transfer.layout import layout_hash
 
-TICKET_VERSION = 2
+TICKET_VERSION = 3
 
 
 def make_ticket(
     key: AttemptKey,
     *,
     agent: str,
+    held_pages: int = 0,
     pages: Sequence[int],
     expires_after_seconds: float,
     lease_seconds: float,
     layout: PoolLayout,
 ) -> bytes:
-    """The sealed ticket for `pages` of the pool that transport agent `agent` serves."""
+    """The sealed ticket for `pages` of the pool that transport agent `agent` serves.
+
+    They take a prompt's pages from number `held_pages` on.
+    """
     body = TicketBody(
         request_id=key.request_id,
         epoch=key.epoch,
         agent=agent,
+        held_pages=held_pages,
         pages=pages,
         expires_after_seconds=expires_after_seconds,
         lease_seconds=lease_seconds,

@@ -12,6 +12,7 @@ however it ends: until then a write may still be reading them.
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import dataclass
 
@@ -35,6 +36,7 @@ from kv_transfer.events import (
 from kv_transfer.thread import TransferThread
 from prefill_worker.scheduler import PrefillScheduler
 from worker.admission import check_context, check_work, quarantine_fault
+from worker.cache_feed import CacheFeed
 from worker.flights import Flights, Settled
 from worker.metrics import WorkerMetrics
 from worker.outbox import Outbox
@@ -69,6 +71,7 @@ class PrefillRole:
         self._outbox = outbox
         self._metrics = metrics
         self._flights = Flights(engine, metrics)
+        self.cache_feed = CacheFeed(engine.pool.cache, outbox)
         self._scheduler = PrefillScheduler(engine.pool, config.prefill.chunk_tokens)
         self._jobs: dict[AttemptKey, Job] = {}
         self._quarantine_share = config.quarantine_share
@@ -135,18 +138,21 @@ class PrefillRole:
             free_pages=self._pool.free,
             leased_pages=self._pool.leased - self._quarantined,
             quarantined_pages=self._quarantined,
+            cached_pages=self._pool.cached,
             waiting=self._scheduler.waiting,
             running=self._scheduler.running,
             queued_tokens=self._scheduler.queued_tokens,
             fault=self._fault,
         )
         self._metrics.load(load)
+        self._metrics.cache(self._pool)
         return load
 
     @property
     def _quarantined(self) -> int:
         """Pages of released prompts that a write has been reading for too long."""
-        return sum(len(job.lease) for job in self._jobs.values() if job.overdue and job.lease)
+        overdue = (job.lease.pages for job in self._jobs.values() if job.overdue and job.lease)
+        return len(set(itertools.chain.from_iterable(overdue)))
 
     @property
     def _fault(self) -> str:
@@ -203,8 +209,11 @@ class PrefillRole:
         if job is None or job.released or job.lease is not sequence.lease:
             return  # over while its step was under way
         if isinstance(outcome, BatonError):
+            sequence.lease.forget()
             self._fail(job, outcome)
-        elif outcome is None:
+            return
+        sequence.settle(settled.computed)
+        if outcome is None:
             self._push_full_pages(job, sequence, settled.computed)
         else:
             self._emit(job, sequence, outcome)
@@ -234,7 +243,7 @@ class PrefillRole:
         key = job.work.key
         finish = sequence.append(token)
         self._scheduler.remove(key)
-        self._send_first_token(job, token, finish)
+        self._send_first_token(job, sequence, finish)
         if not job.push:
             self._forget(job)
         elif finish:
@@ -243,14 +252,15 @@ class PrefillRole:
         else:
             self._transfer.finish_push(key, token, sequence.lease.pages[job.pushed_pages :])
 
-    def _send_first_token(self, job: Job, token: int, finish: FinishReason | None) -> None:
+    def _send_first_token(self, job: Job, sequence: Sequence, finish: FinishReason | None) -> None:
         first = pb.FirstToken(
             request_id=job.work.key.request_id,
             epoch=job.work.key.epoch,
-            token=token,
+            token=sequence.tokens[-1],
             finish_reason=finish_to(finish),
             queue_seconds=job.started - job.arrived,
             compute_seconds=time.monotonic() - job.started,
+            cached_tokens=sequence.lease.found * self._pool.page_size,
         )
         self._outbox.send(job.attachment, pb.WorkerMessage(first_token=first))
         self._outbox.flush()

@@ -8,22 +8,44 @@ behind it wait too, so none can be overtaken for ever.
 Prompts that are cleared start before those that are not: a prompt whose pages
 decode is ready to take (or that goes nowhere) gives its own pages back as soon
 as it is computed, while another may have to keep them.
+
+What the pool has cached of a prompt is not computed again. Nor is anything
+computed twice at once: a prompt that goes on like one that is being computed
+waits until it finds those pages in the cache, and meanwhile those behind it,
+up to `LOOK_AHEAD`, may start.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
+from dataclasses import dataclass
 
 from core.types import AttemptKey, Work
 from engine.page_pool import PagePool
-from engine.sequence import Piece, Plan, Sequence
+from engine.prefix_cache import KeyChain
+from engine.sequence import Piece, Plan, Sequence, is_coming
+
+LOOK_AHEAD = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """One that waits."""
+
+    work: Work
+    chain: KeyChain
+
+    @property
+    def keys(self) -> list[bytes]:
+        return self.chain.to_find(self.work.prompt_tokens)
 
 
 class PrefillScheduler:
     def __init__(self, pool: PagePool, chunk_tokens: int) -> None:
         self._pool = pool
         self._chunk_tokens = chunk_tokens
-        self._waiting: OrderedDict[AttemptKey, Work] = OrderedDict()
+        self._waiting: OrderedDict[AttemptKey, _Prompt] = OrderedDict()
         self._cleared: set[AttemptKey] = set()  # of those that wait
         self._started: OrderedDict[AttemptKey, Sequence] = OrderedDict()
 
@@ -38,12 +60,12 @@ class PrefillScheduler:
     @property
     def queued_tokens(self) -> int:
         """Prompt tokens not yet computed."""
-        return sum(len(work.prompt_tokens) for work in self._waiting.values()) + sum(
+        return sum(len(prompt.work.prompt_tokens) for prompt in self._waiting.values()) + sum(
             sequence.uncomputed for sequence in self._started.values()
         )
 
     def add(self, work: Work) -> None:
-        self._waiting[work.key] = work
+        self._waiting[work.key] = _Prompt(work, self._pool.chain(work.cache_salt))
 
     def clear(self, key: AttemptKey) -> None:
         """Nothing will keep this prompt's pages once it is computed."""
@@ -71,7 +93,7 @@ class PrefillScheduler:
             # Nothing is left to plan once the last chunk has been launched.
             if sequence.uncomputed and not sequence.expected:
                 budget -= self._add_piece(plan, sequence, budget)
-        while budget and self._start_oldest():
+        while budget and self._start_next():
             budget -= self._add_piece(plan, next(reversed(self._started.values())), budget)
         return plan
 
@@ -80,16 +102,25 @@ class PrefillScheduler:
         plan.append(Piece(sequence, count))
         return count
 
-    def _start_oldest(self) -> bool:
-        """Moves the oldest waiting prompt to the started ones, if its pages can be had."""
-        if not self._waiting:
+    def _start_next(self) -> bool:
+        """Moves a waiting prompt to the started ones, if its pages can be had."""
+        prompt = self._choose()
+        if prompt is None:
             return False
-        oldest = next(iter(self._waiting))
-        key = next((key for key in self._waiting if key in self._cleared), oldest)
-        work = self._waiting[key]
+        work, keys = prompt.work, prompt.keys
         pages = self._pool.pages_for(len(work.prompt_tokens))
-        if pages > self._pool.free:
+        if self._pool.cost(pages, keys) > self._pool.free:
             return False
-        self.remove(key)
-        self._started[key] = Sequence(work, self._pool.acquire(pages))
+        self.remove(work.key)
+        lease = self._pool.acquire(pages, keys)
+        computed = lease.found * self._pool.page_size
+        self._started[work.key] = Sequence(work, lease, computed=computed, chain=prompt.chain)
         return True
+
+    def _choose(self) -> _Prompt | None:
+        """The oldest prompt that has not to wait for another, a cleared one before others."""
+        cleared = (prompt for key, prompt in self._waiting.items() if key in self._cleared)
+        others = (prompt for key, prompt in self._waiting.items() if key not in self._cleared)
+        first = itertools.islice(itertools.chain(cleared, others), LOOK_AHEAD)
+        started = self._started.values()
+        return next((each for each in first if not is_coming(each.keys, self._pool, started)), None)

@@ -105,6 +105,7 @@ class EngineThread(threading.Thread):
             busy = role.step()
             self._outbox.flush()  # tokens first: a report may count all pages
             self._report(role, BUSY_REPORT_SECONDS if busy else 0.0)
+            role.cache_feed.publish(busy=busy)
             if self._draining:
                 self._go_on_draining(role)
             self._outbox.flush()
@@ -123,10 +124,13 @@ class EngineThread(threading.Thread):
 
     def _hand_over(self, role: Role, item: Item) -> None:
         match item:
+            case FromRouter() if item.message.HasField("resync_cache"):
+                role.cache_feed.send_all(item.attachment)
             case FromRouter():
                 role.on_message(item.attachment, item.message)
             case Attached():
                 self._report(role, 0.0)
+                role.cache_feed.send_all(item.attachment)
             case Detached():
                 role.on_detach(item.attachment)
             case Drain():

@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from baton.v1 import worker_pb2 as pb
 from core import metrics as names
 from core.types import Role
+from engine.page_pool import PagePool
 
 _LABELS = ["worker", "role"]
 
@@ -29,6 +30,10 @@ class WorkerMetrics:
         self._bytes = self._counter(names.TRANSFER_BYTES)
         self._seconds = self._counter(names.TRANSFER_SECONDS)
         self._damaged = self._counter(names.DAMAGED_PAGES)
+        self._looked_up = self._counter(names.CACHE_QUERIED_TOKENS)
+        self._found = self._counter(names.CACHE_HIT_TOKENS)
+        self._evicted = self._counter(names.CACHE_EVICTED_PAGES)
+        self._counted = (0, 0, 0)  # what the last three have been told
 
     def damaged(self, pages: int) -> None:
         self._damaged.inc(pages)
@@ -50,6 +55,18 @@ class WorkerMetrics:
         self._running.set(load.running)
         for state in ("free", "leased", "quarantined", "cached"):
             self._pages.labels(**self._labels, state=state).set(getattr(load, f"{state}_pages"))
+
+    def cache(self, pool: PagePool) -> None:
+        cache = pool.cache
+        counts = (
+            cache.looked_up * pool.page_size,
+            cache.found * pool.page_size,
+            cache.evictions,
+        )
+        counters = (self._looked_up, self._found, self._evicted)
+        for counter, now, before in zip(counters, counts, self._counted, strict=True):
+            counter.inc(now - before)
+        self._counted = counts
 
     def _gauge(self, name: str) -> Gauge:
         return Gauge(name, names.HELP[name], _LABELS, registry=self.registry).labels(**self._labels)

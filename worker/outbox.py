@@ -13,6 +13,9 @@ from baton.v1 import worker_pb2 as pb
 MAX_BACKLOG = 100_000
 """Messages that may wait for one router before it is cut off."""
 
+CACHE_BACKLOG = 1_000
+"""Messages that may wait for one router before it is told nothing more about the cache."""
+
 
 class Outbox:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -59,6 +62,8 @@ class Outbox:
 
     def _put(self, attachment: int, message: pb.WorkerMessage) -> None:
         queue = self._queues[attachment]
+        if queue.qsize() >= CACHE_BACKLOG and message.HasField("cache_events"):
+            return  # it will see the gap, and ask
         if queue.qsize() < MAX_BACKLOG:
             queue.put_nowait(message)
         else:

@@ -10,9 +10,14 @@ from typing import Protocol
 
 from baton.v1 import worker_pb2 as pb
 from kv_transfer.events import TransferEvent
+from worker.cache_feed import CacheFeed
 
 
 class Role(Protocol):
+    @property
+    def cache_feed(self) -> CacheFeed:
+        """What routers are told of the role's prefix cache."""
+
     def on_message(self, attachment: int, message: pb.RouterMessage) -> None:
         """A router asks for something."""
 

@@ -32,7 +32,7 @@ from engine.engine import Engine
 from engine.gpu.settings import GpuSettings
 from kv_transfer.choose import choose_transport
 from kv_transfer.digest import choose_digest
-from kv_transfer.layout import LAYOUT_VERSION
+from kv_transfer.layout import LAYOUT_VERSION, cache_root
 from kv_transfer.thread import TransferThread
 from kv_transfer.transport import PoolMemory
 from worker.cpu import claim_threads, stand_back
@@ -93,6 +93,11 @@ class WorkerServer:
         await self._wait_for(ready)
         await self._serve(host, port)
 
+    @property
+    def agent(self) -> str:
+        """The transport agent of this process."""
+        return self._transfer.pool_address.agent
+
     def serve_metrics(self, host: str, port: int) -> str:
         """Serves Prometheus metrics; the address, "host:port"."""
         server, _ = start_http_server(port, addr=host, registry=self._metrics.registry)
@@ -152,7 +157,8 @@ class WorkerServer:
         section = config.prefill if prefills else config.decode
         # A prefill worker decodes nothing; a canary takes one row.
         most = 1 if prefills else config.decode.max_batch
-        return GpuSettings(config.gpu_memory, most, section.chunk_tokens)
+        share = config.prefill.gpu_share if prefills else 1.0
+        return GpuSettings(config.gpu_memory, most, section.chunk_tokens, share)
 
     def _report_loading(self, what: str, done: float) -> None:
         """Every tenth of it."""
@@ -186,11 +192,13 @@ class WorkerServer:
             progress=self._report_loading,
         )
         self._progress("opening the transfer layer")
-        memory = pool_memory(self._engine)
+        memory, layout = pool_memory(self._engine), pool_layout(self._engine)
+        if config.prefix_cache:
+            self._engine.pool.root = cache_root(layout)
         self._transfer = TransferThread(
             choose_transport(config.transport, device),
             memory,
-            pool_layout(self._engine),
+            layout,
             self._inbox.put,
             digest=choose_digest(config.page_digests, memory),
         )
@@ -230,6 +238,7 @@ class WorkerServer:
             pool=self._transfer.pool_address,
             total_pages=self._engine.pool.total,
             draining=self._drain_asked.is_set(),
+            cache_root=self._engine.pool.root or b"",
         )
 
 

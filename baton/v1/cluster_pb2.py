@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.v1 import worker_pb2 as baton_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/cluster.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/worker.proto\"\x0e\n\x0cWatchRequest\",\n\x07Members\x12!\n\x07workers\x18\x01 \x03(\x0b\x32\x10.baton.v1.Member\"J\n\x06Member\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x1c\n\x04role\x18\x02 \x01(\x0e\x32\x0e.baton.v1.Role\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"!\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\x0f\n\rDrainResponse\"\x0f\n\rStatusRequest\"\xe7\x01\n\x0eStatusResponse\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x16\n\x0euptime_seconds\x18\x02 \x01(\x02\x12\r\n\x05model\x18\x03 \x01(\t\x12\x17\n\x0f\x61\x63tive_requests\x18\x04 \x01(\r\x12\x19\n\x11\x66inished_requests\x18\x05 \x01(\x04\x12\'\n\x07workers\x18\x06 \x03(\x0b\x32\x16.baton.v1.WorkerStatus\x12\x17\n\x0fqueued_requests\x18\x07 \x01(\r\x12\x13\n\x0bqueue_limit\x18\x08 \x01(\r\x12\x10\n\x08\x64raining\x18\t \x01(\x08\"\xc2\x01\n\x0cWorkerStatus\x12 \n\x06member\x18\x01 \x01(\x0b\x32\x10.baton.v1.Member\x12\x10\n\x08\x61ttached\x18\x02 \x01(\x08\x12\x13\n\x0btotal_pages\x18\x03 \x01(\r\x12\x1c\n\x04load\x18\x04 \x01(\x0b\x32\x0e.baton.v1.Load\x12\x17\n\x0f\x61\x63tive_requests\x18\x05 \x01(\r\x12\x11\n\tconnected\x18\x06 \x03(\t\x12\r\n\x05\x66\x61ult\x18\x07 \x01(\t\x12\x10\n\x08\x64raining\x18\x08 \x01(\x08\x32\x42\n\nMembership\x12\x34\n\x05Watch\x12\x16.baton.v1.WatchRequest\x1a\x11.baton.v1.Members0\x01\x32~\n\x05\x41\x64min\x12;\n\x06Status\x12\x17.baton.v1.StatusRequest\x1a\x18.baton.v1.StatusResponse\x12\x38\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x17.baton.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/cluster.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/worker.proto\"\x0e\n\x0cWatchRequest\"B\n\x07Members\x12!\n\x07workers\x18\x01 \x03(\x0b\x32\x10.baton.v1.Member\x12\x14\n\x0c\x65nded_agents\x18\x02 \x03(\t\"J\n\x06Member\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x1c\n\x04role\x18\x02 \x01(\x0e\x32\x0e.baton.v1.Role\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"!\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\x0f\n\rDrainResponse\"\x0f\n\rStatusRequest\"\xe7\x01\n\x0eStatusResponse\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x16\n\x0euptime_seconds\x18\x02 \x01(\x02\x12\r\n\x05model\x18\x03 \x01(\t\x12\x17\n\x0f\x61\x63tive_requests\x18\x04 \x01(\r\x12\x19\n\x11\x66inished_requests\x18\x05 \x01(\x04\x12\'\n\x07workers\x18\x06 \x03(\x0b\x32\x16.baton.v1.WorkerStatus\x12\x17\n\x0fqueued_requests\x18\x07 \x01(\r\x12\x13\n\x0bqueue_limit\x18\x08 \x01(\r\x12\x10\n\x08\x64raining\x18\t \x01(\x08\"\x80\x02\n\x0cWorkerStatus\x12 \n\x06member\x18\x01 \x01(\x0b\x32\x10.baton.v1.Member\x12\x10\n\x08\x61ttached\x18\x02 \x01(\x08\x12\x13\n\x0btotal_pages\x18\x03 \x01(\r\x12\x1c\n\x04load\x18\x04 \x01(\x0b\x32\x0e.baton.v1.Load\x12\x17\n\x0f\x61\x63tive_requests\x18\x05 \x01(\r\x12\x11\n\tconnected\x18\x06 \x03(\t\x12\r\n\x05\x66\x61ult\x18\x07 \x01(\t\x12\x10\n\x08\x64raining\x18\x08 \x01(\x08\x12\x13\n\x0bknown_pages\x18\t \x01(\r\x12\x13\n\x0bread_tokens\x18\n \x01(\x04\x12\x12\n\nhit_tokens\x18\x0b \x01(\x04\x32\x42\n\nMembership\x12\x34\n\x05Watch\x12\x16.baton.v1.WatchRequest\x1a\x11.baton.v1.Members0\x01\x32~\n\x05\x41\x64min\x12;\n\x06Status\x12\x17.baton.v1.StatusRequest\x1a\x18.baton.v1.StatusResponse\x12\x38\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x17.baton.v1.DrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,21 +35,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WATCHREQUEST']._serialized_start=59
   _globals['_WATCHREQUEST']._serialized_end=73
   _globals['_MEMBERS']._serialized_start=75
-  _globals['_MEMBERS']._serialized_end=119
-  _globals['_MEMBER']._serialized_start=121
-  _globals['_MEMBER']._serialized_end=195
-  _globals['_DRAINREQUEST']._serialized_start=197
-  _globals['_DRAINREQUEST']._serialized_end=230
-  _globals['_DRAINRESPONSE']._serialized_start=232
-  _globals['_DRAINRESPONSE']._serialized_end=247
-  _globals['_STATUSREQUEST']._serialized_start=249
-  _globals['_STATUSREQUEST']._serialized_end=264
-  _globals['_STATUSRESPONSE']._serialized_start=267
-  _globals['_STATUSRESPONSE']._serialized_end=498
-  _globals['_WORKERSTATUS']._serialized_start=501
-  _globals['_WORKERSTATUS']._serialized_end=695
-  _globals['_MEMBERSHIP']._serialized_start=697
-  _globals['_MEMBERSHIP']._serialized_end=763
-  _globals['_ADMIN']._serialized_start=765
-  _globals['_ADMIN']._serialized_end=891
+  _globals['_MEMBERS']._serialized_end=141
+  _globals['_MEMBER']._serialized_start=143
+  _globals['_MEMBER']._serialized_end=217
+  _globals['_DRAINREQUEST']._serialized_start=219
+  _globals['_DRAINREQUEST']._serialized_end=252
+  _globals['_DRAINRESPONSE']._serialized_start=254
+  _globals['_DRAINRESPONSE']._serialized_end=269
+  _globals['_STATUSREQUEST']._serialized_start=271
+  _globals['_STATUSREQUEST']._serialized_end=286
+  _globals['_STATUSRESPONSE']._serialized_start=289
+  _globals['_STATUSRESPONSE']._serialized_end=520
+  _globals['_WORKERSTATUS']._serialized_start=523
+  _globals['_WORKERSTATUS']._serialized_end=779
+  _globals['_MEMBERSHIP']._serialized_start=781
+  _globals['_MEMBERSHIP']._serialized_end=847
+  _globals['_ADMIN']._serialized_start=849
+  _globals['_ADMIN']._serialized_end=975
 # @@protoc_insertion_point(module_scope)

@@ -41,18 +41,26 @@ class Members(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     WORKERS_FIELD_NUMBER: _builtins.int
+    ENDED_AGENTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Member]:
         """Every worker that has registered and not left."""
+
+    @_builtins.property
+    def ended_agents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The transport agents of workers whose processes have ended, the latest of
+        them: for decode workers, which may hold pages for their writes.
+        """
 
     def __init__(
         self,
         *,
         workers: _abc.Iterable[Global___Member] | None = ...,
+        ended_agents: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_agents", b"ended_agents", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -202,6 +210,9 @@ class WorkerStatus(_message.Message):
     CONNECTED_FIELD_NUMBER: _builtins.int
     FAULT_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    KNOWN_PAGES_FIELD_NUMBER: _builtins.int
+    READ_TOKENS_FIELD_NUMBER: _builtins.int
+    HIT_TOKENS_FIELD_NUMBER: _builtins.int
     attached: _builtins.bool
     """Whether the router's stream to it is up."""
     total_pages: _builtins.int
@@ -212,6 +223,12 @@ class WorkerStatus(_message.Message):
     """Why it cannot be used, where it cannot."""
     draining: _builtins.bool
     """Whether it takes nothing new and only finishes what runs."""
+    known_pages: _builtins.int
+    """Pages in its prefix cache, used now or not, as far as this router knows."""
+    read_tokens: _builtins.int
+    """Prompt tokens that it was sent by this router, to read or to have read."""
+    hit_tokens: _builtins.int
+    """Of these, those that it had cached."""
     @_builtins.property
     def member(self) -> Global___Member:
         """The worker."""
@@ -235,10 +252,13 @@ class WorkerStatus(_message.Message):
         connected: _abc.Iterable[_builtins.str] | None = ...,
         fault: _builtins.str = ...,
         draining: _builtins.bool = ...,
+        known_pages: _builtins.int = ...,
+        read_tokens: _builtins.int = ...,
+        hit_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "member", b"member"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "attached", b"attached", "connected", b"connected", "draining", b"draining", "fault", b"fault", "load", b"load", "member", b"member", "total_pages", b"total_pages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "attached", b"attached", "connected", b"connected", "draining", b"draining", "fault", b"fault", "hit_tokens", b"hit_tokens", "known_pages", b"known_pages", "load", b"load", "member", b"member", "read_tokens", b"read_tokens", "total_pages", b"total_pages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

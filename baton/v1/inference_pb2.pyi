@@ -63,6 +63,8 @@ class GenerateRequest(_message.Message):
     STOP_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    N_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model's name as ListModels gives it. Empty means the one model served."""
     text: _builtins.str
@@ -76,6 +78,16 @@ class GenerateRequest(_message.Message):
     request_id: _builtins.str
     """A name for this request in logs and answers. Empty means the router
     chooses one. It need not be unique.
+    """
+    n: _builtins.int
+    """How many answers to generate, 1 to 16. Unset means 1. Each counts as a
+    request of its own where requests are counted or wait. Answer 0 is the one
+    that is generated alone; see Finished.seed for the others.
+    """
+    cache_salt: _builtins.str
+    """Requests share cached work on their prompts only with those of the same
+    salt: who must not learn, by how fast an answer comes, what others asked,
+    has a salt of its own. At most 256 characters.
     """
     @_builtins.property
     def chat(self) -> Global___Chat:
@@ -112,17 +124,23 @@ class GenerateRequest(_message.Message):
         stop: _abc.Iterable[_builtins.str] | None = ...,
         ignore_eos: _builtins.bool = ...,
         request_id: _builtins.str = ...,
+        n: _builtins.int | None = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "chat", b"chat", "max_tokens", b"max_tokens", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_n", b"_n", "chat", b"chat", "max_tokens", b"max_tokens", "n", b"n", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "chat", b"chat", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_n", b"_n", "cache_salt", b"cache_salt", "chat", b"chat", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "model", b"model", "n", b"n", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__n: _TypeAlias = _typing.Literal["n"]  # noqa: Y015
+    _WhichOneofArgType__n: _TypeAlias = _typing.Literal["_n", b"_n"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "chat", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__n) -> _WhichOneofReturnType__n | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
@@ -294,7 +312,7 @@ class GenerateResponse(_message.Message):
     FINISHED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def started(self) -> Global___Started:
-        """First: the request was accepted and placed."""
+        """First: the request was accepted and (its first answer) placed."""
 
     @_builtins.property
     def delta(self) -> Global___Delta:
@@ -302,7 +320,7 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def finished(self) -> Global___Finished:
-        """Last: how the answer ended."""
+        """Last of an answer: how it ended."""
 
     def __init__(
         self,
@@ -331,6 +349,7 @@ class Started(_message.Message):
     PREFILL_WORKER_FIELD_NUMBER: _builtins.int
     DECODE_WORKER_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    N_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's name in logs."""
     model: _builtins.str
@@ -338,13 +357,15 @@ class Started(_message.Message):
     prompt_tokens: _builtins.int
     """How many tokens the prompt has."""
     prefill_worker: _builtins.str
-    """The prefill worker that reads the prompt."""
+    """The prefill worker that reads the prompt, for the answer placed first."""
     decode_worker: _builtins.str
-    """The decode worker that writes the answer. Empty when the first token is
+    """The decode worker that writes that answer. Empty when the first token is
     known to be the last (max_tokens is 1).
     """
     seed: _builtins.int
     """The seed in use: the caller's, or the one that was drawn."""
+    n: _builtins.int
+    """How many answers there will be."""
     def __init__(
         self,
         *,
@@ -354,10 +375,11 @@ class Started(_message.Message):
         prefill_worker: _builtins.str = ...,
         decode_worker: _builtins.str = ...,
         seed: _builtins.int = ...,
+        n: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_worker", b"decode_worker", "model", b"model", "prefill_worker", b"prefill_worker", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_worker", b"decode_worker", "model", b"model", "n", b"n", "prefill_worker", b"prefill_worker", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -369,10 +391,13 @@ class Delta(_message.Message):
 
     TEXT_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """New text: always whole characters. It may lag behind the token ids while a
     character or a stop string is incomplete.
     """
+    index: _builtins.int
+    """The answer that they belong to, from 0."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The ids of the new tokens."""
@@ -382,10 +407,11 @@ class Delta(_message.Message):
         *,
         text: _builtins.str = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        index: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -399,13 +425,22 @@ class Finished(_message.Message):
     USAGE_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
     PLACEMENTS_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
     finish_reason: Global___FinishReason.ValueType
     """Why the answer ended."""
     stop: _builtins.str
     """The stop string that ended the answer, where one did."""
+    index: _builtins.int
+    """The answer that ended, from 0."""
+    seed: _builtins.int
+    """The answer's own seed: with it the same request generates this answer
+    alone. Answer i has the request's seed + i * 0x9E3779B97F4A7C15, modulo
+    2^64.
+    """
     @_builtins.property
     def usage(self) -> Global___Usage:
-        """Token counts."""
+        """The prompt's tokens, and this answer's."""
 
     @_builtins.property
     def placements(self) -> _containers.RepeatedCompositeFieldContainer[Global___Placement]:
@@ -420,10 +455,12 @@ class Finished(_message.Message):
         usage: Global___Usage | None = ...,
         stop: _builtins.str = ...,
         placements: _abc.Iterable[Global___Placement] | None = ...,
+        index: _builtins.int = ...,
+        seed: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "placements", b"placements", "stop", b"stop", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "index", b"index", "placements", b"placements", "seed", b"seed", "stop", b"stop", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -437,6 +474,8 @@ class Placement(_message.Message):
     DECODE_WORKER_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    REASON_CODE_FIELD_NUMBER: _builtins.int
+    PREDICTED_SECONDS_FIELD_NUMBER: _builtins.int
     prefill_worker: _builtins.str
     """The prefill worker. Empty when the decode worker read the prompt itself."""
     decode_worker: _builtins.str
@@ -449,6 +488,15 @@ class Placement(_message.Message):
     """Why: for a first attempt the policy's reason, else what ended the attempt
     before.
     """
+    reason_code: _builtins.str
+    """The reason's stable name: "cached" (the prompt's beginning is cached there),
+    "cache_busy" (more is cached elsewhere, where it would take longer),
+    "least_time" (predicted), "least_loaded", "round_robin", "one_token" (one
+    was wanted), "local_faster" (predicted), "local_only" (configured),
+    "no_prefill" (no prefill worker was there), "retry".
+    """
+    predicted_seconds: _builtins.float
+    """Seconds from the placement to the first token, as predicted."""
     def __init__(
         self,
         *,
@@ -456,10 +504,12 @@ class Placement(_message.Message):
         decode_worker: _builtins.str = ...,
         policy: _builtins.str = ...,
         reason: _builtins.str = ...,
+        reason_code: _builtins.str = ...,
+        predicted_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_worker", b"decode_worker", "policy", b"policy", "prefill_worker", b"prefill_worker", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_worker", b"decode_worker", "policy", b"policy", "predicted_seconds", b"predicted_seconds", "prefill_worker", b"prefill_worker", "reason", b"reason", "reason_code", b"reason_code"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -471,19 +521,23 @@ class Usage(_message.Message):
 
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Tokens in the prompt."""
     completion_tokens: _builtins.int
     """Tokens generated."""
+    cached_tokens: _builtins.int
+    """Of the prompt's tokens, those that were cached and not computed again."""
     def __init__(
         self,
         *,
         prompt_tokens: _builtins.int = ...,
         completion_tokens: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

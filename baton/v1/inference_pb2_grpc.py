@@ -60,8 +60,10 @@ class InferenceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Generates one answer. The stream is: one Started, any number of Deltas,
-        one Finished. Cancelling the call stops the work on every worker.
+        """Generates one answer, or several. The stream is: one Started, any number of
+        Deltas, and one Finished an answer. Where there are several their Deltas
+        alternate as they come. An error of one is the call's error and ends the
+        others. Cancelling the call stops the work on every worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -39,8 +39,10 @@ class InferenceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> InferenceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
-    """Generates one answer. The stream is: one Started, any number of Deltas,
-    one Finished. Cancelling the call stops the work on every worker.
+    """Generates one answer, or several. The stream is: one Started, any number of
+    Deltas, and one Finished an answer. Where there are several their Deltas
+    alternate as they come. An error of one is the call's error and ends the
+    others. Cancelling the call stops the work on every worker.
     """
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
     """The models this cluster serves."""
@@ -53,8 +55,10 @@ class InferenceStub:
 class InferenceAsyncStub(InferenceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Generates one answer. The stream is: one Started, any number of Deltas,
-    one Finished. Cancelling the call stops the work on every worker.
+    """Generates one answer, or several. The stream is: one Started, any number of
+    Deltas, and one Finished an answer. Where there are several their Deltas
+    alternate as they come. An error of one is the call's error and ends the
+    others. Cancelling the call stops the work on every worker.
     """
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
     """The models this cluster serves."""
@@ -70,8 +74,10 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]:
-        """Generates one answer. The stream is: one Started, any number of Deltas,
-        one Finished. Cancelling the call stops the work on every worker.
+        """Generates one answer, or several. The stream is: one Started, any number of
+        Deltas, and one Finished an answer. Where there are several their Deltas
+        alternate as they come. An error of one is the call's error and ends the
+        others. Cancelling the call stops the work on every worker.
         """
 
     @_abc_1.abstractmethod

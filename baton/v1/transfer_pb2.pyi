@@ -264,6 +264,7 @@ class TicketBody(_message.Message):
     PAGES_FIELD_NUMBER: _builtins.int
     EXPIRES_AFTER_SECONDS_FIELD_NUMBER: _builtins.int
     LEASE_SECONDS_FIELD_NUMBER: _builtins.int
+    HELD_PAGES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's name."""
     epoch: _builtins.int
@@ -278,9 +279,13 @@ class TicketBody(_message.Message):
     """How long a Renewed lets the sender start writes, counted from when the
     Beat that it answers was sent.
     """
+    held_pages: _builtins.int
+    """How many pages at the prompt's front the receiver holds already."""
     @_builtins.property
     def pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The receiver's page ids, in the prompt's order."""
+        """The receiver's page ids that are to be written, in the prompt's order, from
+        the first that it does not hold.
+        """
 
     def __init__(
         self,
@@ -291,10 +296,11 @@ class TicketBody(_message.Message):
         pages: _abc.Iterable[_builtins.int] | None = ...,
         expires_after_seconds: _builtins.float = ...,
         lease_seconds: _builtins.float = ...,
+        held_pages: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "epoch", b"epoch", "expires_after_seconds", b"expires_after_seconds", "lease_seconds", b"lease_seconds", "pages", b"pages", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "epoch", b"epoch", "expires_after_seconds", b"expires_after_seconds", "held_pages", b"held_pages", "lease_seconds", b"lease_seconds", "pages", b"pages", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -318,8 +324,9 @@ class TransferNote(_message.Message):
     RESEND_FIELD_NUMBER: _builtins.int
     ACCEPTED_FIELD_NUMBER: _builtins.int
     INTRODUCTION_FIELD_NUMBER: _builtins.int
+    GREETING_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """The request's name. Empty in an Introduction."""
+    """The request's name. Empty in an Introduction and a Greeting."""
     epoch: _builtins.int
     """The attempt."""
     @_builtins.property
@@ -356,6 +363,10 @@ class TransferNote(_message.Message):
     def introduction(self) -> Global___Introduction:
         """To the receiver: how it reaches the sender with its own notes."""
 
+    @_builtins.property
+    def greeting(self) -> Global___Greeting:
+        """To the sender: the answer to Introduction; notes pass both ways."""
+
     def __init__(
         self,
         *,
@@ -369,12 +380,13 @@ class TransferNote(_message.Message):
         resend: Global___Resend | None = ...,
         accepted: Global___Accepted | None = ...,
         introduction: Global___Introduction | None = ...,
+        greeting: Global___Greeting | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "beat", b"beat", "drained", b"drained", "introduction", b"introduction", "kind", b"kind", "landed", b"landed", "renewed", b"renewed", "resend", b"resend", "revoked", b"revoked"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "beat", b"beat", "drained", b"drained", "greeting", b"greeting", "introduction", b"introduction", "kind", b"kind", "landed", b"landed", "renewed", b"renewed", "resend", b"resend", "revoked", b"revoked"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "beat", b"beat", "drained", b"drained", "epoch", b"epoch", "introduction", b"introduction", "kind", b"kind", "landed", b"landed", "renewed", b"renewed", "request_id", b"request_id", "resend", b"resend", "revoked", b"revoked"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "beat", b"beat", "drained", b"drained", "epoch", b"epoch", "greeting", b"greeting", "introduction", b"introduction", "kind", b"kind", "landed", b"landed", "renewed", b"renewed", "request_id", b"request_id", "resend", b"resend", "revoked", b"revoked"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["landed", "drained", "beat", "renewed", "revoked", "resend", "accepted", "introduction"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["landed", "drained", "beat", "renewed", "revoked", "resend", "accepted", "introduction", "greeting"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -391,12 +403,16 @@ class Landed(_message.Message):
     first_token: _builtins.int
     """Token #1, which prefill has already sent to the client."""
     pages: _builtins.int
-    """Pages written, for the receiver to check against its reservation."""
+    """Pages written, for the receiver to check against its reservation; those
+    that it held before are not counted.
+    """
     round: _builtins.int
     """The last Resend that was carried out; 0 when there was none."""
     @_builtins.property
     def digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """A digest of each page, in the prompt's order. Empty when none were made."""
+        """A digest of each page written, in the prompt's order. Empty when none were
+        made.
+        """
 
     def __init__(
         self,
@@ -496,7 +512,7 @@ class Resend(_message.Message):
     """
     @_builtins.property
     def positions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Which pages, as places in the prompt's order."""
+        """Which pages, as places among the ticket's."""
 
     def __init__(
         self,
@@ -526,6 +542,21 @@ class Accepted(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Accepted: _TypeAlias = Accepted  # noqa: Y015
+
+@_typing.final
+class Greeting(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Greeting: _TypeAlias = Greeting  # noqa: Y015
 
 @_typing.final
 class Introduction(_message.Message):

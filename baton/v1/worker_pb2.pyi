@@ -65,6 +65,7 @@ class RouterMessage(_message.Message):
     COMPUTE_FIELD_NUMBER: _builtins.int
     PING_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
+    RESYNC_CACHE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """First on every stream."""
@@ -107,6 +108,12 @@ class RouterMessage(_message.Message):
     def drain(self) -> Global___Drain:
         """To either: take nothing new, finish or hand back what runs, then exit."""
 
+    @_builtins.property
+    def resync_cache(self) -> Global___ResyncCache:
+        """To either: send all keys of the prefix cache once more, since some
+        CacheEvents did not arrive.
+        """
+
     def __init__(
         self,
         *,
@@ -120,12 +127,13 @@ class RouterMessage(_message.Message):
         compute: Global___Compute | None = ...,
         ping: Global___Ping | None = ...,
         drain: Global___Drain | None = ...,
+        resync_cache: Global___ResyncCache | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["compute", b"compute", "connect", b"connect", "deliver", b"deliver", "drain", b"drain", "hello", b"hello", "kind", b"kind", "ping", b"ping", "prefill", b"prefill", "release", b"release", "reserve", b"reserve", "sender_gone", b"sender_gone"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["compute", b"compute", "connect", b"connect", "deliver", b"deliver", "drain", b"drain", "hello", b"hello", "kind", b"kind", "ping", b"ping", "prefill", b"prefill", "release", b"release", "reserve", b"reserve", "resync_cache", b"resync_cache", "sender_gone", b"sender_gone"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute", b"compute", "connect", b"connect", "deliver", b"deliver", "drain", b"drain", "hello", b"hello", "kind", b"kind", "ping", b"ping", "prefill", b"prefill", "release", b"release", "reserve", b"reserve", "sender_gone", b"sender_gone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute", b"compute", "connect", b"connect", "deliver", b"deliver", "drain", b"drain", "hello", b"hello", "kind", b"kind", "ping", b"ping", "prefill", b"prefill", "release", b"release", "reserve", b"reserve", "resync_cache", b"resync_cache", "sender_gone", b"sender_gone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "connect", "prefill", "reserve", "deliver", "release", "sender_gone", "compute", "ping", "drain"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "connect", "prefill", "reserve", "deliver", "release", "sender_gone", "compute", "ping", "drain", "resync_cache"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -145,6 +153,7 @@ class WorkerMessage(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     PONG_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    CACHE_EVENTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome:
         """First on every stream."""
@@ -189,6 +198,10 @@ class WorkerMessage(_message.Message):
     def draining(self) -> Global___Draining:
         """From either: place nothing new here; what runs goes on."""
 
+    @_builtins.property
+    def cache_events(self) -> Global___CacheEvents:
+        """From either: which pages came into its prefix cache and which left it."""
+
     def __init__(
         self,
         *,
@@ -202,12 +215,13 @@ class WorkerMessage(_message.Message):
         load: Global___Load | None = ...,
         pong: Global___Pong | None = ...,
         draining: Global___Draining | None = ...,
+        cache_events: Global___CacheEvents | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["connected", b"connected", "draining", b"draining", "failed", b"failed", "first_token", b"first_token", "kind", b"kind", "load", b"load", "pong", b"pong", "pushed", b"pushed", "reserved", b"reserved", "step", b"step", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache_events", b"cache_events", "connected", b"connected", "draining", b"draining", "failed", b"failed", "first_token", b"first_token", "kind", b"kind", "load", b"load", "pong", b"pong", "pushed", b"pushed", "reserved", b"reserved", "step", b"step", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connected", b"connected", "draining", b"draining", "failed", b"failed", "first_token", b"first_token", "kind", b"kind", "load", b"load", "pong", b"pong", "pushed", b"pushed", "reserved", b"reserved", "step", b"step", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_events", b"cache_events", "connected", b"connected", "draining", b"draining", "failed", b"failed", "first_token", b"first_token", "kind", b"kind", "load", b"load", "pong", b"pong", "pushed", b"pushed", "reserved", b"reserved", "step", b"step", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["welcome", "connected", "first_token", "reserved", "step", "pushed", "failed", "load", "pong", "draining"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["welcome", "connected", "first_token", "reserved", "step", "pushed", "failed", "load", "pong", "draining", "cache_events"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -250,6 +264,7 @@ class Welcome(_message.Message):
     POOL_FIELD_NUMBER: _builtins.int
     TOTAL_PAGES_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    CACHE_ROOT_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """The worker's name, as the cluster calls it."""
     incarnation: _builtins.int
@@ -270,6 +285,10 @@ class Welcome(_message.Message):
     """Pages in the pool."""
     draining: _builtins.bool
     """Whether it takes nothing new, as after Draining."""
+    cache_root: _builtins.bytes
+    """The root of the keys in CacheEvents; see core/page_keys.py. Workers that
+    can use each other's pages have the same. Empty when there is no cache.
+    """
     @_builtins.property
     def pool(self) -> _transfer_pb2.PoolAddress:
         """Where its pages are reached, and how they are laid out."""
@@ -286,10 +305,11 @@ class Welcome(_message.Message):
         pool: _transfer_pb2.PoolAddress | None = ...,
         total_pages: _builtins.int = ...,
         draining: _builtins.bool = ...,
+        cache_root: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_length", b"context_length", "draining", b"draining", "incarnation", b"incarnation", "model", b"model", "pool", b"pool", "protocol", b"protocol", "role", b"role", "total_pages", b"total_pages", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_root", b"cache_root", "context_length", b"context_length", "draining", b"draining", "incarnation", b"incarnation", "model", b"model", "pool", b"pool", "protocol", b"protocol", "role", b"role", "total_pages", b"total_pages", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -354,6 +374,69 @@ class Draining(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Draining: _TypeAlias = Draining  # noqa: Y015
+
+@_typing.final
+class ResyncCache(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResyncCache: _TypeAlias = ResyncCache  # noqa: Y015
+
+@_typing.final
+class CacheEvents(_message.Message):
+    """What changed in a worker's prefix cache since the message before. A worker
+    sends the whole cache after Welcome, and when it is asked to; whatever a
+    router misses or hears late costs a worse placement, never a wrong answer.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    RESET_FIELD_NUMBER: _builtins.int
+    STORED_FIELD_NUMBER: _builtins.int
+    EVICTED_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Counts the messages of one worker's process, the same for all its routers.
+    One that does not follow the last by 1 means that some were lost: only a
+    reset, which may carry any number, makes the rest known again.
+    """
+    reset: _builtins.bool
+    """Whether `stored` is all that the cache holds, and what was known before is
+    to be forgotten.
+    """
+    @_builtins.property
+    def stored(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Keys of pages that are there now (core/page_keys.py), a parent before its
+        children. A prefix is there as far as the keys of all its pages are.
+        """
+
+    @_builtins.property
+    def evicted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Keys of pages that are gone. No key is in both lists."""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        reset: _builtins.bool = ...,
+        stored: _abc.Iterable[_builtins.bytes] | None = ...,
+        evicted: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evicted", b"evicted", "number", b"number", "reset", b"reset", "stored", b"stored"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CacheEvents: _TypeAlias = CacheEvents  # noqa: Y015
 
 @_typing.final
 class Connect(_message.Message):
@@ -482,6 +565,7 @@ class Work(_message.Message):
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     ANSWER_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's name, unique among the router's live requests."""
     epoch: _builtins.int
@@ -490,6 +574,8 @@ class Work(_message.Message):
     """The most tokens of the answer, answer_tokens included."""
     answer_tokens: _builtins.int
     """How many of prompt_tokens, at their end, are answer and not prompt."""
+    cache_salt: _builtins.str
+    """Requests share cached pages only with those of the same salt."""
     @_builtins.property
     def prompt_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """What is to be read: the prompt and, after it, what earlier attempts have
@@ -514,10 +600,11 @@ class Work(_message.Message):
         max_tokens: _builtins.int = ...,
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         answer_tokens: _builtins.int = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_tokens", b"answer_tokens", "epoch", b"epoch", "max_tokens", b"max_tokens", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_tokens", b"answer_tokens", "cache_salt", b"cache_salt", "epoch", b"epoch", "max_tokens", b"max_tokens", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -627,6 +714,7 @@ class Reserved(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
     QUEUE_SECONDS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's name."""
     epoch: _builtins.int
@@ -635,6 +723,10 @@ class Reserved(_message.Message):
     """A sealed ticket (kv_transfer/ticket.py): pass it on as it is."""
     queue_seconds: _builtins.float
     """How long the request waited for pages."""
+    cached_tokens: _builtins.int
+    """Of prompt_tokens, how many at the front are in this worker's cache: their
+    pages do not travel.
+    """
     def __init__(
         self,
         *,
@@ -642,10 +734,11 @@ class Reserved(_message.Message):
         epoch: _builtins.int = ...,
         ticket: _builtins.bytes = ...,
         queue_seconds: _builtins.float = ...,
+        cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "queue_seconds", b"queue_seconds", "request_id", b"request_id", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "epoch", b"epoch", "queue_seconds", b"queue_seconds", "request_id", b"request_id", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -713,6 +806,7 @@ class FirstToken(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     QUEUE_SECONDS_FIELD_NUMBER: _builtins.int
     COMPUTE_SECONDS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's name."""
     epoch: _builtins.int
@@ -725,6 +819,10 @@ class FirstToken(_message.Message):
     """From arrival to the first chunk's start."""
     compute_seconds: _builtins.float
     """From the first chunk's start to the token."""
+    cached_tokens: _builtins.int
+    """Of prompt_tokens, how many at the front were in this worker's cache and
+    not computed.
+    """
     def __init__(
         self,
         *,
@@ -734,10 +832,11 @@ class FirstToken(_message.Message):
         finish_reason: _inference_pb2.FinishReason.ValueType = ...,
         queue_seconds: _builtins.float = ...,
         compute_seconds: _builtins.float = ...,
+        cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_seconds", b"compute_seconds", "epoch", b"epoch", "finish_reason", b"finish_reason", "queue_seconds", b"queue_seconds", "request_id", b"request_id", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "compute_seconds", b"compute_seconds", "epoch", b"epoch", "finish_reason", b"finish_reason", "queue_seconds", b"queue_seconds", "request_id", b"request_id", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -812,6 +911,7 @@ class StepTokens(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     QUEUE_SECONDS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's name."""
     epoch: _builtins.int
@@ -823,6 +923,10 @@ class StepTokens(_message.Message):
     queue_seconds: _builtins.float
     """With the first tokens: how long the request waited, arrived, for a place
     in the batch.
+    """
+    cached_tokens: _builtins.int
+    """With the first tokens of a Compute: of prompt_tokens, how many at the front
+    were in this worker's cache and not computed.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -836,10 +940,11 @@ class StepTokens(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         finish_reason: _inference_pb2.FinishReason.ValueType = ...,
         queue_seconds: _builtins.float = ...,
+        cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "finish_reason", b"finish_reason", "queue_seconds", b"queue_seconds", "request_id", b"request_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "epoch", b"epoch", "finish_reason", b"finish_reason", "queue_seconds", b"queue_seconds", "request_id", b"request_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -894,13 +999,13 @@ class Load(_message.Message):
     QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
     FAULT_FIELD_NUMBER: _builtins.int
     free_pages: _builtins.int
-    """Pages that can be handed out at once."""
+    """Pages that can be handed out at once, those of cached_pages included."""
     leased_pages: _builtins.int
     """Pages held by requests."""
     quarantined_pages: _builtins.int
     """Pages held only because a remote write may still reach them."""
     cached_pages: _builtins.int
-    """Pages that hold a prefix which no request uses now."""
+    """Pages that hold a prefix which no request uses now: some of free_pages."""
     waiting: _builtins.int
     """Requests that wait: for pages or for compute."""
     running: _builtins.int

@@ -24,6 +24,7 @@ from kv_transfer.events import (
     PagesDamaged,
     PagesOverdue,
     PeerConnected,
+    PeerDisconnected,
     PushEnded,
     PushFailed,
     ReservationFailed,
@@ -177,6 +178,7 @@ def test_a_push_to_a_frozen_receiver_fails_when_its_lease_lapses() -> None:
         pipe.send_bytes(prefill.agent.encode())
         prefill.begin_push(receiver, pipe.recv_bytes())
         os.kill(pid, signal.SIGSTOP)
+        prefill.next(PeerDisconnected)
         # A write that is under way cannot be withdrawn: the end may take longer than the failure.
         event = prefill.events.get(timeout=20)
         assert isinstance(event, PushFailed | PushEnded)

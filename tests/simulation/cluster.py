@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 
 from core.config import Config, DecodeConfig, PrefillConfig, RouterConfig
+from core.errors import Internal
 from core.types import AttemptKey, Role, Sampling, Work
 from decode_worker.role import DecodeRole
 from kv_transfer.receiver import State
@@ -40,6 +41,7 @@ class Cluster:
         damage = 0.2 if self.digests and draw.random() < 0.3 else 0.0
         self.fabric = Fabric(self.world, self._check_landing, damage)
         self.config = Config(
+            prefix_cache=seed % 2 == 1,
             page_size=draw.choice((2, 3, 4)),
             router=RouterConfig(),
             prefill=PrefillConfig(chunk_tokens=draw.choice((3, 4, 8))),
@@ -48,6 +50,8 @@ class Cluster:
             ),
         )
         self.pages = draw.choice((6, 7, 8, 12))
+        # A request that no engine can compute from some position on.
+        self.breaks_at = {"r0": draw.randint(1, 12)} if self.faults and draw.random() < 0.1 else {}
         self.workers: dict[str, SimulatedWorker] = {}  # by name, the process that lives
         self.processes: dict[str, SimulatedWorker] = {}  # by agent, every process there was
         self.counts = self.world.counts
@@ -75,18 +79,21 @@ class Cluster:
 
     def _plan_requests(self) -> None:
         draw = self.world.random
-        for number in range(draw.choice((1, 2, 3, 4))):
+        # With a cache there are more requests, and some come after others have ended.
+        more, spread = (2, 0.5) if self.config.prefix_cache else (1, 0.1)
+        for number in range(draw.choice((1, 2, 3, 4)) * more):
             request = SimulatedRequest(self._work(number))
             router = draw.choice(self.routers)
-            self.world.after(draw.random() * 0.1, partial(self._submit, router, request))
+            self.world.after(draw.random() * spread, partial(self._submit, router, request))
 
     def _work(self, number: int) -> Work:
         draw = self.world.random
         most = self.pages * self.config.page_size
         prompt = draw.randint(1, min(9, most - 1))
+        tokens = [draw.randrange(VOCABULARY) for _ in range(prompt)]
         return Work(
             key=AttemptKey(f"r{number}", 1),
-            prompt_tokens=[draw.randrange(VOCABULARY) for _ in range(prompt)],
+            prompt_tokens=_begun_alike(tokens) if self.config.prefix_cache else tokens,
             sampling=Sampling(),
             max_tokens=draw.randint(1, min(6, most - prompt)),
             stop_token_ids=frozenset({5}),
@@ -107,6 +114,7 @@ class Cluster:
             digests=self.digests,
             incarnation=incarnation,
         )
+        worker.engine.breaks_at = self.breaks_at
         self.workers[name] = self.processes[worker.agent] = worker
         for router in self.routers:
             router.watch(name)
@@ -130,10 +138,10 @@ class Cluster:
         faults: list[Callable[[], None]] = [
             *(self._kill_worker, self._kill_worker, self._freeze_worker, self._freeze_worker),
             *(self._cut_stream, self._cut_fabric, self._stall_fabric, self._cancel),
-            *(self._drain_worker, self._cut_and_freeze),
+            *(self._drain_worker, self._cut_and_freeze, self._stall_and_kill),
         ]
         if not self.may_lose_workers:
-            faults += [self._fail_fabric, self._fail_fabric]
+            faults += [self._fail_fabric, self._fail_fabric, self._fail_and_kill]
         if sum(not router.dead for router in self.routers) > 1:
             faults.append(self._kill_router)
         self.world.random.choice(faults)()
@@ -215,13 +223,29 @@ class Cluster:
             self.counts["one-sided failures"] += 1
             self.fabric.fail(other.transport, one.transport)
 
+    def _fail_and_kill(self) -> None:
+        """A worker dies that decode cannot reach anyway: only routers can tell of its death."""
+        if pair := self._some_pair():
+            one, other = pair
+            self.fabric.fail(other.transport, one.transport)
+            self.world.after(self.world.random.random(), lambda: self._kill(one))
+
     def _stall_fabric(self) -> None:
         if pair := self._some_pair():
             one, other = pair
             self.world.log(one.agent, f"connection to {other.agent} STALLED")
             self.counts["stalls"] += 1
-            seconds = self.world.random.choice((0.5, 2.0, 8.0))
+            seconds = self.world.random.choice((0.5, 2.0, 8.0, 25.0))
             self.fabric.stall(one.transport, other.transport, seconds)
+
+    def _stall_and_kill(self) -> None:
+        """What a worker had sent before it died arrives when its successor is long there."""
+        if pair := self._some_pair():
+            one, other = pair
+            self.world.log(one.agent, f"connection to {other.agent} STALLED")
+            self.counts["stalls"] += 1
+            self.fabric.stall(one.transport, other.transport, 12.0)
+            self.world.after(self.world.random.random() * 0.1, lambda: self._kill(one))
 
     def _some_pair(self) -> tuple[SimulatedWorker, SimulatedWorker] | None:
         pairs = [
@@ -267,6 +291,10 @@ class Cluster:
         lease = travelling.lease if travelling else receiver.role._leaving.get(key)
         if lease is None or lease.released or not set(write.remote_pages) <= set(lease.pages):
             raise Violation(f"{key} writes into pages of {receiver.agent} that it does not hold")
+        pool = receiver.engine.pool
+        for page in write.remote_pages:
+            if pool.cache.knows(page) or pool._holders[page] != 1:
+                raise Violation(f"{key} writes into page {page}, which others may read")
         if expected.receiver.state is State.QUARANTINED:
             self.counts["writes into quarantine"] += 1
         self._check_source(sender, key, write)
@@ -282,12 +310,30 @@ class Cluster:
             for request in router.requests.values():
                 if not request.outcome:
                     raise Violation(f"{request.name} never ended")
+                if request.outcome == Internal.reason and request.name not in self.breaks_at:
+                    raise Violation(f"{request.name} failed with another request")
                 self.counts[request.outcome] += 1
                 self.counts["retries"] += max(len(request.life.placements) - 1, 0)
                 if not self.faults:
                     self._check_undisturbed(request)
         for worker in self.workers.values():
             self._check_idle(worker)
+        self._check_caches()
+
+    def _check_caches(self) -> None:
+        """Equal keys mean equal contents, on every worker that ever was."""
+        contents: dict[bytes, list[int]] = {}
+        for worker in self.processes.values():
+            cache = worker.engine.pool.cache
+            self.counts["pages found"] += cache.found
+            self.counts["evictions"] += cache.evictions
+            for key in cache.keys:
+                (page,) = cache.find([key])
+                if (
+                    contents.setdefault(key, worker.engine.memory[page])
+                    != (worker.engine.memory[page])
+                ):
+                    raise Violation(f"page {page} of {worker.agent} is not what its key says")
 
     def _check_undisturbed(self, request: SimulatedRequest) -> None:
         if request.outcome != "finished":
@@ -311,3 +357,10 @@ class Cluster:
         left = {what: count for what, count in held.items() if count}
         if left or pool.check_integrity(held=0):
             raise Violation(f"{worker.agent} at rest still holds {left}; {pool.check_integrity()}")
+
+
+def _begun_alike(tokens: list[int]) -> list[int]:
+    """A prompt that shares a part of random length with others, and goes on by itself."""
+    differs = (place for place, token in enumerate(tokens) if token > 0.85 * VOCABULARY)
+    shared = next(differs, len(tokens))
+    return [place * 7 % VOCABULARY for place in range(shared)] + tokens[shared:]

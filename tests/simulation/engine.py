@@ -7,13 +7,17 @@ one page that is missing, stale or damaged gives a wrong answer.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from core.errors import Internal
 from core.types import FinishReason, Work
 from engine.flight import Flight, Landed, Outcome
 from engine.page_pool import Lease, PagePool
 from engine.sequence import Piece, Plan
+
+from .world import Violation
 
 VOCABULARY = 97
 _PRIME = (1 << 61) - 1
@@ -28,7 +32,8 @@ class SimulatedEngine:
     """Stands in for engine.Engine where a role uses it.
 
     One that runs ahead, as a GPU does, reads and writes pages only when its
-    step is waited for, and knows the tokens of steps under way by itself.
+    step is waited for, after those before it, and knows the tokens of steps
+    under way by itself.
     """
 
     def __init__(self, pages: int, page_size: int, salt: int, *, runs_ahead: bool = False) -> None:
@@ -39,13 +44,32 @@ class SimulatedEngine:
         # Memory is never clean: what a page held before looks like anything else.
         self.memory = [[salt + page] * page_size for page in range(pages)]
         self._last_tokens: dict[Lease, int] = {}
+        self._under_way: deque[_Flight] = deque()
+        # By request: the position that it cannot be computed at.
+        self.breaks_at: dict[str, int] = {}
 
     def launch(self, plan: Plan) -> Flight:
+        for piece in plan:
+            self._check(piece)
         runs = [_Run(piece) for piece in plan]
-        return _Flight(self, runs) if self._runs_ahead else Landed([self.run(run) for run in runs])
+        if not self._runs_ahead:
+            return Landed([self.run(run) for run in runs])
+        self._under_way.append(_Flight(self, runs))
+        return self._under_way[-1]
+
+    def run_until(self, flight: _Flight) -> None:
+        while not flight.outcomes:
+            self._under_way.popleft().run()
+
+    def _check(self, piece: Piece) -> None:
+        sequence = piece.sequence
+        breaks_at = self.breaks_at.get(sequence.work.key.request_id, self.context_length)
+        if sequence.computed <= breaks_at < sequence.computed + piece.count:
+            raise Internal("the logits are not numbers")
 
     def run(self, run: _Run) -> int | None:
         for position in range(run.start, run.end):
+            self._check_write(run.lease.pages[position // self.pool.page_size])
             page, place = self._find(run.lease, position)
             known = run.tokens[position] if position < len(run.tokens) else None
             token = self._last_tokens[run.lease] if known is None else known
@@ -56,6 +80,10 @@ class SimulatedEngine:
         token = next_token(page[place] for page, place in found)
         self._last_tokens[run.lease] = token
         return token
+
+    def _check_write(self, page: int) -> None:
+        if self.pool.cache.knows(page) or self.pool._holders[page] != 1:
+            raise Violation(f"a step writes into page {page}, which others may read")
 
     def _find(self, lease: Lease, position: int) -> tuple[list[int], int]:
         size = self.pool.page_size
@@ -78,19 +106,22 @@ class _Run:
 
 class _Flight:
     def __init__(self, engine: SimulatedEngine, runs: list[_Run]) -> None:
+        self.outcomes: list[Outcome] = []
         self._engine = engine
         self._runs = runs
         for run in runs:
             run.lease.pin()
             run.sequence.expected += run.samples
 
+    def run(self) -> None:
+        self.outcomes = [self._engine.run(run) for run in self._runs]
+
     def wait(self) -> list[Outcome]:
-        outcomes: list[Outcome] = []
+        self._engine.run_until(self)
         for run in self._runs:
-            outcomes.append(self._engine.run(run))
             run.sequence.expected -= run.samples
             run.lease.unpin()
-        return outcomes
+        return self.outcomes
 
 
 def fingerprint(token: int, position: int) -> int:

@@ -65,8 +65,7 @@ class Fabric:
 
     def travel_time(self, sender: SimulatedTransport, endpoint: Endpoint) -> float:
         """How long something that leaves now is on its way."""
-        until = self.stalls.get(frozenset((sender.agent, endpoint.peer.agent)), 0.0)
-        return max(until - self.world.now, 0.0) + self.world.delay()
+        return self._stalled_for(sender, endpoint.peer) + self.world.delay()
 
     def cut(self, one: SimulatedTransport, other: SimulatedTransport) -> None:
         """Breaks the connection between two live workers."""
@@ -78,11 +77,26 @@ class Fabric:
         one.break_off(other, gone=False)
 
     def kill(self, transport: SimulatedTransport) -> None:
+        """A process dies. Its host's kernel sends on what it had sent; only after that does a
+        peer see the end of the connection."""
         transport.dead = True
-        for write in list(transport.writes.values()):
-            self._abandon(write)
-        for other in self.agents.values():
-            other.break_off(transport)
+        for other in list(self.agents.values()):
+            if seconds := self._stalled_for(transport, other):
+                self.world.after(
+                    seconds, lambda other=other: self._end_connection(transport, other)
+                )
+            else:
+                self._end_connection(transport, other)
+
+    def _end_connection(self, dead: SimulatedTransport, other: SimulatedTransport) -> None:
+        for write in list(dead.writes.values()):
+            if write.endpoint.peer is other:
+                self._abandon(write)
+        other.break_off(dead)
+
+    def _stalled_for(self, one: SimulatedTransport, other: SimulatedTransport) -> float:
+        until = self.stalls.get(frozenset((one.agent, other.agent)), 0.0)
+        return max(until - self.world.now, 0.0)
 
     def _abandon(self, write: Write) -> None:
         """The sender died: some, all or none of the bytes are there."""

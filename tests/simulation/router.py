@@ -10,7 +10,8 @@ from core.errors import BatonError, Cancelled, WorkerLost
 from core.types import AttemptKey, Role, Work
 from router.attempt import Action, Attempt, Ended, Event, LinkLost, Send, Side, Tokens
 from router.life import RequestLife, RetryLimits
-from router.policy import DecodeView, Placement, PrefillView, Snapshot, choose
+from router.placement import DecodeView, Placement, PrefillView, Snapshot
+from router.policy import choose
 
 from .engine import reference
 from .streams import Stream
@@ -88,6 +89,7 @@ class SimulatedRouter:
         self._world = world
         self._attach = attach
         self._agents: dict[str, str] = {}  # the last one seen, by worker
+        self._ended: list[str] = []  # agents of processes that have ended
         self._no_pair_since = 0.0
 
     def watch(self, worker_id: str) -> None:
@@ -165,8 +167,12 @@ class SimulatedRouter:
         before = self._agents.get(link.worker_id, link.agent)
         self._agents[link.worker_id] = link.agent
         if before != link.agent:
-            for decode in self._attached(Role.DECODE):
-                decode.send(pb.RouterMessage(sender_gone=pb.SenderGone(agent=before)))
+            self._ended.append(before)
+        # A decode worker that was not attached then is told when it is.
+        told = [link] if link.is_role(Role.DECODE) else self._attached(Role.DECODE)
+        for decode in told:
+            for agent in self._ended:
+                decode.send(pb.RouterMessage(sender_gone=pb.SenderGone(agent=agent)))
         self._connect_all()
 
     def _connect_all(self) -> None:
@@ -179,6 +185,7 @@ class SimulatedRouter:
 
     def _note_connection(self, link: Link, connected: pb.Connected) -> None:
         if connected.error:
+            link.reaches.discard(connected.agent)
             self._world.after(RECONNECT_SECONDS, lambda: self._ask_again(link, connected.agent))
         elif connected.lost:
             self._ask_again(link, connected.agent)
@@ -281,6 +288,7 @@ class SimulatedRouter:
     def _end(self, request: SimulatedRequest, attempt: Attempt, ended: Ended) -> None:
         self._world.log(self.name, f"{attempt.work.key} ended: {ended.error!r}")
         self._release(request)
+        self._check_silence(attempt, ended)
         placement = attempt.placement
         if isinstance(ended.error, WorkerLost) and placement.prefill and placement.decode:
             prefill, decode = self.links[placement.prefill], self.links[placement.decode]
@@ -292,6 +300,12 @@ class SimulatedRouter:
         else:
             request.waits_since = self._world.now
             self._world.after(request.life.delay, lambda: self._place(request))
+
+    def _check_silence(self, attempt: Attempt, ended: Ended) -> None:
+        """Who says that a peer is silent must not count as connected to it."""
+        silent = "the decode worker has been silent" in ended.error.message
+        if silent and attempt._decode_agent in self.links[attempt.placement.prefill].reaches:
+            raise Violation(f"{attempt.work.key} found a silent peer that counts as connected")
 
     def _fail(self, request: SimulatedRequest, error: BatonError) -> None:
         self._world.log(self.name, f"{request.name} fails: {error!r}")

@@ -9,13 +9,14 @@ from core.types import AttemptKey, Role, Sampling, Work
 from core.wire import work_to
 from kv_transfer.events import (
     PagesOverdue,
+    PeerConnected,
     ReservationFailed,
     ReservationFreed,
     TransferEvent,
 )
 from kv_transfer.note import beat_note, introduction_note
 from kv_transfer.receiver import State
-from kv_transfer.thread import TransferThread
+from kv_transfer.thread import LINGER_SECONDS, TransferThread
 from kv_transfer.transport import Noted, PoolMemory
 
 from .fabric import Fabric, SimulatedTransport
@@ -79,6 +80,46 @@ def test_a_lost_connection_is_not_replaced_before_its_loss_is_told() -> None:
     assert ReservationFreed(KEY) in decode.events
     fabric.world.run(until=60.0)
     assert prefill.transport.poll() == []
+
+
+def pass_time(fabric: Fabric, side: Side, seconds: float) -> None:
+    """Lets time pass for one side alone, in the steps that it asks for."""
+    until = fabric.world.now + seconds
+    side.thread.step(0.0)
+    while fabric.world.now < until:
+        fabric.world.now = min(max(side.thread.deadline, fabric.world.now + 0.1), until)
+        side.thread.step(0.0)
+
+
+def test_a_decode_worker_counts_as_connected_once_it_has_answered() -> None:
+    fabric, prefill, decode = sides()
+    prefill.thread.connect("decode0", decode.thread.pool_address)
+    pass_time(fabric, prefill, 4.0)
+    assert prefill.events == []
+    pass_time(fabric, prefill, 2.0)
+    [silent] = prefill.events
+    assert isinstance(silent, PeerConnected)
+    assert isinstance(silent.error, Unavailable)
+    prefill.thread.connect("decode0", decode.thread.pool_address)
+    prefill.thread.step(0.0)
+    fabric.world.run(until=fabric.world.now + 60.0)
+    for side in (decode, prefill):
+        side.thread.step(0.0)
+        fabric.world.run(until=fabric.world.now + 60.0)
+    prefill.thread.step(0.0)
+    assert prefill.events[-1] == PeerConnected("decode0", "decode", None)
+
+
+def test_what_a_dead_process_has_sent_is_waited_for() -> None:
+    fabric, prefill, decode = sides()
+    decode.thread.expect(KEY, "prefill", [0], 6000.0)
+    decode.hear(prefill, introduction_note(prefill.thread.pool_address), beat_note(KEY, 1))
+    decode.thread.release_reservation(KEY)
+    decode.thread.sender_died("prefill")
+    pass_time(fabric, decode, LINGER_SECONDS - 1.0)
+    assert decode.reservation is State.QUARANTINED
+    pass_time(fabric, decode, 2.0)
+    assert decode.events[-1] == ReservationFreed(KEY)
 
 
 class Decode:

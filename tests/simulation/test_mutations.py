@@ -13,15 +13,24 @@ from baton.v1.transfer_pb2 import Resend, TransferNote
 from core.errors import BatonError
 from core.types import AttemptKey
 from decode_worker.role import DecodeRole
+from decode_worker.scheduler import DecodeScheduler, Reservation
+from engine.engine import Engine
+from engine.flight import Flight, Landed
+from engine.prefix_cache import PrefixCache
+from engine.sequence import Piece, Plan
 from kv_transfer import pushes, receiver, sender
 from kv_transfer.note import drained_note, key_of
+from kv_transfer.pushes import Pushes
 from kv_transfer.receiver import Receiver
 from kv_transfer.reservations import Reservations
 from kv_transfer.sender import Sender
 from prefill_worker.role import PrefillRole
 from router.attempt import Action, Attempt, LinkLost
+from worker import flights
 
+from . import worker as simulated
 from .cluster import Cluster
+from .engine import _Run
 from .world import Violation
 
 SEEDS = 2500
@@ -87,7 +96,33 @@ def say_drained_too_early(patch: Patch) -> None:
 
 
 def forget_dead_senders(patch: Patch) -> None:
+    patch.setattr(Reservations, "_of", lambda self, agent: [])
+
+
+def ignore_what_routers_say_of_the_dead(patch: Patch) -> None:
     patch.setattr(Reservations, "sender_died", lambda self, agent: None)
+
+
+def believe_that_the_dead_are_silent(patch: Patch) -> None:
+    """Nothing that a process has sent is expected after its end."""
+    patch.setattr(simulated, "LINGER_SECONDS", 0.0)
+
+
+def trust_a_silent_connection(patch: Patch) -> None:
+    """A decode worker that does not answer counts as connected."""
+    patch.setattr(Pushes, "_fall_silent", lambda self, peer, error: None)
+
+
+def break_the_neighbours_too(patch: Patch) -> None:
+    """A request that cannot be computed takes the others of its step with it."""
+
+    def launch(engine: Engine, plan: Plan) -> Flight:
+        try:
+            return engine.launch(plan)
+        except BatonError as error:
+            return Landed([error] * len(plan))
+
+    patch.setattr(flights, "launch", launch)
 
 
 def use_damaged_pages(patch: Patch) -> None:
@@ -137,6 +172,42 @@ def forget_to_free(patch: Patch) -> None:
     patch.setattr(DecodeRole, "_let_go", lambda self, key: self._leaving.pop(key, None))
 
 
+def know_before_it_landed(patch: Patch) -> None:
+    """Decode shares the pages of a prompt that is still on its way."""
+    grant = DecodeScheduler.grant
+
+    def named(self: DecodeScheduler) -> list[Reservation]:
+        granted = grant(self)
+        for each in granted:
+            prompt = each.work.prompt_tokens
+            each.lease.name(each.chain.keys(prompt, len(prompt)))
+        return granted
+
+    patch.setattr(DecodeScheduler, "grant", named)
+
+
+def know_before_the_step_has_ended(patch: Patch) -> None:
+    """Pages are shared as soon as the step that fills them is launched."""
+    depart = _Run.__init__
+
+    def named(self: _Run, piece: Piece) -> None:
+        depart(self, piece)
+        if self.end <= len(self.tokens):
+            piece.sequence.settle(self.end)
+
+    patch.setattr(_Run, "__init__", named)
+
+
+def evict_what_is_leased(patch: Patch) -> None:
+    """A cached page that a lease takes still counts as idle."""
+    patch.setattr(PrefixCache, "wake", lambda self, page: None)
+
+
+def count_held_pages_twice(patch: Patch) -> None:
+    """Prefill's pages go where the receiver's next ones are, whatever it holds already."""
+    patch.setattr(Sender, "_without_held", lambda self, pages: list(pages))
+
+
 def repeat_token_one(patch: Patch) -> None:
     """Tokens of decode that overtook token #1 are not held back."""
     step = Attempt._step
@@ -168,6 +239,10 @@ MUTATIONS: list[Callable[[Patch], None]] = [
     never_say_drained,
     say_drained_too_early,
     forget_dead_senders,
+    ignore_what_routers_say_of_the_dead,
+    believe_that_the_dead_are_silent,
+    trust_a_silent_connection,
+    break_the_neighbours_too,
     use_damaged_pages,
     send_again_twice,
     free_what_a_write_reads,
@@ -175,6 +250,10 @@ MUTATIONS: list[Callable[[Patch], None]] = [
     forget_to_free,
     forget_token_one,
     repeat_token_one,
+    know_before_it_landed,
+    know_before_the_step_has_ended,
+    evict_what_is_leased,
+    count_held_pages_twice,
 ]
 
 

@@ -12,7 +12,9 @@ from core.types import Role
 from core.wire import role_to
 from decode_worker.role import DecodeRole
 from engine.engine import Engine
+from engine.page_pool import PagePool
 from kv_transfer.events import PagesDamaged, TransferEvent
+from kv_transfer.layout import cache_root
 from kv_transfer.thread import TransferThread
 from kv_transfer.transport import PoolMemory
 from prefill_worker.role import PrefillRole
@@ -26,6 +28,7 @@ from .streams import Stream
 from .world import Violation, World
 
 LEASE_SECONDS = 1.0
+LINGER_SECONDS = 30.0
 LAYOUT = PoolLayout(version=1, model="simulated")
 
 
@@ -48,6 +51,9 @@ class QuietMetrics(WorkerMetrics):
         pass
 
     def load(self, load: pb.Load) -> None:
+        pass
+
+    def cache(self, pool: PagePool) -> None:
         pass
 
 
@@ -95,6 +101,8 @@ class SimulatedWorker:
         self.engine = SimulatedEngine(
             pages, config.page_size, salt=incarnation * 10**6, runs_ahead=not digests
         )
+        if config.prefix_cache:
+            self.engine.pool.root = cache_root(LAYOUT)
         agent = f"{worker_id}.{incarnation}"
         self.transport = SimulatedTransport(fabric, agent, self.engine.memory)
         self.transport.poke = self._poke_transfer
@@ -106,6 +114,7 @@ class SimulatedWorker:
             self._on_transfer,
             digest=self._digests if digests else None,
             lease_seconds=LEASE_SECONDS,
+            linger_seconds=LINGER_SECONDS,
             clock=world.clock,
         )
         self.transfer.open()

@@ -10,20 +10,23 @@ from engine.page_pool import PagePool
 from engine.sequence import Plan, Sequence
 
 
-def work(name: str, prompt: int, answer: int = 8) -> Work:
-    return Work(AttemptKey(name, 1), range(prompt), Sampling(), answer, frozenset())
+def work(name: str, prompt: int, answer: int = 8, salt: str = "") -> Work:
+    key = AttemptKey(name, 1)
+    return Work(key, range(prompt), Sampling(), answer, frozenset(), cache_salt=salt)
 
 
 class Bench:
     """A scheduler with a pool of 4-token pages, driven the way the role drives it."""
 
-    def __init__(self, pages: int = 100, max_batch: int = 8, chunk: int = 16) -> None:
-        self.pool = PagePool(pages, page_size=4)
+    def __init__(
+        self, pages: int = 100, max_batch: int = 8, chunk: int = 16, root: bytes | None = None
+    ) -> None:
+        self.pool = PagePool(pages, 4, root)
         self.scheduler = DecodeScheduler(self.pool, max_batch, chunk)
         self.sequences: dict[str, Sequence] = {}
 
-    def arrive(self, name: str, prompt: int, answer: int = 8) -> None:
-        self.scheduler.reserve(work(name, prompt, answer))
+    def arrive(self, name: str, prompt: int, answer: int = 8, salt: str = "") -> None:
+        self.scheduler.reserve(work(name, prompt, answer, salt))
         self.scheduler.grant()
         self.land(name)
 
@@ -38,6 +41,7 @@ class Bench:
             sequence, samples = piece.sequence, piece.samples
             assert self.pool.pages_for(sequence.computed + piece.count) <= len(sequence.lease)
             sequence.computed += piece.count
+            sequence.settle(sequence.computed)
             if samples and sequence.append(0):
                 self.scheduler.finish(sequence)
                 del self.sequences[sequence.work.key.request_id]
@@ -244,3 +248,39 @@ def test_preemption_waits_for_the_step_under_way() -> None:
     flight.land()
     assert [piece.sequence for piece in bench.scheduler.next()] == [bench.sequences["a"]]
     assert bench.sequences["b"].lease.released
+
+
+def test_a_preempted_request_finds_its_own_pages_again() -> None:
+    bench = Bench(pages=7, root=b"root")
+    bench.arrive("old", prompt=8, answer=9)
+    bench.arrive("young", prompt=8, answer=9, salt="its own")
+    sequence = bench.step_until_preempted("young")
+    assert len(sequence.tokens) == 13
+    while not sequence.computed:
+        bench.step()
+    assert sequence.lease.found == 3, "only the page that was not full was taken for another"
+
+
+def test_of_a_prompt_that_is_partly_there_only_the_rest_is_awaited() -> None:
+    bench = Bench(root=b"root")
+    bench.arrive("first", prompt=10)
+    bench.scheduler.reserve(work("second", 14))
+    (granted,) = bench.scheduler.grant()
+    assert (granted.lease.found, len(granted.awaited)) == (2, 2)
+    assert granted.lease.pages[:2] == bench.sequences["first"].lease.pages[:2]
+
+
+def test_requests_that_go_on_alike_are_computed_one_after_the_other() -> None:
+    bench = Bench(root=b"root")
+    for name in ("one", "two"):
+        bench.sequences[name] = bench.scheduler.compute(work(name, 24))
+    assert bench.step() == [("one", 16)]
+    assert bench.step() == [("one", 8)]
+    assert bench.step() == [("one", 1), ("two", 4)]
+
+
+def test_a_full_pool_is_shared_by_requests_that_begin_alike() -> None:
+    bench = Bench(pages=6, root=b"root")
+    bench.arrive("first", prompt=12)
+    bench.scheduler.reserve(work("second", 13))
+    assert len(bench.scheduler.grant()) == 1, "four pages, of which three are leased already"

@@ -92,3 +92,38 @@ def test_single_tokens_of_prompts_may_run_among_those_that_decode(
     prompts, samplings = [[5], [7, 8, 9]], [Sampling(), Sampling()]
     wanted = answers(runner_for(tmp_path, None), prompts, samplings, 2, chunk=1)
     assert answers(runner_for(tmp_path, device), prompts, samplings, 2, chunk=1) == wanted
+
+
+def test_a_prompt_goes_on_behind_pages_that_another_sequence_has_filled(
+    device: torch.device, tmp_path: Path
+) -> None:
+    save(TINY_MODELS["llama"], tmp_path)
+    source = random.Random(2)
+    first = [source.randrange(VOCABULARY) for _ in range(9)]
+    second = [*first[:8], source.randrange(VOCABULARY), source.randrange(VOCABULARY)]
+    wanted = answers(runner_for(tmp_path, None), [first, second], [Sampling()] * 2, 2)
+    runner, pool = runner_for(tmp_path, device), PagePool(PAGES, PAGE_SIZE, root=b"root")
+    writer = begin(pool, first, 2)
+    step(runner, [writer])
+    reader = begin(pool, second, 2)
+    assert reader.lease.pages[:2] == writer.lease.pages[:2]
+    step(runner, [writer, reader])
+    writer.lease.release()
+    step(runner, [reader])
+    assert [writer.tokens[9:], reader.tokens[10:]] == wanted
+
+
+def begin(pool: PagePool, prompt: list[int], count: int) -> Sequence:
+    work = Work(AttemptKey(str(len(prompt)), 0), prompt, Sampling(), count, frozenset())
+    chain = pool.chain("")
+    lease = pool.acquire(pool.pages_for(len(prompt) + count), chain.to_find(prompt))
+    return Sequence(work, lease, computed=lease.found * PAGE_SIZE, chain=chain)
+
+
+def step(runner: AnyRunner, sequences: list[Sequence]) -> None:
+    """All that is left to compute of each, and what a worker does when that has ended."""
+    plan = [Piece(each, each.uncomputed) for each in sequences]
+    for each, token in zip(sequences, runner.launch(plan).wait(), strict=True):
+        assert isinstance(token, int)
+        each.settle(each.computed)
+        each.append(token)

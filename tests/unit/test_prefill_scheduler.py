@@ -10,8 +10,10 @@ def work(name: str, tokens: int) -> Work:
     return Work(AttemptKey(name, 1), range(tokens), Sampling(), 8, frozenset())
 
 
-def scheduler(*lengths: int, chunk: int = 10, pages: int = 100) -> PrefillScheduler:
-    made = PrefillScheduler(PagePool(pages, page_size=4), chunk)
+def scheduler(
+    *lengths: int, chunk: int = 10, pages: int = 100, root: bytes | None = None
+) -> PrefillScheduler:
+    made = PrefillScheduler(PagePool(pages, 4, root), chunk)
     for index, length in enumerate(lengths):
         made.add(work(f"r{index}", length))
     return made
@@ -27,6 +29,7 @@ def run(scheduler: PrefillScheduler) -> list[tuple[str, int]]:
     done = [piece.sequence for piece in plan if piece.samples]
     for piece in plan:
         piece.sequence.computed += piece.count
+        piece.sequence.settle(piece.sequence.computed)
     for sequence in done:
         scheduler.remove(sequence.work.key)
         sequence.lease.release()
@@ -98,3 +101,26 @@ def test_nothing_is_planned_for_a_prompt_whose_token_is_on_its_way() -> None:
     assert made.next() == []
     piece.sequence.expected -= 1
     assert made.next() == [], "the token was sampled, and is not appended yet"
+
+
+def test_what_is_cached_is_not_computed_again() -> None:
+    made = scheduler(10, 14, root=b"root")
+    assert run(made) == [("r0", 10)]
+    assert run(made) == [("r1", 6)]
+
+
+def test_a_prompt_waits_for_one_that_computes_what_it_begins_with() -> None:
+    made = scheduler(12, 14, root=b"root")
+    assert run(made) == [("r0", 10)]
+    assert run(made) == [("r0", 2), ("r1", 6)], "the page after those is not shared"
+
+
+def test_others_may_start_while_a_prompt_waits_for_another() -> None:
+    made = scheduler(20, 24, root=b"root")
+    made.add(Work(AttemptKey("other", 1), [9, 9, 9], Sampling(), 8, frozenset()))
+    assert run(made) == [("r0", 10)]
+    assert run(made) == [("r0", 10)]
+    made = scheduler(6, 24, root=b"root")
+    made.add(Work(AttemptKey("other", 1), [9, 9, 9], Sampling(), 8, frozenset()))
+    assert run(made) == [("r0", 6), ("other", 3)]
+    assert run(made) == [("r1", 10)]

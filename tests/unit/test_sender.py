@@ -16,6 +16,7 @@ from core.errors import (
 )
 from core.types import AttemptKey
 from kv_transfer import sender as machine
+from kv_transfer.digest import PageDigest
 from kv_transfer.note import beat_note, drained_note, landed_note, read_note
 from kv_transfer.sender import (
     Action,
@@ -25,6 +26,7 @@ from kv_transfer.sender import (
     Overdue,
     Sender,
     SendNote,
+    Silent,
     StartWrite,
     State,
 )
@@ -37,7 +39,11 @@ DRAINED = drained_note(KEY)
 
 
 def ticket(
-    pages: list[int] = REMOTE, epoch: int = 2, expires: float = 60.0, lease: float = 10.0
+    pages: list[int] = REMOTE,
+    epoch: int = 2,
+    expires: float = 60.0,
+    lease: float = 10.0,
+    held: int = 0,
 ) -> TicketBody:
     return TicketBody(
         request_id="request",
@@ -46,6 +52,7 @@ def ticket(
         pages=pages,
         expires_after_seconds=expires,
         lease_seconds=lease,
+        held_pages=held,
     )
 
 
@@ -57,24 +64,24 @@ def write(local: list[int], remote: list[int], note: bytes = b"") -> StartWrite:
     return StartWrite(tuple(local), tuple(remote), note)
 
 
-def asking(expires: float = 60.0) -> Sender:
+def asking(expires: float = 60.0, digest: PageDigest | None = None) -> Sender:
     """A push with a ticket that came at time 0 and a first beat."""
-    sender = Sender(KEY, "peer", PAGE_BYTES)
+    sender = Sender(KEY, "peer", PAGE_BYTES, digest)
     assert sender.ticket(ticket(expires=expires), now=0.0) == [beat(1)]
     return sender
 
 
-def pushing(expires: float = 60.0) -> Sender:
+def pushing(expires: float = 60.0, digest: PageDigest | None = None) -> Sender:
     """A push whose lease lasts until 10, and that beats next at 2."""
-    sender = asking(expires)
+    sender = asking(expires, digest)
     assert sender.renewed(1, now=0.1) == []
     return sender
 
 
-def confirming(digests: list[int] | None = None) -> Sender:
+def confirming(digest: PageDigest | None = None) -> Sender:
     """A push whose last write ended at 2."""
-    sender = pushing()
-    sender.finish(7, [1, 2, 3, 4], finished_at=1.0, now=1.0, digests=digests or [])
+    sender = pushing(digest=digest)
+    sender.finish(7, [1, 2, 3, 4], finished_at=1.0, now=1.0)
     assert sender.write_done(now=2.0) == []
     assert sender.state is State.CONFIRMING
     return sender
@@ -95,6 +102,27 @@ def test_pages_that_were_ready_before_the_ticket_go_out_as_one_write_with_the_no
     assert sender.renewed(1, now=2.1) == [write([1, 2, 3, 9], REMOTE, LANDED)]
     assert sender.write_done(now=2.6) == []
     assert sender.accepted() == [Ended(None, 400, 0.5, 1.6)]
+
+
+def test_pages_that_the_receiver_holds_are_not_written() -> None:
+    asked: list[int] = []
+    sender = Sender(KEY, "peer", PAGE_BYTES, lambda pages: asked.extend(pages) or list(pages))
+    sender.pages_ready([1, 2], now=0.0)
+    sender.ticket(ticket([41, 42], held=3), now=0.0)
+    assert sender.renewed(1, now=0.1) == []
+    assert sender.pages_ready([3, 4], now=1.0) == [write([4], [41])]
+    sender.write_done(now=2.0)
+    last = landed_note(KEY, 7, 2, [4, 5])
+    assert sender.finish(7, [5], finished_at=3.0, now=3.0) == [write([5], [42], last)]
+    assert asked == [4, 5], "what does not move is not looked at"
+
+
+def test_fewer_pages_than_the_receiver_holds_end_the_push() -> None:
+    sender = Sender(KEY, "peer", PAGE_BYTES)
+    sender.ticket(ticket([41], held=3), now=0.0)
+    sender.renewed(1, now=0.1)
+    actions = sender.finish(7, [1, 2, 3], finished_at=1.0, now=1.0)
+    assert isinstance(error_of(actions), Internal)
 
 
 def test_nothing_is_written_before_the_receiver_has_answered() -> None:
@@ -154,7 +182,8 @@ def test_a_lease_counts_from_when_the_answered_beat_was_sent() -> None:
     sender.tick(now=4.0)
     assert sender.renewed(2, now=9.0) == []
     sender.tick(now=11.0)
-    (note, ended) = sender.tick(now=12.0)
+    silent, note, ended = sender.tick(now=12.0)
+    assert isinstance(silent, Silent)
     assert note == SendNote(DRAINED)
     assert isinstance(error_of([ended]), Unavailable)
 
@@ -170,14 +199,15 @@ def test_an_old_answer_does_not_shorten_a_lease() -> None:
 
 def test_no_write_starts_under_a_lapsed_lease_even_before_the_tick() -> None:
     actions = pushing().pages_ready([1], now=10.0)
-    assert actions[0] == SendNote(DRAINED)
+    assert isinstance(actions[0], Silent)
+    assert actions[1] == SendNote(DRAINED)
     assert isinstance(error_of(actions), Unavailable)
 
 
 def test_a_lease_that_lapses_during_a_write_fails_at_once_and_ends_with_the_write() -> None:
     sender = pushing()
     sender.pages_ready([1], now=1.0)
-    (fail,) = sender.tick(now=10.0)
+    _, fail = sender.tick(now=10.0)
     assert isinstance(fail, Fail)
     assert isinstance(fail.error, Unavailable)
     assert sender.tick(now=11.0) == [Overdue()]
@@ -218,7 +248,7 @@ def test_acceptance_that_overtakes_the_end_of_the_write_counts() -> None:
 
 
 def test_damaged_pages_are_written_again_with_their_first_digests() -> None:
-    sender = confirming(digests=[91, 92, 93, 94])
+    sender = confirming(lambda pages: [90 + page for page in pages])
     (again,) = sender.resend(Resend(positions=[0, 2], round=1), now=3.0)
     note = landed_note(KEY, 7, 4, [91, 92, 93, 94], round=1)
     assert again == write([1, 3], [40, 42], note)

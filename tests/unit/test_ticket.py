@@ -60,12 +60,12 @@ def test_a_ticket_for_another_layout_is_refused(other: PoolLayout) -> None:
 
 def test_the_version_is_checked_before_the_layout_and_the_body() -> None:
     sealed = SealedTicket(version=99, layout_hash=b"?", body=b"\xff").SerializeToString()
-    with pytest.raises(LayoutMismatch, match="version 99, this worker reads 2"):
+    with pytest.raises(LayoutMismatch, match="version 99, this worker reads 3"):
         open_ticket(sealed, LAYOUT)
 
 
 def test_the_layout_is_checked_before_the_body_is_decoded() -> None:
-    sealed = SealedTicket(version=2, layout_hash=b"?", body=b"\xff").SerializeToString()
+    sealed = SealedTicket(version=3, layout_hash=b"?", body=b"\xff").SerializeToString()
     with pytest.raises(LayoutMismatch):
         open_ticket(sealed, LAYOUT)
 
@@ -77,7 +77,7 @@ def test_bytes_that_are_no_ticket_are_a_typed_error(garbage: bytes) -> None:
 
 
 def test_a_body_that_cannot_be_decoded_is_a_typed_error() -> None:
-    envelope = SealedTicket(version=2, layout_hash=layout_hash(LAYOUT), body=b"\xff")
+    envelope = SealedTicket(version=3, layout_hash=layout_hash(LAYOUT), body=b"\xff")
     with pytest.raises(Internal, match="cannot be read"):
         open_ticket(envelope.SerializeToString(), LAYOUT)
 

@@ -1,0 +1,171 @@
+"""Which pages hold known contents: the index of a pool's prefix cache.
+
+A page that is full and will not change any more is stored under its key
+(core/page_keys.py), whether a lease holds it or not. Known pages that no lease
+holds are idle; the one that has been idle for the longest is evicted first. A
+lease gives its pages back from the last to the first, so what follows a prefix
+is evicted before the prefix: leaves go first, without a tree.
+
+What changes is written down for routers, as the difference to what they were
+told last. Belongs to the pool, and to its thread.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import KeysView, Sequence
+from dataclasses import dataclass, field
+from operator import eq
+
+from core.page_keys import page_keys
+
+
+@dataclass(slots=True)
+class Changes:
+    """Keys that came and went; none is in both."""
+
+    stored: dict[bytes, None] = field(default_factory=dict)
+    evicted: dict[bytes, None] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.stored) + len(self.evicted)
+
+    def store(self, key: bytes) -> None:
+        if key in self.evicted:
+            del self.evicted[key]
+        else:
+            self.stored[key] = None
+
+    def evict(self, key: bytes) -> None:
+        if key in self.stored:
+            del self.stored[key]
+        else:
+            self.evicted[key] = None
+
+
+class PrefixCache:
+    def __init__(self) -> None:
+        self._pages: dict[bytes, int] = {}
+        self._keys: dict[int, bytes] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()  # the longest idle first
+        self._changes = Changes()
+        # Counted from the start.
+        self.looked_up = 0  # pages
+        self.found = 0
+        self.evictions = 0
+
+    @property
+    def idle(self) -> int:
+        return len(self._idle)
+
+    @property
+    def idle_pages(self) -> KeysView[int]:
+        return self._idle.keys()
+
+    @property
+    def known_pages(self) -> KeysView[int]:
+        return self._keys.keys()
+
+    @property
+    def keys(self) -> list[bytes]:
+        """Of all known pages, a parent before its children."""
+        return list(self._pages)
+
+    @property
+    def changed(self) -> int:
+        """How many keys came or went since `take_changes`."""
+        return len(self._changes)
+
+    def take_changes(self) -> Changes:
+        changes, self._changes = self._changes, Changes()
+        return changes
+
+    def find(self, keys: Sequence[bytes]) -> list[int]:
+        """The pages of the longest known prefix of `keys`."""
+        pages = []
+        for key in keys:
+            page = self._pages.get(key)
+            if page is None:
+                break
+            pages.append(page)
+        return pages
+
+    def knows(self, page: int) -> bool:
+        return page in self._keys
+
+    def store(self, key: bytes, page: int) -> bool:
+        """Remembers a page that a lease holds. False when the key has another page already."""
+        if self._pages.setdefault(key, page) != page:
+            return False
+        self._keys[page] = key
+        self._changes.store(key)
+        return True
+
+    def forget(self, page: int) -> None:
+        """The contents of a page that a lease holds are not to be used again."""
+        key = self._keys.pop(page, None)
+        if key is not None:
+            del self._pages[key]
+            self._changes.evict(key)
+
+    def wake(self, page: int) -> None:
+        """A lease takes a known page."""
+        self._idle.pop(page, None)
+
+    def rest(self, page: int) -> bool:
+        """The last lease gives a page back. False when it is not known, and so free."""
+        if page not in self._keys:
+            return False
+        self._idle[page] = None
+        return True
+
+    def touch(self, key: bytes) -> None:
+        """Somebody has used a copy of the key's page up to now."""
+        if (page := self._pages[key]) in self._idle:
+            self._idle.move_to_end(page)
+
+    def evict(self, count: int) -> list[int]:
+        """The `count` pages that have been idle for the longest, which hold nothing now."""
+        pages = [self._idle.popitem(last=False)[0] for _ in range(count)]
+        for page in pages:
+            self.forget(page)
+        self.evictions += count
+        return pages
+
+    def check(self) -> str:
+        """Empty when the index agrees with itself; else what is wrong."""
+        pages = map(self._pages.get, self._keys.values())
+        if len(self._pages) != len(self._keys) or not all(map(eq, pages, self._keys)):
+            return "a key and its page do not know each other"
+        if not self._idle.keys() <= self._keys.keys():
+            return "an idle page has no key"
+        return ""
+
+
+class KeyChain:
+    """The keys of one request's pages, hashed as its tokens come, each once."""
+
+    __slots__ = ("_keys", "_root", "page_size")
+
+    def __init__(self, root: bytes | None = None, page_size: int = 1) -> None:
+        """`root` is the key before the first page; without one no page has a key."""
+        self._root = root
+        self.page_size = page_size
+        self._keys: list[bytes] = []
+
+    def keys(self, tokens: Sequence[int], length: int) -> list[bytes]:
+        """Of the pages that the first `length` tokens fill. `tokens` only ever grow."""
+        known, full = len(self._keys), length // self.page_size
+        if full > known and self._root is not None:
+            parent = self._keys[-1] if known else self._root
+            new = tokens[known * self.page_size : full * self.page_size]
+            self._keys += page_keys(parent, new, self.page_size)
+        return self._keys[:full]
+
+    def to_find(self, tokens: Sequence[int]) -> list[bytes]:
+        """Of the pages that may be taken from a cache: the last token is always computed."""
+        return self.keys(tokens, len(tokens) - 1)
+
+    def names(self, place: int, key: bytes) -> bool:
+        """Whether its page number `place` has this key, as far as it was asked for."""
+        return place < len(self._keys) and self._keys[place] == key

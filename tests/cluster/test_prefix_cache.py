@@ -1,0 +1,161 @@
+"""The same tokens whatever is cached, and nothing computed or moved that is there already."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from processes import ProcessCluster, scrape
+from tiny_models import TINY_MODELS, VOCABULARY, generate_with_transformers, save
+from transformers import PreTrainedModel
+
+from core import metrics
+
+PAGE = 5
+ANSWER = 12
+
+
+def tree(kv_memory: int = 2 << 20, **settings: object) -> dict[str, object]:
+    return {
+        "page_size": PAGE,
+        "page_digests": "on",
+        "prefill": {"kv_memory": kv_memory, "chunk_tokens": 32, "threads": 1},
+        "decode": {"kv_memory": kv_memory, "threads": 1},
+        "router": {"local_prefill": "never"},
+        **settings,
+    }
+
+
+@dataclass
+class Bench:
+    cluster: ProcessCluster
+    oracle: PreTrainedModel
+
+    def ask(self, prompt: list[int], salt: str = "") -> list[int]:
+        """The answer, which is what transformers say."""
+        with self.cluster.client() as client:
+            answer = client.generate(prompt, max_tokens=ANSWER, cache_salt=salt, timeout=60)
+        tokens = list(answer.token_ids)
+        assert tokens == generate_with_transformers(self.oracle, prompt, ANSWER)
+        return tokens
+
+    def measured(self, worker: str, name: str) -> float:
+        self.cluster.wait_idle()
+        return scrape(self.cluster.workers[worker].wait_for(r"metrics on (\S+)"))[name]
+
+    def hits(self) -> tuple[float, float]:
+        """Tokens found so far by prefill and by decode."""
+        name = metrics.CACHE_HIT_TOKENS
+        return self.measured("prefill-0", name), self.measured("decode-0", name)
+
+    def pushed(self) -> float:
+        return self.measured("prefill-0", metrics.TRANSFER_BYTES)
+
+    def found_by(self, prompt: list[int], salt: str = "") -> tuple[float, float]:
+        before = self.hits()
+        self.ask(prompt, salt)
+        after = self.hits()
+        return after[0] - before[0], after[1] - before[1]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
+    folder = tmp_path_factory.mktemp("tiny")
+    return folder, save(TINY_MODELS["llama"], folder)
+
+
+@pytest.fixture(scope="module")
+def bench(
+    model: tuple[Path, PreTrainedModel], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Bench]:
+    with ProcessCluster(model[0], tmp_path_factory.mktemp("cache"), tree=tree()) as cluster:
+        yield Bench(cluster, model[1])
+        cluster.wait_idle()
+
+
+def prompt(seed: int, length: int = 63) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(VOCABULARY) for _ in range(length)]
+
+
+def test_a_second_time_only_the_last_page_is_computed_and_moved(bench: Bench) -> None:
+    asked = prompt(1)
+    before = bench.pushed()
+    assert bench.found_by(asked) == (0, 0)
+    cold = bench.pushed() - before
+    assert bench.found_by(asked) == (60, 60)
+    warm = bench.pushed() - before - cold
+    assert (cold, warm) == (13 * warm, warm)
+
+
+def test_a_prompt_of_full_pages_still_computes_its_last_token(bench: Bench) -> None:
+    asked = prompt(2, length=4 * PAGE)
+    bench.ask(asked)
+    assert bench.found_by(asked) == (15, 15)
+
+
+def test_the_next_turn_finds_its_whole_history_where_it_was_written(bench: Bench) -> None:
+    asked = prompt(3)
+    history = asked + bench.ask(asked)
+    # Of 75 tokens the last one was never computed. Prefill has only seen the prompt.
+    assert bench.found_by(history + prompt(4, length=9)) == (60, 70)
+    assert bench.found_by(history + prompt(5, length=9)) == (75, 75)
+
+
+def test_a_rewritten_history_is_shared_up_to_where_it_differs(bench: Bench) -> None:
+    asked = prompt(6)
+    bench.ask(asked)
+    rewritten = [*asked[:32], (asked[32] + 1) % VOCABULARY, *asked[33:]]
+    assert bench.found_by(rewritten) == (30, 30)
+    assert bench.found_by([*asked[:32], *asked[40:]]) == (30, 30)
+
+
+def test_salts_share_nothing(bench: Bench) -> None:
+    asked = prompt(7)
+    bench.ask(asked, "one")
+    assert bench.found_by(asked, "two") == (0, 0)
+    assert bench.found_by(asked) == (0, 0)
+    assert bench.found_by(asked, "one") == (60, 60)
+
+
+@pytest.mark.parametrize(("worker", "found"), [("prefill-0", (0, 60)), ("decode-0", (60, 0))])
+def test_a_worker_that_restarts_has_forgotten_and_the_other_has_not(
+    bench: Bench, worker: str, found: tuple[int, int]
+) -> None:
+    asked = prompt(8)
+    bench.ask(asked)
+    bench.cluster.workers[worker].kill()
+    bench.cluster.restart(worker)
+    before = bench.hits()
+    bench.ask(asked)
+    after = bench.hits()
+    assert (after[0] - before[0], after[1] - before[1]) == found
+
+
+def test_what_is_half_evicted_is_half_found(
+    model: tuple[Path, PreTrainedModel], tmp_path: Path
+) -> None:
+    """Pools of 40 pages, and prompts and answers that take more than four times as many."""
+    shape = model[1].config
+    heads, head_dim = shape.num_key_value_heads, shape.hidden_size // shape.num_attention_heads
+    page_bytes = shape.num_hidden_layers * 2 * PAGE * heads * head_dim * 4
+    with ProcessCluster(model[0], tmp_path, tree=tree(40 * page_bytes)) as cluster:
+        made = Bench(cluster, model[1])
+        asked = [prompt(seed, length=40 + 5 * seed) for seed in range(12)]
+        for each in asked + asked[::-1]:
+            made.ask(each)
+        assert all(made.measured(worker, metrics.CACHE_EVICTED_PAGES) for worker in cluster.workers)
+        assert all(made.hits())
+
+
+def test_without_a_cache_nothing_is_found_and_the_answers_are_the_same(
+    model: tuple[Path, PreTrainedModel], tmp_path: Path
+) -> None:
+    with ProcessCluster(model[0], tmp_path, tree=tree(prefix_cache=False)) as cluster:
+        made = Bench(cluster, model[1])
+        for _ in range(2):
+            assert made.found_by(prompt(1)) == (0, 0)
+        assert made.measured("decode-0", metrics.CACHE_QUERIED_TOKENS) == 0
