@@ -30,6 +30,7 @@ lint: $(VENV)/.installed
 bench: setup
 	@$(BIN)/python -m bench.engine
 	@$(BIN)/python -m bench.transfer
+	@$(BIN)/python -m bench.index
 	@$(BIN)/python -m bench.serve
 
 proto: $(VENV)/.installed

@@ -46,6 +46,7 @@ class Bench:
             },
             "router": {
                 "port": 0,
+                "http_port": 0,
                 "metrics_port": 0,
                 "canary_seconds": 0,
                 "local_prefill": "fallback",

@@ -180,7 +180,10 @@ def main() -> None:
     parser.add_argument("--model", default=model_store.EMBEDDED, help="a Hugging Face folder")
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
-    config = Config(model=options.model, router=RouterConfig(port=0, metrics_port=0))
+    config = Config(
+        model=options.model,
+        router=RouterConfig(port=0, http_port=0, metrics_port=0, local_prefill="fallback"),
+    )
     live = Cluster(config)
     try:
         router = live.start()

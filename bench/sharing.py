@@ -194,6 +194,7 @@ def _config(path: Path, way: Way, options: argparse.Namespace, members: list[str
         "decode": {"kv_memory": options.kv_memory, "chunk_tokens": way.chunk, "max_batch": 64},
         "router": {
             "port": 0,
+            "http_port": 0,
             "metrics_port": 0,
             "canary_seconds": 0,
             "local_prefill": "fallback",

@@ -50,7 +50,7 @@ def _worker_table(status: cluster_pb2.StatusResponse) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("worker", "role", "attached", "pages"):
         table.add_column(name, overflow="fold")
-    for name in ("waiting", "running", "active"):
+    for name in ("waiting", "running", "active", "hits"):
         table.add_column(name, justify="right")
     for worker in status.workers:
         table.add_row(*_cells(worker))
@@ -66,6 +66,7 @@ def _cells(worker: cluster_pb2.WorkerStatus) -> list[RenderableType]:
         str(worker.load.waiting),
         str(worker.load.running),
         str(worker.active_requests),
+        _hits(worker),
     ]
 
 
@@ -73,6 +74,13 @@ def _attached(worker: cluster_pb2.WorkerStatus) -> Text:
     if worker.attached and worker.draining:
         return Text("draining", style="yellow")
     return Text("yes", style="green") if worker.attached else Text("no", style="red")
+
+
+def _hits(worker: cluster_pb2.WorkerStatus) -> str:
+    """Of the prompt tokens that it was to read or to be sent, the share that it had cached."""
+    if not worker.read_tokens:
+        return "-"
+    return f"{worker.hit_tokens / worker.read_tokens:.0%}"
 
 
 def _pages(worker: cluster_pb2.WorkerStatus) -> Text:
@@ -98,7 +106,8 @@ def page_bar(load: worker_pb2.Load) -> Text:
 
 
 def _counts(load: worker_pb2.Load) -> list[int]:
-    return [load.leased_pages, load.quarantined_pages, load.cached_pages, load.free_pages]
+    empty = load.free_pages - load.cached_pages
+    return [load.leased_pages, load.quarantined_pages, load.cached_pages, empty]
 
 
 def _legend() -> Text:

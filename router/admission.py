@@ -18,7 +18,7 @@ from router.life import RequestLife
 from router.line import Line
 from router.link import WorkerLink
 from router.metrics import RouterMetrics
-from router.policy import Placement, Suspicion
+from router.placement import Placement, Suspicion
 from router.roster import Roster
 
 
@@ -33,6 +33,13 @@ class Seat:
     @property
     def links(self) -> list[WorkerLink]:
         return [link for link in (self.prefill, self.decode) if link]
+
+    @property
+    def reader(self) -> WorkerLink:
+        """The worker that reads the prompt."""
+        link = self.prefill or self.decode
+        assert link is not None
+        return link
 
     @property
     def first(self) -> WorkerLink:
@@ -53,7 +60,9 @@ class Admission:
         self._aside: set[int] = set()
         self._orders = itertools.count()
         self._waiters: dict[int, asyncio.Event] = {}
-        roster.listen(self.wake)
+        # Since when there have been no workers to place requests on; None while there are.
+        self._missing_since: float | None = None
+        roster.listen(self._look)
 
     @property
     def queued(self) -> int:
@@ -73,13 +82,13 @@ class Admission:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._config.placement_timeout):
                 await self._roster.wait_until(self._is_settled)
-        obstacle = self._roster.choose()
-        if not self._roster.can_place and isinstance(obstacle, BatonError):
+        if obstacle := self._roster.obstacle:
             raise obstacle
 
     def _is_settled(self) -> bool:
         """Whether waiting will not change whether requests can be placed."""
-        return self._roster.can_place or isinstance(self._roster.choose(), LayoutMismatch)
+        obstacle = self._roster.obstacle
+        return obstacle is None or isinstance(obstacle, LayoutMismatch)
 
     async def seat(self, order: int, life: RequestLife) -> Seat:
         """Waits for workers with room. The caller counts the request on them at once."""
@@ -95,9 +104,10 @@ class Admission:
                 found = self._find(order, life)
                 if isinstance(found, Seat):
                     self._line.admitted(time.monotonic())
+                    self._roster.placed += 1
                     self._metrics.queued("router", time.monotonic() - began)
                     return found
-                deadline = began + self._patience(found)
+                deadline = self._deadline(found, began)
                 _raise_if_final(found, deadline - time.monotonic())
                 await _wait(waiter, deadline)
         finally:
@@ -115,8 +125,7 @@ class Admission:
                 self._waiters[order].set()
 
     def _find(self, order: int, life: RequestLife) -> Seat | BatonError:
-        one_token = life.tokens_wanted == 1
-        found = self._roster.choose(one_token=one_token, suspicion=life.suspicion)
+        found = self._roster.choose(life.next_work, life.suspicion)
         if isinstance(found, BatonError):
             return self._with_retry(found)
         if order not in self._aside and order != self._line.head:
@@ -128,10 +137,22 @@ class Admission:
         error.retry_after = self._line.retry_after
         return error
 
-    def _patience(self, obstacle: BatonError) -> float:
-        if isinstance(obstacle, Unavailable):
-            return self._config.placement_timeout
-        return self._config.queue_timeout
+    def _look(self) -> None:
+        """A worker has come, gone or changed."""
+        if self._roster.obstacle is None:
+            self._missing_since = None
+        elif self._missing_since is None:
+            self._missing_since = time.monotonic()
+        self.wake()
+
+    def _deadline(self, obstacle: BatonError, began: float) -> float:
+        """Until when a request waits that has waited since `began`. Workers that go while it
+        waits for its turn have as long to come back as if it had come just then."""
+        latest = began + self._config.queue_timeout
+        if not isinstance(obstacle, Unavailable):
+            return latest
+        since = max(began, self._missing_since or began)
+        return min(since + self._config.placement_timeout, max(latest, since))
 
     def _count(self) -> None:
         self._metrics.queued_requests.set(self.queued)

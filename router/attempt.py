@@ -21,7 +21,7 @@ from baton.v1 import worker_pb2 as pb
 from core.errors import BatonError, DeadlineExceeded, WorkerLost
 from core.types import FinishReason, Work
 from core.wire import failed_from, finish_from, work_to
-from router.policy import Placement
+from router.placement import Placement
 
 
 class Side(enum.Enum):
@@ -43,6 +43,8 @@ class Tokens:
 
     token_ids: list[int]
     finish: FinishReason | None
+    # With an attempt's first: of its prompt, what was cached where it was read.
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,14 +168,15 @@ class Attempt:
         if finish or not self.placement.decode:
             self.queued = False
             self._held.discard(Side.PREFILL)
-        return [Tokens([first.token], finish), *self._early]
+        return [Tokens([first.token], finish, first.cached_tokens), *self._early]
 
     def _step(self, step: pb.StepTokens) -> list[Action]:
         self.queued = False
         self.decoding = True
         # Its pages have landed: prefill is no longer needed.
         self._held.discard(Side.PREFILL)
-        tokens = Tokens(list(step.token_ids), finish_from(step.finish_reason))
+        finish = finish_from(step.finish_reason)
+        tokens = Tokens(list(step.token_ids), finish, step.cached_tokens)
         if tokens.finish:
             self._held.discard(Side.DECODE)
         if self.started:

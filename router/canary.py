@@ -14,7 +14,7 @@ from core.types import AttemptKey, Role, Sampling, Work
 from router.admission import Seat
 from router.dispatch import Dispatcher
 from router.link import WorkerLink
-from router.policy import Placement, Policy
+from router.placement import Placement, Policy, Reason
 from router.roster import Roster
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ def _work() -> Work:
 
 
 def _seat(link: WorkerLink) -> Seat:
-    name, reason = link.worker_id, "canary"
+    name = link.worker_id
     if link.role is Role.PREFILL:
-        return Seat(Placement(name, "", Policy.PREFILL, reason), link, None)
-    return Seat(Placement("", name, Policy.LOCAL, reason), None, link)
+        return Seat(Placement(name, "", Policy.PREFILL, code=Reason.CANARY), link, None)
+    return Seat(Placement("", name, Policy.LOCAL, code=Reason.CANARY), None, link)

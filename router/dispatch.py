@@ -22,10 +22,12 @@ from core.errors import WorkerLost
 from core.types import Work
 from router.admission import Admission, Seat
 from router.attempt import Action, Attempt, Ended, Event, Send, Side, Tokens
+from router.feedback import Feedback
 from router.life import RequestLife, RetryLimits
 from router.link import Inbox
 from router.metrics import RouterMetrics
-from router.policy import Placement, Suspicion
+from router.placement import Placement, Suspicion
+from router.prompt_queue import Prompt
 from router.roster import Roster
 
 log = logging.getLogger(__name__)
@@ -54,6 +56,7 @@ class Dispatcher:
             running = self._run(life.begin(seat.placement), seat, life.suspicion)
             try:
                 running.start()
+                self._metrics.placed(life.placements[-1])
                 yield life.placements[-1]
                 while running.ended is None:
                     for tokens in running.take(await self._next_event(running)):
@@ -82,7 +85,8 @@ class Dispatcher:
             running.release()
 
     def _run(self, work: Work, seat: Seat, suspicion: Suspicion) -> Running:
-        return Running(work, seat, suspicion, self._metrics, self._admission.wake)
+        feedback = Feedback(work, seat, self._roster.costs, self._metrics)
+        return Running(work, seat, suspicion, feedback, self._admission.wake)
 
     async def _next_event(self, running: Running) -> Event | Ended:
         config = self._config
@@ -127,19 +131,20 @@ class Running:
         work: Work,
         seat: Seat,
         suspicion: Suspicion,
-        metrics: RouterMetrics,
+        feedback: Feedback,
         on_room: Callable[[], None],
     ) -> None:
         """`on_room` is called when a worker may be sent another request in place of this one."""
         self.inbox: Inbox = asyncio.Queue()
         self.ended: Ended | None = None
         self._seat = seat
-        self._metrics = metrics
+        self._feedback = feedback
         self._on_room = on_room
         self._suspicion = suspicion
         self._links = {Side.PREFILL: seat.prefill, Side.DECODE: seat.decode}
-        self._pending_tokens = 0
+        self._prompt: Prompt | None = None  # until it has been read
         self._unanswered = 0
+        self._cache = seat.reader.cache  # that of the process which reads the prompt
         self._agents = [link.agent for link in seat.links]
         agents = [link.agent if link else "" for link in (seat.prefill, seat.decode)]
         self.attempt = Attempt(work, seat.placement, *agents)
@@ -155,6 +160,7 @@ class Running:
         return any(link.suspects for link in self._seat.links)
 
     def start(self) -> None:
+        self._cache.promise(self.attempt.work.page_keys)
         for link in self._seat.links:
             link.open(self.attempt.work.key, self.inbox)
         self._count_suspect(+1)
@@ -165,7 +171,7 @@ class Running:
         """The tokens that an event brings to the caller, in order."""
         actions: list[Action] = [event] if isinstance(event, Ended) else self.attempt.take(event)
         if isinstance(event, pb.WorkerMessage):
-            self._metrics.attempt_event(event)
+            self._feedback.take(event)
         self._count()
         for action in actions:
             if isinstance(action, Tokens):
@@ -180,8 +186,9 @@ class Running:
         self._send(self.attempt.release())
         for link in self._seat.links:
             link.close(self.attempt.work.key)
+        self._cache.settle(self.attempt.work.page_keys)
         self._count_suspect(-1)
-        self._count_as(pending_tokens=0, unanswered=0)
+        self._count_as(reading=False, unanswered=0)
         self._on_room()
 
     def _send(self, sends: list[Send]) -> None:
@@ -197,14 +204,20 @@ class Running:
 
     def _count(self) -> None:
         attempt = self.attempt
-        prompt = 0 if attempt.started else len(attempt.work.prompt_tokens)
-        self._count_as(pending_tokens=prompt, unanswered=int(attempt.queued))
+        read = attempt.started if attempt.placement.prefill else attempt.decoding
+        self._count_as(reading=not read, unanswered=int(attempt.queued))
 
-    def _count_as(self, *, pending_tokens: int, unanswered: int) -> None:
-        if self._seat.prefill:
-            self._seat.prefill.pending_tokens += pending_tokens - self._pending_tokens
+    def _count_as(self, *, reading: bool, unanswered: int) -> None:
+        prompts = self._seat.reader.prompts
+        if reading and self._prompt is None:
+            forecast = self.attempt.placement.forecast
+            cached = forecast.cached_tokens if forecast else 0
+            self._prompt = prompts.add(len(self.attempt.work.prompt_tokens), cached)
+        elif not reading and self._prompt is not None:
+            prompts.remove(self._prompt)
+            self._prompt = None
         self._seat.first.unanswered += unanswered - self._unanswered
         answered = unanswered < self._unanswered
-        self._pending_tokens, self._unanswered = pending_tokens, unanswered
+        self._unanswered = unanswered
         if answered:
             self._on_room()

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable
 from typing import cast
 
@@ -22,12 +23,16 @@ import grpc
 
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
+from baton.v1.transfer_pb2 import PoolAddress
 from core.config import RouterConfig
 from core.errors import LayoutMismatch, UnknownModel
 from core.types import MAX_MESSAGE_BYTES, PROTOCOL, AttemptKey, Role
 from core.wire import role_from
 from router.attempt import Event, LinkLost
-from router.policy import Suspicion
+from router.cache_index import HeldPages
+from router.pace import StepPace
+from router.placement import Suspicion
+from router.prompt_queue import PromptQueue
 from router.pulse import Pulse
 
 log = logging.getLogger(__name__)
@@ -64,7 +69,10 @@ class WorkerLink:
         model: str,
         config: RouterConfig,
         on_change: Callable[[WorkerLink], None],
+        on_report: Callable[[WorkerLink], None] = lambda link: None,
     ) -> None:
+        """`on_change` is called when the worker comes, goes, or can be used for more or less,
+        and `on_report` with each Load."""
         self.address = address
         self.welcome: pb.Welcome | None = None
         self.load = pb.Load()
@@ -77,8 +85,15 @@ class WorkerLink:
         # connect to, and its answers.
         self.asked: set[str] = set()
         self.peers: dict[str, pb.Connected] = {}
-        # Prompt tokens that this router waits for there.
-        self.pending_tokens = 0
+        # Pages in its prefix cache, as far as it has told.
+        self.cache = HeldPages()
+        # How long its steps take, as this router sees them.
+        self.pace = StepPace()
+        # Prompts that it has yet to read.
+        self.prompts = PromptQueue()
+        # Of all prompt tokens that it has read for this router, those it had cached.
+        self.read_tokens = 0
+        self.hit_tokens = 0
         # Requests sent there that it has not begun, or promised pages for, yet.
         self.unanswered = 0
         # Requests there that have lost a worker before, and of them those that are
@@ -90,6 +105,7 @@ class WorkerLink:
         self._model = model
         self._config = config
         self._on_change = on_change
+        self._on_report = on_report
         self._inboxes: dict[AttemptKey, Inbox] = {}
         self._outgoing: asyncio.Queue[pb.RouterMessage] = asyncio.Queue()
 
@@ -105,7 +121,11 @@ class WorkerLink:
     @property
     def agent(self) -> str:
         """The worker's transport agent: another one after every start of its process."""
-        return self.welcome.pool.agent if self.welcome else ""
+        return self.pool.agent
+
+    @property
+    def pool(self) -> PoolAddress:
+        return self.welcome.pool if self.welcome else PoolAddress()
 
     @property
     def usable(self) -> bool:
@@ -219,6 +239,9 @@ class WorkerLink:
             self._greet(message.welcome)
         elif kind == "connected":
             self._note_connection(message.connected)
+        elif kind == "cache_events":
+            if self.cache.take(message.cache_events):
+                self.send(pb.RouterMessage(resync_cache=pb.ResyncCache()))
         elif kind == "draining":
             self.draining = True
             self._on_change(self)
@@ -233,6 +256,7 @@ class WorkerLink:
         self._on_change(self)
 
     def _fan_out(self, step: pb.Step) -> None:
+        self.pace.step(step, time.monotonic())
         for tokens in step.tokens:
             inbox = self._inboxes.get(AttemptKey(tokens.request_id, tokens.epoch))
             if inbox is not None:
@@ -272,8 +296,10 @@ class WorkerLink:
     def _note_load(self, load: pb.Load) -> None:
         changed = load.fault != self.load.fault or not self.reported
         self.load, self.reported = load, True
+        self.prompts.report(load.queued_tokens)
         if changed:
             self._on_change(self)
+        self._on_report(self)
 
     def _note_fault(self, fault: str) -> None:
         if fault != self.fault:
@@ -287,6 +313,9 @@ class WorkerLink:
         self.peers.clear()
         self.asked.clear()
         self.load = pb.Load()
+        self.prompts.report(0)
+        self.cache = HeldPages()
+        self.pace = StepPace()
         self.reported = self.draining = False
         self.sick = ""
         self._outgoing = asyncio.Queue()

@@ -12,6 +12,7 @@ from baton.v1 import worker_pb2 as pb
 from core import metrics as names
 from core.errors import BatonError
 from router.link import WorkerLink
+from router.placement import Placement
 
 
 class RouterMetrics:
@@ -35,6 +36,14 @@ class RouterMetrics:
         self._prefill = self._histogram(names.PREFILL_SECONDS)
         self._exposed = self._histogram(names.TRANSFER_EXPOSED_SECONDS)
         self._bytes = self._counter(names.TRANSFER_BYTES)
+        self._cached = self._counter(names.CACHED_TOKENS, ["where"])
+        self._placements = self._counter(names.PLACEMENTS, ["policy", "reason"])
+        self._forecast = Histogram(
+            names.TTFT_FORECAST_RATIO,
+            names.HELP[names.TTFT_FORECAST_RATIO],
+            buckets=names.RATIO_BUCKETS,
+            registry=self.registry,
+        )
         self._seconds = self._counter(names.TRANSFER_SECONDS)
 
     def watch(self, links: Iterable[WorkerLink]) -> None:
@@ -58,6 +67,17 @@ class RouterMetrics:
                 self._bytes.inc(event.pushed.bytes)
                 self._seconds.inc(event.pushed.seconds)
                 self._exposed.observe(event.pushed.exposed_seconds)
+
+    def cached(self, where: str, tokens: int) -> None:
+        """So many tokens of a prompt were cached, by its "reader" or on its "decode" worker."""
+        self._cached.labels(where=where).inc(tokens)
+
+    def forecast(self, predicted: float, measured: float) -> None:
+        """How a predicted time to token #1 compares with what it took."""
+        self._forecast.observe(predicted / max(measured, 1e-6))
+
+    def placed(self, placement: Placement) -> None:
+        self._placements.labels(policy=placement.policy.value, reason=placement.code.value).inc()
 
     def retried(self, error: BatonError) -> None:
         self._retries.labels(reason=error.reason).inc()

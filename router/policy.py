@@ -1,77 +1,30 @@
-"""Which workers serve a request: a pure function of a snapshot."""
+"""Which workers serve a request: a pure function of a snapshot.
+
+Of the pairs that are connected and have room, the one with the least predicted
+time (router/score.py). Where reading the prompt on the decode worker itself is
+predicted to take less, it is read there.
+"""
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 from core.errors import BatonError, Exhausted, LayoutMismatch, Unavailable
-
-
-class Suspicion(enum.Enum):
-    """Whether a request may be what kills the workers that run it."""
-
-    NONE = enum.auto()
-    # It has lost a worker.
-    SUSPECT = enum.auto()
-    # It has lost several, each time among other suspects: it is to be the only one.
-    ALONE = enum.auto()
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillView:
-    """A prefill worker that can be used, as the router sees it."""
-
-    worker_id: str
-    # Prompt tokens that wait there: the worker's word, or what this router
-    # sent and has not had back, whichever is more.
-    pending_tokens: int
-    # Decode workers that it can push to.
-    reaches: frozenset[str]
-    # Whether it may be sent this request.
-    has_room: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeView:
-    """A decode worker that can be used, as the router sees it."""
-
-    worker_id: str
-    # Requests there, running or waiting.
-    requests: int
-    free_pages: int
-    # Whether it may be sent this request before it has promised pages to those
-    # it was sent.
-    has_room: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    prefill: Sequence[PrefillView] = ()
-    decode: Sequence[DecodeView] = ()
-    # Why pairs of attached workers cannot exchange pages, where they cannot.
-    mismatches: Sequence[str] = ()
-    # Whether decode workers may read prompts themselves where no prefill worker can.
-    local_prefill: bool = False
-
-
-class Policy(enum.StrEnum):
-    """How a request's work is divided. The values travel to clients."""
-
-    SPLIT = "split"
-    LOCAL = "local"
-    PREFILL = "prefill"
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    # Empty when the decode worker reads the prompt itself.
-    prefill: str
-    # Empty when token #1 is known to be the last.
-    decode: str
-    policy: Policy = Policy.SPLIT
-    reason: str = "least loaded"
+from router.placement import (
+    DecodeView,
+    LocalPrefill,
+    Placement,
+    Policy,
+    Reason,
+    Snapshot,
+    Strategy,
+)
+from router.score import (
+    Pair,
+    best_pair,
+    local_forecast,
+    ranked_local,
+    ranked_prefill,
+    split_forecast,
+)
 
 
 def choose(snapshot: Snapshot, *, one_token: bool = False) -> Placement | BatonError:
@@ -80,37 +33,14 @@ def choose(snapshot: Snapshot, *, one_token: bool = False) -> Placement | BatonE
     Exhausted: there are workers, but none with room. LayoutMismatch: waiting
     will not help. Any other Unavailable: workers are missing, and may come.
     """
+    if snapshot.local is LocalPrefill.ALWAYS and snapshot.decode:
+        return _local(snapshot, Reason.LOCAL_ONLY)
     placed = _prefill_only(snapshot) if one_token else _split(snapshot)
     # A pool that cannot push is an operator's mistake, to be seen and not hidden.
     missing = isinstance(placed, Unavailable) and not isinstance(placed, LayoutMismatch)
     if missing and snapshot.local_prefill and snapshot.decode:
-        return _local(snapshot, str(placed))
+        return _local(snapshot, Reason.NO_PREFILL, str(placed))
     return placed
-
-
-def _split(snapshot: Snapshot) -> Placement | BatonError:
-    """The prefill worker with the fewest tokens to read, the decode worker with the fewest
-    requests among those it reaches (then the most free pages; then by name)."""
-    pairs = [
-        (prefill, decode)
-        for prefill in snapshot.prefill
-        for decode in snapshot.decode
-        if decode.worker_id in prefill.reaches
-    ]
-    if not pairs:
-        return _why_none(snapshot)
-    free = [pair for pair in pairs if pair[0].has_room and pair[1].has_room]
-    if not free:
-        return _full("decode" if any(pair[0].has_room for pair in pairs) else "prefill")
-    prefill, decode = min(
-        free,
-        key=lambda pair: (
-            pair[0].pending_tokens,
-            *_decode_order(pair[1]),
-            pair[0].worker_id,
-        ),
-    )
-    return Placement(prefill.worker_id, decode.worker_id)
 
 
 def _prefill_only(snapshot: Snapshot) -> Placement | BatonError:
@@ -119,19 +49,53 @@ def _prefill_only(snapshot: Snapshot) -> Placement | BatonError:
     free = [view for view in snapshot.prefill if view.has_room]
     if not free:
         return _full("prefill")
-    chosen = min(free, key=lambda view: (view.pending_tokens, view.worker_id))
-    return Placement(chosen.worker_id, "", Policy.PREFILL, "one token is wanted")
+    chosen = ranked_prefill(snapshot, free)[0].view
+    forecast = split_forecast(snapshot, chosen)
+    return Placement(chosen.worker_id, "", Policy.PREFILL, "", Reason.ONE_TOKEN, forecast)
 
 
-def _local(snapshot: Snapshot, reason: str) -> Placement | BatonError:
+def _split(snapshot: Snapshot) -> Placement | BatonError:
+    names = {view.worker_id for view in snapshot.decode}
+    connected = [view for view in snapshot.prefill if not names.isdisjoint(view.reaches)]
+    if not connected:
+        return _why_none(snapshot)
+    prefill = [view for view in connected if view.has_room]
+    decode = [view for view in snapshot.decode if view.has_room]
+    pair = best_pair(snapshot, prefill, decode)
+    if pair is None:
+        return _full("decode" if prefill else "prefill")
+    if snapshot.strategy is Strategy.KV_AWARE and snapshot.local is LocalPrefill.AUTO:
+        local = ranked_local(snapshot, decode)[0]
+        if local.cost < pair.cost:
+            return _place_local(snapshot, local.view, Reason.LOCAL_FASTER)
+    return Placement(
+        pair.prefill.worker_id,
+        pair.decode.worker_id,
+        code=_split_reason(snapshot, pair),
+        forecast=split_forecast(snapshot, pair.prefill),
+    )
+
+
+def _local(snapshot: Snapshot, code: Reason, reason: str = "") -> Placement | BatonError:
     free = [view for view in snapshot.decode if view.has_room]
     if not free:
         return _full("decode")
-    return Placement("", min(free, key=_decode_order).worker_id, Policy.LOCAL, reason)
+    chosen = ranked_local(snapshot, free)[0].view
+    return _place_local(snapshot, chosen, code, reason)
 
 
-def _decode_order(view: DecodeView) -> tuple[int, int, str]:
-    return view.requests, -view.free_pages, view.worker_id
+def _place_local(snapshot: Snapshot, view: DecodeView, code: Reason, reason: str = "") -> Placement:
+    forecast = local_forecast(snapshot, view)
+    return Placement("", view.worker_id, Policy.LOCAL, reason, code, forecast)
+
+
+def _split_reason(snapshot: Snapshot, pair: Pair) -> Reason:
+    if snapshot.strategy is not Strategy.KV_AWARE:
+        return Reason(snapshot.strategy.value)
+    if any(view.cached_tokens > pair.prefill.cached_tokens for view in snapshot.prefill):
+        return Reason.CACHE_BUSY
+    cached = pair.prefill.cached_tokens or pair.decode.cached_tokens
+    return Reason.CACHED if cached else Reason.LEAST_TIME
 
 
 def _full(role: str) -> Exhausted:

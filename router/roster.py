@@ -1,4 +1,4 @@
-"""The workers that a router knows: one link each, and who can push to whom.
+"""The workers that a router knows: one link each, what they hold, and who can push to whom.
 
 member ─▶ link made, tries to attach ─▶ usable …
 no longer a member ─▶ leaving: what runs there goes on, nothing new comes,
@@ -10,15 +10,37 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from operator import attrgetter
 
 from baton.v1 import worker_pb2 as pb
 from core.config import Config
 from core.errors import BatonError
-from core.types import Role
+from core.types import Role, Work
+from router.cost_model import CostModel
 from router.link import WorkerLink
-from router.policy import DecodeView, Placement, PrefillView, Snapshot, Suspicion, choose
+from router.obituaries import Obituaries
+from router.placement import (
+    DecodeView,
+    LocalPrefill,
+    Placement,
+    PrefillView,
+    Snapshot,
+    Strategy,
+    Suspicion,
+)
+from router.policy import choose
+from router.topology import Topology
 
 LEAVING_POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class CacheNames:
+    """What the names of cached pages are made with."""
+
+    root: bytes
+    page_size: int
 
 
 class Roster:
@@ -27,10 +49,18 @@ class Roster:
         self._model = model
         self._config = config.router
         self._drain_seconds = config.drain_seconds
+        self._strategy = Strategy(config.router.policy)
+        self._local = LocalPrefill(config.router.local_prefill)
         self._links: dict[str, WorkerLink] = {}  # by address
         self._tasks: dict[WorkerLink, asyncio.Task[None]] = {}
         self._listeners: list[Callable[[], None]] = []
         self._agents: dict[str, str] = {}  # the last one seen, by worker
+        self._obituaries = Obituaries()
+        # Made of the links when they are asked for; None after any change.
+        self._known_names: dict[str, WorkerLink] | None = None
+        self._known_topology: Topology | None = None
+        self.costs = CostModel()
+        self.placed = 0  # requests, so far
         # When the last pair went, or None while there is one.
         self._without_pair_since: float | None = time.monotonic()
         asyncio.get_running_loop().call_later(self._config.local_prefill_after, self._tell)
@@ -64,10 +94,22 @@ class Roster:
             leaving = asyncio.create_task(self._see_off(link, self._tasks[link]))
             self._tasks[link] = leaving
         for address in wanted - self._links.keys():
-            link = WorkerLink(address, self._router_id, self._model, self._config, self._on_change)
+            link = WorkerLink(
+                address,
+                self._router_id,
+                self._model,
+                self._config,
+                self._on_change,
+                on_report=lambda link: self._topology.teach_step(link, self.costs),
+            )
             self._links[address] = link
             self._tasks[link] = asyncio.create_task(link.run())
         self._tell()
+
+    def note_ended(self, agents: Iterable[str]) -> None:
+        """The processes of these transport agents have ended, and decode workers must know."""
+        self._obituaries.add(agents)
+        self._obituaries.tell(self.links)
 
     async def stop(self) -> None:
         """Ends every link; the workers let go of what this router's requests hold."""
@@ -88,29 +130,51 @@ class Roster:
 
     def find(self, worker_id: str) -> WorkerLink | None:
         """The worker of that name, if it is attached."""
-        named = (link for link in self.links if link.welcome and link.worker_id == worker_id)
-        return next((link for link in named if not link.leaving), None)
+        return self._names.get(worker_id)
 
-    def snapshot(self, suspicion: Suspicion = Suspicion.NONE) -> Snapshot:
-        """What the policy decides on, for a request that is so much suspected."""
-        decode = list(self.usable(Role.DECODE))
-        prefill = list(self.usable(Role.PREFILL))
-        return Snapshot(
-            prefill=[_prefill_view(link, decode, suspicion) for link in prefill],
-            decode=[_decode_view(link, suspicion) for link in decode],
-            mismatches=[
-                mismatch
-                for link in prefill
-                for other in decode
-                if (mismatch := link.mismatch(other.agent))
-            ],
+    @property
+    def cache_names(self) -> CacheNames | None:
+        """How cached pages are named here; None when no worker has a cache."""
+        for link in self.links:
+            if link.welcome and link.welcome.cache_root:
+                return CacheNames(link.welcome.cache_root, link.welcome.pool.layout.page_size)
+        return None
+
+    def choose(self, work: Work, suspicion: Suspicion = Suspicion.NONE) -> Placement | BatonError:
+        """Where a request that is so much suspected goes, or why it must wait."""
+        topology = self._topology
+        snapshot = Snapshot(
+            prefill=topology.prefill_views(work, suspicion),
+            decode=topology.decode_views(work, suspicion),
+            mismatches=topology.mismatches,
             local_prefill=self._may_prefill_locally(),
+            local=self._local,
+            strategy=self._strategy,
+            costs=self.costs.costs,
+            turn=self.placed,
+            prompt_tokens=len(work.prompt_tokens),
+            tokens_wanted=work.tokens_wanted,
+            page_size=topology.page_size,
+            page_bytes=topology.page_bytes,
         )
+        return choose(snapshot, one_token=work.tokens_wanted == 1)
 
-    def choose(
-        self, *, one_token: bool = False, suspicion: Suspicion = Suspicion.NONE
-    ) -> Placement | BatonError:
-        return choose(self.snapshot(suspicion), one_token=one_token)
+    @property
+    def obstacle(self) -> BatonError | None:
+        """Why no request could be placed, if not now then after those before it."""
+        if self.has_pair:
+            return None
+        topology = self._topology
+        reaches = topology.reaches
+        snapshot = Snapshot(
+            [PrefillView(link.worker_id, 0, reaches[link.address]) for link in topology.prefill],
+            [DecodeView(link.worker_id, 0, 0) for link in topology.decode],
+            topology.mismatches,
+            self._may_prefill_locally(),
+            self._local,
+        )
+        found = choose(snapshot)
+        return found if isinstance(found, BatonError) else None
 
     def reconnect(self, prefill: WorkerLink, decode: WorkerLink) -> None:
         """A push between two attached workers failed: have them connect anew."""
@@ -120,13 +184,14 @@ class Roster:
     @property
     def can_place(self) -> bool:
         """Whether a request could be placed, if not now then after those before it."""
-        snapshot = self.snapshot()
-        return self._has_pair(snapshot) or (snapshot.local_prefill and bool(snapshot.decode))
+        return self.obstacle is None
 
     @property
     def has_pair(self) -> bool:
         """Whether some prefill worker can push to some decode worker."""
-        return self._has_pair(self.snapshot())
+        agents = [link.agent for link in self.usable(Role.DECODE)]
+        prefill = self.usable(Role.PREFILL)
+        return any(link.reaches(agent) for link in prefill for agent in agents)
 
     def context_length(self) -> int:
         """The most tokens that any pair can hold; 0 when no worker is attached."""
@@ -142,11 +207,30 @@ class Roster:
     def _may_prefill_locally(self) -> bool:
         since = self._without_pair_since
         waited = since is not None and time.monotonic() - since >= self._config.local_prefill_after
-        return self._config.local_prefill and waited
+        return waited and self._local is not LocalPrefill.NEVER
 
-    def _has_pair(self, snapshot: Snapshot) -> bool:
-        names = {view.worker_id for view in snapshot.decode}
-        return any(view.reaches & names for view in snapshot.prefill)
+    @property
+    def _topology(self) -> Topology:
+        if self._known_topology is None:
+            prefill, decode = self.usable(Role.PREFILL), self.usable(Role.DECODE)
+            by_name = attrgetter("worker_id")
+            self._known_topology = Topology.of(
+                sorted(prefill, key=by_name), sorted(decode, key=by_name)
+            )
+        return self._known_topology
+
+    @property
+    def _names(self) -> dict[str, WorkerLink]:
+        """The first attached worker of each name."""
+        if self._known_names is None:
+            self._known_names = {}
+            for link in self.links:
+                if link.welcome and not link.leaving:
+                    self._known_names.setdefault(link.worker_id, link)
+        return self._known_names
+
+    def _forget(self) -> None:
+        self._known_names = self._known_topology = None
 
     async def _see_off(self, link: WorkerLink, running: asyncio.Task[None]) -> None:
         """Keeps a link until nothing of ours runs there; past the bound, moves it elsewhere."""
@@ -162,7 +246,9 @@ class Roster:
             del self._tasks[link]
 
     def _on_change(self, link: WorkerLink) -> None:
+        self._forget()
         self._note_restart(link)
+        self._obituaries.tell(self.links)
         if link.welcome and link.role is Role.PREFILL:
             self._connect(link, self._attached(Role.DECODE))
         elif link.welcome:
@@ -181,6 +267,7 @@ class Roster:
             loop.call_later(self._config.local_prefill_after, self._tell)
 
     def _tell(self) -> None:
+        self._forget()
         for listener in list(self._listeners):
             listener()
 
@@ -201,8 +288,7 @@ class Roster:
         self._agents[link.worker_id] = link.agent
         alive = any(other.agent == before for other in self.links)
         if before != link.agent and not alive:
-            for decode in self._attached(Role.DECODE):
-                decode.send(pb.RouterMessage(sender_gone=pb.SenderGone(agent=before)))
+            self._obituaries.add([before])
 
     def _connect(self, prefill: WorkerLink, decode: Iterable[WorkerLink]) -> None:
         """Has a prefill worker get ready to push, once per process start of the other."""
@@ -211,21 +297,3 @@ class Roster:
                 prefill.asked.add(link.agent)
                 connect = pb.Connect(worker_id=link.worker_id, pool=link.welcome.pool)
                 prefill.send(pb.RouterMessage(connect=connect))
-
-
-def _prefill_view(link: WorkerLink, decode: list[WorkerLink], suspicion: Suspicion) -> PrefillView:
-    return PrefillView(
-        worker_id=link.worker_id,
-        pending_tokens=max(link.pending_tokens, link.load.queued_tokens),
-        reaches=frozenset(other.worker_id for other in decode if link.reaches(other.agent)),
-        has_room=link.has_room(suspicion),
-    )
-
-
-def _decode_view(link: WorkerLink, suspicion: Suspicion) -> DecodeView:
-    return DecodeView(
-        worker_id=link.worker_id,
-        requests=max(link.active, link.load.running + link.load.waiting),
-        free_pages=link.load.free_pages,
-        has_room=link.has_room(suspicion),
-    )

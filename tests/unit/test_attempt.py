@@ -7,7 +7,7 @@ from core.errors import DeadlineExceeded, Exhausted, Internal, Unavailable, Work
 from core.types import AttemptKey, FinishReason, Sampling, Work
 from core.wire import failed_to, finish_to
 from router.attempt import Action, Attempt, Ended, Event, LinkLost, Send, Side, Tokens
-from router.policy import Placement, Policy
+from router.placement import Placement, Policy
 
 KEY = AttemptKey("r", 3)
 SPLIT = Placement("p0", "d0")

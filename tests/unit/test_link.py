@@ -14,7 +14,7 @@ from core.config import RouterConfig
 from core.types import AttemptKey
 from router.attempt import LinkLost
 from router.link import Inbox, WorkerLink
-from router.policy import Suspicion
+from router.placement import Suspicion
 
 KEY = AttemptKey("r", 1)
 CONFIG = RouterConfig(ping_seconds=0.05, frozen_seconds=0.3, engine_stall_seconds=0.3)
@@ -132,6 +132,35 @@ async def test_a_message_of_another_epoch_reaches_nobody() -> None:
         assert isinstance(event, pb.WorkerMessage)
         assert event.first_token.token == 1
         assert inbox.empty()
+
+
+async def test_a_worker_whose_cache_events_were_lost_is_asked_for_all_of_them() -> None:
+    worker = ScriptedWorker()
+    keys = [bytes([number]) * 16 for number in range(4)]
+
+    async def resyncs(count: int) -> bool:
+        return sum(message.HasField("resync_cache") for message in worker.received) == count
+
+    async def tell(events: pb.CacheEvents) -> None:
+        await worker.send(pb.WorkerMessage(cache_events=events))
+
+    async with linked(worker) as link:
+        await until(lambda: usable(link))
+        await tell(pb.CacheEvents(number=4, reset=True, stored=keys[:1]))
+        await tell(pb.CacheEvents(number=5, stored=keys[1:2]))
+        await tell(pb.CacheEvents(number=7, stored=keys[3:]))
+        await until(lambda: resyncs(1))
+        assert (len(link.cache), link.cache.leading(keys)) == (3, 4)  # one is missing
+        await tell(pb.CacheEvents(number=7, reset=True, stored=keys))
+        await tell(pb.CacheEvents(number=8, evicted=keys[3:]))
+        await until(lambda: holds(link, 3))
+        assert await resyncs(1)
+        worker.answers_pings = worker.reports = False
+        await until(lambda: holds(link, 0))
+
+
+async def holds(link: WorkerLink, count: int) -> bool:
+    return len(link.cache) == count
 
 
 async def test_who_is_to_be_alone_shares_no_worker_with_a_suspect() -> None:

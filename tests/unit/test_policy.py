@@ -1,60 +1,244 @@
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter
+
 import pytest
 
 from core.errors import BatonError, Exhausted, LayoutMismatch, Unavailable
-from router.policy import DecodeView, Placement, Policy, PrefillView, Snapshot, choose
+from router.cost_model import Costs
+from router.placement import (
+    DecodeView,
+    LocalPrefill,
+    Placement,
+    Policy,
+    PrefillView,
+    Reason,
+    Snapshot,
+    Strategy,
+)
+from router.policy import choose
 
 BOTH = frozenset({"d0", "d1"})
 MISSING = "no prefill worker is ready"
 
+# A millisecond a token, ten a step, one for each request in it; 100 KB a millisecond.
+COSTS = Costs(
+    prefill=(0.0, 1e-3, 0.0, 1e-3),
+    local=(0.0, 1e-3, 0.0, 1e-3, 0.0),
+    transfer=(0.0, 1e-8),
+    exposed=(0.0, 1.0),
+    step=(1e-2, 1e-3, 0.0, 0.0),
+    answer_tokens=100.0,
+)
+
 
 def prefill(
-    name: str, pending: int = 0, reaches: frozenset[str] = BOTH, room: bool = True
+    name: str,
+    pending: int = 0,
+    reaches: frozenset[str] = BOTH,
+    room: bool = True,
+    cached: int = 0,
 ) -> PrefillView:
-    return PrefillView(name, pending, reaches, room)
+    return PrefillView(name, pending, reaches, room, cached)
 
 
-def decode(name: str, requests: int = 0, free: int = 10, room: bool = True) -> DecodeView:
-    return DecodeView(name, requests, free, room)
+def decode(
+    name: str,
+    requests: int = 0,
+    free: int = 1000,
+    room: bool = True,
+    cached: int = 0,
+    waiting: int = 0,
+    pending: int = 0,
+) -> DecodeView:
+    running = requests - waiting
+    return DecodeView(name, requests, free, room, cached, running, waiting, 0, pending)
 
 
-def local(name: str, reason: str = MISSING) -> Placement:
-    return Placement("", name, Policy.LOCAL, reason)
+def placed(snapshot: Snapshot) -> Placement:
+    found = choose(snapshot)
+    assert isinstance(found, Placement), found
+    return found
+
+
+def where(snapshot: Snapshot) -> tuple[str, str]:
+    found = placed(snapshot)
+    return found.prefill, found.decode
+
+
+def asked(snapshot: Snapshot, tokens: int, **more: object) -> Snapshot:
+    """For a prompt of so many tokens, in a cluster whose costs are known."""
+    known = dataclasses.replace(
+        snapshot, prompt_tokens=tokens, tokens_wanted=100, costs=COSTS, page_bytes=160_000
+    )
+    return dataclasses.replace(known, **more)  # type: ignore[arg-type]
+
+
+LOADS = [
+    (Snapshot([prefill("p0")], [decode("d0")]), ("p0", "d0")),
+    (Snapshot([prefill("p0", 9), prefill("p1", 3)], [decode("d0")]), ("p1", "d0")),
+    (Snapshot([prefill("p0")], [decode("d0", 4), decode("d1", 2)]), ("p0", "d1")),
+    (Snapshot([prefill("p0")], [decode("d0", 1, 0), decode("d1", 1, 8)]), ("p0", "d1")),
+    (
+        Snapshot([prefill("p0", 0, frozenset({"d1"}))], [decode("d0"), decode("d1", 7)]),
+        ("p0", "d1"),
+    ),
+    (Snapshot([prefill("p0", 0, frozenset()), prefill("p1", 5)], [decode("d0")]), ("p1", "d0")),
+    (Snapshot([prefill("p0")], [decode("d0", room=False), decode("d1", 9)]), ("p0", "d1")),
+]
+
+
+@pytest.mark.parametrize("strategy", [Strategy.KV_AWARE, Strategy.LEAST_LOADED])
+@pytest.mark.parametrize(("snapshot", "expected"), LOADS)
+def test_where_nothing_is_cached_or_measured_the_least_loaded_pair_is_chosen(
+    snapshot: Snapshot, expected: tuple[str, str], strategy: Strategy
+) -> None:
+    assert where(dataclasses.replace(snapshot, strategy=strategy)) == expected
+
+
+@pytest.mark.parametrize("strategy", list(Strategy))
+def test_equal_workers_take_turns(strategy: Strategy) -> None:
+    names = frozenset({"d0", "d1", "d2"})
+    snapshot = Snapshot(
+        [prefill(f"p{i}", reaches=names) for i in range(3)],
+        [decode(f"d{i}") for i in range(3)],
+        strategy=strategy,
+    )
+    chosen = [where(dataclasses.replace(snapshot, turn=turn)) for turn in range(9)]
+    assert set(Counter(name for pair in chosen for name in pair).values()) == {3}
 
 
 @pytest.mark.parametrize(
-    ("snapshot", "expected"),
+    ("snapshot", "expected", "code"),
     [
-        (Snapshot([prefill("p0")], [decode("d0")]), Placement("p0", "d0")),
-        (Snapshot([prefill("p0", 9), prefill("p1", 3)], [decode("d0")]), Placement("p1", "d0")),
-        (Snapshot([prefill("p0")], [decode("d0", 4), decode("d1", 2)]), Placement("p0", "d1")),
+        # Reading 900 tokens again takes longer than waiting for 300 others.
         (
-            Snapshot([prefill("p0")], [decode("d0", 1, 3), decode("d1", 1, 8)]),
-            Placement("p0", "d1"),
+            Snapshot([prefill("p0"), prefill("p1", 300, cached=896)], [decode("d0")]),
+            ("p1", "d0"),
+            Reason.CACHED,
+        ),
+        # Until the queue is longer than what the cache saves.
+        (
+            Snapshot([prefill("p0"), prefill("p1", 900, cached=896)], [decode("d0")]),
+            ("p0", "d0"),
+            Reason.CACHE_BUSY,
         ),
         (
-            Snapshot([prefill("p1"), prefill("p0")], [decode("d1"), decode("d0")]),
-            Placement("p0", "d0"),
+            Snapshot([prefill("p0", cached=160), prefill("p1", cached=896)], [decode("d0")]),
+            ("p1", "d0"),
+            Reason.CACHED,
         ),
+        # Pages that decode has need not travel, though the worker is a little busier.
         (
-            Snapshot([prefill("p0", 0, frozenset({"d1"}))], [decode("d0"), decode("d1", 7)]),
-            Placement("p0", "d1"),
+            Snapshot([prefill("p0", cached=992)], [decode("d0"), decode("d1", cached=992)]),
+            ("p0", "d1"),
+            Reason.CACHED,
         ),
+        # But its other requests count for more than a transfer.
         (
-            Snapshot([prefill("p0", 0, frozenset()), prefill("p1", 5)], [decode("d0")]),
-            Placement("p1", "d0"),
+            Snapshot([prefill("p0", cached=992)], [decode("d0"), decode("d1", 9, cached=992)]),
+            ("p0", "d0"),
+            Reason.CACHED,
         ),
+        # A worker where others wait for room is not waited for.
         (
-            Snapshot([prefill("p0")], [decode("d0", room=False), decode("d1", 9)]),
-            Placement("p0", "d1"),
+            Snapshot([prefill("p0")], [decode("d0", 4), decode("d1", 4, waiting=3)]),
+            ("p0", "d0"),
+            Reason.LEAST_TIME,
+        ),
+        # A pool without room for the prompt is avoided.
+        (
+            Snapshot([prefill("p0")], [decode("d0", 4, free=10), decode("d1", 5)]),
+            ("p0", "d1"),
+            Reason.LEAST_TIME,
         ),
     ],
 )
-def test_the_least_loaded_pair_that_is_connected_and_has_room_is_chosen(
-    snapshot: Snapshot, expected: Placement
+def test_the_pair_with_the_least_predicted_time_is_chosen(
+    snapshot: Snapshot, expected: tuple[str, str], code: Reason
 ) -> None:
-    assert choose(snapshot) == expected
+    found = placed(asked(snapshot, 1000))
+    assert ((found.prefill, found.decode), found.code) == (expected, code)
+
+
+@pytest.mark.parametrize("strategy", [Strategy.LEAST_LOADED, Strategy.ROUND_ROBIN])
+def test_the_other_strategies_know_nothing_of_caches(strategy: Strategy) -> None:
+    snapshot = Snapshot(
+        [prefill("p0"), prefill("p1", cached=992)], [decode("d0"), decode("d1", cached=992)]
+    )
+    found = placed(asked(snapshot, 1000, strategy=strategy, local=LocalPrefill.AUTO))
+    assert (found.prefill, found.decode, found.code) == ("p0", "d0", Reason(strategy.value))
+
+
+def test_the_best_pair_is_found_whoever_reaches_whom() -> None:
+    views = [prefill(f"p{i}", 7 * i % 5, frozenset({f"d{i}"})) for i in range(8)]
+    others = [decode(f"d{i}", 3 * i % 4) for i in range(8)]
+    found = placed(asked(Snapshot(views, others), 100))
+    # p5 and p0 have nothing pending; of their only decode workers d0 has fewer requests.
+    assert (found.prefill, found.decode) == ("p0", "d0")
+
+
+AUTO = LocalPrefill.AUTO
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "tokens", "policy", "code"),
+    [
+        # An idle decode worker is spared the transfer.
+        (Snapshot([prefill("p0", 50)], [decode("d0")]), 64, Policy.LOCAL, Reason.LOCAL_FASTER),
+        # One with answers to write is spared the prompt.
+        (Snapshot([prefill("p0", 50)], [decode("d0", 4)]), 64, Policy.SPLIT, Reason.LEAST_TIME),
+        # Unless it has all but the last words of it.
+        (
+            Snapshot([prefill("p0")], [decode("d0", 4, cached=992)]),
+            1000,
+            Policy.LOCAL,
+            Reason.LOCAL_FASTER,
+        ),
+        # A prefill worker that has the prompt too is as fast, and disturbs nobody.
+        (
+            Snapshot([prefill("p0", cached=992)], [decode("d0", 4, cached=992)]),
+            1000,
+            Policy.SPLIT,
+            Reason.CACHED,
+        ),
+        # Long prompts wait neither behind others there,
+        (Snapshot([prefill("p0")], [decode("d0", 1, pending=800)]), 500, Policy.SPLIT, None),
+        # nor do they when prefill is hopelessly behind.
+        (Snapshot([prefill("p0", 9000)], [decode("d0", 1)]), 500, Policy.LOCAL, None),
+    ],
+)
+def test_prompts_are_read_where_that_is_predicted_to_take_less(
+    snapshot: Snapshot, tokens: int, policy: Policy, code: Reason | None
+) -> None:
+    found = placed(asked(snapshot, tokens, local=AUTO))
+    assert found.policy is policy
+    assert code is None or found.code is code
+    if policy is Policy.LOCAL:
+        assert not found.prefill
+
+
+@pytest.mark.parametrize(
+    ("mode", "policy"),
+    [
+        (LocalPrefill.AUTO, Policy.LOCAL),
+        (LocalPrefill.ALWAYS, Policy.LOCAL),
+        (LocalPrefill.FALLBACK, Policy.SPLIT),
+        (LocalPrefill.NEVER, Policy.SPLIT),
+    ],
+)
+def test_the_mode_says_who_may_read_prompts(mode: LocalPrefill, policy: Policy) -> None:
+    snapshot = Snapshot([prefill("p0", 50)], [decode("d0")], local=mode)
+    assert placed(asked(snapshot, 64, local=mode)).policy is policy
+
+
+def test_a_placement_says_what_was_predicted() -> None:
+    snapshot = Snapshot([prefill("p0", 300, cached=896)], [decode("d0")])
+    forecast = placed(asked(snapshot, 1000)).forecast
+    assert forecast is not None
+    assert forecast.first_token_seconds == pytest.approx(0.404)
+    assert (forecast.pending_tokens, forecast.cached_tokens) == (300, 896)
 
 
 @pytest.mark.parametrize(
@@ -72,6 +256,11 @@ def test_the_least_loaded_pair_that_is_connected_and_has_room_is_chosen(
         ),
         (Snapshot([prefill("p0")], [decode("d0", room=False)]), Exhausted, "decode worker is full"),
         (
+            Snapshot([prefill("p0", room=False)], [decode("d0")]),
+            Exhausted,
+            "prefill worker is full",
+        ),
+        (
             Snapshot([], [decode("d0", room=False)], local_prefill=True),
             Exhausted,
             "decode worker is full",
@@ -85,20 +274,21 @@ def test_no_placement_says_why(snapshot: Snapshot, error: type[BatonError], word
 
 
 @pytest.mark.parametrize(
-    ("snapshot", "expected"),
+    ("snapshot", "name", "reason"),
     [
-        (Snapshot([], [decode("d0", 3), decode("d1", 2)], local_prefill=True), local("d1")),
-        (Snapshot([], [decode("d0"), decode("d1", 2)], local_prefill=True), local("d0")),
+        (Snapshot([], [decode("d0", 3), decode("d1", 2)], local_prefill=True), "d1", MISSING),
+        (Snapshot([], [decode("d0"), decode("d1", 2)], local_prefill=True), "d0", MISSING),
         (
             Snapshot([prefill("p0", 0, frozenset())], [decode("d0")], local_prefill=True),
-            local("d0", "no prefill worker is connected to a decode worker yet"),
+            "d0",
+            "no prefill worker is connected to a decode worker yet",
         ),
     ],
 )
 def test_decode_workers_read_prompts_when_no_prefill_worker_can(
-    snapshot: Snapshot, expected: Placement
+    snapshot: Snapshot, name: str, reason: str
 ) -> None:
-    assert choose(snapshot) == expected
+    assert choose(snapshot) == Placement("", name, Policy.LOCAL, reason, Reason.NO_PREFILL)
 
 
 def test_pools_that_do_not_fit_are_not_hidden_by_local_prefill() -> None:
@@ -108,7 +298,7 @@ def test_pools_that_do_not_fit_are_not_hidden_by_local_prefill() -> None:
 
 def test_prefill_that_is_merely_busy_is_waited_for() -> None:
     snapshot = Snapshot([prefill("p0", 9000)], [decode("d0")], local_prefill=True)
-    assert choose(snapshot) == Placement("p0", "d0")
+    assert where(snapshot) == ("p0", "d0")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,171 @@
+"""How long things take in this cluster, learned from how long they took.
+
+Workers say with each token #1 how long a prompt took them, with each push how
+long the pages travelled, and the router sees the time between two steps of an
+answer. `CostModel` fits these; `Costs` is what it believes at one
+moment, a plain value that the policy decides on. Until something has been
+measured, priors speak: the orders of magnitude of a large model on a GPU. They
+say that a longer queue takes longer, and that is all they decide.
+
+Pure arithmetic: no I/O and no clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from router.online_fit import OnlineFit
+
+# Coefficients in seconds, for the features named beside them.
+# A prompt, a token, a token times one that it looks at, a token that was there before.
+PREFILL_PRIOR = (5e-3, 1e-4, 3e-9, 1e-4)
+BESIDE_SHARE = 0.01  # of a token's own time, what a request decoded meanwhile adds to it
+TRANSFER_PRIOR = (1e-3, 1e-9)  # a push, a byte
+EXPOSED_PRIOR = (1e-3, 1.0)  # a push, a second of transfer beyond what compute can hide
+STEP_PRIOR = (1e-2, 1e-4, 1e-7, 1e-4)  # a step, a request, a page, a busy prefill worker
+ANSWER_PRIOR = 128.0
+
+REQUEST_MEMORY = 64.0
+STEP_MEMORY = 256.0
+ANSWER_RATE = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What is believed at one moment. All times in seconds."""
+
+    prefill: tuple[float, ...] = PREFILL_PRIOR
+    # The same on a decode worker, between the steps of its other requests; the last is for a
+    # token times such a request.
+    local: tuple[float, ...] = (*PREFILL_PRIOR, BESIDE_SHARE * PREFILL_PRIOR[1])
+    transfer: tuple[float, ...] = TRANSFER_PRIOR
+    exposed: tuple[float, ...] = EXPOSED_PRIOR
+    step: tuple[float, ...] = STEP_PRIOR
+    answer_tokens: float = ANSWER_PRIOR
+
+    def prefill_seconds(self, tokens: int, prefix: int, pending: int = 0) -> float:
+        """Until a prefill worker has computed `pending` tokens and then `tokens`, which follow
+        `prefix` cached ones."""
+        once, each, look, before = self.prefill
+        return once + tokens * (each + look * (prefix + tokens / 2)) + before * pending
+
+    def local_seconds(self, tokens: int, prefix: int, pending: int = 0, running: int = 0) -> float:
+        """Until a decode worker has, which runs so many requests meanwhile."""
+        once, each, look, before, beside = self.local
+        own = tokens * (each + look * (prefix + tokens / 2) + beside * running)
+        return once + own + before * pending
+
+    def transfer_seconds(self, size: int) -> float:
+        """For which a push of so many bytes is under way."""
+        once, each = self.transfer
+        return once + each * size if size else 0.0
+
+    def exposed_seconds(self, size: int, compute_seconds: float) -> float:
+        """From the end of a prompt's compute to the arrival of its last page."""
+        once, each = self.exposed
+        return once + each * max(0.0, self.transfer_seconds(size) - compute_seconds)
+
+    def step_seconds(self, requests: int, pages: int) -> float:
+        """One step of a decode worker, with nothing else on the machine."""
+        once, request, page, _ = self.step
+        return once + request * requests + page * pages
+
+    def decode_seconds(self, tokens: int, requests: int, pages: int, own_pages: int) -> float:
+        """The answer's own time on a decode worker with so many requests and pages, and what it
+        adds to theirs."""
+        _, request, page, _ = self.step
+        own = self.step_seconds(requests + 1, pages + own_pages)
+        added = requests * (request + page * own_pages)
+        return min(tokens, self.answer_tokens) * (own + added)
+
+    def room_seconds(self, waiting: int, requests: int, pages: int) -> float:
+        """Until `waiting` requests have found room, one place for each answer that ends."""
+        if not waiting:
+            return 0.0
+        one_answer = self.answer_tokens * self.step_seconds(requests, pages)
+        return waiting * one_answer / max(requests, 1)
+
+    def disturbance(self, seconds: float, running: int) -> float:
+        """What compute of so many seconds on a prefill worker adds to the time of all requests
+        that decode workers run: nothing where they share no hardware."""
+        once, _, _, busy = self.step
+        return running * seconds * busy / (once + busy)
+
+
+class CostModel:
+    """Takes measurements, and says what follows from them."""
+
+    def __init__(self) -> None:
+        self._prefill = OnlineFit(PREFILL_PRIOR, REQUEST_MEMORY)
+        self._local: OnlineFit | None = None
+        self._transfer = OnlineFit(TRANSFER_PRIOR, REQUEST_MEMORY)
+        # Apart: how often a push is late says nothing of how late one is.
+        self._hidden = OnlineFit(EXPOSED_PRIOR[:1], REQUEST_MEMORY)
+        self._beyond = OnlineFit(EXPOSED_PRIOR[1:], REQUEST_MEMORY)
+        self._step = OnlineFit(STEP_PRIOR, STEP_MEMORY)
+        self._answers = 0
+        self._answer_tokens = ANSWER_PRIOR
+        self._costs: Costs | None = None
+
+    @property
+    def costs(self) -> Costs:
+        if self._costs is None:
+            self._costs = self._believe()
+        return self._costs
+
+    def note_prefill(self, tokens: int, prefix: int, pending: int, seconds: float) -> None:
+        """From its arrival, a prompt took a prefill worker so long: `tokens` behind `prefix`
+        cached ones, with `pending` ones there before."""
+        self._note(self._prefill, _prompt(tokens, prefix, pending), seconds)
+
+    def note_local(
+        self, tokens: int, prefix: int, pending: int, running: int, seconds: float
+    ) -> None:
+        """The same for a decode worker, which ran so many requests meanwhile."""
+        if self._local is None:
+            self._local = OnlineFit(self.costs.local, REQUEST_MEMORY)
+        features = (*_prompt(tokens, prefix, pending), float(tokens * running))
+        self._note(self._local, features, seconds)
+
+    def note_push(self, size: int, seconds: float, exposed: float, compute_seconds: float) -> None:
+        """So many bytes travelled, beside and after so much compute."""
+        if size:
+            self._note(self._transfer, (1.0, float(size)), seconds)
+        beyond = self.costs.transfer_seconds(size) - compute_seconds
+        if beyond > 0:
+            once = self.costs.exposed[0]
+            self._note(self._beyond, (beyond,), max(0.0, exposed - once))
+        else:
+            self._note(self._hidden, (1.0,), exposed)
+
+    def note_step(self, requests: int, pages: int, busy_prefill: int, seconds: float) -> None:
+        """A decode worker's step, with so many prefill workers at work."""
+        self._note(self._step, (1.0, float(requests), float(pages), float(busy_prefill)), seconds)
+
+    def note_answer(self, tokens: int) -> None:
+        """An answer came to its end."""
+        self._answers += 1
+        rate = max(ANSWER_RATE, 1.0 / self._answers)
+        self._answer_tokens += rate * (tokens - self._answer_tokens)
+        self._costs = None
+
+    def _note(self, fit: OnlineFit, features: tuple[float, ...], seconds: float) -> None:
+        fit.note(features, seconds)
+        self._costs = None
+
+    def _believe(self) -> Costs:
+        prefill = self._prefill.coefficients
+        local = (*prefill, BESIDE_SHARE * prefill[1])
+        return Costs(
+            prefill=prefill,
+            local=self._local.coefficients if self._local else local,
+            transfer=self._transfer.coefficients,
+            exposed=self._hidden.coefficients + self._beyond.coefficients,
+            step=self._step.coefficients,
+            answer_tokens=self._answer_tokens,
+        )
+
+
+def _prompt(tokens: int, prefix: int, pending: int) -> tuple[float, float, float, float]:
+    """A token looks at all before it: the prefix, and half of the others on average."""
+    return 1.0, float(tokens), tokens * (prefix + tokens / 2), float(pending)

@@ -1,0 +1,80 @@
+"""What one attempt teaches: how long its parts took, and what was cached.
+
+Workers tell their own times with the messages that they send anyway. They go to
+the cost model and the metrics, beside what was predicted when the request was
+placed.
+"""
+
+from __future__ import annotations
+
+import time
+
+from baton.v1 import worker_pb2 as pb
+from core.types import Work
+from router.admission import Seat
+from router.cost_model import CostModel
+from router.link import WorkerLink
+from router.metrics import RouterMetrics
+from router.placement import Forecast
+
+
+class Feedback:
+    """For one attempt, from when it is made. A canary, of which nothing was predicted, teaches
+    nothing."""
+
+    def __init__(self, work: Work, seat: Seat, costs: CostModel, metrics: RouterMetrics) -> None:
+        self._tokens = len(work.prompt_tokens)
+        self._seat = seat
+        self._costs = costs
+        self._metrics = metrics
+        self._began = time.monotonic()
+        self._compute_seconds = 0.0
+        self._read = False  # the prompt has been
+
+    def take(self, event: pb.WorkerMessage) -> None:
+        self._metrics.attempt_event(event)
+        forecast = self._seat.placement.forecast
+        if forecast is None:
+            return
+        match event.WhichOneof("kind"):
+            case "reserved":
+                self._note_cached("decode", self._seat.decode, event.reserved.cached_tokens)
+            case "first_token" if not self._read:
+                self._note_prefill(event.first_token, forecast)
+            case "step" if not self._read and not self._seat.prefill:
+                self._note_local(event.step.tokens[0], forecast)
+            case "pushed":
+                self._note_push(event.pushed)
+
+    def _note_prefill(self, first: pb.FirstToken, forecast: Forecast) -> None:
+        self._compute_seconds = first.compute_seconds
+        missing = self._tokens - first.cached_tokens
+        seconds = first.queue_seconds + first.compute_seconds
+        pending = forecast.pending_tokens
+        self._costs.note_prefill(missing, first.cached_tokens, pending, seconds)
+        self._note_read(first.cached_tokens, forecast)
+
+    def _note_local(self, tokens: pb.StepTokens, forecast: Forecast) -> None:
+        cached = tokens.cached_tokens
+        seconds = time.monotonic() - self._began
+        self._costs.note_local(
+            self._tokens - cached, cached, forecast.pending_tokens, forecast.running, seconds
+        )
+        self._note_read(cached, forecast)
+
+    def _note_read(self, cached_tokens: int, forecast: Forecast) -> None:
+        self._read = True
+        self._note_cached("reader", self._seat.reader, cached_tokens)
+        measured = time.monotonic() - self._began
+        self._metrics.forecast(forecast.first_token_seconds, measured)
+
+    def _note_cached(self, where: str, link: WorkerLink | None, tokens: int) -> None:
+        self._metrics.cached(where, tokens)
+        if link is not None:
+            link.read_tokens += self._tokens
+            link.hit_tokens += tokens
+
+    def _note_push(self, pushed: pb.Pushed) -> None:
+        self._costs.note_push(
+            pushed.bytes, pushed.seconds, pushed.exposed_seconds, self._compute_seconds
+        )

@@ -1,0 +1,134 @@
+"""A line through measurements as they come: least squares that forget.
+
+A time is taken to be a sum of features, each times a coefficient above 0, and
+all of it times a pace. The pace follows the latest measurements quickly: a
+machine that gets busy slows everything down alike. The coefficients follow
+slowly, and say how the features compare; a prior says so until measurements do.
+
+Errors count in proportion to the prediction, so that short and long times are
+learned alike, and one that is far off counts as if it were just off.
+
+Pure arithmetic, a few microseconds: no I/O and no clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+PRIOR_WEIGHT = 2.0
+"""The prior counts as much as this many measurements of each feature alone."""
+LEAST_RIDGE = 1e-9
+"""And it alone speaks where a feature was always 0."""
+LEAST_SHARE = 0.01
+"""No coefficient falls below this share of the prior's."""
+OUTLIER = 3.0
+"""An error of more than so many times the usual one counts as if it were that."""
+FIRST_SPREAD = 0.3
+LEAST_SPREAD = 0.02
+SPREAD_RATE = 0.1
+PACE_RATE = 0.1
+RESOLUTION_SECONDS = 1e-5
+"""Times that differ by less are as good as equal."""
+
+Vector = list[float]
+
+
+class OnlineFit:
+    def __init__(self, prior: Sequence[float], memory: float) -> None:
+        """`prior` has a coefficient above 0 for each feature, in seconds; `memory` is the number
+        of measurements after which one counts for a third."""
+        size = len(prior)
+        self._prior = list(prior)
+        self._keep = math.exp(-1.0 / memory)
+        self._pace = 0.0  # the logarithm of a factor on all coefficients
+        self._spread = FIRST_SPREAD  # the usual error, as a logarithm of measured / predicted
+        self._count = 0
+        self._weight = 0.0
+        # In units of the prior: sums over the measurements of the products of two features, and
+        # of a feature and the time.
+        self._squares = [[0.0] * size for _ in range(size)]
+        self._products = [0.0] * size
+        self._shares = [1.0] * size
+
+    @property
+    def coefficients(self) -> tuple[float, ...]:
+        """In seconds a unit of each feature."""
+        pace = math.exp(self._pace)
+        return tuple(pace * a * b for a, b in zip(self._prior, self._shares, strict=True))
+
+    def predict(self, features: Sequence[float]) -> float:
+        return sum(a * b for a, b in zip(self.coefficients, features, strict=True))
+
+    def note(self, features: Sequence[float], seconds: float) -> None:
+        """A measurement. What cannot be a time is dropped."""
+        if not (math.isfinite(seconds) and seconds >= 0):
+            return
+        row = [a * b for a, b in zip(self._prior, features, strict=True)]
+        shape = sum(a * b for a, b in zip(self._shares, row, strict=True))
+        error = self._bounded(_error(seconds, shape * math.exp(self._pace)))
+        self._count += 1
+        self._pace += error * max(PACE_RATE, 1.0 / self._count)
+        if shape > 0:
+            self._add([each / shape for each in row], math.exp(error) if self._count > 1 else 1.0)
+            self._shares = self._solve()
+
+    def _bounded(self, error: float) -> float:
+        """The error, or as much of it as is believed. The first sets the pace, whatever it is."""
+        if not self._count:
+            return error
+        limit = OUTLIER * self._spread
+        bounded = min(max(error, -limit), limit)
+        self._spread += SPREAD_RATE * (abs(bounded) - self._spread)
+        self._spread = max(self._spread, LEAST_SPREAD)
+        return bounded
+
+    def _add(self, row: Vector, value: float) -> None:
+        """One more equation, row · shares = value, in which the prediction is 1."""
+        for i, left in enumerate(row):
+            self._products[i] = self._keep * self._products[i] + left * value
+            squares = self._squares[i]
+            for j, right in enumerate(row):
+                squares[j] = self._keep * squares[j] + left * right
+        self._weight = self._keep * self._weight + 1.0
+
+    def _solve(self) -> Vector:
+        """The least squares, drawn towards the prior, no share below the least."""
+        size = len(self._prior)
+        squares = [row.copy() for row in self._squares]
+        products = self._products.copy()
+        for i in range(size):
+            ridge = PRIOR_WEIGHT * squares[i][i] / self._weight + LEAST_RIDGE
+            squares[i][i] += ridge
+            products[i] += ridge
+        found, free = [LEAST_SHARE] * size, list(range(size))
+        while free:
+            held = [i for i in range(size) if i not in free]
+            rest = [products[i] - sum(squares[i][j] * found[j] for j in held) for i in free]
+            solved = _solve_linear([[squares[i][j] for j in free] for i in free], rest)
+            for i, value in zip(free, solved, strict=True):
+                found[i] = max(value, LEAST_SHARE)
+            low = [i for i, value in zip(free, solved, strict=True) if value < LEAST_SHARE]
+            if not low:
+                break
+            free = [i for i in free if i not in low]
+        return found
+
+
+def _error(measured: float, predicted: float) -> float:
+    return math.log((measured + RESOLUTION_SECONDS) / (predicted + RESOLUTION_SECONDS))
+
+
+def _solve_linear(matrix: list[Vector], right: Vector) -> Vector:
+    """Gauss, for a few unknowns and a positive definite matrix, both of which it consumes."""
+    size = len(right)
+    for i in range(size):
+        for k in range(i + 1, size):
+            factor = matrix[k][i] / matrix[i][i]
+            right[k] -= factor * right[i]
+            for j in range(i, size):
+                matrix[k][j] -= factor * matrix[i][j]
+    for i in reversed(range(size)):
+        known = sum(matrix[i][j] * right[j] for j in range(i + 1, size))
+        right[i] = (right[i] - known) / matrix[i][i]
+    return right

@@ -1,0 +1,153 @@
+"""Workers and pairs of them by predicted time.
+
+Every pair is scored by what is predicted (router/cost_model.py): the wait and
+the compute of what the prefill worker lacks, the transfer of what the decode
+worker lacks, the answer's steps there, and what all this adds to the time of
+other requests. A session so stays where its cache is for as long as that saves
+more than the queue there costs.
+
+The other strategies, least loaded and round robin, know nothing of caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+from router.placement import DecodeView, Forecast, PrefillView, Snapshot, Strategy
+
+View = TypeVar("View", bound=PrefillView | DecodeView)
+
+
+class Ranked(NamedTuple, Generic[View]):
+    cost: float
+    view: View
+
+
+class Pair(NamedTuple):
+    cost: float
+    prefill: PrefillView
+    decode: DecodeView
+
+
+def best_pair(
+    snapshot: Snapshot, prefill: Sequence[PrefillView], decode: Sequence[DecodeView]
+) -> Pair | None:
+    """The cheapest pair that is connected. Most pairs are never looked at: none costs less than
+    its two workers do, and those are ranked."""
+    best: Pair | None = None
+    # Pages travel behind the compute: of all pairs' transfers this hides the most.
+    hiding = max((_compute(snapshot, view) for view in prefill), default=0.0)
+    ranked = ranked_decode(snapshot, decode, hiding)
+    for ahead, first in ranked_prefill(snapshot, prefill):
+        compute = _compute(snapshot, first)
+        for behind, second in ranked:
+            if best is not None and ahead + behind >= best.cost:
+                break
+            if second.worker_id not in first.reaches:
+                continue
+            more = _late_pages(snapshot, second, compute) - _late_pages(snapshot, second, hiding)
+            if best is None or ahead + behind + more < best.cost:
+                best = Pair(ahead + behind + more, first, second)
+    return best
+
+
+def ranked_prefill(snapshot: Snapshot, views: Sequence[PrefillView]) -> list[Ranked[PrefillView]]:
+    def cost(view: PrefillView) -> float:
+        if snapshot.strategy is Strategy.LEAST_LOADED:
+            return float(view.pending_tokens)
+        disturbed = snapshot.costs.disturbance(_compute(snapshot, view), running)
+        return _first_token(snapshot, view) + disturbed
+
+    running = sum(view.running for view in snapshot.decode)
+    return _ranked(snapshot, views, cost)
+
+
+def ranked_decode(
+    snapshot: Snapshot, views: Sequence[DecodeView], hiding: float
+) -> list[Ranked[DecodeView]]:
+    """For prompts whose pages travel behind so many seconds of compute."""
+
+    def cost(view: DecodeView) -> float:
+        if snapshot.strategy is Strategy.LEAST_LOADED:
+            return _least_loaded(view)
+        return _decode_cost(snapshot, view) + _late_pages(snapshot, view, hiding)
+
+    return _ranked(snapshot, views, cost)
+
+
+def ranked_local(snapshot: Snapshot, views: Sequence[DecodeView]) -> list[Ranked[DecodeView]]:
+    """With the prompt read there, while all that is decoded there stands still."""
+
+    def cost(view: DecodeView) -> float:
+        if snapshot.strategy is Strategy.LEAST_LOADED:
+            return _least_loaded(view)
+        missing = snapshot.prompt_tokens - view.cached_tokens
+        compute = snapshot.costs.local_seconds(missing, view.cached_tokens)
+        first_token = _local_first_token(snapshot, view)
+        return first_token + view.running * compute + _decode_cost(snapshot, view)
+
+    return _ranked(snapshot, views, cost)
+
+
+def split_forecast(snapshot: Snapshot, view: PrefillView) -> Forecast:
+    seconds = _first_token(snapshot, view)
+    return Forecast(seconds, view.pending_tokens, 0, view.cached_tokens)
+
+
+def local_forecast(snapshot: Snapshot, view: DecodeView) -> Forecast:
+    seconds = _local_first_token(snapshot, view)
+    return Forecast(seconds, view.pending_tokens, view.running, view.cached_tokens)
+
+
+def _ranked(
+    snapshot: Snapshot, views: Sequence[View], cost: Callable[[View], float]
+) -> list[Ranked[View]]:
+    """The cheapest first; of equal ones, who has the most cached; then another one each turn."""
+    start = snapshot.turn % len(views) if views else 0
+    turned = [*views[start:], *views[:start]]
+    if snapshot.strategy is Strategy.ROUND_ROBIN:
+        return [Ranked(float(place), view) for place, view in enumerate(turned)]
+    aware = snapshot.strategy is Strategy.KV_AWARE
+    ranked = (Ranked(cost(view), view) for view in turned)
+    return sorted(ranked, key=lambda each: (each.cost, -aware * each.view.cached_tokens))
+
+
+def _least_loaded(view: DecodeView) -> float:
+    """The fewest requests; of those, the most free pages."""
+    return view.requests + 1.0 / (view.free_pages + 2)
+
+
+def _compute(snapshot: Snapshot, view: PrefillView) -> float:
+    missing = snapshot.prompt_tokens - view.cached_tokens
+    return snapshot.costs.prefill_seconds(missing, view.cached_tokens)
+
+
+def _first_token(snapshot: Snapshot, view: PrefillView) -> float:
+    missing = snapshot.prompt_tokens - view.cached_tokens
+    return snapshot.costs.prefill_seconds(missing, view.cached_tokens, view.pending_tokens)
+
+
+def _local_first_token(snapshot: Snapshot, view: DecodeView) -> float:
+    missing = snapshot.prompt_tokens - view.cached_tokens
+    return snapshot.costs.local_seconds(
+        missing, view.cached_tokens, view.pending_tokens, view.running
+    )
+
+
+def _decode_cost(snapshot: Snapshot, view: DecodeView) -> float:
+    """The wait for room, and the answer's steps beside the others."""
+    costs = snapshot.costs
+    own = -(-snapshot.prompt_tokens // snapshot.page_size)
+    short = own > view.free_pages + view.cached_tokens // snapshot.page_size
+    room = costs.room_seconds(view.waiting + short, view.requests, view.leased_pages)
+    steps = costs.decode_seconds(snapshot.tokens_wanted, view.requests, view.leased_pages, own)
+    return room + steps
+
+
+def _late_pages(snapshot: Snapshot, view: DecodeView, compute_seconds: float) -> float:
+    """How long decode waits for its last page once the prompt is computed."""
+    if snapshot.strategy is not Strategy.KV_AWARE:
+        return 0.0
+    pages = -(-(snapshot.prompt_tokens - view.cached_tokens) // snapshot.page_size)
+    return snapshot.costs.exposed_seconds(pages * snapshot.page_bytes, compute_seconds)

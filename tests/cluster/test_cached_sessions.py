@@ -1,0 +1,83 @@
+"""Sessions find their caches: two prefill and two decode workers with a tiny model."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+from processes import ProcessCluster, scrape
+from tiny_models import TINY_MODELS, VOCABULARY, save
+
+from baton import Answer
+from core import metrics
+
+SESSIONS = 6
+OPTIONS = {"max_tokens": 24, "ignore_eos": True, "temperature": 0.0}
+TREE: dict[str, object] = {
+    "prefill": {"kv_memory": "4MiB", "threads": 1},
+    "decode": {"kv_memory": "4MiB", "threads": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
+    folder = tmp_path_factory.mktemp("sessions")
+    save(TINY_MODELS["llama"], folder / "tiny")
+    with ProcessCluster(folder / "tiny", folder, prefill=2, decode=2, tree=TREE) as running:
+        yield running
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(VOCABULARY) for _ in range(count)]
+
+
+def next_turn(prompt: list[int], answer: Answer, seed: int) -> list[int]:
+    return [*prompt, *answer.token_ids, *tokens(seed, 7)]
+
+
+def test_a_sessions_next_turn_lands_where_its_cache_is(cluster: ProcessCluster) -> None:
+    """The sessions of several users alternate, so that turns alone would mix them."""
+    with cluster.client() as client:
+        prompts = [tokens(seed, 100) for seed in range(SESSIONS)]
+        first = [client.generate(prompt, **OPTIONS) for prompt in prompts]
+        assert {answer.usage.cached_tokens for answer in first} == {0}
+        assert len({answer.prefill_worker for answer in first}) == 2
+        turns = [next_turn(*pair, seed=9) for pair in zip(prompts, first, strict=True)]
+        for turn, before in reversed(list(zip(turns, first, strict=True))):
+            answer = client.generate(turn, **OPTIONS)
+            assert answer.token_ids == client.generate(turn, **OPTIONS, cache_salt="x").token_ids
+            assert answer.prefill_worker == before.prefill_worker
+            assert answer.usage.cached_tokens >= 96
+            assert answer.placements[0].reason_code == "cached"
+
+
+def test_salts_keep_caches_apart(cluster: ProcessCluster) -> None:
+    prompt = tokens(77, 64)
+    with cluster.client() as client:
+        cached = [
+            client.generate(prompt, **OPTIONS, cache_salt=salt).usage.cached_tokens
+            for salt in ("mine", "yours", "mine")
+        ]
+    assert cached == [0, 0, 48]
+
+
+def test_metrics_tell_hits_decisions_and_forecasts(cluster: ProcessCluster) -> None:
+    prompt = tokens(78, 64)
+    before = scrape(cluster.metrics, "reason")
+    with cluster.client() as client:
+        answers = [client.generate(prompt, **OPTIONS) for _ in range(2)]
+    after = scrape(cluster.metrics, "reason")
+    change = {name: after[name] - before.get(name, 0.0) for name in after}
+    assert answers[1].placements[0].predicted_seconds > 0
+    assert change[f"{metrics.PLACEMENTS} cached"] == 1
+    assert change[f"{metrics.TTFT_FORECAST_RATIO}_count"] == 2
+    assert change[metrics.CACHED_TOKENS] >= 2 * 48
+
+
+def test_status_tells_what_each_worker_holds_and_finds(cluster: ProcessCluster) -> None:
+    with cluster.client() as client:
+        workers = list(client.status().workers)
+    assert all(0 < worker.hit_tokens < worker.read_tokens for worker in workers)
+    assert all(worker.known_pages > 0 for worker in workers)

@@ -1,0 +1,73 @@
+"""Waiting for workers, with a real roster and scripted workers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from scripted_worker import ScriptedWorker
+
+from core.config import Config, RouterConfig
+from core.errors import Unavailable
+from core.types import AttemptKey, Sampling, Work
+from router.admission import Admission, Seat
+from router.life import RequestLife, RetryLimits
+from router.metrics import RouterMetrics
+from router.roster import Roster
+
+PLACEMENT_SECONDS = 0.5
+CONFIG = RouterConfig(
+    placement_timeout=PLACEMENT_SECONDS,
+    queue_timeout=30.0,
+    local_prefill="always",
+    local_prefill_after=0.0,
+    worker_backlog=1,
+)
+
+
+@pytest.fixture
+async def roster() -> AsyncIterator[Roster]:
+    roster = Roster("router", "tiny", Config(router=CONFIG))
+    yield roster
+    await roster.stop()
+
+
+async def seated(admission: Admission) -> Seat:
+    work = Work(AttemptKey("r", 1), [1, 2], Sampling(), 8, frozenset())
+    return await admission.seat(admission.arrive(), RequestLife(work, RetryLimits(2, 8)))
+
+
+async def waiting_behind_another(roster: Roster, address: str) -> asyncio.Task[Seat]:
+    """A request that has waited for its turn longer than it would wait for workers."""
+    admission = Admission(roster, CONFIG, RouterMetrics())
+    roster.set_addresses([address])
+    await roster.wait_until(lambda: roster.obstacle is None)
+    first = await seated(admission)
+    first.first.unanswered += 1
+    waiting = asyncio.create_task(seated(admission))
+    await asyncio.sleep(PLACEMENT_SECONDS + 0.1)
+    assert not waiting.done()
+    first.first.unanswered -= 1
+    return waiting
+
+
+async def test_who_waits_for_its_turn_waits_for_a_worker_that_comes_back_too(
+    roster: Roster,
+) -> None:
+    worker = ScriptedWorker()
+    waiting = await waiting_behind_another(roster, address := await worker.start())
+    await worker.stop()
+    await roster.wait_until(lambda: roster.obstacle is not None)
+    again = ScriptedWorker()
+    await again.start(port=int(address.rpartition(":")[2]))
+    assert (await waiting).placement.decode == "decode-0"
+    await again.stop()
+
+
+async def test_who_waits_for_its_turn_is_told_when_no_worker_comes_back(roster: Roster) -> None:
+    worker = ScriptedWorker()
+    waiting = await waiting_behind_another(roster, await worker.start())
+    await worker.stop()
+    with pytest.raises(Unavailable):
+        await asyncio.wait_for(waiting, 10.0)

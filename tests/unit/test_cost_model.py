@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from router.cost_model import CostModel, Costs
+
+
+def test_before_any_measurement_more_work_takes_longer() -> None:
+    costs = CostModel().costs
+    assert costs == Costs()
+    assert costs.prefill_seconds(200, 0) > costs.prefill_seconds(100, 100) > 0
+    assert costs.prefill_seconds(100, 4000) > costs.prefill_seconds(100, 0)
+    assert costs.prefill_seconds(100, 0, 200) > costs.prefill_seconds(100, 0, 100)
+    assert costs.step_seconds(5, 50) > costs.step_seconds(4, 50) > costs.step_seconds(4, 40)
+    assert costs.transfer_seconds(2000) > costs.transfer_seconds(1000)
+    assert costs.transfer_seconds(0) == 0.0
+
+
+def test_prefill_is_predicted_from_what_was_measured() -> None:
+    model, draw = CostModel(), random.Random(1)
+    for _ in range(100):
+        tokens = draw.randint(10, 1000)
+        pending = draw.choice([0, 0, 300, 2000])
+        model.note_prefill(tokens, 0, pending, 0.002 * tokens + 0.001 * pending)
+    assert model.costs.prefill_seconds(500, 0) == pytest.approx(1.0, rel=0.1)
+    assert model.costs.prefill_seconds(500, 0, 1000) == pytest.approx(2.0, rel=0.1)
+
+
+def test_empty_queues_say_nothing_of_full_ones() -> None:
+    model = CostModel()
+    for _ in range(100):
+        model.note_prefill(100, 0, 0, 1.0)
+    assert 5.0 < model.costs.prefill_seconds(100, 0, 1000) < 20.0
+    model.note_prefill(100, 0, 1000, 11.0)
+    assert model.costs.prefill_seconds(100, 0) == pytest.approx(1.0, rel=0.1)
+
+
+def test_until_a_decode_worker_has_read_a_prompt_it_is_as_fast_as_prefill() -> None:
+    model = CostModel()
+    model.note_prefill(100, 0, 0, 2.0)
+    assert model.costs.local_seconds(100, 0) == pytest.approx(2.0, rel=0.01)
+    model.note_local(100, 0, 0, 0, 4.0)
+    assert model.costs.local_seconds(100, 0) == pytest.approx(4.0, rel=0.01)
+    assert model.costs.prefill_seconds(100, 0) == pytest.approx(2.0, rel=0.01)
+
+
+def test_neighbours_that_slow_a_local_prompt_down_are_learned() -> None:
+    model, draw = CostModel(), random.Random(1)
+    for _ in range(200):
+        tokens, running = draw.randint(10, 500), draw.randint(0, 8)
+        model.note_local(tokens, 0, 0, running, tokens * (0.002 + 0.001 * running))
+    costs = model.costs
+    assert costs.local_seconds(200, 0) == pytest.approx(0.4, rel=0.2)
+    assert costs.local_seconds(200, 0, running=8) == pytest.approx(2.0, rel=0.2)
+
+
+def test_only_what_compute_cannot_hide_of_a_transfer_is_waited_for() -> None:
+    model = CostModel()
+    for size in (10**6, 10**7, 10**8) * 10:
+        model.note_push(size, size / 1e8, max(0.0, size / 1e8 - 0.2), 0.2)
+    costs = model.costs
+    assert costs.exposed_seconds(10**8, 0.2) == pytest.approx(0.8, rel=0.2)
+    assert costs.exposed_seconds(10**7, 0.2) < 0.02
+    assert costs.exposed_seconds(10**8, 0.0) > costs.exposed_seconds(10**8, 0.5)
+
+
+def test_a_busy_decode_worker_costs_the_answer_and_its_neighbours() -> None:
+    model, draw = CostModel(), random.Random(1)
+    for _ in range(500):
+        requests, pages = draw.randint(1, 20), draw.randint(10, 500)
+        model.note_step(requests, pages, 0, 0.02 + 0.002 * requests + 1e-5 * pages)
+    model.note_answer(128)
+    costs = model.costs
+    assert costs.step_seconds(10, 100) == pytest.approx(0.041, rel=0.1)
+    lone, busy = (costs.decode_seconds(100, requests, 100, 10) for requests in (0, 10))
+    assert lone == pytest.approx(100 * 0.023, rel=0.1)
+    assert busy == pytest.approx(100 * (0.043 + 10 * 0.0021), rel=0.15)
+
+
+def test_an_answer_takes_no_more_tokens_than_are_wanted() -> None:
+    model = CostModel()
+    for _ in range(200):
+        model.note_answer(1000)
+    short, long, longer = (model.costs.decode_seconds(n, 0, 0, 1) for n in (10, 1000, 5000))
+    assert short < long / 50
+    assert longer == pytest.approx(long, rel=0.05)
+
+
+@pytest.mark.parametrize(("slowdown", "share"), [(0.0, 0.0), (0.03, 0.5)])
+def test_prefill_disturbs_decode_as_far_as_was_seen(slowdown: float, share: float) -> None:
+    model, draw = CostModel(), random.Random(1)
+    for _ in range(500):
+        busy = draw.randint(0, 1)
+        model.note_step(4, 100, busy, 0.03 + slowdown * busy)
+    # Four requests, each of which a second of prefill takes so much of.
+    assert model.costs.disturbance(1.0, 4) == pytest.approx(4 * share, abs=0.6)

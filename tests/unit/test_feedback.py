@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import pytest
+
+from baton.v1 import worker_pb2 as pb
+from core.config import RouterConfig
+from core.types import AttemptKey, Sampling, Work
+from router.admission import Seat
+from router.cost_model import CostModel, Costs
+from router.feedback import Feedback
+from router.link import WorkerLink
+from router.metrics import RouterMetrics
+from router.pace import StepPace
+from router.placement import Forecast, Placement, Policy
+
+WORK = Work(AttemptKey("r", 1), [1] * 100, Sampling(), 9, frozenset())
+FORECAST = Forecast(0.5, 200, 3, 64)
+SPLIT = Placement("p0", "d0", forecast=FORECAST)
+LOCAL = Placement("", "d0", Policy.LOCAL, forecast=FORECAST)
+
+
+def link(name: str) -> WorkerLink:
+    return WorkerLink(name, "router", "tiny", RouterConfig(), lambda link: None)
+
+
+def seated(placement: Placement) -> Seat:
+    prefill = link("p0") if placement.prefill else None
+    return Seat(placement, prefill, link("d0"))
+
+
+def first(cached: int) -> pb.WorkerMessage:
+    token = pb.FirstToken(queue_seconds=4.0, compute_seconds=9.0, cached_tokens=cached)
+    return pb.WorkerMessage(first_token=token)
+
+
+def step(cached: int) -> pb.WorkerMessage:
+    tokens = pb.StepTokens(request_id="r", epoch=1, token_ids=[1], cached_tokens=cached)
+    return pb.WorkerMessage(step=pb.Step(tokens=[tokens]))
+
+
+def test_a_prefills_times_are_learned_for_what_it_computed() -> None:
+    costs, seat = CostModel(), seated(SPLIT)
+    feedback = Feedback(WORK, seat, costs, RouterMetrics())
+    feedback.take(first(64))
+    feedback.take(pb.WorkerMessage(pushed=pb.Pushed(bytes=10**6, seconds=2.0)))
+    assert costs.costs.prefill_seconds(36, 64, 200) == pytest.approx(13.0, rel=0.01)
+    assert costs.costs.transfer_seconds(10**6) == pytest.approx(2.0, rel=0.01)
+    assert seat.reader is seat.prefill
+    assert (seat.reader.hit_tokens, seat.reader.read_tokens) == (64, 100)
+
+
+def test_what_decode_had_is_counted_beside_what_prefill_had() -> None:
+    seat = seated(SPLIT)
+    feedback = Feedback(WORK, seat, CostModel(), RouterMetrics())
+    feedback.take(pb.WorkerMessage(reserved=pb.Reserved(cached_tokens=32)))
+    assert seat.prefill is not None
+    assert seat.decode is not None
+    assert (seat.prefill.hit_tokens, seat.decode.hit_tokens) == (0, 32)
+
+
+def test_a_prompt_read_on_the_decode_worker_teaches_once() -> None:
+    costs, seat = CostModel(), seated(LOCAL)
+    feedback = Feedback(WORK, seat, costs, RouterMetrics())
+    feedback.take(step(64))
+    learned = costs.costs
+    assert learned.local != Costs().local
+    feedback.take(step(0))
+    assert costs.costs == learned
+    assert (seat.reader.hit_tokens, seat.reader.read_tokens) == (64, 100)
+
+
+def test_a_canary_teaches_nothing() -> None:
+    costs, seat = CostModel(), seated(Placement("p0", ""))
+    Feedback(WORK, seat, costs, RouterMetrics()).take(first(0))
+    assert costs.costs == Costs()
+    assert seat.reader.read_tokens == 0
+
+
+def test_steps_that_follow_each_other_tell_a_workers_pace() -> None:
+    pace = StepPace()
+    assert pace.take() is None
+    for number in range(5):
+        pace.step(step(0).step, now=10.0 + 0.25 * number)
+    assert pace.take() == pytest.approx(0.25)
+    assert pace.take() is None
+    # Another request is the oldest now: no telling what lies between.
+    pace.step(pb.Step(tokens=[pb.StepTokens(request_id="s")]), now=99.0)
+    assert pace.take() is None

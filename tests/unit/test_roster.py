@@ -1,0 +1,133 @@
+"""What a router decides, from real streams to scripted workers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from scripted_worker import ScriptedWorker
+from waiting import until
+
+from baton.v1 import worker_pb2 as pb
+from core.config import Config, RouterConfig
+from core.page_keys import page_keys
+from core.types import AttemptKey, Role, Sampling, Work
+from router.placement import Placement, Policy, Reason
+from router.roster import Roster
+
+PROMPT = list(range(64))
+KEYS = page_keys(b"root", PROMPT, 16)
+WORK = Work(AttemptKey("r", 1), PROMPT, Sampling(), 100, frozenset(), page_keys=KEYS)
+
+
+@asynccontextmanager
+async def cluster(
+    router: RouterConfig,
+) -> AsyncIterator[tuple[Roster, dict[str, ScriptedWorker]]]:
+    """Two prefill and two decode workers, all connected."""
+    workers = {
+        f"{role.value}-{index}": ScriptedWorker(role, f"{role.value}-{index}")
+        for role in Role
+        for index in range(2)
+    }
+    roster = Roster("router", "tiny", Config(router=router))
+    roster.set_addresses([await worker.start() for worker in workers.values()])
+    try:
+        await until(lambda: attached(roster))
+        for name in ("prefill-0", "prefill-1"):
+            for peer in ("decode-0", "decode-1"):
+                connected = pb.Connected(worker_id=peer, agent=f"agent of {peer}")
+                await workers[name].send(pb.WorkerMessage(connected=connected))
+        await until(lambda: connected_to_all(roster))
+        yield roster, workers
+    finally:
+        await roster.stop()
+        for worker in workers.values():
+            await worker.stop()
+
+
+async def attached(roster: Roster) -> bool:
+    return sum(link.usable for link in roster.links) == 4
+
+
+async def connected_to_all(roster: Roster) -> bool:
+    return sum(len(link.peers) for link in roster.links) == 4
+
+
+async def store(roster: Roster, worker: ScriptedWorker, keys: list[bytes]) -> None:
+    events = pb.CacheEvents(number=1, reset=True, stored=keys)
+    await worker.send(pb.WorkerMessage(cache_events=events))
+
+    async def stored() -> bool:
+        link = roster.find(worker.name)
+        return link is not None and len(link.cache) == len(keys)
+
+    await until(stored)
+
+
+def placed(roster: Roster, work: Work = WORK) -> Placement:
+    found = roster.choose(work)
+    assert isinstance(found, Placement)
+    return found
+
+
+def in_turn(roster: Roster) -> list[Placement]:
+    """Of several requests like WORK, one after the other."""
+    chosen = []
+    for roster.placed in range(4):
+        chosen.append(placed(roster))
+    return chosen
+
+
+async def test_a_prompt_goes_where_its_beginning_is_cached() -> None:
+    async with cluster(RouterConfig(local_prefill="fallback")) as (roster, workers):
+        await store(roster, workers["prefill-1"], KEYS)
+        for found in in_turn(roster):
+            assert (found.prefill, found.code) == ("prefill-1", Reason.CACHED)
+            # The last token is always computed.
+            assert found.forecast is not None
+            assert found.forecast.cached_tokens == 48
+
+
+async def test_prompts_that_go_on_alike_follow_one_that_is_on_its_way() -> None:
+    async with cluster(RouterConfig(local_prefill="fallback")) as (roster, _):
+        link = roster.find("prefill-1")
+        assert link is not None
+        link.cache.promise(KEYS)
+        assert {found.prefill for found in in_turn(roster)} == {"prefill-1"}
+        link.cache.settle(KEYS)
+        assert {found.prefill for found in in_turn(roster)} == {"prefill-0", "prefill-1"}
+
+
+async def test_a_queue_that_is_longer_than_the_saving_moves_a_session_away() -> None:
+    async with cluster(RouterConfig(local_prefill="fallback")) as (roster, workers):
+        await store(roster, workers["prefill-1"], KEYS)
+        link = roster.find("prefill-1")
+        assert link is not None
+        prompt = link.prompts.add(500, 0)
+        found = placed(roster)
+        assert (found.prefill, found.code) == ("prefill-0", Reason.CACHE_BUSY)
+        link.prompts.remove(prompt)
+        assert placed(roster).prefill == "prefill-1"
+
+
+async def test_a_worker_that_is_lost_holds_nothing() -> None:
+    async with cluster(RouterConfig(local_prefill="fallback")) as (roster, workers):
+        await store(roster, workers["prefill-1"], KEYS)
+        await workers["prefill-1"].stop()
+
+        async def alone() -> bool:
+            return roster.find("prefill-1") is None
+
+        await until(alone)
+        found = placed(roster)
+        assert (found.prefill, found.code) == ("prefill-0", Reason.LEAST_TIME)
+
+
+async def test_the_configuration_says_how_workers_are_chosen() -> None:
+    always = RouterConfig(policy="round_robin", local_prefill="always")
+    async with cluster(always) as (roster, workers):
+        await store(roster, workers["decode-1"], KEYS)
+        chosen = in_turn(roster)
+        assert {(found.policy, found.prefill) for found in chosen} == {(Policy.LOCAL, "")}
+        assert {found.decode for found in chosen} == {"decode-0", "decode-1"}
