@@ -36,7 +36,7 @@ from engine.model import Model
 from engine.page_pool import PagePool
 from engine.random_model import random_model
 from engine.sequence import Piece, Plan, Sequence
-from kernels.linear import Linear
+from kernels.linear import GatedLinear, Linear
 
 PAGE_SIZE = 16
 CONTEXT = 36_000
@@ -230,7 +230,7 @@ class Floors:
 _inputs: dict[tuple[int, int], Tensor] = {}
 
 
-def _product(linear: Linear, rows: int) -> None:
+def _product(linear: Linear | GatedLinear, rows: int) -> None:
     size = (rows, linear.weight.shape[1])
     if size not in _inputs:
         _inputs[size] = torch.randn(size, dtype=torch.bfloat16, device="cuda")

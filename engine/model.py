@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from engine.architecture import Architecture
-from kernels.activation import silu_and_multiply
 from kernels.attention import ChunkReads, DecodeReads, chunk_attention, decode_attention
-from kernels.cache import LayerCache, write_
-from kernels.linear import Linear
+from kernels.cache import LayerCache
+from kernels.linear import GatedLinear, Linear
 from kernels.norm import RMSNorm
-from kernels.rotary import rotate_
+from kernels.rotary import rotate_and_write_
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +38,7 @@ class Batch:
     decode_reads: dict[int | None, DecodeReads]  # by window; empty when nothing decodes
     chunks: list[Chunk]
     samples: Tensor  # [n], the rows whose next token is wanted
+    sample_reads: DecodeReads | None  # of those rows, in the last layer; None when there are none
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Layer:
     key_norm: RMSNorm | None
     output: Linear
     mlp_norm: RMSNorm
-    gate_up: Linear
+    gate_up: GatedLinear
     down: Linear
     window: int | None
     rotates: bool
@@ -65,6 +65,13 @@ class Model:
     norm: RMSNorm
     head: Linear
 
+    def pack(self) -> None:
+        """Has the weights lie as the products of this machine's CPU read them best."""
+        for layer in self.layers:
+            for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
+                linear.pack()
+        self.head.pack()
+
     def forward(self, batch: Batch, caches: list[LayerCache]) -> Tensor:
         """Writes the batch's keys and values, and returns logits [n, vocabulary] of its samples."""
         hidden = self.embedding[batch.tokens]
@@ -77,29 +84,27 @@ class Model:
     def _last_layer(self, hidden: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
         """What follows the last keys and values matters only to the rows that sample."""
         layer = self.layers[-1]
-        query, keys_values = self._project(layer, hidden, batch, cache)
-        if not len(batch.samples):
+        query, _ = self._project(layer, hidden, batch, cache)
+        if batch.sample_reads is None:
             return hidden.new_empty(0, self.architecture.vocabulary_size)
-        attended = self._attend(layer, query, keys_values, batch, cache)
         if len(batch.samples) < len(batch.tokens):
-            hidden, attended = hidden[batch.samples], attended[batch.samples]
-        return self.head(self.norm(self._finish(layer, hidden, attended)))
+            hidden, query = hidden[batch.samples], query[batch.samples]
+        attended = decode_attention(query, cache, batch.sample_reads)
+        return self.head(self._finish(layer, hidden, attended), self.norm)
 
     def _project(
         self, layer: Layer, hidden: Tensor, batch: Batch, cache: LayerCache
     ) -> tuple[Tensor, Tensor]:
         """Queries [T, heads, dim] and [T, 2 * kv_heads, dim] keys and values, these also stored."""
         heads, kv_heads = self.architecture.heads, self.architecture.kv_heads
-        qkv = layer.qkv(layer.attention_norm(hidden))
+        qkv = layer.qkv(hidden, layer.attention_norm)
         qkv = qkv.view(len(hidden), -1, self.architecture.head_dim)
         if layer.query_norm and layer.key_norm:
             qkv[:, :heads] = layer.query_norm(qkv[:, :heads])
             qkv[:, heads : heads + kv_heads] = layer.key_norm(qkv[:, heads : heads + kv_heads])
-        if layer.rotates:
-            rotate_(qkv, heads + kv_heads, batch.rotation)
-        query, keys_values = qkv.tensor_split((heads,), dim=1)
-        write_(cache, batch.writes, keys_values)
-        return query, keys_values
+        rotation = batch.rotation if layer.rotates else None
+        rotate_and_write_(qkv, heads, rotation, cache, batch.writes)
+        return qkv[:, :heads], qkv[:, heads:]
 
     def _attend(
         self, layer: Layer, query: Tensor, keys_values: Tensor, batch: Batch, cache: LayerCache
@@ -108,8 +113,7 @@ class Model:
         parts = []
         if batch.decoding:
             reads = batch.decode_reads[layer.window]
-            rows = slice(0, batch.decoding)
-            parts.append(decode_attention(query[rows], keys_values[rows], cache, reads))
+            parts.append(decode_attention(query[: batch.decoding], cache, reads))
         for chunk in batch.chunks:
             rows = slice(chunk.start, chunk.end)
             chunk_reads = chunk.reads[layer.window]
@@ -118,5 +122,4 @@ class Model:
 
     def _finish(self, layer: Layer, hidden: Tensor, attended: Tensor) -> Tensor:
         hidden = layer.output.add_to(hidden, attended)
-        gated = silu_and_multiply(layer.gate_up(layer.mlp_norm(hidden)))
-        return layer.down.add_to(hidden, gated)
+        return layer.down.add_to(hidden, layer.gate_up(hidden, layer.mlp_norm))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from engine.architecture import Architecture
 from engine.model import Layer, Model
-from kernels.linear import Linear
+from kernels.linear import GatedLinear, Linear
 from kernels.norm import RMSNorm
 
 SPREAD = 0.02
@@ -35,7 +35,10 @@ def random_model(shape: Architecture, dtype: torch.dtype, device: str) -> Model:
             key_norm=norm(shape.head_dim) if shape.query_key_norm else None,
             output=linear(shape.hidden, queries, shape.output_bias),
             mlp_norm=norm(shape.hidden),
-            gate_up=linear(2 * shape.intermediate, shape.hidden, shape.mlp_bias),
+            gate_up=GatedLinear(
+                normal(2 * shape.intermediate, shape.hidden),
+                normal(2 * shape.intermediate) if shape.mlp_bias else None,
+            ),
             down=linear(shape.hidden, shape.intermediate, shape.mlp_bias),
             window=shape.windows[index],
             rotates=shape.rotates[index],

@@ -9,12 +9,16 @@ import torch
 from torch import Tensor
 
 from engine.flight import Flight, Landed
-from engine.kept_pages import KeptPages
 from engine.model import Batch, Chunk, Model
 from engine.rope import inverse_frequencies, rotations
 from engine.sampler import Sampler
-from engine.sequence import Piece, Plan, Sequence
-from kernels.attention import ChunkReads, DecodeReads, visibility
+from engine.sequence import Piece, Plan
+from kernels.attention import (
+    ChunkReads,
+    DecodeReads,
+    prepare_decode_attention,
+    visibility,
+)
 from kernels.cache import layer_caches, page_rows, token_rows
 
 
@@ -33,9 +37,8 @@ class Runner:
         self._frequencies = inverse_frequencies(shape.rope, shape.head_dim).to(kv.device)
         self._attention_factor = shape.rope.attention_factor
         self._sampler = Sampler(shape.vocabulary_size)
-        self._kept: KeptPages | None = None
-        if self._windows == [None]:
-            self._kept = KeptPages(kv[0, :, :, 0].nbytes, self._page_size)
+        model.pack()
+        prepare_decode_attention(shape.heads, self._caches[0])
 
     def launch(self, plan: Plan) -> Flight:
         """Runs the plan. On a CPU there is nothing to run beside it."""
@@ -76,6 +79,7 @@ class Runner:
             if piece.samples:
                 samples.append(len(tokens) - 1)
         position = self._tensor(positions)
+        decode_reads = self._by_window(pieces[:decoding])
         return Batch(
             tokens=self._tensor(tokens),
             rotation=rotations(position, self._frequencies, self._attention_factor),
@@ -83,43 +87,26 @@ class Runner:
                 self._tensor(pages), position % self._page_size, self._layers, self._page_size
             ),
             decoding=decoding,
-            decode_reads=self._by_window_decode(pieces[:decoding], sampling=bool(samples)),
+            decode_reads=decode_reads,
             chunks=self._chunks(pieces[decoding:], decoding),
             samples=self._tensor(samples),
+            sample_reads=self._sample_reads(pieces, decode_reads),
         )
 
-    def _by_window_decode(
-        self, pieces: list[Piece], *, sampling: bool
-    ) -> dict[int | None, DecodeReads]:
-        if not pieces:
+    def _by_window(self, decoding: list[Piece]) -> dict[int | None, DecodeReads]:
+        if not decoding:
             return {}
-        # A step that samples nothing does not attend in its last layer, so it keeps nothing.
-        kept = self._kept if sampling else None
-        if kept is not None and (reads := self._kept_reads(kept, pieces)):
-            return {None: reads}
-        return {window: self._decode_reads(pieces, window) for window in self._windows}
+        return {window: self._decode_reads(decoding, window) for window in self._windows}
 
-    def _kept_reads(self, kept: KeptPages, pieces: list[Piece]) -> DecodeReads | None:
-        """As `_decode_reads`, over pages that stay gathered; None when they would be too many."""
-        sequences = [piece.sequence for piece in pieces]
-        follows = kept.follows(sequences)
-        last = self._tensor([sequence.computed for sequence in sequences])
-        seen = int(last.max()) + 1
-        longest = -(-seen // self._page_size)
-        if not follows and not kept.start(longest, self._layers):
-            return None
-        mask = None
-        if len(pieces) > 1:
-            keys = torch.arange(seen, device=self._device)
-            mask = visibility(last.view(-1, 1, 1, 1), keys, None, self._dtype)
-        if follows:
-            capacity = kept.pages * self._page_size
-            keys_at = torch.arange(len(pieces), device=self._device) * capacity + last
-            spots = torch.stack((keys_at, keys_at + len(pieces) * capacity), dim=1)
-            return DecodeReads(None, slice(seen), mask, kept.layers, spots)
-        pages = [page for sequence in sequences for page in _padded(sequence, kept.pages)]
-        rows = page_rows(self._tensor(pages), self._layers)
-        return DecodeReads(rows, slice(seen), mask, kept.layers)
+    def _sample_reads(
+        self, pieces: list[Piece], decode_reads: dict[int | None, DecodeReads]
+    ) -> DecodeReads | None:
+        """What the rows that sample read in the last layer: each the last row of its piece."""
+        window = self._model.layers[-1].window
+        sampling = [piece for piece in pieces if piece.samples]
+        if decode_reads and all(piece.count == 1 and piece.samples for piece in pieces):
+            return decode_reads[window]
+        return self._decode_reads(sampling, window) if sampling else None
 
     def _chunks(self, pieces: list[Piece], row: int) -> list[Chunk]:
         chunks = []
@@ -130,9 +117,9 @@ class Runner:
         return chunks
 
     def _decode_reads(self, pieces: list[Piece], window: int | None) -> DecodeReads:
-        """The pages that hold what each query sees; short lists repeat their last page."""
+        """The pages that hold what each piece's last query sees."""
         size = self._page_size
-        last = [piece.sequence.computed for piece in pieces]
+        last = [piece.sequence.computed + piece.count - 1 for piece in pieces]
         first = [_first_visible(position, window) for position in last]
         spans = [
             piece.sequence.lease.pages[start // size : end // size + 1]
@@ -140,15 +127,13 @@ class Runner:
         ]
         width = max(map(len, spans))
         pages = [page for span in spans for page in span + span[-1:] * (width - len(span))]
-        rows = page_rows(self._tensor(pages), self._layers)
-        if len(pieces) == 1:
-            skipped = first[0] // size * size
-            return DecodeReads(rows, slice(first[0] - skipped, last[0] + 1 - skipped), None)
-        starts = self._tensor([start // size * size for start in first])
-        keys = starts.view(-1, 1, 1, 1) + torch.arange(width * size, device=self._device)
-        queries = self._tensor(last).view(-1, 1, 1, 1)
-        mask = visibility(queries, keys, window, self._dtype)
-        return DecodeReads(rows, slice(None), mask)
+        ends = [end + 1 - start // size * size for start, end in zip(first, last, strict=True)]
+        return DecodeReads(
+            tables=self._tensor(pages).view(len(pieces), width),
+            first=self._tensor([start % size for start in first]),
+            end=self._tensor(ends),
+            longest=max(ends),
+        )
 
     def _chunk_reads(self, piece: Piece, window: int | None) -> ChunkReads:
         """The pages that hold what any of the chunk's queries sees."""
@@ -168,12 +153,6 @@ class Runner:
 
     def _tensor(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
-
-
-def _padded(sequence: Sequence, count: int) -> list[int]:
-    """`count` of a sequence's pages; the last one again for those it does not have."""
-    pages = sequence.lease.pages[:count]
-    return pages + pages[-1:] * (count - len(pages))
 
 
 def _first_visible(position: int, window: int | None) -> int:

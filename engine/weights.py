@@ -13,7 +13,7 @@ from engine.architecture import Architecture
 from engine.checkpoint import Checkpoint
 from engine.model import Layer, Model
 from engine.rope import interleave_pairs
-from kernels.linear import Linear
+from kernels.linear import GatedLinear, Linear
 from kernels.norm import RMSNorm
 
 
@@ -60,21 +60,27 @@ class _Loader:
             qkv=self._qkv(attention),
             query_norm=self._head_norm(attention + "q_norm.weight") if normed else None,
             key_norm=self._head_norm(attention + "k_norm.weight") if normed else None,
-            output=self._linear(
-                attention,
-                {"o_proj": shape.hidden},
-                shape.heads * shape.head_dim,
-                bias=shape.output_bias,
+            output=Linear(
+                *self._fused(
+                    attention,
+                    {"o_proj": shape.hidden},
+                    shape.heads * shape.head_dim,
+                    bias=shape.output_bias,
+                )
             ),
             mlp_norm=self._norm(prefix + "post_attention_layernorm.weight", shape.hidden),
-            gate_up=self._linear(
-                mlp,
-                {"gate_proj": shape.intermediate, "up_proj": shape.intermediate},
-                shape.hidden,
-                bias=shape.mlp_bias,
+            gate_up=GatedLinear(
+                *self._fused(
+                    mlp,
+                    {"gate_proj": shape.intermediate, "up_proj": shape.intermediate},
+                    shape.hidden,
+                    bias=shape.mlp_bias,
+                )
             ),
-            down=self._linear(
-                mlp, {"down_proj": shape.hidden}, shape.intermediate, bias=shape.mlp_bias
+            down=Linear(
+                *self._fused(
+                    mlp, {"down_proj": shape.hidden}, shape.intermediate, bias=shape.mlp_bias
+                )
             ),
             window=shape.windows[index],
             rotates=shape.rotates[index],
@@ -84,11 +90,12 @@ class _Loader:
         shape = self._architecture
         query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         sizes = {"q_proj": query, "k_proj": key, "v_proj": key}
-        return self._linear(
+        weights = self._fused(
             prefix, sizes, shape.hidden, bias=shape.qkv_bias, rotated=("q_proj", "k_proj")
         )
+        return Linear(*weights)
 
-    def _linear(
+    def _fused(
         self,
         prefix: str,
         sizes: dict[str, int],
@@ -96,8 +103,8 @@ class _Loader:
         *,
         bias: bool,
         rotated: tuple[str, ...] = (),
-    ) -> Linear:
-        """Projections of one input, {name: outputs}, as one."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of projections of one input, {name: outputs}, as one."""
         weight = self._empty(sum(sizes.values()), inputs)
         biases = self._empty(sum(sizes.values())) if bias else None
         start = 0
@@ -108,7 +115,7 @@ class _Loader:
             if biases is not None:
                 self._checkpoint.copy(f"{prefix}{name}.bias", biases[rows], arrange)
             start += size
-        return Linear(weight, biases)
+        return weight, biases
 
     def _norm(self, name: str, size: int) -> RMSNorm:
         return RMSNorm(self._tensor(name, size), self._architecture.norm_epsilon)

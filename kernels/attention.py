@@ -11,26 +11,39 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.cache import LayerCache, by_heads, gather, put_tokens_
+from kernels.cache import LayerCache, by_heads, gather, page_rows
+from kernels.cpu import compiler
+
+if TYPE_CHECKING:
+    from kernels.cpu.paged import CompiledAttention
 
 BLOCK = 128
 """Tokens of a chunk whose queries are attended together; half of it for a short prompt."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DecodeReads:
-    """What the decode queries of one step read: made once, used by every layer of one window."""
+    """What single queries read, one a sequence: made once a step, used by every layer of one
+    window."""
 
-    rows: Tensor | None  # [2 * B * pages]; None: `kept` holds them already
-    seen: slice  # the gathered tokens that any query sees
-    mask: Tensor | None  # [B, 1, 1, seen], added to the scores; None: all of them are seen
-    kept: list[Tensor] | None = None  # a layer's gathered pages, for later steps
-    spots: Tensor | None = None  # [B, 2], rows of the kept tokens that are new
+    tables: Tensor  # [B, width], page ids; a short list repeats its last page
+    first: Tensor  # [B], the first token of a sequence's pages that its query sees
+    end: Tensor  # [B], the one after the last
+    longest: int  # the greatest end
+
+    @functools.cached_property
+    def mask(self) -> Tensor:
+        """[B, 1, 1, longest], added to scores: -inf for the tokens that a query does not see."""
+        tokens = torch.arange(self.longest, device=self.tables.device)
+        hidden = (tokens < self.first.unsqueeze(1)) | (tokens >= self.end.unsqueeze(1))
+        mask = torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, -torch.inf)
+        return mask.view(len(self.tables), 1, 1, -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,30 +55,32 @@ class ChunkReads:
     mask: Tensor | None  # [count, length], added to the scores; None: all of the past is seen
 
 
-def decode_attention(
-    query: Tensor, keys_values: Tensor, cache: LayerCache, reads: DecodeReads
-) -> Tensor:
-    """query [B, heads, head_dim] and keys_values [B, 2 * kv_heads, head_dim], one token a
-    sequence, which the cache already holds -> [B, heads * head_dim]."""
+def decode_attention(query: Tensor, cache: LayerCache, reads: DecodeReads) -> Tensor:
+    """query [B, heads, head_dim], one a sequence, whose tokens the cache already holds
+    -> [B, heads * head_dim]."""
+    if compiled := _compiled(query.shape[1], cache.kv):
+        return compiled(query, cache.kv, reads.tables, reads.first, reads.end, reads.longest)
     batch, heads, head_dim = query.shape
-    found = by_heads(_find(keys_values, cache, reads), cache, batch, head_dim)
-    keys, values = found[:, :, :, reads.seen].unbind()
+    rows = page_rows(reads.tables.flatten(), cache.layers)
+    found = by_heads(gather(cache, rows), cache, batch, head_dim)
+    keys, values = found[:, :, :, : reads.longest].unbind()
     groups = query.view(batch, keys.shape[1], -1, head_dim)
-    attended = functional.scaled_dot_product_attention(groups, keys, values, reads.mask)
+    mask = reads.mask.to(query.dtype)
+    attended = functional.scaled_dot_product_attention(groups, keys, values, mask)
     return attended.reshape(batch, heads * head_dim)
 
 
-def _find(keys_values: Tensor, cache: LayerCache, reads: DecodeReads) -> Tensor:
-    if reads.rows is not None:
-        found = gather(cache, reads.rows)
-        if reads.kept is not None:
-            reads.kept[cache.layer] = found
-        return found
-    assert reads.kept is not None
-    assert reads.spots is not None
-    found = reads.kept[cache.layer]
-    put_tokens_(found.view(-1, cache.tokens.shape[1]), reads.spots, keys_values)
-    return found
+def prepare_decode_attention(heads: int, cache: LayerCache) -> None:
+    """Compiles now what the first call would compile."""
+    _compiled(heads, cache.kv)
+
+
+def _compiled(heads: int, kv: Tensor) -> CompiledAttention | None:
+    if not compiler.suits(kv):
+        return None
+    from kernels.cpu.paged import compiled_attention  # brings llvmlite along
+
+    return compiled_attention(heads, *kv.shape[2:])
 
 
 def chunk_attention(

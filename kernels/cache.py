@@ -17,9 +17,10 @@ from torch import Tensor
 class LayerCache(NamedTuple):
     """One layer's keys and values, by page and by token."""
 
+    kv: Tensor  # [page, 2, token, kv_head, dim]
     pages: Tensor  # [rows, page_size * kv_heads * head_dim]; see page_rows
     tokens: Tensor  # [rows, kv_heads * head_dim]; see token_rows
-    layer: int
+    layers: int
 
 
 def layer_caches(kv: Tensor) -> list[LayerCache]:
@@ -27,7 +28,7 @@ def layer_caches(kv: Tensor) -> list[LayerCache]:
     layers, page_size = kv.shape[1], kv.shape[3]
     pages, tokens = kv.flatten(3).flatten(0, 2), kv.flatten(4).flatten(0, 3)
     return [
-        LayerCache(pages[2 * layer :], tokens[2 * layer * page_size :], layer)
+        LayerCache(kv[:, layer], pages[2 * layer :], tokens[2 * layer * page_size :], layers)
         for layer in range(layers)
     ]
 
@@ -46,12 +47,7 @@ def token_rows(pages: Tensor, offsets: Tensor, layers: int, page_size: int) -> T
 
 def write_(cache: LayerCache, rows: Tensor, keys_values: Tensor) -> None:
     """Stores keys_values [T, 2 * kv_heads, head_dim], keys first, at rows [T, 2]."""
-    put_tokens_(cache.tokens, rows, keys_values)
-
-
-def put_tokens_(tokens: Tensor, rows: Tensor, keys_values: Tensor) -> None:
-    """The same into any tokens [rows, kv_heads * head_dim]."""
-    tokens.index_put_((rows,), keys_values.view(*rows.shape, -1))
+    cache.tokens.index_put_((rows,), keys_values.view(*rows.shape, -1))
 
 
 def gather(cache: LayerCache, rows: Tensor) -> Tensor:

@@ -1,57 +1,90 @@
-"""A linear layer that picks its matrix product by the number of rows."""
+"""Linear layers, with what stands around them in a decoder: a norm before, a gate or a sum after.
+
+On 64-bit Arm in float32 the products are compiled code (kernels/cpu) that takes all
+of this in one pass; elsewhere they are torch's, one operation each.
+"""
 
 from __future__ import annotations
 
-import platform
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.activation import silu_and_multiply
+from kernels.cpu import compiler
+from kernels.norm import RMSNorm
+
+if TYPE_CHECKING:
+    from kernels.cpu.panels import Panels
+
 
 class Linear:
-    """x @ weight.T + bias.
+    """x @ weight.T + bias."""
 
-    On Arm CPUs the plain product is at its best for one row (a matrix-vector
-    product, bound by memory) and at its worst for the few rows of a decode
-    batch, where packed weights are up to twice as fast. Both copies are kept.
-    """
-
-    __slots__ = ("_packed", "_transposed", "bias", "weight")
+    __slots__ = ("_panels", "bias", "weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight = weight  # [out, in]
         self.bias = bias  # [out]
-        self._transposed = weight.t()
-        self._packed = _pack(weight) if _packing_pays(weight) else None
+        self._panels: Panels | None = None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [rows, in] -> [rows, out]."""
-        if len(x) == 1 and self.bias is None:
-            return torch.mm(x, self._transposed)
-        if len(x) == 1 or self._packed is None:
-            return functional.linear(x, self.weight, self.bias)
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(
-            x, self._packed, self.bias, "none", [], ""
-        )
-        return product
+    def pack(self) -> None:
+        """Moves the weight to where compiled code reads it, if there is such code."""
+        if self._panels is None:
+            self._panels = _panels(self.weight, self.bias)
+            self.weight = self.weight if self._panels is None else _shape_only(self.weight)
+
+    def __call__(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
+        """x [rows, in], normalized if there is a norm -> [rows, out]."""
+        if self._panels:
+            return self._panels.product(x, norm)
+        return functional.linear(norm(x) if norm else x, self.weight, self.bias)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual [rows, out] + self(x)."""
-        if len(x) == 1 and self.bias is None:
-            return torch.addmm(residual, x, self._transposed)
+        if self._panels:
+            return self._panels.add_to(residual, x)
+        if self.bias is None:
+            return torch.addmm(residual, x, self.weight.t())
         return self(x).add_(residual)
 
 
-def _packing_pays(weight: Tensor) -> bool:
-    return (
-        weight.device.type == "cpu"
-        and weight.dtype == torch.float32
-        and platform.machine() == "aarch64"
-        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-    )
+class GatedLinear:
+    """silu(x @ gate.T) * (x @ up.T), each with its bias; gate and up are halves of one weight."""
+
+    __slots__ = ("_panels", "bias", "weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.weight = weight  # [2 * out, in]
+        self.bias = bias  # [2 * out]
+        self._panels: tuple[Panels, Panels] | None = None
+
+    def pack(self) -> None:
+        """As Linear.pack."""
+        if self._panels is None:
+            biases = (None, None) if self.bias is None else self.bias.chunk(2)
+            gate, up = map(_panels, self.weight.chunk(2), biases)
+            self._panels = (gate, up) if gate and up else None
+            self.weight = self.weight if self._panels is None else _shape_only(self.weight)
+
+    def __call__(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """x [rows, in], which is normalized -> [rows, out]."""
+        if self._panels:
+            gate, up = self._panels
+            return gate.gated(up, x, norm)
+        return silu_and_multiply(functional.linear(norm(x), self.weight, self.bias))
 
 
-def _pack(weight: Tensor) -> Tensor:
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, None)
-    return packed
+def _panels(weight: Tensor, bias: Tensor | None) -> Panels | None:
+    if not compiler.suits(weight):
+        return None
+    from kernels.cpu.panels import Panels, suits  # brings llvmlite along
+
+    return Panels(weight, bias) if suits(weight) else None
+
+
+def _shape_only(weight: Tensor) -> Tensor:
+    """In the place of a weight whose numbers are in panels alone."""
+    return torch.empty_like(weight, device="meta")

@@ -1,9 +1,28 @@
-"""Turns queries and keys by their positions."""
+"""Turns queries and keys by their positions, and stores what later tokens will read."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from kernels.cache import LayerCache, write_
+from kernels.cpu import compiler
+
+
+def rotate_and_write_(
+    qkv: Tensor, heads: int, rotation: Tensor | None, cache: LayerCache, rows: Tensor
+) -> None:
+    """Turns the queries and keys of qkv [T, heads + 2 * kv_heads, head_dim] by rotation
+    [T, 1, head_dim / 2], if there is one, and stores keys and values at rows [T, 2]."""
+    if compiler.suits(qkv) and qkv.shape[2] % 4 == 0:
+        from kernels.cpu.rotation import rotate_and_write  # brings llvmlite along
+
+        rotate_and_write(qkv, heads, rotation, cache.tokens, rows)
+        return
+    kv_heads = (qkv.shape[1] - heads) // 2
+    if rotation is not None:
+        rotate_(qkv, heads + kv_heads, rotation)
+    write_(cache, rows, qkv[:, heads:])
 
 
 def rotate_(x: Tensor, heads: int, rotation: Tensor) -> None:

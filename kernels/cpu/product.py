@@ -1,0 +1,242 @@
+"""Compiled code for x [rows, inputs] @ weight [outputs, inputs].T in float32.
+
+Weights lie in panels of PANEL outputs, input by input, so that a product streams
+them from memory once and in order. Rows are taken in blocks of BLOCK, whose
+numbers are laid out input by input too; a block that is one row stays as it is.
+A tile is a block times a panel: all its sums stay in registers.
+
+    registers of a tile:  8 rows * 3 vectors of sums + 3 of weights + 2 of x = 29 of 32
+
+Each sum runs over the inputs in order, whatever the tile: a row's result does not
+depend on the other rows, nor on the number of threads.
+
+The last panel ends with the last output and may overlap the one before it; both
+then write the same numbers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from llvmlite import ir
+
+from kernels.cpu.arguments import Arguments
+from kernels.cpu.code import COUNT, LANES, POINTER, Count, Floats, Function, Memory, exp, transposed
+from kernels.cpu.compiler import Library
+
+VECTORS = 3
+PANEL = VECTORS * LANES
+BLOCK = 2 * LANES
+INPUTS_A_TURN = LANES
+"""Inputs that a turn of a tile's loop takes; `inputs` is a multiple of it."""
+
+PANELS_AN_ITEM = 8
+"""Panels that a thread takes at once: fewer interrupt the stream from memory, more leave a
+thread without work at the end."""
+
+
+class ProductArguments(ctypes.Structure):
+    """What the compiled functions are given."""
+
+    _fields_ = (
+        ("x", ctypes.c_void_p),  # [rows, inputs]
+        ("rows", ctypes.c_int64),
+        ("inputs", ctypes.c_int64),
+        ("norm", ctypes.c_void_p),  # [inputs], the weight of an RMS norm of x; or null
+        ("epsilon", ctypes.c_float),  # the norm's
+        ("blocks", ctypes.c_void_p),  # [rows up to a multiple of BLOCK, inputs], scratch
+        ("panels", ctypes.c_void_p),  # [panels, inputs, PANEL]
+        ("outputs", ctypes.c_int64),
+        ("addend", ctypes.c_void_p),  # added to the product: a row for all, or one each
+        ("addend_stride", ctypes.c_int64),  # 0, or outputs
+        ("out", ctypes.c_void_p),  # [rows, outputs]
+        ("up_panels", ctypes.c_void_p),  # gated products only: as panels, addend and out
+        ("up_addend", ctypes.c_void_p),
+        ("up_out", ctypes.c_void_p),
+        ("gated", ctypes.c_void_p),  # [rows, outputs], silu(out) * up_out
+        ("blocks_taken", ctypes.c_int64),  # 0 at first
+        ("items_taken", ctypes.c_int64),  # 0 at first
+    )
+
+
+@functools.cache
+def library() -> Library:
+    """Functions `lay_out` (x as blocks), then `product` (x @ weight.T + addend) or
+    `gated_product` (silu of that, times the same of up_panels)."""
+    module = ir.Module("products")
+    _lay_out(module)
+    panel = _panel(module, [_tile(module, rows) for rows in range(1, BLOCK + 1)])
+    _product(module, panel)
+    _gated_product(module, panel, _gate(module))
+    return Library(module)
+
+
+def _tile(module: ir.Module, rows: int) -> Function:
+    """(block, inputs, panel, addend, its stride, out, its stride)"""
+    code = Function(
+        module, f"tile_{rows}", [POINTER, COUNT, POINTER, POINTER, COUNT, POINTER, COUNT]
+    )
+    block, inputs, panel, addend, addend_stride, out, out_stride = code.arguments
+    zeros = [code.zero()] * (rows * VECTORS)
+    with code.sum_loop(0, inputs, zeros, step=INPUTS_A_TURN) as (first, sums):
+        for turn in range(INPUTS_A_TURN):
+            weights = [
+                panel.vector((first + turn) * PANEL + LANES * vector) for vector in range(VECTORS)
+            ]
+            for row, x in enumerate(_inputs_of_rows(block, rows, first, turn)):
+                for vector, weight in enumerate(weights):
+                    at = row * VECTORS + vector
+                    sums[at] = sums[at].plus_product(weight, x)
+    for row in range(rows):
+        for vector in range(VECTORS):
+            column = vector * LANES
+            added = addend.vector(addend_stride * row + column)
+            out.put(sums[row * VECTORS + vector] + added, out_stride * row + column)
+    code.end()
+    return code
+
+
+def _inputs_of_rows(block: Memory, rows: int, first: Count, turn: int) -> list[Floats]:
+    """One input of each row, in all lanes."""
+    if rows == 1:
+        return [block.vector(first).lane(turn)]
+    found = [block.vector((first + turn) * BLOCK + start) for start in range(0, rows, LANES)]
+    return [found[row // LANES].lane(row % LANES) for row in range(rows)]
+
+
+def _panel(module: ir.Module, tiles: list[Function]) -> Function:
+    """All rows of one panel: (blocks, rows, inputs, panel, addend, its stride, out, its stride)"""
+    types = [POINTER, COUNT, COUNT, POINTER, POINTER, COUNT, POINTER, COUNT]
+    code = Function(module, "panel", types)
+    blocks, rows, inputs, panel, addend, addend_stride, out, out_stride = code.arguments
+    with code.loop(0, rows, step=BLOCK) as row:
+        block, left = blocks.from_(row * inputs), (rows - row).at_most(BLOCK)
+        target, added = out.from_(row * out_stride), addend.from_(row * addend_stride)
+        for count, tile in enumerate(tiles, start=1):
+            with code.when(left.compare("==", count)):
+                code.call(tile, block, inputs, panel, added, addend_stride, target, out_stride)
+    code.end()
+    return code
+
+
+def _lay_out(module: ir.Module) -> None:
+    """x as blocks, normalized if there is a norm."""
+    code = Function(module, "lay_out", [POINTER], exported=True)
+    given = Arguments(code.arguments[0], ProductArguments)
+    makers = {
+        (single, normed): _block(module, single=single, normed=normed)
+        for single in (True, False)
+        for normed in (True, False)
+    }
+    x, blocks, norm = (given.floats(name) for name in ("x", "blocks", "norm"))
+    epsilon = given.number("epsilon")
+    rows, inputs = given.count("rows"), given.count("inputs")
+    with code.take(given.counter("blocks_taken"), (rows + BLOCK - 1) // BLOCK) as index:
+        row = index * BLOCK
+        left = rows - row
+        at = (x.from_(row * inputs), left, inputs, norm, epsilon, blocks.from_(row * inputs))
+        for (single, normed), maker in makers.items():
+            is_single = left.compare("==" if single else ">", 1)
+            is_normed = norm.is_null("!=" if normed else "==")
+            with code.when(code.builder.and_(is_single, is_normed)):
+                code.call(maker, *at)
+    code.end()
+
+
+def _block(module: ir.Module, *, single: bool, normed: bool) -> Function:
+    """One block of x: (its first row, rows left, inputs, norm, epsilon, block)"""
+    name = f"block{'_of_one' * single}{'_normed' * normed}"
+    code = Function(module, name, [POINTER, COUNT, COUNT, POINTER, POINTER, POINTER])
+    x, left, inputs, norm, epsilon, block = code.arguments
+    # Lanes of rows that are not there hold the last row again; no tile reads them.
+    count = 1 if single else BLOCK
+    rows = [x.from_((left - 1).at_most(row) * inputs) for row in range(count)]
+    scales = _scales(code, rows, inputs, epsilon) if normed else []
+    with code.loop(0, inputs, step=LANES) as first:
+        numbers = [row.vector(first) for row in rows]
+        if normed:
+            weight = norm.vector(first)
+            numbers = [each * scale * weight for each, scale in zip(numbers, scales, strict=True)]
+        if single:
+            block.put(numbers[0], first)
+        else:
+            for start in range(0, BLOCK, LANES):
+                for turn, column in enumerate(transposed(numbers[start : start + LANES])):
+                    block.put(column, (first + turn) * BLOCK + start)
+    code.end()
+    return code
+
+
+def _scales(code: Function, rows: list[Memory], inputs: Count, epsilon: Memory) -> list[Floats]:
+    """1 / sqrt(mean of squares + epsilon) of each row."""
+    with code.sum_loop(0, inputs, [code.zero()] * len(rows), step=LANES) as (first, squares):
+        for index, row in enumerate(rows):
+            numbers = row.vector(first)
+            squares[index] = squares[index].plus_product(numbers, numbers)
+    size, one = inputs.as_floats(), code.zero() + 1.0
+    return [one / (each.total() / size + epsilon.repeated()).root() for each in squares]
+
+
+def _product(module: ir.Module, panel: Function) -> None:
+    code = Function(module, "product", [POINTER], exported=True)
+    given = Arguments(code.arguments[0], ProductArguments)
+    with _panels(code, given) as (index, column):
+        _call_panel(code, given, panel, index, column, "")
+    code.end()
+
+
+def _gated_product(module: ir.Module, panel: Function, gate: Function) -> None:
+    code = Function(module, "gated_product", [POINTER], exported=True)
+    given = Arguments(code.arguments[0], ProductArguments)
+    with _panels(code, given) as (index, column):
+        for prefix in ("", "up_"):
+            _call_panel(code, given, panel, index, column, prefix)
+        numbers = [given.floats(name).from_(column) for name in ("out", "up_out", "gated")]
+        code.call(gate, *numbers, given.count("rows"), given.count("outputs"))
+    code.end()
+
+
+@contextmanager
+def _panels(code: Function, given: Arguments) -> Iterator[tuple[Count, Count]]:
+    """For each panel that falls to this thread: its index, and the column that it starts at."""
+    outputs = given.count("outputs")
+    panels = (outputs + PANEL - 1) // PANEL
+    items = (panels + PANELS_AN_ITEM - 1) // PANELS_AN_ITEM
+    with code.take(given.counter("items_taken"), items) as item:
+        first = item * PANELS_AN_ITEM
+        with code.loop(first, (first + PANELS_AN_ITEM).at_most(panels)) as index:
+            yield index, (index * PANEL).at_most(outputs - PANEL)
+
+
+def _call_panel(
+    code: Function, given: Arguments, panel: Function, index: Count, column: Count, prefix: str
+) -> None:
+    inputs, outputs = given.count("inputs"), given.count("outputs")
+    code.call(
+        panel,
+        given.floats("blocks"),
+        given.count("rows"),
+        inputs,
+        given.floats(prefix + "panels").from_(index * inputs * PANEL),
+        given.floats(prefix + "addend").from_(column),
+        given.count("addend_stride"),
+        given.floats(prefix + "out").from_(column),
+        outputs,
+    )
+
+
+def _gate(module: ir.Module) -> Function:
+    """gated = silu(gate) * up in one panel's columns: (gate, up, gated, rows, outputs)"""
+    code = Function(module, "gate", [POINTER, POINTER, POINTER, COUNT, COUNT])
+    gate, up, gated, rows, outputs = code.arguments
+    one = code.zero() + 1.0
+    with code.loop(0, rows) as row:
+        for column in range(0, PANEL, LANES):
+            at = row * outputs + column
+            x = gate.vector(at)
+            gated.put(x / (one + exp(code.zero() - x)) * up.vector(at), at)
+    code.end()
+    return code

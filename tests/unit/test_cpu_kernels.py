@@ -1,0 +1,222 @@
+"""Compiled products and attention against torch's own path, which float64 takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from engine_loop import load, serve
+from kernel_checks import assert_close
+from tiny_models import TINY_MODELS, generate_with_transformers, save
+from torch import Tensor
+
+from kernels.attention import DecodeReads, decode_attention
+from kernels.cache import LayerCache, layer_caches, token_rows
+from kernels.cpu import compiler
+from kernels.linear import GatedLinear, Linear
+from kernels.norm import RMSNorm
+from kernels.rotary import rotate_and_write_
+
+compiled = pytest.mark.skipif(not compiler.available(), reason="nothing is compiled here")
+
+ROWS = [*range(1, 10), 16, 37]
+SHAPES = [(4, 12), (48, 199), (80, 13), (132, 120), (576, 40)]  # (inputs, outputs)
+HEADS = [  # (heads, kv_heads, head_dim, page_size)
+    (9, 3, 64, 16),
+    (4, 4, 8, 1),
+    (8, 1, 80, 5),
+    (14, 2, 96, 32),
+    (16, 1, 128, 16),
+    (10, 2, 256, 4),
+    (13, 1, 12, 7),
+]
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory() -> Iterator[None]:
+    """New memory holds NaN until it is written."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def thread_counts() -> Iterator[range]:
+    before = torch.get_num_threads()
+    yield range(1, 4)
+    torch.set_num_threads(before)
+
+
+def weights(outputs: int, inputs: int, biased: bool) -> tuple[Tensor, Tensor | None]:
+    weight = torch.randn(outputs, inputs) / inputs**0.5
+    return weight, torch.randn(outputs) if biased else None
+
+
+def linears(outputs: int, inputs: int, biased: bool) -> tuple[Linear, Linear]:
+    """The same in float32, compiled, and in float64."""
+    weight, bias = weights(outputs, inputs, biased)
+    layer = Linear(weight, bias)
+    layer.pack()
+    assert layer.weight.is_meta
+    return layer, Linear(weight.double(), None if bias is None else bias.double())
+
+
+def norms(size: int) -> tuple[RMSNorm, RMSNorm]:
+    weight = torch.rand(size) + 0.5
+    return RMSNorm(weight, 1e-5), RMSNorm(weight.double(), 1e-5)
+
+
+@compiled
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
+def test_a_product_is_torchs(inputs: int, outputs: int, biased: bool) -> None:
+    layer, twin = linears(outputs, inputs, biased)
+    norm, norm_twin = norms(inputs)
+    for rows in ROWS:
+        x, residual = torch.randn(rows, inputs) * 3, torch.randn(rows, outputs)
+        assert_close(layer(x), twin(x.double()))
+        assert_close(layer(x, norm), twin(x.double(), norm_twin))
+        assert_close(layer.add_to(residual, x), twin.add_to(residual.double(), x.double()))
+        columns = x.t().contiguous().t()
+        assert torch.equal(layer(columns), layer(x))
+
+
+@compiled
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
+def test_a_gated_product_is_torchs(inputs: int, outputs: int, biased: bool) -> None:
+    weight, bias = weights(2 * outputs, inputs, biased)
+    layer = GatedLinear(weight, bias)
+    layer.pack()
+    assert layer.weight.is_meta
+    twin = GatedLinear(weight.double(), None if bias is None else bias.double())
+    norm, norm_twin = norms(inputs)
+    for rows in ROWS:
+        x = torch.randn(rows, inputs) * 3
+        assert_close(layer(x, norm), twin(x.double(), norm_twin))
+
+
+@compiled
+def test_a_gate_far_from_zero_is_open_or_shut() -> None:
+    gate, up = torch.tensor([[1.0, 0.0]] * 12), torch.tensor([[0.0, 1.0]] * 12)
+    layer = GatedLinear(torch.cat((gate, up)).repeat(1, 2))
+    layer.pack()
+    for strength, wanted in ((1e3, 1e3), (-1e3, 0.0), (-60.0, 0.0)):
+        x = torch.tensor([[strength, 1.0, 0.0, 0.0]])
+        norm = RMSNorm(torch.full((4,), float(x.square().mean().sqrt())), 0.0)
+        torch.testing.assert_close(layer(x, norm), torch.full((1, 12), wanted))
+
+
+@compiled
+def test_a_row_is_the_same_in_any_company_and_on_any_number_of_threads(
+    thread_counts: range,
+) -> None:
+    layer, _ = linears(199, 576, biased=True)
+    norm, _ = norms(576)
+    x = torch.randn(21, 576)
+    alone = torch.cat([layer(row, norm) for row in x.split(1)])
+    for threads in thread_counts:
+        torch.set_num_threads(threads)
+        for start, end in pairwise((0, 3, 11, 12, 21)):
+            assert torch.equal(layer(x[start:end], norm), alone[start:end])
+
+
+def test_what_no_code_is_compiled_for_is_torchs() -> None:
+    for outputs, inputs in ((11, 64), (64, 30)):
+        layer = Linear(*weights(outputs, inputs, biased=True))
+        layer.pack()
+        assert not layer.weight.is_meta
+        assert layer(torch.randn(3, inputs)).isfinite().all()
+
+
+class Pages:
+    """Random queries, and pages of two layers, of which the second is read."""
+
+    def __init__(self, heads: int, kv_heads: int, head_dim: int, page_size: int) -> None:
+        self._width, self.page_size = 600 // page_size + 1, page_size
+        pages = 3 * self._width
+        self.kv = torch.randn(pages, 2, 2, page_size, kv_heads, head_dim)
+        self.query = torch.randn(3, heads + 2, head_dim)[:, :heads] * 2
+        self.tables = torch.randperm(pages).view(3, -1)
+
+    @property
+    def cache(self) -> LayerCache:
+        return layer_caches(self.kv)[1]
+
+    def reads(self, first: list[int], end: list[int]) -> DecodeReads:
+        width = (max(end) - 1) // self.page_size + 1
+        tables = self.tables[: len(end), :width].contiguous()
+        return DecodeReads(tables, torch.tensor(first), torch.tensor(end), max(end))
+
+
+@compiled
+@pytest.mark.parametrize("shape", HEADS)
+def test_attention_over_pages_is_torchs(shape: tuple[int, int, int, int]) -> None:
+    pages = Pages(*shape)
+    twin = layer_caches(pages.kv.double())[1]
+    for first, end in (([0, 0, 0], [1, 257, 600]), ([0, 200, 255], [2, 511, 259])):
+        reads = pages.reads(first, end)
+        found = decode_attention(pages.query, pages.cache, reads)
+        assert_close(found, decode_attention(pages.query.double(), twin, reads))
+
+
+@compiled
+def test_attention_does_not_read_what_a_query_does_not_see() -> None:
+    pages = Pages(9, 3, 64, 16)
+    reads = pages.reads([0, 40, 260], [5, 300, 599])
+    before = decode_attention(pages.query, pages.cache, reads)
+    seen = torch.zeros(pages.kv.shape[0] * 16, dtype=torch.bool)
+    for table, first, end in zip(pages.tables, reads.first, reads.end, strict=True):
+        tokens = torch.arange(int(first), int(end))
+        seen[table[tokens // 16] * 16 + tokens % 16] = True
+    hidden = (~seen).nonzero().squeeze(1)
+    pages.kv[hidden // 16, :, :, hidden % 16] = torch.nan
+    pages.kv[:, 0] = torch.nan
+    assert torch.equal(decode_attention(pages.query, pages.cache, reads), before)
+
+
+@compiled
+def test_attention_is_the_same_in_any_batch_and_on_any_number_of_threads(
+    thread_counts: range,
+) -> None:
+    pages = Pages(9, 3, 64, 16)
+    ends = [300, 17, 600]
+    together = decode_attention(pages.query, pages.cache, pages.reads([0, 0, 0], ends))
+    for threads in thread_counts:
+        torch.set_num_threads(threads)
+        alone = decode_attention(pages.query[:1], pages.cache, pages.reads([0], ends[:1]))
+        assert torch.equal(alone, together[:1])
+
+
+@compiled
+@pytest.mark.parametrize("turning", [True, False])
+@pytest.mark.parametrize("shape", HEADS)
+def test_rotation_and_storing_are_torchs(shape: tuple[int, int, int, int], turning: bool) -> None:
+    heads, kv_heads, head_dim, page_size = shape
+    for rows in (1, 5, 40):
+        kv = torch.randn(50, 2, 2, page_size, kv_heads, head_dim)
+        kv_twin = kv.double()
+        qkv = torch.randn(rows, heads + 2 * kv_heads, head_dim)
+        qkv_twin = qkv.double()
+        angles = torch.randn(rows, 1, head_dim // 2)
+        rotation = torch.polar(torch.rand_like(angles) + 0.5, angles) if turning else None
+        places = token_rows(torch.randperm(50)[:rows], torch.tensor(page_size - 1), 2, page_size)
+        rotate_and_write_(qkv, heads, rotation, layer_caches(kv)[1], places)
+        rotate_and_write_(qkv_twin, heads, rotation, layer_caches(kv_twin)[1], places)
+        assert_close(qkv, qkv_twin)
+        assert_close(kv, kv_twin)
+
+
+@pytest.mark.parametrize("name", ["llama-biases", "mistral-window", "qwen3"])
+def test_without_a_compiler_the_engine_answers_as_transformers_does(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.use_deterministic_algorithms(False)
+    monkeypatch.setattr(compiler, "available", lambda: False)
+    oracle = save(TINY_MODELS[name], tmp_path)
+    prompts = [list(range(1, length)) for length in (2, 24, 61)]
+    expected = [generate_with_transformers(oracle, prompt, 12) for prompt in prompts]
+    assert serve(load(tmp_path), prompts, 12, chunk=9) == expected
