@@ -127,7 +127,8 @@ def check_model(config: Config) -> Check:
 
 def check_ports(config: Config) -> Iterator[Check]:
     router = config.router
-    for name, port in (("port", router.port), ("metrics_port", router.metrics_port)):
+    ports = {name: getattr(router, name) for name in ("port", "http_port", "metrics_port")}
+    for name, port in ports.items():
         where = f"{router.host}:{port} (router.{name})"
         try:
             with contextlib.closing(socket.create_server((router.host, port))):

@@ -68,6 +68,7 @@ def serve(
         str | None, typer.Option(help="Where the router listens. (default: 127.0.0.1)")
     ] = None,
     port: Annotated[int | None, typer.Option(help="The gRPC port. (default: 50051)")] = None,
+    http_port: Annotated[int | None, typer.Option(help="The HTTP port. (default: 8000)")] = None,
     metrics_port: Annotated[
         int | None, typer.Option(help="The Prometheus port. (default: 9400)")
     ] = None,
@@ -97,6 +98,7 @@ def serve(
             "max_context": max_context,
             "router.host": host,
             "router.port": port,
+            "router.http_port": http_port,
             "router.metrics_port": metrics_port,
             "log_level": log_level,
         }
@@ -172,9 +174,19 @@ Baton serves {model}.
   chat         baton chat --address {router.address}
   look         baton status --address {router.address}
   Python       from baton import Client; Client("{router.address}").chat([("user", "Hello")]).text
-  gRPC         {router.address} (reflection is on)
+{_http_instructions(router)}  gRPC         {router.address} (reflection is on)
   metrics      http://{router.metrics}/metrics
   logs         {log_folder}
 
 Ctrl-C stops it.
+"""
+
+
+def _http_instructions(router: Member) -> str:
+    if not router.http:
+        return ""
+    return f"""\
+  curl         curl http://{router.http}/v1/chat/completions -H "content-type: application/json" \\
+                 -d '{{"messages": [{{"role": "user", "content": "Hello"}}]}}'
+  OpenAI       OpenAI(base_url="http://{router.http}/v1", api_key="none")
 """

@@ -125,10 +125,10 @@ class WorkerActor(_ServerActor):
         )
         await server.start(self._member.host or ray.util.get_node_ip_address(), 0)
         self._serving = True
-        self._tell(progress="ready", address=server.address)
+        self._tell(progress="ready", address=server.address, agent=server.agent)
         await server.serve_until(self._stopping)
         if not self._stopping.asked.is_set():
-            self._tell(progress=DRAINED, address="")
+            self._tell(progress=DRAINED, address="", agent="")
 
 
 class RouterActor(_ServerActor):
@@ -152,7 +152,12 @@ class RouterActor(_ServerActor):
 
     async def _tell_when_ready(self, server: RouterServer) -> None:
         await server.wait_ready()
-        self._tell(progress="ready", address=server.address, metrics=server.metrics_address)
+        self._tell(
+            progress="ready",
+            address=server.address,
+            http=server.http_address,
+            metrics=server.metrics_address,
+        )
 
 
 def _reason(error: BaseException) -> str:

@@ -9,6 +9,7 @@ has waited long enough for them.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,9 @@ CONTROLLER = "controller"
 DRAINED = "drained"
 """The progress of a worker that has ended because it was told to, and is not to come back."""
 
+REMEMBERED = 256
+"""Ended processes that routers are told of."""
+
 LEARNING_SECONDS = 5.0
 """How long a controller that has just started waits for members it expects."""
 
@@ -42,12 +46,15 @@ class Member:
     progress: str = "starting"
     # "host:port" once it serves.
     address: str = ""
-    # For a router, where its metrics are.
+    # For a router, where it speaks HTTP, if it does, and where its metrics are.
+    http: str = ""
     metrics: str = ""
     # Why it cannot start, when it cannot.
     error: str = ""
     # Its process: another one after a restart.
     pid: int = 0
+    # The transport agent of a worker that serves: another one after a restart too.
+    agent: str = ""
 
 
 class Controller:
@@ -56,6 +63,7 @@ class Controller:
     def __init__(self, address: str, expected: Collection[str]) -> None:
         self._expected = frozenset(expected)
         self._members: dict[str, Member] = {}
+        self._ended: deque[str] = deque(maxlen=REMEMBERED)  # their transport agents
         self._membership = Membership()
         options = [
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -69,7 +77,10 @@ class Controller:
 
     async def update(self, member: Member) -> None:
         """A process tells how far it is. A restarted one replaces its earlier self."""
+        before = self._members.get(member.worker_id)
         self._members[member.worker_id] = member
+        if before and before.agent not in ("", member.agent):
+            self._ended.append(before.agent)
         if member.progress == DRAINED:
             # Ray would otherwise start it again.
             ray.kill(ray.get_actor(member.worker_id), no_restart=True)
@@ -90,7 +101,8 @@ class Controller:
             for item in self._members.values()
             if item.role and item.address
         ]
-        await self._membership.publish(cluster_pb2.Members(workers=serving))
+        members = cluster_pb2.Members(workers=serving, ended_agents=self._ended)
+        await self._membership.publish(members)
 
 
 def _message(member: Member, role: Role) -> cluster_pb2.Member:

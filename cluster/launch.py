@@ -221,6 +221,7 @@ def _with_ports(router: RouterConfig) -> RouterConfig:
     return dataclasses.replace(
         router,
         port=router.port or free_port(router.host),
+        http_port=router.http_port or free_port(router.host),
         metrics_port=router.metrics_port or free_port(router.host),
     )
 

@@ -42,9 +42,10 @@ def _check_pools(config: Config, architecture: Architecture) -> None:
 
 
 def _check_ports(router: RouterConfig) -> None:
-    """Takes both ports for a moment, so that two that are the same are found too."""
+    """Takes all ports for a moment, so that two that are the same are found too."""
+    ports = {name: getattr(router, name) for name in ("port", "http_port", "metrics_port")}
     with contextlib.ExitStack() as held:
-        for name, port in (("port", router.port), ("metrics_port", router.metrics_port)):
+        for name, port in ports.items():
             try:
                 held.enter_context(_listen(router.host, port))
             except OSError as error:

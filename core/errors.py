@@ -5,7 +5,8 @@
     │   ├── PromptTooLong
     │   ├── TokenOutOfRange
     │   ├── InvalidSampling
-    │   └── UnknownModel
+    │   ├── UnknownModel
+    │   └── NotServed            a feature that is not there
     ├── InvalidConfig            an operator must change the configuration
     │   ├── UnsupportedModel
     │   ├── InvalidCheckpoint
@@ -62,6 +63,10 @@ class InvalidSampling(InvalidRequest):
 
 class UnknownModel(InvalidRequest):
     reason = "UNKNOWN_MODEL"
+
+
+class NotServed(InvalidRequest):
+    reason = "NOT_SERVED"
 
 
 class InvalidConfig(BatonError):

@@ -32,8 +32,10 @@ async def _run(config: Config, controller: str) -> None:
     stopping = stop_on_signals()
     server = RouterServer(config)
     await server.start(controller)
+    http = f"HTTP on {server.http_address}, " if server.http_address else ""
     print(
-        f"router ready: gRPC on {server.address}, metrics on {server.metrics_address}", flush=True
+        f"router ready: gRPC on {server.address}, {http}metrics on {server.metrics_address}",
+        flush=True,
     )
     await server.serve_until(stopping)
 

@@ -8,8 +8,10 @@ serve_until()  waits for the word to stop, lets the requests under way end (for 
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Coroutine
+from typing import TYPE_CHECKING
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -29,6 +31,11 @@ from router.metrics import RouterMetrics
 from router.roster import Roster
 from router.serving import Serving
 from router.text import Text
+
+if TYPE_CHECKING:
+    from router.http.server import HttpServer
+
+log = logging.getLogger(__name__)
 
 # For what a client has not read when its answer is complete.
 GRACE_SECONDS = 2.0
@@ -55,6 +62,7 @@ class RouterServer:
         self._serving = Serving(text, self._roster, self._config.router, self._metrics)
         self._metrics.watch(self._roster.links)
         await self._serve(model)
+        self._http = self._serve_http(model)
         self._serve_metrics()
         self._roster.set_addresses(self._config.members.workers)
         if controller:
@@ -73,9 +81,16 @@ class RouterServer:
         await self._drain(stopping)
         for task in self._tasks:
             task.cancel()
-        await self._server.stop(grace=0.0 if self._serving.active else GRACE_SECONDS)
+        await self._stop_serving()
         await self._roster.stop()
         self._metrics_server.shutdown()
+
+    async def _stop_serving(self) -> None:
+        calls = self._server.stop(grace=0.0 if self._serving.active else GRACE_SECONDS)
+        if self._http:
+            await asyncio.gather(calls, self._http.stop(GRACE_SECONDS))
+        else:
+            await calls
 
     async def _drain(self, stopping: Stopping) -> None:
         self._serving.draining = True
@@ -110,6 +125,21 @@ class RouterServer:
             return f"{host}:{self._server.add_insecure_port(f'{host}:{port}')}"
         except RuntimeError:
             raise Internal(f"cannot listen on {host}:{port}; is the port taken?") from None
+
+    def _serve_http(self, model: str) -> HttpServer | None:
+        """None where what it needs is not installed."""
+        self.http_address = ""
+        try:
+            from router.http.endpoint import Door
+            from router.http.server import HttpServer
+        except ModuleNotFoundError as missing:
+            log.warning("%s is not installed: gRPC is served, HTTP is not", missing.name)
+            return None
+        limits = self._config.router
+        door = Door(self._serving, model, limits.reader_buffer)
+        server = HttpServer(door, self._roster, self._metrics.registry)
+        self.http_address = server.start(limits.host, limits.http_port)
+        return server
 
     def _serve_metrics(self) -> None:
         host, port = self._config.router.host, self._config.router.metrics_port

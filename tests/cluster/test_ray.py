@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from serving import Command, Serve, run
+from serving import FREE_PORTS, Command, Serve, run
 from tiny_models import TINY_MODELS, save
 
 from cluster.preflight import check_ray, free_port
@@ -115,7 +115,7 @@ def test_what_only_a_worker_can_find_is_told_in_one_line(head: RayHead, tmp_path
 
 
 def test_an_address_where_nobody_answers_is_told_in_one_line(tmp_path: Path) -> None:
-    ended = run(tmp_path, "--ray-address", "127.0.0.1:1", "--port", "0", "--metrics-port", "0")
+    ended = run(tmp_path, "--ray-address", "127.0.0.1:1", *FREE_PORTS)
     assert ended.wait() == 1
     (line,) = ended.stderr.splitlines()
     assert line == "baton: no Ray cluster answers at 127.0.0.1:1: Connection refused"
@@ -128,7 +128,7 @@ def test_an_address_that_is_none_is_refused(address: str) -> None:
 
 
 def test_a_ray_that_asks_for_a_token_is_told_in_one_line(head: RayHead, tmp_path: Path) -> None:
-    ended = run(tmp_path, "--ray-address", head.address, "--port", "0", "--metrics-port", "0")
+    ended = run(tmp_path, "--ray-address", head.address, *FREE_PORTS)
     assert ended.wait() == 1
     (line,) = ended.stderr.splitlines()
     assert "set RAY_AUTH_MODE=token" in line

@@ -169,6 +169,7 @@ CASES = {
         "kv_memory of 1000 bytes holds no page",
     ),
     "a port that is taken": (["--port", "{taken}"], "Address already in use"),
+    "an HTTP port that is taken": (["--http-port", "{taken}"], "Address already in use"),
     "a metrics port that is taken": (["--metrics-port", "{taken}"], "Address already in use"),
     "a host that is not here": (["--host", "192.0.2.77"], "192.0.2.77"),
 }

@@ -15,6 +15,7 @@ from baton import Client
 from baton.v1 import cluster_pb2, worker_pb2
 
 BATON = str(Path(sys.executable).with_name("baton"))
+FREE_PORTS = ["--port", "0", "--http-port", "0", "--metrics-port", "0"]
 START_SECONDS = 120.0
 STOP_SECONDS = 30.0
 # What the kernel may take to clear away processes that were killed.
@@ -95,8 +96,7 @@ class Serve(Command):
     def __init__(
         self, workspace: Path, *flags: str, environment: dict[str, str] | None = None
     ) -> None:
-        ports = ["--port", "0", "--metrics-port", "0"]
-        super().__init__(workspace, [BATON, "serve", *ports, *flags], environment)
+        super().__init__(workspace, [BATON, "serve", *FREE_PORTS, *flags], environment)
 
     def __enter__(self) -> Serve:
         return self

@@ -19,7 +19,7 @@ from core.config import parse
 def sound(tmp_path: Path) -> dict[str, object]:
     """A configuration that this machine can serve."""
     (tmp_path / "config.json").write_text("{}")
-    ports = {"port": 0, "metrics_port": 0}
+    ports = {"port": 0, "http_port": 0, "metrics_port": 0}
     return {"model": str(tmp_path), "router": ports, "device": "cpu"}
 
 
@@ -51,9 +51,9 @@ def test_doctor_fails_when_the_model_is_missing(
 def test_a_port_that_is_taken_fails_and_is_named(sound: dict[str, object]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        config = parse({**sound, "router": {"port": port, "metrics_port": 0}})
-        first, second = check_ports(config)
-    assert (first.verdict, second.verdict) == ("fail", "ok")
+        config = parse({**sound, "router": {"port": port, "http_port": 0, "metrics_port": 0}})
+        first, *others = check_ports(config)
+    assert [item.verdict for item in (first, *others)] == ["fail", "ok", "ok"]
     assert f"127.0.0.1:{port} (router.port)" in first.finding
 
 

@@ -1,0 +1,17 @@
+"""The HTTP front door, in the shapes that clients of the OpenAI API know.
+
+fields       one kind of field each: how it is read, how OpenAPI describes it
+generation   what chats and completions have in common, and what is not served
+chat         /v1/chat/completions: messages in, choices out
+completions  /v1/completions: prompts in, choices out
+tokens       /tokenize and /detokenize
+answers      from the events of an answer to what is sent
+body         a call's body, read with care
+endpoint     one call that generates, from its body to its last byte
+app          the other endpoints, and all routes
+errors       statuses and bodies of errors
+openapi      the document that describes all this, made of the same fields
+server       uvicorn on the router's own event loop
+
+Only body, endpoint, app, errors and server need starlette or uvicorn.
+"""

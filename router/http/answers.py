@@ -1,0 +1,143 @@
+"""From the events of a call's answers to what is sent: one object, or one chunk after the other."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from core.types import FinishReason
+from router.http.fields import Json
+from router.http.generation import Asked
+from router.serving import Event, Finished, Started
+
+FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+DONE = b"data: [DONE]\n\n"
+
+
+class Api(Protocol):
+    """How one endpoint reads its calls and shapes its answers."""
+
+    prompt_field: str
+    id_prefix: str
+    # The names of its objects.
+    whole: str
+    chunk: str
+
+    def read(self, body: Json, request_id: str) -> Asked: ...
+
+    def choice(self, index: int, text: str, finish: str) -> Json: ...
+
+    def delta(self, index: int, text: str, finish: str | None, *, first: bool) -> Json:
+        """A piece of an answer; `first` when nothing was sent of that answer before."""
+
+
+@dataclass(slots=True)
+class Usage:
+    """What a call took, over all its answers. Each prompt counts once."""
+
+    answers_each: int
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    def note(self, event: Event) -> None:
+        if isinstance(event, Started):
+            self.prompt_tokens += event.prompt_tokens
+        elif isinstance(event, Finished):
+            self.completion_tokens += event.completion_tokens
+            if event.index % self.answers_each == 0:
+                self.cached_tokens += event.cached_tokens
+
+    def tell(self) -> Json:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+class Telling:
+    """One call's answers, told whole or in chunks.
+
+    `openings` is what the answers to each prompt begin with.
+    """
+
+    def __init__(self, api: Api, asked: Asked, model: str, openings: Sequence[str]) -> None:
+        self._api = api
+        self._asked = asked
+        self._openings = openings
+        self._usage = Usage(asked.n)
+        self._begun: set[int] = set()
+        self._texts: defaultdict[int, list[str]] = defaultdict(list)
+        self._finishes: dict[int, str] = {}
+        self._head: Json = {
+            "id": asked.request_id,
+            "object": api.chunk if asked.stream else api.whole,
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    def note(self, event: Event) -> None:
+        """For an answer that is told whole."""
+        self._usage.note(event)
+        if isinstance(event, Finished):
+            self._finishes[event.index] = FINISH[event.reason]
+        elif not isinstance(event, Started):
+            self._texts[event.index].append(event.text)
+
+    def whole(self) -> bytes:
+        choices = [
+            self._api.choice(
+                index, self._opening(index) + "".join(self._texts[index]), self._finishes[index]
+            )
+            for index in range(len(self._asked.requests) * self._asked.n)
+        ]
+        return encode({**self._head, "choices": choices, "usage": self._usage.tell()})
+
+    def chunk(self, event: Event) -> bytes:
+        """What an event adds to a stream; empty when nothing."""
+        self._usage.note(event)
+        if isinstance(event, Started):
+            return b""
+        index = event.index
+        first = index not in self._begun
+        text = self._opening(index) if first else ""
+        finish = None
+        if isinstance(event, Finished):
+            finish = FINISH[event.reason]
+        else:
+            text += event.text
+            if not text:
+                return b""
+        self._begun.add(index)
+        return self._event([self._api.delta(index, text, finish, first=first)], None)
+
+    def ending(self) -> bytes:
+        """What a stream ends with."""
+        if not self._asked.include_usage:
+            return DONE
+        return self._event([], self._usage.tell()) + DONE
+
+    def _opening(self, index: int) -> str:
+        return self._openings[index // self._asked.n]
+
+    def _event(self, choices: list[Json], usage: Json | None) -> bytes:
+        content = {**self._head, "choices": choices}
+        if self._asked.include_usage:
+            content["usage"] = usage
+        return server_sent(content)
+
+
+def server_sent(content: Json, name: str = "") -> bytes:
+    """One server-sent event."""
+    named = f"event: {name}\n".encode() if name else b""
+    return named + b"data: " + encode(content) + b"\n\n"
+
+
+def encode(content: Json) -> bytes:
+    return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()

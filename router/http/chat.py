@@ -1,0 +1,132 @@
+"""/v1/chat/completions: messages in, choices out."""
+
+from __future__ import annotations
+
+from core.errors import InvalidRequest, NotServed
+from core.types import ChatPrompt, Message
+from router.http.fields import Json, Unserved, as_text, wrong_type
+from router.http.generation import Asked, read_asked
+
+# What templates call those who speak. OpenAI's newer models call the system the developer.
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+MAX_MESSAGES = 4096
+MAX_CONTENT = 16_000_000
+"""Characters. What the model can hold is told later, and more exactly."""
+
+_TOOLS = "tools"
+_TEMPLATES = "changes of the chat template"
+
+UNSERVED = (
+    Unserved("tool_choice", _TOOLS, ("none",)),
+    Unserved("functions", _TOOLS, ([],)),
+    Unserved("function_call", _TOOLS, ("none",)),
+    Unserved("modalities", "answers that are not text", (["text"],)),
+    Unserved("audio", "answers that are not text"),
+    Unserved("web_search_options", "searches"),
+    Unserved("reasoning_effort", "a choice of how long to think", ("none",)),
+    Unserved("verbosity", "a choice of how much to say", ("medium",)),
+    Unserved("chat_template", _TEMPLATES),
+    Unserved("chat_template_kwargs", _TEMPLATES, ({},)),
+    Unserved("add_generation_prompt", _TEMPLATES, (True,)),
+    Unserved("continue_final_message", _TEMPLATES, (False,)),
+    Unserved("documents", _TEMPLATES, ([],)),
+)
+
+
+class ChatApi:
+    prompt_field = "messages"
+    id_prefix = "chatcmpl-"
+    whole = "chat.completion"
+    chunk = "chat.completion.chunk"
+
+    def read(self, body: Json, request_id: str) -> Asked:
+        for field in UNSERVED:
+            field.check(body)
+        _check_tools(body)
+        return read_asked(body, request_id, [read_messages(body.get("messages"))])
+
+    def choice(self, index: int, text: str, finish: str) -> Json:
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": text, "refusal": None},
+            "logprobs": None,
+            "finish_reason": finish,
+        }
+
+    def delta(self, index: int, text: str, finish: str | None, *, first: bool) -> Json:
+        delta: Json = {"role": "assistant", "content": text} if first else {}
+        if text:
+            delta["content"] = text
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
+
+
+def read_messages(messages: object) -> ChatPrompt:
+    if not isinstance(messages, list):
+        raise wrong_type("messages", "a list of messages", messages)
+    if not 1 <= len(messages) <= MAX_MESSAGES:
+        raise InvalidRequest(f"messages must have 1 to {MAX_MESSAGES} entries", field="messages")
+    return ChatPrompt(
+        tuple(_read_message(item, f"messages[{index}]") for index, item in enumerate(messages))
+    )
+
+
+def _check_tools(body: Json) -> None:
+    """Tools that must not be used are as if they were not there."""
+    tools = body.get("tools")
+    if not isinstance(tools, list | None):
+        raise wrong_type("tools", "a list", tools)
+    if tools and body.get("tool_choice") != "none":
+        raise NotServed("tools are not served", field="tools")
+
+
+def _read_message(message: object, name: str) -> Message:
+    if not isinstance(message, dict):
+        raise wrong_type(name, "an object", message)
+    role = message.get("role")
+    if role in ("tool", "function") or message.get("tool_calls") or message.get("function_call"):
+        raise NotServed(f"{name} is about tools, which are not served", field=name)
+    if not isinstance(role, str) or role not in ROLES:
+        raise wrong_type(f"{name}.role", f"one of {', '.join(ROLES)}", role)
+    return Message(ROLES[role], _read_content(message.get("content"), f"{name}.content"))
+
+
+def _read_content(content: object, name: str) -> str:
+    """Several parts are lines of one text."""
+    if not isinstance(content, list):
+        return as_text(content, name, MAX_CONTENT)
+    parts = (_read_part(part, f"{name}[{index}]") for index, part in enumerate(content))
+    return as_text("\n".join(parts), name, MAX_CONTENT)
+
+
+def _read_part(part: object, name: str) -> str:
+    if not isinstance(part, dict):
+        raise wrong_type(name, "an object", part)
+    if part.get("type") != "text":
+        raise NotServed(f"{name} is not text, and nothing else is served", field=f"{name}.type")
+    return as_text(part.get("text"), f"{name}.text", MAX_CONTENT)
+
+
+_PART_SCHEMA: Json = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+}
+
+TOOLS_SCHEMA: Json = {
+    "type": ["array", "null"],
+    "description": "Not served, unless tool_choice is none.",
+}
+
+MESSAGES_SCHEMA: Json = {
+    "type": "array",
+    "minItems": 1,
+    "maxItems": MAX_MESSAGES,
+    "items": {
+        "type": "object",
+        "required": ["role", "content"],
+        "properties": {
+            "role": {"enum": list(ROLES)},
+            "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART_SCHEMA}]},
+        },
+    },
+}

@@ -1,0 +1,192 @@
+"""One call that generates, from its body to its last byte.
+
+A call that fails before its first token is answered with the error's status.
+After that the status is sent, and an error is a server-sent event called
+"error", which ends the stream. When the client goes away, or does not read,
+the call is cancelled on every worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import re
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+
+from starlette.requests import Request as HttpRequest
+from starlette.types import Receive, Scope, Send
+
+from core.errors import Cancelled, Unavailable, UnknownModel
+from core.types import Prompt, TextPrompt, TokenPrompt
+from router.http.answers import Api, Telling, server_sent
+from router.http.body import read_json
+from router.http.errors import problem
+from router.http.fields import Json
+from router.http.generation import MODEL, Asked
+from router.merge import merged
+from router.reader import AnswerBuffer, reading
+from router.serving import Event, Serving, Started
+
+_REQUEST_ID = re.compile(r"[!-~]{1,128}")
+_STREAM_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)  # proxies are to pass events on at once
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """What calls need of the router."""
+
+    serving: Serving
+    model: str
+    reader_buffer: int
+    # Of the calls under way.
+    buffers: set[AnswerBuffer] = field(default_factory=set)
+
+    def check_model(self, body: Json) -> None:
+        name = MODEL.of(body)
+        if name not in ("", self.model):
+            raise UnknownModel(
+                f"there is no model {name!r} here; this cluster serves {self.model!r}",
+                field="model",
+            )
+
+    def end_calls(self) -> None:
+        """Tells every client whose call is under way that it ends here."""
+        for buffer in self.buffers:
+            buffer.close(Unavailable("this router stops"))
+
+
+def request_id_of(http: HttpRequest, prefix: str = "") -> str:
+    """The caller's name for its request, or one of ours."""
+    given = http.headers.get("x-request-id", "")
+    return given if _REQUEST_ID.fullmatch(given) else f"{prefix}{uuid.uuid4().hex}"
+
+
+class GenerationEndpoint:
+    """An ASGI application: chats or completions, as `api` shapes them."""
+
+    def __init__(self, api: Api, door: Door) -> None:
+        self._api = api
+        self._door = door
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        http = HttpRequest(scope, receive)
+        request_id = request_id_of(http, self._api.id_prefix)
+        try:
+            body = await read_json(http)
+            asked = self._api.read(body, request_id)
+            self._door.check_model(body)
+            await _unless_gone(receive, self._answer(asked, send))
+        except Cancelled:
+            return
+        except Exception as error:  # noqa: BLE001 the edge of the process
+            response = problem(error, request_id, self._api.prompt_field).response(request_id)
+            await response(scope, receive, send)
+
+    async def _answer(self, asked: Asked, send: Send) -> None:
+        """Everything is let go of before the last bytes are sent: with them the call is over."""
+        openings = [await self._opening(request.prompt, asked) for request in asked.requests]
+        telling = Telling(self._api, asked, self._door.model, openings)
+        async with self._reading(asked) as events:
+            if asked.stream:
+                last = await self._stream(asked, telling, events, send)
+            else:
+                async for event in events:
+                    telling.note(event)
+                last = telling.whole()
+        if not asked.stream:
+            await _start(send, asked.request_id, ((b"content-type", b"application/json"),))
+        await _send(send, last, more=False)
+
+    async def _stream(
+        self, asked: Asked, telling: Telling, events: AnswerBuffer, send: Send
+    ) -> bytes:
+        """Sends all but the last bytes of a stream, and returns these."""
+        first = await _first_of_an_answer(telling, events)
+        await _start(send, asked.request_id, _STREAM_HEADERS)
+        try:
+            await _send(send, telling.chunk(first))
+            async for event in events:
+                await _send(send, telling.chunk(event))
+        except Exception as error:  # noqa: BLE001 the edge of the process
+            told = problem(error, asked.request_id, self._api.prompt_field)
+            return server_sent(told.body, "error")
+        return telling.ending()
+
+    @asynccontextmanager
+    async def _reading(self, asked: Asked) -> AsyncIterator[AnswerBuffer]:
+        async with reading(self._events(asked), self._door.reader_buffer) as buffer:
+            self._door.buffers.add(buffer)
+            try:
+                yield buffer
+            finally:
+                self._door.buffers.discard(buffer)
+
+    def _events(self, asked: Asked) -> AsyncGenerator[Event]:
+        """All answers to all prompts, counted through."""
+        sources = [self._door.serving.generate(request) for request in asked.requests]
+        if len(sources) == 1:
+            return sources[0]
+        return merged([_shifted(source, place * asked.n) for place, source in enumerate(sources)])
+
+    async def _opening(self, prompt: Prompt, asked: Asked) -> str:
+        match prompt:
+            case TextPrompt(text) if asked.echo:
+                return text
+            case TokenPrompt(token_ids) if asked.echo:
+                return await self._door.serving.decode(list(token_ids), keep_special=True)
+        return ""
+
+
+async def _shifted(events: AsyncGenerator[Event], places: int) -> AsyncGenerator[Event]:
+    async with aclosing(events):
+        async for event in events:
+            if isinstance(event, Started):
+                yield event
+            else:
+                yield dataclasses.replace(event, index=event.index + places)
+
+
+async def _first_of_an_answer(telling: Telling, events: AnswerBuffer) -> Event:
+    """Until then, an error still has a status of its own."""
+    async for event in events:
+        if not isinstance(event, Started):
+            return event
+        telling.chunk(event)
+    raise AssertionError("an answer ended before it began")
+
+
+async def _unless_gone(receive: Receive, work: Coroutine[None, None, None]) -> None:
+    """Does the work; cancels it and raises Cancelled when the client goes away."""
+    working = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Cancelled("the client went away")
+        working.result()
+    finally:
+        working.cancel()
+        gone.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _start(send: Send, request_id: str, headers: tuple[tuple[bytes, bytes], ...]) -> None:
+    named = (*headers, (b"x-request-id", request_id.encode()))
+    await send({"type": "http.response.start", "status": 200, "headers": named})
+
+
+async def _send(send: Send, content: bytes, *, more: bool = True) -> None:
+    if content or not more:
+        await send({"type": "http.response.body", "body": content, "more_body": more})

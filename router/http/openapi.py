@@ -1,0 +1,223 @@
+"""The OpenAPI document: made of the fields that read the bodies, so that both say the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from router.http import chat, completions, generation, tokens
+from router.http.fields import TOKEN_ID_SCHEMA, Field, Json
+
+TITLE = "Baton"
+VERSION = "1"
+
+_INTEGER: Json = {"type": "integer"}
+_STRING: Json = {"type": "string"}
+_FINISH: Json = {"enum": ["stop", "length"]}
+# What no status of its own is written for.
+_ERROR_STATUSES = {
+    "400": "A field is wrong or not served.",
+    "404": "No such model.",
+    "408": "The body did not arrive in time.",
+    "413": "The body is too large.",
+    "415": "The body is not JSON.",
+    "429": "Too much is asked at once; Retry-After says when to try again.",
+    "500": "The server failed.",
+    "503": "No worker can take it now.",
+    "504": "It took too long.",
+}
+
+
+def document() -> Json:
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": TITLE, "version": VERSION},
+        "paths": _paths(),
+        "components": {"schemas": _schemas()},
+    }
+
+
+def _paths() -> Json:
+    return {
+        "/v1/chat/completions": _post("ChatRequest", "ChatAnswer", "ChatChunk"),
+        "/v1/completions": _post("CompletionRequest", "CompletionAnswer", "CompletionAnswer"),
+        "/v1/embeddings": {"post": {"responses": _errors("400")}},
+        "/v1/models": _get("Models"),
+        "/v1/models/{name}": _named(_get("Model", "404")),
+        "/tokenize": _post("TokenizeRequest", "TokenizeAnswer"),
+        "/detokenize": _post("DetokenizeRequest", "DetokenizeAnswer"),
+        "/health": _get("Status"),
+        "/ready": _get("Status", "503"),
+        "/metrics": {"get": {"responses": {"200": _content("text/plain", _STRING)}}},
+        "/openapi.json": {"get": {"responses": {"200": _content("application/json", {})}}},
+    }
+
+
+def _schemas() -> Json:
+    return {
+        "ChatRequest": _object(
+            {"messages": chat.MESSAGES_SCHEMA, "tools": chat.TOOLS_SCHEMA, **_generation()},
+            required=["messages"],
+            fields=chat.UNSERVED,
+        ),
+        "CompletionRequest": _object(
+            {"prompt": completions.PROMPT_SCHEMA, **_generation()},
+            required=["prompt"],
+            fields=(completions.ECHO, *completions.UNSERVED),
+        ),
+        "ChatAnswer": _answer("chat.completion", _CHAT_CHOICE, whole=True),
+        "ChatChunk": _answer("chat.completion.chunk", _CHAT_DELTA),
+        "CompletionAnswer": _answer("text_completion", _COMPLETION_CHOICE),
+        "Usage": _USAGE,
+        "Model": _MODEL,
+        "Models": _exact({"object": {"const": "list"}, "data": _list(_reference("Model"))}),
+        "TokenizeRequest": _object(
+            {"prompt": {"type": ["string", "null"]}, "messages": _or_null(chat.MESSAGES_SCHEMA)},
+            fields=(generation.MODEL, tokens.ADD_SPECIAL),
+        ),
+        "TokenizeAnswer": _object(
+            {
+                "tokens": _list(TOKEN_ID_SCHEMA),
+                "count": _INTEGER,
+                "max_model_len": _INTEGER,
+                "rendered": _STRING,
+            },
+            required=["tokens", "count", "max_model_len"],
+        ),
+        "DetokenizeRequest": _object(
+            {}, fields=(generation.MODEL, tokens.TOKENS, tokens.KEEP_SPECIAL)
+        ),
+        "DetokenizeAnswer": _exact({"prompt": _STRING}),
+        "Status": _exact({"status": _STRING}),
+        "Error": _ERROR,
+    }
+
+
+def _generation() -> Json:
+    return {
+        "stream_options": generation.STREAM_OPTIONS_SCHEMA,
+        **_described(generation.READ),
+        **_described(generation.UNSERVED),
+    }
+
+
+def _described(fields: Iterable[Field]) -> Json:
+    return {field.name: field.schema for field in fields}
+
+
+def _object(
+    properties: Json, *, required: Iterable[str] = (), fields: Iterable[Field] = ()
+) -> Json:
+    return {
+        "type": "object",
+        "required": list(required),
+        "properties": {**properties, **_described(fields)},
+    }
+
+
+def _exact(properties: Json) -> Json:
+    """All of these, and nothing else."""
+    return {**_object(properties, required=properties), "additionalProperties": False}
+
+
+def _list(items: Json) -> Json:
+    return {"type": "array", "items": items}
+
+
+def _or_null(schema: Json) -> Json:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def _reference(name: str) -> Json:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _answer(kind: str, choice: Json, *, whole: bool = False) -> Json:
+    """A chunk has the usage only in the end, and only where it is asked for."""
+    usage = _reference("Usage")
+    properties = {
+        "id": _STRING,
+        "object": {"const": kind},
+        "created": _INTEGER,
+        "model": _STRING,
+        "choices": _list(choice),
+    }
+    if whole:
+        return _exact({**properties, "usage": usage})
+    with_usage = {**properties, "usage": _or_null(usage)}
+    return {**_exact(with_usage), "required": list(properties)}
+
+
+def _choice(properties: Json, finish: Json) -> Json:
+    common: Json = {"index": _INTEGER, "logprobs": {"type": "null"}, "finish_reason": finish}
+    return _exact({**properties, **common})
+
+
+_MESSAGE: Json = _exact(
+    {"role": {"const": "assistant"}, "content": _STRING, "refusal": {"type": "null"}}
+)
+_DELTA: Json = _object({"role": {"const": "assistant"}, "content": _STRING})
+_CHAT_CHOICE = _choice({"message": _MESSAGE}, _FINISH)
+_CHAT_DELTA = _choice({"delta": _DELTA}, _or_null(_FINISH))
+_COMPLETION_CHOICE = _choice({"text": _STRING}, _or_null(_FINISH))
+
+_USAGE = _exact(
+    {
+        "prompt_tokens": _INTEGER,
+        "completion_tokens": _INTEGER,
+        "total_tokens": _INTEGER,
+        "prompt_tokens_details": _exact({"cached_tokens": _INTEGER}),
+    }
+)
+
+_MODEL = _exact(
+    {
+        "id": _STRING,
+        "object": {"const": "model"},
+        "created": _INTEGER,
+        "owned_by": _STRING,
+        "max_model_len": _INTEGER,
+    }
+)
+
+_ERROR = _exact(
+    {
+        "error": _exact(
+            {
+                "message": _STRING,
+                "type": _STRING,
+                "param": _or_null(_STRING),
+                "code": _or_null(_STRING),
+            }
+        )
+    }
+)
+
+
+def _post(request: str, answer: str, chunk: str = "") -> Json:
+    content = {"application/json": {"schema": _reference(answer)}}
+    if chunk:
+        content["text/event-stream"] = {"schema": _reference(chunk)}
+    body = {"required": True, "content": {"application/json": {"schema": _reference(request)}}}
+    success: Json = {"200": {"description": "The answer.", "content": content}}
+    return {"post": {"requestBody": body, "responses": {**success, **_errors(*_ERROR_STATUSES)}}}
+
+
+def _get(answer: str, *errors: str) -> Json:
+    success: Json = {"200": _content("application/json", _reference(answer))}
+    return {"get": {"responses": {**success, **_errors(*errors)}}}
+
+
+def _named(path: Json) -> Json:
+    name = {"name": "name", "in": "path", "required": True, "schema": _STRING}
+    return {**path, "parameters": [name]}
+
+
+def _content(kind: str, schema: Json) -> Json:
+    return {"description": "The answer.", "content": {kind: {"schema": schema}}}
+
+
+def _errors(*statuses: str) -> Json:
+    content = {"application/json": {"schema": _reference("Error")}}
+    return {
+        status: {"description": _ERROR_STATUSES[status], "content": content} for status in statuses
+    }

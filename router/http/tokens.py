@@ -1,0 +1,23 @@
+"""/tokenize and /detokenize: what their bodies hold."""
+
+from __future__ import annotations
+
+from core.errors import InvalidRequest
+from core.types import Prompt, TextPrompt
+from router.http.chat import read_messages
+from router.http.completions import MAX_PROMPT_CHARACTERS, MAX_PROMPT_TOKENS
+from router.http.fields import Flag, Json, TokenIds, Unserved, as_text
+
+TOKENS = TokenIds("tokens", "The ids to turn into text.", MAX_PROMPT_TOKENS)
+KEEP_SPECIAL = Flag("keep_special_tokens", "Leave special tokens in the text.")
+ADD_SPECIAL = Unserved("add_special_tokens", "prompts without special tokens", (True,))
+
+
+def read_prompt(body: Json) -> Prompt:
+    """What is to be tokenized: `messages`, or else `prompt`."""
+    ADD_SPECIAL.check(body)
+    if body.get("messages") is not None:
+        return read_messages(body["messages"])
+    if body.get("prompt") is None:
+        raise InvalidRequest("a prompt is missing: set prompt or messages", field="prompt")
+    return TextPrompt(as_text(body["prompt"], "prompt", MAX_PROMPT_CHARACTERS))

@@ -1,0 +1,194 @@
+"""Events as they are told over HTTP, and errors."""
+
+from __future__ import annotations
+
+import json
+
+import jsonschema
+import pytest
+
+from core.errors import (
+    BatonError,
+    DeadlineExceeded,
+    Exhausted,
+    Internal,
+    InvalidRequest,
+    LayoutMismatch,
+    NotServed,
+    PoisonRequest,
+    PromptTooLong,
+    SlowReader,
+    Unavailable,
+    UnknownModel,
+    WorkerLost,
+)
+from core.types import FinishReason
+from router.http.answers import Api, Telling
+from router.http.chat import ChatApi
+from router.http.completions import CompletionsApi
+from router.http.errors import problem
+from router.http.fields import Json
+from router.http.openapi import document
+from router.serving import Delta, Event, Finished, Started
+
+SECRET = "/home/someone 10.0.0.7:5100"
+
+
+def started(prompt_tokens: int) -> Started:
+    return Started("id", prompt_tokens, "prefill-0", "decode-0", 1, 2)
+
+
+def finished(index: int, tokens: int, reason: FinishReason = FinishReason.STOP) -> Finished:
+    return Finished(reason, 3, tokens, "", (), index, 1, 2)
+
+
+EVENTS: list[Event] = [
+    started(3),
+    Delta("a", [1], 0),
+    Delta("", [9], 1),
+    Delta("x", [2], 1),
+    Delta("b", [3], 0),
+    finished(0, 2),
+    finished(1, 2, FinishReason.LENGTH),
+]
+
+
+def telling(api: Api, **fields: object) -> Telling:
+    body: Json = {"prompt": "p", "messages": [{"role": "user", "content": "p"}], "n": 2, **fields}
+    return Telling(api, api.read(body, "id"), "tiny", ["p" if fields.get("echo") else ""])
+
+
+def whole(api: Api, **fields: object) -> Json:
+    told = telling(api, **fields)
+    for event in EVENTS:
+        told.note(event)
+    answer: Json = json.loads(told.whole())
+    return answer
+
+
+def chunks(api: Api, **fields: object) -> list[Json]:
+    told = telling(api, stream=True, **fields)
+    sent = b"".join(told.chunk(event) for event in EVENTS) + told.ending()
+    *events, done, rest = sent.decode().split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def check(content: object, name: str) -> None:
+    """Holds a content against the OpenAPI document."""
+    jsonschema.validate(content, {**document(), "$ref": f"#/components/schemas/{name}"})
+
+
+def test_a_chat_is_told_whole() -> None:
+    answer = whole(ChatApi())
+    check(answer, "ChatAnswer")
+    assert answer["choices"] == [
+        {
+            "index": index,
+            "message": {"role": "assistant", "content": text, "refusal": None},
+            "logprobs": None,
+            "finish_reason": reason,
+        }
+        for index, text, reason in ((0, "ab", "stop"), (1, "x", "length"))
+    ]
+    assert answer["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 4,
+        "total_tokens": 7,
+        "prompt_tokens_details": {"cached_tokens": 2},
+    }
+
+
+def test_a_chat_is_told_in_chunks() -> None:
+    told = chunks(ChatApi())
+    for chunk in told:
+        check(chunk, "ChatChunk")
+        assert "usage" not in chunk
+    choices = [chunk["choices"][0] for chunk in told]  # type: ignore[index]
+    assert [(item["index"], item["delta"], item["finish_reason"]) for item in choices] == [
+        (0, {"role": "assistant", "content": "a"}, None),
+        (1, {"role": "assistant", "content": "x"}, None),
+        (0, {"content": "b"}, None),
+        (0, {}, "stop"),
+        (1, {}, "length"),
+    ]
+
+
+def test_usage_comes_in_a_last_chunk_of_its_own() -> None:
+    *others, last = chunks(ChatApi(), stream_options={"include_usage": True})
+    assert all(chunk["usage"] is None for chunk in others)
+    assert last["choices"] == []
+    assert last["usage"]["total_tokens"] == 7  # type: ignore[index]
+    check(last, "ChatChunk")
+
+
+def test_a_completion_is_told_whole_and_in_chunks() -> None:
+    answer = whole(CompletionsApi())
+    check(answer, "CompletionAnswer")
+    assert [item["text"] for item in answer["choices"]] == ["ab", "x"]  # type: ignore[attr-defined]
+    for chunk in chunks(CompletionsApi()):
+        check(chunk, "CompletionAnswer")
+
+
+def test_an_echo_is_in_front_of_every_answer_once() -> None:
+    answer = whole(CompletionsApi(), echo=True)
+    assert [item["text"] for item in answer["choices"]] == ["pab", "px"]  # type: ignore[attr-defined]
+    texts = {0: "", 1: ""}
+    for chunk in chunks(CompletionsApi(), echo=True):
+        (choice,) = chunk["choices"]  # type: ignore[misc]
+        texts[choice["index"]] += choice["text"]
+    assert texts == {0: "pab", 1: "px"}
+
+
+def test_an_answer_without_text_has_a_role_all_the_same() -> None:
+    told = telling(ChatApi(), stream=True, n=1)
+    chunk = json.loads(told.chunk(finished(0, 1)).decode().removeprefix("data: "))
+    assert chunk["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "code"),
+    [
+        (InvalidRequest("m", field="n"), 400, "invalid_request_error", "invalid_request"),
+        (NotServed("m", field="n"), 400, "invalid_request_error", "unsupported_parameter"),
+        (PromptTooLong("m", field="n"), 400, "invalid_request_error", "context_length_exceeded"),
+        (UnknownModel("m", field="n"), 404, "invalid_request_error", "model_not_found"),
+        (Exhausted("m", field="n"), 429, "requests", "rate_limit_exceeded"),
+        (SlowReader("m", field="n"), 429, "requests", "slow_reader"),
+        (Unavailable("m", field="n"), 503, "server_error", "unavailable"),
+        (DeadlineExceeded("m", field="n"), 504, "server_error", "deadline_exceeded"),
+    ],
+)
+def test_an_error_is_told_as_the_api_tells_it(
+    error: BatonError, status: int, kind: str, code: str
+) -> None:
+    told = problem(error, "id")
+    check(told.body, "Error")
+    assert told.status == status
+    assert told.body == {"error": {"message": "m", "type": kind, "param": "n", "code": code}}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        Internal(SECRET),
+        PoisonRequest(SECRET),
+        WorkerLost(SECRET),
+        LayoutMismatch(SECRET),
+        RuntimeError(SECRET),
+    ],
+)
+def test_what_is_inside_stays_inside(error: Exception) -> None:
+    told = problem(error, "id")
+    assert told.status in (500, 503)
+    assert not set(SECRET.split()) & set(json.dumps(told.body).split())
+    assert b"home" not in json.dumps(told.body).encode()
+
+
+def test_the_prompt_has_each_endpoints_own_name() -> None:
+    error = InvalidRequest("the prompt is empty", field="prompt")
+    assert problem(error, "id", "messages").body["error"]["param"] == "messages"  # type: ignore[index]
+
+
+def test_whoever_is_to_wait_is_told_how_long_in_whole_seconds() -> None:
+    assert problem(Exhausted("m", retry_after=1.2), "id").headers == {"retry-after": "2"}

@@ -1,0 +1,266 @@
+"""What bodies of HTTP calls may hold, field by field."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from core.errors import BatonError, InvalidRequest, InvalidSampling, NotServed
+from core.types import ChatPrompt, Message, Prompt, Request, Sampling, TextPrompt, TokenPrompt
+from router.http.chat import ChatApi
+from router.http.completions import CompletionsApi
+from router.http.fields import Json
+from router.http.generation import Asked
+from router.http.tokens import read_prompt
+
+HELLO: Json = {"messages": [{"role": "user", "content": "Hello"}]}
+
+
+def chat(**fields: object) -> Asked:
+    return ChatApi().read({**HELLO, **fields}, "id")
+
+
+def completion(**fields: object) -> Asked:
+    return CompletionsApi().read({"prompt": "Hello", **fields}, "id")
+
+
+def request(asked: Asked) -> Request:
+    (only,) = asked.requests
+    return only
+
+
+def test_what_is_not_set_is_as_the_api_says() -> None:
+    asked = chat()
+    assert (asked.stream, asked.include_usage, asked.echo, asked.n) == (False, False, False, 1)
+    plain = request(asked)
+    assert plain == Request("id", ChatPrompt((Message("user", "Hello"),)), plain.sampling, None)
+    assert plain.sampling == Sampling(temperature=1.0, seed=plain.sampling.seed)
+    assert request(completion()).max_tokens == 16
+
+
+def test_null_is_as_if_it_were_not_set() -> None:
+    names = ["temperature", "max_tokens", "n", "stop", "stream", "tools", "logprobs"]
+    plain, empty = chat(seed=1), chat(**dict.fromkeys(names), seed=1)
+    assert plain == empty
+
+
+def test_a_seed_is_drawn_anew_for_every_prompt() -> None:
+    asked = completion(prompt=["same", "same"])
+    first, second = (request.sampling.seed for request in asked.requests)
+    assert first != second
+
+
+@pytest.mark.parametrize(
+    ("given", "changed"),
+    [
+        ({"temperature": 0}, {"temperature": 0.0}),
+        ({"temperature": 2}, {"temperature": 2.0}),
+        ({"top_p": 0.5}, {"top_p": 0.5}),
+        ({"top_p": 0}, {"top_k": 1}),
+        ({"top_k": -1}, {}),
+        ({"top_k": 5.0}, {"top_k": 5}),
+        ({"min_p": 0.1}, {"min_p": 0.1}),
+        ({"repetition_penalty": 1.3}, {"repetition_penalty": 1.3}),
+        ({"presence_penalty": -2}, {"presence_penalty": -2.0}),
+        ({"frequency_penalty": 2}, {"frequency_penalty": 2.0}),
+        ({"seed": -1}, {"seed": 2**64 - 1}),
+        ({"seed": 0}, {"seed": 0}),
+    ],
+)
+def test_sampling_is_read(given: Json, changed: dict[str, float]) -> None:
+    expected = dataclasses.replace(Sampling(temperature=1.0, seed=7), **changed)  # type: ignore[arg-type]
+    assert request(chat(**{"seed": 7, **given})).sampling == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "changed"),
+    [
+        ({"max_tokens": 5}, {"max_tokens": 5}),
+        ({"max_completion_tokens": 6}, {"max_tokens": 6}),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, {"max_tokens": 6}),
+        ({"stop": "a"}, {"stop": ("a",)}),
+        ({"stop": ["a", "b"]}, {"stop": ("a", "b")}),
+        ({"stop": []}, {}),
+        ({"stop_token_ids": [3, 3, 4]}, {"stop_token_ids": frozenset({3, 4})}),
+        ({"ignore_eos": True}, {"ignore_eos": True}),
+        ({"n": 16}, {"n": 16}),
+        ({"cache_salt": "mine"}, {"cache_salt": "mine"}),
+        ({"user": "someone", "no_such_field": {"a": 1}, "metadata": {}, "store": True}, {}),
+        ({"tools": [{"type": "function"}], "tool_choice": "none"}, {}),
+        ({"response_format": {"type": "text"}, "logit_bias": {}, "logprobs": False}, {}),
+    ],
+)
+def test_the_rest_is_read(given: Json, changed: Json) -> None:
+    assert request(chat(seed=1, **given)) == dataclasses.replace(request(chat(seed=1)), **changed)  # type: ignore[arg-type]
+
+
+WRONG: list[tuple[Json, str, type[BatonError]]] = [
+    ({"temperature": 2.1}, "temperature", InvalidSampling),
+    ({"temperature": -0.1}, "temperature", InvalidSampling),
+    ({"temperature": "1"}, "temperature", InvalidRequest),
+    ({"temperature": True}, "temperature", InvalidRequest),
+    ({"temperature": float("inf")}, "temperature", InvalidSampling),
+    ({"temperature": float("nan")}, "temperature", InvalidSampling),
+    ({"temperature": 10**400}, "temperature", InvalidSampling),
+    ({"temperature": [1]}, "temperature", InvalidRequest),
+    ({"top_p": 1.1}, "top_p", InvalidSampling),
+    ({"top_k": -2}, "top_k", InvalidRequest),
+    ({"top_k": 1.5}, "top_k", InvalidRequest),
+    ({"min_p": 2}, "min_p", InvalidSampling),
+    ({"repetition_penalty": 0}, "repetition_penalty", InvalidSampling),
+    ({"presence_penalty": 2.1}, "presence_penalty", InvalidSampling),
+    ({"frequency_penalty": -2.1}, "frequency_penalty", InvalidSampling),
+    ({"seed": 2**64}, "seed", InvalidRequest),
+    ({"seed": "7"}, "seed", InvalidRequest),
+    ({"seed": float("inf")}, "seed", InvalidRequest),
+    ({"n": 0}, "n", InvalidRequest),
+    ({"n": 17}, "n", InvalidRequest),
+    ({"max_tokens": 0}, "max_tokens", InvalidRequest),
+    ({"max_completion_tokens": -5}, "max_completion_tokens", InvalidRequest),
+    ({"stop": ["a"] * 17}, "stop", InvalidRequest),
+    ({"stop": ""}, "stop", InvalidRequest),
+    ({"stop": [1]}, "stop", InvalidRequest),
+    ({"stop": 1}, "stop", InvalidRequest),
+    ({"stop": "a" * 1025}, "stop", InvalidRequest),
+    ({"stop_token_ids": [-1]}, "stop_token_ids", InvalidRequest),
+    ({"stop_token_ids": [2**32]}, "stop_token_ids", InvalidRequest),
+    ({"stop_token_ids": 5}, "stop_token_ids", InvalidRequest),
+    ({"ignore_eos": 1}, "ignore_eos", InvalidRequest),
+    ({"stream": "yes"}, "stream", InvalidRequest),
+    ({"stream_options": {"include_usage": True}}, "stream_options", InvalidRequest),
+    ({"stream": True, "stream_options": []}, "stream_options", InvalidRequest),
+    ({"cache_salt": "a" * 257}, "cache_salt", InvalidRequest),
+    ({"cache_salt": "\ud800"}, "cache_salt", InvalidRequest),
+    ({"user": 5}, "user", InvalidRequest),
+    ({"logprobs": True}, "logprobs", NotServed),
+    ({"logprobs": 0}, "logprobs", NotServed),
+    ({"top_logprobs": 3}, "top_logprobs", NotServed),
+    ({"logit_bias": {"5": 1}}, "logit_bias", NotServed),
+    ({"response_format": {"type": "json_object"}}, "response_format", NotServed),
+    ({"guided_json": {}}, "guided_json", NotServed),
+    ({"min_tokens": 5}, "min_tokens", NotServed),
+]
+
+
+@pytest.mark.parametrize(("given", "field", "error"), WRONG)
+@pytest.mark.parametrize("read", [chat, completion])
+def test_a_wrong_field_is_refused_by_name(
+    read: type[Asked], given: Json, field: str, error: type[BatonError]
+) -> None:
+    with pytest.raises(error) as refused:
+        read(**given)  # type: ignore[arg-type]
+    assert type(refused.value) is error
+    assert refused.value.field == field
+    assert field in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"functions": [{}]}, "functions"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"audio": {}}, "audio"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"chat_template": "x"}, "chat_template"),
+        ({"continue_final_message": True}, "continue_final_message"),
+    ],
+)
+def test_what_chats_do_not_serve_is_refused_by_name(given: Json, field: str) -> None:
+    with pytest.raises(NotServed) as refused:
+        chat(**given)
+    assert refused.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("given", "field"), [({"best_of": 2}, "best_of"), ({"suffix": "x"}, "suffix")]
+)
+def test_what_completions_do_not_serve_is_refused_by_name(given: Json, field: str) -> None:
+    with pytest.raises(NotServed) as refused:
+        completion(**given)
+    assert refused.value.field == field
+
+
+def test_usage_is_asked_for_with_the_stream() -> None:
+    assert chat(stream=True, stream_options={"include_usage": True}).include_usage
+    assert not chat(stream=True, stream_options={}).include_usage
+
+
+@pytest.mark.parametrize(
+    ("message", "read"),
+    [
+        ({"role": "system", "content": "a"}, Message("system", "a")),
+        ({"role": "developer", "content": "a"}, Message("system", "a")),
+        ({"role": "assistant", "content": "", "tool_calls": []}, Message("assistant", "")),
+        (
+            {"role": "user", "name": "x", "content": [{"type": "text", "text": "a"}] * 2},
+            Message("user", "a\na"),
+        ),
+    ],
+)
+def test_a_message_is_read(message: Json, read: Message) -> None:
+    assert request(chat(messages=[message])).prompt == ChatPrompt((read,))
+
+
+@pytest.mark.parametrize(
+    ("messages", "field"),
+    [
+        (None, "messages"),
+        ([], "messages"),
+        ("hi", "messages"),
+        (["hi"], "messages[0]"),
+        ([{"content": "hi"}], "messages[0].role"),
+        ([{"role": "king", "content": "hi"}], "messages[0].role"),
+        ([{"role": ["user"], "content": "hi"}], "messages[0].role"),
+        ([{"role": "user"}], "messages[0].content"),
+        ([{"role": "user", "content": 5}], "messages[0].content"),
+        ([{"role": "user", "content": "\udc00"}], "messages[0].content"),
+        ([{"role": "user", "content": ["hi"]}], "messages[0].content[0]"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0].type"),
+        ([{"role": "tool", "content": "x"}], "messages[0]"),
+        ([{"role": "assistant", "tool_calls": [{}]}], "messages[0]"),
+    ],
+)
+def test_wrong_messages_are_refused_by_place(messages: object, field: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        chat(messages=messages)
+    assert refused.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("prompt", "read"),
+    [
+        ("a", [TextPrompt("a")]),
+        (["a", "b"], [TextPrompt("a"), TextPrompt("b")]),
+        ([1, 2], [TokenPrompt((1, 2))]),
+        ([[1, 2], [3]], [TokenPrompt((1, 2)), TokenPrompt((3,))]),
+        (["a", [3]], [TextPrompt("a"), TokenPrompt((3,))]),
+    ],
+)
+def test_a_completion_has_prompts_of_many_kinds(prompt: object, read: list[Prompt]) -> None:
+    assert [request.prompt for request in completion(prompt=prompt).requests] == read
+
+
+@pytest.mark.parametrize(
+    "prompt", [None, [], 5, {"a": 1}, [1, "a"], ["a", 1], [[1.5]], [-1], [True], ["a"] * 129]
+)
+def test_other_prompts_are_refused(prompt: object) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        completion(prompt=prompt)
+    assert refused.value.field == "prompt"
+
+
+def test_prompts_times_answers_are_bounded() -> None:
+    with pytest.raises(InvalidRequest, match="at most 128"):
+        completion(prompt=["a"] * 9, n=16)
+
+
+def test_what_is_tokenized_is_a_chat_or_a_text() -> None:
+    assert read_prompt(HELLO) == ChatPrompt((Message("user", "Hello"),))
+    assert read_prompt({"prompt": "Hello"}) == TextPrompt("Hello")
+    for wrong in ({}, {"prompt": [1]}, {"prompt": "x", "add_special_tokens": False}):
+        with pytest.raises(InvalidRequest):
+            read_prompt(wrong)
