@@ -37,7 +37,7 @@ from core.types import FinishReason, Message
 
 if TYPE_CHECKING:
     from baton.aio import AsyncClient, AsyncStream
-    from baton.answers import Answer, Delta, Placement, Usage
+    from baton.answers import Answer, Choice, Delta, Placement, Usage
     from baton.client import Client, Stream
 
 __all__ = [
@@ -46,6 +46,7 @@ __all__ = [
     "AsyncStream",
     "BatonError",
     "Cancelled",
+    "Choice",
     "Client",
     "DeadlineExceeded",
     "Delta",
@@ -76,6 +77,7 @@ _HOMES = {
     "AsyncClient": "baton.aio",
     "AsyncStream": "baton.aio",
     "Answer": "baton.answers",
+    "Choice": "baton.answers",
     "Delta": "baton.answers",
     "Placement": "baton.answers",
     "Usage": "baton.answers",

@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 class AsyncStream:
     """An answer as it is written: iterate for its Deltas, then take `answer`.
 
+    Of several answers the Deltas alternate as they come; `index` tells them apart.
+
     Leaving its `async with` block early, or cancelling the task that iterates,
     cancels the request on every worker.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 from baton.v1 import inference_pb2
@@ -15,6 +16,7 @@ class Delta:
 
     text: str
     token_ids: tuple[int, ...]
+    index: int = 0  # the answer that it belongs to, where there are several
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +24,8 @@ class Usage:
     """How many tokens a request took."""
 
     prompt_tokens: int
-    completion_tokens: int
+    completion_tokens: int  # of all answers together
+    cached_tokens: int = 0  # of the prompt's, those that were not computed again
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +36,27 @@ class Placement:
     decode_worker: str  # empty when the first token was known to be the last
     policy: str  # "split", "local" or "prefill"
     reason: str  # why there; after the first attempt, what ended the one before
+    reason_code: str = ""  # its stable name, such as "cached"
+    predicted_seconds: float = 0.0  # from there to the first token
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One of several answers to the same request."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    stop: str  # the stop string that ended the answer, where one did
+    seed: int  # alone, with this seed, the request has this answer
+    placements: tuple[Placement, ...]  # one an attempt: more than one when a worker was lost
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole answer, and how it came about."""
+    """A whole answer, and how it came about. Where there are several, the first; `choices` has
+    them all, in order."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -50,6 +69,7 @@ class Answer:
     prefill_worker: str
     decode_worker: str  # empty when the first token was known to be the last
     placements: tuple[Placement, ...]  # one an attempt: more than one when a worker was lost
+    choices: tuple[Choice, ...]
 
 
 class AnswerBuilder:
@@ -57,13 +77,12 @@ class AnswerBuilder:
 
     def __init__(self) -> None:
         self._started = inference_pb2.Started()
-        self._finished: inference_pb2.Finished | None = None
-        self._texts: list[str] = []
-        self._token_ids: list[int] = []
+        self._choices: defaultdict[int, _ChoiceBuilder] = defaultdict(_ChoiceBuilder)
+        self._finished = 0
 
     @property
     def complete(self) -> bool:
-        return self._finished is not None
+        return 0 < self._started.n == self._finished
 
     def add(self, response: inference_pb2.GenerateResponse) -> Delta | None:
         """Takes the next message, and gives its Delta where it is one."""
@@ -71,34 +90,71 @@ class AnswerBuilder:
             case "started":
                 self._started = response.started
             case "delta":
-                return self._add_delta(response.delta)
+                return self._choices[response.delta.index].add(response.delta)
             case "finished":
-                self._finished = response.finished
+                self._finished += 1
+                self._choices[response.finished.index].finished = response.finished
         return None
-
-    def _add_delta(self, delta: inference_pb2.Delta) -> Delta:
-        self._texts.append(delta.text)
-        self._token_ids.extend(delta.token_ids)
-        return Delta(delta.text, tuple(delta.token_ids))
 
     def answer(self) -> Answer:
         """The answer, once the last message is in."""
-        if self._finished is None:
+        if not self.complete:
             raise Internal("the router closed the stream before the end of the answer")
-        started, finished = self._started, self._finished
+        started = self._started
+        choices = [self._choices[index].choice(index) for index in range(started.n)]
+        first = choices[0]
         return Answer(
-            text="".join(self._texts),
-            token_ids=tuple(self._token_ids),
-            finish_reason=FinishReason(finished.finish_reason),
-            stop=finished.stop,
-            usage=Usage(finished.usage.prompt_tokens, finished.usage.completion_tokens),
+            text=first.text,
+            token_ids=first.token_ids,
+            finish_reason=first.finish_reason,
+            stop=first.stop,
+            usage=self._usage(),
             request_id=started.request_id,
             model=started.model,
             seed=started.seed,
             prefill_worker=started.prefill_worker,
             decode_worker=started.decode_worker,
-            placements=tuple(
-                Placement(item.prefill_worker, item.decode_worker, item.policy, item.reason)
-                for item in finished.placements
-            ),
+            placements=first.placements,
+            choices=tuple(choices),
         )
+
+    def _usage(self) -> Usage:
+        counts = [choice.finished.usage.completion_tokens for choice in self._choices.values()]
+        cached = self._choices[0].finished.usage.cached_tokens
+        return Usage(self._started.prompt_tokens, sum(counts), cached)
+
+
+class _ChoiceBuilder:
+    """One answer, as its messages come."""
+
+    def __init__(self) -> None:
+        self.finished = inference_pb2.Finished()
+        self._texts: list[str] = []
+        self._token_ids: list[int] = []
+
+    def add(self, delta: inference_pb2.Delta) -> Delta:
+        self._texts.append(delta.text)
+        self._token_ids.extend(delta.token_ids)
+        return Delta(delta.text, tuple(delta.token_ids), delta.index)
+
+    def choice(self, index: int) -> Choice:
+        return Choice(
+            index=index,
+            text="".join(self._texts),
+            token_ids=tuple(self._token_ids),
+            finish_reason=FinishReason(self.finished.finish_reason),
+            stop=self.finished.stop,
+            seed=self.finished.seed,
+            placements=tuple(_placement(item) for item in self.finished.placements),
+        )
+
+
+def _placement(item: inference_pb2.Placement) -> Placement:
+    return Placement(
+        item.prefill_worker,
+        item.decode_worker,
+        item.policy,
+        item.reason,
+        item.reason_code,
+        item.predicted_seconds,
+    )

@@ -64,6 +64,8 @@ def _pump(call: GenerateCall, arrivals: Arrivals) -> None:
 class Stream:
     """An answer as it is written: iterate for its Deltas, then take `answer`.
 
+    Of several answers the Deltas alternate as they come; `index` tells them apart.
+
     Leaving its `with` block early cancels the request on every worker.
     """
 

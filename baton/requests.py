@@ -18,6 +18,7 @@ class GenerateOptions(TypedDict, total=False):
     """The keyword arguments of every call that generates. None means unset."""
 
     model: str | None  # unset: the one model served
+    n: int | None  # how many answers, 1 to 16; unset: 1. All are in Answer.choices
     max_tokens: int | None  # unset: up to the end of the model's context
     temperature: float | None  # 0 or unset: greedy
     top_k: int | None  # keep the k most likely tokens; 0 keeps all
@@ -30,6 +31,7 @@ class GenerateOptions(TypedDict, total=False):
     stop: str | Sequence[str] | None  # strings that end the answer
     stop_token_ids: Sequence[int] | None
     ignore_eos: bool | None  # go on past the model's end tokens
+    cache_salt: str | None  # cached work is shared only among requests of the same salt
     request_id: str | None  # a name for logs; unset: the router chooses
     timeout: float | None  # seconds for the whole answer; unset: no limit
 
@@ -105,6 +107,8 @@ def _with_options(
             stop=[stop] if isinstance(stop, str) else stop,
             ignore_eos=options.get("ignore_eos") or False,
             request_id=options.get("request_id") or "",
+            n=options.get("n"),
+            cache_salt=options.get("cache_salt") or "",
         )
     )
     return request

@@ -93,7 +93,7 @@ def router(
     """A router of these workers, once every prefill worker reaches every decode worker.
 
     `settings` are those of the configuration's section."""
-    section = {"port": 0, "metrics_port": 0, "canary_seconds": 0, **settings}
+    section = {"port": 0, "http_port": 0, "metrics_port": 0, "canary_seconds": 0, **settings}
     tree = {**shape.tree(), "router": section, "members": {"workers": members}}
     config = _write(folder / f"{name}.yaml", tree)
     with process(folder, name, "router", "--config", config) as log:

@@ -1,4 +1,4 @@
-"""`baton generate`: one prompt, one answer."""
+"""`baton generate`: one prompt, one answer or several."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from baton import Answer, Client, Message, Stream
+from baton import Answer, Client, FinishReason, Message, Stream
 from baton.connection import DEFAULT_ADDRESS
 from baton.requests import GenerateOptions
 from cli import options
@@ -23,6 +23,7 @@ def generate(
     ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as plain text.")] = False,
     system: options.System = None,
+    n: Annotated[int, typer.Option("--n", min=1, help="How many answers to write.")] = 1,
     max_tokens: options.MaxTokens = None,
     temperature: options.Temperature = None,
     top_k: options.TopK = None,
@@ -49,9 +50,11 @@ def generate(
     """Answer one prompt.
 
     The prompt is a user's message when the model has a chat template, and plain text to
-    continue otherwise. Only the answer goes to stdout.
+    continue otherwise. Only the answer goes to stdout; several come when all are written, each
+    under a line with its number.
     """
     wanted = GenerateOptions(
+        n=n,
         max_tokens=max_tokens,
         temperature=temperature,
         top_k=top_k,
@@ -65,7 +68,7 @@ def generate(
         ignore_eos=ignore_eos,
         timeout=timeout,
     )
-    show = _show_json if as_json else _show_text
+    show = _show_json if as_json else _show_text if n == 1 else _show_all
     with (
         edge(),
         Client(address) as client,
@@ -101,6 +104,15 @@ def _show_text(stream: Stream) -> None:
         note(playback.summary())
 
 
+def _show_all(stream: Stream) -> None:
+    playback = Playback(stream)
+    for choice in playback.read().choices:
+        typer.echo(f"--- {choice.index} ---")
+        typer.echo(choice.text.removesuffix("\n"))
+    if sys.stderr.isatty():
+        note(playback.summary())
+
+
 def _show_json(stream: Stream) -> None:
     playback = Playback(stream)
     typer.echo(_to_json(playback.read(), playback))
@@ -108,8 +120,11 @@ def _show_json(stream: Stream) -> None:
 
 def _to_json(answer: Answer, playback: Playback) -> str:
     fields = dataclasses.asdict(answer) | {
-        "finish_reason": answer.finish_reason.name.lower(),
         "ttft_seconds": round(playback.ttft_seconds, 6),
         "total_seconds": round(playback.total_seconds, 6),
     }
-    return json.dumps(fields, ensure_ascii=False)
+    return json.dumps(fields, ensure_ascii=False, default=_enum_name)
+
+
+def _enum_name(value: FinishReason) -> str:
+    return value.name.lower()

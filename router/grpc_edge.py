@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn, TypeVar
 
 import grpc
@@ -18,17 +16,15 @@ from core.errors import (
     BatonError,
     Internal,
     InvalidRequest,
-    SlowReader,
     TokenOutOfRange,
     UnknownModel,
 )
-from core.types import Request
 from core.wire import finish_to
 from router.grpc_errors import to_status
 from router.link import WorkerLink
 from router.parse import parse_prompt, parse_request
-from router.policy import Placement
-from router.reader import AnswerBuffer
+from router.placement import Placement
+from router.reader import reading
 from router.roster import Roster
 from router.serving import Delta, Event, Serving, Started
 
@@ -76,34 +72,12 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> None:
         try:
             self._check_model(message.model)
-            async with self._answer(parse_request(message)) as events:
-                async for event in events:
+            events = self._serving.generate(parse_request(message))
+            async with reading(events, self._reader_buffer) as buffer:
+                async for event in buffer:
                     await context.write(self._response(event))
         except Exception as error:  # noqa: BLE001 the edge of the process
             await abort(context, error)
-
-    @asynccontextmanager
-    async def _answer(self, request: Request) -> AsyncIterator[AnswerBuffer]:
-        """An answer that is made at its own pace, however fast the client reads."""
-        buffer = AnswerBuffer(self._reader_buffer)
-        making = asyncio.create_task(self._make(request, buffer))
-        try:
-            yield buffer
-        finally:
-            making.cancel()
-            await asyncio.gather(making, return_exceptions=True)
-
-    async def _make(self, request: Request, buffer: AnswerBuffer) -> None:
-        try:
-            async with aclosing(self._serving.generate(request)) as events:
-                async for event in events:
-                    try:
-                        buffer.put(event)
-                    except SlowReader as error:
-                        await events.athrow(error)
-            buffer.close()
-        except Exception as error:  # noqa: BLE001 whoever reads raises it
-            buffer.close(error)
 
     @answered
     async def ListModels(self, message: pb.ListModelsRequest) -> pb.ListModelsResponse:
@@ -145,7 +119,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     def _response(self, event: Event) -> pb.GenerateResponse:
         if isinstance(event, Delta):
-            return pb.GenerateResponse(delta=pb.Delta(text=event.text, token_ids=event.token_ids))
+            return pb.GenerateResponse(
+                delta=pb.Delta(text=event.text, token_ids=event.token_ids, index=event.index)
+            )
         if isinstance(event, Started):
             return pb.GenerateResponse(
                 started=pb.Started(
@@ -155,10 +131,13 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                     prefill_worker=event.prefill_worker,
                     decode_worker=event.decode_worker,
                     seed=event.seed,
+                    n=event.answers,
                 )
             )
         usage = pb.Usage(
-            prompt_tokens=event.prompt_tokens, completion_tokens=event.completion_tokens
+            prompt_tokens=event.prompt_tokens,
+            completion_tokens=event.completion_tokens,
+            cached_tokens=event.cached_tokens,
         )
         return pb.GenerateResponse(
             finished=pb.Finished(
@@ -166,16 +145,21 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 usage=usage,
                 stop=event.stop,
                 placements=[_placement(item) for item in event.placements],
+                index=event.index,
+                seed=event.seed,
             )
         )
 
 
 def _placement(placement: Placement) -> pb.Placement:
+    forecast = placement.forecast
     return pb.Placement(
         prefill_worker=placement.prefill,
         decode_worker=placement.decode,
         policy=placement.policy.value,
-        reason=placement.reason,
+        reason=placement.words,
+        reason_code=placement.code.value,
+        predicted_seconds=forecast.first_token_seconds if forecast else 0.0,
     )
 
 
@@ -235,4 +219,7 @@ def _worker_status(
         connected=sorted(name for agent, name in agents.items() if link.reaches(agent)),
         fault=fault,
         draining=link.draining or link.leaving,
+        known_pages=len(link.cache),
+        read_tokens=link.read_tokens,
+        hit_tokens=link.hit_tokens,
     )

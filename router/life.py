@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from core.errors import BatonError, Exhausted, PoisonRequest
 from core.types import AttemptKey, Work
 from router.attempt import Ended, Tokens
-from router.policy import Placement, Suspicion
+from router.placement import Placement, Reason, Suspicion
 
 SHORTEST_DELAY_SECONDS = 0.02
 LONGEST_DELAY_SECONDS = 1.0
@@ -79,8 +79,9 @@ class RequestLife:
     def begin(self, placement: Placement) -> Work:
         """The next attempt starts there."""
         work = self.next_work
-        reason = self._reason or placement.reason
-        self.placements.append(dataclasses.replace(placement, reason=reason))
+        if self._reason:
+            placement = dataclasses.replace(placement, reason=self._reason, code=Reason.RETRY)
+        self.placements.append(placement)
         return work
 
     def emit(self, tokens: Tokens) -> None:

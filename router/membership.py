@@ -28,6 +28,7 @@ async def follow(controller: str, roster: Roster) -> None:
             try:
                 async for members in stub.Watch(cluster_pb2.WatchRequest()):
                     roster.set_addresses(member.address for member in members.workers)
+                    roster.note_ended(members.ended_agents)
             except grpc.aio.AioRpcError as error:
                 log.warning("the controller cannot be reached: %s", error.details())
             await asyncio.sleep(RETRY_SECONDS)

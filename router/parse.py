@@ -14,6 +14,8 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 MAX_STOP_TOKENS = 1024
 MAX_REQUEST_ID = 128
+MAX_ANSWERS = 16
+MAX_CACHE_SALT = 256
 
 
 def parse_request(message: pb.GenerateRequest) -> Request:
@@ -23,6 +25,12 @@ def parse_request(message: pb.GenerateRequest) -> Request:
         )
     if message.HasField("max_tokens") and message.max_tokens < 1:
         raise InvalidRequest("max_tokens must be at least 1", field="max_tokens")
+    if len(message.cache_salt) > MAX_CACHE_SALT:
+        raise InvalidRequest(
+            f"cache_salt must have at most {MAX_CACHE_SALT} characters", field="cache_salt"
+        )
+    if message.HasField("n") and not 1 <= message.n <= MAX_ANSWERS:
+        raise InvalidRequest(f"n must be 1 to {MAX_ANSWERS}, not {message.n}", field="n")
     return Request(
         request_id=message.request_id or uuid.uuid4().hex,
         prompt=parse_prompt(message),
@@ -31,6 +39,8 @@ def parse_request(message: pb.GenerateRequest) -> Request:
         stop=_parse_stop(message),
         stop_token_ids=frozenset(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
+        n=message.n or 1,
+        cache_salt=message.cache_salt,
     )
 
 

@@ -1,13 +1,16 @@
 """Between an answer as it is made and a client that reads it, at its own pace.
 
-What the client has not taken yet is joined into one piece. Past the limit the
-client counts as gone: its answer ends with SlowReader, and nobody else waits.
+What the client has not taken yet is joined into one piece an answer. Past the
+limit the client counts as gone: its answers end with SlowReader, and nobody else
+waits.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 
 from core.errors import SlowReader
 from router.serving import Delta, Event
@@ -19,26 +22,35 @@ class AnswerBuffer:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._events: deque[Event] = deque()
+        self._waiting = 0  # tokens
         self._closed = False
         self._error: Exception | None = None
         self._changed = asyncio.Event()
 
     def put(self, event: Event) -> None:
         """Raises SlowReader when more than the limit's tokens would wait."""
-        last = self._events[-1] if self._events else None
-        if isinstance(event, Delta) and isinstance(last, Delta):
-            if len(last.token_ids) + len(event.token_ids) > self._limit:
-                raise SlowReader(
-                    f"{len(last.token_ids)} tokens of the answer were not read in time"
-                )
-            self._events[-1] = Delta(last.text + event.text, last.token_ids + event.token_ids)
+        if isinstance(event, Delta):
+            self._join(event)
         else:
             self._events.append(event)
         self._changed.set()
 
+    def _join(self, delta: Delta) -> None:
+        if self._waiting and self._waiting + len(delta.token_ids) > self._limit:
+            raise SlowReader(f"{self._waiting} tokens of the answer were not read in time")
+        self._waiting += len(delta.token_ids)
+        for place, event in enumerate(self._events):
+            if isinstance(event, Delta) and event.index == delta.index:
+                joined = event.token_ids + delta.token_ids
+                self._events[place] = Delta(event.text + delta.text, joined, delta.index)
+                return
+        self._events.append(delta)
+
     def close(self, error: Exception | None = None) -> None:
-        """Nothing more comes. The reader gets `error` after what it has not read yet."""
-        self._closed, self._error = True, error
+        """Nothing more comes. The reader gets `error` after what it has not read yet. What was
+        said first holds."""
+        if not self._closed:
+            self._closed, self._error = True, error
         self._changed.set()
 
     def __aiter__(self) -> AnswerBuffer:
@@ -49,7 +61,38 @@ class AnswerBuffer:
             self._changed.clear()
             await self._changed.wait()
         if self._events:
-            return self._events.popleft()
+            return self._take()
         if self._error is not None:
             raise self._error
         raise StopAsyncIteration
+
+    def _take(self) -> Event:
+        event = self._events.popleft()
+        if isinstance(event, Delta):
+            self._waiting -= len(event.token_ids)
+        return event
+
+
+@asynccontextmanager
+async def reading(events: AsyncGenerator[Event], limit: int) -> AsyncIterator[AnswerBuffer]:
+    """An answer that is made at its own pace, however fast it is read. Leaving ends it."""
+    buffer = AnswerBuffer(limit)
+    making = asyncio.create_task(_make(events, buffer))
+    try:
+        yield buffer
+    finally:
+        making.cancel()
+        await asyncio.gather(making, return_exceptions=True)
+
+
+async def _make(events: AsyncGenerator[Event], buffer: AnswerBuffer) -> None:
+    try:
+        async with aclosing(events):
+            async for event in events:
+                try:
+                    buffer.put(event)
+                except SlowReader as error:
+                    await events.athrow(error)
+        buffer.close()
+    except Exception as error:  # noqa: BLE001 whoever reads raises it
+        buffer.close(error)

@@ -1,18 +1,21 @@
 """One request from text to text: what every edge (gRPC, HTTP) calls.
 
 Between the edge and the dispatcher: the prompt becomes tokens, the tokens
-become text, stop strings end the answer, and the times are measured.
+become text, stop strings end the answer, and the times are measured. Several
+answers to one request share its prompt's tokens and its fate; each is dispatched
+by itself, may be tried again by itself, and has a seed of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 from core.config import RouterConfig
@@ -25,13 +28,15 @@ from core.errors import (
     TokenOutOfRange,
     Unavailable,
 )
+from core.page_keys import page_keys, salted_root
 from core.types import AttemptKey, ChatPrompt, FinishReason, Prompt, Request, Work
 from router.admission import Admission
 from router.answer import AnswerText
 from router.dispatch import Dispatcher
+from router.merge import merged
 from router.metrics import RouterMetrics
-from router.policy import Placement
-from router.roster import Roster
+from router.placement import Placement
+from router.roster import CacheNames, Roster
 from router.text import Text
 
 
@@ -42,12 +47,14 @@ class Started:
     prefill_worker: str
     decode_worker: str
     seed: int
+    answers: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
     text: str
     token_ids: list[int]
+    index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +64,9 @@ class Finished:
     completion_tokens: int
     stop: str
     placements: tuple[Placement, ...] = ()
+    index: int = 0
+    seed: int = 0
+    cached_tokens: int = 0
 
 
 Result = TypeVar("Result")
@@ -81,13 +91,12 @@ class Serving:
         self.draining = False  # no new requests are taken
 
     async def generate(self, request: Request) -> AsyncGenerator[Event]:
-        """The answer as it is made. Closing the iterator cancels the request."""
-        self._let_in()
-        clock = _Clock(self._metrics)
+        """The answers as they are made. Closing the iterator cancels the request."""
+        self._let_in(request.n)
         outcome = "CANCELLED"
-        self._count(+1)
+        self._count(+request.n)
         try:
-            async with aclosing(self._answer(request, clock)) as events:
+            async with aclosing(self._answers(request, time.monotonic())) as events:
                 async for event in events:
                     if isinstance(event, Finished):
                         outcome = event.reason.name
@@ -96,15 +105,14 @@ class Serving:
             outcome = error.reason if isinstance(error, BatonError) else Internal.reason
             raise
         finally:
-            self._count(-1)
+            self._count(-request.n)
             self.finished += 1
-            clock.end(completed=outcome in FinishReason.__members__)
             self._metrics.requests.labels(outcome=outcome).inc()
 
-    def _let_in(self) -> None:
+    def _let_in(self, answers: int) -> None:
         if self.draining:
             raise Unavailable("this router is about to stop and takes no new requests")
-        if self.active >= self._config.max_requests:
+        if self.active + answers > self._config.max_requests:
             self._metrics.requests.labels(outcome=Exhausted.reason).inc()
             raise Exhausted(
                 f"{self.active} requests are under way already; try again later",
@@ -126,11 +134,26 @@ class Serving:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, work, *arguments)
 
-    async def _answer(self, request: Request, clock: _Clock) -> AsyncGenerator[Event]:
+    async def _answers(self, request: Request, began: float) -> AsyncGenerator[Event]:
+        """All answers to a request. The first that is placed starts it."""
         work = await self._prepare(request)
         self._metrics.prompt_tokens.inc(len(work.prompt_tokens))
+        answers = [self._answer(request, work, index, began) for index in range(request.n)]
+        started = False
+        async with aclosing(merged(answers) if request.n > 1 else answers[0]) as events:
+            async for event in events:
+                if not (started and isinstance(event, Started)):
+                    yield event
+                started = True
+
+    async def _answer(
+        self, request: Request, work: Work, index: int, began: float
+    ) -> AsyncGenerator[Event]:
+        work = _work_for(work, index)
+        clock = _Clock(self._metrics, began)
         answer = AnswerText(self.text.detokenizer(), request.stop)
         placements: list[Placement] = []
+        cached_tokens = 0
         async with aclosing(self.dispatcher.run(work)) as events:
             async for event in events:
                 if isinstance(event, Placement):
@@ -138,25 +161,35 @@ class Serving:
                     if len(placements) == 1:
                         yield _started(request, work, event)
                     continue
+                if not clock.count:
+                    cached_tokens = event.cached_tokens
                 clock.tokens(len(event.token_ids))
                 delta = answer.push(event)
                 if delta.token_ids or delta.text:
-                    yield Delta(delta.text, delta.token_ids)
+                    yield Delta(delta.text, delta.token_ids, index)
                 if answer.finish:
+                    clock.end()
+                    self._roster.costs.note_answer(answer.count)
                     yield Finished(
                         answer.finish,
                         len(work.prompt_tokens),
                         answer.count,
                         answer.stop,
                         tuple(placements),
+                        index,
+                        work.sampling.seed,
+                        cached_tokens,
                     )
                     return
 
     async def _prepare(self, request: Request) -> Work:
+        """What workers are to do, for the first answer."""
         # Workers tell how much they hold, so some must be there.
         await self.admission.wait_ready()
         context = self._roster.context_length()
-        tokens = await self._off_loop(self.text.encode, request.prompt, context)
+        tokens, keys = await self._off_loop(
+            _read_prompt, self.text, request, context, self._roster.cache_names
+        )
         self._check(tokens, context)
         room = context - len(tokens)
         stops = request.stop_token_ids
@@ -169,6 +202,8 @@ class Serving:
             sampling=request.sampling,
             max_tokens=min(request.max_tokens or room, room),
             stop_token_ids=stops,
+            cache_salt=request.cache_salt,
+            page_keys=keys,
         )
 
     def _check(self, tokens: list[int], context: int) -> None:
@@ -195,22 +230,40 @@ class Serving:
         self._metrics.active.set(self.active)
 
 
+def _read_prompt(
+    text: Text, request: Request, most_tokens: int, names: CacheNames | None
+) -> tuple[list[int], list[bytes]]:
+    """The prompt's tokens, and the names of its pages where workers have caches."""
+    tokens = text.encode(request.prompt, most_tokens)
+    if names is None:
+        return tokens, []
+    parent = salted_root(names.root, request.cache_salt)
+    return tokens, page_keys(parent, tokens[:most_tokens], names.page_size)
+
+
+def _work_for(work: Work, index: int) -> Work:
+    """The same work for another answer: with a name and a seed of its own."""
+    key = AttemptKey(f"{work.key.request_id}#{index}", work.key.epoch)
+    return dataclasses.replace(work, key=key, sampling=work.sampling.for_answer(index))
+
+
 def _started(request: Request, work: Work, placement: Placement) -> Started:
     return Started(
         request_id=request.request_id,
         prompt_tokens=len(work.prompt_tokens),
         prefill_worker=placement.prefill,
         decode_worker=placement.decode,
-        seed=work.sampling.seed,
+        seed=request.sampling.seed,
+        answers=request.n,
     )
 
 
 @dataclass(slots=True)
 class _Clock:
-    """The times of one request."""
+    """The times of one answer, from when its request came."""
 
     metrics: RouterMetrics
-    began: float = field(default_factory=time.monotonic)
+    began: float
     first: float = 0.0
     last: float = 0.0
     count: int = 0
@@ -227,9 +280,8 @@ class _Clock:
         self.count += count
         self.metrics.generation_tokens.inc(count)
 
-    def end(self, *, completed: bool) -> None:
+    def end(self) -> None:
         """Only whole answers count: a cancelled one has no end."""
-        if completed:
-            self.metrics.e2e.observe(self.last - self.began)
-            if self.count > 1:
-                self.metrics.tpot.observe((self.last - self.first) / (self.count - 1))
+        self.metrics.e2e.observe(self.last - self.began)
+        if self.count > 1:
+            self.metrics.tpot.observe((self.last - self.first) / (self.count - 1))

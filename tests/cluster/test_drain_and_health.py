@@ -34,7 +34,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def tree(drain_seconds: float = 60.0, **router: float) -> dict[str, object]:
+def tree(drain_seconds: float = 60.0, **router: float | str) -> dict[str, object]:
     return {
         "prefill": {"kv_memory": "4MiB", "threads": 1},
         "decode": {"kv_memory": "4MiB", "threads": 1},
@@ -185,7 +185,7 @@ def check(address: str, service: str) -> int:
 
 async def test_a_peers_death_fails_nobody_elses_health(tiny: Path, tmp_path: Path) -> None:
     serving = health_pb2.HealthCheckResponse.SERVING
-    with ProcessCluster(tiny, tmp_path, tree=tree(local_prefill=False)) as cluster:
+    with ProcessCluster(tiny, tmp_path, tree=tree(local_prefill="never")) as cluster:
         decode = cluster.worker_address("decode-0")
         prefill = cluster.worker_address("prefill-0")
         for address in (decode, prefill):

@@ -1,8 +1,9 @@
 """Signals at every process, at every moment of a request: real processes, NIXL, a real model.
 
-In each cell four requests run, two greedy and two sampled with penalties. Their
-tokens and text equal the undisturbed run's, or the documented error arrives in
-time; afterwards every pool and queue is empty and the next request is served.
+In each cell five requests run: two greedy, two sampled with penalties, and one
+of the latter that wants two answers. Their tokens and text equal the undisturbed
+run's, or the documented error arrives in time; afterwards every pool and queue is
+empty and the next request is served.
 
 A few cells run with every `make test`; the whole runs with `make test-faults`,
 which prints the table of docs/RELIABILITY.md.
@@ -15,6 +16,7 @@ import contextlib
 import itertools
 import signal
 import time
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -61,6 +63,7 @@ SAMPLED: dict[str, float] = {
     "frequency_penalty": 0.3,
     "repetition_penalty": 1.1,
 }
+KINDS = {"greedy": GREEDY, "sampled": SAMPLED, "n=2": {**SAMPLED, "n": 2}}
 
 
 @pytest.fixture(scope="module")
@@ -88,34 +91,43 @@ def expected(cluster: ProcessCluster) -> dict[str, Answer]:
     """The undisturbed answers, by prompt and by how they are sampled."""
     with cluster.client() as client:
         return {
-            name: client.generate(text, **options(sampling))
-            for name, text, sampling in (
-                ("short greedy", TEXT, GREEDY),
-                ("short sampled", TEXT, SAMPLED),
-                ("long greedy", LONG_TEXT, GREEDY),
-                ("long sampled", LONG_TEXT, SAMPLED),
-            )
+            f"{length} {kind}": client.generate(text, **options(sampling))
+            for length, text in (("short", TEXT), ("long", LONG_TEXT))
+            for kind, sampling in KINDS.items()
         }
 
 
-def options(sampling: dict[str, float]) -> dict[str, object]:
-    return {"max_tokens": ANSWER, "ignore_eos": True, "timeout": DEADLINE_SECONDS, **sampling}
+def options(sampling: dict[str, float], salt: str = "") -> dict[str, object]:
+    """With a salt of its own a prompt is computed and sent, however often it was before."""
+    common = {"max_tokens": ANSWER, "ignore_eos": True, "timeout": DEADLINE_SECONDS}
+    return {**common, **sampling, "cache_salt": salt}
 
 
 @dataclass
 class Asked:
     """One request under way."""
 
-    name: str  # of its expected answer
+    length: str
+    kind: str
+    salt: str = field(default_factory=lambda: uuid.uuid4().hex)
     tokens: int = 0
     answer: Answer | None = None
     error: baton.BatonError | None = None
     task: asyncio.Task[None] | None = field(default=None, repr=False)
 
+    @property
+    def answers(self) -> int:
+        return int(KINDS[self.kind].get("n", 1))
+
+    @property
+    def moved(self) -> int:
+        """Answers that took more than one attempt."""
+        choices = self.answer.choices if self.answer else ()
+        return sum(len(choice.placements) > 1 for choice in choices)
+
     async def run(self, client: AsyncClient) -> None:
-        text = LONG_TEXT if "long" in self.name else TEXT
-        sampling = SAMPLED if "sampled" in self.name else GREEDY
-        stream = client.stream(text, **options(sampling))
+        text = LONG_TEXT if self.length == "long" else TEXT
+        stream = client.stream(text, **options(KINDS[self.kind], self.salt))
         try:
             async for delta in stream:
                 self.tokens += len(delta.token_ids)
@@ -127,13 +139,16 @@ class Asked:
         if self.error is not None:
             return self.error.reason
         assert self.answer is not None
-        wanted = expected[self.name]
-        same = (self.answer.token_ids, self.answer.text) == (wanted.token_ids, wanted.text)
+        same = said(self.answer) == said(expected[f"{self.length} {self.kind}"])
         return "same bytes" if same else f"WRONG: {self.answer}"
 
 
+def said(answer: Answer) -> list[tuple[tuple[int, ...], str]]:
+    return [(choice.token_ids, choice.text) for choice in answer.choices]
+
+
 class Scene:
-    """Four requests on two pairs of workers, and the moment to strike."""
+    """Requests on two pairs of workers, and the moment to strike."""
 
     def __init__(self, cluster: ProcessCluster, client: AsyncClient, moment: str) -> None:
         self._cluster = cluster
@@ -141,21 +156,25 @@ class Scene:
         self._moment = moment
         length = "long" if moment == "transferring" else "short"
         # In this order each kind is once on each pair.
-        kinds = ("greedy", "greedy", "sampled", "sampled")
-        self.asked = [Asked(f"{length} {kind}") for kind in kinds]
+        kinds = ("greedy", "greedy", "sampled", "sampled", "n=2")
+        self.asked = [Asked(length, kind) for kind in kinds]
         self._computed = self._tokens_computed()
         self._blockers: list[asyncio.Task[Answer]] = []
 
     async def begin(self) -> None:
         if self._moment == "queued":
             self._blockers = [
-                asyncio.create_task(self._client.generate([7 + index] * 400, max_tokens=1))
-                for index in range(2)
+                asyncio.create_task(
+                    self._client.generate([7] * 400, max_tokens=1, cache_salt=uuid.uuid4().hex)
+                )
+                for _ in range(2)
             ]
             await until(lambda: self._active(2))
-        for number, request in enumerate(self.asked, start=1 + len(self._blockers)):
+        active = len(self._blockers)
+        for request in self.asked:
             request.task = asyncio.create_task(request.run(self._client))
-            await until(lambda number=number: self._active(number))
+            active += request.answers
+            await until(lambda active=active: self._active(active))
 
     async def wait_for_moment(self) -> None:
         match self._moment:
@@ -176,7 +195,7 @@ class Scene:
                 await asyncio.gather(*self._blockers)
 
     async def _active(self, count: int) -> bool:
-        """Whether so many requests have reached the workers, or have come and gone."""
+        """Whether so many answers are on the workers."""
         status = await self._client.status()
         return status.active_requests >= count and not status.queued_requests
 
@@ -229,15 +248,14 @@ async def test_the_answers_are_the_same_or_the_error_is_the_documented_one(
         await strike(cluster, number, target)
         await scene.end()
         seconds = time.monotonic() - struck
-    outcomes = tuple(request.outcome(expected) for request in scene.asked)
-    answers = [request.answer for request in scene.asked if request.answer]
-    moved = sum(len(answer.placements) > 1 for answer in answers)
+    outcomes = tuple((request.kind, request.outcome(expected)) for request in scene.asked)
+    moved = sum(request.moved for request in scene.asked)
     ROWS.append(Row(number, target, moment, outcomes, moved, seconds))
     await mend(cluster, number, target)
     allowed = {"same bytes"}
     if (number, target) == ("SIGKILL", "router"):
         allowed.add(baton.Unavailable.reason)
-    assert set(outcomes) <= allowed
+    assert {outcome for _, outcome in outcomes} <= allowed
     await after(cluster, expected)
 
 
@@ -258,7 +276,7 @@ async def test_thirty_cancels_a_second_for_a_minute_leave_nothing_behind(
     cluster: ProcessCluster, expected: dict[str, Answer]
 ) -> None:
     async def ask_and_cancel(client: AsyncClient, number: int) -> None:
-        async with client.stream(TEXT, **options(SAMPLED)) as stream:
+        async with client.stream(TEXT, **options(SAMPLED, str(number))) as stream:
             with contextlib.suppress(TimeoutError, baton.Exhausted):
                 async with asyncio.timeout(0.1 + number % 10 / 10):
                     await stream.read()

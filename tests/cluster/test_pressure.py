@@ -26,7 +26,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def small(kv_memory: str = "4MiB", **router: float) -> dict[str, object]:
+def small(kv_memory: str = "4MiB", **router: float | str) -> dict[str, object]:
     return {
         "prefill": {"kv_memory": kv_memory, "chunk_tokens": 64, "threads": 1},
         "decode": {"kv_memory": kv_memory, "threads": 1},
@@ -107,7 +107,7 @@ async def test_a_request_outlives_the_only_worker_of_its_kind(
     role: Role, tiny: Path, tmp_path: Path
 ) -> None:
     """It waits for the worker to come back, and goes on where it was."""
-    tree = small(placement_timeout=60.0, local_prefill=False)
+    tree = small(placement_timeout=60.0, local_prefill="never")
     options = {"ignore_eos": True, "max_tokens": 200, "temperature": 0.8, "seed": 3}
     with ProcessCluster(tiny, tmp_path, tree=tree) as cluster:
         name = f"{role.value}-0"
@@ -150,7 +150,7 @@ async def test_pools_of_different_page_sizes_are_refused_at_connect(
 
 
 async def test_without_workers_a_request_ends_in_unavailable(tiny: Path, tmp_path: Path) -> None:
-    tree = small(placement_timeout=0.5, local_prefill=False)
+    tree = small(placement_timeout=0.5, local_prefill="never")
     with ProcessCluster(tiny, tmp_path, prefill=0, tree=tree, wait_ready=False) as cluster:
         async with AsyncClient(cluster.address) as client:
             began = time.monotonic()

@@ -10,6 +10,7 @@ import sys
 import time
 import urllib.request
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -26,12 +27,15 @@ STOP_SECONDS = 30.0
 class Process:
     """One of our processes; its output goes to a file."""
 
-    def __init__(self, workspace: Path, name: str, arguments: list[str]) -> None:
+    def __init__(
+        self, workspace: Path, name: str, arguments: list[str], before: Sequence[str] = ()
+    ) -> None:
+        """`before` is a command that runs the rest of its line, such as nsenter."""
         self.name = name
         self._log = workspace / f"{name}.log"
         with self._log.open("w") as output:
             self._popen = subprocess.Popen(
-                [sys.executable, "-m", *arguments],
+                [*before, sys.executable, "-m", *arguments],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
@@ -70,8 +74,9 @@ class Process:
 class ProcessCluster:
     """`prefill` + `decode` workers and a router, all serving `model`.
 
-    `tree` is the YAML configuration; `per_worker` changes it for single workers. The router
-    follows a `controller` where its address is given, and else knows all workers.
+    `tree` is the YAML configuration; `per_worker` changes it for single workers, and `before`
+    has them run under other commands. The router follows a `controller` where its address is
+    given, and else knows all workers.
     """
 
     def __init__(
@@ -83,12 +88,14 @@ class ProcessCluster:
         decode: int = 1,
         tree: dict[str, object] | None = None,
         per_worker: dict[str, dict[str, object]] | None = None,
+        before: dict[str, list[str]] | None = None,
         wait_ready: bool = True,
         controller: str = "",
     ) -> None:
         self._workspace = workspace
         self._tree: dict[str, object] = {"model": str(model), **(tree or {})}
         self._per_worker = per_worker or {}
+        self._before = before or {}
         self._wait_ready = wait_ready
         self._controller = controller
         self._counts = {Role.PREFILL: prefill, Role.DECODE: decode}
@@ -120,7 +127,8 @@ class ProcessCluster:
         config = self._write_config(name, self._per_worker.get(name, {}))
         arguments = [f"{role.value}_worker", "--config", config, "--name", name]
         ports = ["--port", str(port), "--metrics-port", "0"]
-        worker = Process(self._workspace, name, [*arguments, *ports])
+        before = self._before.get(name, ())
+        worker = Process(self._workspace, name, [*arguments, *ports], before)
         self.workers[name] = worker
         return worker
 
@@ -154,19 +162,27 @@ class ProcessCluster:
 
     def start_router(self) -> None:
         addresses = [worker.wait_for(r"ready on (\S+)") for worker in self.workers.values()]
-        ports = {"port": 0, "metrics_port": 0, "canary_seconds": 0.0}
+        # Nearly every test wants its prompts to travel, however short they are.
+        defaults = {
+            "port": 0,
+            "http_port": 0,
+            "metrics_port": 0,
+            "canary_seconds": 0.0,
+            "local_prefill": "fallback",
+        }
         section = self._tree.get("router", {})
         assert isinstance(section, dict)
         config = self._write_config(
             "router",
             {
-                "router": {**ports, **section},
+                "router": {**defaults, **section},
                 "members": {"workers": [] if self._controller else addresses},
             },
         )
         arguments = ["router", "--config", config, "--controller", self._controller]
         self.router = Process(self._workspace, "router", arguments)
         self.address = self.router.wait_for(r"gRPC on (\S+),")
+        self.http = self.router.wait_for(r"HTTP on (\S+),")
         self.metrics = self.router.wait_for(r"metrics on (\S+)")
         if self._wait_ready:
             with self.client() as client:

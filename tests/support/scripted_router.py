@@ -20,7 +20,10 @@ SERVER_OPTIONS = [("grpc.max_receive_message_length", 64 << 20)]
 
 
 class ScriptedRouter(InferenceServicer, AdminServicer):
-    """Answers every request with `pieces`, one token each, and remembers what it was asked."""
+    """Answers every request with `pieces`, one token each, and remembers what it was asked.
+
+    Several answers to a request are all the same.
+    """
 
     def __init__(self, port: int = 0) -> None:
         self.pieces = ["Once", " upon", " a time"]
@@ -49,15 +52,18 @@ class ScriptedRouter(InferenceServicer, AdminServicer):
         self.requests.append(request)
         context.add_callback(self.over.set)
         yield inference_pb2.GenerateResponse(started=started(request))
+        answers = range(request.n or 1)
         for number, piece in enumerate(self.pieces):
-            delta = inference_pb2.Delta(text=piece, token_ids=[number])
-            yield inference_pb2.GenerateResponse(delta=delta)
+            for index in answers:
+                delta = inference_pb2.Delta(text=piece, token_ids=[number], index=index)
+                yield inference_pb2.GenerateResponse(delta=delta)
         if self.hang:
             self.over.wait(20)
         if self.error is not None:
             context.abort_with_status(to_status(self.error))
-        if not self.unfinished:
-            yield inference_pb2.GenerateResponse(finished=finished(len(self.pieces)))
+        for index in answers if not self.unfinished else ():
+            last = finished(len(self.pieces), index, (started(request).seed + index) % 2**64)
+            yield inference_pb2.GenerateResponse(finished=last)
 
     def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: grpc.ServicerContext
@@ -97,11 +103,12 @@ def started(request: inference_pb2.GenerateRequest) -> inference_pb2.Started:
         prefill_worker="prefill-0",
         decode_worker="decode-0",
         seed=request.sampling.seed or 7,
+        n=request.n or 1,
     )
 
 
-def finished(tokens: int) -> inference_pb2.Finished:
-    usage = inference_pb2.Usage(prompt_tokens=4, completion_tokens=tokens)
+def finished(tokens: int, index: int, seed: int) -> inference_pb2.Finished:
+    usage = inference_pb2.Usage(prompt_tokens=4, completion_tokens=tokens, cached_tokens=2)
     return inference_pb2.Finished(
         finish_reason=inference_pb2.FINISH_REASON_STOP,
         usage=usage,
@@ -112,15 +119,19 @@ def finished(tokens: int) -> inference_pb2.Finished:
                 decode_worker="decode-0",
                 policy="split",
                 reason="least loaded",
+                reason_code="least_loaded",
+                predicted_seconds=0.5,
             )
         ],
+        index=index,
+        seed=seed,
     )
 
 
 def cluster_status() -> cluster_pb2.StatusResponse:
     """One prefill worker, connected to one decode worker."""
     load = worker_pb2.Load(
-        free_pages=5, leased_pages=6, quarantined_pages=2, cached_pages=3, waiting=1, running=4
+        free_pages=8, leased_pages=6, quarantined_pages=2, cached_pages=3, waiting=1, running=4
     )
     prefill = cluster_pb2.Member(
         worker_id="prefill-0", role=worker_pb2.ROLE_PREFILL, address="127.0.0.1:6001"
@@ -141,7 +152,13 @@ def cluster_status() -> cluster_pb2.StatusResponse:
                 member=prefill, attached=True, total_pages=16, connected=["decode-0"]
             ),
             cluster_pb2.WorkerStatus(
-                member=decode, attached=True, total_pages=16, load=load, active_requests=4
+                member=decode,
+                attached=True,
+                total_pages=16,
+                load=load,
+                active_requests=4,
+                read_tokens=200,
+                hit_tokens=150,
             ),
         ],
     )

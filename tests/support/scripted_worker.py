@@ -10,7 +10,7 @@ import grpc
 
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
-from baton.v1.transfer_pb2 import PoolAddress
+from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
 from core.types import PROTOCOL, Role
 from core.wire import role_to
 
@@ -29,11 +29,11 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         self._model = model
         self._context: grpc.aio.ServicerContext[Any, Any] | None = None
 
-    async def start(self) -> str:
+    async def start(self, port: int = 0) -> str:
         """Its address, once it serves."""
         self._server = grpc.aio.server()
         worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server)
-        port = self._server.add_insecure_port("127.0.0.1:0")
+        port = self._server.add_insecure_port(f"127.0.0.1:{port}")
         await self._server.start()
         return f"127.0.0.1:{port}"
 
@@ -75,7 +75,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             protocol=PROTOCOL,
             model=self._model,
             context_length=64,
-            pool=PoolAddress(agent=f"agent of {self.name}"),
+            pool=PoolAddress(agent=f"agent of {self.name}", layout=PoolLayout(page_size=16)),
             total_pages=9,
             draining=self.draining,
         )

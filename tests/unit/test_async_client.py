@@ -44,7 +44,7 @@ async def test_an_async_stream_gives_each_piece_and_then_the_answer(
 ) -> None:
     async with async_client.stream("hello") as stream:
         assert [delta.text async for delta in stream] == ["Once", " upon", " a time"]
-        assert stream.answer.usage == Usage(4, 3)
+        assert stream.answer.usage == Usage(4, 3, 2)
 
 
 async def test_the_async_client_asks_about_the_cluster(

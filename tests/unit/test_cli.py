@@ -123,7 +123,7 @@ def test_generate_passes_every_option_on(router: ScriptedRouter) -> None:
     options = (
         "--max-tokens 9 --temperature 0.5 --top-k 40 --top-p 0.75 --min-p 0.125"
         " --repetition-penalty 1.5 --presence-penalty 0.25 --frequency-penalty -0.25"
-        " --seed 3 --stop END --stop FIN --ignore-eos --timeout 30"
+        " --seed 3 --stop END --stop FIN --ignore-eos --timeout 30 --n 2"
     )
     run(router, "generate", "hello", *options.split())
     [request] = router.requests
@@ -139,17 +139,25 @@ def test_generate_passes_every_option_on(router: ScriptedRouter) -> None:
         "seed": 3,
     }
     assert (request.max_tokens, list(request.stop), request.ignore_eos) == (9, ["END", "FIN"], True)
+    assert request.n == 2
+
+
+def test_several_answers_are_shown_one_after_the_other(router: ScriptedRouter) -> None:
+    shown = run(router, "generate", "hello", "--n", "2").stdout
+    assert shown == "--- 0 ---\nOnce upon a time\n--- 1 ---\nOnce upon a time\n"
 
 
 def test_json_tells_the_whole_answer_and_its_times(router: ScriptedRouter) -> None:
     answer = json.loads(run(router, "generate", "hello", "--json").stdout)
     assert 0 < answer.pop("ttft_seconds") <= answer.pop("total_seconds")
+    [choice] = answer.pop("choices")
+    assert (choice["index"], choice["finish_reason"]) == (0, "stop")
     assert answer == {
         "text": "Once upon a time",
         "token_ids": [0, 1, 2],
         "finish_reason": "stop",
         "stop": "\n\n",
-        "usage": {"prompt_tokens": 4, "completion_tokens": 3},
+        "usage": {"prompt_tokens": 4, "completion_tokens": 3, "cached_tokens": 2},
         "request_id": "request-1",
         "model": "tale",
         "seed": 7,
@@ -161,6 +169,8 @@ def test_json_tells_the_whole_answer_and_its_times(router: ScriptedRouter) -> No
                 "decode_worker": "decode-0",
                 "policy": "split",
                 "reason": "least loaded",
+                "reason_code": "least_loaded",
+                "predicted_seconds": 0.5,
             }
         ],
     }
@@ -315,9 +325,9 @@ def test_status_shows_the_router_and_a_row_for_each_worker(router: ScriptedRoute
         f"tale by router-0 at {router.address}, up 1 h 2 min, 4 active, 1 queued, 1234 finished"
     )
     assert [line.split() for line in lines[3:7]] == [
-        ["prefill-0", "prefill", "yes", "0", "0", "0"],
+        ["prefill-0", "prefill", "yes", "0", "0", "0", "-"],
         ["127.0.0.1:6001", "0+0+0+0", "of", "16"],
-        ["decode-0", "decode", "yes", "██████▓▓▒▒▒░░░░░", "1", "4", "4"],
+        ["decode-0", "decode", "yes", "██████▓▓▒▒▒░░░░░", "1", "4", "4", "75%"],
         ["127.0.0.1:6002", "6+2+3+5", "of", "16"],
     ]
 
@@ -360,7 +370,7 @@ def test_watch_shows_what_changes(terminal: Terminal, router: ScriptedRouter) ->
 
 @pytest.mark.parametrize(
     ("leased", "quarantined", "cached", "free"),
-    [(0, 0, 0, 1), (1, 1, 1, 1), (1, 1, 1, 997), (333, 333, 333, 1), (0, 7, 0, 0)],
+    [(0, 0, 0, 1), (1, 1, 1, 2), (1, 1, 1, 998), (333, 333, 333, 334), (0, 7, 0, 0)],
 )
 def test_every_page_bar_is_equally_long(
     leased: int, quarantined: int, cached: int, free: int

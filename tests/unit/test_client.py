@@ -13,6 +13,7 @@ from scripted_router import ScriptedRouter
 from baton import (
     Answer,
     Cancelled,
+    Choice,
     Client,
     DeadlineExceeded,
     Delta,
@@ -55,6 +56,8 @@ def test_every_option_reaches_the_router(client: Client, router: ScriptedRouter)
         stop_token_ids=[5, 6],
         ignore_eos=True,
         request_id="mine",
+        n=2,
+        cache_salt="ours",
         timeout=30,
     )
     assert router.requests == [
@@ -76,6 +79,8 @@ def test_every_option_reaches_the_router(client: Client, router: ScriptedRouter)
             stop=["\n\n", "END"],
             ignore_eos=True,
             request_id="mine",
+            n=2,
+            cache_salt="ours",
         )
     ]
 
@@ -152,19 +157,35 @@ def test_a_prompt_of_many_mebibytes_passes(client: Client, router: ScriptedRoute
 
 def test_an_answer_holds_all_that_the_router_said(client: Client) -> None:
     answer = client.generate("hello", request_id="mine", seed=3)
+    placements = (Placement("prefill-0", "decode-0", "split", "least loaded", "least_loaded", 0.5),)
     assert answer == Answer(
         text="Once upon a time",
         token_ids=(0, 1, 2),
         finish_reason=FinishReason.STOP,
         stop="\n\n",
-        usage=Usage(prompt_tokens=4, completion_tokens=3),
+        usage=Usage(prompt_tokens=4, completion_tokens=3, cached_tokens=2),
         request_id="mine",
         model="tale",
         seed=3,
         prefill_worker="prefill-0",
         decode_worker="decode-0",
-        placements=(Placement("prefill-0", "decode-0", "split", "least loaded"),),
+        placements=placements,
+        choices=(
+            Choice(0, "Once upon a time", (0, 1, 2), FinishReason.STOP, "\n\n", 3, placements),
+        ),
     )
+
+
+def test_several_answers_are_choices_and_counted_together(client: Client) -> None:
+    with client.stream("hello", n=3, seed=5) as stream:
+        deltas = list(stream)
+        answer = stream.answer
+    assert [delta.text for delta in deltas if delta.index == 2] == ["Once", " upon", " a time"]
+    assert len(deltas) == 9
+    assert [choice.text for choice in answer.choices] == ["Once upon a time"] * 3
+    assert [choice.seed for choice in answer.choices] == [5, 6, 7]
+    assert answer.text == answer.choices[0].text
+    assert answer.usage == Usage(prompt_tokens=4, completion_tokens=9, cached_tokens=2)
 
 
 def test_a_stream_gives_each_piece_and_then_the_answer(client: Client) -> None:

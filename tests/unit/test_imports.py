@@ -31,6 +31,7 @@ ONLY = {
     "nixl": {"kv_transfer"},
     "torch": {"engine", "kernels", "kv_transfer", "worker", "cli"},
     "triton": {"kernels"},
+    "llvmlite": {"kernels"},
     "grpc": {"baton", "worker", "router", "cluster", "cli"},
     "transformers": {"cli", "router"},
 }

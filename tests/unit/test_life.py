@@ -6,7 +6,7 @@ from core.errors import Exhausted, Internal, PoisonRequest, Unavailable, WorkerL
 from core.types import AttemptKey, Sampling, Work
 from router.attempt import Ended, Tokens
 from router.life import RequestLife, RetryLimits
-from router.policy import Placement, Suspicion
+from router.placement import Placement, Suspicion
 
 SOMEWHERE = Placement("p0", "d0")
 DEATH = Ended(WorkerLost("worker d0 was lost"), retry=True, death=True)
@@ -43,8 +43,8 @@ def test_placements_say_why_each_attempt_was_made() -> None:
     request.begin(SOMEWHERE)
     request.end(DEATH)
     request.begin(Placement("p0", "d1"))
-    assert [(item.decode, item.reason) for item in request.placements] == [
-        ("d0", "least loaded"),
+    assert [(item.decode, item.words) for item in request.placements] == [
+        ("d0", "the least predicted time"),
         ("d1", "worker d0 was lost"),
     ]
 

@@ -14,6 +14,7 @@ def test_what_is_not_set_is_greedy_and_unlimited() -> None:
     assert request.sampling == Sampling(seed=request.sampling.seed)
     assert request.max_tokens is None
     assert request.request_id
+    assert request.n == 1
 
 
 def test_a_seed_is_drawn_anew_for_every_request() -> None:
@@ -24,6 +25,13 @@ def test_a_seed_is_drawn_anew_for_every_request() -> None:
 def test_a_seed_of_zero_is_a_seed() -> None:
     sampling = pb.SamplingParameters(seed=0)
     assert parse_request(pb.GenerateRequest(text="hi", sampling=sampling)).sampling.seed == 0
+
+
+def test_answers_to_one_request_have_seeds_of_their_own() -> None:
+    sampling = Sampling(temperature=1.0, seed=2**64 - 1)
+    seeds = [sampling.for_answer(index).seed for index in range(3)]
+    assert seeds == [2**64 - 1, 0x9E3779B97F4A7C14, 0x3C6EF372FE94F829]
+    assert sampling.for_answer(0) == sampling
 
 
 def test_chats_and_token_ids_are_prompts_too() -> None:
@@ -40,10 +48,13 @@ def test_chats_and_token_ids_are_prompts_too() -> None:
     [
         pb.GenerateRequest(),
         pb.GenerateRequest(text="x", max_tokens=0),
+        pb.GenerateRequest(text="x", n=0),
+        pb.GenerateRequest(text="x", n=17),
         pb.GenerateRequest(text="x", stop=["s"] * 17),
         pb.GenerateRequest(text="x", stop=["s" * 1025]),
         pb.GenerateRequest(text="x", stop_token_ids=[1] * 1025),
         pb.GenerateRequest(text="x", request_id="r" * 129),
+        pb.GenerateRequest(text="x", cache_salt="s" * 257),
         pb.GenerateRequest(text="x", sampling=pb.SamplingParameters(temperature=float("nan"))),
         pb.GenerateRequest(text="x", sampling=pb.SamplingParameters(top_p=-0.5)),
     ],

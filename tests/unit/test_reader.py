@@ -25,6 +25,25 @@ async def test_what_waits_is_joined() -> None:
     assert await read(buffer) == [Delta("abc", [97, 98, 99]), END]
 
 
+async def test_what_waits_is_joined_for_each_answer_by_itself() -> None:
+    buffer = AnswerBuffer(10)
+    for index, text in ((0, "a"), (1, "x"), (0, "b"), (1, "y")):
+        buffer.put(Delta(text, [1], index))
+    buffer.put(END)
+    buffer.close()
+    assert await read(buffer) == [Delta("ab", [1, 1]), Delta("xy", [1, 1], 1), END]
+
+
+async def test_the_limit_is_for_all_answers_together_and_counts_what_waits() -> None:
+    buffer = AnswerBuffer(3)
+    for _ in range(3):  # each read at once
+        buffer.put(Delta("xx", [1, 1]))
+        assert await anext(buffer) == Delta("xx", [1, 1])
+    buffer.put(Delta("xx", [1, 1]))
+    with pytest.raises(SlowReader):
+        buffer.put(Delta("yy", [1, 1], 1))
+
+
 async def test_a_reader_that_waits_gets_each_piece() -> None:
     buffer = AnswerBuffer(10)
     reading = asyncio.create_task(read(buffer))

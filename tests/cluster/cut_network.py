@@ -1,0 +1,104 @@
+"""A network that is cut between prefill and decode, and mended: real processes, NIXL over TCP.
+
+test_cut_network.py runs this file in namespaces of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+from network import Network
+from processes import ProcessCluster
+from waiting import until
+
+from baton import Answer, AsyncClient
+from baton.v1.cluster_pb2 import WorkerStatus
+from core import metrics
+from core.model_store import EMBEDDED
+
+PROMPT = "The wind and the sun argued about which of them was the stronger. " * 16
+OPTIONS = {"max_tokens": 8, "ignore_eos": True, "temperature": 0.8, "seed": 3, "timeout": 60.0}
+CHUNK = 32
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[Network]:
+    with Network() as network:
+        yield network
+
+
+@pytest.fixture(scope="module")
+def cluster(network: Network, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
+    section = {"kv_memory": "64MiB", "threads": 1, "chunk_tokens": CHUNK}
+    hosts = {"prefill": network.near, "decode": network.far}
+    with ProcessCluster(
+        EMBEDDED,
+        tmp_path_factory.mktemp("cut"),
+        tree={"router": {"local_prefill_after": 0.2}},
+        per_worker={
+            f"{role}-0": {role: {**section, "host": host.address}} for role, host in hosts.items()
+        },
+        # Else the two would find that they share a machine.
+        before={f"{role}-0": [*host.enter, "env", "UCX_TLS=tcp"] for role, host in hosts.items()},
+    ) as running:
+        yield running
+
+
+async def ask(client: AsyncClient, salt: str) -> Answer:
+    """With a salt of its own a prompt is computed and sent, however often it was before."""
+    return await client.generate(PROMPT, cache_salt=salt, **OPTIONS)  # type: ignore[arg-type]
+
+
+async def workers(client: AsyncClient) -> tuple[WorkerStatus, WorkerStatus]:
+    found = {worker.member.worker_id: worker for worker in (await client.status()).workers}
+    return found["prefill-0"], found["decode-0"]
+
+
+async def connected(client: AsyncClient) -> bool:
+    prefill, _ = await workers(client)
+    return list(prefill.connected) == ["decode-0"]
+
+
+async def quarantined(client: AsyncClient) -> bool:
+    """Both sides hold pages for the write that is stuck."""
+    return all(worker.load.quarantined_pages for worker in await workers(client))
+
+
+async def test_answers_go_on_while_the_network_is_cut_and_nothing_is_left_when_it_is_mended(
+    network: Network, cluster: ProcessCluster
+) -> None:
+    def computed() -> float:
+        return cluster.metric("prefill-0", metrics.COMPUTED_TOKENS)
+
+    async with AsyncClient(cluster.address) as client:
+        undisturbed = await ask(client, "undisturbed")
+        before = computed()
+        asking = asyncio.create_task(ask(client, "cut"))
+
+        async def is_under_way() -> bool:
+            return computed() - before >= 2 * CHUNK
+
+        await until(is_under_way)
+        network.cut()
+
+        survived = await asking
+        assert survived.token_ids == undisturbed.token_ids
+        first, second = survived.placements
+        assert (first.policy, second.policy) == ("split", "local")
+        assert "has been silent for" in second.reason
+
+        # Whoever comes now does not try the pair; both workers are sound.
+        assert not await connected(client)
+        await until(lambda: quarantined(client))
+        assert [worker.fault for worker in await workers(client)] == ["", ""]
+        assert (await ask(client, "meanwhile")).placements[0].policy == "local"
+
+        network.mend()
+        await until(lambda: connected(client), 60)
+        await asyncio.to_thread(cluster.wait_idle, 60)
+        again = await ask(client, "mended")
+        assert again.placements[0].policy == "split"
+        assert again.token_ids == undisturbed.token_ids
+    await asyncio.to_thread(cluster.wait_idle)

@@ -1,0 +1,101 @@
+"""Two hosts and the network between them, on one machine: needs no privileges where user
+namespaces are permitted.
+
+    near ── 10.77.1.0/24 ── here ── 10.77.2.0/24 ── far
+
+`here` is the namespace of this process, which must be one of its own: start it with ENTER in
+front. It forwards between the two hosts until the network is cut; then what they send to each
+other vanishes without a word, while both are still reached from here.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from types import TracebackType
+
+ENTER = ["unshare", "--map-root-user", "--net", "--mount", "--mount-proc"]
+# Everything that runs there ends with it.
+ENTER += ["--pid", "--fork", "--kill-child"]
+
+
+def why_not() -> str:
+    """Why namespaces cannot be had here; empty when they can."""
+    probe = "ip link add near type veth peer name far && mount -t sysfs sysfs /sys"
+    try:
+        run = subprocess.run([*ENTER, "sh", "-c", probe], capture_output=True, text=True)
+    except FileNotFoundError as error:
+        return str(error)
+    return run.stderr.strip() if run.returncode else ""
+
+
+class Host:
+    """A network namespace that is reached at `address`."""
+
+    def __init__(self, name: str, number: int) -> None:
+        self.name = name
+        self.subnet = f"10.77.{number}"
+        self.address = f"{self.subnet}.2"
+        # Where the kernel can, it retries every second, and a mended network is soon in use.
+        hurry = "(echo 1000 > /proc/sys/net/ipv4/tcp_rto_max_ms) 2> /dev/null"
+        # The processes of a host see its interfaces, and no others, in /sys.
+        show = "mount -t sysfs sysfs /sys && echo ready && exec sleep infinity"
+        command = ["unshare", "--net", "--mount", "sh", "-c", f"{hurry}; {show}"]
+        self._holder = subprocess.Popen(command, stdout=subprocess.PIPE)
+        assert self._holder.stdout is not None
+        assert self._holder.stdout.readline() == b"ready\n"
+        self._wire()
+
+    @property
+    def enter(self) -> list[str]:
+        """What to put in front of a command to run it on this host."""
+        return ["nsenter", "--target", str(self._holder.pid), "--net", "--mount", "--wd"]
+
+    def end(self) -> None:
+        self._holder.kill()
+        self._holder.wait()
+
+    def _wire(self) -> None:
+        _ip(f"link add {self.name} type veth peer name eth0 netns {self._holder.pid}")
+        _ip(f"address add {self.subnet}.1/24 dev {self.name}")
+        _ip(f"link set {self.name} up")
+        for line in (
+            "link set lo up",
+            f"address add {self.address}/24 dev eth0",
+            "link set eth0 up",
+            f"route add default via {self.subnet}.1",
+        ):
+            _run([*self.enter, "ip", *line.split()])
+
+
+class Network:
+    def __enter__(self) -> Network:
+        _ip("link set lo up")
+        Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
+        self.near, self.far = Host("near", 1), Host("far", 2)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for host in (self.near, self.far):
+            host.end()
+
+    def cut(self) -> None:
+        for host in (self.near, self.far):
+            _ip(f"rule add iif {host.name} blackhole")
+
+    def mend(self) -> None:
+        for host in (self.near, self.far):
+            _ip(f"rule delete iif {host.name} blackhole")
+
+
+def _ip(arguments: str) -> None:
+    _run(["ip", *arguments.split()])
+
+
+def _run(command: list[str]) -> None:
+    subprocess.run(command, check=True)

@@ -1,0 +1,62 @@
+"""Decode workers hear of ended processes, over real streams to scripted workers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+from scripted_worker import ScriptedWorker
+from waiting import until
+
+from core.config import Config, RouterConfig
+from core.types import Role
+from router.roster import Roster
+
+
+@pytest.fixture
+async def roster() -> AsyncIterator[Roster]:
+    pings = RouterConfig(ping_seconds=0.05, frozen_seconds=0.3)
+    roster = Roster("router", "tiny", Config(router=pings))
+    yield roster
+    await roster.stop()
+
+
+def told(worker: ScriptedWorker) -> list[str]:
+    gone = [message for message in worker.received if message.HasField("sender_gone")]
+    return [message.sender_gone.agent for message in gone]
+
+
+async def test_every_decode_worker_is_told_once_also_one_that_attaches_later(
+    roster: Roster,
+) -> None:
+    early, late = ScriptedWorker(name="early"), ScriptedWorker(name="late")
+    prefill = ScriptedWorker(Role.PREFILL)
+    addresses = [await worker.start() for worker in (early, prefill)]
+
+    async def is_told(worker: ScriptedWorker) -> bool:
+        return bool(told(worker))
+
+    roster.set_addresses(addresses)
+    await roster.wait_until(lambda: sum(link.usable for link in roster.links) == 2)
+    roster.note_ended(["an agent"])
+    roster.note_ended(["an agent"])
+    await until(lambda: is_told(early))
+    roster.set_addresses([*addresses, await late.start()])
+    await until(lambda: is_told(late))
+    assert (told(early), told(late), told(prefill)) == (["an agent"], ["an agent"], [])
+    for worker in (early, late, prefill):
+        await worker.stop()
+
+
+async def test_a_decode_worker_is_told_again_on_a_new_stream(roster: Roster) -> None:
+    worker = ScriptedWorker()
+    roster.note_ended(["an agent"])
+    roster.set_addresses([await worker.start()])
+
+    async def is_told(times: int) -> bool:
+        return len(told(worker)) == times
+
+    await until(lambda: is_told(1))
+    worker.answers_pings = worker.reports = False
+    await until(lambda: is_told(2))
+    await worker.stop()
