@@ -127,7 +127,11 @@ def check_model(config: Config) -> Check:
 
 def check_ports(config: Config) -> Iterator[Check]:
     router = config.router
-    ports = {name: getattr(router, name) for name in ("port", "http_port", "metrics_port")}
+    ports = {
+        "port": router.port,
+        "http_port": router.http_port,
+        "metrics_port": router.metrics_port,
+    }
     for name, port in ports.items():
         where = f"{router.host}:{port} (router.{name})"
         try:

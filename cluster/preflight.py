@@ -43,7 +43,11 @@ def _check_pools(config: Config, architecture: Architecture) -> None:
 
 def _check_ports(router: RouterConfig) -> None:
     """Takes all ports for a moment, so that two that are the same are found too."""
-    ports = {name: getattr(router, name) for name in ("port", "http_port", "metrics_port")}
+    ports = {
+        "port": router.port,
+        "http_port": router.http_port,
+        "metrics_port": router.metrics_port,
+    }
     with contextlib.ExitStack() as held:
         for name, port in ports.items():
             try:

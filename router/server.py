@@ -133,7 +133,8 @@ class RouterServer:
             from router.http.endpoint import Door
             from router.http.server import HttpServer
         except ModuleNotFoundError as missing:
-            log.warning("%s is not installed: gRPC is served, HTTP is not", missing.name)
+            library = str(missing.name).partition(".")[0]
+            log.warning("%s is not installed: gRPC is served, HTTP is not", library)
             return None
         limits = self._config.router
         door = Door(self._serving, model, limits.reader_buffer)

@@ -14,8 +14,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from core.errors import NotServed, TokenOutOfRange, Unavailable, UnknownModel
+from core.types import Prompt
 from router.http.answers import encode
-from router.http.body import read_json
+from router.http.body import read_body
 from router.http.chat import ChatApi
 from router.http.completions import CompletionsApi
 from router.http.endpoint import Door, GenerationEndpoint, request_id_of
@@ -53,6 +54,8 @@ class HttpApp:
         self._created = int(time.time())
         self._document = encode(document())
         self.app = Starlette(routes=self._routes(), exception_handlers={HTTPException: _refused})
+        # A redirect would name this host as the caller called it.
+        self.app.router.redirect_slashes = False
 
     def _routes(self) -> list[Route]:
         chat = GenerationEndpoint(ChatApi(), self._door)
@@ -90,9 +93,8 @@ class HttpApp:
         }
 
     async def _tokenize(self, http: HttpRequest) -> Response:
-        body = await read_json(http)
-        self._door.check_model(body)
-        tokens, rendered = await self._door.serving.tokenize(read_prompt(body))
+        prompt = await read_body(http, self._read_prompt)
+        tokens, rendered = await self._door.serving.tokenize(prompt)
         told: Json = {
             "tokens": tokens,
             "count": len(tokens),
@@ -100,8 +102,15 @@ class HttpApp:
         }
         return _json({**told, "rendered": rendered} if rendered else told)
 
+    def _read_prompt(self, body: Json) -> Prompt:
+        self._door.check_model(body)
+        return read_prompt(body)
+
     async def _detokenize(self, http: HttpRequest) -> Response:
-        body = await read_json(http)
+        tokens, keep_special = await read_body(http, self._read_tokens)
+        return _json({"prompt": await self._door.serving.decode(tokens, keep_special)})
+
+    def _read_tokens(self, body: Json) -> tuple[list[int], bool]:
         self._door.check_model(body)
         tokens = list(TOKENS.of(body))
         size = self._door.serving.text.vocabulary_size
@@ -109,8 +118,7 @@ class HttpApp:
             raise TokenOutOfRange(
                 f"token id {max(tokens)} is outside the vocabulary of {size}", field="tokens"
             )
-        text = await self._door.serving.decode(tokens, KEEP_SPECIAL.of(body))
-        return _json({"prompt": text})
+        return tokens, KEEP_SPECIAL.of(body)
 
     async def _ready(self, http: HttpRequest) -> Response:
         if self._door.serving.draining:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import NoReturn
+from collections.abc import Callable
+from typing import NoReturn, TypeVar
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -12,14 +13,20 @@ from starlette.requests import ClientDisconnect, Request
 from core.errors import Cancelled, InvalidRequest
 from router.http.fields import Json
 
-MAX_BODY_BYTES = 16 * 2**20
-"""More than a million tokens as text."""
+MAX_BODY_BYTES = 8 * 2**20
+"""More than a million tokens, as text or as ids."""
 
+SHORT_BYTES = 64 * 2**10
 BODY_SECONDS = 60.0
 
+Result = TypeVar("Result")
 
-async def read_json(http: Request) -> Json:
-    """Raises what the caller is to be told."""
+
+async def read_body(http: Request, read: Callable[[Json], Result]) -> Result:
+    """What `read` makes of the body. Raises what the caller is to be told.
+
+    A long body is read in a thread, so that other calls go on.
+    """
     # Anything else a web page could send here without asking its browser's leave.
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -33,7 +40,9 @@ async def read_json(http: Request) -> Json:
         ) from None
     except ClientDisconnect:
         raise Cancelled("the client went away") from None
-    return _parse(content)
+    if len(content) > SHORT_BYTES:
+        return await asyncio.to_thread(lambda: read(_parse(content)))
+    return read(_parse(content))
 
 
 async def _read(http: Request) -> bytes:

@@ -10,7 +10,7 @@ from router.http.generation import Asked, read_asked
 # What templates call those who speak. OpenAI's newer models call the system the developer.
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 MAX_MESSAGES = 4096
-MAX_CONTENT = 16_000_000
+MAX_CONTENT = 8_000_000
 """Characters. What the model can hold is told later, and more exactly."""
 
 _TOOLS = "tools"

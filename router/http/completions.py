@@ -22,7 +22,7 @@ MAX_CHOICES = 128
 """Prompts times answers to each."""
 
 MAX_PROMPT_TOKENS = 4_000_000
-MAX_PROMPT_CHARACTERS = 16_000_000
+MAX_PROMPT_CHARACTERS = 8_000_000
 
 ECHO = Flag("echo", "Begin each answer with its prompt.")
 

@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 from core.errors import Cancelled, Unavailable, UnknownModel
 from core.types import Prompt, TextPrompt, TokenPrompt
 from router.http.answers import Api, Telling, server_sent
-from router.http.body import read_json
+from router.http.body import read_body
 from router.http.errors import problem
 from router.http.fields import Json
 from router.http.generation import MODEL, Asked
@@ -31,6 +31,7 @@ from router.reader import AnswerBuffer, reading
 from router.serving import Event, Serving, Started
 
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
+_JSON_HEADERS = ((b"content-type", b"application/json"),)
 _STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -79,15 +80,17 @@ class GenerationEndpoint:
         http = HttpRequest(scope, receive)
         request_id = request_id_of(http, self._api.id_prefix)
         try:
-            body = await read_json(http)
-            asked = self._api.read(body, request_id)
-            self._door.check_model(body)
+            asked = await read_body(http, lambda body: self._read(body, request_id))
             await _unless_gone(receive, self._answer(asked, send))
         except Cancelled:
             return
         except Exception as error:  # noqa: BLE001 the edge of the process
             response = problem(error, request_id, self._api.prompt_field).response(request_id)
             await response(scope, receive, send)
+
+    def _read(self, body: Json, request_id: str) -> Asked:
+        self._door.check_model(body)
+        return self._api.read(body, request_id)
 
     async def _answer(self, asked: Asked, send: Send) -> None:
         """Everything is let go of before the last bytes are sent: with them the call is over."""
@@ -101,7 +104,8 @@ class GenerationEndpoint:
                     telling.note(event)
                 last = telling.whole()
         if not asked.stream:
-            await _start(send, asked.request_id, ((b"content-type", b"application/json"),))
+            length = str(len(last)).encode()
+            await _start(send, asked.request_id, (*_JSON_HEADERS, (b"content-length", length)))
         await _send(send, last, more=False)
 
     async def _stream(

@@ -246,6 +246,9 @@ def as_token_ids(value: object, name: str, most: int) -> tuple[int, ...]:
         raise wrong_type(name, "a list of token ids", value)
     if len(value) > most:
         raise too_many(name, most)
+    # There may be a million: looked at one by one only when something is wrong.
+    if set(map(type, value)) == {int} and min(value) >= 0 and max(value) <= MAX_TOKEN_ID:
+        return tuple(value)
     return tuple(_as_token_id(item, name) for item in value)
 
 

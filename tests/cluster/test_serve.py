@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 import yaml
 from serving import Serve, run, thread_ticks
@@ -49,6 +50,14 @@ def test_it_shows_how_far_it_is_and_how_to_use_it(serve: Serve) -> None:
 
 def test_it_answers(serve: Serve) -> None:
     assert serve.ask("generate", QUESTION) == f"{ANSWER}\n"
+
+
+def test_it_speaks_http_where_it_says(serve: Serve) -> None:
+    found = re.search(r"curl (http://\S+)", serve.stdout)
+    assert found
+    body = {"messages": [{"role": "user", "content": QUESTION}], "temperature": 0}
+    response = httpx.post(found[1], json=body, timeout=60)
+    assert response.json()["choices"][0]["message"]["content"] == ANSWER
 
 
 def test_its_status_shows_both_workers_attached(serve: Serve) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 
 import pytest
+from jsonschema import Draft202012Validator
 
 from core.errors import BatonError, InvalidRequest, InvalidSampling, NotServed
 from core.types import ChatPrompt, Message, Prompt, Request, Sampling, TextPrompt, TokenPrompt
@@ -12,6 +15,7 @@ from router.http.chat import ChatApi
 from router.http.completions import CompletionsApi
 from router.http.fields import Json
 from router.http.generation import Asked
+from router.http.openapi import document
 from router.http.tokens import read_prompt
 
 HELLO: Json = {"messages": [{"role": "user", "content": "Hello"}]}
@@ -153,6 +157,30 @@ def test_a_wrong_field_is_refused_by_name(
     assert type(refused.value) is error
     assert refused.value.field == field
     assert field in refused.value.message
+
+
+# Schemas know nothing of what is no JSON, or of two fields together.
+SAYABLE = [
+    given
+    for given, field, _ in WRONG
+    if field != "stream_options" and not re.search(r"NaN|Infinity|\\ud8", json.dumps(given))
+]
+
+
+@pytest.mark.parametrize("given", SAYABLE)
+@pytest.mark.parametrize("name", ["ChatRequest", "CompletionRequest"])
+def test_the_document_says_what_is_refused(name: str, given: Json) -> None:
+    validator = Draft202012Validator({**document(), "$ref": f"#/components/schemas/{name}"})
+    good = {"prompt": "Hello", **HELLO}
+    assert validator.is_valid(good)
+    assert not validator.is_valid({**good, **given})
+
+
+def test_the_document_is_made_of_schemas() -> None:
+    components = document()["components"]
+    assert isinstance(components, dict)
+    for schema in components["schemas"].values():
+        Draft202012Validator.check_schema(schema)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,221 @@
+"""The HTTP server itself, in front of answers that are made by a script."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import cast
+
+import httpx
+import openai
+import pytest
+from prometheus_client import CollectorRegistry
+from waiting import until
+
+from core.config import Config
+from core.errors import Exhausted, Internal, SlowReader, Unavailable
+from core.types import FinishReason, Request
+from router.http.endpoint import Door
+from router.http.server import HttpServer
+from router.roster import Roster
+from router.server import RouterServer
+from router.serving import Delta, Event, Finished, Serving, Started
+
+STARTED = Started("id", 3, "prefill-0", "decode-0", 1)
+FINISHED = Finished(FinishReason.STOP, 3, 2, "")
+CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
+STREAM = {**CHAT, "stream": True}
+
+
+class ScriptedServing:
+    """Answers every request with `events`; an error among them is raised. Where `endless`, text
+    follows for as long as somebody reads."""
+
+    def __init__(
+        self, *events: Event | Exception, endless: bool = False, pause: float = 0.0
+    ) -> None:
+        self.draining = False
+        self.active = 0
+        self.ended_by: list[str] = []
+        self._events = events
+        self._endless = endless
+        self._pause = pause
+
+    async def generate(self, request: Request) -> AsyncGenerator[Event]:
+        self.active += 1
+        try:
+            for event in self._events:
+                if isinstance(event, Exception):
+                    raise event
+                yield event
+            while self._endless:
+                await asyncio.sleep(self._pause)
+                yield Delta("x" * 1000, [1])
+        except BaseException as error:
+            self.ended_by.append(type(error).__name__)
+            raise
+        finally:
+            self.active -= 1
+
+
+@asynccontextmanager
+async def served(serving: ScriptedServing, reader_buffer: int = 100) -> AsyncIterator[str]:
+    """The address of a server in front of `serving`."""
+    door = Door(cast(Serving, serving), "tiny", reader_buffer)
+    roster = SimpleNamespace(can_place=False, context_length=lambda: 64)
+    server = HttpServer(door, cast(Roster, roster), CollectorRegistry())
+    address = server.start("127.0.0.1", 0)
+    try:
+        yield address
+    finally:
+        await server.stop(0.5)
+
+
+@asynccontextmanager
+async def client_of(serving: ScriptedServing) -> AsyncIterator[httpx.AsyncClient]:
+    async with (
+        served(serving) as address,
+        httpx.AsyncClient(base_url=f"http://{address}") as client,
+    ):
+        yield client
+
+
+def events_of(text: str) -> list[str]:
+    return text.removesuffix("\n\n").split("\n\n")
+
+
+async def test_a_stream_is_made_of_server_sent_events() -> None:
+    async with client_of(ScriptedServing(STARTED, Delta("é", [1]), FINISHED)) as client:
+        response = await client.post("/v1/chat/completions", json=STREAM)
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    first, last, done = events_of(response.text)
+    chunk = json.loads(first.removeprefix("data: "))
+    assert chunk["choices"][0]["delta"] == {"role": "assistant", "content": "é"}
+    assert chunk["id"] == response.headers["x-request-id"]
+    assert json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"] == "stop"
+    assert done == "data: [DONE]"
+
+
+@pytest.mark.parametrize("body", [CHAT, STREAM])
+async def test_an_error_before_the_first_token_has_a_status(body: dict[str, object]) -> None:
+    refused = Exhausted("full", retry_after=3.0)
+    async with client_of(ScriptedServing(STARTED, refused)) as client:
+        response = await client.post("/v1/chat/completions", json=body)
+    assert (response.status_code, response.headers["retry-after"]) == (429, "3")
+
+
+async def test_an_error_in_a_stream_is_an_event_that_ends_it() -> None:
+    async with client_of(ScriptedServing(STARTED, Delta("a", [1]), Internal("x"))) as client:
+        response = await client.post("/v1/chat/completions", json=STREAM)
+    assert response.status_code == 200
+    name, _, data = events_of(response.text)[-1].partition("\n")
+    assert name == "event: error"
+    assert json.loads(data.removeprefix("data: "))["error"]["type"] == "server_error"
+
+
+async def test_the_sdk_raises_an_error_in_a_stream() -> None:
+    lost = Unavailable("no decode worker is ready")
+    async with (
+        served(ScriptedServing(STARTED, Delta("a", [1]), lost)) as address,
+        openai.AsyncOpenAI(base_url=f"http://{address}/v1", api_key="none") as client,
+    ):
+        stream = await client.chat.completions.create(**STREAM, model="tiny")  # type: ignore[call-overload]
+        assert (await anext(stream)).choices[0].delta.content == "a"
+        with pytest.raises(openai.APIError, match="no decode worker is ready"):
+            await anext(stream)
+
+
+async def test_what_nobody_foresaw_is_told_without_its_words() -> None:
+    async with client_of(ScriptedServing(STARTED, RuntimeError("/secret"))) as client:
+        response = await client.post("/v1/chat/completions", json=CHAT)
+    assert response.status_code == 500
+    assert "secret" not in response.text
+
+
+async def ended(serving: ScriptedServing) -> bool:
+    return bool(serving.ended_by) and not serving.active
+
+
+@pytest.mark.parametrize("body", [CHAT, STREAM])
+async def test_a_client_that_goes_away_cancels_its_request(body: dict[str, object]) -> None:
+    serving = ScriptedServing(STARTED, Delta("a", [1]), endless=True)
+    async with served(serving, reader_buffer=10**9) as address:
+        _, writer = await asyncio.open_connection(*address.split(":"))
+        writer.write(raw(body))
+        await until(lambda: running(serving))
+        writer.close()
+        await until(lambda: ended(serving))
+    assert serving.ended_by == ["CancelledError"]
+
+
+async def running(serving: ScriptedServing) -> bool:
+    return serving.active == 1
+
+
+def raw(body: dict[str, object]) -> bytes:
+    content = json.dumps(body)
+    head = [
+        "POST /v1/chat/completions HTTP/1.1",
+        "host: x",
+        "content-type: application/json",
+        f"content-length: {len(content)}",
+    ]
+    return "\r\n".join([*head, "", content]).encode()
+
+
+async def test_a_reader_that_stops_is_cut_off_and_told_when_it_reads_again() -> None:
+    serving = ScriptedServing(STARTED, endless=True)
+    async with served(serving) as address:
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.setblocking(False)
+            loop = asyncio.get_running_loop()
+            host, port = address.split(":")
+            await loop.sock_connect(connection, (host, int(port)))
+            await loop.sock_sendall(connection, raw(STREAM))
+            await until(lambda: ended(serving))
+            assert serving.ended_by == [SlowReader.__name__]
+            received = b""
+            while b"event: error" not in received[-2000:]:
+                received += await loop.sock_recv(connection, 65536)
+    assert len(received) < 2**20
+
+
+@pytest.mark.parametrize("body", [CHAT, STREAM])
+async def test_a_call_under_way_is_told_that_the_router_stops(body: dict[str, object]) -> None:
+    serving = ScriptedServing(STARTED, Delta("a", [1]), endless=True, pause=0.01)
+    async with httpx.AsyncClient() as client:
+        async with served(serving, reader_buffer=10**9) as address:
+            url = f"http://{address}/v1/chat/completions"
+            call = asyncio.create_task(client.post(url, json=body))
+            await until(lambda: running(serving))
+        assert "this router stops" in (await call).text
+    assert not serving.active
+
+
+@pytest.mark.parametrize("draining", [False, True])
+async def test_a_router_without_workers_lives_and_is_not_ready(draining: bool) -> None:
+    serving = ScriptedServing()
+    serving.draining = draining
+    async with client_of(serving) as client:
+        assert (await client.get("/health")).status_code == 200
+        ready = await client.get("/ready")
+    assert ready.status_code == 503
+    assert ("about to stop" in ready.text) is draining
+
+
+def test_a_router_without_starlette_says_so_and_serves_grpc(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "starlette", None)
+    for name in [name for name in sys.modules if name.startswith(("starlette.", "router.http."))]:
+        monkeypatch.delitem(sys.modules, name)
+    server = RouterServer(Config())
+    assert server._serve_http("tiny") is None
+    assert server.http_address == ""
+    assert caplog.messages == ["starlette is not installed: gRPC is served, HTTP is not"]
