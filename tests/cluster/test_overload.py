@@ -90,7 +90,8 @@ async def test_requests_wait_in_the_routers_queue_when_decode_is_full(
     finished: list[int] = []
 
     async def ask(client: AsyncClient, number: int) -> None:
-        await client.generate(prompt, max_tokens=90, ignore_eos=True)
+        # Without salts of their own they would share the prompt's pages.
+        await client.generate(prompt, max_tokens=90, ignore_eos=True, cache_salt=str(number))
         finished.append(number)
 
     with ProcessCluster(tiny, tmp_path, tree=configured) as cluster:
