@@ -28,6 +28,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         self._role = role
         self._model = model
         self._context: grpc.aio.ServicerContext[Any, Any] | None = None
+        self._writing = asyncio.Lock()
 
     async def start(self, port: int = 0) -> str:
         """Its address, once it serves."""
@@ -41,8 +42,9 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         await self._server.stop(None)
 
     async def send(self, message: pb.WorkerMessage) -> None:
+        """To the router that attached last."""
         assert self._context is not None
-        await self._context.write(message)
+        await self._write(self._context, message)
 
     async def Attach(  # type: ignore[override]
         self,
@@ -58,15 +60,22 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             async for message in requests:
                 self.received.append(message)
                 if message.HasField("ping") and self.answers_pings:
-                    await context.write(pb.WorkerMessage(pong=pb.Pong()))
+                    await self._write(context, pb.WorkerMessage(pong=pb.Pong()))
         finally:
             reporting.cancel()
 
     async def _report(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         while True:
             if self.reports:
-                await context.write(pb.WorkerMessage(load=pb.Load(free_pages=9)))
+                await self._write(context, pb.WorkerMessage(load=pb.Load(free_pages=9)))
             await asyncio.sleep(0.02)
+
+    async def _write(
+        self, context: grpc.aio.ServicerContext[Any, Any], message: pb.WorkerMessage
+    ) -> None:
+        # A stream takes one message at a time.
+        async with self._writing:
+            await context.write(message)
 
     def _welcome(self) -> pb.Welcome:
         return pb.Welcome(
