@@ -20,7 +20,8 @@ test: setup
 
 # Signals at every process at every moment of a request; prints the table of docs/RELIABILITY.md.
 test-faults: setup
-	@$(BIN)/python -m pytest -m 'faults or not faults' tests/cluster/test_fault_matrix.py
+	@$(BIN)/python -m pytest -m 'faults or not faults' tests/cluster/test_fault_matrix.py \
+		tests/cluster/test_cut_network.py
 
 lint: $(VENV)/.installed
 	@$(BIN)/ruff check .

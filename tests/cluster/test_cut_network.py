@@ -12,6 +12,7 @@ from network import ENTER, why_not
 INSIDE = Path(__file__).with_name("cut_network.py")
 
 
+@pytest.mark.faults
 def test_a_network_that_is_cut_between_prefill_and_decode_loses_nothing() -> None:
     if reason := why_not():
         pytest.skip(f"namespaces are not permitted here: {reason}")

@@ -53,11 +53,12 @@ def expected(prompts: list[list[int]]) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def pair_of_pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
-    """Two prefill and two decode workers, with other sizes than the defaults."""
+    """Two prefill and two decode workers, used in turn, with other sizes than the defaults."""
     tree: dict[str, object] = {
         "page_size": 5,
         "prefill": {"kv_memory": "256MiB", "chunk_tokens": 100, "threads": 1},
         "decode": {"kv_memory": "256MiB", "max_batch": 6, "threads": 1},
+        "router": {"policy": "round_robin"},
     }
     workspace = tmp_path_factory.mktemp("pairs")
     with ProcessCluster(EMBEDDED, workspace, prefill=2, decode=2, tree=tree) as cluster:
