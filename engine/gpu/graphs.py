@@ -6,7 +6,8 @@ filled before each replay, its outputs where the recording left them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
@@ -22,6 +23,20 @@ Output = TypeVar("Output")
 def memory_pool(device: torch.device) -> _POOL_HANDLE | None:
     """Memory that recordings share: only one of them runs at a time."""
     return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+
+
+@contextmanager
+def library(name: str) -> Iterator[None]:
+    """Matrix products in the block are this library's: "cublas" or "cublaslt"."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    before = torch.backends.cuda.preferred_blas_library()
+    torch.backends.cuda.preferred_blas_library(name)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.preferred_blas_library(before)
 
 
 class Recording(Generic[Output]):
