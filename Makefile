@@ -11,12 +11,8 @@ ARGS ?=
 serve: setup
 	@$(BIN)/baton serve $(ARGS)
 
-# Tests that need little share the cores; those that start whole clusters have them to themselves.
-LIGHT := tests/cluster/test_tokens_tiny.py tests/cluster/test_mistaken_routers.py
-
 test: setup
-	@$(BIN)/python -m pytest -n 2 tests/unit tests/contract $(LIGHT)
-	@$(BIN)/python -m pytest $(addprefix --ignore=,$(LIGHT)) tests/simulation tests/cluster tests/gpu
+	@$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
 # Signals at every process at every moment of a request; prints the table of docs/RELIABILITY.md.
 test-faults: setup

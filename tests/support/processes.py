@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import math
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -122,7 +126,8 @@ class ProcessCluster:
         if error is None:
             assert set(codes.values()) == {0}, codes
 
-    def start_worker(self, role: Role, index: int, port: int = 0) -> Process:
+    def start_worker(self, role: Role, index: int, port: int | None = None) -> Process:
+        port = free_port() if port is None else port
         name = f"{role.value}-{index}"
         config = self._write_config(name, self._per_worker.get(name, {}))
         arguments = [f"{role.value}_worker", "--config", config, "--name", name]
@@ -185,13 +190,37 @@ class ProcessCluster:
         self.http = self.router.wait_for(r"HTTP on (\S+),")
         self.metrics = self.router.wait_for(r"metrics on (\S+)")
         if self._wait_ready:
-            with self.client() as client:
-                client.wait_ready(timeout=START_SECONDS)
+            self._wait_connected()
+
+    def _wait_connected(self) -> None:
+        """Returns when every prefill worker can push to every decode worker."""
+        deadline = time.monotonic() + START_SECONDS
+        with self.client() as client:
+            client.wait_ready(timeout=START_SECONDS)
+            while True:
+                connected = sum(len(worker.connected) for worker in client.status().workers)
+                if connected >= math.prod(self._counts.values()):
+                    return
+                assert time.monotonic() < deadline, "workers did not connect"
+                time.sleep(0.02)
 
     def _write_config(self, name: str, changes: dict[str, object]) -> str:
         path = self._workspace / f"{name}.yaml"
         path.write_text(yaml.safe_dump({**self._tree, **changes}))
         return str(path)
+
+
+_ports = itertools.count(20_000 + 2_000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]))
+
+
+def free_port() -> int:
+    """A port that the kernel gives to nobody who does not ask for it by number: a worker that is
+    started again finds it free."""
+    for port in _ports:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("unreachable")
 
 
 def scrape(address: str, label: str = "") -> dict[str, float]:
