@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 PROTOCOL = 2
 """Version of the router-worker protocol. Both ends must agree."""
@@ -30,6 +30,13 @@ class FinishReason(enum.Enum):
 
     STOP = 1
     LENGTH = 2
+
+
+class Moment(Protocol):
+    """A point in a device's work: when it has passed, all that was asked before it is done."""
+
+    def query(self) -> bool:
+        """Whether it has passed."""
 
 
 class AttemptKey(NamedTuple):

@@ -5,12 +5,17 @@ from __future__ import annotations
 from typing import Protocol
 
 from core.errors import BatonError
+from core.types import Moment
 
 Outcome = int | BatonError | None
 """What a step did for one piece: sampled a token, failed it, or just computed it."""
 
 
 class Flight(Protocol):
+    @property
+    def ended(self) -> Moment | None:
+        """When the device has done it; None where it was done when its launch returned."""
+
     def wait(self) -> list[Outcome]:
         """What the step did for each piece, in the plan's order. Returns when it has ended.
 
@@ -20,6 +25,8 @@ class Flight(Protocol):
 
 class Landed:
     """A step that had ended when its launch returned."""
+
+    ended: Moment | None = None
 
     def __init__(self, outcomes: list[Outcome]) -> None:
         self._outcomes = outcomes

@@ -10,6 +10,8 @@ A write's life:
                                         │
                                         └──▶ the peer has gone ──▶ WriteFailed
 
+- A copy of pages that the engine is still making is launched at once, and the
+  GPU itself starts it when they are there: the host is not on its way.
 - The note leaves only after the event: the bytes are then in the peer's memory
   for every kernel that starts later, on any stream and in any process.
 - A peer that has gone is told at once, by its socket. A copy into its memory
@@ -39,6 +41,7 @@ from torch import Tensor
 
 from baton.v1.transfer_pb2 import CudaIpcRoute, PoolAddress, PoolLayout
 from core.errors import Internal, InvalidConfig, WorkerLost
+from core.types import Moment
 from kernels.gpu.pages import copy_pages
 from kv_transfer import cuda_driver
 from kv_transfer.note_socket import NoteSocket
@@ -109,6 +112,8 @@ class CudaIpcTransport:
         self._device = torch.device("cuda", memory.device_id)
         # Ahead of the engine's kernels, which would otherwise hold up pages that are ready.
         self._stream = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
+        # For copies that wait for the engine: pages that are ready must not queue up behind them.
+        self._later = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
         shared = _share(memory)
         self._warm_up(memory)
         self._notes = NoteSocket(self.agent)
@@ -148,7 +153,12 @@ class CudaIpcTransport:
             self._unmap_when_idle(known)
 
     def write(
-        self, peer: str, local_pages: Sequence[int], remote_pages: Sequence[int], note: bytes = b""
+        self,
+        peer: str,
+        local_pages: Sequence[int],
+        remote_pages: Sequence[int],
+        note: bytes = b"",
+        after: Moment | None = None,
     ) -> int:
         memory, notes = self._registered
         known = self._peers.get(peer)
@@ -157,7 +167,8 @@ class CudaIpcTransport:
         check_pages(local_pages, memory.total_pages, remote_pages, known.total_pages)
         number = next(self._numbers)
         if notes.alive(peer):
-            copy = self._copy(memory, known, local_pages, remote_pages) if local_pages else None
+            pages = local_pages, remote_pages
+            copy = self._copy(memory, known, *pages, after) if local_pages else None
             self._writes[number] = _Write(known, note, copy)
         else:
             self._lose(peer)
@@ -181,6 +192,7 @@ class CudaIpcTransport:
         if self._notes is None:
             return
         self._stream.synchronize()
+        self._later.synchronize()
         self._writes.clear()
         for peer in list(self._peers):
             self.disconnect(peer)
@@ -201,17 +213,25 @@ class CudaIpcTransport:
         self._copy(own, _Peer(self.agent, own.base, 2, None), [0], [1]).copied.synchronize()
 
     def _copy(
-        self, own: PoolMemory, peer: _Peer, local_pages: Sequence[int], remote_pages: Sequence[int]
+        self,
+        own: PoolMemory,
+        peer: _Peer,
+        local_pages: Sequence[int],
+        remote_pages: Sequence[int],
+        after: Moment | None = None,
     ) -> _Copy:
         count = len(local_pages)
+        stream = self._stream if after is None else self._later
         # Both lists begin at multiples of 16 bytes, or the kernel would be compiled once more.
         page_ids = torch.empty((2, count + count % 2), dtype=torch.int64, pin_memory=True)
         page_ids[:, :count] = torch.tensor([list(local_pages), list(remote_pages)])
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(stream):
             local, remote = page_ids.to(self._device, non_blocking=True)[:, :count]
+            if isinstance(after, torch.cuda.Event):  # every moment of a GPU's is one
+                stream.wait_event(after)
             copy_pages(own.base, peer.base, own.page_bytes, local, remote)
-            copied.record(self._stream)
+            copied.record(stream)
         return _Copy(copied, (local, remote))
 
     def _settle(self, number: int, notes: NoteSocket) -> None:

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
-from core.errors import InvalidConfig, WorkerLost
+from core.errors import Internal, InvalidConfig, WorkerLost
+from core.types import Moment
 from kv_transfer.transport import (
     Noted,
     PeerLost,
@@ -69,8 +70,15 @@ class InProcessTransport:
         self._peers.pop(peer, None)
 
     def write(
-        self, peer: str, local_pages: Sequence[int], remote_pages: Sequence[int], note: bytes = b""
+        self,
+        peer: str,
+        local_pages: Sequence[int],
+        remote_pages: Sequence[int],
+        note: bytes = b"",
+        after: Moment | None = None,
     ) -> int:
+        if after is not None and not after.query():
+            raise Internal("a copy between CPU pools waits for no device")
         memory = self._own_memory
         target = self._peers.get(peer)
         if target is None:

@@ -35,6 +35,7 @@ import numpy
 
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
 from core.errors import BatonError, Internal, InvalidConfig, WorkerLost
+from core.types import Moment
 from kv_transfer.transport import (
     Noted,
     PeerLost,
@@ -70,6 +71,17 @@ class _Write:
     handle: Any  # NIXL's transfer
 
 
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A write whose pages are still being made."""
+
+    after: Moment
+    peer: str
+    local_pages: Sequence[int]
+    remote_pages: Sequence[int]
+    note: bytes
+
+
 class NixlTransport:
     """Serves one pool through one NIXL agent."""
 
@@ -87,6 +99,7 @@ class NixlTransport:
         self._own_pages: Any = None
         self._peers: dict[str, _Peer] = {}
         self._writes: dict[int, _Write] = {}
+        self._held: dict[int, _Held] = {}
         self._numbers = itertools.count(1)
         self._events: list[TransportEvent] = []
 
@@ -127,21 +140,28 @@ class NixlTransport:
                 self._engine.remove_remote_agent(peer)
 
     def write(
-        self, peer: str, local_pages: Sequence[int], remote_pages: Sequence[int], note: bytes = b""
+        self,
+        peer: str,
+        local_pages: Sequence[int],
+        remote_pages: Sequence[int],
+        note: bytes = b"",
+        after: Moment | None = None,
     ) -> int:
         known = self._peers.get(peer)
         if known is None:
             raise WorkerLost(f"not connected to {peer}")
         check_pages(local_pages, self._own_memory.total_pages, remote_pages, known.total_pages)
         number = next(self._numbers)
-        try:
-            with self._translated(f"write to {peer}"):
-                self._start(number, peer, local_pages, remote_pages, note)
-        except BatonError as error:
-            self._fail(number, peer, error)
+        if after is None or after.query():
+            self._try_start(number, peer, local_pages, remote_pages, note)
+        else:
+            self._held[number] = _Held(after, peer, local_pages, remote_pages, note)
         return number
 
     def poll(self) -> list[TransportEvent]:
+        for number in [number for number, held in self._held.items() if held.after.query()]:
+            if held := self._held.pop(number, None):
+                self._try_start(number, held.peer, held.local_pages, held.remote_pages, held.note)
         for number in list(self._writes):
             self._check(number)
         events, self._events = self._events, []
@@ -155,6 +175,7 @@ class NixlTransport:
         for write in self._writes.values():
             self._release(write)
         self._writes.clear()
+        self._held.clear()
         for peer in list(self._peers):
             self.disconnect(peer)
         if self._own_pages is not None:
@@ -191,6 +212,20 @@ class NixlTransport:
         """NIXL's list of a pool's pages, in the compressed form: one row for all of them."""
         row = [base, page_bytes, device_id, page_bytes, total_pages]
         return self._engine.prep_xfer_dlist(owner, numpy.array([row], dtype=numpy.uint64), kind)
+
+    def _try_start(
+        self,
+        number: int,
+        peer: str,
+        local_pages: Sequence[int],
+        remote_pages: Sequence[int],
+        note: bytes,
+    ) -> None:
+        try:
+            with self._translated(f"write to {peer}"):
+                self._start(number, peer, local_pages, remote_pages, note)
+        except BatonError as error:
+            self._fail(number, peer, error)
 
     def _start(
         self,
@@ -240,7 +275,10 @@ class NixlTransport:
         lost = isinstance(error, WorkerLost) and (gone or not others)
         if lost:
             self._events.append(PeerLost(peer, gone))
+        if lost:
+            others += [held for held in self._held if self._held[held].peer == peer]
         for each in [number, *others] if lost else [number]:
+            self._held.pop(each, None)
             if each in self._writes:
                 self._release(self._writes.pop(each))
             self._events.append(WriteFailed(each, error))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout, TransferNote
 from core.errors import BatonError, LayoutMismatch, Unavailable
-from core.types import AttemptKey
+from core.types import AttemptKey, Moment
 from kv_transfer.digest import PageDigest
 from kv_transfer.events import (
     PagesOverdue,
@@ -124,9 +124,9 @@ class Pushes:
             # The push is over, or never was: the receiver need not wait for it.
             self._send(body.agent, drained_note(key))
 
-    def pages(self, key: AttemptKey, pages: Sequence[int]) -> None:
+    def pages(self, key: AttemptKey, pages: Sequence[int], after: Moment | None) -> None:
         if sender := self._senders.get(key):
-            self._perform(key, sender, sender.pages_ready(pages, self._clock()))
+            self._perform(key, sender, sender.pages_ready(pages, self._clock(), after))
 
     def finish(
         self, key: AttemptKey, first_token: int, pages: Sequence[int], finished_at: float
@@ -264,7 +264,7 @@ class Pushes:
     def _start_write(self, key: AttemptKey, sender: Sender, write: StartWrite) -> None:
         try:
             number = self._transport.write(
-                sender.peer, write.local_pages, write.remote_pages, write.note
+                sender.peer, write.local_pages, write.remote_pages, write.note, write.after
             )
         except BatonError as error:
             self._perform(key, sender, sender.write_failed(error, self._clock()))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
 from core.errors import BatonError, LayoutMismatch, WorkerLost
+from core.types import Moment
 from kv_transfer.transport import (
     PeerLost,
     PoolMemory,
@@ -76,13 +77,18 @@ class RoutedTransport:
             self._transports[choice.transport].disconnect(peer)
 
     def write(
-        self, peer: str, local_pages: Sequence[int], remote_pages: Sequence[int], note: bytes = b""
+        self,
+        peer: str,
+        local_pages: Sequence[int],
+        remote_pages: Sequence[int],
+        note: bytes = b"",
+        after: Moment | None = None,
     ) -> int:
         choice = self.chosen.get(peer)
         if choice is None:
             raise WorkerLost(f"not connected to {peer}")
         transport = self._transports[choice.transport]
-        number = transport.write(peer, local_pages, remote_pages, note)
+        number = transport.write(peer, local_pages, remote_pages, note, after)
         return self._outer(choice.transport, number)
 
     def poll(self) -> list[TransportEvent]:

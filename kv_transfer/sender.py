@@ -53,12 +53,12 @@ from core.errors import (
     Unavailable,
     WorkerLost,
 )
-from core.types import AttemptKey
+from core.types import AttemptKey, Moment
 from kv_transfer.digest import PageDigest
 from kv_transfer.note import beat_note, drained_note, landed_note
 
 BEATS_PER_LEASE = 5
-MAX_WRITE_BYTES = 512 << 20
+MAX_WRITE_BYTES = 1 << 30
 """A longer write might keep a thread that copies by itself from its beats."""
 
 
@@ -110,6 +110,7 @@ class StartWrite:
     local_pages: tuple[int, ...]
     remote_pages: tuple[int, ...]
     note: bytes
+    after: Moment | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +171,7 @@ class Sender:
         self._pages: list[int] = []  # complete local ones, in the prompt's order, to be written
         self._to_drop = 0  # pages to come that the receiver holds already
         self._digests: list[int] = []  # one a page whose write has started, or none at all
+        self._after: Moment | None = None  # when all of them are complete
         self._started = 0  # of the pages, how many are written or being written
         self._remote_pages: Sequence[int] = ()
         self._first_token: int | None = None
@@ -217,9 +219,13 @@ class Sender:
         self._lease = _Lease(body.lease_seconds, until=now + body.lease_seconds)
         return self._beat(now)
 
-    def pages_ready(self, pages: Sequence[int], now: float) -> list[Action]:
-        """More local pages are complete; they follow those given before."""
+    def pages_ready(
+        self, pages: Sequence[int], now: float, after: Moment | None = None
+    ) -> list[Action]:
+        """More local pages are complete, or will be after a moment that no page given before
+        waits for longer; they follow those given before."""
         self._pages += self._without_held(pages)
+        self._after = after or self._after
         return self._advance(now)
 
     def finish(
@@ -363,7 +369,7 @@ class Sender:
         self._write_began = now
         local = tuple(self._pages[position] for position in positions)
         remote = tuple(self._remote_pages[position] for position in positions)
-        self._writing = StartWrite(local, remote, note)
+        self._writing = StartWrite(local, remote, note, self._after)
         return self._writing
 
     def _end_write(self, now: float) -> StartWrite:

@@ -25,7 +25,7 @@ from concurrent.futures import Future
 from functools import partial
 
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout, TransferNote
-from core.types import AttemptKey
+from core.types import AttemptKey, Moment
 from kv_transfer.digest import PageDigest
 from kv_transfer.events import TransferCrashed, TransferEvent
 from kv_transfer.note import read_note
@@ -134,12 +134,19 @@ class TransferThread:
         """Where the pages of a push go. Without an open push the receiver is told Drained."""
         self._post(partial(self._pushes.ticket, key, sealed))
 
-    def push_pages(self, key: AttemptKey, pages: Sequence[int]) -> None:
-        """Local pages that are complete now, in the prompt's order, after those given before.
+    @property
+    def pushes_ahead(self) -> bool:
+        """Whether pages may be given that are not complete yet."""
+        return self._digest is None
 
-        On a GPU: the kernels that write them have finished, for a transport knows no streams.
+    def push_pages(
+        self, key: AttemptKey, pages: Sequence[int], after: Moment | None = None
+    ) -> None:
+        """Local pages, in the prompt's order, after those given before.
+
+        They are complete now, on a GPU too; or, where `pushes_ahead`, once `after` has passed.
         """
-        self._post(partial(self._pushes.pages, key, tuple(pages)))
+        self._post(partial(self._pushes.pages, key, tuple(pages), after))
 
     def finish_push(self, key: AttemptKey, first_token: int, pages: Sequence[int] = ()) -> None:
         """Compute is over, and `pages` are the last ones."""

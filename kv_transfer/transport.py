@@ -24,6 +24,7 @@ from typing import Protocol
 
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout, Route
 from core.errors import BatonError, Internal, LayoutMismatch, WorkerLost
+from core.types import Moment
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +93,19 @@ class Transport(Protocol):
         """Forgets a peer that no write is under way to. An unknown one is fine."""
 
     def write(
-        self, peer: str, local_pages: Sequence[int], remote_pages: Sequence[int], note: bytes = b""
+        self,
+        peer: str,
+        local_pages: Sequence[int],
+        remote_pages: Sequence[int],
+        note: bytes = b"",
+        after: Moment | None = None,
     ) -> int:
         """Starts copying pages, pair by pair, and returns the write's number.
 
         Pages that are neighbours on both sides travel as one piece. Without
-        pages only the note is sent. Raises WorkerLost when the peer is not
-        connected, Internal when a page is outside of its pool.
+        pages only the note is sent. No page is read before the moment `after`
+        has passed. Raises WorkerLost when the peer is not connected, Internal
+        when a page is outside of its pool.
         """
 
     def poll(self) -> list[TransportEvent]:

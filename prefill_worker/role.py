@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from baton.v1 import worker_pb2 as pb
 from core.config import Config
 from core.errors import BatonError, Exhausted, Internal, Unavailable
-from core.types import AttemptKey, FinishReason, Work
+from core.types import AttemptKey, FinishReason, Moment, Work
 from core.wire import failed_to, finish_to, work_from
 from engine.engine import Engine
 from engine.page_pool import Lease
@@ -131,6 +131,7 @@ class PrefillRole:
         self._start(plan)
         for settled in self._flights.advance(plan):
             self._commit(settled)
+        self._push_ahead(plan)
         return True
 
     def load(self) -> pb.Load:
@@ -212,11 +213,13 @@ class PrefillRole:
             sequence.lease.forget()
             self._fail(job, outcome)
             return
-        sequence.settle(settled.computed)
         if outcome is None:
-            self._push_full_pages(job, sequence, settled.computed)
+            self._push(job, sequence.lease.pages[: settled.computed // self._pool.page_size])
         else:
             self._emit(job, sequence, outcome)
+        sequence.settle(settled.computed)
+        if outcome is not None and not job.push:
+            self._forget(job)
 
     def _break_deadlock(self) -> bool:
         """Frees pages when nothing else will.
@@ -244,12 +247,10 @@ class PrefillRole:
         finish = sequence.append(token)
         self._scheduler.remove(key)
         self._send_first_token(job, sequence, finish)
-        if not job.push:
-            self._forget(job)
-        elif finish:
+        if job.push and finish:
             job.released = True
             self._transfer.cancel_push(key)
-        else:
+        elif job.push:
             self._transfer.finish_push(key, token, sequence.lease.pages[job.pushed_pages :])
 
     def _send_first_token(self, job: Job, sequence: Sequence, finish: FinishReason | None) -> None:
@@ -265,12 +266,23 @@ class PrefillRole:
         self._outbox.send(job.attachment, pb.WorkerMessage(first_token=first))
         self._outbox.flush()
 
-    def _push_full_pages(self, job: Job, sequence: Sequence, computed: int) -> None:
-        full = computed // self._pool.page_size
-        if job.push and full > job.pushed_pages:
-            pages = sequence.lease.pages[job.pushed_pages : full]
-            self._transfer.push_pages(job.work.key, pages)
-            job.pushed_pages = full
+    def _push_ahead(self, plan: list[Piece]) -> None:
+        """Hands over what a device is still computing: it leaves without waiting for the host."""
+        end = self._flights.last_end
+        if not plan or end is None or not self._transfer.pushes_ahead:
+            return
+        for sequence in (piece.sequence for piece in plan):
+            job = self._jobs.get(sequence.work.key)
+            if job is not None and not job.released:
+                whole = sequence.expected  # its last piece: the rest of its last page too
+                full = None if whole else sequence.computed // self._pool.page_size
+                self._push(job, sequence.lease.pages[:full], end)
+
+    def _push(self, job: Job, pages: list[int], after: Moment | None = None) -> None:
+        """Of a prompt's first pages, those that were not pushed before."""
+        if job.push and len(pages) > job.pushed_pages:
+            self._transfer.push_pages(job.work.key, pages[job.pushed_pages :], after)
+            job.pushed_pages = len(pages)
 
     def _release(self, key: AttemptKey) -> None:
         job = self._jobs.get(key)

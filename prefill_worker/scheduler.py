@@ -28,6 +28,10 @@ from engine.sequence import Piece, Plan, Sequence, is_coming
 
 LOOK_AHEAD = 8
 
+LAST_TOKENS = 2048
+"""A long prompt's last piece. Pages travel while the next piece is computed; those of the last
+one have nothing to hide behind, so they should be few."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
@@ -99,6 +103,8 @@ class PrefillScheduler:
 
     def _add_piece(self, plan: Plan, sequence: Sequence, budget: int) -> int:
         count = min(sequence.uncomputed, budget)
+        if count == sequence.uncomputed and count >= 2 * LAST_TOKENS:
+            count -= LAST_TOKENS
         plan.append(Piece(sequence, count))
         return count
 

@@ -11,6 +11,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from core.errors import BatonError
+from core.types import Moment
 from engine.engine import Engine
 from engine.flight import Flight, Landed, Outcome
 from engine.sequence import Plan, Sequence
@@ -43,6 +44,11 @@ class Flights:
     @property
     def any(self) -> bool:
         return bool(self._under_way)
+
+    @property
+    def last_end(self) -> Moment | None:
+        """When the step launched last is done, if the device is still at it."""
+        return self._under_way[-1].flight.ended if self._under_way else None
 
     def advance(self, plan: Plan) -> list[Settled]:
         """Launches a step, if there is one to launch, and settles those before it.

@@ -24,14 +24,14 @@ class GpuFlight:
         self._tokens = tokens
         self._count = len(plan)
         self._leases = [piece.sequence.lease for piece in plan]
-        self._ended = _mark_end() if torch.cuda.is_available() else None
+        self.ended = _mark_end() if torch.cuda.is_available() else None
         for piece in plan:
             piece.sequence.lease.pin()
             piece.depart()
 
     def wait(self) -> list[Outcome]:
-        if self._ended is not None:
-            self._ended.synchronize()
+        if self.ended is not None:
+            self.ended.synchronize()
         for lease in self._leases:
             lease.unpin()
         outcomes: list[Outcome] = [None] * self._count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 
@@ -255,4 +256,48 @@ def test_a_killed_process_is_found_lost(kind: str) -> None:
     assert {e.peer for e in source.events if isinstance(e, PeerLost)} == {peer}
     with pytest.raises(WorkerLost):
         source.transport.write(peer, [0], [0])
+    source.transport.close()
+
+
+class Signal:
+    """A moment that comes when the test says so."""
+
+    def __init__(self) -> None:
+        self.passed = False
+
+    def query(self) -> bool:
+        return self.passed
+
+
+@pytest.mark.skipif(not NIXL, reason="NIXL is not installed")
+def test_a_write_reads_no_page_before_its_moment() -> None:
+    source, target, moment = Pool("nixl-cpu"), Pool("nixl-cpu"), Signal()
+    peer = source.transport.connect(target.address)
+    number = source.transport.write(peer, [1], [2], b"made", moment)
+    write(source, target, [3], [3], b"another")  # does not wait behind it
+    source.fill(1, 7)
+    assert ended(source, number) == []
+    moment.passed = True
+    poll_until(lambda: len(notes(target)) == 2, source, target)
+    assert target.page(2) == bytes([7]) * PAGE_BYTES
+    assert [noted.note for noted in notes(target)] == [b"another", b"made"]
+    for pool in (source, target):
+        pool.transport.close()
+
+
+@pytest.mark.skipif(not NIXL, reason="NIXL is not installed")
+def test_a_write_that_waits_for_its_moment_fails_with_its_peer() -> None:
+    source = Pool("nixl-cpu")
+    with pool_host() as mortal:
+        target = mortal.make_pool("nixl-cpu", PAGE_BYTES)
+        peer = source.transport.connect(target.address)
+        number = source.transport.write(peer, [1], [2], b"", Signal())
+        mortal.kill()
+        poke = source.transport.write(peer, [], [], b"are you there")
+        poll_until(lambda: ended(source, poke), source)
+        while ended(source, number) == []:
+            with contextlib.suppress(WorkerLost):
+                source.transport.write(peer, [4], [4], b"")
+            source.events += source.transport.poll()
+    assert [type(event) for event in ended(source, number)] == [WriteFailed]
     source.transport.close()

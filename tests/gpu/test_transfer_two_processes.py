@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 from pool_host import HostedPool, PoolHost, pool_host
 from pools import CUDA, PAGES, Pool
 
@@ -138,3 +139,23 @@ def test_a_gpu_finds_a_page_that_was_damaged() -> None:
     assert digest([3, 5, 4]) == [whole[0], digest([5])[0], whole[2]]
     assert digest([5]) != whole[:1]
     pool.transport.close()
+
+
+def test_pages_that_are_still_being_made_leave_when_they_are_there(
+    source: Pool, host: PoolHost
+) -> None:
+    target = host.make_pool(KIND, LARGE_PAGE)
+    peer = source.transport.connect(target.address)
+    made = torch.cuda.Event()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(1_000_000_000)  # half a second
+        source.bytes.fill_later(0, LARGE_PAGE, 7)
+        made.record()
+    late = source.transport.write(peer, [0], [5], b"late", made)
+    source.transport.write(peer, [1], [6], b"ready")
+    poll_until(lambda: Noted(source.address.agent, b"ready") in target.events, source, target)
+    assert not made.query()
+    assert ends(source) == [WriteDone(late + 1)]
+    poll_until(lambda: Noted(source.address.agent, b"late") in target.events, source, target)
+    assert target.page(5) == bytes([7]) * LARGE_PAGE
+    target.close()

@@ -187,7 +187,12 @@ class Cluster:
         self.counts["freezes"] += 1
         worker.freeze()
         self.world.after(FROZEN_SECONDS, lambda: self._give_up(worker))
-        self.world.after(seconds, worker.thaw)
+        self.world.after(seconds, lambda: self._thaw(worker))
+
+    def _thaw(self, worker: SimulatedWorker) -> None:
+        worker.thaw()
+        for router in self.routers:  # which never stop looking for it
+            router.watch(worker.worker_id)
 
     def _give_up(self, worker: SimulatedWorker) -> None:
         if worker.frozen:

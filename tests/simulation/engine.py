@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from core.errors import Internal
-from core.types import FinishReason, Work
+from core.types import FinishReason, Moment, Work
 from engine.flight import Flight, Landed, Outcome
 from engine.page_pool import Lease, PagePool
 from engine.sequence import Piece, Plan
@@ -105,6 +105,8 @@ class _Run:
 
 
 class _Flight:
+    """Its own end: the moment has passed once it has run."""
+
     def __init__(self, engine: SimulatedEngine, runs: list[_Run]) -> None:
         self.outcomes: list[Outcome] = []
         self._engine = engine
@@ -112,6 +114,13 @@ class _Flight:
         for run in runs:
             run.lease.pin()
             run.sequence.expected += run.samples
+
+    @property
+    def ended(self) -> Moment:
+        return self
+
+    def query(self) -> bool:
+        return bool(self.outcomes)
 
     def run(self) -> None:
         self.outcomes = [self._engine.run(run) for run in self._runs]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
 from core.errors import WorkerLost
+from core.types import Moment
 from kv_transfer.transport import (
     Noted,
     PeerLost,
@@ -45,6 +46,7 @@ class Write:
     local_pages: tuple[int, ...]
     remote_pages: tuple[int, ...]
     note: bytes
+    after: Moment | None = None  # its pages are not read before
     landed: bool = False
 
 
@@ -114,6 +116,10 @@ class Fabric:
         if peer.stalled and write.sender.waits_for_frozen:
             world.after(0.5, lambda: self.land(write))
             return
+        if write.after is not None and not write.after.query():
+            if not write.sender.dead:  # else its step is never computed
+                world.after(world.delay(), lambda: self.land(write))
+            return
         write.landed = True
         if write.local_pages:
             self.on_landing(write)
@@ -167,13 +173,19 @@ class SimulatedTransport:
         self._endpoints.pop(peer, None)
 
     def write(
-        self, peer: str, local_pages: Sequence[int], remote_pages: Sequence[int], note: bytes = b""
+        self,
+        peer: str,
+        local_pages: Sequence[int],
+        remote_pages: Sequence[int],
+        note: bytes = b"",
+        after: Moment | None = None,
     ) -> int:
         endpoint = self._endpoints.get(peer)
         if endpoint is None:
             raise WorkerLost(f"not connected to {peer}")
         number = next(self._numbers)
-        write = Write(self, endpoint, number, tuple(local_pages), tuple(remote_pages), note)
+        pages = tuple(local_pages), tuple(remote_pages)
+        write = Write(self, endpoint, number, *pages, note, after)
         if not endpoint.alive:
             self.writes[number] = write
             self._lose(peer)

@@ -71,8 +71,12 @@ class CudaBytes:
         return bytes(self._tensor[start : start + size].cpu().numpy())
 
     def fill(self, start: int, size: int, value: int) -> None:
-        self._tensor[start : start + size] = value
+        self.fill_later(start, size, value)
         torch.cuda.synchronize()
+
+    def fill_later(self, start: int, size: int, value: int) -> None:
+        """In the order of the current stream."""
+        self._tensor[start : start + size] = value
 
 
 @dataclass(frozen=True)
@@ -118,14 +122,14 @@ class Pool:
 
     def __init__(self, kind: str, page_bytes: int = PAGE_BYTES) -> None:
         self.page_bytes = page_bytes
-        self._bytes = KINDS[kind].make_bytes(page_bytes * PAGES, UNTOUCHED)
-        self.memory = KINDS[kind].make_memory(self._bytes, page_bytes, PAGES)
+        self.bytes = KINDS[kind].make_bytes(page_bytes * PAGES, UNTOUCHED)
+        self.memory = KINDS[kind].make_memory(self.bytes, page_bytes, PAGES)
         self.transport = KINDS[kind].make_transport()
         self.address = self.transport.register(self.memory, LAYOUT)
         self.events: list[TransportEvent] = []
 
     def page(self, index: int) -> bytes:
-        return self._bytes.read(index * self.page_bytes, self.page_bytes)
+        return self.bytes.read(index * self.page_bytes, self.page_bytes)
 
     def fill(self, index: int, value: int) -> None:
-        self._bytes.fill(index * self.page_bytes, self.page_bytes, value)
+        self.bytes.fill(index * self.page_bytes, self.page_bytes, value)
