@@ -30,6 +30,7 @@ from core.errors import (
     TokenOutOfRange,
     Unavailable,
     UnknownModel,
+    UnknownRequest,
     UnsupportedModel,
     WorkerLost,
 )
@@ -67,6 +68,7 @@ __all__ = [
     "TokenOutOfRange",
     "Unavailable",
     "UnknownModel",
+    "UnknownRequest",
     "UnsupportedModel",
     "Usage",
     "WorkerLost",

@@ -31,7 +31,8 @@ from baton.requests import (
     generate_request,
     tokenize_request,
 )
-from baton.v1 import cluster_pb2, inference_pb2
+from baton.timing import timing_of
+from baton.v1 import cluster_pb2, inference_pb2, timing_pb2
 from baton.v1.cluster_pb2_grpc import AdminStub
 from baton.v1.inference_pb2_grpc import InferenceStub
 from core.errors import Cancelled, DeadlineExceeded, Unavailable
@@ -66,6 +67,10 @@ class AsyncStream:
         if not self._builder.complete:
             raise RuntimeError("the answer is not complete; iterate to its end first")
         return self._builder.answer()
+
+    async def timing(self) -> timing_pb2.RequestTiming:
+        """Where the time went, once the iteration has ended."""
+        return timing_of(await self._call.trailing_metadata())
 
     async def read(self) -> Answer:
         """Reads what is left and gives the whole answer."""
@@ -186,6 +191,22 @@ class AsyncClient:
         """What the router knows of the cluster now."""
         with translated(self.address):
             return await self._admin.Status(cluster_pb2.StatusRequest(), timeout=timeout)
+
+    async def timing(
+        self, request_id: str, *, timeout: float | None = CALL_SECONDS
+    ) -> timing_pb2.RequestTiming:
+        """Where the time of a recent request went."""
+        with translated(self.address):
+            request = cluster_pb2.TimingRequest(request_id=request_id)
+            return await self._admin.Timing(request, timeout=timeout)
+
+    async def recent(
+        self, limit: int = 0, *, timeout: float | None = CALL_SECONDS
+    ) -> list[timing_pb2.RequestTiming]:
+        """The latest requests, newest first, without their phases."""
+        with translated(self.address):
+            request = cluster_pb2.RecentRequest(limit=limit)
+            return list((await self._admin.Recent(request, timeout=timeout)).requests)
 
     async def drain(self, worker_id: str, *, timeout: float | None = CALL_SECONDS) -> None:
         """Has a worker take nothing new, finish or hand back what runs, and exit."""

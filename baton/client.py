@@ -29,7 +29,8 @@ from baton.requests import (
     generate_request,
     tokenize_request,
 )
-from baton.v1 import cluster_pb2, inference_pb2
+from baton.timing import Metadata, timing_of
+from baton.v1 import cluster_pb2, inference_pb2, timing_pb2
 from baton.v1.cluster_pb2_grpc import AdminStub
 from baton.v1.inference_pb2_grpc import InferenceStub
 from core.errors import DeadlineExceeded, Unavailable
@@ -40,6 +41,7 @@ class GenerateCall(Protocol):
 
     def __iter__(self) -> Iterator[inference_pb2.GenerateResponse]: ...
     def cancel(self) -> bool: ...
+    def trailing_metadata(self) -> Metadata: ...
 
 
 Arrivals = queue.SimpleQueue[inference_pb2.GenerateResponse | grpc.RpcError | None]
@@ -85,6 +87,11 @@ class Stream:
         if not self._builder.complete:
             raise RuntimeError("the answer is not complete; iterate to its end first")
         return self._builder.answer()
+
+    @property
+    def timing(self) -> timing_pb2.RequestTiming:
+        """Where the time went, once the iteration has ended."""
+        return timing_of(self._call.trailing_metadata())
 
     def read(self) -> Answer:
         """Reads what is left and gives the whole answer."""
@@ -189,6 +196,22 @@ class Client:
         """What the router knows of the cluster now."""
         with translated(self.address):
             return self._admin.Status(cluster_pb2.StatusRequest(), timeout=timeout)
+
+    def timing(
+        self, request_id: str, *, timeout: float | None = CALL_SECONDS
+    ) -> timing_pb2.RequestTiming:
+        """Where the time of a recent request went."""
+        with translated(self.address):
+            request = cluster_pb2.TimingRequest(request_id=request_id)
+            return self._admin.Timing(request, timeout=timeout)
+
+    def recent(
+        self, limit: int = 0, *, timeout: float | None = CALL_SECONDS
+    ) -> list[timing_pb2.RequestTiming]:
+        """The latest requests, newest first, without their phases."""
+        with translated(self.address):
+            request = cluster_pb2.RecentRequest(limit=limit)
+            return list(self._admin.Recent(request, timeout=timeout).requests)
 
     def drain(self, worker_id: str, *, timeout: float | None = CALL_SECONDS) -> None:
         """Has a worker take nothing new, finish or hand back what runs, and exit."""

@@ -15,6 +15,7 @@ from cli.generate import generate
 from cli.model import model
 from cli.serve import serve
 from cli.status import status
+from cli.why import why
 
 app = typer.Typer(
     name="baton",
@@ -27,6 +28,7 @@ app.command()(serve)
 app.command()(generate)
 app.command()(chat)
 app.command()(status)
+app.command()(why)
 app.command()(doctor)
 app.command()(drain)
 app.add_typer(model, name="model")

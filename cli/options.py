@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 Address = Annotated[str, typer.Option(metavar="HOST:PORT", help="The router to talk to.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 System = Annotated[str | None, typer.Option(metavar="TEXT", help="A system message to start with.")]
 MaxTokens = Annotated[
     int | None, typer.Option(min=1, help="The most tokens to write. (default: what fits)")

@@ -13,14 +13,12 @@ from baton.connection import DEFAULT_ADDRESS
 from baton.v1 import cluster_pb2
 from cli import options
 from cli.edge import edge
+from cli.terminal import console
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import RenderableType
 
 _REFRESH_SECONDS = 1.0
-
-_PIPE_WIDTH = 160
-"""Columns where there is no terminal to fit, so that a pipe sees whole cells."""
 
 
 def status(
@@ -54,13 +52,13 @@ def _to_json(now: cluster_pb2.StatusResponse) -> str:
 def _print_table(client: Client) -> None:
     from cli.status_table import render
 
-    _console().print(render(client.status(), client.address))
+    console().print(render(client.status(), client.address))
 
 
 def _watch(client: Client) -> None:
     from rich.live import Live
 
-    with Live(console=_console(), auto_refresh=False) as live:
+    with Live(console=console(), auto_refresh=False) as live:
         while True:
             live.update(_frame(client), refresh=True)
             time.sleep(_REFRESH_SECONDS)
@@ -76,12 +74,3 @@ def _frame(client: Client) -> RenderableType:
         return render(client.status(timeout=_REFRESH_SECONDS), client.address)
     except BatonError as error:
         return Text(error.message, style="red")
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    console = Console()
-    if not console.is_terminal:
-        console.width = _PIPE_WIDTH
-    return console

@@ -6,6 +6,7 @@
     │   ├── TokenOutOfRange
     │   ├── InvalidSampling
     │   ├── UnknownModel
+    │   ├── UnknownRequest       none of that name, or too long ago
     │   └── NotServed            a feature that is not there
     ├── InvalidConfig            an operator must change the configuration
     │   ├── UnsupportedModel
@@ -63,6 +64,10 @@ class InvalidSampling(InvalidRequest):
 
 class UnknownModel(InvalidRequest):
     reason = "UNKNOWN_MODEL"
+
+
+class UnknownRequest(InvalidRequest):
+    reason = "UNKNOWN_REQUEST"
 
 
 class NotServed(InvalidRequest):
@@ -128,6 +133,7 @@ class Translation(NamedTuple):
 
 TRANSLATIONS: dict[type[BatonError], Translation] = {
     UnknownModel: Translation("NOT_FOUND", 404),
+    UnknownRequest: Translation("NOT_FOUND", 404),
     InvalidRequest: Translation("INVALID_ARGUMENT", 400),
     InvalidConfig: Translation("FAILED_PRECONDITION", 500),
     Exhausted: Translation("RESOURCE_EXHAUSTED", 429),

@@ -55,6 +55,7 @@ class Job:
     landed: float = 0.0
     sequence: Sequence | None = None
     queue_seconds: float = 0.0
+    admitted: float = 0.0  # when it was first in a batch
     writing: bool = False  # a token has been sent
 
 
@@ -236,7 +237,8 @@ class DecodeRole:
     def _admit(self, plan: list[Piece], now: float) -> None:
         for piece in plan:
             job = self._jobs[piece.sequence.work.key]
-            if not job.queue_seconds:
+            if not job.admitted:
+                job.admitted = now
                 job.queue_seconds = now - job.landed
                 self._metrics.queued(job.queue_seconds)
 
@@ -260,6 +262,7 @@ class DecodeRole:
                     finish_reason=finish_to(finish),
                     queue_seconds=0.0 if job.writing else job.queue_seconds,
                     cached_tokens=self._cached_tokens(job, sequence),
+                    compute_seconds=0.0 if job.writing else time.monotonic() - job.admitted,
                 )
             )
             job.writing = True

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from baton.v1 import worker_pb2 as pb
 from core.config import Config
@@ -34,6 +34,7 @@ from kv_transfer.events import (
     TransferEvent,
 )
 from kv_transfer.thread import TransferThread
+from prefill_worker.chunks import Chunks
 from prefill_worker.scheduler import PrefillScheduler
 from worker.admission import check_context, check_work, quarantine_fault
 from worker.cache_feed import CacheFeed
@@ -49,6 +50,7 @@ class Job:
     push: bool
     arrived: float
     started: float = 0.0
+    chunks: Chunks = field(default_factory=Chunks)
     lease: Lease | None = None
     delivered: bool = False  # decode's ticket is here
     pushed_pages: int = 0
@@ -202,6 +204,7 @@ class PrefillRole:
             if job.lease is None:
                 job.lease = piece.sequence.lease
                 job.started = time.monotonic()
+                job.chunks.begin(job.lease.found * self._pool.page_size, job.started)
                 self._metrics.queued(job.started - job.arrived)
 
     def _commit(self, settled: Settled) -> None:
@@ -213,6 +216,7 @@ class PrefillRole:
             sequence.lease.forget()
             self._fail(job, outcome)
             return
+        job.chunks.end(settled.computed, time.monotonic())
         if outcome is None:
             self._push(job, sequence.lease.pages[: settled.computed // self._pool.page_size])
         else:
@@ -262,6 +266,7 @@ class PrefillRole:
             queue_seconds=job.started - job.arrived,
             compute_seconds=time.monotonic() - job.started,
             cached_tokens=sequence.lease.found * self._pool.page_size,
+            chunks=job.chunks.tell(),
         )
         self._outbox.send(job.attachment, pb.WorkerMessage(first_token=first))
         self._outbox.flush()

@@ -23,6 +23,7 @@ from core.types import Work
 from router.admission import Admission, Seat
 from router.attempt import Action, Attempt, Ended, Event, Send, Side, Tokens
 from router.feedback import Feedback
+from router.ledger import AnswerLedger
 from router.life import RequestLife, RetryLimits
 from router.link import Inbox
 from router.metrics import RouterMetrics
@@ -46,16 +47,17 @@ class Dispatcher:
         self._metrics = metrics
         self._limits = RetryLimits(config.max_worker_deaths, config.max_attempts)
 
-    async def run(self, work: Work) -> AsyncGenerator[Placement | Tokens]:
+    async def run(self, work: Work, ledger: AnswerLedger) -> AsyncGenerator[Placement | Tokens]:
         """Yields each attempt's placement, and the tokens. Closing the iterator cancels the
         request."""
         life = RequestLife(work, self._limits)
         order = self._admission.arrive()
         while True:
             seat = await self._admission.seat(order, life)
-            running = self._run(life.begin(seat.placement), seat, life.suspicion)
+            running = self._run(life.begin(seat.placement), seat, life.suspicion, ledger)
             try:
                 running.start()
+                ledger.place(life.placements[-1])
                 self._metrics.placed(life.placements[-1])
                 yield life.placements[-1]
                 while running.ended is None:
@@ -68,6 +70,7 @@ class Dispatcher:
                 running.release()
             self._retry(life, seat, await self._confirmed(running))
             await asyncio.sleep(life.delay)
+            ledger.lose()
 
     async def probe(self, work: Work, seat: Seat, seconds: float) -> str:
         """Has given workers make one token. What went wrong; empty when nothing did."""
@@ -84,8 +87,10 @@ class Dispatcher:
         finally:
             running.release()
 
-    def _run(self, work: Work, seat: Seat, suspicion: Suspicion) -> Running:
-        feedback = Feedback(work, seat, self._roster.costs, self._metrics)
+    def _run(
+        self, work: Work, seat: Seat, suspicion: Suspicion, ledger: AnswerLedger | None = None
+    ) -> Running:
+        feedback = Feedback(work, seat, self._roster.costs, self._metrics, ledger)
         return Running(work, seat, suspicion, feedback, self._admission.wake)
 
     async def _next_event(self, running: Running) -> Event | Ended:

@@ -1,7 +1,7 @@
 """What one attempt teaches: how long its parts took, and what was cached.
 
 Workers tell their own times with the messages that they send anyway. They go to
-the cost model and the metrics, beside what was predicted when the request was
+the cost model, the metrics and the request's ledger, beside what was predicted when the request was
 placed.
 """
 
@@ -13,6 +13,7 @@ from baton.v1 import worker_pb2 as pb
 from core.types import Work
 from router.admission import Seat
 from router.cost_model import CostModel
+from router.ledger import AnswerLedger
 from router.link import WorkerLink
 from router.metrics import RouterMetrics
 from router.placement import Forecast
@@ -22,17 +23,27 @@ class Feedback:
     """For one attempt, from when it is made. A canary, of which nothing was predicted, teaches
     nothing."""
 
-    def __init__(self, work: Work, seat: Seat, costs: CostModel, metrics: RouterMetrics) -> None:
+    def __init__(
+        self,
+        work: Work,
+        seat: Seat,
+        costs: CostModel,
+        metrics: RouterMetrics,
+        ledger: AnswerLedger | None = None,
+    ) -> None:
         self._tokens = len(work.prompt_tokens)
         self._seat = seat
         self._costs = costs
         self._metrics = metrics
+        self._ledger = ledger
         self._began = time.monotonic()
         self._compute_seconds = 0.0
         self._read = False  # the prompt has been
 
     def take(self, event: pb.WorkerMessage) -> None:
         self._metrics.attempt_event(event)
+        if self._ledger is not None:
+            self._ledger.hear(event)
         forecast = self._seat.placement.forecast
         if forecast is None:
             return

@@ -10,7 +10,13 @@ from typing import Any, NoReturn, TypeVar
 
 import grpc
 
-from baton.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc, worker_pb2
+from baton.v1 import (
+    cluster_pb2,
+    cluster_pb2_grpc,
+    inference_pb2_grpc,
+    timing_pb2,
+    worker_pb2,
+)
 from baton.v1 import inference_pb2 as pb
 from core.errors import (
     BatonError,
@@ -18,9 +24,13 @@ from core.errors import (
     InvalidRequest,
     TokenOutOfRange,
     UnknownModel,
+    UnknownRequest,
 )
+from core.types import Request
 from core.wire import finish_to
+from router import phases
 from router.grpc_errors import to_status
+from router.ledger import RequestLedger
 from router.link import WorkerLink
 from router.parse import parse_prompt, parse_request
 from router.placement import Placement
@@ -29,6 +39,8 @@ from router.roster import Roster
 from router.serving import Delta, Event, Serving, Started
 
 log = logging.getLogger(__name__)
+
+RECENT_REQUESTS = 50
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Service = TypeVar("Service")
@@ -70,14 +82,26 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def Generate(  # type: ignore[override]
         self, message: pb.GenerateRequest, context: Context
     ) -> None:
+        arrived = time.monotonic()
         try:
             self._check_model(message.model)
-            events = self._serving.generate(parse_request(message))
-            async with reading(events, self._reader_buffer) as buffer:
-                async for event in buffer:
-                    await context.write(self._response(event))
+            request = parse_request(message)
+            ledger = RequestLedger.begin(request.request_id, arrived, request.n)
+            with self._serving.ledgers.keep(ledger):
+                await self._answer(request, ledger, context)
+                ledger.end()
+                context.set_trailing_metadata(((phases.KEY, phases.trailer(ledger)),))
         except Exception as error:  # noqa: BLE001 the edge of the process
             await abort(context, error)
+
+    async def _answer(self, request: Request, ledger: RequestLedger, context: Context) -> None:
+        events = self._serving.generate(request, ledger)
+        async with reading(events, self._reader_buffer) as buffer:
+            async for event in buffer:
+                began = time.monotonic()
+                await context.write(self._response(event))
+                if not isinstance(event, Started):
+                    ledger.answers[event.index].write(began)
 
     @answered
     async def ListModels(self, message: pb.ListModelsRequest) -> pb.ListModelsResponse:
@@ -201,6 +225,22 @@ class AdminService(cluster_pb2_grpc.AdminServicer):
             )
         link.send(worker_pb2.RouterMessage(drain=worker_pb2.Drain()))
         return cluster_pb2.DrainResponse()
+
+    @answered
+    async def Timing(self, message: cluster_pb2.TimingRequest) -> timing_pb2.RequestTiming:
+        ledger = self._serving.ledgers.find(message.request_id)
+        if ledger is None:
+            raise UnknownRequest(
+                f"no request called {message.request_id!r} is among the latest here",
+                field="request_id",
+            )
+        return phases.request_timing(ledger)
+
+    @answered
+    async def Recent(self, message: cluster_pb2.RecentRequest) -> cluster_pb2.RecentResponse:
+        ledgers = self._serving.ledgers.recent(message.limit or RECENT_REQUESTS)
+        timings = [phases.request_timing(ledger, phases=False) for ledger in ledgers]
+        return cluster_pb2.RecentResponse(requests=timings)
 
 
 def _worker_status(

@@ -1,7 +1,7 @@
 """One request from text to text: what every edge (gRPC, HTTP) calls.
 
 Between the edge and the dispatcher: the prompt becomes tokens, the tokens
-become text, stop strings end the answer, and the times are measured. Several
+become text, stop strings end the answer, and the times are measured (router/ledger.py). Several
 answers to one request share its prompt's tokens and its fate; each is dispatched
 by itself, may be tried again by itself, and has a seed of its own.
 """
@@ -12,7 +12,7 @@ import asyncio
 import dataclasses
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -33,11 +33,12 @@ from core.types import AttemptKey, ChatPrompt, FinishReason, Prompt, Request, Wo
 from router.admission import Admission
 from router.answer import AnswerText
 from router.dispatch import Dispatcher
+from router.ledger import AnswerLedger, Ledgers, RequestLedger
 from router.merge import merged
 from router.metrics import RouterMetrics
 from router.placement import Placement
 from router.roster import CacheNames, Roster
-from router.text import Text
+from router.text import Rendered, Text
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +89,22 @@ class Serving:
         self.idle = asyncio.Event()  # set while nothing is active
         self.idle.set()
         self.finished = 0
+        self.ledgers = Ledgers()
         self.draining = False  # no new requests are taken
 
-    async def generate(self, request: Request) -> AsyncGenerator[Event]:
-        """The answers as they are made. Closing the iterator cancels the request."""
+    async def generate(
+        self, request: Request, ledger: RequestLedger, place: int = 0
+    ) -> AsyncGenerator[Event]:
+        """The answers as they are made. Closing the iterator cancels the request.
+
+        `place` is the request's among those that the ledger's call has.
+        """
         self._let_in(request.n)
         outcome = "CANCELLED"
         self._count(+request.n)
         try:
-            async with aclosing(self._answers(request, time.monotonic())) as events:
+            entries = ledger.answers[place * request.n : (place + 1) * request.n]
+            async with aclosing(self._answers(request, entries)) as events:
                 async for event in events:
                     if isinstance(event, Finished):
                         outcome = event.reason.name
@@ -107,6 +115,7 @@ class Serving:
         finally:
             self._count(-request.n)
             self.finished += 1
+            ledger.outcome = outcome
             self._metrics.requests.labels(outcome=outcome).inc()
 
     def _let_in(self, answers: int) -> None:
@@ -134,11 +143,13 @@ class Serving:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, work, *arguments)
 
-    async def _answers(self, request: Request, began: float) -> AsyncGenerator[Event]:
+    async def _answers(
+        self, request: Request, entries: Sequence[AnswerLedger]
+    ) -> AsyncGenerator[Event]:
         """All answers to a request. The first that is placed starts it."""
-        work = await self._prepare(request)
+        work = await self._prepare(request, entries)
         self._metrics.prompt_tokens.inc(len(work.prompt_tokens))
-        answers = [self._answer(request, work, index, began) for index in range(request.n)]
+        answers = [self._answer(request, work, *entry) for entry in enumerate(entries)]
         started = False
         async with aclosing(merged(answers) if request.n > 1 else answers[0]) as events:
             async for event in events:
@@ -147,24 +158,25 @@ class Serving:
                 started = True
 
     async def _answer(
-        self, request: Request, work: Work, index: int, began: float
+        self, request: Request, work: Work, index: int, ledger: AnswerLedger
     ) -> AsyncGenerator[Event]:
         work = _work_for(work, index)
-        clock = _Clock(self._metrics, began)
+        clock = _Clock(self._metrics, ledger)
         answer = AnswerText(self.text.detokenizer(), request.stop)
         placements: list[Placement] = []
         cached_tokens = 0
-        async with aclosing(self.dispatcher.run(work)) as events:
+        async with aclosing(self.dispatcher.run(work, ledger)) as events:
             async for event in events:
                 if isinstance(event, Placement):
                     placements.append(event)
                     if len(placements) == 1:
                         yield _started(request, work, event)
                     continue
-                if not clock.count:
+                if not ledger.tokens:
                     cached_tokens = event.cached_tokens
                 clock.tokens(len(event.token_ids))
                 delta = answer.push(event)
+                ledger.tell(finished=answer.finish is not None)
                 if delta.token_ids or delta.text:
                     yield Delta(delta.text, delta.token_ids, index)
                 if answer.finish:
@@ -182,14 +194,17 @@ class Serving:
                     )
                     return
 
-    async def _prepare(self, request: Request) -> Work:
+    async def _prepare(self, request: Request, entries: Sequence[AnswerLedger]) -> Work:
         """What workers are to do, for the first answer."""
         # Workers tell how much they hold, so some must be there.
         await self.admission.wait_ready()
         context = self._roster.context_length()
-        tokens, keys = await self._off_loop(
+        read = await self._off_loop(
             _read_prompt, self.text, request, context, self._roster.cache_names
         )
+        tokens = read.tokens
+        for entry in entries:
+            entry.prepare(read.template_seconds, read.tokenize_seconds, len(tokens))
         self._check(tokens, context)
         room = context - len(tokens)
         stops = request.stop_token_ids
@@ -203,7 +218,7 @@ class Serving:
             max_tokens=min(request.max_tokens or room, room),
             stop_token_ids=stops,
             cache_salt=request.cache_salt,
-            page_keys=keys,
+            page_keys=read.page_keys,
         )
 
     def _check(self, tokens: list[int], context: int) -> None:
@@ -230,15 +245,28 @@ class Serving:
         self._metrics.active.set(self.active)
 
 
-def _read_prompt(
-    text: Text, request: Request, most_tokens: int, names: CacheNames | None
-) -> tuple[list[int], list[bytes]]:
-    """The prompt's tokens, and the names of its pages where workers have caches."""
-    tokens = text.encode(request.prompt, most_tokens)
-    if names is None:
-        return tokens, []
-    parent = salted_root(names.root, request.cache_salt)
-    return tokens, page_keys(parent, tokens[:most_tokens], names.page_size)
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A prompt as tokens, the names of its pages where workers have caches, and what it took."""
+
+    tokens: list[int]
+    page_keys: list[bytes]
+    template_seconds: float
+    tokenize_seconds: float
+
+
+def _read_prompt(text: Text, request: Request, most_tokens: int, names: CacheNames | None) -> _Read:
+    began = time.monotonic()
+    prompt: Prompt | Rendered = request.prompt
+    if isinstance(prompt, ChatPrompt):
+        prompt = Rendered(text.render(prompt))
+    rendered = time.monotonic()
+    tokens = text.encode(prompt, most_tokens)
+    keys: list[bytes] = []
+    if names is not None:
+        parent = salted_root(names.root, request.cache_salt)
+        keys = page_keys(parent, tokens[:most_tokens], names.page_size)
+    return _Read(tokens, keys, rendered - began, time.monotonic() - rendered)
 
 
 def _work_for(work: Work, index: int) -> Work:
@@ -258,30 +286,26 @@ def _started(request: Request, work: Work, placement: Placement) -> Started:
     )
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Clock:
-    """The times of one answer, from when its request came."""
+    """The times of one answer, from when its request came: kept in its ledger, and counted."""
 
     metrics: RouterMetrics
-    began: float
-    first: float = 0.0
-    last: float = 0.0
-    count: int = 0
+    ledger: AnswerLedger
 
     def tokens(self, count: int) -> None:
-        now = time.monotonic()
-        if not self.count:
-            self.first = now
-            self.metrics.ttft.observe(now - self.began)
+        ledger, before = self.ledger, self.ledger.last
+        ledger.take(count)
+        if not before:
+            self.metrics.ttft.observe(ledger.first - ledger.arrived)
         else:
             for _ in range(count):
-                self.metrics.itl.observe((now - self.last) / count)
-        self.last = now
-        self.count += count
+                self.metrics.itl.observe((ledger.last - before) / count)
         self.metrics.generation_tokens.inc(count)
 
     def end(self) -> None:
         """Only whole answers count: a cancelled one has no end."""
-        self.metrics.e2e.observe(self.last - self.began)
-        if self.count > 1:
-            self.metrics.tpot.observe((self.last - self.first) / (self.count - 1))
+        ledger = self.ledger
+        self.metrics.e2e.observe(ledger.last - ledger.arrived)
+        if ledger.tokens > 1:
+            self.metrics.tpot.observe((ledger.last - ledger.first) / (ledger.tokens - 1))

@@ -8,6 +8,7 @@ without a tokenizer takes token ids and answers with them, without text.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -17,6 +18,13 @@ from core.types import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from router.chat_template import ChatTemplate
 from router.detokenizer import Detokenizer, NoText, detokenizer_factory
 from router.text_files import TextFiles
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A chat as its template writes it, special tokens included."""
+
+    text: str
 
 
 class Text:
@@ -55,7 +63,7 @@ class Text:
     def has_chat_template(self) -> bool:
         return self._chat_template is not None
 
-    def encode(self, prompt: Prompt, most_tokens: int | None = None) -> list[int]:
+    def encode(self, prompt: Prompt | Rendered, most_tokens: int | None = None) -> list[int]:
         """The prompt's token ids. Plain text gets the model's special tokens (such as BOS);
         a chat has those that its template writes; token ids pass as they are.
 
@@ -66,8 +74,9 @@ class Text:
             case TextPrompt(text):
                 return self._tokenize(text, most_tokens, add_special_tokens=True)
             case ChatPrompt():
-                rendered = self.render(prompt)
-                return self._tokenize(rendered, most_tokens, add_special_tokens=False)
+                return self.encode(Rendered(self.render(prompt)), most_tokens)
+            case Rendered(text):
+                return self._tokenize(text, most_tokens, add_special_tokens=False)
             case TokenPrompt(token_ids):
                 return list(token_ids)
 

@@ -22,34 +22,41 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from baton.v1 import timing_pb2 as baton_dot_v1_dot_timing__pb2
 from baton.v1 import worker_pb2 as baton_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/cluster.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/worker.proto\"\x0e\n\x0cWatchRequest\"B\n\x07Members\x12!\n\x07workers\x18\x01 \x03(\x0b\x32\x10.baton.v1.Member\x12\x14\n\x0c\x65nded_agents\x18\x02 \x03(\t\"J\n\x06Member\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x1c\n\x04role\x18\x02 \x01(\x0e\x32\x0e.baton.v1.Role\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"!\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\x0f\n\rDrainResponse\"\x0f\n\rStatusRequest\"\xe7\x01\n\x0eStatusResponse\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x16\n\x0euptime_seconds\x18\x02 \x01(\x02\x12\r\n\x05model\x18\x03 \x01(\t\x12\x17\n\x0f\x61\x63tive_requests\x18\x04 \x01(\r\x12\x19\n\x11\x66inished_requests\x18\x05 \x01(\x04\x12\'\n\x07workers\x18\x06 \x03(\x0b\x32\x16.baton.v1.WorkerStatus\x12\x17\n\x0fqueued_requests\x18\x07 \x01(\r\x12\x13\n\x0bqueue_limit\x18\x08 \x01(\r\x12\x10\n\x08\x64raining\x18\t \x01(\x08\"\x80\x02\n\x0cWorkerStatus\x12 \n\x06member\x18\x01 \x01(\x0b\x32\x10.baton.v1.Member\x12\x10\n\x08\x61ttached\x18\x02 \x01(\x08\x12\x13\n\x0btotal_pages\x18\x03 \x01(\r\x12\x1c\n\x04load\x18\x04 \x01(\x0b\x32\x0e.baton.v1.Load\x12\x17\n\x0f\x61\x63tive_requests\x18\x05 \x01(\r\x12\x11\n\tconnected\x18\x06 \x03(\t\x12\r\n\x05\x66\x61ult\x18\x07 \x01(\t\x12\x10\n\x08\x64raining\x18\x08 \x01(\x08\x12\x13\n\x0bknown_pages\x18\t \x01(\r\x12\x13\n\x0bread_tokens\x18\n \x01(\x04\x12\x12\n\nhit_tokens\x18\x0b \x01(\x04\x32\x42\n\nMembership\x12\x34\n\x05Watch\x12\x16.baton.v1.WatchRequest\x1a\x11.baton.v1.Members0\x01\x32~\n\x05\x41\x64min\x12;\n\x06Status\x12\x17.baton.v1.StatusRequest\x1a\x18.baton.v1.StatusResponse\x12\x38\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x17.baton.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/cluster.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/timing.proto\x1a\x15\x62\x61ton/v1/worker.proto\"\x0e\n\x0cWatchRequest\"B\n\x07Members\x12!\n\x07workers\x18\x01 \x03(\x0b\x32\x10.baton.v1.Member\x12\x14\n\x0c\x65nded_agents\x18\x02 \x03(\t\"J\n\x06Member\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x1c\n\x04role\x18\x02 \x01(\x0e\x32\x0e.baton.v1.Role\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"!\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\x0f\n\rDrainResponse\"#\n\rTimingRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1e\n\rRecentRequest\x12\r\n\x05limit\x18\x01 \x01(\r\";\n\x0eRecentResponse\x12)\n\x08requests\x18\x01 \x03(\x0b\x32\x17.baton.v1.RequestTiming\"\x0f\n\rStatusRequest\"\xe7\x01\n\x0eStatusResponse\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x16\n\x0euptime_seconds\x18\x02 \x01(\x02\x12\r\n\x05model\x18\x03 \x01(\t\x12\x17\n\x0f\x61\x63tive_requests\x18\x04 \x01(\r\x12\x19\n\x11\x66inished_requests\x18\x05 \x01(\x04\x12\'\n\x07workers\x18\x06 \x03(\x0b\x32\x16.baton.v1.WorkerStatus\x12\x17\n\x0fqueued_requests\x18\x07 \x01(\r\x12\x13\n\x0bqueue_limit\x18\x08 \x01(\r\x12\x10\n\x08\x64raining\x18\t \x01(\x08\"\x80\x02\n\x0cWorkerStatus\x12 \n\x06member\x18\x01 \x01(\x0b\x32\x10.baton.v1.Member\x12\x10\n\x08\x61ttached\x18\x02 \x01(\x08\x12\x13\n\x0btotal_pages\x18\x03 \x01(\r\x12\x1c\n\x04load\x18\x04 \x01(\x0b\x32\x0e.baton.v1.Load\x12\x17\n\x0f\x61\x63tive_requests\x18\x05 \x01(\r\x12\x11\n\tconnected\x18\x06 \x03(\t\x12\r\n\x05\x66\x61ult\x18\x07 \x01(\t\x12\x10\n\x08\x64raining\x18\x08 \x01(\x08\x12\x13\n\x0bknown_pages\x18\t \x01(\r\x12\x13\n\x0bread_tokens\x18\n \x01(\x04\x12\x12\n\nhit_tokens\x18\x0b \x01(\x04\x32\x42\n\nMembership\x12\x34\n\x05Watch\x12\x16.baton.v1.WatchRequest\x1a\x11.baton.v1.Members0\x01\x32\xf7\x01\n\x05\x41\x64min\x12;\n\x06Status\x12\x17.baton.v1.StatusRequest\x1a\x18.baton.v1.StatusResponse\x12\x38\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x17.baton.v1.DrainResponse\x12:\n\x06Timing\x12\x17.baton.v1.TimingRequest\x1a\x17.baton.v1.RequestTiming\x12;\n\x06Recent\x12\x17.baton.v1.RecentRequest\x1a\x18.baton.v1.RecentResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.cluster_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WATCHREQUEST']._serialized_start=59
-  _globals['_WATCHREQUEST']._serialized_end=73
-  _globals['_MEMBERS']._serialized_start=75
-  _globals['_MEMBERS']._serialized_end=141
-  _globals['_MEMBER']._serialized_start=143
-  _globals['_MEMBER']._serialized_end=217
-  _globals['_DRAINREQUEST']._serialized_start=219
-  _globals['_DRAINREQUEST']._serialized_end=252
-  _globals['_DRAINRESPONSE']._serialized_start=254
-  _globals['_DRAINRESPONSE']._serialized_end=269
-  _globals['_STATUSREQUEST']._serialized_start=271
-  _globals['_STATUSREQUEST']._serialized_end=286
-  _globals['_STATUSRESPONSE']._serialized_start=289
-  _globals['_STATUSRESPONSE']._serialized_end=520
-  _globals['_WORKERSTATUS']._serialized_start=523
-  _globals['_WORKERSTATUS']._serialized_end=779
-  _globals['_MEMBERSHIP']._serialized_start=781
-  _globals['_MEMBERSHIP']._serialized_end=847
-  _globals['_ADMIN']._serialized_start=849
-  _globals['_ADMIN']._serialized_end=975
+  _globals['_WATCHREQUEST']._serialized_start=82
+  _globals['_WATCHREQUEST']._serialized_end=96
+  _globals['_MEMBERS']._serialized_start=98
+  _globals['_MEMBERS']._serialized_end=164
+  _globals['_MEMBER']._serialized_start=166
+  _globals['_MEMBER']._serialized_end=240
+  _globals['_DRAINREQUEST']._serialized_start=242
+  _globals['_DRAINREQUEST']._serialized_end=275
+  _globals['_DRAINRESPONSE']._serialized_start=277
+  _globals['_DRAINRESPONSE']._serialized_end=292
+  _globals['_TIMINGREQUEST']._serialized_start=294
+  _globals['_TIMINGREQUEST']._serialized_end=329
+  _globals['_RECENTREQUEST']._serialized_start=331
+  _globals['_RECENTREQUEST']._serialized_end=361
+  _globals['_RECENTRESPONSE']._serialized_start=363
+  _globals['_RECENTRESPONSE']._serialized_end=422
+  _globals['_STATUSREQUEST']._serialized_start=424
+  _globals['_STATUSREQUEST']._serialized_end=439
+  _globals['_STATUSRESPONSE']._serialized_start=442
+  _globals['_STATUSRESPONSE']._serialized_end=673
+  _globals['_WORKERSTATUS']._serialized_start=676
+  _globals['_WORKERSTATUS']._serialized_end=932
+  _globals['_MEMBERSHIP']._serialized_start=934
+  _globals['_MEMBERSHIP']._serialized_end=1000
+  _globals['_ADMIN']._serialized_start=1003
+  _globals['_ADMIN']._serialized_end=1250
 # @@protoc_insertion_point(module_scope)

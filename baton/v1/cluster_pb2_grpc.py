@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from baton.v1 import cluster_pb2 as baton_dot_v1_dot_cluster__pb2
+from baton.v1 import timing_pb2 as baton_dot_v1_dot_timing__pb2
 
 GRPC_GENERATED_VERSION = '1.76.0'
 GRPC_VERSION = grpc.__version__
@@ -117,6 +118,16 @@ class AdminStub(object):
                 request_serializer=baton_dot_v1_dot_cluster__pb2.DrainRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_cluster__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.Timing = channel.unary_unary(
+                '/baton.v1.Admin/Timing',
+                request_serializer=baton_dot_v1_dot_cluster__pb2.TimingRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_timing__pb2.RequestTiming.FromString,
+                _registered_method=True)
+        self.Recent = channel.unary_unary(
+                '/baton.v1.Admin/Recent',
+                request_serializer=baton_dot_v1_dot_cluster__pb2.RecentRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_cluster__pb2.RecentResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -137,6 +148,20 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Timing(self, request, context):
+        """Where the time of a recent request went.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Recent(self, request, context):
+        """The latest requests, newest first, without their phases.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -149,6 +174,16 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=baton_dot_v1_dot_cluster__pb2.DrainRequest.FromString,
                     response_serializer=baton_dot_v1_dot_cluster__pb2.DrainResponse.SerializeToString,
+            ),
+            'Timing': grpc.unary_unary_rpc_method_handler(
+                    servicer.Timing,
+                    request_deserializer=baton_dot_v1_dot_cluster__pb2.TimingRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_timing__pb2.RequestTiming.SerializeToString,
+            ),
+            'Recent': grpc.unary_unary_rpc_method_handler(
+                    servicer.Recent,
+                    request_deserializer=baton_dot_v1_dot_cluster__pb2.RecentRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_cluster__pb2.RecentResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -205,6 +240,60 @@ class Admin(object):
             '/baton.v1.Admin/Drain',
             baton_dot_v1_dot_cluster__pb2.DrainRequest.SerializeToString,
             baton_dot_v1_dot_cluster__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Timing(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/Timing',
+            baton_dot_v1_dot_cluster__pb2.TimingRequest.SerializeToString,
+            baton_dot_v1_dot_timing__pb2.RequestTiming.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Recent(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/Recent',
+            baton_dot_v1_dot_cluster__pb2.RecentRequest.SerializeToString,
+            baton_dot_v1_dot_cluster__pb2.RecentResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -6,6 +6,7 @@ operators.
 """
 
 from baton.v1 import cluster_pb2 as _cluster_pb2
+from baton.v1 import timing_pb2 as _timing_pb2
 from collections import abc as _abc
 from grpc import aio as _aio
 import abc as _abc_1
@@ -64,6 +65,10 @@ class AdminStub:
     """Has a worker take nothing new, finish or hand back what runs, and exit.
     Returns when the worker has been told.
     """
+    Timing: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.TimingRequest, _timing_pb2.RequestTiming]
+    """Where the time of a recent request went."""
+    Recent: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.RecentRequest, _cluster_pb2.RecentResponse]
+    """The latest requests, newest first, without their phases."""
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
@@ -74,6 +79,10 @@ class AdminAsyncStub(AdminStub):
     """Has a worker take nothing new, finish or hand back what runs, and exit.
     Returns when the worker has been told.
     """
+    Timing: _aio.UnaryUnaryMultiCallable[_cluster_pb2.TimingRequest, _timing_pb2.RequestTiming]  # type: ignore[assignment]
+    """Where the time of a recent request went."""
+    Recent: _aio.UnaryUnaryMultiCallable[_cluster_pb2.RecentRequest, _cluster_pb2.RecentResponse]  # type: ignore[assignment]
+    """The latest requests, newest first, without their phases."""
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -93,5 +102,21 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         """Has a worker take nothing new, finish or hand back what runs, and exit.
         Returns when the worker has been told.
         """
+
+    @_abc_1.abstractmethod
+    def Timing(
+        self,
+        request: _cluster_pb2.TimingRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_timing_pb2.RequestTiming, _abc.Awaitable[_timing_pb2.RequestTiming]]:
+        """Where the time of a recent request went."""
+
+    @_abc_1.abstractmethod
+    def Recent(
+        self,
+        request: _cluster_pb2.RecentRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.RecentResponse, _abc.Awaitable[_cluster_pb2.RecentResponse]]:
+        """The latest requests, newest first, without their phases."""
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

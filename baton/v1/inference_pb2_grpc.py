@@ -63,7 +63,8 @@ class InferenceServicer(object):
         """Generates one answer, or several. The stream is: one Started, any number of
         Deltas, and one Finished an answer. Where there are several their Deltas
         alternate as they come. An error of one is the call's error and ends the
-        others. Cancelling the call stops the work on every worker.
+        others. Cancelling the call stops the work on every worker. The trailer
+        says where the time went; see timing.proto.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

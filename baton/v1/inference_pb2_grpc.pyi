@@ -42,7 +42,8 @@ class InferenceStub:
     """Generates one answer, or several. The stream is: one Started, any number of
     Deltas, and one Finished an answer. Where there are several their Deltas
     alternate as they come. An error of one is the call's error and ends the
-    others. Cancelling the call stops the work on every worker.
+    others. Cancelling the call stops the work on every worker. The trailer
+    says where the time went; see timing.proto.
     """
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
     """The models this cluster serves."""
@@ -58,7 +59,8 @@ class InferenceAsyncStub(InferenceStub):
     """Generates one answer, or several. The stream is: one Started, any number of
     Deltas, and one Finished an answer. Where there are several their Deltas
     alternate as they come. An error of one is the call's error and ends the
-    others. Cancelling the call stops the work on every worker.
+    others. Cancelling the call stops the work on every worker. The trailer
+    says where the time went; see timing.proto.
     """
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
     """The models this cluster serves."""
@@ -77,7 +79,8 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         """Generates one answer, or several. The stream is: one Started, any number of
         Deltas, and one Finished an answer. Where there are several their Deltas
         alternate as they come. An error of one is the call's error and ends the
-        others. Cancelling the call stops the work on every worker.
+        others. Cancelling the call stops the work on every worker. The trailer
+        says where the time went; see timing.proto.
         """
 
     @_abc_1.abstractmethod

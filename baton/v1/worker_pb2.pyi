@@ -10,6 +10,7 @@ an attempt that the receiver does not know, or no longer knows, is dropped.
 """
 
 from baton.v1 import inference_pb2 as _inference_pb2
+from baton.v1 import timing_pb2 as _timing_pb2
 from baton.v1 import transfer_pb2 as _transfer_pb2
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
@@ -807,6 +808,7 @@ class FirstToken(_message.Message):
     QUEUE_SECONDS_FIELD_NUMBER: _builtins.int
     COMPUTE_SECONDS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    CHUNKS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's name."""
     epoch: _builtins.int
@@ -823,6 +825,10 @@ class FirstToken(_message.Message):
     """Of prompt_tokens, how many at the front were in this worker's cache and
     not computed.
     """
+    @_builtins.property
+    def chunks(self) -> _containers.RepeatedCompositeFieldContainer[_timing_pb2.Chunk]:
+        """The parts of compute_seconds, at most 32."""
+
     def __init__(
         self,
         *,
@@ -833,10 +839,11 @@ class FirstToken(_message.Message):
         queue_seconds: _builtins.float = ...,
         compute_seconds: _builtins.float = ...,
         cached_tokens: _builtins.int = ...,
+        chunks: _abc.Iterable[_timing_pb2.Chunk] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "compute_seconds", b"compute_seconds", "epoch", b"epoch", "finish_reason", b"finish_reason", "queue_seconds", b"queue_seconds", "request_id", b"request_id", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "chunks", b"chunks", "compute_seconds", b"compute_seconds", "epoch", b"epoch", "finish_reason", b"finish_reason", "queue_seconds", b"queue_seconds", "request_id", b"request_id", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -912,6 +919,7 @@ class StepTokens(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     QUEUE_SECONDS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    COMPUTE_SECONDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's name."""
     epoch: _builtins.int
@@ -928,6 +936,8 @@ class StepTokens(_message.Message):
     """With the first tokens of a Compute: of prompt_tokens, how many at the front
     were in this worker's cache and not computed.
     """
+    compute_seconds: _builtins.float
+    """With the first tokens: from the place in the batch to the token."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The new tokens, oldest first."""
@@ -941,10 +951,11 @@ class StepTokens(_message.Message):
         finish_reason: _inference_pb2.FinishReason.ValueType = ...,
         queue_seconds: _builtins.float = ...,
         cached_tokens: _builtins.int = ...,
+        compute_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "epoch", b"epoch", "finish_reason", b"finish_reason", "queue_seconds", b"queue_seconds", "request_id", b"request_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "compute_seconds", b"compute_seconds", "epoch", b"epoch", "finish_reason", b"finish_reason", "queue_seconds", b"queue_seconds", "request_id", b"request_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

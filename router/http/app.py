@@ -23,6 +23,7 @@ from router.http.endpoint import Door, GenerationEndpoint, request_id_of
 from router.http.errors import problem
 from router.http.fields import Json
 from router.http.openapi import document
+from router.http.timings import Timings
 from router.http.tokens import KEEP_SPECIAL, TOKENS, read_prompt
 from router.roster import Roster
 
@@ -60,12 +61,15 @@ class HttpApp:
     def _routes(self) -> list[Route]:
         chat = GenerationEndpoint(ChatApi(), self._door)
         completions = GenerationEndpoint(CompletionsApi(), self._door)
+        timings = Timings(self._door.serving.ledgers)
         return [
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/embeddings", answered(_embeddings), methods=["POST"]),
             Route("/v1/models", answered(self._models)),
             Route("/v1/models/{name:path}", answered(self._model, "model")),
+            Route("/v1/requests", answered(timings.recent)),
+            Route("/v1/requests/{request_id:path}/timing", answered(timings.timing)),
             Route("/tokenize", answered(self._tokenize), methods=["POST"]),
             Route("/detokenize", answered(self._detokenize, "tokens"), methods=["POST"]),
             Route("/health", answered(_health)),

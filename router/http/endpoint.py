@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import re
+import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import aclosing, asynccontextmanager
@@ -26,6 +27,7 @@ from router.http.body import read_body
 from router.http.errors import problem
 from router.http.fields import Json
 from router.http.generation import MODEL, Asked
+from router.ledger import RequestLedger
 from router.merge import merged
 from router.reader import AnswerBuffer, reading
 from router.serving import Event, Serving, Started
@@ -77,11 +79,14 @@ class GenerationEndpoint:
         self._door = door
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        arrived = time.monotonic()
         http = HttpRequest(scope, receive)
         request_id = request_id_of(http, self._api.id_prefix)
         try:
             asked = await read_body(http, lambda body: self._read(body, request_id))
-            await _unless_gone(receive, self._answer(asked, send))
+            ledger = RequestLedger.begin(request_id, arrived, asked.n * len(asked.requests))
+            with self._door.serving.ledgers.keep(ledger):
+                await _unless_gone(receive, self._answer(asked, ledger, send))
         except Cancelled:
             return
         except Exception as error:  # noqa: BLE001 the edge of the process
@@ -92,13 +97,13 @@ class GenerationEndpoint:
         self._door.check_model(body)
         return self._api.read(body, request_id)
 
-    async def _answer(self, asked: Asked, send: Send) -> None:
+    async def _answer(self, asked: Asked, ledger: RequestLedger, send: Send) -> None:
         """Everything is let go of before the last bytes are sent: with them the call is over."""
         openings = [await self._opening(request.prompt, asked) for request in asked.requests]
         telling = Telling(self._api, asked, self._door.model, openings)
-        async with self._reading(asked) as events:
+        async with self._reading(asked, ledger) as events:
             if asked.stream:
-                last = await self._stream(asked, telling, events, send)
+                last = await self._stream(asked, telling, events, _Writer(send, ledger))
             else:
                 async for event in events:
                     telling.note(event)
@@ -109,32 +114,35 @@ class GenerationEndpoint:
         await _send(send, last, more=False)
 
     async def _stream(
-        self, asked: Asked, telling: Telling, events: AnswerBuffer, send: Send
+        self, asked: Asked, telling: Telling, events: AnswerBuffer, writer: _Writer
     ) -> bytes:
         """Sends all but the last bytes of a stream, and returns these."""
         first = await _first_of_an_answer(telling, events)
-        await _start(send, asked.request_id, _STREAM_HEADERS)
+        await _start(writer.send, asked.request_id, _STREAM_HEADERS)
         try:
-            await _send(send, telling.chunk(first))
+            await writer.write(first, telling.chunk(first))
             async for event in events:
-                await _send(send, telling.chunk(event))
+                await writer.write(event, telling.chunk(event))
         except Exception as error:  # noqa: BLE001 the edge of the process
             told = problem(error, asked.request_id, self._api.prompt_field)
             return server_sent(told.body, "error")
         return telling.ending()
 
     @asynccontextmanager
-    async def _reading(self, asked: Asked) -> AsyncIterator[AnswerBuffer]:
-        async with reading(self._events(asked), self._door.reader_buffer) as buffer:
+    async def _reading(self, asked: Asked, ledger: RequestLedger) -> AsyncIterator[AnswerBuffer]:
+        async with reading(self._events(asked, ledger), self._door.reader_buffer) as buffer:
             self._door.buffers.add(buffer)
             try:
                 yield buffer
             finally:
                 self._door.buffers.discard(buffer)
 
-    def _events(self, asked: Asked) -> AsyncGenerator[Event]:
+    def _events(self, asked: Asked, ledger: RequestLedger) -> AsyncGenerator[Event]:
         """All answers to all prompts, counted through."""
-        sources = [self._door.serving.generate(request) for request in asked.requests]
+        sources = [
+            self._door.serving.generate(request, ledger, place)
+            for place, request in enumerate(asked.requests)
+        ]
         if len(sources) == 1:
             return sources[0]
         return merged([_shifted(source, place * asked.n) for place, source in enumerate(sources)])
@@ -146,6 +154,20 @@ class GenerationEndpoint:
             case TokenPrompt(token_ids) if asked.echo:
                 return await self._door.serving.decode(list(token_ids), keep_special=True)
         return ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Writer:
+    """Sends what there is of answers, and notes how long that took."""
+
+    send: Send
+    ledger: RequestLedger
+
+    async def write(self, event: Event, content: bytes) -> None:
+        began = time.monotonic()
+        await _send(self.send, content)
+        if content and not isinstance(event, Started):
+            self.ledger.answers[event.index].write(began)
 
 
 async def _shifted(events: AsyncGenerator[Event], places: int) -> AsyncGenerator[Event]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from router.http import chat, completions, generation, tokens
+from router.http import chat, completions, generation, timings, tokens
 from router.http.fields import TOKEN_ID_SCHEMA, Field, Json
 
 TITLE = "Baton"
@@ -16,7 +16,7 @@ _FINISH: Json = {"enum": ["stop", "length"]}
 # What no status of its own is written for.
 _ERROR_STATUSES = {
     "400": "A field is wrong or not served.",
-    "404": "No such model.",
+    "404": "No such model or request.",
     "408": "The body did not arrive in time.",
     "413": "The body is too large.",
     "415": "The body is not JSON.",
@@ -43,6 +43,8 @@ def _paths() -> Json:
         "/v1/embeddings": {"post": {"responses": _errors("400")}},
         "/v1/models": _get("Models"),
         "/v1/models/{name}": _named(_get("Model", "404")),
+        "/v1/requests": _with_query(_get("Requests", "400"), timings.LIMIT),
+        "/v1/requests/{request_id}/timing": _named(_get("RequestTiming", "404"), "request_id"),
         "/tokenize": _post("TokenizeRequest", "TokenizeAnswer"),
         "/detokenize": _post("DetokenizeRequest", "DetokenizeAnswer"),
         "/health": _get("Status"),
@@ -87,6 +89,10 @@ def _schemas() -> Json:
             {}, fields=(generation.MODEL, tokens.TOKENS, tokens.KEEP_SPECIAL)
         ),
         "DetokenizeAnswer": _exact({"prompt": _STRING}),
+        "RequestTiming": _REQUEST_TIMING,
+        "Requests": _exact(
+            {"object": {"const": "list"}, "data": _list(_reference("RequestTiming"))}
+        ),
         "Status": _exact({"status": _STRING}),
         "Error": _ERROR,
     }
@@ -179,6 +185,40 @@ _MODEL = _exact(
     }
 )
 
+_NUMBER: Json = {"type": "number", "minimum": 0}
+
+_PHASE = _exact(
+    {
+        "kind": _STRING,
+        "start_seconds": _NUMBER,
+        "seconds": _NUMBER,
+        "hidden": {"type": "boolean"},
+        "worker": _STRING,
+    }
+)
+
+_ANSWER_TIMING = _exact(
+    {
+        **dict.fromkeys(("prefill_worker", "decode_worker", "policy", "reason_code"), _STRING),
+        **dict.fromkeys(("index", "attempts", "transferred_bytes"), _INTEGER),
+        **dict.fromkeys(("prompt_tokens", "cached_tokens", "completion_tokens"), _INTEGER),
+        **dict.fromkeys(("ttft_seconds", "end_to_end_seconds", "longest_gap_seconds"), _NUMBER),
+        "phases": _list(_PHASE),
+        "chunks": _list(_exact({"tokens": _INTEGER, "seconds": _NUMBER})),
+    }
+)
+
+_REQUEST_TIMING = _exact(
+    {
+        "request_id": _STRING,
+        "arrived_at": _NUMBER,
+        "outcome": _STRING,
+        "ttft_seconds": _NUMBER,
+        "end_to_end_seconds": _NUMBER,
+        "answers": _list(_ANSWER_TIMING),
+    }
+)
+
 _ERROR = _exact(
     {
         "error": _exact(
@@ -207,9 +247,14 @@ def _get(answer: str, *errors: str) -> Json:
     return {"get": {"responses": {**success, **_errors(*errors)}}}
 
 
-def _named(path: Json) -> Json:
-    name = {"name": "name", "in": "path", "required": True, "schema": _STRING}
-    return {**path, "parameters": [name]}
+def _named(path: Json, name: str = "name") -> Json:
+    parameter = {"name": name, "in": "path", "required": True, "schema": _STRING}
+    return {**path, "parameters": [parameter]}
+
+
+def _with_query(path: Json, field: Field) -> Json:
+    parameter = {"name": field.name, "in": "query", "schema": field.schema}
+    return {**path, "parameters": [parameter]}
 
 
 def _content(kind: str, schema: Json) -> Json:

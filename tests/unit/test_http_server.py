@@ -22,6 +22,7 @@ from core.errors import Exhausted, Internal, SlowReader, Unavailable
 from core.types import FinishReason, Request
 from router.http.endpoint import Door
 from router.http.server import HttpServer
+from router.ledger import Ledgers, RequestLedger
 from router.roster import Roster
 from router.server import RouterServer
 from router.serving import Delta, Event, Finished, Serving, Started
@@ -42,11 +43,14 @@ class ScriptedServing:
         self.draining = False
         self.active = 0
         self.ended_by: list[str] = []
+        self.ledgers = Ledgers()
         self._events = events
         self._endless = endless
         self._pause = pause
 
-    async def generate(self, request: Request) -> AsyncGenerator[Event]:
+    async def generate(
+        self, request: Request, ledger: RequestLedger, place: int
+    ) -> AsyncGenerator[Event]:
         self.active += 1
         try:
             for event in self._events:

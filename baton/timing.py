@@ -1,0 +1,20 @@
+"""Reads the ledger that a Generate call ends with (router/phases.py packs it)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from baton.v1 import timing_pb2
+from core.errors import Internal
+
+KEY = "baton-timing-bin"
+
+Metadata = Iterable[tuple[str, str | bytes]]
+
+
+def timing_of(trailer: Metadata) -> timing_pb2.RequestTiming:
+    """Of a call that has ended well."""
+    for key, value in trailer:
+        if key == KEY and isinstance(value, bytes):
+            return timing_pb2.RequestTiming.FromString(value)
+    raise Internal("the call did not end with its timing")

@@ -1,0 +1,20 @@
+"""Where tables and drawings go."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_PIPE_WIDTH = 160
+"""Columns where there is no terminal to fit, so that a pipe sees whole cells."""
+
+
+def console() -> Console:
+    from rich.console import Console
+
+    made = Console()
+    if not made.is_terminal:
+        made.width = _PIPE_WIDTH
+    return made

@@ -1,0 +1,160 @@
+"""Draws the ledger of a request: a bar a phase, on the time from its arrival to its end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from baton.v1 import timing_pb2 as pb
+
+BAR_WIDTH = 48
+
+# What is shown of each kind: its name, and a colour for who is at work.
+_KINDS = {
+    pb.PHASE_KIND_PARSE: ("parse", "cyan"),
+    pb.PHASE_KIND_TEMPLATE: ("template", "cyan"),
+    pb.PHASE_KIND_TOKENIZE: ("tokenize", "cyan"),
+    pb.PHASE_KIND_QUEUE: ("queue at the router", "yellow"),
+    pb.PHASE_KIND_PREFILL_WAIT: ("wait for prefill", "yellow"),
+    pb.PHASE_KIND_PREFILL: ("prefill", "green"),
+    pb.PHASE_KIND_RESERVE: ("reserve pages", "magenta"),
+    pb.PHASE_KIND_TRANSFER: ("transfer", "magenta"),
+    pb.PHASE_KIND_ADMIT: ("wait for a batch", "yellow"),
+    pb.PHASE_KIND_FIRST_DECODE: ("first decode step", "blue"),
+    pb.PHASE_KIND_DECODE: ("decode", "blue"),
+    pb.PHASE_KIND_DETOKENIZE: ("detokenize", "cyan"),
+    pb.PHASE_KIND_WRITE: ("write", "cyan"),
+    pb.PHASE_KIND_RETRY: ("lost and tried again", "red"),
+    pb.PHASE_KIND_NETWORK: ("network, other", "dim"),
+}
+
+
+def waterfall(request: pb.RequestTiming) -> RenderableType:
+    """The whole request, answer by answer."""
+    drawn = [_answer(answer, len(request.answers)) for answer in request.answers]
+    return Group(_headline(request), *drawn)
+
+
+def request_table(requests: Sequence[pb.RequestTiming]) -> Table:
+    """One row a request."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("request", overflow="fold")
+    for name in ("age", "outcome", "workers"):
+        table.add_column(name)
+    for name in ("prompt", "cached", "answer", "TTFT", "total"):
+        table.add_column(name, justify="right")
+    now = time.time()
+    for request in requests:
+        table.add_row(request.request_id, _age(now - request.arrived_at), *_cells(request))
+    return table
+
+
+def _cells(request: pb.RequestTiming) -> list[str]:
+    answers = request.answers
+    first = answers[0]
+    return [
+        request.outcome or "under way",
+        " → ".join(filter(None, (first.prefill_worker, first.decode_worker))),
+        str(first.prompt_tokens),
+        str(first.cached_tokens),
+        str(sum(answer.completion_tokens for answer in answers)),
+        _time(request.ttft_seconds) if request.ttft_seconds else "-",
+        _time(request.end_to_end_seconds),
+    ]
+
+
+def _headline(request: pb.RequestTiming) -> Text:
+    ended = request.outcome or "under way"
+    colour = "green" if ended in ("stop", "length") else "yellow"
+    first = f", first token after {_time(request.ttft_seconds)}" if request.ttft_seconds else ""
+    total = f", {_time(request.end_to_end_seconds)} in all"
+    return Text.assemble((request.request_id, "bold"), " ", (ended, colour), first, total)
+
+
+def _answer(answer: pb.AnswerTiming, answers: int) -> RenderableType:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(width=BAR_WIDTH, no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(overflow="fold")
+    for phase in answer.phases:
+        table.add_row(*_phase_cells(phase, answer))
+    parts: list[RenderableType] = [
+        Text(""),
+        _placement(answer, answers),
+        Text(""),
+        table,
+        Text(""),
+        _sums(answer),
+    ]
+    return Group(*parts, *_chunks(answer))
+
+
+def _placement(answer: pb.AnswerTiming, answers: int) -> Text:
+    workers = " → ".join(filter(None, (answer.prefill_worker, answer.decode_worker))) or "nowhere"
+    name = f"answer {answer.index}: " if answers > 1 else ""
+    cached = f" ({answer.cached_tokens} cached)" if answer.cached_tokens else ""
+    again = f", {answer.attempts} attempts" if answer.attempts > 1 else ""
+    why = f" ({answer.policy}, {answer.reason_code})" if answer.policy else ""
+    return Text(
+        f"{name}{workers}{why}{again}; {answer.prompt_tokens} prompt tokens{cached},"
+        f" {answer.completion_tokens} answered"
+    )
+
+
+def _phase_cells(phase: pb.Phase, answer: pb.AnswerTiming) -> list[RenderableType]:
+    name, colour = _KINDS.get(phase.kind, ("?", "white"))
+    share = phase.seconds / answer.end_to_end_seconds if answer.end_to_end_seconds else 0.0
+    return [
+        Text(f"{name}, hidden" if phase.hidden else name, style="dim" if phase.hidden else ""),
+        _bar(phase, answer.end_to_end_seconds, colour),
+        _time(phase.seconds),
+        Text("hidden" if phase.hidden else f"{share:.1%}", style="dim"),
+        Text(phase.worker, style="dim"),
+    ]
+
+
+def _bar(phase: pb.Phase, total: float, colour: str) -> Text:
+    """At least one character wide, and never beyond the end."""
+    scale = BAR_WIDTH / total if total else 0.0
+    start = min(int(phase.start_seconds * scale), BAR_WIDTH - 1)
+    end = min(max(round((phase.start_seconds + phase.seconds) * scale), start + 1), BAR_WIDTH)
+    return Text.assemble(" " * start, (("░" if phase.hidden else "█") * (end - start), colour))
+
+
+def _sums(answer: pb.AnswerTiming) -> Text:
+    parts = sum(phase.seconds for phase in answer.phases if not phase.hidden)
+    text = f"the parts sum to {_time(parts)} of {_time(answer.end_to_end_seconds)}"
+    if answer.completion_tokens > 1:
+        each = (answer.end_to_end_seconds - answer.ttft_seconds) / (answer.completion_tokens - 1)
+        text += (
+            f"; {_time(each)} a token after the first, at most {_time(answer.longest_gap_seconds)}"
+        )
+    if answer.transferred_bytes:
+        text += f"; {answer.transferred_bytes / 2**20:.1f} MiB moved"
+    return Text(text, style="dim")
+
+
+def _chunks(answer: pb.AnswerTiming) -> list[Text]:
+    if len(answer.chunks) < 2:
+        return []
+    told = ", ".join(f"{each.tokens} in {_time(each.seconds)}" for each in answer.chunks)
+    return [Text(f"prefill's chunks: {told}", style="dim")]
+
+
+def _time(seconds: float) -> str:
+    """In the unit that people would say it in."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} µs"
+    if seconds < 1.0:
+        return f"{seconds * 1e3:.1f} ms"
+    return f"{seconds:.2f} s"
+
+
+def _age(seconds: float) -> str:
+    return f"{max(seconds, 0.0):.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

@@ -1,0 +1,60 @@
+"""`baton why`: where the time of a request went."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from baton import Client
+from baton.connection import DEFAULT_ADDRESS
+from baton.v1 import timing_pb2
+from cli import options
+from cli.edge import edge
+from cli.terminal import console
+
+
+def why(
+    request_id: Annotated[
+        str | None,
+        typer.Argument(metavar="REQUEST_ID", help="As x-request-id has it; none lists the latest."),
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="How many to list.")] = 20,
+    as_json: options.AsJson = False,
+    address: options.Address = DEFAULT_ADDRESS,
+) -> None:
+    """Show where a request's time went, phase by phase."""
+    with edge(), Client(address) as client:
+        if request_id is None:
+            _list(client.recent(limit), as_json)
+        else:
+            _draw(client.timing(request_id), as_json)
+
+
+def _list(requests: list[timing_pb2.RequestTiming], as_json: bool) -> None:
+    from cli.waterfall import request_table
+
+    if as_json:
+        typer.echo(json.dumps([_fields(request) for request in requests], indent=2))
+    elif requests:
+        console().print(request_table(requests))
+    else:
+        typer.echo("no requests yet")
+
+
+def _draw(request: timing_pb2.RequestTiming, as_json: bool) -> None:
+    from cli.waterfall import waterfall
+
+    if as_json:
+        typer.echo(json.dumps(_fields(request), indent=2))
+    else:
+        console().print(waterfall(request))
+
+
+def _fields(request: timing_pb2.RequestTiming) -> dict[str, object]:
+    from google.protobuf.json_format import MessageToDict
+
+    return MessageToDict(
+        request, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )

@@ -1,0 +1,75 @@
+"""The ledger of real requests: in the trailer, over HTTP, and by `baton why`."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+from processes import ProcessCluster
+from typer.testing import CliRunner
+
+import baton
+from baton.v1 import timing_pb2 as pb
+from cli.main import app
+
+PROMPT = "Tell me about rivers, mountains and the sea. " * 40
+
+
+def sums(answer: pb.AnswerTiming) -> tuple[float, float]:
+    """What the phases sum to: up to the first token, and in all."""
+    parts = [phase for phase in answer.phases if not phase.hidden]
+    until = answer.ttft_seconds * 0.999
+    return (
+        sum(phase.seconds for phase in parts if phase.start_seconds < until),
+        sum(phase.seconds for phase in parts),
+    )
+
+
+def kinds(answer: pb.AnswerTiming) -> set[str]:
+    names = (pb.PhaseKind.Name(phase.kind) for phase in answer.phases)
+    return {name.removeprefix("PHASE_KIND_").lower() for name in names}
+
+
+def test_a_stream_ends_with_where_its_time_went(idle: ProcessCluster) -> None:
+    with idle.client() as client, client.stream(PROMPT, max_tokens=12, ignore_eos=True) as stream:
+        answer = stream.read()
+        timing = stream.timing
+    (told,) = timing.answers
+    first, total = sums(told)
+    assert first == pytest.approx(told.ttft_seconds, rel=0.01)
+    assert total == pytest.approx(told.end_to_end_seconds, rel=0.01)
+    assert {"tokenize", "prefill", "first_decode", "decode"} <= kinds(told)
+    assert {"transfer", "reserve"} <= kinds(told)
+    assert (told.prefill_worker, told.decode_worker) == ("prefill-0", "decode-0")
+    assert (told.prompt_tokens, told.completion_tokens) == (answer.usage.prompt_tokens, 12)
+    assert sum(chunk.tokens for chunk in told.chunks) == told.prompt_tokens - told.cached_tokens
+    assert timing.outcome == "length"
+
+
+def test_the_router_tells_of_a_request_by_the_id_in_its_header(idle: ProcessCluster) -> None:
+    with httpx.Client(base_url=f"http://{idle.http}", timeout=60) as http:
+        body = {"prompt": ["One", "Two"], "n": 2, "max_tokens": 4, "stream": True}
+        answered = http.post("/v1/completions", json=body)
+        request_id = answered.headers["x-request-id"]
+        told = http.get(f"/v1/requests/{request_id}/timing").json()
+        listed = http.get("/v1/requests?limit=1").json()["data"]
+        unknown = http.get("/v1/requests/nobody/timing")
+        wrong = http.get("/v1/requests?limit=many")
+    assert [answer["completion_tokens"] for answer in told["answers"]] == [4] * 4
+    for answer in told["answers"]:
+        parts = sum(phase["seconds"] for phase in answer["phases"] if not phase["hidden"])
+        assert parts == pytest.approx(answer["end_to_end_seconds"], rel=0.01)
+    assert [entry["request_id"] for entry in listed] == [request_id]
+    assert (unknown.status_code, wrong.status_code) == (404, 400)
+
+
+def test_baton_why_draws_a_request(idle: ProcessCluster) -> None:
+    with idle.client() as client:
+        answer = client.chat([("user", "Hello")], max_tokens=3)
+        with pytest.raises(baton.UnknownRequest):
+            client.timing("nobody")
+    drawn = CliRunner().invoke(app, ["why", answer.request_id, "--address", idle.address])
+    assert drawn.exit_code == 0
+    assert "template" in drawn.stdout
+    assert "the parts sum to" in drawn.stdout
+    listed = CliRunner().invoke(app, ["why", "--address", idle.address])
+    assert answer.request_id in listed.stdout
