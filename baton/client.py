@@ -213,6 +213,16 @@ class Client:
             request = cluster_pb2.RecentRequest(limit=limit)
             return list(self._admin.Recent(request, timeout=timeout).requests)
 
+    def diagnose(self, *, timeout: float | None = CALL_SECONDS) -> cluster_pb2.Diagnosis:
+        """What holds the cluster back, and what to change."""
+        with translated(self.address):
+            return self._admin.Diagnose(cluster_pb2.DiagnoseRequest(), timeout=timeout)
+
+    def trends(self, *, timeout: float | None = CALL_SECONDS) -> cluster_pb2.TrendsResponse:
+        """The last minutes, in steps of a few seconds."""
+        with translated(self.address):
+            return self._admin.Trends(cluster_pb2.TrendsRequest(), timeout=timeout)
+
     def drain(self, worker_id: str, *, timeout: float | None = CALL_SECONDS) -> None:
         """Has a worker take nothing new, finish or hand back what runs, and exit."""
         with translated(self.address):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import typer
 
 from cli.chat import chat
+from cli.diagnose import diagnose
 from cli.doctor import doctor
 from cli.drain import drain
 from cli.generate import generate
@@ -29,6 +30,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(status)
 app.command()(why)
+app.command()(diagnose)
 app.command()(doctor)
 app.command()(drain)
 app.add_typer(model, name="model")

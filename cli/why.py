@@ -13,6 +13,7 @@ from baton.v1 import timing_pb2
 from cli import options
 from cli.edge import edge
 from cli.terminal import console
+from core.plain import plain
 
 
 def why(
@@ -36,7 +37,7 @@ def _list(requests: list[timing_pb2.RequestTiming], as_json: bool) -> None:
     from cli.waterfall import request_table
 
     if as_json:
-        typer.echo(json.dumps([_fields(request) for request in requests], indent=2))
+        typer.echo(json.dumps([plain(request) for request in requests], indent=2))
     elif requests:
         console().print(request_table(requests))
     else:
@@ -47,14 +48,6 @@ def _draw(request: timing_pb2.RequestTiming, as_json: bool) -> None:
     from cli.waterfall import waterfall
 
     if as_json:
-        typer.echo(json.dumps(_fields(request), indent=2))
+        typer.echo(json.dumps(plain(request), indent=2))
     else:
         console().print(waterfall(request))
-
-
-def _fields(request: timing_pb2.RequestTiming) -> dict[str, object]:
-    from google.protobuf.json_format import MessageToDict
-
-    return MessageToDict(
-        request, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-    )

@@ -150,6 +150,7 @@ class DecodeRole:
             running=self._scheduler.running,
             queued_tokens=self._scheduler.queued_tokens,
             fault=self._fault,
+            transfers=self._scheduler.travelling,
         )
         self._metrics.load(load)
         self._metrics.cache(self._pool)

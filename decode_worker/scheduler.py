@@ -75,6 +75,10 @@ class DecodeScheduler:
         return len(self._running)
 
     @property
+    def travelling(self) -> int:
+        return len(self._travelling)
+
+    @property
     def queued_tokens(self) -> int:
         """Tokens to be computed before requests that are here can write their next."""
         reading = (*self._preempted, *self._running)

@@ -146,6 +146,7 @@ class PrefillRole:
             running=self._scheduler.running,
             queued_tokens=self._scheduler.queued_tokens,
             fault=self._fault,
+            transfers=sum(job.delivered for job in self._jobs.values()),
         )
         self._metrics.load(load)
         self._metrics.cache(self._pool)

@@ -24,14 +24,13 @@ from core.errors import (
     InvalidRequest,
     TokenOutOfRange,
     UnknownModel,
-    UnknownRequest,
 )
 from core.types import Request
 from core.wire import finish_to
 from router import phases
 from router.grpc_errors import to_status
 from router.ledger import RequestLedger
-from router.link import WorkerLink
+from router.overview import Overview
 from router.parse import parse_prompt, parse_request
 from router.placement import Placement
 from router.reader import reading
@@ -39,8 +38,6 @@ from router.roster import Roster
 from router.serving import Delta, Event, Serving, Started
 
 log = logging.getLogger(__name__)
-
-RECENT_REQUESTS = 50
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Service = TypeVar("Service")
@@ -188,33 +185,13 @@ def _placement(placement: Placement) -> pb.Placement:
 
 
 class AdminService(cluster_pb2_grpc.AdminServicer):
-    def __init__(
-        self, serving: Serving, roster: Roster, model: str, router_id: str, queue_limit: int
-    ) -> None:
-        self._serving = serving
+    def __init__(self, overview: Overview, roster: Roster) -> None:
+        self._overview = overview
         self._roster = roster
-        self._model = model
-        self._router_id = router_id
-        self._queue_limit = queue_limit
-        self._began = time.monotonic()
 
     @answered
     async def Status(self, message: cluster_pb2.StatusRequest) -> cluster_pb2.StatusResponse:
-        agents = {link.agent: link.worker_id for link in self._roster.links if link.welcome}
-        return cluster_pb2.StatusResponse(
-            router_id=self._router_id,
-            uptime_seconds=time.monotonic() - self._began,
-            model=self._model,
-            active_requests=self._serving.active,
-            finished_requests=self._serving.finished,
-            queued_requests=self._serving.admission.queued,
-            queue_limit=self._queue_limit,
-            draining=self._serving.draining,
-            workers=[
-                _worker_status(link, agents, self._roster.fault(link))
-                for link in self._roster.links
-            ],
-        )
+        return self._overview.status()
 
     @answered
     async def Drain(self, message: cluster_pb2.DrainRequest) -> cluster_pb2.DrainResponse:
@@ -228,38 +205,16 @@ class AdminService(cluster_pb2_grpc.AdminServicer):
 
     @answered
     async def Timing(self, message: cluster_pb2.TimingRequest) -> timing_pb2.RequestTiming:
-        ledger = self._serving.ledgers.find(message.request_id)
-        if ledger is None:
-            raise UnknownRequest(
-                f"no request called {message.request_id!r} is among the latest here",
-                field="request_id",
-            )
-        return phases.request_timing(ledger)
+        return self._overview.timing(message.request_id)
 
     @answered
     async def Recent(self, message: cluster_pb2.RecentRequest) -> cluster_pb2.RecentResponse:
-        ledgers = self._serving.ledgers.recent(message.limit or RECENT_REQUESTS)
-        timings = [phases.request_timing(ledger, phases=False) for ledger in ledgers]
-        return cluster_pb2.RecentResponse(requests=timings)
+        return cluster_pb2.RecentResponse(requests=self._overview.recent(message.limit))
 
+    @answered
+    async def Diagnose(self, message: cluster_pb2.DiagnoseRequest) -> cluster_pb2.Diagnosis:
+        return self._overview.diagnosis()
 
-def _worker_status(
-    link: WorkerLink, agents: dict[str, str], fault: str
-) -> cluster_pb2.WorkerStatus:
-    welcome = link.welcome
-    member = cluster_pb2.Member(worker_id=link.worker_id, address=link.address)
-    if welcome:
-        member.role = welcome.role
-    return cluster_pb2.WorkerStatus(
-        member=member,
-        attached=welcome is not None,
-        total_pages=welcome.total_pages if welcome else 0,
-        load=link.load,
-        active_requests=link.active,
-        connected=sorted(name for agent, name in agents.items() if link.reaches(agent)),
-        fault=fault,
-        draining=link.draining or link.leaving,
-        known_pages=len(link.cache),
-        read_tokens=link.read_tokens,
-        hit_tokens=link.hit_tokens,
-    )
+    @answered
+    async def Trends(self, message: cluster_pb2.TrendsRequest) -> cluster_pb2.TrendsResponse:
+        return self._overview.trends()

@@ -70,6 +70,11 @@ class AnswerLedger:
     finished: bool = False  # whether the answer is whole
     _recovering: bool = False
 
+    @property
+    def exposed_reserve(self) -> float:
+        """What of the wait for decode's pages was left when the first token came."""
+        return max(self.placed + self.reserve_seconds - self.first, 0.0)
+
     def prepare(self, template_seconds: float, tokenize_seconds: float, tokens: int) -> None:
         self.ready = time.monotonic()
         self.template_seconds = template_seconds

@@ -29,6 +29,7 @@ from core.errors import LayoutMismatch, UnknownModel
 from core.types import MAX_MESSAGE_BYTES, PROTOCOL, AttemptKey, Role
 from core.wire import role_from
 from router.attempt import Event, LinkLost
+from router.busy import BusyShare
 from router.cache_index import HeldPages
 from router.pace import StepPace
 from router.placement import Suspicion
@@ -87,6 +88,8 @@ class WorkerLink:
         self.peers: dict[str, pb.Connected] = {}
         # Pages in its prefix cache, as far as it has told.
         self.cache = HeldPages()
+        # Which share of the last seconds its engine computed.
+        self.busy = BusyShare()
         # How long its steps take, as this router sees them.
         self.pace = StepPace()
         # Prompts that it has yet to read.
@@ -297,6 +300,7 @@ class WorkerLink:
         changed = load.fault != self.load.fault or not self.reported
         self.load, self.reported = load, True
         self.prompts.report(load.queued_tokens)
+        self.busy.report(load.up_seconds, load.busy_seconds)
         if changed:
             self._on_change(self)
         self._on_report(self)
@@ -316,6 +320,7 @@ class WorkerLink:
         self.prompts.report(0)
         self.cache = HeldPages()
         self.pace = StepPace()
+        self.busy = BusyShare()
         self.reported = self.draining = False
         self.sick = ""
         self._outgoing = asyncio.Queue()

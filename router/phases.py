@@ -163,7 +163,7 @@ def _cut_second_token(line: _Timeline, ledger: AnswerLedger) -> None:
     """The way of the pages, which began with the first token, at the latest."""
     if not ledger.second:
         return
-    reserve = _exposed_reserve(ledger)
+    reserve = ledger.exposed_reserve
     decode = ledger.placement.decode if ledger.placement else ""
     line.cut(
         ledger.second,
@@ -200,7 +200,7 @@ def _cut_later_tokens(line: _Timeline, ledger: AnswerLedger, end: float) -> None
 def _hide(line: _Timeline, ledger: AnswerLedger) -> None:
     placement = ledger.placement
     decode = placement.decode if placement else ""
-    reserve = ledger.reserve_seconds - _exposed_reserve(ledger)
+    reserve = ledger.reserve_seconds - ledger.exposed_reserve
     line.hide(pb.PHASE_KIND_RESERVE, ledger.placed, reserve, decode)
     shown = sum(each.seconds for each in line.phases if each.kind == pb.PHASE_KIND_TRANSFER)
     moving = ledger.push_seconds - shown
@@ -208,11 +208,6 @@ def _hide(line: _Timeline, ledger: AnswerLedger) -> None:
     written = sum(each.seconds for each in line.phases if each.kind == pb.PHASE_KIND_WRITE)
     start = ledger.first_written or ledger.last_text
     line.hide(pb.PHASE_KIND_WRITE, start, ledger.write_seconds - written, "")
-
-
-def _exposed_reserve(ledger: AnswerLedger) -> float:
-    """What of the wait for decode's pages was left when the first token came."""
-    return max(ledger.placed + ledger.reserve_seconds - ledger.first, 0.0)
 
 
 def _first_shown(ledger: AnswerLedger) -> float:

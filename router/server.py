@@ -28,6 +28,7 @@ from router.canary import run_canary
 from router.grpc_edge import AdminService, InferenceService
 from router.membership import follow
 from router.metrics import RouterMetrics
+from router.overview import Overview
 from router.roster import Roster
 from router.serving import Serving
 from router.text import Text
@@ -109,7 +110,10 @@ class RouterServer:
         self._server = grpc.aio.server(options=options)
         limits = self._config.router
         inference = InferenceService(self._serving, self._roster, model, limits.reader_buffer)
-        admin = AdminService(self._serving, self._roster, model, self._router_id, limits.max_queued)
+        self._overview = Overview(
+            self._serving, self._roster, model, self._router_id, limits.max_queued
+        )
+        admin = AdminService(self._overview, self._roster)
         inference_pb2_grpc.add_InferenceServicer_to_server(inference, self._server)
         cluster_pb2_grpc.add_AdminServicer_to_server(admin, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -138,7 +142,7 @@ class RouterServer:
             return None
         limits = self._config.router
         door = Door(self._serving, model, limits.reader_buffer)
-        server = HttpServer(door, self._roster, self._metrics.registry)
+        server = HttpServer(door, self._roster, self._overview, self._metrics.registry)
         self.http_address = server.start(limits.host, limits.http_port)
         return server
 

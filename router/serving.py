@@ -39,6 +39,7 @@ from router.metrics import RouterMetrics
 from router.placement import Placement
 from router.roster import CacheNames, Roster
 from router.text import Rendered, Text
+from router.trends import Trends
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,7 @@ class Serving:
         self.idle.set()
         self.finished = 0
         self.ledgers = Ledgers()
+        self.trends = Trends()
         self.draining = False  # no new requests are taken
 
     async def generate(
@@ -161,7 +163,7 @@ class Serving:
         self, request: Request, work: Work, index: int, ledger: AnswerLedger
     ) -> AsyncGenerator[Event]:
         work = _work_for(work, index)
-        clock = _Clock(self._metrics, ledger)
+        clock = _Clock(self._metrics, self.trends, ledger)
         answer = AnswerText(self.text.detokenizer(), request.stop)
         placements: list[Placement] = []
         cached_tokens = 0
@@ -291,6 +293,7 @@ class _Clock:
     """The times of one answer, from when its request came: kept in its ledger, and counted."""
 
     metrics: RouterMetrics
+    trends: Trends
     ledger: AnswerLedger
 
     def tokens(self, count: int) -> None:
@@ -298,14 +301,18 @@ class _Clock:
         ledger.take(count)
         if not before:
             self.metrics.ttft.observe(ledger.first - ledger.arrived)
+            self.trends.first_token(ledger.first - ledger.arrived)
         else:
+            gap = (ledger.last - before) / count
             for _ in range(count):
-                self.metrics.itl.observe((ledger.last - before) / count)
+                self.metrics.itl.observe(gap)
+            self.trends.next_tokens(count, gap)
         self.metrics.generation_tokens.inc(count)
 
     def end(self) -> None:
         """Only whole answers count: a cancelled one has no end."""
         ledger = self.ledger
         self.metrics.e2e.observe(ledger.last - ledger.arrived)
+        self.trends.answer(ledger)
         if ledger.tokens > 1:
             self.metrics.tpot.observe((ledger.last - ledger.first) / (ledger.tokens - 1))

@@ -80,6 +80,8 @@ class EngineThread(threading.Thread):
         self._on_drained = on_drained
         self._on_failure = on_failure
         self._reported = math.inf
+        self._began = 0.0
+        self._busy_seconds = 0.0
         self._fault = ""
         self._draining = False
         self._hand_back_at = math.inf
@@ -93,6 +95,7 @@ class EngineThread(threading.Thread):
     def run(self) -> None:
         try:
             role = self._make_role()
+            self._began = time.monotonic()
             self._report(role, -math.inf)
             self._on_ready()
             self._serve(role)
@@ -102,7 +105,9 @@ class EngineThread(threading.Thread):
     def _serve(self, role: Role) -> None:
         busy = False
         while self._take(role, wait=not busy):
+            began = time.monotonic()
             busy = role.step()
+            self._busy_seconds += (time.monotonic() - began) * busy
             self._outbox.flush()  # tokens first: a report may count all pages
             self._report(role, BUSY_REPORT_SECONDS if busy else 0.0)
             role.cache_feed.publish(busy=busy)
@@ -157,5 +162,6 @@ class EngineThread(threading.Thread):
         if now - self._reported >= interval:
             self._reported = now
             load = role.load()
+            load.busy_seconds, load.up_seconds = self._busy_seconds, now - self._began
             self._fault = load.fault
             self._outbox.broadcast(pb.WorkerMessage(load=load))

@@ -11,6 +11,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -21,6 +22,46 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _Bound:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _BoundEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Bound.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    BOUND_UNSPECIFIED: _Bound.ValueType  # 0
+    """Never sent."""
+    BOUND_IDLE: _Bound.ValueType  # 1
+    """There is hardly anything to do."""
+    BOUND_NONE: _Bound.ValueType  # 2
+    """Both pools keep up with what comes."""
+    BOUND_PREFILL: _Bound.ValueType  # 3
+    """Requests wait for prompts to be read."""
+    BOUND_DECODE: _Bound.ValueType  # 4
+    """Requests wait for pages or places in decode's batches, or these are large."""
+    BOUND_TRANSFER: _Bound.ValueType  # 5
+    """Answers wait for pages that move from prefill to decode."""
+    BOUND_WORKERS: _Bound.ValueType  # 6
+    """A pool has no worker that can be used."""
+
+class Bound(_Bound, metaclass=_BoundEnumTypeWrapper):
+    """What holds a cluster back."""
+
+BOUND_UNSPECIFIED: Bound.ValueType  # 0
+"""Never sent."""
+BOUND_IDLE: Bound.ValueType  # 1
+"""There is hardly anything to do."""
+BOUND_NONE: Bound.ValueType  # 2
+"""Both pools keep up with what comes."""
+BOUND_PREFILL: Bound.ValueType  # 3
+"""Requests wait for prompts to be read."""
+BOUND_DECODE: Bound.ValueType  # 4
+"""Requests wait for pages or places in decode's batches, or these are large."""
+BOUND_TRANSFER: Bound.ValueType  # 5
+"""Answers wait for pages that move from prefill to decode."""
+BOUND_WORKERS: Bound.ValueType  # 6
+"""A pool has no worker that can be used."""
+Global___Bound: _TypeAlias = Bound  # noqa: Y015
 
 @_typing.final
 class WatchRequest(_message.Message):
@@ -276,6 +317,7 @@ class WorkerStatus(_message.Message):
     KNOWN_PAGES_FIELD_NUMBER: _builtins.int
     READ_TOKENS_FIELD_NUMBER: _builtins.int
     HIT_TOKENS_FIELD_NUMBER: _builtins.int
+    BUSY_SHARE_FIELD_NUMBER: _builtins.int
     attached: _builtins.bool
     """Whether the router's stream to it is up."""
     total_pages: _builtins.int
@@ -292,6 +334,8 @@ class WorkerStatus(_message.Message):
     """Prompt tokens that it was sent by this router, to read or to have read."""
     hit_tokens: _builtins.int
     """Of these, those that it had cached."""
+    busy_share: _builtins.float
+    """The share of the last seconds in which its engine computed, 0 to 1."""
     @_builtins.property
     def member(self) -> Global___Member:
         """The worker."""
@@ -318,11 +362,336 @@ class WorkerStatus(_message.Message):
         known_pages: _builtins.int = ...,
         read_tokens: _builtins.int = ...,
         hit_tokens: _builtins.int = ...,
+        busy_share: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "member", b"member"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "attached", b"attached", "connected", b"connected", "draining", b"draining", "fault", b"fault", "hit_tokens", b"hit_tokens", "known_pages", b"known_pages", "load", b"load", "member", b"member", "read_tokens", b"read_tokens", "total_pages", b"total_pages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "attached", b"attached", "busy_share", b"busy_share", "connected", b"connected", "draining", b"draining", "fault", b"fault", "hit_tokens", b"hit_tokens", "known_pages", b"known_pages", "load", b"load", "member", b"member", "read_tokens", b"read_tokens", "total_pages", b"total_pages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerStatus: _TypeAlias = WorkerStatus  # noqa: Y015
+
+@_typing.final
+class DiagnoseRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DiagnoseRequest: _TypeAlias = DiagnoseRequest  # noqa: Y015
+
+@_typing.final
+class Diagnosis(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BOUND_FIELD_NUMBER: _builtins.int
+    SENTENCE_FIELD_NUMBER: _builtins.int
+    EVIDENCE_FIELD_NUMBER: _builtins.int
+    ADVICE_FIELD_NUMBER: _builtins.int
+    TRAFFIC_FIELD_NUMBER: _builtins.int
+    PREFILL_FIELD_NUMBER: _builtins.int
+    DECODE_FIELD_NUMBER: _builtins.int
+    bound: Global___Bound.ValueType
+    """What holds the cluster back."""
+    sentence: _builtins.str
+    """The same in one sentence."""
+    @_builtins.property
+    def evidence(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The numbers behind it, a sentence each."""
+
+    @_builtins.property
+    def advice(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What to change, the most useful first. Empty when nothing."""
+
+    @_builtins.property
+    def traffic(self) -> Global___Traffic:
+        """What was asked of this router lately."""
+
+    @_builtins.property
+    def prefill(self) -> Global___PoolLoad:
+        """The prefill workers."""
+
+    @_builtins.property
+    def decode(self) -> Global___PoolLoad:
+        """The decode workers."""
+
+    def __init__(
+        self,
+        *,
+        bound: Global___Bound.ValueType = ...,
+        sentence: _builtins.str = ...,
+        evidence: _abc.Iterable[_builtins.str] | None = ...,
+        advice: _abc.Iterable[_builtins.str] | None = ...,
+        traffic: Global___Traffic | None = ...,
+        prefill: Global___PoolLoad | None = ...,
+        decode: Global___PoolLoad | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "prefill", b"prefill", "traffic", b"traffic"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advice", b"advice", "bound", b"bound", "decode", b"decode", "evidence", b"evidence", "prefill", b"prefill", "sentence", b"sentence", "traffic", b"traffic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Diagnosis: _TypeAlias = Diagnosis  # noqa: Y015
+
+@_typing.final
+class Traffic(_message.Message):
+    """The answers that ended within the last `seconds`, as one router saw them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SECONDS_FIELD_NUMBER: _builtins.int
+    ANSWERS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPT_LENGTH_FIELD_NUMBER: _builtins.int
+    OUTPUT_LENGTH_FIELD_NUMBER: _builtins.int
+    TTFT_FIELD_NUMBER: _builtins.int
+    ITL_FIELD_NUMBER: _builtins.int
+    QUEUE_SECONDS_FIELD_NUMBER: _builtins.int
+    PREFILL_WAIT_SECONDS_FIELD_NUMBER: _builtins.int
+    PREFILL_SECONDS_FIELD_NUMBER: _builtins.int
+    RESERVE_SECONDS_FIELD_NUMBER: _builtins.int
+    EXPOSED_SECONDS_FIELD_NUMBER: _builtins.int
+    ADMIT_SECONDS_FIELD_NUMBER: _builtins.int
+    TTFT_SECONDS_FIELD_NUMBER: _builtins.int
+    TRANSFERRED_BYTES_FIELD_NUMBER: _builtins.int
+    TRANSFER_SECONDS_FIELD_NUMBER: _builtins.int
+    seconds: _builtins.float
+    """How far back this looks."""
+    answers: _builtins.int
+    """Answers that ended."""
+    prompt_tokens: _builtins.int
+    """Tokens of their prompts."""
+    cached_tokens: _builtins.int
+    """Of these, those that were cached and not computed."""
+    output_tokens: _builtins.int
+    """Tokens generated in that time."""
+    queue_seconds: _builtins.float
+    """Mean seconds that an answer waited in the router."""
+    prefill_wait_seconds: _builtins.float
+    """Mean seconds that it waited in the worker that read its prompt."""
+    prefill_seconds: _builtins.float
+    """Mean seconds that its prompt was computed."""
+    reserve_seconds: _builtins.float
+    """Mean seconds that it waited for decode to promise pages, with nothing else to do."""
+    exposed_seconds: _builtins.float
+    """Mean seconds that pages moved with nothing else to do."""
+    admit_seconds: _builtins.float
+    """Mean seconds that it waited for a place in decode's batch."""
+    ttft_seconds: _builtins.float
+    """Mean time to the first token."""
+    transferred_bytes: _builtins.int
+    """Bytes of pages that moved."""
+    transfer_seconds: _builtins.float
+    """Seconds in which they moved, hidden or not, summed over answers."""
+    @_builtins.property
+    def prompt_length(self) -> Global___Spread:
+        """Tokens of one prompt."""
+
+    @_builtins.property
+    def output_length(self) -> Global___Spread:
+        """Tokens of one answer."""
+
+    @_builtins.property
+    def ttft(self) -> Global___Spread:
+        """Seconds from arrival to the first token."""
+
+    @_builtins.property
+    def itl(self) -> Global___Spread:
+        """Seconds between two tokens."""
+
+    def __init__(
+        self,
+        *,
+        seconds: _builtins.float = ...,
+        answers: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
+        output_tokens: _builtins.int = ...,
+        prompt_length: Global___Spread | None = ...,
+        output_length: Global___Spread | None = ...,
+        ttft: Global___Spread | None = ...,
+        itl: Global___Spread | None = ...,
+        queue_seconds: _builtins.float = ...,
+        prefill_wait_seconds: _builtins.float = ...,
+        prefill_seconds: _builtins.float = ...,
+        reserve_seconds: _builtins.float = ...,
+        exposed_seconds: _builtins.float = ...,
+        admit_seconds: _builtins.float = ...,
+        ttft_seconds: _builtins.float = ...,
+        transferred_bytes: _builtins.int = ...,
+        transfer_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["itl", b"itl", "output_length", b"output_length", "prompt_length", b"prompt_length", "ttft", b"ttft"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit_seconds", b"admit_seconds", "answers", b"answers", "cached_tokens", b"cached_tokens", "exposed_seconds", b"exposed_seconds", "itl", b"itl", "output_length", b"output_length", "output_tokens", b"output_tokens", "prefill_seconds", b"prefill_seconds", "prefill_wait_seconds", b"prefill_wait_seconds", "prompt_length", b"prompt_length", "prompt_tokens", b"prompt_tokens", "queue_seconds", b"queue_seconds", "reserve_seconds", b"reserve_seconds", "seconds", b"seconds", "transfer_seconds", b"transfer_seconds", "transferred_bytes", b"transferred_bytes", "ttft", b"ttft", "ttft_seconds", b"ttft_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Traffic: _TypeAlias = Traffic  # noqa: Y015
+
+@_typing.final
+class Spread(_message.Message):
+    """Of what came: half was at most p50, and so on. 0 when nothing came. Within 10%."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    P50_FIELD_NUMBER: _builtins.int
+    P90_FIELD_NUMBER: _builtins.int
+    P99_FIELD_NUMBER: _builtins.int
+    p50: _builtins.float
+    """The median."""
+    p90: _builtins.float
+    """Nine in ten are at most this."""
+    p99: _builtins.float
+    """99 in 100 are."""
+    def __init__(
+        self,
+        *,
+        p50: _builtins.float = ...,
+        p90: _builtins.float = ...,
+        p99: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["p50", b"p50", "p90", b"p90", "p99", b"p99"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Spread: _TypeAlias = Spread  # noqa: Y015
+
+@_typing.final
+class TrendsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrendsRequest: _TypeAlias = TrendsRequest  # noqa: Y015
+
+@_typing.final
+class TrendsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SECONDS_EACH_FIELD_NUMBER: _builtins.int
+    POINTS_FIELD_NUMBER: _builtins.int
+    seconds_each: _builtins.float
+    """How long each point lasts."""
+    @_builtins.property
+    def points(self) -> _containers.RepeatedCompositeFieldContainer[Global___TrendPoint]:
+        """Oldest first, up to the last that is over."""
+
+    def __init__(
+        self,
+        *,
+        seconds_each: _builtins.float = ...,
+        points: _abc.Iterable[Global___TrendPoint] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["points", b"points", "seconds_each", b"seconds_each"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrendsResponse: _TypeAlias = TrendsResponse  # noqa: Y015
+
+@_typing.final
+class TrendPoint(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ANSWERS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    TTFT_FIELD_NUMBER: _builtins.int
+    ITL_FIELD_NUMBER: _builtins.int
+    answers: _builtins.int
+    """Answers that ended."""
+    prompt_tokens: _builtins.int
+    """Tokens of their prompts."""
+    output_tokens: _builtins.int
+    """Tokens generated."""
+    @_builtins.property
+    def ttft(self) -> Global___Spread:
+        """Seconds to the first token, of those that came."""
+
+    @_builtins.property
+    def itl(self) -> Global___Spread:
+        """Seconds between two tokens."""
+
+    def __init__(
+        self,
+        *,
+        answers: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
+        output_tokens: _builtins.int = ...,
+        ttft: Global___Spread | None = ...,
+        itl: Global___Spread | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["itl", b"itl", "ttft", b"ttft"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers", "itl", b"itl", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "ttft", b"ttft"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrendPoint: _TypeAlias = TrendPoint  # noqa: Y015
+
+@_typing.final
+class PoolLoad(_message.Message):
+    """The workers of one pool that can be used."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKERS_FIELD_NUMBER: _builtins.int
+    BUSY_SHARE_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    RUNNING_FIELD_NUMBER: _builtins.int
+    QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
+    FREE_SHARE_FIELD_NUMBER: _builtins.int
+    TRANSFERS_FIELD_NUMBER: _builtins.int
+    workers: _builtins.int
+    """How many there are."""
+    busy_share: _builtins.float
+    """The mean share of the last seconds in which their engines computed, 0 to 1."""
+    waiting: _builtins.int
+    """Requests that wait in them."""
+    running: _builtins.int
+    """Requests in their batches."""
+    queued_tokens: _builtins.int
+    """Prompt tokens that they have yet to compute."""
+    free_share: _builtins.float
+    """Of their pages, the share that can be handed out, 0 to 1."""
+    transfers: _builtins.int
+    """Requests whose pages are on their way."""
+    def __init__(
+        self,
+        *,
+        workers: _builtins.int = ...,
+        busy_share: _builtins.float = ...,
+        waiting: _builtins.int = ...,
+        running: _builtins.int = ...,
+        queued_tokens: _builtins.int = ...,
+        free_share: _builtins.float = ...,
+        transfers: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_share", b"busy_share", "free_share", b"free_share", "queued_tokens", b"queued_tokens", "running", b"running", "transfers", b"transfers", "waiting", b"waiting", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolLoad: _TypeAlias = PoolLoad  # noqa: Y015

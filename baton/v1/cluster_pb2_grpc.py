@@ -128,6 +128,16 @@ class AdminStub(object):
                 request_serializer=baton_dot_v1_dot_cluster__pb2.RecentRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_cluster__pb2.RecentResponse.FromString,
                 _registered_method=True)
+        self.Diagnose = channel.unary_unary(
+                '/baton.v1.Admin/Diagnose',
+                request_serializer=baton_dot_v1_dot_cluster__pb2.DiagnoseRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_cluster__pb2.Diagnosis.FromString,
+                _registered_method=True)
+        self.Trends = channel.unary_unary(
+                '/baton.v1.Admin/Trends',
+                request_serializer=baton_dot_v1_dot_cluster__pb2.TrendsRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_cluster__pb2.TrendsResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -162,6 +172,20 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Diagnose(self, request, context):
+        """What holds the cluster back, and what to change.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Trends(self, request, context):
+        """The last minutes, in steps of a few seconds.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -184,6 +208,16 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Recent,
                     request_deserializer=baton_dot_v1_dot_cluster__pb2.RecentRequest.FromString,
                     response_serializer=baton_dot_v1_dot_cluster__pb2.RecentResponse.SerializeToString,
+            ),
+            'Diagnose': grpc.unary_unary_rpc_method_handler(
+                    servicer.Diagnose,
+                    request_deserializer=baton_dot_v1_dot_cluster__pb2.DiagnoseRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_cluster__pb2.Diagnosis.SerializeToString,
+            ),
+            'Trends': grpc.unary_unary_rpc_method_handler(
+                    servicer.Trends,
+                    request_deserializer=baton_dot_v1_dot_cluster__pb2.TrendsRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_cluster__pb2.TrendsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -294,6 +328,60 @@ class Admin(object):
             '/baton.v1.Admin/Recent',
             baton_dot_v1_dot_cluster__pb2.RecentRequest.SerializeToString,
             baton_dot_v1_dot_cluster__pb2.RecentResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Diagnose(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/Diagnose',
+            baton_dot_v1_dot_cluster__pb2.DiagnoseRequest.SerializeToString,
+            baton_dot_v1_dot_cluster__pb2.Diagnosis.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Trends(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/Trends',
+            baton_dot_v1_dot_cluster__pb2.TrendsRequest.SerializeToString,
+            baton_dot_v1_dot_cluster__pb2.TrendsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -69,6 +69,10 @@ class AdminStub:
     """Where the time of a recent request went."""
     Recent: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.RecentRequest, _cluster_pb2.RecentResponse]
     """The latest requests, newest first, without their phases."""
+    Diagnose: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.DiagnoseRequest, _cluster_pb2.Diagnosis]
+    """What holds the cluster back, and what to change."""
+    Trends: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.TrendsRequest, _cluster_pb2.TrendsResponse]
+    """The last minutes, in steps of a few seconds."""
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
@@ -83,6 +87,10 @@ class AdminAsyncStub(AdminStub):
     """Where the time of a recent request went."""
     Recent: _aio.UnaryUnaryMultiCallable[_cluster_pb2.RecentRequest, _cluster_pb2.RecentResponse]  # type: ignore[assignment]
     """The latest requests, newest first, without their phases."""
+    Diagnose: _aio.UnaryUnaryMultiCallable[_cluster_pb2.DiagnoseRequest, _cluster_pb2.Diagnosis]  # type: ignore[assignment]
+    """What holds the cluster back, and what to change."""
+    Trends: _aio.UnaryUnaryMultiCallable[_cluster_pb2.TrendsRequest, _cluster_pb2.TrendsResponse]  # type: ignore[assignment]
+    """The last minutes, in steps of a few seconds."""
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -118,5 +126,21 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.RecentResponse, _abc.Awaitable[_cluster_pb2.RecentResponse]]:
         """The latest requests, newest first, without their phases."""
+
+    @_abc_1.abstractmethod
+    def Diagnose(
+        self,
+        request: _cluster_pb2.DiagnoseRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.Diagnosis, _abc.Awaitable[_cluster_pb2.Diagnosis]]:
+        """What holds the cluster back, and what to change."""
+
+    @_abc_1.abstractmethod
+    def Trends(
+        self,
+        request: _cluster_pb2.TrendsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.TrendsResponse, _abc.Awaitable[_cluster_pb2.TrendsResponse]]:
+        """The last minutes, in steps of a few seconds."""
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1009,6 +1009,9 @@ class Load(_message.Message):
     RUNNING_FIELD_NUMBER: _builtins.int
     QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
     FAULT_FIELD_NUMBER: _builtins.int
+    BUSY_SECONDS_FIELD_NUMBER: _builtins.int
+    UP_SECONDS_FIELD_NUMBER: _builtins.int
+    TRANSFERS_FIELD_NUMBER: _builtins.int
     free_pages: _builtins.int
     """Pages that can be handed out at once, those of cached_pages included."""
     leased_pages: _builtins.int
@@ -1025,6 +1028,12 @@ class Load(_message.Message):
     """Prompt tokens not yet computed."""
     fault: _builtins.str
     """Empty when the worker is sound; else what is wrong with it."""
+    busy_seconds: _builtins.float
+    """Seconds in which the engine has computed, since the process started."""
+    up_seconds: _builtins.float
+    """Seconds since then, by the same clock."""
+    transfers: _builtins.int
+    """Requests whose pages are on their way, out of prefill or into decode."""
     def __init__(
         self,
         *,
@@ -1036,10 +1045,13 @@ class Load(_message.Message):
         running: _builtins.int = ...,
         queued_tokens: _builtins.int = ...,
         fault: _builtins.str = ...,
+        busy_seconds: _builtins.float = ...,
+        up_seconds: _builtins.float = ...,
+        transfers: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_pages", b"cached_pages", "fault", b"fault", "free_pages", b"free_pages", "leased_pages", b"leased_pages", "quarantined_pages", b"quarantined_pages", "queued_tokens", b"queued_tokens", "running", b"running", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_seconds", b"busy_seconds", "cached_pages", b"cached_pages", "fault", b"fault", "free_pages", b"free_pages", "leased_pages", b"leased_pages", "quarantined_pages", b"quarantined_pages", "queued_tokens", b"queued_tokens", "running", b"running", "transfers", b"transfers", "up_seconds", b"up_seconds", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -5,7 +5,7 @@ generation   what chats and completions have in common, and what is not served
 chat         /v1/chat/completions: messages in, choices out
 completions  /v1/completions: prompts in, choices out
 tokens       /tokenize and /detokenize
-timings      /v1/requests: where the time of the latest requests went
+overview     what operators look at: /v1/cluster, diagnosis, trends, requests
 answers      from the events of an answer to what is sent
 body         a call's body, read with care
 endpoint     one call that generates, from its body to its last byte
@@ -14,5 +14,5 @@ errors       statuses and bodies of errors
 openapi      the document that describes all this, made of the same fields
 server       uvicorn on the router's own event loop
 
-Only body, endpoint, app, errors, timings and server need starlette or uvicorn.
+Only body, endpoint, app, errors, overview and server need starlette or uvicorn.
 """

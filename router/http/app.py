@@ -23,8 +23,9 @@ from router.http.endpoint import Door, GenerationEndpoint, request_id_of
 from router.http.errors import problem
 from router.http.fields import Json
 from router.http.openapi import document
-from router.http.timings import Timings
+from router.http.overview import OverviewApi
 from router.http.tokens import KEEP_SPECIAL, TOKENS, read_prompt
+from router.overview import Overview
 from router.roster import Roster
 
 Endpoint = Callable[[HttpRequest], Awaitable[Response]]
@@ -48,8 +49,11 @@ def answered(endpoint: Endpoint, prompt_field: str = "prompt") -> Endpoint:
 class HttpApp:
     """`app` is the ASGI application."""
 
-    def __init__(self, door: Door, roster: Roster, registry: CollectorRegistry) -> None:
+    def __init__(
+        self, door: Door, roster: Roster, overview: Overview, registry: CollectorRegistry
+    ) -> None:
         self._door = door
+        self._overview = OverviewApi(overview)
         self._roster = roster
         self._registry = registry
         self._created = int(time.time())
@@ -61,15 +65,18 @@ class HttpApp:
     def _routes(self) -> list[Route]:
         chat = GenerationEndpoint(ChatApi(), self._door)
         completions = GenerationEndpoint(CompletionsApi(), self._door)
-        timings = Timings(self._door.serving.ledgers)
+        overview = self._overview
         return [
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/embeddings", answered(_embeddings), methods=["POST"]),
             Route("/v1/models", answered(self._models)),
             Route("/v1/models/{name:path}", answered(self._model, "model")),
-            Route("/v1/requests", answered(timings.recent)),
-            Route("/v1/requests/{request_id:path}/timing", answered(timings.timing)),
+            Route("/v1/cluster", answered(overview.cluster)),
+            Route("/v1/diagnosis", answered(overview.diagnosis)),
+            Route("/v1/trends", answered(overview.trends)),
+            Route("/v1/requests", answered(overview.recent)),
+            Route("/v1/requests/{request_id:path}/timing", answered(overview.timing)),
             Route("/tokenize", answered(self._tokenize), methods=["POST"]),
             Route("/detokenize", answered(self._detokenize, "tokens"), methods=["POST"]),
             Route("/health", answered(_health)),

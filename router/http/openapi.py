@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from router.http import chat, completions, generation, timings, tokens
+from google.protobuf.message import Message
+
+from baton.v1 import cluster_pb2, timing_pb2
+from core.plain import schema
+from router.http import chat, completions, generation, overview, tokens
 from router.http.fields import TOKEN_ID_SCHEMA, Field, Json
 
 TITLE = "Baton"
 VERSION = "1"
+
+# Told as core/plain.py writes them.
+_MESSAGES = (
+    cluster_pb2.StatusResponse,
+    cluster_pb2.Diagnosis,
+    cluster_pb2.TrendsResponse,
+    timing_pb2.RequestTiming,
+)
 
 _INTEGER: Json = {"type": "integer"}
 _STRING: Json = {"type": "string"}
@@ -43,7 +55,10 @@ def _paths() -> Json:
         "/v1/embeddings": {"post": {"responses": _errors("400")}},
         "/v1/models": _get("Models"),
         "/v1/models/{name}": _named(_get("Model", "404")),
-        "/v1/requests": _with_query(_get("Requests", "400"), timings.LIMIT),
+        "/v1/cluster": _get("StatusResponse"),
+        "/v1/diagnosis": _get("Diagnosis"),
+        "/v1/trends": _get("TrendsResponse"),
+        "/v1/requests": _with_query(_get("Requests", "400"), overview.LIMIT),
         "/v1/requests/{request_id}/timing": _named(_get("RequestTiming", "404"), "request_id"),
         "/tokenize": _post("TokenizeRequest", "TokenizeAnswer"),
         "/detokenize": _post("DetokenizeRequest", "DetokenizeAnswer"),
@@ -89,13 +104,17 @@ def _schemas() -> Json:
             {}, fields=(generation.MODEL, tokens.TOKENS, tokens.KEEP_SPECIAL)
         ),
         "DetokenizeAnswer": _exact({"prompt": _STRING}),
-        "RequestTiming": _REQUEST_TIMING,
+        **_messages(*_MESSAGES),
         "Requests": _exact(
             {"object": {"const": "list"}, "data": _list(_reference("RequestTiming"))}
         ),
         "Status": _exact({"status": _STRING}),
         "Error": _ERROR,
     }
+
+
+def _messages(*messages: type[Message]) -> Json:
+    return {message.DESCRIPTOR.name: schema(message) for message in messages}
 
 
 def _generation() -> Json:
@@ -182,40 +201,6 @@ _MODEL = _exact(
         "created": _INTEGER,
         "owned_by": _STRING,
         "max_model_len": _INTEGER,
-    }
-)
-
-_NUMBER: Json = {"type": "number", "minimum": 0}
-
-_PHASE = _exact(
-    {
-        "kind": _STRING,
-        "start_seconds": _NUMBER,
-        "seconds": _NUMBER,
-        "hidden": {"type": "boolean"},
-        "worker": _STRING,
-    }
-)
-
-_ANSWER_TIMING = _exact(
-    {
-        **dict.fromkeys(("prefill_worker", "decode_worker", "policy", "reason_code"), _STRING),
-        **dict.fromkeys(("index", "attempts", "transferred_bytes"), _INTEGER),
-        **dict.fromkeys(("prompt_tokens", "cached_tokens", "completion_tokens"), _INTEGER),
-        **dict.fromkeys(("ttft_seconds", "end_to_end_seconds", "longest_gap_seconds"), _NUMBER),
-        "phases": _list(_PHASE),
-        "chunks": _list(_exact({"tokens": _INTEGER, "seconds": _NUMBER})),
-    }
-)
-
-_REQUEST_TIMING = _exact(
-    {
-        "request_id": _STRING,
-        "arrived_at": _NUMBER,
-        "outcome": _STRING,
-        "ttft_seconds": _NUMBER,
-        "end_to_end_seconds": _NUMBER,
-        "answers": _list(_ANSWER_TIMING),
     }
 )
 

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 from core.errors import Internal
 from router.http.app import HttpApp
 from router.http.endpoint import Door
+from router.overview import Overview
 from router.roster import Roster
 
 # What the kernel may hold for one client. Beyond it tokens wait where they are counted.
@@ -23,10 +24,12 @@ SEND_BYTES = 128 * 2**10
 
 
 class HttpServer:
-    def __init__(self, door: Door, roster: Roster, registry: CollectorRegistry) -> None:
+    def __init__(
+        self, door: Door, roster: Roster, overview: Overview, registry: CollectorRegistry
+    ) -> None:
         self._door = door
         config = uvicorn.Config(
-            HttpApp(door, roster, registry).app,
+            HttpApp(door, roster, overview, registry).app,
             # One parser everywhere, which bounds what headers may take.
             http="h11",
             ws="none",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import httpx
+import jsonschema
 import pytest
 from processes import ProcessCluster
 from typer.testing import CliRunner
@@ -60,6 +61,34 @@ def test_the_router_tells_of_a_request_by_the_id_in_its_header(idle: ProcessClus
         assert parts == pytest.approx(answer["end_to_end_seconds"], rel=0.01)
     assert [entry["request_id"] for entry in listed] == [request_id]
     assert (unknown.status_code, wrong.status_code) == (404, 400)
+
+
+@pytest.mark.parametrize("path", ["/v1/cluster", "/v1/diagnosis", "/v1/trends", "/v1/requests"])
+def test_what_operators_look_at_is_as_described(idle: ProcessCluster, path: str) -> None:
+    with httpx.Client(base_url=f"http://{idle.http}", timeout=60) as http:
+        http.post("/v1/completions", json={"prompt": "One", "max_tokens": 2})
+        document = http.get("/openapi.json").json()
+        told = http.get(path).json()
+    described = document["paths"][path]["get"]["responses"]["200"]["content"]
+    schema = {**described["application/json"]["schema"], "components": document["components"]}
+    jsonschema.validate(told, schema)
+
+
+def test_the_cluster_is_told_without_addresses(idle: ProcessCluster) -> None:
+    told = httpx.get(f"http://{idle.http}/v1/cluster").text
+    assert "decode-0" in told
+    assert "127.0.0.1" not in told
+
+
+def test_baton_diagnose_says_what_holds_the_cluster_back(idle: ProcessCluster) -> None:
+    with idle.client() as client:
+        client.generate("One", max_tokens=2)
+        diagnosis = client.diagnose()
+    assert diagnosis.traffic.answers
+    assert (diagnosis.prefill.workers, diagnosis.decode.workers) == (1, 1)
+    said = CliRunner().invoke(app, ["diagnose", "--address", idle.address])
+    assert said.exit_code == 0
+    assert "prefill: 1 worker" in said.stdout
 
 
 def test_baton_why_draws_a_request(idle: ProcessCluster) -> None:

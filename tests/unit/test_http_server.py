@@ -23,6 +23,7 @@ from core.types import FinishReason, Request
 from router.http.endpoint import Door
 from router.http.server import HttpServer
 from router.ledger import Ledgers, RequestLedger
+from router.overview import Overview
 from router.roster import Roster
 from router.server import RouterServer
 from router.serving import Delta, Event, Finished, Serving, Started
@@ -72,7 +73,8 @@ async def served(serving: ScriptedServing, reader_buffer: int = 100) -> AsyncIte
     """The address of a server in front of `serving`."""
     door = Door(cast(Serving, serving), "tiny", reader_buffer)
     roster = SimpleNamespace(can_place=False, context_length=lambda: 64)
-    server = HttpServer(door, cast(Roster, roster), CollectorRegistry())
+    overview = cast(Overview, SimpleNamespace())
+    server = HttpServer(door, cast(Roster, roster), overview, CollectorRegistry())
     address = server.start("127.0.0.1", 0)
     try:
         yield address

@@ -1,0 +1,215 @@
+"""What holds a cluster back, and what to change: a pure function of what was measured.
+
+A cluster is bound by what its requests wait for. Where they hardly wait, it keeps
+up, or has nothing to do. Decode's engines compute whenever there is an answer to
+write, however small the batch, so their being busy alone means nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from baton.v1 import cluster_pb2 as pb
+
+IDLE_SHARE = 0.1
+"""Engines that compute less than this have hardly anything to do."""
+BUSY_SHARE = 0.85
+"""Engines that compute more than this have no time left."""
+FELT_SHARE = 0.15
+"""A wait matters where it is this share of the time to the first token."""
+FULL_SHARE = 0.1
+"""A pool with fewer free pages than this is full."""
+LARGE_BATCH = 8
+"""With so many requests in a step, fewer would take less time."""
+TARGET_SHARE = 0.7
+"""How busy prefill should be, so that what comes in bursts does not wait."""
+FEW_CACHED = 0.05
+
+Bound: TypeAlias = pb.Bound.ValueType
+
+
+def diagnose(
+    traffic: pb.Traffic, prefill: pb.PoolLoad, decode: pb.PoolLoad, queued: int
+) -> pb.Diagnosis:
+    """`queued` requests wait in the router."""
+    bound = _bound(traffic, prefill, decode, queued)
+    sentence, advise = _VERDICTS[bound]
+    return pb.Diagnosis(
+        bound=bound,
+        sentence=sentence,
+        evidence=_evidence(traffic, prefill, decode, queued),
+        advice=advise(traffic, prefill, decode),
+        traffic=traffic,
+        prefill=prefill,
+        decode=decode,
+    )
+
+
+def _bound(traffic: pb.Traffic, prefill: pb.PoolLoad, decode: pb.PoolLoad, queued: int) -> Bound:
+    if not prefill.workers or not decode.workers:
+        return pb.BOUND_WORKERS
+    waiting = queued + prefill.waiting + decode.waiting
+    if not waiting and max(prefill.busy_share, decode.busy_share) < IDLE_SHARE:
+        return pb.BOUND_IDLE
+    wait, bound = max(_waits(traffic, prefill, decode))
+    if traffic.answers and wait > FELT_SHARE * traffic.ttft_seconds:
+        return bound
+    if prefill.busy_share > BUSY_SHARE and prefill.waiting:
+        return pb.BOUND_PREFILL
+    batch = decode.running / decode.workers
+    if decode.waiting or (decode.busy_share > BUSY_SHARE and batch >= LARGE_BATCH):
+        return pb.BOUND_DECODE
+    return pb.BOUND_NONE
+
+
+def _waits(
+    traffic: pb.Traffic, prefill: pb.PoolLoad, decode: pb.PoolLoad
+) -> list[tuple[float, Bound]]:
+    """What an answer waited for, on average. In the router it waits for the pool that has no
+    room."""
+    at_prefill, at_decode = traffic.prefill_wait_seconds, traffic.reserve_seconds
+    at_decode += traffic.admit_seconds
+    full = decode.free_share < FULL_SHARE or decode.waiting > prefill.waiting
+    if full:
+        at_decode += traffic.queue_seconds
+    else:
+        at_prefill += traffic.queue_seconds
+    return [
+        (at_prefill, pb.BOUND_PREFILL),
+        (at_decode, pb.BOUND_DECODE),
+        (traffic.exposed_seconds, pb.BOUND_TRANSFER),
+    ]
+
+
+def _evidence(
+    traffic: pb.Traffic, prefill: pb.PoolLoad, decode: pb.PoolLoad, queued: int
+) -> list[str]:
+    lines = [
+        f"prefill: {_pool(prefill)}, {prefill.queued_tokens:,} prompt tokens to compute",
+        f"decode: {_pool(decode)}, {decode.running} requests in batches,"
+        f" {decode.free_share:.0%} of the pages free",
+    ]
+    if queued:
+        lines.append(f"router: {queued} requests wait for a worker with room")
+    if not traffic.answers:
+        return lines
+    seconds = max(traffic.seconds, 1.0)
+    cached = traffic.cached_tokens / max(traffic.prompt_tokens, 1)
+    return [
+        f"last {traffic.seconds:.0f} s: {traffic.answers / seconds:.2f} answers a second,"
+        f" {traffic.prompt_tokens / seconds:,.0f} prompt tokens a second ({cached:.0%} cached),"
+        f" {traffic.output_tokens / seconds:,.0f} generated",
+        f"prompts of {_lengths(traffic.prompt_length)} tokens, answers of"
+        f" {_lengths(traffic.output_length)}",
+        f"time to the first token {_times(traffic.ttft)}; between tokens {_times(traffic.itl)}",
+        f"of {_ms(traffic.ttft_seconds)} to the first token on average: {_parts(traffic)}",
+        *lines,
+    ]
+
+
+def _pool(pool: pb.PoolLoad) -> str:
+    plural = "s" if pool.workers != 1 else ""
+    return (
+        f"{pool.workers} worker{plural}, computing {pool.busy_share:.0%} of the time,"
+        f" {pool.waiting} waiting"
+    )
+
+
+def _lengths(spread: pb.Spread) -> str:
+    return f"{spread.p50:,.0f} (p50) to {spread.p99:,.0f} (p99)"
+
+
+def _times(spread: pb.Spread) -> str:
+    return f"{_ms(spread.p50)} (p50), {_ms(spread.p90)} (p90), {_ms(spread.p99)} (p99)"
+
+
+def _parts(traffic: pb.Traffic) -> str:
+    return (
+        f"{_ms(traffic.queue_seconds)} in the router's queue,"
+        f" {_ms(traffic.prefill_wait_seconds)} in prefill's,"
+        f" {_ms(traffic.prefill_seconds)} computing; after it {_ms(traffic.reserve_seconds)} for"
+        f" decode's pages, {_ms(traffic.exposed_seconds)} for the transfer,"
+        f" {_ms(traffic.admit_seconds)} for a place in a batch"
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.1f} ms" if seconds < 1.0 else f"{seconds:,.2f} s"
+
+
+def _for_workers(traffic: pb.Traffic, prefill: pb.PoolLoad, decode: pb.PoolLoad) -> list[str]:
+    missing = " and ".join(
+        name for name, pool in (("prefill", prefill), ("decode", decode)) if not pool.workers
+    )
+    return [f"start {missing} workers, or see with `baton status` what is wrong with them"]
+
+
+def _for_prefill(traffic: pb.Traffic, prefill: pb.PoolLoad, decode: pb.PoolLoad) -> list[str]:
+    needed = round(prefill.workers * max(prefill.busy_share, BUSY_SHARE) / TARGET_SHARE + 0.5)
+    advice = [
+        f"run {max(needed, prefill.workers + 1)} prefill workers instead of {prefill.workers}"
+        " (prefill.workers)"
+    ]
+    if decode.workers > 1 and decode.busy_share < TARGET_SHARE / 2:
+        advice.append(
+            f"or move one over: decode's {decode.workers} compute {decode.busy_share:.0%} of the"
+            " time"
+        )
+    cached = traffic.cached_tokens / max(traffic.prompt_tokens, 1)
+    if cached < FEW_CACHED:
+        advice.append(
+            f"only {cached:.0%} of the prompt tokens were cached: put what prompts have in common"
+            " at their front, under one cache_salt, or give prefill more kv_memory"
+        )
+    if traffic.prompt_length.p99 > 8 * max(traffic.prompt_length.p50, 1.0):
+        advice.append(
+            "a few prompts are far longer than the others, which wait behind them: a smaller"
+            " prefill.chunk_tokens does not help, another prefill worker does"
+        )
+    return advice
+
+
+def _for_decode(traffic: pb.Traffic, prefill: pb.PoolLoad, decode: pb.PoolLoad) -> list[str]:
+    advice = []
+    if decode.free_share < FULL_SHARE:
+        advice.append(
+            f"decode's pools are full ({decode.free_share:.0%} free): give decode more kv_memory"
+        )
+    elif decode.waiting:
+        advice.append("requests wait though pages are free: raise decode.max_batch")
+    advice.append(
+        f"run {decode.workers + 1} decode workers instead of {decode.workers} (decode.workers):"
+        f" each step now serves {decode.running / decode.workers:.0f} requests"
+    )
+    if prefill.workers > 1 and prefill.busy_share < TARGET_SHARE / 2:
+        advice.append(
+            f"or move one over: prefill's {prefill.workers} compute {prefill.busy_share:.0%} of"
+            " the time"
+        )
+    return advice
+
+
+def _for_transfer(traffic: pb.Traffic, prefill: pb.PoolLoad, decode: pb.PoolLoad) -> list[str]:
+    speed = traffic.transferred_bytes / max(traffic.transfer_seconds, 1e-9) / 1e9
+    return [
+        f"pages move at {speed:.2f} GB/s: see with `baton doctor` which transport is used and"
+        " what it reaches",
+        "keep prefill and decode workers that serve each other on one host, or on one fast network",
+        "a smaller prefill.chunk_tokens starts the transfer earlier, behind the chunks that follow",
+    ]
+
+
+def _for_nothing(traffic: pb.Traffic, prefill: pb.PoolLoad, decode: pb.PoolLoad) -> list[str]:
+    return []
+
+
+Advise = Callable[[pb.Traffic, pb.PoolLoad, pb.PoolLoad], list[str]]
+_VERDICTS: dict[Bound, tuple[str, Advise]] = {
+    pb.BOUND_WORKERS: ("a pool has no worker that can be used", _for_workers),
+    pb.BOUND_IDLE: ("the cluster is idle", _for_nothing),
+    pb.BOUND_NONE: ("both pools keep up with what comes", _for_nothing),
+    pb.BOUND_PREFILL: ("the cluster is bound by prefill", _for_prefill),
+    pb.BOUND_DECODE: ("the cluster is bound by decode", _for_decode),
+    pb.BOUND_TRANSFER: ("the cluster is bound by the transfer of pages", _for_transfer),
+}

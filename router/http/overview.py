@@ -1,0 +1,58 @@
+"""What operators look at: the cluster, what holds it back, the last minutes, and where the time
+of the latest requests went."""
+
+from __future__ import annotations
+
+from google.protobuf.message import Message
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from core.plain import plain
+from router.http.answers import encode
+from router.http.fields import Integer, Json
+from router.ledger import KEPT_REQUESTS
+from router.overview import RECENT_REQUESTS, Overview
+
+LIMIT = Integer("limit", "How many requests at most.", 1, KEPT_REQUESTS, RECENT_REQUESTS)
+_LONGEST_LIMIT = 10  # digits
+_FAULT = "it cannot be used; `baton status` says why"
+
+
+class OverviewApi:
+    def __init__(self, overview: Overview) -> None:
+        self._overview = overview
+
+    async def cluster(self, http: HttpRequest) -> Response:
+        status = self._overview.status()
+        for worker in status.workers:
+            # Addresses and paths are for those who run it.
+            worker.member.address = ""
+            worker.fault = _FAULT if worker.fault or worker.load.fault else ""
+            worker.load.fault = ""
+        return _json(plain(status))
+
+    async def diagnosis(self, http: HttpRequest) -> Response:
+        return _message(self._overview.diagnosis())
+
+    async def trends(self, http: HttpRequest) -> Response:
+        return _message(self._overview.trends())
+
+    async def recent(self, http: HttpRequest) -> Response:
+        found = self._overview.recent(_limit(http.query_params.get("limit", "")))
+        return _json({"object": "list", "data": [plain(timing) for timing in found]})
+
+    async def timing(self, http: HttpRequest) -> Response:
+        return _message(self._overview.timing(http.path_params["request_id"]))
+
+
+def _limit(given: str) -> int:
+    number = int(given) if given.isdecimal() and len(given) < _LONGEST_LIMIT else given
+    return LIMIT.of({"limit": number if given else None}) or 0
+
+
+def _message(message: Message) -> Response:
+    return _json(plain(message))
+
+
+def _json(content: Json) -> Response:
+    return Response(encode(content), media_type="application/json")

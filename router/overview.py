@@ -1,0 +1,118 @@
+"""What an operator is told, over gRPC and HTTP alike."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from baton.v1 import cluster_pb2 as pb
+from baton.v1 import timing_pb2
+from core.errors import UnknownRequest
+from core.types import Role
+from router.diagnosis import diagnose
+from router.link import WorkerLink
+from router.phases import request_timing
+from router.roster import Roster
+from router.serving import Serving
+from router.trends import BUCKET_SECONDS
+
+RECENT_REQUESTS = 50
+
+
+class Overview:
+    def __init__(
+        self, serving: Serving, roster: Roster, model: str, router_id: str, queue_limit: int
+    ) -> None:
+        self._serving = serving
+        self._roster = roster
+        self._model = model
+        self._router_id = router_id
+        self._queue_limit = queue_limit
+        self._began = time.monotonic()
+
+    def status(self) -> pb.StatusResponse:
+        agents = {link.agent: link.worker_id for link in self._roster.links if link.welcome}
+        return pb.StatusResponse(
+            router_id=self._router_id,
+            uptime_seconds=time.monotonic() - self._began,
+            model=self._model,
+            active_requests=self._serving.active,
+            finished_requests=self._serving.finished,
+            queued_requests=self._serving.admission.queued,
+            queue_limit=self._queue_limit,
+            draining=self._serving.draining,
+            workers=[
+                _worker_status(link, agents, self._roster.fault(link))
+                for link in self._roster.links
+            ],
+        )
+
+    def diagnosis(self) -> pb.Diagnosis:
+        return diagnose(
+            self._serving.trends.traffic(),
+            _pool_load(list(self._roster.usable(Role.PREFILL))),
+            _pool_load(list(self._roster.usable(Role.DECODE))),
+            self._serving.admission.queued,
+        )
+
+    def timing(self, request_id: str) -> timing_pb2.RequestTiming:
+        ledger = self._serving.ledgers.find(request_id)
+        if ledger is None:
+            raise UnknownRequest(
+                f"no request called {request_id!r} is among the latest here", field="request_id"
+            )
+        return request_timing(ledger)
+
+    def recent(self, limit: int = 0) -> list[timing_pb2.RequestTiming]:
+        """Newest first, without their phases."""
+        ledgers = self._serving.ledgers.recent(limit or RECENT_REQUESTS)
+        return [request_timing(ledger, phases=False) for ledger in ledgers]
+
+    def trends(self) -> pb.TrendsResponse:
+        points = [
+            pb.TrendPoint(
+                answers=bucket.answers,
+                prompt_tokens=bucket.prompt_tokens,
+                output_tokens=bucket.output_tokens,
+                ttft=bucket.ttft.spread(),
+                itl=bucket.itl.spread(),
+            )
+            for bucket in self._serving.trends.series()
+        ]
+        return pb.TrendsResponse(seconds_each=BUCKET_SECONDS, points=points)
+
+
+def _worker_status(link: WorkerLink, agents: dict[str, str], fault: str) -> pb.WorkerStatus:
+    welcome = link.welcome
+    member = pb.Member(worker_id=link.worker_id, address=link.address)
+    if welcome:
+        member.role = welcome.role
+    return pb.WorkerStatus(
+        member=member,
+        attached=welcome is not None,
+        total_pages=welcome.total_pages if welcome else 0,
+        load=link.load,
+        active_requests=link.active,
+        connected=sorted(name for agent, name in agents.items() if link.reaches(agent)),
+        fault=fault,
+        draining=link.draining or link.leaving,
+        known_pages=len(link.cache),
+        read_tokens=link.read_tokens,
+        hit_tokens=link.hit_tokens,
+        busy_share=link.busy.share,
+    )
+
+
+def _pool_load(links: Sequence[WorkerLink]) -> pb.PoolLoad:
+    loads = [link.load for link in links]
+    total = sum(link.welcome.total_pages for link in links if link.welcome)
+    free = sum(load.free_pages for load in loads)
+    return pb.PoolLoad(
+        workers=len(links),
+        busy_share=sum(link.busy.share for link in links) / max(len(links), 1),
+        waiting=sum(load.waiting for load in loads),
+        running=sum(load.running for load in loads),
+        queued_tokens=sum(load.queued_tokens for load in loads),
+        free_share=free / total if total else 0.0,
+        transfers=sum(load.transfers for load in loads),
+    )

@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import pytest
+
+from baton.v1 import cluster_pb2 as pb
+from router.busy import BusyShare
+from router.diagnosis import diagnose
+from router.ledger import AnswerLedger
+from router.trends import BUCKET_SECONDS, KEPT_BUCKETS, Histogram, Trends
+
+QUIET = pb.PoolLoad(workers=2, busy_share=0.02, free_share=1.0)
+HALF = pb.PoolLoad(workers=2, busy_share=0.5, free_share=0.6, running=2)
+FULL = pb.PoolLoad(workers=2, busy_share=0.99, free_share=0.6, running=3, waiting=9)
+NO_PAGES = pb.PoolLoad(workers=2, busy_share=0.99, free_share=0.02, running=20, waiting=9)
+NONE = pb.PoolLoad()
+
+
+def traffic(**means: float) -> pb.Traffic:
+    spread = pb.Spread(p50=100, p90=200, p99=300)
+    lengths = {"prompt_length": spread, "output_length": spread}
+    return pb.Traffic(seconds=60, answers=60, prompt_tokens=6000, **lengths, **means)  # type: ignore[arg-type]
+
+
+CASES = {
+    "nothing to do": (pb.Traffic(), QUIET, QUIET, pb.BOUND_IDLE),
+    "nobody waits": (traffic(ttft_seconds=1.0, queue_seconds=0.01), HALF, HALF, pb.BOUND_NONE),
+    "prompts wait in prefill": (
+        traffic(ttft_seconds=4.0, prefill_wait_seconds=3.0, prefill_seconds=0.9),
+        FULL,
+        HALF,
+        pb.BOUND_PREFILL,
+    ),
+    "prompts wait in the router, decode has room": (
+        traffic(ttft_seconds=4.0, queue_seconds=3.0),
+        FULL,
+        HALF,
+        pb.BOUND_PREFILL,
+    ),
+    "requests wait in the router, decode is full": (
+        traffic(ttft_seconds=4.0, queue_seconds=3.0),
+        HALF,
+        NO_PAGES,
+        pb.BOUND_DECODE,
+    ),
+    "arrived requests wait for a batch": (
+        traffic(ttft_seconds=1.0, admit_seconds=2.0),
+        HALF,
+        HALF,
+        pb.BOUND_DECODE,
+    ),
+    "pages take long": (
+        traffic(ttft_seconds=1.0, exposed_seconds=0.5),
+        HALF,
+        HALF,
+        pb.BOUND_TRANSFER,
+    ),
+    "nobody ended, many wait": (pb.Traffic(), FULL, HALF, pb.BOUND_PREFILL),
+    "batches are large": (
+        traffic(ttft_seconds=1.0),
+        HALF,
+        pb.PoolLoad(workers=1, busy_share=1.0, running=40, free_share=0.5),
+        pb.BOUND_DECODE,
+    ),
+    "one answer is written, which keeps decode busy": (
+        traffic(ttft_seconds=1.0),
+        QUIET,
+        pb.PoolLoad(workers=1, busy_share=1.0, running=1, free_share=0.9),
+        pb.BOUND_NONE,
+    ),
+    "no decode worker": (pb.Traffic(), HALF, NONE, pb.BOUND_WORKERS),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_cluster_is_bound_by_what_its_requests_wait_for(case: str) -> None:
+    asked, prefill, decode, bound = CASES[case]
+    found = diagnose(asked, prefill, decode, queued=0)
+    assert found.bound == bound
+    assert bool(found.advice) == (bound not in (pb.BOUND_IDLE, pb.BOUND_NONE))
+
+
+def test_advice_names_what_to_turn_and_the_numbers() -> None:
+    found = diagnose(
+        traffic(ttft_seconds=4.0, prefill_wait_seconds=3.0),
+        FULL,
+        pb.PoolLoad(workers=3, busy_share=0.1, free_share=0.9),
+        queued=7,
+    )
+    assert "run 3 prefill workers instead of 2" in found.advice[0]
+    assert any("decode's 3 compute 10%" in line for line in found.advice)
+    assert any("only 0% of the prompt tokens were cached" in line for line in found.advice)
+    assert any("7 requests wait for a worker" in line for line in found.evidence)
+    assert any("3.00 s in prefill's" in line for line in found.evidence)
+
+
+def test_a_full_pool_wants_memory_and_a_full_batch_a_larger_one() -> None:
+    asked = traffic(ttft_seconds=1.0, admit_seconds=2.0)
+    assert "kv_memory" in diagnose(asked, HALF, NO_PAGES, 0).advice[0]
+    waiting = pb.PoolLoad(workers=1, busy_share=1.0, running=8, waiting=3, free_share=0.5)
+    assert "max_batch" in diagnose(asked, HALF, waiting, 0).advice[0]
+
+
+def test_percentiles_are_within_a_tenth() -> None:
+    histogram = Histogram()
+    for value in range(1, 10_001):
+        histogram.note(value / 1000)
+    for share in (0.5, 0.9, 0.99):
+        assert histogram.percentile(share) == pytest.approx(10 * share, rel=0.1)
+    assert Histogram().percentile(0.5) == 0.0
+
+
+def test_traffic_is_that_of_the_last_minute() -> None:
+    now = [1000.0]
+    trends = Trends(lambda: now[0])
+    ledger = AnswerLedger(0.0, first=2.0, prefill_seconds=1.5, prompt_tokens=100, tokens=10)
+    trends.answer(ledger)
+    now[0] += 50.0
+    trends.answer(ledger)
+    trends.first_token(2.0)
+    trends.next_tokens(9, 0.1)
+    told = trends.traffic()
+    assert (told.answers, told.prompt_tokens, told.output_tokens) == (2, 200, 10)
+    assert told.prefill_seconds == pytest.approx(1.5)
+    assert told.itl.p99 == pytest.approx(0.1, rel=0.1)
+    now[0] += 30.0
+    assert trends.traffic().answers == 1
+
+
+def test_the_series_has_quiet_times_too_and_no_more_than_is_kept() -> None:
+    now = [1000.0]
+    trends = Trends(lambda: now[0])
+    trends.first_token(1.0)
+    now[0] += 5 * BUCKET_SECONDS
+    assert [point.output_tokens for point in trends.series()] == [1, 0, 0, 0, 0]
+    now[0] += 2 * KEPT_BUCKETS * BUCKET_SECONDS
+    assert len(trends.series()) == KEPT_BUCKETS - 1
+
+
+def test_a_busy_share_is_of_the_last_seconds() -> None:
+    busy = BusyShare()
+    assert busy.share == 0.0
+    for tenth in range(400):
+        seconds = tenth / 10
+        busy.report(seconds, max(seconds - 30.0, 0.0) / 2)
+    assert busy.share == pytest.approx(0.5, abs=0.02)
