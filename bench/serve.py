@@ -182,6 +182,7 @@ def main() -> None:
     options = parser.parse_args()
     config = Config(
         model=options.model,
+        prefix_cache=False,  # every row asks the same prompts again
         router=RouterConfig(port=0, http_port=0, metrics_port=0, local_prefill="fallback"),
     )
     live = Cluster(config)
