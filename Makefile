@@ -28,6 +28,7 @@ bench: setup
 	@$(BIN)/python -m bench.engine
 	@$(BIN)/python -m bench.transfer
 	@$(BIN)/python -m bench.index
+	@$(BIN)/python -m bench.router
 	@$(BIN)/python -m bench.serve
 
 proto: $(VENV)/.installed

@@ -74,7 +74,8 @@ class LinkLost:
     company: bool = False
 
 
-Event = pb.WorkerMessage | LinkLost
+# A worker's message about one attempt, its part of a step, or the end of a link.
+Event = pb.WorkerMessage | pb.StepTokens | LinkLost
 Action = Send | Tokens | Ended
 
 
@@ -109,6 +110,8 @@ class Attempt:
 
     def take(self, event: Event) -> list[Action]:
         """What an event leads to, in order."""
+        if isinstance(event, pb.StepTokens):
+            return self._step(event)
         if isinstance(event, LinkLost):
             return self._lose(event)
         match event.WhichOneof("kind"):
@@ -116,8 +119,6 @@ class Attempt:
                 return self._pass_on(event.reserved)
             case "first_token":
                 return self._first(event.first_token)
-            case "step":
-                return self._step(event.step.tokens[0])
             case "pushed":
                 self._held.discard(Side.PREFILL)
             case "failed":

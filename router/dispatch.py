@@ -23,9 +23,9 @@ from core.types import Work
 from router.admission import Admission, Seat
 from router.attempt import Action, Attempt, Ended, Event, Send, Side, Tokens
 from router.feedback import Feedback
+from router.inbox import Inbox, Rounds
 from router.ledger import AnswerLedger
 from router.life import RequestLife, RetryLimits
-from router.link import Inbox
 from router.metrics import RouterMetrics
 from router.placement import Placement, Suspicion
 from router.prompt_queue import Prompt
@@ -45,6 +45,7 @@ class Dispatcher:
         self._admission = admission
         self._config = config
         self._metrics = metrics
+        self._rounds = Rounds()
         self._limits = RetryLimits(config.max_worker_deaths, config.max_attempts)
 
     async def run(self, work: Work, ledger: AnswerLedger) -> AsyncGenerator[Placement | Tokens]:
@@ -61,11 +62,13 @@ class Dispatcher:
                 self._metrics.placed(life.placements[-1])
                 yield life.placements[-1]
                 while running.ended is None:
-                    for tokens in running.take(await self._next_event(running)):
-                        life.emit(tokens)
-                        yield tokens
-                        if tokens.finish:
-                            return
+                    tokens = running.take(await self._next_events(running))
+                    if tokens is None:
+                        continue
+                    life.emit(tokens)
+                    yield tokens
+                    if tokens.finish:
+                        return
             finally:
                 running.release()
             self._retry(life, seat, await self._confirmed(running))
@@ -79,7 +82,7 @@ class Dispatcher:
             running.start()
             async with asyncio.timeout(seconds):
                 while running.ended is None:
-                    if list(running.take(await running.inbox.get())):
+                    if running.take(await running.inbox.take(seconds)):
                         return ""
             return running.ended.error.message
         except TimeoutError:
@@ -90,17 +93,17 @@ class Dispatcher:
     def _run(
         self, work: Work, seat: Seat, suspicion: Suspicion, ledger: AnswerLedger | None = None
     ) -> Running:
+        inbox = Inbox(self._rounds)
         feedback = Feedback(work, seat, self._roster.costs, self._metrics, ledger)
-        return Running(work, seat, suspicion, feedback, self._admission.wake)
+        return Running(work, seat, suspicion, inbox, feedback, self._admission.wake)
 
-    async def _next_event(self, running: Running) -> Event | Ended:
+    async def _next_events(self, running: Running) -> list[Event] | Ended:
         config = self._config
         # Until decode writes, the request may just be waiting for its turn.
         decoding = running.attempt.decoding
         limit = config.stall_timeout if decoding else config.first_token_timeout
         try:
-            async with asyncio.timeout(limit):
-                return await running.inbox.get()
+            return await running.inbox.take(limit)
         except TimeoutError:
             return running.attempt.time_out(limit)
 
@@ -136,11 +139,12 @@ class Running:
         work: Work,
         seat: Seat,
         suspicion: Suspicion,
+        inbox: Inbox,
         feedback: Feedback,
         on_room: Callable[[], None],
     ) -> None:
         """`on_room` is called when a worker may be sent another request in place of this one."""
-        self.inbox: Inbox = asyncio.Queue()
+        self.inbox = inbox
         self.ended: Ended | None = None
         self._seat = seat
         self._feedback = feedback
@@ -172,22 +176,33 @@ class Running:
         self._count()
         self._send(self.attempt.start())
 
-    def take(self, event: Event | Ended) -> Iterator[Tokens]:
-        """The tokens that an event brings to the caller, in order."""
-        actions: list[Action] = [event] if isinstance(event, Ended) else self.attempt.take(event)
-        if isinstance(event, pb.WorkerMessage):
-            self._feedback.take(event)
-        self._count()
-        for action in actions:
+    def take(self, events: list[Event] | Ended) -> Tokens | None:
+        """The tokens that events bring to the caller, if they do."""
+        tokens: list[Tokens] = []
+        for action in [events] if isinstance(events, Ended) else self._actions(events):
             if isinstance(action, Tokens):
-                yield action
+                tokens.append(action)
             elif isinstance(action, Ended):
                 self.ended = action
             else:
                 self._send([action])
+        self._count()
+        return joined(tokens) if tokens else None
+
+    def _actions(self, events: list[Event]) -> Iterator[Action]:
+        """What events lead to, up to what ends the attempt."""
+        for event in events:
+            if isinstance(event, pb.StepTokens):
+                self._feedback.take_step(event)
+            elif isinstance(event, pb.WorkerMessage):
+                self._feedback.take(event)
+            yield from self.attempt.take(event)
+            if self.ended:
+                return
 
     def release(self) -> None:
         """Lets go of whatever the workers still hold."""
+        self.inbox.close()
         self._send(self.attempt.release())
         for link in self._seat.links:
             link.close(self.attempt.work.key)
@@ -226,3 +241,11 @@ class Running:
         self._unanswered = unanswered
         if answered:
             self._on_room()
+
+
+def joined(tokens: list[Tokens]) -> Tokens:
+    """What came together, as if it had come at once."""
+    if len(tokens) == 1:
+        return tokens[0]
+    ids = [token_id for each in tokens for token_id in each.token_ids]
+    return Tokens(ids, tokens[-1].finish, tokens[0].cached_tokens)

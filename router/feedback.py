@@ -40,6 +40,15 @@ class Feedback:
         self._compute_seconds = 0.0
         self._read = False  # the prompt has been
 
+    def take_step(self, tokens: pb.StepTokens) -> None:
+        if tokens.queue_seconds:
+            self._metrics.queued("decode", tokens.queue_seconds)
+        if self._ledger is not None:
+            self._ledger.hear_step(tokens)
+        forecast = self._seat.placement.forecast
+        if forecast and not self._read and not self._seat.prefill:
+            self._note_local(tokens, forecast)
+
     def take(self, event: pb.WorkerMessage) -> None:
         self._metrics.attempt_event(event)
         if self._ledger is not None:
@@ -52,8 +61,6 @@ class Feedback:
                 self._note_cached("decode", self._seat.decode, event.reserved.cached_tokens)
             case "first_token" if not self._read:
                 self._note_prefill(event.first_token, forecast)
-            case "step" if not self._read and not self._seat.prefill:
-                self._note_local(event.step.tokens[0], forecast)
             case "pushed":
                 self._note_push(event.pushed)
 

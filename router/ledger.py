@@ -101,8 +101,6 @@ class AnswerLedger:
         if self.attempts > 1 and self.first:
             return
         match message.WhichOneof("kind"):
-            case "step" if not self.second:
-                self._hear_step(message.step.tokens[0])
             case "reserved":
                 self.reserve_seconds = time.monotonic() - self.placed
             case "first_token":
@@ -114,7 +112,10 @@ class AnswerLedger:
                 self.bytes, self.push_seconds = pushed.bytes, pushed.seconds
                 self.exposed_seconds = pushed.exposed_seconds
 
-    def _hear_step(self, step: pb.StepTokens) -> None:
+    def hear_step(self, step: pb.StepTokens) -> None:
+        """The same, of a step."""
+        if self.second or (self.attempts > 1 and self.first):
+            return
         if self.placement is None or self.placement.prefill:
             self.admit_seconds = self.admit_seconds or step.queue_seconds
             self.first_decode_seconds = self.first_decode_seconds or step.compute_seconds

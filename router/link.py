@@ -17,7 +17,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from typing import cast
+from typing import Protocol, cast
 
 import grpc
 
@@ -55,9 +55,12 @@ CHANNEL_OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),
 ]
 
-
-Inbox = asyncio.Queue[Event]
 Call = grpc.aio.StreamStreamCall[pb.RouterMessage, pb.WorkerMessage]
+
+
+class Inbox(Protocol):
+    def put_nowait(self, event: Event) -> None: ...
+
 
 _ATTEMPT_KINDS = ("first_token", "reserved", "pushed", "failed")
 
@@ -109,7 +112,7 @@ class WorkerLink:
         self._config = config
         self._on_change = on_change
         self._on_report = on_report
-        self._inboxes: dict[AttemptKey, Inbox] = {}
+        self._inboxes: dict[tuple[str, int], Inbox] = {}  # by attempt
         self._outgoing: asyncio.Queue[pb.RouterMessage] = asyncio.Queue()
 
     @property
@@ -233,7 +236,7 @@ class WorkerLink:
             self._fan_out(message.step)
         elif kind in _ATTEMPT_KINDS:
             attempt = getattr(message, kind)
-            inbox = self._inboxes.get(AttemptKey(attempt.request_id, attempt.epoch))
+            inbox = self._inboxes.get((attempt.request_id, attempt.epoch))
             if inbox is not None:
                 inbox.put_nowait(message)
         elif kind == "load":
@@ -261,9 +264,9 @@ class WorkerLink:
     def _fan_out(self, step: pb.Step) -> None:
         self.pace.step(step, time.monotonic())
         for tokens in step.tokens:
-            inbox = self._inboxes.get(AttemptKey(tokens.request_id, tokens.epoch))
+            inbox = self._inboxes.get((tokens.request_id, tokens.epoch))
             if inbox is not None:
-                inbox.put_nowait(pb.WorkerMessage(step=pb.Step(tokens=[tokens])))
+                inbox.put_nowait(tokens)
 
     def _note_connection(self, connected: pb.Connected) -> None:
         self.peers[connected.agent] = connected

@@ -61,8 +61,6 @@ class RouterMetrics:
             case "first_token":
                 self.queued("prefill", event.first_token.queue_seconds)
                 self._prefill.observe(event.first_token.compute_seconds)
-            case "step" if event.step.tokens[0].queue_seconds:
-                self.queued("decode", event.step.tokens[0].queue_seconds)
             case "pushed":
                 self._bytes.inc(event.pushed.bytes)
                 self._seconds.inc(event.pushed.seconds)

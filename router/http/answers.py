@@ -16,6 +16,7 @@ from router.serving import Event, Finished, Started
 
 FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 DONE = b"data: [DONE]\n\n"
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 class Api(Protocol):
@@ -140,4 +141,4 @@ def server_sent(content: Json, name: str = "") -> bytes:
 
 
 def encode(content: Json) -> bytes:
-    return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
+    return _ENCODER.encode(content).encode()

@@ -134,8 +134,7 @@ class SimulatedRouter:
         kind = message.WhichOneof("kind")
         if kind == "step":
             for tokens in message.step.tokens:
-                single = pb.WorkerMessage(step=pb.Step(tokens=[tokens]))
-                self._hear(AttemptKey(tokens.request_id, tokens.epoch), single)
+                self._hear(AttemptKey(tokens.request_id, tokens.epoch), tokens)
         elif kind in _ATTEMPT_KINDS:
             attempt = getattr(message, kind)
             self._hear(AttemptKey(attempt.request_id, attempt.epoch), message)
@@ -263,7 +262,7 @@ class SimulatedRouter:
 
         self._world.after(SILENCE_SECONDS, check)
 
-    def _hear(self, key: AttemptKey, message: pb.WorkerMessage) -> None:
+    def _hear(self, key: AttemptKey, message: Event) -> None:
         request = self.requests.get(key.request_id)
         attempt = request.attempt if request else None
         if request is not None and attempt is not None and attempt.work.key == key:

@@ -36,11 +36,10 @@ def first(token: int, finish: FinishReason | None = None) -> pb.WorkerMessage:
     return pb.WorkerMessage(first_token=message)
 
 
-def step(token: int, finish: FinishReason | None = None) -> pb.WorkerMessage:
-    tokens = pb.StepTokens(
+def step(token: int, finish: FinishReason | None = None) -> pb.StepTokens:
+    return pb.StepTokens(
         request_id="r", epoch=3, token_ids=[token], finish_reason=finish_to(finish)
     )
-    return pb.WorkerMessage(step=pb.Step(tokens=[tokens]))
 
 
 def pushed() -> pb.WorkerMessage:

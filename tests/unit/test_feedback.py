@@ -33,9 +33,8 @@ def first(cached: int) -> pb.WorkerMessage:
     return pb.WorkerMessage(first_token=token)
 
 
-def step(cached: int) -> pb.WorkerMessage:
-    tokens = pb.StepTokens(request_id="r", epoch=1, token_ids=[1], cached_tokens=cached)
-    return pb.WorkerMessage(step=pb.Step(tokens=[tokens]))
+def step(cached: int) -> pb.StepTokens:
+    return pb.StepTokens(request_id="r", epoch=1, token_ids=[1], cached_tokens=cached)
 
 
 def test_a_prefills_times_are_learned_for_what_it_computed() -> None:
@@ -61,10 +60,10 @@ def test_what_decode_had_is_counted_beside_what_prefill_had() -> None:
 def test_a_prompt_read_on_the_decode_worker_teaches_once() -> None:
     costs, seat = CostModel(), seated(LOCAL)
     feedback = Feedback(WORK, seat, costs, RouterMetrics())
-    feedback.take(step(64))
+    feedback.take_step(step(64))
     learned = costs.costs
     assert learned.local != Costs().local
-    feedback.take(step(0))
+    feedback.take_step(step(0))
     assert costs.costs == learned
     assert (seat.reader.hit_tokens, seat.reader.read_tokens) == (64, 100)
 
@@ -80,7 +79,7 @@ def test_steps_that_follow_each_other_tell_a_workers_pace() -> None:
     pace = StepPace()
     assert pace.take() is None
     for number in range(5):
-        pace.step(step(0).step, now=10.0 + 0.25 * number)
+        pace.step(pb.Step(tokens=[step(0)]), now=10.0 + 0.25 * number)
     assert pace.take() == pytest.approx(0.25)
     assert pace.take() is None
     # Another request is the oldest now: no telling what lies between.

@@ -152,7 +152,7 @@ def test_what_a_decode_worker_says_of_a_prompt_it_read_itself_is_prefill() -> No
     ledger = AnswerLedger(time.monotonic())
     ledger.place(LOCAL)
     step = pb.StepTokens(queue_seconds=2.0, compute_seconds=3.0, cached_tokens=16)
-    ledger.hear(pb.WorkerMessage(step=pb.Step(tokens=[step])))
+    ledger.hear_step(step)
     told = (ledger.prefill_wait, ledger.prefill_seconds, ledger.cached_tokens)
     assert told == (2.0, 3.0, 16)
 

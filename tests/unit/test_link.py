@@ -12,8 +12,8 @@ from waiting import until
 from baton.v1 import worker_pb2 as pb
 from core.config import RouterConfig
 from core.types import AttemptKey
-from router.attempt import LinkLost
-from router.link import Inbox, WorkerLink
+from router.attempt import Event, LinkLost
+from router.link import WorkerLink
 from router.placement import Suspicion
 
 KEY = AttemptKey("r", 1)
@@ -58,7 +58,7 @@ async def test_a_silent_worker_is_lost_and_told_to_its_requests() -> None:
     worker = ScriptedWorker()
     async with linked(worker) as link:
         await until(lambda: usable(link))
-        inbox: Inbox = asyncio.Queue()
+        inbox: asyncio.Queue[Event] = asyncio.Queue()
         link.open(KEY, inbox)
         worker.answers_pings = worker.reports = False
         async with asyncio.timeout(10):
@@ -75,7 +75,7 @@ async def test_an_engine_that_hangs_with_work_is_lost_though_pings_are_answered(
     worker = ScriptedWorker()
     async with linked(worker) as link:
         await until(lambda: usable(link))
-        inbox: Inbox = asyncio.Queue()
+        inbox: asyncio.Queue[Event] = asyncio.Queue()
         link.open(KEY, inbox)
         worker.reports = False
         async with asyncio.timeout(10):
@@ -100,15 +100,15 @@ async def test_a_draining_worker_gets_nothing_new_and_keeps_its_requests() -> No
     worker = ScriptedWorker()
     async with linked(worker) as link:
         await until(lambda: usable(link))
-        inbox: Inbox = asyncio.Queue()
+        inbox: asyncio.Queue[Event] = asyncio.Queue()
         link.open(KEY, inbox)
         await worker.send(pb.WorkerMessage(draining=pb.Draining()))
         await until(lambda: unusable(link))
         tokens = pb.StepTokens(request_id="r", epoch=1, token_ids=[5])
         await worker.send(pb.WorkerMessage(step=pb.Step(tokens=[tokens])))
         event = await inbox.get()
-        assert isinstance(event, pb.WorkerMessage)
-        assert event.step.tokens[0].token_ids == [5]
+        assert isinstance(event, pb.StepTokens)
+        assert event.token_ids == [5]
 
 
 async def test_a_worker_that_drained_before_we_came_is_known_by_its_welcome() -> None:
@@ -123,7 +123,7 @@ async def test_a_message_of_another_epoch_reaches_nobody() -> None:
     worker = ScriptedWorker()
     async with linked(worker) as link:
         await until(lambda: usable(link))
-        inbox: Inbox = asyncio.Queue()
+        inbox: asyncio.Queue[Event] = asyncio.Queue()
         link.open(KEY, inbox)
         for epoch in (0, 2, 1):
             first = pb.FirstToken(request_id="r", epoch=epoch, token=epoch)

@@ -1,0 +1,193 @@
+"""Workers that answer at once: what is left to measure is the router.
+
+They speak a worker's side of Attach. Every answer is one letter, again and again,
+at a given pace or as fast as the router takes it. A request's first prompt token
+names its stream, and when each of its tokens was sent is kept, to be compared
+with when a client has it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from baton.v1 import inference_pb2, worker_pb2_grpc
+from baton.v1 import worker_pb2 as pb
+from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
+from core.types import PROTOCOL, AttemptKey, Role
+from core.wire import role_to
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+LOAD_SECONDS = 0.2
+CONTEXT_LENGTH = 8192
+
+
+@dataclass(slots=True)
+class Pace:
+    """Shared by all workers, and changed between two measurements."""
+
+    token: int
+    # Between two steps of one worker; 0 steps as fast as they are taken.
+    step_seconds: float = 0.0
+    # No step is made before.
+    go: asyncio.Event = field(default_factory=asyncio.Event)
+    # When each token of a stream was sent, from its second on.
+    sent: defaultdict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+
+@dataclass(slots=True)
+class _Answer:
+    stream: int
+    left: int
+
+
+class InstantWorker(worker_pb2_grpc.WorkerServicer):
+    def __init__(self, role: Role, name: str, model: str, pace: Pace, phase: float = 0.0) -> None:
+        """`phase` is the share of a step by which this worker's steps come after the first's."""
+        self._role = role
+        self._name = name
+        self._model = model
+        self._pace = pace
+        self._phase = phase
+        self._answers: dict[AttemptKey, _Answer] = {}
+        self._due = 0.0
+        self._begun = asyncio.Event()
+        self._writing = asyncio.Lock()
+
+    async def start(self) -> str:
+        """Its address."""
+        self._server = grpc.aio.server()
+        worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server)
+        port = self._server.add_insecure_port("127.0.0.1:0")
+        await self._server.start()
+        return f"127.0.0.1:{port}"
+
+    async def stop(self) -> None:
+        await self._server.stop(None)
+
+    async def Attach(  # type: ignore[override]
+        self, requests: AsyncIterator[pb.RouterMessage], context: Context
+    ) -> None:
+        await anext(aiter(requests))
+        await self._write(context, pb.WorkerMessage(welcome=self._welcome()))
+        tasks = [
+            asyncio.ensure_future(self._report(context)),
+            asyncio.ensure_future(self._step_on(context)),
+        ]
+        try:
+            async for message in requests:
+                for answer in self._replies(message):
+                    await self._write(context, answer)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def _replies(self, message: pb.RouterMessage) -> list[pb.WorkerMessage]:
+        match message.WhichOneof("kind"):
+            case "ping":
+                return [pb.WorkerMessage(pong=pb.Pong())]
+            case "connect":
+                connect = message.connect
+                connected = pb.Connected(worker_id=connect.worker_id, agent=connect.pool.agent)
+                return [pb.WorkerMessage(connected=connected)]
+            case "prefill":
+                return [self._first_token(message.prefill.work)]
+            case "deliver":
+                pushed = pb.Pushed(
+                    request_id=message.deliver.request_id, epoch=message.deliver.epoch
+                )
+                return [pb.WorkerMessage(pushed=pushed)]
+            case "reserve":
+                work = message.reserve.work
+                self._begin(work, work.max_tokens - 1)
+                reserved = pb.Reserved(request_id=work.request_id, epoch=work.epoch)
+                return [pb.WorkerMessage(reserved=reserved)]
+            case "compute":
+                self._begin(message.compute.work, message.compute.work.max_tokens)
+            case "release":
+                released = message.release
+                self._answers.pop(AttemptKey(released.request_id, released.epoch), None)
+        return []
+
+    def _first_token(self, work: pb.Work) -> pb.WorkerMessage:
+        return pb.WorkerMessage(
+            first_token=pb.FirstToken(
+                request_id=work.request_id,
+                epoch=work.epoch,
+                token=self._pace.token,
+                finish_reason=_finish(work.max_tokens - 1),
+            )
+        )
+
+    def _begin(self, work: pb.Work, tokens: int) -> None:
+        key = AttemptKey(work.request_id, work.epoch)
+        self._answers[key] = _Answer(work.prompt_tokens[0], tokens)
+        self._begun.set()
+
+    async def _step_on(self, context: Context) -> None:
+        while True:
+            if not self._answers:
+                self._begun.clear()
+                await self._begun.wait()
+            await self._pace.go.wait()
+            await self._await_step()
+            await self._write(context, pb.WorkerMessage(step=self._step()))
+
+    async def _await_step(self) -> None:
+        """Steps that are missed are not made up for."""
+        if step := self._pace.step_seconds:
+            now = time.monotonic()
+            due = (math.ceil(now / step - self._phase) + self._phase) * step
+            # A timer may have woken us too early for the last one.
+            self._due = due + step if due - self._due < step / 2 else due
+            await asyncio.sleep(self._due - now)
+
+    def _step(self) -> pb.Step:
+        now = time.monotonic()
+        step = pb.Step()
+        for key, answer in list(self._answers.items()):
+            answer.left -= 1
+            self._pace.sent[answer.stream].append(now)
+            step.tokens.add(
+                request_id=key.request_id,
+                epoch=key.epoch,
+                token_ids=[self._pace.token],
+                finish_reason=_finish(answer.left),
+            )
+            if not answer.left:
+                del self._answers[key]
+        return step
+
+    async def _report(self, context: Context) -> None:
+        while True:
+            load = pb.Load(free_pages=1_000_000, running=len(self._answers))
+            await self._write(context, pb.WorkerMessage(load=load))
+            await asyncio.sleep(LOAD_SECONDS)
+
+    async def _write(self, context: Context, message: pb.WorkerMessage) -> None:
+        # A stream takes one message at a time.
+        async with self._writing:
+            await context.write(message)
+
+    def _welcome(self) -> pb.Welcome:
+        return pb.Welcome(
+            worker_id=self._name,
+            role=role_to(self._role),
+            protocol=PROTOCOL,
+            model=self._model,
+            context_length=CONTEXT_LENGTH,
+            pool=PoolAddress(agent=self._name, layout=PoolLayout(page_size=16)),
+            total_pages=1_000_000,
+        )
+
+
+def _finish(left: int) -> inference_pb2.FinishReason.ValueType:
+    return inference_pb2.FINISH_REASON_UNSPECIFIED if left else inference_pb2.FINISH_REASON_LENGTH
