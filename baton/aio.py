@@ -21,6 +21,7 @@ from baton.connection import (
     DEFAULT_ADDRESS,
     POLL_SECONDS,
     why_not_ready,
+    with_key,
 )
 from baton.errors import translated
 from baton.requests import (
@@ -127,8 +128,10 @@ class AsyncClient:
     Every call raises a BatonError when it fails.
     """
 
-    def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
+    def __init__(self, address: str = DEFAULT_ADDRESS, *, api_key: str | None = None) -> None:
+        """`api_key` is the environment's BATON_API_KEY where it is not given."""
         self.address = address
+        self._api_key = api_key
 
     async def generate(
         self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]
@@ -243,11 +246,11 @@ class AsyncClient:
 
     @cached_property
     def _inference(self) -> InferenceAsyncStub:
-        return InferenceStub(self._channel)
+        return InferenceStub(with_key(self._channel, self._api_key))
 
     @cached_property
     def _admin(self) -> AdminAsyncStub:
-        return AdminStub(self._channel)
+        return AdminStub(with_key(self._channel, self._api_key))
 
     def _start(self, request: inference_pb2.GenerateRequest, timeout: float | None) -> AsyncStream:
         return AsyncStream(self._inference.Generate(request, timeout=timeout), self.address)

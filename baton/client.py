@@ -19,6 +19,7 @@ from baton.connection import (
     DEFAULT_ADDRESS,
     POLL_SECONDS,
     why_not_ready,
+    with_key,
 )
 from baton.errors import from_rpc_error, translated
 from baton.requests import (
@@ -135,11 +136,13 @@ class Client:
     Every call raises a BatonError when it fails.
     """
 
-    def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
+    def __init__(self, address: str = DEFAULT_ADDRESS, *, api_key: str | None = None) -> None:
+        """`api_key` is the environment's BATON_API_KEY where it is not given."""
         self.address = address
         self._channel = grpc.insecure_channel(address, CHANNEL_OPTIONS)
-        self._inference = InferenceStub(self._channel)
-        self._admin = AdminStub(self._channel)
+        keyed = with_key(self._channel, api_key)
+        self._inference = InferenceStub(keyed)
+        self._admin = AdminStub(keyed)
 
     def generate(self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]) -> Answer:
         """Continues text, or token ids, and waits for the whole answer."""

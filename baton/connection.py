@@ -1,11 +1,19 @@
-"""What both clients hold about a connection: where, with which options, when it is ready."""
+"""What both clients hold about a connection: where, how, as whom, and when it is ready."""
 
 from __future__ import annotations
+
+import functools
+import os
+from typing import Any, TypeVar, cast
 
 from baton.v1 import cluster_pb2, worker_pb2
 from core.types import MAX_MESSAGE_BYTES
 
+Channel = TypeVar("Channel")
+
 DEFAULT_ADDRESS = "127.0.0.1:50051"
+
+API_KEY_VARIABLE = "BATON_API_KEY"
 
 CALL_SECONDS = 30.0
 """The default timeout of every call that does not generate."""
@@ -38,3 +46,29 @@ def why_not_ready(status: cluster_pb2.StatusResponse) -> str:
     if not any(decode.intersection(worker.connected) for worker in prefill):
         return "no prefill worker is connected to a decode worker"
     return ""
+
+
+class KeyedChannel:
+    """A channel, for sync or asyncio, whose calls all carry an API key.
+
+    As metadata, since credentials of a call are not sent in the clear, and on one's own machine
+    a key may be.
+    """
+
+    def __init__(self, channel: Any, api_key: str) -> None:
+        self._channel = channel
+        self._metadata = (("authorization", f"Bearer {api_key}"),)
+
+    def unary_unary(self, *arguments: Any, **options: Any) -> Any:
+        call = self._channel.unary_unary(*arguments, **options)
+        return functools.partial(call, metadata=self._metadata)
+
+    def unary_stream(self, *arguments: Any, **options: Any) -> Any:
+        call = self._channel.unary_stream(*arguments, **options)
+        return functools.partial(call, metadata=self._metadata)
+
+
+def with_key(channel: Channel, api_key: str | None) -> Channel:
+    """`channel` with the key that is given, or else the environment's, or else as it is."""
+    found = os.environ.get(API_KEY_VARIABLE, "") if api_key is None else api_key
+    return cast(Channel, KeyedChannel(channel, found)) if found else channel

@@ -13,6 +13,7 @@ from cli.diagnose import diagnose
 from cli.doctor import doctor
 from cli.drain import drain
 from cli.generate import generate
+from cli.keys import keys
 from cli.model import model
 from cli.serve import serve
 from cli.status import status
@@ -34,3 +35,4 @@ app.command()(diagnose)
 app.command()(doctor)
 app.command()(drain)
 app.add_typer(model, name="model")
+app.add_typer(keys, name="keys")

@@ -72,6 +72,14 @@ def serve(
     metrics_port: Annotated[
         int | None, typer.Option(help="The Prometheus port. (default: 9400)")
     ] = None,
+    keys: Annotated[
+        Path | None,
+        typer.Option(help="A file of API keys, see `baton keys`. (default: no keys)"),
+    ] = None,
+    insecure: Annotated[
+        bool | None,
+        typer.Option("--insecure", help="Let other machines in without keys."),
+    ] = None,
     log_level: Annotated[
         str | None, typer.Option(help="debug, info, warning or error. (default: info)")
     ] = None,
@@ -100,6 +108,8 @@ def serve(
             "router.port": port,
             "router.http_port": http_port,
             "router.metrics_port": metrics_port,
+            "router.keys": str(keys.resolve()) if keys else None,
+            "insecure": insecure,
             "log_level": log_level,
         }
         given = {path: value for path, value in flags.items() if value is not None}

@@ -8,7 +8,7 @@ import socket
 
 import grpc
 
-from core import model_store
+from core import exposure, model_store
 from core.config import Config, RouterConfig
 from core.errors import InvalidConfig, Unavailable
 from engine.architecture import Architecture, read_architecture
@@ -22,6 +22,7 @@ _GET_CLUSTER_ID = "/ray.rpc.NodeInfoGcsService/GetClusterId"
 
 def check(config: Config) -> None:
     """Raises InvalidConfig if a cluster could not serve `config` on this machine."""
+    exposure.check_router(config)
     architecture = read_architecture(model_store.locate(config.model))
     _check_pools(config, architecture)
     _check_ports(config.router)

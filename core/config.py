@@ -74,6 +74,11 @@ class RouterConfig:
     port: int = _checked(50051, _port)
     http_port: int = _checked(8000, _port)
     metrics_port: int = _checked(9400, _port)
+    # A file of API keys (`baton keys add`); empty asks nobody for one.
+    keys: str = ""
+    # Where there are keys: whether metrics can be had without one. If not, the
+    # metrics port is open to this machine alone.
+    open_metrics: bool = False
     # Requests under way at once, waiting or not; further ones are refused.
     max_requests: int = _checked(1024, _positive)
     # Of these, how many may wait for a worker with room, and for how long each.
@@ -198,6 +203,8 @@ class Config:
     # A digest of each page, made where the page is and checked where it arrives;
     # "auto" is on where pools are in CPU memory.
     page_digests: str = _checked("auto", _one_of("auto", "on", "off"))
+    # Whether other machines may reach a router without keys.
+    insecure: bool = False
     log_level: str = _checked("info", _one_of("debug", "info", "warning", "error"))
     router: RouterConfig = RouterConfig()
     prefill: PrefillConfig = PrefillConfig()

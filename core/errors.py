@@ -8,6 +8,8 @@
     │   ├── UnknownModel
     │   ├── UnknownRequest       none of that name, or too long ago
     │   └── NotServed            a feature that is not there
+    ├── Unauthenticated          the caller has no key, or one that is not known
+    ├── PermissionDenied         the caller's key is not for this
     ├── InvalidConfig            an operator must change the configuration
     │   ├── UnsupportedModel
     │   ├── InvalidCheckpoint
@@ -74,6 +76,14 @@ class NotServed(InvalidRequest):
     reason = "NOT_SERVED"
 
 
+class Unauthenticated(BatonError):
+    reason = "UNAUTHENTICATED"
+
+
+class PermissionDenied(BatonError):
+    reason = "PERMISSION_DENIED"
+
+
 class InvalidConfig(BatonError):
     reason = "INVALID_CONFIG"
 
@@ -135,6 +145,8 @@ TRANSLATIONS: dict[type[BatonError], Translation] = {
     UnknownModel: Translation("NOT_FOUND", 404),
     UnknownRequest: Translation("NOT_FOUND", 404),
     InvalidRequest: Translation("INVALID_ARGUMENT", 400),
+    Unauthenticated: Translation("UNAUTHENTICATED", 401),
+    PermissionDenied: Translation("PERMISSION_DENIED", 403),
     InvalidConfig: Translation("FAILED_PRECONDITION", 500),
     Exhausted: Translation("RESOURCE_EXHAUSTED", 429),
     LayoutMismatch: Translation("FAILED_PRECONDITION", 503),

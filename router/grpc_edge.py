@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import time
@@ -28,7 +29,9 @@ from core.errors import (
 from core.types import Request
 from core.wire import finish_to
 from router import phases
+from router.callers import KeyRing
 from router.grpc_errors import to_status
+from router.grpc_lock import authorization
 from router.ledger import RequestLedger
 from router.overview import Overview
 from router.parse import parse_prompt, parse_request
@@ -70,8 +73,11 @@ def answered(
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
-    def __init__(self, serving: Serving, roster: Roster, model: str, reader_buffer: int) -> None:
+    def __init__(
+        self, serving: Serving, roster: Roster, keys: KeyRing, model: str, reader_buffer: int
+    ) -> None:
         self._serving = serving
+        self._keys = keys
         self._roster = roster
         self._model = model
         self._reader_buffer = reader_buffer
@@ -82,9 +88,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         arrived = time.monotonic()
         try:
             self._check_model(message.model)
+            caller = self._keys.caller(authorization(context.invocation_metadata() or ()))
             request = parse_request(message)
+            request = dataclasses.replace(request, cache_salt=caller.salted(request.cache_salt))
             ledger = RequestLedger.begin(request.request_id, arrived, request.n)
-            with self._serving.ledgers.keep(ledger):
+            with caller.admitted(request.n), self._serving.ledgers.keep(ledger):
                 await self._answer(request, ledger, context)
                 ledger.end()
                 context.set_trailing_metadata(((phases.KEY, phases.trailer(ledger)),))

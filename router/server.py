@@ -19,13 +19,15 @@ from grpc_reflection.v1alpha import reflection
 from prometheus_client import start_http_server
 
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
-from core import model_store
+from core import exposure, model_store
 from core.config import Config
 from core.errors import Internal
 from core.process import Stopping
 from core.types import MAX_MESSAGE_BYTES
+from router.callers import KeyRing
 from router.canary import run_canary
 from router.grpc_edge import AdminService, InferenceService
+from router.grpc_lock import KeyLock
 from router.membership import follow
 from router.metrics import RouterMetrics
 from router.overview import Overview
@@ -54,6 +56,8 @@ class RouterServer:
     async def start(self, controller: str = "") -> None:
         """Serves on the configured port. Members come from the controller at that address, or
         from the configuration."""
+        exposure.check_router(self._config)
+        self._keys = KeyRing(self._config.router.keys)
         model = model_store.model_name(self._config)
         folder = model_store.locate(self._config.model)
         text = await asyncio.to_thread(Text.load, folder)
@@ -107,9 +111,12 @@ class RouterServer:
             # Without this a second router on the same port would share its calls.
             ("grpc.so_reuseport", 0),
         ]
-        self._server = grpc.aio.server(options=options)
+        locks = [KeyLock(self._keys)] if self._keys.locked else []
+        self._server = grpc.aio.server(options=options, interceptors=locks)
         limits = self._config.router
-        inference = InferenceService(self._serving, self._roster, model, limits.reader_buffer)
+        inference = InferenceService(
+            self._serving, self._roster, self._keys, model, limits.reader_buffer
+        )
         self._overview = Overview(
             self._serving, self._roster, model, self._router_id, limits.max_queued
         )
@@ -141,13 +148,21 @@ class RouterServer:
             log.warning("%s is not installed: gRPC is served, HTTP is not", library)
             return None
         limits = self._config.router
-        door = Door(self._serving, model, limits.reader_buffer)
-        server = HttpServer(door, self._roster, self._overview, self._metrics.registry)
+        door = Door(self._serving, model, limits.reader_buffer, self._keys)
+        server = HttpServer(
+            door,
+            self._roster,
+            self._overview,
+            self._metrics.registry,
+            open_metrics=limits.open_metrics,
+        )
         self.http_address = server.start(limits.host, limits.http_port)
         return server
 
     def _serve_metrics(self) -> None:
-        host, port = self._config.router.host, self._config.router.metrics_port
+        router = self._config.router
+        port = router.metrics_port
+        host = router.host if router.open_metrics or not self._keys.locked else "127.0.0.1"
         try:
             self._metrics_server, _ = start_http_server(
                 port, addr=host, registry=self._metrics.registry

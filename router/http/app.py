@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
@@ -22,6 +23,7 @@ from router.http.completions import CompletionsApi
 from router.http.endpoint import Door, GenerationEndpoint, request_id_of
 from router.http.errors import problem
 from router.http.fields import Json
+from router.http.lock import OPEN, KeyLock
 from router.http.openapi import document
 from router.http.overview import OverviewApi
 from router.http.tokens import KEEP_SPECIAL, TOKENS, read_prompt
@@ -50,7 +52,13 @@ class HttpApp:
     """`app` is the ASGI application."""
 
     def __init__(
-        self, door: Door, roster: Roster, overview: Overview, registry: CollectorRegistry
+        self,
+        door: Door,
+        roster: Roster,
+        overview: Overview,
+        registry: CollectorRegistry,
+        *,
+        open_metrics: bool = False,
     ) -> None:
         self._door = door
         self._overview = OverviewApi(overview)
@@ -58,7 +66,12 @@ class HttpApp:
         self._registry = registry
         self._created = int(time.time())
         self._document = encode(document())
-        self.app = Starlette(routes=self._routes(), exception_handlers={HTTPException: _refused})
+        open_paths = (*OPEN, "/metrics") if open_metrics else OPEN
+        self.app = Starlette(
+            routes=self._routes(),
+            middleware=[Middleware(KeyLock, keys=door.keys, open_paths=open_paths)],
+            exception_handlers={HTTPException: _refused},
+        )
         # A redirect would name this host as the caller called it.
         self.app.router.redirect_slashes = False
 

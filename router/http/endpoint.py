@@ -22,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from core.errors import Cancelled, Unavailable, UnknownModel
 from core.types import Prompt, TextPrompt, TokenPrompt
+from router.callers import Caller, KeyRing
 from router.http.answers import Api, Telling, server_sent
 from router.http.body import read_body
 from router.http.errors import problem
@@ -48,6 +49,7 @@ class Door:
     serving: Serving
     model: str
     reader_buffer: int
+    keys: KeyRing
     # Of the calls under way.
     buffers: set[AnswerBuffer] = field(default_factory=set)
 
@@ -83,9 +85,11 @@ class GenerationEndpoint:
         http = HttpRequest(scope, receive)
         request_id = request_id_of(http, self._api.id_prefix)
         try:
-            asked = await read_body(http, lambda body: self._read(body, request_id))
-            ledger = RequestLedger.begin(request_id, arrived, asked.n * len(asked.requests))
-            with self._door.serving.ledgers.keep(ledger):
+            caller = self._door.keys.caller(http.headers.get("authorization", ""))
+            asked = await read_body(http, lambda body: self._read(body, request_id, caller))
+            answers = asked.n * len(asked.requests)
+            ledger = RequestLedger.begin(request_id, arrived, answers)
+            with caller.admitted(answers), self._door.serving.ledgers.keep(ledger):
                 await _unless_gone(receive, self._answer(asked, ledger, send))
         except Cancelled:
             return
@@ -93,9 +97,14 @@ class GenerationEndpoint:
             response = problem(error, request_id, self._api.prompt_field).response(request_id)
             await response(scope, receive, send)
 
-    def _read(self, body: Json, request_id: str) -> Asked:
+    def _read(self, body: Json, request_id: str, caller: Caller) -> Asked:
         self._door.check_model(body)
-        return self._api.read(body, request_id)
+        asked = self._api.read(body, request_id)
+        salted = (
+            dataclasses.replace(request, cache_salt=caller.salted(request.cache_salt))
+            for request in asked.requests
+        )
+        return dataclasses.replace(asked, requests=tuple(salted))
 
     async def _answer(self, asked: Asked, ledger: RequestLedger, send: Send) -> None:
         """Everything is let go of before the last bytes are sent: with them the call is over."""

@@ -18,6 +18,7 @@ from core.errors import (
     NotServed,
     PromptTooLong,
     SlowReader,
+    Unauthenticated,
     Unavailable,
     UnknownModel,
     WorkerLost,
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 
 # The API's own names where it has one; elsewhere ours.
 _CODES: dict[type[BatonError], str] = {
+    Unauthenticated: "invalid_api_key",
     UnknownModel: "model_not_found",
     PromptTooLong: "context_length_exceeded",
     NotServed: "unsupported_parameter",
@@ -80,8 +82,10 @@ def _of_ours(error: BatonError, request_id: str, prompt_field: str) -> Problem:
         log.warning("request %s: %s: %s", request_id, error.reason, error.message)
     param = prompt_field if error.field in _PROMPT_FIELDS else error.field
     code = error.reason.lower() if isinstance(error, SlowReader) else _nearest(_CODES, error)
-    wait = {"retry-after": str(math.ceil(error.retry_after))} if error.retry_after else {}
-    return Problem(status, _body(status, message, param, code or error.reason.lower()), wait)
+    headers = {"www-authenticate": "Bearer"} if status == 401 else {}
+    if error.retry_after:
+        headers["retry-after"] = str(math.ceil(error.retry_after))
+    return Problem(status, _body(status, message, param, code or error.reason.lower()), headers)
 
 
 def _of_http(error: HTTPException) -> Problem:

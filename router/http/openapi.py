@@ -28,6 +28,7 @@ _FINISH: Json = {"enum": ["stop", "length"]}
 # What no status of its own is written for.
 _ERROR_STATUSES = {
     "400": "A field is wrong or not served.",
+    "401": "The API key is missing or not known.",
     "404": "No such model or request.",
     "408": "The body did not arrive in time.",
     "413": "The body is too large.",

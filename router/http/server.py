@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from core.errors import Internal
 from router.http.app import HttpApp
+from router.http.connection import BoundedConnection
 from router.http.endpoint import Door
 from router.overview import Overview
 from router.roster import Roster
@@ -25,13 +26,19 @@ SEND_BYTES = 128 * 2**10
 
 class HttpServer:
     def __init__(
-        self, door: Door, roster: Roster, overview: Overview, registry: CollectorRegistry
+        self,
+        door: Door,
+        roster: Roster,
+        overview: Overview,
+        registry: CollectorRegistry,
+        *,
+        open_metrics: bool = False,
     ) -> None:
         self._door = door
         config = uvicorn.Config(
-            HttpApp(door, roster, overview, registry).app,
-            # One parser everywhere, which bounds what headers may take.
-            http="h11",
+            HttpApp(door, roster, overview, registry, open_metrics=open_metrics).app,
+            # Its parser bounds what headers may take.
+            http=BoundedConnection,
             ws="none",
             lifespan="off",
             log_config=None,

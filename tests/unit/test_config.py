@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from core import config
 from core.errors import InvalidConfig
+from core.exposure import check_router
 
 
 def test_the_defaults_are_one_worker_of_each_role() -> None:
@@ -61,3 +63,23 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str) -
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match="no-such"):
         config.load(tmp_path / "no-such.yaml")
+
+
+@pytest.mark.parametrize(
+    ("host", "settings", "refused"),
+    [
+        ("127.0.0.1", {}, False),
+        ("localhost", {}, False),
+        ("::1", {}, False),
+        ("0.0.0.0", {}, True),
+        ("10.0.0.5", {}, True),
+        ("gpu-7", {}, True),
+        ("0.0.0.0", {"insecure": True}, False),
+    ],
+)
+def test_a_router_that_others_can_reach_wants_keys_or_a_word(
+    host: str, settings: dict[str, object], refused: bool
+) -> None:
+    check_router(config.parse({"router": {"host": host, "keys": "keys.yaml"}, **settings}))
+    with pytest.raises(InvalidConfig, match="nothing is locked") if refused else nullcontext():
+        check_router(config.parse({"router": {"host": host}, **settings}))

@@ -20,6 +20,7 @@ from waiting import until
 from core.config import Config
 from core.errors import Exhausted, Internal, SlowReader, Unavailable
 from core.types import FinishReason, Request
+from router.callers import KeyRing
 from router.http.endpoint import Door
 from router.http.server import HttpServer
 from router.ledger import Ledgers, RequestLedger
@@ -71,7 +72,7 @@ class ScriptedServing:
 @asynccontextmanager
 async def served(serving: ScriptedServing, reader_buffer: int = 100) -> AsyncIterator[str]:
     """The address of a server in front of `serving`."""
-    door = Door(cast(Serving, serving), "tiny", reader_buffer)
+    door = Door(cast(Serving, serving), "tiny", reader_buffer, KeyRing(""))
     roster = SimpleNamespace(can_place=False, context_length=lambda: 64)
     overview = cast(Overview, SimpleNamespace())
     server = HttpServer(door, cast(Roster, roster), overview, CollectorRegistry())

@@ -1,0 +1,168 @@
+"""API keys: the file that keeps them, and what a caller may do with one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cli.main import app
+from core.api_keys import make_key, read_keys, write_keys
+from core.errors import Exhausted, InvalidConfig, InvalidRequest, Unauthenticated
+from router import callers
+from router.callers import Caller, KeyRing
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "keys.yaml"
+
+
+def bearer(secret: str) -> str:
+    return f"Bearer {secret}"
+
+
+def test_a_file_keeps_what_a_key_may_do_and_not_the_key(file: Path) -> None:
+    secret, key = make_key("alice", rate=2.5, concurrency=3, admin=True)
+    write_keys(file, [key])
+    assert read_keys(file) == [key]
+    assert secret not in file.read_text()
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
+def test_two_keys_differ_and_have_256_bits_of_chance() -> None:
+    first, second = make_key("a")[0], make_key("a")[0]
+    assert first != second
+    assert len(first.removeprefix("baton-")) == 43
+
+
+def test_a_key_names_its_caller(file: Path) -> None:
+    secrets = {}
+    keys = []
+    for name in ("alice", "bob"):
+        secrets[name], key = make_key(name)
+        keys.append(key)
+    write_keys(file, keys)
+    ring = KeyRing(str(file))
+    for name, secret in secrets.items():
+        assert ring.caller(bearer(secret)).key.name == name
+        assert ring.caller(f"bEARER  {secret} ").key.name == name
+
+
+@pytest.mark.parametrize("header", ["", "Bearer", "Bearer ", "Basic x", "Bearer baton-wrong", "é"])
+def test_whoever_has_no_key_is_refused(file: Path, header: str) -> None:
+    write_keys(file, [make_key("alice")[1]])
+    with pytest.raises(Unauthenticated):
+        KeyRing(str(file)).caller(header)
+
+
+def test_without_a_file_everybody_may_call() -> None:
+    ring = KeyRing("")
+    assert not ring.locked
+    assert ring.caller("").salted("salt") == "salt"
+
+
+def test_a_key_that_is_taken_away_no_longer_counts(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(callers, "LOOK_SECONDS", 0.0)
+    (alice, kept), (bob, gone) = make_key("alice"), make_key("bob")
+    write_keys(file, [kept, gone])
+    ring = KeyRing(str(file))
+    before = ring.caller(bearer(alice))
+    write_keys(file, [kept])
+    os.utime(file, (1, 1))
+    with pytest.raises(Unauthenticated):
+        ring.caller(bearer(bob))
+    assert ring.caller(bearer(alice)) is before
+
+
+def test_a_broken_file_leaves_the_keys_as_they_were(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(callers, "LOOK_SECONDS", 0.0)
+    secret, key = make_key("alice")
+    write_keys(file, [key])
+    ring = KeyRing(str(file))
+    file.write_text("{")
+    os.utime(file, (1, 1))
+    assert ring.caller(bearer(secret)).key == key
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "alice",
+        "[alice]",
+        "[{name: alice}]",
+        "[{name: 'a b', digest: " + "0" * 64 + "}]",
+        "[{name: alice, digest: short}]",
+        "[{name: alice, digest: " + "0" * 64 + ", rate: -1}]",
+        "[{name: alice, digest: " + "0" * 64 + ", rate: .inf}]",
+        "[{name: alice, digest: " + "0" * 64 + ", concurrency: 1.5}]",
+        "[{name: alice, digest: " + "0" * 64 + ", admin: 1}]",
+        "[{name: alice, digest: " + "0" * 64 + ", speed: 1}]",
+        "[{name: a, digest: " + "0" * 64 + "}, {name: a, digest: " + "1" * 64 + "}]",
+    ],
+)
+def test_a_file_that_makes_no_sense_is_refused(file: Path, text: str) -> None:
+    file.write_text(text)
+    with pytest.raises(InvalidConfig):
+        KeyRing(str(file))
+
+
+def test_salts_of_two_keys_never_meet() -> None:
+    alice, bob = Caller(make_key("alice")[1]), Caller(make_key("bob")[1])
+    assert alice.salted("bob:") != bob.salted("")
+    assert alice.salted("") != bob.salted("")
+
+
+def test_a_key_has_so_many_answers_at_once() -> None:
+    caller = Caller(make_key("alice", concurrency=3)[1])
+    with caller.admitted(2), caller.admitted(1):
+        with pytest.raises(Exhausted) as refused, caller.admitted(1):
+            pass
+        assert refused.value.retry_after
+    with caller.admitted(3):
+        pass
+    with pytest.raises(InvalidRequest), caller.admitted(4):
+        pass
+
+
+def test_a_key_has_so_many_calls_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(callers.time, "monotonic", lambda: now)
+    caller = Caller(make_key("alice", rate=2.0)[1])
+
+    def call(times: int) -> None:
+        for _ in range(times):
+            with caller.admitted(1):
+                pass
+
+    for pause, allowed in ((0.0, 1), (0.5, 1), (60.0, 2)):
+        now += pause
+        call(allowed)
+        with pytest.raises(Exhausted) as refused:
+            call(1)
+        assert refused.value.retry_after == pytest.approx(0.5)
+
+
+def test_the_command_makes_lists_and_takes_away_keys(file: Path) -> None:
+    def run(*arguments: str) -> tuple[int, str, str]:
+        result = CliRunner().invoke(app, ["keys", *arguments, "--file", str(file)])
+        return result.exit_code, result.stdout, result.stderr
+
+    code, secret, _ = run("add", "alice", "--rate", "5", "--concurrency", "2")
+    assert code == 0
+    assert KeyRing(str(file)).caller(bearer(secret.strip())).key.name == "alice"
+    assert run("add", "alice")[0] == 1
+    code, listed, _ = run("list")
+    assert (code, listed.split()[0]) == (0, "alice")
+    assert "5 calls a second, 2 answers at once" in listed
+    assert secret.strip() not in listed
+    assert run("remove", "alice")[0] == 0
+    assert run("remove", "alice")[0] == 1
+    assert read_keys(file) == []

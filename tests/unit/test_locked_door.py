@@ -1,0 +1,167 @@
+"""A router with API keys, from outside: over gRPC and over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import httpx
+import openai
+import pytest
+import pytest_asyncio
+from front_door import front_door
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from baton import AsyncClient, Exhausted, PermissionDenied, Unauthenticated
+from core.api_keys import make_key, write_keys
+from core.page_keys import salted_root
+from router import serving
+from router.server import RouterServer
+
+CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
+
+
+@dataclass(frozen=True)
+class Door:
+    server: RouterServer
+    keys: dict[str, str]
+
+    def client(self, name: str) -> AsyncClient:
+        return AsyncClient(self.server.address, api_key=self.keys.get(name, name))
+
+    def http(self, name: str) -> httpx.AsyncClient:
+        key = self.keys.get(name, name)
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        return httpx.AsyncClient(base_url=f"http://{self.server.http_address}", headers=headers)
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Door]:
+    made = {
+        "plain": make_key("plain"),
+        "other": make_key("other"),
+        "slow": make_key("slow", rate=0.01),
+        "single": make_key("single", concurrency=1),
+        "admin": make_key("admin", admin=True),
+    }
+    file = tmp_path_factory.mktemp("keys") / "keys.yaml"
+    write_keys(file, [key for _, key in made.values()])
+    async with front_door(step_seconds=0.02, keys=str(file)) as server:
+        yield Door(server, {name: secret for name, (secret, _) in made.items()})
+
+
+Call = Callable[[AsyncClient], Coroutine[None, None, object]]
+CALLS: list[Call] = [
+    lambda client: client.generate("Hello", max_tokens=2),
+    lambda client: client.models(),
+    lambda client: client.tokenize("Hello"),
+    lambda client: client.detokenize([1]),
+    lambda client: client.status(),
+    lambda client: client.drain("decode-0"),
+]
+
+
+async def test_no_grpc_call_is_answered_without_a_key(door: Door) -> None:
+    for key in ("", "baton-wrong"):
+        async with door.client(key) as client:
+            for call in CALLS:
+                with pytest.raises(Unauthenticated):
+                    await call(client)
+
+
+async def test_a_key_opens_what_users_need_and_nothing_else(door: Door) -> None:
+    async with door.client("plain") as client:
+        for call in CALLS[:-1]:
+            await call(client)
+        with pytest.raises(PermissionDenied):
+            await CALLS[-1](client)
+    async with door.client("admin") as client:
+        await CALLS[-1](client)
+
+
+async def test_health_needs_no_key(door: Door) -> None:
+    async with grpc.aio.insecure_channel(door.server.address) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        answer = await stub.Check(health_pb2.HealthCheckRequest())
+    assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    async with door.http("") as http:
+        assert (await http.get("/health")).status_code == 200
+        assert (await http.get("/ready")).status_code == 200
+
+
+async def test_http_without_a_key_is_refused_as_the_api_does(door: Door) -> None:
+    async with door.http("") as http:
+        for method, path in (
+            ("POST", "/v1/chat/completions"),
+            ("GET", "/v1/models"),
+            ("GET", "/metrics"),
+            ("GET", "/openapi.json"),
+            ("GET", "/nowhere"),
+        ):
+            response = await http.request(method, path)
+            assert response.status_code == 401, path
+            assert response.headers["www-authenticate"] == "Bearer"
+            assert response.json()["error"]["code"] == "invalid_api_key"
+    async with door.http("plain") as http:
+        assert (await http.post("/v1/chat/completions", json=CHAT)).status_code == 200
+        assert (await http.get("/metrics")).status_code == 200
+
+
+async def test_the_sdk_sends_its_key(door: Door) -> None:
+    url = f"http://{door.server.http_address}/v1"
+    async with openai.AsyncOpenAI(base_url=url, api_key=door.keys["plain"]) as sdk:
+        answer = await sdk.chat.completions.create(model="", **CHAT)  # type: ignore[call-overload]
+        assert answer.usage.completion_tokens == 3
+    async with openai.AsyncOpenAI(base_url=url, api_key="wrong", max_retries=0) as sdk:
+        with pytest.raises(openai.AuthenticationError):
+            await sdk.models.list()
+
+
+async def test_a_keys_rate_holds_over_both_doors(door: Door) -> None:
+    async with door.client("slow") as client, door.http("slow") as http:
+        await client.generate("Hello", max_tokens=2)
+        with pytest.raises(Exhausted) as refused:
+            await client.generate("Hello", max_tokens=2)
+        assert refused.value.retry_after > 50
+        response = await http.post("/v1/chat/completions", json=CHAT)
+        assert response.status_code == 429
+        assert int(response.headers["retry-after"]) > 50
+        assert response.json()["error"]["code"] == "rate_limit_exceeded"
+
+
+async def test_a_key_has_so_many_answers_at_once_and_others_do_not_wait(door: Door) -> None:
+    async with door.client("single") as client, door.http("single") as http:
+        async with client.stream("Hello", max_tokens=1000) as stream:
+            await anext(stream)
+            assert (await http.post("/v1/chat/completions", json=CHAT)).status_code == 429
+            async with door.client("plain") as other:
+                await other.generate("Hello", max_tokens=2)
+        for _ in range(100):
+            response = await http.post("/v1/chat/completions", json=CHAT)
+            if response.status_code == 200:
+                break
+            await asyncio.sleep(0.02)
+        assert response.status_code == 200
+        several = await http.post("/v1/chat/completions", json={**CHAT, "n": 2})
+        assert several.status_code == 400
+
+
+async def test_two_keys_share_no_cached_work(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    salts = []
+    monkeypatch.setattr(
+        serving, "salted_root", lambda root, salt: salts.append(salt) or salted_root(root, salt)
+    )
+    monkeypatch.setattr(
+        type(door.server._roster), "cache_names", serving.CacheNames(b"root", 16), raising=False
+    )
+    for name in ("plain", "other"):
+        async with door.client(name) as client, door.http(name) as http:
+            await client.generate("Hello", max_tokens=2, cache_salt="mine")
+            await http.post("/v1/chat/completions", json={**CHAT, "cache_salt": "mine"})
+    assert salts == ["plain:mine"] * 2 + ["other:mine"] * 2
