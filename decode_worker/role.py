@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from baton.v1 import worker_pb2 as pb
 from core.config import Config
-from core.errors import BatonError, Exhausted, Internal, Unavailable
+from core.errors import BatonError, Internal, Unavailable
 from core.types import AttemptKey, Work
 from core.wire import failed_to, finish_to, work_from
 from decode_worker.scheduler import DecodeScheduler, Reservation
@@ -195,9 +195,6 @@ class DecodeRole:
         if fault := quarantine_fault(self._quarantined, self._pool.total, self._quarantine_share):
             raise Unavailable(fault)
         check_work(work, self._engine.architecture.vocabulary_size)
-        wanted = self._pool.pages_for(len(work.prompt_tokens) + work.tokens_wanted)
-        if wanted > self._pool.total:
-            raise Exhausted(f"the request needs {wanted} pages; the pool has {self._pool.total}")
         check_context(len(work.prompt_tokens) + work.tokens_wanted, self._engine.context_length)
 
     def _grant(self) -> None:

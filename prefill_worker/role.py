@@ -187,9 +187,6 @@ class PrefillRole:
         if fault := quarantine_fault(self._quarantined, self._pool.total, self._quarantine_share):
             raise Unavailable(fault)
         check_work(work, self._engine.architecture.vocabulary_size)
-        wanted = self._pool.pages_for(len(work.prompt_tokens))
-        if wanted > self._pool.total:
-            raise Exhausted(f"the prompt needs {wanted} pages; the pool has {self._pool.total}")
         check_context(len(work.prompt_tokens), self._engine.context_length)
 
     def _deliver(self, message: pb.Deliver) -> None:

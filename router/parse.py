@@ -10,6 +10,11 @@ from baton.v1 import inference_pb2 as pb
 from core.errors import InvalidRequest, InvalidSampling
 from core.types import ChatPrompt, Message, Prompt, Request, Sampling, TextPrompt, TokenPrompt
 
+MAX_REQUEST_BYTES = 8 * 2**20
+"""More than a million tokens, as text or as ids."""
+
+MAX_PROMPT_TOKENS = 2_000_000
+MAX_MESSAGES = 4096
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 MAX_STOP_TOKENS = 1024
@@ -51,13 +56,21 @@ def parse_prompt(message: pb.GenerateRequest | pb.TokenizeRequest) -> Prompt:
         case "chat":
             return _parse_chat(message.chat)
         case "token_ids" if isinstance(message, pb.GenerateRequest):
-            return TokenPrompt(tuple(message.token_ids.ids))
+            return _parse_token_ids(message.token_ids)
     raise InvalidRequest("a prompt is missing: set text, chat or token_ids", field="prompt")
+
+
+def _parse_token_ids(tokens: pb.TokenIds) -> TokenPrompt:
+    if len(tokens.ids) > MAX_PROMPT_TOKENS:
+        raise InvalidRequest(f"at most {MAX_PROMPT_TOKENS} token ids", field="token_ids")
+    return TokenPrompt(tuple(tokens.ids))
 
 
 def _parse_chat(chat: pb.Chat) -> ChatPrompt:
     if not chat.messages:
         raise InvalidRequest("a chat needs at least one message", field="chat.messages")
+    if len(chat.messages) > MAX_MESSAGES:
+        raise InvalidRequest(f"at most {MAX_MESSAGES} messages", field="chat.messages")
     for index, message in enumerate(chat.messages):
         if not message.role:
             field = f"chat.messages[{index}].role"

@@ -31,6 +31,7 @@ from router.grpc_lock import KeyLock
 from router.membership import follow
 from router.metrics import RouterMetrics
 from router.overview import Overview
+from router.parse import MAX_REQUEST_BYTES
 from router.roster import Roster
 from router.serving import Serving
 from router.text import Text
@@ -104,8 +105,15 @@ class RouterServer:
 
     async def _serve(self, model: str) -> None:
         options = [
-            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_concurrent_streams", self._config.router.max_requests),
+            # Whoever connects is to say something, and whoever is gone without a word is found.
+            ("grpc.server_handshake_timeout_ms", 10_000),
+            ("grpc.max_connection_idle_ms", 600_000),
+            ("grpc.keepalive_time_ms", 60_000),
+            ("grpc.keepalive_timeout_ms", 20_000),
+            ("grpc.http2.ping_timeout_ms", 20_000),
             # Clients ask whether we are there while they wait for a token.
             ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
             # Without this a second router on the same port would share its calls.

@@ -6,10 +6,10 @@ from core.errors import InvalidRequest, NotServed
 from core.types import ChatPrompt, Message
 from router.http.fields import Json, Unserved, as_text, wrong_type
 from router.http.generation import Asked, read_asked
+from router.parse import MAX_MESSAGES
 
 # What templates call those who speak. OpenAI's newer models call the system the developer.
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-MAX_MESSAGES = 4096
 MAX_CONTENT = 8_000_000
 """Characters. What the model can hold is told later, and more exactly."""
 

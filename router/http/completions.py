@@ -14,6 +14,7 @@ from router.http.fields import (
     wrong_type,
 )
 from router.http.generation import ANSWERS, Asked, read_asked
+from router.parse import MAX_PROMPT_TOKENS
 
 DEFAULT_MAX_TOKENS = 16
 """The API's own, however short."""
@@ -21,7 +22,6 @@ DEFAULT_MAX_TOKENS = 16
 MAX_CHOICES = 128
 """Prompts times answers to each."""
 
-MAX_PROMPT_TOKENS = 4_000_000
 MAX_PROMPT_CHARACTERS = 8_000_000
 
 ECHO = Flag("echo", "Begin each answer with its prompt.")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from core.errors import InvalidRequest
 from core.types import Prompt, TextPrompt
 from router.http.chat import read_messages
-from router.http.completions import MAX_PROMPT_CHARACTERS, MAX_PROMPT_TOKENS
+from router.http.completions import MAX_PROMPT_CHARACTERS
 from router.http.fields import Flag, Json, TokenIds, Unserved, as_text
+from router.parse import MAX_PROMPT_TOKENS
 
 TOKENS = TokenIds("tokens", "The ids to turn into text.", MAX_PROMPT_TOKENS)
 KEEP_SPECIAL = Flag("keep_special_tokens", "Leave special tokens in the text.")

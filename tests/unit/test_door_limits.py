@@ -1,0 +1,107 @@
+"""What a router's doors refuse before a request is one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+import pytest_asyncio
+from front_door import front_door
+
+from baton import AsyncClient, Exhausted, InvalidRequest, PromptTooLong
+from router.http import connection
+from router.http.body import MAX_VALUES
+from router.parse import MAX_REQUEST_BYTES
+from router.server import RouterServer
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def door() -> AsyncIterator[RouterServer]:
+    async with front_door() as server:
+        yield server
+
+
+async def post(door: RouterServer, content: bytes) -> httpx.Response:
+    url = f"http://{door.http_address}/v1/completions"
+    async with httpx.AsyncClient(timeout=30) as client:
+        return await client.post(url, content=content, headers={"content-type": "application/json"})
+
+
+BODIES = {
+    "ids": b'{"prompt":[' + b"1," * MAX_VALUES + b"1]}",
+    "empty lists": b'{"prompt":[' + b"[]," * (MAX_VALUES // 2) + b"[]]}",
+    "objects": b'{"a":[' + b"{}," * (MAX_VALUES // 2) + b"{}]}",
+}
+
+
+@pytest.mark.parametrize("body", BODIES)
+async def test_a_body_of_very_many_values_is_not_read(door: RouterServer, body: str) -> None:
+    response = await post(door, BODIES[body])
+    assert (response.status_code, "500000 values" in response.text) == (413, True)
+
+
+async def test_a_long_text_is_read_and_does_not_fit(door: RouterServer) -> None:
+    response = await post(door, json.dumps({"prompt": "word " * 1_500_000}).encode())
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+
+
+async def test_a_grpc_message_has_a_limit_too(door: RouterServer) -> None:
+    async with AsyncClient(door.address) as client:
+        with pytest.raises(Exhausted, match="larger than max"):
+            await client.generate("x" * (MAX_REQUEST_BYTES + 1))
+        with pytest.raises(InvalidRequest, match="token ids"):
+            await client.generate([1] * 2_000_001)
+        with pytest.raises(InvalidRequest, match="4096 messages"):
+            await client.chat([("user", "x")] * 4097)
+        with pytest.raises(PromptTooLong):
+            await client.generate([1] * 8192)
+
+
+async def until_closed(door: RouterServer, *pieces: bytes) -> None:
+    """Returns when the router has closed a connection that sends these, one by one."""
+    host, _, port = door.http_address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+
+    async def send() -> None:
+        for piece in pieces:
+            writer.write(piece)
+            await asyncio.sleep(0.05)
+
+    sending = asyncio.ensure_future(send())
+    async with asyncio.timeout(10):
+        await reader.read()
+    sending.cancel()
+    writer.close()
+
+
+HEAD = b"GET /health HTTP/1.1\r\nhost: x\r\n"
+
+
+@pytest.mark.parametrize("head", [b"", HEAD])
+async def test_a_head_that_does_not_end_is_not_waited_for(
+    door: RouterServer, monkeypatch: pytest.MonkeyPatch, head: bytes
+) -> None:
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.3)
+    await until_closed(door, head)
+    await until_closed(door, head, *[b"a"] * 1000)
+
+
+async def test_a_second_head_has_a_bound_too(
+    door: RouterServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.3)
+    await until_closed(door, HEAD + b"\r\n", *[b"G"] * 1000)
+
+
+async def test_connections_beyond_the_limit_are_closed(
+    door: RouterServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "MAX_CONNECTIONS", 0)
+    with pytest.raises(httpx.TransportError):
+        await post(door, b"{}")
