@@ -23,6 +23,12 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, out: Tensor | None = Non
     return _give(_normed(x.double(), weight, epsilon), x.dtype, out)
 
 
+def add_and_norm(parts: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """parts [n, T, H], residual [T, H], which becomes the sum of all -> [T, H]."""
+    residual.copy_(residual.double() + parts.double().sum(dim=0))
+    return rms_norm(residual, weight, epsilon)
+
+
 def silu_and_multiply(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
     """gate_up [T, 2 * size] -> [T, size]."""
     gate, up = gate_up.double().chunk(2, dim=-1)

@@ -16,10 +16,13 @@ from torch.nn import functional
 from engine.model import Model
 from kernels.gpu.activation import silu_and_multiply
 from kernels.gpu.linear import Scaled, few_rows, few_rows_onto, squares_for
-from kernels.gpu.norm import rms_norm
+from kernels.gpu.norm import add_and_norm, rms_norm
 from kernels.gpu.step import embed
 from kernels.linear import GatedLinear, Linear
-from kernels.norm import RMSNorm
+
+SPLIT_ROWS = range(65, 257)
+"""With so many rows a product onto the residual has tiles for half of the chip: it is made as
+two products, of half of the inputs each, which the norm behind it adds up."""
 
 Attend = Callable[[int, Tensor], Tensor]
 """(layer, qkv [T, (heads + 2 * kv_heads) * dim], not yet turned) -> [T, heads * dim].
@@ -55,38 +58,50 @@ def few_rows_forward(model: Model, tokens: Tensor, attend: Attend, logits: Tenso
 def many_rows_forward(
     model: Model, tokens: Tensor, attend: Attend, samples: Tensor | None = None
 ) -> Tensor:
-    """tokens [T] -> what the last layer leaves, [n, hidden], for rows `samples` [n] or for all.
+    """tokens [T] -> what the head reads, [n, hidden], for rows `samples` [n] or for all.
 
     What follows the last keys and values matters only to the rows that sample: with
     `samples`, `attend` gives only those of the last layer.
     """
-    hidden = functional.embedding(tokens, model.embedding)
+    epsilon = model.architecture.norm_epsilon
+    residual = functional.embedding(tokens, model.embedding)
+    normed = rms_norm(residual, model.layers[0].attention_norm.weight, epsilon)
     last = len(model.layers) - 1
     for index, layer in enumerate(model.layers):
-        qkv = _product(layer.qkv, _norm(model, hidden, layer.attention_norm))
-        attended = attend(index, qkv)
+        attended = attend(index, _product(layer.qkv, normed))
         if index == last and samples is not None:
-            hidden = hidden[samples]
-        _add_product(hidden, layer.output, attended)
-        gate_up = _product(layer.gate_up, _norm(model, hidden, layer.mlp_norm))
-        _add_product(hidden, layer.down, silu_and_multiply(gate_up))
-    return hidden
+            residual = residual[samples]
+        normed = _onto(residual, layer.output, attended, layer.mlp_norm.weight, epsilon)
+        gated = silu_and_multiply(_product(layer.gate_up, normed))
+        normed = _onto(residual, layer.down, gated, _norm_after(model, index), epsilon)
+    return normed
 
 
-def logits_of(model: Model, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-    """hidden [n, hidden] of the last layer -> [n, vocabulary]."""
-    return torch.mm(_norm(model, hidden, model.norm), model.head.weight.t(), out=out)
+def logits_of(model: Model, normed: Tensor, out: Tensor | None = None) -> Tensor:
+    """normed [n, hidden], as the last layer leaves it -> [n, vocabulary]."""
+    return torch.mm(normed, model.head.weight.t(), out=out)
 
 
-def _norm(model: Model, hidden: Tensor, norm: RMSNorm) -> Tensor:
-    return rms_norm(hidden, norm.weight, model.architecture.norm_epsilon)
-
-
-def _add_product(hidden: Tensor, linear: Linear, x: Tensor) -> None:
-    """hidden += linear(x): the sum is part of the product."""
-    torch.addmm(hidden, x, linear.weight.t(), out=hidden)
+def _onto(residual: Tensor, linear: Linear, x: Tensor, norm: Tensor, epsilon: float) -> Tensor:
+    """residual += linear(x); then its norm."""
+    if _is_split(linear, x):
+        parts = torch.bmm(_halves(x).transpose(0, 1), _halves(linear.weight).permute(1, 2, 0))
+        return add_and_norm(parts, residual, norm, epsilon)
+    torch.addmm(residual, x, linear.weight.t(), out=residual)
     if linear.bias is not None:
-        hidden += linear.bias
+        residual += linear.bias
+    return rms_norm(residual, norm, epsilon)
+
+
+def _is_split(linear: Linear, x: Tensor) -> bool:
+    rows, size = x.shape
+    plain = x.dtype is torch.bfloat16 and linear.bias is None and size % 128 == 0
+    return plain and rows in SPLIT_ROWS
+
+
+def _halves(matrix: Tensor) -> Tensor:
+    """[rows, size] -> [rows, 2, size / 2]."""
+    return matrix.view(len(matrix), 2, -1)
 
 
 def _product(linear: Linear | GatedLinear, x: Tensor) -> Tensor:

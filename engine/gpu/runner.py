@@ -117,15 +117,15 @@ class GpuRunner:
         if recorded is None:
             return self._sample(self._run(arrays, pages, samples), sequences)
         self._fill(arrays.padded(recorded, _blocks_of(recorded), self._slots.padding), pages)
-        hidden = self._prompt[recorded].replay()
-        return self._sample(hidden[upload(samples, self._device)], sequences)
+        normed = self._prompt[recorded].replay()
+        return self._sample(normed[upload(samples, self._device)], sequences)
 
-    def _sample(self, hidden: Tensor, sequences: list[Sequence]) -> Tensor:
-        """hidden [n, ...] of the last layer, one row for each sequence."""
-        tokens = [hidden.new_empty(0, dtype=torch.int32)]
+    def _sample(self, normed: Tensor, sequences: list[Sequence]) -> Tensor:
+        """normed [n, ...] of the last layer, one row for each sequence."""
+        tokens = [normed.new_empty(0, dtype=torch.int32)]
         for start in range(0, len(sequences), SAMPLED_ROWS):
             rows = slice(start, start + SAMPLED_ROWS)
-            logits = logits_of(self._model, hidden[rows])
+            logits = logits_of(self._model, normed[rows])
             tokens.append(self._sampler.sample(logits, sequences[rows]))
         return torch.cat(tokens)
 
@@ -160,8 +160,8 @@ class GpuRunner:
 
         def many() -> Tensor:
             with graphs.library("cublaslt" if rows <= LT_ROWS else "cublas"):
-                hidden = many_rows_forward(self._model, tokens, attend)
-                return logits_of(self._model, hidden, logits)
+                normed = many_rows_forward(self._model, tokens, attend)
+                return logits_of(self._model, normed, logits)
 
         # What goes from product to product is not normed yet, and may be too large for float16.
         return few if rows <= MOST_ROWS and logits.dtype != torch.float16 else many

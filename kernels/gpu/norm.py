@@ -1,6 +1,7 @@
 """Root-mean-square normalization: one program a row, which it reads once.
 
-The residual sum before a norm is part of the product that makes it.
+The residual sum before a norm is part of the product that makes it, or, where
+that product is made in parts, of the norm.
 """
 
 from __future__ import annotations
@@ -34,6 +35,26 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, out: Tensor | None = Non
     return out
 
 
+def add_and_norm(parts: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """residual [T, H] += the sum of parts [n, T, H]; then its norm, [T, H]."""
+    count, rows, size = parts.shape
+    out = torch.empty_like(residual)
+    block = triton.next_power_of_2(size)
+    _add_and_norm[(rows,)](
+        parts,
+        residual,
+        weight,
+        out,
+        epsilon,
+        rows * size,
+        PARTS=count,
+        SIZE=size,
+        BLOCK=block,
+        num_warps=_warps(rows, block),
+    )
+    return out
+
+
 def _warps(rows: int, block: int) -> int:
     elements_a_warp = 256 if rows <= FEW_ROWS else 512
     return min(max(block // elements_a_warp, 1), 16)
@@ -58,3 +79,31 @@ def _norm(
     scale = tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + epsilon)
     normed = (x * scale * weight).to(out_pointer.dtype.element_ty)
     tl.store(out_pointer + row * out_stride + column, normed, mask=inside)
+
+
+@triton.jit(do_not_specialize=["part_stride"])
+def _add_and_norm(
+    parts_pointer,
+    residual_pointer,
+    weight_pointer,
+    out_pointer,
+    epsilon,
+    part_stride,
+    PARTS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    column = tl.arange(0, BLOCK)
+    inside = column < SIZE
+    place = tl.program_id(0).to(tl.int64) * SIZE + column
+    x = tl.load(residual_pointer + place, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(PARTS):
+        here = parts_pointer + part * part_stride + place
+        x += tl.load(here, mask=inside, other=0.0).to(tl.float32)
+    rounded = x.to(out_pointer.dtype.element_ty)
+    tl.store(residual_pointer + place, rounded, mask=inside)
+    x = rounded.to(tl.float32)
+    weight = tl.load(weight_pointer + column, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + epsilon)
+    normed = (x * scale * weight).to(out_pointer.dtype.element_ty)
+    tl.store(out_pointer + place, normed, mask=inside)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels import twins
 from kernels.gpu.activation import silu_and_multiply
-from kernels.gpu.norm import rms_norm
+from kernels.gpu.norm import add_and_norm, rms_norm
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SHAPES = [(1, 1), (3, 80), (2, 4096), (5, 5120)]
@@ -54,6 +54,19 @@ def test_many_rows_are_normed(device: torch.device) -> None:
     """More than the few that are read with more warps."""
     x, weight = random(device, torch.float16, 257, 24), random(device, torch.float16, 24)
     assert_close(rms_norm(x, weight, EPSILON), twins.rms_norm(x, weight, EPSILON))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("parts", "rows", "size"), [(1, 3, 80), (2, 5, 4096), (3, 1, 1)])
+def test_parts_are_added_before_they_are_normed(
+    device: torch.device, dtype: torch.dtype, parts: int, rows: int, size: int
+) -> None:
+    made, weight = random(device, dtype, parts, rows, size), random(device, dtype, size)
+    residual, wanted = random(device, dtype, rows, size), random(device, dtype, rows, size)
+    normed = add_and_norm(made, residual, weight, EPSILON)
+    wanted_norm = twins.add_and_norm(made, wanted, weight, EPSILON)
+    assert_close(residual, wanted)
+    assert_close(normed, wanted_norm)
 
 
 def test_a_row_of_zeros_stays_zero(device: torch.device) -> None:
