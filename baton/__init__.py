@@ -20,6 +20,7 @@ from core.errors import (
     Exhausted,
     Internal,
     InvalidConfig,
+    InvalidGrammar,
     InvalidRequest,
     InvalidSampling,
     LayoutMismatch,
@@ -40,7 +41,15 @@ from core.types import FinishReason, Message
 
 if TYPE_CHECKING:
     from baton.aio import AsyncClient, AsyncStream
-    from baton.answers import Answer, Choice, Delta, Placement, Usage
+    from baton.answers import (
+        Answer,
+        Choice,
+        Delta,
+        Placement,
+        TokenLogprob,
+        TokenLogprobs,
+        Usage,
+    )
     from baton.client import Client, Stream
 
 __all__ = [
@@ -57,6 +66,7 @@ __all__ = [
     "FinishReason",
     "Internal",
     "InvalidConfig",
+    "InvalidGrammar",
     "InvalidRequest",
     "InvalidSampling",
     "LayoutMismatch",
@@ -68,6 +78,8 @@ __all__ = [
     "PromptTooLong",
     "SlowReader",
     "Stream",
+    "TokenLogprob",
+    "TokenLogprobs",
     "TokenOutOfRange",
     "Unauthenticated",
     "Unavailable",
@@ -86,6 +98,8 @@ _HOMES = {
     "Choice": "baton.answers",
     "Delta": "baton.answers",
     "Placement": "baton.answers",
+    "TokenLogprob": "baton.answers",
+    "TokenLogprobs": "baton.answers",
     "Usage": "baton.answers",
     "Client": "baton.client",
     "Stream": "baton.client",

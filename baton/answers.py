@@ -11,12 +11,30 @@ from core.types import FinishReason
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token and the natural logarithm of its probability."""
+
+    token_id: int
+    text: bytes  # what it stands for; maybe half a character
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """A token of an answer, and the likeliest ones in its place, best first."""
+
+    chosen: TokenLogprob
+    top: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """The next piece of an answer. The text may lag behind the token ids."""
 
     text: str
     token_ids: tuple[int, ...]
     index: int = 0  # the answer that it belongs to, where there are several
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one a token, where they are asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +69,7 @@ class Choice:
     stop: str  # the stop string that ended the answer, where one did
     seed: int  # alone, with this seed, the request has this answer
     placements: tuple[Placement, ...]  # one an attempt: more than one when a worker was lost
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one a token, where they are asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +89,7 @@ class Answer:
     decode_worker: str  # empty when the first token was known to be the last
     placements: tuple[Placement, ...]  # one an attempt: more than one when a worker was lost
     choices: tuple[Choice, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one a token, where they are asked for
 
 
 class AnswerBuilder:
@@ -116,6 +136,7 @@ class AnswerBuilder:
             decode_worker=started.decode_worker,
             placements=first.placements,
             choices=tuple(choices),
+            logprobs=first.logprobs,
         )
 
     def _usage(self) -> Usage:
@@ -131,11 +152,14 @@ class _ChoiceBuilder:
         self.finished = inference_pb2.Finished()
         self._texts: list[str] = []
         self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
 
     def add(self, delta: inference_pb2.Delta) -> Delta:
         self._texts.append(delta.text)
         self._token_ids.extend(delta.token_ids)
-        return Delta(delta.text, tuple(delta.token_ids), delta.index)
+        logprobs = tuple(_logprobs(each) for each in delta.logprobs)
+        self._logprobs.extend(logprobs)
+        return Delta(delta.text, tuple(delta.token_ids), delta.index, logprobs)
 
     def choice(self, index: int) -> Choice:
         return Choice(
@@ -146,7 +170,16 @@ class _ChoiceBuilder:
             stop=self.finished.stop,
             seed=self.finished.seed,
             placements=tuple(_placement(item) for item in self.finished.placements),
+            logprobs=tuple(self._logprobs),
         )
+
+
+def _logprobs(item: inference_pb2.TokenLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(_logprob(item.chosen), tuple(_logprob(each) for each in item.top))
+
+
+def _logprob(item: inference_pb2.TokenLogprob) -> TokenLogprob:
+    return TokenLogprob(item.token_id, item.text, item.logprob)
 
 
 def _placement(item: inference_pb2.Placement) -> Placement:

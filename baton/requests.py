@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypedDict, cast
@@ -27,10 +28,16 @@ class GenerateOptions(TypedDict, total=False):
     repetition_penalty: float | None
     presence_penalty: float | None
     frequency_penalty: float | None
+    logit_bias: Mapping[int, float] | None  # by token id: added to its logit, -100 to 100
     seed: int | None  # unset: a fresh one, found in the answer
     stop: str | Sequence[str] | None  # strings that end the answer
     stop_token_ids: Sequence[int] | None
     ignore_eos: bool | None  # go on past the model's end tokens
+    logprobs: int | None  # tell how likely tokens were, and 0 to 20 of the likeliest; unset: no
+    # What the answer must read as; at most one of these.
+    json_schema: str | Mapping[str, object] | None
+    regex: str | None
+    grammar: str | None  # Lark
     cache_salt: str | None  # cached work is shared only among requests of the same salt
     request_id: str | None  # a name for logs; unset: the router chooses
     timeout: float | None  # seconds for the whole answer; unset: no limit
@@ -96,6 +103,7 @@ def _with_options(
     request: inference_pb2.GenerateRequest, options: GenerateOptions
 ) -> inference_pb2.GenerateRequest:
     _reject_unknown(options)
+    _set_structure(request, options)
     stop = options.get("stop") or ()
     # The constructor takes None as unset, which assignment would not.
     request.MergeFrom(
@@ -109,9 +117,23 @@ def _with_options(
             request_id=options.get("request_id") or "",
             n=options.get("n"),
             cache_salt=options.get("cache_salt") or "",
+            logprobs=options.get("logprobs"),
         )
     )
     return request
+
+
+def _set_structure(request: inference_pb2.GenerateRequest, options: GenerateOptions) -> None:
+    schema, regex = options.get("json_schema"), options.get("regex")
+    grammar = options.get("grammar")
+    if sum(structure is not None for structure in (schema, regex, grammar)) > 1:
+        raise InvalidRequest("at most one of json_schema, regex and grammar", field="json_schema")
+    if schema is not None:
+        request.json_schema = schema if isinstance(schema, str) else json.dumps(schema)
+    elif regex is not None:
+        request.regex = regex
+    elif grammar is not None:
+        request.grammar = grammar
 
 
 def _sampling(options: GenerateOptions) -> inference_pb2.SamplingParameters:
@@ -124,6 +146,7 @@ def _sampling(options: GenerateOptions) -> inference_pb2.SamplingParameters:
         presence_penalty=options.get("presence_penalty"),
         frequency_penalty=options.get("frequency_penalty"),
         seed=options.get("seed"),
+        logit_bias=options.get("logit_bias"),
     )
 
 

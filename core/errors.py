@@ -5,6 +5,7 @@
     │   ├── PromptTooLong
     │   ├── TokenOutOfRange
     │   ├── InvalidSampling
+    │   ├── InvalidGrammar       the structure that is asked for cannot be
     │   ├── UnknownModel
     │   ├── UnknownRequest       none of that name, or too long ago
     │   └── NotServed            a feature that is not there
@@ -62,6 +63,10 @@ class TokenOutOfRange(InvalidRequest):
 
 class InvalidSampling(InvalidRequest):
     reason = "INVALID_SAMPLING"
+
+
+class InvalidGrammar(InvalidRequest):
+    reason = "INVALID_GRAMMAR"
 
 
 class UnknownModel(InvalidRequest):

@@ -5,13 +5,22 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of the router-worker protocol. Both ends must agree."""
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 """The largest gRPC message that any part sends or takes."""
+
+MAX_TOP_LOGPROBS = 20
+"""The most of the likeliest tokens that are told with each token of an answer."""
+
+MAX_STRUCTURE = 128 * 2**10
+"""Characters of what an answer is asked to read as."""
+
+MAX_GRAMMAR = 4 * MAX_STRUCTURE
+"""Characters of the grammar that this becomes, for workers."""
 
 SEED_STRIDE = 0x9E3779B97F4A7C15
 """Between the seeds of two answers to one request: odd, and far from what people choose, so
@@ -58,6 +67,8 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int = 0
+    # Token ids, each once, and what is added to their logits.
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     @property
     def greedy(self) -> bool:
@@ -76,6 +87,17 @@ class Sampling:
         return replace(self, seed=(self.seed + index * SEED_STRIDE) % 2**64)
 
 
+class TokenLogprobs(NamedTuple):
+    """How likely a token was, and the likeliest that could have stood in its place.
+
+    Natural logarithms of the model's own probabilities: before temperature, penalties and biases.
+    """
+
+    logprob: float
+    top_token_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Work:
     """One attempt as workers see it: token ids and numbers, no text."""
@@ -90,6 +112,11 @@ class Work:
     answer_tokens: int = 0
     # Cached pages are shared only among requests of the same salt.
     cache_salt: str = ""
+    # How many of the likeliest tokens to tell with each token, and how likely
+    # all of them were. None: nothing of it.
+    logprobs: int | None = None
+    # What the answer must read as, in llguidance's own words; empty: any text.
+    grammar: str = ""
     # Names of the prompt's full pages (core/page_keys.py), where a router has
     # made them. They do not travel.
     page_keys: Sequence[bytes] = ()
@@ -133,6 +160,14 @@ Prompt = TextPrompt | ChatPrompt | TokenPrompt
 
 
 @dataclass(frozen=True, slots=True)
+class Structure:
+    """What an answer must read as: a JSON Schema, a regular expression or a Lark grammar."""
+
+    kind: Literal["json_schema", "regex", "lark"]
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """A validated request, before its prompt is turned into tokens."""
 
@@ -145,5 +180,9 @@ class Request:
     ignore_eos: bool = False
     # How many answers are wanted.
     n: int = 1
+    # How many of the likeliest tokens to tell with each token; None: no probabilities at all.
+    logprobs: int | None = None
+    # What every answer must read as; None: any text.
+    structure: Structure | None = None
     # Cached pages are shared only among requests of the same salt.
     cache_salt: str = ""

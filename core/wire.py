@@ -5,7 +5,7 @@ from __future__ import annotations
 from baton.v1 import inference_pb2
 from baton.v1 import worker_pb2 as pb
 from core.errors import BatonError, Unavailable, from_reason
-from core.types import AttemptKey, FinishReason, Role, Sampling, Work
+from core.types import AttemptKey, FinishReason, Role, Sampling, TokenLogprobs, Work
 
 _FINISH: dict[FinishReason | None, inference_pb2.FinishReason.ValueType] = {
     None: inference_pb2.FINISH_REASON_UNSPECIFIED,
@@ -32,11 +32,14 @@ def work_to(work: Work) -> pb.Work:
             presence_penalty=sampling.presence_penalty,
             frequency_penalty=sampling.frequency_penalty,
             seed=sampling.seed,
+            logit_bias=dict(sampling.logit_bias),
         ),
         max_tokens=work.max_tokens,
         stop_token_ids=sorted(work.stop_token_ids),
         answer_tokens=work.answer_tokens,
         cache_salt=work.cache_salt,
+        logprobs=work.logprobs,
+        grammar=work.grammar,
     )
 
 
@@ -54,12 +57,27 @@ def work_from(message: pb.Work) -> Work:
             presence_penalty=sampling.presence_penalty,
             frequency_penalty=sampling.frequency_penalty,
             seed=sampling.seed,
+            logit_bias=tuple(sorted(sampling.logit_bias.items())),
         ),
         max_tokens=message.max_tokens,
         stop_token_ids=frozenset(message.stop_token_ids),
         answer_tokens=message.answer_tokens,
         cache_salt=message.cache_salt,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        grammar=message.grammar,
     )
+
+
+def logprobs_to(logprobs: TokenLogprobs) -> pb.Logprobs:
+    return pb.Logprobs(
+        logprob=logprobs.logprob,
+        top_token_ids=logprobs.top_token_ids,
+        top_logprobs=logprobs.top_logprobs,
+    )
+
+
+def logprobs_from(message: pb.Logprobs) -> TokenLogprobs:
+    return TokenLogprobs(message.logprob, tuple(message.top_token_ids), tuple(message.top_logprobs))
 
 
 def finish_to(reason: FinishReason | None) -> inference_pb2.FinishReason.ValueType:

@@ -23,11 +23,11 @@ from baton.v1 import worker_pb2 as pb
 from core.config import Config
 from core.errors import BatonError, Internal, Unavailable
 from core.types import AttemptKey, Work
-from core.wire import failed_to, finish_to, work_from
+from core.wire import failed_to, finish_to, logprobs_to, work_from
 from decode_worker.scheduler import DecodeScheduler, Reservation
 from engine.engine import Engine
 from engine.page_pool import Lease
-from engine.sequence import Piece, Sequence
+from engine.sequence import Guide, Piece, Sequence
 from kv_transfer.events import (
     Landed,
     PagesDamaged,
@@ -57,6 +57,7 @@ class Job:
     queue_seconds: float = 0.0
     admitted: float = 0.0  # when it was first in a batch
     writing: bool = False  # a token has been sent
+    guide: Guide | None = None
 
 
 class DecodeRole:
@@ -181,12 +182,13 @@ class DecodeRole:
         except BatonError as error:
             self._outbox.send(attachment, failed_to(work.key, error))
             return
-        now = time.monotonic()
+        now, guide = time.monotonic(), self._engine.guide(work)
         if isinstance(message, pb.Reserve):
-            self._jobs[work.key] = Job(attachment, work, message.sender, now)
+            self._jobs[work.key] = Job(attachment, work, message.sender, now, guide=guide)
             self._scheduler.reserve(work)
         else:
             sequence = self._scheduler.compute(work)
+            sequence.take_guide(guide)
             self._jobs[work.key] = Job(attachment, work, "", now, landed=now, sequence=sequence)
 
     def _check(self, work: Work) -> None:
@@ -231,6 +233,8 @@ class DecodeRole:
         if job is not None:
             job.sequence = self._scheduler.arrive(event.key, event.first_token)
             job.landed = time.monotonic()
+            if job.sequence is not None:
+                job.sequence.take_guide(job.guide)
 
     def _admit(self, plan: list[Piece], now: float) -> None:
         for piece in plan:
@@ -260,6 +264,7 @@ class DecodeRole:
                     finish_reason=finish_to(finish),
                     queue_seconds=0.0 if job.writing else job.queue_seconds,
                     cached_tokens=self._cached_tokens(job, sequence),
+                    logprobs=[logprobs_to(settled.logprobs)] if settled.logprobs else (),
                     compute_seconds=0.0 if job.writing else time.monotonic() - job.admitted,
                 )
             )

@@ -15,16 +15,18 @@ import torch
 from torch import Tensor
 
 from core.errors import InvalidConfig
+from core.types import Work
 from engine.architecture import Architecture, read_architecture
 from engine.checkpoint import checkpoint_files, digest_files
 from engine.flight import Flight, Outcome
 from engine.gpu.partition import confine
 from engine.gpu.settings import GpuSettings
+from engine.grammar import Grammars
 from engine.model import Model
 from engine.page_pool import PagePool
 from engine.random_model import random_model
 from engine.runner import Runner
-from engine.sequence import Plan
+from engine.sequence import Guide, Plan
 from engine.weights import load_model
 
 Progress = Callable[[str, float], None]
@@ -50,6 +52,7 @@ class Engine:
         self.kv = kv  # [page, layer, 2, token, kv_head, dim], one allocation
         self.context_length = architecture.context_length
         self.fingerprint = ""
+        self._grammars: Grammars | None = None
 
     @classmethod
     def load(
@@ -95,7 +98,12 @@ class Engine:
         engine = cls(runner, architecture, pool, kv)
         engine.context_length = context
         engine.fingerprint = fingerprint(folder, architecture, random_weights)
+        engine._grammars = Grammars(folder, architecture.vocabulary_size)
         return engine
+
+    def guide(self, work: Work) -> Guide | None:
+        """What keeps an answer to its request's grammar; None when it has none."""
+        return self._grammars.guide(work) if self._grammars else None
 
     def launch(self, plan: Plan) -> Flight:
         """Starts one forward for all pieces, and advances each sequence's `computed`.

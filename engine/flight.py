@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from core.errors import BatonError
-from core.types import Moment
+from core.types import Moment, TokenLogprobs
 
-Outcome = int | BatonError | None
+
+class Scored(NamedTuple):
+    """A sampled token of a sequence that wants to know how likely its tokens are."""
+
+    token: int
+    logprobs: TokenLogprobs
+
+
+Outcome = int | Scored | BatonError | None
 """What a step did for one piece: sampled a token, failed it, or just computed it."""
 
 

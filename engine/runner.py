@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.flight import Flight, Landed
+from engine.flight import Flight, Landed, Outcome
+from engine.logprobs import score
 from engine.model import Batch, Chunk, Model
 from engine.rope import inverse_frequencies, rotations
 from engine.sampler import Sampler
@@ -42,10 +43,10 @@ class Runner:
 
     def launch(self, plan: Plan) -> Flight:
         """Runs the plan. On a CPU there is nothing to run beside it."""
-        return Landed(list(self.run(plan)))
+        return Landed(self.run(plan))
 
     @torch.inference_mode()
-    def run(self, plan: Plan) -> list[int | None]:
+    def run(self, plan: Plan) -> list[Outcome]:
         """One forward for all pieces; the next token of each that samples."""
         for piece in plan:
             piece.check(self._page_size)
@@ -54,11 +55,15 @@ class Runner:
         pieces = [plan[index] for index in order]
         logits = self._model.forward(self._batch(pieces), self._caches)
         sampling = [index for index in order if plan[index].samples]
-        answers: list[int | None] = [None] * len(plan)
+        answers: list[Outcome] = [None] * len(plan)
         if sampling:
-            tokens = self._sampler.sample(logits, [plan[index].sequence for index in sampling])
+            sequences = [plan[index].sequence for index in sampling]
+            tokens = self._sampler.sample(logits, sequences)
             for index, token in zip(sampling, tokens, strict=True):
                 answers[index] = token
+            for scores in score(logits[:, : self._sampler.vocabulary_size], tokens, sequences):
+                for row, scored in scores.read():
+                    answers[sampling[row]] = scored
         for piece in plan:
             piece.sequence.computed += piece.count
         return answers

@@ -9,12 +9,12 @@ the batch around it, the worker or the number of threads. Two things see to it:
   token) before they are added up. Sums of integers do not depend on the order
   of addition, which parallel sums over floats do.
 
-A drawing row goes through: penalties, temperature, top-k, top-p, min-p, and
-one draw by walking the weights in order of token id. The three filters all
-say the same kind of thing, the least weight that may still be drawn; tokens
-of equal weight stay or go together, so a tie at the border keeps all of it.
-A row with temperature 0 or top-k 1 takes the best token, of equals the one
-with the lowest id.
+A drawing row goes through: penalties, biases, what its grammar rules out,
+temperature, top-k, top-p, min-p, and one draw by walking the weights in order of
+token id. The three filters all say the same kind of thing, the least weight
+that may still be drawn; tokens of equal weight stay or go together, so a tie at
+the border keeps all of it. A row with temperature 0 or top-k 1 takes the best
+token, of equals the one with the lowest id.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class Sampler:
     def sample(self, logits: Tensor, sequences: list[Sequence]) -> list[int]:
         """The next token of each sequence. logits: [B, V], any float type; not changed."""
         logits = logits[:, : self.vocabulary_size]
-        if all(_is_plain(sequence.work.sampling) for sequence in sequences):
+        if all(map(_is_plain, sequences)):
             return _best(logits).tolist()
         scores = logits.to(torch.float32, copy=True)
-        _penalize(scores, sequences)
+        adjust(scores, sequences)
         tokens = _best(scores)
         drawing = [row for row, s in enumerate(sequences) if not takes_best(s.work.sampling)]
         if drawing:
@@ -88,8 +88,21 @@ def takes_best(sampling: Sampling) -> bool:
     return sampling.greedy or sampling.top_k == 1
 
 
-def _is_plain(sampling: Sampling) -> bool:
-    return takes_best(sampling) and not sampling.penalizes
+def is_adjusted(sequence: Sequence) -> bool:
+    """Whether its logits are changed before anything is chosen."""
+    sampling = sequence.work.sampling
+    return sampling.penalizes or bool(sampling.logit_bias) or sequence.guide is not None
+
+
+def adjust(scores: Tensor, sequences: list[Sequence]) -> None:
+    """Changes scores [B, V], float32, in place, on any device."""
+    _penalize(scores, sequences)
+    _bias(scores, sequences)
+    _rule_out(scores, sequences)
+
+
+def _is_plain(sequence: Sequence) -> bool:
+    return takes_best(sequence.work.sampling) and not is_adjusted(sequence)
 
 
 def _best(scores: Tensor) -> Tensor:
@@ -106,7 +119,26 @@ def _penalize(scores: Tensor, sequences: list[Sequence]) -> None:
     rows = [row for row, s in enumerate(sequences) if s.work.sampling.penalizes]
     if rows:
         _apply_repetition(scores, _Cells.of(rows, [_repeated(sequences[row]) for row in rows]))
-        _apply_answer(scores, _Cells.of(rows, [_answered(sequences[row]) for row in rows]))
+        _add(scores, _Cells.of(rows, [_answered(sequences[row]) for row in rows]))
+
+
+def _bias(scores: Tensor, sequences: list[Sequence]) -> None:
+    rows = [row for row, each in enumerate(sequences) if each.work.sampling.logit_bias]
+    if rows:
+        _add(scores, _Cells.of(rows, [_biases(sequences[row]) for row in rows]))
+
+
+def _rule_out(scores: Tensor, sequences: list[Sequence]) -> None:
+    """Leaves only the tokens that guides allow."""
+    masks = {row: each.guide.mask() for row, each in enumerate(sequences) if each.guide}
+    if not masks:
+        return
+    packed = to_device(torch.from_numpy(np.stack(list(masks.values()))), scores.device)
+    bits = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=scores.device)
+    # [R, bytes, 1] & [8] -> [R, V]
+    allowed = (packed[:, :, None] & bits).flatten(1)[:, : scores.shape[1]]
+    rows = to_device(torch.tensor(list(masks)), scores.device)
+    scores[rows] = scores[rows].masked_fill(allowed == 0, -math.inf)
 
 
 class _Cells(NamedTuple):
@@ -122,6 +154,10 @@ class _Cells(NamedTuple):
         repeated = np.repeat(np.asarray(rows), [len(part) for part in tokens])
         return cls(repeated, np.concatenate(tokens), np.concatenate(numbers).astype(np.float32))
 
+    def on(self, device: torch.device) -> list[Tensor]:
+        """Rows, tokens and numbers there, without waiting for the device."""
+        return [to_device(torch.from_numpy(part), device) for part in self]
+
 
 def _repeated(sequence: Sequence) -> _Part:
     """Every token of prompt and answer, once, with the repetition penalty."""
@@ -130,22 +166,27 @@ def _repeated(sequence: Sequence) -> _Part:
 
 
 def _answered(sequence: Sequence) -> _Part:
-    """Every token of the answer, with what its presence and its count take away."""
+    """Every token of the answer, with what its presence and its count add, which is negative."""
     answer = np.asarray(sequence.tokens[sequence.prompt_length :], dtype=np.int64)
     tokens, counts = np.unique(answer, return_counts=True)
     sampling = sequence.work.sampling
-    return tokens, sampling.presence_penalty + sampling.frequency_penalty * counts
+    return tokens, -(sampling.presence_penalty + sampling.frequency_penalty * counts)
+
+
+def _biases(sequence: Sequence) -> _Part:
+    tokens, biases = zip(*sequence.work.sampling.logit_bias, strict=True)
+    return np.asarray(tokens, dtype=np.int64), np.asarray(biases)
 
 
 def _apply_repetition(scores: Tensor, cells: _Cells) -> None:
-    rows, tokens, penalties = (torch.from_numpy(part).to(scores.device) for part in cells)
+    rows, tokens, penalties = cells.on(scores.device)
     before = scores[rows, tokens]
     scores[rows, tokens] = torch.where(before > 0, before / penalties, before * penalties)
 
 
-def _apply_answer(scores: Tensor, cells: _Cells) -> None:
-    rows, tokens, penalties = (torch.from_numpy(part).to(scores.device) for part in cells)
-    scores[rows, tokens] -= penalties
+def _add(scores: Tensor, cells: _Cells) -> None:
+    rows, tokens, numbers = cells.on(scores.device)
+    scores[rows, tokens] += numbers
 
 
 def _draw(scores: Tensor, sequences: list[Sequence]) -> Tensor:
@@ -226,3 +267,8 @@ def _walk(weights: Tensor, chances: Tensor) -> Tensor:
 
 def _column(values: list[float], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
+
+
+def to_device(host: Tensor, device: torch.device) -> Tensor:
+    """`host` there, in the order of the device's stream."""
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

@@ -4,11 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from core.errors import Internal
 from core.types import FinishReason, Work
 from engine.page_pool import Lease, PagePool
 from engine.prefix_cache import KeyChain
+
+
+class Guide(Protocol):
+    """Knows which tokens may come next in one answer."""
+
+    def follow(self, tokens: list[int]) -> None:
+        """The answer goes on with these."""
+
+    def mask(self) -> npt.NDArray[np.uint8]:
+        """One bit a token, from the lowest of the first byte: whether it may come next."""
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +44,8 @@ class Sequence:
     expected: int = 0
     # The keys of its pages; they have none where nothing is cached.
     chain: KeyChain = field(default_factory=KeyChain)
+    # Where only some tokens may come next.
+    guide: Guide | None = None
 
     def __post_init__(self) -> None:
         if not self.tokens:
@@ -54,7 +70,13 @@ class Sequence:
         if not self.expected:
             return False
         last = self.generated + self.expected >= self.work.max_tokens
-        return last or self.work.sampling.penalizes
+        return last or self.work.sampling.penalizes or self.guide is not None
+
+    def take_guide(self, guide: Guide | None) -> None:
+        """From now on only what the guide allows is sampled. It has seen no token yet."""
+        self.guide = guide
+        if guide is not None:
+            guide.follow(self.tokens[self.prompt_length :])
 
     def settle(self, computed: int) -> None:
         """K/V of tokens[:computed] are there for good: pages that they fill may be shared."""
@@ -68,7 +90,10 @@ class Sequence:
     def append(self, token: int) -> FinishReason | None:
         """Adds a generated token; says whether it is the last."""
         self.tokens.append(token)
-        return self.work.finish_reason(token, self.generated)
+        finish = self.work.finish_reason(token, self.generated)
+        if self.guide is not None and finish is None:
+            self.guide.follow([token])
+        return finish
 
 
 def is_coming(keys: list[bytes], pool: PagePool, sequences: Iterable[Sequence]) -> bool:

@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from baton.v1 import worker_pb2 as pb
 from core.config import Config
 from core.errors import BatonError, Exhausted, Internal, Unavailable
-from core.types import AttemptKey, FinishReason, Moment, Work
-from core.wire import failed_to, finish_to, work_from
+from core.types import AttemptKey, FinishReason, Moment, TokenLogprobs, Work
+from core.wire import failed_to, finish_to, logprobs_to, work_from
 from engine.engine import Engine
 from engine.page_pool import Lease
-from engine.sequence import Piece, Sequence
+from engine.sequence import Guide, Piece, Sequence
 from kv_transfer.events import (
     PagesOverdue,
     PeerConnected,
@@ -56,6 +56,7 @@ class Job:
     pushed_pages: int = 0
     released: bool = False
     overdue: bool = False  # released, and a write still reads its pages
+    guide: Guide | None = None
 
 
 class PrefillRole:
@@ -174,7 +175,8 @@ class PrefillRole:
             self._outbox.send(attachment, failed_to(work.key, error))
             return
         push = bool(message.receiver)
-        self._jobs[work.key] = Job(attachment, work, push, time.monotonic())
+        guide = self._engine.guide(work)
+        self._jobs[work.key] = Job(attachment, work, push, time.monotonic(), guide=guide)
         self._scheduler.add(work)
         if push:
             self._transfer.open_push(work.key, message.receiver)
@@ -201,6 +203,7 @@ class PrefillRole:
             job = self._jobs[piece.sequence.work.key]
             if job.lease is None:
                 job.lease = piece.sequence.lease
+                piece.sequence.take_guide(job.guide)
                 job.started = time.monotonic()
                 job.chunks.begin(job.lease.found * self._pool.page_size, job.started)
                 self._metrics.queued(job.started - job.arrived)
@@ -218,7 +221,7 @@ class PrefillRole:
         if outcome is None:
             self._push(job, sequence.lease.pages[: settled.computed // self._pool.page_size])
         else:
-            self._emit(job, sequence, outcome)
+            self._emit(job, sequence, outcome, settled.logprobs)
         sequence.settle(settled.computed)
         if outcome is not None and not job.push:
             self._forget(job)
@@ -243,19 +246,27 @@ class PrefillRole:
         self._outbox.send(job.attachment, failed_to(job.work.key, error, retry=retry))
         self._release(job.work.key)
 
-    def _emit(self, job: Job, sequence: Sequence, token: int) -> None:
+    def _emit(
+        self, job: Job, sequence: Sequence, token: int, logprobs: TokenLogprobs | None
+    ) -> None:
         """Sends token #1, then lets the last pages go."""
         key = job.work.key
         finish = sequence.append(token)
         self._scheduler.remove(key)
-        self._send_first_token(job, sequence, finish)
+        self._send_first_token(job, sequence, finish, logprobs)
         if job.push and finish:
             job.released = True
             self._transfer.cancel_push(key)
         elif job.push:
             self._transfer.finish_push(key, token, sequence.lease.pages[job.pushed_pages :])
 
-    def _send_first_token(self, job: Job, sequence: Sequence, finish: FinishReason | None) -> None:
+    def _send_first_token(
+        self,
+        job: Job,
+        sequence: Sequence,
+        finish: FinishReason | None,
+        logprobs: TokenLogprobs | None,
+    ) -> None:
         first = pb.FirstToken(
             request_id=job.work.key.request_id,
             epoch=job.work.key.epoch,
@@ -264,6 +275,7 @@ class PrefillRole:
             queue_seconds=job.started - job.arrived,
             compute_seconds=time.monotonic() - job.started,
             cached_tokens=sequence.lease.found * self._pool.page_size,
+            logprobs=logprobs_to(logprobs) if logprobs else None,
             chunks=job.chunks.tell(),
         )
         self._outbox.send(job.attachment, pb.WorkerMessage(first_token=first))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from core.types import FinishReason
+from core.types import FinishReason, TokenLogprobs
 from router.attempt import Tokens
 from router.detokenizer import Detokenizer
 from router.stop_strings import StopStrings
@@ -15,6 +15,8 @@ from router.stop_strings import StopStrings
 class AnswerDelta:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
+    # One a token, where they are asked for.
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 class AnswerText:
@@ -37,6 +39,7 @@ class AnswerText:
         last = len(tokens.token_ids) - 1
         for index, token in enumerate(tokens.token_ids):
             delta.token_ids.append(token)
+            delta.logprobs += tokens.logprobs[index : index + 1]
             self.count += 1
             ends_answer = tokens.finish is FinishReason.STOP and index == last
             if not ends_answer:

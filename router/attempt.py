@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 from baton.v1 import worker_pb2 as pb
 from core.errors import BatonError, DeadlineExceeded, WorkerLost
-from core.types import FinishReason, Work
-from core.wire import failed_from, finish_from, work_to
+from core.types import FinishReason, TokenLogprobs, Work
+from core.wire import failed_from, finish_from, logprobs_from, work_to
 from router.placement import Placement
 
 
@@ -45,6 +45,8 @@ class Tokens:
     finish: FinishReason | None
     # With an attempt's first: of its prompt, what was cached where it was read.
     cached_tokens: int = 0
+    # How likely each of them was, where the request asks for it.
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +171,8 @@ class Attempt:
         if finish or not self.placement.decode:
             self.queued = False
             self._held.discard(Side.PREFILL)
-        return [Tokens([first.token], finish, first.cached_tokens), *self._early]
+        logprobs = (logprobs_from(first.logprobs),) if first.HasField("logprobs") else ()
+        return [Tokens([first.token], finish, first.cached_tokens, logprobs), *self._early]
 
     def _step(self, step: pb.StepTokens) -> list[Action]:
         self.queued = False
@@ -177,7 +180,8 @@ class Attempt:
         # Its pages have landed: prefill is no longer needed.
         self._held.discard(Side.PREFILL)
         finish = finish_from(step.finish_reason)
-        tokens = Tokens(list(step.token_ids), finish, step.cached_tokens)
+        logprobs = tuple(logprobs_from(each) for each in step.logprobs)
+        tokens = Tokens(list(step.token_ids), finish, step.cached_tokens, logprobs)
         if tokens.finish:
             self._held.discard(Side.DECODE)
         if self.started:

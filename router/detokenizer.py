@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
@@ -75,6 +76,27 @@ class TokenBytes(dict[int, bytes]):
     def __missing__(self, token_id: int) -> bytes:
         token = None if token_id in self._hidden else self._tokenizer.id_to_token(token_id)
         found = _unmap_bytes(token) if token is not None else b""
+        self[token_id] = found
+        return found
+
+
+class EveryTokensBytes(dict[int, bytes]):
+    """The bytes that each token stands for by itself, found at first use; special ones as they
+    are written."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+        self._byte_level = tokenizer is not None and "ByteLevel" in _decoder_steps(tokenizer)
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = self._tokenizer.id_to_token(token_id) if self._tokenizer else None
+        if token is None:
+            found = b""
+        elif self._byte_level:
+            found = _unmap_bytes(token)
+        else:
+            found = _sentence_piece_bytes(token)
         self[token_id] = found
         return found
 
@@ -166,3 +188,10 @@ def _unmap_bytes(token: str) -> bytes:
     if all(character in _BYTE_OF for character in token):
         return bytes(_BYTE_OF[character] for character in token)
     return token.encode()
+
+
+def _sentence_piece_bytes(token: str) -> bytes:
+    """A piece writes U+2581 for a space, and <0xE2> for a byte."""
+    if re.fullmatch("<0x[0-9A-F]{2}>", token):
+        return bytes.fromhex(token[3:5])
+    return token.replace("\u2581", " ").encode()

@@ -33,6 +33,7 @@ from router.callers import KeyRing
 from router.grpc_errors import to_status
 from router.grpc_lock import authorization
 from router.ledger import RequestLedger
+from router.logprobs import TokenScore
 from router.overview import Overview
 from router.parse import parse_prompt, parse_request
 from router.placement import Placement
@@ -148,9 +149,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     def _response(self, event: Event) -> pb.GenerateResponse:
         if isinstance(event, Delta):
-            return pb.GenerateResponse(
-                delta=pb.Delta(text=event.text, token_ids=event.token_ids, index=event.index)
-            )
+            return pb.GenerateResponse(delta=_delta(event))
         if isinstance(event, Started):
             return pb.GenerateResponse(
                 started=pb.Started(
@@ -178,6 +177,22 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 seed=event.seed,
             )
         )
+
+
+def _delta(event: Delta) -> pb.Delta:
+    return pb.Delta(
+        text=event.text,
+        token_ids=event.token_ids,
+        index=event.index,
+        logprobs=[
+            pb.TokenLogprobs(chosen=_score(each.chosen), top=map(_score, each.top))
+            for each in event.logprobs
+        ],
+    )
+
+
+def _score(score: TokenScore) -> pb.TokenLogprob:
+    return pb.TokenLogprob(token_id=score.token_id, text=score.data, logprob=score.logprob)
 
 
 def _placement(placement: Placement) -> pb.Placement:

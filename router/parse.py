@@ -8,7 +8,17 @@ import uuid
 
 from baton.v1 import inference_pb2 as pb
 from core.errors import InvalidRequest, InvalidSampling
-from core.types import ChatPrompt, Message, Prompt, Request, Sampling, TextPrompt, TokenPrompt
+from core.types import (
+    MAX_TOP_LOGPROBS,
+    ChatPrompt,
+    Message,
+    Prompt,
+    Request,
+    Sampling,
+    Structure,
+    TextPrompt,
+    TokenPrompt,
+)
 
 MAX_REQUEST_BYTES = 8 * 2**20
 """More than a million tokens, as text or as ids."""
@@ -21,6 +31,8 @@ MAX_STOP_TOKENS = 1024
 MAX_REQUEST_ID = 128
 MAX_ANSWERS = 16
 MAX_CACHE_SALT = 256
+MAX_BIASES = 1024
+MOST_BIAS = 100.0
 
 
 def parse_request(message: pb.GenerateRequest) -> Request:
@@ -36,6 +48,10 @@ def parse_request(message: pb.GenerateRequest) -> Request:
         )
     if message.HasField("n") and not 1 <= message.n <= MAX_ANSWERS:
         raise InvalidRequest(f"n must be 1 to {MAX_ANSWERS}, not {message.n}", field="n")
+    if message.logprobs > MAX_TOP_LOGPROBS:
+        raise InvalidRequest(
+            f"logprobs must be at most {MAX_TOP_LOGPROBS}, not {message.logprobs}", field="logprobs"
+        )
     return Request(
         request_id=message.request_id or uuid.uuid4().hex,
         prompt=parse_prompt(message),
@@ -45,6 +61,8 @@ def parse_request(message: pb.GenerateRequest) -> Request:
         stop_token_ids=frozenset(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
         n=message.n or 1,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        structure=_parse_structure(message),
         cache_salt=message.cache_salt,
     )
 
@@ -78,6 +96,17 @@ def _parse_chat(chat: pb.Chat) -> ChatPrompt:
     return ChatPrompt(tuple(Message(item.role, item.content) for item in chat.messages))
 
 
+def _parse_structure(message: pb.GenerateRequest) -> Structure | None:
+    match message.WhichOneof("structure"):
+        case "json_schema":
+            return Structure("json_schema", message.json_schema)
+        case "regex":
+            return Structure("regex", message.regex)
+        case "grammar":
+            return Structure("lark", message.grammar)
+    return None
+
+
 def _parse_stop(message: pb.GenerateRequest) -> tuple[str, ...]:
     if len(message.stop) > MAX_STOP_STRINGS:
         raise InvalidRequest(f"at most {MAX_STOP_STRINGS} stop strings", field="stop")
@@ -100,7 +129,23 @@ def _parse_sampling(message: pb.SamplingParameters) -> Sampling:
         presence_penalty=_number(message, "presence_penalty", 0.0, -2.0, 2.0),
         frequency_penalty=_number(message, "frequency_penalty", 0.0, -2.0, 2.0),
         seed=message.seed if message.HasField("seed") else secrets.randbits(63),
+        logit_bias=_parse_biases(message),
     )
+
+
+def _parse_biases(message: pb.SamplingParameters) -> tuple[tuple[int, float], ...]:
+    if len(message.logit_bias) > MAX_BIASES:
+        raise InvalidSampling(
+            f"logit_bias must have at most {MAX_BIASES} entries", field="sampling.logit_bias"
+        )
+    for token, bias in message.logit_bias.items():
+        if not -MOST_BIAS <= bias <= MOST_BIAS:
+            raise InvalidSampling(
+                f"logit_bias must be -{MOST_BIAS:g} to {MOST_BIAS:g}, not {bias:g}"
+                f" for token {token}",
+                field="sampling.logit_bias",
+            )
+    return tuple(sorted(message.logit_bias.items()))
 
 
 def _number(

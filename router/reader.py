@@ -41,8 +41,12 @@ class AnswerBuffer:
         self._waiting += len(delta.token_ids)
         for place, event in enumerate(self._events):
             if isinstance(event, Delta) and event.index == delta.index:
-                joined = event.token_ids + delta.token_ids
-                self._events[place] = Delta(event.text + delta.text, joined, delta.index)
+                self._events[place] = Delta(
+                    event.text + delta.text,
+                    event.token_ids + delta.token_ids,
+                    delta.index,
+                    event.logprobs + delta.logprobs,
+                )
                 return
         self._events.append(delta)
 

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from core.config import RouterConfig
@@ -23,23 +23,37 @@ from core.errors import (
     BatonError,
     Exhausted,
     Internal,
+    InvalidGrammar,
     InvalidRequest,
     PromptTooLong,
     TokenOutOfRange,
     Unavailable,
 )
 from core.page_keys import page_keys, salted_root
-from core.types import AttemptKey, ChatPrompt, FinishReason, Prompt, Request, Work
+from core.types import (
+    AttemptKey,
+    ChatPrompt,
+    FinishReason,
+    Prompt,
+    Request,
+    Structure,
+    Work,
+)
 from router.admission import Admission
 from router.answer import AnswerText
 from router.dispatch import Dispatcher
+from router.grammar import grammar_of
 from router.ledger import AnswerLedger, Ledgers, RequestLedger
+from router.logprobs import ScoredToken, scored_tokens
 from router.merge import merged
 from router.metrics import RouterMetrics
 from router.placement import Placement
 from router.roster import CacheNames, Roster
 from router.text import Rendered, Text
 from router.trends import Trends
+
+GRAMMAR_SECONDS = 5.0
+"""How long a structure may take to read. Most take a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +71,8 @@ class Delta:
     text: str
     token_ids: list[int]
     index: int = 0
+    # One a token, where they are asked for.
+    logprobs: list[ScoredToken] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +196,8 @@ class Serving:
                 delta = answer.push(event)
                 ledger.tell(finished=answer.finish is not None)
                 if delta.token_ids or delta.text:
-                    yield Delta(delta.text, delta.token_ids, index)
+                    scored = scored_tokens(self.text, delta.token_ids, delta.logprobs)
+                    yield Delta(delta.text, delta.token_ids, index, scored)
                 if answer.finish:
                     clock.end()
                     self._roster.costs.note_answer(answer.count)
@@ -208,9 +225,11 @@ class Serving:
         for entry in entries:
             entry.prepare(read.template_seconds, read.tokenize_seconds, len(tokens))
         self._check(tokens, context)
+        self._check_biases(request)
+        grammar = await self._grammar(request.structure) if request.structure else ""
         room = context - len(tokens)
         stops = request.stop_token_ids
-        if not request.ignore_eos:
+        if grammar or not request.ignore_eos:
             stops |= self.text.eos_token_ids
         return Work(
             # The caller's request_id need not be unique; the workers' key must be.
@@ -220,8 +239,19 @@ class Serving:
             max_tokens=min(request.max_tokens or room, room),
             stop_token_ids=stops,
             cache_salt=request.cache_salt,
+            logprobs=request.logprobs,
+            grammar=grammar,
             page_keys=read.page_keys,
         )
+
+    async def _grammar(self, structure: Structure) -> str:
+        if not self.text.eos_token_ids:
+            raise InvalidGrammar("this model has no end token, which structured answers need")
+        try:
+            async with asyncio.timeout(GRAMMAR_SECONDS):
+                return await self._off_loop(grammar_of, structure)
+        except TimeoutError:
+            raise InvalidGrammar("the structure took too long to read", field="grammar") from None
 
     def _check(self, tokens: list[int], context: int) -> None:
         if not tokens:
@@ -236,6 +266,15 @@ class Serving:
             raise TokenOutOfRange(
                 f"token id {max(tokens)} is outside the vocabulary of {self.text.vocabulary_size}",
                 field="token_ids",
+            )
+
+    def _check_biases(self, request: Request) -> None:
+        size = self.text.vocabulary_size
+        outside = [token for token, _ in request.sampling.logit_bias if token >= size]
+        if outside:
+            raise TokenOutOfRange(
+                f"logit_bias names token {outside[0]}, outside the vocabulary of {size}",
+                field="logit_bias",
             )
 
     def _count(self, change: int) -> None:

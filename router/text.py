@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from core.errors import InvalidRequest, PromptTooLong, TokenOutOfRange
 from core.types import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from router.chat_template import ChatTemplate
-from router.detokenizer import Detokenizer, NoText, detokenizer_factory
+from router.detokenizer import Detokenizer, EveryTokensBytes, NoText, detokenizer_factory
 from router.text_files import TextFiles
 
 
@@ -43,6 +43,7 @@ class Text:
         vocabulary = tokenizer.get_vocab() if tokenizer else {"": 0}
         self._longest_token = max(map(len, vocabulary))
         self._make_detokenizer = detokenizer_factory(tokenizer) if tokenizer else NoText
+        self._token_bytes = EveryTokensBytes(tokenizer)
         self.eos_token_ids = eos_token_ids
         self.vocabulary_size = vocabulary_size
 
@@ -96,6 +97,10 @@ class Text:
             raise TokenOutOfRange(
                 "token ids must be from 0 to 2**32 - 1", field="token_ids"
             ) from error
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for by itself, a special one too."""
+        return self._token_bytes[token_id]
 
     def detokenizer(self) -> Detokenizer:
         """For one answer; its text comes without special tokens."""

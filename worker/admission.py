@@ -8,8 +8,14 @@ from __future__ import annotations
 
 import math
 
-from core.errors import InvalidRequest, InvalidSampling, PromptTooLong, TokenOutOfRange
-from core.types import Work
+from core.errors import (
+    InvalidGrammar,
+    InvalidRequest,
+    InvalidSampling,
+    PromptTooLong,
+    TokenOutOfRange,
+)
+from core.types import MAX_GRAMMAR, MAX_TOP_LOGPROBS, Work
 
 
 def quarantine_fault(quarantined: int, total: int, share: float) -> str:
@@ -37,12 +43,23 @@ def check_work(work: Work, vocabulary_size: int) -> None:
         raise InvalidRequest("max_tokens must be at least 1", field="max_tokens")
     if work.answer_tokens >= min(len(work.prompt_tokens), work.max_tokens):
         raise InvalidRequest("the answer is longer than what it belongs to", field="answer_tokens")
+    if (work.logprobs or 0) > MAX_TOP_LOGPROBS:
+        raise InvalidRequest(f"logprobs must be at most {MAX_TOP_LOGPROBS}", field="logprobs")
+    if len(work.grammar) > MAX_GRAMMAR:
+        raise InvalidGrammar(f"a grammar has at most {MAX_GRAMMAR} characters", field="grammar")
     sampling = work.sampling
     numbers = (
         *(sampling.temperature, sampling.top_p, sampling.min_p, sampling.repetition_penalty),
         *(sampling.presence_penalty, sampling.frequency_penalty),
     )
-    if not all(map(math.isfinite, numbers)) or sampling.repetition_penalty <= 0:
+    biases = dict(sampling.logit_bias)
+    if max(biases, default=0) >= vocabulary_size:
+        raise TokenOutOfRange(
+            f"logit_bias names token {max(biases)}, outside the vocabulary of {vocabulary_size}",
+            field="logit_bias",
+        )
+    finite = all(map(math.isfinite, (*numbers, *biases.values())))
+    if not finite or sampling.repetition_penalty <= 0:
         raise InvalidSampling("a sampling value is not a usable number", field="sampling")
 
 

@@ -11,9 +11,9 @@ from collections import deque
 from dataclasses import dataclass
 
 from core.errors import BatonError
-from core.types import Moment
+from core.types import Moment, TokenLogprobs
 from engine.engine import Engine
-from engine.flight import Flight, Landed, Outcome
+from engine.flight import Flight, Landed, Outcome, Scored
 from engine.sequence import Plan, Sequence
 from worker.metrics import WorkerMetrics
 
@@ -23,8 +23,9 @@ class Settled:
     """What a step did for one sequence."""
 
     sequence: Sequence
-    outcome: Outcome
+    outcome: int | BatonError | None
     computed: int  # tokens whose K/V the sequence's pages hold since
+    logprobs: TokenLogprobs | None = None  # of the token, where the sequence asks for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +76,15 @@ class Flights:
         seconds = time.monotonic() - step.began
         self._metrics.step(len(step.plan), sum(piece.count for piece in step.plan), seconds)
         return [
-            Settled(piece.sequence, outcome, computed)
+            _settled(piece.sequence, outcome, computed)
             for piece, outcome, computed in zip(step.plan, outcomes, step.computed, strict=True)
         ]
+
+
+def _settled(sequence: Sequence, outcome: Outcome, computed: int) -> Settled:
+    if isinstance(outcome, Scored):
+        return Settled(sequence, outcome.token, computed, outcome.logprobs)
+    return Settled(sequence, outcome, computed)
 
 
 def launch(engine: Engine, plan: Plan) -> Flight:

@@ -509,6 +509,26 @@ class Sampling(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LogitBiasEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     TOP_K_FIELD_NUMBER: _builtins.int
     TOP_P_FIELD_NUMBER: _builtins.int
@@ -517,6 +537,7 @@ class Sampling(_message.Message):
     PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
     FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    LOGIT_BIAS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 is greedy."""
     top_k: _builtins.int
@@ -533,6 +554,10 @@ class Sampling(_message.Message):
     """0 changes nothing."""
     seed: _builtins.int
     """Keys the randomness, together with the position."""
+    @_builtins.property
+    def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
+        """By token id: what is added to its logit, after all penalties."""
+
     def __init__(
         self,
         *,
@@ -544,10 +569,11 @@ class Sampling(_message.Message):
         presence_penalty: _builtins.float = ...,
         frequency_penalty: _builtins.float = ...,
         seed: _builtins.int = ...,
+        logit_bias: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frequency_penalty", b"frequency_penalty", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -567,6 +593,8 @@ class Work(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     ANSWER_TOKENS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's name, unique among the router's live requests."""
     epoch: _builtins.int
@@ -577,6 +605,14 @@ class Work(_message.Message):
     """How many of prompt_tokens, at their end, are answer and not prompt."""
     cache_salt: _builtins.str
     """Requests share cached pages only with those of the same salt."""
+    logprobs: _builtins.int
+    """Set where each token is to come with its log probability: how many of the
+    likeliest tokens to tell with it.
+    """
+    grammar: _builtins.str
+    """What the answer must read as: a grammar in llguidance's own form (JSON).
+    Empty: any text.
+    """
     @_builtins.property
     def prompt_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """What is to be read: the prompt and, after it, what earlier attempts have
@@ -602,14 +638,54 @@ class Work(_message.Message):
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         answer_tokens: _builtins.int = ...,
         cache_salt: _builtins.str = ...,
+        logprobs: _builtins.int | None = ...,
+        grammar: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "logprobs", b"logprobs", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_tokens", b"answer_tokens", "cache_salt", b"cache_salt", "epoch", b"epoch", "max_tokens", b"max_tokens", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "answer_tokens", b"answer_tokens", "cache_salt", b"cache_salt", "epoch", b"epoch", "grammar", b"grammar", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
+    _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
+
+Global___Work: _TypeAlias = Work  # noqa: Y015
+
+@_typing.final
+class Logprobs(_message.Message):
+    """How likely one token was, in natural logarithms of the model's own
+    probabilities: before temperature, penalties and biases.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOGPROB_FIELD_NUMBER: _builtins.int
+    TOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    logprob: _builtins.float
+    """The token's own."""
+    @_builtins.property
+    def top_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The likeliest tokens, best first: as many as the request asks for."""
+
+    @_builtins.property
+    def top_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Theirs, in the same order."""
+
+    def __init__(
+        self,
+        *,
+        logprob: _builtins.float = ...,
+        top_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        top_logprobs: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Work: _TypeAlias = Work  # noqa: Y015
+Global___Logprobs: _TypeAlias = Logprobs  # noqa: Y015
 
 @_typing.final
 class Prefill(_message.Message):
@@ -808,6 +884,7 @@ class FirstToken(_message.Message):
     QUEUE_SECONDS_FIELD_NUMBER: _builtins.int
     COMPUTE_SECONDS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     CHUNKS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's name."""
@@ -826,6 +903,10 @@ class FirstToken(_message.Message):
     not computed.
     """
     @_builtins.property
+    def logprobs(self) -> Global___Logprobs:
+        """How likely the token was, where the request asks for it."""
+
+    @_builtins.property
     def chunks(self) -> _containers.RepeatedCompositeFieldContainer[_timing_pb2.Chunk]:
         """The parts of compute_seconds, at most 32."""
 
@@ -839,11 +920,12 @@ class FirstToken(_message.Message):
         queue_seconds: _builtins.float = ...,
         compute_seconds: _builtins.float = ...,
         cached_tokens: _builtins.int = ...,
+        logprobs: Global___Logprobs | None = ...,
         chunks: _abc.Iterable[_timing_pb2.Chunk] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "chunks", b"chunks", "compute_seconds", b"compute_seconds", "epoch", b"epoch", "finish_reason", b"finish_reason", "queue_seconds", b"queue_seconds", "request_id", b"request_id", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "chunks", b"chunks", "compute_seconds", b"compute_seconds", "epoch", b"epoch", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "queue_seconds", b"queue_seconds", "request_id", b"request_id", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -919,6 +1001,7 @@ class StepTokens(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     QUEUE_SECONDS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     COMPUTE_SECONDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's name."""
@@ -942,6 +1025,10 @@ class StepTokens(_message.Message):
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The new tokens, oldest first."""
 
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Logprobs]:
+        """How likely each of token_ids was, where the request asks for it."""
+
     def __init__(
         self,
         *,
@@ -951,11 +1038,12 @@ class StepTokens(_message.Message):
         finish_reason: _inference_pb2.FinishReason.ValueType = ...,
         queue_seconds: _builtins.float = ...,
         cached_tokens: _builtins.int = ...,
+        logprobs: _abc.Iterable[Global___Logprobs] | None = ...,
         compute_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "compute_seconds", b"compute_seconds", "epoch", b"epoch", "finish_reason", b"finish_reason", "queue_seconds", b"queue_seconds", "request_id", b"request_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "compute_seconds", b"compute_seconds", "epoch", b"epoch", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "queue_seconds", b"queue_seconds", "request_id", b"request_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

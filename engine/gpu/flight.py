@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from core.errors import Internal
 from engine.flight import Outcome
+from engine.logprobs import Scores
 from engine.sampler import NOT_FINITE
 from engine.sequence import Plan
 
@@ -17,11 +20,15 @@ class GpuFlight:
     The pages it uses are pinned until then.
     """
 
-    def __init__(self, plan: Plan, sampling: list[int], tokens: Tensor | None) -> None:
-        """`tokens` are those of the pieces at `sampling`, in host memory that the device fills."""
+    def __init__(
+        self, plan: Plan, sampling: list[int], tokens: Tensor | None, scores: Sequence[Scores] = ()
+    ) -> None:
+        """`tokens` are those of the pieces at `sampling`, in host memory that the device fills;
+        `scores` those of the rows among them that ask for it."""
         self._sampled = [plan[index].sequence for index in sampling]
         self._sampling = sampling
         self._tokens = tokens
+        self._scores = scores
         self._count = len(plan)
         self._leases = [piece.sequence.lease for piece in plan]
         self.ended = _mark_end() if torch.cuda.is_available() else None
@@ -38,6 +45,9 @@ class GpuFlight:
         if self._tokens is not None:
             for index, token in zip(self._sampling, self._tokens.tolist(), strict=True):
                 outcomes[index] = token if token >= 0 else Internal(NOT_FINITE)
+        for row, scored in (each for scores in self._scores for each in scores.read()):
+            if isinstance(outcomes[self._sampling[row]], int):
+                outcomes[self._sampling[row]] = scored
         for sequence in self._sampled:
             sequence.expected -= 1
         return outcomes

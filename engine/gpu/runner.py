@@ -10,7 +10,9 @@ recording; any other is launched kernel by kernel.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +28,7 @@ from engine.gpu.graphs import Recording
 from engine.gpu.sampling import GpuSampler
 from engine.gpu.slots import Slots
 from engine.gpu.staging import Ints, download, upload, upload_into
+from engine.logprobs import Scores, score
 from engine.model import Model
 from engine.sequence import Piece, Plan, Sequence
 from kernels.gpu.chunk_attention import BLOCK_QUERIES
@@ -43,6 +46,13 @@ LT_ROWS = 64
 
 SPARE_BLOCKS = 16
 """Blocks of a recorded prompt step beyond what one prompt of its size needs."""
+
+
+class Chosen(NamedTuple):
+    """The tokens of the rows that sample, [n], int32, and how likely some of them were."""
+
+    tokens: Tensor
+    scores: list[Scores]
 
 
 class GpuRunner:
@@ -93,18 +103,23 @@ class GpuRunner:
         samples = _sampled_rows(pieces)
         sampling = [index for index in order if plan[index].samples]
         sequences = [plan[index].sequence for index in sampling]
-        sampled = self._step(arrays, upload(new_pages, self._device), samples, sequences)
-        tokens = None
-        if sampling:
-            where = upload(arrays.slots[samples], self._device)
-            remember(sampled, where, self._slots.last_tokens)
-            tokens = download(sampled)
-        return GpuFlight(plan, sampling, tokens)
+        chosen = self._step(arrays, upload(new_pages, self._device), samples, sequences)
+        if not sampling:
+            return GpuFlight(plan, sampling, None)
+        where = upload(arrays.slots[samples], self._device)
+        remember(chosen.tokens, where, self._slots.last_tokens)
+        scores = [
+            dataclasses.replace(
+                each, tokens=download(each.tokens), logprobs=download(each.logprobs)
+            )
+            for each in chosen.scores
+        ]
+        return GpuFlight(plan, sampling, download(chosen.tokens), scores)
 
     def _step(
         self, arrays: StepArrays, pages: Tensor, samples: Ints, sequences: list[Sequence]
-    ) -> Tensor:
-        """The tokens of the rows that sample, [n], int32."""
+    ) -> Chosen:
+        """What the rows that sample are given."""
         count = len(arrays.tokens)
         if arrays.decoding == count:
             rows = next(rows for rows in self._decode if rows >= count)
@@ -112,7 +127,7 @@ class GpuRunner:
             logits = self._decode[rows].replay()[:count]
             if len(samples) < count:
                 logits = logits[upload(samples, self._device)]
-            return self._sampler.sample(logits, sequences)
+            return self._choose(logits, sequences, 0)
         recorded = self._recorded_prompt(arrays)
         if recorded is None:
             return self._sample(self._run(arrays, pages, samples), sequences)
@@ -120,14 +135,23 @@ class GpuRunner:
         normed = self._prompt[recorded].replay()
         return self._sample(normed[upload(samples, self._device)], sequences)
 
-    def _sample(self, normed: Tensor, sequences: list[Sequence]) -> Tensor:
+    def _sample(self, normed: Tensor, sequences: list[Sequence]) -> Chosen:
         """normed [n, ...] of the last layer, one row for each sequence."""
         tokens = [normed.new_empty(0, dtype=torch.int32)]
+        scores: list[Scores] = []
         for start in range(0, len(sequences), SAMPLED_ROWS):
             rows = slice(start, start + SAMPLED_ROWS)
             logits = logits_of(self._model, normed[rows])
-            tokens.append(self._sampler.sample(logits, sequences[rows]))
-        return torch.cat(tokens)
+            chosen = self._choose(logits, sequences[rows], start)
+            tokens.append(chosen.tokens)
+            scores += chosen.scores
+        return Chosen(torch.cat(tokens), scores)
+
+    def _choose(self, logits: Tensor, sequences: list[Sequence], first: int) -> Chosen:
+        """logits [n, ...], one row for each sequence; the rows count from `first`."""
+        tokens = self._sampler.sample(logits, sequences)
+        known = logits[:, : self._sampler.vocabulary_size]
+        return Chosen(tokens, score(known, tokens, sequences, first))
 
     def _recorded_prompt(self, arrays: StepArrays) -> int | None:
         """The recording that can stand for a step over prompts alone, if there is one."""

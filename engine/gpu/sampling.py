@@ -6,35 +6,35 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.sampler import Sampler, takes_best, uniform
+from engine.sampler import adjust, is_adjusted, takes_best, to_device, uniform
 from engine.sequence import Sequence
 from kernels.gpu.sampling import argmax, sample
 
-HOST_ROWS = 32
-"""Rows with penalties that are sampled together: each takes 64 bytes a token of the vocabulary."""
+ADJUSTED_ROWS = 32
+"""Rows with changed logits that are sampled together: each takes 64 bytes a token at most."""
 
 
 class GpuSampler:
-    """Penalties are the host's: they need the tokens of all steps before."""
-
     def __init__(self, vocabulary_size: int) -> None:
-        self._vocabulary_size = vocabulary_size
-        self._host = Sampler(vocabulary_size)
+        self.vocabulary_size = vocabulary_size
 
     def sample(self, logits: Tensor, sequences: list[Sequence]) -> Tensor:
         """logits [n, V] -> [n], int32; -1 where the logits are not finite."""
-        logits = logits[:, : self._vocabulary_size]
-        penalized = [row for row, s in enumerate(sequences) if s.work.sampling.penalizes]
-        if not penalized:
+        logits = logits[:, : self.vocabulary_size]
+        adjusted = [row for row, each in enumerate(sequences) if is_adjusted(each)]
+        if not adjusted:
             return self._choose(logits, sequences)
         tokens = torch.empty(len(sequences), dtype=torch.int32, device=logits.device)
-        others = [row for row in range(len(sequences)) if row not in set(penalized)]
+        others = sorted(set(range(len(sequences))) - set(adjusted))
         if others:
-            tokens[others] = self._choose(logits[others], [sequences[row] for row in others])
-        for start in range(0, len(penalized), HOST_ROWS):
-            rows = penalized[start : start + HOST_ROWS]
-            found = self._host.sample(logits[rows], [sequences[row] for row in rows])
-            tokens[rows] = torch.tensor(found, dtype=torch.int32).to(logits.device)
+            where = _places(others, logits.device)
+            tokens[where] = self._choose(logits[where], [sequences[row] for row in others])
+        for start in range(0, len(adjusted), ADJUSTED_ROWS):
+            rows = adjusted[start : start + ADJUSTED_ROWS]
+            where, chosen = _places(rows, logits.device), [sequences[row] for row in rows]
+            scores = logits[where].float()
+            adjust(scores, chosen)
+            tokens[where] = self._choose(scores, chosen)
         return tokens
 
     def _choose(self, logits: Tensor, sequences: list[Sequence]) -> Tensor:
@@ -54,7 +54,9 @@ class GpuSampler:
             for sequence in sequences
         ]
         host = torch.from_numpy(np.asarray(columns, dtype=np.float64).T.copy())
-        if logits.device.type == "cuda":
-            host = host.pin_memory()
-        temperature, top_k, top_p, min_p, chance = host.to(logits.device, non_blocking=True)
+        temperature, top_k, top_p, min_p, chance = to_device(host, logits.device)
         return sample(logits, temperature.float(), top_k.int(), top_p, min_p.float(), chance)
+
+
+def _places(rows: list[int], device: torch.device) -> Tensor:
+    return to_device(torch.tensor(rows), device)

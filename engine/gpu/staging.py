@@ -25,9 +25,9 @@ def upload_into(target: Tensor, array: Ints) -> None:
 
 
 def download(values: Tensor) -> Tensor:
-    """values [n] as host memory, which is filled in the order of the stream."""
+    """The values as host memory, which is filled in the order of the stream."""
     pinned = values.device.type == "cuda"
-    there = torch.empty(len(values), dtype=values.dtype, pin_memory=pinned)
+    there = torch.empty(values.shape, dtype=values.dtype, pin_memory=pinned)
     return there.copy_(values, non_blocking=True)
 
 

@@ -19,7 +19,7 @@ from engine.gpu import prompt_attention
 from engine.gpu.graphs import PROMPT_ROWS
 from engine.gpu.prompt_attention import LIBRARY_TOKENS
 from engine.gpu.runner import SAMPLED_ROWS, GpuRunner
-from engine.gpu.sampling import HOST_ROWS
+from engine.gpu.sampling import ADJUSTED_ROWS
 from engine.gpu.settings import GpuSettings
 from engine.model import Model
 from engine.page_pool import PagePool
@@ -57,7 +57,7 @@ def _work_bytes(
     rows += 2 * max(settings.max_batch, PROMPT_ROWS[-1])
     logits = 4 * max(settings.max_batch, SAMPLED_ROWS) * shape.vocabulary_size
     values = row * rows + kv_token * context + logits
-    tables = 4 * context * shape.head_dim + 64 * HOST_ROWS * shape.vocabulary_size
+    tables = 4 * context * shape.head_dim + 64 * ADJUSTED_ROWS * shape.vocabulary_size
     return values * dtype.itemsize + tables
 
 

@@ -12,11 +12,27 @@ from typing import Protocol
 from core.types import FinishReason
 from router.http.fields import Json
 from router.http.generation import Asked
+from router.logprobs import ScoredToken
 from router.serving import Event, Finished, Started
 
 FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 DONE = b"data: [DONE]\n\n"
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What is told of an answer at once: all of it, or what is new."""
+
+    index: int
+    text: str
+    finish: str | None
+    # Whether nothing was told of the answer before.
+    first: bool = True
+    # One a token; None where nobody asked.
+    scores: Sequence[ScoredToken] | None = None
+    # Characters of the tokens that were told before.
+    offset: int = 0
 
 
 class Api(Protocol):
@@ -30,10 +46,11 @@ class Api(Protocol):
 
     def read(self, body: Json, request_id: str) -> Asked: ...
 
-    def choice(self, index: int, text: str, finish: str) -> Json: ...
+    def choice(self, piece: Piece) -> Json:
+        """A whole answer."""
 
-    def delta(self, index: int, text: str, finish: str | None, *, first: bool) -> Json:
-        """A piece of an answer; `first` when nothing was sent of that answer before."""
+    def delta(self, piece: Piece) -> Json:
+        """What is new of an answer."""
 
 
 @dataclass(slots=True)
@@ -75,6 +92,8 @@ class Telling:
         self._usage = Usage(asked.n)
         self._begun: set[int] = set()
         self._texts: defaultdict[int, list[str]] = defaultdict(list)
+        self._scores: defaultdict[int, list[ScoredToken]] = defaultdict(list)
+        self._offsets: defaultdict[int, int] = defaultdict(int)
         self._finishes: dict[int, str] = {}
         self._head: Json = {
             "id": asked.request_id,
@@ -90,15 +109,17 @@ class Telling:
             self._finishes[event.index] = FINISH[event.reason]
         elif not isinstance(event, Started):
             self._texts[event.index].append(event.text)
+            self._scores[event.index] += event.logprobs
 
     def whole(self) -> bytes:
-        choices = [
-            self._api.choice(
-                index, self._opening(index) + "".join(self._texts[index]), self._finishes[index]
-            )
-            for index in range(len(self._asked.requests) * self._asked.n)
-        ]
+        answers = len(self._asked.requests) * self._asked.n
+        choices = [self._api.choice(self._whole(index)) for index in range(answers)]
         return encode({**self._head, "choices": choices, "usage": self._usage.tell()})
+
+    def _whole(self, index: int) -> Piece:
+        text = self._opening(index) + "".join(self._texts[index])
+        scores = self._scores[index] if self._asked.scored else None
+        return Piece(index, text, self._finishes[index], scores=scores)
 
     def chunk(self, event: Event) -> bytes:
         """What an event adds to a stream; empty when nothing."""
@@ -107,16 +128,18 @@ class Telling:
             return b""
         index = event.index
         first = index not in self._begun
-        text = self._opening(index) if first else ""
-        finish = None
+        opening = self._opening(index) if first else ""
         if isinstance(event, Finished):
-            finish = FINISH[event.reason]
+            piece = Piece(index, opening, FINISH[event.reason], first)
         else:
-            text += event.text
-            if not text:
+            scores = event.logprobs or None
+            text = opening + event.text
+            if not text and not scores:
                 return b""
+            piece = Piece(index, text, None, first, scores, self._offsets[index])
+            self._offsets[index] += sum(len(each.chosen.text) for each in event.logprobs)
         self._begun.add(index)
-        return self._event([self._api.delta(index, text, finish, first=first)], None)
+        return self._event([self._api.delta(piece)], None)
 
     def ending(self) -> bytes:
         """What a stream ends with."""

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from core.errors import InvalidRequest, NotServed
-from core.types import ChatPrompt, Message
-from router.http.fields import Json, Unserved, as_text, wrong_type
+from core.types import MAX_TOP_LOGPROBS, ChatPrompt, Message
+from router.http.answers import Piece
+from router.http.fields import Field, Flag, Integer, Json, Unserved, as_text, wrong_type
 from router.http.generation import Asked, read_asked
+from router.http.logprobs import chat_logprobs
 from router.parse import MAX_MESSAGES
 
 # What templates call those who speak. OpenAI's newer models call the system the developer.
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 MAX_CONTENT = 8_000_000
 """Characters. What the model can hold is told later, and more exactly."""
+
+LOGPROBS = Flag("logprobs", "Tell how likely each token of the answer was.")
+TOP_LOGPROBS = Integer(
+    "top_logprobs",
+    "How many of the likeliest tokens to tell with each; needs logprobs.",
+    0,
+    MAX_TOP_LOGPROBS,
+)
+READ: tuple[Field, ...] = (LOGPROBS, TOP_LOGPROBS)
 
 _TOOLS = "tools"
 _TEMPLATES = "changes of the chat template"
@@ -43,21 +54,37 @@ class ChatApi:
         for field in UNSERVED:
             field.check(body)
         _check_tools(body)
-        return read_asked(body, request_id, [read_messages(body.get("messages"))])
+        prompt = read_messages(body.get("messages"))
+        return read_asked(body, request_id, [prompt], logprobs=_read_logprobs(body))
 
-    def choice(self, index: int, text: str, finish: str) -> Json:
+    def choice(self, piece: Piece) -> Json:
         return {
-            "index": index,
-            "message": {"role": "assistant", "content": text, "refusal": None},
-            "logprobs": None,
-            "finish_reason": finish,
+            "index": piece.index,
+            "message": {"role": "assistant", "content": piece.text, "refusal": None},
+            "logprobs": chat_logprobs(piece.scores),
+            "finish_reason": piece.finish,
         }
 
-    def delta(self, index: int, text: str, finish: str | None, *, first: bool) -> Json:
-        delta: Json = {"role": "assistant", "content": text} if first else {}
-        if text:
-            delta["content"] = text
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
+    def delta(self, piece: Piece) -> Json:
+        delta: Json = {"role": "assistant", "content": piece.text} if piece.first else {}
+        if piece.text:
+            delta["content"] = piece.text
+        return {
+            "index": piece.index,
+            "delta": delta,
+            "logprobs": chat_logprobs(piece.scores),
+            "finish_reason": piece.finish,
+        }
+
+
+def _read_logprobs(body: Json) -> int | None:
+    """How many of the likeliest tokens to tell; None where no probabilities are wanted."""
+    most = TOP_LOGPROBS.of(body)
+    if LOGPROBS.of(body):
+        return most or 0
+    if most:
+        raise InvalidRequest("top_logprobs needs logprobs to be true", field="top_logprobs")
+    return None
 
 
 def read_messages(messages: object) -> ChatPrompt:

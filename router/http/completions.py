@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from core.errors import InvalidRequest
-from core.types import Prompt, TextPrompt, TokenPrompt
+from core.errors import InvalidRequest, NotServed
+from core.types import MAX_TOP_LOGPROBS, Prompt, TextPrompt, TokenPrompt
+from router.http.answers import Piece
 from router.http.fields import (
     TOKEN_ID_SCHEMA,
+    Field,
     Flag,
+    Integer,
     Json,
     Unserved,
     as_text,
@@ -14,6 +17,7 @@ from router.http.fields import (
     wrong_type,
 )
 from router.http.generation import ANSWERS, Asked, read_asked
+from router.http.logprobs import completion_logprobs
 from router.parse import MAX_PROMPT_TOKENS
 
 DEFAULT_MAX_TOKENS = 16
@@ -24,7 +28,14 @@ MAX_CHOICES = 128
 
 MAX_PROMPT_CHARACTERS = 8_000_000
 
-ECHO = Flag("echo", "Begin each answer with its prompt.")
+ECHO = Flag("echo", "Begin each answer with its prompt. Not together with logprobs.")
+LOGPROBS = Integer(
+    "logprobs",
+    "Tell how likely each token of the answer was, and so many of the likeliest.",
+    0,
+    MAX_TOP_LOGPROBS,
+)
+READ: tuple[Field, ...] = (ECHO, LOGPROBS)
 
 UNSERVED = (
     Unserved("best_of", "a choice among more answers than are returned", (1,)),
@@ -45,15 +56,31 @@ class CompletionsApi:
             raise InvalidRequest(
                 f"prompts times n must be at most {MAX_CHOICES} answers", field="prompt"
             )
+        logprobs, echo = LOGPROBS.of(body), ECHO.of(body)
+        if echo and logprobs is not None:
+            raise NotServed(
+                "echo and logprobs are not served together: prompts have no probabilities here",
+                field="logprobs",
+            )
         return read_asked(
-            body, request_id, prompts, max_tokens=DEFAULT_MAX_TOKENS, echo=ECHO.of(body)
+            body,
+            request_id,
+            prompts,
+            max_tokens=DEFAULT_MAX_TOKENS,
+            echo=echo,
+            logprobs=logprobs,
         )
 
-    def choice(self, index: int, text: str, finish: str) -> Json:
-        return self.delta(index, text, finish, first=True)
+    def choice(self, piece: Piece) -> Json:
+        return self.delta(piece)
 
-    def delta(self, index: int, text: str, finish: str | None, *, first: bool) -> Json:
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": finish}
+    def delta(self, piece: Piece) -> Json:
+        return {
+            "index": piece.index,
+            "text": piece.text,
+            "logprobs": completion_logprobs(piece.scores, piece.offset),
+            "finish_reason": piece.finish,
+        }
 
 
 def read_prompts(prompt: object) -> list[Prompt]:

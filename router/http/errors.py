@@ -49,6 +49,8 @@ _PUBLIC: dict[type[BatonError], str] = {
 
 # How serving calls the prompt; each endpoint has a name of its own for it.
 _PROMPT_FIELDS = {"prompt", "chat", "chat.messages", "token_ids"}
+# How serving calls other fields, and what they are called here.
+_RENAMED = {"json_schema": "response_format"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,9 @@ def _of_ours(error: BatonError, request_id: str, prompt_field: str) -> Problem:
     if status >= 500:
         message = _nearest(_PUBLIC, error) or message
         log.warning("request %s: %s: %s", request_id, error.reason, error.message)
-    param = prompt_field if error.field in _PROMPT_FIELDS else error.field
+    param = (
+        prompt_field if error.field in _PROMPT_FIELDS else _RENAMED.get(error.field, error.field)
+    )
     code = error.reason.lower() if isinstance(error, SlowReader) else _nearest(_CODES, error)
     headers = {"www-authenticate": "Bearer"} if status == 401 else {}
     if error.retry_after:

@@ -7,6 +7,7 @@ InvalidRequest and names the field.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,6 +17,7 @@ Json = dict[str, object]
 
 MAX_TOKEN_ID = 2**32 - 1
 _SHOWN_CHARACTERS = 40
+_TOKEN_ID_PATTERN = "[0-9]{1,10}"
 
 
 class Field(Protocol):
@@ -192,6 +194,55 @@ class TokenIds:
             "type": ["array", "null"],
             "items": TOKEN_ID_SCHEMA,
             "maxItems": self.most,
+            "description": self.about,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Biases:
+    """An object of at most `most` numbers within [-largest, largest], by token id; empty by
+    default."""
+
+    name: str
+    about: str
+    most: int
+    largest: float
+
+    def of(self, body: Json) -> tuple[tuple[int, float], ...]:
+        value = body.get(self.name)
+        if value is None:
+            return ()
+        if not isinstance(value, dict):
+            raise wrong_type(self.name, "an object", value)
+        if len(value) > self.most:
+            raise too_many(self.name, self.most)
+        return tuple(sorted({self._token(key): self._bias(value[key]) for key in value}.items()))
+
+    def _token(self, key: str) -> int:
+        if not re.fullmatch(_TOKEN_ID_PATTERN, key) or int(key) > MAX_TOKEN_ID:
+            raise InvalidRequest(
+                f"{self.name} must have token ids as its keys, not {shown(key)}", field=self.name
+            )
+        return int(key)
+
+    def _bias(self, value: object) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise wrong_type(self.name, "an object of numbers", value)
+        if not -self.largest <= value <= self.largest:
+            raise InvalidSampling(
+                f"{self.name} must be -{self.largest:g} to {self.largest:g}, not {shown(value)}",
+                field=self.name,
+            )
+        return float(value)
+
+    @property
+    def schema(self) -> Json:
+        number = {"type": "number", "minimum": -self.largest, "maximum": self.largest}
+        return {
+            "type": ["object", "null"],
+            "propertyNames": {"pattern": f"^{_TOKEN_ID_PATTERN}$"},
+            "additionalProperties": number,
+            "maxProperties": self.most,
             "description": self.about,
         }
 

@@ -7,6 +7,7 @@ and that a client would wait for in vain, are refused by name.
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from core.errors import InvalidRequest
 from core.types import Prompt, Request, Sampling
 from router.http.fields import (
+    Biases,
     Field,
     Flag,
     Integer,
@@ -25,12 +27,16 @@ from router.http.fields import (
     Unserved,
     wrong_type,
 )
+from router.http.structure import READ as STRUCTURE_FIELDS
+from router.http.structure import read_structure
 from router.parse import (
     MAX_ANSWERS,
+    MAX_BIASES,
     MAX_CACHE_SALT,
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKENS,
+    MOST_BIAS,
 )
 
 MODEL = String("model", "As /v1/models names it. Absent: the one that is served.", 1024)
@@ -64,6 +70,7 @@ PRESENCE_PENALTY = Number(
 FREQUENCY_PENALTY = Number(
     "frequency_penalty", "Taken from a token's logit each time it occurs.", -2.0, 2.0, 0.0
 )
+LOGIT_BIAS = Biases("logit_bias", "By token id: what is added to its logit.", MAX_BIASES, MOST_BIAS)
 SEED = Integer("seed", "The same seed gives the same answer. Absent: drawn.", -(2**63), 2**64 - 1)
 ANSWERS = Integer("n", "Answers to each prompt.", 1, MAX_ANSWERS, 1)
 STOP = Strings(
@@ -88,12 +95,14 @@ READ: tuple[Field, ...] = (
     REPETITION_PENALTY,
     PRESENCE_PENALTY,
     FREQUENCY_PENALTY,
+    LOGIT_BIAS,
     SEED,
     ANSWERS,
     STOP,
     STOP_TOKEN_IDS,
     IGNORE_EOS,
     CACHE_SALT,
+    *STRUCTURE_FIELDS,
     STREAM,
     USER,
 )
@@ -101,13 +110,9 @@ READ: tuple[Field, ...] = (
 _STRUCTURED = "answers of a given structure"
 
 UNSERVED = (
-    Unserved("logprobs", "log probabilities", (False,)),
-    Unserved("top_logprobs", "log probabilities", (0,)),
-    Unserved("prompt_logprobs", "log probabilities", (0,)),
-    Unserved("logit_bias", "biases", ({},)),
+    Unserved("prompt_logprobs", "log probabilities of prompts", (0,)),
     Unserved("bad_words", "biases", ([],)),
     Unserved("allowed_token_ids", "biases", ([],)),
-    Unserved("response_format", _STRUCTURED, ({"type": "text"},)),
     Unserved("structured_outputs", _STRUCTURED, ({},)),
     Unserved("guided_json", _STRUCTURED),
     Unserved("guided_regex", _STRUCTURED),
@@ -139,6 +144,11 @@ class Asked:
         """Answers to each prompt."""
         return self.requests[0].n
 
+    @property
+    def scored(self) -> bool:
+        """Whether each token is told with its log probability."""
+        return self.requests[0].logprobs is not None
+
 
 def read_asked(
     body: Json,
@@ -147,15 +157,17 @@ def read_asked(
     *,
     max_tokens: int | None = None,
     echo: bool = False,
+    logprobs: int | None = None,
 ) -> Asked:
     """Everything but the prompts. `max_tokens` is what holds where the body does not say."""
     for field in UNSERVED:
         field.check(body)
     USER.of(body)
     stream = STREAM.of(body)
+    requests = (_read_request(body, request_id, prompt, max_tokens) for prompt in prompts)
     return Asked(
         request_id,
-        tuple(_read_request(body, request_id, prompt, max_tokens) for prompt in prompts),
+        tuple(dataclasses.replace(request, logprobs=logprobs) for request in requests),
         stream,
         _read_include_usage(body, stream),
         echo,
@@ -173,6 +185,7 @@ def _read_request(body: Json, request_id: str, prompt: Prompt, max_tokens: int |
         ignore_eos=IGNORE_EOS.of(body),
         n=ANSWERS.of(body) or 1,
         cache_salt=CACHE_SALT.of(body),
+        structure=read_structure(body),
     )
 
 
@@ -190,6 +203,7 @@ def _read_sampling(body: Json) -> Sampling:
         presence_penalty=PRESENCE_PENALTY.of(body),
         frequency_penalty=FREQUENCY_PENALTY.of(body),
         seed=secrets.randbits(63) if seed is None else seed % 2**64,
+        logit_bias=LOGIT_BIAS.of(body),
     )
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from google.protobuf.message import Message
 
 from baton.v1 import cluster_pb2, timing_pb2
 from core.plain import schema
-from router.http import chat, completions, generation, overview, tokens
+from router.http import chat, completions, generation, logprobs, overview, structure, tokens
 from router.http.fields import TOKEN_ID_SCHEMA, Field, Json
+from router.http.schemas import described, exact, list_of, object_of, or_null
 
 TITLE = "Baton"
 VERSION = "1"
@@ -72,44 +71,44 @@ def _paths() -> Json:
 
 def _schemas() -> Json:
     return {
-        "ChatRequest": _object(
+        "ChatRequest": object_of(
             {"messages": chat.MESSAGES_SCHEMA, "tools": chat.TOOLS_SCHEMA, **_generation()},
             required=["messages"],
-            fields=chat.UNSERVED,
+            fields=(*chat.READ, *chat.UNSERVED),
         ),
-        "CompletionRequest": _object(
+        "CompletionRequest": object_of(
             {"prompt": completions.PROMPT_SCHEMA, **_generation()},
             required=["prompt"],
-            fields=(completions.ECHO, *completions.UNSERVED),
+            fields=(*completions.READ, *completions.UNSERVED),
         ),
         "ChatAnswer": _answer("chat.completion", _CHAT_CHOICE, whole=True),
         "ChatChunk": _answer("chat.completion.chunk", _CHAT_DELTA),
         "CompletionAnswer": _answer("text_completion", _COMPLETION_CHOICE),
         "Usage": _USAGE,
         "Model": _MODEL,
-        "Models": _exact({"object": {"const": "list"}, "data": _list(_reference("Model"))}),
-        "TokenizeRequest": _object(
-            {"prompt": {"type": ["string", "null"]}, "messages": _or_null(chat.MESSAGES_SCHEMA)},
+        "Models": exact({"object": {"const": "list"}, "data": list_of(_reference("Model"))}),
+        "TokenizeRequest": object_of(
+            {"prompt": {"type": ["string", "null"]}, "messages": or_null(chat.MESSAGES_SCHEMA)},
             fields=(generation.MODEL, tokens.ADD_SPECIAL),
         ),
-        "TokenizeAnswer": _object(
+        "TokenizeAnswer": object_of(
             {
-                "tokens": _list(TOKEN_ID_SCHEMA),
+                "tokens": list_of(TOKEN_ID_SCHEMA),
                 "count": _INTEGER,
                 "max_model_len": _INTEGER,
                 "rendered": _STRING,
             },
             required=["tokens", "count", "max_model_len"],
         ),
-        "DetokenizeRequest": _object(
+        "DetokenizeRequest": object_of(
             {}, fields=(generation.MODEL, tokens.TOKENS, tokens.KEEP_SPECIAL)
         ),
-        "DetokenizeAnswer": _exact({"prompt": _STRING}),
+        "DetokenizeAnswer": exact({"prompt": _STRING}),
         **_messages(*_MESSAGES),
-        "Requests": _exact(
-            {"object": {"const": "list"}, "data": _list(_reference("RequestTiming"))}
+        "Requests": exact(
+            {"object": {"const": "list"}, "data": list_of(_reference("RequestTiming"))}
         ),
-        "Status": _exact({"status": _STRING}),
+        "Status": exact({"status": _STRING}),
         "Error": _ERROR,
     }
 
@@ -121,36 +120,10 @@ def _messages(*messages: type[Message]) -> Json:
 def _generation() -> Json:
     return {
         "stream_options": generation.STREAM_OPTIONS_SCHEMA,
-        **_described(generation.READ),
-        **_described(generation.UNSERVED),
+        "response_format": structure.FORMAT_SCHEMA,
+        **described(generation.READ),
+        **described(generation.UNSERVED),
     }
-
-
-def _described(fields: Iterable[Field]) -> Json:
-    return {field.name: field.schema for field in fields}
-
-
-def _object(
-    properties: Json, *, required: Iterable[str] = (), fields: Iterable[Field] = ()
-) -> Json:
-    return {
-        "type": "object",
-        "required": list(required),
-        "properties": {**properties, **_described(fields)},
-    }
-
-
-def _exact(properties: Json) -> Json:
-    """All of these, and nothing else."""
-    return {**_object(properties, required=properties), "additionalProperties": False}
-
-
-def _list(items: Json) -> Json:
-    return {"type": "array", "items": items}
-
-
-def _or_null(schema: Json) -> Json:
-    return {"anyOf": [schema, {"type": "null"}]}
 
 
 def _reference(name: str) -> Json:
@@ -165,37 +138,37 @@ def _answer(kind: str, choice: Json, *, whole: bool = False) -> Json:
         "object": {"const": kind},
         "created": _INTEGER,
         "model": _STRING,
-        "choices": _list(choice),
+        "choices": list_of(choice),
     }
     if whole:
-        return _exact({**properties, "usage": usage})
-    with_usage = {**properties, "usage": _or_null(usage)}
-    return {**_exact(with_usage), "required": list(properties)}
+        return exact({**properties, "usage": usage})
+    with_usage = {**properties, "usage": or_null(usage)}
+    return {**exact(with_usage), "required": list(properties)}
 
 
-def _choice(properties: Json, finish: Json) -> Json:
-    common: Json = {"index": _INTEGER, "logprobs": {"type": "null"}, "finish_reason": finish}
-    return _exact({**properties, **common})
+def _choice(properties: Json, logprobs: Json, finish: Json) -> Json:
+    common: Json = {"index": _INTEGER, "logprobs": logprobs, "finish_reason": finish}
+    return exact({**properties, **common})
 
 
-_MESSAGE: Json = _exact(
+_MESSAGE: Json = exact(
     {"role": {"const": "assistant"}, "content": _STRING, "refusal": {"type": "null"}}
 )
-_DELTA: Json = _object({"role": {"const": "assistant"}, "content": _STRING})
-_CHAT_CHOICE = _choice({"message": _MESSAGE}, _FINISH)
-_CHAT_DELTA = _choice({"delta": _DELTA}, _or_null(_FINISH))
-_COMPLETION_CHOICE = _choice({"text": _STRING}, _or_null(_FINISH))
+_DELTA: Json = object_of({"role": {"const": "assistant"}, "content": _STRING})
+_CHAT_CHOICE = _choice({"message": _MESSAGE}, logprobs.CHAT_SCHEMA, _FINISH)
+_CHAT_DELTA = _choice({"delta": _DELTA}, logprobs.CHAT_SCHEMA, or_null(_FINISH))
+_COMPLETION_CHOICE = _choice({"text": _STRING}, logprobs.COMPLETION_SCHEMA, or_null(_FINISH))
 
-_USAGE = _exact(
+_USAGE = exact(
     {
         "prompt_tokens": _INTEGER,
         "completion_tokens": _INTEGER,
         "total_tokens": _INTEGER,
-        "prompt_tokens_details": _exact({"cached_tokens": _INTEGER}),
+        "prompt_tokens_details": exact({"cached_tokens": _INTEGER}),
     }
 )
 
-_MODEL = _exact(
+_MODEL = exact(
     {
         "id": _STRING,
         "object": {"const": "model"},
@@ -205,14 +178,14 @@ _MODEL = _exact(
     }
 )
 
-_ERROR = _exact(
+_ERROR = exact(
     {
-        "error": _exact(
+        "error": exact(
             {
                 "message": _STRING,
                 "type": _STRING,
-                "param": _or_null(_STRING),
-                "code": _or_null(_STRING),
+                "param": or_null(_STRING),
+                "code": or_null(_STRING),
             }
         )
     }

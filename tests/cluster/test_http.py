@@ -169,9 +169,9 @@ ERRORS: dict[str, tuple[dict[str, object], type[openai.APIStatusError], str, str
         "invalid_sampling",
     ),
     "what is not served": (
-        {"logprobs": True},
+        {"tools": [{"type": "function"}]},
         openai.BadRequestError,
-        "logprobs",
+        "tools",
         "unsupported_parameter",
     ),
     "a prompt that is too long": (

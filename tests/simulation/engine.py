@@ -48,6 +48,9 @@ class SimulatedEngine:
         # By request: the position that it cannot be computed at.
         self.breaks_at: dict[str, int] = {}
 
+    def guide(self, work: Work) -> None:
+        """No request here has a grammar."""
+
     def launch(self, plan: Plan) -> Flight:
         for piece in plan:
             self._check(piece)

@@ -75,11 +75,12 @@ def answers(
 def test_a_gpu_answers_as_a_cpu_does(device: torch.device, tmp_path: Path) -> None:
     save(TINY_MODELS["llama-biases"], tmp_path)
     source = random.Random(1)
-    prompts = [[source.randrange(VOCABULARY) for _ in range(length)] for length in (9, 1, 3)]
+    prompts = [[source.randrange(VOCABULARY) for _ in range(length)] for length in (9, 1, 3, 2)]
     samplings = [
         Sampling(),
         Sampling(temperature=0.9, top_k=30, top_p=0.9, seed=5),
-        Sampling(repetition_penalty=1.3),
+        Sampling(repetition_penalty=1.3, logit_bias=((7, 1.0),)),
+        Sampling(temperature=1.2, seed=2, logit_bias=((3, 4.0), (9, -100.0))),
     ]
     wanted = answers(runner_for(tmp_path, None), prompts, samplings, 4)
     assert answers(runner_for(tmp_path, device), prompts, samplings, 4) == wanted
@@ -113,8 +114,9 @@ def test_a_prompt_goes_on_behind_pages_that_another_sequence_has_filled(
     assert [writer.tokens[9:], reader.tokens[10:]] == wanted
 
 
-def begin(pool: PagePool, prompt: list[int], count: int) -> Sequence:
-    work = Work(AttemptKey(str(len(prompt)), 0), prompt, Sampling(), count, frozenset())
+def begin(pool: PagePool, prompt: list[int], count: int, logprobs: int | None = None) -> Sequence:
+    key = AttemptKey(str(len(prompt)), 0)
+    work = Work(key, prompt, Sampling(), count, frozenset(), logprobs=logprobs)
     chain = pool.chain("")
     lease = pool.acquire(pool.pages_for(len(prompt) + count), chain.to_find(prompt))
     return Sequence(work, lease, computed=lease.found * PAGE_SIZE, chain=chain)

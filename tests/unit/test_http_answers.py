@@ -29,6 +29,7 @@ from router.http.completions import CompletionsApi
 from router.http.errors import problem
 from router.http.fields import Json
 from router.http.openapi import document
+from router.logprobs import ScoredToken, TokenScore
 from router.serving import Delta, Event, Finished, Started
 
 SECRET = "/home/someone 10.0.0.7:5100"
@@ -138,6 +139,54 @@ def test_an_echo_is_in_front_of_every_answer_once() -> None:
         (choice,) = chunk["choices"]  # type: ignore[misc]
         texts[choice["index"]] += choice["text"]
     assert texts == {0: "pab", 1: "px"}
+
+
+def score(text: str, logprob: float) -> TokenScore:
+    return TokenScore(5, text.encode(), logprob)
+
+
+HALF = TokenScore(7, "é".encode()[:1], -3.0)
+SCORED = [
+    Delta("a", [1], 0, [ScoredToken(score("a", -0.5), (score("a", -0.5), HALF))]),
+    Delta("", [2], 0, [ScoredToken(score("bc", -4.0), (score("d", -0.25),))]),
+    finished(0, 2),
+]
+
+
+def test_a_chat_tells_how_likely_its_tokens_were() -> None:
+    told = telling(ChatApi(), n=1, logprobs=True, top_logprobs=2)
+    for event in SCORED:
+        told.note(event)
+    answer = json.loads(told.whole())
+    check(answer, "ChatAnswer")
+    first, second = answer["choices"][0]["logprobs"]["content"]
+    assert (first["token"], first["logprob"], first["bytes"]) == ("a", -0.5, [97])
+    assert first["top_logprobs"][1] == {"token": "\ufffd", "logprob": -3.0, "bytes": [0xC3]}
+    assert (second["token"], [item["token"] for item in second["top_logprobs"]]) == ("bc", ["d"])
+    streamed = telling(ChatApi(), n=1, stream=True, logprobs=True, top_logprobs=2)
+    chunks = [json.loads(streamed.chunk(event)[len("data: ") :]) for event in SCORED]
+    for chunk in chunks:
+        check(chunk, "ChatChunk")
+    # Text may lag behind the tokens; their probabilities do not.
+    contents = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    assert [len(item["content"]) if item else None for item in contents] == [1, 1, None]
+
+
+def test_a_completion_tells_how_likely_its_tokens_were() -> None:
+    told = telling(CompletionsApi(), n=1, logprobs=2)
+    for event in SCORED:
+        told.note(event)
+    answer = json.loads(told.whole())
+    check(answer, "CompletionAnswer")
+    assert answer["choices"][0]["logprobs"] == {
+        "tokens": ["a", "bc"],
+        "token_logprobs": [-0.5, -4.0],
+        "top_logprobs": [{"a": -0.5, "\ufffd": -3.0}, {"d": -0.25, "bc": -4.0}],
+        "text_offset": [0, 1],
+    }
+    streamed = telling(CompletionsApi(), n=1, stream=True, logprobs=2)
+    chunks = [json.loads(streamed.chunk(event)[len("data: ") :]) for event in SCORED[:2]]
+    assert [chunk["choices"][0]["logprobs"]["text_offset"] for chunk in chunks] == [[0], [1]]
 
 
 def test_an_answer_without_text_has_a_role_all_the_same() -> None:

@@ -10,7 +10,17 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from core.errors import BatonError, InvalidRequest, InvalidSampling, NotServed
-from core.types import ChatPrompt, Message, Prompt, Request, Sampling, TextPrompt, TokenPrompt
+from core.types import (
+    ChatPrompt,
+    Message,
+    Prompt,
+    Request,
+    Sampling,
+    Structure,
+    TextPrompt,
+    TokenPrompt,
+)
+from router.grammar import ANY_OBJECT
 from router.http.chat import ChatApi
 from router.http.completions import CompletionsApi
 from router.http.fields import Json
@@ -70,6 +80,8 @@ def test_a_seed_is_drawn_anew_for_every_prompt() -> None:
         ({"frequency_penalty": 2}, {"frequency_penalty": 2.0}),
         ({"seed": -1}, {"seed": 2**64 - 1}),
         ({"seed": 0}, {"seed": 0}),
+        ({"logit_bias": {"7": -100, "5": 1.5}}, {"logit_bias": ((5, 1.5), (7, -100.0))}),
+        ({"logit_bias": {}}, {}),
     ],
 )
 def test_sampling_is_read(given: Json, changed: dict[str, float]) -> None:
@@ -93,6 +105,15 @@ def test_sampling_is_read(given: Json, changed: dict[str, float]) -> None:
         ({"user": "someone", "no_such_field": {"a": 1}, "metadata": {}, "store": True}, {}),
         ({"tools": [{"type": "function"}], "tool_choice": "none"}, {}),
         ({"response_format": {"type": "text"}, "logit_bias": {}, "logprobs": False}, {}),
+        ({"logprobs": True}, {"logprobs": 0}),
+        ({"response_format": {"type": "json_object"}}, {"structure": ANY_OBJECT}),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": 1}}}},
+            {"structure": Structure("json_schema", '{"const": 1}')},
+        ),
+        ({"regex": "a+"}, {"structure": Structure("regex", "a+")}),
+        ({"grammar": 'start: "a"'}, {"structure": Structure("lark", 'start: "a"')}),
+        ({"logprobs": True, "top_logprobs": 20}, {"logprobs": 20}),
     ],
 )
 def test_the_rest_is_read(given: Json, changed: Json) -> None:
@@ -137,11 +158,18 @@ WRONG: list[tuple[Json, str, type[BatonError]]] = [
     ({"cache_salt": "a" * 257}, "cache_salt", InvalidRequest),
     ({"cache_salt": "\ud800"}, "cache_salt", InvalidRequest),
     ({"user": 5}, "user", InvalidRequest),
-    ({"logprobs": True}, "logprobs", NotServed),
-    ({"logprobs": 0}, "logprobs", NotServed),
-    ({"top_logprobs": 3}, "top_logprobs", NotServed),
-    ({"logit_bias": {"5": 1}}, "logit_bias", NotServed),
-    ({"response_format": {"type": "json_object"}}, "response_format", NotServed),
+    ({"prompt_logprobs": 3}, "prompt_logprobs", NotServed),
+    ({"logit_bias": {"5": 101}}, "logit_bias", InvalidSampling),
+    ({"logit_bias": {"5": float("nan")}}, "logit_bias", InvalidSampling),
+    ({"logit_bias": {"5": "1"}}, "logit_bias", InvalidRequest),
+    ({"logit_bias": {"five": 1}}, "logit_bias", InvalidRequest),
+    ({"logit_bias": {"-1": 1}}, "logit_bias", InvalidRequest),
+    ({"logit_bias": [1]}, "logit_bias", InvalidRequest),
+    ({"logit_bias": {str(token): 0 for token in range(1025)}}, "logit_bias", InvalidRequest),
+    ({"response_format": {"type": "xml"}}, "response_format", NotServed),
+    ({"response_format": "json_object"}, "response_format", InvalidRequest),
+    ({"regex": 5}, "regex", InvalidRequest),
+    ({"grammar": ["start"]}, "grammar", InvalidRequest),
     ({"guided_json": {}}, "guided_json", NotServed),
     ({"min_tokens": 5}, "min_tokens", NotServed),
 ]
@@ -203,12 +231,48 @@ def test_what_chats_do_not_serve_is_refused_by_name(given: Json, field: str) -> 
 
 
 @pytest.mark.parametrize(
+    ("given", "field"),
+    [({"logprobs": 3}, "logprobs"), ({"top_logprobs": 3}, "top_logprobs")]
+    + [({"logprobs": True, "top_logprobs": number}, "top_logprobs") for number in (-1, 21, "3")],
+)
+def test_a_chat_asks_for_probabilities_with_a_flag_and_a_number(given: Json, field: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        chat(**given)
+    assert refused.value.field == field
+
+
+def test_a_completion_asks_for_probabilities_with_a_number() -> None:
+    assert [request(completion(logprobs=number)).logprobs for number in (None, 0, 5)] == [
+        *(None, 0, 5)
+    ]
+    for wrong in ({"logprobs": True}, {"logprobs": 21}, {"logprobs": 0, "echo": True}):
+        with pytest.raises(InvalidRequest) as refused:
+            completion(**wrong)
+        assert refused.value.field == "logprobs"
+
+
+@pytest.mark.parametrize(
     ("given", "field"), [({"best_of": 2}, "best_of"), ({"suffix": "x"}, "suffix")]
 )
 def test_what_completions_do_not_serve_is_refused_by_name(given: Json, field: str) -> None:
     with pytest.raises(NotServed) as refused:
         completion(**given)
     assert refused.value.field == field
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"response_format": {"type": "json_schema"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": []}}},
+        {"response_format": {"type": "json_object"}, "regex": "a"},
+        {"regex": "a", "grammar": "b"},
+    ],
+)
+def test_a_structure_that_is_none_or_two_is_refused(given: Json) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        chat(**given)
+    assert refused.value.field.startswith("response_format")
 
 
 def test_usage_is_asked_for_with_the_stream() -> None:

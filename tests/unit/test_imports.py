@@ -32,6 +32,7 @@ ONLY = {
     "torch": {"engine", "kernels", "kv_transfer", "worker", "cli"},
     "triton": {"kernels"},
     "llvmlite": {"kernels"},
+    "llguidance": {"engine", "router"},
     "grpc": {"baton", "worker", "router", "cluster", "cli"},
     "transformers": {"cli", "router"},
 }

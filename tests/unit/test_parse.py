@@ -57,6 +57,13 @@ def test_chats_and_token_ids_are_prompts_too() -> None:
         pb.GenerateRequest(text="x", cache_salt="s" * 257),
         pb.GenerateRequest(text="x", sampling=pb.SamplingParameters(temperature=float("nan"))),
         pb.GenerateRequest(text="x", sampling=pb.SamplingParameters(top_p=-0.5)),
+        pb.GenerateRequest(text="x", sampling=pb.SamplingParameters(logit_bias={5: 101.0})),
+        pb.GenerateRequest(text="x", sampling=pb.SamplingParameters(logit_bias={5: float("nan")})),
+        pb.GenerateRequest(
+            text="x",
+            sampling=pb.SamplingParameters(logit_bias=dict.fromkeys(range(1025), 1.0)),
+        ),
+        pb.GenerateRequest(text="x", logprobs=21),
     ],
 )
 def test_a_request_outside_the_limits_is_refused_with_its_field(

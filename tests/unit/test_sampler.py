@@ -39,7 +39,7 @@ def random_logits(rows: int, vocabulary: int, seed: int = 0) -> Tensor:
     return torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-def draws(logits: Tensor, count: int, **settings: float) -> Counter[int]:
+def draws(logits: Tensor, count: int, **settings: object) -> Counter[int]:
     """Tokens drawn from one row of logits with `count` different seeds."""
     sequences = [sequence(Sampling(seed=seed, **settings)) for seed in range(count)]  # type: ignore[arg-type]
     return Counter(Sampler(logits.shape[-1]).sample(logits.expand(count, -1), sequences))
@@ -201,6 +201,23 @@ def test_presence_counts_once_and_frequency_each_time_and_the_prompt_not_at_all(
     assert best([1.0, 2.5, 0.0, 0.0], frequency_penalty=0.8) == 0
     assert best([1.0, 0.0, 1.7, 0.0], frequency_penalty=0.8) == 0
     assert best([0.0, 0.0, 0.0, 0.9], presence_penalty=-1.0) == 1
+
+
+def test_a_bias_is_added_to_the_logits_after_the_penalties() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0]])
+    biased = Sampling(logit_bias=((0, -100.0), (2, 0.5)))
+    assert Sampler(3).sample(logits, [sequence(biased)]) == [1]
+    halved = replace(biased, repetition_penalty=4.0, logit_bias=((1, 0.3),))
+    assert Sampler(3).sample(logits, [sequence(halved, prompt=(0, 1))]) == [1]
+
+
+def test_biases_move_the_odds_as_they_move_the_logits() -> None:
+    logits = random_logits(1, 12, seed=13)[0]
+    biases = ((3, 2.0), (7, -1.5), (11, -100.0))
+    moved = logits.clone()
+    for token, bias in biases:
+        moved[token] += bias
+    assert_drawn_from(draws(logits, DRAWS, temperature=1.0, logit_bias=biases), expected(moved))
 
 
 def test_an_answer_not_yet_begun_has_no_penalties() -> None:

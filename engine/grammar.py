@@ -1,0 +1,136 @@
+"""Which tokens may come next in an answer that must keep to a grammar.
+
+A grammar is compiled, and each mask is made, in threads beside the engine's: a
+mask is begun when the token before it is known, and waited for when the next
+one is sampled. What a guide knows follows from the answer's tokens alone, so an
+answer that goes on elsewhere is guided there by compiling the grammar and
+following its tokens again.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from core.errors import Exhausted, Internal, InvalidGrammar, NotServed
+from core.types import Work
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+Mask = npt.NDArray[np.uint8]
+
+THREADS = 4
+KEPT_GRAMMARS = 64
+"""Compiled ones, for requests that ask for the same structure."""
+
+MASK_SECONDS = 10.0
+"""The longest that a step waits. The compiler's own limits end it long before."""
+
+
+class Grammars:
+    """Guides for one model, whose tokenizer is in `folder`."""
+
+    def __init__(self, folder: Path, vocabulary_size: int) -> None:
+        self._folder = folder
+        self._vocabulary_size = vocabulary_size
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="grammar")
+        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        self._loading = threading.Lock()
+
+    def guide(self, work: Work) -> TokenGuide | None:
+        """Begins to compile the request's grammar; None when it has none."""
+        if not work.grammar:
+            return None
+        if work.grammar not in self._compiled:
+            self._compiled[work.grammar] = self._threads.submit(self._compile, work.grammar)
+        self._compiled.move_to_end(work.grammar)
+        if len(self._compiled) > KEPT_GRAMMARS:
+            self._compiled.popitem(last=False)
+        return TokenGuide(self._threads, self._compiled[work.grammar], work.stop_token_ids)
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        with self._loading:
+            tokenizer = self._tokenizer
+        from llguidance import LLMatcher
+
+        matcher = LLMatcher(tokenizer, grammar, log_level=0)
+        if matcher.is_error():
+            raise InvalidGrammar(matcher.get_error(), field="grammar")
+        return matcher
+
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        try:
+            from llguidance import LLTokenizer
+        except ModuleNotFoundError:
+            raise NotServed("grammars need llguidance, which is not installed") from None
+        source = self._folder / "tokenizer.json"
+        if not source.is_file():
+            raise NotServed("grammars need a tokenizer.json, which this model does not have")
+        text = source.read_text(encoding="utf-8")
+        try:
+            return LLTokenizer(
+                text, n_vocab=self._vocabulary_size, eos_token=_end_token(self._folder)
+            )
+        except ValueError as error:
+            raise NotServed(f"this model's tokenizer does not go with grammars: {error}") from error
+
+
+class TokenGuide:
+    """Follows one answer. Owned by the engine's thread; its work is done in others, in order."""
+
+    def __init__(
+        self, threads: ThreadPoolExecutor, compiled: Future[LLMatcher], ends: frozenset[int]
+    ) -> None:
+        """`ends` are the tokens that end the answer: allowed where the grammar is satisfied."""
+        self._threads = threads
+        self._ends = ends
+        self._matcher: Future[LLMatcher] = threads.submit(lambda: compiled.result().deep_copy())
+        self._mask: Future[Mask] | None = None
+
+    def follow(self, tokens: list[int]) -> None:
+        self._mask = self._threads.submit(self._next, self._mask, tokens)
+
+    def mask(self) -> Mask:
+        if self._mask is None:
+            raise Internal("a guide is asked before it has begun to follow")
+        try:
+            return self._mask.result(MASK_SECONDS)
+        except TimeoutError:
+            raise Exhausted("the grammar took too long to say what may come next") from None
+
+    def _next(self, before: Future[Mask] | None, tokens: list[int]) -> Mask:
+        # Threads take work in order, so what this waits for has begun.
+        if before is not None:
+            before.result()
+        matcher = self._matcher.result()
+        if tokens and not matcher.consume_tokens(tokens):
+            raise Internal(f"the answer left its grammar: {matcher.get_error()}")
+        mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8).copy()
+        if matcher.is_error():
+            raise Exhausted(f"the grammar is too complex: {matcher.get_error()}")
+        if matcher.is_accepting():
+            for token in self._ends:
+                if token < 8 * len(mask):
+                    mask[token >> 3] |= 1 << (token & 7)
+        return mask
+
+
+def _end_token(folder: Path) -> int | None:
+    """A token that never is text: the first of the model's end tokens."""
+    for name in ("generation_config.json", "config.json"):
+        if (folder / name).is_file():
+            written = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
+            first = written[0] if isinstance(written, list) and written else written
+            if isinstance(first, int):
+                return first
+    return None

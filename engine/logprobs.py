@@ -1,0 +1,71 @@
+"""How likely sampled tokens were, for the sequences that ask for it.
+
+The probabilities are the model's own: of the logits as they are, before
+temperature, penalties and biases. Other rows of the step are not touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from core.types import TokenLogprobs
+from engine.flight import Scored
+from engine.sequence import Sequence
+
+GROUP = 32
+"""Rows that are scored together: each takes some 16 bytes a token of the vocabulary."""
+
+LEAST = -9999.0
+"""What stands for a token that cannot be, since JSON knows no infinities."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Of some rows of a step, wherever the step runs."""
+
+    rows: list[int]  # places among those that sample
+    wanted: list[int]  # likeliest tokens that each is to be told
+    tokens: Tensor  # [n, 1 + most], int32: the sampled one, then the likeliest
+    logprobs: Tensor  # [n, 1 + most], float32
+
+    def read(self) -> Iterator[tuple[int, Scored]]:
+        """By row. The step must have ended."""
+        told = zip(
+            self.rows, self.wanted, self.tokens.tolist(), self.logprobs.tolist(), strict=True
+        )
+        for row, wanted, (token, *top), (logprob, *others) in told:
+            likeliest = TokenLogprobs(logprob, tuple(top[:wanted]), tuple(others[:wanted]))
+            yield row, Scored(token, likeliest)
+
+
+def score(
+    logits: Tensor, tokens: Tensor | list[int], sequences: list[Sequence], first: int = 0
+) -> list[Scores]:
+    """logits [B, V] and tokens [B] of `sequences`, whose rows are counted from `first`."""
+    asking = [row for row, each in enumerate(sequences) if each.work.logprobs is not None]
+    if not asking:
+        return []
+    sampled = torch.as_tensor(tokens, dtype=torch.int32)
+    groups = (asking[start : start + GROUP] for start in range(0, len(asking), GROUP))
+    return [
+        _score(
+            logits[rows],
+            sampled[rows],
+            [first + row for row in rows],
+            [sequences[row].work.logprobs or 0 for row in rows],
+        )
+        for rows in groups
+    ]
+
+
+def _score(logits: Tensor, tokens: Tensor, rows: list[int], wanted: list[int]) -> Scores:
+    scores = logits.float()
+    likeliest = scores.topk(min(max(wanted), scores.shape[1]), dim=-1).indices
+    # A token that could not be sampled is -1, and its row is thrown away.
+    told = torch.cat((tokens.clamp(min=0).long()[:, None], likeliest), dim=-1)
+    logprobs = scores.gather(-1, told) - scores.logsumexp(dim=-1, keepdim=True)
+    return Scores(rows, wanted, told.int(), logprobs.clamp(min=LEAST))

@@ -1,0 +1,63 @@
+"""From the structure that a caller asks for to a grammar that workers can follow.
+
+Both sides use llguidance: here a grammar is only looked at, so that a fault is
+told at once and by name; workers compile it for their tokenizer.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from core.errors import InvalidGrammar, NotServed
+from core.types import MAX_STRUCTURE, Structure
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+ANY_OBJECT = Structure("json_schema", '{"type": "object"}')
+
+# JSON on one line. With whitespace as it likes, a model that has nothing to say may write it
+# for ever.
+_ONE_LINE: JsonCompileOptions = {
+    "whitespace_flexible": False,
+    "item_separator": ", ?",
+    "key_separator": ": ?",
+}
+
+KEPT_GRAMMARS = 256
+"""Sound ones that need not be looked at again."""
+
+
+def grammar_of(structure: Structure) -> str:
+    """The structure in llguidance's own words, once it is known to be sound."""
+    if len(structure.source) > MAX_STRUCTURE:
+        raise _unsound(structure, f"it has more than {MAX_STRUCTURE} characters")
+    return _checked(structure)
+
+
+@lru_cache(KEPT_GRAMMARS)
+def _checked(structure: Structure) -> str:
+    try:
+        from llguidance import LLMatcher
+    except ModuleNotFoundError:
+        raise NotServed("structured answers need llguidance, which is not installed") from None
+    try:
+        match structure.kind:
+            case "json_schema":
+                grammar = LLMatcher.grammar_from_json_schema(structure.source, overrides=_ONE_LINE)
+            case "regex":
+                grammar = LLMatcher.grammar_from_regex(structure.source)
+            case "lark":
+                grammar = LLMatcher.grammar_from_lark(structure.source)
+    except ValueError as error:
+        raise _unsound(structure, str(error)) from None
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar)
+    if is_error:
+        raise _unsound(structure, messages[0].strip())
+    return grammar
+
+
+def _unsound(structure: Structure, fault: str) -> InvalidGrammar:
+    field = "grammar" if structure.kind == "lark" else structure.kind
+    return InvalidGrammar(f"{field} cannot be used: {fault}", field=field)

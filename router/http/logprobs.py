@@ -1,0 +1,65 @@
+"""Log probabilities as the two endpoints tell them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from router.http.fields import Json
+from router.http.schemas import exact, list_of, or_null
+from router.logprobs import ScoredToken, TokenScore
+
+
+def chat_logprobs(scores: Sequence[ScoredToken] | None) -> Json | None:
+    if scores is None:
+        return None
+    content = [{**_told(each.chosen), "top_logprobs": [*map(_told, each.top)]} for each in scores]
+    return {"content": content, "refusal": None}
+
+
+def _told(score: TokenScore) -> Json:
+    return {"token": score.text, "logprob": score.logprob, "bytes": list(score.data)}
+
+
+def completion_logprobs(scores: Sequence[ScoredToken] | None, offset: int) -> Json | None:
+    """`offset` is where the text of the first token begins."""
+    if scores is None:
+        return None
+    lengths = (len(each.chosen.text) for each in scores)
+    return {
+        "tokens": [each.chosen.text for each in scores],
+        "token_logprobs": [each.chosen.logprob for each in scores],
+        "top_logprobs": [_by_text(each) for each in scores],
+        "text_offset": list(accumulate(lengths, initial=offset))[:-1],
+    }
+
+
+def _by_text(scored: ScoredToken) -> Json:
+    """The likeliest tokens and always the chosen one; of tokens that read alike, the likeliest."""
+    told: Json = {}
+    for score in (*scored.top, scored.chosen):
+        told.setdefault(score.text, score.logprob)
+    return told
+
+
+_TOKEN: Json = {
+    "token": {"type": "string"},
+    "logprob": {"type": "number"},
+    "bytes": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 255}},
+}
+
+
+_SCORED = exact({**_TOKEN, "top_logprobs": list_of(exact(_TOKEN))})
+_TOP: Json = {"type": "object", "additionalProperties": {"type": "number"}}
+
+CHAT_SCHEMA = or_null(exact({"content": list_of(_SCORED), "refusal": {"type": "null"}}))
+COMPLETION_SCHEMA = or_null(
+    exact(
+        {
+            "tokens": list_of({"type": "string"}),
+            "token_logprobs": list_of({"type": "number"}),
+            "top_logprobs": list_of(_TOP),
+            "text_offset": list_of({"type": "integer"}),
+        }
+    )
+)

@@ -1,0 +1,68 @@
+"""Log probabilities through the whole path, on the embedded model: transformers' own."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+import torch
+from processes import ProcessCluster
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from core.model_store import embedded_folder
+
+MODEL = "SmolLM2-135M-Instruct"
+PROMPT = "The capital of France is"
+TOP = 5
+
+
+@pytest.fixture(scope="module")
+def oracle() -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(embedded_folder(), dtype=torch.float32)
+
+
+def expected(oracle: PreTrainedModel, prompt: list[int], answer: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        logits = oracle(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+    return logits.double().log_softmax(dim=-1)
+
+
+def test_greedy_probabilities_equal_transformers(
+    idle: ProcessCluster, oracle: PreTrainedModel
+) -> None:
+    with idle.client() as client:
+        prompt = list(client.tokenize(PROMPT).token_ids)
+        answer = client.generate(PROMPT, max_tokens=24, logprobs=TOP)
+    tokens = list(answer.token_ids)
+    wanted = expected(oracle, prompt, tokens)
+    best = wanted.topk(TOP)
+    assert [each.chosen.token_id for each in answer.logprobs] == tokens
+    for place, each in enumerate(answer.logprobs):
+        assert each.chosen.logprob == pytest.approx(float(wanted[place, tokens[place]]), abs=1e-4)
+        assert [top.token_id for top in each.top] == best.indices[place].tolist()
+        told = [top.logprob for top in each.top]
+        assert told == pytest.approx(best.values[place].tolist(), abs=1e-4)
+    assert b"".join(each.chosen.text for each in answer.logprobs).decode() == answer.text
+
+
+def test_the_sdk_reads_them_whole_and_streamed_for_every_answer(idle: ProcessCluster) -> None:
+    with openai.OpenAI(base_url=f"http://{idle.http}/v1", api_key="none") as sdk:
+        options = {"model": MODEL, "n": 2, "seed": 3, "max_tokens": 6, "logprobs": True}
+        messages = [{"role": "user", "content": "Name a colour."}]
+        whole = sdk.chat.completions.create(messages=messages, top_logprobs=2, **options)  # type: ignore[call-overload]
+        streamed: list[list[float]] = [[], []]
+        for chunk in sdk.chat.completions.create(  # type: ignore[call-overload]
+            messages=messages, top_logprobs=2, stream=True, **options
+        ):
+            for choice in chunk.choices:
+                content = choice.logprobs.content if choice.logprobs else []
+                streamed[choice.index] += [each.logprob for each in content]
+        for choice in whole.choices:
+            told = [each.logprob for each in choice.logprobs.content]
+            # The second prompt is cached, which shows in the last bits.
+            assert told == pytest.approx(streamed[choice.index], abs=1e-4)
+            assert {len(each.top_logprobs) for each in choice.logprobs.content} == {2}
+        legacy = sdk.completions.create(model=MODEL, prompt=PROMPT, logprobs=3, max_tokens=4)
+        listed = legacy.choices[0].logprobs
+        assert listed is not None
+        assert "".join(listed.tokens or []) == legacy.choices[0].text
+        assert [len(each) in (3, 4) for each in listed.top_logprobs or []] == [True] * 4

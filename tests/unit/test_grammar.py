@@ -1,0 +1,198 @@
+"""Answers that keep to a structure, with a random model that would say anything."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+
+import jsonschema
+import pytest
+import torch
+from random_schemas import random_schema
+from text_model import END, save_text_model, tokenizer
+
+from core.errors import InvalidGrammar
+from core.types import AttemptKey, Sampling, Structure, Work
+from core.wire import work_from, work_to
+from engine.engine import Engine
+from engine.gpu.sampling import GpuSampler
+from engine.sampler import Sampler
+from engine.sequence import Piece, Sequence
+from router.grammar import ANY_OBJECT, grammar_of
+
+PROMPT = [3, 50, 7]
+MOST = 600
+TOKENIZER = tokenizer()
+STOPS = frozenset({TOKENIZER.token_to_id(END)})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("text-model")
+    save_text_model(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Engine:
+    return Engine.load(folder, kv_memory=64 << 20)
+
+
+def work(structure: Structure, sampling: Sampling, answered: tuple[int, ...] = ()) -> Work:
+    return Work(
+        AttemptKey("r", 1),
+        [*PROMPT, *answered],
+        sampling,
+        MOST,
+        STOPS,
+        answer_tokens=len(answered),
+        grammar=grammar_of(structure),
+    )
+
+
+def begin(engine: Engine, asked: Work) -> Sequence:
+    made = Sequence(asked, engine.pool.acquire(engine.pool.pages_for(len(PROMPT) + MOST)))
+    made.take_guide(engine.guide(asked))
+    return made
+
+
+def write(engine: Engine, sequences: list[Sequence]) -> list[str]:
+    """The answers, all written together."""
+    running = list(sequences)
+    while running:
+        plan = [Piece(each, each.uncomputed) for each in running]
+        for each, token in zip(list(running), engine.step(plan), strict=True):
+            assert isinstance(token, int), token
+            if each.append(token) is not None:
+                running.remove(each)
+    for each in sequences:
+        each.lease.release()
+    return [text(each) for each in sequences]
+
+
+def text(sequence: Sequence) -> str:
+    assert sequence.tokens[-1] in STOPS
+    decoded: str = TOKENIZER.decode(sequence.tokens[len(PROMPT) :])
+    return decoded
+
+
+SAMPLINGS = [
+    Sampling(),
+    Sampling(temperature=1.0, seed=1),
+    Sampling(temperature=1.5, top_p=0.9, top_k=50, seed=2),
+    Sampling(temperature=1.0, frequency_penalty=1.0, repetition_penalty=1.2, seed=3),
+    Sampling(temperature=0.7, min_p=0.01, logit_bias=((5, 20.0), (40, 5.0)), seed=4),
+]
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_every_answer_is_as_its_random_schema_says(engine: Engine, part: int) -> None:
+    draw = random.Random(part)
+    schemas = [random_schema(draw) for _ in range(50)]
+    asked = [
+        work(Structure("json_schema", json.dumps(schema)), SAMPLINGS[index % len(SAMPLINGS)])
+        for index, schema in enumerate(schemas)
+    ]
+    for schema, answer in zip(
+        schemas, write(engine, [begin(engine, each) for each in asked]), strict=True
+    ):
+        jsonschema.validate(
+            json.loads(answer),
+            schema,
+            format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER,
+        )
+
+
+def test_regular_expressions_and_lark_are_kept_to_as_well(engine: Engine) -> None:
+    warm = Sampling(temperature=1.0, seed=5)
+    regex = r"(ab|[x-z]{3}) \d{2,4}\."
+    lark = 'start: greeting " " NAME\ngreeting: "hello" | "bye"\nNAME: /[A-Z][a-z]{1,6}/'
+    asked = [work(Structure("regex", regex), warm), work(Structure("lark", lark), warm)]
+    matched, sentence = write(engine, [begin(engine, each) for each in asked])
+    assert re.fullmatch(regex, matched)
+    assert re.fullmatch("(hello|bye) [A-Z][a-z]{1,6}", sentence)
+
+
+def test_an_answer_goes_on_elsewhere_as_if_it_had_never_stopped(engine: Engine) -> None:
+    schema = json.dumps(random_schema(random.Random(99)))
+    structure, warm = Structure("json_schema", schema), Sampling(temperature=1.0, seed=6)
+    whole = begin(engine, work(structure, warm))
+    write(engine, [whole])
+    tokens = tuple(whole.tokens[len(PROMPT) :])
+    for cut in (1, len(tokens) // 2, len(tokens) - 1):
+        rest = begin(engine, work(structure, warm, tokens[:cut]))
+        write(engine, [rest])
+        assert rest.tokens == whole.tokens
+
+
+def test_rows_without_a_grammar_are_not_held_to_anybodys(engine: Engine) -> None:
+    plain = Work(AttemptKey("p", 1), PROMPT, Sampling(), 8, frozenset())
+    alone = Sequence(plain, engine.pool.acquire(engine.pool.pages_for(20)))
+    beside = Sequence(plain, engine.pool.acquire(engine.pool.pages_for(20)))
+    guided = begin(engine, work(ANY_OBJECT, Sampling()))
+    for _ in range(8):
+        alone.append(engine.step([Piece(alone, alone.uncomputed)])[0])  # type: ignore[arg-type]
+        plan = [Piece(guided, guided.uncomputed), Piece(beside, beside.uncomputed)]
+        for each, token in zip((guided, beside), engine.step(plan), strict=True):
+            each.append(token)  # type: ignore[arg-type]
+    assert beside.tokens == alone.tokens
+    for each in (alone, beside, guided):
+        each.lease.release()
+
+
+def test_a_gpu_keeps_to_a_grammar_as_a_cpu_does(engine: Engine, device: torch.device) -> None:
+    size = engine.architecture.vocabulary_size
+    sequences = [begin(engine, work(Structure("regex", "[ab]{3}"), each)) for each in SAMPLINGS]
+    plain = Work(AttemptKey("p", 1), PROMPT, Sampling(), 8, frozenset())
+    sequences.append(Sequence(plain, engine.pool.acquire(1)))
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        logits = torch.randn(len(sequences), size + 3, generator=generator) * 3
+        tokens = GpuSampler(size).sample(logits.to(device), sequences).tolist()
+        assert tokens == Sampler(size).sample(logits, sequences)
+        for each, token in zip(sequences, tokens, strict=True):
+            each.append(token)
+    for each in sequences[:-1]:
+        assert re.fullmatch("[ab]{3}", TOKENIZER.decode(each.tokens[len(PROMPT) :]))
+        each.expected = 1
+        assert each.planned_out  # the next mask needs the token that is still under way
+    for each in sequences:
+        each.lease.release()
+
+
+@pytest.mark.parametrize(
+    ("structure", "fault"),
+    [
+        (Structure("json_schema", '{"type": "strin"}'), "strin"),
+        (Structure("json_schema", '{"type": "string", "minLength": 3, "maxLength": 1}'), "minLen"),
+        (Structure("json_schema", '{"not": {}}'), "not"),
+        (Structure("json_schema", "{"), "EOF"),
+        (Structure("json_schema", "[]"), "object"),
+        (Structure("json_schema", '{"$ref": "http://elsewhere/"}'), "elsewhere"),
+        (Structure("regex", "(a"), "unclosed group"),
+        (Structure("regex", "(?=a)b"), "look-around"),
+        (Structure("lark", "start: nothing"), "nothing"),
+        (Structure("json_schema", '{"const": "' + "x" * 2**17 + '"}'), "more than"),
+    ],
+)
+def test_a_structure_that_cannot_be_is_refused_with_its_fault(
+    structure: Structure, fault: str
+) -> None:
+    with pytest.raises(InvalidGrammar, match=re.escape(fault)) as refused:
+        grammar_of(structure)
+    assert refused.value.field in ("json_schema", "regex", "grammar")
+
+
+def test_a_grammar_that_only_the_tokenizer_refuses_fails_its_request_alone(
+    engine: Engine,
+) -> None:
+    asked = work(Structure("lark", "start: <|no-such-token|>"), Sampling())
+    with pytest.raises(InvalidGrammar, match="no-such-token"):
+        engine.step([Piece(begin(engine, asked), len(PROMPT))])
+
+
+def test_the_grammar_travels() -> None:
+    asked = work(ANY_OBJECT, Sampling())
+    assert work_from(work_to(asked)) == asked

@@ -1,0 +1,106 @@
+"""How likely sampled tokens were: the engine against transformers, the GPU's path against it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from engine_loop import load
+from test_gpu_runner import begin, runner_for
+from tiny_models import TINY_MODELS, VOCABULARY, save
+
+from core.types import AttemptKey, Sampling, TokenLogprobs, Work
+from core.wire import logprobs_from, logprobs_to, work_from, work_to
+from engine.engine import Engine
+from engine.flight import Scored
+from engine.logprobs import LEAST, score
+from engine.page_pool import PagePool
+from engine.sequence import Piece, Sequence
+
+PROMPT = [5, 3, 8, 120, 44]
+WARM = Sampling(temperature=0.8, top_k=40, repetition_penalty=1.3, seed=4)
+
+
+def sequence(engine: Engine, sampling: Sampling, logprobs: int | None, answer: int) -> Sequence:
+    work = Work(AttemptKey("r", 1), PROMPT, sampling, answer, frozenset(), logprobs=logprobs)
+    return Sequence(work, engine.pool.acquire(engine.pool.pages_for(len(PROMPT) + answer)))
+
+
+def test_probabilities_are_transformers_whatever_changes_the_choice(tmp_path: Path) -> None:
+    oracle = save(TINY_MODELS["llama"], tmp_path)
+    engine = load(tmp_path)
+    asking = [sequence(engine, Sampling(), 0, 8), sequence(engine, WARM, 5, 8)]
+    silent = sequence(engine, Sampling(), None, 8)
+    told: list[list[TokenLogprobs]] = [[], []]
+    for _ in range(8):
+        plan = [Piece(each, each.uncomputed) for each in (silent, *asking)]
+        token, *scored = engine.step(plan)
+        assert isinstance(token, int)
+        silent.append(token)
+        for each, outcome, kept in zip(asking, scored, told, strict=True):
+            assert isinstance(outcome, Scored)
+            each.append(outcome.token)
+            kept.append(outcome.logprobs)
+    for each, kept, wanted in zip(asking, told, (0, 5), strict=True):
+        with torch.no_grad():
+            logits = oracle(torch.tensor([each.tokens])).logits[0, len(PROMPT) - 1 : -1]
+        expected = logits.double().log_softmax(dim=-1)
+        chosen = expected.gather(1, torch.tensor(each.tokens[len(PROMPT) :])[:, None])[:, 0]
+        assert [one.logprob for one in kept] == pytest.approx(chosen.tolist(), abs=1e-4)
+        best = expected.topk(wanted)
+        assert [list(one.top_token_ids) for one in kept] == best.indices.tolist()
+        for one, values in zip(kept, best.values.tolist(), strict=True):
+            assert list(one.top_logprobs) == pytest.approx(values, abs=1e-4)
+
+
+def test_a_gpu_tells_what_a_cpu_tells(device: torch.device, tmp_path: Path) -> None:
+    save(TINY_MODELS["qwen3"], tmp_path)
+    told = []
+    for runner in (runner_for(tmp_path, None), runner_for(tmp_path, device)):
+        pool = PagePool(64, 4)
+        plan = []
+        for length, wanted in ((3, 2), (4, None), (6, 0)):
+            made = begin(pool, PROMPT[:1] * length, 2, wanted)
+            plan.append(Piece(made, length))
+        told.append(runner.launch(plan).wait())
+    (first, second, third), wanted_outcomes = told[1], told[0]
+    assert isinstance(first, Scored)
+    assert isinstance(second, int)
+    assert isinstance(third, Scored)
+    for found, expected in zip((first, third), wanted_outcomes[::2], strict=True):
+        assert isinstance(expected, Scored)
+        assert found.token == expected.token
+        assert found.logprobs.top_token_ids == expected.logprobs.top_token_ids
+        numbers = (found.logprobs.logprob, *found.logprobs.top_logprobs)
+        others = (expected.logprobs.logprob, *expected.logprobs.top_logprobs)
+        assert numbers == pytest.approx(others, abs=1e-4)
+
+
+def test_what_cannot_be_is_a_number_too() -> None:
+    work = Work(AttemptKey("r", 1), [1], Sampling(), 9, frozenset(), logprobs=3)
+    logits = torch.tensor([[0.0, -math.inf]])
+    ((_, scored),) = score(logits, [0], [Sequence(work, PagePool(0, 4).acquire(0))])[0].read()
+    assert scored.logprobs == TokenLogprobs(0.0, (0, 1), (0.0, LEAST))
+
+
+def test_many_rows_are_scored_in_groups_that_know_their_places() -> None:
+    sequences = []
+    for row in range(100):
+        work = Work(AttemptKey("r", 1), [1], Sampling(), 9, frozenset(), logprobs=row % 2 or None)
+        sequences.append(Sequence(work, PagePool(0, 4).acquire(0)))
+    logits = torch.randn(100, VOCABULARY, generator=torch.Generator().manual_seed(1))
+    best = logits.argmax(dim=-1)
+    found = [pair for part in score(logits, best, sequences, first=7) for pair in part.read()]
+    assert [row - 7 for row, _ in found] == list(range(1, 100, 2))
+    for row, scored in found:
+        assert scored.token == best[row - 7] == scored.logprobs.top_token_ids[0]
+
+
+@pytest.mark.parametrize("wanted", [None, 0, 20])
+def test_the_wish_and_the_answer_travel(wanted: int | None) -> None:
+    work = Work(AttemptKey("r", 1), [1], Sampling(), 9, frozenset(), logprobs=wanted)
+    assert work_from(work_to(work)) == work
+    told = TokenLogprobs(-0.5, (3, 4), (-0.25, -0.5))
+    assert logprobs_from(logprobs_to(told)) == told
