@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Flags for `baton serve`: make serve ARGS="--prefill 2 --decode 2"
 ARGS ?=
 
-.PHONY: serve test test-faults lint bench proto setup clean
+.PHONY: serve test test-faults test-page lint bench proto setup clean
 
 serve: setup
 	@$(BIN)/baton serve $(ARGS)
@@ -18,6 +18,14 @@ test: setup
 test-faults: setup
 	@$(BIN)/python -m pytest -m 'faults or not faults' tests/cluster/test_fault_matrix.py \
 		tests/cluster/test_cut_network.py
+
+# The page in a real browser: needs chromium (apt-get install chromium), and fetches playwright.
+# Screenshots come to build/pictures.
+test-page: setup
+	@command -v chromium chromium-browser >/dev/null || \
+		{ echo "make test-page needs a browser: apt-get install chromium"; exit 1; }
+	@$(BIN)/python -m pip install --quiet --editable '.[page]'
+	@$(BIN)/python -m pytest tests/page --pictures build/pictures
 
 lint: $(VENV)/.installed
 	@$(BIN)/ruff check .

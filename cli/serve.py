@@ -196,6 +196,7 @@ def _http_instructions(router: Member) -> str:
     if not router.http:
         return ""
     return f"""\
+  page         http://{router.http}/
   curl         curl http://{router.http}/v1/chat/completions -H "content-type: application/json" \\
                  -d '{{"messages": [{{"role": "user", "content": "Hello"}}]}}'
   OpenAI       OpenAI(base_url="http://{router.http}/v1", api_key="none")

@@ -169,7 +169,7 @@ def _cut_second_token(line: _Timeline, ledger: AnswerLedger) -> None:
         ledger.second,
         pb.PHASE_KIND_NETWORK if ledger.admit_seconds else pb.PHASE_KIND_DECODE,
         Part(pb.PHASE_KIND_RESERVE, reserve, decode),
-        Part(pb.PHASE_KIND_TRANSFER, ledger.exposed_seconds - reserve),
+        Part(pb.PHASE_KIND_TRANSFER, ledger.exposed_seconds - reserve, _reader(ledger)),
         Part(pb.PHASE_KIND_ADMIT, ledger.admit_seconds, decode),
         Part(pb.PHASE_KIND_FIRST_DECODE, ledger.first_decode_seconds, decode),
         since=ledger.first,
@@ -204,7 +204,8 @@ def _hide(line: _Timeline, ledger: AnswerLedger) -> None:
     line.hide(pb.PHASE_KIND_RESERVE, ledger.placed, reserve, decode)
     shown = sum(each.seconds for each in line.phases if each.kind == pb.PHASE_KIND_TRANSFER)
     moving = ledger.push_seconds - shown
-    line.hide(pb.PHASE_KIND_TRANSFER, max(ledger.first - moving, ledger.placed), moving, "")
+    began = max(ledger.first - moving, ledger.placed)
+    line.hide(pb.PHASE_KIND_TRANSFER, began, moving, _reader(ledger))
     written = sum(each.seconds for each in line.phases if each.kind == pb.PHASE_KIND_WRITE)
     start = ledger.first_written or ledger.last_text
     line.hide(pb.PHASE_KIND_WRITE, start, ledger.write_seconds - written, "")

@@ -9,6 +9,7 @@ tokens       /tokenize and /detokenize
 overview     what operators look at: /v1/cluster, diagnosis, trends, requests
 logprobs     log probabilities as either endpoint tells them
 answers      from the events of an answer to what is sent
+static       the page at /, whose files are in page/
 body         a call's body, read with care
 endpoint     one call that generates, from its body to its last byte
 app          the other endpoints, and all routes
@@ -17,5 +18,5 @@ schemas      the parts that its schemas are made of
 openapi      the document that describes all this, made of the same fields
 server       uvicorn on the router's own event loop
 
-Only body, endpoint, app, errors, overview and server need starlette or uvicorn.
+Only body, endpoint, app, errors, overview, static and server need starlette or uvicorn.
 """

@@ -26,6 +26,7 @@ from router.http.fields import Json
 from router.http.lock import OPEN, KeyLock
 from router.http.openapi import document
 from router.http.overview import OverviewApi
+from router.http.static import Page
 from router.http.tokens import KEEP_SPECIAL, TOKENS, read_prompt
 from router.overview import Overview
 from router.roster import Roster
@@ -66,7 +67,8 @@ class HttpApp:
         self._registry = registry
         self._created = int(time.time())
         self._document = encode(document())
-        open_paths = (*OPEN, "/metrics") if open_metrics else OPEN
+        self._page = Page()
+        open_paths = (*OPEN, *self._page.paths, *(("/metrics",) if open_metrics else ()))
         self.app = Starlette(
             routes=self._routes(),
             middleware=[Middleware(KeyLock, keys=door.keys, open_paths=open_paths)],
@@ -96,6 +98,7 @@ class HttpApp:
             Route("/ready", answered(self._ready)),
             Route("/metrics", answered(self._metrics)),
             Route("/openapi.json", answered(self._openapi)),
+            *self._page.routes,
         ]
 
     async def _models(self, http: HttpRequest) -> Response:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import sys
+import tomllib
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
@@ -17,10 +20,12 @@ import pytest
 from prometheus_client import CollectorRegistry
 from waiting import until
 
+from core.api_keys import make_key, write_keys
 from core.config import Config
 from core.errors import Exhausted, Internal, SlowReader, Unavailable
 from core.types import FinishReason, Request
 from router.callers import KeyRing
+from router.http import static
 from router.http.endpoint import Door
 from router.http.server import HttpServer
 from router.ledger import Ledgers, RequestLedger
@@ -70,9 +75,11 @@ class ScriptedServing:
 
 
 @asynccontextmanager
-async def served(serving: ScriptedServing, reader_buffer: int = 100) -> AsyncIterator[str]:
-    """The address of a server in front of `serving`."""
-    door = Door(cast(Serving, serving), "tiny", reader_buffer, KeyRing(""))
+async def served(
+    serving: ScriptedServing, reader_buffer: int = 100, keys: str = ""
+) -> AsyncIterator[str]:
+    """The address of a server in front of `serving`, which asks for the keys in a file."""
+    door = Door(cast(Serving, serving), "tiny", reader_buffer, KeyRing(keys))
     roster = SimpleNamespace(can_place=False, context_length=lambda: 64)
     overview = cast(Overview, SimpleNamespace())
     server = HttpServer(door, cast(Roster, roster), overview, CollectorRegistry())
@@ -84,9 +91,9 @@ async def served(serving: ScriptedServing, reader_buffer: int = 100) -> AsyncIte
 
 
 @asynccontextmanager
-async def client_of(serving: ScriptedServing) -> AsyncIterator[httpx.AsyncClient]:
+async def client_of(serving: ScriptedServing, keys: str = "") -> AsyncIterator[httpx.AsyncClient]:
     async with (
-        served(serving) as address,
+        served(serving, keys=keys) as address,
         httpx.AsyncClient(base_url=f"http://{address}") as client,
     ):
         yield client
@@ -114,6 +121,41 @@ async def test_an_error_before_the_first_token_has_a_status(body: dict[str, obje
     async with client_of(ScriptedServing(STARTED, refused)) as client:
         response = await client.post("/v1/chat/completions", json=body)
     assert (response.status_code, response.headers["retry-after"]) == (429, "3")
+
+
+async def test_the_page_may_load_nothing_from_elsewhere_and_all_it_names_is_there() -> None:
+    async with client_of(ScriptedServing()) as client:
+        page = await client.get("/")
+        again = await client.get("/", headers={"if-none-match": page.headers["etag"]})
+        named = re.findall(r'(?:src|href)="(page/[^"]+)"', page.text)
+        files = [await client.get(f"/{name}") for name in named]
+        missing = await client.get("/page/..%2fapp.py")
+    policy = page.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert {file.status_code for file in files} == {200}
+    assert {file.headers["content-security-policy"] for file in files} == {policy}
+    assert (again.status_code, missing.status_code) == (304, 404)
+    assert not re.search(r"<script>|<style|style=|onclick|https?://", page.text)
+
+
+def test_every_file_that_a_script_of_the_page_imports_is_installed() -> None:
+    folder = Path(static.__file__).with_name("page")
+    for script in folder.glob("*.js"):
+        for name in re.findall(r'from "\./([^"]+)"', script.read_text()):
+            assert (folder / name).is_file()
+    package_data = tomllib.loads((folder.parents[2] / "pyproject.toml").read_text())
+    assert "page/*" in package_data["tool"]["setuptools"]["package-data"]["router.http"]
+
+
+async def test_the_page_opens_without_a_key_and_what_it_reads_does_not(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    write_keys(file, [make_key("somebody")[1]])
+    async with client_of(ScriptedServing(), str(file)) as client:
+        statuses = [
+            (await client.get(path)).status_code for path in ("/", "/page/main.js", "/v1/cluster")
+        ]
+    assert statuses == [200, 200, 401]
 
 
 async def test_an_error_in_a_stream_is_an_event_that_ends_it() -> None:

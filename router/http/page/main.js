@@ -1,0 +1,84 @@
+// Starts the page, and keeps it up to date while it is looked at.
+
+import { get, locked, useKey } from "./api.js";
+import { showTrends } from "./charts.js";
+import { start } from "./chat.js";
+import { showCluster, showDiagnosis } from "./cluster.js";
+import { showRequests, showTiming } from "./requests.js";
+
+const SECONDS = 2;
+const THEMES = ["", "light", "dark"];
+const state = document.getElementById("state");
+
+async function look() {
+  const [cluster, diagnosis, trends, requests] = await Promise.all([
+    get("v1/cluster"), get("v1/diagnosis"), get("v1/trends"), latest(),
+  ]);
+  showCluster(cluster);
+  showDiagnosis(diagnosis);
+  showTrends(trends);
+  showRequests(requests);
+  const ready = diagnosis.bound !== "workers";
+  say(ready ? (cluster.active_requests ? "busy" : "ready") : "not ready", ready ? "good" : "bad");
+}
+
+/** Who asked what is for admins; others see the rest all the same. */
+async function latest() {
+  try {
+    return (await get("v1/requests?limit=25")).data;
+  } catch (error) {
+    if (error.status === 403) return null;
+    throw error;
+  }
+}
+
+function say(text, tone) {
+  if (state.textContent !== text) state.textContent = text;
+  state.className = `pill ${tone}`;
+}
+
+async function keepLooking() {
+  for (;;) {
+    if (!document.hidden) {
+      try {
+        await look();
+      } catch (error) {
+        say(error instanceof TypeError ? "no connection" : error.message, "bad");
+      }
+    }
+    await new Promise((resolve) => setTimeout(resolve, SECONDS * 1000));
+  }
+}
+
+function themes() {
+  const apply = (theme) => {
+    if (theme) document.documentElement.dataset.theme = theme;
+    else delete document.documentElement.dataset.theme;
+  };
+  apply(localStorage.getItem("baton-theme") ?? "");
+  document.getElementById("theme").addEventListener("click", () => {
+    const next = THEMES[(THEMES.indexOf(localStorage.getItem("baton-theme") ?? "") + 1) % THEMES.length];
+    localStorage.setItem("baton-theme", next);
+    apply(next);
+  });
+}
+
+function keys() {
+  const dialog = document.getElementById("key-dialog");
+  const button = document.getElementById("key");
+  let asked = false;
+  locked.addEventListener("locked", () => {
+    button.hidden = false;
+    if (!asked) dialog.showModal();
+    asked = true;
+  });
+  button.addEventListener("click", () => dialog.showModal());
+  document.getElementById("key-form").addEventListener("submit", () => {
+    useKey(document.getElementById("key-value").value.trim());
+  });
+}
+
+themes();
+keys();
+start(showTiming);
+keepLooking();
