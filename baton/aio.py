@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from functools import cached_property
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, Unpack
 
@@ -20,6 +21,7 @@ from baton.connection import (
     CHANNEL_OPTIONS,
     DEFAULT_ADDRESS,
     POLL_SECONDS,
+    tls_credentials,
     why_not_ready,
     with_key,
 )
@@ -128,10 +130,18 @@ class AsyncClient:
     Every call raises a BatonError when it fails.
     """
 
-    def __init__(self, address: str = DEFAULT_ADDRESS, *, api_key: str | None = None) -> None:
-        """`api_key` is the environment's BATON_API_KEY where it is not given."""
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        api_key: str | None = None,
+        tls: str | Path | None = None,
+    ) -> None:
+        """Where they are not given, `api_key` is the environment's BATON_API_KEY, and `tls`, a
+        folder of certificates (see `baton certs`), its BATON_TLS."""
         self.address = address
         self._api_key = api_key
+        self._credentials = tls_credentials(tls)
 
     async def generate(
         self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]
@@ -242,7 +252,9 @@ class AsyncClient:
     @cached_property
     def _channel(self) -> grpc.aio.Channel:
         # A channel belongs to the loop that runs when it is made.
-        return grpc.aio.insecure_channel(self.address, CHANNEL_OPTIONS)
+        if self._credentials is None:
+            return grpc.aio.insecure_channel(self.address, CHANNEL_OPTIONS)
+        return grpc.aio.secure_channel(self.address, self._credentials, CHANNEL_OPTIONS)
 
     @cached_property
     def _inference(self) -> InferenceAsyncStub:

@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self, Unpack
 
@@ -18,6 +19,7 @@ from baton.connection import (
     CHANNEL_OPTIONS,
     DEFAULT_ADDRESS,
     POLL_SECONDS,
+    tls_credentials,
     why_not_ready,
     with_key,
 )
@@ -136,10 +138,17 @@ class Client:
     Every call raises a BatonError when it fails.
     """
 
-    def __init__(self, address: str = DEFAULT_ADDRESS, *, api_key: str | None = None) -> None:
-        """`api_key` is the environment's BATON_API_KEY where it is not given."""
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        api_key: str | None = None,
+        tls: str | Path | None = None,
+    ) -> None:
+        """Where they are not given, `api_key` is the environment's BATON_API_KEY, and `tls`, a
+        folder of certificates (see `baton certs`), its BATON_TLS."""
         self.address = address
-        self._channel = grpc.insecure_channel(address, CHANNEL_OPTIONS)
+        self._channel = _open(address, tls_credentials(tls))
         keyed = with_key(self._channel, api_key)
         self._inference = InferenceStub(keyed)
         self._admin = AdminStub(keyed)
@@ -263,3 +272,9 @@ class Client:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _open(address: str, credentials: grpc.ChannelCredentials | None) -> grpc.Channel:
+    if credentials is None:
+        return grpc.insecure_channel(address, CHANNEL_OPTIONS)
+    return grpc.secure_channel(address, credentials, CHANNEL_OPTIONS)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import functools
 import os
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import grpc
+
 from baton.v1 import cluster_pb2, worker_pb2
+from core.tls import CA, CLIENT, certificate_path, key_path, read_pem
 from core.types import MAX_MESSAGE_BYTES
 
 Channel = TypeVar("Channel")
@@ -14,6 +18,7 @@ Channel = TypeVar("Channel")
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 API_KEY_VARIABLE = "BATON_API_KEY"
+TLS_VARIABLE = "BATON_TLS"
 
 CALL_SECONDS = 30.0
 """The default timeout of every call that does not generate."""
@@ -72,3 +77,19 @@ def with_key(channel: Channel, api_key: str | None) -> Channel:
     """`channel` with the key that is given, or else the environment's, or else as it is."""
     found = os.environ.get(API_KEY_VARIABLE, "") if api_key is None else api_key
     return cast(Channel, KeyedChannel(channel, found)) if found else channel
+
+
+def tls_credentials(tls: str | Path | None) -> grpc.ChannelCredentials | None:
+    """Of the folder that is given, or else the environment's; None where there is neither.
+
+    The folder holds ca.pem and, where the router asks for it, client.pem and client.key.
+    """
+    found = os.environ.get(TLS_VARIABLE, "") if tls is None else tls
+    if not found:
+        return None
+    folder = Path(found)
+    authority = read_pem(certificate_path(folder, CA))
+    if not certificate_path(folder, CLIENT).exists():
+        return grpc.ssl_channel_credentials(authority)
+    key, certificate = key_path(folder, CLIENT), certificate_path(folder, CLIENT)
+    return grpc.ssl_channel_credentials(authority, read_pem(key), read_pem(certificate))

@@ -62,11 +62,15 @@ class InstantWorker(worker_pb2_grpc.WorkerServicer):
         self._begun = asyncio.Event()
         self._writing = asyncio.Lock()
 
-    async def start(self) -> str:
+    async def start(self, credentials: grpc.ServerCredentials | None = None) -> str:
         """Its address."""
         self._server = grpc.aio.server()
         worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server)
-        port = self._server.add_insecure_port("127.0.0.1:0")
+        anywhere = "127.0.0.1:0"
+        if credentials is None:
+            port = self._server.add_insecure_port(anywhere)
+        else:
+            port = self._server.add_secure_port(anywhere, credentials)
         await self._server.start()
         return f"127.0.0.1:{port}"
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import typer
 
+from cli.certs import certs
 from cli.chat import chat
 from cli.diagnose import diagnose
 from cli.doctor import doctor
@@ -34,5 +35,6 @@ app.command()(why)
 app.command()(diagnose)
 app.command()(doctor)
 app.command()(drain)
+app.command()(certs)
 app.add_typer(model, name="model")
 app.add_typer(keys, name="keys")

@@ -76,9 +76,17 @@ def serve(
         Path | None,
         typer.Option(help="A file of API keys, see `baton keys`. (default: no keys)"),
     ] = None,
+    tls: Annotated[
+        Path | None,
+        typer.Option(help="A folder of certificates, see `baton certs`. (default: no TLS)"),
+    ] = None,
+    client_certificates: Annotated[
+        bool | None,
+        typer.Option("--client-certificates", help="Have clients show a certificate."),
+    ] = None,
     insecure: Annotated[
         bool | None,
-        typer.Option("--insecure", help="Let other machines in without keys."),
+        typer.Option("--insecure", help="Let other machines in without keys or TLS."),
     ] = None,
     log_level: Annotated[
         str | None, typer.Option(help="debug, info, warning or error. (default: info)")
@@ -108,7 +116,9 @@ def serve(
             "router.port": port,
             "router.http_port": http_port,
             "router.metrics_port": metrics_port,
-            "router.keys": str(keys.resolve()) if keys else None,
+            "router.keys": str(keys) if keys else None,
+            "tls.folder": str(tls) if tls else None,
+            "tls.client_certificates": client_certificates,
             "insecure": insecure,
             "log_level": log_level,
         }
@@ -148,7 +158,7 @@ def _run(
     progress = _Progress(stopped)
     try:
         router = cluster.start(progress)
-        typer.echo(_instructions(router, model_store.model_name(config), cluster.log_folder))
+        typer.echo(_instructions(router, config, cluster.log_folder))
         while not stopped.wait(_WATCH_SECONDS):
             progress(cluster.members())
     except _Stopped:
@@ -176,28 +186,40 @@ class _Progress:
                 typer.echo(f"{seconds:6.1f} s  {member.worker_id:<12} {now}")
 
 
-def _instructions(router: Member, model: str, log_folder: str) -> str:
+def _instructions(router: Member, config: Config, log_folder: str) -> str:
+    scheme = "https" if config.tls.folder else "http"
     return f"""
-Baton serves {model}.
-
+Baton serves {model_store.model_name(config)}.
+{_lock_instructions(config)}
   ask          baton generate --address {router.address} "What is the capital of France?"
   chat         baton chat --address {router.address}
   look         baton status --address {router.address}
   Python       from baton import Client; Client("{router.address}").chat([("user", "Hello")]).text
-{_http_instructions(router)}  gRPC         {router.address} (reflection is on)
-  metrics      http://{router.metrics}/metrics
+{_http_instructions(router, scheme)}  gRPC         {router.address} (reflection is on)
+  metrics      {scheme}://{router.metrics}/metrics
   logs         {log_folder}
 
 Ctrl-C stops it.
 """
 
 
-def _http_instructions(router: Member) -> str:
+def _lock_instructions(config: Config) -> str:
+    """What callers need."""
+    lines = []
+    if config.router.keys:
+        lines.append("  first        export BATON_API_KEY=…          (a key of `baton keys add`)\n")
+    if config.tls.folder:
+        lines.append(f"  first        export BATON_TLS={config.tls.folder}\n")
+    return "\n" + "".join(lines) if lines else ""
+
+
+def _http_instructions(router: Member, scheme: str) -> str:
     if not router.http:
         return ""
+    url = f"{scheme}://{router.http}/v1"
     return f"""\
-  page         http://{router.http}/
-  curl         curl http://{router.http}/v1/chat/completions -H "content-type: application/json" \\
+  page         {scheme}://{router.http}/
+  curl         curl {url}/chat/completions -H "content-type: application/json" \\
                  -d '{{"messages": [{{"role": "user", "content": "Hello"}}]}}'
-  OpenAI       OpenAI(base_url="http://{router.http}/v1", api_key="none")
+  OpenAI       OpenAI(base_url="{url}", api_key="none")
 """

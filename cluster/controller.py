@@ -18,6 +18,8 @@ import grpc
 import ray
 
 from baton.v1 import cluster_pb2, cluster_pb2_grpc
+from core import config as configs
+from core.tls import Identity, node_identity
 from core.types import MAX_MESSAGE_BYTES, Role
 from core.wire import role_to
 
@@ -60,7 +62,8 @@ class Member:
 class Controller:
     """A Ray actor. Its methods carry control, never tokens or pages."""
 
-    def __init__(self, address: str, expected: Collection[str]) -> None:
+    def __init__(self, address: str, expected: Collection[str], tree: dict[str, object]) -> None:
+        """`tree` is the cluster's configuration."""
         self._expected = frozenset(expected)
         self._members: dict[str, Member] = {}
         self._ended: deque[str] = deque(maxlen=REMEMBERED)  # their transport agents
@@ -72,8 +75,17 @@ class Controller:
         ]
         self._server = grpc.aio.server(options=options)
         cluster_pb2_grpc.add_MembershipServicer_to_server(self._membership, self._server)
-        self._server.add_insecure_port(address)
+        self._bind(address, node_identity(configs.parse(tree)))
         self._learning = asyncio.ensure_future(self._learn())
+
+    def _bind(self, address: str, identity: Identity | None) -> None:
+        if identity is None:
+            self._server.add_insecure_port(address)
+            return
+        credentials = grpc.ssl_server_credentials(
+            [(identity.key, identity.certificate)], identity.authority, require_client_auth=True
+        )
+        self._server.add_secure_port(address, credentials)
 
     async def update(self, member: Member) -> None:
         """A process tells how far it is. A restarted one replaces its earlier self."""

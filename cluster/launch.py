@@ -53,7 +53,9 @@ class Cluster:
 
     def __init__(self, config: Config, ray_address: str = "") -> None:
         # Ports are chosen here, once: a router that starts again must be where it was.
-        self._config = dataclasses.replace(config, router=_with_ports(config.router))
+        self._config = _with_whole_paths(
+            dataclasses.replace(config, router=_with_ports(config.router))
+        )
         self._ray_address = ray_address
         self._workers: list[Any] = []
         self._routers: list[Any] = []
@@ -173,7 +175,7 @@ class Cluster:
         host = str(ray.util.get_node_ip_address()) if self._ray_address else "127.0.0.1"
         address = f"{host}:{free_port(host)}"
         actor = ray.remote(Controller).options(**_here(CONTROLLER))
-        self._controller = actor.remote(address, expected)
+        self._controller = actor.remote(address, expected, configs.dump(self._config))
         return address
 
     def _make_worker(self, member: Member, gpus: float) -> Any:
@@ -223,6 +225,16 @@ def _with_ports(router: RouterConfig) -> RouterConfig:
         port=router.port or free_port(router.host),
         http_port=router.http_port or free_port(router.host),
         metrics_port=router.metrics_port or free_port(router.host),
+    )
+
+
+def _with_whole_paths(config: Config) -> Config:
+    """Of files that processes read which may be started elsewhere."""
+    keys, folder = config.router.keys, config.tls.folder
+    return dataclasses.replace(
+        config,
+        router=dataclasses.replace(config.router, keys=keys and str(Path(keys).resolve())),
+        tls=dataclasses.replace(config.tls, folder=folder and str(Path(folder).resolve())),
     )
 
 

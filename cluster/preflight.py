@@ -11,6 +11,7 @@ import grpc
 from core import exposure, model_store
 from core.config import Config, RouterConfig
 from core.errors import InvalidConfig, Unavailable
+from core.tls import node_identity
 from engine.architecture import Architecture, read_architecture
 
 # Bytes of one K or V value; "auto" is told apart by the worker, which sees the device.
@@ -23,6 +24,7 @@ _GET_CLUSTER_ID = "/ray.rpc.NodeInfoGcsService/GetClusterId"
 def check(config: Config) -> None:
     """Raises InvalidConfig if a cluster could not serve `config` on this machine."""
     exposure.check_router(config)
+    node_identity(config)
     architecture = read_architecture(model_store.locate(config.model))
     _check_pools(config, architecture)
     _check_ports(config.router)

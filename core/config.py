@@ -164,6 +164,16 @@ class DecodeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class TlsConfig:
+    """Certificates (core/tls.py): for clients, and among the cluster's own processes."""
+
+    # A folder as `baton certs` makes it; empty speaks in the clear.
+    folder: str = ""
+    # Whether clients must show a certificate.
+    client_certificates: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class MembersConfig:
     """Addresses of workers, for a router that no controller tells."""
 
@@ -203,9 +213,10 @@ class Config:
     # A digest of each page, made where the page is and checked where it arrives;
     # "auto" is on where pools are in CPU memory.
     page_digests: str = _checked("auto", _one_of("auto", "on", "off"))
-    # Whether other machines may reach a router without keys.
+    # Whether other machines may reach a router without keys, or workers without TLS.
     insecure: bool = False
     log_level: str = _checked("info", _one_of("debug", "info", "warning", "error"))
+    tls: TlsConfig = TlsConfig()
     router: RouterConfig = RouterConfig()
     prefill: PrefillConfig = PrefillConfig()
     decode: DecodeConfig = DecodeConfig()

@@ -26,11 +26,13 @@ from baton.v1 import worker_pb2_grpc
 from baton.v1.transfer_pb2 import PoolAddress
 from core.config import RouterConfig
 from core.errors import LayoutMismatch, UnknownModel
-from core.types import MAX_MESSAGE_BYTES, PROTOCOL, AttemptKey, Role
+from core.tls import Identity
+from core.types import PROTOCOL, AttemptKey, Role
 from core.wire import role_from
 from router.attempt import Event, LinkLost
 from router.busy import BusyShare
 from router.cache_index import HeldPages
+from router.channels import open_channel
 from router.pace import StepPace
 from router.placement import Suspicion
 from router.prompt_queue import PromptQueue
@@ -40,20 +42,6 @@ log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.2
 RECONNECT_SECONDS = 1.0
-
-CHANNEL_OPTIONS = [
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # A peer whose host is gone says nothing: ask.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
-    # Each link has a connection of its own.
-    ("grpc.use_local_subchannel_pool", 1),
-]
 
 Call = grpc.aio.StreamStreamCall[pb.RouterMessage, pb.WorkerMessage]
 
@@ -74,9 +62,11 @@ class WorkerLink:
         config: RouterConfig,
         on_change: Callable[[WorkerLink], None],
         on_report: Callable[[WorkerLink], None] = lambda link: None,
+        identity: Identity | None = None,
     ) -> None:
         """`on_change` is called when the worker comes, goes, or can be used for more or less,
         and `on_report` with each Load."""
+        self._identity = identity
         self.address = address
         self.welcome: pb.Welcome | None = None
         self.load = pb.Load()
@@ -169,7 +159,7 @@ class WorkerLink:
 
     async def run(self) -> None:
         """Attaches, and attaches again, until cancelled; once it is leaving, no more."""
-        async with grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS) as channel:
+        async with open_channel(self.address, self._identity) as channel:
             while not self.leaving:
                 try:
                     await self._attach(worker_pb2_grpc.WorkerStub(channel).Attach())

@@ -8,7 +8,8 @@ import logging
 import grpc
 
 from baton.v1 import cluster_pb2, cluster_pb2_grpc
-from router.link import CHANNEL_OPTIONS
+from core.tls import Identity
+from router.channels import open_channel
 from router.roster import Roster
 
 log = logging.getLogger(__name__)
@@ -16,13 +17,13 @@ log = logging.getLogger(__name__)
 RETRY_SECONDS = 0.5
 
 
-async def follow(controller: str, roster: Roster) -> None:
+async def follow(controller: str, roster: Roster, identity: Identity | None) -> None:
     """Keeps the roster as the controller says, until cancelled.
 
     While the controller cannot be reached the roster stays as it is: serving
     does not depend on it.
     """
-    async with grpc.aio.insecure_channel(controller, options=CHANNEL_OPTIONS) as channel:
+    async with open_channel(controller, identity) as channel:
         stub = cluster_pb2_grpc.MembershipStub(channel)
         while True:
             try:

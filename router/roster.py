@@ -16,6 +16,7 @@ from operator import attrgetter
 from baton.v1 import worker_pb2 as pb
 from core.config import Config
 from core.errors import BatonError
+from core.tls import node_identity
 from core.types import Role, Work
 from router.cost_model import CostModel
 from router.link import WorkerLink
@@ -49,6 +50,7 @@ class Roster:
         self._model = model
         self._config = config.router
         self._drain_seconds = config.drain_seconds
+        self._identity = node_identity(config)
         self._strategy = Strategy(config.router.policy)
         self._local = LocalPrefill(config.router.local_prefill)
         self._links: dict[str, WorkerLink] = {}  # by address
@@ -101,6 +103,7 @@ class Roster:
                 self._config,
                 self._on_change,
                 on_report=lambda link: self._topology.teach_step(link, self.costs),
+                identity=self._identity,
             )
             self._links[address] = link
             self._tasks[link] = asyncio.create_task(link.run())

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
@@ -23,6 +24,7 @@ from core import exposure, model_store
 from core.config import Config
 from core.errors import Internal
 from core.process import Stopping
+from core.tls import NODE, Identity, certificate_path, door_identity, key_path, node_identity
 from core.types import MAX_MESSAGE_BYTES
 from router.callers import KeyRing
 from router.canary import run_canary
@@ -58,6 +60,7 @@ class RouterServer:
         """Serves on the configured port. Members come from the controller at that address, or
         from the configuration."""
         exposure.check_router(self._config)
+        self._identity = door_identity(self._config)
         self._keys = KeyRing(self._config.router.keys)
         model = model_store.model_name(self._config)
         folder = model_store.locate(self._config.model)
@@ -72,7 +75,7 @@ class RouterServer:
         self._serve_metrics()
         self._roster.set_addresses(self._config.members.workers)
         if controller:
-            self._start(follow(controller, self._roster))
+            self._start(follow(controller, self._roster, node_identity(self._config)))
         if seconds := self._config.router.canary_seconds:
             self._start(run_canary(self._roster, self._serving.dispatcher, seconds))
 
@@ -140,8 +143,12 @@ class RouterServer:
 
     def _bind(self) -> str:
         host, port = self._config.router.host, self._config.router.port
+        address = f"{host}:{port}"
         try:
-            return f"{host}:{self._server.add_insecure_port(f'{host}:{port}')}"
+            if self._identity is None:
+                return f"{host}:{self._server.add_insecure_port(address)}"
+            credentials = _credentials(self._identity)
+            return f"{host}:{self._server.add_secure_port(address, credentials)}"
         except RuntimeError:
             raise Internal(f"cannot listen on {host}:{port}; is the port taken?") from None
 
@@ -163,6 +170,7 @@ class RouterServer:
             self._overview,
             self._metrics.registry,
             open_metrics=limits.open_metrics,
+            tls=self._config.tls,
         )
         self.http_address = server.start(limits.host, limits.http_port)
         return server
@@ -173,11 +181,17 @@ class RouterServer:
         host = router.host if router.open_metrics or not self._keys.locked else "127.0.0.1"
         try:
             self._metrics_server, _ = start_http_server(
-                port, addr=host, registry=self._metrics.registry
+                port, host, self._metrics.registry, *self._metrics_certificate()
             )
         except OSError:
             raise Internal(f"cannot serve metrics on {host}:{port}; is the port taken?") from None
         self.metrics_address = f"{host}:{self._metrics_server.server_port}"
+
+    def _metrics_certificate(self) -> tuple[str | None, str | None]:
+        if not self._config.tls.folder:
+            return None, None
+        folder = Path(self._config.tls.folder)
+        return str(certificate_path(folder, NODE)), str(key_path(folder, NODE))
 
     def _report_health(self) -> None:
         """The process lives whatever its workers do; it is ready when it can place requests."""
@@ -191,3 +205,10 @@ class RouterServer:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _credentials(identity: Identity) -> grpc.ServerCredentials:
+    authority = identity.authority or None
+    return grpc.ssl_server_credentials(
+        [(identity.key, identity.certificate)], authority, require_client_auth=bool(authority)
+    )

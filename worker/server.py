@@ -22,10 +22,11 @@ from prometheus_client import start_http_server
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
 from baton.v1.transfer_pb2 import PoolLayout
-from core import model_store, types
+from core import exposure, model_store, types
 from core.config import Config, settle
 from core.errors import Internal
 from core.process import Stopping
+from core.tls import node_identity
 from core.types import MAX_MESSAGE_BYTES, PROTOCOL
 from core.wire import role_to
 from engine.engine import Engine
@@ -75,6 +76,7 @@ class WorkerServer:
 
     async def start(self, host: str, port: int) -> None:
         """Loads, connects and serves. When this returns, the worker takes requests."""
+        exposure.check_worker(self._config, host)
         loop = asyncio.get_running_loop()
         self._failure: asyncio.Future[None] = loop.create_future()
         ready = asyncio.Event()
@@ -220,12 +222,21 @@ class WorkerServer:
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         try:
-            bound = self._server.add_insecure_port(f"{host}:{port}")
+            bound = self._bind(f"{host}:{port}")
         except RuntimeError as error:
             raise Internal(f"cannot listen on {host}:{port}") from error
         self.address = f"{host}:{bound}"
         await self._server.start()
         self._health_watch = asyncio.ensure_future(self._watch_health())
+
+    def _bind(self, address: str) -> int:
+        identity = node_identity(self._config)
+        if identity is None:
+            return self._server.add_insecure_port(address)
+        credentials = grpc.ssl_server_credentials(
+            [(identity.key, identity.certificate)], identity.authority, require_client_auth=True
+        )
+        return self._server.add_secure_port(address, credentials)
 
     def _welcome(self) -> pb.Welcome:
         return pb.Welcome(

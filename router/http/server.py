@@ -9,11 +9,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
+from pathlib import Path
+from typing import Any
 
 import uvicorn
 from prometheus_client import CollectorRegistry
 
+from core.config import TlsConfig
 from core.errors import Internal
+from core.tls import CLIENTS_CA, NODE, certificate_path, key_path
 from router.http.app import HttpApp
 from router.http.connection import BoundedConnection
 from router.http.endpoint import Door
@@ -33,6 +38,7 @@ class HttpServer:
         registry: CollectorRegistry,
         *,
         open_metrics: bool = False,
+        tls: TlsConfig,
     ) -> None:
         self._door = door
         config = uvicorn.Config(
@@ -46,6 +52,7 @@ class HttpServer:
             access_log=False,
             proxy_headers=False,
             server_header=False,
+            **_tls_options(tls),
         )
         self._server = _Server(config)
 
@@ -62,6 +69,21 @@ class HttpServer:
         self._server.config.timeout_graceful_shutdown = grace  # type: ignore[assignment]
         self._server.should_exit = True
         await self._serving
+
+
+def _tls_options(tls: TlsConfig) -> dict[str, Any]:
+    """uvicorn's, for what the certificates ask for."""
+    if not tls.folder:
+        return {}
+    folder = Path(tls.folder)
+    options: dict[str, Any] = {
+        "ssl_certfile": certificate_path(folder, NODE),
+        "ssl_keyfile": key_path(folder, NODE),
+    }
+    if tls.client_certificates:
+        options["ssl_ca_certs"] = str(certificate_path(folder, CLIENTS_CA))
+        options["ssl_cert_reqs"] = ssl.CERT_REQUIRED
+    return options
 
 
 class _Server(uvicorn.Server):

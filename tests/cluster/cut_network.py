@@ -36,7 +36,7 @@ def cluster(network: Network, tmp_path_factory: pytest.TempPathFactory) -> Itera
     with ProcessCluster(
         EMBEDDED,
         tmp_path_factory.mktemp("cut"),
-        tree={"router": {"local_prefill_after": 0.2}},
+        tree={"router": {"local_prefill_after": 0.2}, "insecure": True},
         per_worker={
             f"{role}-0": {role: {**section, "host": host.address}} for role, host in hosts.items()
         },

@@ -6,10 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import grpc
+
 from bench.instant_worker import InstantWorker, Pace
 from core import config as configs
 from core import model_store
 from core.process import Stopping
+from core.tls import node_identity
 from core.types import Role
 from router.server import RouterServer
 
@@ -28,7 +31,8 @@ async def front_door(
         InstantWorker(role, f"{role.value}-0", model_store.EMBEDDED_NAME, pace) for role in Role
     ]
     router = {"port": 0, "http_port": 0, "metrics_port": 0, "canary_seconds": 0, **settings}
-    addresses = [await worker.start() for worker in workers]
+    credentials = _credentials(configs.parse(tree or {}))
+    addresses = [await worker.start(credentials) for worker in workers]
     config = configs.parse({**(tree or {}), "members": {"workers": addresses}, "router": router})
     server = RouterServer(config)
     stopping = Stopping()
@@ -43,3 +47,13 @@ async def front_door(
     finally:
         for worker in workers:
             await worker.stop()
+
+
+def _credentials(config: configs.Config) -> grpc.ServerCredentials | None:
+    """As real workers have them."""
+    identity = node_identity(config)
+    if identity is None:
+        return None
+    return grpc.ssl_server_credentials(
+        [(identity.key, identity.certificate)], identity.authority, require_client_auth=True
+    )

@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 from waiting import until
 
 from core.api_keys import make_key, write_keys
-from core.config import Config
+from core.config import Config, TlsConfig
 from core.errors import Exhausted, Internal, SlowReader, Unavailable
 from core.types import FinishReason, Request
 from router.callers import KeyRing
@@ -82,7 +82,7 @@ async def served(
     door = Door(cast(Serving, serving), "tiny", reader_buffer, KeyRing(keys))
     roster = SimpleNamespace(can_place=False, context_length=lambda: 64)
     overview = cast(Overview, SimpleNamespace())
-    server = HttpServer(door, cast(Roster, roster), overview, CollectorRegistry())
+    server = HttpServer(door, cast(Roster, roster), overview, CollectorRegistry(), tls=TlsConfig())
     address = server.start("127.0.0.1", 0)
     try:
         yield address

@@ -1,0 +1,31 @@
+"""Connections to the cluster's other processes: in TLS, both ways, where there are certificates."""
+
+from __future__ import annotations
+
+import grpc
+
+from core.tls import Identity
+from core.types import MAX_MESSAGE_BYTES
+
+CHANNEL_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # A peer whose host is gone says nothing: ask.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # Each link has a connection of its own.
+    ("grpc.use_local_subchannel_pool", 1),
+]
+
+
+def open_channel(address: str, identity: Identity | None) -> grpc.aio.Channel:
+    if identity is None:
+        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    credentials = grpc.ssl_channel_credentials(
+        identity.authority, identity.key, identity.certificate
+    )
+    return grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
