@@ -44,6 +44,7 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int  # of all answers together
     cached_tokens: int = 0  # of the prompt's, those that were not computed again
+    fetched_tokens: int = 0  # of the cached, those that one worker fetched from another
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +142,9 @@ class AnswerBuilder:
 
     def _usage(self) -> Usage:
         counts = [choice.finished.usage.completion_tokens for choice in self._choices.values()]
-        cached = self._choices[0].finished.usage.cached_tokens
-        return Usage(self._started.prompt_tokens, sum(counts), cached)
+        first = self._choices[0].finished.usage
+        prompt, answers = self._started.prompt_tokens, sum(counts)
+        return Usage(prompt, answers, first.cached_tokens, first.fetched_tokens)
 
 
 class _ChoiceBuilder:

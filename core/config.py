@@ -100,6 +100,9 @@ class RouterConfig:
     # "fallback" only then; "never", or "always".
     local_prefill: str = _checked("auto", _one_of("auto", "fallback", "never", "always"))
     local_prefill_after: float = _checked(2.0, _not_negative)
+    # When a prefill worker fetches what a decode worker holds of a prompt and it does not: "auto"
+    # when that is predicted to take less than computing it; "never", or "always".
+    fetch_pages: str = _checked("auto", _one_of("auto", "never", "always"))
     # From placement to token #1.
     first_token_timeout: float = _checked(600.0, _positive)
     # Between two tokens.

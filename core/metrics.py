@@ -31,6 +31,9 @@ STEP_SECONDS = "baton_step_seconds"
 BATCH_SIZE = "baton_batch_size"
 COMPUTED_TOKENS = "baton_computed_tokens_total"
 DAMAGED_PAGES = "baton_damaged_pages_total"
+FETCHED_PAGES = "baton_fetched_pages_total"
+FAILED_FETCHES = "baton_failed_fetches_total"
+FETCH_SECONDS = "baton_fetch_seconds_total"
 CACHE_QUERIED_TOKENS = "baton_prefix_cache_queried_tokens_total"
 CACHE_HIT_TOKENS = "baton_prefix_cache_hit_tokens_total"
 CACHE_EVICTED_PAGES = "baton_prefix_cache_evicted_pages_total"
@@ -64,6 +67,9 @@ HELP = {
     BATCH_SIZE: "Requests in one step",
     COMPUTED_TOKENS: "Tokens run through the model",
     DAMAGED_PAGES: "Pages that arrived damaged and were asked for again",
+    FETCHED_PAGES: "Pages that a prefill worker fetched from another worker's cache",
+    FAILED_FETCHES: "Fetches that came to nothing: the prompt was computed",
+    FETCH_SECONDS: "Time from asking for pages to their arrival or to giving up, summed",
     CACHE_QUERIED_TOKENS: "Tokens that were looked for in the prefix cache, in full pages",
     CACHE_HIT_TOKENS: "Of these, the tokens that were found",
     CACHE_EVICTED_PAGES: "Cached pages that were given to others",

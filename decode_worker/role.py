@@ -11,6 +11,8 @@ The life of one attempt:
                                   says that no write can reach them
 
     Compute ─▶ running, its prompt read here: nobody sends pages
+
+Besides, prefill workers may fetch what is cached here (decode_worker/loans.py).
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from core.config import Config
 from core.errors import BatonError, Internal, Unavailable
 from core.types import AttemptKey, Work
 from core.wire import failed_to, finish_to, logprobs_to, work_from
+from decode_worker.loans import Loans
 from decode_worker.scheduler import DecodeScheduler, Reservation
 from engine.engine import Engine
 from engine.page_pool import Lease
@@ -31,9 +34,12 @@ from engine.sequence import Guide, Piece, Sequence
 from kv_transfer.events import (
     Landed,
     PagesDamaged,
-    PagesOverdue,
+    PagesWanted,
+    PushEnded,
+    PushOverdue,
     ReservationFailed,
     ReservationFreed,
+    ReservationOverdue,
     TransferCrashed,
     TransferEvent,
 )
@@ -79,6 +85,7 @@ class DecodeRole:
         self._scheduler = DecodeScheduler(
             engine.pool, config.decode.max_batch, config.decode.chunk_tokens
         )
+        self._loans = Loans(engine.pool, transfer)
         self._ticket_seconds = config.decode.ticket_seconds
         self._jobs: dict[AttemptKey, Job] = {}
         # Pages of released reservations that their senders may still write to.
@@ -119,8 +126,14 @@ class DecodeRole:
                 self._land(event)
             case ReservationFreed():
                 self._let_go(event.key)
-            case PagesOverdue() if event.key in self._leaving:
+            case ReservationOverdue() if event.key in self._leaving:
                 self._overdue.add(event.key)
+            case PagesWanted():
+                self._loans.answer(event)
+            case PushOverdue():
+                self._loans.note_overdue(event.key)
+            case PushEnded():
+                self._loans.end(event.key)
             case PagesDamaged():
                 self._metrics.damaged(event.count)
             case ReservationFailed() if event.key in self._jobs:
@@ -160,12 +173,14 @@ class DecodeRole:
     @property
     def _quarantined(self) -> int:
         leases = (self._leaving[key] for key in self._overdue)
-        return sum(len(lease) - lease.found for lease in leases)
+        reserved = sum(len(lease) - lease.found for lease in leases)
+        return reserved + len(self._loans.overdue_pages)
 
     @property
     def _fault(self) -> str:
         busy = self._jobs or self._flights.any
-        leak = "" if busy else self._pool.check_integrity(held=len(self._leaving_pages))
+        held = len(self._leaving_pages | self._loans.pages)
+        leak = "" if busy else self._pool.check_integrity(held=held)
         share = self._quarantine_share
         return leak or quarantine_fault(self._quarantined, self._pool.total, share)
 

@@ -179,6 +179,16 @@ class PagePool:
         self._leases.add(lease)
         return lease
 
+    def hold(self, keys: Sequence[bytes]) -> Lease:
+        """A lease of the known pages at the front of `keys`, for a transfer: no request looked
+        for them, and none is counted as found."""
+        found = self.cache.find(keys)
+        for page in found:
+            self._hold(page)
+        lease = Lease(self, found, len(found))
+        self._leases.add(lease)
+        return lease
+
     def check_integrity(self, held: int | None = None) -> str:
         """Empty when every page is free, cached, or held by as many leases as it counts.
 

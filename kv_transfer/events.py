@@ -2,7 +2,7 @@
 
 For each push exactly one PushEnded, and before it at most one PushFailed. For
 each reservation: at most one Landed or ReservationFailed; and, unless it landed,
-exactly one ReservationFreed.
+exactly one ReservationFreed. For each fetch the same, with Fetched for Landed.
 """
 
 from __future__ import annotations
@@ -60,6 +60,17 @@ class Landed:
 
 
 @dataclass(frozen=True, slots=True)
+class Fetched:
+    """Pages that were asked for are in place and belong to the worker from now on."""
+
+    key: AttemptKey
+    pages: int
+    """How many, counted from the first: what the other side had."""
+    seconds: float
+    """Since they were asked for."""
+
+
+@dataclass(frozen=True, slots=True)
 class PagesDamaged:
     """Pages arrived that are not what was sent. They are being sent again, or the push fails."""
 
@@ -86,11 +97,29 @@ class ReservationFreed:
 
 
 @dataclass(frozen=True, slots=True)
-class PagesOverdue:
-    """Pages that are not wanted any more are still held, since the other side has not let go
-    of them though there was time. PushEnded or ReservationFreed follows, one day."""
+class PushOverdue:
+    """A push was given up, and a write still reads its pages though there was time to end.
+    PushEnded follows, one day."""
 
     key: AttemptKey
+
+
+@dataclass(frozen=True, slots=True)
+class ReservationOverdue:
+    """Pages that are not wanted any more are still held, since the sender has not let go of
+    them though there was time. ReservationFreed follows, one day."""
+
+    key: AttemptKey
+
+
+@dataclass(frozen=True, slots=True)
+class PagesWanted:
+    """A peer wants to fetch cached pages. Comes once a fetch. Answer with `lend` or `decline`."""
+
+    key: AttemptKey
+    peer: str  # its agent
+    ticket: bytes  # where they go
+    page_keys: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +135,12 @@ TransferEvent = (
     | PushFailed
     | PushEnded
     | Landed
+    | Fetched
     | PagesDamaged
-    | PagesOverdue
+    | PagesWanted
+    | PushOverdue
     | ReservationFailed
     | ReservationFreed
+    | ReservationOverdue
     | TransferCrashed
 )

@@ -10,6 +10,7 @@ from baton.v1.transfer_pb2 import (
     Accepted,
     Beat,
     Drained,
+    Fetch,
     Greeting,
     Introduction,
     Landed,
@@ -48,6 +49,11 @@ def drained_note(key: AttemptKey) -> bytes:
 
 
 # From the receiver to the sender.
+
+
+def fetch_note(key: AttemptKey, ticket: bytes, page_keys: Sequence[bytes]) -> bytes:
+    """Pages with these keys are wanted, where the ticket says."""
+    return _note(key, TransferNote(fetch=Fetch(ticket=ticket, page_keys=page_keys)))
 
 
 def greeting_note() -> bytes:

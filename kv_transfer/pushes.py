@@ -1,8 +1,11 @@
-"""All pushes of one prefill worker: carries out what their senders decide.
+"""All pushes of one worker: carries out what their senders decide.
 
 A decode worker counts as connected once it has answered: a network that is cut
 swallows what is sent into it without an error. One that does not answer its
 pushes any more has to be connected anew.
+
+What prefill fetches from a cache is pushed too, from decode to prefill, over the
+connection that prefill's introduction has made.
 
 Used by the transfer thread alone.
 """
@@ -10,20 +13,22 @@ Used by the transfer thread alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from baton.v1.transfer_pb2 import PoolAddress, PoolLayout, TransferNote
+from baton.v1.transfer_pb2 import Fetch, PoolAddress, PoolLayout, TransferNote
 from core.errors import BatonError, LayoutMismatch, Unavailable
 from core.types import AttemptKey, Moment
 from kv_transfer.digest import PageDigest
 from kv_transfer.events import (
-    PagesOverdue,
+    PagesWanted,
     PeerConnected,
     PeerDisconnected,
     PushEnded,
     PushFailed,
+    PushOverdue,
     TransferEvent,
 )
 from kv_transfer.layout import describe_mismatch
@@ -45,6 +50,8 @@ from kv_transfer.transport import Transport
 ANSWER_SECONDS = 5.0
 """How long a decode worker may take to answer an introduction."""
 INTRODUCTIONS_PER_ANSWER = 5
+REMEMBERED = 4096
+"""Fetches that are not answered again when their note comes twice."""
 
 
 @dataclass(slots=True)
@@ -80,6 +87,7 @@ class Pushes:
         self._writes: dict[int, AttemptKey] = {}
         self._workers: dict[str, str] = {}  # the decode workers' names, by agent
         self._meetings: dict[str, _Meeting] = {}  # by agent
+        self._asked: OrderedDict[AttemptKey, None] = OrderedDict()  # the last fetches
 
     @property
     def open(self) -> bool:
@@ -97,20 +105,30 @@ class Pushes:
         meetings = (meeting.deadline for meeting in self._meetings.values())
         return min((*senders, *meetings), default=math.inf)
 
-    def connect(self, worker_id: str, address: PoolAddress) -> None:
+    def connect(self, worker_id: str, address: PoolAddress, in_use: Collection[str] = ()) -> bool:
+        """Whether notes can be sent there. `in_use` are agents that others still talk to."""
         try:
             agent = self._connect(address)
         except BatonError as error:
             self._deliver(PeerConnected(worker_id, address.agent, error))
-        else:
-            self._replace_agent(worker_id, agent)
-            now = self._clock()
-            self._meetings.setdefault(agent, _Meeting(worker_id, now + ANSWER_SECONDS, now))
+            return False
+        self._replace_agent(worker_id, agent, in_use)
+        now = self._clock()
+        self._meetings.setdefault(agent, _Meeting(worker_id, now + ANSWER_SECONDS, now))
+        return True
 
     def begin(self, key: AttemptKey, peer: str) -> None:
         self._senders[key] = Sender(key, peer, self._address.page_bytes, self._digest)
 
-    def ticket(self, key: AttemptKey, sealed: bytes) -> None:
+    def lend(self, key: AttemptKey, peer: str, sealed: bytes, pages: Sequence[int]) -> None:
+        """Pushes pages that are there already, to the first of the ticket's."""
+        self.begin(key, peer)
+        now = self._clock()
+        self._senders[key].finish(0, pages, now, now)
+        self.ticket(key, sealed, pages=len(pages))
+
+    def ticket(self, key: AttemptKey, sealed: bytes, pages: int | None = None) -> None:
+        """Where a push goes: to all pages of the ticket, or to so many of the first."""
         sender = self._senders.get(key)
         try:
             body = open_ticket(sealed, self._layout)
@@ -119,6 +137,7 @@ class Pushes:
                 self._perform(key, sender, sender.fail(error))
             return
         if sender is not None:
+            body.pages[:] = body.pages[:pages]
             self._perform(key, sender, sender.ticket(body, self._clock()))
         else:
             # The push is over, or never was: the receiver need not wait for it.
@@ -149,6 +168,9 @@ class Pushes:
             self._meet(peer)
             return
         key = key_of(note)
+        if note.HasField("fetch"):
+            self._ask(key, peer, note.fetch)
+            return
         sender = self._senders.get(key)
         if sender is not None and sender.peer == peer:
             self._perform(key, sender, self._hear(sender, note))
@@ -193,15 +215,24 @@ class Pushes:
             raise LayoutMismatch(f"the pools are laid out differently: {mismatch}")
         return self._transport.connect(address)
 
-    def _replace_agent(self, worker_id: str, agent: str) -> None:
+    def _replace_agent(self, worker_id: str, agent: str, in_use: Collection[str]) -> None:
         """A worker that restarted has a new agent; the old one is forgotten once it is idle."""
         self._workers[agent] = worker_id
-        in_use = {sender.peer for sender in self._senders.values()} | {agent}
+        kept = {agent, *in_use, *(sender.peer for sender in self._senders.values())}
         for old in [old for old, name in self._workers.items() if name == worker_id]:
-            if old not in in_use:
+            if old not in kept:
                 del self._workers[old]
                 self._meetings.pop(old, None)
                 self._transport.disconnect(old)
+
+    def _ask(self, key: AttemptKey, peer: str, fetch: Fetch) -> None:
+        """Only once: a push is over when it has ended, and the receiver may not know it yet."""
+        if key in self._asked:
+            return
+        self._asked[key] = None
+        if len(self._asked) > REMEMBERED:
+            self._asked.popitem(last=False)
+        self._deliver(PagesWanted(key, peer, fetch.ticket, tuple(fetch.page_keys)))
 
     def _meet(self, peer: str) -> None:
         """It has answered. One that did so late is connected all the same."""
@@ -255,7 +286,7 @@ class Pushes:
                 case Fail():
                     self._deliver(PushFailed(key, action.error))
                 case Overdue():
-                    self._deliver(PagesOverdue(key))
+                    self._deliver(PushOverdue(key))
                 case Ended():
                     del self._senders[key]
                     times = action.seconds, action.exposed_seconds

@@ -1,4 +1,4 @@
-"""One reservation: the decode side of moving one attempt's pages.
+"""One reservation: the receiving side of moving one attempt's pages.
 
                      first beat                landed, sound
         ┌──────────┐            ┌──────┐                      ┌────────┐
@@ -26,6 +26,9 @@ of these is sure:
 No time is long enough to prove either: a frozen sender may thaw. In quarantine
 the sender is told again and again that its lease is revoked, which finds out
 both: a live one answers Drained, and a dead one cannot be reached.
+
+A reservation for a prompt is filled as a whole. One for pages that are fetched from
+a cache may be `partial`: what the holder does not have stays empty.
 
 The machine does no I/O and reads no clock. It says when pages may be freed; the
 thread that owns the pool frees them.
@@ -104,9 +107,10 @@ class SendNote:
 
 @dataclass(frozen=True, slots=True)
 class HandOver:
-    """All pages are in place; they and token #1 go to the engine."""
+    """So many pages, counted from the first, are in place; they and token #1 go to the engine."""
 
     first_token: int
+    pages: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,11 +137,18 @@ class Receiver:
     """The state of one reservation. Every input returns the actions it leads to."""
 
     def __init__(
-        self, key: AttemptKey, pages: int, expires_at: float, lease_seconds: float
+        self,
+        key: AttemptKey,
+        pages: int,
+        expires_at: float,
+        lease_seconds: float,
+        *,
+        partial: bool = False,
     ) -> None:
         self.state = State.RESERVED
         self._key = key
         self._pages = pages
+        self._fewest = 1 if partial else pages
         self._expires_at = expires_at
         self._lease_seconds = lease_seconds
         self._silent_at = math.inf  # when the sender has been silent for too long
@@ -183,14 +194,14 @@ class Receiver:
             return [self._resend()] if self.state is State.OPEN else []
         if self.state is State.RESERVED:
             return self._take(Step.MISFIT, Internal("pages landed that no lease allowed"))
-        if note.pages != self._pages:
+        if not self._fewest <= note.pages <= self._pages:
             message = f"{note.pages} pages landed where {self._pages} were reserved"
             return self._take(Step.MISFIT, Internal(message))
         if self.state is State.OPEN and damaged:
             return self._ask_again(damaged, now)
         self._take(Step.LANDED)
         if self.state is State.LANDED:
-            return [SendNote(accepted_note(self._key)), HandOver(note.first_token)]
+            return [SendNote(accepted_note(self._key)), HandOver(note.first_token, note.pages)]
         return [SendNote(revoked_note(self._key)), Free()]
 
     def drained(self) -> list[Action]:
@@ -198,7 +209,7 @@ class Receiver:
         return [*([Fail(None)] if wanted else []), *self._take(Step.DRAINED)]
 
     def sender_died(self) -> list[Action]:
-        return self._take(Step.SENDER_DIED, WorkerLost("the prefill worker is lost"))
+        return self._take(Step.SENDER_DIED, WorkerLost("the sending worker is lost"))
 
     def release(self, now: float) -> list[Action]:
         """The reservation is not wanted any more."""
@@ -211,9 +222,9 @@ class Receiver:
             overdue, self._overdue = not self._overdue, True
             return [*([Overdue()] if overdue else []), *self._revoke(now)]
         if now >= self._expires_at:
-            error = DeadlineExceeded("the prompt's pages did not arrive before the ticket expired")
+            error = DeadlineExceeded("the pages did not arrive before the ticket expired")
             return self._take(Step.EXPIRED, error) + self._revoke(now)
-        silence = f"the prefill worker has been silent for {self._lease_seconds:g} s"
+        silence = f"the sending worker has been silent for {self._lease_seconds:g} s"
         return self._take(Step.SILENT, Unavailable(silence)) + self._revoke(now)
 
     def _ask_again(self, damaged: Sequence[int], now: float) -> list[Action]:

@@ -1,4 +1,4 @@
-"""All reservations of one decode worker: carries out what their receivers decide.
+"""All reservations of one worker: carries out what their receivers decide.
 
 Used by the transfer thread alone.
 """
@@ -18,14 +18,15 @@ from core.errors import BatonError
 from core.types import AttemptKey
 from kv_transfer.digest import PageDigest
 from kv_transfer.events import (
+    Fetched,
     Landed,
     PagesDamaged,
-    PagesOverdue,
     ReservationFailed,
     ReservationFreed,
+    ReservationOverdue,
     TransferEvent,
 )
-from kv_transfer.note import accepted_note, greeting_note, key_of, revoked_note
+from kv_transfer.note import accepted_note, fetch_note, greeting_note, key_of, revoked_note
 from kv_transfer.receiver import (
     Action,
     Fail,
@@ -49,6 +50,7 @@ class _Expected:
     sender: str  # the agent that may write
     pages: tuple[int, ...]
     receiver: Receiver
+    asked_at: float | None = None  # for pages that are fetched
 
 
 class Reservations:
@@ -71,7 +73,7 @@ class Reservations:
         self._clock = clock
         self._expected: dict[AttemptKey, _Expected] = {}
         self._landed: OrderedDict[AttemptKey, None] = OrderedDict()
-        self._pools: dict[str, PoolAddress] = {}  # of senders that introduced themselves
+        self._pools: dict[str, PoolAddress] = {}  # of senders that can be connected to
         self._reachable: set[str] = set()  # of these, those that beats are answered to
         self._lingering: dict[AttemptKey, float] = {}  # until when, after the sender's end
 
@@ -85,9 +87,37 @@ class Reservations:
         receivers = (each.receiver.deadline for each in self._expected.values())
         return min((*receivers, *self._lingering.values()), default=math.inf)
 
+    @property
+    def senders(self) -> set[str]:
+        """The agents that may write."""
+        return {expected.sender for expected in self._expected.values()}
+
     def expect(self, key: AttemptKey, sender: str, pages: Sequence[int], expires_at: float) -> None:
         receiver = Receiver(key, len(pages), expires_at, self._lease_seconds)
         self._expected[key] = _Expected(sender, tuple(pages), receiver)
+
+    def fetch(
+        self,
+        key: AttemptKey,
+        holder: str,
+        ticket: bytes,
+        pages: Sequence[int],
+        page_keys: Sequence[bytes],
+        expires_at: float,
+    ) -> None:
+        """Has `holder` push what it has of these keys to `pages`, as the ticket allows."""
+        receiver = Receiver(key, len(pages), expires_at, self._lease_seconds, partial=True)
+        expected = _Expected(holder, tuple(pages), receiver, self._clock())
+        self._expected[key] = expected
+        try:
+            self._transport.write(holder, (), (), fetch_note(key, ticket, page_keys))
+        except BatonError:  # it was never asked
+            self._perform(key, expected, receiver.sender_died())
+
+    def connected(self, pool: PoolAddress) -> None:
+        """This side has connected to a worker that it may fetch from."""
+        self._pools[pool.agent] = pool
+        self._reachable.add(pool.agent)
 
     def release(self, key: AttemptKey) -> None:
         expected = self._expected.get(key)
@@ -179,12 +209,12 @@ class Reservations:
 
     def _damaged(self, key: AttemptKey, expected: _Expected, note: LandedNote) -> list[int]:
         """The places of pages that are not what the sender sent."""
-        sent = note.digests
-        if self._digest is None or len(sent) != len(expected.pages):
+        sent, pages = note.digests, expected.pages[: note.pages]
+        if self._digest is None or len(sent) != len(pages):
             return []
         if expected.receiver.state is not State.OPEN or note.round != expected.receiver.round:
             return []
-        here = self._digest(expected.pages)
+        here = self._digest(pages)
         damaged = [place for place, digest in enumerate(here) if digest != sent[place]]
         if damaged:
             _log.warning("%d pages of %s arrived damaged", len(damaged), key)
@@ -201,13 +231,18 @@ class Reservations:
                     self._send(expected.sender, action.note)
                 case HandOver():
                     self._remember(key)
-                    self._deliver(Landed(key, action.first_token))
+                    self._deliver(self._arrival(key, expected, action))
                 case Fail():
                     self._deliver(ReservationFailed(key, action.error))
                 case Overdue():
-                    self._deliver(PagesOverdue(key))
+                    self._deliver(ReservationOverdue(key))
                 case Free():
                     self._deliver(ReservationFreed(key))
+
+    def _arrival(self, key: AttemptKey, expected: _Expected, arrived: HandOver) -> TransferEvent:
+        if expected.asked_at is None:
+            return Landed(key, arrived.first_token)
+        return Fetched(key, arrived.pages, self._clock() - expected.asked_at)
 
     def _remember(self, key: AttemptKey) -> None:
         self._landed[key] = None

@@ -1,4 +1,4 @@
-"""One push: the prefill side of moving one attempt's pages.
+"""One push: the sending side of moving one attempt's pages.
 
                  ticket            first lease           all pages and token #1
     ┌─────────┐        ┌────────┐             ┌─────────┐            ┌─────────┐
@@ -29,6 +29,10 @@ place. When token #1 comes after the last page's write has started, the note
 follows alone. Landed is repeated until the receiver has accepted the pages or
 asked for damaged ones again.
 
+A prompt's pages are pushed this way to the decode worker; and back to the prefill
+worker, those that it fetches from a cache: all are ready from the start then, and
+token #1 means nothing.
+
 A push that is given up tells the receiver Drained once nothing is under way,
 ticket or no ticket: one may be on its way. Only when it has Ended may its pages
 be freed.
@@ -56,8 +60,8 @@ from core.errors import (
 from core.types import AttemptKey, Moment
 from kv_transfer.digest import PageDigest
 from kv_transfer.note import beat_note, drained_note, landed_note
+from kv_transfer.write_lease import WriteLease
 
-BEATS_PER_LEASE = 5
 MAX_WRITE_BYTES = 1 << 30
 """A longer write might keep a thread that copies by itself from its beats."""
 
@@ -178,7 +182,7 @@ class Sender:
         self._round = 0  # how often damaged pages were sent again
         self._accepted = False
         self._resend: Resend | None = None  # came before the last write was known to be done
-        self._lease = _Lease()
+        self._lease = WriteLease()
         self._expires_at = math.inf
         self._finished_at = self._written_at = math.inf
         self._writing: StartWrite | None = None
@@ -216,7 +220,7 @@ class Sender:
         self._to_drop = body.held_pages
         self._pages = self._without_held(self._pages)
         self._expires_at = now + body.expires_after_seconds
-        self._lease = _Lease(body.lease_seconds, until=now + body.lease_seconds)
+        self._lease = WriteLease(body.lease_seconds, until=now + body.lease_seconds)
         return self._beat(now)
 
     def pages_ready(
@@ -247,7 +251,7 @@ class Sender:
     def revoked(self) -> list[Action]:
         if self._accepted:
             return []
-        return self.fail(Unavailable("the decode worker does not want the pages any more"))
+        return self.fail(Unavailable("the receiving worker does not want the pages any more"))
 
     def resend(self, resend: Resend, now: float) -> list[Action]:
         """Pages arrived damaged. An order that was carried out before is dropped."""
@@ -260,7 +264,7 @@ class Sender:
         if now >= self._lease.until:
             return self.tick(now)
         if not all(position < len(self._pages) for position in resend.positions):
-            return self.fail(Internal("the decode worker asks for pages that are not there"))
+            return self.fail(Internal("the receiving worker asks for pages that are not there"))
         self._take(Step.RESEND)
         self._round, self._resend = resend.round, None
         return [self._start_write(resend.positions, self._landed_note(), now)]
@@ -292,7 +296,7 @@ class Sender:
     def peer_lost(self) -> list[Action]:
         """The receiver is gone. A write under way still ends with write_failed."""
         self._peer_lost = True
-        return self.fail(WorkerLost(f"the decode worker's agent {self.peer} is lost"))
+        return self.fail(WorkerLost(f"the receiving worker's agent {self.peer} is lost"))
 
     def tick(self, now: float) -> list[Action]:
         if now < self.deadline:
@@ -302,7 +306,7 @@ class Sender:
             return [Overdue()]
         if now >= self._lease.until:
             seconds = self._lease.seconds
-            error = Unavailable(f"the decode worker has been silent for {seconds:g} s")
+            error = Unavailable(f"the receiving worker has been silent for {seconds:g} s")
             return [Silent(error), *self.fail(error)]
         if self.state is State.PUSHING and now >= self._expires_at:
             return self.fail(DeadlineExceeded("the ticket expired before all pages were sent"))
@@ -388,28 +392,3 @@ class Sender:
         self._take(Step.DRAINED)
         ended = Ended(self._error, self._bytes, self._seconds, 0.0)
         return [ended] if self._peer_lost else [SendNote(drained_note(self._key)), ended]
-
-
-class _Lease:
-    """Until when writes may start, as far as answered beats say."""
-
-    def __init__(self, seconds: float = 0.0, until: float = math.inf) -> None:
-        self.seconds = seconds
-        self.until = until  # before the first answer: how long to wait for it
-        self.next_beat = math.inf
-        self.beats = 0
-        self._sent: dict[int, float] = {}  # beats without an answer, and when they left
-
-    def beat(self, now: float) -> int:
-        self.beats += 1
-        self._sent[self.beats] = now
-        self.next_beat = now + self.seconds / BEATS_PER_LEASE
-        return self.beats
-
-    def renew(self, number: int) -> bool:
-        """False when the answer is to no beat that waits for one."""
-        if number not in self._sent:
-            return False
-        self.until = max(self.until, self._sent[number] + self.seconds)
-        self._sent = {beat: sent for beat, sent in self._sent.items() if beat > number}
-        return True

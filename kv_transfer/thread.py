@@ -124,7 +124,7 @@ class TransferThread:
 
     def connect(self, worker_id: str, address: PoolAddress) -> None:
         """Gets ready to push to a decode worker -> PeerConnected."""
-        self._post(lambda: self._pushes.connect(worker_id, address))
+        self._post(partial(self._connect, worker_id, address))
 
     def open_push(self, key: AttemptKey, peer: str) -> None:
         """Begins a push to the agent `peer` -> exactly one PushEnded, in the end."""
@@ -157,6 +157,23 @@ class TransferThread:
         """Starts no more writes; PushEnded comes when those under way have ended."""
         self._post(partial(self._pushes.cancel, key))
 
+    def fetch(
+        self,
+        key: AttemptKey,
+        holder: str,
+        ticket: bytes,
+        pages: Sequence[int],
+        page_keys: Sequence[bytes],
+        seconds: float,
+    ) -> None:
+        """Has the agent `holder` fill the first of `pages`, which the ticket is for, with what it
+        has cached of `page_keys` -> Fetched, or ReservationFailed and -Freed.
+
+        After `seconds` it has failed.
+        """
+        command = partial(self._reservations.fetch, key, holder, ticket, tuple(pages))
+        self._post(partial(command, tuple(page_keys), self._clock() + seconds))
+
     # On a decode worker. The ticket itself is made with kv_transfer.ticket.make_ticket.
 
     def expect(
@@ -176,6 +193,16 @@ class TransferThread:
         first; ignore it.
         """
         self._post(partial(self._reservations.release, key))
+
+    def lend(self, key: AttemptKey, peer: str, ticket: bytes, pages: Sequence[int]) -> None:
+        """Answers PagesWanted with the first so many pages -> exactly one PushEnded, in the end."""
+        self._post(partial(self._pushes.lend, key, peer, ticket, tuple(pages)))
+
+    def decline(self, key: AttemptKey, ticket: bytes) -> None:
+        """Answers PagesWanted: none are here."""
+        self.deliver_ticket(key, ticket)
+
+    # On either.
 
     def sender_died(self, agent: str) -> None:
         """A sender's process is known to have ended -> ReservationFreed for all its pages, once
@@ -268,6 +295,10 @@ class TransferThread:
         for peer, note in introductions:
             self._reservations.introduced(peer, note.introduction.pool)
         return notes
+
+    def _connect(self, worker_id: str, address: PoolAddress) -> None:
+        if self._pushes.connect(worker_id, address, self._reservations.senders):
+            self._reservations.connected(address)
 
     def _hear(self, peer: str, note: TransferNote) -> None:
         if note.WhichOneof("kind") in ("beat", "landed", "drained"):

@@ -8,11 +8,13 @@ The life of one attempt:
 
 Pages are freed only after the transfer thread says that the push has ended,
 however it ends: until then a write may still be reading them.
+
+A prompt that begins with pages which another worker has may wait for these first
+(prefill_worker/fetches.py).
 """
 
 from __future__ import annotations
 
-import itertools
 import time
 from dataclasses import dataclass, field
 
@@ -25,16 +27,22 @@ from engine.engine import Engine
 from engine.page_pool import Lease
 from engine.sequence import Guide, Piece, Sequence
 from kv_transfer.events import (
-    PagesOverdue,
+    Fetched,
+    PagesDamaged,
     PeerConnected,
     PeerDisconnected,
     PushEnded,
     PushFailed,
+    PushOverdue,
+    ReservationFailed,
+    ReservationFreed,
+    ReservationOverdue,
     TransferCrashed,
     TransferEvent,
 )
 from kv_transfer.thread import TransferThread
 from prefill_worker.chunks import Chunks
+from prefill_worker.fetches import Fetch, Fetches
 from prefill_worker.scheduler import PrefillScheduler
 from worker.admission import check_context, check_work, quarantine_fault
 from worker.cache_feed import CacheFeed
@@ -52,6 +60,7 @@ class Job:
     started: float = 0.0
     chunks: Chunks = field(default_factory=Chunks)
     lease: Lease | None = None
+    fetch: Fetch | None = None
     delivered: bool = False  # decode's ticket is here
     pushed_pages: int = 0
     released: bool = False
@@ -75,7 +84,10 @@ class PrefillRole:
         self._metrics = metrics
         self._flights = Flights(engine, metrics)
         self.cache_feed = CacheFeed(engine.pool.cache, outbox)
-        self._scheduler = PrefillScheduler(engine.pool, config.prefill.chunk_tokens)
+        self._fetches = Fetches(engine.pool, transfer, metrics)
+        self._scheduler = PrefillScheduler(
+            engine.pool, config.prefill.chunk_tokens, self._fetches.coming
+        )
         self._jobs: dict[AttemptKey, Job] = {}
         self._quarantine_share = config.quarantine_share
         self._draining = False
@@ -94,6 +106,8 @@ class PrefillRole:
                 self._deliver(message.deliver)
             case "release":
                 self._release(AttemptKey(message.release.request_id, message.release.epoch))
+            case "sender_gone":
+                self._transfer.sender_died(message.sender_gone.agent)
 
     def on_detach(self, attachment: int) -> None:
         for key in [key for key, job in self._jobs.items() if job.attachment == attachment]:
@@ -108,15 +122,9 @@ class PrefillRole:
 
     def on_transfer(self, event: TransferEvent) -> None:
         match event:
-            case PeerConnected():
-                connected = pb.Connected(worker_id=event.worker_id, agent=event.agent)
-                if event.error is not None:
-                    connected.error, connected.reason = event.error.message, event.error.reason
-                self._outbox.broadcast(pb.WorkerMessage(connected=connected))
-            case PeerDisconnected():
-                lost = pb.Connected(worker_id=event.worker_id, agent=event.agent, lost=True)
-                self._outbox.broadcast(pb.WorkerMessage(connected=lost))
-            case PagesOverdue() if event.key in self._jobs:
+            case PeerConnected() | PeerDisconnected():
+                self._report_peer(event)
+            case PushOverdue() if event.key in self._jobs:
                 self._jobs[event.key].overdue = True
             case PushFailed():
                 job = self._jobs.get(event.key)
@@ -124,6 +132,16 @@ class PrefillRole:
                     self._fail(job, event.error)
             case PushEnded():
                 self._end_push(event)
+            case Fetched():
+                self._fetches.arrive(event)
+            case ReservationFailed():
+                self._fetches.fail(event.key)
+            case ReservationFreed():
+                self._fetches.let_go(event.key)
+            case ReservationOverdue():
+                self._fetches.note_overdue(event.key)
+            case PagesDamaged():
+                self._metrics.damaged(event.count)
             case TransferCrashed():
                 raise Internal(f"the transfer thread stopped: {event.reason}")
 
@@ -155,15 +173,16 @@ class PrefillRole:
 
     @property
     def _quarantined(self) -> int:
-        """Pages of released prompts that a write has been reading for too long."""
+        """Pages that a write which nobody wants has been reading or may reach for too long."""
         overdue = (job.lease.pages for job in self._jobs.values() if job.overdue and job.lease)
-        return len(set(itertools.chain.from_iterable(overdue)))
+        return len(self._fetches.overdue_pages.union(*overdue))
 
     @property
     def _fault(self) -> str:
-        if not self._jobs and not self._flights.any:
-            return self._pool.check_integrity(held=0)
-        return quarantine_fault(self._quarantined, self._pool.total, self._quarantine_share)
+        busy = self._jobs or self._flights.any
+        leak = "" if busy else self._pool.check_integrity(held=len(self._fetches.pages))
+        share = self._quarantine_share
+        return leak or quarantine_fault(self._quarantined, self._pool.total, share)
 
     def _accept(self, attachment: int, message: pb.Prefill) -> None:
         work = work_from(message.work)
@@ -176,8 +195,12 @@ class PrefillRole:
             return
         push = bool(message.receiver)
         guide = self._engine.guide(work)
-        self._jobs[work.key] = Job(attachment, work, push, time.monotonic(), guide=guide)
-        self._scheduler.add(work)
+        job = Job(attachment, work, push, time.monotonic(), guide=guide)
+        self._jobs[work.key] = job
+        keys = self._scheduler.add(work)
+        # Only where there is room for all that wait: what is fetched must not hold them up.
+        if message.holder.pages and self._scheduler.waiting_pages <= self._pool.free:
+            job.fetch = self._fetches.begin(work.key, message.holder, keys)
         if push:
             self._transfer.open_push(work.key, message.receiver)
         else:
@@ -237,6 +260,8 @@ class PrefillRole:
         someone_will_leave = any(job.delivered or job.released for job in holders)
         if not holders or someone_will_leave or not self._scheduler.cleared_waiting:
             return False
+        if self._fetches.any_under_way:
+            return False
         youngest = max(holders, key=lambda job: job.arrived)
         error = Exhausted("the prefill pool is full and decode has no room either; try again")
         self._fail(youngest, error, retry=True)
@@ -278,6 +303,9 @@ class PrefillRole:
             logprobs=logprobs_to(logprobs) if logprobs else None,
             chunks=job.chunks.tell(),
         )
+        if job.fetch is not None:
+            first.fetched_tokens = job.fetch.used(sequence.lease.found) * self._pool.page_size
+            first.fetch_seconds = job.fetch.seconds
         self._outbox.send(job.attachment, pb.WorkerMessage(first_token=first))
         self._outbox.flush()
 
@@ -304,6 +332,7 @@ class PrefillRole:
         if job is None or job.released:
             return
         job.released = True
+        self._fetches.cancel(key)
         sequence = self._scheduler.remove(key)
         if sequence is not None:
             job.lease = sequence.lease
@@ -321,6 +350,14 @@ class PrefillRole:
             self._report_push(job, event)
             self._scheduler.remove(event.key)
         self._forget(job)
+
+    def _report_peer(self, event: PeerConnected | PeerDisconnected) -> None:
+        connected = pb.Connected(worker_id=event.worker_id, agent=event.agent)
+        if isinstance(event, PeerDisconnected):
+            connected.lost = True
+        elif event.error is not None:
+            connected.error, connected.reason = event.error.message, event.error.reason
+        self._outbox.broadcast(pb.WorkerMessage(connected=connected))
 
     def _report_push(self, job: Job, event: PushEnded) -> None:
         if event.error is not None:

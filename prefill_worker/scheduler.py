@@ -12,13 +12,14 @@ as it is computed, while another may have to keep them.
 What the pool has cached of a prompt is not computed again. Nor is anything
 computed twice at once: a prompt that goes on like one that is being computed
 waits until it finds those pages in the cache, and meanwhile those behind it,
-up to `LOOK_AHEAD`, may start.
+up to `LOOK_AHEAD`, may start. The same holds for pages that are being fetched.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from core.types import AttemptKey, Work
@@ -46,8 +47,10 @@ class _Prompt:
 
 
 class PrefillScheduler:
-    def __init__(self, pool: PagePool, chunk_tokens: int) -> None:
+    def __init__(self, pool: PagePool, chunk_tokens: int, coming: Collection[bytes] = ()) -> None:
+        """`coming` are, at any time, the keys of pages that are being fetched."""
         self._pool = pool
+        self._coming = coming
         self._chunk_tokens = chunk_tokens
         self._waiting: OrderedDict[AttemptKey, _Prompt] = OrderedDict()
         self._cleared: set[AttemptKey] = set()  # of those that wait
@@ -68,8 +71,16 @@ class PrefillScheduler:
             sequence.uncomputed for sequence in self._started.values()
         )
 
-    def add(self, work: Work) -> None:
-        self._waiting[work.key] = _Prompt(work, self._pool.chain(work.cache_salt))
+    @property
+    def waiting_pages(self) -> int:
+        """Pages that those prompts may need which wait."""
+        lengths = (len(prompt.work.prompt_tokens) for prompt in self._waiting.values())
+        return sum(map(self._pool.pages_for, lengths))
+
+    def add(self, work: Work) -> list[bytes]:
+        """The keys of the pages that need not be computed where they are known."""
+        prompt = self._waiting[work.key] = _Prompt(work, self._pool.chain(work.cache_salt))
+        return prompt.keys
 
     def clear(self, key: AttemptKey) -> None:
         """Nothing will keep this prompt's pages once it is computed."""
@@ -128,5 +139,11 @@ class PrefillScheduler:
         cleared = (prompt for key, prompt in self._waiting.items() if key in self._cleared)
         others = (prompt for key, prompt in self._waiting.items() if key not in self._cleared)
         first = itertools.islice(itertools.chain(cleared, others), LOOK_AHEAD)
-        started = self._started.values()
-        return next((each for each in first if not is_coming(each.keys, self._pool, started)), None)
+        return next((prompt for prompt in first if not self._has_to_wait(prompt.keys)), None)
+
+    def _has_to_wait(self, keys: list[bytes]) -> bool:
+        """Whether the first page that the cache lacks is being computed or fetched."""
+        if is_coming(keys, self._pool, self._started.values()):
+            return True
+        missing = keys[len(self._pool.cache.find(keys)) :] if self._coming else []
+        return bool(missing) and missing[0] in self._coming

@@ -29,6 +29,8 @@ class Seat:
     placement: Placement
     prefill: WorkerLink | None
     decode: WorkerLink | None
+    # The worker that has pages which the prefill worker is to fetch.
+    holder: WorkerLink | None = None
 
     @property
     def links(self) -> list[WorkerLink]:
@@ -130,8 +132,8 @@ class Admission:
             return self._with_retry(found)
         if order not in self._aside and order != self._line.head:
             return self._with_retry(Exhausted("requests that came earlier are still waiting"))
-        prefill, decode = self._roster.find(found.prefill), self._roster.find(found.decode)
-        return Seat(found, prefill, decode)
+        names = found.prefill, found.decode, found.fetch.holder if found.fetch else ""
+        return Seat(found, *map(self._roster.find, names))
 
     def _with_retry(self, error: BatonError) -> BatonError:
         error.retry_after = self._line.retry_after

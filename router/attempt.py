@@ -47,6 +47,8 @@ class Tokens:
     cached_tokens: int = 0
     # How likely each of them was, where the request asks for it.
     logprobs: tuple[TokenLogprobs, ...] = ()
+    # Of cached_tokens, what was fetched from another worker's cache.
+    fetched_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,12 @@ class Attempt:
     """What one try at a request holds on its workers, and how far it is."""
 
     def __init__(
-        self, work: Work, placement: Placement, prefill_agent: str, decode_agent: str
+        self,
+        work: Work,
+        placement: Placement,
+        prefill_agent: str,
+        decode_agent: str,
+        holder_agent: str = "",
     ) -> None:
         self.work = work
         self.placement = placement
@@ -95,6 +102,7 @@ class Attempt:
         self.started = not placement.prefill
         self._prefill_agent = prefill_agent
         self._decode_agent = decode_agent
+        self._holder_agent = holder_agent
         self._held: set[Side] = set()
         # Tokens of decode that overtook token #1 on their way here.
         self._early: list[Tokens] = []
@@ -107,7 +115,7 @@ class Attempt:
         if self.placement.decode:
             reserve = pb.Reserve(work=work, sender=self._prefill_agent)
             sends.append(self._hold(Side.DECODE, pb.RouterMessage(reserve=reserve)))
-        prefill = pb.Prefill(work=work, receiver=self._decode_agent)
+        prefill = pb.Prefill(work=work, receiver=self._decode_agent, holder=self._holder())
         return [*sends, self._hold(Side.PREFILL, pb.RouterMessage(prefill=prefill))]
 
     def take(self, event: Event) -> list[Action]:
@@ -141,6 +149,12 @@ class Attempt:
         self._held.clear()
         return sends
 
+    def _holder(self) -> pb.Holder | None:
+        fetch = self.placement.fetch
+        if fetch is None or not self._holder_agent:
+            return None
+        return pb.Holder(agent=self._holder_agent, pages=fetch.pages, seconds=fetch.seconds)
+
     def _hold(self, side: Side, message: pb.RouterMessage) -> Send:
         self._held.add(side)
         return Send(side, message)
@@ -172,7 +186,8 @@ class Attempt:
             self.queued = False
             self._held.discard(Side.PREFILL)
         logprobs = (logprobs_from(first.logprobs),) if first.HasField("logprobs") else ()
-        return [Tokens([first.token], finish, first.cached_tokens, logprobs), *self._early]
+        found = first.cached_tokens, logprobs, first.fetched_tokens
+        return [Tokens([first.token], finish, *found), *self._early]
 
     def _step(self, step: pb.StepTokens) -> list[Action]:
         self.queued = False

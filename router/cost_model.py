@@ -40,6 +40,8 @@ class Costs:
     local: tuple[float, ...] = (*PREFILL_PRIOR, BESIDE_SHARE * PREFILL_PRIOR[1])
     transfer: tuple[float, ...] = TRANSFER_PRIOR
     exposed: tuple[float, ...] = EXPOSED_PRIOR
+    # A fetch, a byte: as a push, once the holder has heard of it between two steps.
+    fetch: tuple[float, ...] = (TRANSFER_PRIOR[0] + STEP_PRIOR[0], TRANSFER_PRIOR[1])
     step: tuple[float, ...] = STEP_PRIOR
     answer_tokens: float = ANSWER_PRIOR
 
@@ -48,6 +50,10 @@ class Costs:
         `prefix` cached ones."""
         once, each, look, before = self.prefill
         return once + tokens * (each + look * (prefix + tokens / 2)) + before * pending
+
+    def wait_seconds(self, pending: int) -> float:
+        """Of these, before the prompt's own turn."""
+        return self.prefill[3] * pending
 
     def local_seconds(self, tokens: int, prefix: int, pending: int = 0, running: int = 0) -> float:
         """Until a decode worker has, which runs so many requests meanwhile."""
@@ -64,6 +70,11 @@ class Costs:
         """From the end of a prompt's compute to the arrival of its last page."""
         once, each = self.exposed
         return once + each * max(0.0, self.transfer_seconds(size) - compute_seconds)
+
+    def fetch_seconds(self, size: int) -> float:
+        """From asking another worker for so many bytes of pages to their arrival."""
+        once, each = self.fetch
+        return once + each * size
 
     def step_seconds(self, requests: int, pages: int) -> float:
         """One step of a decode worker, with nothing else on the machine."""
@@ -96,12 +107,14 @@ class CostModel:
     """Takes measurements, and says what follows from them."""
 
     def __init__(self) -> None:
-        self._prefill = OnlineFit(PREFILL_PRIOR, REQUEST_MEMORY)
+        # Whichever was measured first also speaks for the other, which may be measured later.
+        self._prefill: OnlineFit | None = None
         self._local: OnlineFit | None = None
         self._transfer = OnlineFit(TRANSFER_PRIOR, REQUEST_MEMORY)
         # Apart: how often a push is late says nothing of how late one is.
         self._hidden = OnlineFit(EXPOSED_PRIOR[:1], REQUEST_MEMORY)
         self._beyond = OnlineFit(EXPOSED_PRIOR[1:], REQUEST_MEMORY)
+        self._fetch: OnlineFit | None = None
         self._step = OnlineFit(STEP_PRIOR, STEP_MEMORY)
         self._answers = 0
         self._answer_tokens = ANSWER_PRIOR
@@ -116,6 +129,8 @@ class CostModel:
     def note_prefill(self, tokens: int, prefix: int, pending: int, seconds: float) -> None:
         """From its arrival, a prompt took a prefill worker so long: `tokens` behind `prefix`
         cached ones, with `pending` ones there before."""
+        if self._prefill is None:
+            self._prefill = OnlineFit(self.costs.prefill, REQUEST_MEMORY)
         self._note(self._prefill, _prompt(tokens, prefix, pending), seconds)
 
     def note_local(
@@ -138,6 +153,12 @@ class CostModel:
         else:
             self._note(self._hidden, (1.0,), exposed)
 
+    def note_fetch(self, size: int, seconds: float) -> None:
+        """Pages of so many bytes were fetched, or waited for in vain."""
+        if self._fetch is None:
+            self._fetch = OnlineFit(self.costs.fetch, REQUEST_MEMORY)
+        self._note(self._fetch, (1.0, float(size)), seconds)
+
     def note_step(self, requests: int, pages: int, busy_prefill: int, seconds: float) -> None:
         """A decode worker's step, with so many prefill workers at work."""
         self._note(self._step, (1.0, float(requests), float(pages), float(busy_prefill)), seconds)
@@ -154,16 +175,24 @@ class CostModel:
         self._costs = None
 
     def _believe(self) -> Costs:
-        prefill = self._prefill.coefficients
-        local = (*prefill, BESIDE_SHARE * prefill[1])
+        transfer, step = self._transfer.coefficients, self._step.coefficients
+        fetch = (transfer[0] + step[0], transfer[1])
+        prefill, local = self._believe_prompts()
         return Costs(
             prefill=prefill,
-            local=self._local.coefficients if self._local else local,
-            transfer=self._transfer.coefficients,
+            local=local,
+            transfer=transfer,
             exposed=self._hidden.coefficients + self._beyond.coefficients,
-            step=self._step.coefficients,
+            fetch=self._fetch.coefficients if self._fetch else fetch,
+            step=step,
             answer_tokens=self._answer_tokens,
         )
+
+    def _believe_prompts(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """What reading a prompt costs a prefill worker, and a decode worker."""
+        local = self._local.coefficients if self._local else ()
+        prefill = self._prefill.coefficients if self._prefill else local[:4] or PREFILL_PRIOR
+        return prefill, local or (*prefill, BESIDE_SHARE * prefill[1])
 
 
 def _prompt(tokens: int, prefix: int, pending: int) -> tuple[float, float, float, float]:

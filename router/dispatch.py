@@ -155,7 +155,8 @@ class Running:
         self._unanswered = 0
         self._cache = seat.reader.cache  # that of the process which reads the prompt
         self._agents = [link.agent for link in seat.links]
-        agents = [link.agent if link else "" for link in (seat.prefill, seat.decode)]
+        workers = seat.prefill, seat.decode, seat.holder
+        agents = [link.agent if link else "" for link in workers]
         self.attempt = Attempt(work, seat.placement, *agents)
 
     @property

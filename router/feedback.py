@@ -67,10 +67,20 @@ class Feedback:
     def _note_prefill(self, first: pb.FirstToken, forecast: Forecast) -> None:
         self._compute_seconds = first.compute_seconds
         missing = self._tokens - first.cached_tokens
-        seconds = first.queue_seconds + first.compute_seconds
-        pending = forecast.pending_tokens
+        pending, seconds = forecast.pending_tokens, first.queue_seconds + first.compute_seconds
+        if first.fetch_seconds:
+            # It may have waited for its pages: that says nothing of the queue.
+            pending, seconds = 0, first.compute_seconds
+            self._note_fetch(first)
         self._costs.note_prefill(missing, first.cached_tokens, pending, seconds)
         self._note_read(first.cached_tokens, forecast)
+
+    def _note_fetch(self, first: pb.FirstToken) -> None:
+        """One that came to nothing teaches too, as if all had come when it was given up."""
+        fetch, pool = self._seat.placement.fetch, self._seat.reader.pool
+        tokens = first.fetched_tokens or (fetch.tokens if fetch else 0)
+        size = tokens // max(pool.layout.page_size, 1) * pool.page_bytes
+        self._costs.note_fetch(size, first.fetch_seconds)
 
     def _note_local(self, tokens: pb.StepTokens, forecast: Forecast) -> None:
         cached = tokens.cached_tokens

@@ -166,6 +166,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             prompt_tokens=event.prompt_tokens,
             completion_tokens=event.completion_tokens,
             cached_tokens=event.cached_tokens,
+            fetched_tokens=event.fetched_tokens,
         )
         return pb.GenerateResponse(
             finished=pb.Finished(

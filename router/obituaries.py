@@ -1,8 +1,8 @@
 """Which workers' processes have ended, and who has been told.
 
-A decode worker must hear of it, since it may hold pages that the dead process
-could write to and have no other way to find out. One whose stream broke is told
-again when it is back.
+A worker must hear of it, since it may hold pages that the dead process could
+write to and have no other way to find out. One whose stream broke is told again
+when it is back.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from baton.v1 import worker_pb2 as pb
-from core.types import Role
 from router.link import WorkerLink
 
 REMEMBERED = 1024
@@ -28,10 +27,10 @@ class Obituaries:
             del self._ended[agent]
 
     def tell(self, links: Iterable[WorkerLink]) -> None:
-        """Tells each decode worker what it was not told yet on its stream. `links` are all."""
+        """Tells each worker what it was not told yet on its stream. `links` are all."""
         told: dict[WorkerLink, tuple[pb.Welcome, set[str]]] = {}
         for link in links:
-            if link.welcome is None or link.role is not Role.DECODE:
+            if link.welcome is None:
                 continue
             stream, known = self._told.get(link, (None, set()))
             news = self._ended.keys() - (known if stream is link.welcome else set())

@@ -37,6 +37,15 @@ class LocalPrefill(enum.StrEnum):
     ALWAYS = "always"
 
 
+class FetchPages(enum.StrEnum):
+    """When prefill workers fetch what decode workers hold of a prompt. The values are those of
+    the configuration."""
+
+    AUTO = "auto"  # when that is predicted to take less than computing it
+    NEVER = "never"
+    ALWAYS = "always"
+
+
 class Policy(enum.StrEnum):
     """How a request's work is divided. The values travel to clients."""
 
@@ -50,6 +59,7 @@ class Reason(enum.StrEnum):
 
     CACHED = "cached"
     CACHE_BUSY = "cache_busy"
+    FETCHED = "fetched"
     LEAST_TIME = "least_time"
     LEAST_LOADED = "least_loaded"
     ROUND_ROBIN = "round_robin"
@@ -64,6 +74,7 @@ class Reason(enum.StrEnum):
 REASON_WORDS = {
     Reason.CACHED: "the prompt's beginning is cached there",
     Reason.CACHE_BUSY: "where more of the prompt is cached it would take longer",
+    Reason.FETCHED: "the prompt's beginning is fetched from another worker's cache",
     Reason.LEAST_TIME: "the least predicted time",
     Reason.LEAST_LOADED: "least loaded",
     Reason.ROUND_ROBIN: "next in turn",
@@ -124,6 +135,7 @@ class Snapshot:
     local_prefill: bool = False
     # Whether they may read others too, or are to read all.
     local: LocalPrefill = LocalPrefill.FALLBACK
+    fetch: FetchPages = FetchPages.AUTO
     strategy: Strategy = Strategy.KV_AWARE
     costs: Costs = field(default_factory=Costs)
     # Counts placements: of equal workers another one is taken each time.
@@ -135,6 +147,19 @@ class Snapshot:
     page_bytes: int = 0
 
 
+class Fetch(NamedTuple):
+    """Pages that the prefill worker is to fetch before it computes the rest."""
+
+    # The decode worker that has them.
+    holder: str
+    # How many pages at the prompt's front it has.
+    pages: int
+    # Of their tokens, those that the prefill worker lacks.
+    tokens: int
+    # How long they may take: what they save.
+    seconds: float
+
+
 @dataclass(frozen=True, slots=True)
 class Forecast:
     """What a placement was decided on."""
@@ -144,7 +169,7 @@ class Forecast:
     # Prompt tokens before ours, and requests that are decoded beside it where it is local.
     pending_tokens: int
     running: int
-    # Of the prompt, what is cached where it is to be read.
+    # Of the prompt, what is cached where it is to be read, or will be.
     cached_tokens: int
 
 
@@ -159,6 +184,7 @@ class Placement:
     reason: str = ""
     code: Reason = Reason.LEAST_TIME
     forecast: Forecast | None = field(default=None, compare=False)
+    fetch: Fetch | None = None
 
     @property
     def words(self) -> str:

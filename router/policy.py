@@ -23,7 +23,6 @@ from router.score import (
     local_forecast,
     ranked_local,
     ranked_prefill,
-    split_forecast,
 )
 
 
@@ -50,8 +49,14 @@ def _prefill_only(snapshot: Snapshot) -> Placement | BatonError:
     if not free:
         return _full("prefill")
     chosen = ranked_prefill(snapshot, free)[0].view
-    forecast = split_forecast(snapshot, chosen)
-    return Placement(chosen.worker_id, "", Policy.PREFILL, "", Reason.ONE_TOKEN, forecast)
+    return Placement(
+        chosen.view.worker_id,
+        "",
+        Policy.PREFILL,
+        code=Reason.ONE_TOKEN,
+        forecast=chosen.forecast(),
+        fetch=chosen.fetch,
+    )
 
 
 def _split(snapshot: Snapshot) -> Placement | BatonError:
@@ -69,10 +74,11 @@ def _split(snapshot: Snapshot) -> Placement | BatonError:
         if local.cost < pair.cost:
             return _place_local(snapshot, local.view, Reason.LOCAL_FASTER)
     return Placement(
-        pair.prefill.worker_id,
+        pair.prefill.view.worker_id,
         pair.decode.worker_id,
         code=_split_reason(snapshot, pair),
-        forecast=split_forecast(snapshot, pair.prefill),
+        forecast=pair.prefill.forecast(),
+        fetch=pair.prefill.fetch,
     )
 
 
@@ -92,6 +98,8 @@ def _place_local(snapshot: Snapshot, view: DecodeView, code: Reason, reason: str
 def _split_reason(snapshot: Snapshot, pair: Pair) -> Reason:
     if snapshot.strategy is not Strategy.KV_AWARE:
         return Reason(snapshot.strategy.value)
+    if pair.prefill.fetch:
+        return Reason.FETCHED
     if any(view.cached_tokens > pair.prefill.cached_tokens for view in snapshot.prefill):
         return Reason.CACHE_BUSY
     cached = pair.prefill.cached_tokens or pair.decode.cached_tokens

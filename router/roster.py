@@ -23,6 +23,7 @@ from router.link import WorkerLink
 from router.obituaries import Obituaries
 from router.placement import (
     DecodeView,
+    FetchPages,
     LocalPrefill,
     Placement,
     PrefillView,
@@ -53,6 +54,7 @@ class Roster:
         self._identity = node_identity(config)
         self._strategy = Strategy(config.router.policy)
         self._local = LocalPrefill(config.router.local_prefill)
+        self._fetch = FetchPages(config.router.fetch_pages)
         self._links: dict[str, WorkerLink] = {}  # by address
         self._tasks: dict[WorkerLink, asyncio.Task[None]] = {}
         self._listeners: list[Callable[[], None]] = []
@@ -110,7 +112,7 @@ class Roster:
         self._tell()
 
     def note_ended(self, agents: Iterable[str]) -> None:
-        """The processes of these transport agents have ended, and decode workers must know."""
+        """The processes of these transport agents have ended, and workers must know."""
         self._obituaries.add(agents)
         self._obituaries.tell(self.links)
 
@@ -152,6 +154,7 @@ class Roster:
             mismatches=topology.mismatches,
             local_prefill=self._may_prefill_locally(),
             local=self._local,
+            fetch=self._fetch,
             strategy=self._strategy,
             costs=self.costs.costs,
             turn=self.placed,

@@ -1,7 +1,7 @@
 """Workers and pairs of them by predicted time.
 
 Every pair is scored by what is predicted (router/cost_model.py): the wait and
-the compute of what the prefill worker lacks, the transfer of what the decode
+the compute of what the prefill worker lacks (router/reading.py), the transfer of what the decode
 worker lacks, the answer's steps there, and what all this adds to the time of
 other requests. A session so stays where its cache is for as long as that saves
 more than the queue there costs.
@@ -15,8 +15,9 @@ from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from router.placement import DecodeView, Forecast, PrefillView, Snapshot, Strategy
+from router.reading import Reading, readings
 
-View = TypeVar("View", bound=PrefillView | DecodeView)
+View = TypeVar("View", bound=Reading | DecodeView)
 
 
 class Ranked(NamedTuple, Generic[View]):
@@ -26,7 +27,7 @@ class Ranked(NamedTuple, Generic[View]):
 
 class Pair(NamedTuple):
     cost: float
-    prefill: PrefillView
+    prefill: Reading
     decode: DecodeView
 
 
@@ -36,31 +37,31 @@ def best_pair(
     """The cheapest pair that is connected. Most pairs are never looked at: none costs less than
     its two workers do, and those are ranked."""
     best: Pair | None = None
+    reading = ranked_prefill(snapshot, prefill)
     # Pages travel behind the compute: of all pairs' transfers this hides the most.
-    hiding = max((_compute(snapshot, view) for view in prefill), default=0.0)
+    hiding = max((first.compute for _, first in reading), default=0.0)
     ranked = ranked_decode(snapshot, decode, hiding)
-    for ahead, first in ranked_prefill(snapshot, prefill):
-        compute = _compute(snapshot, first)
+    for ahead, first in reading:
         for behind, second in ranked:
             if best is not None and ahead + behind >= best.cost:
                 break
-            if second.worker_id not in first.reaches:
+            if second.worker_id not in first.view.reaches:
                 continue
-            more = _late_pages(snapshot, second, compute) - _late_pages(snapshot, second, hiding)
+            late = _late_pages(snapshot, second, first.compute)
+            more = late - _late_pages(snapshot, second, hiding)
             if best is None or ahead + behind + more < best.cost:
                 best = Pair(ahead + behind + more, first, second)
     return best
 
 
-def ranked_prefill(snapshot: Snapshot, views: Sequence[PrefillView]) -> list[Ranked[PrefillView]]:
-    def cost(view: PrefillView) -> float:
+def ranked_prefill(snapshot: Snapshot, views: Sequence[PrefillView]) -> list[Ranked[Reading]]:
+    def cost(reading: Reading) -> float:
         if snapshot.strategy is Strategy.LEAST_LOADED:
-            return float(view.pending_tokens)
-        disturbed = snapshot.costs.disturbance(_compute(snapshot, view), running)
-        return _first_token(snapshot, view) + disturbed
+            return float(reading.view.pending_tokens)
+        return reading.first_token + snapshot.costs.disturbance(reading.compute, running)
 
     running = sum(view.running for view in snapshot.decode)
-    return _ranked(snapshot, views, cost)
+    return _ranked(snapshot, readings(snapshot, views), cost)
 
 
 def ranked_decode(
@@ -90,11 +91,6 @@ def ranked_local(snapshot: Snapshot, views: Sequence[DecodeView]) -> list[Ranked
     return _ranked(snapshot, views, cost)
 
 
-def split_forecast(snapshot: Snapshot, view: PrefillView) -> Forecast:
-    seconds = _first_token(snapshot, view)
-    return Forecast(seconds, view.pending_tokens, 0, view.cached_tokens)
-
-
 def local_forecast(snapshot: Snapshot, view: DecodeView) -> Forecast:
     seconds = _local_first_token(snapshot, view)
     return Forecast(seconds, view.pending_tokens, view.running, view.cached_tokens)
@@ -116,16 +112,6 @@ def _ranked(
 def _least_loaded(view: DecodeView) -> float:
     """The fewest requests; of those, the most free pages."""
     return view.requests + 1.0 / (view.free_pages + 2)
-
-
-def _compute(snapshot: Snapshot, view: PrefillView) -> float:
-    missing = snapshot.prompt_tokens - view.cached_tokens
-    return snapshot.costs.prefill_seconds(missing, view.cached_tokens)
-
-
-def _first_token(snapshot: Snapshot, view: PrefillView) -> float:
-    missing = snapshot.prompt_tokens - view.cached_tokens
-    return snapshot.costs.prefill_seconds(missing, view.cached_tokens, view.pending_tokens)
 
 
 def _local_first_token(snapshot: Snapshot, view: DecodeView) -> float:

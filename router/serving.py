@@ -85,6 +85,7 @@ class Finished:
     index: int = 0
     seed: int = 0
     cached_tokens: int = 0
+    fetched_tokens: int = 0
 
 
 Result = TypeVar("Result")
@@ -182,7 +183,7 @@ class Serving:
         clock = _Clock(self._metrics, self.trends, ledger)
         answer = AnswerText(self.text.detokenizer(), request.stop)
         placements: list[Placement] = []
-        cached_tokens = 0
+        cached_tokens = fetched_tokens = 0
         async with aclosing(self.dispatcher.run(work, ledger)) as events:
             async for event in events:
                 if isinstance(event, Placement):
@@ -191,7 +192,7 @@ class Serving:
                         yield _started(request, work, event)
                     continue
                 if not ledger.tokens:
-                    cached_tokens = event.cached_tokens
+                    cached_tokens, fetched_tokens = event.cached_tokens, event.fetched_tokens
                 clock.tokens(len(event.token_ids))
                 delta = answer.push(event)
                 ledger.tell(finished=answer.finish is not None)
@@ -210,6 +211,7 @@ class Serving:
                         index,
                         work.sampling.seed,
                         cached_tokens,
+                        fetched_tokens,
                     )
                     return
 

@@ -30,6 +30,9 @@ class WorkerMetrics:
         self._bytes = self._counter(names.TRANSFER_BYTES)
         self._seconds = self._counter(names.TRANSFER_SECONDS)
         self._damaged = self._counter(names.DAMAGED_PAGES)
+        self._fetched = self._counter(names.FETCHED_PAGES)
+        self._failed_fetches = self._counter(names.FAILED_FETCHES)
+        self._fetch_seconds = self._counter(names.FETCH_SECONDS)
         self._looked_up = self._counter(names.CACHE_QUERIED_TOKENS)
         self._found = self._counter(names.CACHE_HIT_TOKENS)
         self._evicted = self._counter(names.CACHE_EVICTED_PAGES)
@@ -49,6 +52,14 @@ class WorkerMetrics:
     def transferred(self, count: int, seconds: float) -> None:
         self._bytes.inc(count)
         self._seconds.inc(seconds)
+
+    def fetched(self, pages: int, seconds: float) -> None:
+        self._fetched.inc(pages)
+        self._fetch_seconds.inc(seconds)
+
+    def fetch_failed(self, seconds: float) -> None:
+        self._failed_fetches.inc()
+        self._fetch_seconds.inc(seconds)
 
     def load(self, load: pb.Load) -> None:
         self._waiting.set(load.waiting)

@@ -614,9 +614,10 @@ class Placement(_message.Message):
     reason_code: _builtins.str
     """The reason's stable name: "cached" (the prompt's beginning is cached there),
     "cache_busy" (more is cached elsewhere, where it would take longer),
-    "least_time" (predicted), "least_loaded", "round_robin", "one_token" (one
-    was wanted), "local_faster" (predicted), "local_only" (configured),
-    "no_prefill" (no prefill worker was there), "retry".
+    "fetched" (it is fetched from another worker's cache), "least_time"
+    (predicted), "least_loaded", "round_robin", "one_token" (one was wanted),
+    "local_faster" (predicted), "local_only" (configured), "no_prefill" (no
+    prefill worker was there), "retry".
     """
     predicted_seconds: _builtins.float
     """Seconds from the placement to the first token, as predicted."""
@@ -645,22 +646,26 @@ class Usage(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    FETCHED_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Tokens in the prompt."""
     completion_tokens: _builtins.int
     """Tokens generated."""
     cached_tokens: _builtins.int
     """Of the prompt's tokens, those that were cached and not computed again."""
+    fetched_tokens: _builtins.int
+    """Of the cached tokens, those that one worker fetched from another."""
     def __init__(
         self,
         *,
         prompt_tokens: _builtins.int = ...,
         completion_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
+        fetched_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "fetched_tokens", b"fetched_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

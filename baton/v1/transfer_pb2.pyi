@@ -325,6 +325,7 @@ class TransferNote(_message.Message):
     ACCEPTED_FIELD_NUMBER: _builtins.int
     INTRODUCTION_FIELD_NUMBER: _builtins.int
     GREETING_FIELD_NUMBER: _builtins.int
+    FETCH_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's name. Empty in an Introduction and a Greeting."""
     epoch: _builtins.int
@@ -367,6 +368,12 @@ class TransferNote(_message.Message):
     def greeting(self) -> Global___Greeting:
         """To the sender: the answer to Introduction; notes pass both ways."""
 
+    @_builtins.property
+    def fetch(self) -> Global___Fetch:
+        """To a worker with a cache: push what you hold of these pages. Answered
+        with a push, or with Drained.
+        """
+
     def __init__(
         self,
         *,
@@ -381,12 +388,13 @@ class TransferNote(_message.Message):
         accepted: Global___Accepted | None = ...,
         introduction: Global___Introduction | None = ...,
         greeting: Global___Greeting | None = ...,
+        fetch: Global___Fetch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "beat", b"beat", "drained", b"drained", "greeting", b"greeting", "introduction", b"introduction", "kind", b"kind", "landed", b"landed", "renewed", b"renewed", "resend", b"resend", "revoked", b"revoked"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "beat", b"beat", "drained", b"drained", "fetch", b"fetch", "greeting", b"greeting", "introduction", b"introduction", "kind", b"kind", "landed", b"landed", "renewed", b"renewed", "resend", b"resend", "revoked", b"revoked"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "beat", b"beat", "drained", b"drained", "epoch", b"epoch", "greeting", b"greeting", "introduction", b"introduction", "kind", b"kind", "landed", b"landed", "renewed", b"renewed", "request_id", b"request_id", "resend", b"resend", "revoked", b"revoked"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "beat", b"beat", "drained", b"drained", "epoch", b"epoch", "fetch", b"fetch", "greeting", b"greeting", "introduction", b"introduction", "kind", b"kind", "landed", b"landed", "renewed", b"renewed", "request_id", b"request_id", "resend", b"resend", "revoked", b"revoked"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["landed", "drained", "beat", "renewed", "revoked", "resend", "accepted", "introduction", "greeting"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["landed", "drained", "beat", "renewed", "revoked", "resend", "accepted", "introduction", "greeting", "fetch"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -557,6 +565,34 @@ class Greeting(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Greeting: _TypeAlias = Greeting  # noqa: Y015
+
+@_typing.final
+class Fetch(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TICKET_FIELD_NUMBER: _builtins.int
+    PAGE_KEYS_FIELD_NUMBER: _builtins.int
+    ticket: _builtins.bytes
+    """Leave to write the pages: a SealedTicket for as many as there are keys."""
+    @_builtins.property
+    def page_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Their keys (core/page_keys.py), in the prompt's order. Of these the longest
+        run from the first on is pushed that is there.
+        """
+
+    def __init__(
+        self,
+        *,
+        ticket: _builtins.bytes = ...,
+        page_keys: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_keys", b"page_keys", "ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Fetch: _TypeAlias = Fetch  # noqa: Y015
 
 @_typing.final
 class Introduction(_message.Message):

@@ -93,7 +93,9 @@ class RouterMessage(_message.Message):
 
     @_builtins.property
     def sender_gone(self) -> Global___SenderGone:
-        """To decode: a prefill worker's process has ended."""
+        """To either: the process of a worker that may have pushed pages there has
+        ended.
+        """
 
     @_builtins.property
     def compute(self) -> Global___Compute:
@@ -693,6 +695,7 @@ class Prefill(_message.Message):
 
     WORK_FIELD_NUMBER: _builtins.int
     RECEIVER_FIELD_NUMBER: _builtins.int
+    HOLDER_FIELD_NUMBER: _builtins.int
     receiver: _builtins.str
     """The transport agent of the decode worker that the pages will go to, once a
     Deliver has come. Empty when only token #1 is wanted.
@@ -701,19 +704,54 @@ class Prefill(_message.Message):
     def work(self) -> Global___Work:
         """The request."""
 
+    @_builtins.property
+    def holder(self) -> Global___Holder:
+        """Who else has pages of the prompt, where fetching them is predicted to take
+        less than computing them.
+        """
+
     def __init__(
         self,
         *,
         work: Global___Work | None = ...,
         receiver: _builtins.str = ...,
+        holder: Global___Holder | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["work", b"work"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder", "work", b"work"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["receiver", b"receiver", "work", b"work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder", "receiver", b"receiver", "work", b"work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Prefill: _TypeAlias = Prefill  # noqa: Y015
+
+@_typing.final
+class Holder(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AGENT_FIELD_NUMBER: _builtins.int
+    PAGES_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    agent: _builtins.str
+    """Its transport agent."""
+    pages: _builtins.int
+    """How many pages at the prompt's front it has, as far as the router knows."""
+    seconds: _builtins.float
+    """How long the prompt may wait for them: what they are predicted to save."""
+    def __init__(
+        self,
+        *,
+        agent: _builtins.str = ...,
+        pages: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "pages", b"pages", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Holder: _TypeAlias = Holder  # noqa: Y015
 
 @_typing.final
 class Reserve(_message.Message):
@@ -885,6 +923,8 @@ class FirstToken(_message.Message):
     COMPUTE_SECONDS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    FETCHED_TOKENS_FIELD_NUMBER: _builtins.int
+    FETCH_SECONDS_FIELD_NUMBER: _builtins.int
     CHUNKS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's name."""
@@ -901,6 +941,14 @@ class FirstToken(_message.Message):
     cached_tokens: _builtins.int
     """Of prompt_tokens, how many at the front were in this worker's cache and
     not computed.
+    """
+    fetched_tokens: _builtins.int
+    """Of cached_tokens, how many were fetched from another worker's cache for this
+    prompt.
+    """
+    fetch_seconds: _builtins.float
+    """How long they were on their way, or were waited for in vain. 0 when none
+    were asked for.
     """
     @_builtins.property
     def logprobs(self) -> Global___Logprobs:
@@ -921,11 +969,13 @@ class FirstToken(_message.Message):
         compute_seconds: _builtins.float = ...,
         cached_tokens: _builtins.int = ...,
         logprobs: Global___Logprobs | None = ...,
+        fetched_tokens: _builtins.int = ...,
+        fetch_seconds: _builtins.float = ...,
         chunks: _abc.Iterable[_timing_pb2.Chunk] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "chunks", b"chunks", "compute_seconds", b"compute_seconds", "epoch", b"epoch", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "queue_seconds", b"queue_seconds", "request_id", b"request_id", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "chunks", b"chunks", "compute_seconds", b"compute_seconds", "epoch", b"epoch", "fetch_seconds", b"fetch_seconds", "fetched_tokens", b"fetched_tokens", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "queue_seconds", b"queue_seconds", "request_id", b"request_id", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from processes import ProcessCluster, scrape
 from tiny_models import TINY_MODELS, VOCABULARY, generate_with_transformers, save
 from transformers import PreTrainedModel
 
+from baton import Answer
 from core import metrics
 
 PAGE = 5
@@ -24,7 +25,7 @@ def tree(kv_memory: int = 2 << 20, **settings: object) -> dict[str, object]:
         "page_digests": "on",
         "prefill": {"kv_memory": kv_memory, "chunk_tokens": 32, "threads": 1},
         "decode": {"kv_memory": kv_memory, "threads": 1},
-        "router": {"local_prefill": "never"},
+        "router": {"local_prefill": "never", "fetch_pages": "always"},
         **settings,
     }
 
@@ -33,11 +34,13 @@ def tree(kv_memory: int = 2 << 20, **settings: object) -> dict[str, object]:
 class Bench:
     cluster: ProcessCluster
     oracle: PreTrainedModel
+    last: Answer = field(init=False)
 
     def ask(self, prompt: list[int], salt: str = "") -> list[int]:
         """The answer, which is what transformers say."""
         with self.cluster.client() as client:
             answer = client.generate(prompt, max_tokens=ANSWER, cache_salt=salt, timeout=60)
+        self.last = answer
         tokens = list(answer.token_ids)
         assert tokens == generate_with_transformers(self.oracle, prompt, ANSWER)
         return tokens
@@ -50,6 +53,9 @@ class Bench:
         """Tokens found so far by prefill and by decode."""
         name = metrics.CACHE_HIT_TOKENS
         return self.measured("prefill-0", name), self.measured("decode-0", name)
+
+    def fetched(self) -> float:
+        return self.measured("prefill-0", metrics.FETCHED_PAGES)
 
     def pushed(self) -> float:
         return self.measured("prefill-0", metrics.TRANSFER_BYTES)
@@ -100,9 +106,28 @@ def test_a_prompt_of_full_pages_still_computes_its_last_token(bench: Bench) -> N
 def test_the_next_turn_finds_its_whole_history_where_it_was_written(bench: Bench) -> None:
     asked = prompt(3)
     history = asked + bench.ask(asked)
-    # Of 75 tokens the last one was never computed. Prefill has only seen the prompt.
-    assert bench.found_by(history + prompt(4, length=9)) == (60, 70)
+    # Of 75 tokens the last one was never computed. Prefill has only seen the prompt, and
+    # fetches what decode has written.
+    before = bench.fetched()
+    assert bench.found_by(history + prompt(4, length=9)) == (70, 70)
+    assert bench.fetched() - before == 2
     assert bench.found_by(history + prompt(5, length=9)) == (75, 75)
+    assert bench.fetched() - before == 2
+
+
+def test_a_chat_is_never_read_twice(bench: Bench) -> None:
+    """Turn by turn, prefill computes what is new and fetches what decode has written."""
+    history: list[int] = []
+    for turn in range(4):
+        history += prompt(20 + turn, length=9)
+        known = max(len(history) - 10, 0) // PAGE * PAGE
+        found = bench.found_by(history)
+        assert found == (known, known)
+        history += bench.last.token_ids
+        usage = bench.last.usage
+        assert (usage.cached_tokens, usage.fetched_tokens > 0) == (known, turn > 0)
+        code = bench.last.placements[0].reason_code
+        assert code == ("fetched" if turn else "least_time")
 
 
 def test_a_rewritten_history_is_shared_up_to_where_it_differs(bench: Bench) -> None:
@@ -121,7 +146,7 @@ def test_salts_share_nothing(bench: Bench) -> None:
     assert bench.found_by(asked, "one") == (60, 60)
 
 
-@pytest.mark.parametrize(("worker", "found"), [("prefill-0", (0, 60)), ("decode-0", (60, 0))])
+@pytest.mark.parametrize(("worker", "found"), [("prefill-0", (60, 60)), ("decode-0", (60, 0))])
 def test_a_worker_that_restarts_has_forgotten_and_the_other_has_not(
     bench: Bench, worker: str, found: tuple[int, int]
 ) -> None:

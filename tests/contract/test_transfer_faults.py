@@ -22,13 +22,13 @@ from kv_transfer.digest import cpu_digest
 from kv_transfer.events import (
     Landed,
     PagesDamaged,
-    PagesOverdue,
     PeerConnected,
     PeerDisconnected,
     PushEnded,
     PushFailed,
     ReservationFailed,
     ReservationFreed,
+    ReservationOverdue,
     TransferEvent,
 )
 from kv_transfer.inprocess import InProcessTransport
@@ -149,7 +149,7 @@ def test_pages_of_a_killed_sender_are_freed_though_nobody_says_that_it_died(
         os.kill(pid, signal.SIGKILL)
         decode.thread.release_reservation(KEY)
         # A process takes a moment to die.
-        while isinstance(event := decode.events.get(timeout=20), PagesOverdue):
+        while isinstance(event := decode.events.get(timeout=20), ReservationOverdue):
             pass
         assert event == ReservationFreed(KEY)
 
@@ -161,7 +161,7 @@ def test_pages_of_a_frozen_sender_stay_in_quarantine_until_it_thaws(decode: Work
         os.kill(pid, signal.SIGSTOP)
         assert isinstance(decode.next(ReservationFailed).error, Unavailable)
         decode.thread.release_reservation(KEY)
-        decode.next(PagesOverdue)
+        decode.next(ReservationOverdue)
         with pytest.raises(queue.Empty):
             decode.events.get(timeout=2 * LEASE_SECONDS)
         os.kill(pid, signal.SIGCONT)

@@ -22,7 +22,9 @@ from core.errors import (
 from core.types import AttemptKey
 from kv_transfer.digest import choose_digest
 from kv_transfer.events import (
+    Fetched,
     Landed,
+    PagesWanted,
     PeerConnected,
     PeerDisconnected,
     PushEnded,
@@ -230,6 +232,79 @@ def test_a_push_cancelled_before_its_ticket_came_frees_the_reservation(
     decode.thread.release_reservation(KEY)
     prefill.thread.cancel_push(KEY)
     assert decode.next(ReservationFreed) == ReservationFreed(KEY)
+
+
+def fetch(
+    prefill: Worker, holder: str, pages: list[int], keys: list[bytes], seconds: float = 30.0
+) -> None:
+    ticket = make_ticket(
+        KEY,
+        agent=prefill.agent,
+        pages=pages,
+        expires_after_seconds=seconds,
+        lease_seconds=prefill.thread.lease_seconds,
+        layout=prefill.layout,
+    )
+    prefill.thread.fetch(KEY, holder, ticket, pages, keys, seconds)
+
+
+def test_cached_pages_are_fetched_as_far_as_they_are_there(pair: tuple[Worker, Worker]) -> None:
+    prefill, decode = pair
+    for page in (4, 9):
+        decode.fill(page, page)
+    fetch(prefill, decode.agent, [20, 21, 7], [b"one", b"two", b"three"])
+    wanted = decode.next(PagesWanted)
+    assert (wanted.key, wanted.peer) == (KEY, prefill.agent)
+    assert wanted.page_keys == (b"one", b"two", b"three")
+    decode.thread.lend(KEY, wanted.peer, wanted.ticket, [4, 9])
+    assert prefill.next(Fetched).pages == 2
+    assert prefill.first_bytes() == {20: 4, 21: 9}
+    ended = decode.next(PushEnded)
+    assert (ended.error, ended.bytes) == (None, 2 * PAGE_BYTES)
+
+
+def test_pages_pass_both_ways_for_the_same_attempt(pair: tuple[Worker, Worker]) -> None:
+    prefill, decode = pair
+    decode.fill(4, 4)
+    fetch(prefill, decode.agent, [20], [b"one"])
+    prefill.thread.open_push(KEY, decode.agent)
+    prefill.thread.deliver_ticket(KEY, decode.reserve([8], prefill.agent))
+    wanted = decode.next(PagesWanted)
+    decode.thread.lend(KEY, wanted.peer, wanted.ticket, [4])
+    prefill.next(Fetched)
+    decode.next(PushEnded)
+    prefill.thread.finish_push(KEY, 7, [20])
+    assert decode.next(Landed) == Landed(KEY, 7)
+    assert prefill.next(PushEnded).error is None
+    assert decode.first_bytes() == {4: 4, 8: 4}
+
+
+def test_a_fetch_that_is_declined_fails_at_once_and_is_freed(pair: tuple[Worker, Worker]) -> None:
+    prefill, decode = pair
+    fetch(prefill, decode.agent, [20], [b"one"])
+    decode.thread.decline(KEY, decode.next(PagesWanted).ticket)
+    assert prefill.next(ReservationFailed) == ReservationFailed(KEY, None)
+    assert prefill.next(ReservationFreed) == ReservationFreed(KEY)
+    assert decode.events.empty()
+
+
+def test_pages_that_are_lent_too_late_go_nowhere(pair: tuple[Worker, Worker]) -> None:
+    prefill, decode = pair
+    decode.fill(4, 4)
+    fetch(prefill, decode.agent, [20], [b"one"], seconds=0.05)
+    wanted = decode.next(PagesWanted)
+    assert isinstance(prefill.next(ReservationFailed).error, DeadlineExceeded)
+    assert prefill.next(ReservationFreed) == ReservationFreed(KEY)
+    decode.thread.lend(KEY, wanted.peer, wanted.ticket, [4])
+    assert isinstance(decode.next(PushEnded).error, Unavailable)
+    assert prefill.first_bytes() == {}
+
+
+def test_a_fetch_from_an_agent_that_was_never_connected_fails_at_once(make_worker: Maker) -> None:
+    prefill = make_worker()
+    fetch(prefill, "nobody", [20], [b"one"])
+    assert isinstance(prefill.next(ReservationFailed).error, WorkerLost)
+    assert prefill.next(ReservationFreed) == ReservationFreed(KEY)
 
 
 def test_an_older_epoch_cannot_land_in_a_newer_reservation(pair: tuple[Worker, Worker]) -> None:

@@ -11,10 +11,11 @@ from core.config import Config, DecodeConfig, PrefillConfig, RouterConfig
 from core.errors import Internal
 from core.types import AttemptKey, Role, Sampling, Work
 from decode_worker.role import DecodeRole
+from engine.page_pool import Lease
 from kv_transfer.receiver import State
 from prefill_worker.role import PrefillRole
 
-from .engine import VOCABULARY
+from .engine import VOCABULARY, reference
 from .fabric import Fabric, Write
 from .router import SimulatedRequest, SimulatedRouter
 from .streams import Stream
@@ -58,13 +59,17 @@ class Cluster:
         self._incarnations = itertools.count(1)
         self._attachments = itertools.count(1)
         self.routers = [
-            SimulatedRouter(self.world, f"router{i}", self._attach)
+            SimulatedRouter(
+                self.world, f"router{i}", self._attach, fetches=self.config.prefix_cache
+            )
             for i in range(draw.choice((1, 1, 2)))
         ]
         for role in (Role.PREFILL, Role.DECODE):
             for i in range(draw.choice((1, 2))):
                 self._start(f"{role.value}{i}", role)
         self._plan_requests()
+        if self.config.prefix_cache:
+            self._plan_forgetting()
         self._fault_at = sorted(draw.randint(1, 150) for _ in range(self.faults))
         self.world.after_event = self._after_event
 
@@ -81,21 +86,42 @@ class Cluster:
         draw = self.world.random
         # With a cache there are more requests, and some come after others have ended.
         more, spread = (2, 0.5) if self.config.prefix_cache else (1, 0.1)
+        asked: list[tuple[float, Work]] = []
         for number in range(draw.choice((1, 2, 3, 4)) * more):
-            request = SimulatedRequest(self._work(number))
-            router = draw.choice(self.routers)
-            self.world.after(draw.random() * spread, partial(self._submit, router, request))
+            at, prompt = draw.random() * spread, self._prompt()
+            if self.config.prefix_cache and asked and draw.random() < 0.5:
+                before, earlier = draw.choice(asked)
+                at, prompt = at + before, _next_turn(earlier, prompt)
+            asked.append((at, self._work(number, prompt)))
+            request = SimulatedRequest(asked[-1][1])
+            self.world.after(at, partial(self._submit, draw.choice(self.routers), request))
 
-    def _work(self, number: int) -> Work:
+    def _plan_forgetting(self) -> None:
+        """Prefill loses what it has cached, now and then, and can fetch it from decode."""
         draw = self.world.random
+        for _ in range(draw.choice((0, 2, 4))):
+            self.world.after(draw.random() * 1.5, self._forget)
+
+    def _forget(self) -> None:
+        for worker in self.workers.values():
+            if worker.kind is Role.PREFILL:
+                pool = worker.engine.pool
+                pool.acquire(pool.free).release()
+
+    def _prompt(self) -> list[int]:
+        draw = self.world.random
+        length = draw.randint(1, min(9, self.config.page_size * self.pages - 1))
+        tokens = [draw.randrange(VOCABULARY) for _ in range(length)]
+        return _begun_alike(tokens) if self.config.prefix_cache else tokens
+
+    def _work(self, number: int, prompt: list[int]) -> Work:
         most = self.pages * self.config.page_size
-        prompt = draw.randint(1, min(9, most - 1))
-        tokens = [draw.randrange(VOCABULARY) for _ in range(prompt)]
+        prompt = prompt[: most - 1]
         return Work(
             key=AttemptKey(f"r{number}", 1),
-            prompt_tokens=_begun_alike(tokens) if self.config.prefix_cache else tokens,
+            prompt_tokens=prompt,
             sampling=Sampling(),
-            max_tokens=draw.randint(1, min(6, most - prompt)),
+            max_tokens=self.world.random.randint(1, min(6, most - len(prompt))),
             stop_token_ids=frozenset({5}),
         )
 
@@ -221,17 +247,17 @@ class Cluster:
             self._freeze(pair[1])
 
     def _fail_fabric(self) -> None:
-        """Decode can no longer answer prefill, which can still write."""
+        """One can no longer answer the other, which can still write."""
         if pair := self._some_pair():
-            one, other = pair
+            one, other = self.world.random.sample(pair, 2)
             self.world.log(other.agent, f"connection to {one.agent} FAILED")
             self.counts["one-sided failures"] += 1
             self.fabric.fail(other.transport, one.transport)
 
     def _fail_and_kill(self) -> None:
-        """A worker dies that decode cannot reach anyway: only routers can tell of its death."""
+        """A worker dies that another cannot reach anyway: only routers can tell of its death."""
         if pair := self._some_pair():
-            one, other = pair
+            one, other = self.world.random.sample(pair, 2)
             self.fabric.fail(other.transport, one.transport)
             self.world.after(self.world.random.random(), lambda: self._kill(one))
 
@@ -246,7 +272,7 @@ class Cluster:
     def _stall_and_kill(self) -> None:
         """What a worker had sent before it died arrives when its successor is long there."""
         if pair := self._some_pair():
-            one, other = pair
+            one, other = self.world.random.sample(pair, 2)
             self.world.log(one.agent, f"connection to {other.agent} STALLED")
             self.counts["stalls"] += 1
             self.fabric.stall(one.transport, other.transport, 12.0)
@@ -291,9 +317,7 @@ class Cluster:
             raise Violation(f"{key} writes to {receiver.agent}, which does not expect it")
         if expected.receiver.state not in (State.OPEN, State.QUARANTINED):
             raise Violation(f"{key} writes into a reservation that is {expected.receiver.state}")
-        assert isinstance(receiver.role, DecodeRole)
-        travelling = receiver.role._scheduler._travelling.get(key)
-        lease = travelling.lease if travelling else receiver.role._leaving.get(key)
+        lease = _expected_in(receiver, key)
         if lease is None or lease.released or not set(write.remote_pages) <= set(lease.pages):
             raise Violation(f"{key} writes into pages of {receiver.agent} that it does not hold")
         pool = receiver.engine.pool
@@ -301,13 +325,14 @@ class Cluster:
             if pool.cache.knows(page) or pool._holders[page] != 1:
                 raise Violation(f"{key} writes into page {page}, which others may read")
         if expected.receiver.state is State.QUARANTINED:
+            what = "fetched" if receiver.kind is Role.PREFILL else "pushed"
             self.counts["writes into quarantine"] += 1
+            self.counts[f"{what} into quarantine"] += 1
         self._check_source(sender, key, write)
 
     def _check_source(self, sender: SimulatedWorker, key: AttemptKey, write: Write) -> None:
-        assert isinstance(sender.role, PrefillRole)
-        job = sender.role._jobs.get(key)
-        if job is None or job.lease is None or not set(write.local_pages) <= set(job.lease.pages):
+        lease = _sent_from(sender, key)
+        if lease is None or lease.released or not set(write.local_pages) <= set(lease.pages):
             raise Violation(f"{key} reads pages of {sender.agent} that it does not hold")
 
     def _check_rest(self) -> None:
@@ -354,6 +379,8 @@ class Cluster:
             "pages": pool.leased,
             "requests": len(role._jobs),
             "quarantines": len(role._leaving) if isinstance(role, DecodeRole) else 0,
+            "loans": len(role._loans._loans) if isinstance(role, DecodeRole) else 0,
+            "fetches": len(role._fetches._fetches) if isinstance(role, PrefillRole) else 0,
             "pushes": len(transfer._pushes._senders),
             "writes": len(transfer._pushes._writes) + len(worker.transport.writes),
             "reservations": len(transfer._reservations._expected),
@@ -362,6 +389,28 @@ class Cluster:
         left = {what: count for what, count in held.items() if count}
         if left or pool.check_integrity(held=0):
             raise Violation(f"{worker.agent} at rest still holds {left}; {pool.check_integrity()}")
+
+
+def _expected_in(worker: SimulatedWorker, key: AttemptKey) -> Lease | None:
+    """The pages that wait for an attempt's to arrive: a prompt's, or those that are fetched."""
+    if isinstance(worker.role, PrefillRole):
+        fetch = worker.role._fetches._fetches.get(key)
+        return fetch.lease if fetch else None
+    travelling = worker.role._scheduler._travelling.get(key)
+    return travelling.lease if travelling else worker.role._leaving.get(key)
+
+
+def _sent_from(worker: SimulatedWorker, key: AttemptKey) -> Lease | None:
+    """The pages that an attempt's push reads."""
+    if isinstance(worker.role, DecodeRole):
+        return worker.role._loans._loans.get(key)
+    job = worker.role._jobs.get(key)
+    return job.lease if job else None
+
+
+def _next_turn(work: Work, prompt: list[int]) -> list[int]:
+    """What a client asks that has had the answer to `work`."""
+    return [*work.prompt_tokens, *reference(work), *prompt]
 
 
 def _begun_alike(tokens: list[int]) -> list[int]:

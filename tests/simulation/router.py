@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -10,7 +11,7 @@ from core.errors import BatonError, Cancelled, WorkerLost
 from core.types import AttemptKey, Role, Work
 from router.attempt import Action, Attempt, Ended, Event, LinkLost, Send, Side, Tokens
 from router.life import RequestLife, RetryLimits
-from router.placement import DecodeView, Placement, PrefillView, Snapshot
+from router.placement import DecodeView, Fetch, Placement, PrefillView, Snapshot
 from router.policy import choose
 
 from .engine import reference
@@ -79,10 +80,17 @@ class SimulatedRequest:
 
 class SimulatedRouter:
     def __init__(
-        self, world: World, name: str, attach: Callable[[SimulatedRouter, str], Stream | None]
+        self,
+        world: World,
+        name: str,
+        attach: Callable[[SimulatedRouter, str], Stream | None],
+        *,
+        fetches: bool = False,
     ) -> None:
         """`attach` opens a stream to the worker of a name, if one can be had now."""
         self.name = name
+        self.fetches = fetches
+        self.placed = 0
         self.dead = False
         self.requests: dict[str, SimulatedRequest] = {}
         self.links: dict[str, Link] = {}
@@ -167,11 +175,10 @@ class SimulatedRouter:
         self._agents[link.worker_id] = link.agent
         if before != link.agent:
             self._ended.append(before)
-        # A decode worker that was not attached then is told when it is.
-        told = [link] if link.is_role(Role.DECODE) else self._attached(Role.DECODE)
-        for decode in told:
+        # A worker that was not attached then is told when it is.
+        for worker in self.links.values():
             for agent in self._ended:
-                decode.send(pb.RouterMessage(sender_gone=pb.SenderGone(agent=agent)))
+                worker.send(pb.RouterMessage(sender_gone=pb.SenderGone(agent=agent)))
         self._connect_all()
 
     def _connect_all(self) -> None:
@@ -217,6 +224,7 @@ class SimulatedRouter:
             ],
             decode=[DecodeView(link.worker_id, self._load(link), 0) for link in decode],
             local_prefill=self._world.now - self._no_pair_since > LOCAL_PREFILL_AFTER,
+            turn=self.placed,
         )
 
     def _load(self, link: Link) -> int:
@@ -241,14 +249,26 @@ class SimulatedRouter:
     def _begin(self, request: SimulatedRequest, placement: Placement) -> None:
         if request.attempt is not None:
             raise Violation(f"{request.name} has two live attempts")
+        self.placed += 1
+        placement = self._with_fetch(placement)
         work = request.life.begin(placement)
-        agents = [
-            self.links[name].agent if name else "" for name in (placement.prefill, placement.decode)
-        ]
+        holder = placement.fetch.holder if placement.fetch else ""
+        names = placement.prefill, placement.decode, holder
+        agents = [self.links[name].agent if name else "" for name in names]
         attempt = request.attempt = Attempt(work, placement, *agents)
         self._world.log(self.name, f"{work.key} goes to {placement}")
         self._send(attempt, attempt.start())
         self._watch_silence(request, attempt)
+
+    def _with_fetch(self, placement: Placement) -> Placement:
+        """Has prefill fetch from some decode worker. Whether it has anything is a guess, and so
+        is how long that may take."""
+        draw, decode = self._world.random, list(self._attached(Role.DECODE))
+        if not (self.fetches and placement.prefill and decode and draw.random() < 0.7):
+            return placement
+        pages, seconds = draw.choice((1, 3, 9, 9)), draw.choice((0.005, 0.05, 0.5, 5.0))
+        fetch = Fetch(draw.choice(decode).worker_id, pages, 0, seconds)
+        return dataclasses.replace(placement, fetch=fetch)
 
     def _watch_silence(self, request: SimulatedRequest, attempt: Attempt) -> None:
         events = request.events
@@ -302,7 +322,7 @@ class SimulatedRouter:
 
     def _check_silence(self, attempt: Attempt, ended: Ended) -> None:
         """Who says that a peer is silent must not count as connected to it."""
-        silent = "the decode worker has been silent" in ended.error.message
+        silent = "the receiving worker has been silent" in ended.error.message
         if silent and attempt._decode_agent in self.links[attempt.placement.prefill].reaches:
             raise Violation(f"{attempt.work.key} found a silent peer that counts as connected")
 

@@ -8,10 +8,10 @@ from core.errors import Unavailable
 from core.types import AttemptKey, Role, Sampling, Work
 from core.wire import work_to
 from kv_transfer.events import (
-    PagesOverdue,
     PeerConnected,
     ReservationFailed,
     ReservationFreed,
+    ReservationOverdue,
     TransferEvent,
 )
 from kv_transfer.note import beat_note, introduction_note
@@ -174,7 +174,7 @@ def test_a_worker_over_its_quarantine_budget_says_so_and_refuses_until_it_is_und
     decode = Decode()
     decode.reserve(KEY, tokens=6)
     decode.role.on_transfer(ReservationFailed(KEY, Unavailable("silent")))
-    decode.role.on_transfer(PagesOverdue(KEY))
+    decode.role.on_transfer(ReservationOverdue(KEY))
     load = decode.role.load()
     assert (load.quarantined_pages, load.leased_pages) == (3, 0)
     assert load.fault == "3 of 4 pages are in quarantine, more than 50%"

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from baton.v1 import worker_pb2 as pb
+from baton.v1.transfer_pb2 import Fetch as FetchNote
 from baton.v1.transfer_pb2 import Resend, TransferNote
 from core.errors import BatonError
 from core.types import AttemptKey
+from decode_worker.loans import Loans
 from decode_worker.role import DecodeRole
 from decode_worker.scheduler import DecodeScheduler, Reservation
 from engine.engine import Engine
@@ -19,11 +22,13 @@ from engine.flight import Flight, Landed
 from engine.prefix_cache import PrefixCache
 from engine.sequence import Piece, Plan
 from kv_transfer import pushes, receiver, sender
+from kv_transfer.events import Fetched, PagesWanted
 from kv_transfer.note import drained_note, key_of
 from kv_transfer.pushes import Pushes
 from kv_transfer.receiver import Receiver
 from kv_transfer.reservations import Reservations
 from kv_transfer.sender import Sender
+from prefill_worker.fetches import Fetch, Fetches
 from prefill_worker.role import PrefillRole
 from router.attempt import Action, Attempt, LinkLost
 from worker import flights
@@ -208,6 +213,65 @@ def count_held_pages_twice(patch: Patch) -> None:
     patch.setattr(Sender, "_without_held", lambda self, pages: list(pages))
 
 
+def know_before_it_was_fetched(patch: Patch) -> None:
+    """Prefill shares pages that are still on their way from a cache."""
+    begin = Fetches.begin
+
+    def named(
+        self: Fetches, key: AttemptKey, holder: pb.Holder, keys: Sequence[bytes]
+    ) -> Fetch | None:
+        fetch = begin(self, key, holder, keys)
+        if fetch is not None:
+            fetch.lease.name(fetch.keys)
+        return fetch
+
+    patch.setattr(Fetches, "begin", named)
+
+
+def free_what_is_being_fetched(patch: Patch) -> None:
+    """Prefill frees pages that did not come in time, without waiting for the holder."""
+    fail = Fetches.fail
+
+    def free(self: Fetches, key: AttemptKey) -> None:
+        fail(self, key)
+        self.let_go(key)
+
+    patch.setattr(Fetches, "fail", free)
+
+
+def believe_that_all_was_fetched(patch: Patch) -> None:
+    """Pages count as fetched that the holder did not have."""
+    arrive = Fetches.arrive
+
+    def arrived(self: Fetches, event: Fetched) -> None:
+        whole = len(self._fetches[event.key].awaited)
+        arrive(self, dataclasses.replace(event, pages=whole))
+
+    patch.setattr(Fetches, "arrive", arrived)
+
+
+def lend_without_a_lease(patch: Patch) -> None:
+    """Decode lets go of what it lends at once."""
+    answer = Loans.answer
+
+    def lent(self: Loans, wanted: PagesWanted) -> None:
+        answer(self, wanted)
+        self.end(wanted.key)
+
+    patch.setattr(Loans, "answer", lent)
+
+
+def lend_twice(patch: Patch) -> None:
+    """A note that comes twice is answered twice."""
+    ask = Pushes._ask
+
+    def again(self: Pushes, key: AttemptKey, peer: str, note: FetchNote) -> None:
+        self._asked.clear()
+        ask(self, key, peer, note)
+
+    patch.setattr(Pushes, "_ask", again)
+
+
 def repeat_token_one(patch: Patch) -> None:
     """Tokens of decode that overtook token #1 are not held back."""
     step = Attempt._step
@@ -254,6 +318,11 @@ MUTATIONS: list[Callable[[Patch], None]] = [
     know_before_the_step_has_ended,
     evict_what_is_leased,
     count_held_pages_twice,
+    know_before_it_was_fetched,
+    free_what_is_being_fetched,
+    believe_that_all_was_fetched,
+    lend_without_a_lease,
+    lend_twice,
 ]
 
 

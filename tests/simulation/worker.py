@@ -13,7 +13,7 @@ from core.wire import role_to
 from decode_worker.role import DecodeRole
 from engine.engine import Engine
 from engine.page_pool import PagePool
-from kv_transfer.events import PagesDamaged, TransferEvent
+from kv_transfer.events import Fetched, PagesDamaged, TransferEvent
 from kv_transfer.layout import cache_root
 from kv_transfer.thread import TransferThread
 from kv_transfer.transport import PoolMemory
@@ -48,6 +48,12 @@ class QuietMetrics(WorkerMetrics):
         pass
 
     def transferred(self, count: int, seconds: float) -> None:
+        pass
+
+    def fetched(self, pages: int, seconds: float) -> None:
+        pass
+
+    def fetch_failed(self, seconds: float) -> None:
         pass
 
     def load(self, load: pb.Load) -> None:
@@ -160,6 +166,8 @@ class SimulatedWorker:
         self.world.log(self.agent, event)
         if isinstance(event, PagesDamaged):
             self.world.counts["damaged pages"] += event.count
+        if isinstance(event, Fetched):
+            self.world.counts["pages fetched"] += event.pages
         self._put(event)
 
     def _put(self, item: FromRouter | Detached | TransferEvent) -> None:

@@ -7,7 +7,7 @@ from core.errors import DeadlineExceeded, Exhausted, Internal, Unavailable, Work
 from core.types import AttemptKey, FinishReason, Sampling, Work
 from core.wire import failed_to, finish_to
 from router.attempt import Action, Attempt, Ended, Event, LinkLost, Send, Side, Tokens
-from router.placement import Placement, Policy
+from router.placement import Fetch, Placement, Policy
 
 KEY = AttemptKey("r", 3)
 SPLIT = Placement("p0", "d0")
@@ -66,6 +66,15 @@ def test_it_asks_the_workers_of_its_placement(
     placement: Placement, expected: list[tuple[Side, str]]
 ) -> None:
     assert kinds(attempt(placement).start()) == expected
+
+
+def test_prefill_is_told_who_else_has_pages_of_the_prompt() -> None:
+    work = Work(KEY, [1, 2, 3], Sampling(), 9, frozenset())
+    placement = Placement("p0", "d0", fetch=Fetch("d1", 3, 48, 0.5))
+    _, prefill = Attempt(work, placement, "agent-p", "agent-d", "agent-h").start()
+    assert prefill.message.prefill.holder == pb.Holder(agent="agent-h", pages=3, seconds=0.5)
+    _, prefill = Attempt(work, placement, "agent-p", "agent-d", "").start()
+    assert not prefill.message.prefill.HasField("holder"), "it has gone meanwhile"
 
 
 def test_the_ticket_is_passed_on() -> None:

@@ -46,6 +46,28 @@ def test_until_a_decode_worker_has_read_a_prompt_it_is_as_fast_as_prefill() -> N
     assert model.costs.prefill_seconds(100, 0) == pytest.approx(2.0, rel=0.01)
 
 
+def test_until_a_prefill_worker_has_read_a_prompt_it_is_as_fast_as_decode() -> None:
+    model = CostModel()
+    model.note_local(100, 0, 0, 0, 4.0)
+    assert model.costs.prefill_seconds(100, 0) == pytest.approx(4.0, rel=0.01)
+    assert model.costs.prefill_seconds(100, 0) > model.costs.local_seconds(20, 80)
+    model.note_prefill(100, 0, 0, 2.0)
+    assert model.costs.prefill_seconds(100, 0) == pytest.approx(2.0, rel=0.01)
+    assert model.costs.local_seconds(100, 0) == pytest.approx(4.0, rel=0.01)
+
+
+def test_until_one_was_made_a_fetch_is_a_push_that_waits_for_a_step() -> None:
+    model = CostModel()
+    model.note_push(10**6, 2.0, 0.0, 9.0)
+    model.note_step(1, 0, 0, 1.0)
+    push, step = model.costs.transfer_seconds(10**6), model.costs.step[0]
+    assert model.costs.fetch_seconds(10**6) == pytest.approx(push + step)
+    for _ in range(50):
+        model.note_fetch(10**6, 0.5)
+    assert model.costs.fetch_seconds(10**6) == pytest.approx(0.5, rel=0.1)
+    assert model.costs.transfer_seconds(10**6) == pytest.approx(2.0, rel=0.01)
+
+
 def test_neighbours_that_slow_a_local_prompt_down_are_learned() -> None:
     model, draw = CostModel(), random.Random(1)
     for _ in range(200):

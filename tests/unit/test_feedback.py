@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from baton.v1 import worker_pb2 as pb
+from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
 from core.config import RouterConfig
 from core.types import AttemptKey, Sampling, Work
 from router.admission import Seat
@@ -11,7 +12,7 @@ from router.feedback import Feedback
 from router.link import WorkerLink
 from router.metrics import RouterMetrics
 from router.pace import StepPace
-from router.placement import Forecast, Placement, Policy
+from router.placement import Fetch, Forecast, Placement, Policy
 
 WORK = Work(AttemptKey("r", 1), [1] * 100, Sampling(), 9, frozenset())
 FORECAST = Forecast(0.5, 200, 3, 64)
@@ -66,6 +67,24 @@ def test_a_prompt_read_on_the_decode_worker_teaches_once() -> None:
     feedback.take_step(step(0))
     assert costs.costs == learned
     assert (seat.reader.hit_tokens, seat.reader.read_tokens) == (64, 100)
+
+
+def fetched(tokens: int) -> pb.WorkerMessage:
+    token = pb.FirstToken(queue_seconds=4.0, compute_seconds=9.0, cached_tokens=64)
+    token.fetched_tokens, token.fetch_seconds = tokens, 3.0
+    return pb.WorkerMessage(first_token=token)
+
+
+@pytest.mark.parametrize("tokens", [64, 0])
+def test_a_fetch_is_learned_for_itself_whether_it_came_or_not(tokens: int) -> None:
+    placement = Placement("p0", "d0", forecast=FORECAST, fetch=Fetch("d0", 4, 64, 9.0))
+    costs, seat = CostModel(), seated(placement)
+    assert seat.prefill is not None
+    pool = PoolAddress(page_bytes=10**6, layout=PoolLayout(page_size=16))
+    seat.prefill.welcome = pb.Welcome(pool=pool)
+    Feedback(WORK, seat, costs, RouterMetrics()).take(fetched(tokens))
+    assert costs.costs.fetch_seconds(4 * 10**6) == pytest.approx(3.0, rel=0.01)
+    assert costs.costs.prefill_seconds(36, 64) == pytest.approx(9.0, rel=0.01)
 
 
 def test_a_canary_teaches_nothing() -> None:

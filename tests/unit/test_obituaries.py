@@ -1,4 +1,4 @@
-"""Decode workers hear of ended processes, over real streams to scripted workers."""
+"""Workers hear of ended processes, over real streams to scripted workers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def told(worker: ScriptedWorker) -> list[str]:
     return [message.sender_gone.agent for message in gone]
 
 
-async def test_every_decode_worker_is_told_once_also_one_that_attaches_later(
+async def test_every_worker_is_told_once_also_one_that_attaches_later(
     roster: Roster,
 ) -> None:
     early, late = ScriptedWorker(name="early"), ScriptedWorker(name="late")
@@ -43,12 +43,13 @@ async def test_every_decode_worker_is_told_once_also_one_that_attaches_later(
     await until(lambda: is_told(early))
     roster.set_addresses([*addresses, await late.start()])
     await until(lambda: is_told(late))
-    assert (told(early), told(late), told(prefill)) == (["an agent"], ["an agent"], [])
+    await until(lambda: is_told(prefill))
+    assert [told(worker) for worker in (early, late, prefill)] == 3 * [["an agent"]]
     for worker in (early, late, prefill):
         await worker.stop()
 
 
-async def test_a_decode_worker_is_told_again_on_a_new_stream(roster: Roster) -> None:
+async def test_a_worker_is_told_again_on_a_new_stream(roster: Roster) -> None:
     worker = ScriptedWorker()
     roster.note_ended(["an agent"])
     roster.set_addresses([await worker.start()])

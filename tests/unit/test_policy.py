@@ -9,6 +9,8 @@ from core.errors import BatonError, Exhausted, LayoutMismatch, Unavailable
 from router.cost_model import Costs
 from router.placement import (
     DecodeView,
+    Fetch,
+    FetchPages,
     LocalPrefill,
     Placement,
     Policy,
@@ -28,6 +30,7 @@ COSTS = Costs(
     local=(0.0, 1e-3, 0.0, 1e-3, 0.0),
     transfer=(0.0, 1e-8),
     exposed=(0.0, 1.0),
+    fetch=(2e-2, 1e-8),
     step=(1e-2, 1e-3, 0.0, 0.0),
     answer_tokens=100.0,
 )
@@ -177,6 +180,60 @@ def test_the_best_pair_is_found_whoever_reaches_whom() -> None:
     found = placed(asked(Snapshot(views, others), 100))
     # p5 and p0 have nothing pending; of their only decode workers d0 has fewer requests.
     assert (found.prefill, found.decode) == ("p0", "d0")
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "pages"),
+    [
+        # 62 pages of 160 KB take 0.1 s, computing them 1 s.
+        (Snapshot([prefill("p0")], [decode("d0", cached=992)]), 62),
+        # What is here is not fetched again.
+        (Snapshot([prefill("p0", cached=960)], [decode("d0", cached=992)]), 62),
+        (Snapshot([prefill("p0", cached=992)], [decode("d0", cached=992)]), 0),
+        # A page takes longer to ask for than to compute.
+        (Snapshot([prefill("p0", cached=976)], [decode("d0", cached=992)]), 0),
+        # Unless others are computed meanwhile.
+        (Snapshot([prefill("p0", 100, cached=976)], [decode("d0", cached=992)]), 62),
+        (Snapshot([prefill("p0", 0, frozenset({"d1"}))], [decode("d0", cached=992)]), None),
+        # The answer need not be written where the pages are.
+        (Snapshot([prefill("p0")], [decode("d0", 9, cached=992, room=False), decode("d1")]), 62),
+    ],
+)
+def test_pages_are_fetched_where_that_is_predicted_to_take_less_than_computing_them(
+    snapshot: Snapshot, pages: int | None
+) -> None:
+    found = choose(asked(snapshot, 1000))
+    if pages is None:
+        assert isinstance(found, Unavailable)
+        return
+    assert isinstance(found, Placement)
+    assert (found.fetch.pages if found.fetch else 0) == pages
+    assert (found.code is Reason.FETCHED) is bool(pages)
+
+
+def test_a_prompt_waits_for_what_it_fetches_as_long_as_that_saves() -> None:
+    found = placed(asked(Snapshot([prefill("p0", cached=160)], [decode("d0", cached=992)]), 1000))
+    assert found.fetch == Fetch("d0", 62, 832, pytest.approx(0.832))
+    assert found.forecast is not None
+    assert found.forecast.first_token_seconds == pytest.approx(0.02 + 0.0832 + 0.008)
+    assert found.forecast.cached_tokens == 992
+
+
+@pytest.mark.parametrize(
+    ("mode", "cached", "fetched"),
+    [
+        (FetchPages.NEVER, 0, False),
+        (FetchPages.AUTO, 0, True),
+        (FetchPages.AUTO, 976, False),
+        (FetchPages.ALWAYS, 976, True),
+        (FetchPages.ALWAYS, 992, False),
+    ],
+)
+def test_the_mode_says_whether_pages_are_fetched(
+    mode: FetchPages, cached: int, fetched: bool
+) -> None:
+    snapshot = Snapshot([prefill("p0", cached=cached)], [decode("d0", cached=992)])
+    assert (placed(asked(snapshot, 1000, fetch=mode)).fetch is not None) is fetched
 
 
 AUTO = LocalPrefill.AUTO

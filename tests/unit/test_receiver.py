@@ -54,7 +54,7 @@ def error_of(actions: list[Action]) -> Exception:
 
 def test_landed_pages_are_handed_over_with_the_first_token_and_accepted() -> None:
     receiver = opened()
-    assert receiver.landed(LANDED, (), now=1.0) == [ACCEPTED, HandOver(7)]
+    assert receiver.landed(LANDED, (), now=1.0) == [ACCEPTED, HandOver(7, 4)]
     assert receiver.over
 
 
@@ -62,6 +62,15 @@ def test_a_wrong_number_of_pages_fails_and_frees() -> None:
     actions = opened().landed(MISFIT, (), now=1.0)
     assert "3 pages landed where 4 were reserved" in str(error_of(actions))
     assert actions[-1] == Free()
+
+
+@pytest.mark.parametrize(("pages", "fits"), [(0, False), (1, True), (4, True), (5, False)])
+def test_of_pages_that_are_fetched_some_may_be_missing_at_the_end(pages: int, fits: bool) -> None:
+    receiver = Receiver(KEY, 4, expires_at=100.0, lease_seconds=10.0, partial=True)
+    receiver.beat(1, now=0.0)
+    actions = receiver.landed(Landed(pages=pages), (), now=1.0)
+    assert (actions == [ACCEPTED, HandOver(0, pages)]) is fits
+    assert receiver.state is (State.LANDED if fits else State.FREED)
 
 
 def test_pages_that_land_without_a_lease_fail_and_free() -> None:
@@ -139,7 +148,7 @@ def test_damaged_pages_are_asked_for_again_and_then_handed_over() -> None:
     receiver = opened()
     assert receiver.landed(LANDED, [1, 3], now=1.0) == [SendNote(resend_note(KEY, [1, 3], 1))]
     again = Landed(first_token=7, pages=4, round=1)
-    assert receiver.landed(again, (), now=2.0) == [ACCEPTED, HandOver(7)]
+    assert receiver.landed(again, (), now=2.0) == [ACCEPTED, HandOver(7, 4)]
 
 
 def test_a_repeated_landed_of_an_earlier_round_only_repeats_the_order() -> None:
