@@ -38,6 +38,8 @@ def test_no_seed_breaks_an_invariant() -> None:
         "damaged pages",
         "turns over the quarantine budget",
         "pages found",
+        "pages fetched",
+        "fetched into quarantine",
         "evictions",
     ):
         assert counts[what] > 0, f"the seeds never saw: {what}"

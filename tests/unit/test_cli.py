@@ -157,7 +157,12 @@ def test_json_tells_the_whole_answer_and_its_times(router: ScriptedRouter) -> No
         "token_ids": [0, 1, 2],
         "finish_reason": "stop",
         "stop": "\n\n",
-        "usage": {"prompt_tokens": 4, "completion_tokens": 3, "cached_tokens": 2},
+        "usage": {
+            "prompt_tokens": 4,
+            "completion_tokens": 3,
+            "cached_tokens": 2,
+            "fetched_tokens": 0,
+        },
         "request_id": "request-1",
         "model": "tale",
         "seed": 7,

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from core.errors import BatonError, Exhausted, LayoutMismatch, Unavailable
-from router.cost_model import Costs
+from router.cost_model import CostModel, Costs
 from router.placement import (
     DecodeView,
     Fetch,
@@ -274,6 +274,16 @@ def test_prompts_are_read_where_that_is_predicted_to_take_less(
     assert code is None or found.code is code
     if policy is Policy.LOCAL:
         assert not found.prefill
+
+
+@pytest.mark.parametrize("seconds", [0.002, 0.5])
+def test_the_first_prompt_that_comes_again_is_read_where_it_is_cached(seconds: float) -> None:
+    """Of prefill nothing is known yet but what decode has shown."""
+    costs = CostModel()
+    costs.note_local(64, 0, 0, 0, seconds)
+    snapshot = Snapshot([prefill("p0")], [decode("d0", cached=48)], costs=costs.costs, local=AUTO)
+    found = placed(dataclasses.replace(snapshot, prompt_tokens=64, page_bytes=160_000))
+    assert (found.policy, found.decode) == (Policy.LOCAL, "d0")
 
 
 @pytest.mark.parametrize(
