@@ -33,41 +33,42 @@ def tokens(seed: int, count: int) -> list[int]:
     return [draw.randrange(VOCABULARY) for _ in range(count)]
 
 
+def ask(cluster: ProcessCluster, prompt: list[int], salt: str = "") -> Answer:
+    """Of idle workers: what they report of a request before could else outweigh a cache."""
+    cluster.wait_idle()
+    with cluster.client() as client:
+        return client.generate(prompt, **OPTIONS, cache_salt=salt)
+
+
 def next_turn(prompt: list[int], answer: Answer, seed: int) -> list[int]:
     return [*prompt, *answer.token_ids, *tokens(seed, 7)]
 
 
 def test_a_sessions_next_turn_lands_where_its_cache_is(cluster: ProcessCluster) -> None:
     """The sessions of several users alternate, so that turns alone would mix them."""
-    with cluster.client() as client:
-        prompts = [tokens(seed, 100) for seed in range(SESSIONS)]
-        first = [client.generate(prompt, **OPTIONS) for prompt in prompts]
-        assert {answer.usage.cached_tokens for answer in first} == {0}
-        assert len({answer.prefill_worker for answer in first}) == 2
-        turns = [next_turn(*pair, seed=9) for pair in zip(prompts, first, strict=True)]
-        for turn, before in reversed(list(zip(turns, first, strict=True))):
-            answer = client.generate(turn, **OPTIONS)
-            assert answer.token_ids == client.generate(turn, **OPTIONS, cache_salt="x").token_ids
-            assert answer.prefill_worker == before.prefill_worker
-            assert answer.usage.cached_tokens >= 96
-            assert answer.placements[0].reason_code == "cached"
+    prompts = [tokens(seed, 100) for seed in range(SESSIONS)]
+    first = [ask(cluster, prompt) for prompt in prompts]
+    assert {answer.usage.cached_tokens for answer in first} == {0}
+    assert len({answer.prefill_worker for answer in first}) == 2
+    turns = [next_turn(*pair, seed=9) for pair in zip(prompts, first, strict=True)]
+    for turn, before in reversed(list(zip(turns, first, strict=True))):
+        answer = ask(cluster, turn)
+        assert answer.token_ids == ask(cluster, turn, salt="x").token_ids
+        assert answer.prefill_worker == before.prefill_worker
+        assert answer.usage.cached_tokens >= 96
+        assert answer.placements[0].reason_code == "cached"
 
 
 def test_salts_keep_caches_apart(cluster: ProcessCluster) -> None:
     prompt = tokens(77, 64)
-    with cluster.client() as client:
-        cached = [
-            client.generate(prompt, **OPTIONS, cache_salt=salt).usage.cached_tokens
-            for salt in ("mine", "yours", "mine")
-        ]
-    assert cached == [0, 0, 48]
+    answers = [ask(cluster, prompt, salt) for salt in ("mine", "yours", "mine")]
+    assert [answer.usage.cached_tokens for answer in answers] == [0, 0, 48]
 
 
 def test_metrics_tell_hits_decisions_and_forecasts(cluster: ProcessCluster) -> None:
     prompt = tokens(78, 64)
     before = scrape(cluster.metrics, "reason")
-    with cluster.client() as client:
-        answers = [client.generate(prompt, **OPTIONS) for _ in range(2)]
+    answers = [ask(cluster, prompt) for _ in range(2)]
     after = scrape(cluster.metrics, "reason")
     change = {name: after[name] - before.get(name, 0.0) for name in after}
     assert answers[1].placements[0].predicted_seconds > 0
