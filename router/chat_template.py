@@ -1,7 +1,7 @@
 """A model's chat template: Jinja that comes with the model and is not trusted.
 
-It runs in Jinja's immutable sandbox, with the names and filters that
-transformers gives its templates, so that a conversation reads the same here.
+It runs in a sandbox, with the names and filters that transformers gives its
+templates, so that a conversation reads the same here.
 """
 
 from __future__ import annotations
@@ -15,14 +15,11 @@ from jinja2 import TemplateError, TemplateSyntaxError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from core.errors import InvalidConfig, InvalidRequest
 from core.types import Message
-
-MAX_RENDERED = 16_000_000
-"""Characters. Several times what the longest contexts hold."""
+from router.template_sandbox import MAX_RENDERED, TemplateSandbox
 
 # What an expression inside a template can raise besides Jinja's own errors.
 _TEMPLATE_ERRORS = (
@@ -40,8 +37,9 @@ class ChatTemplate:
     """`special_tokens` are the names a template may use, such as bos_token, and their text."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        self._sandbox = _sandbox()
         try:
-            self._template = _environment().from_string(source)
+            self._template = self._sandbox.from_string(source)
         except TemplateSyntaxError as error:
             raise InvalidConfig(f"the model's chat template is broken: {error}") from error
         self._special_tokens = special_tokens
@@ -56,10 +54,13 @@ class ChatTemplate:
             add_generation_prompt=True,
         )
         try:
-            return _join(pieces)
+            with self._sandbox.limited():
+                return _join(pieces)
         except _TEMPLATE_ERRORS as error:
+            # Its own words, and Jinja's; Python's would be about us.
+            why = f": {error}" if isinstance(error, TemplateError) else ""
             raise InvalidRequest(
-                f"the model's chat template refuses the messages: {error}", field="chat.messages"
+                f"the model's chat template refuses the messages{why}", field="chat.messages"
             ) from error
 
 
@@ -76,8 +77,8 @@ def _join(pieces: Iterable[str]) -> str:
     return "".join(kept)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    made = ImmutableSandboxedEnvironment(
+def _sandbox() -> TemplateSandbox:
+    made = TemplateSandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )
     made.filters["tojson"] = _to_json

@@ -25,6 +25,7 @@ from core.errors import (
     InvalidRequest,
     TokenOutOfRange,
     UnknownModel,
+    translation,
 )
 from core.types import Request
 from core.wire import finish_to
@@ -37,6 +38,7 @@ from router.logprobs import TokenScore
 from router.overview import Overview
 from router.parse import parse_prompt, parse_request
 from router.placement import Placement
+from router.public import scrubbed, told
 from router.reader import reading
 from router.roster import Roster
 from router.serving import Delta, Event, Serving, Started
@@ -54,7 +56,9 @@ async def abort(context: Context, error: Exception) -> NoReturn:
     if not isinstance(error, BatonError):
         log.error("a request failed unexpectedly", exc_info=error)
         error = Internal("the router failed; its log has the details")
-    await context.abort_with_status(to_status(error))
+    elif translation(error).http >= 500:
+        log.warning("a request failed: %s: %s", error.reason, error.message)
+    await context.abort_with_status(to_status(told(error)))
     raise AssertionError("abort_with_status returned")
 
 
@@ -202,7 +206,7 @@ def _placement(placement: Placement) -> pb.Placement:
         prefill_worker=placement.prefill,
         decode_worker=placement.decode,
         policy=placement.policy.value,
-        reason=placement.words,
+        reason=scrubbed(placement.words),
         reason_code=placement.code.value,
         predicted_seconds=forecast.first_token_seconds if forecast else 0.0,
     )

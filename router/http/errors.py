@@ -26,6 +26,7 @@ from core.errors import (
 )
 from router.http.answers import encode
 from router.http.fields import Json
+from router.public import scrubbed
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ def _of_ours(error: BatonError, request_id: str, prompt_field: str) -> Problem:
     status = translation(error).http
     message = error.message
     if status >= 500:
-        message = _nearest(_PUBLIC, error) or message
+        message = _nearest(_PUBLIC, error) or scrubbed(message)
         log.warning("request %s: %s: %s", request_id, error.reason, error.message)
     param = (
         prompt_field if error.field in _PROMPT_FIELDS else _RENAMED.get(error.field, error.field)

@@ -9,6 +9,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from core.errors import InvalidConfig, InvalidRequest
 from core.types import Message
+from router import template_sandbox
 from router.chat_template import MAX_RENDERED, ChatTemplate
 
 CHAT = (
@@ -135,3 +136,41 @@ def test_a_template_cannot_write_without_bounds() -> None:
     )
     with pytest.raises(InvalidRequest, match=str(MAX_RENDERED)):
         ChatTemplate(source, {}).render(CHAT)
+
+
+ENDLESS = {
+    "a loop in a loop": "{% for a in range(99999) %}" * 2 + "{% endfor %}" * 2,
+    "loops over the messages": "{% for a in messages %}" * 9 + "{% endfor %}" * 9,
+    "a macro that calls itself twice": (
+        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}"
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ENDLESS)
+def test_a_template_has_so_much_time(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_sandbox, "RENDER_SECONDS", 0.1)
+    template = ChatTemplate(ENDLESS[case], {})
+    with pytest.raises(InvalidRequest, match=r"longer than 0\.1 seconds"):
+        template.render([Message("user", "x")] * 20)
+    assert (
+        ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {}).render(
+            [Message("user", "x")] * 20
+        )
+        == "x" * 20
+    )
+
+
+@pytest.mark.parametrize(
+    "expression", ["'x' * 10 ** 9", "10 ** 9 * 'x'", "[1] * 99999999", "9 ** 99"]
+)
+def test_a_template_makes_nothing_enormous_at_once(expression: str) -> None:
+    with pytest.raises(InvalidRequest, match="too l"):
+        ChatTemplate("{{ " + expression + " }}", {}).render([Message("user", "x")])
+
+
+@pytest.mark.parametrize("expression", ["1 // 0", "range(1, 2, 3, 4)", "messages[0] + 1"])
+def test_pythons_own_words_are_not_told(expression: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        ChatTemplate("{{ " + expression + " }}", {}).render([Message("user", "x")])
+    assert refused.value.message == "the model's chat template refuses the messages"
