@@ -248,5 +248,9 @@ def joined(tokens: list[Tokens]) -> Tokens:
     """What came together, as if it had come at once."""
     if len(tokens) == 1:
         return tokens[0]
-    ids = [token_id for each in tokens for token_id in each.token_ids]
-    return Tokens(ids, tokens[-1].finish, tokens[0].cached_tokens)
+    return dataclasses.replace(
+        tokens[0],
+        token_ids=[token_id for each in tokens for token_id in each.token_ids],
+        finish=tokens[-1].finish,
+        logprobs=tuple(scores for each in tokens for scores in each.logprobs),
+    )

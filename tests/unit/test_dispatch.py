@@ -1,0 +1,17 @@
+from __future__ import annotations
+
+from core.types import FinishReason, TokenLogprobs
+from router.attempt import Tokens
+from router.dispatch import joined
+
+
+def scores(token: int) -> tuple[TokenLogprobs, ...]:
+    return (TokenLogprobs(-0.5 * token, (token,), (-0.5 * token,)),)
+
+
+def test_tokens_that_came_together_keep_all_that_came_with_each() -> None:
+    first = Tokens([7], None, 16, scores(7), 8)
+    rest = [Tokens([8], None, 0, scores(8)), Tokens([9], FinishReason.STOP, 0, scores(9))]
+    together = Tokens([7, 8, 9], FinishReason.STOP, 16, scores(7) + scores(8) + scores(9), 8)
+    assert joined([first, *rest]) == together
+    assert joined([first]) is first
