@@ -86,7 +86,8 @@ def _hits(worker: cluster_pb2.WorkerStatus) -> str:
 def _pages(worker: cluster_pb2.WorkerStatus) -> Text:
     """The bar and, below it, its numbers."""
     numbers = "+".join(str(count) for count in _counts(worker.load))
-    return Text.assemble(page_bar(worker.load), f"\n{numbers} of {worker.total_pages}")
+    kept = f"\n{worker.load.kept_pages} in second tier" if worker.load.kept_pages else ""
+    return Text.assemble(page_bar(worker.load), f"\n{numbers} of {worker.total_pages}", kept)
 
 
 def page_bar(load: worker_pb2.Load) -> Text:

@@ -177,6 +177,18 @@ class TlsConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """Where pages go that have no room in a pool any more; a budget is one worker's."""
+
+    # Memory of the host. 0, the default, takes none: on a CPU, a larger
+    # `kv_memory` does the same and better.
+    host_memory: Size = _checked(Size(0), _not_negative)
+    # A folder for files, which a worker that is started again finds; none when empty.
+    files: str = ""
+    files_budget: Size = _checked(Size(16 * 2**30), _not_negative)
+
+
+@dataclass(frozen=True, slots=True)
 class MembersConfig:
     """Addresses of workers, for a router that no controller tells."""
 
@@ -223,6 +235,7 @@ class Config:
     router: RouterConfig = RouterConfig()
     prefill: PrefillConfig = PrefillConfig()
     decode: DecodeConfig = DecodeConfig()
+    cache: CacheConfig = CacheConfig()
     members: MembersConfig = MembersConfig()
 
     def pool(self, role: Role) -> PrefillConfig | DecodeConfig:

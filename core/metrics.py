@@ -37,6 +37,10 @@ FETCH_SECONDS = "baton_fetch_seconds_total"
 CACHE_QUERIED_TOKENS = "baton_prefix_cache_queried_tokens_total"
 CACHE_HIT_TOKENS = "baton_prefix_cache_hit_tokens_total"
 CACHE_EVICTED_PAGES = "baton_prefix_cache_evicted_pages_total"
+TIER_PAGES = "baton_cache_tier_pages"
+TIER_BYTES = "baton_cache_tier_bytes"
+TIER_EVENTS = "baton_cache_tier_events_total"
+FILES_FAILING = "baton_cache_files_failing"
 
 HELP = {
     TTFT_SECONDS: "From the request's arrival at the router to its first token",
@@ -73,6 +77,11 @@ HELP = {
     CACHE_QUERIED_TOKENS: "Tokens that were looked for in the prefix cache, in full pages",
     CACHE_HIT_TOKENS: "Of these, the tokens that were found",
     CACHE_EVICTED_PAGES: "Cached pages that were given to others",
+    TIER_PAGES: "Pages beside the pool, by tier: host (memory), files",
+    TIER_BYTES: "Bytes of these pages",
+    TIER_EVENTS: "Pages by tier and by what became of them: hits (found for a prompt), restored,"
+    " stored, evicted (for others), dropped (gone before they could be stored), damaged",
+    FILES_FAILING: "1 while pages cannot be written to files",
 }
 
 LATENCY_BUCKETS = (

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from baton.v1 import worker_pb2 as pb
 from core.config import Config
 from core.errors import BatonError, Internal, Unavailable
-from core.types import AttemptKey, Work
+from core.types import AttemptKey, FinishReason, Work
 from core.wire import failed_to, finish_to, logprobs_to, work_from
 from decode_worker.loans import Loans
 from decode_worker.scheduler import DecodeScheduler, Reservation
@@ -81,7 +81,7 @@ class DecodeRole:
         self._outbox = outbox
         self._metrics = metrics
         self._flights = Flights(engine, metrics)
-        self.cache_feed = CacheFeed(engine.pool.cache, outbox)
+        self.cache_feed = CacheFeed(engine.pool, outbox)
         self._scheduler = DecodeScheduler(
             engine.pool, config.decode.max_batch, config.decode.chunk_tokens
         )
@@ -142,6 +142,7 @@ class DecodeRole:
                 raise Internal(f"the transfer thread stopped: {event.reason}")
 
     def step(self) -> bool:
+        self._pool.advance()
         self._grant()
         plan = self._scheduler.next()
         if not plan and not self._flights.any:
@@ -160,6 +161,7 @@ class DecodeRole:
             leased_pages=self._pool.leased - self._quarantined,
             quarantined_pages=self._quarantined,
             cached_pages=self._pool.cached,
+            kept_pages=self._pool.kept,
             waiting=self._scheduler.waiting,
             running=self._scheduler.running,
             queued_tokens=self._scheduler.queued_tokens,
@@ -271,28 +273,31 @@ class DecodeRole:
         sequence.settle(settled.computed)
         if outcome is not None:
             finish = sequence.append(outcome)
-            steps[job.attachment].append(
-                pb.StepTokens(
-                    request_id=job.work.key.request_id,
-                    epoch=job.work.key.epoch,
-                    token_ids=[outcome],
-                    finish_reason=finish_to(finish),
-                    queue_seconds=0.0 if job.writing else job.queue_seconds,
-                    cached_tokens=self._cached_tokens(job, sequence),
-                    logprobs=[logprobs_to(settled.logprobs)] if settled.logprobs else (),
-                    compute_seconds=0.0 if job.writing else time.monotonic() - job.admitted,
-                )
-            )
+            steps[job.attachment].append(self._step_tokens(job, settled, finish))
             job.writing = True
             if finish:
                 self._scheduler.finish(sequence)
                 del self._jobs[job.work.key]
 
-    def _cached_tokens(self, job: Job, sequence: Sequence) -> int:
-        """With the first token of a prompt that was computed here: what was not computed of it."""
-        if job.writing or job.sender:
-            return 0
-        return sequence.lease.found * self._pool.page_size
+    def _step_tokens(
+        self, job: Job, settled: Settled, finish: FinishReason | None
+    ) -> pb.StepTokens:
+        """Its last token; with the first, what came before."""
+        sequence = settled.sequence
+        message = pb.StepTokens(
+            request_id=job.work.key.request_id,
+            epoch=job.work.key.epoch,
+            token_ids=sequence.tokens[-1:],
+            finish_reason=finish_to(finish),
+            logprobs=[logprobs_to(settled.logprobs)] if settled.logprobs else (),
+        )
+        if not job.writing:
+            message.queue_seconds = job.queue_seconds
+            message.compute_seconds = time.monotonic() - job.admitted
+            if not job.sender:  # the prompt was computed here
+                message.cached_tokens = sequence.cached_tokens
+                message.restored_tokens = sequence.restored_tokens
+        return message
 
     def _fail(self, job: Job, error: BatonError) -> None:
         self._outbox.send(job.attachment, failed_to(job.work.key, error))

@@ -14,7 +14,8 @@ had been preempted.
 
 What the pool has cached is held by reference: of a reservation's pages only the
 others have to travel, and of a preempted request's only the others are computed
-again, one request after the other where they go on alike.
+again, one request after the other where they go on alike. Where either goes on in
+the second tier, it waits until those pages have been brought back.
 """
 
 from __future__ import annotations
@@ -47,6 +48,10 @@ class Reservation:
 class _Waiting:
     work: Work
     chain: KeyChain
+
+    @property
+    def keys(self) -> list[bytes]:
+        return self.chain.to_find(self.work.prompt_tokens)
 
 
 def _order(sequence: Sequence) -> int:
@@ -90,20 +95,26 @@ class DecodeScheduler:
     def grant(self) -> list[Reservation]:
         """Reservations whose pages could be had now, oldest first."""
         granted = []
-        while self._waiting and not self._preempted:
-            key, first = next(iter(self._waiting.items()))
-            prompt = first.work.prompt_tokens
-            pages, keys = self._pool.pages_for(len(prompt)), first.chain.to_find(prompt)
+        while not self._preempted and (first := self._first_waiting()):
+            key, keys = first.work.key, first.keys
+            pages = self._pool.pages_for(len(first.work.prompt_tokens))
             # A page of room for each request that holds some, so that a new
             # one is not paid for at once with a preemption.
             room = len(self._running) + len(self._ready) + len(self._travelling)
             if self._pool.cost(pages, keys) + room > self._pool.free:
                 break
+            if self._pool.bring_back(keys):
+                continue
             del self._waiting[key]
             lease = self._pool.acquire(pages, keys)
             self._travelling[key] = Reservation(first.work, lease, first.chain)
             granted.append(self._travelling[key])
         return granted
+
+    def _first_waiting(self) -> _Waiting | None:
+        """The oldest reservation that no pages are being brought back for."""
+        waiting = self._waiting.values()
+        return next((each for each in waiting if not is_coming(each.keys, self._pool, ())), None)
 
     def arrive(self, key: AttemptKey, first_token: int) -> Sequence | None:
         """The prompt's pages are filled: the request may run. None when it is unknown."""
@@ -178,9 +189,12 @@ class DecodeScheduler:
                 return
             if self._pool.cost(pages, keys) > self._pool.free:
                 return
+            if coming := self._pool.bring_back(keys):
+                sequence.restored += coming
+                return
             self._preempted.pop(0)
             sequence.lease = self._pool.acquire(pages, keys)
-            sequence.computed = sequence.lease.found * self._pool.page_size
+            sequence.computed = sequence.cached_tokens
             bisect.insort(self._running, sequence, key=_order)
 
     def _grow(self) -> bool:

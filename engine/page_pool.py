@@ -18,6 +18,7 @@ transfer that filled it has ended. From then on others may lease it as well, to
 read it, and it outlives its leases. Only the cached are ever evicted: what is
 leased (computed, read, sent, or waiting for what a remote writes) stays. Which
 contents are known, and which of the cached goes first: engine/prefix_cache.py.
+Where the evicted go, and come back from: engine/second_tier.py.
 
 `free` counts what can be handed out at once: the free and the cached.
 
@@ -29,6 +30,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +39,9 @@ from core.errors import Exhausted, Internal
 from core.page_keys import salted_root
 from engine.free_pages import FreePages
 from engine.prefix_cache import KeyChain, PrefixCache
+
+if TYPE_CHECKING:
+    from engine.second_tier import SecondTier
 
 
 class Lease:
@@ -89,7 +94,7 @@ class Lease:
     def forget(self) -> None:
         """Whatever the pages hold is not to be used again, whoever wrote it."""
         for page in self.pages[: self.named]:
-            self._pool.cache.forget(page)
+            self._pool._forget(page)
         self._copies = {}
 
     def release(self) -> None:
@@ -125,6 +130,7 @@ class PagePool:
         self.page_size = page_size
         self.root = root
         self.cache = PrefixCache()
+        self.second_tier: SecondTier | None = None
         self._free = FreePages(total)
         self._holders = [0] * total  # leases, by page
         self._leases: set[Lease] = set()
@@ -145,9 +151,20 @@ class PagePool:
         return self.cache.idle
 
     @property
+    def kept(self) -> int:
+        """Pages in the second tier."""
+        return len(self.second_tier) if self.second_tier is not None else 0
+
+    @property
+    def ready(self) -> int:
+        """Of the free, those that hold nothing which would be lost."""
+        return self.free - self.cache.unsaved
+
+    @property
     def returning(self) -> bool:
-        """Whether released pages come back when the steps under way have ended."""
-        return any(lease.released for lease in self._leases)
+        """Whether pages come back when the steps and copies under way have ended."""
+        copied = self.second_tier is not None and bool(self.second_tier.leases)
+        return copied or any(lease.released for lease in self._leases)
 
     def pages_for(self, tokens: int) -> int:
         """How many pages hold `tokens` tokens."""
@@ -173,34 +190,66 @@ class PagePool:
         found = self.cache.find(keys)
         self.cache.looked_up += len(keys)
         self.cache.found += len(found)
-        for page in found:
+        return self.lease(found, count - len(found))
+
+    def lease(self, known: list[int], more: int = 0) -> Lease:
+        """A lease of known pages, to read them, and `more` behind them; these must be free."""
+        for page in known:
             self._hold(page)
-        lease = Lease(self, found + self._take(count - len(found)), len(found))
+        lease = Lease(self, known + self._take(more), len(known))
         self._leases.add(lease)
         return lease
 
     def hold(self, keys: Sequence[bytes]) -> Lease:
         """A lease of the known pages at the front of `keys`, for a transfer: no request looked
         for them, and none is counted as found."""
-        found = self.cache.find(keys)
-        for page in found:
-            self._hold(page)
-        lease = Lease(self, found, len(found))
+        return self.lease(self.cache.find(keys))
+
+    def lease_idle(self, pages: list[int]) -> Lease:
+        """A lease of idle pages, to copy them; they are evicted when they would have been."""
+        for page in pages:
+            self.cache.copy(page)
+            self._holders[page] += 1
+        self._changed = True
+        lease = Lease(self, pages, len(pages))
         self._leases.add(lease)
         return lease
+
+    def advance(self) -> None:
+        """Before each step: has the second tier go on."""
+        if self.second_tier is not None:
+            self.second_tier.advance()
+
+    def bring_back(self, keys: Sequence[bytes]) -> int:
+        """Has pages restored that go on where the cache ends; how many. They are soon found."""
+        return self.second_tier.bring_back(keys) if self.second_tier is not None else 0
+
+    def is_coming(self, key: bytes) -> bool:
+        """Whether a page is being restored."""
+        return self.second_tier is not None and self.second_tier.is_coming(key)
 
     def check_integrity(self, held: int | None = None) -> str:
         """Empty when every page is free, cached, or held by as many leases as it counts.
 
-        `held` is how many pages the owner knows of; more are a leak.
+        `held` is how many pages the owner knows of, beside those that the second tier copies;
+        more are a leak.
         """
-        if held is not None and held != self.leased:
-            return f"{self.leased} pages are leased, but the owner knows of {held}"
+        leased = self._leased_by_owner() if held is not None else 0
+        if held is not None and held != leased:
+            return f"{leased} pages are leased, but the owner knows of {held}"
         if not self._changed:
             return ""
-        problem = self._count_pages() or self.cache.check()
+        below = self.second_tier.check() if self.second_tier is not None else ""
+        problem = self._count_pages() or self.cache.check() or below
         self._changed = bool(problem)
         return problem
+
+    def _leased_by_owner(self) -> int:
+        copied = self.second_tier.leases if self.second_tier is not None else []
+        if not copied:
+            return self.leased
+        leases = self._leases.difference(copied)
+        return len({page for lease in leases for page in lease.pages})
 
     def _count_pages(self) -> str:
         unleased = self._occurrences(itertools.chain(self._free, self.cache.idle_pages))
@@ -215,6 +264,11 @@ class PagePool:
     def _occurrences(self, pages: Iterable[int]) -> npt.NDArray[np.int64]:
         """How often each page is among `pages`."""
         return np.bincount(np.fromiter(pages, np.int64), minlength=self.total)
+
+    def _forget(self, page: int) -> None:
+        key = self.cache.forget(page)
+        if key is not None and self.second_tier is not None:
+            self.second_tier.forget(key)
 
     def _hold(self, page: int) -> None:
         self.cache.wake(page)

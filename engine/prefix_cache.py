@@ -6,14 +6,17 @@ holds are idle; the one that has been idle for the longest is evicted first. A
 lease gives its pages back from the last to the first, so what follows a prefix
 is evicted before the prefix: leaves go first, without a tree.
 
+Idle pages that are not in the second tier are unsaved, where there is one.
+
 What changes is written down for routers, as the difference to what they were
 told last. Belongs to the pool, and to its thread.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
-from collections.abc import KeysView, Sequence
+from collections.abc import Container, KeysView, Sequence, Set
 from dataclasses import dataclass, field
 from operator import eq
 
@@ -48,19 +51,31 @@ class PrefixCache:
         self._pages: dict[bytes, int] = {}
         self._keys: dict[int, bytes] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # the longest idle first
+        # Of these, in the same order. The copied have a lease that reads them and keep their place.
+        self._unsaved: OrderedDict[int, None] = OrderedDict()
+        self._copied: set[int] = set()
         self._changes = Changes()
+        self.below: Container[bytes] | None = None  # what the second tier holds
         # Counted from the start.
         self.looked_up = 0  # pages
         self.found = 0
         self.evictions = 0
+        self.lost = 0  # of these, the unsaved
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._pages
 
     @property
     def idle(self) -> int:
-        return len(self._idle)
+        return len(self._idle) - len(self._copied)
 
     @property
-    def idle_pages(self) -> KeysView[int]:
-        return self._idle.keys()
+    def idle_pages(self) -> Set[int]:
+        return self._idle.keys() - self._copied
+
+    @property
+    def unsaved(self) -> int:
+        return len(self._unsaved)
 
     @property
     def known_pages(self) -> KeysView[int]:
@@ -101,35 +116,62 @@ class PrefixCache:
         self._changes.store(key)
         return True
 
-    def forget(self, page: int) -> None:
-        """The contents of a page that a lease holds are not to be used again."""
+    def forget(self, page: int) -> bytes | None:
+        """The contents of a page that a lease holds are not to be used again. Its key, if any."""
         key = self._keys.pop(page, None)
         if key is not None:
             del self._pages[key]
             self._changes.evict(key)
+        return key
 
     def wake(self, page: int) -> None:
         """A lease takes a known page."""
         self._idle.pop(page, None)
+        self._unsaved.pop(page, None)
+        self._copied.discard(page)
+
+    def copy(self, page: int) -> None:
+        """A lease takes an idle page, but does not count as use."""
+        self._unsaved.pop(page, None)
+        self._copied.add(page)
 
     def rest(self, page: int) -> bool:
         """The last lease gives a page back. False when it is not known, and so free."""
+        self._copied.discard(page)
         if page not in self._keys:
             return False
-        self._idle[page] = None
+        self._idle.setdefault(page, None)
+        if self.below is not None and self._keys[page] not in self.below:
+            self._unsaved[page] = None
         return True
 
     def touch(self, key: bytes) -> None:
         """Somebody has used a copy of the key's page up to now."""
-        if (page := self._pages[key]) in self._idle:
-            self._idle.move_to_end(page)
+        page = self._pages[key]
+        for order in (self._idle, self._unsaved):
+            if page in order:
+                order.move_to_end(page)
+
+    def oldest_unsaved(self, count: int) -> list[tuple[bytes, int]]:
+        """Keys and pages of those that have been idle for the longest."""
+        return [(self._keys[page], page) for page in itertools.islice(self._unsaved, count)]
+
+    def unsave(self, key: bytes) -> None:
+        """The second tier does not hold this page any more."""
+        page = self._pages.get(key)
+        if page is not None and page in self._idle and page not in self._copied:
+            self._unsaved[page] = None
 
     def evict(self, count: int) -> list[int]:
         """The `count` pages that have been idle for the longest, which hold nothing now."""
-        pages = [self._idle.popitem(last=False)[0] for _ in range(count)]
+        pages = list(itertools.islice((p for p in self._idle if p not in self._copied), count))
+        before = len(self._unsaved)
         for page in pages:
+            del self._idle[page]
+            self._unsaved.pop(page, None)
             self.forget(page)
         self.evictions += count
+        self.lost += before - len(self._unsaved)
         return pages
 
     def check(self) -> str:
@@ -139,6 +181,8 @@ class PrefixCache:
             return "a key and its page do not know each other"
         if not self._idle.keys() <= self._keys.keys():
             return "an idle page has no key"
+        if not (self._unsaved.keys() <= self.idle_pages and self._copied <= self._idle.keys()):
+            return "a page is to be saved, or being saved, and not idle"
         return ""
 
 

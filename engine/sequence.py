@@ -42,6 +42,8 @@ class Sequence:
     # Tokens that steps under way will sample: they count as there, though only
     # the device knows them yet.
     expected: int = 0
+    # Pages that the second tier was asked for.
+    restored: int = 0
     # The keys of its pages; they have none where nothing is cached.
     chain: KeyChain = field(default_factory=KeyChain)
     # Where only some tokens may come next.
@@ -78,6 +80,16 @@ class Sequence:
         if guide is not None:
             guide.follow(self.tokens[self.prompt_length :])
 
+    @property
+    def cached_tokens(self) -> int:
+        """Of its tokens, how many at the front were found in the cache."""
+        return self.lease.found * self.chain.page_size
+
+    @property
+    def restored_tokens(self) -> int:
+        """Of these, how many the second tier had."""
+        return min(self.restored, self.lease.found) * self.chain.page_size
+
     def settle(self, computed: int) -> None:
         """K/V of tokens[:computed] are there for good: pages that they fill may be shared."""
         if computed // self.chain.page_size > self.lease.named:
@@ -97,9 +109,13 @@ class Sequence:
 
 
 def is_coming(keys: list[bytes], pool: PagePool, sequences: Iterable[Sequence]) -> bool:
-    """Whether the first page that the cache lacks is being computed for one of `sequences`."""
+    """Whether the first page that the cache lacks is being restored, or computed for one of
+    `sequences`."""
     place = len(pool.cache.find(keys))
-    return place < len(keys) and any(each.will_name(place, keys[place]) for each in sequences)
+    if place == len(keys):
+        return False
+    key = keys[place]
+    return pool.is_coming(key) or any(each.will_name(place, key) for each in sequences)
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,7 @@ class PrefillRole:
         self._outbox = outbox
         self._metrics = metrics
         self._flights = Flights(engine, metrics)
-        self.cache_feed = CacheFeed(engine.pool.cache, outbox)
+        self.cache_feed = CacheFeed(engine.pool, outbox)
         self._fetches = Fetches(engine.pool, transfer, metrics)
         self._scheduler = PrefillScheduler(
             engine.pool, config.prefill.chunk_tokens, self._fetches.coming
@@ -146,6 +146,7 @@ class PrefillRole:
                 raise Internal(f"the transfer thread stopped: {event.reason}")
 
     def step(self) -> bool:
+        self._pool.advance()
         plan = self._scheduler.next()
         if not plan and not self._flights.any:
             return self._break_deadlock()
@@ -161,6 +162,7 @@ class PrefillRole:
             leased_pages=self._pool.leased - self._quarantined,
             quarantined_pages=self._quarantined,
             cached_pages=self._pool.cached,
+            kept_pages=self._pool.kept,
             waiting=self._scheduler.waiting,
             running=self._scheduler.running,
             queued_tokens=self._scheduler.queued_tokens,
@@ -258,6 +260,7 @@ class PrefillRole:
         """
         holders = [job for job in self._jobs.values() if job.lease is not None]
         someone_will_leave = any(job.delivered or job.released for job in holders)
+        someone_will_leave |= self._pool.returning
         if not holders or someone_will_leave or not self._scheduler.cleared_waiting:
             return False
         if self._fetches.any_under_way:
@@ -299,7 +302,8 @@ class PrefillRole:
             finish_reason=finish_to(finish),
             queue_seconds=job.started - job.arrived,
             compute_seconds=time.monotonic() - job.started,
-            cached_tokens=sequence.lease.found * self._pool.page_size,
+            cached_tokens=sequence.cached_tokens,
+            restored_tokens=sequence.restored_tokens,
             logprobs=logprobs_to(logprobs) if logprobs else None,
             chunks=job.chunks.tell(),
         )

@@ -12,7 +12,8 @@ as it is computed, while another may have to keep them.
 What the pool has cached of a prompt is not computed again. Nor is anything
 computed twice at once: a prompt that goes on like one that is being computed
 waits until it finds those pages in the cache, and meanwhile those behind it,
-up to `LOOK_AHEAD`, may start. The same holds for pages that are being fetched.
+up to `LOOK_AHEAD`, may start. The same holds for pages that are being fetched, or
+brought back from the second tier.
 """
 
 from __future__ import annotations
@@ -34,12 +35,13 @@ LAST_TOKENS = 2048
 one have nothing to hide behind, so they should be few."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Prompt:
     """One that waits."""
 
     work: Work
     chain: KeyChain
+    restored: int = 0  # pages that the second tier was asked for
 
     @property
     def keys(self) -> list[bytes]:
@@ -128,10 +130,13 @@ class PrefillScheduler:
         pages = self._pool.pages_for(len(work.prompt_tokens))
         if self._pool.cost(pages, keys) > self._pool.free:
             return False
+        if coming := self._pool.bring_back(keys):
+            prompt.restored += coming
+            return self._start_next()
         self.remove(work.key)
-        lease = self._pool.acquire(pages, keys)
-        computed = lease.found * self._pool.page_size
-        self._started[work.key] = Sequence(work, lease, computed=computed, chain=prompt.chain)
+        sequence = Sequence(work, self._pool.acquire(pages, keys), chain=prompt.chain)
+        sequence.computed, sequence.restored = sequence.cached_tokens, prompt.restored
+        self._started[work.key] = sequence
         return True
 
     def _choose(self) -> _Prompt | None:

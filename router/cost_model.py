@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from router.online_fit import OnlineFit
 
 # Coefficients in seconds, for the features named beside them.
-# A prompt, a token, a token times one that it looks at, a token that was there before.
-PREFILL_PRIOR = (5e-3, 1e-4, 3e-9, 1e-4)
+# A prompt, a token, a token times one that it looks at, a token that was there before, a token
+# whose page is brought back.
+PREFILL_PRIOR = (5e-3, 1e-4, 3e-9, 1e-4, 5e-6)
 BESIDE_SHARE = 0.01  # of a token's own time, what a request decoded meanwhile adds to it
 TRANSFER_PRIOR = (1e-3, 1e-9)  # a push, a byte
 EXPOSED_PRIOR = (1e-3, 1.0)  # a push, a second of transfer beyond what compute can hide
@@ -45,21 +46,30 @@ class Costs:
     step: tuple[float, ...] = STEP_PRIOR
     answer_tokens: float = ANSWER_PRIOR
 
-    def prefill_seconds(self, tokens: int, prefix: int, pending: int = 0) -> float:
+    def prefill_seconds(
+        self, tokens: int, prefix: int, pending: int = 0, restored: int = 0
+    ) -> float:
         """Until a prefill worker has computed `pending` tokens and then `tokens`, which follow
-        `prefix` cached ones."""
-        once, each, look, before = self.prefill
-        return once + tokens * (each + look * (prefix + tokens / 2)) + before * pending
+        `prefix` cached ones, of which `restored` have to be brought back."""
+        once, each, look, before, back = self.prefill
+        own = tokens * (each + look * (prefix + tokens / 2))
+        return once + own + before * pending + back * restored
 
     def wait_seconds(self, pending: int) -> float:
         """Of these, before the prompt's own turn."""
         return self.prefill[3] * pending
 
-    def local_seconds(self, tokens: int, prefix: int, pending: int = 0, running: int = 0) -> float:
+    def local_seconds(
+        self, tokens: int, prefix: int, pending: int = 0, running: int = 0, restored: int = 0
+    ) -> float:
         """Until a decode worker has, which runs so many requests meanwhile."""
-        once, each, look, before, beside = self.local
+        once, each, look, before, back, beside = self.local
         own = tokens * (each + look * (prefix + tokens / 2) + beside * running)
-        return once + own + before * pending
+        return once + own + before * pending + back * restored
+
+    def restore_seconds(self, tokens: int) -> float:
+        """Until a decode worker has brought the pages of so many tokens back."""
+        return self.local[4] * tokens
 
     def transfer_seconds(self, size: int) -> float:
         """For which a push of so many bytes is under way."""
@@ -126,20 +136,28 @@ class CostModel:
             self._costs = self._believe()
         return self._costs
 
-    def note_prefill(self, tokens: int, prefix: int, pending: int, seconds: float) -> None:
+    def note_prefill(
+        self, tokens: int, prefix: int, pending: int, seconds: float, restored: int = 0
+    ) -> None:
         """From its arrival, a prompt took a prefill worker so long: `tokens` behind `prefix`
-        cached ones, with `pending` ones there before."""
+        cached ones, of which `restored` were brought back, with `pending` ones there before."""
         if self._prefill is None:
             self._prefill = OnlineFit(self.costs.prefill, REQUEST_MEMORY)
-        self._note(self._prefill, _prompt(tokens, prefix, pending), seconds)
+        self._note(self._prefill, _prompt(tokens, prefix, pending, restored), seconds)
 
     def note_local(
-        self, tokens: int, prefix: int, pending: int, running: int, seconds: float
+        self,
+        tokens: int,
+        prefix: int,
+        pending: int,
+        running: int,
+        seconds: float,
+        restored: int = 0,
     ) -> None:
         """The same for a decode worker, which ran so many requests meanwhile."""
         if self._local is None:
             self._local = OnlineFit(self.costs.local, REQUEST_MEMORY)
-        features = (*_prompt(tokens, prefix, pending), float(tokens * running))
+        features = (*_prompt(tokens, prefix, pending, restored), float(tokens * running))
         self._note(self._local, features, seconds)
 
     def note_push(self, size: int, seconds: float, exposed: float, compute_seconds: float) -> None:
@@ -191,10 +209,11 @@ class CostModel:
     def _believe_prompts(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """What reading a prompt costs a prefill worker, and a decode worker."""
         local = self._local.coefficients if self._local else ()
-        prefill = self._prefill.coefficients if self._prefill else local[:4] or PREFILL_PRIOR
+        prefill = self._prefill.coefficients if self._prefill else local[:5] or PREFILL_PRIOR
         return prefill, local or (*prefill, BESIDE_SHARE * prefill[1])
 
 
-def _prompt(tokens: int, prefix: int, pending: int) -> tuple[float, float, float, float]:
+def _prompt(tokens: int, prefix: int, pending: int, restored: int) -> tuple[float, ...]:
     """A token looks at all before it: the prefix, and half of the others on average."""
-    return 1.0, float(tokens), tokens * (prefix + tokens / 2), float(pending)
+    looks = tokens * (prefix + tokens / 2)
+    return 1.0, float(tokens), looks, float(pending), float(restored)

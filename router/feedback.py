@@ -68,11 +68,12 @@ class Feedback:
         self._compute_seconds = first.compute_seconds
         missing = self._tokens - first.cached_tokens
         pending, seconds = forecast.pending_tokens, first.queue_seconds + first.compute_seconds
+        restored = first.restored_tokens
         if first.fetch_seconds:
             # It may have waited for its pages: that says nothing of the queue.
-            pending, seconds = 0, first.compute_seconds
+            pending, seconds, restored = 0, first.compute_seconds, 0
             self._note_fetch(first)
-        self._costs.note_prefill(missing, first.cached_tokens, pending, seconds)
+        self._costs.note_prefill(missing, first.cached_tokens, pending, seconds, restored)
         self._note_read(first.cached_tokens, forecast)
 
     def _note_fetch(self, first: pb.FirstToken) -> None:
@@ -86,7 +87,12 @@ class Feedback:
         cached = tokens.cached_tokens
         seconds = time.monotonic() - self._began
         self._costs.note_local(
-            self._tokens - cached, cached, forecast.pending_tokens, forecast.running, seconds
+            self._tokens - cached,
+            cached,
+            forecast.pending_tokens,
+            forecast.running,
+            seconds,
+            tokens.restored_tokens,
         )
         self._note_read(cached, forecast)
 

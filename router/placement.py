@@ -103,6 +103,8 @@ class PrefillView(NamedTuple):
     has_room: bool = True
     # Of this request's prompt, the tokens at its front that it has cached.
     cached_tokens: int = 0
+    # Of these, the tokens that it has to bring back from host memory or files.
+    kept_tokens: int = 0
 
 
 class DecodeView(NamedTuple):
@@ -123,6 +125,12 @@ class DecodeView(NamedTuple):
     leased_pages: int = 0
     # Prompt tokens that it has yet to read itself.
     pending_tokens: int = 0
+    kept_tokens: int = 0
+
+    @property
+    def near_tokens(self) -> int:
+        """What it has cached and need not bring back: others may fetch it."""
+        return self.cached_tokens - self.kept_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,15 +48,15 @@ def _holders(snapshot: Snapshot) -> list[DecodeView]:
     """Workers that can be fetched from, those with the longest part of the prompt first."""
     if snapshot.fetch is FetchPages.NEVER or snapshot.strategy is not Strategy.KV_AWARE:
         return []
-    holders = [view for view in snapshot.decode if view.cached_tokens]
-    return sorted(holders, key=lambda view: -view.cached_tokens)
+    holders = [view for view in snapshot.decode if view.near_tokens]
+    return sorted(holders, key=lambda view: -view.near_tokens)
 
 
 def _best(snapshot: Snapshot, view: PrefillView, holders: Sequence[DecodeView]) -> Reading:
     plain = _read(snapshot, view, view.cached_tokens)
     longest = (each for each in holders if each.worker_id in view.reaches)
     holder = next(longest, None)
-    if holder is None or holder.cached_tokens <= view.cached_tokens:
+    if holder is None or holder.near_tokens <= view.cached_tokens:
         return plain
     fetched = _read_fetched(snapshot, plain, holder)
     pays = fetched.first_token < plain.first_token
@@ -64,15 +64,16 @@ def _best(snapshot: Snapshot, view: PrefillView, holders: Sequence[DecodeView]) 
 
 
 def _read(snapshot: Snapshot, view: PrefillView, cached: int) -> Reading:
-    compute = snapshot.costs.prefill_seconds(snapshot.prompt_tokens - cached, cached)
-    wait = snapshot.costs.wait_seconds(view.pending_tokens)
-    return Reading(view, cached, compute, wait + compute)
+    missing, costs = snapshot.prompt_tokens - cached, snapshot.costs
+    compute = costs.prefill_seconds(missing, cached)
+    all_of_it = costs.prefill_seconds(missing, cached, view.pending_tokens, view.kept_tokens)
+    return Reading(view, cached, compute, all_of_it)
 
 
 def _read_fetched(snapshot: Snapshot, plain: Reading, holder: DecodeView) -> Reading:
     size, costs = snapshot.page_size, snapshot.costs
-    tokens = holder.cached_tokens - plain.cached_tokens
-    rest = _read(snapshot, plain.view, holder.cached_tokens)
+    tokens = holder.near_tokens - plain.cached_tokens
+    rest = _read(snapshot, plain.view, holder.near_tokens)
     late = costs.fetch_seconds(tokens // size * snapshot.page_bytes) - costs.wait_seconds(
         plain.view.pending_tokens
     )
@@ -80,5 +81,5 @@ def _read_fetched(snapshot: Snapshot, plain: Reading, holder: DecodeView) -> Rea
     saved = ALWAYS_SECONDS if always else plain.compute - rest.compute
     return rest._replace(
         first_token=rest.first_token + max(late, 0.0),
-        fetch=Fetch(holder.worker_id, holder.cached_tokens // size, tokens, saved),
+        fetch=Fetch(holder.worker_id, holder.near_tokens // size, tokens, saved),
     )

@@ -117,7 +117,7 @@ def _least_loaded(view: DecodeView) -> float:
 def _local_first_token(snapshot: Snapshot, view: DecodeView) -> float:
     missing = snapshot.prompt_tokens - view.cached_tokens
     return snapshot.costs.local_seconds(
-        missing, view.cached_tokens, view.pending_tokens, view.running
+        missing, view.cached_tokens, view.pending_tokens, view.running, view.kept_tokens
     )
 
 
@@ -132,8 +132,11 @@ def _decode_cost(snapshot: Snapshot, view: DecodeView) -> float:
 
 
 def _late_pages(snapshot: Snapshot, view: DecodeView, compute_seconds: float) -> float:
-    """How long decode waits for its last page once the prompt is computed."""
+    """How long decode waits for its last page once the prompt is computed. Pages that it keeps
+    come back meanwhile."""
     if snapshot.strategy is not Strategy.KV_AWARE:
         return 0.0
     pages = -(-(snapshot.prompt_tokens - view.cached_tokens) // snapshot.page_size)
-    return snapshot.costs.exposed_seconds(pages * snapshot.page_bytes, compute_seconds)
+    back = snapshot.costs.restore_seconds(view.kept_tokens) - compute_seconds
+    late = snapshot.costs.exposed_seconds(pages * snapshot.page_bytes, compute_seconds)
+    return late + max(0.0, back)

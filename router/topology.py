@@ -52,6 +52,7 @@ class Topology:
                 reaches=self.reaches[link.address],
                 has_room=link.has_room(suspicion),
                 cached_tokens=_cached_tokens(link, work, size),
+                kept_tokens=_kept_tokens(link, work, size),
             )
             for link in self.prefill
         ]
@@ -65,6 +66,7 @@ class Topology:
                 free_pages=link.load.free_pages,
                 has_room=link.has_room(suspicion),
                 cached_tokens=_cached_tokens(link, work, size),
+                kept_tokens=_kept_tokens(link, work, size),
                 running=link.load.running,
                 waiting=link.load.waiting,
                 leased_pages=link.load.leased_pages,
@@ -86,3 +88,11 @@ def _cached_tokens(link: WorkerLink, work: Work, page_size: int) -> int:
     """Of the prompt, what the worker need not compute: never its last token."""
     pages = (len(work.prompt_tokens) - 1) // page_size
     return page_size * min(link.cache.leading(work.page_keys), pages)
+
+
+def _kept_tokens(link: WorkerLink, work: Work, page_size: int) -> int:
+    """Of these, what the worker has to bring back."""
+    if not link.cache.keeps:
+        return 0
+    near = page_size * link.cache.near(work.page_keys)
+    return max(0, _cached_tokens(link, work, page_size) - near)

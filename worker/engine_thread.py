@@ -47,11 +47,15 @@ class Drain:
     seconds: float
 
 
+class Wake:
+    """Something has ended that the role looks at before its next step."""
+
+
 class Stop:
     """The last item in the inbox."""
 
 
-Item = FromRouter | Attached | Detached | Drain | TransferEvent
+Item = FromRouter | Attached | Detached | Drain | Wake | TransferEvent
 Inbox = queue.SimpleQueue[Item | Stop]
 
 
@@ -140,6 +144,8 @@ class EngineThread(threading.Thread):
                 role.on_detach(item.attachment)
             case Drain():
                 self._begin_draining(role, item.seconds)
+            case Wake():
+                pass
             case _:
                 role.on_transfer(item)
 

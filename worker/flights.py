@@ -75,10 +75,18 @@ class Flights:
         outcomes = step.flight.wait()
         seconds = time.monotonic() - step.began
         self._metrics.step(len(step.plan), sum(piece.count for piece in step.plan), seconds)
+        self._note_compute(step.plan, seconds)
         return [
             _settled(piece.sequence, outcome, computed)
             for piece, outcome, computed in zip(step.plan, outcomes, step.computed, strict=True)
         ]
+
+    def _note_compute(self, plan: Plan, seconds: float) -> None:
+        """How long prompts take, for the second tier to compare with."""
+        tier = self._engine.pool.second_tier
+        tokens = sum(piece.count for piece in plan if piece.count > 1)
+        if tier is not None and tokens >= self._engine.pool.page_size:
+            tier.costs.compute.note(tokens, seconds)
 
 
 def _settled(sequence: Sequence, outcome: Outcome, computed: int) -> Settled:

@@ -8,6 +8,7 @@ from baton.v1 import worker_pb2 as pb
 from core import metrics as names
 from core.types import Role
 from engine.page_pool import PagePool
+from worker.tier_metrics import TierMetrics
 
 _LABELS = ["worker", "role"]
 
@@ -37,6 +38,7 @@ class WorkerMetrics:
         self._found = self._counter(names.CACHE_HIT_TOKENS)
         self._evicted = self._counter(names.CACHE_EVICTED_PAGES)
         self._counted = (0, 0, 0)  # what the last three have been told
+        self._tiers: TierMetrics | None = None  # once there is a second tier
 
     def damaged(self, pages: int) -> None:
         self._damaged.inc(pages)
@@ -78,6 +80,9 @@ class WorkerMetrics:
         for counter, now, before in zip(counters, counts, self._counted, strict=True):
             counter.inc(now - before)
         self._counted = counts
+        if pool.second_tier is not None:
+            self._tiers = self._tiers or TierMetrics(self.registry, self._labels)
+            self._tiers.note(pool.second_tier)
 
     def _gauge(self, name: str) -> Gauge:
         return Gauge(name, names.HELP[name], _LABELS, registry=self.registry).labels(**self._labels)

@@ -37,10 +37,11 @@ from kv_transfer.layout import LAYOUT_VERSION, cache_root
 from kv_transfer.thread import TransferThread
 from kv_transfer.transport import PoolMemory
 from worker.cpu import claim_threads, stand_back
-from worker.engine_thread import Drain, EngineThread, Inbox, Stop
+from worker.engine_thread import Drain, EngineThread, Inbox, Stop, Wake
 from worker.metrics import WorkerMetrics
 from worker.outbox import Outbox
 from worker.role import Role
+from worker.second_tier import open_second_tier
 from worker.service import WorkerService
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,8 @@ HEALTH_SECONDS = 1.0
 # For the routers to take what is queued for them, and for writes under way to end.
 GRACE_SECONDS = 2.0
 HAND_BACK_SECONDS = 5.0
+# For pages to be written to files.
+FLUSH_SECONDS = 5.0
 
 RoleFactory = Callable[[Engine, TransferThread, Outbox, WorkerMetrics, Config], Role]
 Progress = Callable[[str], None]
@@ -115,6 +118,9 @@ class WorkerServer:
         self._health_watch.cancel()
         self._inbox.put(Stop())
         await asyncio.to_thread(self._thread.join)
+        tier = self._engine.pool.second_tier
+        if tier is not None:
+            await asyncio.to_thread(tier.close, FLUSH_SECONDS)
         await asyncio.to_thread(self._transfer.stop)
         if self._failure.done():
             self._failure.result()
@@ -162,6 +168,9 @@ class WorkerServer:
         share = config.prefill.gpu_share if prefills else 1.0
         return GpuSettings(config.gpu_memory, most, section.chunk_tokens, share)
 
+    def _wake(self) -> None:
+        self._inbox.put(Wake())
+
     def _report_loading(self, what: str, done: float) -> None:
         """Every tenth of it."""
         if int(done * 10) > self._loading.get(what, 0):
@@ -197,6 +206,7 @@ class WorkerServer:
         memory, layout = pool_memory(self._engine), pool_layout(self._engine)
         if config.prefix_cache:
             self._engine.pool.root = cache_root(layout)
+            open_second_tier(self._engine, config.cache, self._worker_id, self._wake)
         self._transfer = TransferThread(
             choose_transport(config.transport, device),
             memory,

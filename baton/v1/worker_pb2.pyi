@@ -203,7 +203,7 @@ class WorkerMessage(_message.Message):
 
     @_builtins.property
     def cache_events(self) -> Global___CacheEvents:
-        """From either: which pages came into its prefix cache and which left it."""
+        """From either: which pages came into its prefix cache, left it, or are gone."""
 
     def __init__(
         self,
@@ -406,6 +406,7 @@ class CacheEvents(_message.Message):
     RESET_FIELD_NUMBER: _builtins.int
     STORED_FIELD_NUMBER: _builtins.int
     EVICTED_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """Counts the messages of one worker's process, the same for all its routers.
     One that does not follow the last by 1 means that some were lost: only a
@@ -423,7 +424,13 @@ class CacheEvents(_message.Message):
 
     @_builtins.property
     def evicted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Keys of pages that are gone. No key is in both lists."""
+        """Keys of pages that are gone. No key is in two lists."""
+
+    @_builtins.property
+    def kept(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Keys of pages that are not in the pool now but in host memory or files: they
+        can be brought back, which takes longer than to find them in the pool.
+        """
 
     def __init__(
         self,
@@ -432,10 +439,11 @@ class CacheEvents(_message.Message):
         reset: _builtins.bool = ...,
         stored: _abc.Iterable[_builtins.bytes] | None = ...,
         evicted: _abc.Iterable[_builtins.bytes] | None = ...,
+        kept: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["evicted", b"evicted", "number", b"number", "reset", b"reset", "stored", b"stored"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evicted", b"evicted", "kept", b"kept", "number", b"number", "reset", b"reset", "stored", b"stored"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -926,6 +934,7 @@ class FirstToken(_message.Message):
     FETCHED_TOKENS_FIELD_NUMBER: _builtins.int
     FETCH_SECONDS_FIELD_NUMBER: _builtins.int
     CHUNKS_FIELD_NUMBER: _builtins.int
+    RESTORED_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's name."""
     epoch: _builtins.int
@@ -950,6 +959,8 @@ class FirstToken(_message.Message):
     """How long they were on their way, or were waited for in vain. 0 when none
     were asked for.
     """
+    restored_tokens: _builtins.int
+    """Of cached_tokens, how many had to be brought back from host memory or files."""
     @_builtins.property
     def logprobs(self) -> Global___Logprobs:
         """How likely the token was, where the request asks for it."""
@@ -972,10 +983,11 @@ class FirstToken(_message.Message):
         fetched_tokens: _builtins.int = ...,
         fetch_seconds: _builtins.float = ...,
         chunks: _abc.Iterable[_timing_pb2.Chunk] | None = ...,
+        restored_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "chunks", b"chunks", "compute_seconds", b"compute_seconds", "epoch", b"epoch", "fetch_seconds", b"fetch_seconds", "fetched_tokens", b"fetched_tokens", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "queue_seconds", b"queue_seconds", "request_id", b"request_id", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "chunks", b"chunks", "compute_seconds", b"compute_seconds", "epoch", b"epoch", "fetch_seconds", b"fetch_seconds", "fetched_tokens", b"fetched_tokens", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "queue_seconds", b"queue_seconds", "request_id", b"request_id", "restored_tokens", b"restored_tokens", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1053,6 +1065,7 @@ class StepTokens(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     COMPUTE_SECONDS_FIELD_NUMBER: _builtins.int
+    RESTORED_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's name."""
     epoch: _builtins.int
@@ -1071,6 +1084,8 @@ class StepTokens(_message.Message):
     """
     compute_seconds: _builtins.float
     """With the first tokens: from the place in the batch to the token."""
+    restored_tokens: _builtins.int
+    """Of cached_tokens, how many had to be brought back from host memory or files."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The new tokens, oldest first."""
@@ -1090,10 +1105,11 @@ class StepTokens(_message.Message):
         cached_tokens: _builtins.int = ...,
         logprobs: _abc.Iterable[Global___Logprobs] | None = ...,
         compute_seconds: _builtins.float = ...,
+        restored_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "compute_seconds", b"compute_seconds", "epoch", b"epoch", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "queue_seconds", b"queue_seconds", "request_id", b"request_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "compute_seconds", b"compute_seconds", "epoch", b"epoch", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "queue_seconds", b"queue_seconds", "request_id", b"request_id", "restored_tokens", b"restored_tokens", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1147,6 +1163,7 @@ class Load(_message.Message):
     RUNNING_FIELD_NUMBER: _builtins.int
     QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
     FAULT_FIELD_NUMBER: _builtins.int
+    KEPT_PAGES_FIELD_NUMBER: _builtins.int
     BUSY_SECONDS_FIELD_NUMBER: _builtins.int
     UP_SECONDS_FIELD_NUMBER: _builtins.int
     TRANSFERS_FIELD_NUMBER: _builtins.int
@@ -1166,6 +1183,8 @@ class Load(_message.Message):
     """Prompt tokens not yet computed."""
     fault: _builtins.str
     """Empty when the worker is sound; else what is wrong with it."""
+    kept_pages: _builtins.int
+    """Pages in its host memory and files, from where they can be brought back."""
     busy_seconds: _builtins.float
     """Seconds in which the engine has computed, since the process started."""
     up_seconds: _builtins.float
@@ -1183,13 +1202,14 @@ class Load(_message.Message):
         running: _builtins.int = ...,
         queued_tokens: _builtins.int = ...,
         fault: _builtins.str = ...,
+        kept_pages: _builtins.int = ...,
         busy_seconds: _builtins.float = ...,
         up_seconds: _builtins.float = ...,
         transfers: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_seconds", b"busy_seconds", "cached_pages", b"cached_pages", "fault", b"fault", "free_pages", b"free_pages", "leased_pages", b"leased_pages", "quarantined_pages", b"quarantined_pages", "queued_tokens", b"queued_tokens", "running", b"running", "transfers", b"transfers", "up_seconds", b"up_seconds", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_seconds", b"busy_seconds", "cached_pages", b"cached_pages", "fault", b"fault", "free_pages", b"free_pages", "kept_pages", b"kept_pages", "leased_pages", b"leased_pages", "quarantined_pages", b"quarantined_pages", "queued_tokens", b"queued_tokens", "running", b"running", "transfers", b"transfers", "up_seconds", b"up_seconds", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

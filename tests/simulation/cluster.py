@@ -12,6 +12,7 @@ from core.errors import Internal
 from core.types import AttemptKey, Role, Sampling, Work
 from decode_worker.role import DecodeRole
 from engine.page_pool import Lease
+from engine.restore_costs import Tier
 from kv_transfer.receiver import State
 from prefill_worker.role import PrefillRole
 
@@ -50,6 +51,7 @@ class Cluster:
                 max_batch=draw.choice((1, 2, 4)), chunk_tokens=4, ticket_seconds=30.0
             ),
         )
+        self.second_tier = seed % 4 == 3
         self.pages = draw.choice((6, 7, 8, 12))
         # A request that no engine can compute from some position on.
         self.breaks_at = {"r0": draw.randint(1, 12)} if self.faults and draw.random() < 0.1 else {}
@@ -139,6 +141,7 @@ class Cluster:
             pages=self.pages,
             digests=self.digests,
             incarnation=incarnation,
+            second_tier=self.second_tier,
         )
         worker.engine.breaks_at = self.breaks_at
         self.workers[name] = self.processes[worker.agent] = worker
@@ -357,6 +360,9 @@ class Cluster:
             cache = worker.engine.pool.cache
             self.counts["pages found"] += cache.found
             self.counts["evictions"] += cache.evictions
+            tier = worker.engine.pool.second_tier
+            if tier is not None:
+                self.counts["pages restored"] += tier.counts[Tier.HOST].restored
             for key in cache.keys:
                 (page,) = cache.find([key])
                 if (

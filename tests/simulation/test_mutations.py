@@ -19,7 +19,9 @@ from decode_worker.role import DecodeRole
 from decode_worker.scheduler import DecodeScheduler, Reservation
 from engine.engine import Engine
 from engine.flight import Flight, Landed
+from engine.host_tier import HostTier
 from engine.prefix_cache import PrefixCache
+from engine.second_tier import Save, SecondTier
 from engine.sequence import Piece, Plan
 from kv_transfer import pushes, receiver, sender
 from kv_transfer.events import Fetched, PagesWanted
@@ -272,6 +274,43 @@ def lend_twice(patch: Patch) -> None:
     patch.setattr(Pushes, "_ask", again)
 
 
+def save_without_a_lease(patch: Patch) -> None:
+    """A page that is being copied may be handed out, and is trusted to have been copied before."""
+    begin = SecondTier._save
+
+    def unheld(self: SecondTier, batch: list[tuple[bytes, int]]) -> None:
+        begin(self, batch)
+        if self._saving is not None:
+            self._saving.lease.release()
+
+    def trust(self: SecondTier, save: Save) -> None:
+        self._saving = None
+        for key, row in zip(save.keys, save.rows, strict=True):
+            self._store(key, row)
+
+    patch.setattr(SecondTier, "_save", unheld)
+    patch.setattr(SecondTier, "_end_save", trust)
+
+
+def know_before_it_is_restored(patch: Patch) -> None:
+    """Pages are shared while they are on their way from the second tier."""
+    bring_back = SecondTier.bring_back
+
+    def named(self: SecondTier, keys: Sequence[bytes]) -> int:
+        count = bring_back(self, keys)
+        for job in self._restoring:
+            job.lease.name(job.keys)
+        return count
+
+    patch.setattr(SecondTier, "bring_back", named)
+
+
+def reuse_what_is_restored_from(patch: Patch) -> None:
+    """Rows of host memory are given to other pages while they are copied."""
+    patch.setattr(HostTier, "pin", lambda self, row: None)
+    patch.setattr(HostTier, "unpin", lambda self, row: None)
+
+
 def repeat_token_one(patch: Patch) -> None:
     """Tokens of decode that overtook token #1 are not held back."""
     step = Attempt._step
@@ -323,6 +362,9 @@ MUTATIONS: list[Callable[[Patch], None]] = [
     believe_that_all_was_fetched,
     lend_without_a_lease,
     lend_twice,
+    save_without_a_lease,
+    know_before_it_is_restored,
+    reuse_what_is_restored_from,
 ]
 
 

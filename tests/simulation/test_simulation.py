@@ -41,5 +41,6 @@ def test_no_seed_breaks_an_invariant() -> None:
         "pages fetched",
         "fetched into quarantine",
         "evictions",
+        "pages restored",
     ):
         assert counts[what] > 0, f"the seeds never saw: {what}"

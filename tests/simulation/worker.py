@@ -25,6 +25,7 @@ from worker.outbox import Outbox
 from .engine import SimulatedEngine
 from .fabric import Fabric, SimulatedTransport
 from .streams import Stream
+from .tier import add_second_tier
 from .world import Violation, World
 
 LEASE_SECONDS = 1.0
@@ -96,6 +97,7 @@ class SimulatedWorker:
         pages: int,
         digests: bool,
         incarnation: int,
+        second_tier: bool = False,
     ) -> None:
         self.world = world
         self.worker_id = worker_id
@@ -103,12 +105,17 @@ class SimulatedWorker:
         self.dead = False
         self.frozen = False
         self.streams: dict[int, Stream] = {}
+        self._engine_due = self._transfer_due = False
         # As on a CPU with digests, or as on a GPU without.
         self.engine = SimulatedEngine(
             pages, config.page_size, salt=incarnation * 10**6, runs_ahead=not digests
         )
         if config.prefix_cache:
             self.engine.pool.root = cache_root(LAYOUT)
+        if second_tier:
+            add_second_tier(
+                self.engine.pool, self.engine.memory, world, self._is_postponed, self._poke_engine
+            )
         agent = f"{worker_id}.{incarnation}"
         self.transport = SimulatedTransport(fabric, agent, self.engine.memory)
         self.transport.poke = self._poke_transfer
@@ -133,7 +140,6 @@ class SimulatedWorker:
             config,
         )
         self._inbox: list[FromRouter | Detached | TransferEvent] = []
-        self._engine_due = self._transfer_due = False
         self._tick_at = float("inf")
         self._postponed: list[Callable[[], None]] = []
 

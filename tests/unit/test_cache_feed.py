@@ -2,9 +2,12 @@ from __future__ import annotations
 
 import asyncio
 
+from second_tiers import TieredPool, keys
+
 from baton.v1 import worker_pb2 as pb
 from core.page_keys import page_keys, salted_root
 from engine.page_pool import PagePool
+from router.cache_index import HeldPages
 from worker.cache_feed import MOST_KEYS, CacheFeed
 from worker.outbox import CACHE_BACKLOG, Outbox
 
@@ -17,7 +20,7 @@ class Bench:
     def __init__(self, pages: int = 8) -> None:
         self.pool = PagePool(pages, 1, root=b"root")
         self.outbox = Outbox(asyncio.get_running_loop())
-        self.feed = CacheFeed(self.pool.cache, self.outbox)
+        self.feed = CacheFeed(self.pool, self.outbox)
         self.router = self.outbox.attach(1)
 
     def fill(self, tokens: list[int]) -> list[bytes]:
@@ -97,3 +100,37 @@ async def test_a_slow_router_is_not_told_and_sees_a_gap() -> None:
     bench.feed.publish(busy=False)
     (events,) = await bench.told()
     assert events.number == 2
+
+
+async def test_what_left_the_pool_for_the_second_tier_is_kept_until_it_is_gone() -> None:
+    tiered = TieredPool(pages=8, rows=4)
+    bench = Bench()
+    bench.feed = CacheFeed(tiered.pool, bench.outbox)
+    router, late = HeldPages(), HeldPages()
+
+    async def tell() -> None:
+        bench.feed.publish(busy=False)
+        bench.feed.send_all(1)
+        for event in await bench.told():
+            (late if event.reset else router).take(event)
+
+    def states(held: HeldPages) -> str:
+        """Of the pages a to z: in the pool, kept, or not there."""
+        chains = [keys(letter) for letter in "abcdefghijkl"]
+        return "".join("pk-"[2 - held.leading(chain) - held.near(chain)] for chain in chains)
+
+    for letter in "abcdefghijkl":
+        tiered.keep(letter)
+        tiered.settle()
+        await tell()
+        assert states(router) == states(late)
+    assert states(router).count("p") == 8
+    assert states(router).count("k") > 0
+    assert tiered.found("e") == "e"
+    await tell()
+    assert states(router)[4] == "p"
+    tiered.fill_pool()
+    tiered.settle()
+    await tell()
+    assert set(states(router)) == {"k", "-"}
+    assert states(router) == states(late)

@@ -62,6 +62,22 @@ def test_a_reset_that_never_comes_is_asked_for_again() -> None:
     assert [number for number, asked in enumerate(asks, 5) if asked] == [5, 5 + ASK_AGAIN_AFTER]
 
 
+def test_what_is_kept_is_held_but_not_near() -> None:
+    pages = HeldPages()
+    pages.take(reset(0, A, B, C))
+    assert not pages.keeps
+    pages.take(pb.CacheEvents(number=1, kept=[C, D]))
+    assert (pages.near(CHAIN), pages.leading(CHAIN), len(pages)) == (2, 4, 4)
+    pages.take(pb.CacheEvents(number=2, stored=[C]))
+    assert (pages.near(CHAIN), pages.leading(CHAIN), len(pages)) == (3, 4, 4)
+    pages.take(evicted(3, D))
+    assert (pages.near(CHAIN), pages.leading(CHAIN), pages.keeps) == (3, 3, False)
+    pages.take(pb.CacheEvents(number=9, reset=True, kept=CHAIN))
+    assert (pages.near(CHAIN), pages.leading(CHAIN)) == (0, 4)
+    pages.promise(CHAIN[:2])
+    assert (pages.near(CHAIN), pages.leading(CHAIN)) == (2, 4)
+
+
 @pytest.mark.parametrize("length", range(34))
 def test_every_length_of_a_held_prefix_is_found(length: int) -> None:
     chain = page_keys(b"root", range(33), 1)

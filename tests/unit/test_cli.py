@@ -337,6 +337,11 @@ def test_status_shows_the_router_and_a_row_for_each_worker(router: ScriptedRoute
     ]
 
 
+def test_status_shows_what_is_in_the_second_tier(router: ScriptedRouter) -> None:
+    router.status.workers[1].load.kept_pages = 1234
+    assert "1234 in second tier" in run(router, "status").stdout
+
+
 def test_status_says_why_a_worker_cannot_be_used(router: ScriptedRouter) -> None:
     router.status.workers[0].attached = False
     router.status.workers[0].fault = "leaks pages"

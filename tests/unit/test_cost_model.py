@@ -28,6 +28,17 @@ def test_prefill_is_predicted_from_what_was_measured() -> None:
     assert model.costs.prefill_seconds(500, 0, 1000) == pytest.approx(2.0, rel=0.1)
 
 
+def test_what_it_takes_to_bring_tokens_back_is_learned() -> None:
+    model, draw = CostModel(), random.Random(1)
+    for _ in range(100):
+        tokens, restored = draw.randint(10, 1000), draw.choice([0, 200, 2000])
+        seconds = 0.002 * tokens + 0.0005 * restored
+        model.note_prefill(tokens, restored, 0, seconds, restored)
+    costs = model.costs
+    without, with_them = costs.prefill_seconds(100, 1000), costs.prefill_seconds(100, 1000, 0, 1000)
+    assert with_them - without == pytest.approx(0.5, rel=0.2)
+
+
 def test_empty_queues_say_nothing_of_full_ones() -> None:
     model = CostModel()
     for _ in range(100):

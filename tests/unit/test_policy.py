@@ -26,8 +26,8 @@ MISSING = "no prefill worker is ready"
 
 # A millisecond a token, ten a step, one for each request in it; 100 KB a millisecond.
 COSTS = Costs(
-    prefill=(0.0, 1e-3, 0.0, 1e-3),
-    local=(0.0, 1e-3, 0.0, 1e-3, 0.0),
+    prefill=(0.0, 1e-3, 0.0, 1e-3, 1e-4),
+    local=(0.0, 1e-3, 0.0, 1e-3, 1e-4, 0.0),
     transfer=(0.0, 1e-8),
     exposed=(0.0, 1.0),
     fetch=(2e-2, 1e-8),
@@ -163,6 +163,36 @@ def test_the_pair_with_the_least_predicted_time_is_chosen(
 ) -> None:
     found = placed(asked(snapshot, 1000))
     assert ((found.prefill, found.decode), found.code) == (expected, code)
+
+
+def kept(view: PrefillView, tokens: int) -> PrefillView:
+    return view._replace(cached_tokens=tokens, kept_tokens=tokens)
+
+
+@pytest.mark.parametrize(
+    ("workers", "expected"),
+    [
+        # Bringing 896 tokens back takes a tenth of reading them.
+        ([prefill("p0"), kept(prefill("p1"), 896)], "p1"),
+        ([prefill("p0", cached=896), kept(prefill("p1"), 896)], "p0"),
+        ([prefill("p0"), kept(prefill("p1", 850), 896)], "p0"),
+        ([prefill("p0", cached=800), kept(prefill("p1"), 896)], "p1"),
+        ([prefill("p0", cached=830), kept(prefill("p1"), 896)], "p0"),
+    ],
+)
+def test_what_a_worker_keeps_counts_with_what_it_costs_to_bring_back(
+    workers: list[PrefillView], expected: str
+) -> None:
+    assert where(asked(Snapshot(workers, [decode("d0")]), 1000)) == (expected, "d0")
+
+
+def test_a_decode_worker_brings_pages_back_while_the_prompt_is_computed() -> None:
+    keeps = decode("d0")._replace(cached_tokens=896, kept_tokens=896)
+    lacks, has = decode("d1"), decode("d1", cached=896)
+    slow = Snapshot([prefill("p0")], [keeps, lacks])
+    assert where(asked(slow, 1000)) == ("p0", "d0"), "hidden, and nothing to transfer"
+    quick = Snapshot([prefill("p0", cached=992)], [keeps, has])
+    assert where(asked(quick, 1000, local=LocalPrefill.NEVER)) == ("p0", "d1")
 
 
 @pytest.mark.parametrize("strategy", [Strategy.LEAST_LOADED, Strategy.ROUND_ROBIN])

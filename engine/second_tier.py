@@ -1,0 +1,379 @@
+"""Where pages go that are evicted from the pool, and come back from.
+
+    ┌──────────────────┐ save  ┌─────────────────────┐ write ┌─────────────┐
+    │ the pool's pages │──────▶│ rows of host memory │──────▶│    files    │
+    │                  │◀──────│    (HostTier)       │       │ (FileTier)  │
+    └──────────────────┘       └─────────────────────┘       └─────────────┘
+              ▲        restore                                      │
+              └─────────────────────────────────────────────────────┘
+
+Saving: a copy reads only pages that it holds a lease on, so nothing writes them
+meanwhile. Cached pages are copied before they are wanted, the longest idle first,
+one batch at a time: without files those that will soon be evicted, with files
+all. A page that is evicted before its turn is lost: nobody waits for a copy.
+
+Restoring: `bring_back` leases the pages that a prompt finds in the pool, and empty
+ones behind them; has these filled, names them, and gives all back. The prompt,
+which has waited, then finds them in the pool. Whatever becomes of it meanwhile,
+the pages are the restoration's. What cannot be read is computed; a restorer that
+stands still for `STALL_SECONDS` is not waited for.
+
+Copies run on threads of their own. The pool's thread, to which all of this
+belongs, hears of them in `advance`, before each step; `wake` has it look.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from core.errors import Internal
+from engine.background import Background
+from engine.file_tier import FileEvent, FileTier, Listed, Written
+from engine.host_tier import HostTier
+from engine.page_file import PageBytes, PageForm
+from engine.page_memory import PageMemory
+from engine.page_pool import Lease, PagePool
+from engine.prefix_cache import Changes
+from engine.restoration import Restoration
+from engine.restore_costs import RestoreCosts, Tier
+
+BATCH = 16
+"""Pages that are saved at a time; in a small pool an eighth of it."""
+READY_SHARE = 4
+"""Without files, one in so many of the pool's pages can be had without a loss."""
+STALL_SECONDS = 1.0
+
+MakeBackground = Callable[[str, Callable[[BaseException], None]], Background]
+
+
+@dataclass(slots=True)
+class Counts:
+    """Pages of one tier, counted from the start."""
+
+    hits: int = 0  # found for a prompt
+    restored: int = 0
+    stored: int = 0
+    evicted: int = 0  # to make room for others
+    dropped: int = 0  # that left the tier above before they could be stored
+    damaged: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Save:
+    """A batch of pages on their way to rows of host memory."""
+
+    keys: Sequence[bytes]
+    lease: Lease
+    rows: Sequence[int]
+
+    def run(self, memory: PageMemory) -> None:
+        memory.save(list(zip(self.lease.pages, self.rows, strict=True)))
+
+
+Event = Save | Restoration | FileEvent | BaseException
+
+
+class SecondTier:
+    def __init__(
+        self,
+        pool: PagePool,
+        memory: PageMemory,
+        wake: Callable[[], None],
+        make_background: MakeBackground,
+    ) -> None:
+        self._pool = pool
+        self._memory = memory
+        self._wake = wake
+        self._make_background = make_background
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._saver = make_background("save-pages", self._post)
+        self._restorer = make_background("restore-pages", self._post)
+        self.ready_pages = pool.total // READY_SHARE
+        self._batch = max(1, min(BATCH, pool.total // 8))
+        self.host = HostTier(memory.staging)
+        self.files: FileTier | None = None
+        self._pages = 0
+        self._saving: Save | None = None
+        self._restoring: dict[Restoration, None] = {}
+        self._coming: set[bytes] = set()
+        self._given_up: set[Restoration] = set()  # but not by their thread yet
+        self._changes = Changes()
+        self._counts = {tier: Counts() for tier in Tier}
+        self.costs = RestoreCosts(pool.page_size)
+        pool.second_tier = pool.cache.below = self
+
+    def open_files(self, folder: Path, budget: int, form: PageForm) -> None:
+        background = self._make_background("write-pages", self._post)
+        self.files = FileTier(folder, budget, form, background, self._post)
+
+    # What is there.
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.host or (self.files is not None and key in self.files)
+
+    def __len__(self) -> int:
+        """How many pages there are, those in both tiers once."""
+        return self._pages
+
+    @property
+    def keys(self) -> list[bytes]:
+        files = self.files.keys if self.files is not None else ()
+        return [*self.host.keys, *(key for key in files if key not in self.host)]
+
+    @property
+    def host_bytes(self) -> int:
+        return len(self.host) * self._memory.row(self._memory.staging).nbytes
+
+    @property
+    def changed(self) -> int:
+        """How many keys came or went since `take_changes`."""
+        return len(self._changes)
+
+    def take_changes(self) -> Changes:
+        changes, self._changes = self._changes, Changes()
+        return changes
+
+    @property
+    def counts(self) -> dict[Tier, Counts]:
+        self._counts[Tier.HOST].dropped = self._pool.cache.lost
+        return self._counts
+
+    # What the pool and the schedulers ask.
+
+    @property
+    def leases(self) -> list[Lease]:
+        """Of pages that are being copied."""
+        saving = [self._saving.lease] if self._saving else []
+        return saving + [job.lease for job in self._restoring]
+
+    def is_coming(self, key: bytes) -> bool:
+        """Whether this page is being brought back."""
+        return key in self._coming
+
+    def bring_back(self, keys: Sequence[bytes]) -> int:
+        """Begins to restore what follows the pages of `keys` that the pool holds.
+
+        How many pages that is: none where nothing is there, or computing it takes less.
+        """
+        known = self._pool.cache.find(keys)
+        rows = list(self._rows(keys[len(known) :]))
+        job_keys = keys[: len(known) + len(rows)]
+        if not rows or self._given_up or not self._pays(rows):
+            return 0
+        if self._pool.cost(len(job_keys), keys) > self._pool.free:
+            return 0
+        job = Restoration(job_keys, self._pool.lease(known, len(rows)), rows)
+        for row in rows:
+            if row is not None:
+                self.host.pin(row)
+        self._restoring[job] = None
+        self._coming.update(job.missing)
+        self._restorer.submit(lambda: self._restore(job))
+        return len(rows)
+
+    def forget(self, key: bytes) -> None:
+        """What this page holds is not to be used again."""
+        if key in self:
+            self.host.remove(key)
+            if self.files is not None:
+                self.files.remove(key)
+            self._note_absent(key)
+
+    def check(self) -> str:
+        """Empty when all of it agrees with itself; else what is wrong."""
+        missing = {key for job in self._restoring for key in job.missing}
+        if missing != self._coming:
+            return "a page counts as coming from the second tier and is not"
+        if len(self.keys) != self._pages:
+            return f"the second tier has {len(self.keys)} pages and counts {self._pages}"
+        return self.host.check(taken=len(self._saving.rows) if self._saving else 0)
+
+    # The loop.
+
+    def advance(self) -> None:
+        """Takes notice of copies that have ended, and begins others. Never waits."""
+        while not self._events.empty():
+            self._settle(self._events.get())
+        self._give_up_what_stalls()
+        if self._saving is None:
+            self._save(self._pool.cache.oldest_unsaved(self._how_many_to_save()))
+
+    def close(self, seconds: float) -> None:
+        """With files, saves what the pool holds, for so long at most. Then nothing is copied."""
+        deadline = time.monotonic() + seconds
+        if self.files is not None:
+            self._flush(self.files, deadline)
+            self.files.stop(max(0.0, deadline - time.monotonic()))
+        for background in (self._saver, self._restorer):
+            background.stop(max(0.0, deadline - time.monotonic()))
+
+    def _flush(self, files: FileTier, deadline: float) -> None:
+        self.advance()
+        while (self._saving or files.pending) and (left := deadline - time.monotonic()) > 0:
+            with contextlib.suppress(queue.Empty):
+                self._settle(self._events.get(timeout=left))
+            self.advance()
+
+    def _post(self, event: Event) -> None:
+        """From any thread."""
+        self._events.put(event)
+        self._wake()
+
+    def _settle(self, event: Event) -> None:
+        match event:
+            case Save():
+                self._end_save(event)
+            case Restoration() if event in self._given_up:
+                self._given_up.remove(event)
+            case Restoration():
+                self._end_restoration(event)
+            case Written():
+                self._end_write(event)
+            case Listed():
+                self._take_listed(event)
+            case BaseException():
+                raise Internal(f"a thread that copies pages stopped: {event!r}")
+
+    # Saving.
+
+    def _how_many_to_save(self) -> int:
+        cache = self._pool.cache
+        files = self.files if self.files is not None and self.files.takes_pages else None
+        wanted = self._batch
+        if files is None:
+            wanted = min(wanted, self.ready_pages - self._pool.ready)
+        # What is saved must not push out what was saved a moment ago.
+        room = max(self.host.rows, files.capacity if files else 0)
+        return max(0, min(wanted, -(-room // 2) - (cache.idle - cache.unsaved)))
+
+    def _save(self, batch: list[tuple[bytes, int]]) -> None:
+        """`batch` has the keys of idle pages, and the pages."""
+        rows: list[int] = []
+        while len(rows) < len(batch) and (taken := self.host.take()):
+            row, gone = taken
+            rows.append(row)
+            if gone is not None:
+                self._note_evicted(Tier.HOST, gone)
+        if rows:
+            keys, pages = zip(*batch[: len(rows)], strict=True)
+            save = self._saving = Save(keys, self._pool.lease_idle(list(pages)), rows)
+            self._saver.submit(lambda: self._run_save(save))
+
+    def _run_save(self, save: Save) -> None:
+        save.run(self._memory)
+        self._post(save)
+
+    def _end_save(self, save: Save) -> None:
+        self._saving = None
+        for key, page, row in zip(save.keys, save.lease.pages, save.rows, strict=True):
+            if self._pool.cache.find([key]) == [page]:
+                self._store(key, row)
+            else:
+                self.host.give_back(row)  # forgotten meanwhile
+        save.lease.release()
+
+    def _store(self, key: bytes, row: int) -> None:
+        if key not in self:
+            self._note_new(key)
+        self.host.store(key, row)
+        self._counts[Tier.HOST].stored += 1
+        if self.files is None or key in self.files:
+            return
+        if not self.files.takes_pages:
+            self._counts[Tier.FILES].dropped += 1
+            return
+        self.host.pin(row)
+        for gone in self.files.write(key, row, self._memory.row(row)):
+            self._note_evicted(Tier.FILES, gone)
+
+    def _end_write(self, event: Written) -> None:
+        assert self.files is not None
+        self.host.unpin(event.row)
+        if not self.files.on_written(event):
+            self._note_absent(event.key)
+        self._counts[Tier.FILES].stored += event.error is None
+
+    def _take_listed(self, event: Listed) -> None:
+        assert self.files is not None
+        new = [key for key in event.keys if key not in self]
+        gone = self.files.on_listed(event)
+        self._counts[Tier.FILES].evicted += len(gone)
+        for key in new:
+            if key in self.files:
+                self._note_new(key)
+
+    def _note_new(self, key: bytes) -> None:
+        self._pages += 1
+        self._changes.store(key)
+
+    def _note_evicted(self, tier: Tier, key: bytes) -> None:
+        self._counts[tier].evicted += 1
+        self._note_absent(key)
+
+    def _note_absent(self, key: bytes) -> None:
+        """A key has left one tier; perhaps it was the last that it was in."""
+        if key not in self:
+            self._pages -= 1
+            self._changes.evict(key)
+            self._pool.cache.unsave(key)
+
+    # Restoring.
+
+    def _rows(self, keys: Sequence[bytes]) -> Iterator[int | None]:
+        """Where the pages of the longest prefix of `keys` are that is here; None is a file."""
+        for key in keys:
+            if key not in self or key in self._coming or key in self._pool.cache:
+                return
+            yield self.host.find(key)
+
+    def _pays(self, rows: Sequence[int | None]) -> bool:
+        tiers = [Tier.FILES if row is None else Tier.HOST for row in rows]
+        for tier in tiers:
+            self._counts[tier].hits += 1
+        queued = [tier for job in self._restoring for tier in job.tiers[job.done :]]
+        return self.costs.pays(tiers, queued)
+
+    def _restore(self, job: Restoration) -> None:
+        job.run(self._memory, self._read_file)
+        self._post(job)
+
+    def _read_file(self, key: bytes, into: PageBytes) -> bool:
+        return self.files is not None and self.files.read(key, into)
+
+    def _end_restoration(self, job: Restoration) -> None:
+        del self._restoring[job]
+        self._coming.difference_update(job.missing)
+        for row in job.rows:
+            if row is not None:
+                self.host.unpin(row)
+        job.lease.name(job.keys[: job.found + job.done])
+        job.lease.release()
+        self._learn(job)
+
+    def _learn(self, job: Restoration) -> None:
+        """From a restoration that has ended."""
+        came = job.tiers[: job.done]
+        for tier in Tier:
+            self._counts[tier].restored += came.count(tier)
+            self.costs.copies[tier].note(came.count(tier), job.seconds[tier])
+        used = job.missing[: job.done][::-1]
+        self.host.touch(used)
+        if self.files is not None:
+            self.files.touch(used)
+        if job.damaged:
+            self._counts[Tier.FILES].damaged += 1
+            self.forget(job.missing[job.done])
+
+    def _give_up_what_stalls(self) -> None:
+        if not self._restoring:
+            return
+        if time.monotonic() - max(job.moved for job in self._restoring) > STALL_SECONDS:
+            for job in list(self._restoring):
+                job.cancel()
+                self._given_up.add(job)
+                self._end_restoration(job)

@@ -1,0 +1,80 @@
+"""A second tier whose copies take their time, for simulated pools."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from engine.background import Task
+from engine.page_file import PageBytes
+from engine.page_memory import Move
+from engine.page_pool import PagePool
+from engine.restore_costs import RestoreCosts, Tier
+from engine.second_tier import SecondTier
+
+from .world import World
+
+ROWS = 12
+
+
+class SimulatedPageMemory:
+    """Pages and rows are lists of cells."""
+
+    def __init__(self, pages: list[list[int]]) -> None:
+        self._pages = pages
+        self._rows: list[list[int]] = [[] for _ in range(ROWS)]
+        self.staging = ROWS
+
+    def row(self, row: int) -> PageBytes:
+        raise NotImplementedError("there are no files")
+
+    def save(self, moves: Sequence[Move]) -> None:
+        for page, row in moves:
+            self._rows[row] = list(self._pages[page])
+
+    def restore(self, row: int, page: int) -> None:
+        self._pages[page][:] = self._rows[row]
+
+
+class SimulatedBackground:
+    """Runs one task after the other, each a little later."""
+
+    def __init__(self, world: World, is_postponed: Callable[[Task], bool]) -> None:
+        self._world = world
+        self._is_postponed = is_postponed
+        self._tasks: deque[Task] = deque()
+
+    def submit(self, task: Task) -> None:
+        self._tasks.append(task)
+        self._world.after(self._world.random.random() * 0.01, self._run)
+
+    def stop(self, seconds: float) -> None:
+        self._tasks.clear()
+
+    def _run(self) -> None:
+        if not self._is_postponed(self._run):
+            self._tasks.popleft()()
+
+
+class AlwaysPays(RestoreCosts):
+    """Nothing that is measured on a real clock decides anything here."""
+
+    def pays(self, tiers: list[Tier], queued: list[Tier]) -> bool:
+        return True
+
+
+def add_second_tier(
+    pool: PagePool,
+    memory: list[list[int]],
+    world: World,
+    is_postponed: Callable[[Task], bool],
+    wake: Callable[[], None],
+) -> None:
+    tier = SecondTier(
+        pool,
+        SimulatedPageMemory(memory),
+        wake,
+        lambda name, on_crash: SimulatedBackground(world, is_postponed),
+    )
+    tier.ready_pages = pool.total  # so that much is restored
+    tier.costs = AlwaysPays(pool.page_size)

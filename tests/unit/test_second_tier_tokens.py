@@ -1,0 +1,149 @@
+"""The same tokens whatever is cached where, compared with those of transformers."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from tiny_models import TINY_MODELS, VOCABULARY, generate_with_transformers, save
+
+from core.config import CacheConfig, Size
+from core.types import AttemptKey, Sampling, Work
+from decode_worker.scheduler import DecodeScheduler
+from engine.engine import Engine
+from engine.restore_costs import Tier
+from engine.second_tier import SecondTier
+from engine.sequence import Sequence
+from worker.second_tier import open_second_tier
+
+PAGE = 4
+ANSWER = 8
+LARGE, SMALL = 400, 24
+"""Pages of pools: for everything, and for the two longest requests."""
+PAGE_BYTES = 3 * 2 * PAGE * 48 * 4
+WAKE_SECONDS = 10.0
+
+
+def prompts() -> list[list[int]]:
+    """Some begin alike."""
+    draw = random.Random(5)
+    start = [draw.randrange(VOCABULARY) for _ in range(21)]
+    own = [[draw.randrange(VOCABULARY) for _ in range(9 + 2 * i)] for i in range(6)]
+    return [start + own[0], own[1], start[:13] + own[2], own[3] + start, start + own[4], own[5]]
+
+
+@dataclass
+class Oracle:
+    folder: Path
+    answers: list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    folder = tmp_path_factory.mktemp("tiny")
+    model = save(TINY_MODELS["llama"], folder)
+    return Oracle(folder, [generate_with_transformers(model, each, ANSWER) for each in prompts()])
+
+
+class Server:
+    """An engine that reads prompts and writes answers, as a decode worker does."""
+
+    def __init__(self, folder: Path, pages: int, cache: CacheConfig | None) -> None:
+        self.engine = Engine.load(folder, page_size=PAGE, kv_memory=pages * PAGE_BYTES)
+        assert self.engine.pool.total == pages
+        self.pool = self.engine.pool
+        self._woken = threading.Event()
+        if cache is not None:
+            self.pool.root = b"of these weights"
+            open_second_tier(self.engine, cache, "decode-0", self._woken.set)
+        self._scheduler = DecodeScheduler(self.pool, max_batch=4, chunk_tokens=16)
+
+    @property
+    def tier(self) -> SecondTier:
+        assert self.pool.second_tier is not None
+        return self.pool.second_tier
+
+    def ask(self, together: int = 1) -> list[list[int]]:
+        """The answers to all prompts, so many at a time."""
+        asked, answers = prompts(), []
+        for start in range(0, len(asked), together):
+            some = [self._compute(prompt) for prompt in asked[start : start + together]]
+            while any(each.generated < ANSWER for each in some):
+                self._step()
+            answers += [each.tokens[each.prompt_length :] for each in some]
+        return answers
+
+    def rest(self) -> None:
+        """Lets copies end, as in an idle worker."""
+        while self.pool.returning or (self.tier.files is not None and self.tier.files.pending):
+            assert self._woken.wait(WAKE_SECONDS)
+            self._woken.clear()
+            self.pool.advance()
+
+    def _compute(self, prompt: list[int]) -> Sequence:
+        work = Work(AttemptKey(str(prompt), 1), prompt, Sampling(), ANSWER, frozenset())
+        return self._scheduler.compute(work)
+
+    def _step(self) -> None:
+        self._woken.clear()
+        self.pool.advance()
+        plan = self._scheduler.next()
+        if not plan:
+            assert self._woken.wait(WAKE_SECONDS), "nothing is copied, and nothing can run"
+            return
+        for piece, token in zip(plan, self.engine.step(plan), strict=True):
+            piece.sequence.settle(piece.sequence.computed)
+            if token is not None and piece.sequence.append(token):
+                self._scheduler.finish(piece.sequence)
+
+
+HOST = CacheConfig(host_memory=Size(200 * PAGE_BYTES))
+
+
+@pytest.mark.parametrize("together", [1, 6])
+@pytest.mark.parametrize(
+    ("pages", "cache"),
+    [(LARGE, None), (LARGE, CacheConfig()), (SMALL, CacheConfig()), (SMALL, HOST)],
+    ids=["off", "warm", "half evicted", "second tier"],
+)
+def test_tokens_do_not_depend_on_what_is_cached(
+    oracle: Oracle, pages: int, cache: CacheConfig | None, together: int
+) -> None:
+    server = Server(oracle.folder, pages, cache)
+    for _ in range(3):
+        assert server.ask(together) == oracle.answers
+    if server.pool.second_tier is not None:
+        server.rest()
+        assert server.tier.counts[Tier.HOST].restored
+    assert server.pool.check_integrity(held=0) == ""
+
+
+def damage_some(folder: Path) -> None:
+    for path in sorted(path for path in folder.rglob("*") if path.is_file())[::3]:
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize("host_memory", [0, 8 * PAGE_BYTES])
+@pytest.mark.parametrize("meanwhile", [None, damage_some], ids=["sound", "damaged"])
+def test_tokens_are_the_same_across_restarts(
+    oracle: Oracle, host_memory: int, meanwhile: Callable[[Path], None] | None, tmp_path: Path
+) -> None:
+    cache = CacheConfig(Size(host_memory), str(tmp_path))
+    for _ in range(3):
+        server = Server(oracle.folder, SMALL, cache)
+        server.rest()
+        assert server.ask(together=2) == oracle.answers
+        server.rest()
+        assert server.pool.check_integrity(held=0) == ""
+        last = server.tier.counts[Tier.FILES]
+        server.tier.close(seconds=10.0)
+        if meanwhile is not None:
+            meanwhile(tmp_path)
+    assert last.restored
+    assert bool(last.damaged) == (meanwhile is not None)
