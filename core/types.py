@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Protocol
@@ -186,3 +187,5 @@ class Request:
     structure: Structure | None = None
     # Cached pages are shared only among requests of the same salt.
     cache_salt: str = ""
+    # When its caller stops waiting, on time.monotonic()'s clock.
+    deadline: float = math.inf

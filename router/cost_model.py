@@ -136,6 +136,11 @@ class CostModel:
             self._costs = self._believe()
         return self._costs
 
+    @property
+    def knows_prompts(self) -> bool:
+        """Whether what it says of prompts was measured here."""
+        return self._prefill is not None or self._local is not None
+
     def note_prefill(
         self, tokens: int, prefix: int, pending: int, seconds: float, restored: int = 0
     ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn, TypeVar
@@ -95,7 +96,12 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             self._check_model(message.model)
             caller = self._keys.caller(authorization(context.invocation_metadata() or ()))
             request = parse_request(message)
-            request = dataclasses.replace(request, cache_salt=caller.salted(request.cache_salt))
+            left = context.time_remaining()
+            request = dataclasses.replace(
+                request,
+                cache_salt=caller.salted(request.cache_salt),
+                deadline=math.inf if left is None else arrived + left,
+            )
             ledger = RequestLedger.begin(request.request_id, arrived, request.n)
             with caller.admitted(request.n), self._serving.ledgers.keep(ledger):
                 await self._answer(request, ledger, context)

@@ -32,6 +32,7 @@ from router.placement import (
     Suspicion,
 )
 from router.policy import choose
+from router.score import soonest
 from router.topology import Topology
 
 LEAVING_POLL_SECONDS = 0.1
@@ -147,8 +148,15 @@ class Roster:
 
     def choose(self, work: Work, suspicion: Suspicion = Suspicion.NONE) -> Placement | BatonError:
         """Where a request that is so much suspected goes, or why it must wait."""
+        return choose(self._snapshot(work, suspicion), one_token=work.tokens_wanted == 1)
+
+    def soonest(self, work: Work) -> float:
+        """In how many seconds a request is predicted to have its first token, at best."""
+        return soonest(self._snapshot(work, Suspicion.NONE))
+
+    def _snapshot(self, work: Work, suspicion: Suspicion) -> Snapshot:
         topology = self._topology
-        snapshot = Snapshot(
+        return Snapshot(
             prefill=topology.prefill_views(work, suspicion),
             decode=topology.decode_views(work, suspicion),
             mismatches=topology.mismatches,
@@ -163,7 +171,6 @@ class Roster:
             page_size=topology.page_size,
             page_bytes=topology.page_bytes,
         )
-        return choose(snapshot, one_token=work.tokens_wanted == 1)
 
     @property
     def obstacle(self) -> BatonError | None:

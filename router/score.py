@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-from router.placement import DecodeView, Forecast, PrefillView, Snapshot, Strategy
+from router.placement import DecodeView, Forecast, LocalPrefill, PrefillView, Snapshot, Strategy
 from router.reading import Reading, readings
 
 View = TypeVar("View", bound=Reading | DecodeView)
@@ -94,6 +94,14 @@ def ranked_local(snapshot: Snapshot, views: Sequence[DecodeView]) -> list[Ranked
 def local_forecast(snapshot: Snapshot, view: DecodeView) -> Forecast:
     seconds = _local_first_token(snapshot, view)
     return Forecast(seconds, view.pending_tokens, view.running, view.cached_tokens)
+
+
+def soonest(snapshot: Snapshot) -> float:
+    """Seconds to token #1 on the worker where it comes first, whether or not that has room."""
+    local = () if snapshot.local is LocalPrefill.NEVER else snapshot.decode
+    seconds = [reading.first_token for reading in readings(snapshot, snapshot.prefill)]
+    seconds += [_local_first_token(snapshot, view) for view in local]
+    return min(seconds, default=0.0)
 
 
 def _ranked(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -21,6 +22,7 @@ from typing import TypeVar
 from core.config import RouterConfig
 from core.errors import (
     BatonError,
+    DeadlineExceeded,
     Exhausted,
     Internal,
     InvalidGrammar,
@@ -167,6 +169,7 @@ class Serving:
     ) -> AsyncGenerator[Event]:
         """All answers to a request. The first that is placed starts it."""
         work = await self._prepare(request, entries)
+        self._check_deadline(request, work)
         self._metrics.prompt_tokens.inc(len(work.prompt_tokens))
         answers = [self._answer(request, work, *entry) for entry in enumerate(entries)]
         started = False
@@ -254,6 +257,18 @@ class Serving:
                 return await self._off_loop(grammar_of, structure)
         except TimeoutError:
             raise InvalidGrammar("the structure took too long to read", field="grammar") from None
+
+    def _check_deadline(self, request: Request, work: Work) -> None:
+        """Refuses what its caller would wait for in vain, once times have been measured."""
+        left = request.deadline - time.monotonic()
+        if left == math.inf or not self._roster.costs.knows_prompts:
+            return
+        needed = self._roster.soonest(work)
+        if needed > left:
+            raise DeadlineExceeded(
+                f"the first token is predicted in {needed:.2f} seconds, and the deadline leaves"
+                f" {max(left, 0):.2f}"
+            )
 
     def _check(self, tokens: list[int], context: int) -> None:
         if not tokens:
