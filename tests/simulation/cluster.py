@@ -40,8 +40,9 @@ class Cluster:
         # router, when the worker is back. So connections fail on one side, or workers stay away.
         self.may_lose_workers = draw.random() < 0.5
         self.digests = draw.random() < 0.5
-        damage = 0.2 if self.digests and draw.random() < 0.3 else 0.0
-        self.fabric = Fabric(self.world, self._check_landing, damage)
+        damage = 0.2 if self.digests and draw.random() < 0.4 else 0.0
+        duplicates = draw.choice((0.02, 0.2))
+        self.fabric = Fabric(self.world, self._check_landing, damage, duplicates)
         self.config = Config(
             prefix_cache=seed % 2 == 1,
             page_size=draw.choice((2, 3, 4)),
@@ -170,7 +171,7 @@ class Cluster:
             *(self._drain_worker, self._cut_and_freeze, self._stall_and_kill),
         ]
         if not self.may_lose_workers:
-            faults += [self._fail_fabric, self._fail_fabric, self._fail_and_kill]
+            faults += 2 * [self._fail_fabric, self._fail_and_kill]
         if sum(not router.dead for router in self.routers) > 1:
             faults.append(self._kill_router)
         self.world.random.choice(faults)()

@@ -57,7 +57,7 @@ class Fabric:
     world: World
     on_landing: OnLanding  # called when bytes are about to change
     damage: float = 0.0  # the share of writes that arrive damaged
-    duplicates: float = 0.02
+    duplicates: float = 0.02  # the share of notes that come twice
     agents: dict[str, SimulatedTransport] = field(default_factory=dict)
     stalls: dict[frozenset[str], float] = field(default_factory=dict)  # until when, by pair
 

@@ -266,7 +266,7 @@ class SimulatedRouter:
         draw, decode = self._world.random, list(self._attached(Role.DECODE))
         if not (self.fetches and placement.prefill and decode and draw.random() < 0.7):
             return placement
-        pages, seconds = draw.choice((1, 3, 9, 9)), draw.choice((0.005, 0.05, 0.5, 5.0))
+        pages, seconds = draw.choice((1, 3, 9, 9)), draw.choice((0.01, 0.02, 0.03, 0.05, 0.5))
         fetch = Fetch(draw.choice(decode).worker_id, pages, 0, seconds)
         return dataclasses.replace(placement, fetch=fetch)
 

@@ -163,6 +163,7 @@ def test_json_tells_the_whole_answer_and_its_times(router: ScriptedRouter) -> No
             "cached_tokens": 2,
             "fetched_tokens": 0,
         },
+        "logprobs": [],
         "request_id": "request-1",
         "model": "tale",
         "seed": 7,
