@@ -37,7 +37,7 @@ from core.errors import (
     UnsupportedModel,
     WorkerLost,
 )
-from core.types import FinishReason, Message
+from core.types import FinishReason, Message, Tool, ToolCall
 
 if TYPE_CHECKING:
     from baton.aio import AsyncClient, AsyncStream
@@ -81,6 +81,8 @@ __all__ = [
     "TokenLogprob",
     "TokenLogprobs",
     "TokenOutOfRange",
+    "Tool",
+    "ToolCall",
     "Unauthenticated",
     "Unavailable",
     "UnknownModel",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from baton.v1 import inference_pb2
 from core.errors import Internal
-from core.types import FinishReason
+from core.types import FinishReason, ToolCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,8 @@ class Delta:
     token_ids: tuple[int, ...]
     index: int = 0  # the answer that it belongs to, where there are several
     logprobs: tuple[TokenLogprobs, ...] = ()  # one a token, where they are asked for
+    reasoning: str = ""  # what is thought, not said
+    tool_calls: tuple[inference_pb2.ToolCallDelta, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,8 @@ class Choice:
     seed: int  # alone, with this seed, the request has this answer
     placements: tuple[Placement, ...]  # one an attempt: more than one when a worker was lost
     logprobs: tuple[TokenLogprobs, ...] = ()  # one a token, where they are asked for
+    reasoning: str = ""  # what was thought, not said
+    tool_calls: tuple[ToolCall, ...] = ()  # what is to be called
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +95,8 @@ class Answer:
     placements: tuple[Placement, ...]  # one an attempt: more than one when a worker was lost
     choices: tuple[Choice, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()  # one a token, where they are asked for
+    reasoning: str = ""  # what was thought, not said
+    tool_calls: tuple[ToolCall, ...] = ()  # what is to be called
 
 
 class AnswerBuilder:
@@ -138,6 +144,8 @@ class AnswerBuilder:
             placements=first.placements,
             choices=tuple(choices),
             logprobs=first.logprobs,
+            reasoning=first.reasoning,
+            tool_calls=first.tool_calls,
         )
 
     def _usage(self) -> Usage:
@@ -155,13 +163,32 @@ class _ChoiceBuilder:
         self._texts: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
+        self._thoughts: list[str] = []
+        self._calls: list[ToolCall] = []
 
     def add(self, delta: inference_pb2.Delta) -> Delta:
         self._texts.append(delta.text)
         self._token_ids.extend(delta.token_ids)
         logprobs = tuple(_logprobs(each) for each in delta.logprobs)
         self._logprobs.extend(logprobs)
-        return Delta(delta.text, tuple(delta.token_ids), delta.index, logprobs)
+        self._thoughts.append(delta.reasoning)
+        for piece in delta.tool_calls:
+            self._call(piece)
+        return Delta(
+            delta.text,
+            tuple(delta.token_ids),
+            delta.index,
+            logprobs,
+            delta.reasoning,
+            tuple(delta.tool_calls),
+        )
+
+    def _call(self, piece: inference_pb2.ToolCallDelta) -> None:
+        if piece.name:
+            self._calls.append(ToolCall(piece.id, piece.name, piece.arguments))
+        else:
+            last = self._calls[-1]
+            self._calls[-1] = ToolCall(last.id, last.name, last.arguments + piece.arguments)
 
     def choice(self, index: int) -> Choice:
         return Choice(
@@ -173,6 +200,8 @@ class _ChoiceBuilder:
             seed=self.finished.seed,
             placements=tuple(_placement(item) for item in self.finished.placements),
             logprobs=tuple(self._logprobs),
+            reasoning="".join(self._thoughts),
+            tool_calls=tuple(self._calls),
         )
 
 

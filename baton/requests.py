@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypedDict, cast
+from typing import Any, TypedDict, cast
 
 from baton.v1 import inference_pb2
 from core.errors import InvalidRequest
-from core.types import Message
+from core.types import Message, Tool
 
 MessageLike = Message | Mapping[str, str] | tuple[str, str]
 """One message of a conversation; a dict has the keys "role" and "content"."""
@@ -38,6 +38,8 @@ class GenerateOptions(TypedDict, total=False):
     json_schema: str | Mapping[str, object] | None
     regex: str | None
     grammar: str | None  # Lark
+    tools: Sequence[Tool] | None  # that a chat may call; their calls are in Answer.tool_calls
+    tool_choice: str | None  # "auto", "none", "required", or the name of the one to call
     cache_salt: str | None  # cached work is shared only among requests of the same salt
     request_id: str | None  # a name for logs; unset: the router chooses
     timeout: float | None  # seconds for the whole answer; unset: no limit
@@ -59,7 +61,9 @@ def chat_request(
 ) -> inference_pb2.GenerateRequest:
     """A request to answer a conversation."""
     with _numbers_checked():
-        return _with_options(inference_pb2.GenerateRequest(chat=_chat(messages)), options)
+        chat = _chat(messages)
+        _set_tools(chat, options)
+        return _with_options(inference_pb2.GenerateRequest(chat=chat), options)
 
 
 def tokenize_request(
@@ -83,9 +87,34 @@ def detokenize_request(
 
 def _chat(messages: Iterable[MessageLike]) -> inference_pb2.Chat:
     parsed = (_message(message) for message in messages)
-    return inference_pb2.Chat(
-        messages=[inference_pb2.ChatMessage(role=m.role, content=m.content) for m in parsed]
+    return inference_pb2.Chat(messages=[_chat_message(message) for message in parsed])
+
+
+def _chat_message(message: Message) -> inference_pb2.ChatMessage:
+    return inference_pb2.ChatMessage(
+        role=message.role,
+        content=message.content,
+        tool_calls=[
+            inference_pb2.ToolCall(id=call.id, name=call.name, arguments=call.arguments)
+            for call in message.tool_calls
+        ],
+        tool_call_id=message.tool_call_id,
+        name=message.name,
+        reasoning=message.reasoning,
     )
+
+
+def _set_tools(chat: inference_pb2.Chat, options: GenerateOptions) -> None:
+    for tool in options.get("tools") or ():
+        chat.tools.add(name=tool.name, description=tool.description, parameters=tool.parameters)
+    match options.get("tool_choice") or "auto":
+        case "auto":
+            return
+        case "none":
+            chat.tool_choice.mode = inference_pb2.ToolChoice.MODE_NONE
+        case choice:
+            chat.tool_choice.mode = inference_pb2.ToolChoice.MODE_REQUIRED
+            chat.tool_choice.name = "" if choice == "required" else choice
 
 
 def _message(message: MessageLike) -> Message:
@@ -93,7 +122,7 @@ def _message(message: MessageLike) -> Message:
         case Message():
             return message
         case Mapping():
-            return Message(**message)
+            return Message(**cast(Mapping[str, Any], message))
         case (role, content):
             return Message(role, content)
     raise TypeError(f"a message is a Message, a dict or a (role, content) pair, not {message!r}")

@@ -40,6 +40,7 @@ class FinishReason(enum.Enum):
 
     STOP = 1
     LENGTH = 2
+    TOOL_CALLS = 3
 
 
 class Moment(Protocol):
@@ -142,14 +143,42 @@ class TextPrompt:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    id: str
+    name: str
+    arguments: str  # as JSON
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
     role: str
     content: str
+    # What the assistant called, in its own messages.
+    tool_calls: tuple[ToolCall, ...] = ()
+    # The call that a tool's message answers.
+    tool_call_id: str = ""
+    # Who speaks, beyond the role; a tool's name.
+    name: str = ""
+    # What the assistant thought, in its own messages.
+    reasoning: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may ask its caller to call."""
+
+    name: str
+    description: str = ""
+    parameters: str = "{}"  # a JSON Schema
 
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
     messages: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
+    # Whether a tool must be called, and which; empty: any of them.
+    must_call: bool = False
+    tool_name: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ _FINISH: dict[FinishReason | None, inference_pb2.FinishReason.ValueType] = {
     None: inference_pb2.FINISH_REASON_UNSPECIFIED,
     FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
+    FinishReason.TOOL_CALLS: inference_pb2.FINISH_REASON_TOOL_CALLS,
 }
 _FINISH_BACK = {value: reason for reason, value in _FINISH.items()}
 _ROLE = {Role.PREFILL: pb.ROLE_PREFILL, Role.DECODE: pb.ROLE_DECODE}

@@ -7,7 +7,7 @@ templates, so that a conversation reads the same here.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -18,7 +18,7 @@ from jinja2.parser import Parser
 from jinja2.utils import Namespace
 
 from core.errors import InvalidConfig, InvalidRequest
-from core.types import Message
+from core.types import Message, Tool, ToolCall
 from router.template_sandbox import MAX_RENDERED, TemplateSandbox
 
 # What an expression inside a template can raise besides Jinja's own errors.
@@ -44,12 +44,12 @@ class ChatTemplate:
             raise InvalidConfig(f"the model's chat template is broken: {error}") from error
         self._special_tokens = special_tokens
 
-    def render(self, messages: Iterable[Message]) -> str:
+    def render(self, messages: Iterable[Message], tools: Sequence[Tool] = ()) -> str:
         """The conversation as text that ends where the assistant's answer begins."""
         pieces = self._template.generate(
             **self._special_tokens,
-            messages=[{"role": message.role, "content": message.content} for message in messages],
-            tools=None,
+            messages=[_message(message) for message in messages],
+            tools=[_tool(tool) for tool in tools] or None,
             documents=None,
             add_generation_prompt=True,
         )
@@ -62,6 +62,38 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"the model's chat template refuses the messages{why}", field="chat.messages"
             ) from error
+
+
+def _message(message: Message) -> dict[str, object]:
+    """What templates look at, and only what is there: they ask which keys there are."""
+    told: dict[str, object] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        told["tool_calls"] = [_call(call) for call in message.tool_calls]
+    if message.reasoning:
+        told["reasoning_content"] = message.reasoning
+    if message.tool_call_id:
+        told["tool_call_id"] = message.tool_call_id
+    if message.name:
+        told["name"] = message.name
+    return told
+
+
+def _call(call: ToolCall) -> dict[str, object]:
+    # Templates write arguments as JSON themselves.
+    function = {"name": call.name, "arguments": _from_json(call.arguments)}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _tool(tool: Tool) -> dict[str, object]:
+    function: dict[str, object] = {"name": tool.name, "description": tool.description}
+    return {"type": "function", "function": {**function, "parameters": json.loads(tool.parameters)}}
+
+
+def _from_json(text: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _join(pieces: Iterable[str]) -> str:

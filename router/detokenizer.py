@@ -37,15 +37,18 @@ class Detokenizer(Protocol):
         ...
 
 
-def detokenizer_factory(tokenizer: Tokenizer) -> Callable[[], Detokenizer]:
-    """Makes detokenizers that share what can be known of the tokenizer beforehand."""
+def detokenizer_factory(
+    tokenizer: Tokenizer, hidden: frozenset[int] | None = None
+) -> Callable[[], Detokenizer]:
+    """Makes detokenizers that share what can be known of the tokenizer beforehand. `hidden` are
+    the tokens that have no text: all special ones where nothing else is said."""
+    hidden = special_ids(tokenizer) if hidden is None else hidden
     steps = _decoder_steps(tokenizer)
     if steps == ["ByteLevel"]:
-        token_bytes = TokenBytes(tokenizer)
+        token_bytes = TokenBytes(tokenizer, hidden)
         return lambda: ByteLevelDetokenizer(token_bytes)
     if "ByteLevel" in steps:
         raise UnsupportedModel(f"the tokenizer's decoder has an unknown form: {', '.join(steps)}")
-    hidden = special_ids(tokenizer)
     byte_ids = _byte_token_ids(tokenizer) if "ByteFallback" in steps else frozenset[int]()
     return lambda: WindowDetokenizer(tokenizer, hidden, byte_ids)
 
@@ -68,10 +71,10 @@ class NoText:
 class TokenBytes(dict[int, bytes]):
     """The bytes that each token of a byte-level tokenizer stands for, found at first use."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int]) -> None:
         super().__init__()
         self._tokenizer = tokenizer
-        self._hidden = special_ids(tokenizer)
+        self._hidden = hidden
 
     def __missing__(self, token_id: int) -> bytes:
         token = None if token_id in self._hidden else self._tokenizer.id_to_token(token_id)

@@ -6,6 +6,7 @@ told at once and by name; workers compile it for their tokenizer.
 
 from __future__ import annotations
 
+import json
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ ANY_OBJECT = Structure("json_schema", '{"type": "object"}')
 
 # JSON on one line. With whitespace as it likes, a model that has nothing to say may write it
 # for ever.
-_ONE_LINE: JsonCompileOptions = {
+ONE_LINE: JsonCompileOptions = {
     "whitespace_flexible": False,
     "item_separator": ", ?",
     "key_separator": ": ?",
@@ -45,7 +46,7 @@ def _checked(structure: Structure) -> str:
     try:
         match structure.kind:
             case "json_schema":
-                grammar = LLMatcher.grammar_from_json_schema(structure.source, overrides=_ONE_LINE)
+                grammar = LLMatcher.grammar_from_json_schema(structure.source, overrides=ONE_LINE)
             case "regex":
                 grammar = LLMatcher.grammar_from_regex(structure.source)
             case "lark":
@@ -56,6 +57,14 @@ def _checked(structure: Structure) -> str:
     if is_error:
         raise _unsound(structure, messages[0].strip())
     return grammar
+
+
+def behind_thoughts(grammar: str) -> str:
+    """The same grammar for an answer that begins within the model's thoughts."""
+    # Lark is handed on as it is written, everything else as JSON.
+    whole = json.loads(grammar)["grammars"][0] if grammar[:1] == "{" else {"lark_grammar": grammar}
+    start = "start: thoughts /\\n{0,2}/ @answer\nthoughts[lazy]: /(.|\\n)*<\\/think>/"
+    return json.dumps({"grammars": [{"lark_grammar": start}, {**whole, "name": "answer"}]})
 
 
 def _unsound(structure: Structure, fault: str) -> InvalidGrammar:

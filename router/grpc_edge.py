@@ -199,6 +199,13 @@ def _delta(event: Delta) -> pb.Delta:
             pb.TokenLogprobs(chosen=_score(each.chosen), top=map(_score, each.top))
             for each in event.logprobs
         ],
+        reasoning=event.reasoning,
+        tool_calls=[
+            pb.ToolCallDelta(
+                index=piece.index, id=piece.id, name=piece.name, arguments=piece.arguments
+            )
+            for piece in event.tool_calls
+        ],
     )
 
 

@@ -18,7 +18,10 @@ from core.types import (
     Structure,
     TextPrompt,
     TokenPrompt,
+    Tool,
+    ToolCall,
 )
+from router.tools import with_tools
 
 MAX_REQUEST_BYTES = 8 * 2**20
 """More than a million tokens, as text or as ids."""
@@ -93,7 +96,28 @@ def _parse_chat(chat: pb.Chat) -> ChatPrompt:
         if not message.role:
             field = f"chat.messages[{index}].role"
             raise InvalidRequest(f"{field} is empty", field=field)
-    return ChatPrompt(tuple(Message(item.role, item.content) for item in chat.messages))
+    choice = chat.tool_choice
+    wanted = choice.mode != pb.ToolChoice.MODE_NONE
+    tools = tuple(Tool(each.name, each.description, each.parameters) for each in chat.tools)
+    must_call = choice.mode == pb.ToolChoice.MODE_REQUIRED
+    return with_tools(
+        ChatPrompt(tuple(_parse_message(item) for item in chat.messages)),
+        tools if wanted else (),
+        must_call=must_call,
+        tool_name=choice.name if must_call else "",
+        field="chat.tools",
+    )
+
+
+def _parse_message(item: pb.ChatMessage) -> Message:
+    return Message(
+        item.role,
+        item.content,
+        tuple(ToolCall(call.id, call.name, call.arguments) for call in item.tool_calls),
+        item.tool_call_id,
+        item.name,
+        item.reasoning,
+    )
 
 
 def _parse_structure(message: pb.GenerateRequest) -> Structure | None:

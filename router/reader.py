@@ -46,6 +46,8 @@ class AnswerBuffer:
                     event.token_ids + delta.token_ids,
                     delta.index,
                     event.logprobs + delta.logprobs,
+                    event.reasoning + delta.reasoning,
+                    event.tool_calls + delta.tool_calls,
                 )
                 return
         self._events.append(delta)

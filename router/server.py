@@ -64,7 +64,8 @@ class RouterServer:
         self._keys = KeyRing(self._config.router.keys)
         model = model_store.model_name(self._config)
         folder = model_store.locate(self._config.model)
-        text = await asyncio.to_thread(Text.load, folder)
+        router = self._config.router
+        text = await asyncio.to_thread(Text.load, folder, router.tool_format, router.reasoning)
         self._health = health.aio.HealthServicer()
         self._roster = Roster(self._router_id, model, self._config)
         self._roster.listen(self._report_health)

@@ -31,7 +31,6 @@ from core.errors import (
     TokenOutOfRange,
     Unavailable,
 )
-from core.page_keys import page_keys, salted_root
 from core.types import (
     AttemptKey,
     ChatPrompt,
@@ -44,14 +43,16 @@ from core.types import (
 from router.admission import Admission
 from router.answer import AnswerText
 from router.dispatch import Dispatcher
-from router.grammar import grammar_of
+from router.grammar import behind_thoughts, grammar_of
 from router.ledger import AnswerLedger, Ledgers, RequestLedger
 from router.logprobs import ScoredToken, scored_tokens
 from router.merge import merged
 from router.metrics import RouterMetrics
+from router.parts import Plain, ToolCallPiece
 from router.placement import Placement
-from router.roster import CacheNames, Roster
-from router.text import Rendered, Text
+from router.prompt import read_prompt
+from router.roster import Roster
+from router.text import Text
 from router.trends import Trends
 
 GRAMMAR_SECONDS = 5.0
@@ -75,6 +76,9 @@ class Delta:
     index: int = 0
     # One a token, where they are asked for.
     logprobs: list[ScoredToken] = field(default_factory=list)
+    # What is thought, and what is called, neither of which is said.
+    reasoning: str = ""
+    tool_calls: list[ToolCallPiece] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,10 +172,10 @@ class Serving:
         self, request: Request, entries: Sequence[AnswerLedger]
     ) -> AsyncGenerator[Event]:
         """All answers to a request. The first that is placed starts it."""
-        work = await self._prepare(request, entries)
-        self._check_deadline(request, work)
-        self._metrics.prompt_tokens.inc(len(work.prompt_tokens))
-        answers = [self._answer(request, work, *entry) for entry in enumerate(entries)]
+        prepared = await self._prepare(request, entries)
+        self._check_deadline(request, prepared.work)
+        self._metrics.prompt_tokens.inc(len(prepared.work.prompt_tokens))
+        answers = [self._answer(request, prepared, *entry) for entry in enumerate(entries)]
         started = False
         async with aclosing(merged(answers) if request.n > 1 else answers[0]) as events:
             async for event in events:
@@ -180,11 +184,15 @@ class Serving:
                 started = True
 
     async def _answer(
-        self, request: Request, work: Work, index: int, ledger: AnswerLedger
+        self, request: Request, prepared: _Prepared, index: int, ledger: AnswerLedger
     ) -> AsyncGenerator[Event]:
-        work = _work_for(work, index)
+        work = _work_for(prepared.work, index)
         clock = _Clock(self._metrics, self.trends, ledger)
-        answer = AnswerText(self.text.detokenizer(), request.stop)
+        chat = request.prompt if isinstance(request.prompt, ChatPrompt) else None
+        splitter = self.text.answers.splitter(chat, opened=prepared.opened)
+        marks = not isinstance(splitter, Plain)
+        answer = AnswerText(self.text.detokenizer(marks=marks), request.stop)
+        called = False
         placements: list[Placement] = []
         cached_tokens = fetched_tokens = 0
         async with aclosing(self.dispatcher.run(work, ledger)) as events:
@@ -199,14 +207,25 @@ class Serving:
                 clock.tokens(len(event.token_ids))
                 delta = answer.push(event)
                 ledger.tell(finished=answer.finish is not None)
+                parts = splitter.push(delta.text)
+                if answer.finish:
+                    parts += splitter.flush()
+                called = called or bool(parts.tool_calls)
                 if delta.token_ids or delta.text:
                     scored = scored_tokens(self.text, delta.token_ids, delta.logprobs)
-                    yield Delta(delta.text, delta.token_ids, index, scored)
+                    yield Delta(
+                        parts.text,
+                        delta.token_ids,
+                        index,
+                        scored,
+                        parts.reasoning,
+                        parts.tool_calls,
+                    )
                 if answer.finish:
                     clock.end()
                     self._roster.costs.note_answer(answer.count)
                     yield Finished(
-                        answer.finish,
+                        _finish(answer.finish, called),
                         len(work.prompt_tokens),
                         answer.count,
                         answer.stop,
@@ -218,25 +237,25 @@ class Serving:
                     )
                     return
 
-    async def _prepare(self, request: Request, entries: Sequence[AnswerLedger]) -> Work:
+    async def _prepare(self, request: Request, entries: Sequence[AnswerLedger]) -> _Prepared:
         """What workers are to do, for the first answer."""
         # Workers tell how much they hold, so some must be there.
         await self.admission.wait_ready()
         context = self._roster.context_length()
         read = await self._off_loop(
-            _read_prompt, self.text, request, context, self._roster.cache_names
+            read_prompt, self.text, request, context, self._roster.cache_names
         )
         tokens = read.tokens
         for entry in entries:
             entry.prepare(read.template_seconds, read.tokenize_seconds, len(tokens))
         self._check(tokens, context)
         self._check_biases(request)
-        grammar = await self._grammar(request.structure) if request.structure else ""
+        grammar = await self._grammar(request, opened=read.opened)
         room = context - len(tokens)
         stops = request.stop_token_ids
         if grammar or not request.ignore_eos:
             stops |= self.text.eos_token_ids
-        return Work(
+        work = Work(
             # The caller's request_id need not be unique; the workers' key must be.
             key=AttemptKey(uuid.uuid4().hex, 1),
             prompt_tokens=tokens,
@@ -248,15 +267,27 @@ class Serving:
             grammar=grammar,
             page_keys=read.page_keys,
         )
+        return _Prepared(work, read.opened)
 
-    async def _grammar(self, structure: Structure) -> str:
+    async def _grammar(self, request: Request, *, opened: bool) -> str:
+        """What answers must read as; empty where they may be anything."""
+        structure = self._structure(request)
+        if structure is None:
+            return ""
         if not self.text.eos_token_ids:
             raise InvalidGrammar("this model has no end token, which structured answers need")
         try:
             async with asyncio.timeout(GRAMMAR_SECONDS):
-                return await self._off_loop(grammar_of, structure)
+                grammar = await self._off_loop(grammar_of, structure)
         except TimeoutError:
             raise InvalidGrammar("the structure took too long to read", field="grammar") from None
+        return behind_thoughts(grammar) if opened else grammar
+
+    def _structure(self, request: Request) -> Structure | None:
+        chat, answers = request.prompt, self.text.answers
+        if isinstance(chat, ChatPrompt) and chat.must_call:
+            return answers.forced_call(chat, self.text.special_id(answers.tools.opener))
+        return request.structure
 
     def _check_deadline(self, request: Request, work: Work) -> None:
         """Refuses what its caller would wait for in vain, once times have been measured."""
@@ -304,27 +335,13 @@ class Serving:
 
 
 @dataclass(frozen=True, slots=True)
-class _Read:
-    """A prompt as tokens, the names of its pages where workers have caches, and what it took."""
-
-    tokens: list[int]
-    page_keys: list[bytes]
-    template_seconds: float
-    tokenize_seconds: float
+class _Prepared:
+    work: Work
+    opened: bool
 
 
-def _read_prompt(text: Text, request: Request, most_tokens: int, names: CacheNames | None) -> _Read:
-    began = time.monotonic()
-    prompt: Prompt | Rendered = request.prompt
-    if isinstance(prompt, ChatPrompt):
-        prompt = Rendered(text.render(prompt))
-    rendered = time.monotonic()
-    tokens = text.encode(prompt, most_tokens)
-    keys: list[bytes] = []
-    if names is not None:
-        parent = salted_root(names.root, request.cache_salt)
-        keys = page_keys(parent, tokens[:most_tokens], names.page_size)
-    return _Read(tokens, keys, rendered - began, time.monotonic() - rendered)
+def _finish(reason: FinishReason, called: bool) -> FinishReason:
+    return FinishReason.TOOL_CALLS if called and reason is FinishReason.STOP else reason
 
 
 def _work_for(work: Work, index: int) -> Work:

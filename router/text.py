@@ -7,7 +7,7 @@ without a tokenizer takes token ids and answers with them, without text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +15,15 @@ from tokenizers import Tokenizer
 
 from core.errors import InvalidRequest, PromptTooLong, TokenOutOfRange
 from core.types import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from router.answer_format import PLAIN, AnswerFormat, answer_format
 from router.chat_template import ChatTemplate
-from router.detokenizer import Detokenizer, EveryTokensBytes, NoText, detokenizer_factory
+from router.detokenizer import (
+    Detokenizer,
+    EveryTokensBytes,
+    NoText,
+    detokenizer_factory,
+    special_ids,
+)
 from router.text_files import TextFiles
 
 
@@ -36,20 +43,31 @@ class Text:
         chat_template: ChatTemplate | None,
         eos_token_ids: frozenset[int],
         vocabulary_size: int,
+        answers: AnswerFormat = PLAIN,
     ) -> None:
+        self.answers = answers
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         # In characters; a byte-level vocabulary writes at least one a character.
         vocabulary = tokenizer.get_vocab() if tokenizer else {"": 0}
         self._longest_token = max(map(len, vocabulary))
-        self._make_detokenizer = detokenizer_factory(tokenizer) if tokenizer else NoText
+        self._special_ids = special_ids(tokenizer) if tokenizer else frozenset[int]()
+        self._make_detokenizer = self._factory(frozenset())
+        marks = {self.special_id(mark) for mark in answers.marks} - {None}
+        self._make_marking_detokenizer = self._factory(frozenset(filter(None, marks)))
         self._token_bytes = EveryTokensBytes(tokenizer)
         self.eos_token_ids = eos_token_ids
         self.vocabulary_size = vocabulary_size
 
+    def _factory(self, shown: frozenset[int]) -> Callable[[], Detokenizer]:
+        if self._tokenizer is None:
+            return NoText
+        return detokenizer_factory(self._tokenizer, self._special_ids - shown)
+
     @classmethod
-    def load(cls, folder: Path) -> Text:
-        """From a Hugging Face model folder."""
+    def load(cls, folder: Path, tools: str = "auto", thoughts: str = "auto") -> Text:
+        """From a Hugging Face model folder. `tools` and `thoughts` are how the model writes these,
+        where its template does not say: router.tool_format and router.reasoning."""
         files = TextFiles(folder)
         tokenizer = files.tokenizer()
         source = files.chat_template()
@@ -58,6 +76,7 @@ class Text:
             None if source is None else ChatTemplate(source, files.special_tokens()),
             files.eos_token_ids(tokenizer),
             files.vocabulary_size(),
+            answer_format(source or "", tools, thoughts),
         )
 
     @property
@@ -85,7 +104,7 @@ class Text:
         """The chat as the text that the model sees."""
         if self._chat_template is None:
             raise InvalidRequest("this model has no chat template; send plain text", field="chat")
-        return self._chat_template.render(chat.messages)
+        return self._chat_template.render(chat.messages, chat.tools)
 
     def decode(self, ids: Sequence[int], keep_special: bool = False) -> str:
         """The text of whole `ids`. Ids that the tokenizer does not know add nothing."""
@@ -102,9 +121,15 @@ class Text:
         """What one token stands for by itself, a special one too."""
         return self._token_bytes[token_id]
 
-    def detokenizer(self) -> Detokenizer:
-        """For one answer; its text comes without special tokens."""
-        return self._make_detokenizer()
+    def special_id(self, token: str) -> int | None:
+        """The id of what is one special token; None for anything else."""
+        found = self._tokenizer.token_to_id(token) if self._tokenizer else None
+        return found if found in self._special_ids else None
+
+    def detokenizer(self, *, marks: bool = False) -> Detokenizer:
+        """For one answer; its text comes without special tokens, but for the marks of thoughts
+        and tool calls where they are wanted."""
+        return self._make_marking_detokenizer() if marks else self._make_detokenizer()
 
     def _tokenize(
         self, text: str, most_tokens: int | None, *, add_special_tokens: bool

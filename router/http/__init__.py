@@ -3,6 +3,7 @@
 fields       one kind of field each: how it is read, how OpenAPI describes it
 generation   what chats and completions have in common, and what is not served
 structure    what an answer is asked to read as
+tools        tools, in calls and in answers
 chat         /v1/chat/completions: messages in, choices out
 completions  /v1/completions: prompts in, choices out
 tokens       /tokenize and /detokenize

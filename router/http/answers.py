@@ -13,9 +13,14 @@ from core.types import FinishReason
 from router.http.fields import Json
 from router.http.generation import Asked
 from router.logprobs import ScoredToken
+from router.parts import ToolCallPiece
 from router.serving import Event, Finished, Started
 
-FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+FINISH = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.TOOL_CALLS: "tool_calls",
+}
 DONE = b"data: [DONE]\n\n"
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
@@ -33,6 +38,8 @@ class Piece:
     scores: Sequence[ScoredToken] | None = None
     # Characters of the tokens that were told before.
     offset: int = 0
+    reasoning: str = ""
+    tool_calls: Sequence[ToolCallPiece] = ()
 
 
 class Api(Protocol):
@@ -94,6 +101,8 @@ class Telling:
         self._texts: defaultdict[int, list[str]] = defaultdict(list)
         self._scores: defaultdict[int, list[ScoredToken]] = defaultdict(list)
         self._offsets: defaultdict[int, int] = defaultdict(int)
+        self._thoughts: defaultdict[int, list[str]] = defaultdict(list)
+        self._calls: defaultdict[int, list[ToolCallPiece]] = defaultdict(list)
         self._finishes: dict[int, str] = {}
         self._head: Json = {
             "id": asked.request_id,
@@ -110,6 +119,8 @@ class Telling:
         elif not isinstance(event, Started):
             self._texts[event.index].append(event.text)
             self._scores[event.index] += event.logprobs
+            self._thoughts[event.index].append(event.reasoning)
+            self._calls[event.index] += event.tool_calls
 
     def whole(self) -> bytes:
         answers = len(self._asked.requests) * self._asked.n
@@ -119,7 +130,14 @@ class Telling:
     def _whole(self, index: int) -> Piece:
         text = self._opening(index) + "".join(self._texts[index])
         scores = self._scores[index] if self._asked.scored else None
-        return Piece(index, text, self._finishes[index], scores=scores)
+        return Piece(
+            index,
+            text,
+            self._finishes[index],
+            scores=scores,
+            reasoning="".join(self._thoughts[index]),
+            tool_calls=self._calls[index],
+        )
 
     def chunk(self, event: Event) -> bytes:
         """What an event adds to a stream; empty when nothing."""
@@ -134,9 +152,10 @@ class Telling:
         else:
             scores = event.logprobs or None
             text = opening + event.text
-            if not text and not scores:
+            if not (text or scores or event.reasoning or event.tool_calls):
                 return b""
-            piece = Piece(index, text, None, first, scores, self._offsets[index])
+            offset, calls = self._offsets[index], event.tool_calls
+            piece = Piece(index, text, None, first, scores, offset, event.reasoning, calls)
             self._offsets[index] += sum(len(each.chosen.text) for each in event.logprobs)
         self._begun.add(index)
         return self._event([self._api.delta(piece)], None)

@@ -5,13 +5,21 @@ from __future__ import annotations
 from core.errors import InvalidRequest, NotServed
 from core.types import MAX_TOP_LOGPROBS, ChatPrompt, Message
 from router.http.answers import Piece
-from router.http.fields import Field, Flag, Integer, Json, Unserved, as_text, wrong_type
+from router.http.fields import Field, Flag, Integer, Json, String, Unserved, as_text, wrong_type
 from router.http.generation import Asked, read_asked
 from router.http.logprobs import chat_logprobs
+from router.http.schemas import described, or_null
+from router.http.tools import CALLS_SCHEMA, call_deltas, read_calls, read_tools, whole_calls
 from router.parse import MAX_MESSAGES
 
 # What templates call those who speak. OpenAI's newer models call the system the developer.
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
 MAX_CONTENT = 8_000_000
 """Characters. What the model can hold is told later, and more exactly."""
 
@@ -24,13 +32,17 @@ TOP_LOGPROBS = Integer(
 )
 READ: tuple[Field, ...] = (LOGPROBS, TOP_LOGPROBS)
 
-_TOOLS = "tools"
+# Of messages.
+_TOOL_CALL_ID = String("tool_call_id", "The call that a tool's message answers.", 1024)
+_NAME = String("name", "A tool's name; ignored elsewhere.", 1024)
+_REASONING = String("reasoning_content", "What the assistant thought.", MAX_CONTENT)
+
+_FUNCTIONS = "functions, which are called tools now"
 _TEMPLATES = "changes of the chat template"
 
 UNSERVED = (
-    Unserved("tool_choice", _TOOLS, ("none",)),
-    Unserved("functions", _TOOLS, ([],)),
-    Unserved("function_call", _TOOLS, ("none",)),
+    Unserved("functions", _FUNCTIONS, ([],)),
+    Unserved("function_call", _FUNCTIONS, ("none",)),
     Unserved("modalities", "answers that are not text", (["text"],)),
     Unserved("audio", "answers that are not text"),
     Unserved("web_search_options", "searches"),
@@ -53,25 +65,41 @@ class ChatApi:
     def read(self, body: Json, request_id: str) -> Asked:
         for field in UNSERVED:
             field.check(body)
-        _check_tools(body)
-        prompt = read_messages(body.get("messages"))
-        return read_asked(body, request_id, [prompt], logprobs=_read_logprobs(body))
+        prompt = read_tools(body, read_messages(body.get("messages")))
+        asked = read_asked(body, request_id, [prompt], logprobs=_read_logprobs(body))
+        if prompt.tools and asked.requests[0].structure:
+            raise NotServed(
+                "response_format, regex and grammar are not served together with tools",
+                field="response_format",
+            )
+        return asked
 
     def choice(self, piece: Piece) -> Json:
-        return {
-            "index": piece.index,
-            "message": {"role": "assistant", "content": piece.text, "refusal": None},
-            "logprobs": chat_logprobs(piece.scores),
-            "finish_reason": piece.finish,
-        }
+        message: Json = {"role": "assistant", "content": piece.text, "refusal": None}
+        if piece.reasoning:
+            message["reasoning_content"] = piece.reasoning
+        if piece.tool_calls:
+            message["content"] = piece.text or None
+            message["tool_calls"] = whole_calls(piece.tool_calls)
+        return self._choice("message", message, piece)
 
     def delta(self, piece: Piece) -> Json:
-        delta: Json = {"role": "assistant", "content": piece.text} if piece.first else {}
+        delta: Json = {}
+        if piece.first:
+            silent = piece.reasoning or piece.tool_calls
+            delta = {"role": "assistant", "content": None if silent else ""}
         if piece.text:
             delta["content"] = piece.text
+        if piece.reasoning:
+            delta["reasoning_content"] = piece.reasoning
+        if piece.tool_calls:
+            delta["tool_calls"] = call_deltas(piece.tool_calls)
+        return self._choice("delta", delta, piece)
+
+    def _choice(self, name: str, content: Json, piece: Piece) -> Json:
         return {
             "index": piece.index,
-            "delta": delta,
+            name: content,
             "logprobs": chat_logprobs(piece.scores),
             "finish_reason": piece.finish,
         }
@@ -97,24 +125,30 @@ def read_messages(messages: object) -> ChatPrompt:
     )
 
 
-def _check_tools(body: Json) -> None:
-    """Tools that must not be used are as if they were not there."""
-    tools = body.get("tools")
-    if not isinstance(tools, list | None):
-        raise wrong_type("tools", "a list", tools)
-    if tools and body.get("tool_choice") != "none":
-        raise NotServed("tools are not served", field="tools")
-
-
 def _read_message(message: object, name: str) -> Message:
     if not isinstance(message, dict):
         raise wrong_type(name, "an object", message)
     role = message.get("role")
-    if role in ("tool", "function") or message.get("tool_calls") or message.get("function_call"):
-        raise NotServed(f"{name} is about tools, which are not served", field=name)
+    if role == "function" or message.get("function_call"):
+        raise NotServed(f"{name} is about functions, which are called tools now", field=name)
     if not isinstance(role, str) or role not in ROLES:
         raise wrong_type(f"{name}.role", f"one of {', '.join(ROLES)}", role)
-    return Message(ROLES[role], _read_content(message.get("content"), f"{name}.content"))
+    calls = read_calls(message.get("tool_calls"), f"{name}.tool_calls")
+    content = message.get("content")
+    if calls and content is None:
+        content = ""
+    call_id = _TOOL_CALL_ID.of(message)
+    if role == "tool" and not call_id:
+        field = f"{name}.tool_call_id"
+        raise InvalidRequest(f"{field} is missing: which call is answered?", field=field)
+    return Message(
+        ROLES[role],
+        _read_content(content, f"{name}.content"),
+        calls,
+        call_id if role == "tool" else "",
+        _NAME.of(message) if role == "tool" else "",
+        _REASONING.of(message),
+    )
 
 
 def _read_content(content: object, name: str) -> str:
@@ -139,21 +173,23 @@ _PART_SCHEMA: Json = {
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
 }
 
-TOOLS_SCHEMA: Json = {
-    "type": ["array", "null"],
-    "description": "Not served, unless tool_choice is none.",
-}
-
 MESSAGES_SCHEMA: Json = {
     "type": "array",
     "minItems": 1,
     "maxItems": MAX_MESSAGES,
     "items": {
         "type": "object",
-        "required": ["role", "content"],
+        "required": ["role"],
         "properties": {
             "role": {"enum": list(ROLES)},
-            "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART_SCHEMA}]},
+            "content": {
+                "anyOf": [
+                    {"type": ["string", "null"]},
+                    {"type": "array", "items": _PART_SCHEMA},
+                ]
+            },
+            "tool_calls": or_null(CALLS_SCHEMA),
+            **described((_TOOL_CALL_ID, _NAME, _REASONING)),
         },
     },
 }

@@ -6,7 +6,7 @@ from google.protobuf.message import Message
 
 from baton.v1 import cluster_pb2, timing_pb2
 from core.plain import schema
-from router.http import chat, completions, generation, logprobs, overview, structure, tokens
+from router.http import chat, completions, generation, logprobs, overview, structure, tokens, tools
 from router.http.fields import TOKEN_ID_SCHEMA, Field, Json
 from router.http.schemas import described, exact, list_of, object_of, or_null
 
@@ -23,7 +23,7 @@ _MESSAGES = (
 
 _INTEGER: Json = {"type": "integer"}
 _STRING: Json = {"type": "string"}
-_FINISH: Json = {"enum": ["stop", "length"]}
+_FINISH: Json = {"enum": ["stop", "length", "tool_calls"]}
 # What no status of its own is written for.
 _ERROR_STATUSES = {
     "400": "A field is wrong or not served.",
@@ -72,7 +72,12 @@ def _paths() -> Json:
 def _schemas() -> Json:
     return {
         "ChatRequest": object_of(
-            {"messages": chat.MESSAGES_SCHEMA, "tools": chat.TOOLS_SCHEMA, **_generation()},
+            {
+                "messages": chat.MESSAGES_SCHEMA,
+                "tools": tools.TOOLS_SCHEMA,
+                "tool_choice": tools.CHOICE_SCHEMA,
+                **_generation(),
+            },
             required=["messages"],
             fields=(*chat.READ, *chat.UNSERVED),
         ),
@@ -151,10 +156,24 @@ def _choice(properties: Json, logprobs: Json, finish: Json) -> Json:
     return exact({**properties, **common})
 
 
-_MESSAGE: Json = exact(
-    {"role": {"const": "assistant"}, "content": _STRING, "refusal": {"type": "null"}}
+_MESSAGE = object_of(
+    {
+        "role": {"const": "assistant"},
+        "content": or_null(_STRING),
+        "refusal": {"type": "null"},
+        "reasoning_content": _STRING,
+        "tool_calls": tools.CALLS_SCHEMA,
+    },
+    required=["role", "content", "refusal"],
 )
-_DELTA: Json = object_of({"role": {"const": "assistant"}, "content": _STRING})
+_DELTA = object_of(
+    {
+        "role": {"const": "assistant"},
+        "content": or_null(_STRING),
+        "reasoning_content": _STRING,
+        "tool_calls": tools.CALL_DELTAS_SCHEMA,
+    }
+)
 _CHAT_CHOICE = _choice({"message": _MESSAGE}, logprobs.CHAT_SCHEMA, _FINISH)
 _CHAT_DELTA = _choice({"delta": _DELTA}, logprobs.CHAT_SCHEMA, or_null(_FINISH))
 _COMPLETION_CHOICE = _choice({"text": _STRING}, logprobs.COMPLETION_SCHEMA, or_null(_FINISH))

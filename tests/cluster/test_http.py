@@ -169,9 +169,9 @@ ERRORS: dict[str, tuple[dict[str, object], type[openai.APIStatusError], str, str
         "invalid_sampling",
     ),
     "what is not served": (
-        {"tools": [{"type": "function"}]},
+        {"modalities": ["audio"]},
         openai.BadRequestError,
-        "tools",
+        "modalities",
         "unsupported_parameter",
     ),
     "a prompt that is too long": (

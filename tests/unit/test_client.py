@@ -129,7 +129,7 @@ def test_a_message_may_be_a_dict_a_pair_or_a_message(
 
 @pytest.mark.parametrize(
     "message",
-    ["hi", {"role": "user"}, {"role": "user", "content": "hi", "name": "x"}, ("a", "b", "c"), 3],
+    ["hi", {"role": "user"}, {"role": "user", "content": "hi", "nam": "x"}, ("a", "b", "c"), 3],
 )
 def test_anything_else_is_no_message(client: Client, message: object) -> None:
     with pytest.raises(TypeError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import jsonschema
@@ -14,13 +15,16 @@ from random_schemas import random_schema
 from text_model import END, save_text_model, tokenizer
 
 from core.errors import InvalidGrammar
-from core.types import AttemptKey, Sampling, Structure, Work
+from core.types import AttemptKey, ChatPrompt, Sampling, Structure, Tool, Work
 from core.wire import work_from, work_to
 from engine.engine import Engine
 from engine.gpu.sampling import GpuSampler
 from engine.sampler import Sampler
 from engine.sequence import Piece, Sequence
-from router.grammar import ANY_OBJECT, grammar_of
+from router.answer_format import AnswerFormat
+from router.grammar import ANY_OBJECT, behind_thoughts, grammar_of
+from router.tool_format import FORMATS, ToolFormat
+from router.tool_parser import ToolCallParser
 
 PROMPT = [3, 50, 7]
 MOST = 600
@@ -196,3 +200,47 @@ def test_a_grammar_that_only_the_tokenizer_refuses_fails_its_request_alone(
 def test_the_grammar_travels() -> None:
     asked = work(ANY_OBJECT, Sampling())
     assert work_from(work_to(asked)) == asked
+
+
+ADD = Tool("add", parameters='{"type": "object", "properties": {"a": {"enum": [1, 2]}}}')
+SAY = Tool(
+    "say",
+    parameters='{"type": "object", "properties": {"word": {"type": "string", "maxLength": 4}},'
+    ' "required": ["word"], "additionalProperties": false}',
+)
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("name", ["", "say"])
+def test_a_forced_call_is_one_that_its_parser_reads(
+    engine: Engine, form: ToolFormat, name: str
+) -> None:
+    bounded = Tool(ADD.name, parameters=ADD.parameters[:-1] + ', "additionalProperties": false}')
+    chat = ChatPrompt((), (bounded, SAY), must_call=True, tool_name=name)
+    structure = AnswerFormat(form, thinks=False).forced_call(chat, None)
+    for seed in range(4):
+        warm = Sampling(temperature=1.0, seed=seed)
+        (answer,) = write(engine, [begin(engine, work(structure, warm))])
+        parser = ToolCallParser(form, {"add", "say"})
+        parts = parser.push(answer) + parser.flush()
+        assert parts.text == ""
+        named, *pieces = parts.tool_calls
+        assert named.name in ({name} if name else {"add", "say"})
+        arguments = json.loads("".join(piece.arguments for piece in pieces))
+        tool = SAY if named.name == "say" else bounded
+        jsonschema.validate(arguments, json.loads(tool.parameters))
+
+
+def test_a_structure_may_come_behind_thoughts(engine: Engine) -> None:
+    regex = work(Structure("regex", "[ab]{2}"), Sampling(temperature=1.0, seed=3))
+    lark = work(Structure("lark", 'start: "c"'), Sampling(temperature=1.0, seed=4))
+    ends = TOKENIZER.encode("</think>").ids
+    for asked, answer in ((regex, "[ab]{2}"), (lark, "c")):
+        thoughtful = replace(
+            asked,
+            grammar=behind_thoughts(asked.grammar),
+            prompt_tokens=[*PROMPT, *TOKENIZER.encode("Hm, {").ids, *ends],
+            answer_tokens=len(TOKENIZER.encode("Hm, {").ids) + len(ends),
+        )
+        (written,) = write(engine, [begin(engine, thoughtful)])
+        assert re.fullmatch(f"Hm, {{</think>\\n{{0,2}}{answer}", written)

@@ -30,6 +30,7 @@ from router.http.errors import problem
 from router.http.fields import Json
 from router.http.openapi import document
 from router.logprobs import ScoredToken, TokenScore
+from router.parts import ToolCallPiece
 from router.serving import Delta, Event, Finished, Started
 
 SECRET = "/home/someone 10.0.0.7:5100"
@@ -187,6 +188,58 @@ def test_a_completion_tells_how_likely_its_tokens_were() -> None:
     streamed = telling(CompletionsApi(), n=1, stream=True, logprobs=2)
     chunks = [json.loads(streamed.chunk(event)[len("data: ") :]) for event in SCORED[:2]]
     assert [chunk["choices"][0]["logprobs"]["text_offset"] for chunk in chunks] == [[0], [1]]
+
+
+CALLED = [
+    Delta("", [1], 0, reasoning="Hm"),
+    Delta("", [2], 0, reasoning="."),
+    Delta("", [3], 0, tool_calls=[ToolCallPiece(0, "c1", "f")]),
+    Delta(
+        "", [4], 0, tool_calls=[ToolCallPiece(0, arguments="{"), ToolCallPiece(0, arguments="}")]
+    ),
+    Delta("", [5], 0, tool_calls=[ToolCallPiece(1, "c2", "g"), ToolCallPiece(1, arguments="{}")]),
+    finished(0, 5, FinishReason.TOOL_CALLS),
+]
+
+
+def test_thoughts_and_calls_are_told_whole() -> None:
+    told = telling(ChatApi(), n=1)
+    for event in CALLED:
+        told.note(event)
+    answer = json.loads(told.whole())
+    check(answer, "ChatAnswer")
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"] == {
+        "role": "assistant",
+        "content": None,
+        "refusal": None,
+        "reasoning_content": "Hm.",
+        "tool_calls": [
+            {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}},
+            {"id": "c2", "type": "function", "function": {"name": "g", "arguments": "{}"}},
+        ],
+    }
+
+
+def test_thoughts_and_calls_are_told_in_chunks() -> None:
+    told = telling(ChatApi(), n=1, stream=True)
+    chunks = [json.loads(told.chunk(event)[len("data: ") :]) for event in CALLED]
+    for chunk in chunks:
+        check(chunk, "ChatChunk")
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert deltas[0] == {"role": "assistant", "content": None, "reasoning_content": "Hm"}
+    assert deltas[2]["tool_calls"] == [
+        {
+            "index": 0,
+            "id": "c1",
+            "type": "function",
+            "function": {"name": "f", "arguments": ""},
+        }
+    ]
+    assert deltas[3]["tool_calls"][1] == {"index": 0, "function": {"arguments": "}"}}
+    assert deltas[-1] == {}
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
 def test_an_answer_without_text_has_a_role_all_the_same() -> None:

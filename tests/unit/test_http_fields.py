@@ -19,6 +19,8 @@ from core.types import (
     Structure,
     TextPrompt,
     TokenPrompt,
+    Tool,
+    ToolCall,
 )
 from router.grammar import ANY_OBJECT
 from router.http.chat import ChatApi
@@ -214,8 +216,7 @@ def test_the_document_is_made_of_schemas() -> None:
 @pytest.mark.parametrize(
     ("given", "field"),
     [
-        ({"tools": [{"type": "function"}]}, "tools"),
-        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"tools": [{"type": "custom"}]}, "tools"),
         ({"functions": [{}]}, "functions"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {}}, "audio"),
@@ -312,8 +313,9 @@ def test_a_message_is_read(message: Json, read: Message) -> None:
         ([{"role": "user", "content": ["hi"]}], "messages[0].content[0]"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0].type"),
-        ([{"role": "tool", "content": "x"}], "messages[0]"),
-        ([{"role": "assistant", "tool_calls": [{}]}], "messages[0]"),
+        ([{"role": "tool", "content": "x"}], "messages[0].tool_call_id"),
+        ([{"role": "function", "content": "x"}], "messages[0]"),
+        ([{"role": "assistant", "tool_calls": [{}]}], "messages[0].tool_calls[0]"),
     ],
 )
 def test_wrong_messages_are_refused_by_place(messages: object, field: str) -> None:
@@ -356,3 +358,75 @@ def test_what_is_tokenized_is_a_chat_or_a_text() -> None:
     for wrong in ({}, {"prompt": [1]}, {"prompt": "x", "add_special_tokens": False}):
         with pytest.raises(InvalidRequest):
             read_prompt(wrong)
+
+
+WEATHER: Json = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Tells it.",
+        "parameters": {"properties": {"city": {"type": "string"}}},
+    },
+}
+PARAMETERS = '{"type": "object", "properties": {"city": {"type": "string"}}}'
+TOOL = Tool("get_weather", "Tells it.", PARAMETERS)
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        (None, ((), False, "")),
+        ("none", ((), False, "")),
+        ("auto", ((TOOL,), False, "")),
+        ("required", ((TOOL,), True, "")),
+        (
+            {"type": "function", "function": {"name": "get_weather"}},
+            ((TOOL,), True, "get_weather"),
+        ),
+    ],
+)
+def test_tools_are_read_with_the_choice_among_them(choice: object, expected: object) -> None:
+    prompt = request(chat(tools=[WEATHER], tool_choice=choice)).prompt
+    assert isinstance(prompt, ChatPrompt)
+    assert (prompt.tools, prompt.must_call, prompt.tool_name) == expected
+
+
+def test_tools_may_be_called_where_nothing_is_chosen() -> None:
+    prompt = request(chat(tools=[WEATHER, {"type": "function", "function": {"name": "b"}}])).prompt
+    assert isinstance(prompt, ChatPrompt)
+    assert prompt.tools == (TOOL, Tool("b", "", '{"type": "object"}'))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"tools": "x"},
+        {"tools": [5]},
+        {"tools": [{"type": "function"}]},
+        {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+        {"tools": [{"type": "function", "function": {"name": "a", "parameters": 5}}]},
+        {"tools": [WEATHER, WEATHER]},
+        {"tools": [WEATHER], "tool_choice": "always"},
+        {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "b"}}},
+        {"tool_choice": "required"},
+        {"tools": [WEATHER], "response_format": {"type": "json_object"}},
+    ],
+)
+def test_tools_that_cannot_be_are_refused(given: Json) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        chat(**given)
+    assert refused.value.field.startswith(("tool", "response_format"))
+
+
+def test_calls_and_their_results_are_messages() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "Hm."},
+        {"role": "tool", "content": "sunny", "tool_call_id": "c1", "name": "f"},
+    ]
+    assert request(chat(messages=messages)).prompt == ChatPrompt(
+        (
+            Message("assistant", "", (ToolCall("c1", "f", "{}"),), reasoning="Hm."),
+            Message("tool", "sunny", tool_call_id="c1", name="f"),
+        )
+    )

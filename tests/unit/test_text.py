@@ -10,12 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from text_model import save_text_model
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from core import model_store
 from core.errors import InvalidConfig, InvalidRequest, TokenOutOfRange, UnsupportedModel
 from core.types import ChatPrompt, Message, TextPrompt, TokenPrompt
 from router.text import Text
+from router.tool_format import HERMES, MISTRAL
 
 TEXTS = [
     "",
@@ -249,3 +251,20 @@ def test_a_sentencepiece_model_alone_is_converted(tmp_path: Path) -> None:
     assert text.decode(ids) == "The lazy fox 界"
     streamed = text.detokenizer()
     assert "".join([*(streamed.push([i]) for i in ids), streamed.flush()]) == "The lazy fox 界"
+
+
+def test_marks_of_calls_and_thoughts_are_text_only_where_they_are_wanted(tmp_path: Path) -> None:
+    tokenizer = save_text_model(tmp_path)
+    tokenizer.add_special_tokens(["<think>", "[TOOL_CALLS]"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    template = "[TOOL_CALLS]{% if messages %}assistant:<think>\n{% endif %}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    text = Text.load(tmp_path)
+    ids = tokenizer.encode("<think>a[TOOL_CALLS]b<|end|>").ids
+    assert text.detokenizer().push(ids) == "ab"
+    assert text.detokenizer(marks=True).push(ids) == "<think>a[TOOL_CALLS]b"
+    assert (text.answers.tools, text.answers.thinks) == (MISTRAL, True)
+    assert text.answers.is_open(text.render(ChatPrompt((Message("user", "hi"),))))
+    configured = Text.load(tmp_path, "hermes", "off")
+    assert (configured.answers.tools, configured.answers.thinks) == (HERMES, False)
+    assert not configured.answers.is_open("<think>")

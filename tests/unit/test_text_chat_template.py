@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from datetime import datetime
 
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from core.errors import InvalidConfig, InvalidRequest
-from core.types import Message
+from core.types import Message, Tool, ToolCall
 from router import template_sandbox
 from router.chat_template import MAX_RENDERED, ChatTemplate
 
@@ -174,3 +175,40 @@ def test_pythons_own_words_are_not_told(expression: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         ChatTemplate("{{ " + expression + " }}", {}).render([Message("user", "x")])
     assert refused.value.message == "the model's chat template refuses the messages"
+
+
+WITH_TOOLS = (
+    "{% if tools %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif %}"
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}"
+    "{% if 'tool_calls' in m %}{% for call in m.tool_calls %}"
+    "{{ call.id }}{{ call.function.name }}{{ call.function.arguments | tojson }}"
+    "{% endfor %}{% endif %}"
+    "{{ m.tool_call_id }}{{ m.name }}{{ m.reasoning_content }};{% endfor %}"
+)
+
+
+def test_tools_calls_and_results_are_given_as_transformers_gives_them() -> None:
+    parameters = {"type": "object", "properties": {"x": {"type": "integer"}}}
+    function = {"name": "f", "description": "does", "parameters": parameters}
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    (expected,), _ = render_jinja_template(
+        conversations=[
+            [
+                {"role": "user", "content": "hi"},
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+                {"role": "tool", "content": "2", "tool_call_id": "c", "name": "f"},
+                {"role": "assistant", "content": "2.", "reasoning_content": "so"},
+            ]
+        ],
+        tools=[{"type": "function", "function": function}],
+        chat_template=WITH_TOOLS,
+        add_generation_prompt=True,
+    )
+    messages = [
+        Message("user", "hi"),
+        Message("assistant", "", (ToolCall("c", "f", '{"x": 1}'),)),
+        Message("tool", "2", tool_call_id="c", name="f"),
+        Message("assistant", "2.", reasoning="so"),
+    ]
+    tools = [Tool("f", "does", json.dumps(parameters))]
+    assert ChatTemplate(WITH_TOOLS, {}).render(messages, tools) == expected
