@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cli import options
 from cli.edge import edge
 from core import config as configs
 
@@ -20,16 +23,20 @@ def doctor(
     config: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The cluster's YAML file.")
     ] = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Check this host: devices, packages, model, ports, and how fast pages travel."""
     with edge():
         from cli.doctor_checks import run_checks
 
-        worst = 0
+        checks = []
         for check in run_checks(configs.load(config)):
-            _print(check)
-            worst = max(worst, check.verdict == "fail")
-    raise typer.Exit(worst)
+            checks.append(check)
+            if not as_json:
+                _print(check)
+    if as_json:
+        typer.echo(json.dumps([dataclasses.asdict(check) for check in checks], indent=2))
+    raise typer.Exit(any(check.verdict == "fail" for check in checks))
 
 
 def _print(check: Check) -> None:

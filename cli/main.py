@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import typer
 
+from cli.bench import bench
 from cli.certs import certs
 from cli.chat import chat
 from cli.diagnose import diagnose
@@ -18,21 +19,23 @@ from cli.keys import keys
 from cli.model import model
 from cli.serve import serve
 from cli.status import status
+from cli.top import top
 from cli.why import why
 
 app = typer.Typer(
     name="baton",
     help="Serve large language models from separate prefill and decode pools.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.command()(serve)
 app.command()(generate)
 app.command()(chat)
 app.command()(status)
+app.command()(top)
 app.command()(why)
 app.command()(diagnose)
+app.command()(bench)
 app.command()(doctor)
 app.command()(drain)
 app.command()(certs)

@@ -62,16 +62,16 @@ def _cells(request: pb.RequestTiming) -> list[str]:
         str(first.prompt_tokens),
         str(first.cached_tokens),
         str(sum(answer.completion_tokens for answer in answers)),
-        _time(request.ttft_seconds) if request.ttft_seconds else "-",
-        _time(request.end_to_end_seconds),
+        time_text(request.ttft_seconds) if request.ttft_seconds else "-",
+        time_text(request.end_to_end_seconds),
     ]
 
 
 def _headline(request: pb.RequestTiming) -> Text:
     ended = request.outcome or "under way"
     colour = "green" if ended in ("stop", "length") else "yellow"
-    first = f", first token after {_time(request.ttft_seconds)}" if request.ttft_seconds else ""
-    total = f", {_time(request.end_to_end_seconds)} in all"
+    first = f", first token after {time_text(request.ttft_seconds)}" if request.ttft_seconds else ""
+    total = f", {time_text(request.end_to_end_seconds)} in all"
     return Text.assemble((request.request_id, "bold"), " ", (ended, colour), first, total)
 
 
@@ -113,7 +113,7 @@ def _phase_cells(phase: pb.Phase, answer: pb.AnswerTiming) -> list[RenderableTyp
     return [
         Text(f"{name}, hidden" if phase.hidden else name, style="dim" if phase.hidden else ""),
         _bar(phase, answer.end_to_end_seconds, colour),
-        _time(phase.seconds),
+        time_text(phase.seconds),
         Text("hidden" if phase.hidden else f"{share:.1%}", style="dim"),
         Text(phase.worker, style="dim"),
     ]
@@ -129,12 +129,11 @@ def _bar(phase: pb.Phase, total: float, colour: str) -> Text:
 
 def _sums(answer: pb.AnswerTiming) -> Text:
     parts = sum(phase.seconds for phase in answer.phases if not phase.hidden)
-    text = f"the parts sum to {_time(parts)} of {_time(answer.end_to_end_seconds)}"
+    text = f"the parts sum to {time_text(parts)} of {time_text(answer.end_to_end_seconds)}"
     if answer.completion_tokens > 1:
         each = (answer.end_to_end_seconds - answer.ttft_seconds) / (answer.completion_tokens - 1)
-        text += (
-            f"; {_time(each)} a token after the first, at most {_time(answer.longest_gap_seconds)}"
-        )
+        longest = time_text(answer.longest_gap_seconds)
+        text += f"; {time_text(each)} a token after the first, at most {longest}"
     if answer.transferred_bytes:
         text += f"; {answer.transferred_bytes / 2**20:.1f} MiB moved"
     return Text(text, style="dim")
@@ -143,11 +142,11 @@ def _sums(answer: pb.AnswerTiming) -> Text:
 def _chunks(answer: pb.AnswerTiming) -> list[Text]:
     if len(answer.chunks) < 2:
         return []
-    told = ", ".join(f"{each.tokens} in {_time(each.seconds)}" for each in answer.chunks)
+    told = ", ".join(f"{each.tokens} in {time_text(each.seconds)}" for each in answer.chunks)
     return [Text(f"prefill's chunks: {told}", style="dim")]
 
 
-def _time(seconds: float) -> str:
+def time_text(seconds: float) -> str:
     """In the unit that people would say it in."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.0f} µs"

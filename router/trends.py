@@ -1,7 +1,7 @@
 """What the last minutes were like: lengths, times and rates, in buckets of a few seconds.
 
-A bucket has counters and sparse histograms whose bins grow by a fifth, so that
-percentiles of any stretch of time are sums of bins, within 10% of the truth. No
+A bucket has counters and sparse histograms whose bins grow by a twentieth, so that
+percentiles of any stretch of time are sums of bins, within 3% of the truth. No
 more buckets are kept than the page shows.
 """
 
@@ -21,7 +21,7 @@ KEPT_BUCKETS = 150
 WINDOW_SECONDS = 60.0
 """What a diagnosis looks at."""
 
-_GROWTH = math.log(1.2)
+_GROWTH = math.log(1.05)
 _LEAST = 1e-6
 PERCENTILES = (0.5, 0.9, 0.99)
 

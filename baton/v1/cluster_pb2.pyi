@@ -541,7 +541,7 @@ Global___Traffic: _TypeAlias = Traffic  # noqa: Y015
 
 @_typing.final
 class Spread(_message.Message):
-    """Of what came: half was at most p50, and so on. 0 when nothing came. Within 10%."""
+    """Of what came: half was at most p50, and so on. 0 when nothing came. Within 3%."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -91,6 +91,13 @@ def test_baton_diagnose_says_what_holds_the_cluster_back(idle: ProcessCluster) -
     assert "prefill: 1 worker" in said.stdout
 
 
+def test_baton_top_shows_the_cluster(idle: ProcessCluster) -> None:
+    shown = CliRunner().invoke(app, ["top", "--once", "--address", idle.address])
+    assert shown.exit_code == 0
+    for part in ("decode-0", "TTFT p50", "tokens/s", "outcome"):
+        assert part in shown.stdout
+
+
 def test_baton_why_draws_a_request(idle: ProcessCluster) -> None:
     with idle.client() as client:
         answer = client.chat([("user", "Hello")], max_tokens=3)

@@ -20,6 +20,7 @@ from typer.testing import CliRunner, Result
 from baton.v1 import worker_pb2
 from cli.main import app
 from cli.status_table import BAR_WIDTH, duration, page_bar
+from cli.top_picture import sparkline
 from core.errors import PromptTooLong
 
 BATON = [sys.executable, "-c", "from cli.main import app; app()"]
@@ -418,3 +419,28 @@ def test_a_model_that_is_not_there_is_one_line_and_exit_code_1() -> None:
     assert result.exit_code == 1
     assert result.stderr.startswith("baton: '/no/such/folder' is not a folder")
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        (["why", "--jsn"], "--json"),
+        (["serve", "--prefil", "2"], "--prefill"),
+        (["sttus"], "status"),
+    ],
+)
+def test_a_wrong_word_names_the_right_one(wrong: list[str], right: str) -> None:
+    said = CliRunner().invoke(app, wrong, env={"COLUMNS": "160"})
+    assert said.exit_code == 2
+    assert right in said.stderr
+
+
+def test_the_shell_can_be_taught_the_commands() -> None:
+    variables = {"_BATON_COMPLETE": "complete_bash", "COMP_WORDS": "baton di", "COMP_CWORD": "1"}
+    told = CliRunner().invoke(app, [], env=variables, prog_name="baton")
+    assert "diagnose" in told.stdout
+
+
+def test_bars_grow_with_their_values() -> None:
+    assert sparkline([0.0, 0.1, 4.0, 8.0]) == " ▁▄█"
+    assert sparkline([]) == ""

@@ -100,12 +100,12 @@ def test_a_full_pool_wants_memory_and_a_full_batch_a_larger_one() -> None:
     assert "max_batch" in diagnose(asked, HALF, waiting, 0).advice[0]
 
 
-def test_percentiles_are_within_a_tenth() -> None:
+def test_percentiles_are_within_a_few_percent() -> None:
     histogram = Histogram()
     for value in range(1, 10_001):
         histogram.note(value / 1000)
     for share in (0.5, 0.9, 0.99):
-        assert histogram.percentile(share) == pytest.approx(10 * share, rel=0.1)
+        assert histogram.percentile(share) == pytest.approx(10 * share, rel=0.03)
     assert Histogram().percentile(0.5) == 0.0
 
 

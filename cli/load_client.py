@@ -1,0 +1,165 @@
+"""One streamed call to a server that speaks the OpenAI API, and its times."""
+
+from __future__ import annotations
+
+import json
+import os
+import ssl
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from baton.connection import TLS_VARIABLE
+from cli.load_shapes import Load
+from core.errors import BatonError, Unavailable
+from core.tls import CA, CLIENT, certificate_path, key_path
+
+
+@dataclass(slots=True)
+class Call:
+    """What came of a call. Times are seconds after its start."""
+
+    began: float  # after the start of the run
+    ttft: float = 0.0
+    gaps: list[float] = field(default_factory=list)  # between pieces of the answer
+    seconds: float = 0.0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    error: str = ""
+
+    @property
+    def tpot(self) -> float:
+        """Mean time per token after the first."""
+        return (self.seconds - self.ttft) / max(self.output_tokens - 1, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A server, and how it is asked."""
+
+    url: str
+    model: str
+    api_key: str = ""
+    ignore_eos: bool = True
+    temperature: float = 0.0
+    timeout: float = 600.0
+
+    def client(self) -> httpx.AsyncClient:
+        headers = {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        return httpx.AsyncClient(
+            base_url=self.url,
+            headers=headers,
+            timeout=self.timeout,
+            limits=limits,
+            verify=_trusted(self.url),
+        )
+
+    def body(self, load: Load) -> dict[str, object]:
+        body: dict[str, object] = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": load.prompt}],
+            "max_tokens": load.output_tokens,
+            "temperature": self.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        return {**body, "ignore_eos": True} if self.ignore_eos else body
+
+
+def base_url(url: str) -> str:
+    """With or without the /v1 that clients of the API are used to."""
+    return f"{url.rstrip('/').removesuffix('/v1')}/v1/"
+
+
+def served_model(url: str, api_key: str) -> str:
+    """The first model that the server names."""
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        response = httpx.get(f"{url}models", headers=headers, timeout=10.0, verify=_trusted(url))
+        response.raise_for_status()
+        return str(response.json()["data"][0]["id"])
+    except httpx.HTTPStatusError as error:
+        raise BatonError(f"{url}models answers {error.response.status_code}") from error
+    except httpx.HTTPError as error:
+        raise Unavailable(f"nobody answers at {url}") from error
+    except (ValueError, LookupError, TypeError) as error:
+        raise BatonError(f"{url}models does not speak the OpenAI API; name a --model") from error
+
+
+def _trusted(url: str) -> ssl.SSLContext | bool:
+    """Whoever the system trusts and, where BATON_TLS names a folder, the cluster's authority."""
+    folder = os.environ.get(TLS_VARIABLE, "")
+    if not folder or not url.startswith("https:"):
+        return True
+    context = ssl.create_default_context()
+    context.load_verify_locations(certificate_path(Path(folder), CA))
+    if (own := certificate_path(Path(folder), CLIENT)).exists():
+        context.load_cert_chain(own, key_path(Path(folder), CLIENT))
+    return context
+
+
+async def ask(client: httpx.AsyncClient, target: Target, load: Load, began: float) -> Call:
+    """Sends one request and reads its answer. What goes wrong is the call's error."""
+    call = Call(began)
+    start = time.perf_counter()
+    try:
+        async with client.stream("POST", "chat/completions", json=target.body(load)) as response:
+            if response.is_error:
+                await response.aread()
+                call.error = _problem(response)
+            else:
+                await _read(call, response, start)
+    except httpx.HTTPError as error:
+        call.error = type(error).__name__
+    call.seconds = time.perf_counter() - start
+    if not call.error and not call.ttft:
+        call.error = "no tokens came"
+    return call
+
+
+async def _read(call: Call, response: httpx.Response, start: float) -> None:
+    last = 0.0
+    pieces = 0
+    async for event in _events(response):
+        if "error" in event:
+            call.error = str(event["error"])
+            return
+        if _has_text(event):
+            now = time.perf_counter()
+            if pieces:
+                call.gaps.append(now - last)
+            else:
+                call.ttft = now - start
+            last = now
+            pieces += 1
+        usage = event.get("usage")
+        if isinstance(usage, dict):
+            call.prompt_tokens = usage["prompt_tokens"]
+            call.output_tokens = usage["completion_tokens"]
+    # A server that counts no tokens sends one in each piece.
+    call.output_tokens = call.output_tokens or pieces
+
+
+async def _events(response: httpx.Response) -> AsyncIterator[dict[str, object]]:
+    async for line in response.aiter_lines():
+        if line.startswith("data: ") and line != "data: [DONE]":
+            yield json.loads(line.removeprefix("data: "))
+
+
+def _has_text(event: dict[str, object]) -> bool:
+    choices = event.get("choices")
+    if not isinstance(choices, list) or not choices:
+        return False
+    delta = choices[0].get("delta") or {}
+    return bool(delta.get("content") or delta.get("reasoning_content"))
+
+
+def _problem(response: httpx.Response) -> str:
+    try:
+        return f"{response.status_code}: {response.json()['error']['message']}"
+    except (ValueError, LookupError, TypeError):
+        return str(response.status_code)

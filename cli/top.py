@@ -1,0 +1,69 @@
+"""`baton top`: the cluster, live."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from baton import BatonError, Client, PermissionDenied
+from baton.connection import DEFAULT_ADDRESS
+from cli import options
+from cli.edge import edge
+from cli.terminal import console
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_PATIENCE_SECONDS = 2.0
+
+
+def top(
+    seconds: Annotated[
+        float, typer.Option(min=0.2, metavar="SECONDS", help="Between two looks.")
+    ] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one picture and end.")] = False,
+    address: options.Address = DEFAULT_ADDRESS,
+) -> None:
+    """Watch the cluster: pools, what holds it back, the last minutes, the latest requests."""
+    with edge(), Client(address) as client:
+        if once:
+            console().print(_picture(client))
+        else:
+            _watch(client, seconds)
+
+
+def _watch(client: Client, seconds: float) -> None:
+    from rich.live import Live
+
+    with Live(console=console(), auto_refresh=False, screen=console().is_terminal) as live:
+        while True:
+            live.update(_frame(client), refresh=True)
+            time.sleep(seconds)
+
+
+def _frame(client: Client) -> RenderableType:
+    """The picture, or in its place what is wrong: a router may come back."""
+    from rich.text import Text
+
+    try:
+        return _picture(client)
+    except BatonError as error:
+        return Text(error.message, style="red")
+
+
+def _picture(client: Client) -> RenderableType:
+    from cli.top_picture import Picture
+
+    try:
+        recent = client.recent(8, timeout=_PATIENCE_SECONDS)
+    except PermissionDenied:
+        recent = []  # who asked what is for admins
+    return Picture(
+        client.address,
+        client.status(timeout=_PATIENCE_SECONDS),
+        client.diagnose(timeout=_PATIENCE_SECONDS),
+        client.trends(timeout=_PATIENCE_SECONDS),
+        recent,
+    ).render()
