@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Flags for `baton serve`: make serve ARGS="--prefill 2 --decode 2"
 ARGS ?=
 
-.PHONY: serve test test-faults test-page lint bench proto setup clean
+.PHONY: serve test test-faults test-page test-clients lint bench proto setup clean
 
 serve: setup
 	@$(BIN)/baton serve $(ARGS)
@@ -26,6 +26,11 @@ test-page: setup
 		{ echo "make test-page needs a browser: apt-get install chromium"; exit 1; }
 	@$(BIN)/python -m pip install --quiet --editable '.[page]'
 	@$(BIN)/python -m pytest tests/page --pictures build/pictures
+
+# Schemathesis on our own OpenAPI document, and LangChain; fetches both.
+test-clients: setup
+	@$(BIN)/python -m pip install --quiet --editable '.[clients]'
+	@$(BIN)/python -m pytest tests/clients
 
 lint: $(VENV)/.installed
 	@$(BIN)/ruff check .

@@ -19,7 +19,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-FOLDERS = ("simulation", "cluster", "contract", "unit", "gpu", "page")
+FOLDERS = ("simulation", "cluster", "contract", "unit", "gpu", "page", "clients")
 """Long tests first: two processes share the suite, and neither should wait for the other."""
 
 RAY = ("test_ray", "test_serve")

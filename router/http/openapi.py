@@ -214,10 +214,22 @@ _ERROR = exact(
 def _post(request: str, answer: str, chunk: str = "") -> Json:
     content = {"application/json": {"schema": _reference(answer)}}
     if chunk:
-        content["text/event-stream"] = {"schema": _reference(chunk)}
+        content["text/event-stream"] = {"schema": _event(chunk)}
     body = {"required": True, "content": {"application/json": {"schema": _reference(request)}}}
     success: Json = {"200": {"description": "The answer.", "content": content}}
     return {"post": {"requestBody": body, "responses": {**success, **_errors(*_ERROR_STATUSES)}}}
+
+
+def _event(chunk: str) -> Json:
+    """One server-sent event."""
+    told: Json = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": _reference(chunk),
+        "description": "In an event called error, an error.",
+    }
+    data: Json = {"anyOf": [{"const": "[DONE]"}, told]}
+    return object_of({"data": data, "event": _STRING}, required=["data"])
 
 
 def _get(answer: str, *errors: str) -> Json:

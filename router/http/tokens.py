@@ -17,8 +17,10 @@ ADD_SPECIAL = Unserved("add_special_tokens", "prompts without special tokens", (
 def read_prompt(body: Json) -> Prompt:
     """What is to be tokenized: `messages`, or else `prompt`."""
     ADD_SPECIAL.check(body)
+    prompt = body.get("prompt")
+    text = None if prompt is None else as_text(prompt, "prompt", MAX_PROMPT_CHARACTERS)
     if body.get("messages") is not None:
         return read_messages(body["messages"])
-    if body.get("prompt") is None:
+    if text is None:
         raise InvalidRequest("a prompt is missing: set prompt or messages", field="prompt")
-    return TextPrompt(as_text(body["prompt"], "prompt", MAX_PROMPT_CHARACTERS))
+    return TextPrompt(text)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import random
 from collections.abc import Callable
 
 import grpc
@@ -11,8 +13,8 @@ from processes import ProcessCluster
 
 import baton
 from baton import Client
+from baton.v1 import cluster_pb2, inference_pb2_grpc
 from baton.v1 import inference_pb2 as pb
-from baton.v1 import inference_pb2_grpc
 
 CASES: dict[str, tuple[Callable[[Client], object], type[baton.BatonError], str]] = {
     "empty text": (lambda c: c.generate(""), baton.InvalidRequest, "empty"),
@@ -121,3 +123,40 @@ def test_an_enormous_top_k_keeps_every_token(idle: ProcessCluster) -> None:
         wide = client.generate("Hello", max_tokens=4, temperature=1.0, top_k=2**32 - 1, seed=5)
         plain = client.generate("Hello", max_tokens=4, temperature=1.0, seed=5)
     assert wide.token_ids == plain.token_ids
+
+
+SOUND = {
+    "Inference/Generate": pb.GenerateRequest(text="The capital of France is", max_tokens=1),
+    "Inference/Tokenize": pb.TokenizeRequest(text="Paris"),
+    "Inference/Detokenize": pb.DetokenizeRequest(token_ids=[504, 3575]),
+    "Admin/Timing": cluster_pb2.TimingRequest(request_id="nobody's"),
+}
+
+
+def damaged(draw: random.Random, content: bytes) -> bytes:
+    """With bytes changed, put in or cut off; or nothing like it."""
+    if draw.random() < 0.1:
+        return draw.randbytes(draw.randrange(64))
+    changed = bytearray(content)
+    for _ in range(draw.randint(1, 4)):
+        place = draw.randrange(len(changed) + 1)
+        changed[place : place + draw.randint(0, 1)] = draw.randbytes(draw.randint(0, 2))
+    return bytes(changed)
+
+
+def test_five_hundred_damaged_messages_leave_nothing_behind(idle: ProcessCluster) -> None:
+    draw = random.Random(7)
+    codes = set()
+    with grpc.insecure_channel(idle.address) as channel:
+        for _ in range(500):
+            method, message = draw.choice(list(SOUND.items()))
+            call = channel.unary_stream(f"/baton.v1.{method}", bytes, bytes)
+            # What still makes sense may ask for a long answer.
+            answer = call(damaged(draw, message.SerializeToString()), timeout=1.0)
+            with contextlib.suppress(grpc.RpcError):
+                list(answer)
+            codes.add(answer.code())
+    assert grpc.StatusCode.UNAVAILABLE not in codes
+    assert {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT} < codes
+    with idle.client() as client:
+        assert client.generate([504, 3575], max_tokens=1).usage.completion_tokens == 1

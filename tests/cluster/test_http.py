@@ -314,12 +314,12 @@ def malformed(draw: random.Random) -> bytes:
     return bytes(content[: draw.choice([len(content), len(content), draw.randrange(len(content))])])
 
 
-def test_three_hundred_malformed_calls_leave_nothing_behind(
+def test_five_hundred_malformed_calls_leave_nothing_behind(
     http: httpx.Client, idle: ProcessCluster
 ) -> None:
     draw = random.Random(6)
     statuses = set()
-    for _ in range(300):
+    for _ in range(500):
         content = malformed(draw)
         headers = {"content-type": "application/json"}
         response = http.post(draw.choice(PATHS), content=content, headers=headers)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 import grpc
 
@@ -47,6 +48,22 @@ async def front_door(
     finally:
         for worker in workers:
             await worker.stop()
+
+
+@contextmanager
+def front_door_beside(tree: dict[str, object] | None = None) -> Iterator[RouterServer]:
+    """The same for tests that are not of asyncio: on a thread of its own."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    door = front_door(tree)
+    try:
+        yield asyncio.run_coroutine_threadsafe(door.__aenter__(), loop).result(60)
+    finally:
+        asyncio.run_coroutine_threadsafe(door.__aexit__(None, None, None), loop).result(60)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
 
 
 def _credentials(config: configs.Config) -> grpc.ServerCredentials | None:

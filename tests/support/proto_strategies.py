@@ -1,0 +1,46 @@
+"""Any message of a kind: every field absent, ordinary, or at the edge of what its type holds."""
+
+from __future__ import annotations
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+from hypothesis import strategies as st
+
+_UNSIGNED = {FieldDescriptor.CPPTYPE_UINT32: 2**32 - 1, FieldDescriptor.CPPTYPE_UINT64: 2**64 - 1}
+_EDGES = (0, 1, 2, 16, 17, 20, 21, 1024, 8192, 49151, 49152)
+_STRINGS = ("", "x", "\0", "é", "a" * 129, "b" * 1025, "{", "(", '{"type": "string"}')
+_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=9)
+
+
+def messages(descriptor: Descriptor) -> st.SearchStrategy[Message]:
+    fields = {field.name: _field(field) for field in descriptor.fields}
+    return st.fixed_dictionaries({}, optional=fields).map(
+        lambda values: GetMessageClass(descriptor)(**values)
+    )
+
+
+def _field(field: FieldDescriptor) -> st.SearchStrategy[object]:
+    if field.message_type and field.message_type.GetOptions().map_entry:
+        entry = field.message_type.fields_by_name
+        return st.dictionaries(_value(entry["key"]), _value(entry["value"]), max_size=3)
+    value = _value(field)
+    if field.is_repeated:
+        return st.lists(value, max_size=3) | st.lists(value, min_size=17, max_size=17)
+    return value
+
+
+def _value(field: FieldDescriptor) -> st.SearchStrategy[object]:
+    kind = field.cpp_type
+    if kind == FieldDescriptor.CPPTYPE_MESSAGE:
+        return messages(field.message_type)
+    if kind == FieldDescriptor.CPPTYPE_STRING:
+        return st.sampled_from(_STRINGS) | _TEXT
+    if kind == FieldDescriptor.CPPTYPE_BOOL:
+        return st.booleans()
+    if kind == FieldDescriptor.CPPTYPE_FLOAT:
+        return st.floats(width=32)
+    if kind == FieldDescriptor.CPPTYPE_ENUM:
+        return st.sampled_from([*(value.number for value in field.enum_type.values), 99])
+    most = _UNSIGNED[kind]
+    return st.sampled_from((*_EDGES, most)) | st.integers(0, most)
