@@ -19,7 +19,6 @@ from decode_worker.role import DecodeRole
 from decode_worker.scheduler import DecodeScheduler, Reservation
 from engine.engine import Engine
 from engine.flight import Flight, Landed
-from engine.host_tier import HostTier
 from engine.prefix_cache import PrefixCache
 from engine.second_tier import Save, SecondTier
 from engine.sequence import Piece, Plan
@@ -305,12 +304,6 @@ def know_before_it_is_restored(patch: Patch) -> None:
     patch.setattr(SecondTier, "bring_back", named)
 
 
-def reuse_what_is_restored_from(patch: Patch) -> None:
-    """Rows of host memory are given to other pages while they are copied."""
-    patch.setattr(HostTier, "pin", lambda self, row: None)
-    patch.setattr(HostTier, "unpin", lambda self, row: None)
-
-
 def repeat_token_one(patch: Patch) -> None:
     """Tokens of decode that overtook token #1 are not held back."""
     step = Attempt._step
@@ -364,7 +357,6 @@ MUTATIONS: list[Callable[[Patch], None]] = [
     lend_twice,
     save_without_a_lease,
     know_before_it_is_restored,
-    reuse_what_is_restored_from,
 ]
 
 
