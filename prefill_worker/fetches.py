@@ -88,7 +88,8 @@ class Fetches:
     def _ask(self, key: AttemptKey, fetch: Fetch, holder: pb.Holder) -> None:
         pages = fetch.lease.pages[fetch.lease.found :]
         # Who is silent for a lease is not waited for, however much it could save.
-        seconds = min(holder.seconds, self._transfer.lease_seconds)
+        most = self._transfer.lease_seconds
+        seconds = holder.seconds if 0 < holder.seconds < most else most
         ticket = make_ticket(
             key,
             agent=self._transfer.pool_address.agent,

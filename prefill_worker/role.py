@@ -200,13 +200,18 @@ class PrefillRole:
         job = Job(attachment, work, push, time.monotonic(), guide=guide)
         self._jobs[work.key] = job
         keys = self._scheduler.add(work)
-        # Only where there is room for all that wait: what is fetched must not hold them up.
-        if message.holder.pages and self._scheduler.waiting_pages <= self._pool.free:
+        if message.holder.pages and self._may_fetch(keys):
             job.fetch = self._fetches.begin(work.key, message.holder, keys)
         if push:
             self._transfer.open_push(work.key, message.receiver)
         else:
             self._scheduler.clear(work.key)
+
+    def _may_fetch(self, keys: list[bytes]) -> bool:
+        """Only what is not coming anyway, and only where there is room for all that wait: what is
+        fetched must not hold them up."""
+        has_room = self._scheduler.waiting_pages <= self._pool.free
+        return has_room and not self._scheduler.has_to_wait(keys)
 
     def _check(self, work: Work) -> None:
         if self._draining:

@@ -94,6 +94,13 @@ class PrefillScheduler:
         """Whether a prompt waits that only needs pages here."""
         return bool(self._cleared)
 
+    def has_to_wait(self, keys: list[bytes]) -> bool:
+        """Whether the first page that the cache lacks is being computed or fetched."""
+        if is_coming(keys, self._pool, self._started.values()):
+            return True
+        missing = keys[len(self._pool.cache.find(keys)) :] if self._coming else []
+        return bool(missing) and missing[0] in self._coming
+
     def remove(self, key: AttemptKey) -> Sequence | None:
         """Forgets an attempt. The sequence, if it had started, is the caller's to free."""
         self._waiting.pop(key, None)
@@ -144,11 +151,4 @@ class PrefillScheduler:
         cleared = (prompt for key, prompt in self._waiting.items() if key in self._cleared)
         others = (prompt for key, prompt in self._waiting.items() if key not in self._cleared)
         first = itertools.islice(itertools.chain(cleared, others), LOOK_AHEAD)
-        return next((prompt for prompt in first if not self._has_to_wait(prompt.keys)), None)
-
-    def _has_to_wait(self, keys: list[bytes]) -> bool:
-        """Whether the first page that the cache lacks is being computed or fetched."""
-        if is_coming(keys, self._pool, self._started.values()):
-            return True
-        missing = keys[len(self._pool.cache.find(keys)) :] if self._coming else []
-        return bool(missing) and missing[0] in self._coming
+        return next((prompt for prompt in first if not self.has_to_wait(prompt.keys)), None)

@@ -91,10 +91,9 @@ def test_only_what_is_missing_is_fetched_and_what_came_of_it_is_used() -> None:
 
 def test_prompts_that_go_on_alike_wait_for_one_fetch() -> None:
     prefill = Prefill()
-    prefill.ask_with_holder("request", PROMPT)
-    prefill.ask("like it", PROMPT)
-    prefill.run()
-    assert prefill.first_tokens == []
+    for name in ("request", "like it"):
+        prefill.ask_with_holder(name, PROMPT)
+    assert (prefill.first_tokens, prefill.pool.leased) == ([], 2)
     prefill.write(PROMPT, 2)
     prefill.role.on_transfer(Fetched(KEY, 2, 0.25))
     prefill.run()
