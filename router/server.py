@@ -30,6 +30,7 @@ from router.callers import KeyRing
 from router.canary import run_canary
 from router.grpc_edge import AdminService, InferenceService
 from router.grpc_lock import KeyLock
+from router.grpc_messages import ReadMessages
 from router.membership import follow
 from router.metrics import RouterMetrics
 from router.overview import Overview
@@ -123,8 +124,10 @@ class RouterServer:
             # Without this a second router on the same port would share its calls.
             ("grpc.so_reuseport", 0),
         ]
-        locks = [KeyLock(self._keys)] if self._keys.locked else []
-        self._server = grpc.aio.server(options=options, interceptors=locks)
+        interceptors: list[grpc.aio.ServerInterceptor] = [ReadMessages()]
+        if self._keys.locked:
+            interceptors.insert(0, KeyLock(self._keys))
+        self._server = grpc.aio.server(options=options, interceptors=interceptors)
         limits = self._config.router
         inference = InferenceService(
             self._serving, self._roster, self._keys, model, limits.reader_buffer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton import AsyncClient, Exhausted, PermissionDenied, Unauthenticated
 from core.api_keys import make_key, write_keys
-from core.page_keys import salted_root
-from router import serving
+from core.types import Request
 from router.server import RouterServer
+from router.serving import Event
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
 
@@ -153,13 +153,15 @@ async def test_a_key_has_so_many_answers_at_once_and_others_do_not_wait(door: Do
 
 
 async def test_two_keys_share_no_cached_work(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    serving = door.server._serving
+    generate = serving.generate
     salts = []
-    monkeypatch.setattr(
-        serving, "salted_root", lambda root, salt: salts.append(salt) or salted_root(root, salt)
-    )
-    monkeypatch.setattr(
-        type(door.server._roster), "cache_names", serving.CacheNames(b"root", 16), raising=False
-    )
+
+    def generate_and_note(request: Request, *more: Any) -> AsyncGenerator[Event]:
+        salts.append(request.cache_salt)
+        return generate(request, *more)
+
+    monkeypatch.setattr(serving, "generate", generate_and_note)
     for name in ("plain", "other"):
         async with door.client(name) as client, door.http(name) as http:
             await client.generate("Hello", max_tokens=2, cache_salt="mine")

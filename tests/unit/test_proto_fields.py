@@ -87,3 +87,11 @@ def test_every_call_ends_with_an_answer_or_an_error_of_the_callers(
         assert answer.code() in FINE, answer.details()
 
     try_it()
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_what_is_no_message_is_refused(channel: grpc.Channel, method: object) -> None:
+    path = f"/{method.containing_service.full_name}/{method.name}"  # type: ignore[attr-defined]
+    with pytest.raises(grpc.RpcError, match="cannot be read") as refused:
+        list(channel.unary_stream(path, bytes, bytes)(b"\xff\xff", timeout=20))
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
