@@ -72,8 +72,9 @@ class CudaMemory:
 
     def __init__(self, kv: Tensor, rows: int) -> None:
         self._pages = _bytes_of(kv)
-        size = self._pages.shape[1]
-        self._rows = torch.empty((rows + 1, size), dtype=torch.uint8, pin_memory=True)
+        # Locked in place: torch's own page-locked memory comes in powers of two.
+        self._rows = torch.empty((rows + 1, self._pages.shape[1]), dtype=torch.uint8)
+        _lock(self._rows)
         self._saving = torch.cuda.Stream(kv.device)  # type: ignore[no-untyped-call]
         self._restoring = torch.cuda.Stream(kv.device)  # type: ignore[no-untyped-call]
         self.staging = rows
@@ -91,6 +92,11 @@ class CudaMemory:
         with torch.cuda.stream(self._restoring):
             self._pages[page].copy_(self._rows[row], non_blocking=True)
         self._restoring.synchronize()
+
+
+def _lock(memory: Tensor) -> None:
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
 
 
 def _bytes_of(kv: Tensor) -> Tensor:

@@ -43,12 +43,16 @@ def test_answers_are_the_same_from_host_memory_and_from_files_after_a_restart(
         "router": {"local_prefill": "never"},
         "cache": {"host_memory": 2 * PAGES * page_bytes, "files": str(tmp_path / "files")},
     }
-    asked = [prompt(seed) for seed in range(8)]
+    asked = [prompt(seed) for seed in range(6)]
     wanted = [generate_with_transformers(oracle, each, ANSWER) for each in asked]
+
+    reasons = set()
 
     def answers() -> list[list[int]]:
         with cluster.client() as client:
             found = [client.generate(each, max_tokens=ANSWER, timeout=60) for each in asked]
+        reasons.clear()
+        reasons.update(answer.placements[0].reason_code for answer in found)
         return [list(answer.token_ids) for answer in found]
 
     with ProcessCluster(tmp_path / "model", tmp_path / "cluster", tree=tree) as cluster:
@@ -56,6 +60,9 @@ def test_answers_are_the_same_from_host_memory_and_from_files_after_a_restart(
         assert all(restored(cluster, worker) for worker in WORKERS)
         for worker, number in zip(WORKERS, (signal.SIGTERM, signal.SIGKILL), strict=True):
             cluster.workers[worker].send(number)
+        for worker in WORKERS:
             cluster.restart(worker)
+        assert all(status.load.kept_pages for status in cluster.wait_idle())
         assert answers() == wanted
         assert all(restored(cluster, worker) for worker in WORKERS)
+        assert "cached" in reasons, "the router was told what the files hold"
