@@ -44,12 +44,12 @@ from bench.trace_workload import (
     Synthesis,
     TimedRequest,
     infinite_cache_hits,
-    read_trace,
     sessions,
     slice_of_sessions,
     slice_of_time,
 )
 from core import model_store
+from planner.trace import read_trace
 
 POLICIES = ("kv_aware", "least_loaded", "round_robin")
 TRACE_OBJECTIVE = Objective(ttft=4.0, itl=0.25)

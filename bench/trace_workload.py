@@ -1,4 +1,4 @@
-"""What a trace asks for: reading it, cutting a slice of it, and tokens that share as it says.
+"""What a trace asks for: cutting a slice of it, and tokens that share as it says.
 
 A trace names the blocks of 512 tokens that a prompt is made of; equal ids mean equal blocks
 after equal beginnings. Here each id becomes the first tokens of a random sequence that the
@@ -9,30 +9,16 @@ not what the model answers here: only prompts share.
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
 
 from core.page_keys import page_keys
-
-BLOCK = 512
-"""Tokens in a block of the trace."""
+from planner.trace import BLOCK, TraceRequest, common_blocks
 
 VOCABULARY = 30_000
 """Token ids are drawn below this. Models of language have more."""
-
-
-@dataclass(frozen=True, slots=True)
-class TraceRequest:
-    """A request as the trace has it."""
-
-    seconds: float  # since the trace began
-    input_length: int
-    output_length: int
-    blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,29 +92,13 @@ def _draw(source: random.Random, length: int) -> list[int]:
     return [source.randrange(VOCABULARY) for _ in range(length)]
 
 
-def read_trace(path: Path) -> list[TraceRequest]:
-    """The requests of a JSONL file, in the order of their time."""
-    with path.open(encoding="utf-8") as lines:
-        requests = [_parse(line) for line in lines if line.strip()]
-    return sorted(requests, key=lambda request: request.seconds)
-
-
-def _parse(line: str) -> TraceRequest:
-    fields = json.loads(line)
-    blocks = tuple(fields["hash_ids"])
-    length = int(fields["input_length"])
-    if len(blocks) != -(-length // BLOCK):
-        raise ValueError(f"{length} tokens are not {len(blocks)} blocks of {BLOCK}")
-    return TraceRequest(fields["timestamp"] / 1e3, length, int(fields["output_length"]), blocks)
-
-
 def sessions(trace: Sequence[TraceRequest]) -> list[list[TraceRequest]]:
     """The trace in parts that share nothing but what all of it shares (a system prompt).
 
     An id stands for a whole beginning, so two requests share more than the common blocks
     exactly when the next block of both is the same.
     """
-    common = _common_blocks(trace)
+    common = common_blocks(trace)
     parts: dict[tuple[int, ...], list[TraceRequest]] = {}
     alone: list[list[TraceRequest]] = []
     for request in trace:
@@ -137,14 +107,6 @@ def sessions(trace: Sequence[TraceRequest]) -> list[list[TraceRequest]]:
         else:
             alone.append([request])
     return [*parts.values(), *alone]
-
-
-def _common_blocks(trace: Sequence[TraceRequest]) -> int:
-    """How many blocks all requests begin with. The first and last in order differ soonest."""
-    first = min(request.blocks for request in trace)
-    last = max(request.blocks for request in trace)
-    pairs = enumerate(zip(first, last, strict=False))
-    return next((at for at, (one, other) in pairs if one != other), min(len(first), len(last)))
 
 
 def slice_of_sessions(

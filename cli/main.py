@@ -18,6 +18,7 @@ from cli.generate import generate
 from cli.keys import keys
 from cli.model import model
 from cli.serve import serve
+from cli.simulate import simulate
 from cli.status import status
 from cli.top import top
 from cli.why import why
@@ -39,5 +40,6 @@ app.command()(bench)
 app.command()(doctor)
 app.command()(drain)
 app.command()(certs)
+app.command()(simulate)
 app.add_typer(model, name="model")
 app.add_typer(keys, name="keys")

@@ -15,13 +15,12 @@ from bench.trace_sweep import Repeats, is_never_worse
 from bench.trace_workload import (
     FreshPrompts,
     Synthesis,
-    TraceRequest,
     infinite_cache_hits,
-    read_trace,
     sessions,
     slice_of_sessions,
     slice_of_time,
 )
+from planner.trace import TraceRequest, read_trace
 
 
 def request(seconds: float, blocks: list[int], rest: int = 0, output: int = 64) -> TraceRequest:

@@ -21,8 +21,9 @@ ALLOWED = {
     "prefill_worker": {"worker", "engine", "kv_transfer"},
     "decode_worker": {"worker", "engine", "kv_transfer"},
     "router": set(),
+    "planner": {"router"},
     "cluster": {"router", "prefill_worker", "decode_worker", "worker", "engine"},
-    "cli": {"cluster", "kv_transfer", "baton"},
+    "cli": {"cluster", "planner", "kv_transfer", "baton"},
 }
 
 # Who may import what of others'.

@@ -1,0 +1,206 @@
+"""The simulated workers of one pool, as columns: what the policy reads of them is one array each.
+
+    added ─▶ active ─retire─▶ leaving ─nothing left─▶ gone
+
+An index is given once. Only active workers are sent requests.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy
+from numpy.typing import NDArray
+
+from planner.block_cache import BlockCaches
+from planner.trace import Arrival
+from router.cost_model import Costs
+
+Column = NDArray[numpy.int64]
+
+TINY = 1e-6
+"""Of a step: what sums of times may be off by."""
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A request from its placement on."""
+
+    arrival: Arrival
+    prefill: int
+    # -1 when the first token is the last.
+    decode: int
+    cached_tokens: int
+    compute_seconds: float
+    # Pages that have to travel, those of the prompt, and those of prompt and answer.
+    moved_pages: int = 0
+    prompt_pages: int = 0
+    pages: int = 0
+    granted: bool = False
+    # 0 until then.
+    first_at: float = 0.0
+    # The worker's count of steps when this was the first time in one.
+    joined: float = 0.0
+
+
+class Pool:
+    """What both roles have."""
+
+    def __init__(self, cached_blocks: int) -> None:
+        self.caches = BlockCaches(cached_blocks)
+        self.active: Column = numpy.zeros(0, dtype=numpy.int64)
+        self.began: list[float] = []
+        self.ended: list[float] = []
+        self.busy_seconds: list[float] = []
+
+    @property
+    def size(self) -> int:
+        """Workers that there are or have been."""
+        return len(self.began)
+
+    def add(self, now: float) -> int:
+        index = self.size
+        self.began.append(now)
+        self.ended.append(math.inf)
+        self.busy_seconds.append(0.0)
+        self.caches.add_worker(index)
+        self.active = numpy.append(self.active, index)
+        return index
+
+    def retire(self, index: int) -> None:
+        """Sends it nothing more."""
+        self.active = self.active[self.active != index]
+
+    def end(self, index: int, now: float) -> None:
+        self.ended[index] = now
+        self.caches.remove_worker(index)
+
+    def worker_seconds(self, until: float) -> float:
+        pairs = zip(self.began, self.ended, strict=True)
+        return sum(max(0.0, min(end, until) - begin) for begin, end in pairs)
+
+
+class PrefillPool(Pool):
+    """Each computes one prompt after the other, so when one ends is known when it is placed."""
+
+    def __init__(self, cached_blocks: int) -> None:
+        super().__init__(cached_blocks)
+        self.pending: Column = numpy.zeros(0, dtype=numpy.int64)
+        self.prompts: list[int] = []
+        self.free_at: list[float] = []
+
+    def add(self, now: float) -> int:
+        self.pending = numpy.append(self.pending, 0)
+        self.prompts.append(0)
+        self.free_at.append(now)
+        return super().add(now)
+
+    def is_empty(self, index: int) -> bool:
+        return not self.prompts[index]
+
+    def put(self, flight: Flight, now: float) -> float:
+        """When it will be computed."""
+        index = flight.prefill
+        self.pending[index] += flight.arrival.prompt_tokens - flight.cached_tokens
+        self.prompts[index] += 1
+        self.busy_seconds[index] += flight.compute_seconds
+        self.free_at[index] = max(now, self.free_at[index]) + flight.compute_seconds
+        return self.free_at[index]
+
+    def take(self, flight: Flight) -> None:
+        """It is computed."""
+        index = flight.prefill
+        self.pending[index] -= flight.arrival.prompt_tokens - flight.cached_tokens
+        self.prompts[index] -= 1
+
+    def queued_seconds(self, now: float) -> float:
+        return sum(max(0.0, self.free_at[index] - now) for index in map(int, self.active))
+
+
+class DecodePool(Pool):
+    def __init__(self, cached_blocks: int) -> None:
+        super().__init__(cached_blocks)
+        self.workers: list[Batch] = []
+        self.requests: Column = numpy.zeros(0, dtype=numpy.int64)
+        self.running: Column = numpy.zeros(0, dtype=numpy.int64)
+        self.waiting: Column = numpy.zeros(0, dtype=numpy.int64)
+        self.leased: Column = numpy.zeros(0, dtype=numpy.int64)
+
+    def add(self, now: float) -> int:
+        for name in ("requests", "running", "waiting", "leased"):
+            setattr(self, name, numpy.append(getattr(self, name), 0))
+        self.workers.append(Batch(at=now))
+        return super().add(now)
+
+    def is_empty(self, index: int) -> bool:
+        return not self.requests[index]
+
+    def waiting_requests(self) -> int:
+        """For pages, or for a place in the batch."""
+        ready = sum(len(self.workers[index].ready) for index in self.active)
+        return int(self.waiting[self.active].sum()) + ready
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """The requests of a decode worker. It counts its steps; between two requests that come or
+    go every step takes equally long, so no step is simulated by itself."""
+
+    at: float
+    steps: float = 0.0
+    step_seconds: float = 0.0
+    # When the next request ends is said to the event of this number, and to none before.
+    version: int = 0
+    # The sum of `joined` over those that run.
+    joined: float = 0.0
+    # Pages that are promised for good, and those of the prompts among them.
+    promised_pages: int = 0
+    prompt_pages: int = 0
+    # Those that run: the step after which each ends, and a number that makes them differ.
+    ends: list[tuple[float, int, Flight]] = field(default_factory=list)
+    ready: deque[Flight] = field(default_factory=deque)
+    waiting: deque[Flight] = field(default_factory=deque)
+
+    def advance(self, now: float, spent: Callable[[float, float, int], None]) -> None:
+        """Up to now. `spent` is told the seconds, those of a step, and how many ran."""
+        seconds, self.at = now - self.at, now
+        if self.ends and seconds > 0:
+            self.steps += seconds / self.step_seconds
+            spent(seconds, self.step_seconds, len(self.ends))
+
+    def join(self, flight: Flight, number: int) -> float:
+        """From the next step on. How many seconds until then."""
+        if not self.ends:
+            self.steps = math.ceil(self.steps - TINY)
+        flight.joined = math.ceil(self.steps - TINY)
+        self.joined += flight.joined
+        heapq.heappush(
+            self.ends, (flight.joined + flight.arrival.answer_tokens - 1, number, flight)
+        )
+        return (flight.joined - self.steps) * self.step_seconds
+
+    def ended(self) -> Flight | None:
+        """One that has had its last step."""
+        if not self.ends or self.ends[0][0] > self.steps + TINY:
+            return None
+        _, _, flight = heapq.heappop(self.ends)
+        self.joined -= flight.joined
+        return flight
+
+    def leased_pages(self, page_size: int) -> int:
+        """Those of the prompts, and what the answers have grown by."""
+        grown = len(self.ends) * self.steps - self.joined
+        return self.prompt_pages + int(max(0.0, grown) / page_size)
+
+    def price(self, costs: Costs, pages: int, busy_prefill: int) -> None:
+        beside = costs.step[3] * busy_prefill
+        self.step_seconds = costs.step_seconds(len(self.ends), pages) + beside
+
+    def next_end(self) -> float | None:
+        if not self.ends:
+            return None
+        return self.at + max(0.0, self.ends[0][0] - self.steps) * self.step_seconds

@@ -1,0 +1,91 @@
+"""What a worker costs and holds: a small JSON file, measured on a live cluster or written by hand.
+
+    {"prefill": [0.003, 2.05e-05, 9e-10, 2.3e-05], "transfer": [0.001, 2.5e-11], …}
+
+The coefficients are those of router/cost_model.py. `H200_8B` speaks where no file is given.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from core.errors import InvalidConfig
+from router.cost_model import EXPOSED_PRIOR, Costs
+
+COEFFICIENTS = {"prefill": 4, "transfer": 2, "exposed": 2, "step": 4}
+"""How many of each there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    # A prompt, a token, a token times one that it looks at, a token that was there before.
+    prefill: tuple[float, ...]
+    # A push, a byte.
+    transfer: tuple[float, ...]
+    # A step, a request, a page, a busy prefill worker (0 where the pools share no hardware).
+    step: tuple[float, ...]
+    # A push, a second of transfer beyond what compute can hide.
+    exposed: tuple[float, ...] = EXPOSED_PRIOR
+    # From a request's arrival to its token #1, what is neither wait nor compute.
+    overhead_seconds: float = 0.0
+    page_size: int = 16
+    page_bytes: int = 2 * 2**20
+    # Pages of one worker's pool, and the most requests of one step.
+    prefill_pages: int = 50_000
+    decode_pages: int = 50_000
+    max_batch: int = 256
+    # Beyond the drain, what a change of the role takes, and a new worker from when it is wanted.
+    switch_seconds: float = 2.0
+    start_seconds: float = 60.0
+
+    def costs(self, answer_tokens: float) -> Costs:
+        return Costs(
+            prefill=self.prefill,
+            transfer=self.transfer,
+            exposed=self.exposed,
+            step=self.step,
+            answer_tokens=answer_tokens,
+        )
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
+
+
+H200_8B = Profile(
+    prefill=(3e-3, 2.05e-5, 9e-10, 2.3e-5),
+    transfer=(1e-3, 2.5e-11),
+    step=(4.15e-3, 1.2e-5, 4.5e-7, 0.0),
+)
+"""An H200 with an 8B-shaped model in bfloat16: prompts and steps are fitted to the table of
+docs/PERFORMANCE.md, within 8%; a network of 40 GB/s between workers is assumed."""
+
+
+def load_profile(path: Path) -> Profile:
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidConfig(f"{path} is no profile: {error}", field="profile") from None
+    known = {each.name for each in dataclasses.fields(Profile)}
+    if not isinstance(tree, dict):
+        raise InvalidConfig(f"{path} is no profile: it has no names", field="profile")
+    if wrong := sorted(tree.keys() - known):
+        raise InvalidConfig(f"{path} is no profile: {wrong} is not known", field="profile")
+    values = {name: _value(path, name, value) for name, value in tree.items()}
+    try:
+        return Profile(**values)
+    except TypeError as error:
+        raise InvalidConfig(f"{path} is no profile: {error}", field="profile") from None
+
+
+def _value(path: Path, name: str, value: Any) -> Any:
+    count = COEFFICIENTS.get(name)
+    numbers = value if count and isinstance(value, list) else [value]
+    right = all(isinstance(each, int | float) and each >= 0 for each in numbers)
+    if not right or len(numbers) != (count or 1):
+        wanted = f"{count} numbers" if count else "a number"
+        raise InvalidConfig(f"{path}: {name} must be {wanted}, none below 0", field="profile")
+    return tuple(map(float, numbers)) if count else value

@@ -1,0 +1,146 @@
+"""What a simulation amounts to."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy
+
+from planner.plan import Decision
+
+_GROWTH = math.log(1.02)
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A distribution in four numbers."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+
+@dataclass(frozen=True, slots=True)
+class PoolUse:
+    # Workers on average, and the share of their time in which they compute.
+    workers: float
+    busy: float
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A decision that changed something, or could not."""
+
+    seconds: float
+    decision: Decision
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    requests: int
+    # While requests arrived.
+    seconds: float
+    hit_rate: float
+    ttft: Spread
+    # Over all gaps between two tokens.
+    itl: Spread
+    # Of the requests, those that kept each objective, and both.
+    ttft_kept: float
+    itl_kept: float
+    kept: float
+    # Requests a second that kept both.
+    goodput: float
+    prefill: PoolUse
+    decode: PoolUse
+    mean_batch: float
+    # The most requests that waited in the router at once.
+    most_queued: int
+    decisions: tuple[Planned, ...] = ()
+
+
+class GapHistogram:
+    """Of the gaps between tokens, of which there are too many to keep: bins that grow by 2%."""
+
+    def __init__(self) -> None:
+        self._bins: defaultdict[int, float] = defaultdict(float)
+        self._sum = 0.0
+
+    def add(self, gap: float, count: float) -> None:
+        self._bins[round(math.log(max(gap, 1e-9)) / _GROWTH)] += count
+        self._sum += gap * count
+
+    def spread(self) -> Spread:
+        total = sum(self._bins.values())
+        if total <= 0:
+            return Spread(*[math.nan] * 4)
+        return Spread(self._sum / total, *(self._percentile(each, total) for each in (50, 90, 99)))
+
+    def _percentile(self, share: float, total: float) -> float:
+        left = share / 100 * total
+        for number in sorted(self._bins):
+            left -= self._bins[number]
+            if left <= 0:
+                return math.exp(number * _GROWTH)
+        return math.nan
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts while a simulation runs."""
+
+    ttft_limit: float
+    itl_limit: float
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    ttft_kept: int = 0
+    itl_kept: int = 0
+    kept: int = 0
+    most_queued: int = 0
+    # Over all decode workers, while they computed; and times the requests that ran.
+    busy_seconds: float = 0.0
+    batch_seconds: float = 0.0
+    ttfts: array[float] = field(default_factory=lambda: array("d"))
+    gaps: GapHistogram = field(default_factory=GapHistogram)
+
+    def answered(self, ttft: float, mean_gap: float) -> None:
+        self.ttfts.append(ttft)
+        first, others = ttft <= self.ttft_limit, mean_gap <= self.itl_limit
+        self.ttft_kept += first
+        self.itl_kept += others
+        self.kept += first and others
+
+    def report(
+        self,
+        seconds: float,
+        prefill: PoolUse,
+        decode: PoolUse,
+        decisions: Sequence[Planned],
+    ) -> Report:
+        requests = max(len(self.ttfts), 1)
+        return Report(
+            requests=len(self.ttfts),
+            seconds=seconds,
+            hit_rate=self.cached_tokens / max(self.prompt_tokens, 1),
+            ttft=spread(self.ttfts),
+            itl=self.gaps.spread(),
+            ttft_kept=self.ttft_kept / requests,
+            itl_kept=self.itl_kept / requests,
+            kept=self.kept / requests,
+            goodput=self.kept / seconds if seconds else 0.0,
+            prefill=prefill,
+            decode=decode,
+            mean_batch=self.batch_seconds / self.busy_seconds if self.busy_seconds else 0.0,
+            most_queued=self.most_queued,
+            decisions=tuple(decisions),
+        )
+
+
+def spread(values: Sequence[float]) -> Spread:
+    if not len(values):
+        return Spread(*[math.nan] * 4)
+    return Spread(float(numpy.mean(values)), *map(float, numpy.percentile(values, (50, 90, 99))))

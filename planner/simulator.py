@@ -1,0 +1,360 @@
+"""Simulates a cluster: events on a heap, the router's policy, and workers that cost what a
+profile says.
+
+    arrives ─▶ placed ─▶ computed: token #1 ─▶ pages there ─▶ in the batch ─▶ ended
+                  └──────▶ pages promised by decode ──┘
+
+A prefill worker computes one prompt after the other; a decode worker steps all its requests at
+once, and its steps are equally long until one comes or goes. What is left out: steps that mix
+several prompts, prompts read by decode workers, preemption (decode promises the pages of the
+answer with those of the prompt), failures, and the network but for the transfer of pages.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from core.types import Role
+from planner.fleet import DecodePool, Flight, Pool, PrefillPool
+from planner.observation import Goals, Observation
+from planner.placing import Ask, choose_pair
+from planner.plan import Decision, PlannerState, plan
+from planner.pools import NONE, Pools, other
+from planner.profile import Profile
+from planner.report import Planned, PoolUse, Report, Tally
+from planner.trace import BLOCK, Arrival
+from planner.window import ROUND_SECONDS, TrafficWindow
+from router.cost_model import ANSWER_PRIOR, ANSWER_RATE
+
+IDLE = PoolUse(0.0, 0.0)
+
+LEARN_EVERY = 64
+"""Answers, between two changes of the length that the policy expects."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    workers: Pools
+    profile: Profile
+    goals: Goals
+    # Whether the planner may change the workers.
+    plans: bool = False
+    block_tokens: int = BLOCK
+    worker_backlog: int = 16
+
+
+class Simulator:
+    def __init__(self, setup: Setup) -> None:
+        profile = setup.profile
+        self._setup = setup
+        self._profile = profile
+        pages_of_block = setup.block_tokens / profile.page_size
+        self._prefill = PrefillPool(int(profile.prefill_pages / pages_of_block))
+        self._decode = DecodePool(int(profile.decode_pages / pages_of_block))
+        self._answer_tokens = ANSWER_PRIOR
+        self._answers = 0
+        self._costs = profile.costs(ANSWER_PRIOR)
+        self._now = 0.0
+        self._numbers = itertools.count()
+        self._events: list[tuple[float, int, Callable[[Any], None], Any]] = []
+        self._line: deque[Arrival] = deque()
+        self._placed = 0
+        self._tally = Tally(setup.goals.ttft, setup.goals.itl)
+        self._window = TrafficWindow(profile.page_size)
+        self._state = PlannerState()
+        self._coming = NONE
+        self._leaving: dict[tuple[Role, int], Role | None] = {}  # and what each becomes
+        self._decisions: list[Planned] = []
+        for role in Role:
+            for _ in range(setup.workers.of(role)):
+                self._pool(role).add(0.0)
+
+    def run(self, arrivals: Iterable[Arrival]) -> Report:
+        """Until every request is answered."""
+        if self._setup.plans:
+            self._at(ROUND_SECONDS, self._plan, None)
+        last = 0.0
+        for arrival in arrivals:
+            self._run_until(arrival.seconds)
+            last = self._now = arrival.seconds
+            self._arrive(arrival)
+        if self._setup.plans:
+            self._stop_planning()
+        self._run_until(float("inf"))
+        prefill, decode = self._use(self._prefill), self._use(self._decode)
+        return self._tally.report(last, prefill, decode, self._decisions)
+
+    def _stop_planning(self) -> None:
+        """No more plans: nothing arrives any more."""
+        self._events = [event for event in self._events if event[2] != self._plan]
+        heapq.heapify(self._events)
+
+    def _run_until(self, seconds: float) -> None:
+        events = self._events
+        while events and events[0][0] <= seconds:
+            self._now, _, action, subject = heapq.heappop(events)
+            action(subject)
+
+    def _at(self, seconds: float, action: Callable[[Any], None], subject: object) -> None:
+        heapq.heappush(self._events, (seconds, next(self._numbers), action, subject))
+
+    def _pool(self, role: Role) -> PrefillPool | DecodePool:
+        return self._prefill if role is Role.PREFILL else self._decode
+
+    # A request's way
+
+    def _arrive(self, arrival: Arrival) -> None:
+        self._window.arrived(self._now)
+        if self._line or not self._place(arrival):
+            self._line.append(arrival)
+            self._tally.most_queued = max(self._tally.most_queued, len(self._line))
+
+    def _place_waiting(self) -> None:
+        while self._line and self._place(self._line[0]):
+            self._line.popleft()
+
+    def _place(self, arrival: Arrival) -> bool:
+        ask = self._ask(arrival)
+        pair = choose_pair(ask, self._prefill, self._decode)
+        if pair is None:
+            return False
+        self._placed += 1
+        flight = self._flight(arrival, ask, *pair)
+        self._tally.prompt_tokens += arrival.prompt_tokens
+        self._tally.cached_tokens += flight.cached_tokens
+        self._window.placed(flight.compute_seconds)
+        was_idle = self._prefill.is_empty(flight.prefill)
+        self._at(self._prefill.put(flight, self._now), self._first_token, flight)
+        self._prefill.caches.hold(flight.prefill, arrival.blocks)
+        if flight.decode >= 0:
+            self._reserve(flight)
+        if was_idle:
+            self._disturb()
+        return True
+
+    def _ask(self, arrival: Arrival) -> Ask:
+        profile = self._profile
+        return Ask(
+            prompt_tokens=arrival.prompt_tokens,
+            tokens_wanted=arrival.answer_tokens,
+            prefill_cached=self._cached(self._prefill, arrival),
+            decode_cached=self._cached(self._decode, arrival),
+            turn=self._placed,
+            costs=self._costs,
+            page_size=profile.page_size,
+            page_bytes=profile.page_bytes,
+            pool_pages=profile.decode_pages,
+            backlog=self._setup.worker_backlog,
+        )
+
+    def _cached(self, pool: Pool, arrival: Arrival) -> Any:
+        """Of the prompt, what each active worker need not compute: never its last token."""
+        size = self._profile.page_size
+        most = (arrival.prompt_tokens - 1) // size * size
+        blocks = pool.caches.leading(arrival.blocks, pool.size)[pool.active]
+        return (blocks * self._setup.block_tokens).clip(max=most)
+
+    def _flight(self, arrival: Arrival, ask: Ask, prefill: int, decode: int) -> Flight:
+        size = self._profile.page_size
+        cached = int(ask.prefill_cached[self._prefill.active.searchsorted(prefill)])
+        missing = arrival.prompt_tokens - cached
+        flight = Flight(
+            arrival, prefill, decode, cached, self._costs.prefill_seconds(missing, cached)
+        )
+        if decode >= 0:
+            held = int(ask.decode_cached[self._decode.active.searchsorted(decode)])
+            flight.moved_pages = -(-(arrival.prompt_tokens - held) // size)
+            flight.prompt_pages = -(-arrival.prompt_tokens // size)
+            flight.pages = -(-(arrival.prompt_tokens + arrival.answer_tokens) // size)
+        return flight
+
+    def _reserve(self, flight: Flight) -> None:
+        index = flight.decode
+        self._decode.requests[index] += 1
+        self._decode.caches.hold(index, flight.arrival.blocks)
+        self._decode.waiting[index] += 1
+        self._decode.workers[index].waiting.append(flight)
+        self._grant(index)
+
+    def _grant(self, index: int) -> None:
+        """Promises pages to those that wait, the oldest first, as long as there are any."""
+        batch = self._decode.workers[index]
+        while batch.waiting:
+            flight = batch.waiting[0]
+            room = self._profile.decode_pages - batch.promised_pages
+            # One that would never fit has the worker to itself.
+            if flight.pages > room and batch.promised_pages:
+                return
+            batch.waiting.popleft()
+            batch.promised_pages += flight.pages
+            batch.prompt_pages += flight.prompt_pages
+            self._decode.waiting[index] -= 1
+            self._decode.leased[index] += flight.prompt_pages
+            flight.granted = True
+            if flight.first_at:
+                self._travel(flight, 0.0)
+
+    def _first_token(self, flight: Flight) -> None:
+        self._prefill.take(flight)
+        flight.first_at = self._now
+        if self._prefill.is_empty(flight.prefill):
+            self._disturb()
+            self._see_off(Role.PREFILL, flight.prefill)
+        if flight.decode < 0:
+            self._answered(flight)
+        elif flight.granted:
+            self._travel(flight, flight.compute_seconds)
+
+    def _travel(self, flight: Flight, hidden_behind: float) -> None:
+        size = flight.moved_pages * self._profile.page_bytes
+        late = self._costs.exposed_seconds(size, hidden_behind)
+        self._at(self._now + late, self._landed, flight)
+
+    def _landed(self, flight: Flight) -> None:
+        batch = self._decode.workers[flight.decode]
+        batch.advance(self._now, self._spent(flight.decode))
+        batch.ready.append(flight)
+        self._step_on(flight.decode)
+
+    def _ended(self, subject: tuple[int, int]) -> None:
+        index, version = subject
+        batch = self._decode.workers[index]
+        if version != batch.version:
+            return
+        batch.advance(self._now, self._spent(index))
+        while flight := batch.ended():
+            batch.promised_pages -= flight.pages
+            batch.prompt_pages -= flight.prompt_pages
+            self._decode.requests[index] -= 1
+            self._answered(flight)
+        self._grant(index)
+        self._step_on(index)
+        self._see_off(Role.DECODE, index)
+        self._place_waiting()
+
+    def _step_on(self, index: int) -> None:
+        """Those that are ready join as far as the batch goes; then the steps have a new price."""
+        batch, decode = self._decode.workers[index], self._decode
+        joined = []
+        while batch.ready and len(batch.ends) < self._profile.max_batch:
+            flight = batch.ready.popleft()
+            joined.append((flight, batch.join(flight, next(self._numbers))))
+        decode.running[index] = len(batch.ends)
+        self._price(index)
+        for flight, until_step in joined:
+            waited = self._now - flight.first_at + until_step
+            self._tally.gaps.add(waited + batch.step_seconds, 1)
+            self._tally.gaps.add(batch.step_seconds, -1)
+
+    def _price(self, index: int) -> None:
+        batch = self._decode.workers[index]
+        pages = batch.leased_pages(self._profile.page_size)
+        self._decode.leased[index] = pages
+        busy = sum(map(bool, self._prefill.prompts)) if self._costs.step[3] else 0
+        batch.price(self._costs, pages, busy)
+        batch.version += 1
+        if (end := batch.next_end()) is not None:
+            self._at(end, self._ended, (index, batch.version))
+
+    def _disturb(self) -> None:
+        """A prefill worker began or ended: where they share hardware, steps feel it."""
+        if not self._costs.step[3]:
+            return
+        for index, batch in enumerate(self._decode.workers):
+            if batch.ends:
+                batch.advance(self._now, self._spent(index))
+                self._price(index)
+
+    def _spent(self, index: int) -> Callable[[float, float, int], None]:
+        def note(seconds: float, step_seconds: float, running: int) -> None:
+            self._decode.busy_seconds[index] += seconds
+            self._tally.busy_seconds += seconds
+            self._tally.batch_seconds += seconds * running
+            self._tally.gaps.add(step_seconds, running * seconds / step_seconds)
+
+        return note
+
+    def _answered(self, flight: Flight) -> None:
+        arrival = flight.arrival
+        gaps = arrival.answer_tokens - 1
+        ttft = flight.first_at - arrival.seconds + self._profile.overhead_seconds
+        self._tally.answered(ttft, (self._now - flight.first_at) / gaps if gaps else 0.0)
+        self._window.answered(arrival.prompt_tokens, arrival.answer_tokens)
+        self._answers += 1
+        rate = max(ANSWER_RATE, 1.0 / self._answers)
+        self._answer_tokens += rate * (arrival.answer_tokens - self._answer_tokens)
+        if self._answers % LEARN_EVERY == 1:
+            self._costs = self._profile.costs(self._answer_tokens)
+
+    # Workers that come and go
+
+    def _plan(self, _: None) -> None:
+        decision, self._state = plan(self._observe(), self._state, self._setup.goals)
+        if decision.changes or decision.missing:
+            self._decisions.append(Planned(self._now, decision))
+        self._apply(decision)
+        self._at(self._now + ROUND_SECONDS, self._plan, None)
+
+    def _observe(self) -> Observation:
+        prefill, decode = self._prefill, self._decode
+        profile = self._profile
+        return Observation(
+            have=Pools(
+                len(prefill.active) + self._coming.prefill, len(decode.active) + self._coming.decode
+            ),
+            window=self._window.end_round(),
+            costs=self._costs,
+            max_batch=profile.max_batch,
+            pool_pages=profile.decode_pages,
+            overhead_seconds=profile.overhead_seconds,
+            queued_seconds=prefill.queued_seconds(self._now),
+            waiting=len(self._line) + decode.waiting_requests(),
+        )
+
+    def _apply(self, decision: Decision) -> None:
+        for role in Role:
+            for _ in range(decision.add.of(role)):
+                self._coming = self._coming.with_more(role, 1)
+                self._expect(role, self._profile.start_seconds)
+            for _ in range(decision.drain.of(role)):
+                self._retire(role, None)
+        if decision.switch:
+            for _ in range(decision.switch.count):
+                self._retire(other(decision.switch.to), decision.switch.to)
+
+    def _expect(self, role: Role, seconds: float) -> None:
+        self._at(self._now + seconds, self._come, role)
+
+    def _come(self, role: Role) -> None:
+        self._coming = self._coming.with_more(role, -1)
+        self._pool(role).add(self._now)
+        self._place_waiting()
+
+    def _retire(self, role: Role, becomes: Role | None) -> None:
+        """Drains the worker that has the least to do."""
+        pool = self._pool(role)
+        load = self._prefill.pending if role is Role.PREFILL else self._decode.requests
+        index = int(min(pool.active, key=lambda each: load[each]))
+        pool.retire(index)
+        self._leaving[role, index] = becomes
+        if becomes:
+            self._coming = self._coming.with_more(becomes, 1)
+        self._see_off(role, index)
+
+    def _see_off(self, role: Role, index: int) -> None:
+        """Once a worker that drains has nothing left, it ends, or takes up its new role."""
+        if (role, index) not in self._leaving or not self._pool(role).is_empty(index):
+            return
+        becomes = self._leaving.pop((role, index))
+        self._pool(role).end(index, self._now)
+        if becomes:
+            self._expect(becomes, self._profile.switch_seconds)
+
+    def _use(self, pool: Pool) -> PoolUse:
+        total = pool.worker_seconds(self._now)
+        return PoolUse(total / self._now, sum(pool.busy_seconds) / total) if total else IDLE

@@ -1,0 +1,234 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cli.main import app
+from core.errors import InvalidConfig
+from core.types import Role
+from planner.observation import Goals
+from planner.pools import ONE_EACH, Pools
+from planner.profile import H200_8B, Profile, load_profile
+from planner.report import Report
+from planner.simulator import Setup, Simulator
+from planner.trace import BLOCK, Arrival, TraceRequest, Traffic, arrivals
+
+GOALS = Goals(ttft=4.0, itl=0.05, most_workers=60)
+# Nothing but a millisecond a token, ten a step, one a request in it.
+PLAIN = Profile(
+    prefill=(0.0, 1e-3, 0.0, 1e-3),
+    transfer=(0.0, 0.0),
+    step=(1e-2, 1e-3, 0.0, 0.0),
+    exposed=(0.0, 1.0),
+)
+
+
+def simulate(
+    requests: list[Arrival],
+    workers: Pools = ONE_EACH,
+    profile: Profile = PLAIN,
+    goals: Goals = GOALS,
+    plans: bool = False,
+) -> Report:
+    return Simulator(Setup(workers, profile, goals, plans)).run(requests)
+
+
+def arrival(seconds: float, prompt: int = 512, answer: int = 11, first: int = 0) -> Arrival:
+    return Arrival(seconds, prompt, answer, tuple(range(first, first - (-prompt // BLOCK))))
+
+
+def chat_trace(seconds: float, rate: float, seed: int = 0) -> list[TraceRequest]:
+    """Sessions of a few turns whose prompts go on, of lengths as in public traces of chats."""
+    source = random.Random(seed)
+    trace, now, block = [], 0.0, 1
+    while now < seconds:
+        now += source.expovariate(rate / 3)
+        length, at, blocks = int(source.lognormvariate(8.5, 0.9)), now, [0]
+        for _ in range(source.randint(1, 5)):
+            length = min(length + source.randint(50, 1500), 60_000)
+            fresh = -(-length // BLOCK) - len(blocks)
+            blocks += range(block, block + fresh)
+            block += fresh
+            answer = min(2000, 1 + int(source.lognormvariate(5.4, 0.8)))
+            trace.append(TraceRequest(at, length, answer, tuple(blocks[: -(-length // BLOCK)])))
+            at += source.uniform(5.0, 60.0)
+    return sorted((each for each in trace if each.seconds < seconds), key=lambda each: each.seconds)
+
+
+def test_a_request_alone_takes_what_its_parts_cost() -> None:
+    profile = dataclasses.replace(
+        PLAIN, transfer=(0.0, 1e-6), page_bytes=32_000, exposed=(0.0, 1.0), overhead_seconds=0.1
+    )
+    report = simulate([arrival(0.0)], profile=profile)
+    assert report.ttft.mean == pytest.approx(0.1 + 0.512)
+    # 32 pages take 1.024 s to travel, of which half a second hides behind the compute.
+    gaps = 10 * 0.011 + (1.024 - 0.512)
+    assert report.itl.mean == pytest.approx(gaps / 10)
+
+
+def test_prompts_wait_for_each_other_on_one_prefill_worker() -> None:
+    report = simulate([arrival(0.0), arrival(0.1, first=50)])
+    assert report.ttft.mean == pytest.approx((0.512 + 0.924) / 2)
+
+
+def test_what_was_computed_before_is_not_computed_again() -> None:
+    report = simulate([arrival(0.0, 1024), arrival(5.0, 1536)])
+    assert report.hit_rate == pytest.approx(1024 / 2560)
+    assert report.ttft.mean == pytest.approx((1.024 + 0.512) / 2)
+
+
+def test_an_answer_of_one_token_needs_no_decode_worker() -> None:
+    report = simulate([arrival(0.0, answer=1)])
+    assert report.decode.busy == 0.0
+    assert report.kept == 1.0
+
+
+def step_by_step(joins: list[tuple[float, int]]) -> list[float]:
+    """When each of some answers ends on one worker, simulated token by token: (the second it
+    comes, its steps) each."""
+    waiting, running, ends = list(enumerate(joins)), {}, [0.0] * len(joins)
+    now = 0.0
+    while waiting or running:
+        if not running:
+            now = max(now, waiting[0][1][0])
+        while waiting and waiting[0][1][0] <= now + 1e-9:
+            index, (_, steps) = waiting.pop(0)
+            running[index] = steps
+        now += 1e-2 + 1e-3 * len(running)
+        for index in list(running):
+            running[index] -= 1
+            if not running[index]:
+                del running[index]
+                ends[index] = now
+    return ends
+
+
+def test_batches_end_when_a_simulation_of_every_step_says() -> None:
+    source = random.Random(5)
+    # Prompts of one token: what comes first is answered first.
+    requests, at = [], 0.0
+    for index in range(60):
+        at += source.expovariate(8.0)
+        requests.append(arrival(at, 1, source.randint(2, 60), first=index))
+    report = simulate(requests)
+    joins = [(each.seconds + 1e-3, each.answer_tokens - 1) for each in requests]
+    ends = step_by_step(joins)
+    gaps = sum(steps for _, steps in joins)
+    exact = sum(end - join for end, (join, _) in zip(ends, joins, strict=True)) / gaps
+    assert report.itl.mean == pytest.approx(exact, rel=0.02)
+
+
+def test_busy_prefill_workers_slow_down_steps_on_shared_hardware() -> None:
+    shared = dataclasses.replace(PLAIN, step=(1e-2, 1e-3, 0.0, 2e-2))
+    requests = [arrival(0.0, answer=200), arrival(0.6, 4096, first=50)]
+    assert simulate(requests, profile=shared).itl.p99 > 0.03
+    assert simulate(requests).itl.p99 < 0.03
+
+
+def test_requests_wait_in_line_where_decode_has_no_pages_left() -> None:
+    small = dataclasses.replace(PLAIN, decode_pages=40)
+    requests = [arrival(0.01 * index, 512, 50, first=100 * index) for index in range(30)]
+    report = simulate(requests, Pools(8, 1), small)
+    assert report.requests == 30
+    assert report.most_queued > 0
+    assert report.mean_batch == pytest.approx(1.0)
+
+
+def test_few_and_many_workers_answer_every_request() -> None:
+    trace = chat_trace(60.0, 20.0)
+    for workers in (Pools(2, 3), Pools(8, 24)):
+        report = simulate(list(arrivals(trace, Traffic())), workers, H200_8B)
+        assert report.requests == len(trace)
+
+
+def test_the_planner_keeps_the_objectives_while_the_load_doubles_and_halves() -> None:
+    trace = chat_trace(1500.0, 4.0)
+    traffic = Traffic(seconds=3600.0, loads=(1.0, 2.0, 1.0, 0.5))
+    played = list(arrivals(trace, traffic))
+    goals = dataclasses.replace(GOALS, least=Pools(2, 1))
+    report = simulate(played, Pools(2, 1), H200_8B, goals, plans=True)
+    assert report.requests == len(played)
+    assert report.kept >= 0.95
+    added = sum(each.decision.add.total for each in report.decisions)
+    drained = sum(each.decision.drain.total for each in report.decisions)
+    assert added > 0
+    assert drained > 0
+    assert len(report.decisions) < 30
+
+
+def test_workers_change_their_role_when_the_traffic_does() -> None:
+    reading = [arrival(0.5 * index, 6144, 20, first=100 * index) for index in range(400)]
+    writing = [
+        arrival(200 + 0.5 * index, 600, 600, first=10**6 + 100 * index) for index in range(400)
+    ]
+    profile = dataclasses.replace(H200_8B, prefill=(0.0, 3e-4, 0.0, 3e-4), max_batch=4)
+    goals = dataclasses.replace(GOALS, most_workers=10)
+    report = simulate(reading + writing, Pools(8, 2), profile, goals, plans=True)
+    switches = [each.decision.switch for each in report.decisions if each.decision.switch]
+    assert any(switch.to is Role.DECODE for switch in switches)
+    assert report.requests == 800
+
+
+def test_traffic_is_as_dense_as_its_parts_say() -> None:
+    trace = [TraceRequest(float(at), 512, 2, (at,)) for at in range(100)]
+    played = list(arrivals(trace, Traffic(seconds=100.0, loads=(1.0, 2.0))))
+    assert sum(each.seconds < 50 for each in played) == 50
+    assert sum(each.seconds >= 50 for each in played) == 100
+    assert played[-1].seconds < 100
+
+
+def test_copies_and_repeats_of_a_trace_share_only_what_all_of_it_shares() -> None:
+    trace = [TraceRequest(float(at), 1024, 2, (0, at + 1)) for at in range(4)]
+    played = list(arrivals(trace, Traffic(seconds=8.0, copies=2)))
+    assert {each.blocks[0] for each in played} == {0}
+    assert len({each.blocks[1] for each in played}) == len(played) == 16
+    assert [each.seconds for each in played] == sorted(each.seconds for each in played)
+
+
+def test_a_profile_is_the_same_after_it_was_saved(tmp_path: Path) -> None:
+    H200_8B.save(tmp_path / "profile.json")
+    assert load_profile(tmp_path / "profile.json") == H200_8B
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"speed": 1}', '{"prefill": [1, 2]}', '{"step": [1, 2, 3, "4"]}']
+)
+def test_what_is_no_profile_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "profile.json").write_text(text)
+    with pytest.raises(InvalidConfig):
+        load_profile(tmp_path / "profile.json")
+
+
+def test_the_command_prints_the_report_and_the_plan(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(_line(each) for each in chat_trace(60.0, 4.0)))
+    command = ["simulate", str(path), "--plan", "--minutes", "3", "--load", "1,4"]
+    found = CliRunner().invoke(app, command)
+    assert found.exit_code == 0, found.output
+    assert "goodput" in found.output
+    assert "prompts/s of" in found.output
+    told = json.loads(CliRunner().invoke(app, [*command, "--json"]).output)
+    assert math.isfinite(told["ttft"]["p99"])
+
+
+def test_the_command_refuses_what_is_no_trace(tmp_path: Path) -> None:
+    (tmp_path / "trace.jsonl").write_text("{}")
+    found = CliRunner().invoke(app, ["simulate", str(tmp_path / "trace.jsonl")])
+    assert found.exit_code == 1
+
+
+def _line(request: TraceRequest) -> str:
+    return json.dumps(
+        {
+            "timestamp": 1e3 * request.seconds,
+            "input_length": request.input_length,
+            "output_length": request.output_length,
+            "hash_ids": request.blocks,
+        }
+    )
