@@ -115,13 +115,12 @@ class TokenGuide:
         matcher = self._matcher.result()
         if tokens and not matcher.consume_tokens(tokens):
             raise Internal(f"the answer left its grammar: {matcher.get_error()}")
-        mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8).copy()
+        packed = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
         if matcher.is_error():
             raise Exhausted(f"the grammar is too complex: {matcher.get_error()}")
+        mask = np.unpackbits(packed, bitorder="little")
         if matcher.is_accepting():
-            for token in self._ends:
-                if token < 8 * len(mask):
-                    mask[token >> 3] |= 1 << (token & 7)
+            mask[[token for token in self._ends if token < len(mask)]] = 1
         return mask
 
 

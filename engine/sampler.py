@@ -129,16 +129,11 @@ def _bias(scores: Tensor, sequences: list[Sequence]) -> None:
 
 
 def _rule_out(scores: Tensor, sequences: list[Sequence]) -> None:
-    """Leaves only the tokens that guides allow."""
-    masks = {row: each.guide.mask() for row, each in enumerate(sequences) if each.guide}
-    if not masks:
-        return
-    packed = to_device(torch.from_numpy(np.stack(list(masks.values()))), scores.device)
-    bits = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=scores.device)
-    # [R, bytes, 1] & [8] -> [R, V]
-    allowed = (packed[:, :, None] & bits).flatten(1)[:, : scores.shape[1]]
-    rows = to_device(torch.tensor(list(masks)), scores.device)
-    scores[rows] = scores[rows].masked_fill(allowed == 0, -math.inf)
+    """Leaves only the tokens that guides allow. They are few, and each is changed in place."""
+    for row, each in zip(scores, sequences, strict=True):
+        if each.guide is not None:
+            allowed = to_device(torch.from_numpy(each.guide.mask()), scores.device)
+            row.masked_fill_(allowed[: len(row)] == 0, -math.inf)
 
 
 class _Cells(NamedTuple):

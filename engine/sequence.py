@@ -22,7 +22,7 @@ class Guide(Protocol):
         """The answer goes on with these."""
 
     def mask(self) -> npt.NDArray[np.uint8]:
-        """One bit a token, from the lowest of the first byte: whether it may come next."""
+        """One number a token: 0 where it may not come next."""
 
 
 @dataclass(slots=True, eq=False)

@@ -299,7 +299,8 @@ def test_a_body_without_a_length_is_bounded_too(http: httpx.Client) -> None:
 
 VALUES: list[object] = [None, True, -1, 0, 3, 1.5, -1e300, "", "x", "\u0000", "9" * 400]
 VALUES += [[], [[]], {}, {"a": []}, [1, "x"]]
-NAMES = [field.name for field in (*READ, *UNSERVED)] + ["messages", "prompt", "tools", "tokens"]
+NAMES = [field.name for field in (*READ, *UNSERVED)] + ["messages", "prompt", "tokens"]
+NAMES += ["tools", "tool_choice", "response_format", "logprobs", "top_logprobs", "echo"]
 PATHS = ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize", "/v1/embeddings"]
 
 

@@ -13,15 +13,15 @@ from baton import FinishReason, Message, Tool
 
 MODEL = "SmolLM2-135M-Instruct"
 ASKED = [{"role": "user", "content": "What is the weather in Paris?"}]
-CITY = {
+DAYS = {
     "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 6}, "days": {"enum": [1, 2, 3]}},
-    "required": ["city", "days"],
+    "properties": {"days": {"enum": [1, 2, 3]}},
+    "required": ["days"],
     "additionalProperties": False,
 }
 TOOLS = [
-    {"type": "function", "function": {"name": "get_weather", "parameters": CITY}},
-    {"type": "function", "function": {"name": "get_news", "parameters": CITY}},
+    {"type": "function", "function": {"name": "get_weather", "parameters": DAYS}},
+    {"type": "function", "function": {"name": "get_news", "parameters": DAYS}},
 ]
 NEWS = {"type": "function", "function": {"name": "get_news"}}
 
@@ -74,7 +74,7 @@ def test_a_result_goes_back_and_the_model_may_say_what_it_likes(sdk: openai.Open
 
 
 def test_grpc_has_them_too(idle: ProcessCluster) -> None:
-    tool = Tool("get_weather", "Tells the weather.", json.dumps(CITY))
+    tool = Tool("get_weather", "Tells the weather.", json.dumps(DAYS))
     with idle.client() as client:
         answer = client.chat(
             [Message("user", "Weather?")], tools=[tool], tool_choice="get_weather", max_tokens=90
