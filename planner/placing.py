@@ -5,7 +5,7 @@
 router/cost_model.py in the same order, on columns. Both find the same pair
 (tests/unit/test_simulated_placing.py).
 
-Prompts are never read by decode workers here.
+Prompts are never read by decode workers here, nor are pages fetched from them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from core.errors import BatonError
 from planner.fleet import Column, DecodePool, PrefillPool
 from router.cost_model import Costs
-from router.placement import DecodeView, LocalPrefill, PrefillView, Snapshot
+from router.placement import DecodeView, FetchPages, LocalPrefill, PrefillView, Snapshot
 from router.policy import choose
 
 MANY = 12
@@ -62,6 +62,7 @@ def choose_exactly(ask: Ask, prefill: PrefillPool, decode: DecodePool) -> tuple[
             for index, cached in zip(decode.active, ask.decode_cached.tolist(), strict=True)
         ],
         local=LocalPrefill.NEVER,
+        fetch=FetchPages.NEVER,
         costs=ask.costs,
         turn=ask.turn,
         prompt_tokens=ask.prompt_tokens,
@@ -148,7 +149,7 @@ def _ranked(costs: Seconds, cached: Column, turn: int) -> Column:
 
 
 def _compute(ask: Ask, cached: Column, pending: Column | None = None) -> Seconds:
-    once, each, look, before = ask.costs.prefill
+    once, each, look, before, _ = ask.costs.prefill
     missing = ask.prompt_tokens - cached
     seconds: Seconds = once + missing * (each + look * (cached + missing / 2))
     return seconds + before * (0 if pending is None else pending)

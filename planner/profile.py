@@ -44,7 +44,8 @@ class Profile:
 
     def costs(self, answer_tokens: float) -> Costs:
         return Costs(
-            prefill=self.prefill,
+            # Nothing is ever brought back from a second tier here.
+            prefill=(*self.prefill, 0.0),
             transfer=self.transfer,
             exposed=self.exposed,
             step=self.step,

@@ -6,8 +6,9 @@ profile says.
 
 A prefill worker computes one prompt after the other; a decode worker steps all its requests at
 once, and its steps are equally long until one comes or goes. What is left out: steps that mix
-several prompts, prompts read by decode workers, preemption (decode promises the pages of the
-answer with those of the prompt), failures, and the network but for the transfer of pages.
+several prompts, prompts read by decode workers, pages fetched from them or kept in a second
+tier, preemption (decode promises the pages of the answer with those of the prompt), failures,
+and the network but for the transfer of pages.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import numpy
@@ -13,7 +14,7 @@ from planner.placing import Ask, choose_exactly, choose_quickly
 from planner.profile import H200_8B
 from router.cost_model import Costs
 
-SHARED = Costs(prefill=H200_8B.prefill, transfer=H200_8B.transfer, step=(4e-3, 1e-5, 4e-7, 1e-3))
+SHARED = dataclasses.replace(H200_8B, step=(4e-3, 1e-5, 4e-7, 1e-3)).costs(128.0)
 
 
 def pools(source: random.Random, prefill: int, decode: int) -> tuple[PrefillPool, DecodePool]:
