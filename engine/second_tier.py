@@ -244,7 +244,8 @@ class SecondTier:
     def _how_many_to_save(self) -> int:
         cache = self._pool.cache
         files = self.files if self.files is not None and self.files.takes_pages else None
-        wanted = self._batch
+        # Whoever wants pages finds some, also while others are copied.
+        wanted = min(self._batch, self._pool.free // 2)
         if files is None:
             wanted = min(wanted, self.ready_pages - self._pool.ready)
         # What is saved must not push out what was saved a moment ago.

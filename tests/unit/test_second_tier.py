@@ -56,6 +56,17 @@ def test_a_page_that_is_wanted_before_it_is_saved_is_lost_and_nobody_waits() -> 
     assert (made.pool.free, made.pool.check_integrity(held=0)) == (8, "")
 
 
+def test_half_of_what_is_free_can_be_had_while_pages_are_copied() -> None:
+    made = TieredPool(pages=80, rows=80)
+    made.keep("abcdefgh")
+    with made.pool.acquire(72):
+        made.pool.advance()
+        assert (made.pool.free, made.pool.leased) == (4, 76)
+        with made.pool.acquire(4):
+            made.settle()
+    assert made.pool.check_integrity(held=0) == ""
+
+
 def test_pages_that_are_being_saved_count_as_returning() -> None:
     made = TieredPool(pages=8)
     made.keep("abcdefgh")
