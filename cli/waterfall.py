@@ -19,6 +19,7 @@ _KINDS = {
     pb.PHASE_KIND_TEMPLATE: ("template", "cyan"),
     pb.PHASE_KIND_TOKENIZE: ("tokenize", "cyan"),
     pb.PHASE_KIND_QUEUE: ("queue at the router", "yellow"),
+    pb.PHASE_KIND_FETCH: ("fetch cached pages", "magenta"),
     pb.PHASE_KIND_PREFILL_WAIT: ("wait for prefill", "yellow"),
     pb.PHASE_KIND_PREFILL: ("prefill", "green"),
     pb.PHASE_KIND_RESERVE: ("reserve pages", "magenta"),

@@ -117,6 +117,8 @@ class RouterConfig:
     engine_stall_seconds: float = _checked(60.0, _positive)
     # An idle worker makes one token this often, to show that it can; 0 never.
     canary_seconds: float = _checked(30.0, _not_negative)
+    # Where traces of requests go (OTLP over HTTP), such as http://127.0.0.1:4318; empty nowhere.
+    otlp_endpoint: str = ""
     # Threads that tokenize and render templates.
     text_threads: int = _checked(2, _positive)
     # How the model writes tool calls; "auto" is as its chat template shows it.

@@ -33,7 +33,7 @@ from core.wire import finish_to
 from router import phases
 from router.callers import KeyRing
 from router.grpc_errors import to_status
-from router.grpc_lock import authorization
+from router.grpc_lock import authorization, metadata_value
 from router.ledger import RequestLedger
 from router.logprobs import TokenScore
 from router.overview import Overview
@@ -102,7 +102,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 cache_salt=caller.salted(request.cache_salt),
                 deadline=math.inf if left is None else arrived + left,
             )
-            ledger = RequestLedger.begin(request.request_id, arrived, request.n)
+            trace = metadata_value(context.invocation_metadata() or (), "traceparent")
+            ledger = RequestLedger.begin(request.request_id, arrived, request.n, trace)
             with caller.admitted(request.n), self._serving.ledgers.keep(ledger):
                 await self._answer(request, ledger, context)
                 ledger.end()

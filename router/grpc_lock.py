@@ -19,6 +19,8 @@ _ADMIN = cluster_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 # What shows the cluster, and neither changes it nor tells who else asked what.
 _FOR_ALL_KEYS = {f"/{_ADMIN}/{name}" for name in ("Status", "Timing", "Diagnose", "Trends")}
 
+Metadata = Iterable[tuple[str, str | bytes]]
+
 if TYPE_CHECKING:
     Handler = grpc.RpcMethodHandler[Any, Any]
     Find = Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]
@@ -49,10 +51,14 @@ class KeyLock(grpc.aio.ServerInterceptor):
             raise PermissionDenied("this needs an admin's API key")
 
 
-def authorization(metadata: Iterable[tuple[str, str | bytes]]) -> str:
+def authorization(metadata: Metadata) -> str:
     """The header that names the caller; empty where there is none."""
-    found = (value for name, value in metadata if name == "authorization")
-    value = next(found, "")
+    return metadata_value(metadata, "authorization")
+
+
+def metadata_value(metadata: Metadata, key: str) -> str:
+    """The first of a key; empty where there is none."""
+    value = next((value for name, value in metadata if name == key), "")
     return value if isinstance(value, str) else ""
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -24,6 +24,7 @@ from baton.v1 import worker_pb2 as pb
 from router.placement import Placement
 
 KEPT_REQUESTS = 1000
+MAX_TRACEPARENT = 64
 
 
 @dataclass(slots=True)
@@ -53,7 +54,8 @@ class AnswerLedger:
     reserve_seconds: float = 0.0  # from the placement to the ticket
 
     # Told by workers, of the attempt that brought the first token.
-    prefill_wait: float = 0.0
+    prefill_wait: float = 0.0  # that for fetched pages included
+    fetch_seconds: float = 0.0
     prefill_seconds: float = 0.0
     chunks: Sequence[timing_pb2.Chunk] = ()
     push_seconds: float = 0.0
@@ -107,6 +109,7 @@ class AnswerLedger:
                 first = message.first_token
                 self.prefill_wait, self.prefill_seconds = first.queue_seconds, first.compute_seconds
                 self.chunks, self.cached_tokens = first.chunks, first.cached_tokens
+                self.fetch_seconds = first.fetch_seconds
             case "pushed":
                 pushed = message.pushed
                 self.bytes, self.push_seconds = pushed.bytes, pushed.seconds
@@ -167,13 +170,17 @@ class RequestLedger:
     answers: list[AnswerLedger]
     arrived_at: float = field(default_factory=time.time)
     outcome: str = ""
+    traceparent: str = ""  # the caller's trace (W3C), where it has sent one
     ended: float = 0.0
 
     @classmethod
-    def begin(cls, request_id: str, arrived: float, answers: int = 1) -> RequestLedger:
+    def begin(
+        cls, request_id: str, arrived: float, answers: int = 1, traceparent: str = ""
+    ) -> RequestLedger:
         """For a call that came at `arrived` and has now been read."""
         parsed = time.monotonic()
-        return cls(request_id, arrived, [AnswerLedger(arrived, parsed) for _ in range(answers)])
+        entries = [AnswerLedger(arrived, parsed) for _ in range(answers)]
+        return cls(request_id, arrived, entries, traceparent=traceparent[:MAX_TRACEPARENT])
 
     def end(self) -> None:
         """The last byte has been written. What was said first holds."""
@@ -189,6 +196,7 @@ class Ledgers:
 
     def __init__(self, limit: int = KEPT_REQUESTS) -> None:
         self._limit = limit
+        self._listener: Callable[[RequestLedger], None] | None = None
         self._kept: OrderedDict[str, RequestLedger] = OrderedDict()
 
     @contextmanager
@@ -203,8 +211,14 @@ class Ledgers:
             yield ledger
         finally:
             ledger.end()
-            if not ledger.outcome and self._kept.get(ledger.request_id) is ledger:
+            if ledger.outcome and self._listener:
+                self._listener(ledger)
+            elif not ledger.outcome and self._kept.get(ledger.request_id) is ledger:
                 del self._kept[ledger.request_id]
+
+    def listen(self, listener: Callable[[RequestLedger], None]) -> None:
+        """Has `listener` called with each request that has been served, when it ends."""
+        self._listener = listener
 
     def find(self, request_id: str) -> RequestLedger | None:
         return self._kept.get(request_id)

@@ -135,6 +135,7 @@ def answer_phases(ledger: AnswerLedger, end: float) -> list[pb.Phase]:
 def _cut_prompt(line: _Timeline, ledger: AnswerLedger, end: float) -> None:
     """Up to the first token."""
     reader = _reader(ledger)
+    fetch = min(ledger.fetch_seconds, ledger.prefill_wait)
     line.cut(ledger.parsed or end, pb.PHASE_KIND_PARSE)
     line.cut(
         ledger.ready or end,
@@ -147,7 +148,8 @@ def _cut_prompt(line: _Timeline, ledger: AnswerLedger, end: float) -> None:
     line.cut(
         ledger.first or end,
         pb.PHASE_KIND_NETWORK,
-        Part(pb.PHASE_KIND_PREFILL_WAIT, ledger.prefill_wait, reader),
+        Part(pb.PHASE_KIND_FETCH, fetch, reader),
+        Part(pb.PHASE_KIND_PREFILL_WAIT, ledger.prefill_wait - fetch, reader),
         Part(pb.PHASE_KIND_PREFILL, ledger.prefill_seconds, reader),
     )
 

@@ -37,6 +37,7 @@ from router.overview import Overview
 from router.parse import MAX_REQUEST_BYTES
 from router.roster import Roster
 from router.serving import Serving
+from router.spans import Spans
 from router.text import Text
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class RouterServer:
         self._roster.listen(self._report_health)
         self._serving = Serving(text, self._roster, self._config.router, self._metrics)
         self._metrics.watch(self._roster.links)
+        self._spans = self._trace(model)
         await self._serve(model)
         self._http = self._serve_http(model)
         self._serve_metrics()
@@ -80,6 +82,15 @@ class RouterServer:
             self._start(follow(controller, self._roster, node_identity(self._config)))
         if seconds := self._config.router.canary_seconds:
             self._start(run_canary(self._roster, self._serving.dispatcher, seconds))
+
+    def _trace(self, model: str) -> Spans | None:
+        """None where traces go nowhere."""
+        endpoint = self._config.router.otlp_endpoint
+        if not endpoint:
+            return None
+        spans = Spans(endpoint, model, self._router_id)
+        self._serving.ledgers.listen(spans.send)
+        return spans
 
     async def wait_ready(self) -> None:
         """Returns when some prefill worker can push to some decode worker."""
@@ -95,6 +106,8 @@ class RouterServer:
         await self._stop_serving()
         await self._roster.stop()
         self._metrics_server.shutdown()
+        if self._spans:
+            await asyncio.to_thread(self._spans.close)
 
     async def _stop_serving(self) -> None:
         calls = self._server.stop(grace=0.0 if self._serving.active else GRACE_SECONDS)

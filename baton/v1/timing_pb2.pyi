@@ -65,6 +65,8 @@ class _PhaseKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PhaseKind.V
     """An attempt was lost, and what it had done with it."""
     PHASE_KIND_NETWORK: _PhaseKind.ValueType  # 15
     """Messages between the router and the workers, and what nobody measured."""
+    PHASE_KIND_FETCH: _PhaseKind.ValueType  # 16
+    """Prefill fetched cached pages from another worker."""
 
 class PhaseKind(_PhaseKind, metaclass=_PhaseKindEnumTypeWrapper):
     """What a request was doing, or waiting for."""
@@ -101,6 +103,8 @@ PHASE_KIND_RETRY: PhaseKind.ValueType  # 14
 """An attempt was lost, and what it had done with it."""
 PHASE_KIND_NETWORK: PhaseKind.ValueType  # 15
 """Messages between the router and the workers, and what nobody measured."""
+PHASE_KIND_FETCH: PhaseKind.ValueType  # 16
+"""Prefill fetched cached pages from another worker."""
 Global___PhaseKind: _TypeAlias = PhaseKind  # noqa: Y015
 
 @_typing.final

@@ -165,6 +165,8 @@ def test_json_tells_the_whole_answer_and_its_times(router: ScriptedRouter) -> No
             "fetched_tokens": 0,
         },
         "logprobs": [],
+        "reasoning": "",
+        "tool_calls": [],
         "request_id": "request-1",
         "model": "tale",
         "seed": 7,

@@ -9,7 +9,7 @@ const GOOD = new Set(["stop", "length"]);
 const PHASES = {
   parse: ["parse", "router"], template: ["template", "router"], tokenize: ["tokenize", "router"],
   queue: ["queue at the router", "wait"], prefill_wait: ["wait for prefill", "wait"], prefill: ["prefill", "prefill"],
-  reserve: ["reserve pages", "transfer"], transfer: ["transfer", "transfer"], admit: ["wait for a batch", "wait"],
+  fetch: ["fetch cached pages", "transfer"], reserve: ["reserve pages", "transfer"], transfer: ["transfer", "transfer"], admit: ["wait for a batch", "wait"],
   first_decode: ["first decode step", "decode"], decode: ["decode", "decode"], detokenize: ["detokenize", "router"],
   write: ["write", "router"], retry: ["lost and tried again", "lost"], network: ["network, other", "other"],
 };
