@@ -173,7 +173,7 @@ class Cluster:
     def _make_controller(self, expected: list[str]) -> str:
         """The controller's address: chosen here, so that it is the same after a restart."""
         host = str(ray.util.get_node_ip_address()) if self._ray_address else "127.0.0.1"
-        address = f"{host}:{free_port(host)}"
+        address = f"{host}:{self._config.controller.port or free_port(host)}"
         actor = ray.remote(Controller).options(**_here(CONTROLLER))
         self._controller = actor.remote(address, expected, configs.dump(self._config))
         return address

@@ -196,6 +196,14 @@ class CacheConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ControllerConfig:
+    """Who tells routers which workers there are, under Ray."""
+
+    # 0 takes a free port; routers outside Ray, which follow it, want a fixed one.
+    port: int = _checked(0, _port)
+
+
+@dataclass(frozen=True, slots=True)
 class MembersConfig:
     """Addresses of workers, for a router that no controller tells."""
 
@@ -243,6 +251,7 @@ class Config:
     prefill: PrefillConfig = PrefillConfig()
     decode: DecodeConfig = DecodeConfig()
     cache: CacheConfig = CacheConfig()
+    controller: ControllerConfig = ControllerConfig()
     members: MembersConfig = MembersConfig()
 
     def pool(self, role: Role) -> PrefillConfig | DecodeConfig:

@@ -1,0 +1,322 @@
+"""deploy/kubernetes: what each overlay renders is valid, locked down, and fits the code."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import typer
+import yaml
+from kustomize import Manifest, containers, pods, render
+
+from cli.main import app
+from core import config as configs
+from core import exposure
+from core.config import Config
+from router.http.lock import OPEN
+from router.server import GRACE_SECONDS
+
+ROOT = Path(__file__).parents[2]
+OVERLAYS = ROOT / "deploy" / "kubernetes" / "overlays"
+SCHEMAS = ROOT.parent / "shared" / "kubernetes"
+KUBERNETES = "1.34"
+# Kinds that the KubeRay and Prometheus operators bring.
+CUSTOM = {"RayCluster", "ServiceMonitor", "PodMonitor"}
+# What docs/DEPLOY.md has the user make, and the token that the KubeRay operator makes.
+BROUGHT = {"baton-keys", "baton-authority", "baton-models", "baton"}
+# Beyond drain_seconds, `Cluster.stop` waits so long for the router, and then for the workers.
+STOP_SECONDS = 15.0
+
+
+@pytest.fixture(params=sorted(path.name for path in OVERLAYS.iterdir()))
+def overlay(request: pytest.FixtureRequest) -> list[Manifest]:
+    return render(OVERLAYS / request.param)
+
+
+def find(manifests: list[Manifest], kind: str, name: str) -> Manifest:
+    (found,) = [
+        item for item in manifests if (item["kind"], item["metadata"]["name"]) == (kind, name)
+    ]
+    return found
+
+
+def config_of(manifests: list[Manifest], folder: Path) -> Config:
+    path = folder / "baton.yaml"
+    path.write_text(find(manifests, "ConfigMap", "baton-config")["data"]["baton.yaml"])
+    return configs.load(path)
+
+
+def router_of(manifests: list[Manifest]) -> Manifest:
+    pod = find(manifests, "Deployment", "baton-router")["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    return container
+
+
+def head_of(manifests: list[Manifest]) -> Manifest:
+    return find(manifests, "RayCluster", "baton")["spec"]["headGroupSpec"]["template"]["spec"]
+
+
+def named(items: list[Manifest], name: str) -> Manifest:
+    (found,) = [item for item in items if item["name"] == name]
+    return found
+
+
+def ports(container: Manifest) -> dict[str, int]:
+    return {port["name"]: port["containerPort"] for port in container["ports"]}
+
+
+def test_core_kinds_are_valid(overlay: list[Manifest]) -> None:
+    for manifest in overlay:
+        if manifest["kind"] not in CUSTOM:
+            kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
+
+
+@pytest.fixture(scope="module")
+def ray_cluster_schema() -> Any:
+    path = SCHEMAS / "ray.io_rayclusters.yaml"
+    if not path.is_file():
+        pytest.skip(f"KubeRay's definitions are not at {path}")
+    definition = yaml.load(path.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    (schema,) = [
+        version["schema"]["openAPIV3Schema"]
+        for version in definition["spec"]["versions"]
+        if version["name"] == "v1"
+    ]
+    return closed(schema)
+
+
+def closed(schema: Any) -> Any:
+    """As the API server reads it: no unknown properties, null where it is allowed."""
+    if isinstance(schema, list):
+        return [closed(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    result = {key: closed(value) for key, value in schema.items()}
+    open_ended = result.get("x-kubernetes-preserve-unknown-fields")
+    if isinstance(result.get("properties"), dict) and result.get("type") == "object":
+        result.setdefault("additionalProperties", bool(open_ended))
+    if result.pop("x-kubernetes-int-or-string", False):
+        result["type"] = ["integer", "string"]
+    if result.pop("nullable", False) and isinstance(result.get("type"), str):
+        result["type"] = [result["type"], "null"]
+    return result
+
+
+def test_the_ray_cluster_is_valid(overlay: list[Manifest], ray_cluster_schema: Any) -> None:
+    cluster = find(overlay, "RayCluster", "baton")
+    jsonschema.Draft202012Validator(ray_cluster_schema).validate(cluster)
+
+
+def test_what_the_ray_cluster_does_not_have_is_refused(ray_cluster_schema: Any) -> None:
+    cluster = find(render(OVERLAYS / "cpu-demo"), "RayCluster", "baton")
+    cluster["spec"]["headGroupSpec"]["template"]["spec"]["containers"][0]["imagee"] = "baton"
+    with pytest.raises(jsonschema.ValidationError, match="imagee"):
+        jsonschema.Draft202012Validator(ray_cluster_schema).validate(cluster)
+
+
+def test_its_configuration_is_one_that_a_router_would_start_with(
+    overlay: list[Manifest], tmp_path: Path
+) -> None:
+    exposure.check_router(config_of(overlay, tmp_path))
+
+
+def test_a_router_listens_where_its_pod_and_its_service_say(
+    overlay: list[Manifest], tmp_path: Path
+) -> None:
+    router = config_of(overlay, tmp_path).router
+    open_ports = ports(router_of(overlay))
+    assert open_ports == {
+        "grpc": router.port,
+        "http": router.http_port,
+        "metrics": router.metrics_port,
+    }
+    service = find(overlay, "Service", "baton-router")["spec"]
+    assert {item["targetPort"]: item["port"] for item in service["ports"]} == open_ports
+
+
+def test_a_router_follows_the_controller_where_it_listens(
+    overlay: list[Manifest], tmp_path: Path
+) -> None:
+    port = config_of(overlay, tmp_path).controller.port
+    assert ports(named(head_of(overlay)["containers"], "ray-head"))["controller"] == port
+    cluster = find(overlay, "RayCluster", "baton")["metadata"]["name"]
+    assert f"--controller={cluster}-head-svc:{port}" in router_of(overlay)["args"]
+
+
+def test_its_probes_ask_what_a_router_answers(overlay: list[Manifest], tmp_path: Path) -> None:
+    config, router = config_of(overlay, tmp_path), router_of(overlay)
+    scheme = "HTTPS" if config.tls.folder else "HTTP"
+    for kind in ("startupProbe", "livenessProbe", "readinessProbe"):
+        probe = router[kind]
+        if "grpc" in probe:
+            # The kubelet speaks no TLS over gRPC.
+            assert (probe["grpc"], scheme) == ({"port": config.router.port}, "HTTP")
+            continue
+        assert probe["httpGet"]["path"] in OPEN
+        assert probe["httpGet"]["port"] == "http"
+        assert probe["httpGet"].get("scheme", "HTTP") == scheme
+    assert router["livenessProbe"]["httpGet"]["path"] == "/health"
+    assert router["readinessProbe"]["httpGet"]["path"] == "/ready"
+
+
+def test_pods_are_given_the_time_that_draining_takes(
+    overlay: list[Manifest], tmp_path: Path
+) -> None:
+    drain = config_of(overlay, tmp_path).drain_seconds
+    pod = find(overlay, "Deployment", "baton-router")["spec"]["template"]["spec"]
+    pause = float(router_of(overlay)["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert pod["terminationGracePeriodSeconds"] >= pause + drain + GRACE_SECONDS
+    whole = 2 * (drain + STOP_SECONDS)
+    assert head_of(overlay)["terminationGracePeriodSeconds"] >= whole
+    for group in find(overlay, "RayCluster", "baton")["spec"]["workerGroupSpecs"]:
+        spec = group["template"]["spec"]
+        assert spec["terminationGracePeriodSeconds"] >= drain + STOP_SECONDS
+
+
+def test_its_commands_and_flags_exist(overlay: list[Manifest]) -> None:
+    python, dash_m, module, *flags = router_of(overlay)["args"]
+    assert (python, dash_m) == ("python", "-m")
+    main = importlib.util.find_spec(f"{module}.__main__")
+    assert main is not None
+    assert main.origin is not None
+    known = set(re.findall(r'"(--[a-z-]+)"', Path(main.origin).read_text()))
+    assert {flag.partition("=")[0] for flag in flags} <= known
+    baton, command, *flags = named(head_of(overlay)["containers"], "baton")["args"]
+    assert baton == "baton"
+    assert {flag.partition("=")[0] for flag in flags} <= options(command)
+
+
+def options(command: str) -> set[str]:
+    group = typer.main.get_command(app)
+    return {name for item in group.commands[command].params for name in item.opts}  # type: ignore[attr-defined]
+
+
+def test_certificates_are_made_by_a_command_that_exists(overlay: list[Manifest]) -> None:
+    for pod in pods(overlay):
+        for container in pod["spec"].get("initContainers", ()):
+            (script,) = container["args"]
+            (command,) = re.findall(r"baton (\w+) (?:[^\n]|\\\n)+", script)
+            assert set(re.findall(r" (--[a-z-]+)", script)) <= options(command)
+
+
+def test_every_container_is_locked_down(overlay: list[Manifest]) -> None:
+    for pod in pods(overlay):
+        spec = pod["spec"]
+        assert spec["securityContext"]["runAsNonRoot"]
+        assert spec["securityContext"]["runAsUser"] > 0
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in containers(pod):
+            context = container["securityContext"]
+            assert context["readOnlyRootFilesystem"]
+            assert not context["allowPrivilegeEscalation"]
+            assert context["capabilities"]["drop"] == ["ALL"]
+            assert set(context["capabilities"].get("add", ())) <= {"IPC_LOCK"}
+            assert container["resources"]["requests"]
+            assert container["resources"]["limits"]
+
+
+def test_only_volumes_of_its_own_can_be_written(overlay: list[Manifest]) -> None:
+    for pod in pods(overlay):
+        volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
+        for container in containers(pod):
+            for mount in container["volumeMounts"]:
+                assert mount.get("readOnly") or "emptyDir" in volumes[mount["name"]], mount
+
+
+def test_files_that_the_configuration_names_are_mounted(
+    overlay: list[Manifest], tmp_path: Path
+) -> None:
+    config = config_of(overlay, tmp_path)
+    ray_head = named(head_of(overlay)["containers"], "ray-head")
+    workers = [pod["spec"]["containers"][0] for pod in pods(overlay)]
+    assert router_of(overlay) in workers
+    for container in (ray_head, router_of(overlay)):
+        assert is_mounted(config.router.keys, container)
+    for container in workers:
+        assert is_mounted(config.tls.folder, container)
+        assert config.model == "embedded" or is_mounted(config.model, container)
+
+
+def is_mounted(path: str, container: Manifest) -> bool:
+    mounts = {Path(mount["mountPath"]) for mount in container["volumeMounts"]}
+    return not path or bool(mounts & {Path(path), *Path(path).parents})
+
+
+def test_what_it_refers_to_is_there_or_is_the_users_to_bring(overlay: list[Manifest]) -> None:
+    here = {manifest["metadata"]["name"] for manifest in overlay}
+    assert set(references(overlay)) <= here | BROUGHT
+    assert not [manifest for manifest in overlay if manifest["kind"] == "Secret"]
+
+
+def references(tree: Any) -> list[str]:
+    """Names of ConfigMaps, Secrets and claims."""
+    if isinstance(tree, list):
+        return [name for item in tree for name in references(item)]
+    if not isinstance(tree, dict):
+        return []
+    found = [tree[key] for key in ("secretName", "claimName") if key in tree]
+    found += [tree[key]["name"] for key in ("configMap", "secretKeyRef") if key in tree]
+    return found + [name for item in tree.values() for name in references(item)]
+
+
+def test_policies_select_pods_that_exist_and_deny_the_rest(overlay: list[Manifest]) -> None:
+    policies = [item for item in overlay if item["kind"] == "NetworkPolicy"]
+    denied = find(overlay, "NetworkPolicy", "default-deny")["spec"]
+    assert denied == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
+    for policy in policies:
+        wanted = policy["spec"]["podSelector"].get("matchLabels", {})
+        assert any(wanted.items() <= labels.items() for labels in labels_of(overlay)), policy
+
+
+def labels_of(manifests: list[Manifest]) -> list[dict[str, str]]:
+    """Of every pod, with those that KubeRay adds."""
+    spec = find(manifests, "RayCluster", "baton")["spec"]
+    router = find(manifests, "Deployment", "baton-router")["spec"]["template"]
+    ray = {"ray.io/cluster": "baton"}
+    head = {**spec["headGroupSpec"]["template"]["metadata"]["labels"], **ray}
+    found = [router["metadata"]["labels"], {**head, "ray.io/node-type": "head"}]
+    for group in spec["workerGroupSpecs"]:
+        labels = group["template"]["metadata"]["labels"]
+        found.append({**labels, **ray, "ray.io/group": group["groupName"]})
+    return found
+
+
+def test_pods_spread_among_their_own_kind(overlay: list[Manifest]) -> None:
+    spread = [
+        constraint["labelSelector"]["matchLabels"]
+        for pod in pods(overlay)
+        for constraint in pod["spec"].get("topologySpreadConstraints", ())
+    ]
+    for wanted in spread:
+        assert any(wanted.items() <= labels.items() for labels in labels_of(overlay)), wanted
+
+
+def test_images_have_a_registry_and_a_version(overlay: list[Manifest]) -> None:
+    images = {container["image"] for pod in pods(overlay) for container in containers(pod)}
+    (image,) = images
+    assert re.fullmatch(r"[\w.]+/baton:\d+\.\d+\.\d+-(cpu|cuda)", image)
+
+
+def test_the_groups_have_as_many_gpus_as_the_workers_want(
+    overlay: list[Manifest], tmp_path: Path
+) -> None:
+    config = config_of(overlay, tmp_path)
+    wanted = sum(pool.workers * (pool.gpus or 0) for pool in (config.prefill, config.decode))
+    there = 0
+    for group in find(overlay, "RayCluster", "baton")["spec"]["workerGroupSpecs"]:
+        limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
+        there += group["maxReplicas"] * int(limits.get("nvidia.com/gpu", 0))
+    assert wanted <= there
+    assert (config.device == "cuda") == (there > 0)
+
+
+def test_a_ray_cluster_runs_the_ray_that_its_images_have(overlay: list[Manifest]) -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    (least,) = re.findall(r'"ray\[default\]>=([\d.]+)"', project)
+    version = find(overlay, "RayCluster", "baton")["spec"]["rayVersion"]
+    assert [int(part) for part in version.split(".")] >= [int(part) for part in least.split(".")]

@@ -1,0 +1,104 @@
+"""deploy/grafana and deploy/prometheus: every query names a metric and a label that exist."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from core import errors
+from core import metrics as names
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+ALERTS = DEPLOY / "prometheus" / "alerts.yaml"
+DASHBOARD = json.loads((DEPLOY / "grafana" / "baton.json").read_text())
+RULES = [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
+PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+QUERIES = [target["expr"] for panel in PANELS for target in panel["targets"]]
+LABELS = {
+    *("le", "worker", "role", "state", "outcome", "reason", "phase", "policy", "where", "job"),
+    *("tier", "event"),
+}
+STATES = {"free", "leased", "quarantined", "cached"}
+# Prometheus' own, of every target.
+UP = "up"
+
+
+def series(name: str) -> set[str]:
+    """What Prometheus keeps of a metric."""
+    return {name, f"{name}_bucket", f"{name}_sum", f"{name}_count"}
+
+
+def metrics_of(query: str) -> set[str]:
+    return set(re.findall(r"\b(?:baton_\w+|up)\b(?!\s*\()", query))
+
+
+@pytest.mark.parametrize("query", [*QUERIES, *(rule["expr"] for rule in RULES)])
+def test_a_query_names_metrics_and_labels_that_exist(query: str) -> None:
+    known = {found for name in names.HELP for found in series(name)} | {UP}
+    assert metrics_of(query)
+    assert metrics_of(query) <= known
+    grouped = re.findall(r"\b(?:by|on|ignoring)\s*\(([^)]*)\)", query)
+    matched = re.findall(r"(\w+)\s*=~?\s*\"", query)
+    used = {label.strip() for group in grouped for label in group.split(",")} | set(matched)
+    assert used <= LABELS
+
+
+@pytest.mark.parametrize("query", [*QUERIES, *(rule["expr"] for rule in RULES)])
+def test_a_query_selects_values_that_exist(query: str) -> None:
+    reasons = {
+        cls.reason
+        for cls in vars(errors).values()
+        if isinstance(cls, type) and issubclass(cls, errors.BatonError)
+    }
+    known = {
+        "state": STATES,
+        "role": {"prefill", "decode"},
+        "outcome": reasons,
+        "reason": reasons,
+        "job": {"router"},
+    }
+    for label, values in re.findall(r"(\w+)\s*=~?\s*\"([^\"]*)\"", query):
+        assert set(values.split("|")) <= known[label]
+
+
+def test_counters_are_looked_at_as_rates_only() -> None:
+    for query in [*QUERIES, *(rule["expr"] for rule in RULES)]:
+        for name in re.findall(r"\bbaton_\w+(?:_total|_bucket|_sum|_count)\b", query):
+            assert re.search(rf"(?:rate|increase)\({name}\b", query), query
+
+
+def test_panels_have_ids_of_their_own_and_do_not_overlap() -> None:
+    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
+    cells = [
+        (x, y)
+        for place in (panel["gridPos"] for panel in DASHBOARD["panels"])
+        for x in range(place["x"], place["x"] + place["w"])
+        for y in range(place["y"], place["y"] + place["h"])
+    ]
+    assert len(cells) == len(set(cells))
+
+
+def test_every_alert_says_how_bad_it_is_and_what_to_do() -> None:
+    assert len({rule["alert"] for rule in RULES}) == len(RULES)
+    for rule in RULES:
+        assert rule["labels"]["severity"] in ("warning", "critical")
+        assert rule["annotations"]["summary"]
+        assert rule["annotations"]["description"]
+
+
+def test_alerts_fire_when_they_should() -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed (Debian: prometheus)")
+    for arguments in (
+        ["check", "rules", ALERTS],
+        ["test", "rules", ALERTS.with_suffix(".test.yaml")],
+    ):
+        ended = subprocess.run([promtool, *arguments], capture_output=True, text=True, check=False)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
