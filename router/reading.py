@@ -53,7 +53,7 @@ def _holders(snapshot: Snapshot) -> list[DecodeView]:
 
 
 def _best(snapshot: Snapshot, view: PrefillView, holders: Sequence[DecodeView]) -> Reading:
-    plain = _read(snapshot, view, view.cached_tokens)
+    plain = _read(snapshot, view, view.cached_tokens, view.kept_tokens)
     longest = (each for each in holders if each.worker_id in view.reaches)
     holder = next(longest, None)
     if holder is None or holder.near_tokens <= view.cached_tokens:
@@ -63,22 +63,23 @@ def _best(snapshot: Snapshot, view: PrefillView, holders: Sequence[DecodeView]) 
     return fetched if pays or snapshot.fetch is FetchPages.ALWAYS else plain
 
 
-def _read(snapshot: Snapshot, view: PrefillView, cached: int) -> Reading:
+def _read(snapshot: Snapshot, view: PrefillView, cached: int, kept: int = 0) -> Reading:
     missing, costs = snapshot.prompt_tokens - cached, snapshot.costs
     compute = costs.prefill_seconds(missing, cached)
-    all_of_it = costs.prefill_seconds(missing, cached, view.pending_tokens, view.kept_tokens)
+    all_of_it = costs.prefill_seconds(missing, cached, view.pending_tokens, kept)
     return Reading(view, cached, compute, all_of_it)
 
 
 def _read_fetched(snapshot: Snapshot, plain: Reading, holder: DecodeView) -> Reading:
     size, costs = snapshot.page_size, snapshot.costs
-    tokens = holder.near_tokens - plain.cached_tokens
+    # What the prefill worker keeps in its second tier is fetched too, not brought back.
+    tokens = holder.near_tokens - (plain.view.cached_tokens - plain.view.kept_tokens)
     rest = _read(snapshot, plain.view, holder.near_tokens)
     late = costs.fetch_seconds(tokens // size * snapshot.page_bytes) - costs.wait_seconds(
         plain.view.pending_tokens
     )
     always = snapshot.fetch is FetchPages.ALWAYS
-    saved = ALWAYS_SECONDS if always else plain.compute - rest.compute
+    saved = ALWAYS_SECONDS if always else plain.first_token - rest.first_token
     return rest._replace(
         first_token=rest.first_token + max(late, 0.0),
         fetch=Fetch(holder.worker_id, holder.near_tokens // size, tokens, saved),

@@ -249,6 +249,13 @@ def test_a_prompt_waits_for_what_it_fetches_as_long_as_that_saves() -> None:
     assert found.forecast.cached_tokens == 992
 
 
+def test_what_prefill_keeps_in_its_second_tier_is_fetched_with_what_follows_it() -> None:
+    keeps = prefill("p0")._replace(cached_tokens=320, kept_tokens=160)
+    found = placed(asked(Snapshot([keeps], [decode("d0", cached=992)]), 1000))
+    assert found.fetch is not None
+    assert (found.fetch.pages, found.fetch.tokens) == (62, 832)
+
+
 @pytest.mark.parametrize(
     ("mode", "cached", "fetched"),
     [
