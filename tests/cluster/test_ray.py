@@ -12,9 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
+from ray.util import get_node_ip_address
 from serving import FREE_PORTS, Command, Serve, run
 from tiny_models import TINY_MODELS, save
 
+from baton import Client
 from cluster.preflight import check_ray, free_port
 from core.errors import InvalidConfig
 from core.model_store import embedded_folder
@@ -88,6 +91,36 @@ def test_two_clusters_share_a_ray_and_leave_it_running(
         assert (two.wait(), two.stderr) == (0, "")
     head.wait_without_actors()
     assert head.runs()
+
+
+def test_a_router_outside_ray_follows_the_controller_at_its_port(
+    head: RayHead, tiny: Path, tmp_path: Path
+) -> None:
+    host = get_node_ip_address()
+    port = free_port(host)
+    settings = {
+        "insecure": True,
+        "model": str(tiny),
+        "controller": {"port": port},
+        "prefill": {"kv_memory": "4MiB"},
+        "decode": {"kv_memory": "4MiB"},
+        "router": {"port": 0, "http_port": 0, "metrics_port": 0},
+    }
+    path = tmp_path / "baton.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    flags = ["--config", str(path), "--ray-address", head.address]
+    follow = ["-m", "router", "--config", str(path), "--controller", f"{host}:{port}"]
+    with Serve(tmp_path / "cluster", *flags, environment=TOKEN) as cluster:
+        cluster.ready()
+        router = Command(tmp_path / "router", [sys.executable, *follow])
+        try:
+            said = re.search(r"gRPC on (\S+),", router.wait_for("router ready"))
+            assert said
+            with Client(said[1]) as client:
+                client.wait_ready(timeout=30.0)
+                assert client.generate([1, 2, 3], max_tokens=5).usage.completion_tokens == 5
+        finally:
+            router.end()
 
 
 def test_a_cluster_whose_command_is_killed_leaves_a_shared_ray(
