@@ -12,7 +12,7 @@ serve: setup
 	@$(BIN)/baton serve $(ARGS)
 
 test: setup
-	@$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+	@$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 
 # Signals at every process at every moment of a request; prints the table of docs/RELIABILITY.md.
 test-faults: setup

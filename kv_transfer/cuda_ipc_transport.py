@@ -53,6 +53,7 @@ from kv_transfer.transport import (
     WriteFailed,
     check_page_size,
     check_pages,
+    check_told,
     pool_address,
     route_metadata,
 )
@@ -132,6 +133,7 @@ class CudaIpcTransport:
         peer = address.agent
         if peer in self._peers:
             return peer
+        check_told(self._events, peer)
         memory, notes = self._registered
         check_page_size(memory, address)
         route = _read_route(address)

@@ -25,6 +25,7 @@ from kv_transfer.transport import (
     WriteFailed,
     check_page_size,
     check_pages,
+    check_told,
     pool_address,
 )
 
@@ -59,6 +60,8 @@ class InProcessTransport:
         return pool_address("inprocess", self.agent, b"", memory, layout)
 
     def connect(self, address: PoolAddress) -> str:
+        with self._lock:
+            check_told(self._events, address.agent)
         check_page_size(self._own_memory, address)
         peer = _AGENTS.get(address.agent)
         if peer is None:

@@ -45,6 +45,7 @@ from kv_transfer.transport import (
     WriteFailed,
     check_page_size,
     check_pages,
+    check_told,
     pool_address,
     route_metadata,
 )
@@ -122,6 +123,7 @@ class NixlTransport:
         peer = address.agent
         if peer in self._peers:
             return peer
+        check_told(self._events, peer)
         check_page_size(self._own_memory, address)
         metadata = route_metadata(address, "nixl")
         pages = (address.base, address.page_bytes, address.total_pages, address.device_id)

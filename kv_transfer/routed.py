@@ -56,8 +56,8 @@ class RoutedTransport:
         return whole
 
     def connect(self, address: PoolAddress) -> str:
-        if address.agent in self.chosen:
-            return address.agent
+        if choice := self.chosen.get(address.agent):
+            return self._transports[choice.transport].connect(address)
         refusals = list(self._refusals)
         for name, transport in self._transports.items():
             try:

@@ -11,7 +11,8 @@ What a caller may rely on:
 - Every accepted write ends in exactly one WriteDone or WriteFailed. Either
   way no byte of it is under way any more.
 - When a peer is found lost, PeerLost comes first, then WriteFailed for each of
-  its writes under way. The peer is forgotten; connect again to reach it.
+  its writes under way. The peer is forgotten; connect again to reach it, which
+  is refused until its PeerLost has been polled.
 - A peer that is frozen or silently cut off is not found lost. Deadlines are
   the caller's.
 """
@@ -128,6 +129,13 @@ def check_pages(
     for pages, total in ((local_pages, local_total), (remote_pages, remote_total)):
         if pages and not 0 <= min(pages) <= max(pages) < total:
             raise Internal(f"pages {min(pages)} to {max(pages)} leave a pool of {total}")
+
+
+def check_told(events: Sequence[TransportEvent], peer: str) -> None:
+    """Raises WorkerLost while a peer's loss is among the events that nobody has polled: that
+    would seem to be about its next connection."""
+    if any(isinstance(event, PeerLost) and event.peer == peer for event in events):
+        raise WorkerLost(f"the connection to {peer} has just been lost")
 
 
 def check_page_size(memory: PoolMemory, address: PoolAddress) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,21 +22,17 @@ if not torch.cuda.is_available():
 FOLDERS = ("simulation", "cluster", "contract", "unit", "gpu", "page", "clients")
 """Long tests first: two processes share the suite, and neither should wait for the other."""
 
-RAY = ("test_ray", "test_serve")
-"""Who looks for a Ray on this machine must find only its own."""
 
-
-@pytest.hookimpl(tryfirst=True)  # before groups are read
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: FOLDERS.index(item.path.parent.name))
-    for item in items:
-        if item.path.parent.name == "cluster":
-            item.add_marker(pytest.mark.xdist_group(_group(item.path)))
 
 
-def _group(path: Path) -> str:
-    """Tests of a file share the clusters that it starts."""
-    return "ray" if path.stem in RAY else path.stem
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    """Where xdist is installed: who runs what."""
+    from shares import Shares
+
+    return Shares(config, log)
 
 
 @pytest.fixture(scope="session")

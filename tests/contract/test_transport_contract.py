@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 import numpy
 import pytest
 from pool_host import HostedPool, PoolHost, pool_host
-from pools import KINDS, NIXL, PAGE_BYTES, PAGES, UNTOUCHED, Pool
+from pools import KINDS, LAYOUT, NIXL, PAGE_BYTES, PAGES, UNTOUCHED, Pool
 
 from core.errors import Internal, LayoutMismatch, WorkerLost
-from kv_transfer.inprocess import Span, merge_spans
+from kv_transfer.inprocess import InProcessTransport, Span, merge_spans
 from kv_transfer.transport import Noted, PeerLost, WriteDone, WriteFailed
 
 AnyPool = Pool | HostedPool
@@ -301,3 +301,18 @@ def test_a_write_that_waits_for_its_moment_fails_with_its_peer() -> None:
             source.events += source.transport.poll()
     assert [type(event) for event in ended(source, number)] == [WriteFailed]
     source.transport.close()
+
+
+def test_a_lost_peer_is_connected_anew_only_when_its_loss_was_told() -> None:
+    source, target = Pool("inprocess-cpu"), Pool("inprocess-cpu")
+    peer = source.transport.connect(target.address)
+    target.transport.close()
+    source.transport.write(peer, [0], [1])
+    again = InProcessTransport(peer)
+    address = again.register(target.memory, LAYOUT)
+    with pytest.raises(WorkerLost, match="has just been lost"):
+        source.transport.connect(address)
+    assert PeerLost(peer) in source.transport.poll()
+    assert source.transport.connect(address) == peer
+    for transport in (source.transport, again):
+        transport.close()

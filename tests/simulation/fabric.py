@@ -21,6 +21,7 @@ from kv_transfer.transport import (
     TransportEvent,
     WriteDone,
     WriteFailed,
+    check_told,
     pool_address,
 )
 
@@ -163,6 +164,7 @@ class SimulatedTransport:
 
     def connect(self, address: PoolAddress) -> str:
         peer = self._fabric.agents[address.agent]
+        check_told(self._events, address.agent)
         if address.agent not in self._endpoints:
             if peer.dead:
                 raise WorkerLost(f"{address.agent} is dead")

@@ -1,0 +1,20 @@
+"""Which tests stay together when several processes share the suite."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from xdist.scheduler import LoadScopeScheduling
+
+RAY = ("test_ray", "test_serve")
+"""Who looks for a Ray on this machine must find only its own."""
+
+
+class Shares(LoadScopeScheduling):
+    """Tests of a file that starts clusters stay together; all others go to who is free."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = Path(nodeid.partition("::")[0])
+        if path.parent.name != "cluster":
+            return nodeid
+        return "ray" if path.stem in RAY else path.stem
