@@ -93,7 +93,12 @@ def _schemas() -> Json:
         "Model": _MODEL,
         "Models": exact({"object": {"const": "list"}, "data": list_of(_reference("Model"))}),
         "TokenizeRequest": object_of(
-            {"prompt": {"type": ["string", "null"]}, "messages": or_null(chat.MESSAGES_SCHEMA)},
+            {
+                "prompt": {"type": ["string", "null"]},
+                "messages": or_null(chat.MESSAGES_SCHEMA),
+                "tools": tools.TOOLS_SCHEMA,
+                "tool_choice": tools.CHOICE_SCHEMA,
+            },
             fields=(generation.MODEL, tokens.ADD_SPECIAL),
         ),
         "TokenizeAnswer": object_of(

@@ -7,6 +7,7 @@ from core.types import Prompt, TextPrompt
 from router.http.chat import read_messages
 from router.http.completions import MAX_PROMPT_CHARACTERS
 from router.http.fields import Flag, Json, TokenIds, Unserved, as_text
+from router.http.tools import read_tools
 from router.parse import MAX_PROMPT_TOKENS
 
 TOKENS = TokenIds("tokens", "The ids to turn into text.", MAX_PROMPT_TOKENS)
@@ -20,7 +21,7 @@ def read_prompt(body: Json) -> Prompt:
     prompt = body.get("prompt")
     text = None if prompt is None else as_text(prompt, "prompt", MAX_PROMPT_CHARACTERS)
     if body.get("messages") is not None:
-        return read_messages(body["messages"])
+        return read_tools(body, read_messages(body["messages"]))
     if text is None:
         raise InvalidRequest("a prompt is missing: set prompt or messages", field="prompt")
     return TextPrompt(text)

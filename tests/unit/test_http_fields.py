@@ -430,3 +430,9 @@ def test_calls_and_their_results_are_messages() -> None:
             Message("tool", "sunny", tool_call_id="c1", name="f"),
         )
     )
+
+
+def test_tools_count_when_a_chat_is_tokenized() -> None:
+    prompt = read_prompt({**HELLO, "tools": [WEATHER]})
+    assert isinstance(prompt, ChatPrompt)
+    assert prompt.tools == (TOOL,)
