@@ -8,6 +8,7 @@ own, beside the engine's.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -95,8 +96,10 @@ class CudaMemory:
 
 
 def _lock(memory: Tensor) -> None:
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+    """For as long as it is there: what lies at its place next is locked anew."""
+    runtime, place = torch.cuda.cudart(), memory.data_ptr()  # type: ignore[no-untyped-call]
+    torch.cuda.check_error(runtime.cudaHostRegister(place, memory.nbytes, 0))
+    weakref.finalize(memory, runtime.cudaHostUnregister, place)
 
 
 def _bytes_of(kv: Tensor) -> Tensor:
