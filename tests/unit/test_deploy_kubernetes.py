@@ -191,6 +191,14 @@ def test_its_commands_and_flags_exist(overlay: list[Manifest]) -> None:
     assert {flag.partition("=")[0] for flag in flags} <= options(command)
 
 
+def test_ray_and_baton_serve_see_each_other(overlay: list[Manifest]) -> None:
+    head = head_of(overlay)
+    assert head["shareProcessNamespace"]
+    for name in ("ray-head", "baton"):
+        mounts = named(head["containers"], name)["volumeMounts"]
+        assert {"name": "ray-logs", "mountPath": "/tmp/ray"} in mounts
+
+
 def options(command: str) -> set[str]:
     group = typer.main.get_command(app)
     return {name for item in group.commands[command].params for name in item.opts}  # type: ignore[attr-defined]
