@@ -84,7 +84,7 @@ BAD_WORK = {
     "an empty prompt": (work("a", []), "INVALID_REQUEST"),
     "no tokens wanted": (work("a", [1], max_tokens=0), "INVALID_REQUEST"),
     "a temperature that is no number": (work("a", [1], temperature=math.nan), "INVALID_SAMPLING"),
-    "more than the pool holds": (work("a", [1] * 5000, max_tokens=5000), "EXHAUSTED"),
+    "more than the pool holds": (work("a", [1] * 5000, max_tokens=5000), "PROMPT_TOO_LONG"),
     "more than the context holds": (work("a", [1] * 300), "PROMPT_TOO_LONG"),
 }
 

@@ -73,7 +73,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_clusters_share_a_ray_and_leave_it_running(
     head: RayHead, tiny: Path, tmp_path: Path
 ) -> None:
-    flags = ["--ray-address", head.address, "--model", str(tiny), "--kv-memory", "4MiB"]
+    flags = [
+        "--ray-address",
+        head.address,
+        "--insecure",
+        "--model",
+        str(tiny),
+        "--kv-memory",
+        "4MiB",
+    ]
     with (
         Serve(tmp_path / "one", *flags, environment=TOKEN) as one,
         Serve(tmp_path / "two", *flags, environment=TOKEN) as two,
@@ -126,7 +134,15 @@ def test_a_router_outside_ray_follows_the_controller_at_its_port(
 def test_a_cluster_whose_command_is_killed_leaves_a_shared_ray(
     head: RayHead, tiny: Path, tmp_path: Path
 ) -> None:
-    flags = ["--ray-address", head.address, "--model", str(tiny), "--kv-memory", "4MiB"]
+    flags = [
+        "--ray-address",
+        head.address,
+        "--insecure",
+        "--model",
+        str(tiny),
+        "--kv-memory",
+        "4MiB",
+    ]
     with Serve(tmp_path, *flags, environment=TOKEN) as cluster:
         cluster.wait_for("importing torch")
         cluster.send(signal.SIGKILL)
@@ -139,7 +155,7 @@ def test_what_only_a_worker_can_find_is_told_in_one_line(head: RayHead, tmp_path
     model = tmp_path / "weightless"
     model.mkdir()
     shutil.copy(embedded_folder() / "config.json", model)
-    flags = ["--ray-address", head.address, "--model", str(model)]
+    flags = ["--ray-address", head.address, "--insecure", "--model", str(model)]
     with Serve(tmp_path, *flags, environment=TOKEN) as cluster:
         assert cluster.wait() == 1
     (line,) = cluster.stderr.splitlines()
