@@ -125,7 +125,8 @@ class RouterServer:
         options = [
             ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.max_concurrent_streams", self._config.router.max_requests),
+            # More than may run: one call too many is refused, and does not wait in its client.
+            ("grpc.max_concurrent_streams", 2 * self._config.router.max_requests + 100),
             # Whoever connects is to say something, and whoever is gone without a word is found.
             ("grpc.server_handshake_timeout_ms", 10_000),
             ("grpc.max_connection_idle_ms", 600_000),
