@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy
-
 from bench.trace_replay import Outcome
+from planner.report import Spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,22 +22,6 @@ class Objective:
             return False
         gaps = outcome.gaps
         return outcome.ttft <= self.ttft and sum(gaps) <= self.itl * len(gaps)
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """A distribution in four numbers."""
-
-    mean: float
-    p50: float
-    p90: float
-    p99: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        if not values:
-            return cls(*[float("nan")] * 4)
-        return cls(float(numpy.mean(values)), *map(float, numpy.percentile(values, (50, 90, 99))))
 
 
 @dataclass(frozen=True, slots=True)

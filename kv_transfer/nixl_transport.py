@@ -73,14 +73,18 @@ class _Write:
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
-    """A write whose pages are still being made."""
+class _Order:
+    """A write that is yet to start."""
 
-    after: Moment
     peer: str
     local_pages: Sequence[int]
     remote_pages: Sequence[int]
     note: bytes
+    after: Moment | None  # until when its pages are still being made
+
+    @property
+    def may_start(self) -> bool:
+        return self.after is None or self.after.query()
 
 
 class NixlTransport:
@@ -100,7 +104,7 @@ class NixlTransport:
         self._own_pages: Any = None
         self._peers: dict[str, _Peer] = {}
         self._writes: dict[int, _Write] = {}
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, _Order] = {}
         self._numbers = itertools.count(1)
         self._events: list[TransportEvent] = []
 
@@ -154,16 +158,17 @@ class NixlTransport:
             raise WorkerLost(f"not connected to {peer}")
         check_pages(local_pages, self._own_memory.total_pages, remote_pages, known.total_pages)
         number = next(self._numbers)
-        if after is None or after.query():
-            self._try_start(number, peer, local_pages, remote_pages, note)
+        order = _Order(peer, local_pages, remote_pages, note, after)
+        if order.may_start:
+            self._try_start(number, order)
         else:
-            self._held[number] = _Held(after, peer, local_pages, remote_pages, note)
+            self._held[number] = order
         return number
 
     def poll(self) -> list[TransportEvent]:
-        for number in [number for number, held in self._held.items() if held.after.query()]:
-            if held := self._held.pop(number, None):
-                self._try_start(number, held.peer, held.local_pages, held.remote_pages, held.note)
+        for number in [number for number, order in self._held.items() if order.may_start]:
+            if order := self._held.pop(number, None):  # else it failed with its peer just now
+                self._try_start(number, order)
         for number in list(self._writes):
             self._check(number)
         events, self._events = self._events, []
@@ -215,41 +220,27 @@ class NixlTransport:
         row = [base, page_bytes, device_id, page_bytes, total_pages]
         return self._engine.prep_xfer_dlist(owner, numpy.array([row], dtype=numpy.uint64), kind)
 
-    def _try_start(
-        self,
-        number: int,
-        peer: str,
-        local_pages: Sequence[int],
-        remote_pages: Sequence[int],
-        note: bytes,
-    ) -> None:
+    def _try_start(self, number: int, order: _Order) -> None:
         try:
-            with self._translated(f"write to {peer}"):
-                self._start(number, peer, local_pages, remote_pages, note)
+            with self._translated(f"write to {order.peer}"):
+                self._start(number, order)
         except BatonError as error:
-            self._fail(number, peer, error)
+            self._fail(number, order.peer, error)
 
-    def _start(
-        self,
-        number: int,
-        peer: str,
-        local_pages: Sequence[int],
-        remote_pages: Sequence[int],
-        note: bytes,
-    ) -> None:
-        if not local_pages:
-            self._engine.send_notif(peer, note)
+    def _start(self, number: int, order: _Order) -> None:
+        if not order.local_pages:
+            self._engine.send_notif(order.peer, order.note)
             self._events.append(WriteDone(number))
             return
         handle = self._engine.make_prepped_xfer(
             "WRITE",
             self._own_pages,
-            numpy.asarray(local_pages, dtype=numpy.int32),
-            self._peers[peer].pages,
-            numpy.asarray(remote_pages, dtype=numpy.int32),
-            note,
+            numpy.asarray(order.local_pages, dtype=numpy.int32),
+            self._peers[order.peer].pages,
+            numpy.asarray(order.remote_pages, dtype=numpy.int32),
+            order.note,
         )
-        self._writes[number] = _Write(peer, handle)
+        self._writes[number] = _Write(order.peer, handle)
         self._settle(number, self._engine.transfer(handle))
 
     def _check(self, number: int) -> None:

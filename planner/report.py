@@ -24,6 +24,12 @@ class Spread:
     p90: float
     p99: float
 
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        if not len(values):
+            return cls(*[math.nan] * 4)
+        return cls(float(numpy.mean(values)), *map(float, numpy.percentile(values, (50, 90, 99))))
+
 
 @dataclass(frozen=True, slots=True)
 class PoolUse:
@@ -126,7 +132,7 @@ class Tally:
             requests=len(self.ttfts),
             seconds=seconds,
             hit_rate=self.cached_tokens / max(self.prompt_tokens, 1),
-            ttft=spread(self.ttfts),
+            ttft=Spread.of(self.ttfts),
             itl=self.gaps.spread(),
             ttft_kept=self.ttft_kept / requests,
             itl_kept=self.itl_kept / requests,
@@ -138,9 +144,3 @@ class Tally:
             most_queued=self.most_queued,
             decisions=tuple(decisions),
         )
-
-
-def spread(values: Sequence[float]) -> Spread:
-    if not len(values):
-        return Spread(*[math.nan] * 4)
-    return Spread(float(numpy.mean(values)), *map(float, numpy.percentile(values, (50, 90, 99))))

@@ -235,7 +235,7 @@ class PrefillRole:
                 job.lease = piece.sequence.lease
                 piece.sequence.take_guide(job.guide)
                 job.started = time.monotonic()
-                job.chunks.begin(job.lease.found * self._pool.page_size, job.started)
+                job.chunks.begin(piece.sequence.cached_tokens, job.started)
                 self._metrics.queued(job.started - job.arrived)
 
     def _commit(self, settled: Settled) -> None:
