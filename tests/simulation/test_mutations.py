@@ -361,8 +361,10 @@ MUTATIONS: list[Callable[[Patch], None]] = [
 
 
 @pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
-def test_a_mistake_is_caught(mutate: Callable[[Patch], None], monkeypatch: Patch) -> None:
-    logging.getLogger("kv_transfer").setLevel(logging.ERROR)
+def test_a_mistake_is_caught(
+    mutate: Callable[[Patch], None], monkeypatch: Patch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.ERROR, "kv_transfer")
     mutate(monkeypatch)
     for seed in range(SEEDS):
         try:
