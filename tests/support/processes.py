@@ -9,8 +9,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 import urllib.request
 from collections import defaultdict
@@ -19,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 
 import yaml
+from forks import Forked, Started
 
 from baton import Client
 from baton.v1 import cluster_pb2
@@ -32,18 +31,18 @@ class Process:
     """One of our processes; its output goes to a file."""
 
     def __init__(
-        self, workspace: Path, name: str, arguments: list[str], before: Sequence[str] = ()
+        self, workspace: Path, name: str, arguments: list[str], before: Sequence[str] | None = None
     ) -> None:
-        """`before` is a command that runs the rest of its line, such as nsenter."""
+        """`before` is a command that runs the rest of its line, such as nsenter; None means that
+        it may be a fork, which computes on one core."""
         self.name = name
         self._log = workspace / f"{name}.log"
-        with self._log.open("w") as output:
-            self._popen = subprocess.Popen(
-                [*before, sys.executable, "-m", *arguments],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONUNBUFFERED": "1"},
-            )
+        self._log.touch()
+        self._process: Forked | Started = (
+            Forked(arguments, self._log)
+            if before is None
+            else Started(before, arguments, self._log)
+        )
 
     @property
     def log(self) -> str:
@@ -55,24 +54,29 @@ class Process:
         while time.monotonic() < deadline:
             if match := re.search(pattern, self.log):
                 return match[1]
-            if self._popen.poll() is not None:
+            if self._process.poll() is not None:
                 break
             time.sleep(0.05)
         raise AssertionError(f"{self.name} did not start:\n{self.log}")
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def send(self, number: signal.Signals) -> None:
-        self._popen.send_signal(number)
+        if self._process.poll() is None:
+            os.kill(self.pid, number)
 
     def wait(self) -> int:
-        try:
-            return self._popen.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._popen.kill()
-            raise AssertionError(f"{self.name} did not stop:\n{self.log}") from None
+        code = self._process.wait(STOP_SECONDS)
+        if code is None:
+            self.kill()
+            raise AssertionError(f"{self.name} did not stop:\n{self.log}")
+        return code
 
     def kill(self) -> None:
-        self._popen.kill()
-        self._popen.wait()
+        self.send(signal.SIGKILL)
+        self._process.wait(STOP_SECONDS)
 
 
 class ProcessCluster:
@@ -98,6 +102,8 @@ class ProcessCluster:
     ) -> None:
         self._workspace = workspace
         self._tree: dict[str, object] = {"model": str(model), **(tree or {})}
+        # What else runs on the machine is other tests, not prompts for the same users.
+        self._tree["decode"] = {"nice": 0, **self._section("decode")}
         self._per_worker = per_worker or {}
         self._before = before or {}
         self._wait_ready = wait_ready
@@ -132,10 +138,13 @@ class ProcessCluster:
         config = self._write_config(name, self._per_worker.get(name, {}))
         arguments = [f"{role.value}_worker", "--config", config, "--name", name]
         ports = ["--port", str(port), "--metrics-port", "0"]
-        before = self._before.get(name, ())
-        worker = Process(self._workspace, name, [*arguments, *ports], before)
+        worker = Process(self._workspace, name, [*arguments, *ports], self._how(role, name))
         self.workers[name] = worker
         return worker
+
+    def _how(self, role: Role, name: str) -> Sequence[str] | None:
+        on_one_core = self._section(role.value).get("threads") == 1
+        return self._before.get(name, None if on_one_core else ())
 
     def restart(self, name: str) -> None:
         """A worker that has ended comes back where it was, as under Ray."""
@@ -175,12 +184,10 @@ class ProcessCluster:
             "canary_seconds": 0.0,
             "local_prefill": "fallback",
         }
-        section = self._tree.get("router", {})
-        assert isinstance(section, dict)
         config = self._write_config(
             "router",
             {
-                "router": {**defaults, **section},
+                "router": {**defaults, **self._section("router")},
                 "members": {"workers": [] if self._controller else addresses},
             },
         )
@@ -203,6 +210,11 @@ class ProcessCluster:
                     return
                 assert time.monotonic() < deadline, "workers did not connect"
                 time.sleep(0.02)
+
+    def _section(self, name: str) -> dict[str, object]:
+        section = self._tree.get(name, {})
+        assert isinstance(section, dict)
+        return section
 
     def _write_config(self, name: str, changes: dict[str, object]) -> str:
         path = self._workspace / f"{name}.yaml"

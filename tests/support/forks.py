@@ -1,0 +1,84 @@
+"""Processes of ours: started as the README does, or forked from one that has imported torch.
+
+Two seconds a process is most of what starting a small cluster takes, so most tests fork.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(
+    ["prefill_worker.role", "decode_worker.role", "worker.server", "router.server", "nixl"]
+)
+
+
+class Started:
+    """`python -m …`, behind a command that runs it or none."""
+
+    def __init__(self, before: Sequence[str], arguments: list[str], log: Path) -> None:
+        with log.open("w") as output:
+            self._popen = subprocess.Popen(
+                [*before, sys.executable, "-m", *arguments],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            )
+        self.pid = self._popen.pid
+
+    def poll(self) -> int | None:
+        return self._popen.poll()
+
+    def wait(self, seconds: float) -> int | None:
+        """Its exit code, if it ends in that time."""
+        try:
+            return self._popen.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+
+
+class Forked:
+    """What `python -m …` would be, computing on one core."""
+
+    def __init__(self, arguments: list[str], log: Path) -> None:
+        settings = (arguments, log, dict(os.environ))
+        self._process = _context.Process(target=_run, args=settings, daemon=True)
+        _start(self._process)
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, seconds: float) -> int | None:
+        self._process.join(seconds)
+        return self._process.exitcode
+
+
+def _start(process: multiprocessing.process.BaseProcess) -> None:
+    """The first call starts the process that is forked, with this environment."""
+    before = os.environ.get("OMP_NUM_THREADS")
+    # Torch reads it once, as it is imported.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        process.start()
+    finally:
+        del os.environ["OMP_NUM_THREADS"]
+        if before is not None:
+            os.environ["OMP_NUM_THREADS"] = before
+
+
+def _run(arguments: list[str], log: Path, environment: dict[str, str]) -> None:
+    with log.open("w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = arguments
+    runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
