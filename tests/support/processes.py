@@ -37,7 +37,7 @@ class Process:
         it may be a fork, which computes on one core."""
         self.name = name
         self._log = workspace / f"{name}.log"
-        self._log.touch()
+        self._log.write_text("")
         self._process: Forked | Started = (
             Forked(arguments, self._log)
             if before is None
