@@ -231,10 +231,15 @@ class AsyncClient:
         with translated(self.address):
             return await self._admin.Trends(cluster_pb2.TrendsRequest(), timeout=timeout)
 
-    async def drain(self, worker_id: str, *, timeout: float | None = CALL_SECONDS) -> None:
-        """Has a worker take nothing new, finish or hand back what runs, and exit."""
+    async def drain(
+        self, worker_id: str, *, restart: bool = False, timeout: float | None = CALL_SECONDS
+    ) -> None:
+        """Has a worker take nothing new, finish or hand back what runs, and exit.
+
+        With `restart` a fresh process takes its place, where something starts workers again.
+        """
         with translated(self.address):
-            request = cluster_pb2.DrainRequest(worker_id=worker_id)
+            request = cluster_pb2.DrainRequest(worker_id=worker_id, restart=restart)
             await self._admin.Drain(request, timeout=timeout)
 
     async def wait_ready(self, timeout: float = 60.0) -> None:

@@ -235,10 +235,15 @@ class Client:
         with translated(self.address):
             return self._admin.Trends(cluster_pb2.TrendsRequest(), timeout=timeout)
 
-    def drain(self, worker_id: str, *, timeout: float | None = CALL_SECONDS) -> None:
-        """Has a worker take nothing new, finish or hand back what runs, and exit."""
+    def drain(
+        self, worker_id: str, *, restart: bool = False, timeout: float | None = CALL_SECONDS
+    ) -> None:
+        """Has a worker take nothing new, finish or hand back what runs, and exit.
+
+        With `restart` a fresh process takes its place, where something starts workers again.
+        """
         with translated(self.address):
-            request = cluster_pb2.DrainRequest(worker_id=worker_id)
+            request = cluster_pb2.DrainRequest(worker_id=worker_id, restart=restart)
             self._admin.Drain(request, timeout=timeout)
 
     def wait_ready(self, timeout: float = 60.0) -> None:

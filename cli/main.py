@@ -17,6 +17,7 @@ from cli.drain import drain
 from cli.generate import generate
 from cli.keys import keys
 from cli.model import model
+from cli.restart import restart
 from cli.serve import serve
 from cli.simulate import simulate
 from cli.status import status
@@ -39,6 +40,7 @@ app.command()(diagnose)
 app.command()(bench)
 app.command()(doctor)
 app.command()(drain)
+app.command()(restart)
 app.command()(certs)
 app.command()(simulate)
 app.add_typer(model, name="model")

@@ -33,6 +33,7 @@ def render(status: cluster_pb2.StatusResponse, address: str) -> RenderableType:
         "",
         _legend(),
         *_faults(status),
+        *_misfits(status),
     )
 
 
@@ -120,6 +121,16 @@ def _legend() -> Text:
 def _faults(status: cluster_pb2.StatusResponse) -> list[Text]:
     faults = ((w.member.worker_id, w.fault or w.load.fault) for w in status.workers)
     return [Text(f"{name}: {fault}", style="red") for name, fault in faults if fault]
+
+
+def _misfits(status: cluster_pb2.StatusResponse) -> list[Text]:
+    """Pairs of two versions or layouts, once each."""
+    return [
+        Text(f"{worker.member.worker_id} and {misfit.worker_id}: {misfit.reason}", style="yellow")
+        for worker in status.workers
+        for misfit in worker.misfits
+        if worker.member.role == worker_pb2.ROLE_PREFILL
+    ]
 
 
 def duration(seconds: float) -> str:

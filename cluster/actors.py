@@ -1,7 +1,9 @@
 """The Ray actors: each is one process that runs one of our servers.
 
     constructor ─▶ starting ─▶ serving ─stop() or drained─▶ ended
-                       └─────────┴─error─▶ failed ─▶ the process ends ─Ray─▶ constructor
+                       │         │
+                       │         └─drained, to restart─┐
+                       └─────────┴─error─▶ failed ─────┴▶ the process ends ─Ray─▶ constructor
 
 A server runs on an event loop of its own, in a thread that the constructor
 starts. Ray restarts a dead actor by calling its constructor again, and the new
@@ -31,13 +33,14 @@ from worker.cpu import claim_threads
 
 if TYPE_CHECKING:
     from router.server import RouterServer
+    from worker.server import WorkerServer
 
 log = logging.getLogger(__name__)
 
 # Beyond the time that requests are given to end.
 STOP_SECONDS = 10.0
 TELL_SECONDS = 1.0
-# Between a failure and the end of the process: time to tell, and no hurry to fail again.
+# Before a process ends that Ray starts again: time to tell, and no hurry to fail again.
 RETRY_SECONDS = 1.0
 
 
@@ -72,17 +75,19 @@ class _ServerActor:
 
     def _run(self) -> None:
         try:
-            self._loop.run_until_complete(self._live())
+            again = self._loop.run_until_complete(self._live())
         except BaseException as error:
             log.exception("this process can no longer be trusted and ends")
             self._tell(progress="failed", address="", error=_reason(error))
+            again = True
+        if again:
             time.sleep(RETRY_SECONDS)
             os._exit(1)
 
-    async def _live(self) -> None:
+    async def _live(self) -> bool:
         telling = asyncio.ensure_future(self._keep_telling())
         try:
-            await self._serve()
+            return await self._serve()
         finally:
             telling.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -99,14 +104,23 @@ class _ServerActor:
         self._member = dataclasses.replace(self._member, **changes)  # type: ignore[arg-type]
         self._controller.update.remote(self._member)
 
-    async def _serve(self) -> None:
+    async def _serve(self) -> bool:
+        """Serves to the end; whether a fresh process is to take this one's place."""
         raise NotImplementedError
 
 
 class WorkerActor(_ServerActor):
     """One worker of either role."""
 
-    async def _serve(self) -> None:
+    _server: WorkerServer | None = None
+
+    def restart(self) -> None:
+        """Has the worker take nothing new, finish or hand back what runs, and start again as a
+        fresh process, on a node of Ray's choice."""
+        if self._server is not None:
+            self._loop.call_soon_threadsafe(self._server.drain, True)
+
+    async def _serve(self) -> bool:
         self._tell(progress="importing torch")
         assert self._member.role is not None
         claim_threads(self._config, self._member.role)
@@ -124,11 +138,14 @@ class WorkerActor(_ServerActor):
             progress=lambda text: self._tell(progress=text),
         )
         await server.start(self._member.host or ray.util.get_node_ip_address(), 0)
+        self._server = server
         self._serving = True
         self._tell(progress="ready", address=server.address, agent=server.agent)
         await server.serve_until(self._stopping)
-        if not self._stopping.asked.is_set():
-            self._tell(progress=DRAINED, address="", agent="")
+        if self._stopping.asked.is_set():
+            return False
+        self._tell(progress="restarting" if server.restarts else DRAINED, address="", agent="")
+        return server.restarts
 
 
 class RouterActor(_ServerActor):
@@ -138,7 +155,7 @@ class RouterActor(_ServerActor):
         self._controller_address = controller_address
         super().__init__(tree, member)
 
-    async def _serve(self) -> None:
+    async def _serve(self) -> bool:
         from router.server import RouterServer
 
         self._tell(progress="loading the tokenizer")
@@ -149,6 +166,7 @@ class RouterActor(_ServerActor):
         waiting = asyncio.ensure_future(self._tell_when_ready(server))
         await server.serve_until(self._stopping)
         waiting.cancel()
+        return False
 
     async def _tell_when_ready(self, server: RouterServer) -> None:
         await server.wait_ready()

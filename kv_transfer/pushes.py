@@ -44,7 +44,7 @@ from kv_transfer.sender import (
     Silent,
     StartWrite,
 )
-from kv_transfer.ticket import open_ticket
+from kv_transfer.ticket import TICKET_VERSION, open_ticket
 from kv_transfer.transport import Transport
 
 ANSWER_SECONDS = 5.0
@@ -213,6 +213,10 @@ class Pushes:
     def _connect(self, address: PoolAddress) -> str:
         if mismatch := describe_mismatch(self._layout, address.layout):
             raise LayoutMismatch(f"the pools are laid out differently: {mismatch}")
+        if address.ticket_version != TICKET_VERSION:
+            raise LayoutMismatch(
+                f"tickets have version {TICKET_VERSION} here and {address.ticket_version} there"
+            )
         return self._transport.connect(address)
 
     def _replace_agent(self, worker_id: str, agent: str, in_use: Collection[str]) -> None:

@@ -31,6 +31,7 @@ from kv_transfer.events import TransferCrashed, TransferEvent
 from kv_transfer.note import read_note
 from kv_transfer.pushes import Pushes
 from kv_transfer.reservations import Reservations
+from kv_transfer.ticket import TICKET_VERSION
 from kv_transfer.transport import (
     Noted,
     PeerLost,
@@ -111,6 +112,7 @@ class TransferThread:
     def open(self) -> None:
         """Makes the pool reachable. `start` does this on the thread."""
         address = self._transport.register(self._memory, self._layout)
+        address.ticket_version = TICKET_VERSION
         self._pushes = Pushes(self._transport, address, self._digest, self._deliver, self._clock)
         self._address.set_result(address)
 

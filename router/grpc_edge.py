@@ -242,7 +242,8 @@ class AdminService(cluster_pb2_grpc.AdminServicer):
             raise InvalidRequest(
                 f"no worker called {message.worker_id!r} is attached", field="worker_id"
             )
-        link.send(worker_pb2.RouterMessage(drain=worker_pb2.Drain()))
+        drain = worker_pb2.Drain(restart=message.restart)
+        link.send(worker_pb2.RouterMessage(drain=drain))
         return cluster_pb2.DrainResponse()
 
     @answered

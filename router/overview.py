@@ -41,10 +41,7 @@ class Overview:
             queued_requests=self._serving.admission.queued,
             queue_limit=self._queue_limit,
             draining=self._serving.draining,
-            workers=[
-                _worker_status(link, agents, self._roster.fault(link))
-                for link in self._roster.links
-            ],
+            workers=[_worker_status(link, agents, self._roster) for link in self._roster.links],
         )
 
     def diagnosis(self) -> pb.Diagnosis:
@@ -82,7 +79,7 @@ class Overview:
         return pb.TrendsResponse(seconds_each=BUCKET_SECONDS, points=points)
 
 
-def _worker_status(link: WorkerLink, agents: dict[str, str], fault: str) -> pb.WorkerStatus:
+def _worker_status(link: WorkerLink, agents: dict[str, str], roster: Roster) -> pb.WorkerStatus:
     welcome = link.welcome
     member = pb.Member(worker_id=link.worker_id, address=link.address)
     if welcome:
@@ -94,12 +91,14 @@ def _worker_status(link: WorkerLink, agents: dict[str, str], fault: str) -> pb.W
         load=link.load,
         active_requests=link.active,
         connected=sorted(name for agent, name in agents.items() if link.reaches(agent)),
-        fault=fault,
+        fault=roster.fault(link),
         draining=link.draining or link.leaving,
         known_pages=len(link.cache),
         read_tokens=link.read_tokens,
         hit_tokens=link.hit_tokens,
         busy_share=link.busy.share,
+        incarnation=welcome.incarnation if welcome else 0,
+        misfits=[pb.Misfit(worker_id=name, reason=reason) for name, reason in roster.misfits(link)],
     )
 
 

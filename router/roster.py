@@ -214,8 +214,23 @@ class Roster:
         """Why a worker cannot be used; empty when it can."""
         if self._namesake(link):
             return f"another worker is called {link.worker_id} too"
-        mismatches = (link.mismatch(other.agent) for other in self.usable(Role.DECODE))
-        return link.fault or link.load.fault or link.sick or next(filter(None, mismatches), "")
+        return link.fault or link.load.fault or link.sick or self._misfit_with_all(link)
+
+    def misfits(self, link: WorkerLink) -> list[tuple[str, str]]:
+        """The attached workers of the other role that one can never exchange pages with, and
+        why."""
+        if link.role is Role.PREFILL:
+            found = ((other, link.mismatch(other.agent)) for other in self._attached(Role.DECODE))
+        else:
+            found = ((other, other.mismatch(link.agent)) for other in self._attached(Role.PREFILL))
+        return [(other.worker_id, why) for other, why in found if why]
+
+    def _misfit_with_all(self, link: WorkerLink) -> str:
+        """Why a prefill worker can push to nobody; empty when it can, or may yet."""
+        if link.role is not Role.PREFILL:
+            return ""
+        reasons = [link.mismatch(other.agent) for other in self.usable(Role.DECODE)]
+        return reasons[0] if reasons and all(reasons) else ""
 
     def _may_prefill_locally(self) -> bool:
         since = self._without_pair_since

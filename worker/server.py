@@ -76,6 +76,8 @@ class WorkerServer:
         self._incarnation = secrets.randbits(64)
         self._inbox = Inbox()
         self._metrics = WorkerMetrics(worker_id, role)
+        # Whether it was drained to be started again.
+        self.restarts = False
 
     async def start(self, host: str, port: int) -> None:
         """Loads, connects and serves. When this returns, the worker takes requests."""
@@ -124,6 +126,11 @@ class WorkerServer:
         await asyncio.to_thread(self._transfer.stop)
         if self._failure.done():
             self._failure.result()
+
+    def drain(self, restart: bool = False) -> None:
+        """Has `serve_until` return when what runs has ended or was handed back."""
+        self.restarts = restart
+        self._drain_asked.set()
 
     async def _drain(self, stopping: Stopping) -> None:
         self._drain_asked.set()
@@ -225,9 +232,7 @@ class WorkerServer:
             ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ]
         self._server = grpc.aio.server(options=options)
-        service = WorkerService(
-            self._inbox, self._outbox, self._welcome, on_drain=self._drain_asked.set
-        )
+        service = WorkerService(self._inbox, self._outbox, self._welcome, on_drain=self.drain)
         worker_pb2_grpc.add_WorkerServicer_to_server(service, self._server)
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

@@ -28,8 +28,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         inbox: Inbox,
         outbox: Outbox,
         welcome: Callable[[], pb.Welcome],
-        on_drain: Callable[[], None],
+        on_drain: Callable[[bool], None],
     ) -> None:
+        """`on_drain` is told whether a fresh process is to follow."""
         self._inbox = inbox
         self._outbox = outbox
         self._welcome = welcome
@@ -90,7 +91,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 case "ping":
                     queue.put_nowait(pb.WorkerMessage(pong=pb.Pong()))
                 case "drain":
-                    self._on_drain()
+                    self._on_drain(message.drain.restart)
                 case _:
                     self._inbox.put(FromRouter(attachment, message))
 

@@ -141,16 +141,20 @@ class DrainRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     WORKER_ID_FIELD_NUMBER: _builtins.int
+    RESTART_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """The worker's name."""
+    restart: _builtins.bool
+    """Whether a fresh process is to take its place."""
     def __init__(
         self,
         *,
         worker_id: _builtins.str = ...,
+        restart: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["restart", b"restart", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -318,6 +322,8 @@ class WorkerStatus(_message.Message):
     READ_TOKENS_FIELD_NUMBER: _builtins.int
     HIT_TOKENS_FIELD_NUMBER: _builtins.int
     BUSY_SHARE_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    MISFITS_FIELD_NUMBER: _builtins.int
     attached: _builtins.bool
     """Whether the router's stream to it is up."""
     total_pages: _builtins.int
@@ -336,6 +342,10 @@ class WorkerStatus(_message.Message):
     """Of these, those that it had cached."""
     busy_share: _builtins.float
     """The share of the last seconds in which its engine computed, 0 to 1."""
+    incarnation: _builtins.int
+    """Drawn at random when its process starts: tells one that is back from one that
+    has not gone yet. 0 while it is not attached.
+    """
     @_builtins.property
     def member(self) -> Global___Member:
         """The worker."""
@@ -347,6 +357,10 @@ class WorkerStatus(_message.Message):
     @_builtins.property
     def connected(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """For prefill: the decode workers it can push to."""
+
+    @_builtins.property
+    def misfits(self) -> _containers.RepeatedCompositeFieldContainer[Global___Misfit]:
+        """The workers of the other role that it can never exchange pages with."""
 
     def __init__(
         self,
@@ -363,14 +377,40 @@ class WorkerStatus(_message.Message):
         read_tokens: _builtins.int = ...,
         hit_tokens: _builtins.int = ...,
         busy_share: _builtins.float = ...,
+        incarnation: _builtins.int = ...,
+        misfits: _abc.Iterable[Global___Misfit] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "member", b"member"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "attached", b"attached", "busy_share", b"busy_share", "connected", b"connected", "draining", b"draining", "fault", b"fault", "hit_tokens", b"hit_tokens", "known_pages", b"known_pages", "load", b"load", "member", b"member", "read_tokens", b"read_tokens", "total_pages", b"total_pages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "attached", b"attached", "busy_share", b"busy_share", "connected", b"connected", "draining", b"draining", "fault", b"fault", "hit_tokens", b"hit_tokens", "incarnation", b"incarnation", "known_pages", b"known_pages", "load", b"load", "member", b"member", "misfits", b"misfits", "read_tokens", b"read_tokens", "total_pages", b"total_pages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerStatus: _TypeAlias = WorkerStatus  # noqa: Y015
+
+@_typing.final
+class Misfit(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """The other worker's name."""
+    reason: _builtins.str
+    """Which versions or layouts differ, as the prefill worker sees it."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Misfit: _TypeAlias = Misfit  # noqa: Y015
 
 @_typing.final
 class DiagnoseRequest(_message.Message):

@@ -82,6 +82,7 @@ class PoolAddress(_message.Message):
     DEVICE_ID_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     ROUTES_FIELD_NUMBER: _builtins.int
+    TICKET_VERSION_FIELD_NUMBER: _builtins.int
     agent: _builtins.str
     """The transport agent's name, unique per process start."""
     base: _builtins.int
@@ -94,6 +95,10 @@ class PoolAddress(_message.Message):
     """The device the memory is on: "cpu", or "cuda" with device_id."""
     device_id: _builtins.int
     """The device's number."""
+    ticket_version: _builtins.int
+    """The version of the tickets that its owner makes and reads. Pools of two
+    versions exchange no pages.
+    """
     @_builtins.property
     def layout(self) -> Global___PoolLayout:
         """How the pages are arranged."""
@@ -113,10 +118,11 @@ class PoolAddress(_message.Message):
         device_id: _builtins.int = ...,
         layout: Global___PoolLayout | None = ...,
         routes: _abc.Iterable[Global___Route] | None = ...,
+        ticket_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "base", b"base", "device", b"device", "device_id", b"device_id", "layout", b"layout", "page_bytes", b"page_bytes", "routes", b"routes", "total_pages", b"total_pages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "base", b"base", "device", b"device", "device_id", b"device_id", "layout", b"layout", "page_bytes", b"page_bytes", "routes", b"routes", "ticket_version", b"ticket_version", "total_pages", b"total_pages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -109,7 +109,9 @@ class RouterMessage(_message.Message):
 
     @_builtins.property
     def drain(self) -> Global___Drain:
-        """To either: take nothing new, finish or hand back what runs, then exit."""
+        """To either: take nothing new, finish or hand back what runs, then exit;
+        for good, or to be started again.
+        """
 
     @_builtins.property
     def resync_cache(self) -> Global___ResyncCache:
@@ -352,12 +354,19 @@ Global___Pong: _TypeAlias = Pong  # noqa: Y015
 class Drain(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    RESTART_FIELD_NUMBER: _builtins.int
+    restart: _builtins.bool
+    """Whether a fresh process is to take the worker's place, where something
+    starts workers again. Otherwise it leaves for good.
+    """
     def __init__(
         self,
+        *,
+        restart: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["restart", b"restart"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 import pytest
 from pools import KINDS, Kind
 
-from baton.v1.transfer_pb2 import PoolLayout
+from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
 from core.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -35,7 +35,7 @@ from kv_transfer.events import (
 )
 from kv_transfer.inprocess import InProcessTransport
 from kv_transfer.thread import TransferThread
-from kv_transfer.ticket import make_ticket
+from kv_transfer.ticket import TICKET_VERSION, make_ticket
 from kv_transfer.transport import PoolMemory, Transport, TransportEvent
 
 PAGE_BYTES = 1024
@@ -362,6 +362,18 @@ def test_connecting_to_a_pool_of_another_layout_says_what_differs(make_worker: M
     error = prefill.next(PeerConnected).error
     assert isinstance(error, LayoutMismatch)
     assert "page_size is 16 here and 8 there" in error.message
+
+
+def test_connecting_to_a_pool_of_another_tickets_says_which(make_worker: Maker) -> None:
+    prefill, decode = make_worker(), make_worker()
+    address = PoolAddress()
+    address.CopyFrom(decode.thread.pool_address)
+    address.ticket_version += 1
+    prefill.thread.connect("decode-1", address)
+    error = prefill.next(PeerConnected).error
+    assert isinstance(error, LayoutMismatch)
+    ours, theirs = TICKET_VERSION, TICKET_VERSION + 1
+    assert error.message == f"tickets have version {ours} here and {theirs} there"
 
 
 @pytest.mark.parametrize(("sealed", "error"), [(b"\xff", Internal), (b"", LayoutMismatch)])

@@ -92,6 +92,9 @@ class ScriptedRouter(InferenceServicer, AdminServicer):
         self, request: cluster_pb2.DrainRequest, context: grpc.ServicerContext
     ) -> cluster_pb2.DrainResponse:
         self.drained.append(request.worker_id)
+        if request.restart:
+            for worker in self.status.workers:
+                worker.incarnation += worker.member.worker_id == request.worker_id
         return cluster_pb2.DrainResponse()
 
 
@@ -149,7 +152,11 @@ def cluster_status() -> cluster_pb2.StatusResponse:
         queue_limit=512,
         workers=[
             cluster_pb2.WorkerStatus(
-                member=prefill, attached=True, total_pages=16, connected=["decode-0"]
+                member=prefill,
+                attached=True,
+                total_pages=16,
+                load=worker_pb2.Load(free_pages=16),
+                connected=["decode-0"],
             ),
             cluster_pb2.WorkerStatus(
                 member=decode,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -85,8 +86,11 @@ class Command:
 
     def end(self) -> None:
         """Clears everything away, whatever state it is in."""
-        for pid in self.processes():
-            os.kill(pid, signal.SIGKILL)
+        while left := self.processes():
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
         self._popen.wait()
 
 
@@ -139,7 +143,7 @@ class Serve(Command):
                 item.member.worker_id: item.member.address for item in client.status().workers
             }
         port = int(addresses[name].rpartition(":")[2])
-        (pid,) = [pid for pid in self.processes() if port in _listening_ports(pid)]
+        (pid,) = [pid for pid in self.processes() if port in listening_ports(pid)]
         return pid
 
     def wait_whole(self, workers: int = 2) -> list[cluster_pb2.WorkerStatus]:
@@ -194,8 +198,15 @@ def _command_line(pid: int) -> str:
         return ""
 
 
+def listening_ports(pid: int) -> set[int]:
+    """The TCP ports that a process listens on; none when it has ended."""
+    try:
+        return _listening_ports(pid)
+    except (FileNotFoundError, ProcessLookupError):
+        return set()
+
+
 def _listening_ports(pid: int) -> set[int]:
-    """The TCP ports that a process listens on."""
     listening = {}
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:

@@ -19,6 +19,7 @@ from typer.testing import CliRunner, Result
 
 from baton.v1 import worker_pb2
 from cli.main import app
+from cli.restart import is_back
 from cli.status_table import BAR_WIDTH, duration, page_bar
 from cli.top_picture import sparkline
 from core.errors import PromptTooLong
@@ -334,8 +335,8 @@ def test_status_shows_the_router_and_a_row_for_each_worker(router: ScriptedRoute
         f"tale by router-0 at {router.address}, up 1 h 2 min, 4 active, 1 queued, 1234 finished"
     )
     assert [line.split() for line in lines[3:7]] == [
-        ["prefill-0", "prefill", "yes", "0", "0", "0", "-"],
-        ["127.0.0.1:6001", "0+0+0+0", "of", "16"],
+        ["prefill-0", "prefill", "yes", "░" * BAR_WIDTH, "0", "0", "0", "-"],
+        ["127.0.0.1:6001", "0+0+0+16", "of", "16"],
         ["decode-0", "decode", "yes", "██████▓▓▒▒▒░░░░░", "1", "4", "4", "75%"],
         ["127.0.0.1:6002", "6+2+3+5", "of", "16"],
     ]
@@ -364,6 +365,64 @@ def test_drain_waits_until_the_worker_is_gone(router: ScriptedRouter) -> None:
     ended = run(router, "drain", "decode-0")
     assert ended.stdout == "decode-0 is drained\n"
     assert router.drained == ["decode-0"]
+
+
+def test_restart_takes_a_prefill_and_a_decode_worker_by_turns(router: ScriptedRouter) -> None:
+    for worker in list(router.status.workers):
+        added = router.status.workers.add()
+        added.CopyFrom(worker)
+        added.member.worker_id = worker.member.worker_id.replace("0", "1")
+    router.status.workers[2].connected.append("decode-1")
+    ended = run(router, "restart")
+    assert ended.exit_code == 0, ended.stderr
+    assert router.drained == ["prefill-0", "decode-0", "prefill-1", "decode-1"]
+    assert [line.split()[:3] for line in ended.stdout.splitlines()] == [
+        [name, "is", "back"] for name in router.drained
+    ]
+
+
+def test_restart_leaves_the_only_worker_of_a_pool_unless_told(router: ScriptedRouter) -> None:
+    ended = run(router, "restart", "decode-0")
+    assert (ended.exit_code, router.drained) == (1, [])
+    assert "decode-0 is the only worker of its pool" in ended.stderr
+    assert run(router, "restart", "decode-0", "--last").exit_code == 0
+    assert router.drained == ["decode-0"]
+
+
+def test_restart_names_a_worker_that_is_not_there(router: ScriptedRouter) -> None:
+    ended = run(router, "restart", "nobody")
+    assert (ended.exit_code, router.drained) == (1, [])
+    assert "no worker called 'nobody'" in ended.stderr
+
+
+def test_restart_says_when_a_worker_does_not_come_back(router: ScriptedRouter) -> None:
+    router.status.workers[1].load.Clear()
+    ended = run(router, "restart", "decode-0", "--last", "--wait", "0.1")
+    assert ended.exit_code == 1
+    assert "decode-0 is not back yet" in ended.stderr
+
+
+def test_a_worker_is_back_once_pages_pass_or_it_fits_nobody(router: ScriptedRouter) -> None:
+    prefill, decode = router.status.workers
+    prefill.incarnation = decode.incarnation = 2
+    assert is_back([prefill, decode], "decode-0", 1)
+    prefill.connected.pop()
+    assert not is_back([prefill, decode], "decode-0", 1)
+    prefill.misfits.add(worker_id="decode-0", reason="page_size is 16 here and 32 there")
+    decode.misfits.add(worker_id="prefill-0", reason="page_size is 16 here and 32 there")
+    prefill.fault = "page_size is 16 here and 32 there"
+    assert is_back([prefill, decode], "decode-0", 1)
+    assert is_back([prefill, decode], "prefill-0", 1)
+    assert not is_back([prefill, decode], "prefill-0", 2)
+
+
+def test_status_says_who_does_not_fit_whom(router: ScriptedRouter) -> None:
+    for worker, other in (("prefill-0", "decode-0"), ("decode-0", "prefill-0")):
+        index = ("prefill-0", "decode-0").index(worker)
+        router.status.workers[index].misfits.add(worker_id=other, reason="versions differ")
+    lines = [line.strip() for line in run(router, "status").stdout.splitlines()]
+    assert lines.count("prefill-0 and decode-0: versions differ") == 1
+    assert "decode-0 and prefill-0: versions differ" not in lines
 
 
 def test_status_as_json_is_what_the_router_said(router: ScriptedRouter) -> None:

@@ -10,6 +10,7 @@ from waiting import until
 
 from baton.v1 import worker_pb2 as pb
 from core.config import Config, RouterConfig
+from core.errors import LayoutMismatch
 from core.page_keys import page_keys
 from core.types import AttemptKey, Role, Sampling, Work
 from router.placement import Placement, Policy, Reason
@@ -131,3 +132,35 @@ async def test_the_configuration_says_how_workers_are_chosen() -> None:
         chosen = in_turn(roster)
         assert {(found.policy, found.prefill) for found in chosen} == {(Policy.LOCAL, "")}
         assert {found.decode for found in chosen} == {"decode-0", "decode-1"}
+
+
+async def test_only_pairs_that_fit_are_used_and_the_others_say_why() -> None:
+    async with cluster(RouterConfig(local_prefill="fallback")) as (roster, workers):
+        why = "page_size is 16 here and 32 there"
+        for name in ("prefill-0", "prefill-1"):
+            mismatch = pb.Connected(
+                worker_id="decode-1",
+                agent="agent of decode-1",
+                error=why,
+                reason=LayoutMismatch.reason,
+            )
+            await workers[name].send(pb.WorkerMessage(connected=mismatch))
+        links = {link.worker_id: link for link in roster.links}
+
+        async def heard() -> bool:
+            return len(roster.misfits(links["decode-1"])) == 2
+
+        await until(heard)
+        assert {found.decode for found in in_turn(roster)} == {"decode-0"}
+        assert roster.misfits(links["prefill-0"]) == [("decode-1", why)]
+        assert not roster.misfits(links["decode-0"])
+        # They are of use all the same.
+        assert not any(roster.fault(link) for link in links.values())
+        await workers["decode-0"].stop()
+
+        async def alone() -> bool:
+            return roster.find("decode-0") is None
+
+        await until(alone)
+        assert roster.fault(links["prefill-0"]) == why
+        assert isinstance(roster.choose(WORK), LayoutMismatch)
