@@ -242,6 +242,24 @@ class AsyncClient:
             request = cluster_pb2.DrainRequest(worker_id=worker_id, restart=restart)
             await self._admin.Drain(request, timeout=timeout)
 
+    async def scale(
+        self,
+        prefill: int | None = None,
+        decode: int | None = None,
+        *,
+        timeout: float | None = CALL_SECONDS,
+    ) -> cluster_pb2.PoolsResponse:
+        """Has there be so many workers, as many as before where None; `pools` says how far
+        that is."""
+        with translated(self.address):
+            request = cluster_pb2.ScaleRequest(prefill=prefill, decode=decode)
+            return await self._admin.Scale(request, timeout=timeout)
+
+    async def pools(self, *, timeout: float | None = CALL_SECONDS) -> cluster_pb2.PoolsResponse:
+        """How many workers there are to be, and how far each is."""
+        with translated(self.address):
+            return await self._admin.Pools(cluster_pb2.PoolsRequest(), timeout=timeout)
+
     async def wait_ready(self, timeout: float = 60.0) -> None:
         """Waits until the cluster can answer; DeadlineExceeded says what is missing."""
         deadline = time.monotonic() + timeout

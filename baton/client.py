@@ -246,6 +246,24 @@ class Client:
             request = cluster_pb2.DrainRequest(worker_id=worker_id, restart=restart)
             self._admin.Drain(request, timeout=timeout)
 
+    def scale(
+        self,
+        prefill: int | None = None,
+        decode: int | None = None,
+        *,
+        timeout: float | None = CALL_SECONDS,
+    ) -> cluster_pb2.PoolsResponse:
+        """Has there be so many workers, as many as before where None; `pools` says how far
+        that is."""
+        with translated(self.address):
+            request = cluster_pb2.ScaleRequest(prefill=prefill, decode=decode)
+            return self._admin.Scale(request, timeout=timeout)
+
+    def pools(self, *, timeout: float | None = CALL_SECONDS) -> cluster_pb2.PoolsResponse:
+        """How many workers there are to be, and how far each is."""
+        with translated(self.address):
+            return self._admin.Pools(cluster_pb2.PoolsRequest(), timeout=timeout)
+
     def wait_ready(self, timeout: float = 60.0) -> None:
         """Waits until the cluster can answer; DeadlineExceeded says what is missing."""
         deadline = time.monotonic() + timeout

@@ -18,7 +18,7 @@ from core import model_store
 from core.config import Config
 
 if TYPE_CHECKING:
-    from cluster.controller import Member
+    from cluster.member import Member
 
 # How often a serving cluster is looked at, to tell of processes that start again.
 _WATCH_SECONDS = 1.0

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING
 import ray
 import uvloop
 
-from cluster.controller import CONTROLLER, DRAINED, Member
+from cluster import store
+from cluster.member import CONTROLLER, DRAINED, DRAINING, Member
 from core import config as configs
 from core.errors import BatonError
 from core.process import Stopping
@@ -101,8 +102,12 @@ class _ServerActor:
 
     def _tell(self, **changes: str) -> None:
         """Tells the controller how far this process is; does not wait for it."""
-        self._member = dataclasses.replace(self._member, **changes)  # type: ignore[arg-type]
+        requests = self._requests()
+        self._member = dataclasses.replace(self._member, requests=requests, **changes)  # type: ignore[arg-type]
         self._controller.update.remote(self._member)
+
+    def _requests(self) -> int:
+        return 0
 
     async def _serve(self) -> bool:
         """Serves to the end; whether a fresh process is to take this one's place."""
@@ -112,13 +117,29 @@ class _ServerActor:
 class WorkerActor(_ServerActor):
     """One worker of either role."""
 
-    _server: WorkerServer | None = None
+    def __init__(self, tree: dict[str, object], member: Member) -> None:
+        self._server: WorkerServer | None = None
+        # The role that it was made for, or has changed to before it was started again.
+        role = store.load().workers.get(member.worker_id, member.role)
+        super().__init__(tree, dataclasses.replace(member, role=role))
+
+    def drain(self) -> None:
+        """Has the worker take nothing new and, when what runs has ended, leave for good."""
+        self._loop.call_soon_threadsafe(self._begin_draining)
 
     def restart(self) -> None:
         """Has the worker take nothing new, finish or hand back what runs, and start again as a
         fresh process, on a node of Ray's choice."""
         if self._server is not None:
             self._loop.call_soon_threadsafe(self._server.drain, True)
+
+    def _begin_draining(self) -> None:
+        if self._server and self._member.progress not in (DRAINING, DRAINED):
+            self._server.drain()
+            self._tell(progress=DRAINING)
+
+    def _requests(self) -> int:
+        return self._server.requests if self._server else 0
 
     async def _serve(self) -> bool:
         self._tell(progress="importing torch")

@@ -1,106 +1,211 @@
-"""The controller: knows the members and tells the routers. On no request's path.
+"""The controller: owns the pools, knows the members, tells the routers. On no request's path.
 
-It keeps nothing that it could not learn again: every member tells about itself
-once a second. A controller that Ray has started again listens on the same port,
-and tells the routers nothing before it has heard from everyone it expects, or
-has waited long enough for them.
+    Fleet (which workers there are to be) ─tend, once a second and after each change─▶ actors
+    members ─update, once a second each─▶ who serves where ─Membership.Watch─▶ routers
+
+It is an actor that outlives whoever made it, and Ray starts it again when it
+dies. The fleet is in Ray's store, and everything else it learns again, since
+every member tells about itself once a second. A controller that was started
+again listens on the same port, and tells the routers nothing before it has heard
+from every worker it expects, or has waited long enough for them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
+import logging
+import os
+import time
 from collections import deque
-from collections.abc import AsyncIterator, Collection
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
 
 import grpc
 import ray
 
 from baton.v1 import cluster_pb2, cluster_pb2_grpc
+from cluster import store
+from cluster.control import Control
+from cluster.fleet import Fleet
+from cluster.member import CONTROLLER, DRAINED, Member
+from cluster.membership import Membership
+from cluster.worker_actors import WorkerActors, drain, is_worker, kill
 from core import config as configs
+from core.errors import InvalidRequest, Unavailable
 from core.tls import Identity, node_identity
 from core.types import MAX_MESSAGE_BYTES, Role
 from core.wire import role_to
+from planner.pools import Pools
 
-CONTROLLER = "controller"
-"""The controller's name in the cluster's Ray namespace."""
-
-DRAINED = "drained"
-"""The progress of a worker that has ended because it was told to, and is not to come back."""
+log = logging.getLogger(__name__)
 
 REMEMBERED = 256
-"""Ended processes that routers are told of."""
+"""Ended processes that routers are told of, and drained workers that operators are."""
 
 LEARNING_SECONDS = 5.0
 """How long a controller that has just started waits for members it expects."""
 
+TEND_SECONDS = 1.0
+"""Between two looks at the actors that there are."""
 
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A process of the cluster, as far as it has come."""
+DRAIN_SECONDS = 15.0
+"""Beyond `drain_seconds`: a worker that has not drained by then is ended all the same."""
 
-    worker_id: str
-    # None for a router.
-    role: Role | None
-    # Where it listens; empty means at its node's address.
-    host: str
-    progress: str = "starting"
-    # "host:port" once it serves.
-    address: str = ""
-    # For a router, where it speaks HTTP, if it does, and where its metrics are.
-    http: str = ""
-    metrics: str = ""
-    # Why it cannot start, when it cannot.
-    error: str = ""
-    # Its process: another one after a restart.
-    pid: int = 0
-    # The transport agent of a worker that serves: another one after a restart too.
-    agent: str = ""
+MOST_WORKERS = 1024
+"""Of a pool: more are a slip of the finger."""
+
+TETHER_LOOKS = 3
+"""In how many looks in a row the tether must be missing to count as gone."""
 
 
 class Controller:
     """A Ray actor. Its methods carry control, never tokens or pages."""
 
-    def __init__(self, address: str, expected: Collection[str], tree: dict[str, object]) -> None:
-        """`tree` is the cluster's configuration."""
-        self._expected = frozenset(expected)
+    def __init__(
+        self, address: str, tree: dict[str, object], gpus: float, *, joined: bool, tether: str
+    ) -> None:
+        """`tree` is the cluster's configuration; `gpus` and `joined` are as for WorkerActors.
+
+        When no actor is called `tether` any more, whoever started the cluster is gone, and
+        everything ends. Empty where it is to go on.
+        """
+        config = configs.parse(tree)
+        logging.basicConfig(level=config.log_level.upper())
+        self._actors = WorkerActors(config, gpus, joined=joined)
+        self._drain_seconds = config.drain_seconds + DRAIN_SECONDS
+        self._tether = tether
+        self._untethered = 0  # looks in a row
+        self._fleet = store.load()
+        self._changing = asyncio.Lock()
+        self._changed = asyncio.Event()
         self._members: dict[str, Member] = {}
+        self._deadlines: dict[str, float] = {}  # of workers that drain
+        self._drained: deque[Member] = deque(maxlen=REMEMBERED)
         self._ended: deque[str] = deque(maxlen=REMEMBERED)  # their transport agents
         self._membership = Membership()
-        options = [
-            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-            # Routers ask whether we are there; most of the time there is nothing else to say.
-            ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-        ]
-        self._server = grpc.aio.server(options=options)
-        cluster_pb2_grpc.add_MembershipServicer_to_server(self._membership, self._server)
-        self._bind(address, node_identity(configs.parse(tree)))
+        self._serve(address, node_identity(config))
         self._learning = asyncio.ensure_future(self._learn())
-
-    def _bind(self, address: str, identity: Identity | None) -> None:
-        if identity is None:
-            self._server.add_insecure_port(address)
-            return
-        credentials = grpc.ssl_server_credentials(
-            [(identity.key, identity.certificate)], identity.authority, require_client_auth=True
-        )
-        self._server.add_secure_port(address, credentials)
+        self._tending = asyncio.ensure_future(self._tend())
+        self._tending.add_done_callback(_give_up)
 
     async def update(self, member: Member) -> None:
         """A process tells how far it is. A restarted one replaces its earlier self."""
-        before = self._members.get(member.worker_id)
-        self._members[member.worker_id] = member
+        name = member.worker_id
+        if member.role and name not in self._fleet.workers:
+            return  # it is about to be ended
+        before = self._members.get(name)
+        self._members[name] = member
         if before and before.agent not in ("", member.agent):
             self._ended.append(before.agent)
-        if member.progress == DRAINED:
-            # Ray would otherwise start it again.
-            ray.kill(ray.get_actor(member.worker_id), no_restart=True)
-        if self._learning.done() or self._members.keys() >= self._expected:
+        if self._learning.done() or self._members.keys() >= self._fleet.workers.keys():
             await self._publish()
 
     async def members(self) -> list[Member]:
-        return list(self._members.values())
+        """Those there are, and those that have drained lately."""
+        return [*self._members.values(), *self._drained]
+
+    async def scale(self, wanted: Pools) -> None:
+        """So many workers of each role from now on: new ones start, and those that are too many
+        drain. Returns when that is decided."""
+        for role in Role:
+            if not 1 <= wanted.of(role) <= MOST_WORKERS:
+                raise InvalidRequest(
+                    f"{wanted.of(role)} {role} workers cannot be: 1 to {MOST_WORKERS} can",
+                    field=role.value,
+                )
+        try:
+            await self._change(lambda fleet: fleet.scaled(wanted, self._spare()))
+        except ray.exceptions.RayError as error:
+            raise Unavailable(f"Ray's head cannot be reached: {error}") from error
+
+    @property
+    def fleet(self) -> Fleet:
+        return self._fleet
+
+    def _spare(self) -> list[str]:
+        """Workers, those that are missed least first: they do not serve yet, have few requests,
+        or are young."""
+
+        def missed(name: str) -> tuple[bool, int, int]:
+            member = self._members.get(name)
+            serves = bool(member and member.address)
+            return serves, member.requests if member else 0, -int(name.rpartition("-")[2])
+
+        return sorted(self._fleet.workers, key=missed)
+
+    async def _change(self, step: Callable[[Fleet], Fleet]) -> None:
+        async with self._changing:
+            fleet = step(self._fleet)
+            await asyncio.to_thread(store.save, fleet)
+            self._fleet = fleet
+        self._changed.set()
+
+    async def _forget(self, name: str) -> None:
+        """The worker is not to come back."""
+        await self._change(functools.partial(Fleet.without, name=name))
+        self._members.pop(name, None)
+        self._deadlines.pop(name, None)
+
+    async def _tend(self) -> None:
+        """Has the actors be as the fleet says, for ever."""
+        while True:
+            self._changed.clear()
+            try:
+                await self._look()
+            except ray.exceptions.RayError as error:
+                log.warning("Ray's head cannot be reached: %s", error)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TEND_SECONDS):
+                    await self._changed.wait()
+
+    async def _look(self) -> None:
+        there = set(await asyncio.to_thread(ray.util.list_named_actors))
+        workers = {name for name in there if is_worker(name)}
+        if self._is_untethered(there):
+            await self._end(workers)
+        await self._heed_members()
+        for name in self._fleet.retiring:
+            await self._retire(name, name in workers)
+        for name in workers - self._fleet.workers.keys():
+            await asyncio.to_thread(kill, name)
+        for name, role in self._fleet.workers.items():
+            if name not in workers:
+                await asyncio.to_thread(self._actors.make, name, role)
+
+    async def _heed_members(self) -> None:
+        """Workers leave and change roles by themselves: the fleet follows."""
+        for name, role in self._fleet.workers.items():
+            member = self._members.get(name)
+            if member and member.progress == DRAINED:
+                await self._forget(name)
+                self._drained.append(member)
+            elif member and member.role and member.role is not role:
+                await self._change(functools.partial(Fleet.switched, name=name, role=member.role))
+
+    async def _retire(self, name: str, there: bool) -> None:
+        """Has a worker drain. One that holds nothing, or too long, is ended."""
+        member = self._members.get(name)
+        deadline = self._deadlines.setdefault(name, time.monotonic() + self._drain_seconds)
+        unheard = member is None and not self._learning.done()
+        serves = unheard or (member is not None and member.address)
+        if there and serves and time.monotonic() < deadline:
+            await asyncio.to_thread(drain, name)
+        else:
+            await self._forget(name)
+
+    def _is_untethered(self, there: set[str]) -> bool:
+        missing = bool(self._tether) and self._tether not in there
+        self._untethered = self._untethered + 1 if missing else 0
+        return self._untethered >= TETHER_LOOKS
+
+    async def _end(self, workers: set[str]) -> None:
+        """Ends everything, this process last."""
+        log.warning("whoever started this cluster is gone; it ends")
+        for name in workers:
+            await asyncio.to_thread(kill, name)
+        await asyncio.to_thread(store.forget)
+        await asyncio.to_thread(kill, CONTROLLER)
 
     async def _learn(self) -> None:
         await self._server.start()
@@ -116,32 +221,31 @@ class Controller:
         members = cluster_pb2.Members(workers=serving, ended_agents=self._ended)
         await self._membership.publish(members)
 
+    def _serve(self, address: str, identity: Identity | None) -> None:
+        options = [
+            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+            # Routers ask whether we are there; most of the time there is nothing else to say.
+            ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        ]
+        self._server = grpc.aio.server(options=options)
+        cluster_pb2_grpc.add_MembershipServicer_to_server(self._membership, self._server)
+        cluster_pb2_grpc.add_ControlServicer_to_server(Control(self), self._server)
+        if identity is None:
+            self._server.add_insecure_port(address)
+            return
+        credentials = grpc.ssl_server_credentials(
+            [(identity.key, identity.certificate)], identity.authority, require_client_auth=True
+        )
+        self._server.add_secure_port(address, credentials)
+
+
+def _give_up(task: asyncio.Task[None]) -> None:
+    """What was not foreseen ends the process; Ray starts another."""
+    log.error("the pools can no longer be tended", exc_info=task.exception())
+    os._exit(1)
+
 
 def _message(member: Member, role: Role) -> cluster_pb2.Member:
     return cluster_pb2.Member(
         worker_id=member.worker_id, role=role_to(role), address=member.address
     )
-
-
-class Membership(cluster_pb2_grpc.MembershipServicer):
-    """The list of workers that serve, told to any number of routers once it is known."""
-
-    def __init__(self) -> None:
-        self._now: cluster_pb2.Members | None = None
-        self._changed = asyncio.Condition()
-
-    async def publish(self, members: cluster_pb2.Members) -> None:
-        async with self._changed:
-            self._now = members
-            self._changed.notify_all()
-
-    async def Watch(
-        self, request: cluster_pb2.WatchRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[cluster_pb2.Members]:
-        told = None
-        while True:
-            async with self._changed:
-                await self._changed.wait_for(lambda: self._now != told)  # noqa: B023 read at once
-                told = self._now
-            assert told is not None
-            yield told

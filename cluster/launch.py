@@ -7,7 +7,11 @@ stop()   lets requests come to their end, ends every actor in order and, where i
 Each run has a Ray namespace of its own: any number of clusters can live on one
 Ray, as long as their routers listen on different ports. On a Ray that was
 joined, the workers may be anywhere; the router and the controller are on the
-node where the cluster was started.
+node where the cluster was started. Workers come and go with the pools, which
+the controller owns, so what there is to stop is found by asking Ray.
+
+The router belongs to this process. Should this process be killed, Ray ends the
+router, and the controller, which misses it, ends everything else.
 """
 
 from __future__ import annotations
@@ -25,21 +29,22 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.actors import RouterActor, WorkerActor
-from cluster.controller import CONTROLLER, Controller, Member
+from cluster import store
+from cluster.actors import RouterActor
+from cluster.controller import Controller
+from cluster.fleet import Fleet
+from cluster.member import CONTROLLER, Member
 from cluster.preflight import check_ray, free_port
+from cluster.worker_actors import CONCURRENCY, WorkerActors, find, gpus_per_worker, is_worker, kill
 from core import config as configs
 from core.config import Config, RouterConfig
 from core.errors import DeadlineExceeded, InvalidConfig, Unavailable
-from core.types import Role
+from planner.pools import Pools
 from worker import mps
 
 ROUTER = "router-0"
 POLL_SECONDS = 0.1
-# Of calls to one actor: it can be told to hurry while it stops.
-CONCURRENCY = 2
 MEMBERS_SECONDS = 5.0
 STOP_SECONDS = 15.0
 # Nothing of ours goes through Ray's object store; this is the least it takes.
@@ -49,7 +54,7 @@ Progress = Callable[[list[Member]], None]
 
 
 class Cluster:
-    """One router, and as many workers of each role as the configuration says."""
+    """One router, and at first as many workers of each role as the configuration says."""
 
     def __init__(self, config: Config, ray_address: str = "") -> None:
         # Ports are chosen here, once: a router that starts again must be where it was.
@@ -57,9 +62,8 @@ class Cluster:
             dataclasses.replace(config, router=_with_ports(config.router))
         )
         self._ray_address = ray_address
-        self._workers: list[Any] = []
-        self._routers: list[Any] = []
         self._controller: Any = None
+        self._router: Any = None  # kept: with the last handle the actor would end
         self._pids: dict[str, int] = {}
         self._services = contextlib.ExitStack()
         self.log_folder = ""
@@ -73,12 +77,15 @@ class Cluster:
         on_progress([])
         self._join_ray()
         on_progress([])
-        workers = self._plan()
-        gpus = self._gpus_per_worker()
-        address = self._make_controller([ROUTER, *(member.worker_id for member in workers)])
-        for member in workers:
-            self._workers.append(self._make_worker(member, gpus))
-        self._routers.append(self._make_router(address))
+        gpus = gpus_per_worker(self._config)
+        fleet = Fleet.of(Pools(self._config.prefill.workers, self._config.decode.workers))
+        store.save(fleet)
+        address = self._make_controller(gpus)
+        # The controller would make them too, but only once its process is there.
+        actors = WorkerActors(self._config, gpus, joined=bool(self._ray_address))
+        for name, role in fleet.workers.items():
+            actors.make(name, role)
+        self._router = self._make_router(address)
         return self._wait(on_progress, time.monotonic() + timeout)
 
     def members(self) -> list[Member]:
@@ -98,15 +105,20 @@ class Cluster:
                 self._stop_processes(hurry or threading.Event())
 
     def _stop_processes(self, hurry: threading.Event) -> None:
+        # The controller would start again what ends.
+        kill(CONTROLLER)
+        names = ray.util.list_named_actors()
         # The router first: its requests need the workers.
-        self._stop_actors(self._routers, hurry)
-        self._stop_actors(self._workers, hurry)
-        for actor in (*self._routers, *self._workers, self._controller):
-            if actor is not None:
-                ray.kill(actor)
+        self._stop_actors([name for name in names if not is_worker(name)], hurry)
+        self._stop_actors([name for name in names if is_worker(name)], hurry)
+        # With those that the controller had just made.
+        for name in ray.util.list_named_actors():
+            kill(name)
+        store.forget()
         ray.shutdown()
 
-    def _stop_actors(self, actors: list[Any], hurry: threading.Event) -> None:
+    def _stop_actors(self, names: list[str], hurry: threading.Event) -> None:
+        actors = [actor for actor in map(find, names) if actor]
         stops = [actor.stop.remote() for actor in actors]
         deadline = time.monotonic() + self._config.drain_seconds + STOP_SECONDS
         hurried = False
@@ -151,45 +163,15 @@ class Cluster:
         folder = self._services.enter_context(tempfile.TemporaryDirectory())
         return self._services.enter_context(mps.service(Path(folder)))
 
-    def _gpus_per_worker(self) -> float:
-        """One GPU a worker, or an equal share where there are fewer GPUs than workers."""
-        total = float(ray.cluster_resources().get("GPU", 0))
-        if self._config.device == "cuda" and not total:
-            raise InvalidConfig("device is cuda, but Ray sees no GPU", field="device")
-        if self._config.device == "cpu":
-            return 0.0
-        workers = self._config.prefill.workers + self._config.decode.workers
-        return min(1.0, total / workers)
-
-    def _plan(self) -> list[Member]:
-        """The workers. On a joined Ray each listens at its node's address."""
-        config = self._config
-        return [
-            Member(f"{role.value}-{index}", role, "" if self._ray_address else section.host)
-            for role, section in ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode))
-            for index in range(section.workers)
-        ]
-
-    def _make_controller(self, expected: list[str]) -> str:
+    def _make_controller(self, gpus: float) -> str:
         """The controller's address: chosen here, so that it is the same after a restart."""
         host = str(ray.util.get_node_ip_address()) if self._ray_address else "127.0.0.1"
         address = f"{host}:{self._config.controller.port or free_port(host)}"
-        actor = ray.remote(Controller).options(**_here(CONTROLLER))
-        self._controller = actor.remote(address, expected, configs.dump(self._config))
-        return address
-
-    def _make_worker(self, member: Member, gpus: float) -> Any:
-        section = self._config.prefill if member.role is Role.PREFILL else self._config.decode
-        actor = ray.remote(WorkerActor).options(
-            name=member.worker_id,
-            num_cpus=0,
-            max_concurrency=CONCURRENCY,
-            num_gpus=gpus if section.gpus is None else section.gpus,
-            # A worker that dies starts again, for ever, and rejoins.
-            max_restarts=-1,
-            scheduling_strategy="SPREAD",
+        actor = ray.remote(Controller).options(**_here(CONTROLLER), lifetime="detached")
+        self._controller = actor.remote(
+            address, configs.dump(self._config), gpus, joined=bool(self._ray_address), tether=ROUTER
         )
-        return actor.remote(configs.dump(self._config), member)
+        return address
 
     def _make_router(self, controller_address: str) -> Any:
         member = Member(ROUTER, None, self._config.router.host)
@@ -239,11 +221,13 @@ def _with_whole_paths(config: Config) -> Config:
 
 
 def _here(name: str) -> dict[str, Any]:
-    """Options of an actor that lives on this node, and starts again when it dies."""
-    node = ray.get_runtime_context().get_node_id()
+    """Options of an actor that lives at this node's address, and starts again when it dies."""
+    identity = ray.get_runtime_context().get_node_id()
+    (node,) = [node for node in ray.nodes() if node["NodeID"] == identity]
     return {
         "name": name,
         "num_cpus": 0,
         "max_restarts": -1,
-        "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
+        # A little of what only a node at this address has, also one that was started again.
+        "resources": {f"node:{node['NodeManagerAddress']}": 0.001},
     }

@@ -32,6 +32,7 @@ from core.types import Request
 from core.wire import finish_to
 from router import phases
 from router.callers import KeyRing
+from router.control import ControllerCalls
 from router.grpc_errors import to_status
 from router.grpc_lock import authorization, metadata_value
 from router.ledger import RequestLedger
@@ -227,9 +228,10 @@ def _placement(placement: Placement) -> pb.Placement:
 
 
 class AdminService(cluster_pb2_grpc.AdminServicer):
-    def __init__(self, overview: Overview, roster: Roster) -> None:
+    def __init__(self, overview: Overview, roster: Roster, controller: ControllerCalls) -> None:
         self._overview = overview
         self._roster = roster
+        self._controller = controller
 
     @answered
     async def Status(self, message: cluster_pb2.StatusRequest) -> cluster_pb2.StatusResponse:
@@ -245,6 +247,14 @@ class AdminService(cluster_pb2_grpc.AdminServicer):
         drain = worker_pb2.Drain(restart=message.restart)
         link.send(worker_pb2.RouterMessage(drain=drain))
         return cluster_pb2.DrainResponse()
+
+    @answered
+    async def Scale(self, message: cluster_pb2.ScaleRequest) -> cluster_pb2.PoolsResponse:
+        return await self._controller.scale(message)
+
+    @answered
+    async def Pools(self, message: cluster_pb2.PoolsRequest) -> cluster_pb2.PoolsResponse:
+        return await self._controller.pools()
 
     @answered
     async def Timing(self, message: cluster_pb2.TimingRequest) -> timing_pb2.RequestTiming:

@@ -28,6 +28,7 @@ from core.tls import NODE, Identity, certificate_path, door_identity, key_path, 
 from core.types import MAX_MESSAGE_BYTES
 from router.callers import KeyRing
 from router.canary import run_canary
+from router.control import ControllerCalls
 from router.grpc_edge import AdminService, InferenceService
 from router.grpc_lock import KeyLock
 from router.grpc_messages import ReadMessages
@@ -74,7 +75,7 @@ class RouterServer:
         self._serving = Serving(text, self._roster, self._config.router, self._metrics)
         self._metrics.watch(self._roster.links)
         self._spans = self._trace(model)
-        await self._serve(model)
+        await self._serve(model, ControllerCalls(controller, node_identity(self._config)))
         self._http = self._serve_http(model)
         self._serve_metrics()
         self._roster.set_addresses(self._config.members.workers)
@@ -121,7 +122,7 @@ class RouterServer:
         self._report_health()
         await stopping.wait_at_most(self._config.drain_seconds, self._serving.idle)
 
-    async def _serve(self, model: str) -> None:
+    async def _serve(self, model: str, controller: ControllerCalls) -> None:
         options = [
             ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -149,7 +150,7 @@ class RouterServer:
         self._overview = Overview(
             self._serving, self._roster, model, self._router_id, limits.max_queued
         )
-        admin = AdminService(self._overview, self._roster)
+        admin = AdminService(self._overview, self._roster, controller)
         inference_pb2_grpc.add_InferenceServicer_to_server(inference, self._server)
         cluster_pb2_grpc.add_AdminServicer_to_server(admin, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

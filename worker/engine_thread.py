@@ -87,6 +87,7 @@ class EngineThread(threading.Thread):
         self._began = 0.0
         self._busy_seconds = 0.0
         self._fault = ""
+        self.requests = 0  # running or waiting, when last counted
         self._draining = False
         self._hand_back_at = math.inf
 
@@ -170,4 +171,5 @@ class EngineThread(threading.Thread):
             load = role.load()
             load.busy_seconds, load.up_seconds = self._busy_seconds, now - self._began
             self._fault = load.fault
+            self.requests = load.running + load.waiting
             self._outbox.broadcast(pb.WorkerMessage(load=load))

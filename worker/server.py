@@ -105,6 +105,11 @@ class WorkerServer:
         """The transport agent of this process."""
         return self._transfer.pool_address.agent
 
+    @property
+    def requests(self) -> int:
+        """How many it has, running or waiting."""
+        return self._thread.requests
+
     def serve_metrics(self, host: str, port: int) -> str:
         """Serves Prometheus metrics; the address, "host:port"."""
         server, _ = start_http_server(port, addr=host, registry=self._metrics.registry)

@@ -99,6 +99,129 @@ class Membership(object):
             _registered_method=True)
 
 
+class ControlStub(object):
+    """How many workers there are: what a router passes on of Admin's calls of the
+    same names.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Scale = channel.unary_unary(
+                '/baton.v1.Control/Scale',
+                request_serializer=baton_dot_v1_dot_cluster__pb2.ScaleRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_cluster__pb2.PoolsResponse.FromString,
+                _registered_method=True)
+        self.Pools = channel.unary_unary(
+                '/baton.v1.Control/Pools',
+                request_serializer=baton_dot_v1_dot_cluster__pb2.PoolsRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_cluster__pb2.PoolsResponse.FromString,
+                _registered_method=True)
+
+
+class ControlServicer(object):
+    """How many workers there are: what a router passes on of Admin's calls of the
+    same names.
+    """
+
+    def Scale(self, request, context):
+        """Has the pools be of another size. Returns when that is decided.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Pools(self, request, context):
+        """The pools, at this moment.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_ControlServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Scale': grpc.unary_unary_rpc_method_handler(
+                    servicer.Scale,
+                    request_deserializer=baton_dot_v1_dot_cluster__pb2.ScaleRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_cluster__pb2.PoolsResponse.SerializeToString,
+            ),
+            'Pools': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pools,
+                    request_deserializer=baton_dot_v1_dot_cluster__pb2.PoolsRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_cluster__pb2.PoolsResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'baton.v1.Control', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('baton.v1.Control', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Control(object):
+    """How many workers there are: what a router passes on of Admin's calls of the
+    same names.
+    """
+
+    @staticmethod
+    def Scale(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Control/Scale',
+            baton_dot_v1_dot_cluster__pb2.ScaleRequest.SerializeToString,
+            baton_dot_v1_dot_cluster__pb2.PoolsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pools(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Control/Pools',
+            baton_dot_v1_dot_cluster__pb2.PoolsRequest.SerializeToString,
+            baton_dot_v1_dot_cluster__pb2.PoolsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class AdminStub(object):
     """Missing associated documentation comment in .proto file."""
 
@@ -117,6 +240,16 @@ class AdminStub(object):
                 '/baton.v1.Admin/Drain',
                 request_serializer=baton_dot_v1_dot_cluster__pb2.DrainRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_cluster__pb2.DrainResponse.FromString,
+                _registered_method=True)
+        self.Scale = channel.unary_unary(
+                '/baton.v1.Admin/Scale',
+                request_serializer=baton_dot_v1_dot_cluster__pb2.ScaleRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_cluster__pb2.PoolsResponse.FromString,
+                _registered_method=True)
+        self.Pools = channel.unary_unary(
+                '/baton.v1.Admin/Pools',
+                request_serializer=baton_dot_v1_dot_cluster__pb2.PoolsRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_cluster__pb2.PoolsResponse.FromString,
                 _registered_method=True)
         self.Timing = channel.unary_unary(
                 '/baton.v1.Admin/Timing',
@@ -153,6 +286,21 @@ class AdminServicer(object):
     def Drain(self, request, context):
         """Has a worker take nothing new, finish or hand back what runs, and exit.
         Returns when the worker has been told.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Scale(self, request, context):
+        """Has the pools be of another size: new workers start, and those that are too
+        many drain. Returns when that is decided. Needs a controller.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Pools(self, request, context):
+        """The pools, at this moment. Needs a controller.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -198,6 +346,16 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=baton_dot_v1_dot_cluster__pb2.DrainRequest.FromString,
                     response_serializer=baton_dot_v1_dot_cluster__pb2.DrainResponse.SerializeToString,
+            ),
+            'Scale': grpc.unary_unary_rpc_method_handler(
+                    servicer.Scale,
+                    request_deserializer=baton_dot_v1_dot_cluster__pb2.ScaleRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_cluster__pb2.PoolsResponse.SerializeToString,
+            ),
+            'Pools': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pools,
+                    request_deserializer=baton_dot_v1_dot_cluster__pb2.PoolsRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_cluster__pb2.PoolsResponse.SerializeToString,
             ),
             'Timing': grpc.unary_unary_rpc_method_handler(
                     servicer.Timing,
@@ -274,6 +432,60 @@ class Admin(object):
             '/baton.v1.Admin/Drain',
             baton_dot_v1_dot_cluster__pb2.DrainRequest.SerializeToString,
             baton_dot_v1_dot_cluster__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Scale(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/Scale',
+            baton_dot_v1_dot_cluster__pb2.ScaleRequest.SerializeToString,
+            baton_dot_v1_dot_cluster__pb2.PoolsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pools(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/Pools',
+            baton_dot_v1_dot_cluster__pb2.PoolsRequest.SerializeToString,
+            baton_dot_v1_dot_cluster__pb2.PoolsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -54,6 +54,55 @@ class MembershipServicer(metaclass=_abc_1.ABCMeta):
 
 def add_MembershipServicer_to_server(servicer: MembershipServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
+class ControlStub:
+    """How many workers there are: what a router passes on of Admin's calls of the
+    same names.
+    """
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> ControlAsyncStub: ...
+    Scale: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ScaleRequest, _cluster_pb2.PoolsResponse]
+    """Has the pools be of another size. Returns when that is decided."""
+    Pools: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.PoolsRequest, _cluster_pb2.PoolsResponse]
+    """The pools, at this moment."""
+
+@_typing.type_check_only
+class ControlAsyncStub(ControlStub):
+    """How many workers there are: what a router passes on of Admin's calls of the
+    same names.
+    """
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Scale: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ScaleRequest, _cluster_pb2.PoolsResponse]  # type: ignore[assignment]
+    """Has the pools be of another size. Returns when that is decided."""
+    Pools: _aio.UnaryUnaryMultiCallable[_cluster_pb2.PoolsRequest, _cluster_pb2.PoolsResponse]  # type: ignore[assignment]
+    """The pools, at this moment."""
+
+class ControlServicer(metaclass=_abc_1.ABCMeta):
+    """How many workers there are: what a router passes on of Admin's calls of the
+    same names.
+    """
+
+    @_abc_1.abstractmethod
+    def Scale(
+        self,
+        request: _cluster_pb2.ScaleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.PoolsResponse, _abc.Awaitable[_cluster_pb2.PoolsResponse]]:
+        """Has the pools be of another size. Returns when that is decided."""
+
+    @_abc_1.abstractmethod
+    def Pools(
+        self,
+        request: _cluster_pb2.PoolsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.PoolsResponse, _abc.Awaitable[_cluster_pb2.PoolsResponse]]:
+        """The pools, at this moment."""
+
+def add_ControlServicer_to_server(servicer: ControlServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
 class AdminStub:
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -65,6 +114,12 @@ class AdminStub:
     """Has a worker take nothing new, finish or hand back what runs, and exit.
     Returns when the worker has been told.
     """
+    Scale: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ScaleRequest, _cluster_pb2.PoolsResponse]
+    """Has the pools be of another size: new workers start, and those that are too
+    many drain. Returns when that is decided. Needs a controller.
+    """
+    Pools: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.PoolsRequest, _cluster_pb2.PoolsResponse]
+    """The pools, at this moment. Needs a controller."""
     Timing: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.TimingRequest, _timing_pb2.RequestTiming]
     """Where the time of a recent request went."""
     Recent: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.RecentRequest, _cluster_pb2.RecentResponse]
@@ -83,6 +138,12 @@ class AdminAsyncStub(AdminStub):
     """Has a worker take nothing new, finish or hand back what runs, and exit.
     Returns when the worker has been told.
     """
+    Scale: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ScaleRequest, _cluster_pb2.PoolsResponse]  # type: ignore[assignment]
+    """Has the pools be of another size: new workers start, and those that are too
+    many drain. Returns when that is decided. Needs a controller.
+    """
+    Pools: _aio.UnaryUnaryMultiCallable[_cluster_pb2.PoolsRequest, _cluster_pb2.PoolsResponse]  # type: ignore[assignment]
+    """The pools, at this moment. Needs a controller."""
     Timing: _aio.UnaryUnaryMultiCallable[_cluster_pb2.TimingRequest, _timing_pb2.RequestTiming]  # type: ignore[assignment]
     """Where the time of a recent request went."""
     Recent: _aio.UnaryUnaryMultiCallable[_cluster_pb2.RecentRequest, _cluster_pb2.RecentResponse]  # type: ignore[assignment]
@@ -110,6 +171,24 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         """Has a worker take nothing new, finish or hand back what runs, and exit.
         Returns when the worker has been told.
         """
+
+    @_abc_1.abstractmethod
+    def Scale(
+        self,
+        request: _cluster_pb2.ScaleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.PoolsResponse, _abc.Awaitable[_cluster_pb2.PoolsResponse]]:
+        """Has the pools be of another size: new workers start, and those that are too
+        many drain. Returns when that is decided. Needs a controller.
+        """
+
+    @_abc_1.abstractmethod
+    def Pools(
+        self,
+        request: _cluster_pb2.PoolsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.PoolsResponse, _abc.Awaitable[_cluster_pb2.PoolsResponse]]:
+        """The pools, at this moment. Needs a controller."""
 
     @_abc_1.abstractmethod
     def Timing(

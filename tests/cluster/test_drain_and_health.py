@@ -18,7 +18,7 @@ from waiting import until
 import baton
 from baton import Answer, AsyncClient, AsyncStream
 from baton.v1 import cluster_pb2, cluster_pb2_grpc
-from cluster.controller import Membership
+from cluster.membership import Membership
 from core import metrics
 from core.types import Role
 from core.wire import role_to

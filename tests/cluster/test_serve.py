@@ -131,27 +131,6 @@ def test_a_second_cluster_with_a_file_and_flags_runs_beside_the_first(
     assert answer(serve) == ANSWER
 
 
-def test_a_drained_worker_leaves_and_ctrl_c_lets_answers_end(tiny: Path, tmp_path: Path) -> None:
-    flags = ["--model", str(tiny), "--kv-memory", "4MiB", "--decode", "2"]
-    with Serve(tmp_path, *flags) as cluster:
-        cluster.ready().wait_whole(3)
-        with cluster.client() as client:
-            undisturbed = client.generate([1, 2, 3], max_tokens=250, ignore_eos=True)
-            assert cluster.ask("drain", "decode-0") == "decode-0 is drained\n"
-            cluster.wait_for("decode-0 +drained")
-            cluster.wait_whole(2)
-            with client.stream([1, 2, 3], max_tokens=250, ignore_eos=True) as stream:
-                next(stream)
-                cluster.send(signal.SIGINT)
-                answer = stream.read()
-        assert answer.token_ids == undisturbed.token_ids
-        assert answer.decode_worker == "decode-1"
-        assert (cluster.wait(), cluster.stderr) == (0, "")
-        # It was not started again.
-        assert len(re.findall("decode-0 +ready", cluster.stdout)) == 1
-        cluster.wait_gone()
-
-
 @pytest.mark.parametrize(
     ("moment", "later", "number"),
     [("starting Ray", 1.0, signal.SIGINT), ("importing torch", 0.0, signal.SIGTERM)],

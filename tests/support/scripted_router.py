@@ -33,6 +33,8 @@ class ScriptedRouter(InferenceServicer, AdminServicer):
         self.has_chat_template = True
         self.status = cluster_status()
         self.drained: list[str] = []  # the workers that were to be drained
+        self.scaled: list[tuple[int, int]] = []  # what the pools were to be
+        self.pools = [cluster_pb2.PoolsResponse()]  # what they are, one answer after the other
         self.requests: list[inference_pb2.GenerateRequest] = []
         self.over = threading.Event()  # set when a Generate call has ended, however
         self._server = grpc.server(futures.ThreadPoolExecutor(4), options=SERVER_OPTIONS)
@@ -97,6 +99,17 @@ class ScriptedRouter(InferenceServicer, AdminServicer):
                 worker.incarnation += worker.member.worker_id == request.worker_id
         return cluster_pb2.DrainResponse()
 
+    def Scale(
+        self, request: cluster_pb2.ScaleRequest, context: grpc.ServicerContext
+    ) -> cluster_pb2.PoolsResponse:
+        self.scaled.append((request.prefill, request.decode))
+        return self.pools[0]
+
+    def Pools(
+        self, request: cluster_pb2.PoolsRequest, context: grpc.ServicerContext
+    ) -> cluster_pb2.PoolsResponse:
+        return self.pools.pop(0) if len(self.pools) > 1 else self.pools[0]
+
 
 def started(request: inference_pb2.GenerateRequest) -> inference_pb2.Started:
     return inference_pb2.Started(
@@ -129,6 +142,20 @@ def finished(tokens: int, index: int, seed: int) -> inference_pb2.Finished:
         index=index,
         seed=seed,
     )
+
+
+def pools(**progress: str) -> cluster_pb2.PoolsResponse:
+    """One prefill and two decode workers are wanted; those given are there, so far."""
+    workers = [
+        cluster_pb2.PooledWorker(
+            worker_id=name.replace("_", "-"),
+            progress=words,
+            ready=words == "ready",
+            retiring=words == "draining",
+        )
+        for name, words in progress.items()
+    ]
+    return cluster_pb2.PoolsResponse(prefill=1, decode=2, workers=workers)
 
 
 def cluster_status() -> cluster_pb2.StatusResponse:

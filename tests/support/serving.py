@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-from baton import Client
+from baton import Client, Unavailable
 from baton.v1 import cluster_pb2, worker_pb2
 
 BATON = str(Path(sys.executable).with_name("baton"))
@@ -146,6 +146,14 @@ class Serve(Command):
         (pid,) = [pid for pid in self.processes() if port in listening_ports(pid)]
         return pid
 
+    def wait_pools(self, prefill: int, decode: int) -> None:
+        """Returns when the controller answers that so many workers are wanted, and all serve."""
+        deadline = time.monotonic() + START_SECONDS
+        with self.client() as client:
+            while not _are_pools(client, prefill, decode):
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+
     def wait_whole(self, workers: int = 2) -> list[cluster_pb2.WorkerStatus]:
         """The workers, once all are attached, prefill reaches decode, and every pool is empty."""
         deadline = time.monotonic() + START_SECONDS
@@ -157,6 +165,15 @@ class Serve(Command):
                     return found
                 assert time.monotonic() < deadline, found
                 time.sleep(0.1)
+
+
+def _are_pools(client: Client, prefill: int, decode: int) -> bool:
+    try:
+        pools = client.pools()
+    except Unavailable:
+        return False
+    wanted = (pools.prefill, pools.decode) == (prefill, decode)
+    return wanted and [worker.ready for worker in pools.workers] == [True] * (prefill + decode)
 
 
 def _is_whole(worker: cluster_pb2.WorkerStatus) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from xdist.scheduler import LoadScopeScheduling
 
-RAY = ("test_ray", "test_serve")
+RAY = ("test_ray", "test_serve", "test_scale")
 """Who looks for a Ray on this machine must find only its own."""
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from scripted_router import ScriptedRouter
+from scripted_router import ScriptedRouter, pools
 from typer.testing import CliRunner, Result
 
 from baton.v1 import worker_pb2
@@ -423,6 +423,47 @@ def test_status_says_who_does_not_fit_whom(router: ScriptedRouter) -> None:
     lines = [line.strip() for line in run(router, "status").stdout.splitlines()]
     assert lines.count("prefill-0 and decode-0: versions differ") == 1
     assert "decode-0 and prefill-0: versions differ" not in lines
+
+
+def test_scale_waits_until_the_pools_are_as_wanted(router: ScriptedRouter) -> None:
+    router.pools = [
+        pools(prefill_0="ready", decode_0="ready", decode_1="loading the model"),
+        pools(prefill_0="ready", decode_0="ready", decode_1="ready"),
+    ]
+    ended = run(router, "scale", "--decode", "2")
+    assert ended.stdout == "1 prefill and 2 decode workers serve\n"
+    assert ended.stderr.split() == ["decode-1", "loading", "the", "model", "decode-1", "ready"]
+    assert router.scaled == [(0, 2)]
+
+
+def test_scale_waits_for_workers_that_drain(router: ScriptedRouter) -> None:
+    router.pools = [
+        pools(prefill_0="ready", prefill_1="draining", decode_0="ready", decode_1="ready"),
+        pools(prefill_0="ready", decode_0="ready", decode_1="ready"),
+    ]
+    ended = run(router, "scale", "--prefill", "1", "--json")
+    lines = [json.loads(line) for line in ended.stdout.splitlines()]
+    assert [len(line["workers"]) for line in lines] == [4, 3]
+    assert lines[0]["workers"][1]["retiring"]
+
+
+def test_scale_need_not_wait(router: ScriptedRouter) -> None:
+    router.pools = [pools(prefill_0="ready", decode_0="ready", decode_1="starting")]
+    ended = run(router, "scale", "--decode", "2", "--no-wait")
+    assert ended.stdout == "1 prefill and 2 decode workers are wanted\n"
+
+
+def test_scale_says_who_is_late(router: ScriptedRouter) -> None:
+    router.pools = [pools(prefill_0="ready", decode_0="starting")]
+    ended = run(router, "scale", "--decode", "2", "--timeout", "0")
+    assert ended.exit_code == 1
+    assert "not yet as wanted: decode-0 (starting)" in ended.stderr
+
+
+@pytest.mark.parametrize("flags", [[], ["--decode", "0"]])
+def test_scale_wants_a_number_above_0(router: ScriptedRouter, flags: list[str]) -> None:
+    assert run(router, "scale", *flags).exit_code == 2
+    assert router.scaled == []
 
 
 def test_status_as_json_is_what_the_router_said(router: ScriptedRouter) -> None:

@@ -22,7 +22,7 @@ ALLOWED = {
     "decode_worker": {"worker", "engine", "kv_transfer"},
     "router": set(),
     "planner": {"router"},
-    "cluster": {"router", "prefill_worker", "decode_worker", "worker", "engine"},
+    "cluster": {"planner", "router", "prefill_worker", "decode_worker", "worker", "engine"},
     "cli": {"cluster", "planner", "kv_transfer", "baton"},
 }
 

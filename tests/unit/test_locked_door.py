@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton import AsyncClient, Exhausted, PermissionDenied, Unauthenticated
 from core.api_keys import make_key, write_keys
+from core.errors import NotServed
 from core.types import Request
 from router.server import RouterServer
 from router.serving import Event
@@ -83,6 +84,17 @@ async def test_a_key_opens_what_users_need_and_nothing_else(door: Door) -> None:
             await CALLS[-1](client)
     async with door.client("admin") as client:
         await CALLS[-1](client)
+
+
+async def test_only_an_admin_may_scale_and_is_told_where_there_is_no_controller(
+    door: Door,
+) -> None:
+    async with door.client("plain") as client:
+        with pytest.raises(PermissionDenied):
+            await client.scale(decode=2)
+    async with door.client("admin") as client:
+        with pytest.raises(NotServed, match=r"follows no controller.*`baton serve`"):
+            await client.scale(decode=2)
 
 
 async def test_health_needs_no_key(door: Door) -> None:

@@ -1,0 +1,98 @@
+"""`baton scale`: more workers, or fewer, while the cluster serves."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Annotated
+
+import typer
+
+from baton import Client, DeadlineExceeded
+from baton.connection import DEFAULT_ADDRESS
+from baton.v1 import cluster_pb2
+from cli import options
+from cli.edge import edge, note
+
+_POLL_SECONDS = 0.2
+
+
+def scale(
+    prefill: Annotated[
+        int | None, typer.Option(min=1, help="Prefill workers. (default: as many as now)")
+    ] = None,
+    decode: Annotated[
+        int | None, typer.Option(min=1, help="Decode workers. (default: as many as now)")
+    ] = None,
+    wait: Annotated[bool, typer.Option(help="Wait until the pools are as wanted.")] = True,
+    timeout: Annotated[float, typer.Option(help="For how long, in seconds.")] = 600.0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the pools as a line of JSON at each change.")
+    ] = False,
+    address: options.Address = DEFAULT_ADDRESS,
+) -> None:
+    """Change how many workers there are. Those that are too many finish what they run."""
+    if prefill is None and decode is None:
+        raise typer.BadParameter("say how many", param_hint="--prefill / --decode")
+    with edge(), Client(address) as client:
+        show = _JsonLines() if as_json else _Notes()
+        pools = client.scale(prefill, decode)
+        show(pools)
+        if wait:
+            pools = _wait(client, show, time.monotonic() + timeout)
+        if not as_json:
+            how = "are wanted" if _missing(pools) else "serve"
+            typer.echo(f"{pools.prefill} prefill and {pools.decode} decode workers {how}")
+
+
+class _Notes:
+    """A line whenever a worker gets further."""
+
+    def __init__(self) -> None:
+        self._said: dict[str, str] = {}
+
+    def __call__(self, pools: cluster_pb2.PoolsResponse) -> None:
+        for worker in pools.workers:
+            words = worker.error or worker.progress
+            if self._said.get(worker.worker_id, "ready") != words:
+                note(f"{worker.worker_id:<12} {words}")
+            self._said[worker.worker_id] = words
+        for gone in self._said.keys() - {worker.worker_id for worker in pools.workers}:
+            note(f"{gone:<12} gone")
+            del self._said[gone]
+
+
+class _JsonLines:
+    def __init__(self) -> None:
+        self._said: cluster_pb2.PoolsResponse | None = None
+
+    def __call__(self, pools: cluster_pb2.PoolsResponse) -> None:
+        from google.protobuf.json_format import MessageToDict
+
+        if pools != self._said:
+            self._said = pools
+            fields = MessageToDict(
+                pools, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+            )
+            typer.echo(json.dumps(fields))
+
+
+def _wait(client: Client, show: _Notes | _JsonLines, deadline: float) -> cluster_pb2.PoolsResponse:
+    while True:
+        pools = client.pools()
+        show(pools)
+        missing = _missing(pools)
+        if not missing:
+            return pools
+        if time.monotonic() >= deadline:
+            raise DeadlineExceeded(f"the pools are not yet as wanted: {missing}")
+        time.sleep(_POLL_SECONDS)
+
+
+def _missing(pools: cluster_pb2.PoolsResponse) -> str:
+    """What there is to wait for; empty when the pools are as wanted."""
+    return ", ".join(
+        f"{worker.worker_id} ({worker.error or worker.progress})"
+        for worker in pools.workers
+        if not worker.ready
+    )

@@ -1,0 +1,58 @@
+"""What routers pass on of their operators' calls, over gRPC."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from baton.v1 import cluster_pb2 as pb
+from baton.v1 import cluster_pb2_grpc
+from cluster.member import Member
+from core.types import Role
+from core.wire import role_to
+from planner.pools import Pools
+from router.grpc_edge import answered
+
+if TYPE_CHECKING:
+    from cluster.controller import Controller
+
+
+class Control(cluster_pb2_grpc.ControlServicer):
+    def __init__(self, controller: Controller) -> None:
+        self._controller = controller
+
+    @answered
+    async def Scale(self, message: pb.ScaleRequest) -> pb.PoolsResponse:
+        now = self._controller.fleet.wanted
+        prefill = message.prefill if message.HasField("prefill") else now.prefill
+        decode = message.decode if message.HasField("decode") else now.decode
+        await self._controller.scale(Pools(prefill, decode))
+        return await self._pools()
+
+    @answered
+    async def Pools(self, message: pb.PoolsRequest) -> pb.PoolsResponse:
+        return await self._pools()
+
+    async def _pools(self) -> pb.PoolsResponse:
+        fleet = self._controller.fleet
+        members = {member.worker_id: member for member in await self._controller.members()}
+        return pb.PoolsResponse(
+            prefill=fleet.wanted.prefill,
+            decode=fleet.wanted.decode,
+            workers=[
+                _worker(
+                    members.get(name, Member(name, role, "")), role, retiring=name in fleet.retiring
+                )
+                for name, role in fleet.workers.items()
+            ],
+        )
+
+
+def _worker(member: Member, role: Role, *, retiring: bool) -> pb.PooledWorker:
+    return pb.PooledWorker(
+        worker_id=member.worker_id,
+        role=role_to(role),
+        progress=member.progress,
+        ready=bool(member.address) and not retiring,
+        retiring=retiring,
+        error=member.error,
+    )

@@ -1,0 +1,55 @@
+"""Passing on to the controller what only it can do."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+
+from baton.v1 import cluster_pb2 as pb
+from baton.v1 import cluster_pb2_grpc
+from core.errors import BatonError, Internal, InvalidRequest, NotServed, Unavailable
+from core.tls import Identity
+from router.channels import open_channel
+
+CALL_SECONDS = 10.0
+
+
+class ControllerCalls:
+    """Calls come from people and are rare: each has a connection of its own."""
+
+    def __init__(self, address: str, identity: Identity | None) -> None:
+        self._address = address
+        self._identity = identity
+
+    async def scale(self, request: pb.ScaleRequest) -> pb.PoolsResponse:
+        async with self._controller() as controller:
+            return await controller.Scale(request, timeout=CALL_SECONDS)
+
+    async def pools(self) -> pb.PoolsResponse:
+        async with self._controller() as controller:
+            return await controller.Pools(pb.PoolsRequest(), timeout=CALL_SECONDS)
+
+    @asynccontextmanager
+    async def _controller(self) -> AsyncIterator[cluster_pb2_grpc.ControlAsyncStub]:
+        if not self._address:
+            raise NotServed(
+                "this router follows no controller, which could start and end workers: do it by"
+                " hand, or start the cluster with `baton serve`"
+            )
+        try:
+            async with open_channel(self._address, self._identity) as channel:
+                yield cluster_pb2_grpc.ControlStub(channel)
+        except grpc.aio.AioRpcError as error:
+            raise _translated(error) from error
+
+
+def _translated(error: grpc.aio.AioRpcError) -> BatonError:
+    details = error.details() or error.code().name
+    match error.code():
+        case grpc.StatusCode.INVALID_ARGUMENT:
+            return InvalidRequest(details)
+        case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.DEADLINE_EXCEEDED:
+            return Unavailable(f"the controller does not answer now, try again: {details}")
+    return Internal(f"the controller failed: {details}")

@@ -1,0 +1,161 @@
+"""Pools that change while they serve, from one start to its Ctrl-C: each test goes on where the
+one before it has ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from serving import Serve
+from tiny_models import TINY_MODELS, save
+
+from baton import Answer, InvalidRequest
+
+PROMPTS = [[1, 2, 3], [7] * 40, [5, 4] * 30]
+TOKENS = 200
+
+
+@pytest.fixture(scope="module")
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+    folder = tmp_path_factory.mktemp("tiny")
+    save(TINY_MODELS["llama"], folder)
+    flags = ["--model", str(folder), "--kv-memory", "4MiB"]
+    with Serve(tmp_path_factory.mktemp("serve"), *flags) as cluster:
+        yield cluster.ready()
+
+
+@pytest.fixture(scope="module")
+def unscaled(serve: Serve) -> list[list[int]]:
+    """What the prompts are answered with before anything changes."""
+    return [answer(serve, prompt).token_ids for prompt in PROMPTS]
+
+
+def answer(serve: Serve, prompt: list[int]) -> Answer:
+    with serve.client() as client:
+        return client.generate(prompt, max_tokens=TOKENS, ignore_eos=True)
+
+
+class Load:
+    """Asks the same again and again, each prompt by itself, until told to stop."""
+
+    def __init__(self, serve: Serve) -> None:
+        self.answers: list[tuple[int, Answer]] = []
+        self.errors: list[Exception] = []
+        self._serve = serve
+        self._stop = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._ask, args=[index]) for index in range(len(PROMPTS))
+        ]
+
+    def _ask(self, index: int) -> None:
+        try:
+            while not self._stop.is_set():
+                self.answers.append((index, answer(self._serve, PROMPTS[index])))
+        except Exception as error:  # noqa: BLE001 whatever it is, the test must see it
+            self.errors.append(error)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        for thread in self._threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            self._stop.set()
+            for thread in self._threads:
+                thread.join()
+
+
+def scale(serve: Serve, *flags: str) -> list[dict[str, list[dict[str, str]]]]:
+    """Every step that `baton scale` shows."""
+    lines = serve.ask("scale", *flags, "--json").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def names(serve: Serve) -> list[str]:
+    with serve.client() as client:
+        return [worker.worker_id for worker in client.pools().workers]
+
+
+def check(load: Load, unscaled: list[list[int]]) -> None:
+    assert not load.errors
+    assert len(load.answers) >= len(PROMPTS)
+    for index, found in load.answers:
+        assert found.token_ids == unscaled[index]
+
+
+def test_pools_grow_under_load(serve: Serve, unscaled: list[list[int]]) -> None:
+    load = Load(serve)
+    with load.running():
+        steps = scale(serve, "--prefill", "2", "--decode", "2")
+        workers = {worker["worker_id"]: worker["progress"] for worker in steps[-1]["workers"]}
+        assert workers == dict.fromkeys(["prefill-0", "decode-0", "prefill-1", "decode-1"], "ready")
+    check(load, unscaled)
+
+
+def test_a_pool_is_not_scaled_to_nothing(serve: Serve) -> None:
+    with serve.client() as client:
+        for most in (0, 100_000):
+            with pytest.raises(InvalidRequest, match="1 to 1024 can"):
+                client.scale(decode=most)
+        pools = client.pools()
+    assert (pools.prefill, pools.decode, len(pools.workers)) == (2, 2, 4)
+
+
+def test_a_controller_that_was_killed_has_kept_the_pools(serve: Serve) -> None:
+    pid = serve.actor("Controller")
+    os.kill(pid, signal.SIGKILL)
+    serve.wait_pools(2, 2)
+    assert serve.actor("Controller") != pid
+    assert names(serve) == ["prefill-0", "decode-0", "prefill-1", "decode-1"]
+    serve.wait_whole(4)
+
+
+def test_pools_shrink_under_load(serve: Serve, unscaled: list[list[int]]) -> None:
+    load = Load(serve)
+    with load.running():
+        steps = scale(serve, "--prefill", "1", "--decode", "1")
+    assert [worker["progress"] for worker in steps[-1]["workers"]] == ["ready", "ready"]
+    check(load, unscaled)
+    serve.wait_whole(2)
+
+
+def test_a_new_worker_has_a_name_that_none_had(serve: Serve) -> None:
+    serve.ask("scale", "--decode", "2")
+    (new,) = [name for name in names(serve) if name.endswith("-2")]
+    assert new == "decode-2"
+    serve.wait_whole(3)
+
+
+def test_a_worker_that_is_drained_is_wanted_no_more(serve: Serve) -> None:
+    (left,) = [name for name in names(serve) if name.startswith("decode") and name != "decode-2"]
+    assert serve.ask("drain", left) == f"{left} is drained\n"
+    serve.wait_for(f"{left} +drained")
+    serve.wait_whole(2)
+    serve.wait_pools(1, 1)
+    # It was not started again.
+    assert len(re.findall(f"{left} +ready", serve.stdout)) == 1
+
+
+def test_ctrl_c_lets_answers_end_and_ends_every_worker(
+    serve: Serve, unscaled: list[list[int]]
+) -> None:
+    """Also one that is just starting, and while there is no controller."""
+    serve.ask("scale", "--prefill", "2", "--no-wait")
+    serve.wait_for("prefill-2 +importing torch")
+    os.kill(serve.actor("Controller"), signal.SIGKILL)
+    with (
+        serve.client() as client,
+        client.stream(PROMPTS[0], max_tokens=TOKENS, ignore_eos=True) as stream,
+    ):
+        next(stream)
+        serve.send(signal.SIGINT)
+        assert stream.read().token_ids == unscaled[0]
+    assert (serve.wait(), serve.stderr) == (0, "")
+    serve.wait_gone()

@@ -1,0 +1,73 @@
+"""Which workers a cluster is to have, as pools are scaled, workers change roles and leave."""
+
+from __future__ import annotations
+
+from cluster.fleet import Fleet, dump, parse
+from core.types import Role
+from planner.pools import Pools
+
+
+def fleet(prefill: int, decode: int) -> Fleet:
+    return Fleet.of(Pools(prefill, decode))
+
+
+def test_workers_are_named_by_their_role_and_a_number() -> None:
+    assert fleet(1, 2).workers == {
+        "prefill-0": Role.PREFILL,
+        "decode-0": Role.DECODE,
+        "decode-1": Role.DECODE,
+    }
+
+
+def test_a_pool_that_grows_keeps_its_workers() -> None:
+    grown = fleet(1, 1).scaled(Pools(1, 3))
+    assert list(grown.workers) == ["prefill-0", "decode-0", "decode-1", "decode-2"]
+    assert not grown.retiring
+
+
+def test_the_workers_that_can_be_spared_first_retire() -> None:
+    spare = ["decode-1", "prefill-0", "decode-2", "decode-0"]
+    shrunk = fleet(1, 3).scaled(Pools(1, 1), spare)
+    assert shrunk.retiring == {"decode-1", "decode-2"}
+    assert shrunk.wanted == Pools(1, 1)
+
+
+def test_a_worker_that_retires_is_there_until_it_has_drained() -> None:
+    shrunk = fleet(1, 2).scaled(Pools(1, 1), ["decode-1"])
+    assert "decode-1" in shrunk.workers
+    left = shrunk.without("decode-1")
+    assert list(left.workers) == ["prefill-0", "decode-0"]
+    assert left.wanted == shrunk.wanted == Pools(1, 1)
+
+
+def test_a_worker_that_retires_is_not_chosen_twice() -> None:
+    spare = ["decode-2", "decode-1", "decode-0"]
+    shrunk = fleet(1, 3).scaled(Pools(1, 2), spare).scaled(Pools(1, 1), spare)
+    assert shrunk.retiring == {"decode-2", "decode-1"}
+
+
+def test_no_name_is_given_twice() -> None:
+    shrunk = fleet(1, 2).scaled(Pools(1, 1), ["decode-1"]).without("decode-1")
+    assert list(shrunk.scaled(Pools(1, 2)).workers) == ["prefill-0", "decode-0", "decode-2"]
+
+
+def test_a_pool_grows_beside_workers_that_retire() -> None:
+    grown = fleet(1, 2).scaled(Pools(1, 1), ["decode-1"]).scaled(Pools(1, 2))
+    assert grown.retiring == {"decode-1"}
+    assert grown.wanted == Pools(1, 2)
+
+
+def test_a_worker_that_an_operator_drains_is_wanted_no_more() -> None:
+    assert fleet(1, 2).without("decode-0").wanted == Pools(1, 1)
+
+
+def test_a_worker_that_changes_its_role_is_wanted_in_its_new_pool() -> None:
+    switched = fleet(2, 1).switched("prefill-1", Role.DECODE)
+    assert switched.wanted == Pools(1, 2)
+    assert switched.scaled(Pools(1, 1), ["prefill-1"]).retiring == {"prefill-1"}
+    assert "prefill-2" in switched.scaled(Pools(2, 2)).workers
+
+
+def test_a_fleet_is_read_back_as_it_was() -> None:
+    kept = fleet(2, 2).scaled(Pools(1, 3), ["prefill-1"]).switched("decode-0", Role.PREFILL)
+    assert parse(dump(kept)) == kept
