@@ -72,6 +72,9 @@ def serve(
     metrics_port: Annotated[
         int | None, typer.Option(help="The Prometheus port. (default: 9400)")
     ] = None,
+    routers: Annotated[
+        int | None, typer.Option(help="Routers; the ports of each further one are one more.")
+    ] = None,
     keys: Annotated[
         Path | None,
         typer.Option(help="A file of API keys, see `baton keys`. (default: no keys)"),
@@ -112,6 +115,7 @@ def serve(
             "device": device,
             "page_size": page_size,
             "max_context": max_context,
+            "router.count": routers,
             "router.host": host,
             "router.port": port,
             "router.http_port": http_port,
@@ -159,6 +163,9 @@ def _run(
     try:
         router = cluster.start(progress)
         typer.echo(_instructions(router, config, cluster.log_folder))
+        for member in cluster.members():
+            if not member.role and member != router:
+                typer.echo(f"{member.worker_id} is at {member.address}\n")
         while not stopped.wait(_WATCH_SECONDS):
             progress(cluster.members())
     except _Stopped:

@@ -28,9 +28,9 @@ from baton.v1 import cluster_pb2, cluster_pb2_grpc
 from cluster import store
 from cluster.control import Control
 from cluster.fleet import Fleet
-from cluster.member import CONTROLLER, DRAINED, Member
+from cluster.member import CONTROLLER, DRAINED, Member, is_worker
 from cluster.membership import Membership
-from cluster.worker_actors import WorkerActors, drain, is_worker, kill
+from cluster.worker_actors import WorkerActors, drain, kill
 from core import config as configs
 from core.errors import InvalidRequest, Unavailable
 from core.tls import Identity, node_identity

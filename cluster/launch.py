@@ -34,19 +34,20 @@ from cluster import store
 from cluster.actors import RouterActor
 from cluster.controller import Controller
 from cluster.fleet import Fleet
-from cluster.member import CONTROLLER, Member
-from cluster.preflight import check_ray, free_port
-from cluster.worker_actors import CONCURRENCY, WorkerActors, find, gpus_per_worker, is_worker, kill
+from cluster.member import CONTROLLER, ROUTER, Member, is_router, is_worker
+from cluster.preflight import check_ray, free_port, numbered
+from cluster.worker_actors import CONCURRENCY, WorkerActors, find, gpus_per_worker, kill
 from core import config as configs
 from core.config import Config, RouterConfig
 from core.errors import DeadlineExceeded, InvalidConfig, Unavailable
 from planner.pools import Pools
 from worker import mps
 
-ROUTER = "router-0"
 POLL_SECONDS = 0.1
 MEMBERS_SECONDS = 5.0
 STOP_SECONDS = 15.0
+# For a process to say that it is there, when it is to be stopped.
+ANSWER_SECONDS = 5.0
 # Nothing of ours goes through Ray's object store; this is the least it takes.
 OBJECT_STORE_BYTES = 80 * 2**20
 
@@ -54,22 +55,19 @@ Progress = Callable[[list[Member]], None]
 
 
 class Cluster:
-    """One router, and at first as many workers of each role as the configuration says."""
+    """Routers, and at first as many workers of each role as the configuration says."""
 
     def __init__(self, config: Config, ray_address: str = "") -> None:
-        # Ports are chosen here, once: a router that starts again must be where it was.
-        self._config = _with_whole_paths(
-            dataclasses.replace(config, router=_with_ports(config.router))
-        )
+        self._config = _with_whole_paths(config)
         self._ray_address = ray_address
         self._controller: Any = None
-        self._router: Any = None  # kept: with the last handle the actor would end
+        self._routers: list[Any] = []  # kept: with its last handle an actor would end
         self._pids: dict[str, int] = {}
         self._services = contextlib.ExitStack()
         self.log_folder = ""
 
     def start(self, on_progress: Progress = lambda members: None, timeout: float = 600.0) -> Member:
-        """Starts everything; the router's entry, once it is ready.
+        """Starts everything; the first router's entry, once all are ready.
 
         What `on_progress` raises ends the start. `stop` is then still to be called, as it is
         after any other error.
@@ -85,7 +83,8 @@ class Cluster:
         actors = WorkerActors(self._config, gpus, joined=bool(self._ray_address))
         for name, role in fleet.workers.items():
             actors.make(name, role)
-        self._router = self._make_router(address)
+        for index in range(self._config.router.count):
+            self._routers.append(self._make_router(index, address))
         return self._wait(on_progress, time.monotonic() + timeout)
 
     def members(self) -> list[Member]:
@@ -105,20 +104,20 @@ class Cluster:
                 self._stop_processes(hurry or threading.Event())
 
     def _stop_processes(self, hurry: threading.Event) -> None:
-        # The controller would start again what ends.
+        # It would start again what ends.
         kill(CONTROLLER)
         names = ray.util.list_named_actors()
-        # The router first: its requests need the workers.
-        self._stop_actors([name for name in names if not is_worker(name)], hurry)
+        # Routers first: their requests need the workers.
+        self._stop_actors([name for name in names if is_router(name)], hurry)
         self._stop_actors([name for name in names if is_worker(name)], hurry)
-        # With those that the controller had just made.
+        # With those that have no process yet.
         for name in ray.util.list_named_actors():
             kill(name)
         store.forget()
         ray.shutdown()
 
     def _stop_actors(self, names: list[str], hurry: threading.Event) -> None:
-        actors = [actor for actor in map(find, names) if actor]
+        actors = _running(names)
         stops = [actor.stop.remote() for actor in actors]
         deadline = time.monotonic() + self._config.drain_seconds + STOP_SECONDS
         hurried = False
@@ -173,10 +172,13 @@ class Cluster:
         )
         return address
 
-    def _make_router(self, controller_address: str) -> Any:
-        member = Member(ROUTER, None, self._config.router.host)
-        actor = ray.remote(RouterActor).options(**_here(ROUTER), max_concurrency=CONCURRENCY)
-        tree = configs.dump(self._config)
+    def _make_router(self, index: int, controller_address: str) -> Any:
+        # Ports are chosen here, once: a router that starts again must be where it was.
+        router = _with_ports(numbered(self._config.router, index))
+        member = Member(f"router-{index}", None, router.host)
+        options = _here(member.worker_id)
+        actor = ray.remote(RouterActor).options(**options, max_concurrency=CONCURRENCY)
+        tree = configs.dump(dataclasses.replace(self._config, router=router))
         return actor.remote(tree, member, controller_address)
 
     def _wait(self, on_progress: Progress, deadline: float) -> Member:
@@ -185,8 +187,9 @@ class Cluster:
             on_progress(members)
             for member in members:
                 self._check_start(member)
-                if member.worker_id == ROUTER and member.address:
-                    return member
+            ready = {item.worker_id: item for item in members if not item.role and item.address}
+            if len(ready) == len(self._routers):
+                return ready[ROUTER]
             time.sleep(POLL_SECONDS)
         raise DeadlineExceeded("the cluster was not ready in time")
 
@@ -218,6 +221,16 @@ def _with_whole_paths(config: Config) -> Config:
         router=dataclasses.replace(config.router, keys=keys and str(Path(keys).resolve())),
         tls=dataclasses.replace(config.tls, folder=folder and str(Path(folder).resolve())),
     )
+
+
+def _running(names: list[str]) -> list[Any]:
+    """The actors that have a process, which Ray may still look for a place for."""
+    actors = [actor for actor in map(find, names) if actor]
+    answers = {actor.__ray_ready__.remote(): actor for actor in actors}
+    if not answers:
+        return []
+    given, _ = ray.wait(list(answers), num_returns=len(answers), timeout=ANSWER_SECONDS)
+    return [answers[answer] for answer in given]
 
 
 def _here(name: str) -> dict[str, Any]:

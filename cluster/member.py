@@ -9,6 +9,9 @@ from core.types import Role
 CONTROLLER = "controller"
 """The controller's name in the cluster's Ray namespace."""
 
+ROUTER = "router-0"
+"""The name of the first router; further ones are router-1 and so on."""
+
 DRAINING = "draining"
 """The progress of a worker that takes nothing new, and ends when what it runs has."""
 
@@ -39,3 +42,13 @@ class Member:
     agent: str = ""
     # Requests that a worker has, running or waiting.
     requests: int = 0
+
+
+def is_router(name: str) -> bool:
+    """Whether an actor of the cluster's namespace is a router."""
+    return name.startswith("router-")
+
+
+def is_worker(name: str) -> bool:
+    """Whether it is a worker."""
+    return name.startswith(tuple(f"{role.value}-" for role in Role))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import socket
 
@@ -46,21 +47,29 @@ def _check_pools(config: Config, architecture: Architecture) -> None:
 
 def _check_ports(router: RouterConfig) -> None:
     """Takes all ports for a moment, so that two that are the same are found too."""
-    ports = {
-        "port": router.port,
-        "http_port": router.http_port,
-        "metrics_port": router.metrics_port,
-    }
     with contextlib.ExitStack() as held:
-        for name, port in ports.items():
-            try:
-                held.enter_context(_listen(router.host, port))
-            except OSError as error:
-                reason = error.strerror or str(error)
-                raise InvalidConfig(
-                    f"cannot listen on {router.host}:{port} (router.{name}): {reason}",
-                    field=f"router.{name}",
-                ) from None
+        for index in range(router.count):
+            ports = numbered(router, index)
+            for name in ("port", "http_port", "metrics_port"):
+                port = getattr(ports, name)
+                try:
+                    held.enter_context(_listen(router.host, port))
+                except (OSError, OverflowError) as error:
+                    reason = getattr(error, "strerror", None) or str(error)
+                    raise InvalidConfig(
+                        f"cannot listen on {router.host}:{port} (router.{name}): {reason}",
+                        field=f"router.{name}",
+                    ) from None
+
+
+def numbered(router: RouterConfig, index: int) -> RouterConfig:
+    """The settings of one of several routers. Ports that are 0 stay 0."""
+    return dataclasses.replace(
+        router,
+        port=router.port and router.port + index,
+        http_port=router.http_port and router.http_port + index,
+        metrics_port=router.metrics_port and router.metrics_port + index,
+    )
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -32,11 +32,6 @@ def gpus_per_worker(config: Config) -> float:
     return min(1.0, total / (config.prefill.workers + config.decode.workers))
 
 
-def is_worker(name: str) -> bool:
-    """Whether an actor of the namespace is a worker."""
-    return name.startswith(tuple(f"{role.value}-" for role in Role))
-
-
 def find(name: str) -> Any | None:
     """The actor of that name; None when it is gone."""
     try:
@@ -75,6 +70,7 @@ class WorkerActors:
             max_concurrency=CONCURRENCY,
             num_cpus=0,
             num_gpus=self._num_gpus(role),
+            resources=dict(self._config.pool(role).resources),
             scheduling_strategy="SPREAD",
         )
         host = "" if self._joined else self._config.pool(role).host

@@ -70,6 +70,8 @@ def _checked(default: object, check: typing.Callable[[typing.Any], str]) -> typi
 class RouterConfig:
     """The front door."""
 
+    # Under `baton serve`: the ports of each further one are one more.
+    count: int = _checked(1, _positive)
     host: str = "127.0.0.1"
     port: int = _checked(50051, _port)
     http_port: int = _checked(8000, _port)
@@ -145,6 +147,9 @@ class PrefillConfig:
     threads: int | None = _checked(None, _positive)
     # GPUs of one worker; unset takes one where the cluster has any.
     gpus: float | None = None
+    # What else a worker takes of a Ray node, such as {baton_prefill: 1}: it is placed only where
+    # there is so much of it left.
+    resources: Mapping[str, float] = field(default_factory=dict)
     # The share of a GPU's multiprocessors that one worker computes on. Below 1 where
     # both pools share a GPU: the rest is always free for decode (docs/PERFORMANCE.md).
     gpu_share: float = _checked(1.0, _share)
@@ -171,6 +176,7 @@ class DecodeConfig:
     ticket_seconds: float = _checked(600.0, _positive)
     threads: int | None = _checked(None, _positive)
     gpus: float | None = None
+    resources: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,6 +373,8 @@ def _convert(hint: typing.Any, value: object, path: str) -> object:
             raise InvalidConfig(f"{path}: {error}, not {value!r}", field=path) from None
     if typing.get_origin(hint) is tuple:
         return _strings(value, path)
+    if typing.get_origin(hint) is Mapping:
+        return _amounts(value, path)
     return _scalar(hint, value, path)
 
 
@@ -374,6 +382,13 @@ def _strings(value: object, path: str) -> tuple[str, ...]:
     if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
         return tuple(value)
     raise InvalidConfig(f"{path} must be a list of strings, not {value!r}", field=path)
+
+
+def _amounts(value: object, path: str) -> dict[str, float]:
+    if not isinstance(value, Mapping):
+        raise InvalidConfig(f"{path} must hold names and numbers, not {value!r}", field=path)
+    amounts = {str(name): _scalar(float, item, f"{path}.{name}") for name, item in value.items()}
+    return typing.cast(dict[str, float], amounts)
 
 
 def _scalar(hint: type, value: object, path: str) -> object:

@@ -33,6 +33,7 @@ class RayHead(Command):
         self.address = f"127.0.0.1:{free_port('127.0.0.1')}"
         ray = str(Path(sys.executable).with_name("ray"))
         options = ["--head", "--block", "--node-ip-address=127.0.0.1", "--num-cpus=2"]
+        options.append('--resources={"read": 1, "write": 1}')
         ports = [f"--port={self.address.rpartition(':')[2]}", "--dashboard-agent-listen-port=0"]
         folder = ["--include-dashboard=false", "--disable-usage-stats", f"--temp-dir={workspace}"]
         super().__init__(workspace, [ray, "start", *options, *ports, *folder], TOKEN)
@@ -110,8 +111,8 @@ def test_a_router_outside_ray_follows_the_controller_at_its_port(
         "insecure": True,
         "model": str(tiny),
         "controller": {"port": port},
-        "prefill": {"kv_memory": "4MiB"},
-        "decode": {"kv_memory": "4MiB"},
+        "prefill": {"kv_memory": "4MiB", "resources": {"read": 1}},
+        "decode": {"kv_memory": "4MiB", "resources": {"write": 0.5}},
         "router": {"port": 0, "http_port": 0, "metrics_port": 0},
     }
     path = tmp_path / "baton.yaml"

@@ -17,6 +17,8 @@ import yaml
 from serving import Serve, run, thread_ticks
 from tiny_models import TINY_MODELS, save
 
+from baton import Client
+
 QUESTION = "What is the capital of France?"
 ANSWER = "The capital of France is Paris."
 
@@ -113,7 +115,7 @@ def test_a_second_cluster_with_a_file_and_flags_runs_beside_the_first(
 ) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text(yaml.safe_dump({"model": str(tiny), "model_name": "tiny", "page_size": 32}))
-    flags = ["--config", str(file), "--prefill", "2", "--decode", "2"]
+    flags = ["--config", str(file), "--prefill", "2", "--decode", "2", "--routers", "2"]
     with Serve(tmp_path, *flags, "--kv-memory", "4MiB", "--page-size", "8") as second:
         workers = second.ready().wait_whole(4)
         # K and V of 3 layers, 8 tokens, 4 heads of 12 numbers of 4 bytes.
@@ -121,7 +123,11 @@ def test_a_second_cluster_with_a_file_and_flags_runs_beside_the_first(
         assert {item.total_pages for item in workers} == {4 * 2**20 // page_bytes}
         with second.client() as client:
             assert [model.name for model in client.models()] == ["tiny"]
-            assert client.generate([1, 2, 3], max_tokens=9).usage.completion_tokens == 9
+            first = client.generate([1, 2, 3], max_tokens=9).token_ids
+        found = re.search(r"router-1 is at (\S+)", second.wait_for("router-1 is at"))
+        assert found
+        with Client(found[1]) as client:
+            assert client.generate([1, 2, 3], max_tokens=9).token_ids == first
         assert answer(serve) == ANSWER
         second.send(signal.SIGINT)
         second.wait_for("stopping …")

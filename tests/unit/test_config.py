@@ -24,7 +24,8 @@ def test_a_file_is_read_and_flags_win(tmp_path: Path) -> None:
 
 
 def test_what_is_dumped_reads_back_the_same() -> None:
-    tree = {"prefill": {"kv_memory": "3MiB"}, "members": {"workers": ["a:1"]}}
+    prefill = {"kv_memory": "3MiB", "resources": {"baton_prefill": 1}}
+    tree = {"prefill": prefill, "members": {"workers": ["a:1"]}}
     parsed = config.parse(tree)
     assert config.parse(config.dump(parsed)) == parsed
 
@@ -38,6 +39,8 @@ def test_what_is_dumped_reads_back_the_same() -> None:
         ({"router": {"port": "http"}}, ["router.port", "int", "'http'"]),
         ({"router": {"port": 70000}}, ["router.port", "0 to 65535"]),
         ({"prefill": {"workers": True}}, ["prefill.workers", "int"]),
+        ({"prefill": {"resources": "baton"}}, ["prefill.resources", "names and numbers"]),
+        ({"decode": {"resources": {"baton": "1"}}}, ["decode.resources.baton", "float"]),
         ({"decode": {"max_batch": -1}}, ["decode.max_batch", "0 or more"]),
         ({"prefill": {"kv_memory": "1 GB/s"}}, ["prefill.kv_memory", "1GiB"]),
         ({"dtype": "int4"}, ["dtype", "bfloat16"]),
