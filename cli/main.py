@@ -22,6 +22,7 @@ from cli.scale import scale
 from cli.serve import serve
 from cli.simulate import simulate
 from cli.status import status
+from cli.stop import stop
 from cli.top import top
 from cli.why import why
 
@@ -32,6 +33,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(serve)
+app.command()(stop)
 app.command()(generate)
 app.command()(chat)
 app.command()(status)

@@ -97,8 +97,17 @@ def serve(
     ray_address: Annotated[
         str, typer.Option(help="A Ray cluster to join. (default: start a local one)")
     ] = "",
+    detach: Annotated[
+        bool,
+        typer.Option("--detach", help="Return when it serves; see `baton stop`. Wants a Ray."),
+    ] = False,
 ) -> None:
     """Start a cluster: prefill workers, decode workers, a router. Ctrl-C stops it."""
+    if detach and not ray_address:
+        raise typer.BadParameter(
+            "a Ray that is started here would end with this command: give --ray-address",
+            param_hint="--detach",
+        )
     with edge():
         flags = {
             "model": model,
@@ -127,17 +136,18 @@ def serve(
             "log_level": log_level,
         }
         given = {path: value for path, value in flags.items() if value is not None}
-        _serve(configs.load(config, given), ray_address)
+        loaded = configs.load(config, given)
+        preflight.check(loaded)
+        _serve(loaded, ray_address, detach)
 
 
-def _serve(config: Config, ray_address: str) -> None:
-    preflight.check(config)
+def _serve(config: Config, ray_address: str, detach: bool) -> None:
     stopped, hurry = threading.Event(), threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: _stop(stopped, hurry))
     # Not on this thread: Ray would take its signals.
     with ThreadPoolExecutor(max_workers=1) as threads:
-        threads.submit(_run, config, ray_address, stopped, hurry).result()
+        threads.submit(_run, config, ray_address, detach, stopped, hurry).result()
 
 
 def _stop(stopped: threading.Event, hurry: threading.Event) -> None:
@@ -153,19 +163,28 @@ class _Stopped(Exception):
 
 
 def _run(
-    config: Config, ray_address: str, stopped: threading.Event, hurry: threading.Event
+    config: Config,
+    ray_address: str,
+    detach: bool,
+    stopped: threading.Event,
+    hurry: threading.Event,
 ) -> None:
     typer.echo("starting Ray …")
     from cluster.launch import Cluster
 
-    cluster = Cluster(config, ray_address)
+    cluster = Cluster(config, ray_address, detached=detach)
     progress = _Progress(stopped)
     try:
         router = cluster.start(progress)
         typer.echo(_instructions(router, config, cluster.log_folder))
         for member in cluster.members():
-            if not member.role and member != router:
+            if not member.role and member.worker_id != router.worker_id:
                 typer.echo(f"{member.worker_id} is at {member.address}\n")
+        if detach:
+            typer.echo(f"`baton stop {cluster.name} --ray-address {ray_address}` stops it.")
+            cluster.leave()
+            return
+        typer.echo("Ctrl-C stops it.\n")
         while not stopped.wait(_WATCH_SECONDS):
             progress(cluster.members())
     except _Stopped:
@@ -205,8 +224,6 @@ Baton serves {model_store.model_name(config)}.
 {_http_instructions(router, scheme)}  gRPC         {router.address} (reflection is on)
   metrics      {scheme}://{router.metrics}/metrics
   logs         {log_folder}
-
-Ctrl-C stops it.
 """
 
 

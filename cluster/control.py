@@ -34,20 +34,22 @@ class Control(cluster_pb2_grpc.ControlServicer):
 
     async def _pools(self) -> pb.PoolsResponse:
         fleet = self._controller.fleet
-        members = {member.worker_id: member for member in await self._controller.members()}
+        heard = {member.worker_id: member for member in await self._controller.members()}
         return pb.PoolsResponse(
             prefill=fleet.wanted.prefill,
             decode=fleet.wanted.decode,
             workers=[
-                _worker(
-                    members.get(name, Member(name, role, "")), role, retiring=name in fleet.retiring
-                )
+                _worker(heard.get(name, _unheard(name, role)), role, name in fleet.retiring)
                 for name, role in fleet.workers.items()
             ],
         )
 
 
-def _worker(member: Member, role: Role, *, retiring: bool) -> pb.PooledWorker:
+def _unheard(name: str, role: Role) -> Member:
+    return Member(name, role, host="", progress="waiting for a place")
+
+
+def _worker(member: Member, role: Role, retiring: bool) -> pb.PooledWorker:
     return pb.PooledWorker(
         worker_id=member.worker_id,
         role=role_to(role),

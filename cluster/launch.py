@@ -3,22 +3,22 @@
 start()  joins or starts Ray, makes the actors, returns when requests can be served
 stop()   lets requests come to their end, ends every actor in order and, where it was started
          here, Ray itself; waits for no request once `hurry` is set
+leave()  leaves a detached cluster to itself; cluster/stopping.py ends it
 
 Each run has a Ray namespace of its own: any number of clusters can live on one
 Ray, as long as their routers listen on different ports. On a Ray that was
-joined, the workers may be anywhere; the router and the controller are on the
-node where the cluster was started. Workers come and go with the pools, which
-the controller owns, so what there is to stop is found by asking Ray.
+joined, the workers may be anywhere; routers and the controller are on the node
+where the cluster was started.
 
-The router belongs to this process. Should this process be killed, Ray ends the
-router, and the controller, which misses it, ends everything else.
+The routers belong to this process, unless the cluster is detached. Should this
+process be killed, Ray ends them, and the controller, which misses the first,
+ends everything else.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import os
 import secrets
 import tempfile
@@ -34,9 +34,11 @@ from cluster import store
 from cluster.actors import RouterActor
 from cluster.controller import Controller
 from cluster.fleet import Fleet
-from cluster.member import CONTROLLER, ROUTER, Member, is_router, is_worker
-from cluster.preflight import check_ray, free_port, numbered
-from cluster.worker_actors import CONCURRENCY, WorkerActors, find, gpus_per_worker, kill
+from cluster.joining import PREFIX, join, start
+from cluster.member import CONTROLLER, ROUTER, Member
+from cluster.preflight import free_port, numbered
+from cluster.stopping import stop_everything
+from cluster.worker_actors import CONCURRENCY, WorkerActors, gpus_per_worker
 from core import config as configs
 from core.config import Config, RouterConfig
 from core.errors import DeadlineExceeded, InvalidConfig, Unavailable
@@ -46,10 +48,6 @@ from worker import mps
 POLL_SECONDS = 0.1
 MEMBERS_SECONDS = 5.0
 STOP_SECONDS = 15.0
-# For a process to say that it is there, when it is to be stopped.
-ANSWER_SECONDS = 5.0
-# Nothing of ours goes through Ray's object store; this is the least it takes.
-OBJECT_STORE_BYTES = 80 * 2**20
 
 Progress = Callable[[list[Member]], None]
 
@@ -57,11 +55,15 @@ Progress = Callable[[list[Member]], None]
 class Cluster:
     """Routers, and at first as many workers of each role as the configuration says."""
 
-    def __init__(self, config: Config, ray_address: str = "") -> None:
+    def __init__(self, config: Config, ray_address: str = "", *, detached: bool = False) -> None:
+        """`detached` is for a Ray that is joined: the cluster then outlives this process."""
+        self.name = f"{PREFIX}{secrets.token_hex(4)}"
         self._config = _with_whole_paths(config)
         self._ray_address = ray_address
+        self._detached = detached
         self._controller: Any = None
-        self._routers: list[Any] = []  # kept: with its last handle an actor would end
+        # Kept: one that is not detached would end with its last handle.
+        self._routers: list[Any] = []
         self._pids: dict[str, int] = {}
         self._services = contextlib.ExitStack()
         self.log_folder = ""
@@ -101,59 +103,21 @@ class Cluster:
         """Leaves no process of this cluster behind."""
         with self._services:
             if ray.is_initialized():
-                self._stop_processes(hurry or threading.Event())
+                seconds = self._config.drain_seconds + STOP_SECONDS
+                stop_everything(seconds, hurry or threading.Event())
+                ray.shutdown()
 
-    def _stop_processes(self, hurry: threading.Event) -> None:
-        # It would start again what ends.
-        kill(CONTROLLER)
-        names = ray.util.list_named_actors()
-        # Routers first: their requests need the workers.
-        self._stop_actors([name for name in names if is_router(name)], hurry)
-        self._stop_actors([name for name in names if is_worker(name)], hurry)
-        # With those that have no process yet.
-        for name in ray.util.list_named_actors():
-            kill(name)
-        store.forget()
+    def leave(self) -> None:
+        """Leaves a detached cluster to itself; `stop` then does nothing."""
         ray.shutdown()
 
-    def _stop_actors(self, names: list[str], hurry: threading.Event) -> None:
-        actors = _running(names)
-        stops = [actor.stop.remote() for actor in actors]
-        deadline = time.monotonic() + self._config.drain_seconds + STOP_SECONDS
-        hurried = False
-        while stops and time.monotonic() < deadline:
-            if hurry.is_set() and not hurried:
-                hurried = True
-                for actor in actors:
-                    actor.hurry.remote()
-            _, stops = ray.wait(stops, num_returns=len(stops), timeout=POLL_SECONDS)
-
     def _join_ray(self) -> None:
-        # Ray would announce what is no news here: that it authenticates its processes, and that
-        # it leaves the signals to us.
-        logging.getLogger("ray").setLevel(logging.ERROR)
-        namespace = f"baton-{secrets.token_hex(4)}"
-        quiet = {"namespace": namespace, "log_to_driver": False, "configure_logging": False}
         if self._ray_address:
-            check_ray(self._ray_address)
-            try:
-                context = ray.init(self._ray_address, **quiet)
-            except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-                raise Unavailable(f"cannot join Ray at {self._ray_address}: {error}") from error
+            self.log_folder = join(self._ray_address, self.name)
         else:
-            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             os.environ.update(self._share_gpus())
-            # Ray would let everything else on the machine go before our workers.
-            os.environ.setdefault("RAY_worker_niceness", "0")
-            context = ray.init(
-                "local",
-                include_dashboard=False,
-                object_store_memory=OBJECT_STORE_BYTES,
-                # Our actors ask for none; Ray gets as many processes ready, while it starts.
-                num_cpus=self._config.prefill.workers + self._config.decode.workers + 2,
-                **quiet,
-            )
-        self.log_folder = f"{context.address_info['session_dir']}/logs"
+            workers = self._config.prefill.workers + self._config.decode.workers
+            self.log_folder = start(self.name, processes=workers + 2)
 
     def _share_gpus(self) -> dict[str, str]:
         """What processes need in their environment to run on one GPU side by side."""
@@ -168,7 +132,11 @@ class Cluster:
         address = f"{host}:{self._config.controller.port or free_port(host)}"
         actor = ray.remote(Controller).options(**_here(CONTROLLER), lifetime="detached")
         self._controller = actor.remote(
-            address, configs.dump(self._config), gpus, joined=bool(self._ray_address), tether=ROUTER
+            address,
+            configs.dump(self._config),
+            gpus,
+            joined=bool(self._ray_address),
+            tether="" if self._detached else ROUTER,
         )
         return address
 
@@ -176,8 +144,11 @@ class Cluster:
         # Ports are chosen here, once: a router that starts again must be where it was.
         router = _with_ports(numbered(self._config.router, index))
         member = Member(f"router-{index}", None, router.host)
-        options = _here(member.worker_id)
-        actor = ray.remote(RouterActor).options(**options, max_concurrency=CONCURRENCY)
+        actor = ray.remote(RouterActor).options(
+            **_here(member.worker_id),
+            max_concurrency=CONCURRENCY,
+            lifetime="detached" if self._detached else "non_detached",
+        )
         tree = configs.dump(dataclasses.replace(self._config, router=router))
         return actor.remote(tree, member, controller_address)
 
@@ -221,16 +192,6 @@ def _with_whole_paths(config: Config) -> Config:
         router=dataclasses.replace(config.router, keys=keys and str(Path(keys).resolve())),
         tls=dataclasses.replace(config.tls, folder=folder and str(Path(folder).resolve())),
     )
-
-
-def _running(names: list[str]) -> list[Any]:
-    """The actors that have a process, which Ray may still look for a place for."""
-    actors = [actor for actor in map(find, names) if actor]
-    answers = {actor.__ray_ready__.remote(): actor for actor in actors}
-    if not answers:
-        return []
-    given, _ = ray.wait(list(answers), num_returns=len(answers), timeout=ANSWER_SECONDS)
-    return [answers[answer] for answer in given]
 
 
 def _here(name: str) -> dict[str, Any]:

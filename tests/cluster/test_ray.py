@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 from ray.util import get_node_ip_address
-from serving import FREE_PORTS, Command, Serve, run
+from serving import BATON, FREE_PORTS, Command, Serve, run
 from tiny_models import TINY_MODELS, save
 
 from baton import Client
@@ -39,7 +39,8 @@ class RayHead(Command):
         super().__init__(workspace, [ray, "start", *options, *ports, *folder], TOKEN)
 
     def actors(self) -> list[str]:
-        return [line for line in self.processes().values() if line.endswith("Actor")]
+        titles = ("ray::WorkerActor", "ray::RouterActor", "ray::Controller")
+        return [line for line in self.processes().values() if line.startswith(titles)]
 
     def wait_without_actors(self) -> None:
         deadline = time.monotonic() + 10.0
@@ -95,7 +96,7 @@ def test_two_clusters_share_a_ray_and_leave_it_running(
         assert (one.wait(), one.stderr) == (0, "")
         with two.client() as client:
             assert client.generate([1, 2, 3], max_tokens=5).usage.completion_tokens == 5
-        assert len(head.actors()) == 3
+        assert len(head.actors()) == 4
         two.send(signal.SIGINT)
         assert (two.wait(), two.stderr) == (0, "")
     head.wait_without_actors()
@@ -182,3 +183,17 @@ def test_a_ray_that_asks_for_a_token_is_told_in_one_line(head: RayHead, tmp_path
     assert ended.wait() == 1
     (line,) = ended.stderr.splitlines()
     assert "set RAY_AUTH_MODE=token" in line
+
+
+def test_a_detached_cluster_outlives_its_command_until_it_is_stopped(
+    head: RayHead, tiny: Path, tmp_path: Path
+) -> None:
+    flags = ["--ray-address", head.address, "--insecure", "--model", str(tiny)]
+    with Serve(tmp_path, *flags, "--kv-memory", "4MiB", "--detach", environment=TOKEN) as command:
+        assert (command.wait(), command.stderr) == (0, "")
+        with command.client() as client:
+            assert client.generate([1, 2, 3], max_tokens=5).usage.completion_tokens == 5
+        stop = Command(tmp_path / "stop", [BATON, "stop", "--ray-address", head.address], TOKEN)
+        assert (stop.wait(), stop.stderr) == (0, "")
+        assert re.fullmatch(r"baton-\w+ is stopped\n", stop.stdout)
+    head.wait_without_actors()

@@ -1,0 +1,77 @@
+"""Ends every actor of a cluster, in order: of the Ray namespace that this process is in.
+
+Workers come and go with the pools, so who is there is asked of Ray.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import ray
+
+from cluster import store
+from cluster.joining import PREFIX, clusters, join
+from cluster.member import CONTROLLER, is_router, is_worker
+from cluster.worker_actors import find, kill
+from core.errors import InvalidRequest
+
+POLL_SECONDS = 0.1
+# For a process to say that it is there.
+ANSWER_SECONDS = 5.0
+
+
+def stop_everything(seconds: float, hurry: threading.Event) -> None:
+    """Gives routers, and then workers, so many seconds to let requests come to their end; none
+    once `hurry` is set."""
+    # It would start again what ends.
+    kill(CONTROLLER)
+    names = ray.util.list_named_actors()
+    # Routers first: their requests need the workers.
+    _stop([name for name in names if is_router(name)], seconds, hurry)
+    _stop([name for name in names if is_worker(name)], seconds, hurry)
+    # With those that have no process yet.
+    for name in ray.util.list_named_actors():
+        kill(name)
+    store.forget()
+
+
+def stop_detached(address: str, name: str, seconds: float, hurry: threading.Event) -> str:
+    """Stops a cluster on the Ray at `address`, the only one where `name` is empty; its name."""
+    join(address, PREFIX)
+    found = clusters()
+    ray.shutdown()
+    if not name and len(found) != 1:
+        there = f"say which of {', '.join(found)}" if found else "no cluster is there"
+        raise InvalidRequest(f"{there} (on the Ray at {address})")
+    if name and name not in found:
+        raise InvalidRequest(f"no cluster on the Ray at {address} is called {name}")
+    name = name or found[0]
+    join(address, name)
+    stop_everything(seconds, hurry)
+    ray.shutdown()
+    return name
+
+
+def _stop(names: list[str], seconds: float, hurry: threading.Event) -> None:
+    actors = _running(names)
+    stops = [actor.stop.remote() for actor in actors]
+    deadline = time.monotonic() + seconds
+    hurried = False
+    while stops and time.monotonic() < deadline:
+        if hurry.is_set() and not hurried:
+            hurried = True
+            for actor in actors:
+                actor.hurry.remote()
+        _, stops = ray.wait(stops, num_returns=len(stops), timeout=POLL_SECONDS)
+
+
+def _running(names: list[str]) -> list[Any]:
+    """The actors that have a process: Ray may still look for a place for others."""
+    actors = [actor for actor in map(find, names) if actor]
+    answers = {actor.__ray_ready__.remote(): actor for actor in actors}
+    if not answers:
+        return []
+    given, _ = ray.wait(list(answers), num_returns=len(answers), timeout=ANSWER_SECONDS)
+    return [answers[answer] for answer in given]
