@@ -193,9 +193,21 @@ def copy_pages(
     source: int, target: int, page_bytes: int, source_pages: Tensor, target_pages: Tensor
 ) -> None:
     """Copies page source_pages[i] at address source to page target_pages[i] at target."""
-    source_memory = _memory(source, source_pages, page_bytes)
-    target_memory = _memory(target, target_pages, page_bytes)
-    target_memory[target_pages.long()] = source_memory[source_pages.long()]
+    copy_rows(source, target, page_bytes, (page_bytes, page_bytes), source_pages, target_pages)
+
+
+def copy_rows(
+    source: int,
+    target: int,
+    row_bytes: int,
+    strides: tuple[int, int],
+    source_rows: Tensor,
+    target_rows: Tensor,
+) -> None:
+    """Copies row source_rows[i] at address source to row target_rows[i] at target."""
+    source_memory = _memory(source, source_rows, row_bytes, strides[0])
+    target_memory = _memory(target, target_rows, row_bytes, strides[1])
+    target_memory[target_rows.long()] = source_memory[source_rows.long()]
 
 
 def digest_pages(source: int, page_bytes: int, pages: Tensor, out: Tensor) -> None:
@@ -317,11 +329,13 @@ class _Mapping:
         }
 
 
-def _memory(address: int, pages: Tensor, page_bytes: int) -> Tensor:
-    """[pages, page_bytes], as far as the ids reach."""
-    size = (int(pages.max()) + 1) * page_bytes
+def _memory(address: int, pages: Tensor, page_bytes: int, stride: int | None = None) -> Tensor:
+    """[pages, page_bytes], as far as the ids reach; `stride` bytes apart, if not side by side."""
+    stride = stride or page_bytes
+    count = int(pages.max()) + 1
+    size = (count - 1) * stride + page_bytes
     if pages.is_cuda:
         flat = torch.as_tensor(_Mapping(address, size), device=pages.device)
     else:
         flat = torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
-    return flat.view(-1, page_bytes)
+    return flat.as_strided((count, page_bytes), (stride, 1))

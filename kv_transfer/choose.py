@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 from core.errors import InvalidConfig
 from kv_transfer.routed import RoutedTransport
-from kv_transfer.transport import Transport
+from kv_transfer.transport import SlicingTransport
 
 
 def choose_transport(wanted: str, device: str) -> RoutedTransport:
@@ -43,17 +43,17 @@ def offered(wanted: str, device: str) -> list[str]:
     return ["cuda_ipc", "nixl"] if device == "cuda" else ["nixl"]
 
 
-def _nixl(agent: str) -> Transport:
+def _nixl(agent: str) -> SlicingTransport:
     from kv_transfer.nixl_transport import NixlTransport
 
     return NixlTransport(agent)
 
 
-def _cuda_ipc(agent: str) -> Transport:
+def _cuda_ipc(agent: str) -> SlicingTransport:
     # Imports torch and triton, which a worker on a CPU does without.
     from kv_transfer.cuda_ipc_transport import CudaIpcTransport
 
     return CudaIpcTransport(agent)
 
 
-_MAKERS: dict[str, Callable[[str], Transport]] = {"nixl": _nixl, "cuda_ipc": _cuda_ipc}
+_MAKERS: dict[str, Callable[[str], SlicingTransport]] = {"nixl": _nixl, "cuda_ipc": _cuda_ipc}

@@ -42,10 +42,11 @@ from torch import Tensor
 from baton.v1.transfer_pb2 import CudaIpcRoute, PoolAddress, PoolLayout
 from core.errors import Internal, InvalidConfig, WorkerLost
 from core.types import Moment
-from kernels.gpu.pages import copy_pages
+from kernels.gpu.pages import copy_pages, copy_rows
 from kv_transfer import cuda_driver
 from kv_transfer.note_socket import NoteSocket
 from kv_transfer.transport import (
+    PagePart,
     PeerLost,
     PoolMemory,
     TransportEvent,
@@ -69,8 +70,10 @@ _PROCESS = uuid.uuid4().hex
 class _Peer:
     agent: str
     base: int  # where its page 0 is in this process
+    page_bytes: int
     total_pages: int
     mapping: int | None  # what to unmap in the end; None within one process
+    part: PagePart | None = None  # what is copied of its pages; None for all
     gone: bool = False
 
 
@@ -129,18 +132,18 @@ class CudaIpcTransport:
         )
         return pool_address("cuda_ipc", self.agent, route.SerializeToString(), memory, layout)
 
-    def connect(self, address: PoolAddress) -> str:
+    def connect(self, address: PoolAddress, part: PagePart | None = None) -> str:
         peer = address.agent
         if peer in self._peers:
             return peer
         check_told(self._events, peer)
         memory, notes = self._registered
-        check_page_size(memory, address)
+        check_page_size(memory, address, part)
         route = _read_route(address)
         _check_reach(route, peer, memory.device_id)
         notes.connect(peer, route.socket)
         try:
-            self._peers[peer] = _map_peer(route, address)
+            self._peers[peer] = _map_peer(route, address, part)
         except WorkerLost:
             notes.disconnect(peer)
             raise
@@ -212,7 +215,8 @@ class CudaIpcTransport:
         scratch = torch.zeros(2 * memory.page_bytes, dtype=torch.uint8, device=self._device)
         torch.cuda.current_stream().synchronize()
         own = dataclasses.replace(memory, base=scratch.data_ptr())
-        self._copy(own, _Peer(self.agent, own.base, 2, None), [0], [1]).copied.synchronize()
+        loop = _Peer(self.agent, own.base, own.page_bytes, 2, None)
+        self._copy(own, loop, [0], [1]).copied.synchronize()
 
     def _copy(
         self,
@@ -232,7 +236,7 @@ class CudaIpcTransport:
             local, remote = page_ids.to(self._device, non_blocking=True)[:, :count]
             if isinstance(after, torch.cuda.Event):  # every moment of a GPU's is one
                 stream.wait_event(after)
-            copy_pages(own.base, peer.base, own.page_bytes, local, remote)
+            _launch(own, peer, local, remote)
             copied.record(stream)
         return _Copy(copied, (local, remote))
 
@@ -288,14 +292,32 @@ def _read_route(address: PoolAddress) -> CudaIpcRoute:
         raise WorkerLost(f"{address.agent} sent no CUDA IPC route: {error}") from error
 
 
-def _map_peer(route: CudaIpcRoute, address: PoolAddress) -> _Peer:
+def _launch(own: PoolMemory, peer: _Peer, local: Tensor, remote: Tensor) -> None:
+    """Starts the copy of pages local [n] to remote [n], or of the peer's part of them."""
+    part = peer.part
+    if part is None:
+        copy_pages(own.base, peer.base, own.page_bytes, local, remote)
+        return
+    rows = torch.arange(part.rows, device=local.device)
+    copy_rows(
+        own.base + part.local_offset,
+        peer.base + part.remote_offset,
+        part.row_bytes,
+        (own.page_bytes // part.rows, peer.page_bytes // part.rows),
+        (local[:, None] * part.rows + rows).flatten(),
+        (remote[:, None] * part.rows + rows).flatten(),
+    )
+
+
+def _map_peer(route: CudaIpcRoute, address: PoolAddress, part: PagePart | None) -> _Peer:
+    pages = address.page_bytes, address.total_pages
     if route.process == _process_identity():
-        return _Peer(address.agent, address.base, address.total_pages, None)
+        return _Peer(address.agent, address.base, *pages, None, part)
     try:
         base = cuda_driver.map_shared(route.handle)
     except cuda_driver.DriverError as error:
         raise WorkerLost(f"the memory of {address.agent} cannot be mapped: {error}") from error
-    return _Peer(address.agent, base + route.offset, address.total_pages, base)
+    return _Peer(address.agent, base + route.offset, *pages, base, part)
 
 
 def _check_reach(route: CudaIpcRoute, peer: str, device_id: int) -> None:

@@ -13,11 +13,15 @@ import uuid
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy
+import numpy.typing
+
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
 from core.errors import Internal, InvalidConfig, WorkerLost
 from core.types import Moment
 from kv_transfer.transport import (
     Noted,
+    PagePart,
     PeerLost,
     PoolMemory,
     TransportEvent,
@@ -47,7 +51,7 @@ class InProcessTransport:
         self.agent = agent or f"inprocess-{uuid.uuid4().hex}"
         self._numbers = itertools.count(1)
         self._memory: PoolMemory | None = None
-        self._peers: dict[str, InProcessTransport] = {}
+        self._peers: dict[str, tuple[InProcessTransport, PagePart | None]] = {}
         self._events: list[TransportEvent] = []
         # Guards the memory and the events: peers copy into one and append to the other.
         self._lock = threading.Lock()
@@ -59,14 +63,14 @@ class InProcessTransport:
         _AGENTS[self.agent] = self
         return pool_address("inprocess", self.agent, b"", memory, layout)
 
-    def connect(self, address: PoolAddress) -> str:
+    def connect(self, address: PoolAddress, part: PagePart | None = None) -> str:
         with self._lock:
             check_told(self._events, address.agent)
-        check_page_size(self._own_memory, address)
+        check_page_size(self._own_memory, address, part)
         peer = _AGENTS.get(address.agent)
         if peer is None:
             raise WorkerLost(f"no agent {address.agent} in this process")
-        self._peers[address.agent] = peer
+        self._peers[address.agent] = peer, part
         return address.agent
 
     def disconnect(self, peer: str) -> None:
@@ -83,11 +87,11 @@ class InProcessTransport:
         if after is not None and not after.query():
             raise Internal("a copy between CPU pools waits for no device")
         memory = self._own_memory
-        target = self._peers.get(peer)
-        if target is None:
+        if peer not in self._peers:
             raise WorkerLost(f"not connected to {peer}")
+        target, part = self._peers[peer]
         number = next(self._numbers)
-        if target._receive(self.agent, memory, local_pages, remote_pages, note):
+        if target._receive(self.agent, memory, part, local_pages, remote_pages, note):
             self._append(WriteDone(number))
         else:
             self.disconnect(peer)
@@ -120,6 +124,7 @@ class InProcessTransport:
         self,
         sender: str,
         source: PoolMemory,
+        part: PagePart | None,
         source_pages: Sequence[int],
         pages: Sequence[int],
         note: bytes,
@@ -129,8 +134,11 @@ class InProcessTransport:
             if self._memory is None:
                 return False
             check_pages(source_pages, source.total_pages, pages, self._memory.total_pages)
-            for span in merge_spans(source_pages, pages):
-                _copy(source, self._memory, span)
+            if part is None:
+                for span in merge_spans(source_pages, pages):
+                    _copy(source, self._memory, span)
+            else:
+                _copy_part(source, self._memory, part, source_pages, pages)
             if note:
                 self._events.append(Noted(sender, note))
             return True
@@ -155,3 +163,23 @@ def _copy(source: PoolMemory, target: PoolMemory, span: Span) -> None:
         source.base + span.local * page_bytes,
         span.pages * page_bytes,
     )
+
+
+def _copy_part(
+    source: PoolMemory,
+    target: PoolMemory,
+    part: PagePart,
+    source_pages: Sequence[int],
+    pages: Sequence[int],
+) -> None:
+    found = _rows(source, part.rows)[:, :, part.local_offset :]
+    into = _rows(target, part.rows)[:, :, part.remote_offset :]
+    for local, remote in zip(source_pages, pages, strict=True):
+        into[remote, :, : part.row_bytes] = found[local, :, : part.row_bytes]
+
+
+def _rows(memory: PoolMemory, rows: int) -> numpy.typing.NDArray[numpy.uint8]:
+    """[page, row, byte]"""
+    whole = memoryview((ctypes.c_uint8 * memory.size).from_address(memory.base)).cast("B")
+    flat = numpy.frombuffer(whole, dtype=numpy.uint8)
+    return flat.reshape(memory.total_pages, rows, -1)

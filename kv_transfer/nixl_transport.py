@@ -18,6 +18,8 @@ What NIXL 1.5 does, and what follows from it here:
   between writes.
 - Two processes are wired up by the first message between them, which takes
   both of them several polls. So `connect` sends one.
+- A prepared list keeps a row for each of its pieces. Of the rows of pages there
+  would be a thousand times as many, so parts of pages are written from addresses.
 """
 
 from __future__ import annotations
@@ -32,12 +34,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy
+import numpy.typing
 
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
 from core.errors import BatonError, Internal, InvalidConfig, WorkerLost
 from core.types import Moment
 from kv_transfer.transport import (
     Noted,
+    PagePart,
     PeerLost,
     PoolMemory,
     TransportEvent,
@@ -62,8 +66,9 @@ SPLIT_DESCRIPTORS = 32
 
 @dataclass(frozen=True, slots=True)
 class _Peer:
-    total_pages: int
-    pages: Any  # NIXL's prepared list of the peer's pages
+    memory: PoolMemory
+    part: PagePart | None  # what is copied of its pages; None for all
+    pages: Any  # NIXL's prepared list of its pages; None where a part is copied
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,32 +122,33 @@ class NixlTransport:
             self._engine.create_backend("UCX", self._backend_options(memory.device))
             whole_pool = (memory.base, memory.size, memory.device_id, "")
             self._registration = self._engine.register_memory([whole_pool], kind)
-            own = (memory.base, memory.page_bytes, memory.total_pages, memory.device_id)
-            self._own_pages = self._prepare("NIXL_INIT_AGENT", kind, *own)
+            self._own_pages = self._prepare("NIXL_INIT_AGENT", memory)
             metadata = self._engine.get_agent_metadata()
         self._memory = memory
         return pool_address("nixl", self.agent, metadata, memory, layout)
 
-    def connect(self, address: PoolAddress) -> str:
+    def connect(self, address: PoolAddress, part: PagePart | None = None) -> str:
         peer = address.agent
         if peer in self._peers:
             return peer
         check_told(self._events, peer)
-        check_page_size(self._own_memory, address)
+        check_page_size(self._own_memory, address, part)
         metadata = route_metadata(address, "nixl")
-        pages = (address.base, address.page_bytes, address.total_pages, address.device_id)
+        pages = (address.base, address.page_bytes, address.total_pages)
+        memory = PoolMemory(*pages, address.device, address.device_id)
         with self._translated(f"connect to {peer}"):
             self._engine.add_remote_agent(metadata)
-            prepared = self._prepare(peer, _memory_kind(address.device), *pages)
+            prepared = self._prepare(peer, memory) if part is None else None
             self._engine.send_notif(peer, _GREETING)
-        self._peers[peer] = _Peer(address.total_pages, prepared)
+        self._peers[peer] = _Peer(memory, part, prepared)
         return peer
 
     def disconnect(self, peer: str) -> None:
         known = self._peers.pop(peer, None)
         if known is not None:
             with suppress(*self._errors):  # it may have removed itself when it broke off
-                known.pages.release()
+                if known.pages is not None:
+                    known.pages.release()
                 self._engine.remove_remote_agent(peer)
 
     def write(
@@ -156,7 +162,8 @@ class NixlTransport:
         known = self._peers.get(peer)
         if known is None:
             raise WorkerLost(f"not connected to {peer}")
-        check_pages(local_pages, self._own_memory.total_pages, remote_pages, known.total_pages)
+        total = self._own_memory.total_pages, known.memory.total_pages
+        check_pages(local_pages, total[0], remote_pages, total[1])
         number = next(self._numbers)
         order = _Order(peer, local_pages, remote_pages, note, after)
         if order.may_start:
@@ -213,12 +220,11 @@ class NixlTransport:
             return {}
         return {"num_threads": str(threads), "split_batch_size": str(SPLIT_DESCRIPTORS)}
 
-    def _prepare(
-        self, owner: str, kind: str, base: int, page_bytes: int, total_pages: int, device_id: int
-    ) -> Any:
+    def _prepare(self, owner: str, pool: PoolMemory) -> Any:
         """NIXL's list of a pool's pages, in the compressed form: one row for all of them."""
-        row = [base, page_bytes, device_id, page_bytes, total_pages]
-        return self._engine.prep_xfer_dlist(owner, numpy.array([row], dtype=numpy.uint64), kind)
+        row = [pool.base, pool.page_bytes, pool.device_id, pool.page_bytes, pool.total_pages]
+        rows = numpy.array([row], dtype=numpy.uint64)
+        return self._engine.prep_xfer_dlist(owner, rows, _memory_kind(pool.device))
 
     def _try_start(self, number: int, order: _Order) -> None:
         try:
@@ -232,16 +238,35 @@ class NixlTransport:
             self._engine.send_notif(order.peer, order.note)
             self._events.append(WriteDone(number))
             return
-        handle = self._engine.make_prepped_xfer(
+        peer = self._peers[order.peer]
+        handle = self._whole(order, peer) if peer.part is None else self._sliced(order, peer)
+        self._writes[number] = _Write(order.peer, handle)
+        self._settle(number, self._engine.transfer(handle))
+
+    def _whole(self, order: _Order, peer: _Peer) -> Any:
+        """NIXL's transfer of whole pages."""
+        return self._engine.make_prepped_xfer(
             "WRITE",
             self._own_pages,
             numpy.asarray(order.local_pages, dtype=numpy.int32),
-            self._peers[order.peer].pages,
+            peer.pages,
             numpy.asarray(order.remote_pages, dtype=numpy.int32),
             order.note,
         )
-        self._writes[number] = _Write(order.peer, handle)
-        self._settle(number, self._engine.transfer(handle))
+
+    def _sliced(self, order: _Order, peer: _Peer) -> Any:
+        """NIXL's transfer of the same part of every page."""
+        own, part = self._own_memory, peer.part
+        assert part is not None
+        local = _pieces(own, order.local_pages, part, part.local_offset)
+        remote = _pieces(peer.memory, order.remote_pages, part, part.remote_offset)
+        return self._engine.initialize_xfer(
+            "WRITE",
+            self._engine.get_xfer_descs(local, _memory_kind(own.device)),
+            self._engine.get_xfer_descs(remote, _memory_kind(peer.memory.device)),
+            order.peer,
+            order.note,
+        )
 
     def _check(self, number: int) -> None:
         write = self._writes.get(number)
@@ -301,6 +326,20 @@ def _import_nixl() -> Any:
         raise InvalidConfig(f"the nixl transport needs NIXL, which is missing: {error}") from error
     logging.getLogger("nixl").setLevel(logging.WARNING)
     return nixl
+
+
+def _pieces(
+    memory: PoolMemory, pages: Sequence[int], part: PagePart, offset: int
+) -> numpy.typing.NDArray[numpy.uint64]:
+    """A row (address, bytes, device) for every piece of these pages."""
+    places = numpy.asarray(pages, dtype=numpy.uint64)[:, None] * numpy.uint64(part.rows)
+    rows = (places + numpy.arange(part.rows, dtype=numpy.uint64)).ravel()
+    found = numpy.empty((len(rows), 3), dtype=numpy.uint64)
+    found[:, 0] = rows * numpy.uint64(memory.page_bytes // part.rows)
+    found[:, 0] += numpy.uint64(memory.base + offset)
+    found[:, 1] = part.row_bytes
+    found[:, 2] = memory.device_id
+    return found
 
 
 def _memory_kind(device: str) -> str:

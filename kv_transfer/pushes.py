@@ -17,11 +17,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from baton.v1.transfer_pb2 import Fetch, PoolAddress, PoolLayout, TransferNote
 from core.errors import BatonError, LayoutMismatch, Unavailable
 from core.types import AttemptKey, Moment
-from kv_transfer.digest import PageDigest
+from kv_transfer.digest import PeerDigest
 from kv_transfer.events import (
     PagesWanted,
     PeerConnected,
@@ -74,7 +75,7 @@ class Pushes:
         self,
         transport: Transport,
         address: PoolAddress,
-        digest: PageDigest | None,
+        digest: PeerDigest | None,
         deliver: Callable[[TransferEvent], None],
         clock: Callable[[], float],
     ) -> None:
@@ -118,7 +119,8 @@ class Pushes:
         return True
 
     def begin(self, key: AttemptKey, peer: str) -> None:
-        self._senders[key] = Sender(key, peer, self._address.page_bytes, self._digest)
+        digest = partial(self._digest, peer) if self._digest else None
+        self._senders[key] = Sender(key, peer, self._address.page_bytes, digest)
 
     def lend(self, key: AttemptKey, peer: str, sealed: bytes, pages: Sequence[int]) -> None:
         """Pushes pages that are there already, to the first of the ticket's."""

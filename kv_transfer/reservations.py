@@ -16,7 +16,7 @@ from baton.v1.transfer_pb2 import Landed as LandedNote
 from baton.v1.transfer_pb2 import PoolAddress, TransferNote
 from core.errors import BatonError
 from core.types import AttemptKey
-from kv_transfer.digest import PageDigest
+from kv_transfer.digest import PeerDigest
 from kv_transfer.events import (
     Fetched,
     Landed,
@@ -59,7 +59,7 @@ class Reservations:
     def __init__(
         self,
         transport: Transport,
-        digest: PageDigest | None,
+        digest: PeerDigest | None,
         lease_seconds: float,
         linger_seconds: float,
         deliver: Callable[[TransferEvent], None],
@@ -214,7 +214,7 @@ class Reservations:
             return []
         if expected.receiver.state is not State.OPEN or note.round != expected.receiver.round:
             return []
-        here = self._digest(pages)
+        here = self._digest(expected.sender, pages)
         damaged = [place for place, digest in enumerate(here) if digest != sent[place]]
         if damaged:
             _log.warning("%d pages of %s arrived damaged", len(damaged), key)

@@ -15,9 +15,10 @@ from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
 from core.errors import BatonError, LayoutMismatch, WorkerLost
 from core.types import Moment
 from kv_transfer.transport import (
+    PagePart,
     PeerLost,
     PoolMemory,
-    Transport,
+    SlicingTransport,
     TransportEvent,
     WriteDone,
     WriteFailed,
@@ -37,7 +38,7 @@ class Choice:
 class RoutedTransport:
     """Serves one pool over several transports, given by name, the best first."""
 
-    def __init__(self, transports: dict[str, Transport]) -> None:
+    def __init__(self, transports: dict[str, SlicingTransport]) -> None:
         self._transports = transports
         self._refusals: list[str] = []  # of transports that could not serve the pool
         self.chosen: dict[str, Choice] = {}
@@ -55,13 +56,13 @@ class RoutedTransport:
             whole.routes.extend(other.routes)
         return whole
 
-    def connect(self, address: PoolAddress) -> str:
+    def connect(self, address: PoolAddress, part: PagePart | None = None) -> str:
         if choice := self.chosen.get(address.agent):
-            return self._transports[choice.transport].connect(address)
+            return self._transports[choice.transport].connect(address, part)
         refusals = list(self._refusals)
         for name, transport in self._transports.items():
             try:
-                peer = transport.connect(address)
+                peer = transport.connect(address, part)
             except LayoutMismatch:
                 raise
             except BatonError as error:

@@ -45,7 +45,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton.v1.transfer_pb2 import Resend, TicketBody
@@ -58,9 +58,11 @@ from core.errors import (
     WorkerLost,
 )
 from core.types import AttemptKey, Moment
-from kv_transfer.digest import PageDigest
 from kv_transfer.note import beat_note, drained_note, landed_note
 from kv_transfer.write_lease import WriteLease
+
+Digest = Callable[[Sequence[int]], list[int]]
+"""Of some of our pages, as the receiver will make them; none where there can be none."""
 
 MAX_WRITE_BYTES = 1 << 30
 """A longer write might keep a thread that copies by itself from its beats."""
@@ -165,7 +167,7 @@ class Sender:
     """The state of one push. Every input returns the actions it leads to."""
 
     def __init__(
-        self, key: AttemptKey, peer: str, page_bytes: int, digest: PageDigest | None = None
+        self, key: AttemptKey, peer: str, page_bytes: int, digest: Digest | None = None
     ) -> None:
         self.state = State.WAITING
         self.peer = peer

@@ -26,7 +26,7 @@ from functools import partial
 
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout, TransferNote
 from core.types import AttemptKey, Moment
-from kv_transfer.digest import PageDigest
+from kv_transfer.digest import PeerDigest
 from kv_transfer.events import TransferCrashed, TransferEvent
 from kv_transfer.note import read_note
 from kv_transfer.pushes import Pushes
@@ -71,7 +71,7 @@ class TransferThread:
         layout: PoolLayout,
         deliver: Callable[[TransferEvent], None],
         *,
-        digest: PageDigest | None = None,
+        digest: PeerDigest | None = None,
         lease_seconds: float = LEASE_SECONDS,
         linger_seconds: float = LINGER_SECONDS,
         clock: Callable[[], float] = time.monotonic,

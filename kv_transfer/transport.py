@@ -4,6 +4,9 @@ A transport serves one pool. It writes pages of its own pool into the pool of a
 peer, and hears the notes that peers attach to their writes. One thread drives
 it, from `register` to `close`; `write` may block while bytes are copied.
 
+Where two pools split a model's heads differently, only some heads of a page go
+from one memory to another: a `SlicingTransport` copies a part of each page.
+
 What a caller may rely on:
 
 - Writes are not ordered among themselves. A note is: the peer hears it only
@@ -41,6 +44,16 @@ class PoolMemory:
     @property
     def size(self) -> int:
         return self.page_bytes * self.total_pages
+
+
+@dataclass(frozen=True, slots=True)
+class PagePart:
+    """What is copied of each page, where a page is `rows` rows of equal length at either end."""
+
+    rows: int
+    row_bytes: int  # copied of each row
+    local_offset: int  # where in a row these bytes begin
+    remote_offset: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +133,14 @@ class Transport(Protocol):
         """Lets go of the memory and of all peers. Closing twice is fine."""
 
 
+class SlicingTransport(Transport, Protocol):
+    """A transport that can be told, peer by peer, to copy only a part of each page."""
+
+    def connect(self, address: PoolAddress, part: PagePart | None = None) -> str:
+        """As `Transport.connect`. With a `part` pages may differ in size; those who write
+        know that it is inside of both. It stays the same until the peer is forgotten."""
+
+
 def check_pages(
     local_pages: Sequence[int], local_total: int, remote_pages: Sequence[int], remote_total: int
 ) -> None:
@@ -138,9 +159,10 @@ def check_told(events: Sequence[TransportEvent], peer: str) -> None:
         raise WorkerLost(f"the connection to {peer} has just been lost")
 
 
-def check_page_size(memory: PoolMemory, address: PoolAddress) -> None:
-    """Raises LayoutMismatch when a peer's pages are not as large as ours."""
-    if address.page_bytes != memory.page_bytes:
+def check_page_size(memory: PoolMemory, address: PoolAddress, part: PagePart | None = None) -> None:
+    """Raises LayoutMismatch when a peer's pages are to be copied whole and are not as large
+    as ours."""
+    if part is None and address.page_bytes != memory.page_bytes:
         raise LayoutMismatch(
             f"a page is {memory.page_bytes} bytes here and {address.page_bytes} bytes "
             f"at {address.agent}"

@@ -33,7 +33,9 @@ from engine.engine import Engine
 from engine.gpu.settings import GpuSettings
 from kv_transfer.choose import choose_transport
 from kv_transfer.digest import choose_digest
+from kv_transfer.heads import HeadRange
 from kv_transfer.layout import LAYOUT_VERSION, cache_root
+from kv_transfer.sharded import ShardedTransport
 from kv_transfer.thread import TransferThread
 from kv_transfer.transport import PoolMemory
 from worker.cpu import claim_threads, stand_back
@@ -219,12 +221,18 @@ class WorkerServer:
         if config.prefix_cache:
             self._engine.pool.root = cache_root(layout)
             open_second_tier(self._engine, config.cache, self._worker_id, self._wake)
-        self._transfer = TransferThread(
+        digest = choose_digest(config.page_digests, memory)
+        transport = ShardedTransport(
             choose_transport(config.transport, device),
+            HeadRange(0, layout.kv_heads),
+            digest=digest,
+        )
+        self._transfer = TransferThread(
+            transport,
             memory,
             layout,
             self._inbox.put,
-            digest=choose_digest(config.page_digests, memory),
+            digest=transport.digests if digest else None,
         )
         self._transfer.start()
         return self._make_role(self._engine, self._transfer, self._outbox, self._metrics, config)

@@ -23,7 +23,8 @@ DESCRIPTOR: _descriptor.FileDescriptor
 @_typing.final
 class PoolLayout(_message.Message):
     """How a pool's memory is arranged. Two pools can exchange pages only when all
-    of this is equal; the layout hash is its digest.
+    of this is equal; the layout hash is its digest. Of a pool that several
+    processes hold together it describes the whole.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -83,12 +84,13 @@ class PoolAddress(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     ROUTES_FIELD_NUMBER: _builtins.int
     TICKET_VERSION_FIELD_NUMBER: _builtins.int
+    SHARDS_FIELD_NUMBER: _builtins.int
     agent: _builtins.str
-    """The transport agent's name, unique per process start."""
+    """The transport agent's name, unique per process start. Notes go to this one."""
     base: _builtins.int
     """The first byte of page 0 in the owner's address space."""
     page_bytes: _builtins.int
-    """Bytes a page."""
+    """Bytes a page, of all shards together."""
     total_pages: _builtins.int
     """Pages in the pool."""
     device: _builtins.str
@@ -107,6 +109,13 @@ class PoolAddress(_message.Message):
     def routes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Route]:
         """Every way to reach it, the one that its owner prefers first."""
 
+    @_builtins.property
+    def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolShard]:
+        """The parts of a pool whose heads are split among several processes, the one
+        of `agent` first. Then `base` and `routes` are empty. Empty when one process
+        holds all heads.
+        """
+
     def __init__(
         self,
         *,
@@ -119,14 +128,47 @@ class PoolAddress(_message.Message):
         layout: Global___PoolLayout | None = ...,
         routes: _abc.Iterable[Global___Route] | None = ...,
         ticket_version: _builtins.int = ...,
+        shards: _abc.Iterable[Global___PoolShard] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "base", b"base", "device", b"device", "device_id", b"device_id", "layout", b"layout", "page_bytes", b"page_bytes", "routes", b"routes", "ticket_version", b"ticket_version", "total_pages", b"total_pages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "base", b"base", "device", b"device", "device_id", b"device_id", "layout", b"layout", "page_bytes", b"page_bytes", "routes", b"routes", "shards", b"shards", "ticket_version", b"ticket_version", "total_pages", b"total_pages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PoolAddress: _TypeAlias = PoolAddress  # noqa: Y015
+
+@_typing.final
+class PoolShard(_message.Message):
+    """Some heads of every page of a pool, in the memory of one process."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_HEAD_FIELD_NUMBER: _builtins.int
+    HEADS_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
+    first_head: _builtins.int
+    """The first of its key/value heads, as the unsplit model counts them."""
+    heads: _builtins.int
+    """How many heads follow from there."""
+    @_builtins.property
+    def pool(self) -> Global___PoolAddress:
+        """Where they are. Its pages have the ids of the whole pool's."""
+
+    def __init__(
+        self,
+        *,
+        first_head: _builtins.int = ...,
+        heads: _builtins.int = ...,
+        pool: Global___PoolAddress | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_head", b"first_head", "heads", b"heads", "pool", b"pool"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolShard: _TypeAlias = PoolShard  # noqa: Y015
 
 @_typing.final
 class Route(_message.Message):

@@ -1,4 +1,5 @@
-"""Copies whole pages between two memories, and the tokens of pages into rows.
+"""Copies whole pages, or parts of their rows, between two memories, and the tokens of pages
+into rows.
 
 Pages are as large as all layers make them, so each is cut into blocks and every
 block is a program: a few pages fill the chip as well as many.
@@ -26,17 +27,33 @@ def copy_pages(
     memory that is mapped here; multiples of 4, as page_bytes is. Both ids [n], whole numbers
     of any type. No page is the target twice, or both source and target.
     """
-    words = page_bytes // 4
-    aligned = (source | target | page_bytes) % 16 == 0
-    _copy_pages[(len(source_pages), triton.cdiv(words, COPY_BLOCK))](
+    copy_rows(source, target, page_bytes, (page_bytes, page_bytes), source_pages, target_pages)
+
+
+def copy_rows(
+    source: int,
+    target: int,
+    row_bytes: int,
+    strides: tuple[int, int],
+    source_rows: Tensor,
+    target_rows: Tensor,
+) -> None:
+    """As copy_pages, but of rows that lie apart: `strides` are the bytes from one to the next
+    in source and target, multiples of 4."""
+    words = row_bytes // 4
+    aligned = (source | target | row_bytes | strides[0] | strides[1]) % 16 == 0
+    block = min(COPY_BLOCK, max(triton.next_power_of_2(words), 128))
+    _copy_rows[(len(source_rows), triton.cdiv(words, block))](
         source,
         target,
-        source_pages,
-        target_pages,
+        source_rows,
+        target_rows,
         WORDS=words,
+        SOURCE_STRIDE=strides[0] // 4,
+        TARGET_STRIDE=strides[1] // 4,
         ALIGNMENT=16 if aligned else 4,
-        BLOCK=COPY_BLOCK,
-        num_warps=4,
+        BLOCK=block,
+        num_warps=max(block // 1024, 1),
     )
 
 
@@ -70,25 +87,27 @@ def gather_tokens(
     )
 
 
-@triton.jit(do_not_specialize_on_alignment=["source_pages_pointer", "target_pages_pointer"])
-def _copy_pages(
+@triton.jit(do_not_specialize_on_alignment=["source_rows_pointer", "target_rows_pointer"])
+def _copy_rows(
     source,
     target,
-    source_pages_pointer,
-    target_pages_pointer,
+    source_rows_pointer,
+    target_rows_pointer,
     WORDS: tl.constexpr,
+    SOURCE_STRIDE: tl.constexpr,
+    TARGET_STRIDE: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    page = tl.program_id(0)
+    row = tl.program_id(0)
     word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = word < WORDS
-    source_page = tl.load(source_pages_pointer + page).to(tl.int64)
-    target_page = tl.load(target_pages_pointer + page).to(tl.int64)
+    source_row = tl.load(source_rows_pointer + row).to(tl.int64)
+    target_row = tl.load(target_rows_pointer + row).to(tl.int64)
     source_words = tl.multiple_of(source.to(tl.pointer_type(tl.int32)), ALIGNMENT)
     target_words = tl.multiple_of(target.to(tl.pointer_type(tl.int32)), ALIGNMENT)
-    found = tl.load(source_words + source_page * WORDS + word, mask=inside, other=0)
-    tl.store(target_words + target_page * WORDS + word, found, mask=inside)
+    found = tl.load(source_words + source_row * SOURCE_STRIDE + word, mask=inside, other=0)
+    tl.store(target_words + target_row * TARGET_STRIDE + word, found, mask=inside)
 
 
 @triton.jit(do_not_specialize=["length"], do_not_specialize_on_alignment=["pages_pointer"])

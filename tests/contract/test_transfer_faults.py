@@ -54,9 +54,10 @@ class Worker:
         self.bytes = CpuBytes(PAGES * PAGE_BYTES)
         self.events: queue.Queue[TransferEvent] = queue.Queue()
         memory = PoolMemory(self.bytes.base, PAGE_BYTES, PAGES, "cpu")
+        digest = cpu_digest(memory)
         self.thread = TransferThread(
             *(transport, memory, LAYOUT, self.events.put),
-            digest=cpu_digest(memory),
+            digest=lambda _, pages: digest(pages),
             lease_seconds=LEASE_SECONDS,
         )
         self.thread.start()

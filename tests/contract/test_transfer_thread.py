@@ -55,7 +55,9 @@ class Worker:
         self.layout = layout
         digest = choose_digest("auto", memory)
         self.thread = TransferThread(
-            transport, memory, layout, self.events.put, digest=digest, lease_seconds=1.0
+            *(transport, memory, layout, self.events.put),
+            digest=(lambda _, pages: digest(pages)) if digest else None,
+            lease_seconds=1.0,
         )
         self.thread.start()
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import numpy
 import pytest
 from pool_host import HostedPool, PoolHost, pool_host
-from pools import KINDS, LAYOUT, NIXL, PAGE_BYTES, PAGES, UNTOUCHED, Pool
+from pools import KINDS, LAYOUT, NIXL, PAGE_BYTES, PAGES, UNTOUCHED, Pool, SplitPool
 
 from core.errors import Internal, LayoutMismatch, WorkerLost
 from kv_transfer.inprocess import InProcessTransport, Span, merge_spans
@@ -18,6 +18,7 @@ from kv_transfer.transport import Noted, PeerLost, WriteDone, WriteFailed
 AnyPool = Pool | HostedPool
 Maker = Callable[..., AnyPool]
 SPANNING = [kind.name for kind in KINDS.values() if kind.spans_processes]
+SPLIT = [name for name in ("inprocess-cpu", "nixl-cpu") if name in KINDS]
 
 
 @pytest.fixture(scope="module")
@@ -30,15 +31,23 @@ def host() -> Iterator[PoolHost]:
     params=[
         *(pytest.param((name, False), id=name) for name in KINDS),
         *(pytest.param((name, True), id=f"{name}-two-processes") for name in SPANNING),
+        *(
+            pytest.param((name, split), id=f"{name}-{split[0]}-to-{split[1]}")
+            for name in SPLIT
+            for split in [(1, 2), (2, 1), (2, 2)]
+        ),
     ]
 )
 def make_pool(request: pytest.FixtureRequest) -> Iterator[Maker]:
-    """Makes pools of one kind. With two processes, the second pool is in the other one."""
-    kind, two_processes = request.param
+    """Makes pools of one kind. With two processes, the second pool is in the other one. With a
+    split, the second pool's heads are split in another way than those of the others."""
+    kind, arrangement = request.param
     pools: list[AnyPool] = []
 
     def make(page_bytes: int = PAGE_BYTES) -> AnyPool:
-        if two_processes and len(pools) == 1:
+        if isinstance(arrangement, tuple):
+            pools.append(SplitPool(kind, arrangement[len(pools) % 2], page_bytes))
+        elif arrangement and len(pools) == 1:
             pools.append(request.getfixturevalue("host").make_pool(kind, page_bytes))
         else:
             pools.append(Pool(kind, page_bytes))

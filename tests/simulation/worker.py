@@ -264,7 +264,7 @@ class SimulatedWorker:
             self._postponed.append(turn)
         return self.frozen
 
-    def _digests(self, pages: Sequence[int]) -> list[int]:
+    def _digests(self, _peer: str, pages: Sequence[int]) -> list[int]:
         return [_digest(self.engine.memory[page]) for page in pages]
 
 

@@ -8,22 +8,42 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import socket
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+import numpy
+import numpy.typing
 import torch
 
 from baton.v1.transfer_pb2 import PoolLayout
 from kv_transfer.choose import choose_transport
+from kv_transfer.digest import choose_digest
+from kv_transfer.heads import HeadRange
 from kv_transfer.inprocess import InProcessTransport
 from kv_transfer.nixl_transport import NixlTransport
-from kv_transfer.transport import PoolMemory, Transport, TransportEvent
+from kv_transfer.shard_host import serve_shard
+from kv_transfer.shard_proxy import ShardProxy
+from kv_transfer.sharded import ShardedTransport
+from kv_transfer.transport import PoolMemory, SlicingTransport, Transport, TransportEvent
 
 PAGE_BYTES = 4096
 PAGES = 64
-LAYOUT = PoolLayout(version=1, model="test", dtype="float32", page_size=16, layers=1)
+HEADS = 4
+LAYOUT = PoolLayout(
+    version=1,
+    model="test",
+    dtype="float32",
+    page_size=16,
+    layers=1,
+    kv_heads=HEADS,
+    head_dim=8,
+)
+ROWS = 2 * LAYOUT.page_size * LAYOUT.layers
+"""Of a page: one a token, of keys and of values."""
 UNTOUCHED = 0xEE
 
 CUDA = torch.cuda.is_available()
@@ -40,6 +60,8 @@ class Bytes(Protocol):
 
     def fill(self, start: int, size: int, value: int) -> None: ...
 
+    def write(self, start: int, value: bytes) -> None: ...
+
 
 class CpuBytes:
     """Plain memory, every byte `value`."""
@@ -54,11 +76,14 @@ class CpuBytes:
         return self._buffer.raw[start : start + size]
 
     def fill(self, start: int, size: int, value: int) -> None:
-        self._buffer[start : start + size] = bytes([value]) * size
+        self.write(start, bytes([value]) * size)
+
+    def write(self, start: int, value: bytes) -> None:
+        self._buffer[start : start + len(value)] = value
 
 
 class CudaBytes:
-    """Memory of the GPU, every byte `value`. What is filled is there when `fill` returns."""
+    """Memory of the GPU, every byte `value`. What is written is there when `write` returns."""
 
     device = "cuda"
 
@@ -74,6 +99,11 @@ class CudaBytes:
         self.fill_later(start, size, value)
         torch.cuda.synchronize()
 
+    def write(self, start: int, value: bytes) -> None:
+        written = torch.frombuffer(bytearray(value), dtype=torch.uint8)
+        self._tensor[start : start + len(value)] = written.to("cuda")
+        torch.cuda.synchronize()
+
     def fill_later(self, start: int, size: int, value: int) -> None:
         """In the order of the current stream."""
         self._tensor[start : start + size] = value
@@ -84,7 +114,7 @@ class Kind:
     """A transport on a device's memory."""
 
     name: str
-    make_transport: Callable[[], Transport]
+    make_transport: Callable[[], SlicingTransport]
     make_bytes: Callable[[int, int], Bytes]
     spans_processes: bool = True
 
@@ -92,7 +122,7 @@ class Kind:
         return PoolMemory(memory.base, page_bytes, pages, memory.device)
 
 
-def _cuda_ipc() -> Transport:
+def _cuda_ipc() -> SlicingTransport:
     from kv_transfer.cuda_ipc_transport import CudaIpcTransport
 
     return CudaIpcTransport()
@@ -124,12 +154,79 @@ class Pool:
         self.page_bytes = page_bytes
         self.bytes = KINDS[kind].make_bytes(page_bytes * PAGES, UNTOUCHED)
         self.memory = KINDS[kind].make_memory(self.bytes, page_bytes, PAGES)
-        self.transport = KINDS[kind].make_transport()
+        self.transport: Transport = KINDS[kind].make_transport()
         self.address = self.transport.register(self.memory, LAYOUT)
         self.events: list[TransportEvent] = []
 
     def page(self, index: int) -> bytes:
         return self.bytes.read(index * self.page_bytes, self.page_bytes)
 
+    def set_page(self, index: int, value: bytes) -> None:
+        self.bytes.write(index * self.page_bytes, value)
+
     def fill(self, index: int, value: int) -> None:
-        self.bytes.fill(index * self.page_bytes, self.page_bytes, value)
+        self.set_page(index, bytes([value]) * self.page_bytes)
+
+
+class SplitPool(Pool):
+    """A pool of a kind with its heads split evenly into so many shards, as one.
+
+    Each shard but the first is driven through a socket, as if it were in another process.
+    """
+
+    def __init__(
+        self, kind: str, shards: int, page_bytes: int = PAGE_BYTES, *, registered: bool = True
+    ) -> None:
+        self.page_bytes = page_bytes
+        self.shards = [Shard(kind, rank, shards, page_bytes) for rank in range(shards)]
+        own, *others = self.shards
+        self.proxies = [ShardProxy(shard.serve()) for shard in others]
+        digest = choose_digest("auto", own.memory)
+        self.sharded = ShardedTransport(own.transport, own.heads, self.proxies, digest)
+        self.transport = self.sharded
+        self.memory = own.memory
+        if registered:
+            self.address = self.transport.register(own.memory, LAYOUT)
+        self.events = []
+
+    def page(self, index: int) -> bytes:
+        rows = [shard.rows(index) for shard in self.shards]  # of each, [row, bytes]
+        return numpy.concatenate(rows, axis=1).tobytes()
+
+    def set_page(self, index: int, value: bytes) -> None:
+        whole = numpy.frombuffer(value, numpy.uint8).reshape(ROWS, len(self.shards), -1)
+        for rank, shard in enumerate(self.shards):
+            shard.bytes.write(index * shard.memory.page_bytes, whole[:, rank].tobytes())
+
+    def close(self) -> None:
+        self.transport.close()
+        for shard in self.shards:
+            shard.join()
+
+
+class Shard:
+    """Some heads of a pool, and the transport that serves them."""
+
+    def __init__(self, kind: str, rank: int, shards: int, page_bytes: int = PAGE_BYTES) -> None:
+        own_bytes = page_bytes // shards
+        self.heads = HeadRange(rank * HEADS // shards, HEADS // shards)
+        self.bytes = KINDS[kind].make_bytes(own_bytes * PAGES, UNTOUCHED)
+        self.memory = KINDS[kind].make_memory(self.bytes, own_bytes, PAGES)
+        self.transport = KINDS[kind].make_transport()
+        self._thread: threading.Thread | None = None
+
+    def rows(self, page: int) -> numpy.typing.NDArray[numpy.uint8]:
+        size = self.memory.page_bytes
+        return numpy.frombuffer(self.bytes.read(page * size, size), numpy.uint8).reshape(ROWS, -1)
+
+    def serve(self) -> socket.socket:
+        """Serves the shard on a thread; the end to drive it by."""
+        here, there = socket.socketpair()
+        arguments = (there, self.transport, self.memory, self.heads)
+        self._thread = threading.Thread(target=serve_shard, args=arguments, daemon=True)
+        self._thread.start()
+        return here
+
+    def join(self) -> None:
+        if self._thread is not None:
+            self._thread.join(10)

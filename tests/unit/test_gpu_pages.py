@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels import twins
 from kernels.gpu.digest import BLOCK, digest_pages
-from kernels.gpu.pages import COPY_BLOCK, copy_pages, gather_tokens
+from kernels.gpu.pages import COPY_BLOCK, copy_pages, copy_rows, gather_tokens
 
 POISON = 0x5A
 
@@ -48,6 +48,22 @@ def test_pages_arrive_whole_and_their_neighbours_stay(
     )
     others = [page for page in range(13) if page not in target_pages.tolist()]
     assert (pages[others] == POISON).all()
+
+
+@pytest.mark.parametrize(("row_bytes", "strides"), [(16, (32, 16)), (1024, (1024, 2048))])
+def test_rows_arrive_and_what_lies_between_them_stays(
+    device: torch.device, row_bytes: int, strides: tuple[int, int]
+) -> None:
+    source = random_bytes(device, 11 * strides[0])
+    found = torch.full((13 * strides[1],), POISON, dtype=torch.uint8, device=device)
+    wanted = found.clone()
+    rows = ids(device, 11, 7, torch.int64, 1), ids(device, 13, 7, torch.int64, 2)
+    for copy, target in ((copy_rows, found), (twins.copy_rows, wanted)):
+        copy(source.data_ptr(), target.data_ptr(), row_bytes, strides, *rows)
+    assert torch.equal(found, wanted)
+    there, here = found.view(13, -1), source.view(11, -1)
+    assert torch.equal(there[rows[1], :row_bytes], here[rows[0], :row_bytes])
+    assert (there[:, row_bytes:] == POISON).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

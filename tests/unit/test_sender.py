@@ -16,10 +16,10 @@ from core.errors import (
 )
 from core.types import AttemptKey
 from kv_transfer import sender as machine
-from kv_transfer.digest import PageDigest
 from kv_transfer.note import beat_note, drained_note, landed_note, read_note
 from kv_transfer.sender import (
     Action,
+    Digest,
     Ended,
     Fail,
     Introduce,
@@ -64,21 +64,21 @@ def write(local: list[int], remote: list[int], note: bytes = b"") -> StartWrite:
     return StartWrite(tuple(local), tuple(remote), note)
 
 
-def asking(expires: float = 60.0, digest: PageDigest | None = None) -> Sender:
+def asking(expires: float = 60.0, digest: Digest | None = None) -> Sender:
     """A push with a ticket that came at time 0 and a first beat."""
     sender = Sender(KEY, "peer", PAGE_BYTES, digest)
     assert sender.ticket(ticket(expires=expires), now=0.0) == [beat(1)]
     return sender
 
 
-def pushing(expires: float = 60.0, digest: PageDigest | None = None) -> Sender:
+def pushing(expires: float = 60.0, digest: Digest | None = None) -> Sender:
     """A push whose lease lasts until 10, and that beats next at 2."""
     sender = asking(expires, digest)
     assert sender.renewed(1, now=0.1) == []
     return sender
 
 
-def confirming(digest: PageDigest | None = None) -> Sender:
+def confirming(digest: Digest | None = None) -> Sender:
     """A push whose last write ended at 2."""
     sender = pushing(digest=digest)
     sender.finish(7, [1, 2, 3, 4], finished_at=1.0, now=1.0)

@@ -1,0 +1,330 @@
+"""The transport of a worker whose heads are split among several processes.
+
+To everyone else it is one transport that serves one pool. Within, each shard of
+the pool is served by a transport in the process that holds it, and pages go from
+every shard of ours straight to every shard of the peer's that has heads in common
+with it (kv_transfer/heads.py says which bytes). These pairs are links.
+
+            ours                      the peer's
+        shard 0 (heads 0-3) ─┬─▶ shard 0 (heads 0-7)    a write is done when all
+        shard 1 (heads 4-7) ─┘                          its parts are
+
+- Notes travel between the first shards. One that goes with pages is sent when
+  the parts on all links are done; with one link only, along with the pages.
+- A peer is lost as a whole: when one link breaks. Its writes fail when the last
+  of their parts has ended, on whichever link.
+- A peer is gone when all links are: no process of its has a way left to write
+  here. Nobody else sends anything over the links between other shards, so once a
+  peer is lost they are probed, until they break too or the peer is connected anew.
+- A page's digest is made of those of the parts that go over each link, which both
+  ends know, so it does not matter how either splits the heads.
+- A process of our own that ends makes `poll` raise: see kv_transfer/shard_proxy.py.
+
+A worker with all heads in one process uses it too, since its peers may split them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from baton.v1.transfer_pb2 import PoolAddress, PoolLayout, PoolShard
+from core.errors import BatonError, WorkerLost
+from core.types import Moment
+from kv_transfer.digest import PageDigest, join_digests
+from kv_transfer.heads import HeadRange, Link, links
+from kv_transfer.shard_proxy import ShardProxy
+from kv_transfer.transport import (
+    Noted,
+    PagePart,
+    PeerLost,
+    PoolMemory,
+    SlicingTransport,
+    TransportEvent,
+    WriteDone,
+    WriteFailed,
+    check_pages,
+)
+
+PROBE_SECONDS = 0.2
+"""Between two probes of a lost peer's links."""
+
+PROBE = b"\1"
+"""A note that says nothing. No note of a transfer thread's reads like it."""
+
+
+class _Shard(Protocol):
+    """What is asked of the transport of each shard, here or in another process."""
+
+    def connect(self, address: PoolAddress, part: PagePart | None = None) -> str: ...
+
+    def disconnect(self, peer: str) -> None: ...
+
+    def write(
+        self,
+        peer: str,
+        local_pages: Sequence[int],
+        remote_pages: Sequence[int],
+        note: bytes = b"",
+        after: Moment | None = None,
+    ) -> int: ...
+
+    def poll(self) -> list[TransportEvent]: ...
+
+    def close(self) -> None: ...
+
+
+_Place = tuple[int, str]
+"""Where a link is: the rank of our shard, and the agent of the peer's."""
+
+_Part = tuple[int, int]
+"""A part of a write: the rank of our shard, and the number that it has there."""
+
+
+@dataclass(slots=True)
+class _Peer:
+    total_pages: int
+    planned: list[Link]
+    lost: bool = False
+    broken: set[_Place] = field(default_factory=set)  # links that carry nothing any more
+    gone: set[_Place] = field(default_factory=set)  # of these, those that nothing comes over
+    probe_at: float = 0.0
+
+    @property
+    def links(self) -> list[_Place]:
+        """The first one takes notes."""
+        return [(link.shard, link.pool.agent) for link in self.planned]
+
+
+@dataclass(slots=True)
+class _Write:
+    peer: str
+    note: bytes  # to be sent when all parts are done; empty when it is, or there is none
+    parts: int = 0  # under way
+    error: BatonError | None = None
+
+
+class ShardedTransport:
+    """Serves one pool: a shard with `heads` over `own`, and the others in their processes.
+
+    `digest` is that of our own shard's pages.
+    """
+
+    def __init__(
+        self,
+        own: SlicingTransport,
+        heads: HeadRange,
+        others: Sequence[ShardProxy] = (),
+        digest: PageDigest | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._own = own
+        self._others = others
+        self._shards: list[_Shard] = [own, *others]
+        self._heads = [heads]
+        self._digest = digest
+        self._clock = clock
+        self._total_pages = 0
+        self._page_bytes = 0  # of a page as all shards hold it together
+        self._peers: dict[str, _Peer] = {}
+        self._writes: dict[int, _Write] = {}
+        self._parts: dict[_Part, int] = {}  # the writes that parts under way belong to
+        self._numbers = itertools.count(1)
+        self._events: list[TransportEvent] = []
+
+    def register(self, memory: PoolMemory, layout: PoolLayout) -> PoolAddress:
+        """`memory` is that of our own shard, `layout` that of the whole pool."""
+        address = self._own.register(memory, layout)
+        self._total_pages, self._page_bytes = memory.total_pages, memory.page_bytes
+        if not self._others:
+            return address
+        first, count = self._heads[0]
+        shards = [PoolShard(first_head=first, heads=count, pool=address)]
+        shards += [other.register(layout) for other in self._others]
+        self._heads = [HeadRange(shard.first_head, shard.heads) for shard in shards]
+        self._page_bytes = sum(shard.pool.page_bytes for shard in shards)
+        return _whole_address(shards, layout, self._page_bytes)
+
+    def connect(self, address: PoolAddress) -> str:
+        known = self._peers.get(address.agent)
+        if known is not None and not known.lost:
+            return address.agent
+        planned = links(self._heads, self._page_bytes, address)
+        connected: list[Link] = []
+        try:
+            for link in planned:
+                self._shards[link.shard].connect(link.pool, link.part)
+                connected.append(link)
+        except BatonError:
+            if known is None:
+                self._disconnect([(link.shard, link.pool.agent) for link in connected])
+            raise
+        self._peers[address.agent] = _Peer(address.total_pages, planned)
+        return address.agent
+
+    def disconnect(self, peer: str) -> None:
+        if known := self._peers.pop(peer, None):
+            self._disconnect(known.links)
+
+    def write(
+        self,
+        peer: str,
+        local_pages: Sequence[int],
+        remote_pages: Sequence[int],
+        note: bytes = b"",
+        after: Moment | None = None,
+    ) -> int:
+        known = self._peers.get(peer)
+        if known is None or known.lost:
+            raise WorkerLost(f"not connected to {peer}")
+        check_pages(local_pages, self._total_pages, remote_pages, known.total_pages)
+        alone = not local_pages or len(known.links) == 1
+        number, write = next(self._numbers), _Write(peer, b"" if alone else note)
+        self._writes[number] = write
+        for place in known.links[:1] if alone else known.links:
+            along = note if alone else b""
+            self._begin(number, place, local_pages, remote_pages, along, after)
+        if write.error is not None and not write.parts:
+            del self._writes[number]
+            raise write.error
+        return number
+
+    def digests(self, peer: str, pages: Sequence[int]) -> list[int]:
+        """The digests of pages of this pool that go to a peer, or came from there."""
+        if self._digest is None or peer not in self._peers:
+            return []
+        planned = self._peers[peer].planned
+        for link in planned:
+            if link.shard > 0:
+                self._others[link.shard - 1].begin_digests(pages, link.part)
+        parts = [
+            self._others[link.shard - 1].end_digests()
+            if link.shard > 0
+            else self._digest(pages, link.part)
+            for link in planned
+        ]
+        return join_digests([link.first_head for link in planned], parts)
+
+    def poll(self) -> list[TransportEvent]:
+        for rank, shard in enumerate(self._shards):
+            for event in shard.poll():
+                self._take(rank, event)
+        self._probe()
+        events, self._events = self._events, []
+        return events
+
+    def close(self) -> None:
+        for shard in self._shards:
+            shard.close()
+        for table in (self._peers, self._writes, self._parts):
+            table.clear()
+
+    def _disconnect(self, places: Sequence[_Place]) -> None:
+        for shard, agent in places:
+            self._shards[shard].disconnect(agent)
+
+    def _begin(
+        self,
+        number: int,
+        place: _Place,
+        local_pages: Sequence[int],
+        remote_pages: Sequence[int],
+        note: bytes,
+        after: Moment | None = None,
+    ) -> None:
+        """Starts a part of a write, unless one before it could not be."""
+        write, (shard, agent) = self._writes[number], place
+        if write.error is not None:
+            return
+        try:
+            part = self._shards[shard].write(agent, local_pages, remote_pages, note, after)
+        except BatonError as error:
+            write.error = error
+        else:
+            self._parts[shard, part] = number
+            write.parts += 1
+
+    def _take(self, rank: int, event: TransportEvent) -> None:
+        match event:
+            case WriteDone(number):
+                self._end_part((rank, number), None)
+            case WriteFailed(number, error):
+                self._end_part((rank, number), error)
+            case PeerLost(agent, gone):
+                self._break((rank, agent), gone=gone)
+            case Noted(_, note) if note != PROBE:
+                self._events.append(event)
+
+    def _end_part(self, part: _Part, error: BatonError | None) -> None:
+        number = self._parts.pop(part, None)
+        if number is None:  # it was a probe
+            return
+        write = self._writes[number]
+        write.parts -= 1
+        write.error = write.error or error
+        if not write.parts:
+            self._advance(number, write)
+
+    def _advance(self, number: int, write: _Write) -> None:
+        """All parts have ended: the note is next, if it has not left yet."""
+        note, write.note = write.note, b""
+        if note and write.error is None:
+            self._begin(number, self._peers[write.peer].links[0], (), (), note)
+        if write.parts:
+            return
+        del self._writes[number]
+        failed = write.error
+        self._events.append(WriteDone(number) if failed is None else WriteFailed(number, failed))
+
+    def _break(self, place: _Place, *, gone: bool) -> None:
+        """A link is broken. The whole peer is lost with the first, and gone with the last."""
+        name = next((name for name, peer in self._peers.items() if place in peer.links), None)
+        if name is None:
+            return
+        peer = self._peers[name]
+        peer.broken.add(place)
+        if gone:
+            peer.gone.add(place)
+        all_gone = len(peer.gone) == len(peer.links)
+        if not peer.lost or all_gone:
+            self._events.append(PeerLost(name, gone=all_gone))
+        peer.lost = True
+        self._fail_writes(name)
+        if all_gone:
+            del self._peers[name]
+
+    def _fail_writes(self, peer: str) -> None:
+        """Writes to a lost peer have failed, and will be told so when their parts have ended."""
+        for write in self._writes.values():
+            if write.peer == peer and write.error is None:
+                write.error = WorkerLost(f"{peer} is lost")
+
+    def _probe(self) -> None:
+        now = self._clock()
+        for peer in self._peers.values():
+            if peer.lost and now >= peer.probe_at:
+                peer.probe_at = now + PROBE_SECONDS
+                for shard, agent in set(peer.links) - peer.broken:
+                    with suppress(BatonError):  # the shard tells of it when it is polled
+                        self._shards[shard].write(agent, (), (), PROBE)
+
+
+def _whole_address(shards: Sequence[PoolShard], layout: PoolLayout, page_bytes: int) -> PoolAddress:
+    """How peers reach a pool that is split."""
+    first = PoolAddress()
+    first.CopyFrom(shards[0].pool)
+    for shard in shards:
+        shard.pool.ClearField("layout")  # once is enough
+    return PoolAddress(
+        agent=first.agent,
+        page_bytes=page_bytes,
+        total_pages=first.total_pages,
+        device=first.device,
+        device_id=first.device_id,
+        layout=layout,
+        shards=shards,
+    )

@@ -1,0 +1,300 @@
+"""Pages between pools that split a model's heads: what goes where, and what counts as done."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import pytest
+from pool_host import pool_host
+from pools import KINDS, LAYOUT, PAGE_BYTES, PAGES, UNTOUCHED, Shard, SplitPool
+
+from core.errors import Internal, WorkerLost
+from core.types import AttemptKey
+from kv_transfer.events import (
+    Fetched,
+    Landed,
+    PagesWanted,
+    PeerConnected,
+    PushEnded,
+    TransferEvent,
+)
+from kv_transfer.shard_proxy import ShardProxy
+from kv_transfer.sharded import ShardedTransport
+from kv_transfer.thread import TransferThread
+from kv_transfer.ticket import make_ticket
+from kv_transfer.transport import Noted, PeerLost, TransportEvent, WriteDone, WriteFailed
+
+Event = TypeVar("Event", bound=TransferEvent)
+SPLITS = [(1, 1), (1, 2), (2, 1), (2, 2), (2, 4), (4, 2), (4, 1)]
+KINDS_HERE = [name for name in ("inprocess-cpu", "nixl-cpu") if name in KINDS]
+
+
+@pytest.fixture
+def pools() -> Iterator[Callable[[str, int], SplitPool]]:
+    made: list[SplitPool] = []
+
+    def make(kind: str, shards: int) -> SplitPool:
+        made.append(SplitPool(kind, shards))
+        return made[-1]
+
+    yield make
+    for pool in made:
+        pool.close()
+
+
+Pools = Callable[[str, int], SplitPool]
+
+
+def poll_until(condition: Callable[[], object], *pools: SplitPool) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "the transport is stuck"
+        for pool in pools:
+            pool.events += pool.transport.poll()
+        time.sleep(0.0005)
+
+
+def poll_for(seconds: float, *pools: SplitPool) -> None:
+    until = time.monotonic() + seconds
+    poll_until(lambda: time.monotonic() >= until, *pools)
+
+
+def noted(pool: SplitPool) -> list[bytes]:
+    return [event.note for event in pool.events if isinstance(event, Noted)]
+
+
+@pytest.mark.parametrize("kind", KINDS_HERE)
+@pytest.mark.parametrize(("ours", "theirs"), SPLITS)
+def test_every_byte_of_a_page_goes_to_its_head_and_nowhere_else(
+    pools: Pools, kind: str, ours: int, theirs: int
+) -> None:
+    source, target = pools(kind, ours), pools(kind, theirs)
+    chance = random.Random(ours * 10 + theirs)
+    pairs = {3: 10, 4: 11, 9: 40, 63: 0}
+    sent = {remote: chance.randbytes(PAGE_BYTES) for remote in pairs.values()}
+    for local, remote in pairs.items():
+        source.set_page(local, sent[remote])
+    peer = source.transport.connect(target.address)
+    number = source.transport.write(peer, list(pairs), list(pairs.values()), b"landed")
+    poll_until(lambda: noted(target), source, target)
+    poll_until(lambda: WriteDone(number) in source.events, source, target)
+    untouched = bytes([UNTOUCHED]) * PAGE_BYTES
+    for page in range(PAGES):
+        assert target.page(page) == sent.get(page, untouched), page
+
+
+@pytest.mark.parametrize(("ours", "theirs"), SPLITS)
+def test_a_page_has_the_same_digest_however_it_is_split(
+    pools: Pools, ours: int, theirs: int
+) -> None:
+    source, target = pools("inprocess-cpu", ours), pools("inprocess-cpu", theirs)
+    page = bytearray(random.Random(0).randbytes(PAGE_BYTES))
+    source.set_page(1, page)
+    source.set_page(2, page[::-1])
+    peer = source.transport.connect(target.address)
+    back = target.transport.connect(source.address)
+    source.transport.write(peer, [1, 2], [7, 8], b"landed")
+    poll_until(lambda: noted(target), source, target)
+    sent = source.sharded.digests(peer, [1, 2])
+    assert sent[0] != sent[1]
+    assert target.sharded.digests(back, [7, 8]) == sent
+    page[-1] ^= 1
+    target.set_page(7, page)
+    damaged, sound = target.sharded.digests(back, [7, 8])
+    assert damaged != sent[0]
+    assert sound == sent[1]
+
+
+class Worker:
+    """A split pool and its transfer thread."""
+
+    def __init__(self, shards: int) -> None:
+        self.pool = SplitPool("inprocess-cpu", shards, registered=False)
+        self.events: queue.Queue[TransferEvent] = queue.Queue()
+        self.thread = TransferThread(
+            *(self.pool.transport, self.pool.memory, LAYOUT, self.events.put),
+            digest=self.pool.sharded.digests,
+        )
+        self.thread.start()
+
+    @property
+    def agent(self) -> str:
+        return self.thread.pool_address.agent
+
+    def ticket(self, key: AttemptKey, pages: list[int]) -> bytes:
+        times = {"expires_after_seconds": 10.0, "lease_seconds": self.thread.lease_seconds}
+        return make_ticket(key, agent=self.agent, pages=pages, layout=LAYOUT, **times)
+
+    def next(self, kind: type[Event]) -> Event:
+        event = self.events.get(timeout=10)
+        assert isinstance(event, kind), event
+        return event
+
+
+@pytest.fixture(params=[(1, 2), (2, 1), (2, 2)], ids=lambda split: f"{split[0]}-to-{split[1]}")
+def workers(request: pytest.FixtureRequest) -> Iterator[tuple[Worker, Worker]]:
+    """A prefill worker that is connected to a decode worker."""
+    prefill, decode = (Worker(shards) for shards in request.param)
+    prefill.thread.connect("decode-0", decode.thread.pool_address)
+    assert prefill.next(PeerConnected).error is None
+    yield prefill, decode
+    for worker in (prefill, decode):
+        worker.thread.stop()
+
+
+def test_a_prompt_lands_in_a_pool_of_another_split_and_is_fetched_back(
+    workers: tuple[Worker, Worker],
+) -> None:
+    prefill, decode = workers
+    push, back = AttemptKey("request", 1), AttemptKey("fetch", 1)
+    content = random.Random(1).randbytes(PAGE_BYTES)
+    prefill.pool.set_page(1, content)
+    decode.thread.expect(push, prefill.agent, [20], 10.0)
+    prefill.thread.open_push(push, decode.agent)
+    prefill.thread.deliver_ticket(push, decode.ticket(push, [20]))
+    prefill.thread.finish_push(push, 77, [1])
+    assert decode.next(Landed) == Landed(push, 77)
+    assert decode.pool.page(20) == content
+    ended = prefill.next(PushEnded)
+    assert (ended.error, ended.bytes) == (None, PAGE_BYTES)
+    ticket = prefill.ticket(back, [9])
+    prefill.thread.fetch(back, decode.agent, ticket, [9], [b"key"], 10.0)
+    wanted = decode.next(PagesWanted)
+    decode.thread.lend(back, wanted.peer, wanted.ticket, [20])
+    assert prefill.next(Fetched).pages == 1
+    assert prefill.pool.page(9) == content
+
+
+class Gate:
+    """Stands between a worker's first process and another one, and holds commands back."""
+
+    def __init__(self, shard: socket.socket) -> None:
+        self.end, self._near = socket.socketpair()
+        self._far = shard
+        self.open = threading.Event()
+        self.open.set()
+        for source, target in ((self._near, self._far), (self._far, self._near)):
+            threading.Thread(target=self._carry, args=(source, target), daemon=True).start()
+
+    def _carry(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while piece := source.recv(4096):
+                self.open.wait()
+                target.sendall(piece)
+        with contextlib.suppress(OSError):
+            target.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture
+def gated() -> Iterator[tuple[ShardedTransport, Gate]]:
+    """The transport of a pool in two halves, the second behind a gate."""
+    own, other = (Shard("inprocess-cpu", rank, 2) for rank in range(2))
+    gate = Gate(other.serve())
+    transport = ShardedTransport(own.transport, own.heads, [ShardProxy(gate.end)])
+    transport.register(own.memory, LAYOUT)
+    yield transport, gate
+    gate.open.set()
+    transport.close()
+    other.join()
+
+
+def test_a_note_waits_for_the_pages_of_every_process(
+    pools: Pools, gated: tuple[ShardedTransport, Gate]
+) -> None:
+    (first, gate), target = gated, pools("inprocess-cpu", 1)
+    peer = first.connect(target.address)
+    gate.open.clear()
+    number = first.write(peer, [1], [2], b"landed")
+    for _ in range(20):
+        assert first.poll() == []
+        target.events += target.transport.poll()
+    assert noted(target) == []
+    gate.open.set()
+    events: list[TransportEvent] = []
+    while WriteDone(number) not in events:
+        events += first.poll()
+    target.events += target.transport.poll()
+    assert noted(target) == [b"landed"]
+
+
+def test_a_write_fails_only_when_no_process_writes_any_more(
+    pools: Pools, gated: tuple[ShardedTransport, Gate]
+) -> None:
+    (first, gate), target = gated, pools("inprocess-cpu", 2)
+    peer = first.connect(target.address)
+    gate.open.clear()
+    number = first.write(peer, [1], [2], b"never heard")
+    target.shards[0].transport.close()
+    again = first.write(peer, [3], [4])
+    events = [event for _ in range(20) for event in first.poll()]
+    assert events == [PeerLost(peer, gone=False)]
+    gate.open.set()
+    while len(events) < 3:
+        events += first.poll()
+    failed = [event.write for event in events if isinstance(event, WriteFailed)]
+    assert sorted(failed) == [number, again]
+
+
+def test_a_peer_is_gone_only_when_all_its_processes_are(pools: Pools) -> None:
+    source, target = pools("inprocess-cpu", 1), pools("inprocess-cpu", 2)
+    peer = source.transport.connect(target.address)
+    target.shards[1].transport.close()
+    source.transport.write(peer, [1], [2])
+    poll_until(lambda: PeerLost(peer, gone=False) in source.events, source)
+    poll_for(0.5, source)  # time for a probe or two
+    assert PeerLost(peer, gone=True) not in source.events
+    with pytest.raises(WorkerLost):
+        source.transport.write(peer, [1], [2])
+    target.shards[0].transport.close()
+    poll_until(lambda: PeerLost(peer, gone=True) in source.events, source)
+
+
+def test_probes_are_not_heard(pools: Pools) -> None:
+    source, target = pools("inprocess-cpu", 1), pools("inprocess-cpu", 2)
+    peer = source.transport.connect(target.address)
+    target.shards[1].transport.close()
+    source.transport.write(peer, [1], [2])
+    poll_for(0.5, source, target)
+    assert target.events == []
+
+
+def test_a_process_that_ends_takes_its_worker_along(
+    pools: Pools, gated: tuple[ShardedTransport, Gate]
+) -> None:
+    (first, gate), target = gated, pools("inprocess-cpu", 1)
+    peer = first.connect(target.address)
+    gate.end.shutdown(socket.SHUT_RDWR)
+    first.write(peer, [1], [2])
+    with pytest.raises(Internal, match="some of this worker's heads is gone"):
+        first.poll()
+
+
+def test_a_peer_that_is_half_out_of_reach_is_not_connected(pools: Pools) -> None:
+    source, target = pools("inprocess-cpu", 1), pools("inprocess-cpu", 2)
+    target.shards[1].transport.close()
+    with pytest.raises(WorkerLost):
+        source.transport.connect(target.address)
+    with pytest.raises(WorkerLost, match="not connected"):
+        source.transport.write(target.address.agent, [1], [2])
+
+
+@pytest.mark.skipif("nixl-cpu" not in KINDS, reason="NIXL is not installed")
+def test_a_killed_worker_is_gone_with_its_last_process() -> None:
+    source = SplitPool("nixl-cpu", 1)
+    with pool_host() as host:
+        target = host.make_pool("nixl-cpu", PAGE_BYTES, 2)
+        peer = source.transport.connect(target.address)
+        source.transport.write(peer, [7], [20])
+        host.kill()
+        source.transport.write(peer, [7], [20], b"never heard")
+        poll_until(lambda: PeerLost(peer, gone=True) in source.events, source)
+    lost = [event for event in source.events if isinstance(event, PeerLost)]
+    assert lost == [PeerLost(peer, gone=False), PeerLost(peer, gone=True)]
+    source.close()
