@@ -5,7 +5,8 @@ memory, and compares the rate with a copy within one process. Also: what a
 descriptor costs, how fast a note arrives, how long a write holds up other Python
 threads, and what the transfer thread costs while it waits.
 
-With --cuda: between two processes on a GPU; see bench/transfer_cuda.py.
+With --cuda: between two processes on a GPU; see bench/transfer_cuda.py. With
+--split: between pools that split their heads; see bench/transfer_split.py.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from multiprocessing.connection import Connection
 import numpy
 
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
-from bench import transfer_cuda
+from bench import transfer_cuda, transfer_split
 from core.types import AttemptKey
 from kv_transfer.nixl_transport import NixlTransport
 from kv_transfer.thread import SHORTEST_PAUSE_SECONDS, TransferThread
@@ -40,10 +41,13 @@ LAYOUT = PoolLayout(version=1, model="bench")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cuda", action="store_true", help="on a GPU's memory")
+    parser.add_argument("--split", action="store_true", help="pools that split their heads")
     transfer_cuda.add_arguments(parser)
     arguments = parser.parse_args()
     if arguments.cuda:
         transfer_cuda.main(arguments)
+    elif arguments.split:
+        transfer_split.main()
     else:
         _bench_cpu()
 

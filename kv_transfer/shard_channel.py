@@ -35,6 +35,8 @@ class Channel(Generic[Incoming]):
     def __init__(self, connection: socket.socket, incoming: type[Incoming]) -> None:
         connection.setblocking(True)
         self._connection = connection
+        self._poller = select.poll()
+        self._poller.register(connection, select.POLLIN)
         self._incoming = incoming
         self._bytes = bytearray()
         self._messages: deque[Incoming] = deque()
@@ -50,14 +52,17 @@ class Channel(Generic[Incoming]):
     def receive(self, seconds: float = 0.0) -> Incoming | None:
         """The next message, if one comes in time. Raises ChannelBroken after the last."""
         while not self._messages:
-            if not select.select([self._connection], [], [], seconds)[0]:
+            if not self._poller.poll(seconds * 1000):
                 return None
             self._read()
         return self._messages.popleft()
 
-    def close(self) -> None:
+    def end(self) -> None:
+        """Sends nothing any more, which the other end hears after all that was sent."""
         with suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
+            self._connection.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
         self._connection.close()
 
     def _read(self) -> None:

@@ -16,6 +16,12 @@ from core.errors import BatonError
 from kv_transfer.digest import PageDigest, choose_digest
 from kv_transfer.heads import HeadRange
 from kv_transfer.shard_channel import Channel, ChannelBroken, error_to, read_part
+from kv_transfer.thread import (
+    IDLE_PAUSE_SECONDS,
+    LONGEST_PAUSE_SECONDS,
+    PAUSE_SHARE,
+    SHORTEST_PAUSE_SECONDS,
+)
 from kv_transfer.transport import (
     PeerLost,
     PoolMemory,
@@ -24,12 +30,6 @@ from kv_transfer.transport import (
     WriteDone,
     WriteFailed,
 )
-
-SHORTEST_PAUSE_SECONDS = 0.0002
-LONGEST_PAUSE_SECONDS = 0.01
-IDLE_PAUSE_SECONDS = 0.05
-PAUSE_SHARE = 0.02
-"""Of the time that a write has taken: between two looks at it."""
 
 
 def serve_shard(
@@ -40,12 +40,14 @@ def serve_shard(
 ) -> None:
     """Returns when the first process has closed its end of `connection`, or has ended; then
     the transport is closed."""
-    host = _Host(Channel(connection, pb.ShardCommand), transport, memory, heads)
+    channel = Channel(connection, pb.ShardCommand)
+    host = _Host(channel, transport, memory, heads)
     try:
         while True:
             host.step()
     except ChannelBroken:
         transport.close()
+        channel.close()
 
 
 class _Host:
@@ -84,7 +86,8 @@ class _Host:
         if not self._writes:
             return IDLE_PAUSE_SECONDS
         share = PAUSE_SHARE * (time.monotonic() - self._active_at)
-        return min(max(share, SHORTEST_PAUSE_SECONDS), LONGEST_PAUSE_SECONDS)
+        longest = LONGEST_PAUSE_SECONDS[self._memory.device]
+        return min(max(share, SHORTEST_PAUSE_SECONDS), longest)
 
     def _register(self, command: pb.ShardCommand) -> None:
         answer = pb.ShardRegistered()

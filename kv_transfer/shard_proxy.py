@@ -30,6 +30,8 @@ ANSWER_SECONDS = 60.0
 REGISTER_SECONDS = 600.0
 """How long it may take until its pool is there: it may be loading the model."""
 
+CLOSE_SECONDS = 5.0
+
 POLL_SECONDS = 0.001
 """The other process polls when this one does, and not more often than that."""
 
@@ -100,7 +102,13 @@ class ShardProxy:
         return events
 
     def close(self) -> None:
-        """Ends the other process's transfers. Closing twice is fine."""
+        """Ends the other process's transfers, and waits a while for it to let go of its memory.
+        Closing twice is fine."""
+        self._channel.end()
+        deadline = time.monotonic() + CLOSE_SECONDS
+        while not self._broken and time.monotonic() < deadline:
+            self._receive(deadline - time.monotonic())
+        self._broken = self._broken or "it is closed"
         self._channel.close()
 
     def _have_polled(self) -> None:

@@ -1,0 +1,118 @@
+"""What it costs to move pages between pools that split their heads: `bench.transfer --split`.
+
+Pages as those of Llama 8B: 8 heads of 128 numbers of 2 bytes, 16 tokens, 32 layers. One
+process of a worker writes to one of another's over NIXL, on CPU memory: what they have in
+common of 64 pages. And what it would cost to gather such parts first, by a copy.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+
+import numpy
+
+from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
+from kv_transfer.digest import cpu_digest
+from kv_transfer.nixl_transport import NixlTransport
+from kv_transfer.transport import PagePart, PoolMemory, WriteDone
+
+PAGES = 64
+ROWS = 32 * 2 * 16
+HEAD_BYTES = 128 * 2
+REPEATS = 5
+POLL_SECONDS = 0.0002
+LAYOUT = PoolLayout(version=1, model="bench")
+
+CASES = {
+    "1 to 1, whole pages": (8, 8, None),
+    "2 to 2, whole pages": (4, 4, None),
+    "1 to 2, half a page": (8, 4, PagePart(ROWS, 4 * HEAD_BYTES, 4 * HEAD_BYTES, 0)),
+    "2 to 1, half a page": (4, 8, PagePart(ROWS, 4 * HEAD_BYTES, 0, 4 * HEAD_BYTES)),
+    "1 to 4, a quarter": (8, 2, PagePart(ROWS, 2 * HEAD_BYTES, 2 * HEAD_BYTES, 0)),
+}
+"""Heads at the sender and at the receiver, and what is copied."""
+
+
+def main() -> None:
+    print(f"{PAGES} pages between two processes, CPU memory, medians of {REPEATS}")
+    for name, (ours, theirs, part) in CASES.items():
+        _bench(name, ours, theirs, part)
+    _bench_gather()
+
+
+def _bench(name: str, ours: int, theirs: int, part: PagePart | None) -> None:
+    with _other_process(theirs) as address:
+        pool = _Pool(ours)
+        transport = NixlTransport()
+        transport.register(pool.memory, LAYOUT)
+        peer = transport.connect(address, part)
+        pages = list(range(PAGES))
+        spread = [page * 5 % PAGES for page in pages]  # so that no two are neighbours at both ends
+
+        def write() -> None:
+            number = transport.write(peer, pages, spread)
+            while WriteDone(number) not in transport.poll():
+                pass
+
+        write()  # the first touch of the peer's memory
+        digest = cpu_digest(pool.memory)
+        size = PAGES * (part.rows * part.row_bytes if part else pool.memory.page_bytes)
+        written, digested = _median(write), _median(lambda: digest(pages, part))
+        print(
+            f"{name}: {size / written / 1e9:.2f} GB/s, {written / PAGES * 1e3:.2f} ms a page; "
+            f"digests {size / digested / 1e9:.1f} GB/s"
+        )
+        transport.close()
+
+
+def _bench_gather() -> None:
+    pool = _Pool(8)
+    rows = pool.buffer.reshape(PAGES, ROWS, 8 * HEAD_BYTES)
+    staging = numpy.ones((PAGES, ROWS, 4 * HEAD_BYTES), dtype=numpy.uint8)
+
+    def gather() -> None:
+        for page in range(PAGES):
+            staging[page] = rows[page, :, 4 * HEAD_BYTES :]
+
+    print(f"gathering half a page by a copy: {staging.nbytes / _median(gather) / 1e9:.2f} GB/s")
+
+
+class _Pool:
+    def __init__(self, heads: int) -> None:
+        page_bytes = ROWS * heads * HEAD_BYTES
+        self.buffer = numpy.ones(PAGES * page_bytes, dtype=numpy.uint8)
+        self.memory = PoolMemory(self.buffer.ctypes.data, page_bytes, PAGES, "cpu")
+
+
+@contextmanager
+def _other_process(heads: int) -> Iterator[PoolAddress]:
+    """Serves a pool in another process, which polls as often as the product."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=_serve, args=(there, heads), daemon=True)
+    process.start()
+    yield PoolAddress.FromString(here.recv_bytes())
+    here.send_bytes(b"stop")
+    process.join()
+
+
+def _serve(pipe: Connection, heads: int) -> None:
+    pool, transport = _Pool(heads), NixlTransport()
+    pipe.send_bytes(transport.register(pool.memory, LAYOUT).SerializeToString())
+    while not pipe.poll(POLL_SECONDS):
+        transport.poll()
+    transport.close()
+
+
+def _median(action: Callable[[], object]) -> float:
+    def timed() -> float:
+        began = time.perf_counter()
+        action()
+        return time.perf_counter() - began
+
+    return statistics.median(timed() for _ in range(REPEATS))
