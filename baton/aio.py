@@ -32,6 +32,7 @@ from baton.requests import (
     chat_request,
     detokenize_request,
     generate_request,
+    role_request,
     tokenize_request,
 )
 from baton.timing import timing_of
@@ -259,6 +260,13 @@ class AsyncClient:
         """How many workers there are to be, and how far each is."""
         with translated(self.address):
             return await self._admin.Pools(cluster_pb2.PoolsRequest(), timeout=timeout)
+
+    async def switch_role(
+        self, worker_id: str, role: str, *, timeout: float | None = None
+    ) -> cluster_pb2.SwitchRoleResponse:
+        """Has a worker finish or hand back what runs, and go on in another role."""
+        with translated(self.address):
+            return await self._admin.SwitchRole(role_request(worker_id, role), timeout=timeout)
 
     async def wait_ready(self, timeout: float = 60.0) -> None:
         """Waits until the cluster can answer; DeadlineExceeded says what is missing."""

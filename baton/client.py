@@ -30,6 +30,7 @@ from baton.requests import (
     chat_request,
     detokenize_request,
     generate_request,
+    role_request,
     tokenize_request,
 )
 from baton.timing import Metadata, timing_of
@@ -263,6 +264,13 @@ class Client:
         """How many workers there are to be, and how far each is."""
         with translated(self.address):
             return self._admin.Pools(cluster_pb2.PoolsRequest(), timeout=timeout)
+
+    def switch_role(
+        self, worker_id: str, role: str, *, timeout: float | None = None
+    ) -> cluster_pb2.SwitchRoleResponse:
+        """Has a worker finish or hand back what runs, and go on in another role."""
+        with translated(self.address):
+            return self._admin.SwitchRole(role_request(worker_id, role), timeout=timeout)
 
     def wait_ready(self, timeout: float = 60.0) -> None:
         """Waits until the cluster can answer; DeadlineExceeded says what is missing."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypedDict, cast
 
-from baton.v1 import inference_pb2
+from baton.v1 import cluster_pb2, inference_pb2, worker_pb2
 from core.errors import InvalidRequest
 from core.types import Message, Tool
 
@@ -83,6 +83,13 @@ def detokenize_request(
         return inference_pb2.DetokenizeRequest(
             model=model, token_ids=token_ids, keep_special_tokens=keep_special_tokens
         )
+
+
+def role_request(worker_id: str, role: str) -> cluster_pb2.SwitchRoleRequest:
+    roles = {"prefill": worker_pb2.ROLE_PREFILL, "decode": worker_pb2.ROLE_DECODE}
+    if role not in roles:
+        raise InvalidRequest(f"the role must be prefill or decode, not {role!r}", field="role")
+    return cluster_pb2.SwitchRoleRequest(worker_id=worker_id, role=roles[role])
 
 
 def _chat(messages: Iterable[MessageLike]) -> inference_pb2.Chat:

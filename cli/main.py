@@ -18,6 +18,7 @@ from cli.generate import generate
 from cli.keys import keys
 from cli.model import model
 from cli.restart import restart
+from cli.role import role
 from cli.scale import scale
 from cli.serve import serve
 from cli.simulate import simulate
@@ -45,6 +46,7 @@ app.command()(doctor)
 app.command()(drain)
 app.command()(restart)
 app.command()(scale)
+app.command()(role)
 app.command()(certs)
 app.command()(simulate)
 app.add_typer(model, name="model")

@@ -100,7 +100,7 @@ class _ServerActor:
             await asyncio.sleep(TELL_SECONDS)
             self._tell()
 
-    def _tell(self, **changes: str) -> None:
+    def _tell(self, **changes: str | Role) -> None:
         """Tells the controller how far this process is; does not wait for it."""
         requests = self._requests()
         self._member = dataclasses.replace(self._member, requests=requests, **changes)  # type: ignore[arg-type]
@@ -146,17 +146,14 @@ class WorkerActor(_ServerActor):
         assert self._member.role is not None
         claim_threads(self._config, self._member.role)
         # Imported here so that the controller hears from this process before torch is there.
-        from decode_worker.role import DecodeRole
-        from prefill_worker.role import PrefillRole
         from worker.server import WorkerServer
 
-        role = self._member.role
         server = WorkerServer(
             self._config,
-            role,
+            self._member.role,
             self._member.worker_id,
-            PrefillRole if role is Role.PREFILL else DecodeRole,
             progress=lambda text: self._tell(progress=text),
+            on_role=lambda role: self._tell(role=role),
         )
         await server.start(self._member.host or ray.util.get_node_ip_address(), 0)
         self._server = server

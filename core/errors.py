@@ -11,6 +11,7 @@
     │   └── NotServed            a feature that is not there
     ├── Unauthenticated          the caller has no key, or one that is not known
     ├── PermissionDenied         the caller's key is not for this
+    ├── RoleRefused              a worker's role cannot be changed so
     ├── InvalidConfig            an operator must change the configuration
     │   ├── UnsupportedModel
     │   ├── InvalidCheckpoint
@@ -89,6 +90,10 @@ class PermissionDenied(BatonError):
     reason = "PERMISSION_DENIED"
 
 
+class RoleRefused(BatonError):
+    reason = "ROLE_REFUSED"
+
+
 class InvalidConfig(BatonError):
     reason = "INVALID_CONFIG"
 
@@ -152,6 +157,7 @@ TRANSLATIONS: dict[type[BatonError], Translation] = {
     InvalidRequest: Translation("INVALID_ARGUMENT", 400),
     Unauthenticated: Translation("UNAUTHENTICATED", 401),
     PermissionDenied: Translation("PERMISSION_DENIED", 403),
+    RoleRefused: Translation("FAILED_PRECONDITION", 409),
     InvalidConfig: Translation("FAILED_PRECONDITION", 500),
     Exhausted: Translation("RESOURCE_EXHAUSTED", 429),
     LayoutMismatch: Translation("FAILED_PRECONDITION", 503),

@@ -93,6 +93,11 @@ def role_to(role: Role) -> pb.Role.ValueType:
     return _ROLE[role]
 
 
+def is_role(value: int) -> bool:
+    """Whether this is one of the roles that there are."""
+    return value in _ROLE_BACK
+
+
 def role_from(value: pb.Role.ValueType) -> Role:
     return _ROLE_BACK[value]
 

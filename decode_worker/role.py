@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from baton.v1 import worker_pb2 as pb
 from core.config import Config
 from core.errors import BatonError, Internal, Unavailable
-from core.types import AttemptKey, FinishReason, Work
+from core.types import AttemptKey, FinishReason, Role, Work
 from core.wire import failed_to, finish_to, logprobs_to, work_from
 from decode_worker.loans import Loans
 from decode_worker.scheduler import DecodeScheduler, Reservation
@@ -45,8 +45,7 @@ from kv_transfer.events import (
 )
 from kv_transfer.thread import TransferThread
 from kv_transfer.ticket import make_ticket
-from worker.admission import check_context, check_work, quarantine_fault
-from worker.cache_feed import CacheFeed
+from worker.admission import check_context, check_work, quarantine_fault, refusal
 from worker.flights import Flights, Settled
 from worker.metrics import WorkerMetrics
 from worker.outbox import Outbox
@@ -81,7 +80,6 @@ class DecodeRole:
         self._outbox = outbox
         self._metrics = metrics
         self._flights = Flights(engine, metrics)
-        self.cache_feed = CacheFeed(engine.pool, outbox)
         self._scheduler = DecodeScheduler(
             engine.pool, config.decode.max_batch, config.decode.chunk_tokens
         )
@@ -98,6 +96,11 @@ class DecodeRole:
     def idle(self) -> bool:
         return not self._jobs
 
+    @property
+    def settled(self) -> bool:
+        transfers = self._leaving or self._loans.pages
+        return self.idle and not self._flights.any and not transfers
+
     def on_message(self, attachment: int, message: pb.RouterMessage) -> None:
         match message.WhichOneof("kind"):
             case "reserve":
@@ -108,6 +111,8 @@ class DecodeRole:
                 self._release(AttemptKey(message.release.request_id, message.release.epoch))
             case "sender_gone":
                 self._transfer.sender_died(message.sender_gone.agent)
+            case "prefill":
+                self._outbox.send(attachment, refusal(message.prefill.work, Role.DECODE))
 
     def on_detach(self, attachment: int) -> None:
         for key in [key for key, job in self._jobs.items() if job.attachment == attachment]:
@@ -115,6 +120,9 @@ class DecodeRole:
 
     def drain(self) -> None:
         self._draining = True
+
+    def resume(self) -> None:
+        self._draining = False
 
     def hand_back(self) -> None:
         for job in list(self._jobs.values()):

@@ -53,6 +53,8 @@ class Engine:
         self.context_length = architecture.context_length
         self.fingerprint = ""
         self._grammars: Grammars | None = None
+        # Makes a runner for other steps of the same model.
+        self._make_runner: Callable[[GpuSettings], AnyRunner] | None = None
 
     @classmethod
     def load(
@@ -94,12 +96,29 @@ class Engine:
         pool = PagePool(kv_memory // page_bytes, page_size)
         context = min(context, pool.total * page_size)
         kv = torch.zeros(_kv_shape(architecture, pool.total, page_size), dtype=kind, device=device)
-        runner = _runner(model, kv, pool, context, gpu, partial(progress, "steps"))
-        engine = cls(runner, architecture, pool, kv)
+        make = partial(_runner, model, kv, pool, context, partial(progress, "steps"))
+        engine = cls(make(gpu), architecture, pool, kv)
+        engine._make_runner = make
         engine.context_length = context
         engine.fingerprint = fingerprint(folder, architecture, random_weights)
         engine._grammars = Grammars(folder, architecture.vocabulary_size)
         return engine
+
+    def take_over(self, threads: int, gpu: GpuSettings = DEFAULT_GPU_SETTINGS) -> None:
+        """The calling thread owns the engine from here on, for steps of another kind. Nothing is
+        under way; weights and pages stay as they are.
+
+        On a GPU, steps are recorded anew: where `confine` has bound them, those recorded before
+        are.
+        """
+        torch.set_num_threads(threads)
+        if self.kv.device.type == "cpu" or self._make_runner is None:
+            return
+        if gpu.share < 1:
+            confine(gpu.share, str(self.kv.device))
+        del self._runner  # its memory first
+        torch.cuda.empty_cache()
+        self._runner = self._make_runner(gpu)
 
     def guide(self, work: Work) -> Guide | None:
         """What keeps an answer to its request's grammar; None when it has none."""
@@ -122,8 +141,8 @@ def _runner(
     kv: Tensor,
     pool: PagePool,
     context: int,
-    gpu: GpuSettings,
     progress: Callable[[float], None],
+    gpu: GpuSettings,
 ) -> AnyRunner:
     if kv.device.type == "cpu":
         return Runner(model, kv)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from baton.v1 import worker_pb2 as pb
 from core.config import Config
 from core.errors import BatonError, Exhausted, Internal, Unavailable
-from core.types import AttemptKey, FinishReason, Moment, TokenLogprobs, Work
+from core.types import AttemptKey, FinishReason, Moment, Role, TokenLogprobs, Work
 from core.wire import failed_to, finish_to, logprobs_to, work_from
 from engine.engine import Engine
 from engine.page_pool import Lease
@@ -29,6 +29,7 @@ from engine.sequence import Guide, Piece, Sequence
 from kv_transfer.events import (
     Fetched,
     PagesDamaged,
+    PagesWanted,
     PeerConnected,
     PeerDisconnected,
     PushEnded,
@@ -44,8 +45,7 @@ from kv_transfer.thread import TransferThread
 from prefill_worker.chunks import Chunks
 from prefill_worker.fetches import Fetch, Fetches
 from prefill_worker.scheduler import PrefillScheduler
-from worker.admission import check_context, check_work, quarantine_fault
-from worker.cache_feed import CacheFeed
+from worker.admission import check_context, check_work, quarantine_fault, refusal
 from worker.flights import Flights, Settled
 from worker.metrics import WorkerMetrics
 from worker.outbox import Outbox
@@ -83,7 +83,6 @@ class PrefillRole:
         self._outbox = outbox
         self._metrics = metrics
         self._flights = Flights(engine, metrics)
-        self.cache_feed = CacheFeed(engine.pool, outbox)
         self._fetches = Fetches(engine.pool, transfer, metrics)
         self._scheduler = PrefillScheduler(
             engine.pool, config.prefill.chunk_tokens, self._fetches.coming
@@ -95,6 +94,10 @@ class PrefillRole:
     @property
     def idle(self) -> bool:
         return not self._jobs
+
+    @property
+    def settled(self) -> bool:
+        return self.idle and not self._flights.any and not self._fetches.pages
 
     def on_message(self, attachment: int, message: pb.RouterMessage) -> None:
         match message.WhichOneof("kind"):
@@ -108,6 +111,10 @@ class PrefillRole:
                 self._release(AttemptKey(message.release.request_id, message.release.epoch))
             case "sender_gone":
                 self._transfer.sender_died(message.sender_gone.agent)
+            case "reserve":
+                self._outbox.send(attachment, refusal(message.reserve.work, Role.PREFILL))
+            case "compute":
+                self._outbox.send(attachment, refusal(message.compute.work, Role.PREFILL))
 
     def on_detach(self, attachment: int) -> None:
         for key in [key for key, job in self._jobs.items() if job.attachment == attachment]:
@@ -115,6 +122,9 @@ class PrefillRole:
 
     def drain(self) -> None:
         self._draining = True
+
+    def resume(self) -> None:
+        self._draining = False
 
     def hand_back(self) -> None:
         for job in [job for job in self._jobs.values() if not job.released]:
@@ -140,6 +150,8 @@ class PrefillRole:
                 self._fetches.let_go(event.key)
             case ReservationOverdue():
                 self._fetches.note_overdue(event.key)
+            case PagesWanted():  # asked before its router heard of a change of roles
+                self._transfer.decline(event.key, event.ticket)
             case PagesDamaged():
                 self._metrics.damaged(event.count)
             case TransferCrashed():

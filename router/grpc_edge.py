@@ -42,6 +42,7 @@ from router.parse import parse_prompt, parse_request
 from router.placement import Placement
 from router.public import scrubbed, told
 from router.reader import reading
+from router.roles import switch_role
 from router.roster import Roster
 from router.serving import Delta, Event, Serving, Started
 
@@ -255,6 +256,12 @@ class AdminService(cluster_pb2_grpc.AdminServicer):
     @answered
     async def Pools(self, message: cluster_pb2.PoolsRequest) -> cluster_pb2.PoolsResponse:
         return await self._controller.pools()
+
+    @answered
+    async def SwitchRole(
+        self, message: cluster_pb2.SwitchRoleRequest
+    ) -> cluster_pb2.SwitchRoleResponse:
+        return await switch_role(self._roster, message)
 
     @answered
     async def Timing(self, message: cluster_pb2.TimingRequest) -> timing_pb2.RequestTiming:

@@ -4,7 +4,8 @@
         ▲                                                │ stream breaks, or the
         └────────────────────────────────────────────────┘ worker counts as lost
 
-A link tries for ever, until it is stopped. Messages about an attempt go to the
+A link tries for ever, until it is stopped. A worker that changes its role stays
+attached: it drains, and is usable again as what it is then. Messages about an attempt go to the
 inbox that was opened for it. When the stream breaks, every open inbox gets a
 LinkLost: the worker lets go of everything by itself, at once or, if it was
 frozen, when it thaws.
@@ -25,10 +26,10 @@ from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
 from baton.v1.transfer_pb2 import PoolAddress
 from core.config import RouterConfig
-from core.errors import LayoutMismatch, UnknownModel
+from core.errors import LayoutMismatch, UnknownModel, WorkerLost
 from core.tls import Identity
 from core.types import PROTOCOL, AttemptKey, Role
-from core.wire import role_from
+from core.wire import role_from, role_to
 from router.attempt import Event, LinkLost
 from router.busy import BusyShare
 from router.cache_index import HeldPages
@@ -104,6 +105,8 @@ class WorkerLink:
         self._on_report = on_report
         self._inboxes: dict[tuple[str, int], Inbox] = {}  # by attempt
         self._outgoing: asyncio.Queue[pb.RouterMessage] = asyncio.Queue()
+        # For whoever waits for the worker to change its role.
+        self._switch: asyncio.Future[pb.RoleSwitched] | None = None
 
     @property
     def role(self) -> Role | None:
@@ -156,6 +159,15 @@ class WorkerLink:
     def abandon(self, reason: str) -> None:
         """Has every request there go on elsewhere, though the worker lives."""
         self._tell_lost(LinkLost(self.worker_id, reason, died=False))
+
+    async def switch(self, role: Role) -> pb.RoleSwitched:
+        """Has the worker change its role, and waits until it says how that ended. Nothing new is
+        sent there meanwhile."""
+        self._switch = asyncio.get_running_loop().create_future()
+        self.send(pb.RouterMessage(switch_role=pb.SwitchRole(role=role_to(role))))
+        self.draining = True
+        self._on_change(self)
+        return await self._switch
 
     async def run(self) -> None:
         """Attaches, and attaches again, until cancelled; once it is leaving, no more."""
@@ -238,6 +250,8 @@ class WorkerLink:
         elif kind == "cache_events":
             if self.cache.take(message.cache_events):
                 self.send(pb.RouterMessage(resync_cache=pb.ResyncCache()))
+        elif kind == "role_switched":
+            self._greet_again(message.role_switched)
         elif kind == "draining":
             self.draining = True
             self._on_change(self)
@@ -250,6 +264,16 @@ class WorkerLink:
         self._name = welcome.worker_id
         self.draining = welcome.draining
         self._on_change(self)
+
+    def _greet_again(self, switched: pb.RoleSwitched) -> None:
+        if switched.welcome.role != (self.welcome.role if self.welcome else None):
+            self.asked.clear()
+            self.peers.clear()
+            self.pace = StepPace()
+            self.busy = BusyShare()
+        self._greet(switched.welcome)
+        if self._switch and not self._switch.done():
+            self._switch.set_result(switched)
 
     def _fan_out(self, step: pb.Step) -> None:
         self.pace.step(step, time.monotonic())
@@ -317,6 +341,8 @@ class WorkerLink:
         self.reported = self.draining = False
         self.sick = ""
         self._outgoing = asyncio.Queue()
+        if self._switch and not self._switch.done():
+            self._switch.set_exception(WorkerLost(f"worker {self.worker_id} was lost: {reason}"))
         self._tell_lost(lost)
         self._on_change(self)
 

@@ -189,6 +189,11 @@ class Roster:
         found = choose(snapshot)
         return found if isinstance(found, BatonError) else None
 
+    @property
+    def does_without_prefill(self) -> bool:
+        """Whether decode workers may read prompts themselves when no prefill worker is left."""
+        return self._local is not LocalPrefill.NEVER
+
     def reconnect(self, prefill: WorkerLink, decode: WorkerLink) -> None:
         """A push between two attached workers failed: have them connect anew."""
         if prefill.welcome and decode.welcome:
@@ -235,7 +240,7 @@ class Roster:
     def _may_prefill_locally(self) -> bool:
         since = self._without_pair_since
         waited = since is not None and time.monotonic() - since >= self._config.local_prefill_after
-        return waited and self._local is not LocalPrefill.NEVER
+        return waited and self.does_without_prefill
 
     @property
     def _topology(self) -> Topology:

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import math
 
+from baton.v1 import worker_pb2 as pb
 from core.errors import (
     InvalidGrammar,
     InvalidRequest,
     InvalidSampling,
     PromptTooLong,
     TokenOutOfRange,
+    Unavailable,
 )
-from core.types import MAX_GRAMMAR, MAX_TOP_LOGPROBS, Work
+from core.types import MAX_GRAMMAR, MAX_TOP_LOGPROBS, AttemptKey, Role, Work
+from core.wire import failed_to
 
 
 def quarantine_fault(quarantined: int, total: int, share: float) -> str:
@@ -28,6 +31,12 @@ def quarantine_fault(quarantined: int, total: int, share: float) -> str:
     if quarantined <= share * total:
         return ""
     return f"{quarantined} of {total} pages are in quarantine, more than {share:.0%}"
+
+
+def refusal(work: pb.Work, role: Role) -> pb.WorkerMessage:
+    """The answer to a request for the other role, sent before its router heard of a change."""
+    error = Unavailable(f"the worker's role has changed: it does {role.value} now")
+    return failed_to(AttemptKey(work.request_id, work.epoch), error)
 
 
 def check_work(work: Work, vocabulary_size: int) -> None:

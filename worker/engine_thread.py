@@ -15,11 +15,15 @@ from dataclasses import dataclass
 
 from baton.v1 import worker_pb2 as pb
 from kv_transfer.events import TransferEvent
+from worker.cache_feed import CacheFeed
 from worker.outbox import Outbox
 from worker.role import Role
 
 IDLE_REPORT_SECONDS = 1.0
 BUSY_REPORT_SECONDS = 0.1
+# Beyond the time that requests are given to end: for them to be handed back, and for the
+# transfers of their pages to end.
+HAND_BACK_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,13 @@ class Drain:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class Retire:
+    """As Drain; and then leave the engine, with nothing under way, to another thread."""
+
+    seconds: float
+
+
 class Wake:
     """Something has ended that the role looks at before its next step."""
 
@@ -55,25 +66,29 @@ class Stop:
     """The last item in the inbox."""
 
 
-Item = FromRouter | Attached | Detached | Drain | Wake | TransferEvent
+Item = FromRouter | Attached | Detached | Drain | Retire | Wake | TransferEvent
 Inbox = queue.SimpleQueue[Item | Stop]
 
 
 class EngineThread(threading.Thread):
     """Makes a role with `make_role`, says so with `on_ready`, and runs it until Stop.
 
-    `on_drained` is called when nothing is left to do after Drain. An exception
+    `on_drained` is called when nothing is left to do after Drain. After Retire the
+    thread ends, and `on_retired` is called, with nothing; or, when transfers do not
+    end in time, it goes on as before, and says why. An exception
     that the role lets out ends the thread: its state can no longer be trusted.
     `on_failure` is then called with it.
     """
 
     def __init__(
         self,
-        make_role: Callable[[], Role],
+        make_role: Callable[[], tuple[Role, CacheFeed]],
         inbox: Inbox,
         outbox: Outbox,
+        *,
         on_ready: Callable[[], object],
         on_drained: Callable[[], object],
+        on_retired: Callable[[str], object],
         on_failure: Callable[[BaseException], object],
     ) -> None:
         super().__init__(name="engine", daemon=True)
@@ -82,6 +97,7 @@ class EngineThread(threading.Thread):
         self._outbox = outbox
         self._on_ready = on_ready
         self._on_drained = on_drained
+        self._on_retired = on_retired
         self._on_failure = on_failure
         self._reported = math.inf
         self._began = 0.0
@@ -89,7 +105,10 @@ class EngineThread(threading.Thread):
         self._fault = ""
         self.requests = 0  # running or waiting, when last counted
         self._draining = False
+        self._retiring = False
+        self._retired = False
         self._hand_back_at = math.inf
+        self._give_up_at = math.inf
 
     def problem(self, stall_seconds: float) -> str:
         """From any thread: why the engine cannot be used; empty when it can."""
@@ -99,7 +118,7 @@ class EngineThread(threading.Thread):
 
     def run(self) -> None:
         try:
-            role = self._make_role()
+            role, self._cache_feed = self._make_role()
             self._began = time.monotonic()
             self._report(role, -math.inf)
             self._on_ready()
@@ -109,16 +128,18 @@ class EngineThread(threading.Thread):
 
     def _serve(self, role: Role) -> None:
         busy = False
-        while self._take(role, wait=not busy):
+        while not self._retired and self._take(role, wait=not busy):
             began = time.monotonic()
             busy = role.step()
             self._busy_seconds += (time.monotonic() - began) * busy
             self._outbox.flush()  # tokens first: a report may count all pages
             self._report(role, BUSY_REPORT_SECONDS if busy else 0.0)
-            role.cache_feed.publish(busy=busy)
+            self._cache_feed.publish(busy=busy)
             if self._draining:
                 self._go_on_draining(role)
             self._outbox.flush()
+        if self._retired:
+            self._on_retired("")
 
     def _take(self, role: Role, *, wait: bool) -> bool:
         """Hands the role what is in the inbox. False after Stop."""
@@ -135,34 +156,45 @@ class EngineThread(threading.Thread):
     def _hand_over(self, role: Role, item: Item) -> None:
         match item:
             case FromRouter() if item.message.HasField("resync_cache"):
-                role.cache_feed.send_all(item.attachment)
+                self._cache_feed.send_all(item.attachment)
             case FromRouter():
                 role.on_message(item.attachment, item.message)
             case Attached():
                 self._report(role, 0.0)
-                role.cache_feed.send_all(item.attachment)
+                self._cache_feed.send_all(item.attachment)
             case Detached():
                 role.on_detach(item.attachment)
-            case Drain():
-                self._begin_draining(role, item.seconds)
+            case Drain() | Retire():
+                self._begin_draining(role, item)
             case Wake():
                 pass
             case _:
                 role.on_transfer(item)
 
-    def _begin_draining(self, role: Role, seconds: float) -> None:
-        self._draining = True
-        self._hand_back_at = time.monotonic() + seconds
+    def _begin_draining(self, role: Role, item: Drain | Retire) -> None:
+        self._draining, self._retiring = True, isinstance(item, Retire)
+        self._hand_back_at = time.monotonic() + item.seconds
+        self._give_up_at = self._hand_back_at + HAND_BACK_SECONDS
         role.drain()
         self._outbox.broadcast(pb.WorkerMessage(draining=pb.Draining()))
 
     def _go_on_draining(self, role: Role) -> None:
-        if role.idle:
-            self._draining = False
-            self._on_drained()
-        elif time.monotonic() >= self._hand_back_at:
+        now = time.monotonic()
+        if role.settled if self._retiring else role.idle:
+            self._end_draining()
+        elif now >= self._hand_back_at:
             self._hand_back_at = math.inf
             role.hand_back()
+        elif self._retiring and now >= self._give_up_at:
+            self._draining = False
+            role.resume()
+            self._on_retired("transfers of its pages have not ended in time")
+
+    def _end_draining(self) -> None:
+        self._draining = False
+        self._retired = self._retiring
+        if not self._retired:
+            self._on_drained()
 
     def _report(self, role: Role, interval: float) -> None:
         now = time.monotonic()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,14 +17,11 @@ from core.types import Role
 from worker.cpu import claim_threads
 
 if TYPE_CHECKING:
-    from worker.server import RoleFactory, WorkerServer
+    from worker.server import WorkerServer
 
 
-def main(role: Role, import_role: Callable[[], RoleFactory]) -> None:
-    """Runs until SIGTERM or SIGINT, which drain it; a second one ends it at once.
-
-    `import_role` imports torch, so it is called late.
-    """
+def main(role: Role) -> None:
+    """Runs until SIGTERM or SIGINT, which drain it; a second one ends it at once."""
     arguments = _parse(role)
     try:
         config = configs.load(arguments.config)
@@ -34,7 +30,7 @@ def main(role: Role, import_role: Callable[[], RoleFactory]) -> None:
         from worker.server import WorkerServer
 
         worker_id = arguments.name or f"{role.value}-0"
-        server = WorkerServer(config, role, worker_id, import_role())
+        server = WorkerServer(config, role, worker_id)
         uvloop.run(_run(server, config, role, arguments.port, arguments.metrics_port))
     except BatonError as error:
         sys.exit(f"{role.value}_worker: {error.message}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar, cast
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from baton.v1 import worker_pb2 as pb
@@ -12,16 +14,29 @@ from worker.tier_metrics import TierMetrics
 
 _LABELS = ["worker", "role"]
 
+Metric = TypeVar("Metric", Counter, Gauge, Histogram)
+
 
 class WorkerMetrics:
     """Written by the engine thread, read by whoever scrapes the registry."""
 
     def __init__(self, worker_id: str, role: Role) -> None:
         self.registry = CollectorRegistry()
-        self._labels = {"worker": worker_id, "role": role.value}
-        self._pages = Gauge(
-            names.PAGES, names.HELP[names.PAGES], [*_LABELS, "state"], registry=self.registry
-        )
+        self._worker_id = worker_id
+        self._known: dict[str, Counter | Gauge | Histogram] = {}  # by name, for all roles
+        self._counted = (0, 0, 0)  # what the cache's counters have been told
+        self._tiers: TierMetrics | None = None  # once there is a second tier
+        self.take_role(role)
+
+    def take_role(self, role: Role) -> None:
+        """From here on all is measured of this role. What was counted of another one stays."""
+        for gauge in self._known.values():
+            if isinstance(gauge, Gauge):
+                gauge.clear()
+        if self._tiers is not None:
+            self._tiers.take_role(role)
+        self._labels = {"worker": self._worker_id, "role": role.value}
+        self._pages = self._get(Gauge, names.PAGES, [*_LABELS, "state"])
         self._waiting = self._gauge(names.WAITING)
         self._running = self._gauge(names.RUNNING)
         self._queue = self._histogram(names.QUEUE_SECONDS, names.LATENCY_BUCKETS)
@@ -37,8 +52,6 @@ class WorkerMetrics:
         self._looked_up = self._counter(names.CACHE_QUERIED_TOKENS)
         self._found = self._counter(names.CACHE_HIT_TOKENS)
         self._evicted = self._counter(names.CACHE_EVICTED_PAGES)
-        self._counted = (0, 0, 0)  # what the last three have been told
-        self._tiers: TierMetrics | None = None  # once there is a second tier
 
     def damaged(self, pages: int) -> None:
         self._damaged.inc(pages)
@@ -85,14 +98,18 @@ class WorkerMetrics:
             self._tiers.note(pool.second_tier)
 
     def _gauge(self, name: str) -> Gauge:
-        return Gauge(name, names.HELP[name], _LABELS, registry=self.registry).labels(**self._labels)
+        return self._get(Gauge, name, _LABELS).labels(**self._labels)
 
     def _counter(self, name: str) -> Counter:
-        counter = Counter(name, names.HELP[name], _LABELS, registry=self.registry)
-        return counter.labels(**self._labels)
+        return self._get(Counter, name, _LABELS).labels(**self._labels)
 
     def _histogram(self, name: str, buckets: tuple[float, ...]) -> Histogram:
-        histogram = Histogram(
-            name, names.HELP[name], _LABELS, buckets=buckets, registry=self.registry
-        )
-        return histogram.labels(**self._labels)
+        return self._get(Histogram, name, _LABELS, buckets=buckets).labels(**self._labels)
+
+    def _get(
+        self, kind: type[Metric], name: str, labels: list[str], **options: tuple[float, ...]
+    ) -> Metric:
+        if name not in self._known:
+            made = kind(name, names.HELP[name], labels, registry=self.registry, **options)  # type: ignore[arg-type]
+            self._known[name] = made
+        return cast(Metric, self._known[name])

@@ -47,6 +47,10 @@ class Outbox:
     def detach(self, attachment: int) -> None:
         self._queues.pop(attachment, None)
 
+    def tell_all(self, message: pb.WorkerMessage) -> None:
+        """After all that the engine thread has flushed."""
+        self._sort([(None, message)])
+
     def close(self) -> None:
         """Cuts every router off, once what is queued for it has been written."""
         for queue in self._queues.values():

@@ -10,14 +10,9 @@ from typing import Protocol
 
 from baton.v1 import worker_pb2 as pb
 from kv_transfer.events import TransferEvent
-from worker.cache_feed import CacheFeed
 
 
 class Role(Protocol):
-    @property
-    def cache_feed(self) -> CacheFeed:
-        """What routers are told of the role's prefix cache."""
-
     def on_message(self, attachment: int, message: pb.RouterMessage) -> None:
         """A router asks for something."""
 
@@ -36,9 +31,16 @@ class Role(Protocol):
     def drain(self) -> None:
         """From now on new requests are refused, in a way that has routers try elsewhere."""
 
+    def resume(self) -> None:
+        """Takes new requests again."""
+
     def hand_back(self) -> None:
         """Gives up every request, in a way that has its router go on elsewhere."""
 
     @property
     def idle(self) -> bool:
         """Whether no request is here."""
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is left: no request, no step, and no transfer of any page."""

@@ -4,6 +4,16 @@ start()        loads the model, makes the pool reachable, serves; then `address`
 serve_until()  waits for the word to stop, or a router's Drain; finishes or hands back what
                runs; then ends the streams, the engine thread and the transfers, in that
                order; raises when the engine can no longer be trusted
+
+A router may have it change its role meanwhile:
+
+    serving ─SwitchRole─▶ draining ─nothing left─▶ another engine thread, with the other role
+       ▲                      │                    on the same engine ─▶ serving
+       └── as before ─────────┘ transfers that do not end
+
+The process, its engine, its pool and what the pool has cached, its transports and
+its streams to routers stay. A thread of its own is what each role has because on
+a CPU a thread that has stood back for others cannot step forward again.
 """
 
 from __future__ import annotations
@@ -11,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,27 +32,36 @@ from prometheus_client import start_http_server
 
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
-from baton.v1.transfer_pb2 import PoolLayout
 from core import exposure, model_store, types
 from core.config import Config, settle
 from core.errors import Internal
 from core.process import Stopping
 from core.tls import node_identity
 from core.types import MAX_MESSAGE_BYTES, PROTOCOL
-from core.wire import role_to
+from core.wire import is_role, role_from, role_to
 from engine.engine import Engine
 from engine.gpu.settings import GpuSettings
 from kv_transfer.choose import choose_transport
 from kv_transfer.digest import choose_digest
 from kv_transfer.heads import HeadRange
-from kv_transfer.layout import LAYOUT_VERSION, cache_root
+from kv_transfer.layout import cache_root
 from kv_transfer.sharded import ShardedTransport
 from kv_transfer.thread import TransferThread
-from kv_transfer.transport import PoolMemory
+from worker.cache_feed import CacheFeed
 from worker.cpu import claim_threads, stand_back
-from worker.engine_thread import Drain, EngineThread, Inbox, Stop, Wake
+from worker.engine_thread import (
+    HAND_BACK_SECONDS,
+    Drain,
+    EngineThread,
+    Inbox,
+    Retire,
+    Stop,
+    Wake,
+)
 from worker.metrics import WorkerMetrics
 from worker.outbox import Outbox
+from worker.phases import role_factory
+from worker.pool_shape import pool_layout, pool_memory
 from worker.role import Role
 from worker.second_tier import open_second_tier
 from worker.service import WorkerService
@@ -52,11 +72,9 @@ WORKER = pb.DESCRIPTOR.services_by_name["Worker"].full_name
 HEALTH_SECONDS = 1.0
 # For the routers to take what is queued for them, and for writes under way to end.
 GRACE_SECONDS = 2.0
-HAND_BACK_SECONDS = 5.0
 # For pages to be written to files.
 FLUSH_SECONDS = 5.0
 
-RoleFactory = Callable[[Engine, TransferThread, Outbox, WorkerMetrics, Config], Role]
 Progress = Callable[[str], None]
 
 
@@ -66,14 +84,15 @@ class WorkerServer:
         config: Config,
         role: types.Role,
         worker_id: str,
-        make_role: RoleFactory,
         progress: Progress = log.info,
+        on_role: Callable[[types.Role], None] = lambda role: None,
     ) -> None:
+        """`on_role` is called when the worker has taken up another role."""
         self._config = config
         self._role = role
         self._worker_id = worker_id
-        self._make_role = make_role
         self._progress = progress
+        self._on_role = on_role
         self._loading: dict[str, int] = {}  # tenths told, by what is loaded
         self._incarnation = secrets.randbits(64)
         self._inbox = Inbox()
@@ -86,21 +105,28 @@ class WorkerServer:
         exposure.check_worker(self._config, host)
         loop = asyncio.get_running_loop()
         self._failure: asyncio.Future[None] = loop.create_future()
-        ready = asyncio.Event()
         self._drained = asyncio.Event()
         self._drain_asked = asyncio.Event()
+        self._retired: asyncio.Future[str] = loop.create_future()
+        self._switching: asyncio.Task[None] | None = None
         self._outbox = Outbox(loop)
+        await self._start_engine(self._begin)
+        await self._serve(host, port)
+
+    async def _start_engine(self, make_role: Callable[[], tuple[Role, CacheFeed]]) -> None:
+        loop = asyncio.get_running_loop()
+        ready = asyncio.Event()
         self._thread = EngineThread(
-            self._build_role,
+            make_role,
             self._inbox,
             self._outbox,
             on_ready=lambda: loop.call_soon_threadsafe(ready.set),
             on_drained=lambda: loop.call_soon_threadsafe(self._drained.set),
+            on_retired=lambda why: loop.call_soon_threadsafe(self._note_retired, why),
             on_failure=lambda error: loop.call_soon_threadsafe(self._fail, error),
         )
         self._thread.start()
         await self._wait_for(ready)
-        await self._serve(host, port)
 
     @property
     def agent(self) -> str:
@@ -125,6 +151,8 @@ class WorkerServer:
         self._outbox.close()
         await self._server.stop(grace=GRACE_SECONDS)
         self._health_watch.cancel()
+        if self._switching is not None:
+            self._switching.cancel()
         self._inbox.put(Stop())
         await asyncio.to_thread(self._thread.join)
         tier = self._engine.pool.second_tier
@@ -146,6 +174,53 @@ class WorkerServer:
         limit = self._config.drain_seconds + HAND_BACK_SECONDS
         await stopping.wait_at_most(limit, self._drained)
 
+    def _ask_switch(self, message: pb.SwitchRole) -> None:
+        """A router has the worker change its role. Once at a time, and not when it is to end:
+        whoever asks hears how the first one ends."""
+        if self._drains or not is_role(message.role):
+            return
+        role = role_from(message.role)
+        if role is self._role:
+            self._tell_role(pb.RoleSwitched())
+            return
+        self._switching = asyncio.ensure_future(self._switch(role))
+
+    async def _switch(self, role: types.Role) -> None:
+        log.info("a router has this worker change its role to %s", role.value)
+        began = time.monotonic()
+        self._retired = asyncio.get_running_loop().create_future()
+        await self._report_health()
+        self._inbox.put(Retire(self._config.drain_seconds))
+        error = await self._retired
+        drained = time.monotonic()
+        if not error:
+            await asyncio.to_thread(self._thread.join)
+            self._role = role
+            await self._start_engine(self._begin_again)
+            self._on_role(role)
+        ended = time.monotonic()
+        log.info("role %s: %s", role.value, error or f"taken in {ended - drained:.3f} s")
+        self._switching = None
+        self._tell_role(
+            pb.RoleSwitched(
+                drain_seconds=drained - began, switch_seconds=ended - drained, error=error
+            )
+        )
+        await self._report_health()
+
+    def _note_retired(self, why_not: str) -> None:
+        if not self._retired.done():  # nobody waits any more when the process ends
+            self._retired.set_result(why_not)
+
+    def _tell_role(self, switched: pb.RoleSwitched) -> None:
+        switched.welcome.CopyFrom(self._welcome())
+        self._outbox.tell_all(pb.WorkerMessage(role_switched=switched))
+
+    @property
+    def _drains(self) -> bool:
+        """Whether nothing new is taken, to end or to change the role."""
+        return self._drain_asked.is_set() or self._switching is not None
+
     async def _watch_health(self) -> None:
         while True:
             await self._report_health()
@@ -155,7 +230,7 @@ class WorkerServer:
         """The process lives; it is ready while its own engine is sound and it takes requests."""
         status = health_pb2.HealthCheckResponse
         problem = self._thread.problem(self._config.router.engine_stall_seconds)
-        ready = not problem and not self._drain_asked.is_set()
+        ready = not problem and not self._drains
         await self._health.set("", status.SERVING)
         await self._health.set(WORKER, status.SERVING if ready else status.NOT_SERVING)
 
@@ -176,11 +251,16 @@ class WorkerServer:
 
     def _gpu_settings(self, config: Config) -> GpuSettings:
         prefills = self._role is types.Role.PREFILL
-        section = config.prefill if prefills else config.decode
-        # A prefill worker decodes nothing; a canary takes one row.
-        most = 1 if prefills else config.decode.max_batch
-        share = config.prefill.gpu_share if prefills else 1.0
-        return GpuSettings(config.gpu_memory, most, section.chunk_tokens, share)
+        prefill, decode = config.prefill, config.decode
+        return GpuSettings(
+            memory_share=config.gpu_memory,
+            # A prefill worker decodes nothing; a canary takes one row.
+            max_batch=1 if prefills else decode.max_batch,
+            chunk_tokens=prefill.chunk_tokens if prefills else decode.chunk_tokens,
+            share=prefill.gpu_share if prefills else 1.0,
+            most_batch=decode.max_batch,
+            most_tokens=max(prefill.chunk_tokens, decode.chunk_tokens),
+        )
 
     def _wake(self) -> None:
         self._inbox.put(Wake())
@@ -191,15 +271,36 @@ class WorkerServer:
             self._loading[what] = int(done * 10)
             self._progress(f"preparing {what}: {done:.0%}")
 
-    def _build_role(self) -> Role:
+    def _begin(self) -> tuple[Role, CacheFeed]:
         """On the engine thread: the engine belongs to it from the first moment."""
-        config = self._config
-        device = config.device
+        device = self._config.device
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        config = settle(config, device)
+        self._settled = settle(self._config, device)
+        self._stand_back(device)
+        self._load(device)
+        self._transfer = self._open_transfer(device)
+        self._cache_feed = CacheFeed(self._engine.pool, self._outbox)
+        return self._make_role(), self._cache_feed
+
+    def _begin_again(self) -> tuple[Role, CacheFeed]:
+        """On another engine thread, after a change of roles."""
+        config = self._settled
+        self._stand_back(self._engine.kv.device.type)
+        self._engine.take_over(claim_threads(config, self._role), self._gpu_settings(config))
+        self._metrics.take_role(self._role)
+        return self._make_role(), self._cache_feed
+
+    def _make_role(self) -> Role:
+        make = role_factory(self._role)
+        return make(self._engine, self._transfer, self._outbox, self._metrics, self._settled)
+
+    def _stand_back(self, device: str) -> None:
         if device == "cpu" and self._role is types.Role.DECODE:
-            stand_back(config.decode.nice)
+            stand_back(self._config.decode.nice)
+
+    def _load(self, device: str) -> None:
+        config = self._settled
         dtype = config.dtype
         if dtype == "auto":
             dtype = "float32" if device == "cpu" else "bfloat16"
@@ -216,7 +317,10 @@ class WorkerServer:
             gpu=self._gpu_settings(config),
             progress=self._report_loading,
         )
+
+    def _open_transfer(self, device: str) -> TransferThread:
         self._progress("opening the transfer layer")
+        config = self._settled
         memory, layout = pool_memory(self._engine), pool_layout(self._engine)
         if config.prefix_cache:
             self._engine.pool.root = cache_root(layout)
@@ -227,15 +331,15 @@ class WorkerServer:
             HeadRange(0, layout.kv_heads),
             digest=digest,
         )
-        self._transfer = TransferThread(
+        transfer = TransferThread(
             transport,
             memory,
             layout,
             self._inbox.put,
             digest=transport.digests if digest else None,
         )
-        self._transfer.start()
-        return self._make_role(self._engine, self._transfer, self._outbox, self._metrics, config)
+        transfer.start()
+        return transfer
 
     async def _serve(self, host: str, port: int) -> None:
         options = [
@@ -245,7 +349,13 @@ class WorkerServer:
             ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ]
         self._server = grpc.aio.server(options=options)
-        service = WorkerService(self._inbox, self._outbox, self._welcome, on_drain=self.drain)
+        service = WorkerService(
+            self._inbox,
+            self._outbox,
+            self._welcome,
+            on_drain=self.drain,
+            on_switch=self._ask_switch,
+        )
         worker_pb2_grpc.add_WorkerServicer_to_server(service, self._server)
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -276,31 +386,6 @@ class WorkerServer:
             context_length=self._engine.context_length,
             pool=self._transfer.pool_address,
             total_pages=self._engine.pool.total,
-            draining=self._drain_asked.is_set(),
+            draining=self._drains,
             cache_root=self._engine.pool.root or b"",
         )
-
-
-def pool_memory(engine: Engine) -> PoolMemory:
-    kv = engine.kv
-    return PoolMemory(
-        base=kv.data_ptr(),
-        page_bytes=kv[0].numel() * kv.element_size(),
-        total_pages=engine.pool.total,
-        device=kv.device.type,
-        device_id=kv.device.index or 0,
-    )
-
-
-def pool_layout(engine: Engine) -> PoolLayout:
-    # kv: [page, layer, k/v, token, kv_head, dim]
-    _, layers, _, page_size, kv_heads, head_dim = engine.kv.shape
-    return PoolLayout(
-        version=LAYOUT_VERSION,
-        model=engine.fingerprint,
-        dtype=str(engine.kv.dtype).removeprefix("torch."),
-        page_size=page_size,
-        layers=layers,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-    )

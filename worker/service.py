@@ -29,12 +29,14 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         outbox: Outbox,
         welcome: Callable[[], pb.Welcome],
         on_drain: Callable[[bool], None],
+        on_switch: Callable[[pb.SwitchRole], None],
     ) -> None:
         """`on_drain` is told whether a fresh process is to follow."""
         self._inbox = inbox
         self._outbox = outbox
         self._welcome = welcome
         self._on_drain = on_drain
+        self._on_switch = on_switch
         self._attachments = itertools.count(1)
 
     async def Attach(  # type: ignore[override]
@@ -92,6 +94,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                     queue.put_nowait(pb.WorkerMessage(pong=pb.Pong()))
                 case "drain":
                     self._on_drain(message.drain.restart)
+                case "switch_role":
+                    self._on_switch(message.switch_role)
                 case _:
                     self._inbox.put(FromRouter(attachment, message))
 

@@ -7,6 +7,7 @@ import dataclasses
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from core import metrics as names
+from core.types import Role
 from engine.restore_costs import Tier
 from engine.second_tier import Counts, SecondTier
 
@@ -26,17 +27,21 @@ class TierMetrics:
         self._events = Counter(
             names.TIER_EVENTS, names.HELP[names.TIER_EVENTS], [*by_tier, "event"], registry=registry
         )
-        failing = Gauge(
+        self._failing = Gauge(
             names.FILES_FAILING, names.HELP[names.FILES_FAILING], _LABELS, registry=registry
         )
-        self._failing = failing.labels(**labels)
         self._told = {tier: Counts() for tier in Tier}
+
+    def take_role(self, role: Role) -> None:
+        self._labels = {**self._labels, "role": role.value}
+        for gauge in (self._pages, self._bytes, self._failing):
+            gauge.clear()
 
     def note(self, second: SecondTier) -> None:
         self._note_size(Tier.HOST, len(second.host), second.host_bytes)
         if second.files is not None:
             self._note_size(Tier.FILES, len(second.files), second.files.size)
-            self._failing.set(second.files.failing)
+            self._failing.labels(**self._labels).set(second.files.failing)
         for tier, counts in second.counts.items():
             self._note_events(tier, counts)
 

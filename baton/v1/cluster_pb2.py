@@ -26,15 +26,15 @@ from baton.v1 import timing_pb2 as baton_dot_v1_dot_timing__pb2
 from baton.v1 import worker_pb2 as baton_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/cluster.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/timing.proto\x1a\x15\x62\x61ton/v1/worker.proto\"\x0e\n\x0cWatchRequest\"B\n\x07Members\x12!\n\x07workers\x18\x01 \x03(\x0b\x32\x10.baton.v1.Member\x12\x14\n\x0c\x65nded_agents\x18\x02 \x03(\t\"J\n\x06Member\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x1c\n\x04role\x18\x02 \x01(\x0e\x32\x0e.baton.v1.Role\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"2\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07restart\x18\x02 \x01(\x08\"\x0f\n\rDrainResponse\"P\n\x0cScaleRequest\x12\x14\n\x07prefill\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x06\x64\x65\x63ode\x18\x02 \x01(\rH\x01\x88\x01\x01\x42\n\n\x08_prefillB\t\n\x07_decode\"\x0e\n\x0cPoolsRequest\"Y\n\rPoolsResponse\x12\x0f\n\x07prefill\x18\x01 \x01(\r\x12\x0e\n\x06\x64\x65\x63ode\x18\x02 \x01(\r\x12\'\n\x07workers\x18\x03 \x03(\x0b\x32\x16.baton.v1.PooledWorker\"\x81\x01\n\x0cPooledWorker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x1c\n\x04role\x18\x02 \x01(\x0e\x32\x0e.baton.v1.Role\x12\x10\n\x08progress\x18\x03 \x01(\t\x12\r\n\x05ready\x18\x04 \x01(\x08\x12\x10\n\x08retiring\x18\x05 \x01(\x08\x12\r\n\x05\x65rror\x18\x06 \x01(\t\"#\n\rTimingRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1e\n\rRecentRequest\x12\r\n\x05limit\x18\x01 \x01(\r\";\n\x0eRecentResponse\x12)\n\x08requests\x18\x01 \x03(\x0b\x32\x17.baton.v1.RequestTiming\"\x0f\n\rStatusRequest\"\xe7\x01\n\x0eStatusResponse\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x16\n\x0euptime_seconds\x18\x02 \x01(\x02\x12\r\n\x05model\x18\x03 \x01(\t\x12\x17\n\x0f\x61\x63tive_requests\x18\x04 \x01(\r\x12\x19\n\x11\x66inished_requests\x18\x05 \x01(\x04\x12\'\n\x07workers\x18\x06 \x03(\x0b\x32\x16.baton.v1.WorkerStatus\x12\x17\n\x0fqueued_requests\x18\x07 \x01(\r\x12\x13\n\x0bqueue_limit\x18\x08 \x01(\r\x12\x10\n\x08\x64raining\x18\t \x01(\x08\"\xcc\x02\n\x0cWorkerStatus\x12 \n\x06member\x18\x01 \x01(\x0b\x32\x10.baton.v1.Member\x12\x10\n\x08\x61ttached\x18\x02 \x01(\x08\x12\x13\n\x0btotal_pages\x18\x03 \x01(\r\x12\x1c\n\x04load\x18\x04 \x01(\x0b\x32\x0e.baton.v1.Load\x12\x17\n\x0f\x61\x63tive_requests\x18\x05 \x01(\r\x12\x11\n\tconnected\x18\x06 \x03(\t\x12\r\n\x05\x66\x61ult\x18\x07 \x01(\t\x12\x10\n\x08\x64raining\x18\x08 \x01(\x08\x12\x13\n\x0bknown_pages\x18\t \x01(\r\x12\x13\n\x0bread_tokens\x18\n \x01(\x04\x12\x12\n\nhit_tokens\x18\x0b \x01(\x04\x12\x12\n\nbusy_share\x18\x10 \x01(\x02\x12\x13\n\x0bincarnation\x18\x14 \x01(\x06\x12!\n\x07misfits\x18\x15 \x03(\x0b\x32\x10.baton.v1.Misfit\"+\n\x06Misfit\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x11\n\x0f\x44iagnoseRequest\"\xcc\x01\n\tDiagnosis\x12\x1e\n\x05\x62ound\x18\x01 \x01(\x0e\x32\x0f.baton.v1.Bound\x12\x10\n\x08sentence\x18\x02 \x01(\t\x12\x10\n\x08\x65vidence\x18\x03 \x03(\t\x12\x0e\n\x06\x61\x64vice\x18\x04 \x03(\t\x12\"\n\x07traffic\x18\x05 \x01(\x0b\x32\x11.baton.v1.Traffic\x12#\n\x07prefill\x18\x06 \x01(\x0b\x32\x12.baton.v1.PoolLoad\x12\"\n\x06\x64\x65\x63ode\x18\x07 \x01(\x0b\x32\x12.baton.v1.PoolLoad\"\xe3\x03\n\x07Traffic\x12\x0f\n\x07seconds\x18\x01 \x01(\x02\x12\x0f\n\x07\x61nswers\x18\x02 \x01(\r\x12\x15\n\rprompt_tokens\x18\x03 \x01(\x04\x12\x15\n\rcached_tokens\x18\x04 \x01(\x04\x12\x15\n\routput_tokens\x18\x05 \x01(\x04\x12\'\n\rprompt_length\x18\x06 \x01(\x0b\x32\x10.baton.v1.Spread\x12\'\n\routput_length\x18\x07 \x01(\x0b\x32\x10.baton.v1.Spread\x12\x1e\n\x04ttft\x18\x08 \x01(\x0b\x32\x10.baton.v1.Spread\x12\x1d\n\x03itl\x18\t \x01(\x0b\x32\x10.baton.v1.Spread\x12\x15\n\rqueue_seconds\x18\n \x01(\x02\x12\x1c\n\x14prefill_wait_seconds\x18\x0b \x01(\x02\x12\x17\n\x0fprefill_seconds\x18\x0c \x01(\x02\x12\x17\n\x0freserve_seconds\x18\r \x01(\x02\x12\x17\n\x0f\x65xposed_seconds\x18\x0e \x01(\x02\x12\x15\n\radmit_seconds\x18\x0f \x01(\x02\x12\x14\n\x0cttft_seconds\x18\x10 \x01(\x02\x12\x19\n\x11transferred_bytes\x18\x11 \x01(\x04\x12\x18\n\x10transfer_seconds\x18\x12 \x01(\x02\"/\n\x06Spread\x12\x0b\n\x03p50\x18\x01 \x01(\x02\x12\x0b\n\x03p90\x18\x02 \x01(\x02\x12\x0b\n\x03p99\x18\x03 \x01(\x02\"\x0f\n\rTrendsRequest\"L\n\x0eTrendsResponse\x12\x14\n\x0cseconds_each\x18\x01 \x01(\x02\x12$\n\x06points\x18\x02 \x03(\x0b\x32\x14.baton.v1.TrendPoint\"\x8a\x01\n\nTrendPoint\x12\x0f\n\x07\x61nswers\x18\x01 \x01(\r\x12\x15\n\rprompt_tokens\x18\x02 \x01(\x04\x12\x15\n\routput_tokens\x18\x03 \x01(\x04\x12\x1e\n\x04ttft\x18\x04 \x01(\x0b\x32\x10.baton.v1.Spread\x12\x1d\n\x03itl\x18\x05 \x01(\x0b\x32\x10.baton.v1.Spread\"\x8f\x01\n\x08PoolLoad\x12\x0f\n\x07workers\x18\x01 \x01(\r\x12\x12\n\nbusy_share\x18\x02 \x01(\x02\x12\x0f\n\x07waiting\x18\x03 \x01(\r\x12\x0f\n\x07running\x18\x04 \x01(\r\x12\x15\n\rqueued_tokens\x18\x05 \x01(\x04\x12\x12\n\nfree_share\x18\x06 \x01(\x02\x12\x11\n\ttransfers\x18\x07 \x01(\r*\x8a\x01\n\x05\x42ound\x12\x15\n\x11\x42OUND_UNSPECIFIED\x10\x00\x12\x0e\n\nBOUND_IDLE\x10\x01\x12\x0e\n\nBOUND_NONE\x10\x02\x12\x11\n\rBOUND_PREFILL\x10\x03\x12\x10\n\x0c\x42OUND_DECODE\x10\x04\x12\x12\n\x0e\x42OUND_TRANSFER\x10\x05\x12\x11\n\rBOUND_WORKERS\x10\x06\x32\x42\n\nMembership\x12\x34\n\x05Watch\x12\x16.baton.v1.WatchRequest\x1a\x11.baton.v1.Members0\x01\x32}\n\x07\x43ontrol\x12\x38\n\x05Scale\x12\x16.baton.v1.ScaleRequest\x1a\x17.baton.v1.PoolsResponse\x12\x38\n\x05Pools\x12\x16.baton.v1.PoolsRequest\x1a\x17.baton.v1.PoolsResponse2\xe4\x03\n\x05\x41\x64min\x12;\n\x06Status\x12\x17.baton.v1.StatusRequest\x1a\x18.baton.v1.StatusResponse\x12\x38\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x17.baton.v1.DrainResponse\x12\x38\n\x05Scale\x12\x16.baton.v1.ScaleRequest\x1a\x17.baton.v1.PoolsResponse\x12\x38\n\x05Pools\x12\x16.baton.v1.PoolsRequest\x1a\x17.baton.v1.PoolsResponse\x12:\n\x06Timing\x12\x17.baton.v1.TimingRequest\x1a\x17.baton.v1.RequestTiming\x12;\n\x06Recent\x12\x17.baton.v1.RecentRequest\x1a\x18.baton.v1.RecentResponse\x12:\n\x08\x44iagnose\x12\x19.baton.v1.DiagnoseRequest\x1a\x13.baton.v1.Diagnosis\x12;\n\x06Trends\x12\x17.baton.v1.TrendsRequest\x1a\x18.baton.v1.TrendsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/cluster.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/timing.proto\x1a\x15\x62\x61ton/v1/worker.proto\"\x0e\n\x0cWatchRequest\"B\n\x07Members\x12!\n\x07workers\x18\x01 \x03(\x0b\x32\x10.baton.v1.Member\x12\x14\n\x0c\x65nded_agents\x18\x02 \x03(\t\"J\n\x06Member\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x1c\n\x04role\x18\x02 \x01(\x0e\x32\x0e.baton.v1.Role\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"2\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07restart\x18\x02 \x01(\x08\"\x0f\n\rDrainResponse\"P\n\x0cScaleRequest\x12\x14\n\x07prefill\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x06\x64\x65\x63ode\x18\x02 \x01(\rH\x01\x88\x01\x01\x42\n\n\x08_prefillB\t\n\x07_decode\"\x0e\n\x0cPoolsRequest\"Y\n\rPoolsResponse\x12\x0f\n\x07prefill\x18\x01 \x01(\r\x12\x0e\n\x06\x64\x65\x63ode\x18\x02 \x01(\r\x12\'\n\x07workers\x18\x03 \x03(\x0b\x32\x16.baton.v1.PooledWorker\"\x81\x01\n\x0cPooledWorker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x1c\n\x04role\x18\x02 \x01(\x0e\x32\x0e.baton.v1.Role\x12\x10\n\x08progress\x18\x03 \x01(\t\x12\r\n\x05ready\x18\x04 \x01(\x08\x12\x10\n\x08retiring\x18\x05 \x01(\x08\x12\r\n\x05\x65rror\x18\x06 \x01(\t\"D\n\x11SwitchRoleRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x1c\n\x04role\x18\x02 \x01(\x0e\x32\x0e.baton.v1.Role\"C\n\x12SwitchRoleResponse\x12\x15\n\rdrain_seconds\x18\x01 \x01(\x02\x12\x16\n\x0eswitch_seconds\x18\x02 \x01(\x02\"#\n\rTimingRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1e\n\rRecentRequest\x12\r\n\x05limit\x18\x01 \x01(\r\";\n\x0eRecentResponse\x12)\n\x08requests\x18\x01 \x03(\x0b\x32\x17.baton.v1.RequestTiming\"\x0f\n\rStatusRequest\"\xe7\x01\n\x0eStatusResponse\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x16\n\x0euptime_seconds\x18\x02 \x01(\x02\x12\r\n\x05model\x18\x03 \x01(\t\x12\x17\n\x0f\x61\x63tive_requests\x18\x04 \x01(\r\x12\x19\n\x11\x66inished_requests\x18\x05 \x01(\x04\x12\'\n\x07workers\x18\x06 \x03(\x0b\x32\x16.baton.v1.WorkerStatus\x12\x17\n\x0fqueued_requests\x18\x07 \x01(\r\x12\x13\n\x0bqueue_limit\x18\x08 \x01(\r\x12\x10\n\x08\x64raining\x18\t \x01(\x08\"\xcc\x02\n\x0cWorkerStatus\x12 \n\x06member\x18\x01 \x01(\x0b\x32\x10.baton.v1.Member\x12\x10\n\x08\x61ttached\x18\x02 \x01(\x08\x12\x13\n\x0btotal_pages\x18\x03 \x01(\r\x12\x1c\n\x04load\x18\x04 \x01(\x0b\x32\x0e.baton.v1.Load\x12\x17\n\x0f\x61\x63tive_requests\x18\x05 \x01(\r\x12\x11\n\tconnected\x18\x06 \x03(\t\x12\r\n\x05\x66\x61ult\x18\x07 \x01(\t\x12\x10\n\x08\x64raining\x18\x08 \x01(\x08\x12\x13\n\x0bknown_pages\x18\t \x01(\r\x12\x13\n\x0bread_tokens\x18\n \x01(\x04\x12\x12\n\nhit_tokens\x18\x0b \x01(\x04\x12\x12\n\nbusy_share\x18\x10 \x01(\x02\x12\x13\n\x0bincarnation\x18\x14 \x01(\x06\x12!\n\x07misfits\x18\x15 \x03(\x0b\x32\x10.baton.v1.Misfit\"+\n\x06Misfit\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x11\n\x0f\x44iagnoseRequest\"\xcc\x01\n\tDiagnosis\x12\x1e\n\x05\x62ound\x18\x01 \x01(\x0e\x32\x0f.baton.v1.Bound\x12\x10\n\x08sentence\x18\x02 \x01(\t\x12\x10\n\x08\x65vidence\x18\x03 \x03(\t\x12\x0e\n\x06\x61\x64vice\x18\x04 \x03(\t\x12\"\n\x07traffic\x18\x05 \x01(\x0b\x32\x11.baton.v1.Traffic\x12#\n\x07prefill\x18\x06 \x01(\x0b\x32\x12.baton.v1.PoolLoad\x12\"\n\x06\x64\x65\x63ode\x18\x07 \x01(\x0b\x32\x12.baton.v1.PoolLoad\"\xe3\x03\n\x07Traffic\x12\x0f\n\x07seconds\x18\x01 \x01(\x02\x12\x0f\n\x07\x61nswers\x18\x02 \x01(\r\x12\x15\n\rprompt_tokens\x18\x03 \x01(\x04\x12\x15\n\rcached_tokens\x18\x04 \x01(\x04\x12\x15\n\routput_tokens\x18\x05 \x01(\x04\x12\'\n\rprompt_length\x18\x06 \x01(\x0b\x32\x10.baton.v1.Spread\x12\'\n\routput_length\x18\x07 \x01(\x0b\x32\x10.baton.v1.Spread\x12\x1e\n\x04ttft\x18\x08 \x01(\x0b\x32\x10.baton.v1.Spread\x12\x1d\n\x03itl\x18\t \x01(\x0b\x32\x10.baton.v1.Spread\x12\x15\n\rqueue_seconds\x18\n \x01(\x02\x12\x1c\n\x14prefill_wait_seconds\x18\x0b \x01(\x02\x12\x17\n\x0fprefill_seconds\x18\x0c \x01(\x02\x12\x17\n\x0freserve_seconds\x18\r \x01(\x02\x12\x17\n\x0f\x65xposed_seconds\x18\x0e \x01(\x02\x12\x15\n\radmit_seconds\x18\x0f \x01(\x02\x12\x14\n\x0cttft_seconds\x18\x10 \x01(\x02\x12\x19\n\x11transferred_bytes\x18\x11 \x01(\x04\x12\x18\n\x10transfer_seconds\x18\x12 \x01(\x02\"/\n\x06Spread\x12\x0b\n\x03p50\x18\x01 \x01(\x02\x12\x0b\n\x03p90\x18\x02 \x01(\x02\x12\x0b\n\x03p99\x18\x03 \x01(\x02\"\x0f\n\rTrendsRequest\"L\n\x0eTrendsResponse\x12\x14\n\x0cseconds_each\x18\x01 \x01(\x02\x12$\n\x06points\x18\x02 \x03(\x0b\x32\x14.baton.v1.TrendPoint\"\x8a\x01\n\nTrendPoint\x12\x0f\n\x07\x61nswers\x18\x01 \x01(\r\x12\x15\n\rprompt_tokens\x18\x02 \x01(\x04\x12\x15\n\routput_tokens\x18\x03 \x01(\x04\x12\x1e\n\x04ttft\x18\x04 \x01(\x0b\x32\x10.baton.v1.Spread\x12\x1d\n\x03itl\x18\x05 \x01(\x0b\x32\x10.baton.v1.Spread\"\x8f\x01\n\x08PoolLoad\x12\x0f\n\x07workers\x18\x01 \x01(\r\x12\x12\n\nbusy_share\x18\x02 \x01(\x02\x12\x0f\n\x07waiting\x18\x03 \x01(\r\x12\x0f\n\x07running\x18\x04 \x01(\r\x12\x15\n\rqueued_tokens\x18\x05 \x01(\x04\x12\x12\n\nfree_share\x18\x06 \x01(\x02\x12\x11\n\ttransfers\x18\x07 \x01(\r*\x8a\x01\n\x05\x42ound\x12\x15\n\x11\x42OUND_UNSPECIFIED\x10\x00\x12\x0e\n\nBOUND_IDLE\x10\x01\x12\x0e\n\nBOUND_NONE\x10\x02\x12\x11\n\rBOUND_PREFILL\x10\x03\x12\x10\n\x0c\x42OUND_DECODE\x10\x04\x12\x12\n\x0e\x42OUND_TRANSFER\x10\x05\x12\x11\n\rBOUND_WORKERS\x10\x06\x32\x42\n\nMembership\x12\x34\n\x05Watch\x12\x16.baton.v1.WatchRequest\x1a\x11.baton.v1.Members0\x01\x32}\n\x07\x43ontrol\x12\x38\n\x05Scale\x12\x16.baton.v1.ScaleRequest\x1a\x17.baton.v1.PoolsResponse\x12\x38\n\x05Pools\x12\x16.baton.v1.PoolsRequest\x1a\x17.baton.v1.PoolsResponse2\xad\x04\n\x05\x41\x64min\x12;\n\x06Status\x12\x17.baton.v1.StatusRequest\x1a\x18.baton.v1.StatusResponse\x12\x38\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x17.baton.v1.DrainResponse\x12\x38\n\x05Scale\x12\x16.baton.v1.ScaleRequest\x1a\x17.baton.v1.PoolsResponse\x12\x38\n\x05Pools\x12\x16.baton.v1.PoolsRequest\x1a\x17.baton.v1.PoolsResponse\x12G\n\nSwitchRole\x12\x1b.baton.v1.SwitchRoleRequest\x1a\x1c.baton.v1.SwitchRoleResponse\x12:\n\x06Timing\x12\x17.baton.v1.TimingRequest\x1a\x17.baton.v1.RequestTiming\x12;\n\x06Recent\x12\x17.baton.v1.RecentRequest\x1a\x18.baton.v1.RecentResponse\x12:\n\x08\x44iagnose\x12\x19.baton.v1.DiagnoseRequest\x1a\x13.baton.v1.Diagnosis\x12;\n\x06Trends\x12\x17.baton.v1.TrendsRequest\x1a\x18.baton.v1.TrendsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.cluster_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_BOUND']._serialized_start=2537
-  _globals['_BOUND']._serialized_end=2675
+  _globals['_BOUND']._serialized_start=2676
+  _globals['_BOUND']._serialized_end=2814
   _globals['_WATCHREQUEST']._serialized_start=82
   _globals['_WATCHREQUEST']._serialized_end=96
   _globals['_MEMBERS']._serialized_start=98
@@ -53,40 +53,44 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_POOLSRESPONSE']._serialized_end=498
   _globals['_POOLEDWORKER']._serialized_start=501
   _globals['_POOLEDWORKER']._serialized_end=630
-  _globals['_TIMINGREQUEST']._serialized_start=632
-  _globals['_TIMINGREQUEST']._serialized_end=667
-  _globals['_RECENTREQUEST']._serialized_start=669
-  _globals['_RECENTREQUEST']._serialized_end=699
-  _globals['_RECENTRESPONSE']._serialized_start=701
-  _globals['_RECENTRESPONSE']._serialized_end=760
-  _globals['_STATUSREQUEST']._serialized_start=762
-  _globals['_STATUSREQUEST']._serialized_end=777
-  _globals['_STATUSRESPONSE']._serialized_start=780
-  _globals['_STATUSRESPONSE']._serialized_end=1011
-  _globals['_WORKERSTATUS']._serialized_start=1014
-  _globals['_WORKERSTATUS']._serialized_end=1346
-  _globals['_MISFIT']._serialized_start=1348
-  _globals['_MISFIT']._serialized_end=1391
-  _globals['_DIAGNOSEREQUEST']._serialized_start=1393
-  _globals['_DIAGNOSEREQUEST']._serialized_end=1410
-  _globals['_DIAGNOSIS']._serialized_start=1413
-  _globals['_DIAGNOSIS']._serialized_end=1617
-  _globals['_TRAFFIC']._serialized_start=1620
-  _globals['_TRAFFIC']._serialized_end=2103
-  _globals['_SPREAD']._serialized_start=2105
-  _globals['_SPREAD']._serialized_end=2152
-  _globals['_TRENDSREQUEST']._serialized_start=2154
-  _globals['_TRENDSREQUEST']._serialized_end=2169
-  _globals['_TRENDSRESPONSE']._serialized_start=2171
-  _globals['_TRENDSRESPONSE']._serialized_end=2247
-  _globals['_TRENDPOINT']._serialized_start=2250
-  _globals['_TRENDPOINT']._serialized_end=2388
-  _globals['_POOLLOAD']._serialized_start=2391
-  _globals['_POOLLOAD']._serialized_end=2534
-  _globals['_MEMBERSHIP']._serialized_start=2677
-  _globals['_MEMBERSHIP']._serialized_end=2743
-  _globals['_CONTROL']._serialized_start=2745
-  _globals['_CONTROL']._serialized_end=2870
-  _globals['_ADMIN']._serialized_start=2873
-  _globals['_ADMIN']._serialized_end=3357
+  _globals['_SWITCHROLEREQUEST']._serialized_start=632
+  _globals['_SWITCHROLEREQUEST']._serialized_end=700
+  _globals['_SWITCHROLERESPONSE']._serialized_start=702
+  _globals['_SWITCHROLERESPONSE']._serialized_end=769
+  _globals['_TIMINGREQUEST']._serialized_start=771
+  _globals['_TIMINGREQUEST']._serialized_end=806
+  _globals['_RECENTREQUEST']._serialized_start=808
+  _globals['_RECENTREQUEST']._serialized_end=838
+  _globals['_RECENTRESPONSE']._serialized_start=840
+  _globals['_RECENTRESPONSE']._serialized_end=899
+  _globals['_STATUSREQUEST']._serialized_start=901
+  _globals['_STATUSREQUEST']._serialized_end=916
+  _globals['_STATUSRESPONSE']._serialized_start=919
+  _globals['_STATUSRESPONSE']._serialized_end=1150
+  _globals['_WORKERSTATUS']._serialized_start=1153
+  _globals['_WORKERSTATUS']._serialized_end=1485
+  _globals['_MISFIT']._serialized_start=1487
+  _globals['_MISFIT']._serialized_end=1530
+  _globals['_DIAGNOSEREQUEST']._serialized_start=1532
+  _globals['_DIAGNOSEREQUEST']._serialized_end=1549
+  _globals['_DIAGNOSIS']._serialized_start=1552
+  _globals['_DIAGNOSIS']._serialized_end=1756
+  _globals['_TRAFFIC']._serialized_start=1759
+  _globals['_TRAFFIC']._serialized_end=2242
+  _globals['_SPREAD']._serialized_start=2244
+  _globals['_SPREAD']._serialized_end=2291
+  _globals['_TRENDSREQUEST']._serialized_start=2293
+  _globals['_TRENDSREQUEST']._serialized_end=2308
+  _globals['_TRENDSRESPONSE']._serialized_start=2310
+  _globals['_TRENDSRESPONSE']._serialized_end=2386
+  _globals['_TRENDPOINT']._serialized_start=2389
+  _globals['_TRENDPOINT']._serialized_end=2527
+  _globals['_POOLLOAD']._serialized_start=2530
+  _globals['_POOLLOAD']._serialized_end=2673
+  _globals['_MEMBERSHIP']._serialized_start=2816
+  _globals['_MEMBERSHIP']._serialized_end=2882
+  _globals['_CONTROL']._serialized_start=2884
+  _globals['_CONTROL']._serialized_end=3009
+  _globals['_ADMIN']._serialized_start=3012
+  _globals['_ADMIN']._serialized_end=3569
 # @@protoc_insertion_point(module_scope)

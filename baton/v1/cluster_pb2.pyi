@@ -292,6 +292,54 @@ class PooledWorker(_message.Message):
 Global___PooledWorker: _TypeAlias = PooledWorker  # noqa: Y015
 
 @_typing.final
+class SwitchRoleRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """The worker's name."""
+    role: _worker_pb2.Role.ValueType
+    """What it is to do."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        role: _worker_pb2.Role.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SwitchRoleRequest: _TypeAlias = SwitchRoleRequest  # noqa: Y015
+
+@_typing.final
+class SwitchRoleResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DRAIN_SECONDS_FIELD_NUMBER: _builtins.int
+    SWITCH_SECONDS_FIELD_NUMBER: _builtins.int
+    drain_seconds: _builtins.float
+    """How long it took until nothing of its earlier role was left there."""
+    switch_seconds: _builtins.float
+    """And from then until it was ready in its new role."""
+    def __init__(
+        self,
+        *,
+        drain_seconds: _builtins.float = ...,
+        switch_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain_seconds", b"drain_seconds", "switch_seconds", b"switch_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SwitchRoleResponse: _TypeAlias = SwitchRoleResponse  # noqa: Y015
+
+@_typing.final
 class TimingRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -251,6 +251,11 @@ class AdminStub(object):
                 request_serializer=baton_dot_v1_dot_cluster__pb2.PoolsRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_cluster__pb2.PoolsResponse.FromString,
                 _registered_method=True)
+        self.SwitchRole = channel.unary_unary(
+                '/baton.v1.Admin/SwitchRole',
+                request_serializer=baton_dot_v1_dot_cluster__pb2.SwitchRoleRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_cluster__pb2.SwitchRoleResponse.FromString,
+                _registered_method=True)
         self.Timing = channel.unary_unary(
                 '/baton.v1.Admin/Timing',
                 request_serializer=baton_dot_v1_dot_cluster__pb2.TimingRequest.SerializeToString,
@@ -306,6 +311,14 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SwitchRole(self, request, context):
+        """Has a worker take nothing new, finish or hand back what runs, and go on in
+        another role, with its weights and its pages kept. Returns when it has.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Timing(self, request, context):
         """Where the time of a recent request went.
         """
@@ -356,6 +369,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Pools,
                     request_deserializer=baton_dot_v1_dot_cluster__pb2.PoolsRequest.FromString,
                     response_serializer=baton_dot_v1_dot_cluster__pb2.PoolsResponse.SerializeToString,
+            ),
+            'SwitchRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SwitchRole,
+                    request_deserializer=baton_dot_v1_dot_cluster__pb2.SwitchRoleRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_cluster__pb2.SwitchRoleResponse.SerializeToString,
             ),
             'Timing': grpc.unary_unary_rpc_method_handler(
                     servicer.Timing,
@@ -486,6 +504,33 @@ class Admin(object):
             '/baton.v1.Admin/Pools',
             baton_dot_v1_dot_cluster__pb2.PoolsRequest.SerializeToString,
             baton_dot_v1_dot_cluster__pb2.PoolsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SwitchRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/SwitchRole',
+            baton_dot_v1_dot_cluster__pb2.SwitchRoleRequest.SerializeToString,
+            baton_dot_v1_dot_cluster__pb2.SwitchRoleResponse.FromString,
             options,
             channel_credentials,
             insecure,

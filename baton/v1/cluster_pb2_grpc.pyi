@@ -120,6 +120,10 @@ class AdminStub:
     """
     Pools: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.PoolsRequest, _cluster_pb2.PoolsResponse]
     """The pools, at this moment. Needs a controller."""
+    SwitchRole: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.SwitchRoleRequest, _cluster_pb2.SwitchRoleResponse]
+    """Has a worker take nothing new, finish or hand back what runs, and go on in
+    another role, with its weights and its pages kept. Returns when it has.
+    """
     Timing: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.TimingRequest, _timing_pb2.RequestTiming]
     """Where the time of a recent request went."""
     Recent: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.RecentRequest, _cluster_pb2.RecentResponse]
@@ -144,6 +148,10 @@ class AdminAsyncStub(AdminStub):
     """
     Pools: _aio.UnaryUnaryMultiCallable[_cluster_pb2.PoolsRequest, _cluster_pb2.PoolsResponse]  # type: ignore[assignment]
     """The pools, at this moment. Needs a controller."""
+    SwitchRole: _aio.UnaryUnaryMultiCallable[_cluster_pb2.SwitchRoleRequest, _cluster_pb2.SwitchRoleResponse]  # type: ignore[assignment]
+    """Has a worker take nothing new, finish or hand back what runs, and go on in
+    another role, with its weights and its pages kept. Returns when it has.
+    """
     Timing: _aio.UnaryUnaryMultiCallable[_cluster_pb2.TimingRequest, _timing_pb2.RequestTiming]  # type: ignore[assignment]
     """Where the time of a recent request went."""
     Recent: _aio.UnaryUnaryMultiCallable[_cluster_pb2.RecentRequest, _cluster_pb2.RecentResponse]  # type: ignore[assignment]
@@ -189,6 +197,16 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.PoolsResponse, _abc.Awaitable[_cluster_pb2.PoolsResponse]]:
         """The pools, at this moment. Needs a controller."""
+
+    @_abc_1.abstractmethod
+    def SwitchRole(
+        self,
+        request: _cluster_pb2.SwitchRoleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.SwitchRoleResponse, _abc.Awaitable[_cluster_pb2.SwitchRoleResponse]]:
+        """Has a worker take nothing new, finish or hand back what runs, and go on in
+        another role, with its weights and its pages kept. Returns when it has.
+        """
 
     @_abc_1.abstractmethod
     def Timing(

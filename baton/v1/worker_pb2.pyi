@@ -67,6 +67,7 @@ class RouterMessage(_message.Message):
     PING_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
     RESYNC_CACHE_FIELD_NUMBER: _builtins.int
+    SWITCH_ROLE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """First on every stream."""
@@ -119,6 +120,13 @@ class RouterMessage(_message.Message):
         CacheEvents did not arrive.
         """
 
+    @_builtins.property
+    def switch_role(self) -> Global___SwitchRole:
+        """To either: take nothing new, finish or hand back what runs, then go on in
+        another role, in the same process and with the same pool. Answered with
+        RoleSwitched, to all routers.
+        """
+
     def __init__(
         self,
         *,
@@ -133,12 +141,13 @@ class RouterMessage(_message.Message):
         ping: Global___Ping | None = ...,
         drain: Global___Drain | None = ...,
         resync_cache: Global___ResyncCache | None = ...,
+        switch_role: Global___SwitchRole | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["compute", b"compute", "connect", b"connect", "deliver", b"deliver", "drain", b"drain", "hello", b"hello", "kind", b"kind", "ping", b"ping", "prefill", b"prefill", "release", b"release", "reserve", b"reserve", "resync_cache", b"resync_cache", "sender_gone", b"sender_gone"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["compute", b"compute", "connect", b"connect", "deliver", b"deliver", "drain", b"drain", "hello", b"hello", "kind", b"kind", "ping", b"ping", "prefill", b"prefill", "release", b"release", "reserve", b"reserve", "resync_cache", b"resync_cache", "sender_gone", b"sender_gone", "switch_role", b"switch_role"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute", b"compute", "connect", b"connect", "deliver", b"deliver", "drain", b"drain", "hello", b"hello", "kind", b"kind", "ping", b"ping", "prefill", b"prefill", "release", b"release", "reserve", b"reserve", "resync_cache", b"resync_cache", "sender_gone", b"sender_gone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute", b"compute", "connect", b"connect", "deliver", b"deliver", "drain", b"drain", "hello", b"hello", "kind", b"kind", "ping", b"ping", "prefill", b"prefill", "release", b"release", "reserve", b"reserve", "resync_cache", b"resync_cache", "sender_gone", b"sender_gone", "switch_role", b"switch_role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "connect", "prefill", "reserve", "deliver", "release", "sender_gone", "compute", "ping", "drain", "resync_cache"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "connect", "prefill", "reserve", "deliver", "release", "sender_gone", "compute", "ping", "drain", "resync_cache", "switch_role"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -159,6 +168,7 @@ class WorkerMessage(_message.Message):
     PONG_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     CACHE_EVENTS_FIELD_NUMBER: _builtins.int
+    ROLE_SWITCHED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome:
         """First on every stream."""
@@ -207,6 +217,10 @@ class WorkerMessage(_message.Message):
     def cache_events(self) -> Global___CacheEvents:
         """From either: which pages came into its prefix cache, left it, or are gone."""
 
+    @_builtins.property
+    def role_switched(self) -> Global___RoleSwitched:
+        """From either: a change of roles has come to its end."""
+
     def __init__(
         self,
         *,
@@ -221,12 +235,13 @@ class WorkerMessage(_message.Message):
         pong: Global___Pong | None = ...,
         draining: Global___Draining | None = ...,
         cache_events: Global___CacheEvents | None = ...,
+        role_switched: Global___RoleSwitched | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cache_events", b"cache_events", "connected", b"connected", "draining", b"draining", "failed", b"failed", "first_token", b"first_token", "kind", b"kind", "load", b"load", "pong", b"pong", "pushed", b"pushed", "reserved", b"reserved", "step", b"step", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache_events", b"cache_events", "connected", b"connected", "draining", b"draining", "failed", b"failed", "first_token", b"first_token", "kind", b"kind", "load", b"load", "pong", b"pong", "pushed", b"pushed", "reserved", b"reserved", "role_switched", b"role_switched", "step", b"step", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_events", b"cache_events", "connected", b"connected", "draining", b"draining", "failed", b"failed", "first_token", b"first_token", "kind", b"kind", "load", b"load", "pong", b"pong", "pushed", b"pushed", "reserved", b"reserved", "step", b"step", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_events", b"cache_events", "connected", b"connected", "draining", b"draining", "failed", b"failed", "first_token", b"first_token", "kind", b"kind", "load", b"load", "pong", b"pong", "pushed", b"pushed", "reserved", b"reserved", "role_switched", b"role_switched", "step", b"step", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["welcome", "connected", "first_token", "reserved", "step", "pushed", "failed", "load", "pong", "draining", "cache_events"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["welcome", "connected", "first_token", "reserved", "step", "pushed", "failed", "load", "pong", "draining", "cache_events", "role_switched"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -371,6 +386,62 @@ class Drain(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Drain: _TypeAlias = Drain  # noqa: Y015
+
+@_typing.final
+class SwitchRole(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    role: Global___Role.ValueType
+    """What the worker is to do from then on."""
+    def __init__(
+        self,
+        *,
+        role: Global___Role.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SwitchRole: _TypeAlias = SwitchRole  # noqa: Y015
+
+@_typing.final
+class RoleSwitched(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WELCOME_FIELD_NUMBER: _builtins.int
+    DRAIN_SECONDS_FIELD_NUMBER: _builtins.int
+    SWITCH_SECONDS_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    drain_seconds: _builtins.float
+    """From being told to nothing being left of its requests and transfers."""
+    switch_seconds: _builtins.float
+    """From then to being ready in the other role."""
+    error: _builtins.str
+    """Why it goes on in the role that it had; empty when it does not."""
+    @_builtins.property
+    def welcome(self) -> Global___Welcome:
+        """What the worker is from now on, as at the stream's start. Its incarnation
+        and its pool are those that it had.
+        """
+
+    def __init__(
+        self,
+        *,
+        welcome: Global___Welcome | None = ...,
+        drain_seconds: _builtins.float = ...,
+        switch_seconds: _builtins.float = ...,
+        error: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["welcome", b"welcome"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain_seconds", b"drain_seconds", "error", b"error", "switch_seconds", b"switch_seconds", "welcome", b"welcome"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoleSwitched: _TypeAlias = RoleSwitched  # noqa: Y015
 
 @_typing.final
 class Draining(_message.Message):

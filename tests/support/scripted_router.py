@@ -35,6 +35,7 @@ class ScriptedRouter(InferenceServicer, AdminServicer):
         self.drained: list[str] = []  # the workers that were to be drained
         self.scaled: list[tuple[int, int]] = []  # what the pools were to be
         self.pools = [cluster_pb2.PoolsResponse()]  # what they are, one answer after the other
+        self.switched: list[tuple[str, int]] = []  # the workers that were to change their role
         self.requests: list[inference_pb2.GenerateRequest] = []
         self.over = threading.Event()  # set when a Generate call has ended, however
         self._server = grpc.server(futures.ThreadPoolExecutor(4), options=SERVER_OPTIONS)
@@ -109,6 +110,12 @@ class ScriptedRouter(InferenceServicer, AdminServicer):
         self, request: cluster_pb2.PoolsRequest, context: grpc.ServicerContext
     ) -> cluster_pb2.PoolsResponse:
         return self.pools.pop(0) if len(self.pools) > 1 else self.pools[0]
+
+    def SwitchRole(
+        self, request: cluster_pb2.SwitchRoleRequest, context: grpc.ServicerContext
+    ) -> cluster_pb2.SwitchRoleResponse:
+        self.switched.append((request.worker_id, request.role))
+        return cluster_pb2.SwitchRoleResponse(drain_seconds=1.5, switch_seconds=0.0625)
 
 
 def started(request: inference_pb2.GenerateRequest) -> inference_pb2.Started:

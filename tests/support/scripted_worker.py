@@ -46,6 +46,12 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         assert self._context is not None
         await self._write(self._context, message)
 
+    async def become(self, role: Role) -> None:
+        """Tells the router that attached last of another role."""
+        self._role = role
+        switched = pb.RoleSwitched(welcome=self._welcome(), drain_seconds=0.1, switch_seconds=0.01)
+        await self.send(pb.WorkerMessage(role_switched=switched))
+
     async def Attach(  # type: ignore[override]
         self,
         requests: AsyncIterator[pb.RouterMessage],

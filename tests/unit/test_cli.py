@@ -466,6 +466,14 @@ def test_scale_wants_a_number_above_0(router: ScriptedRouter, flags: list[str]) 
     assert router.scaled == []
 
 
+def test_role_says_how_long_it_took_beyond_the_drain(router: ScriptedRouter) -> None:
+    told = run(router, "role", "decode-0", "prefill").stdout
+    assert told == "decode-0 is a prefill worker: drained in 1.50 s, ready 0.062 s later\n"
+    fields = json.loads(run(router, "role", "decode-0", "prefill", "--json").stdout)
+    assert fields["switch_seconds"] == 0.0625
+    assert router.switched == [("decode-0", worker_pb2.ROLE_PREFILL)] * 2
+
+
 def test_status_as_json_is_what_the_router_said(router: ScriptedRouter) -> None:
     status = json.loads(run(router, "status", "--json").stdout)
     assert (status["model"], status["finished_requests"]) == ("tale", 1234)

@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import pytest
 from scripted_worker import ScriptedWorker
 from waiting import until
 
 from baton.v1 import worker_pb2 as pb
 from core.config import RouterConfig
-from core.types import AttemptKey
+from core.errors import WorkerLost
+from core.types import AttemptKey, Role
 from router.attempt import Event, LinkLost
 from router.link import WorkerLink
 from router.placement import Suspicion
@@ -174,3 +176,30 @@ async def test_who_is_to_be_alone_shares_no_worker_with_a_suspect() -> None:
         (1, 0): [True, True, False],
         (1, 1): [True, False, False],
     }
+
+
+async def test_a_worker_that_changes_its_role_is_used_as_what_it_is_then() -> None:
+    worker = ScriptedWorker(Role.DECODE)
+    async with linked(worker) as link:
+        await until(lambda: usable(link))
+        asking = asyncio.create_task(link.switch(Role.PREFILL))
+        await until(lambda: was_told_to_switch(worker))
+        assert not link.usable
+        await worker.become(Role.PREFILL)
+        assert (await asking).error == ""
+        assert (link.role, link.usable, worker.attached) == (Role.PREFILL, True, 1)
+
+
+async def was_told_to_switch(worker: ScriptedWorker) -> bool:
+    return any(message.HasField("switch_role") for message in worker.received)
+
+
+async def test_whoever_waits_for_a_worker_to_change_hears_of_its_end() -> None:
+    worker = ScriptedWorker(Role.DECODE)
+    async with linked(worker) as link:
+        await until(lambda: usable(link))
+        asking = asyncio.create_task(link.switch(Role.PREFILL))
+        await until(lambda: was_told_to_switch(worker))
+        await worker.stop()
+        with pytest.raises(WorkerLost):
+            await asking
