@@ -18,8 +18,8 @@ What NIXL 1.5 does, and what follows from it here:
   between writes.
 - Two processes are wired up by the first message between them, which takes
   both of them several polls. So `connect` sends one.
-- A prepared list keeps a row for each of its pieces. Of the rows of pages there
-  would be a thousand times as many, so parts of pages are written from addresses.
+- A part of a page is a descriptor for each of its rows. Between processes of a
+  host each is a system call of 2 us; to make them from addresses takes 0.1 us.
 """
 
 from __future__ import annotations

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import pytest
-from pool_host import pool_host
+from pool_host import HostedPool, pool_host
 from pools import KINDS, LAYOUT, PAGE_BYTES, PAGES, UNTOUCHED, Shard, SplitPool
 
+from baton.v1.transfer_pb2 import PoolAddress, PoolShard
 from core.errors import Internal, WorkerLost
 from core.types import AttemptKey
 from kv_transfer.events import (
@@ -26,7 +27,7 @@ from kv_transfer.events import (
     TransferEvent,
 )
 from kv_transfer.shard_proxy import ShardProxy
-from kv_transfer.sharded import ShardedTransport
+from kv_transfer.sharded import PROBE, ShardedTransport
 from kv_transfer.thread import TransferThread
 from kv_transfer.ticket import make_ticket
 from kv_transfer.transport import Noted, PeerLost, TransportEvent, WriteDone, WriteFailed
@@ -52,7 +53,7 @@ def pools() -> Iterator[Callable[[str, int], SplitPool]]:
 Pools = Callable[[str, int], SplitPool]
 
 
-def poll_until(condition: Callable[[], object], *pools: SplitPool) -> None:
+def poll_until(condition: Callable[[], object], *pools: SplitPool | HostedPool) -> None:
     deadline = time.monotonic() + 10
     while not condition():
         assert time.monotonic() < deadline, "the transport is stuck"
@@ -61,7 +62,7 @@ def poll_until(condition: Callable[[], object], *pools: SplitPool) -> None:
         time.sleep(0.0005)
 
 
-def poll_for(seconds: float, *pools: SplitPool) -> None:
+def poll_for(seconds: float, *pools: SplitPool | HostedPool) -> None:
     until = time.monotonic() + seconds
     poll_until(lambda: time.monotonic() >= until, *pools)
 
@@ -286,15 +287,33 @@ def test_a_peer_that_is_half_out_of_reach_is_not_connected(pools: Pools) -> None
 
 
 @pytest.mark.skipif("nixl-cpu" not in KINDS, reason="NIXL is not installed")
-def test_a_killed_worker_is_gone_with_its_last_process() -> None:
+def test_a_worker_is_gone_when_the_last_of_its_processes_was_killed() -> None:
     source = SplitPool("nixl-cpu", 1)
-    with pool_host() as host:
-        target = host.make_pool("nixl-cpu", PAGE_BYTES, 2)
-        peer = source.transport.connect(target.address)
-        source.transport.write(peer, [7], [20])
-        host.kill()
+    with pool_host() as first, pool_host() as second:
+        halves = [host.make_pool("nixl-cpu", PAGE_BYTES // 2) for host in (first, second)]
+        whole = address_of(halves)
+        peer = source.transport.connect(whole)
+        number = source.transport.write(peer, [7], [20], b"landed")
+        poll_until(lambda: WriteDone(number) in source.events, source, *halves)
+        second.kill()
         source.transport.write(peer, [7], [20], b"never heard")
+        poll_until(lambda: PeerLost(peer, gone=False) in source.events, source, halves[0])
+        poll_for(0.5, source, halves[0])
+        assert PeerLost(peer, gone=True) not in source.events
+        first.kill()
         poll_until(lambda: PeerLost(peer, gone=True) in source.events, source)
-    lost = [event for event in source.events if isinstance(event, PeerLost)]
-    assert lost == [PeerLost(peer, gone=False), PeerLost(peer, gone=True)]
+    heard = {event.note for event in halves[0].events if isinstance(event, Noted)}
+    assert heard == {b"landed", PROBE}
     source.close()
+
+
+def address_of(halves: list[HostedPool]) -> PoolAddress:
+    """Two pools as the halves of one."""
+    heads = LAYOUT.kv_heads // 2
+    shards = [
+        PoolShard(first_head=rank * heads, heads=heads, pool=half.address)
+        for rank, half in enumerate(halves)
+    ]
+    first = halves[0].address
+    sizes = {"page_bytes": PAGE_BYTES, "total_pages": first.total_pages}
+    return PoolAddress(agent=first.agent, layout=LAYOUT, shards=shards, **sizes)

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
-from pools import Pool, SplitPool
+from pools import Pool
 
 from baton.v1.transfer_pb2 import PoolAddress
 from core.errors import BatonError
@@ -30,10 +30,9 @@ class PoolHost:
         self._process = process
         self._made = 0
 
-    def make_pool(self, kind: str, page_bytes: int, shards: int = 0) -> HostedPool:
-        """With `shards`, a SplitPool."""
+    def make_pool(self, kind: str, page_bytes: int) -> HostedPool:
         self._made += 1
-        return HostedPool(self, self._made, kind, page_bytes, shards)
+        return HostedPool(self, self._made, kind, page_bytes)
 
     def call(self, pool: int, method: str, *arguments: object) -> Any:
         self._pipe.send((pool, method, arguments))
@@ -52,14 +51,12 @@ class PoolHost:
 class HostedPool:
     """A `Pool` of another process, which is also its own transport."""
 
-    def __init__(
-        self, host: PoolHost, number: int, kind: str, page_bytes: int, shards: int
-    ) -> None:
+    def __init__(self, host: PoolHost, number: int, kind: str, page_bytes: int) -> None:
         self._host = host
         self._number = number
         self.page_bytes = page_bytes
         self.events: list[TransportEvent] = []
-        address = self._call("make", kind, page_bytes, shards)
+        address = self._call("make", kind, page_bytes)
         self.address = PoolAddress.FromString(address)
         self.transport = self
 
@@ -114,9 +111,7 @@ def _serve(pipe: Connection) -> None:
 
 def _perform(pools: dict[int, Pool], number: int, method: str, arguments: tuple[Any, ...]) -> Any:
     if method == "make":
-        kind, page_bytes, shards = arguments
-        made = SplitPool(kind, shards, page_bytes) if shards else Pool(kind, page_bytes)
-        pools[number] = made
+        pools[number] = Pool(*arguments)
         return pools[number].address.SerializeToString()
     pool = pools[number]
     if method == "connect":
