@@ -11,6 +11,7 @@ What NIXL 1.5 does, and what follows from it here:
   other Python threads run meanwhile. A pool in huge pages is copied 1.4 times
   as fast.
 - The note of a transfer leaves after its bytes have been flushed to the peer.
+  Without a note a transfer is done only then, too.
 - Nothing withdraws a transfer: not releasing its handle, not removing the
   peer. A write ends when NIXL says so.
 - On GPU memory a descriptor costs 11 us of a CPU's time, whatever its size.

@@ -34,7 +34,7 @@ from kv_transfer.transport import Noted, PeerLost, TransportEvent, WriteDone, Wr
 
 Event = TypeVar("Event", bound=TransferEvent)
 SPLITS = [(1, 1), (1, 2), (2, 1), (2, 2), (2, 4), (4, 2), (4, 1)]
-KINDS_HERE = [name for name in ("inprocess-cpu", "nixl-cpu") if name in KINDS]
+KINDS_HERE = [name for name in ("inprocess-cpu", "nixl-cpu", "cuda_ipc-cuda") if name in KINDS]
 
 
 @pytest.fixture

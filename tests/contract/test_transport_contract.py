@@ -18,7 +18,7 @@ from kv_transfer.transport import Noted, PeerLost, WriteDone, WriteFailed
 AnyPool = Pool | HostedPool
 Maker = Callable[..., AnyPool]
 SPANNING = [kind.name for kind in KINDS.values() if kind.spans_processes]
-SPLIT = [name for name in ("inprocess-cpu", "nixl-cpu") if name in KINDS]
+SPLIT = [name for name in ("inprocess-cpu", "nixl-cpu", "cuda_ipc-cuda") if name in KINDS]
 
 
 @pytest.fixture(scope="module")
