@@ -21,7 +21,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """A token of an answer, and the likeliest ones in its place, best first."""
+    """A token of an answer or a prompt, and the likeliest ones in its place, best first."""
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...]
@@ -37,6 +37,8 @@ class Delta:
     logprobs: tuple[TokenLogprobs, ...] = ()  # one a token, where they are asked for
     reasoning: str = ""  # what is thought, not said
     tool_calls: tuple[inference_pb2.ToolCallDelta, ...] = ()
+    # With an answer's first: one a token of the prompt but the first, where they are asked for.
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,8 @@ class Choice:
     logprobs: tuple[TokenLogprobs, ...] = ()  # one a token, where they are asked for
     reasoning: str = ""  # what was thought, not said
     tool_calls: tuple[ToolCall, ...] = ()  # what is to be called
+    # One a token of the prompt but the first, where they are asked for.
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,8 @@ class Answer:
     logprobs: tuple[TokenLogprobs, ...] = ()  # one a token, where they are asked for
     reasoning: str = ""  # what was thought, not said
     tool_calls: tuple[ToolCall, ...] = ()  # what is to be called
+    # One a token of the prompt but the first, where they are asked for.
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class AnswerBuilder:
@@ -146,6 +152,7 @@ class AnswerBuilder:
             logprobs=first.logprobs,
             reasoning=first.reasoning,
             tool_calls=first.tool_calls,
+            prompt_logprobs=first.prompt_logprobs,
         )
 
     def _usage(self) -> Usage:
@@ -165,6 +172,7 @@ class _ChoiceBuilder:
         self._logprobs: list[TokenLogprobs] = []
         self._thoughts: list[str] = []
         self._calls: list[ToolCall] = []
+        self._prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
     def add(self, delta: inference_pb2.Delta) -> Delta:
         self._texts.append(delta.text)
@@ -174,6 +182,8 @@ class _ChoiceBuilder:
         self._thoughts.append(delta.reasoning)
         for piece in delta.tool_calls:
             self._call(piece)
+        prompt_logprobs = tuple(_logprobs(each) for each in delta.prompt_logprobs)
+        self._prompt_logprobs += prompt_logprobs
         return Delta(
             delta.text,
             tuple(delta.token_ids),
@@ -181,6 +191,7 @@ class _ChoiceBuilder:
             logprobs,
             delta.reasoning,
             tuple(delta.tool_calls),
+            prompt_logprobs,
         )
 
     def _call(self, piece: inference_pb2.ToolCallDelta) -> None:
@@ -202,6 +213,7 @@ class _ChoiceBuilder:
             logprobs=tuple(self._logprobs),
             reasoning="".join(self._thoughts),
             tool_calls=tuple(self._calls),
+            prompt_logprobs=self._prompt_logprobs,
         )
 
 

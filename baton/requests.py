@@ -34,6 +34,7 @@ class GenerateOptions(TypedDict, total=False):
     stop_token_ids: Sequence[int] | None
     ignore_eos: bool | None  # go on past the model's end tokens
     logprobs: int | None  # tell how likely tokens were, and 0 to 20 of the likeliest; unset: no
+    prompt_logprobs: int | None  # the same of the prompt's tokens but the first
     # What the answer must read as; at most one of these.
     json_schema: str | Mapping[str, object] | None
     regex: str | None
@@ -154,6 +155,7 @@ def _with_options(
             n=options.get("n"),
             cache_salt=options.get("cache_salt") or "",
             logprobs=options.get("logprobs"),
+            prompt_logprobs=options.get("prompt_logprobs"),
         )
     )
     return request

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,6 +13,7 @@ from baton.connection import API_KEY_VARIABLE
 from cli import options
 from cli.edge import edge, note
 from cli.load_shapes import LENGTHS_HELP, Lengths, Shape
+from cli.terminal import console, print_json
 
 if TYPE_CHECKING:
     from cli.load_client import Call, Target
@@ -89,10 +89,8 @@ def bench(
             load_report.plot(calls, plot)
             note(f"the picture is {plot}")
         if as_json:
-            typer.echo(json.dumps({"url": base, "model": named, **report.fields()}, indent=2))
+            print_json({"url": base, "model": named, **report.fields()})
         else:
-            from cli.terminal import console
-
             console().print(load_report.render(report, objective))
     raise typer.Exit(1 if report.failed == report.requests else 0)
 

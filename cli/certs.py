@@ -8,7 +8,9 @@ from typing import Annotated
 
 import typer
 
+from cli import options
 from cli.edge import edge
+from cli.terminal import print_json
 
 _OWN = ("localhost", "127.0.0.1", "::1")
 
@@ -20,6 +22,7 @@ def certs(
         typer.Option(help="A name or address of a node, beside this machine's. Repeatable."),
     ] = None,
     days: Annotated[int, typer.Option(min=1, help="How long they are valid.")] = 365,
+    as_json: options.AsJson = False,
 ) -> None:
     """Make certificates for development; an authority that is there already signs again."""
     with edge():
@@ -27,6 +30,9 @@ def certs(
 
         hosts = dict.fromkeys((*_OWN, socket.gethostname(), *(host or ())))
         make_certificates(folder, list(hosts), days)
+    if as_json:
+        print_json({"folder": str(folder), "hosts": list(hosts)})
+    else:
         typer.echo(
             f"{folder} has certificates for {', '.join(hosts)}.\n\n"
             f"  serve        baton serve --tls {folder}\n"

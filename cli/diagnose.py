@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 
 import typer
@@ -12,6 +11,7 @@ from baton.connection import DEFAULT_ADDRESS
 from baton.v1 import cluster_pb2
 from cli import options
 from cli.edge import edge
+from cli.terminal import print_json
 from core.plain import plain
 
 
@@ -23,7 +23,7 @@ def diagnose(
     with edge(), Client(address) as client:
         diagnosis = client.diagnose()
     if as_json:
-        typer.echo(json.dumps(plain(diagnosis), indent=2))
+        print_json(plain(diagnosis))
     else:
         for line in _lines(diagnosis):
             typer.echo(line)

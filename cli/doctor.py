@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +10,7 @@ import typer
 
 from cli import options
 from cli.edge import edge
+from cli.terminal import print_json
 from core import config as configs
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def doctor(
             if not as_json:
                 _print(check)
     if as_json:
-        typer.echo(json.dumps([dataclasses.asdict(check) for check in checks], indent=2))
+        print_json([dataclasses.asdict(check) for check in checks])
     raise typer.Exit(any(check.verdict == "fail" for check in checks))
 
 

@@ -11,6 +11,7 @@ from baton import Client, DeadlineExceeded
 from baton.connection import DEFAULT_ADDRESS
 from cli import options
 from cli.edge import edge, note
+from cli.terminal import print_json
 
 _POLL_SECONDS = 0.2
 
@@ -20,6 +21,7 @@ def drain(
     wait: Annotated[
         float, typer.Option(help="How long to wait for the worker to be gone, in seconds.")
     ] = 60.0,
+    as_json: options.AsJson = False,
     address: options.Address = DEFAULT_ADDRESS,
 ) -> None:
     """Have a worker take nothing new, finish or hand back what runs, and exit."""
@@ -27,6 +29,9 @@ def drain(
         client.drain(worker)
         note(f"{worker} takes no new requests")
         _wait_gone(client, worker, time.monotonic() + wait)
+    if as_json:
+        print_json({"worker": worker, "drained": True})
+    else:
         typer.echo(f"{worker} is drained")
 
 

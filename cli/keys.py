@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from cli import options
 from cli.edge import edge, note
+from cli.terminal import print_json
 from core.api_keys import Key, make_key, read_keys, write_keys
 from core.errors import InvalidConfig
 
@@ -29,6 +32,7 @@ def add(
         bool, typer.Option("--admin", help="May also drain workers and see what others ask.")
     ] = False,
     file: File = DEFAULT_FILE,
+    as_json: options.AsJson = False,
 ) -> None:
     """Make a key and print it, once: the file keeps only its digest."""
     with edge():
@@ -37,16 +41,23 @@ def add(
             raise InvalidConfig(f"{file} has a key called {name} already")
         secret, key = make_key(name, rate=rate, concurrency=concurrency, admin=admin)
         write_keys(file, [*known, key])
-        typer.echo(secret)
+        if as_json:
+            print_json({"key": secret, **_fields(key)})
+        else:
+            typer.echo(secret)
         note(f"{name} is in {file}; serve with --keys {file}")
 
 
 @keys.command("list")
-def show(file: File = DEFAULT_FILE) -> None:
+def show(file: File = DEFAULT_FILE, as_json: options.AsJson = False) -> None:
     """Print every key's name and limits."""
     with edge():
-        for key in read_keys(file):
-            typer.echo(_described(key))
+        found = read_keys(file)
+    if as_json:
+        print_json([_fields(key) for key in found])
+        return
+    for key in found:
+        typer.echo(_described(key))
 
 
 @keys.command()
@@ -63,6 +74,11 @@ def remove(name: Name, file: File = DEFAULT_FILE) -> None:
 
 def _known(file: Path) -> list[Key]:
     return read_keys(file) if file.exists() else []
+
+
+def _fields(key: Key) -> dict[str, object]:
+    """Without the digest, which is nobody's business; 0 sets no limit."""
+    return {name: value for name, value in asdict(key).items() if name != "digest"}
 
 
 def _described(key: Key) -> str:

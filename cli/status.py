@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,10 +9,10 @@ import typer
 
 from baton import BatonError, Client
 from baton.connection import DEFAULT_ADDRESS
-from baton.v1 import cluster_pb2
 from cli import options
 from cli.edge import edge
-from cli.terminal import console
+from cli.terminal import console, print_json
+from core.plain import plain
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -23,7 +22,7 @@ _REFRESH_SECONDS = 1.0
 
 def status(
     watch: Annotated[bool, typer.Option("--watch", help="Refresh once a second.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: options.AsJson = False,
     address: options.Address = DEFAULT_ADDRESS,
 ) -> None:
     """Show the router and its workers."""
@@ -31,22 +30,11 @@ def status(
         raise typer.BadParameter("choose one", param_hint="--watch / --json")
     with edge(), Client(address) as client:
         if as_json:
-            typer.echo(_to_json(client.status()))
+            print_json(plain(client.status()))
         elif watch:
             _watch(client)
         else:
             _print_table(client)
-
-
-def _to_json(now: cluster_pb2.StatusResponse) -> str:
-    from google.protobuf.json_format import MessageToDict
-
-    fields = MessageToDict(
-        now, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-    )
-    # The format writes 64-bit numbers as strings, which JSON does not need.
-    fields["finished_requests"] = now.finished_requests
-    return json.dumps(fields, indent=2)
 
 
 def _print_table(client: Client) -> None:

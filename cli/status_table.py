@@ -60,7 +60,7 @@ def _worker_table(status: cluster_pb2.StatusResponse) -> Table:
 
 def _cells(worker: cluster_pb2.WorkerStatus) -> list[RenderableType]:
     return [
-        Text.assemble(worker.member.worker_id, (f"\n{worker.member.address}", "dim")),
+        _name(worker.member),
         _ROLES.get(worker.member.role, "?"),
         _attached(worker),
         _pages(worker),
@@ -69,6 +69,12 @@ def _cells(worker: cluster_pb2.WorkerStatus) -> list[RenderableType]:
         str(worker.active_requests),
         _hits(worker),
     ]
+
+
+def _name(member: cluster_pb2.Member) -> Text:
+    """With its address, which only admins are told."""
+    address = f"\n{member.address}" if member.address else ""
+    return Text.assemble(member.worker_id, (address, "dim"))
 
 
 def _attached(worker: cluster_pb2.WorkerStatus) -> Text:

@@ -1,8 +1,11 @@
-"""Where tables and drawings go."""
+"""Where tables, drawings and JSON go."""
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
+
+import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,3 +21,8 @@ def console() -> Console:
     if not made.is_terminal:
         made.width = _PIPE_WIDTH
     return made
+
+
+def print_json(value: object) -> None:
+    """For scripts: on stdout, whole and alone."""
+    typer.echo(json.dumps(value, indent=2))

@@ -11,10 +11,12 @@ from baton import BatonError, Client, PermissionDenied
 from baton.connection import DEFAULT_ADDRESS
 from cli import options
 from cli.edge import edge
-from cli.terminal import console
+from cli.terminal import console, print_json
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+    from cli.top_picture import Picture
 
 _PATIENCE_SECONDS = 2.0
 
@@ -24,12 +26,17 @@ def top(
         float, typer.Option(min=0.2, metavar="SECONDS", help="Between two looks.")
     ] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one picture and end.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print what a picture is made of, and end.")
+    ] = False,
     address: options.Address = DEFAULT_ADDRESS,
 ) -> None:
     """Watch the cluster: pools, what holds it back, the last minutes, the latest requests."""
     with edge(), Client(address) as client:
-        if once:
-            console().print(_picture(client))
+        if as_json:
+            print_json(_picture(client).fields())
+        elif once:
+            console().print(_picture(client).render())
         else:
             _watch(client, seconds)
 
@@ -48,12 +55,12 @@ def _frame(client: Client) -> RenderableType:
     from rich.text import Text
 
     try:
-        return _picture(client)
+        return _picture(client).render()
     except BatonError as error:
         return Text(error.message, style="red")
 
 
-def _picture(client: Client) -> RenderableType:
+def _picture(client: Client) -> Picture:
     from cli.top_picture import Picture
 
     try:
@@ -66,4 +73,4 @@ def _picture(client: Client) -> RenderableType:
         client.diagnose(timeout=_PATIENCE_SECONDS),
         client.trends(timeout=_PATIENCE_SECONDS),
         recent,
-    ).render()
+    )

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from baton.v1 import cluster_pb2, timing_pb2
 from cli import status_table, waterfall
+from core.plain import plain
 
 POINTS = 60
 _BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -40,6 +41,15 @@ class Picture:
         if self.recent:
             parts += ["", waterfall.request_table(self.recent)]
         return Group(*parts)
+
+    def fields(self) -> dict[str, object]:
+        """The same for scripts."""
+        return {
+            "status": plain(self.status),
+            "diagnosis": plain(self.diagnosis),
+            "trends": plain(self.trends),
+            "recent": [plain(request) for request in self.recent],
+        }
 
     def _verdict(self) -> list[Text]:
         colour = _COLOURS.get(self.diagnosis.bound, "yellow")

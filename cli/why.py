@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
@@ -12,7 +11,7 @@ from baton.connection import DEFAULT_ADDRESS
 from baton.v1 import timing_pb2
 from cli import options
 from cli.edge import edge
-from cli.terminal import console
+from cli.terminal import console, print_json
 from core.plain import plain
 
 
@@ -37,7 +36,7 @@ def _list(requests: list[timing_pb2.RequestTiming], as_json: bool) -> None:
     from cli.waterfall import request_table
 
     if as_json:
-        typer.echo(json.dumps([plain(request) for request in requests], indent=2))
+        print_json([plain(request) for request in requests])
     elif requests:
         console().print(request_table(requests))
     else:
@@ -48,6 +47,6 @@ def _draw(request: timing_pb2.RequestTiming, as_json: bool) -> None:
     from cli.waterfall import waterfall
 
     if as_json:
-        typer.echo(json.dumps(plain(request), indent=2))
+        print_json(plain(request))
     else:
         console().print(waterfall(request))

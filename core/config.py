@@ -124,7 +124,9 @@ class RouterConfig:
     # Threads that tokenize and render templates.
     text_threads: int = _checked(2, _positive)
     # How the model writes tool calls; "auto" is as its chat template shows it.
-    tool_format: str = _checked("auto", _one_of("auto", "hermes", "llama3", "mistral"))
+    tool_format: str = _checked(
+        "auto", _one_of("auto", "hermes", "llama3", "mistral", "mistral-args")
+    )
     # Whether what the model thinks (<think>…</think>) is parted from what it
     # says; "auto" is as its chat template shows it.
     reasoning: str = _checked("auto", _one_of("auto", "on", "off"))

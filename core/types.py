@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Protocol
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of the router-worker protocol. Both ends must agree."""
 
 MAX_MESSAGE_BYTES = 64 * 2**20
@@ -119,9 +119,19 @@ class Work:
     logprobs: int | None = None
     # What the answer must read as, in llguidance's own words; empty: any text.
     grammar: str = ""
+    # The same as logprobs, of the prompt's tokens from its second on.
+    prompt_logprobs: int | None = None
     # Names of the prompt's full pages (core/page_keys.py), where a router has
     # made them. They do not travel.
     page_keys: Sequence[bytes] = ()
+
+    @property
+    def cache_name(self) -> str:
+        """Pages are shared under this. A prompt whose tokens are to be scored shares none: what
+        is cached of it would have no scores."""
+        if self.prompt_logprobs is None:
+            return self.cache_salt
+        return f"{self.cache_salt}\n{self.key.request_id}\n{self.key.epoch}"
 
     @property
     def tokens_wanted(self) -> int:
@@ -212,6 +222,8 @@ class Request:
     n: int = 1
     # How many of the likeliest tokens to tell with each token; None: no probabilities at all.
     logprobs: int | None = None
+    # The same of the prompt's tokens, from its second on.
+    prompt_logprobs: int | None = None
     # What every answer must read as; None: any text.
     structure: Structure | None = None
     # Cached pages are shared only among requests of the same salt.

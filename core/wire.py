@@ -41,6 +41,7 @@ def work_to(work: Work) -> pb.Work:
         cache_salt=work.cache_salt,
         logprobs=work.logprobs,
         grammar=work.grammar,
+        prompt_logprobs=work.prompt_logprobs,
     )
 
 
@@ -66,6 +67,7 @@ def work_from(message: pb.Work) -> Work:
         cache_salt=message.cache_salt,
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         grammar=message.grammar,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
     )
 
 

@@ -305,6 +305,7 @@ class DecodeRole:
             if not job.sender:  # the prompt was computed here
                 message.cached_tokens = sequence.cached_tokens
                 message.restored_tokens = sequence.restored_tokens
+                message.prompt_logprobs.extend(map(logprobs_to, sequence.prompt_scores))
         return message
 
     def _fail(self, job: Job, error: BatonError) -> None:

@@ -90,7 +90,7 @@ class DecodeScheduler:
         return sum(each.uncomputed for each in reading if each.uncomputed > 1)
 
     def reserve(self, work: Work) -> None:
-        self._waiting[work.key] = _Waiting(work, self._pool.chain(work.cache_salt))
+        self._waiting[work.key] = _Waiting(work, self._pool.chain(work.cache_name))
 
     def grant(self) -> list[Reservation]:
         """Reservations whose pages could be had now, oldest first."""
@@ -139,7 +139,7 @@ class DecodeScheduler:
         """A request whose prompt nobody sends: it is computed here, once there is room."""
         lease = self._pool.acquire(0)
         lease.release()
-        chain = self._pool.chain(work.cache_salt)
+        chain = self._pool.chain(work.cache_name)
         sequence = Sequence(work, lease, order=next(self._orders), chain=chain)
         self._preempted.append(sequence)
         return sequence

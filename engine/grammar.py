@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from core import sentencepiece
 from core.errors import Exhausted, Internal, InvalidGrammar, NotServed
 from core.types import Work
 
@@ -73,13 +74,11 @@ class Grammars:
             from llguidance import LLTokenizer
         except ModuleNotFoundError:
             raise NotServed("grammars need llguidance, which is not installed") from None
-        source = self._folder / "tokenizer.json"
-        if not source.is_file():
-            raise NotServed("grammars need a tokenizer.json, which this model does not have")
-        text = source.read_text(encoding="utf-8")
         try:
             return LLTokenizer(
-                text, n_vocab=self._vocabulary_size, eos_token=_end_token(self._folder)
+                _tokenizer_text(self._folder),
+                n_vocab=self._vocabulary_size,
+                eos_token=_end_token(self._folder),
             )
         except ValueError as error:
             raise NotServed(f"this model's tokenizer does not go with grammars: {error}") from error
@@ -122,6 +121,15 @@ class TokenGuide:
         if matcher.is_accepting():
             mask[[token for token in self._ends if token < len(mask)]] = 1
         return mask
+
+
+def _tokenizer_text(folder: Path) -> str:
+    """As a tokenizer.json has it."""
+    if (folder / "tokenizer.json").is_file():
+        return (folder / "tokenizer.json").read_text(encoding="utf-8")
+    if (folder / sentencepiece.FILE).is_file():
+        return sentencepiece.converted(folder)
+    raise NotServed("grammars need a tokenizer, which this model does not have")
 
 
 def _end_token(folder: Path) -> int | None:

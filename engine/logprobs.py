@@ -27,9 +27,9 @@ LEAST = -9999.0
 class Scores:
     """Of some rows of a step, wherever the step runs."""
 
-    rows: list[int]  # places among those that sample
+    rows: list[int]  # places among those that sample, or that are scored together
     wanted: list[int]  # likeliest tokens that each is to be told
-    tokens: Tensor  # [n, 1 + most], int32: the sampled one, then the likeliest
+    tokens: Tensor  # [n, 1 + most], int32: the one that came, then the likeliest
     logprobs: Tensor  # [n, 1 + most], float32
 
     def read(self) -> Iterator[tuple[int, Scored]]:
@@ -52,7 +52,7 @@ def score(
     sampled = torch.as_tensor(tokens, dtype=torch.int32)
     groups = (asking[start : start + GROUP] for start in range(0, len(asking), GROUP))
     return [
-        _score(
+        score_rows(
             logits[rows],
             sampled[rows],
             [first + row for row in rows],
@@ -62,7 +62,8 @@ def score(
     ]
 
 
-def _score(logits: Tensor, tokens: Tensor, rows: list[int], wanted: list[int]) -> Scores:
+def score_rows(logits: Tensor, tokens: Tensor, rows: list[int], wanted: list[int]) -> Scores:
+    """logits [n, V] and tokens [n]; the rows are called `rows`."""
     scores = logits.float()
     likeliest = scores.topk(min(max(wanted), scores.shape[1]), dim=-1).indices
     # A token that could not be sampled is -1, and its row is thrown away.

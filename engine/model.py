@@ -37,7 +37,7 @@ class Batch:
     decoding: int
     decode_reads: dict[int | None, DecodeReads]  # by window; empty when nothing decodes
     chunks: list[Chunk]
-    samples: Tensor  # [n], the rows whose next token is wanted
+    samples: Tensor  # [n], the rows whose logits are wanted, in order
     sample_reads: DecodeReads | None  # of those rows, in the last layer; None when there are none
 
 
@@ -73,7 +73,8 @@ class Model:
         self.head.pack()
 
     def forward(self, batch: Batch, caches: list[LayerCache]) -> Tensor:
-        """Writes the batch's keys and values, and returns logits [n, vocabulary] of its samples."""
+        """Writes the batch's keys and values, and returns what the last layer leaves of its
+        samples, [n, hidden]."""
         hidden = self.embedding[batch.tokens]
         for layer, cache in zip(self.layers[:-1], caches, strict=False):
             query, keys_values = self._project(layer, hidden, batch, cache)
@@ -82,15 +83,19 @@ class Model:
         return self._last_layer(hidden, batch, caches[-1])
 
     def _last_layer(self, hidden: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
-        """What follows the last keys and values matters only to the rows that sample."""
+        """What follows the last keys and values matters only to rows whose logits are wanted."""
         layer = self.layers[-1]
         query, _ = self._project(layer, hidden, batch, cache)
         if batch.sample_reads is None:
-            return hidden.new_empty(0, self.architecture.vocabulary_size)
+            return hidden[:0]
         if len(batch.samples) < len(batch.tokens):
             hidden, query = hidden[batch.samples], query[batch.samples]
         attended = decode_attention(query, cache, batch.sample_reads)
-        return self.head(self._finish(layer, hidden, attended), self.norm)
+        return self._finish(layer, hidden, attended)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, vocabulary] of what `forward` returned."""
+        return self.head(hidden, self.norm)
 
     def _project(
         self, layer: Layer, hidden: Tensor, batch: Batch, cache: LayerCache

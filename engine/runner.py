@@ -11,6 +11,7 @@ from torch import Tensor
 from engine.flight import Flight, Landed, Outcome
 from engine.logprobs import score
 from engine.model import Batch, Chunk, Model
+from engine.prompt_logprobs import Wanted, score_prompts, wanted_rows
 from engine.rope import inverse_frequencies, rotations
 from engine.sampler import Sampler
 from engine.sequence import Piece, Plan
@@ -53,10 +54,15 @@ class Runner:
         # Single tokens first: they are attended together.
         order = sorted(range(len(plan)), key=lambda index: plan[index].count > 1)
         pieces = [plan[index] for index in order]
-        logits = self._model.forward(self._batch(pieces), self._caches)
+        wanted = wanted_rows(pieces)
+        hidden = self._model.forward(self._batch(pieces, wanted), self._caches)
+        self._score_prompts(hidden, wanted)
         sampling = [index for index in order if plan[index].samples]
         answers: list[Outcome] = [None] * len(plan)
         if sampling:
+            if len(sampling) < len(wanted):
+                hidden = hidden[[place for place, each in enumerate(wanted) if each.samples]]
+            logits = self._model.logits(hidden)
             sequences = [plan[index].sequence for index in sampling]
             tokens = self._sampler.sample(logits, sequences)
             for index, token in zip(sampling, tokens, strict=True):
@@ -68,12 +74,20 @@ class Runner:
             piece.sequence.computed += piece.count
         return answers
 
-    def _batch(self, pieces: list[Piece]) -> Batch:
+    def _score_prompts(self, hidden: Tensor, wanted: list[Wanted]) -> None:
+        places = [place for place, each in enumerate(wanted) if not each.samples]
+
+        def logits_of(part: slice) -> Tensor:
+            return self._model.logits(hidden[places[part]])[:, : self._sampler.vocabulary_size]
+
+        for scores in score_prompts([wanted[place] for place in places], logits_of):
+            scores.keep()
+
+    def _batch(self, pieces: list[Piece], wanted: list[Wanted]) -> Batch:
         decoding = sum(piece.count == 1 for piece in pieces)
         tokens: list[int] = []
         positions: list[int] = []
         pages: list[int] = []
-        samples: list[int] = []
         for piece in pieces:
             sequence, start = piece.sequence, piece.sequence.computed
             end = start + piece.count
@@ -81,8 +95,6 @@ class Runner:
             positions += range(start, end)
             held = sequence.lease.pages
             pages += [held[position // self._page_size] for position in range(start, end)]
-            if piece.samples:
-                samples.append(len(tokens) - 1)
         position = self._tensor(positions)
         decode_reads = self._by_window(pieces[:decoding])
         return Batch(
@@ -94,24 +106,30 @@ class Runner:
             decoding=decoding,
             decode_reads=decode_reads,
             chunks=self._chunks(pieces[decoding:], decoding),
-            samples=self._tensor(samples),
-            sample_reads=self._sample_reads(pieces, decode_reads),
+            samples=self._tensor([each.row for each in wanted]),
+            sample_reads=self._sample_reads(pieces, wanted, decode_reads),
         )
 
     def _by_window(self, decoding: list[Piece]) -> dict[int | None, DecodeReads]:
         if not decoding:
             return {}
-        return {window: self._decode_reads(decoding, window) for window in self._windows}
+        last = [piece.sequence.computed for piece in decoding]
+        return {window: self._decode_reads(decoding, last, window) for window in self._windows}
 
     def _sample_reads(
-        self, pieces: list[Piece], decode_reads: dict[int | None, DecodeReads]
+        self,
+        pieces: list[Piece],
+        wanted: list[Wanted],
+        decode_reads: dict[int | None, DecodeReads],
     ) -> DecodeReads | None:
-        """What the rows that sample read in the last layer: each the last row of its piece."""
+        """What the rows whose logits are wanted read in the last layer, each by itself."""
         window = self._model.layers[-1].window
-        sampling = [piece for piece in pieces if piece.samples]
         if decode_reads and all(piece.count == 1 and piece.samples for piece in pieces):
             return decode_reads[window]
-        return self._decode_reads(sampling, window) if sampling else None
+        if not wanted:
+            return None
+        positions = [each.position for each in wanted]
+        return self._decode_reads([each.piece for each in wanted], positions, window)
 
     def _chunks(self, pieces: list[Piece], row: int) -> list[Chunk]:
         chunks = []
@@ -121,10 +139,11 @@ class Runner:
             row += piece.count
         return chunks
 
-    def _decode_reads(self, pieces: list[Piece], window: int | None) -> DecodeReads:
-        """The pages that hold what each piece's last query sees."""
+    def _decode_reads(
+        self, pieces: list[Piece], last: list[int], window: int | None
+    ) -> DecodeReads:
+        """The pages that hold what the query at each of the positions `last` sees."""
         size = self._page_size
-        last = [piece.sequence.computed + piece.count - 1 for piece in pieces]
         first = [_first_visible(position, window) for position in last]
         spans = [
             piece.sequence.lease.pages[start // size : end // size + 1]

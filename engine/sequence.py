@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from core.errors import Internal
-from core.types import FinishReason, Work
+from core.types import FinishReason, TokenLogprobs, Work
 from engine.page_pool import Lease, PagePool
 from engine.prefix_cache import KeyChain
 
@@ -48,6 +48,8 @@ class Sequence:
     chain: KeyChain = field(default_factory=KeyChain)
     # Where only some tokens may come next.
     guide: Guide | None = None
+    # Where that is asked for: how likely the prompt's tokens were, from its second on.
+    prompt_scores: list[TokenLogprobs] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if not self.tokens:
@@ -95,6 +97,11 @@ class Sequence:
         if computed // self.chain.page_size > self.lease.named:
             self.lease.name(self.chain.keys(self.tokens, computed))
 
+    def take_prompt_score(self, position: int, logprobs: TokenLogprobs) -> None:
+        """How likely the token behind `position` was. What is computed again is known."""
+        if position == len(self.prompt_scores):
+            self.prompt_scores.append(logprobs)
+
     def will_name(self, place: int, key: bytes) -> bool:
         """Whether its page number `place` is still to be computed, and to have this key."""
         return place >= self.lease.named and self.chain.names(place, key)
@@ -132,6 +139,15 @@ class Piece:
     @property
     def samples(self) -> bool:
         return self.count == self.sequence.uncomputed
+
+    @property
+    def scored(self) -> range:
+        """The positions at which it is asked how likely the prompt's next token was."""
+        sequence = self.sequence
+        if sequence.work.prompt_logprobs is None:
+            return range(0)
+        start = max(sequence.computed, len(sequence.prompt_scores))
+        return range(start, min(sequence.computed + self.count, sequence.prompt_length - 1))
 
     def check(self, page_size: int) -> None:
         """Raises Internal when there is nothing to run, or no page to run it into."""

@@ -322,6 +322,7 @@ class PrefillRole:
             cached_tokens=sequence.cached_tokens,
             restored_tokens=sequence.restored_tokens,
             logprobs=logprobs_to(logprobs) if logprobs else None,
+            prompt_logprobs=map(logprobs_to, sequence.prompt_scores),
             chunks=job.chunks.tell(),
         )
         if job.fetch is not None:

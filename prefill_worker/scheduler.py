@@ -81,7 +81,7 @@ class PrefillScheduler:
 
     def add(self, work: Work) -> list[bytes]:
         """The keys of the pages that need not be computed where they are known."""
-        prompt = self._waiting[work.key] = _Prompt(work, self._pool.chain(work.cache_salt))
+        prompt = self._waiting[work.key] = _Prompt(work, self._pool.chain(work.cache_name))
         return prompt.keys
 
     def clear(self, key: AttemptKey) -> None:

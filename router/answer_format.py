@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from core.types import ChatPrompt, Structure
+from core.types import ChatPrompt, Request, Structure
 from router.parts import Chained, Plain, Splitter
 from router.reasoning import CLOSER, OPENER, ReasoningSplitter
-from router.tool_format import FORMATS, HERMES, ToolFormat, tool_format_of
+from router.tool_format import FORMATS, HERMES, SpecialId, ToolFormat, tool_format_of
 from router.tool_parser import ToolCallParser
 
 
@@ -20,7 +20,7 @@ class AnswerFormat:
     def marks(self) -> tuple[str, ...]:
         """Tokens that must be seen as text, though they may be special."""
         thoughts = (OPENER, CLOSER) if self.thinks else ()
-        return (self.tools.opener, self.tools.closer, *thoughts)
+        return (*self.tools.marks, *thoughts)
 
     def is_open(self, rendered: str) -> bool:
         """Whether a prompt ends within the thoughts."""
@@ -36,10 +36,19 @@ class AnswerFormat:
             return Chained(thoughts, calls)
         return thoughts or calls or Plain()
 
-    def forced_call(self, chat: ChatPrompt, opener_id: int | None) -> Structure:
-        """What an answer that must call a tool reads as: one call."""
+    def structures(self, request: Request, special_id: SpecialId) -> list[Structure]:
+        """What an answer may read as: any one of these, or anything where there are none."""
+        chat, asked = request.prompt, request.structure
+        if not isinstance(chat, ChatPrompt) or not chat.tools:
+            return [asked] if asked else []
+        if chat.must_call:
+            return [self.forced_call(chat, special_id)]
+        return [self.forced_call(chat, special_id), asked] if asked else []
+
+    def forced_call(self, chat: ChatPrompt, special_id: SpecialId) -> Structure:
+        """What an answer that calls a tool, and does nothing else, reads as: one call."""
         wanted = [tool for tool in chat.tools if chat.tool_name in ("", tool.name)]
-        return Structure("lark", self.tools.grammar(wanted, opener_id))
+        return Structure("lark", self.tools.grammar(wanted, special_id))
 
 
 PLAIN = AnswerFormat(HERMES, thinks=False)

@@ -14,6 +14,7 @@ No I/O and no clock: every input returns what to do.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from dataclasses import dataclass
 
@@ -49,6 +50,8 @@ class Tokens:
     logprobs: tuple[TokenLogprobs, ...] = ()
     # Of cached_tokens, what was fetched from another worker's cache.
     fetched_tokens: int = 0
+    # With an attempt's first: how likely the prompt's tokens were, from its second on.
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +189,8 @@ class Attempt:
             self.queued = False
             self._held.discard(Side.PREFILL)
         logprobs = (logprobs_from(first.logprobs),) if first.HasField("logprobs") else ()
-        found = first.cached_tokens, logprobs, first.fetched_tokens
+        prompt = tuple(map(logprobs_from, first.prompt_logprobs))
+        found = first.cached_tokens, logprobs, first.fetched_tokens, prompt
         return [Tokens([first.token], finish, *found), *self._early]
 
     def _step(self, step: pb.StepTokens) -> list[Action]:
@@ -197,6 +201,9 @@ class Attempt:
         finish = finish_from(step.finish_reason)
         logprobs = tuple(logprobs_from(each) for each in step.logprobs)
         tokens = Tokens(list(step.token_ids), finish, step.cached_tokens, logprobs)
+        if step.prompt_logprobs:
+            prompt = tuple(map(logprobs_from, step.prompt_logprobs))
+            tokens = dataclasses.replace(tokens, prompt_logprobs=prompt)
         if tokens.finish:
             self._held.discard(Side.DECODE)
         if self.started:

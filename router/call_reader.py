@@ -16,6 +16,9 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 ARGUMENT_KEYS = ("arguments", "parameters")
+LONGEST_HEAD = 256
+"""Characters of a call's name, id and marks, where they stand before its arguments."""
+
 _SPACE = " \t\r\n"
 
 
@@ -139,6 +142,43 @@ class CallReader:
             raise Malformed
         self._state = _State.DONE
         return Told() if self._has_arguments else Told(arguments="{}")
+
+
+class NamedCallReader:
+    """The same for a call whose name stands before its arguments: weather[ARGS]{"city": "Paris"}.
+
+    An id that is written between the two is not kept. Nothing is told before the
+    arguments begin.
+    """
+
+    def __init__(self, tools: Collection[str], divider: str, id_mark: str) -> None:
+        self._tools = tools
+        self._divider = divider
+        self._id_mark = id_mark
+        self._head = ""  # before the arguments
+        self._value = JsonValue()
+        self.name = ""
+        self.done = False
+
+    def push(self, character: str) -> Told:
+        if self.name:
+            self.done = self._value.push(character)
+            return Told(arguments=character)
+        if not self._head.endswith(self._divider):
+            self._head += character
+            if len(self._head) > LONGEST_HEAD:
+                raise Malformed
+            return Told()
+        return Told() if character in _SPACE else self._begin(character)
+
+    def _begin(self, character: str) -> Told:
+        head = self._head.removesuffix(self._divider)
+        name = head.partition(self._id_mark)[0].strip()
+        if character != "{" or name not in self._tools:
+            raise Malformed
+        self.name = name
+        self._value.push(character)
+        return Told(name, character)
 
 
 class JsonValue:

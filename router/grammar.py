@@ -61,10 +61,23 @@ def _checked(structure: Structure) -> str:
 
 def behind_thoughts(grammar: str) -> str:
     """The same grammar for an answer that begins within the model's thoughts."""
-    # Lark is handed on as it is written, everything else as JSON.
-    whole = json.loads(grammar)["grammars"][0] if grammar[:1] == "{" else {"lark_grammar": grammar}
     start = "start: thoughts /\\n{0,2}/ @answer\nthoughts[lazy]: /(.|\\n)*<\\/think>/"
-    return json.dumps({"grammars": [{"lark_grammar": start}, {**whole, "name": "answer"}]})
+    return json.dumps({"grammars": [{"lark_grammar": start}, *_parts(grammar, "answer")]})
+
+
+def either(call: str, answer: str) -> str:
+    """A grammar for what follows one of two."""
+    start = {"lark_grammar": "start: @call | @structured"}
+    return json.dumps({"grammars": [start, *_parts(call, "call"), *_parts(answer, "structured")]})
+
+
+def _parts(grammar: str, name: str) -> list[dict[str, object]]:
+    """What a grammar is made of, its start under a name."""
+    # Lark is handed on as it is written, everything else as JSON.
+    if grammar[:1] != "{":
+        return [{"lark_grammar": grammar, "name": name}]
+    first, *others = json.loads(grammar)["grammars"]
+    return [{**first, "name": name}, *others]
 
 
 def _unsound(structure: Structure, fault: str) -> InvalidGrammar:

@@ -31,12 +31,12 @@ from core.errors import (
 from core.types import Request
 from core.wire import finish_to
 from router import phases
-from router.callers import KeyRing
+from router.callers import Caller, KeyRing
 from router.control import ControllerCalls
 from router.grpc_errors import to_status
 from router.grpc_lock import authorization, metadata_value
 from router.ledger import RequestLedger
-from router.logprobs import TokenScore
+from router.logprobs import ScoredToken, TokenScore
 from router.overview import Overview
 from router.parse import parse_prompt, parse_request
 from router.placement import Placement
@@ -65,17 +65,30 @@ async def abort(context: Context, error: Exception) -> NoReturn:
     raise AssertionError("abort_with_status returned")
 
 
-def answered(
-    method: Callable[[Service, Message], Awaitable[Answer]],
+def answered_in(
+    method: Callable[[Service, Message, Context], Awaitable[Answer]],
 ) -> Callable[[Service, Message, Context], Awaitable[Answer]]:
     """A unary method whose errors become gRPC statuses."""
 
     @functools.wraps(method)
     async def call(self: Service, message: Message, context: Context) -> Answer:
         try:
-            return await method(self, message)
+            return await method(self, message, context)
         except Exception as error:  # noqa: BLE001 the edge of the process
             await abort(context, error)
+
+    return call
+
+
+def answered(
+    method: Callable[[Service, Message], Awaitable[Answer]],
+) -> Callable[[Service, Message, Context], Awaitable[Answer]]:
+    """The same for one that does not ask who calls."""
+
+    @answered_in
+    @functools.wraps(method)
+    async def call(self: Service, message: Message, context: Context) -> Answer:
+        return await method(self, message)
 
     return call
 
@@ -104,8 +117,13 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 cache_salt=caller.salted(request.cache_salt),
                 deadline=math.inf if left is None else arrived + left,
             )
-            trace = metadata_value(context.invocation_metadata() or (), "traceparent")
-            ledger = RequestLedger.begin(request.request_id, arrived, request.n, trace)
+            ledger = RequestLedger.begin(
+                request.request_id,
+                arrived,
+                request.n,
+                owner=caller.key.name,
+                traceparent=metadata_value(context.invocation_metadata() or (), "traceparent"),
+            )
             with caller.admitted(request.n), self._serving.ledgers.keep(ledger):
                 await self._answer(request, ledger, context)
                 ledger.end()
@@ -198,10 +216,7 @@ def _delta(event: Delta) -> pb.Delta:
         text=event.text,
         token_ids=event.token_ids,
         index=event.index,
-        logprobs=[
-            pb.TokenLogprobs(chosen=_score(each.chosen), top=map(_score, each.top))
-            for each in event.logprobs
-        ],
+        logprobs=map(_scored, event.logprobs),
         reasoning=event.reasoning,
         tool_calls=[
             pb.ToolCallDelta(
@@ -209,11 +224,16 @@ def _delta(event: Delta) -> pb.Delta:
             )
             for piece in event.tool_calls
         ],
+        prompt_logprobs=map(_scored, event.prompt_logprobs[1:]),
     )
 
 
+def _scored(token: ScoredToken) -> pb.TokenLogprobs:
+    return pb.TokenLogprobs(chosen=_score(token.chosen), top=map(_score, token.top))
+
+
 def _score(score: TokenScore) -> pb.TokenLogprob:
-    return pb.TokenLogprob(token_id=score.token_id, text=score.data, logprob=score.logprob)
+    return pb.TokenLogprob(token_id=score.token_id, text=score.data, logprob=score.logprob or 0.0)
 
 
 def _placement(placement: Placement) -> pb.Placement:
@@ -229,14 +249,23 @@ def _placement(placement: Placement) -> pb.Placement:
 
 
 class AdminService(cluster_pb2_grpc.AdminServicer):
-    def __init__(self, overview: Overview, roster: Roster, controller: ControllerCalls) -> None:
+    def __init__(
+        self, overview: Overview, roster: Roster, controller: ControllerCalls, keys: KeyRing
+    ) -> None:
         self._overview = overview
         self._roster = roster
         self._controller = controller
+        self._keys = keys
 
-    @answered
-    async def Status(self, message: cluster_pb2.StatusRequest) -> cluster_pb2.StatusResponse:
-        return self._overview.status()
+    def _caller(self, context: Context) -> Caller:
+        return self._keys.caller(authorization(context.invocation_metadata() or ()))
+
+    @answered_in
+    async def Status(
+        self, message: cluster_pb2.StatusRequest, context: Context
+    ) -> cluster_pb2.StatusResponse:
+        everything = self._caller(context).admin
+        return self._overview.status() if everything else self._overview.public_status()
 
     @answered
     async def Drain(self, message: cluster_pb2.DrainRequest) -> cluster_pb2.DrainResponse:
@@ -263,9 +292,11 @@ class AdminService(cluster_pb2_grpc.AdminServicer):
     ) -> cluster_pb2.SwitchRoleResponse:
         return await switch_role(self._roster, message)
 
-    @answered
-    async def Timing(self, message: cluster_pb2.TimingRequest) -> timing_pb2.RequestTiming:
-        return self._overview.timing(message.request_id)
+    @answered_in
+    async def Timing(
+        self, message: cluster_pb2.TimingRequest, context: Context
+    ) -> timing_pb2.RequestTiming:
+        return self._overview.timing(message.request_id, self._caller(context))
 
     @answered
     async def Recent(self, message: cluster_pb2.RecentRequest) -> cluster_pb2.RecentResponse:

@@ -168,6 +168,7 @@ class RequestLedger:
     request_id: str
     arrived: float
     answers: list[AnswerLedger]
+    owner: str = ""  # the API key's name, where keys are asked for
     arrived_at: float = field(default_factory=time.time)
     outcome: str = ""
     traceparent: str = ""  # the caller's trace (W3C), where it has sent one
@@ -175,12 +176,24 @@ class RequestLedger:
 
     @classmethod
     def begin(
-        cls, request_id: str, arrived: float, answers: int = 1, traceparent: str = ""
+        cls,
+        request_id: str,
+        arrived: float,
+        answers: int = 1,
+        *,
+        owner: str = "",
+        traceparent: str = "",
     ) -> RequestLedger:
         """For a call that came at `arrived` and has now been read."""
         parsed = time.monotonic()
         entries = [AnswerLedger(arrived, parsed) for _ in range(answers)]
-        return cls(request_id, arrived, entries, traceparent=traceparent[:MAX_TRACEPARENT])
+        trace = traceparent[:MAX_TRACEPARENT]
+        return cls(request_id, arrived, entries, owner, traceparent=trace)
+
+    @property
+    def name(self) -> tuple[str, str]:
+        """Two callers may call their requests alike."""
+        return self.owner, self.request_id
 
     def end(self) -> None:
         """The last byte has been written. What was said first holds."""
@@ -197,14 +210,14 @@ class Ledgers:
     def __init__(self, limit: int = KEPT_REQUESTS) -> None:
         self._limit = limit
         self._listener: Callable[[RequestLedger], None] | None = None
-        self._kept: OrderedDict[str, RequestLedger] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], RequestLedger] = OrderedDict()
 
     @contextmanager
     def keep(self, ledger: RequestLedger) -> Iterator[RequestLedger]:
         """Leaving ends it. One that was refused at the door is forgotten, so that in an overload
         those that were served stay."""
-        self._kept.pop(ledger.request_id, None)
-        self._kept[ledger.request_id] = ledger
+        self._kept.pop(ledger.name, None)
+        self._kept[ledger.name] = ledger
         if len(self._kept) > self._limit:
             self._kept.popitem(last=False)
         try:
@@ -213,15 +226,19 @@ class Ledgers:
             ledger.end()
             if ledger.outcome and self._listener:
                 self._listener(ledger)
-            elif not ledger.outcome and self._kept.get(ledger.request_id) is ledger:
-                del self._kept[ledger.request_id]
+            elif not ledger.outcome and self._kept.get(ledger.name) is ledger:
+                del self._kept[ledger.name]
 
     def listen(self, listener: Callable[[RequestLedger], None]) -> None:
         """Has `listener` called with each request that has been served, when it ends."""
         self._listener = listener
 
-    def find(self, request_id: str) -> RequestLedger | None:
-        return self._kept.get(request_id)
+    def find(self, request_id: str, owner: str | None = None) -> RequestLedger | None:
+        """The latest of this name, of one owner or of any."""
+        if owner is not None:
+            return self._kept.get((owner, request_id))
+        newest_first = reversed(self._kept.values())
+        return next((each for each in newest_first if each.request_id == request_id), None)
 
     def recent(self, limit: int) -> list[RequestLedger]:
         """Newest first."""

@@ -66,6 +66,8 @@ class RequestLife:
             key=AttemptKey(work.key.request_id, work.key.epoch + len(self.placements)),
             prompt_tokens=[*work.prompt_tokens, *self._emitted],
             answer_tokens=len(self._emitted),
+            # They come with the first token.
+            prompt_logprobs=None if self._emitted else work.prompt_logprobs,
         )
 
     @property

@@ -14,7 +14,8 @@ class TokenScore:
     token_id: int
     # What the token stands for: UTF-8, maybe half a character.
     data: bytes
-    logprob: float
+    # None for a prompt's first token, which nothing stands before.
+    logprob: float | None
 
     @property
     def text(self) -> str:
@@ -23,7 +24,7 @@ class TokenScore:
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
-    """A token of an answer, and the likeliest in its place, best first."""
+    """A token of an answer or a prompt, and the likeliest in its place, best first."""
 
     chosen: TokenScore
     top: tuple[TokenScore, ...]
@@ -36,6 +37,14 @@ def scored_tokens(
     if not logprobs:
         return []
     return [_scored(text, token, each) for token, each in zip(token_ids, logprobs, strict=True)]
+
+
+def scored_prompt(
+    text: Text, prompt: Sequence[int], logprobs: Sequence[TokenLogprobs]
+) -> list[ScoredToken]:
+    """Of the whole prompt, of which `logprobs` tell from the second token on."""
+    first = ScoredToken(TokenScore(prompt[0], text.token_bytes(prompt[0]), None), ())
+    return [first, *scored_tokens(text, prompt[1:], logprobs)]
 
 
 def _scored(text: Text, token: int, logprobs: TokenLogprobs) -> ScoredToken:

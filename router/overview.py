@@ -9,6 +9,7 @@ from baton.v1 import cluster_pb2 as pb
 from baton.v1 import timing_pb2
 from core.errors import UnknownRequest
 from core.types import Role
+from router.callers import Caller
 from router.diagnosis import diagnose
 from router.link import WorkerLink
 from router.phases import request_timing
@@ -17,6 +18,7 @@ from router.serving import Serving
 from router.trends import BUCKET_SECONDS
 
 RECENT_REQUESTS = 50
+_FAULT = "it cannot be used; `baton status` with an admin's key says why"
 
 
 class Overview:
@@ -44,6 +46,15 @@ class Overview:
             workers=[_worker_status(link, agents, self._roster) for link in self._roster.links],
         )
 
+    def public_status(self) -> pb.StatusResponse:
+        """Without addresses and paths, which are for those who run it."""
+        status = self.status()
+        for worker in status.workers:
+            worker.member.address = ""
+            worker.fault = _FAULT if worker.fault or worker.load.fault else ""
+            worker.load.fault = ""
+        return status
+
     def diagnosis(self) -> pb.Diagnosis:
         return diagnose(
             self._serving.trends.traffic(),
@@ -52,8 +63,10 @@ class Overview:
             self._serving.admission.queued,
         )
 
-    def timing(self, request_id: str) -> timing_pb2.RequestTiming:
-        ledger = self._serving.ledgers.find(request_id)
+    def timing(self, request_id: str, caller: Caller) -> timing_pb2.RequestTiming:
+        """Of the caller's own request; an admin is told of everybody's."""
+        owner = None if caller.admin else caller.key.name
+        ledger = self._serving.ledgers.find(request_id, owner)
         if ledger is None:
             raise UnknownRequest(
                 f"no request called {request_id!r} is among the latest here", field="request_id"

@@ -51,10 +51,9 @@ def parse_request(message: pb.GenerateRequest) -> Request:
         )
     if message.HasField("n") and not 1 <= message.n <= MAX_ANSWERS:
         raise InvalidRequest(f"n must be 1 to {MAX_ANSWERS}, not {message.n}", field="n")
-    if message.logprobs > MAX_TOP_LOGPROBS:
-        raise InvalidRequest(
-            f"logprobs must be at most {MAX_TOP_LOGPROBS}, not {message.logprobs}", field="logprobs"
-        )
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(message, name) > MAX_TOP_LOGPROBS:
+            raise InvalidRequest(f"{name} must be at most {MAX_TOP_LOGPROBS}", field=name)
     return Request(
         request_id=message.request_id or uuid.uuid4().hex,
         prompt=parse_prompt(message),
@@ -65,6 +64,7 @@ def parse_request(message: pb.GenerateRequest) -> Request:
         ignore_eos=message.ignore_eos,
         n=message.n or 1,
         logprobs=message.logprobs if message.HasField("logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
         structure=_parse_structure(message),
         cache_salt=message.cache_salt,
     )

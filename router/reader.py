@@ -48,6 +48,7 @@ class AnswerBuffer:
                     event.logprobs + delta.logprobs,
                     event.reasoning + delta.reasoning,
                     event.tool_calls + delta.tool_calls,
+                    event.prompt_logprobs + delta.prompt_logprobs,
                 )
                 return
         self._events.append(delta)

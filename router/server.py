@@ -150,7 +150,7 @@ class RouterServer:
         self._overview = Overview(
             self._serving, self._roster, model, self._router_id, limits.max_queued
         )
-        admin = AdminService(self._overview, self._roster, controller)
+        admin = AdminService(self._overview, self._roster, controller, self._keys)
         inference_pb2_grpc.add_InferenceServicer_to_server(inference, self._server)
         cluster_pb2_grpc.add_AdminServicer_to_server(admin, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

@@ -37,15 +37,14 @@ from core.types import (
     FinishReason,
     Prompt,
     Request,
-    Structure,
     Work,
 )
 from router.admission import Admission
 from router.answer import AnswerText
 from router.dispatch import Dispatcher
-from router.grammar import behind_thoughts, grammar_of
+from router.grammar import behind_thoughts, either, grammar_of
 from router.ledger import AnswerLedger, Ledgers, RequestLedger
-from router.logprobs import ScoredToken, scored_tokens
+from router.logprobs import ScoredToken, scored_prompt, scored_tokens
 from router.merge import merged
 from router.metrics import RouterMetrics
 from router.parts import Plain, ToolCallPiece
@@ -79,6 +78,8 @@ class Delta:
     # What is thought, and what is called, neither of which is said.
     reasoning: str = ""
     tool_calls: list[ToolCallPiece] = field(default_factory=list)
+    # With an answer's first: one a token of the prompt, where they are asked for.
+    prompt_logprobs: list[ScoredToken] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +196,7 @@ class Serving:
         called = False
         placements: list[Placement] = []
         cached_tokens = fetched_tokens = 0
+        prompt_scores: list[ScoredToken] = []
         async with aclosing(self.dispatcher.run(work, ledger)) as events:
             async for event in events:
                 if isinstance(event, Placement):
@@ -204,6 +206,9 @@ class Serving:
                     continue
                 if not ledger.tokens:
                     cached_tokens, fetched_tokens = event.cached_tokens, event.fetched_tokens
+                    if request.prompt_logprobs is not None:
+                        known = event.prompt_logprobs
+                        prompt_scores = scored_prompt(self.text, work.prompt_tokens, known)
                 clock.tokens(len(event.token_ids))
                 delta = answer.push(event)
                 ledger.tell(finished=answer.finish is not None)
@@ -220,7 +225,9 @@ class Serving:
                         scored,
                         parts.reasoning,
                         parts.tool_calls,
+                        prompt_scores,
                     )
+                    prompt_scores = []
                 if answer.finish:
                     clock.end()
                     self._roster.costs.note_answer(answer.count)
@@ -265,29 +272,26 @@ class Serving:
             cache_salt=request.cache_salt,
             logprobs=request.logprobs,
             grammar=grammar,
-            page_keys=read.page_keys,
+            prompt_logprobs=request.prompt_logprobs,
+            # What is cached is of no use where all is to be scored.
+            page_keys=read.page_keys if request.prompt_logprobs is None else (),
         )
         return _Prepared(work, read.opened)
 
     async def _grammar(self, request: Request, *, opened: bool) -> str:
         """What answers must read as; empty where they may be anything."""
-        structure = self._structure(request)
-        if structure is None:
+        structures = self.text.answers.structures(request, self.text.special_id)
+        if not structures:
             return ""
         if not self.text.eos_token_ids:
             raise InvalidGrammar("this model has no end token, which structured answers need")
         try:
             async with asyncio.timeout(GRAMMAR_SECONDS):
-                grammar = await self._off_loop(grammar_of, structure)
+                grammars = [await self._off_loop(grammar_of, each) for each in structures]
         except TimeoutError:
             raise InvalidGrammar("the structure took too long to read", field="grammar") from None
+        grammar = either(*grammars) if len(grammars) == 2 else grammars[0]
         return behind_thoughts(grammar) if opened else grammar
-
-    def _structure(self, request: Request) -> Structure | None:
-        chat, answers = request.prompt, self.text.answers
-        if isinstance(chat, ChatPrompt) and chat.must_call:
-            return answers.forced_call(chat, self.text.special_id(answers.tools.opener))
-        return request.structure
 
     def _check_deadline(self, request: Request, work: Work) -> None:
         """Refuses what its caller would wait for in vain, once times have been measured."""

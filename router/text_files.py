@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from core import sentencepiece
 from core.errors import InvalidConfig, UnsupportedModel
 
 SPECIAL_TOKEN_NAMES = (
@@ -39,8 +40,8 @@ class TextFiles:
         """As in tokenizer.json, but never cutting or padding a prompt. None when there is none."""
         if (self._folder / "tokenizer.json").is_file():
             made = Tokenizer.from_file(str(self._folder / "tokenizer.json"))
-        elif (self._folder / "tokenizer.model").is_file():
-            made = _convert_sentencepiece(self._folder)
+        elif (self._folder / sentencepiece.FILE).is_file():
+            made = Tokenizer.from_str(sentencepiece.converted(self._folder))
         else:
             return None
         made.no_truncation()
@@ -107,14 +108,3 @@ def _named_templates(templates: list[object]) -> Iterator[tuple[str, str]]:
         match entry:
             case {"name": str(name), "template": str(source)}:
                 yield name, source
-
-
-def _convert_sentencepiece(folder: Path) -> Tokenizer:
-    # Imported here: it brings torch, which no router needs otherwise.
-    from transformers import AutoTokenizer
-
-    try:
-        converted: Tokenizer = AutoTokenizer.from_pretrained(folder).backend_tokenizer
-    except (ImportError, OSError, ValueError) as error:
-        raise UnsupportedModel(f"{folder}/tokenizer.model cannot be converted: {error}") from error
-    return converted

@@ -4,6 +4,9 @@ hermes   <tool_call>{"name": …, "arguments": {…}}</tool_call>, one after the
 llama3   {"name": …, "parameters": {…}}, the whole answer; several parted by ;
          with or without <|python_tag|> in front
 mistral  [TOOL_CALLS][{"name": …, "arguments": {…}}, …]
+mistral-args
+         [TOOL_CALLS]name[ARGS]{…}, one after the other, as newer models of Mistral's do;
+         some write [CALL_ID] and an id before [ARGS]
 """
 
 from __future__ import annotations
@@ -11,11 +14,14 @@ from __future__ import annotations
 import json
 import secrets
 import string
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from core.types import Tool
 from router.grammar import ONE_LINE
+
+SpecialId = Callable[[str], int | None]
+"""The id of what is one special token, which no text can stand for; None for anything else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,24 +38,45 @@ class ToolFormat:
     listed: bool = False
     # Whether an answer that begins with { is a call.
     bare: bool = False
+    # What stands between a call's name and its arguments, where the two are no JSON object.
+    divider: str = ""
+    # What stands before an id between the two.
+    id_mark: str = ""
+    # Whether templates take only ids of nine letters and digits.
+    short_ids: bool = False
     # What in a chat template gives the format away.
     signs: tuple[str, ...] = ()
 
     def new_id(self) -> str:
-        if self is MISTRAL:  # its templates take no other
+        if self.short_ids:
             return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
         return f"call_{secrets.token_hex(12)}"
 
-    def grammar(self, tools: Sequence[Tool], opener_id: int | None) -> str:
-        """One call of one of the tools, in llguidance's Lark. `opener_id` where the opener is one
-        special token, which no text can stand for."""
-        opener = json.dumps(self.opener) if opener_id is None else f"<[{opener_id}]>"
-        call = f"%json {json.dumps({**self._call_schema(tools), 'x-guidance': ONE_LINE})}"
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """What belongs to a call and may be a special token."""
+        return self.opener, self.closer, self.divider, self.id_mark
+
+    def grammar(self, tools: Sequence[Tool], special_id: SpecialId) -> str:
+        """One call of one of the tools, in llguidance's Lark."""
+        opener = _literal(self.opener, special_id)
+        if self.divider:
+            return self._named_grammar(tools, opener, _literal(self.divider, special_id))
+        call = _json(self._call_schema(tools))
         if self.bare:
             return f"start: {call}"
         if self.listed:
             return f'start: {opener} "[" call "]"\ncall: {call}'
         return f'start: {opener} "\\n" call "\\n" {json.dumps(self.closer)}\ncall: {call}'
+
+    def _named_grammar(self, tools: Sequence[Tool], opener: str, divider: str) -> str:
+        calls = [
+            f"call_{index}: {json.dumps(tool.name)} {divider} arguments_{index}\n"
+            f"arguments_{index}: {_json(json.loads(tool.parameters))}"
+            for index, tool in enumerate(tools)
+        ]
+        names = " | ".join(f"call_{index}" for index in range(len(tools)))
+        return "\n".join((f"start: {opener} ({names})", *calls))
 
     def _call_schema(self, tools: Sequence[Tool]) -> dict[str, object]:
         calls: list[dict[str, object]] = [
@@ -84,10 +111,31 @@ MISTRAL = ToolFormat(
     "arguments",
     separator=",",
     listed=True,
+    short_ids=True,
     signs=("[TOOL_CALLS]",),
 )
+MISTRAL_ARGS = ToolFormat(
+    "mistral-args",
+    "[TOOL_CALLS]",
+    "",
+    "arguments",
+    divider="[ARGS]",
+    id_mark="[CALL_ID]",
+    short_ids=True,
+    signs=("[ARGS]",),
+)
 
-FORMATS = {each.name: each for each in (HERMES, LLAMA3, MISTRAL)}
+# A template is of the first whose sign it has.
+FORMATS = {each.name: each for each in (HERMES, LLAMA3, MISTRAL_ARGS, MISTRAL)}
+
+
+def _literal(mark: str, special_id: SpecialId) -> str:
+    token = special_id(mark)
+    return json.dumps(mark) if token is None else f"<[{token}]>"
+
+
+def _json(schema: dict[str, object]) -> str:
+    return f"%json {json.dumps({**schema, 'x-guidance': ONE_LINE})}"
 
 
 def tool_format_of(template: str) -> ToolFormat:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from enum import Enum, auto
 
-from router.call_reader import CallReader, Malformed
+from router.call_reader import CallReader, Malformed, NamedCallReader
 from router.parts import Parts, ToolCallPiece, held_back
 from router.tool_format import ToolFormat
 
@@ -34,9 +34,15 @@ class ToolCallParser:
         self._read = ""  # looked at, and not told: a call that may be none
         self._said = False  # something other than white space
         self._in_list = False
-        self._reader = CallReader(tools)
+        self._reader = self._new_reader()
         self._calls = 0  # whose name was told
         self._after_call = False  # nothing has been said since the last
+
+    def _new_reader(self) -> CallReader | NamedCallReader:
+        form = self._form
+        if form.divider:
+            return NamedCallReader(self._tools, form.divider, form.id_mark)
+        return CallReader(self._tools)
 
     def push(self, text: str) -> Parts:
         self._held += text
@@ -78,7 +84,7 @@ class ToolCallParser:
         end = start + length
         self._read, self._held = self._held[start:end], self._held[end:]
         self._state, self._in_list = _State.BEFORE, False
-        self._reader = CallReader(self._tools)
+        self._reader = self._new_reader()
         return spoken
 
     def _spoken(self, text: str) -> Parts:
@@ -135,7 +141,7 @@ class ToolCallParser:
             return
         if read == form.separator:
             self._read, self._state = "", _State.BEFORE
-            self._reader = CallReader(self._tools)
+            self._reader = self._new_reader()
         elif read == form.closer or (self._in_list and read == "]"):
             self._read, self._state = "", _State.SAYING
         elif not form.closer.startswith(read):

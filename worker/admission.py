@@ -52,7 +52,7 @@ def check_work(work: Work, vocabulary_size: int) -> None:
         raise InvalidRequest("max_tokens must be at least 1", field="max_tokens")
     if work.answer_tokens >= min(len(work.prompt_tokens), work.max_tokens):
         raise InvalidRequest("the answer is longer than what it belongs to", field="answer_tokens")
-    if (work.logprobs or 0) > MAX_TOP_LOGPROBS:
+    if max(work.logprobs or 0, work.prompt_logprobs or 0) > MAX_TOP_LOGPROBS:
         raise InvalidRequest(f"logprobs must be at most {MAX_TOP_LOGPROBS}", field="logprobs")
     if len(work.grammar) > MAX_GRAMMAR:
         raise InvalidGrammar(f"a grammar has at most {MAX_GRAMMAR} characters", field="grammar")

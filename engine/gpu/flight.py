@@ -10,6 +10,7 @@ from torch import Tensor
 from core.errors import Internal
 from engine.flight import Outcome
 from engine.logprobs import Scores
+from engine.prompt_logprobs import PromptScores
 from engine.sampler import NOT_FINITE
 from engine.sequence import Plan
 
@@ -21,14 +22,20 @@ class GpuFlight:
     """
 
     def __init__(
-        self, plan: Plan, sampling: list[int], tokens: Tensor | None, scores: Sequence[Scores] = ()
+        self,
+        plan: Plan,
+        sampling: list[int],
+        tokens: Tensor | None,
+        scores: Sequence[Scores] = (),
+        prompt_scores: Sequence[PromptScores] = (),
     ) -> None:
         """`tokens` are those of the pieces at `sampling`, in host memory that the device fills;
-        `scores` those of the rows among them that ask for it."""
+        `scores` those of the rows among them that ask for it, `prompt_scores` those of others."""
         self._sampled = [plan[index].sequence for index in sampling]
         self._sampling = sampling
         self._tokens = tokens
         self._scores = scores
+        self._prompt_scores = prompt_scores
         self._count = len(plan)
         self._leases = [piece.sequence.lease for piece in plan]
         self.ended = _mark_end() if torch.cuda.is_available() else None
@@ -48,6 +55,8 @@ class GpuFlight:
         for row, scored in (each for scores in self._scores for each in scores.read()):
             if isinstance(outcomes[self._sampling[row]], int):
                 outcomes[self._sampling[row]] = scored
+        for prompt_scores in self._prompt_scores:
+            prompt_scores.keep()
         for sequence in self._sampled:
             sequence.expected -= 1
         return outcomes

@@ -30,6 +30,7 @@ from engine.gpu.slots import Slots
 from engine.gpu.staging import Ints, download, upload, upload_into
 from engine.logprobs import Scores, score
 from engine.model import Model
+from engine.prompt_logprobs import PromptScores, Wanted, prompt_rows, score_prompts
 from engine.sequence import Piece, Plan, Sequence
 from kernels.gpu.chunk_attention import BLOCK_QUERIES
 from kernels.gpu.linear import MOST_ROWS
@@ -53,6 +54,23 @@ class Chosen(NamedTuple):
 
     tokens: Tensor
     scores: list[Scores]
+    # Of rows that do not sample.
+    prompt_scores: tuple[PromptScores, ...] = ()
+
+
+class _Rows(NamedTuple):
+    """The rows of a step whose logits are wanted: those that sample, and then those of prompts."""
+
+    samples: Ints
+    sequences: list[Sequence]  # of those that sample
+    prompts: list[Wanted]
+
+    @property
+    def all(self) -> Ints:
+        if not self.prompts:
+            return self.samples
+        scored = np.array([each.row for each in self.prompts], dtype=np.int32)
+        return np.concatenate((self.samples, scored))
 
 
 class GpuRunner:
@@ -103,9 +121,11 @@ class GpuRunner:
         samples = _sampled_rows(pieces)
         sampling = [index for index in order if plan[index].samples]
         sequences = [plan[index].sequence for index in sampling]
-        chosen = self._step(arrays, upload(new_pages, self._device), samples, sequences)
+        rows = _Rows(samples, sequences, prompt_rows(pieces))
+        chosen = self._step(arrays, upload(new_pages, self._device), rows)
+        prompt_scores = [each.moved(download) for each in chosen.prompt_scores]
         if not sampling:
-            return GpuFlight(plan, sampling, None)
+            return GpuFlight(plan, sampling, None, (), prompt_scores)
         where = upload(arrays.slots[samples], self._device)
         remember(chosen.tokens, where, self._slots.last_tokens)
         scores = [
@@ -114,38 +134,52 @@ class GpuRunner:
             )
             for each in chosen.scores
         ]
-        return GpuFlight(plan, sampling, download(chosen.tokens), scores)
+        return GpuFlight(plan, sampling, download(chosen.tokens), scores, prompt_scores)
 
-    def _step(
-        self, arrays: StepArrays, pages: Tensor, samples: Ints, sequences: list[Sequence]
-    ) -> Chosen:
+    def _step(self, arrays: StepArrays, pages: Tensor, rows: _Rows) -> Chosen:
         """What the rows that sample are given."""
         count = len(arrays.tokens)
         if arrays.decoding == count:
-            rows = next(rows for rows in self._decode if rows >= count)
-            self._fill(arrays.padded(rows, 0, self._slots.padding), pages)
-            logits = self._decode[rows].replay()[:count]
-            if len(samples) < count:
-                logits = logits[upload(samples, self._device)]
-            return self._choose(logits, sequences, 0)
+            size = next(size for size in self._decode if size >= count)
+            self._fill(arrays.padded(size, 0, self._slots.padding), pages)
+            logits = self._decode[size].replay()[:count]
+            if len(rows.samples) == count:
+                return self._choose(logits, rows.sequences, 0)
+            logits = logits[upload(rows.all, self._device)]
+            chosen = self._choose(logits[: len(rows.samples)], rows.sequences, 0)
+            return chosen._replace(prompt_scores=self._score_prompts(rows, logits.__getitem__))
         recorded = self._recorded_prompt(arrays)
         if recorded is None:
-            return self._sample(self._run(arrays, pages, samples), sequences)
+            return self._sample(self._run(arrays, pages, rows.all), rows)
         self._fill(arrays.padded(recorded, _blocks_of(recorded), self._slots.padding), pages)
         normed = self._prompt[recorded].replay()
-        return self._sample(normed[upload(samples, self._device)], sequences)
+        return self._sample(normed[upload(rows.all, self._device)], rows)
 
-    def _sample(self, normed: Tensor, sequences: list[Sequence]) -> Chosen:
-        """normed [n, ...] of the last layer, one row for each sequence."""
+    def _sample(self, normed: Tensor, wanted: _Rows) -> Chosen:
+        """normed [n, ...] of the last layer, of all rows that are wanted."""
+        sequences = wanted.sequences
         tokens = [normed.new_empty(0, dtype=torch.int32)]
         scores: list[Scores] = []
         for start in range(0, len(sequences), SAMPLED_ROWS):
             rows = slice(start, start + SAMPLED_ROWS)
-            logits = logits_of(self._model, normed[rows])
+            logits = logits_of(self._model, normed[: len(sequences)][rows])
             chosen = self._choose(logits, sequences[rows], start)
             tokens.append(chosen.tokens)
             scores += chosen.scores
-        return Chosen(torch.cat(tokens), scores)
+        prompts = self._score_prompts(wanted, lambda some: logits_of(self._model, normed[some]))
+        return Chosen(torch.cat(tokens), scores, prompts)
+
+    def _score_prompts(
+        self, rows: _Rows, logits_at: Callable[[slice], Tensor]
+    ) -> tuple[PromptScores, ...]:
+        """`logits_at` makes the logits of some of all rows that are wanted."""
+        first = len(rows.samples)
+
+        def logits_of_prompts(part: slice) -> Tensor:
+            known = logits_at(slice(first + part.start, first + part.stop))
+            return known[:, : self._sampler.vocabulary_size]
+
+        return tuple(score_prompts(rows.prompts, logits_of_prompts))
 
     def _choose(self, logits: Tensor, sequences: list[Sequence], first: int) -> Chosen:
         """logits [n, ...], one row for each sequence; the rows count from `first`."""

@@ -14,7 +14,7 @@ from router.http.fields import Json
 from router.http.generation import Asked
 from router.logprobs import ScoredToken
 from router.parts import ToolCallPiece
-from router.serving import Event, Finished, Started
+from router.serving import Delta, Event, Finished, Started
 
 FINISH = {
     FinishReason.STOP: "stop",
@@ -34,12 +34,14 @@ class Piece:
     finish: str | None
     # Whether nothing was told of the answer before.
     first: bool = True
-    # One a token; None where nobody asked.
+    # One a token, those of a prompt that it begins with included; None where nobody asked.
     scores: Sequence[ScoredToken] | None = None
     # Characters of the tokens that were told before.
     offset: int = 0
     reasoning: str = ""
     tool_calls: Sequence[ToolCallPiece] = ()
+    # The prompt's, apart; None where nobody asked, or they were told before.
+    prompt_scores: Sequence[ScoredToken] | None = None
 
 
 class Api(Protocol):
@@ -100,6 +102,7 @@ class Telling:
         self._begun: set[int] = set()
         self._texts: defaultdict[int, list[str]] = defaultdict(list)
         self._scores: defaultdict[int, list[ScoredToken]] = defaultdict(list)
+        self._prompt_scores: dict[int, list[ScoredToken]] = {}
         self._offsets: defaultdict[int, int] = defaultdict(int)
         self._thoughts: defaultdict[int, list[str]] = defaultdict(list)
         self._calls: defaultdict[int, list[ToolCallPiece]] = defaultdict(list)
@@ -118,7 +121,8 @@ class Telling:
             self._finishes[event.index] = FINISH[event.reason]
         elif not isinstance(event, Started):
             self._texts[event.index].append(event.text)
-            self._scores[event.index] += event.logprobs
+            self._scores[event.index] += self._scores_of(event)
+            self._prompt_scores.setdefault(event.index, event.prompt_logprobs)
             self._thoughts[event.index].append(event.reasoning)
             self._calls[event.index] += event.tool_calls
 
@@ -129,12 +133,13 @@ class Telling:
 
     def _whole(self, index: int) -> Piece:
         text = self._opening(index) + "".join(self._texts[index])
-        scores = self._scores[index] if self._asked.scored else None
         return Piece(
             index,
             text,
             self._finishes[index],
-            scores=scores,
+            scores=self._scores[index] if self._asked.scored else None,
+            offset=self._offsets[index],
+            prompt_scores=self._prompt_scores.get(index) if self._asked.prompt_scored else None,
             reasoning="".join(self._thoughts[index]),
             tool_calls=self._calls[index],
         )
@@ -150,15 +155,25 @@ class Telling:
         if isinstance(event, Finished):
             piece = Piece(index, opening, FINISH[event.reason], first)
         else:
-            scores = event.logprobs or None
-            text = opening + event.text
-            if not (text or scores or event.reasoning or event.tool_calls):
+            scores = self._scores_of(event) or None
+            text, calls = opening + event.text, event.tool_calls
+            if not (text or scores or event.reasoning or calls or event.prompt_logprobs):
                 return b""
-            offset, calls = self._offsets[index], event.tool_calls
-            piece = Piece(index, text, None, first, scores, offset, event.reasoning, calls)
-            self._offsets[index] += sum(len(each.chosen.text) for each in event.logprobs)
+            offset = self._offsets[index]
+            prompt = event.prompt_logprobs if first and self._asked.prompt_scored else None
+            piece = Piece(index, text, None, first, scores, offset, event.reasoning, calls, prompt)
+            self._offsets[index] += sum(len(each.chosen.text) for each in scores or ())
         self._begun.add(index)
         return self._event([self._api.delta(piece)], None)
+
+    def _scores_of(self, delta: Delta) -> list[ScoredToken]:
+        """Those that stand with its text, behind the prompt's where it is part of it."""
+        if not (delta.prompt_logprobs and self._asked.echo and self._asked.scored):
+            return delta.logprobs
+        # The prompt's tokens end where its text does, whatever stands before it.
+        read = sum(len(each.chosen.text) for each in delta.prompt_logprobs)
+        self._offsets[delta.index] = len(self._opening(delta.index)) - read
+        return delta.prompt_logprobs + delta.logprobs
 
     def ending(self) -> bytes:
         """What a stream ends with."""

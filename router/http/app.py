@@ -62,7 +62,7 @@ class HttpApp:
         open_metrics: bool = False,
     ) -> None:
         self._door = door
-        self._overview = OverviewApi(overview)
+        self._overview = OverviewApi(overview, door.keys)
         self._roster = roster
         self._registry = registry
         self._created = int(time.time())

@@ -8,7 +8,7 @@ from router.http.answers import Piece
 from router.http.fields import Field, Flag, Integer, Json, String, Unserved, as_text, wrong_type
 from router.http.generation import Asked, read_asked
 from router.http.logprobs import chat_logprobs
-from router.http.schemas import described, or_null
+from router.http.schemas import described, object_of, or_null
 from router.http.tools import CALLS_SCHEMA, call_deltas, read_calls, read_tools, whole_calls
 from router.parse import MAX_MESSAGES
 
@@ -41,6 +41,7 @@ _FUNCTIONS = "functions, which are called tools now"
 _TEMPLATES = "changes of the chat template"
 
 UNSERVED = (
+    Unserved("prompt_logprobs", "log probabilities of a chat's prompt"),
     Unserved("functions", _FUNCTIONS, ([],)),
     Unserved("function_call", _FUNCTIONS, ("none",)),
     Unserved("modalities", "answers that are not text", (["text"],)),
@@ -66,13 +67,7 @@ class ChatApi:
         for field in UNSERVED:
             field.check(body)
         prompt = read_tools(body, read_messages(body.get("messages")))
-        asked = read_asked(body, request_id, [prompt], logprobs=_read_logprobs(body))
-        if prompt.tools and asked.requests[0].structure:
-            raise NotServed(
-                "response_format, regex and grammar are not served together with tools",
-                field="response_format",
-            )
-        return asked
+        return read_asked(body, request_id, [prompt], logprobs=_read_logprobs(body))
 
     def choice(self, piece: Piece) -> Json:
         message: Json = {"role": "assistant", "content": piece.text, "refusal": None}
@@ -141,12 +136,13 @@ def _read_message(message: object, name: str) -> Message:
     if role == "tool" and not call_id:
         field = f"{name}.tool_call_id"
         raise InvalidRequest(f"{field} is missing: which call is answered?", field=field)
+    speaker = _NAME.of(message)
     return Message(
         ROLES[role],
         _read_content(content, f"{name}.content"),
         calls,
         call_id if role == "tool" else "",
-        _NAME.of(message) if role == "tool" else "",
+        speaker if role == "tool" else "",
         _REASONING.of(message),
     )
 
@@ -173,23 +169,38 @@ _PART_SCHEMA: Json = {
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
 }
 
+_CONTENT_SCHEMA: Json = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART_SCHEMA}]}
+_CALL_ID_SCHEMA: Json = {**_TOOL_CALL_ID.schema, "type": "string", "minLength": 1}
+
+
+def _message_schema(roles: list[str], required: list[str], properties: Json) -> Json:
+    common: Json = {
+        "role": {"enum": roles},
+        "content": _CONTENT_SCHEMA,
+        "tool_calls": or_null(CALLS_SCHEMA),
+        **described((_TOOL_CALL_ID, _NAME, _REASONING)),
+    }
+    return object_of({**common, **properties}, required=["role", *required])
+
+
 MESSAGES_SCHEMA: Json = {
     "type": "array",
     "minItems": 1,
     "maxItems": MAX_MESSAGES,
     "items": {
-        "type": "object",
-        "required": ["role"],
-        "properties": {
-            "role": {"enum": list(ROLES)},
-            "content": {
-                "anyOf": [
-                    {"type": ["string", "null"]},
-                    {"type": "array", "items": _PART_SCHEMA},
-                ]
-            },
-            "tool_calls": or_null(CALLS_SCHEMA),
-            **described((_TOOL_CALL_ID, _NAME, _REASONING)),
-        },
+        "anyOf": [
+            _message_schema([role for role in ROLES if role != "tool"], ["content"], {}),
+            _message_schema(
+                ["assistant"],
+                ["tool_calls"],
+                {
+                    "content": or_null(_CONTENT_SCHEMA),
+                    "tool_calls": {**CALLS_SCHEMA, "minItems": 1},
+                },
+            ),
+            _message_schema(
+                ["tool"], ["content", "tool_call_id"], {"tool_call_id": _CALL_ID_SCHEMA}
+            ),
+        ]
     },
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from core.errors import InvalidRequest, NotServed
+from core.errors import InvalidRequest
 from core.types import MAX_TOP_LOGPROBS, Prompt, TextPrompt, TokenPrompt
 from router.http.answers import Piece
 from router.http.fields import (
@@ -17,7 +17,7 @@ from router.http.fields import (
     wrong_type,
 )
 from router.http.generation import ANSWERS, Asked, read_asked
-from router.http.logprobs import completion_logprobs
+from router.http.logprobs import completion_logprobs, prompt_logprobs
 from router.parse import MAX_PROMPT_TOKENS
 
 DEFAULT_MAX_TOKENS = 16
@@ -28,14 +28,20 @@ MAX_CHOICES = 128
 
 MAX_PROMPT_CHARACTERS = 8_000_000
 
-ECHO = Flag("echo", "Begin each answer with its prompt. Not together with logprobs.")
+ECHO = Flag("echo", "Begin each answer with its prompt, and logprobs with those of its tokens.")
 LOGPROBS = Integer(
     "logprobs",
     "Tell how likely each token of the answer was, and so many of the likeliest.",
     0,
     MAX_TOP_LOGPROBS,
 )
-READ: tuple[Field, ...] = (ECHO, LOGPROBS)
+PROMPT_LOGPROBS = Integer(
+    "prompt_logprobs",
+    "Tell how likely each token of the prompt was, and so many of the likeliest.",
+    0,
+    MAX_TOP_LOGPROBS,
+)
+READ: tuple[Field, ...] = (ECHO, LOGPROBS, PROMPT_LOGPROBS)
 
 UNSERVED = (
     Unserved("best_of", "a choice among more answers than are returned", (1,)),
@@ -56,31 +62,29 @@ class CompletionsApi:
             raise InvalidRequest(
                 f"prompts times n must be at most {MAX_CHOICES} answers", field="prompt"
             )
-        logprobs, echo = LOGPROBS.of(body), ECHO.of(body)
-        if echo and logprobs is not None:
-            raise NotServed(
-                "echo and logprobs are not served together: prompts have no probabilities here",
-                field="logprobs",
-            )
         return read_asked(
             body,
             request_id,
             prompts,
             max_tokens=DEFAULT_MAX_TOKENS,
-            echo=echo,
-            logprobs=logprobs,
+            echo=ECHO.of(body),
+            logprobs=LOGPROBS.of(body),
+            prompt_logprobs=PROMPT_LOGPROBS.of(body),
         )
 
     def choice(self, piece: Piece) -> Json:
         return self.delta(piece)
 
     def delta(self, piece: Piece) -> Json:
-        return {
+        told: Json = {
             "index": piece.index,
             "text": piece.text,
             "logprobs": completion_logprobs(piece.scores, piece.offset),
             "finish_reason": piece.finish,
         }
+        if piece.prompt_scores is not None:
+            told["prompt_logprobs"] = prompt_logprobs(piece.prompt_scores)
+        return told
 
 
 def read_prompts(prompt: object) -> list[Prompt]:

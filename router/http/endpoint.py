@@ -88,8 +88,13 @@ class GenerationEndpoint:
             caller = self._door.keys.caller(http.headers.get("authorization", ""))
             asked = await read_body(http, lambda body: self._read(body, request_id, caller))
             answers = asked.n * len(asked.requests)
-            trace = http.headers.get("traceparent", "")
-            ledger = RequestLedger.begin(request_id, arrived, answers, trace)
+            ledger = RequestLedger.begin(
+                request_id,
+                arrived,
+                answers,
+                owner=caller.key.name,
+                traceparent=http.headers.get("traceparent", ""),
+            )
             with caller.admitted(answers), self._door.serving.ledgers.keep(ledger):
                 await _unless_gone(receive, self._answer(asked, ledger, send))
         except Cancelled:

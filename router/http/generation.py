@@ -110,7 +110,6 @@ READ: tuple[Field, ...] = (
 _STRUCTURED = "answers of a given structure"
 
 UNSERVED = (
-    Unserved("prompt_logprobs", "log probabilities of prompts", (0,)),
     Unserved("bad_words", "biases", ([],)),
     Unserved("allowed_token_ids", "biases", ([],)),
     Unserved("structured_outputs", _STRUCTURED, ({},)),
@@ -138,6 +137,8 @@ class Asked:
     include_usage: bool
     # Whether answers begin with their prompt.
     echo: bool = False
+    # Whether it is told how likely the prompts' tokens were, apart from the answers'.
+    prompt_scored: bool = False
 
     @property
     def n(self) -> int:
@@ -158,6 +159,7 @@ def read_asked(
     max_tokens: int | None = None,
     echo: bool = False,
     logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
 ) -> Asked:
     """Everything but the prompts. `max_tokens` is what holds where the body does not say."""
     for field in UNSERVED:
@@ -167,10 +169,18 @@ def read_asked(
     requests = (_read_request(body, request_id, prompt, max_tokens) for prompt in prompts)
     return Asked(
         request_id,
-        tuple(dataclasses.replace(request, logprobs=logprobs) for request in requests),
+        tuple(
+            dataclasses.replace(
+                request,
+                logprobs=logprobs,
+                prompt_logprobs=logprobs if echo and prompt_logprobs is None else prompt_logprobs,
+            )
+            for request in requests
+        ),
         stream,
         _read_include_usage(body, stream),
         echo,
+        prompt_logprobs is not None,
     )
 
 

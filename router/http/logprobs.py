@@ -22,7 +22,8 @@ def _told(score: TokenScore) -> Json:
 
 
 def completion_logprobs(scores: Sequence[ScoredToken] | None, offset: int) -> Json | None:
-    """`offset` is where the text of the first token begins."""
+    """`offset` is where the text of the first token begins: below 0 for a prompt whose first
+    token is not part of its text."""
     if scores is None:
         return None
     lengths = (len(each.chosen.text) for each in scores)
@@ -30,12 +31,32 @@ def completion_logprobs(scores: Sequence[ScoredToken] | None, offset: int) -> Js
         "tokens": [each.chosen.text for each in scores],
         "token_logprobs": [each.chosen.logprob for each in scores],
         "top_logprobs": [_by_text(each) for each in scores],
-        "text_offset": list(accumulate(lengths, initial=offset))[:-1],
+        "text_offset": [max(0, each) for each in accumulate(lengths, initial=offset)][:-1],
     }
 
 
-def _by_text(scored: ScoredToken) -> Json:
+def prompt_logprobs(scores: Sequence[ScoredToken]) -> list[Json | None]:
+    """By token id, as other servers tell them; nothing of the first token."""
+    return [_by_id(each) for each in scores]
+
+
+def _by_id(scored: ScoredToken) -> Json | None:
+    if scored.chosen.logprob is None:
+        return None
+    told: Json = {}
+    for rank, score in enumerate((*scored.top, scored.chosen)):
+        known = rank + 1 if rank < len(scored.top) else None
+        told.setdefault(
+            str(score.token_id),
+            {"logprob": score.logprob, "rank": known, "decoded_token": score.text},
+        )
+    return told
+
+
+def _by_text(scored: ScoredToken) -> Json | None:
     """The likeliest tokens and always the chosen one; of tokens that read alike, the likeliest."""
+    if scored.chosen.logprob is None:
+        return None
     told: Json = {}
     for score in (*scored.top, scored.chosen):
         told.setdefault(score.text, score.logprob)
@@ -49,6 +70,15 @@ _TOKEN: Json = {
 }
 
 
+_RANKED = exact(
+    {
+        "logprob": {"type": "number"},
+        "rank": {"type": ["integer", "null"]},
+        "decoded_token": {"type": "string"},
+    }
+)
+PROMPT_SCHEMA = list_of(or_null({"type": "object", "additionalProperties": _RANKED}))
+
 _SCORED = exact({**_TOKEN, "top_logprobs": list_of(exact(_TOKEN))})
 _TOP: Json = {"type": "object", "additionalProperties": {"type": "number"}}
 
@@ -57,8 +87,8 @@ COMPLETION_SCHEMA = or_null(
     exact(
         {
             "tokens": list_of({"type": "string"}),
-            "token_logprobs": list_of({"type": "number"}),
-            "top_logprobs": list_of(_TOP),
+            "token_logprobs": list_of({"type": ["number", "null"]}),
+            "top_logprobs": list_of(or_null(_TOP)),
             "text_offset": list_of({"type": "integer"}),
         }
     )

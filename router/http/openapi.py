@@ -181,7 +181,16 @@ _DELTA = object_of(
 )
 _CHAT_CHOICE = _choice({"message": _MESSAGE}, logprobs.CHAT_SCHEMA, _FINISH)
 _CHAT_DELTA = _choice({"delta": _DELTA}, logprobs.CHAT_SCHEMA, or_null(_FINISH))
-_COMPLETION_CHOICE = _choice({"text": _STRING}, logprobs.COMPLETION_SCHEMA, or_null(_FINISH))
+_COMPLETION_CHOICE = object_of(
+    {
+        "index": _INTEGER,
+        "text": _STRING,
+        "logprobs": logprobs.COMPLETION_SCHEMA,
+        "finish_reason": or_null(_FINISH),
+        "prompt_logprobs": logprobs.PROMPT_SCHEMA,
+    },
+    required=["index", "text", "logprobs", "finish_reason"],
+)
 
 _USAGE = exact(
     {

@@ -8,6 +8,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from core.plain import plain
+from router.callers import KeyRing
 from router.http.answers import encode
 from router.http.fields import Integer, Json
 from router.ledger import KEPT_REQUESTS
@@ -15,21 +16,15 @@ from router.overview import RECENT_REQUESTS, Overview
 
 LIMIT = Integer("limit", "How many requests at most.", 1, KEPT_REQUESTS, RECENT_REQUESTS)
 _LONGEST_LIMIT = 10  # digits
-_FAULT = "it cannot be used; `baton status` says why"
 
 
 class OverviewApi:
-    def __init__(self, overview: Overview) -> None:
+    def __init__(self, overview: Overview, keys: KeyRing) -> None:
         self._overview = overview
+        self._keys = keys
 
     async def cluster(self, http: HttpRequest) -> Response:
-        status = self._overview.status()
-        for worker in status.workers:
-            # Addresses and paths are for those who run it.
-            worker.member.address = ""
-            worker.fault = _FAULT if worker.fault or worker.load.fault else ""
-            worker.load.fault = ""
-        return _json(plain(status))
+        return _message(self._overview.public_status())
 
     async def diagnosis(self, http: HttpRequest) -> Response:
         return _message(self._overview.diagnosis())
@@ -42,7 +37,8 @@ class OverviewApi:
         return _json({"object": "list", "data": [plain(timing) for timing in found]})
 
     async def timing(self, http: HttpRequest) -> Response:
-        return _message(self._overview.timing(http.path_params["request_id"]))
+        caller = self._keys.caller(http.headers.get("authorization", ""))
+        return _message(self._overview.timing(http.path_params["request_id"], caller))
 
 
 def _limit(given: str) -> int:

@@ -21,12 +21,10 @@ def read_tools(body: Json, chat: ChatPrompt) -> ChatPrompt:
     tools = body.get("tools")
     if not isinstance(tools, list | None):
         raise wrong_type("tools", "a list", tools)
-    choice = body.get("tool_choice", "auto" if tools else "none") or "none"
-    if choice == "none":
-        return chat
     offered = [_read_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools or ())]
-    name = "" if choice in ("auto", "required") else _read_named(choice)
-    if choice == "auto" and not offered:
+    choice = body.get("tool_choice", "auto" if tools else "none") or "none"
+    name = "" if choice in ("none", "auto", "required") else _read_named(choice)
+    if choice == "none" or (choice == "auto" and not offered):
         return chat
     return with_tools(
         chat, offered, must_call=choice != "auto", tool_name=name, field="tool_choice"

@@ -44,6 +44,42 @@ def test_greedy_probabilities_equal_transformers(
     assert b"".join(each.chosen.text for each in answer.logprobs).decode() == answer.text
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_is_echoed_with_transformers_probabilities(
+    idle: ProcessCluster, oracle: PreTrainedModel, stream: bool
+) -> None:
+    with idle.client() as client:
+        tokens = list(client.tokenize(PROMPT).token_ids)
+    body = {"prompt": PROMPT, "echo": True, "logprobs": 2, "max_tokens": 2, "temperature": 0}
+    with openai.OpenAI(base_url=f"http://{idle.http}/v1", api_key="none") as sdk:
+        asked = sdk.completions.create(model=MODEL, stream=stream, **body)  # type: ignore[call-overload]
+        choices = [each.choices[0] for each in asked] if stream else [asked.choices[0]]
+    text = "".join(each.text for each in choices)
+    scores = [each.logprobs for each in choices if each.logprobs]
+    told = [number for each in scores for number in each.token_logprobs]
+    offsets = [place for each in scores for place in each.text_offset]
+    wanted = expected(oracle, tokens[:1], tokens[1:])
+    assert told[0] is None
+    assert told[1 : len(tokens)] == pytest.approx(
+        [float(wanted[place, token]) for place, token in enumerate(tokens[1:])], abs=1e-4
+    )
+    assert text.startswith(PROMPT)
+    assert [token for each in scores for token in each.tokens] == [
+        text[start:end] for start, end in zip(offsets, [*offsets[1:], len(text)], strict=True)
+    ]
+
+
+def test_a_prompt_has_its_probabilities_wherever_it_is_read_and_whatever_is_cached(
+    idle: ProcessCluster,
+) -> None:
+    with idle.client() as client:
+        for _ in range(2):
+            answer = client.generate(PROMPT * 8, max_tokens=1, prompt_logprobs=3)
+            tokens = client.tokenize(PROMPT * 8).token_ids
+            assert [each.chosen.token_id for each in answer.prompt_logprobs] == list(tokens[1:])
+            assert answer.usage.cached_tokens == 0
+
+
 def test_the_sdk_reads_them_whole_and_streamed_for_every_answer(idle: ProcessCluster) -> None:
     with openai.OpenAI(base_url=f"http://{idle.http}/v1", api_key="none") as sdk:
         options = {"model": MODEL, "n": 2, "seed": 3, "max_tokens": 6, "logprobs": True}

@@ -134,6 +134,21 @@ async def test_nonsense_is_dropped(cluster: ProcessCluster) -> None:
             assert (await router.receive("load")).load.fault == ""
 
 
+async def test_both_phases_tell_alike_how_likely_a_prompt_was(cluster: ProcessCluster) -> None:
+    asked = work("scored", list(range(40)), max_tokens=1)
+    asked.prompt_logprobs = 2
+    async with attach(cluster.workers["prefill-0"]) as router:
+        await router.send(pb.RouterMessage(prefill=pb.Prefill(work=asked)))
+        there = (await router.receive("first_token")).first_token.prompt_logprobs
+    async with attach(cluster.workers["decode-0"]) as router:
+        await router.send(pb.RouterMessage(compute=pb.Compute(work=asked)))
+        here = (await router.receive("step")).step.tokens[0].prompt_logprobs
+    assert len(here) == len(there) == 39
+    for one, other in zip(here, there, strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+        assert list(one.top_token_ids) == list(other.top_token_ids)
+
+
 async def test_another_protocol_is_refused_by_name(cluster: ProcessCluster) -> None:
     address = cluster.workers["decode-0"].wait_for(r"ready on (\S+)")
     async with grpc.aio.insecure_channel(address) as channel:

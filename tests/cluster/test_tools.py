@@ -45,6 +45,29 @@ def test_a_call_that_must_be_made_is_made(sdk: openai.OpenAI, choice: object) ->
         assert json.loads(call.function.arguments)["days"] in (1, 2, 3)
 
 
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_with_a_schema_an_answer_calls_a_tool_or_keeps_to_it(
+    sdk: openai.OpenAI, choice: str
+) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "days", "schema": DAYS}}
+    answer = sdk.chat.completions.create(  # type: ignore[call-overload]
+        model=MODEL,
+        messages=ASKED,
+        tools=TOOLS,
+        tool_choice=choice,
+        response_format=form,
+        temperature=1,
+        seed=1,
+        n=4,
+    )
+    for item in answer.choices:
+        calls = [call.function.arguments for call in item.message.tool_calls or ()]
+        (said,) = calls or [item.message.content]
+        assert json.loads(said)["days"] in (1, 2, 3)
+        assert item.finish_reason == ("tool_calls" if calls else "stop")
+        assert calls or choice == "auto"
+
+
 def test_a_streamed_call_joins_to_the_whole(sdk: openai.OpenAI) -> None:
     options = {"model": MODEL, "messages": ASKED, "tools": TOOLS, "tool_choice": NEWS}
     with sdk.chat.completions.stream(temperature=0, **options) as stream:  # type: ignore[call-overload]

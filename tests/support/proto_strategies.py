@@ -8,6 +8,7 @@ from google.protobuf.message_factory import GetMessageClass
 from hypothesis import strategies as st
 
 _UNSIGNED = {FieldDescriptor.CPPTYPE_UINT32: 2**32 - 1, FieldDescriptor.CPPTYPE_UINT64: 2**64 - 1}
+_FLOATS = {FieldDescriptor.CPPTYPE_FLOAT: 32, FieldDescriptor.CPPTYPE_DOUBLE: 64}
 _EDGES = (0, 1, 2, 16, 17, 20, 21, 1024, 8192, 49151, 49152)
 _STRINGS = ("", "x", "\0", "é", "a" * 129, "b" * 1025, "{", "(", '{"type": "string"}')
 _TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=9)
@@ -34,12 +35,14 @@ def _value(field: FieldDescriptor) -> st.SearchStrategy[object]:
     kind = field.cpp_type
     if kind == FieldDescriptor.CPPTYPE_MESSAGE:
         return messages(field.message_type)
+    if field.type == FieldDescriptor.TYPE_BYTES:
+        return st.binary(max_size=40)
     if kind == FieldDescriptor.CPPTYPE_STRING:
         return st.sampled_from(_STRINGS) | _TEXT
     if kind == FieldDescriptor.CPPTYPE_BOOL:
         return st.booleans()
-    if kind == FieldDescriptor.CPPTYPE_FLOAT:
-        return st.floats(width=32)
+    if kind in _FLOATS:
+        return st.floats(width=_FLOATS[kind])
     if kind == FieldDescriptor.CPPTYPE_ENUM:
         return st.sampled_from([*(value.number for value in field.enum_type.values), 99])
     most = _UNSIGNED[kind]

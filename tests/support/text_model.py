@@ -1,10 +1,11 @@
-"""A tiny model with random weights that reads and writes text: bytes, and a few words."""
+"""Tiny models with random weights that read and write text: bytes, and a few words."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from tiny_models import TinyModel, save
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -44,5 +45,25 @@ def save_text_model(folder: Path, seed: int = 0) -> Tokenizer:
     save(TinyModel("llama", {**shape, "eos_token_id": end}), folder, seed)
     made.save(str(folder / "tokenizer.json"))
     config = {"eos_token": END, "chat_template": CHAT_TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return made
+
+
+def save_sentencepiece_model(folder: Path, seed: int = 0) -> SentencePieceProcessor:
+    """The same with no tokenizer but SentencePiece's own file."""
+    lines = ["The quick brown fox jumps over the lazy dog.", "Pack my box with jugs."] * 20
+    (folder / "lines.txt").write_text("\n".join(lines))
+    SentencePieceTrainer.train(
+        input=str(folder / "lines.txt"),
+        model_prefix=str(folder / "tokenizer"),
+        model_type="bpe",
+        vocab_size=320,
+        byte_fallback=True,
+        minloglevel=2,
+    )
+    made = SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    shape = {"vocab_size": 325, "max_position_embeddings": 1024, "eos_token_id": made.eos_id()}
+    save(TinyModel("llama", shape), folder, seed)
+    config = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "add_bos_token": True}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return made

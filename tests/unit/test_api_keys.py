@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -163,6 +164,9 @@ def test_the_command_makes_lists_and_takes_away_keys(file: Path) -> None:
     assert (code, listed.split()[0]) == (0, "alice")
     assert "5 calls a second, 2 answers at once" in listed
     assert secret.strip() not in listed
+    assert json.loads(run("list", "--json")[1]) == [
+        {"name": "alice", "rate": 5.0, "concurrency": 2, "admin": False}
+    ]
     assert run("remove", "alice")[0] == 0
     assert run("remove", "alice")[0] == 1
     assert read_keys(file) == []

@@ -168,6 +168,7 @@ def test_json_tells_the_whole_answer_and_its_times(router: ScriptedRouter) -> No
         "logprobs": [],
         "reasoning": "",
         "tool_calls": [],
+        "prompt_logprobs": [],
         "request_id": "request-1",
         "model": "tale",
         "seed": 7,
@@ -361,6 +362,13 @@ def test_status_shows_who_is_drained(router: ScriptedRouter) -> None:
     assert lines[3].split()[:3] == ["prefill-0", "prefill", "draining"]
 
 
+def test_status_has_no_line_for_an_address_that_is_not_told(router: ScriptedRouter) -> None:
+    for worker in router.status.workers:
+        worker.member.address = ""
+    lines = run(router, "status").stdout.splitlines()
+    assert lines[4].split()[1:] == ["of", "16"]
+
+
 def test_drain_waits_until_the_worker_is_gone(router: ScriptedRouter) -> None:
     ended = run(router, "drain", "decode-0")
     assert ended.stdout == "decode-0 is drained\n"
@@ -474,11 +482,16 @@ def test_role_says_how_long_it_took_beyond_the_drain(router: ScriptedRouter) -> 
     assert router.switched == [("decode-0", worker_pb2.ROLE_PREFILL)] * 2
 
 
+def test_drain_tells_scripts_too(router: ScriptedRouter) -> None:
+    told = json.loads(run(router, "drain", "decode-0", "--json").stdout)
+    assert told == {"worker": "decode-0", "drained": True}
+
+
 def test_status_as_json_is_what_the_router_said(router: ScriptedRouter) -> None:
     status = json.loads(run(router, "status", "--json").stdout)
     assert (status["model"], status["finished_requests"]) == ("tale", 1234)
     assert status["workers"][1]["load"]["quarantined_pages"] == 2
-    assert status["workers"][1]["member"]["role"] == "ROLE_DECODE"
+    assert status["workers"][1]["member"]["role"] == "decode"
 
 
 @pytest.mark.parametrize("terminal", [["status", "--watch"]], indirect=True)

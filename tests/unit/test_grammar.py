@@ -7,12 +7,13 @@ import random
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import jsonschema
 import pytest
 import torch
 from random_schemas import random_schema
-from text_model import END, save_text_model, tokenizer
+from text_model import END, save_sentencepiece_model, save_text_model, tokenizer
 
 from core.errors import InvalidGrammar
 from core.types import AttemptKey, ChatPrompt, Sampling, Structure, Tool, Work
@@ -22,8 +23,8 @@ from engine.gpu.sampling import GpuSampler
 from engine.sampler import Sampler
 from engine.sequence import Piece, Sequence
 from router.answer_format import AnswerFormat
-from router.grammar import ANY_OBJECT, behind_thoughts, grammar_of
-from router.tool_format import FORMATS, ToolFormat
+from router.grammar import ANY_OBJECT, behind_thoughts, either, grammar_of
+from router.tool_format import FORMATS, HERMES, ToolFormat
 from router.tool_parser import ToolCallParser
 
 PROMPT = [3, 50, 7]
@@ -202,6 +203,22 @@ def test_the_grammar_travels() -> None:
     assert work_from(work_to(asked)) == asked
 
 
+def test_a_tokenizer_of_sentencepieces_alone_will_do(tmp_path: Path) -> None:
+    pieces = save_sentencepiece_model(tmp_path)
+    model = Engine.load(tmp_path, kv_memory=64 << 20)
+    expression = "The (lazy|quick) (fox|dog) [0-9]{3}é"
+    warm = Sampling(temperature=1.0, seed=1)
+    asked = replace(
+        work(Structure("regex", expression), warm), stop_token_ids=frozenset({pieces.eos_id()})
+    )
+    made = begin(model, asked)
+    while not (made.generated and made.tokens[-1] == pieces.eos_id()):
+        (token,) = model.step([Piece(made, made.uncomputed)])
+        assert isinstance(token, int)
+        made.append(token)
+    assert re.fullmatch(expression, pieces.decode(made.tokens[len(PROMPT) : -1]))
+
+
 ADD = Tool("add", parameters='{"type": "object", "properties": {"a": {"enum": [1, 2]}}}')
 SAY = Tool(
     "say",
@@ -217,7 +234,7 @@ def test_a_forced_call_is_one_that_its_parser_reads(
 ) -> None:
     bounded = Tool(ADD.name, parameters=ADD.parameters[:-1] + ', "additionalProperties": false}')
     chat = ChatPrompt((), (bounded, SAY), must_call=True, tool_name=name)
-    structure = AnswerFormat(form, thinks=False).forced_call(chat, None)
+    structure = AnswerFormat(form, thinks=False).forced_call(chat, lambda mark: None)
     for seed in range(4):
         warm = Sampling(temperature=1.0, seed=seed)
         (answer,) = write(engine, [begin(engine, work(structure, warm))])
@@ -229,6 +246,35 @@ def test_a_forced_call_is_one_that_its_parser_reads(
         arguments = json.loads("".join(piece.arguments for piece in pieces))
         tool = SAY if named.name == "say" else bounded
         jsonschema.validate(arguments, json.loads(tool.parameters))
+
+
+@pytest.mark.parametrize(
+    ("form", "kind"),
+    [*((form, "json_schema") for form in FORMATS.values()), (HERMES, "regex"), (HERMES, "lark")],
+    ids=[*FORMATS, "regex", "lark"],
+)
+def test_an_answer_calls_a_tool_or_keeps_to_its_structure(
+    engine: Engine, form: ToolFormat, kind: Literal["json_schema", "regex", "lark"]
+) -> None:
+    source = {
+        "json_schema": '{"type": "object", "properties": {"a": {"enum": [1, 2]}},'
+        ' "required": ["a"], "additionalProperties": false}',
+        "regex": '\\{"a": ?[12]\\}',
+        "lark": 'start: "{" "\\"a\\": " ("1" | "2") "}"',
+    }
+    chat = ChatPrompt((), (SAY,))
+    call = grammar_of(AnswerFormat(form, thinks=False).forced_call(chat, lambda mark: None))
+    asked = work(Structure(kind, source[kind]), Sampling())
+    for first in (form.opener[0], "{"):
+        liked = ((TOKENIZER.token_to_id(first), 50.0),)
+        sampling = Sampling(temperature=1.0, seed=1, logit_bias=liked)
+        tried = replace(asked, sampling=sampling, grammar=either(call, asked.grammar))
+        (answer,) = write(engine, [begin(engine, tried)])
+        parser = ToolCallParser(form, {"say"})
+        parts = parser.push(answer) + parser.flush()
+        assert bool(parts.tool_calls) != bool(parts.text)
+        assert parts.tool_calls or json.loads(parts.text)["a"] in (1, 2)
+        assert form.bare or bool(parts.tool_calls) == (first != "{")
 
 
 def test_a_structure_may_come_behind_thoughts(engine: Engine) -> None:

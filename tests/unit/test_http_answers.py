@@ -294,3 +294,46 @@ def test_the_prompt_has_each_endpoints_own_name() -> None:
 
 def test_whoever_is_to_wait_is_told_how_long_in_whole_seconds() -> None:
     assert problem(Exhausted("m", retry_after=1.2), "id").headers == {"retry-after": "2"}
+
+
+def scored(text: str, logprob: float | None) -> ScoredToken:
+    score = TokenScore(len(text), text.encode(), logprob)
+    return ScoredToken(score, () if logprob is None else (TokenScore(7, b"seven", -0.5),))
+
+
+ECHOED: list[Event] = [
+    started(2),
+    # The prompt's first token is no part of its text.
+    Delta("a", [1], 0, [scored("a", -2.0)], prompt_logprobs=[scored("<s>", None), scored("p", -1)]),
+    Delta("b", [3], 0, [scored("b", -3.0)]),
+    finished(0, 2),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_has_the_prompts_probabilities_before_the_answers(stream: bool) -> None:
+    fields = {"n": 1, "echo": True, "logprobs": 1, "prompt_logprobs": 1, "stream": stream}
+    told = telling(CompletionsApi(), **fields)
+    if stream:
+        sent = [told.chunk(event) for event in ECHOED]
+        answers = [json.loads(each.removeprefix(b"data: ")) for each in sent if each]
+    else:
+        for event in ECHOED:
+            told.note(event)
+        answers = [json.loads(told.whole())]
+    for answer in answers:
+        check(answer, "CompletionAnswer")
+    choices = [answer["choices"][0] for answer in answers]
+    assert "".join(choice["text"] for choice in choices) == "pab"
+    scores = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+    assert [text for each in scores for text in each["tokens"]] == ["<s>", "p", "a", "b"]
+    assert [number for each in scores for number in each["token_logprobs"]] == [None, -1, -2, -3]
+    assert [place for each in scores for place in each["text_offset"]] == [0, 0, 1, 2]
+    assert scores[0]["top_logprobs"][:2] == [None, {"seven": -0.5, "p": -1}]
+    assert choices[0]["prompt_logprobs"] == [
+        None,
+        {
+            "7": {"logprob": -0.5, "rank": 1, "decoded_token": "seven"},
+            "1": {"logprob": -1, "rank": None, "decoded_token": "p"},
+        },
+    ]

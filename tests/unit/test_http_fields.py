@@ -105,7 +105,7 @@ def test_sampling_is_read(given: Json, changed: dict[str, float]) -> None:
         ({"n": 16}, {"n": 16}),
         ({"cache_salt": "mine"}, {"cache_salt": "mine"}),
         ({"user": "someone", "no_such_field": {"a": 1}, "metadata": {}, "store": True}, {}),
-        ({"tools": [{"type": "function"}], "tool_choice": "none"}, {}),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"}, {}),
         ({"response_format": {"type": "text"}, "logit_bias": {}, "logprobs": False}, {}),
         ({"logprobs": True}, {"logprobs": 0}),
         ({"response_format": {"type": "json_object"}}, {"structure": ANY_OBJECT}),
@@ -160,7 +160,6 @@ WRONG: list[tuple[Json, str, type[BatonError]]] = [
     ({"cache_salt": "a" * 257}, "cache_salt", InvalidRequest),
     ({"cache_salt": "\ud800"}, "cache_salt", InvalidRequest),
     ({"user": 5}, "user", InvalidRequest),
-    ({"prompt_logprobs": 3}, "prompt_logprobs", NotServed),
     ({"logit_bias": {"5": 101}}, "logit_bias", InvalidSampling),
     ({"logit_bias": {"5": float("nan")}}, "logit_bias", InvalidSampling),
     ({"logit_bias": {"5": "1"}}, "logit_bias", InvalidRequest),
@@ -246,10 +245,29 @@ def test_a_completion_asks_for_probabilities_with_a_number() -> None:
     assert [request(completion(logprobs=number)).logprobs for number in (None, 0, 5)] == [
         *(None, 0, 5)
     ]
-    for wrong in ({"logprobs": True}, {"logprobs": 21}, {"logprobs": 0, "echo": True}):
+    for wrong in ({"logprobs": True}, {"logprobs": 21}):
         with pytest.raises(InvalidRequest) as refused:
             completion(**wrong)
         assert refused.value.field == "logprobs"
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({"logprobs": 2}, None),
+        ({"echo": True}, None),
+        ({"logprobs": 2, "echo": True}, 2),
+        ({"prompt_logprobs": 0}, 0),
+        ({"logprobs": 2, "echo": True, "prompt_logprobs": 5}, 5),
+    ],
+)
+def test_a_completion_asks_for_those_of_its_prompt(given: Json, wanted: int | None) -> None:
+    assert request(completion(**given)).prompt_logprobs == wanted
+
+
+def test_a_chat_does_not_ask_for_those() -> None:
+    with pytest.raises(NotServed, match="prompt_logprobs"):
+        chat(prompt_logprobs=0)
 
 
 @pytest.mark.parametrize(
@@ -409,13 +427,12 @@ def test_tools_may_be_called_where_nothing_is_chosen() -> None:
         {"tools": [WEATHER], "tool_choice": "always"},
         {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "b"}}},
         {"tool_choice": "required"},
-        {"tools": [WEATHER], "response_format": {"type": "json_object"}},
     ],
 )
 def test_tools_that_cannot_be_are_refused(given: Json) -> None:
     with pytest.raises(InvalidRequest) as refused:
         chat(**given)
-    assert refused.value.field.startswith(("tool", "response_format"))
+    assert refused.value.field.startswith("tool")
 
 
 def test_calls_and_their_results_are_messages() -> None:

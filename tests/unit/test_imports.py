@@ -35,7 +35,7 @@ ONLY = {
     "llvmlite": {"kernels"},
     "llguidance": {"engine", "router"},
     "grpc": {"baton", "worker", "router", "cluster", "cli"},
-    "transformers": {"cli", "router"},
+    "transformers": {"cli", "core"},
 }
 
 

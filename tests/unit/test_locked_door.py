@@ -15,7 +15,7 @@ import pytest_asyncio
 from front_door import front_door
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton import AsyncClient, Exhausted, PermissionDenied, Unauthenticated
+from baton import AsyncClient, Exhausted, PermissionDenied, Unauthenticated, UnknownRequest
 from core.api_keys import make_key, write_keys
 from core.errors import NotServed
 from core.types import Request
@@ -95,6 +95,37 @@ async def test_only_an_admin_may_scale_and_is_told_where_there_is_no_controller(
     async with door.client("admin") as client:
         with pytest.raises(NotServed, match=r"follows no controller.*`baton serve`"):
             await client.scale(decode=2)
+
+
+async def test_where_time_went_is_told_to_the_key_that_asked_and_to_admins(door: Door) -> None:
+    async with door.client("plain") as client:
+        answer = await client.generate("Hello", max_tokens=2)
+    path = f"/v1/requests/{answer.request_id}/timing"
+    for name, told in (("plain", True), ("admin", True), ("other", False)):
+        async with door.client(name) as client, door.http(name) as http:
+            assert (await http.get(path)).status_code == (200 if told else 404)
+            if told:
+                assert (await client.timing(answer.request_id)).request_id == answer.request_id
+            else:
+                with pytest.raises(UnknownRequest):
+                    await client.timing(answer.request_id)
+
+
+async def test_two_keys_may_call_their_requests_alike(door: Door) -> None:
+    for name, tokens in (("plain", 2), ("other", 4)):
+        async with door.client(name) as client:
+            await client.generate("Hello", max_tokens=tokens, request_id="alike")
+    for name, tokens in (("plain", 2), ("other", 4), ("admin", 4)):
+        async with door.client(name) as client:
+            timing = await client.timing("alike")
+        assert timing.answers[0].completion_tokens == tokens
+
+
+async def test_only_admins_are_told_where_workers_are(door: Door) -> None:
+    async with door.client("plain") as client:
+        assert not any(each.member.address for each in (await client.status()).workers)
+    async with door.client("admin") as client:
+        assert all(each.member.address for each in (await client.status()).workers)
 
 
 async def test_health_needs_no_key(door: Door) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,15 +58,21 @@ def test_probabilities_are_transformers_whatever_changes_the_choice(tmp_path: Pa
 
 def test_a_gpu_tells_what_a_cpu_tells(device: torch.device, tmp_path: Path) -> None:
     save(TINY_MODELS["qwen3"], tmp_path)
-    told = []
+    told, prompts = [], []
     for runner in (runner_for(tmp_path, None), runner_for(tmp_path, device)):
         pool = PagePool(64, 4)
         plan = []
         for length, wanted in ((3, 2), (4, None), (6, 0)):
             made = begin(pool, PROMPT[:1] * length, 2, wanted)
+            made.work = replace(made.work, prompt_logprobs=wanted)
             plan.append(Piece(made, length))
         told.append(runner.launch(plan).wait())
+        prompts.append([each for piece in plan for each in piece.sequence.prompt_scores])
     (first, second, third), wanted_outcomes = told[1], told[0]
+    assert len(prompts[0]) == len(prompts[1]) == 7
+    for here, there in zip(*prompts, strict=True):
+        assert here.top_token_ids == there.top_token_ids
+        assert here.logprob == pytest.approx(there.logprob, abs=1e-4)
     assert isinstance(first, Scored)
     assert isinstance(second, int)
     assert isinstance(third, Scored)

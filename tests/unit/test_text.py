@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from text_model import save_text_model
+from text_model import save_sentencepiece_model, save_text_model
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from core import model_store
@@ -229,23 +229,8 @@ def test_a_broken_file_is_named(variant: Variant, tmp_path: Path) -> None:
 
 
 def test_a_sentencepiece_model_alone_is_converted(tmp_path: Path) -> None:
-    import sentencepiece
-
-    lines = ["The quick brown fox jumps over the lazy dog.", "Pack my box with jugs."] * 20
-    (tmp_path / "lines.txt").write_text("\n".join(lines))
-    sentencepiece.SentencePieceTrainer.train(
-        input=str(tmp_path / "lines.txt"),
-        model_prefix=str(tmp_path / "tokenizer"),
-        model_type="bpe",
-        vocab_size=320,
-        byte_fallback=True,
-        minloglevel=2,
-    )
-    config = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "add_bos_token": True}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 320}))
+    pieces = save_sentencepiece_model(tmp_path)
     text = Text.load(tmp_path)
-    pieces = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
     ids = text.encode(TextPrompt("The lazy fox 界"))
     assert ids == [pieces.bos_id(), *pieces.encode("The lazy fox 界")]
     assert text.decode(ids) == "The lazy fox 界"

@@ -8,7 +8,15 @@ import pytest
 
 from router.parts import Chained, Parts, Splitter
 from router.reasoning import ReasoningSplitter
-from router.tool_format import FORMATS, HERMES, LLAMA3, MISTRAL, ToolFormat, tool_format_of
+from router.tool_format import (
+    FORMATS,
+    HERMES,
+    LLAMA3,
+    MISTRAL,
+    MISTRAL_ARGS,
+    ToolFormat,
+    tool_format_of,
+)
 from router.tool_parser import ToolCallParser
 
 TOOLS = {"get_weather", "add"}
@@ -151,6 +159,42 @@ RECORDED: dict[str, tuple[ToolFormat, str, str, Calls]] = {
         [PARIS, SUM],
     ),
     "Mistral's words": (MISTRAL, "A [list] of [TOOLS].", "A [list] of [TOOLS].", []),
+    "Mistral's newer ones": (
+        MISTRAL_ARGS,
+        f"Well.[TOOL_CALLS]{PARIS[0]}[ARGS]{PARIS[1]}[TOOL_CALLS] add [ARGS] {SUM[1]}",
+        "Well.",
+        [PARIS, SUM],
+    ),
+    "Mistral's with an id": (
+        MISTRAL_ARGS,
+        f"[TOOL_CALLS]add[CALL_ID]abc123def[ARGS]{SUM[1]} Done.",
+        "Done.",
+        [SUM],
+    ),
+    "Mistral's of an unknown tool": (
+        MISTRAL_ARGS,
+        "[TOOL_CALLS]rm[ARGS]{}",
+        "[TOOL_CALLS]rm[ARGS]{}",
+        [],
+    ),
+    "Mistral's arguments that are none": (
+        MISTRAL_ARGS,
+        "[TOOL_CALLS]add[ARGS]1, 2",
+        "[TOOL_CALLS]add[ARGS]1, 2",
+        [],
+    ),
+    "Mistral's without arguments": (
+        MISTRAL_ARGS,
+        "[TOOL_CALLS]" + 50 * "so on, ",
+        "[TOOL_CALLS]" + 50 * "so on, ",
+        [],
+    ),
+    "Mistral's newer ones, cut off": (
+        MISTRAL_ARGS,
+        '[TOOL_CALLS]add[ARGS]{"a": [1',
+        "",
+        [("add", '{"a": [1')],
+    ),
     "Mistral's without a list": (MISTRAL, "[TOOL_CALLS]{}", "[TOOL_CALLS]{}", []),
 }
 
@@ -178,6 +222,7 @@ def test_arguments_stream_as_they_come() -> None:
         ("{{ '<tool_call>' }}", HERMES),
         ("{%- if builtin_tools %}<|python_tag|>{% endif %}", LLAMA3),
         ("[INST][TOOL_CALLS]", MISTRAL),
+        ("[INST][TOOL_CALLS]{{ name }}[ARGS]", MISTRAL_ARGS),
         ("{{ messages }}", HERMES),
     ],
 )
