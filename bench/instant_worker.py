@@ -155,11 +155,11 @@ class InstantWorker(worker_pb2_grpc.WorkerServicer):
             await asyncio.sleep(self._due - now)
 
     def _step(self) -> pb.Step:
-        now = time.monotonic()
         step = pb.Step()
+        streams = []
         for key, answer in list(self._answers.items()):
             answer.left -= 1
-            self._pace.sent[answer.stream].append(now)
+            streams.append(answer.stream)
             step.tokens.add(
                 request_id=key.request_id,
                 epoch=key.epoch,
@@ -168,6 +168,9 @@ class InstantWorker(worker_pb2_grpc.WorkerServicer):
             )
             if not answer.left:
                 del self._answers[key]
+        now = time.monotonic()
+        for stream in streams:
+            self._pace.sent[stream].append(now)
         return step
 
     async def _report(self, context: Context) -> None:

@@ -3,11 +3,14 @@
 One router process on one core, between workers that answer at once and clients
 that read many answers at once, which share another core. Printed for gRPC and for
 server-sent events: tokens a second, the router's CPU time a token, and the time
-from a worker's write to a client's read, which the clients' own time is part of.
-Then, from a run under a profiler, where the router's time goes.
+from a worker's write to the client's kernel having the token. Then, from runs under
+a profiler, where the router's time goes.
 
 Goals: 20,000 tokens a second with 256 streams; at a tenth of that load, half of all
-tokens within 1 ms and 99% within 5 ms.
+tokens within 1 ms and 99% within 5 ms. What a tenth of it is like depends on how many
+tokens come together: a worker sends those of all its answers at once, and the last
+of them waits for the others. So it is measured with a tenth of the streams, and with
+all of them on many workers, on some and on one.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import os
 import pstats
 import re
@@ -35,7 +39,7 @@ from tokenizers import Tokenizer
 
 from bench.instant_worker import InstantWorker, Pace
 from bench.processes import START_SECONDS, STOP_SECONDS
-from bench.router_load import Arrivals, Clients, GrpcClients, HttpClients
+from bench.router_load import Arrivals, Clients, Reading
 from core import model_store
 from core.config import Config
 from core.types import Role
@@ -44,16 +48,19 @@ STREAMS = 256
 GOAL = 20_000
 PREFILL_WORKERS = 2
 DECODE_WORKERS = 8
+MANY_DECODE_WORKERS = 64
 FIRST_STREAM = 1000  # as a token id
+SETTLE_SECONDS = 0.5  # from when all answers have begun to when they go on
 TICK = os.sysconf("SC_CLK_TCK")
 
 # Where a function's time is counted: by the first of these that its file's path holds.
 STAGES = (
     ("read the workers' messages", ("router/link.py", "router/pace.py", "router/pulse.py")),
-    ("attempts", ("router/attempt.py", "router/dispatch.py", "router/feedback.py", "wire.py")),
+    ("wait for workers", ("router/inbox.py",)),
+    ("attempts", ("router/attempt.py", "router/dispatch.py", "router/life.py", "wire.py")),
     ("text", ("router/answer.py", "router/detokenizer.py", "router/stop_strings.py", "codecs")),
-    ("measure", ("router/metrics.py", "prometheus_client")),
-    ("serve", ("router/serving.py", "router/merge.py", "contextlib.py")),
+    ("measure", ("metrics.py", "ledger.py", "feedback.py", "trends.py", "prometheus_client")),
+    ("serve", ("router/serving.py", "router/parts.py", "router/merge.py", "contextlib.py")),
     ("wait for clients", ("router/reader.py",)),
     ("gRPC messages", ("router/grpc_edge.py", "grpc/")),
     ("server-sent events", ("router/http", "json/", "starlette")),
@@ -68,11 +75,13 @@ IDLE = ("asyncio/runners.py", "run")
 @dataclass(frozen=True, slots=True)
 class Load:
     """`tokens_each` for so many streams, all at once, at `rate` tokens a second in all; 0 is as
-    fast as the router takes them."""
+    fast as the router takes them. Decode workers have the same number of streams each, and step
+    one after the other."""
 
     streams: int
     rate: float
     tokens_each: int
+    workers: int = DECODE_WORKERS
 
     @property
     def step_seconds(self) -> float:
@@ -80,7 +89,8 @@ class Load:
 
     def __str__(self) -> str:
         pace = f"{self.rate:,.0f} tokens/s" if self.rate else "as fast as it goes"
-        return f"{self.streams} streams, {pace}"
+        together = max(self.streams // self.workers, 1)
+        return f"{self.streams} streams, {pace}, {together} together"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +101,7 @@ class Outcome:
     messages: int
     seconds: float
     router_seconds: float  # of CPU time
-    delays: Sequence[float]  # from a worker's write to a client's read
+    delays: Sequence[float]  # from a worker's write to a client's kernel
     start_seconds: float  # of CPU time, for each stream's request and its first token
 
     def __str__(self) -> str:
@@ -153,54 +163,63 @@ class Router:
         self._process.wait(STOP_SECONDS)
 
 
-async def measure(load: Load, clients: Clients, router: Router, pace: Pace) -> Outcome:
-    pace.sent.clear()
-    pace.go.clear()
-    pace.step_seconds = load.step_seconds
-    arrivals = {FIRST_STREAM + index: Arrivals() for index in range(load.streams)}
-    cpu_before = router.cpu_seconds
-    reading = [
-        asyncio.ensure_future(clients.read(number, load.tokens_each, arrived))
-        for number, arrived in arrivals.items()
-    ]
-    await asyncio.gather(*(arrived.begun.wait() for arrived in arrivals.values()))
-    began, cpu_began = time.monotonic(), router.cpu_seconds
-    with router.profiled():
-        pace.go.set()
-        await asyncio.gather(*reading)
-    seconds, cpu_ended = time.monotonic() - began, router.cpu_seconds
-    for arrived in arrivals.values():
-        if len(arrived.times) != load.tokens_each:
-            raise SystemExit(f"{len(arrived.times)} of {load.tokens_each} tokens arrived")
-    return Outcome(
-        load.streams * (load.tokens_each - 1),
-        sum(item.messages - 1 for item in arrivals.values()),
-        seconds,
-        cpu_ended - cpu_began,
-        _delays(arrivals, pace),
-        (cpu_began - cpu_before) / load.streams,
-    )
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What one router is measured with."""
+
+    edge: str
+    router: Router
+    clients: Clients
+    pace: Pace
+
+    async def measure(self, load: Load) -> Outcome:
+        self.pace.sent.clear()
+        self.pace.go.clear()
+        self.pace.step_seconds = load.step_seconds
+        cpu_before = self.router.cpu_seconds
+        address = self.router.grpc if self.edge == "gRPC" else self.router.http
+        numbers = range(FIRST_STREAM, FIRST_STREAM + load.streams)
+        self.clients.begin(Reading(self.edge, address, numbers, load.tokens_each))
+        await asyncio.to_thread(self.clients.wait_begun)
+        await asyncio.sleep(SETTLE_SECONDS)
+        began, cpu_began = time.monotonic(), self.router.cpu_seconds
+        with self.router.profiled():
+            self.pace.go.set()
+            arrivals = await asyncio.to_thread(self.clients.finish)
+        cpu_seconds = self.router.cpu_seconds - cpu_began
+        arrived = sum(len(item.times) for item in arrivals.values())
+        if arrived != load.streams * load.tokens_each:
+            raise SystemExit(f"{arrived} of {load.streams * load.tokens_each} tokens arrived")
+        return Outcome(
+            arrived - load.streams,
+            sum(item.messages - 1 for item in arrivals.values()),
+            max(item.times[-1] for item in arrivals.values()) - began,
+            cpu_seconds,
+            _delays(arrivals, self.pace),
+            (cpu_began - cpu_before) / load.streams,
+        )
 
 
 def _delays(arrivals: dict[int, Arrivals], pace: Pace) -> list[float]:
-    """Of all tokens but each stream's first, which comes from prefill."""
+    """Of all tokens but each stream's first, which comes from prefill, and its last: here, and
+    nowhere else, all answers end together."""
     return [
         arrived - sent
         for number, item in arrivals.items()
-        for arrived, sent in zip(item.times[1:], pace.sent[number], strict=True)
+        for arrived, sent in list(zip(item.times[1:], pace.sent[number], strict=True))[:-1]
     ]
 
 
 @contextlib.asynccontextmanager
-async def instant_workers(model: str, pace: Pace) -> AsyncIterator[list[str]]:
+async def instant_workers(model: str, pace: Pace, decoders: int) -> AsyncIterator[list[str]]:
     """Their addresses."""
     prefill = [
         InstantWorker(Role.PREFILL, f"prefill-{index}", model, pace)
         for index in range(PREFILL_WORKERS)
     ]
     decode = [
-        InstantWorker(Role.DECODE, f"decode-{index}", model, pace, index / DECODE_WORKERS)
-        for index in range(DECODE_WORKERS)
+        InstantWorker(Role.DECODE, f"decode-{index}", model, pace, index / decoders)
+        for index in range(decoders)
     ]
     workers = [*prefill, *decode]
     try:
@@ -226,44 +245,67 @@ def write_config(path: Path, model: str, workers: Sequence[str]) -> None:
     path.write_text(yaml.safe_dump(tree))
 
 
-async def report(arguments: argparse.Namespace, folder: Path) -> None:
-    config = Config(model=arguments.model)
-    tokenizer = Tokenizer.from_file(str(model_store.locate(config.model) / "tokenizer.json"))
-    letter = tokenizer.token_to_id("a")
-    assert letter is not None
-    pace = Pace(letter)
-    loads = [
-        Load(STREAMS, 0, arguments.tokens),
-        Load(STREAMS, GOAL, arguments.tokens),
-        Load(STREAMS // 10, GOAL / 10, arguments.tokens),
-        Load(STREAMS, GOAL / 10, arguments.tokens // 10),
+def loads(tokens: int) -> list[Load]:
+    slow = GOAL / 10
+    return [
+        Load(STREAMS, 0, tokens),
+        Load(STREAMS, GOAL, tokens),
+        Load(STREAMS // 10, slow, tokens),
+        Load(STREAMS, slow, tokens // 10),
+        Load(STREAMS, slow, tokens // 10, MANY_DECODE_WORKERS),
+        Load(STREAMS, slow, tokens // 10, 1),
     ]
-    async with instant_workers(model_store.model_name(config), pace) as workers:
-        path = folder / "router.yaml"
-        write_config(path, arguments.model, workers)
-        for name in arguments.edges:
-            print(f"\n{name}")
-            await _report_loads(name, path, loads, pace)
-            cost = await _report_loads(name, path, loads[:1], pace, folder / "profile")
-            print_stages(folder / "profile", cost)
 
 
-async def _report_loads(
-    name: str, config: Path, loads: Sequence[Load], pace: Pace, profile: Path | None = None
-) -> Outcome:
-    router = await asyncio.to_thread(Router, config, 0, profile)
-    clients: Clients = GrpcClients(router.grpc) if name == "gRPC" else HttpClients(router.http)
-    try:
-        # For what is made at first use.
-        await measure(Load(STREAMS, 0, 20), clients, router, pace)
-        for load in loads:
-            outcome = await measure(load, clients, router, pace)
-            if profile is None:
-                print(f"  {load!s:<34}{outcome}", flush=True)
-    finally:
-        await clients.close()
-        await asyncio.to_thread(router.stop)
-    return outcome
+async def report(arguments: argparse.Namespace, folder: Path, clients: Clients) -> None:
+    pace = Pace(_letter(arguments.model))
+    asked = loads(arguments.tokens)
+    for edge in arguments.edges:
+        print(f"\n{edge}")
+        setting = Setting(edge, arguments.model, folder, clients, pace)
+        for workers, alike in itertools.groupby(asked, key=lambda load: load.workers):
+            async with setting.bench(workers) as bench:
+                for load in alike:
+                    print(f"  {load!s:<46}{await bench.measure(load)}", flush=True)
+        # What costs many tokens a message, and what one.
+        for load in (asked[0], asked[3]):
+            profile = folder / "profile"
+            async with setting.bench(load.workers, profile) as bench:
+                outcome = await bench.measure(load)
+            print(f"  {load}")
+            print_stages(profile, outcome)
+
+
+def _letter(model: str) -> int:
+    folder = model_store.locate(model)
+    token = Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id("a")
+    assert token is not None
+    return token
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    edge: str
+    model: str
+    folder: Path
+    clients: Clients
+    pace: Pace
+
+    @contextlib.asynccontextmanager
+    async def bench(self, workers: int, profile: Path | None = None) -> AsyncIterator[Bench]:
+        """A router and so many decode workers."""
+        model = model_store.model_name(Config(model=self.model))
+        async with instant_workers(model, self.pace, workers) as addresses:
+            path = self.folder / "router.yaml"
+            write_config(path, self.model, addresses)
+            router = await asyncio.to_thread(Router, path, 0, profile)
+            bench = Bench(self.edge, router, self.clients, self.pace)
+            try:
+                # For what is made at first use.
+                await bench.measure(Load(STREAMS, 0, 20))
+                yield bench
+            finally:
+                await asyncio.to_thread(router.stop)
 
 
 def print_stages(profile: Path, outcome: Outcome) -> None:
@@ -280,9 +322,9 @@ def print_stages(profile: Path, outcome: Outcome) -> None:
         for (caller, _, _), (_, _, share, _) in callers.items():
             seconds[stage_of(caller)] += share
     total = sum(seconds.values())
-    print(f"  of {total / outcome.tokens * 1e6:.0f} us a token under the profiler:")
+    print(f"    {total / outcome.tokens * 1e6:.0f} us a token under the profiler, of which")
     for stage, spent in sorted(seconds.items(), key=lambda item: -item[1]):
-        print(f"    {stage:<28}{spent / total:>5.0%}{spent / outcome.tokens * 1e6:>8.1f} us")
+        print(f"      {stage:<28}{spent / total:>5.0%}{spent / outcome.tokens * 1e6:>8.1f} us")
 
 
 def stage_of(path: str) -> str:
@@ -300,8 +342,12 @@ def main() -> None:
     arguments = parser.parse_args()
     # The router's core is not ours.
     os.sched_setaffinity(0, set(range(1, os.cpu_count() or 2)))
-    with tempfile.TemporaryDirectory() as folder:
-        uvloop.run(report(arguments, Path(folder)))
+    clients = Clients()
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            uvloop.run(report(arguments, Path(folder), clients))
+    finally:
+        clients.close()
 
 
 if __name__ == "__main__":

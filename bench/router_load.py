@@ -1,109 +1,217 @@
-"""Clients that read many answers at once, over gRPC or as server-sent events."""
+"""Clients that read many answers at once, over gRPC or as server-sent events.
+
+They live in a process of their own and do next to nothing. When bytes came is what the
+kernel says, so that a client which is late to read them makes no difference.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import json
+import multiprocessing
 import re
+import selectors
+import socket
+import struct
 import time
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from typing import Protocol
 
-import grpc
-
 from baton.v1 import inference_pb2 as pb
-from baton.v1.inference_pb2_grpc import InferenceStub
+from bench.raw_grpc import GrpcConnection
 
-CHANNELS = 8
+CONNECTIONS = 8
+"""That gRPC's streams share; a stream of events has one of its own."""
+
+SILENT_SECONDS = 20.0
+SO_TIMESTAMPNS = 35
+METHOD = "/baton.v1.Inference/Generate"
 _TEXTS = re.compile(rb'"text":"([^"]*)"')
 
 
 @dataclass(slots=True)
 class Arrivals:
-    """When each token of a stream came, and in how many messages."""
+    """When each token of a stream came, on time.monotonic()'s clock, and in how many messages."""
 
     times: list[float] = field(default_factory=list)
     messages: int = 0
-    begun: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def note(self, tokens: int) -> None:
+    def note(self, tokens: int, at: float) -> None:
         if tokens:
-            self.times += [time.monotonic()] * tokens
+            self.times += [at] * tokens
             self.messages += 1
-            self.begun.set()
 
 
-class Clients(Protocol):
-    async def read(self, stream: int, tokens: int, arrivals: Arrivals) -> None:
-        """Reads one stream of so many tokens."""
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What clients are to do: read one answer of so many tokens for each stream."""
 
-    async def close(self) -> None: ...
+    edge: str
+    address: str
+    streams: Sequence[int]
+    tokens: int
 
 
-class GrpcClients:
-    def __init__(self, address: str) -> None:
-        options = [("grpc.use_local_subchannel_pool", 1)]
-        self._channels = [
-            grpc.aio.insecure_channel(address, options=options) for _ in range(CHANNELS)
+class Clients:
+    """The process. `begin`, then `wait_begun`, then `finish`."""
+
+    def __init__(self) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._pipe, theirs = spawn.Pipe()
+        self._process = spawn.Process(target=_serve, args=(theirs,), daemon=True)
+        self._process.start()
+
+    def begin(self, reading: Reading) -> None:
+        self._pipe.send(reading)
+
+    def wait_begun(self) -> None:
+        """Returns when every stream has its first token."""
+        self._pipe.recv()
+
+    def finish(self) -> dict[int, Arrivals]:
+        """By stream, when all have ended."""
+        arrivals: dict[int, Arrivals] = self._pipe.recv()
+        return arrivals
+
+    def close(self) -> None:
+        self._pipe.send(None)
+        self._process.join()
+
+
+def _serve(pipe: Connection) -> None:
+    while reading := pipe.recv():
+        pipe.send(_read(reading, pipe))
+
+
+class Source(Protocol):
+    """A connection with some streams."""
+
+    @property
+    def open_streams(self) -> int: ...
+
+    def take(self, data: bytes) -> list[tuple[int, int]]:
+        """Streams, and how many tokens of each these bytes complete, one entry a message."""
+        ...
+
+
+def _read(reading: Reading, pipe: Connection) -> dict[int, Arrivals]:
+    """What came before nothing came for long."""
+    arrivals: defaultdict[int, Arrivals] = defaultdict(Arrivals)
+    begun = False
+    with selectors.DefaultSelector() as selector:
+        for connection, source in _connect(reading):
+            selector.register(connection, selectors.EVENT_READ, (connection, source))
+        while selector.get_map() and (ready := selector.select(SILENT_SECONDS)):
+            for key, _ in ready:
+                connection, source = key.data
+                if not _receive(connection, source, arrivals):
+                    selector.unregister(connection)
+                    connection.close()
+            if not begun and len(arrivals) == len(reading.streams):
+                begun = True
+                pipe.send(True)
+    if not begun:
+        pipe.send(False)
+    return arrivals
+
+
+def _receive(
+    connection: socket.socket, source: Source, arrivals: defaultdict[int, Arrivals]
+) -> bool:
+    """Whether there is more to come."""
+    data, ancillary, _, _ = connection.recvmsg(2**18, 64)
+    if not data:
+        return False
+    at = time.monotonic() - _age(ancillary)
+    for stream, tokens in source.take(data):
+        arrivals[stream].note(tokens, at)
+    return source.open_streams > 0
+
+
+def _age(ancillary: Sequence[tuple[int, int, bytes]]) -> float:
+    """How long ago the kernel had what was received. It begins to take times a little after it
+    is asked to."""
+    if not ancillary:
+        return 0.0
+    seconds, nanoseconds = struct.unpack("qq", ancillary[0][2])
+    had_at: float = seconds + nanoseconds * 1e-9
+    return time.time() - had_at
+
+
+def _connect(reading: Reading) -> list[tuple[socket.socket, Source]]:
+    """Every request is on its way."""
+    host, _, port = reading.address.rpartition(":")
+    connect = _connect_grpc if reading.edge == "gRPC" else _connect_http
+    return connect((host, int(port)), reading)
+
+
+def _open(address: tuple[str, int]) -> socket.socket:
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
+    connection.connect(address)
+    return connection
+
+
+def _connect_grpc(address: tuple[str, int], reading: Reading) -> list[tuple[socket.socket, Source]]:
+    sources: list[tuple[socket.socket, Source]] = []
+    for place in range(min(CONNECTIONS, len(reading.streams))):
+        connection = _open(address)
+        calls = GrpcConnection(connection, METHOD)
+        for stream in reading.streams[place::CONNECTIONS]:
+            request = pb.GenerateRequest(
+                token_ids=pb.TokenIds(ids=[stream] * 16),
+                max_tokens=reading.tokens,
+                ignore_eos=True,
+            )
+            calls.call(stream, request.SerializeToString())
+        sources.append((connection, _Calls(calls)))
+    return sources
+
+
+@dataclass(frozen=True, slots=True)
+class _Calls:
+    connection: GrpcConnection
+
+    @property
+    def open_streams(self) -> int:
+        return self.connection.open_calls
+
+    def take(self, data: bytes) -> list[tuple[int, int]]:
+        messages = self.connection.take(data)
+        return [
+            (stream, len(pb.GenerateResponse.FromString(content).delta.token_ids))
+            for stream, content in messages
         ]
-        self._stubs = [InferenceStub(channel) for channel in self._channels]
-
-    async def read(self, stream: int, tokens: int, arrivals: Arrivals) -> None:
-        request = pb.GenerateRequest(
-            token_ids=pb.TokenIds(ids=[stream] * 16), max_tokens=tokens, ignore_eos=True
-        )
-        call = self._stubs[stream % CHANNELS].Generate(request)
-        while isinstance(response := await call.read(), pb.GenerateResponse):
-            arrivals.note(len(response.delta.token_ids))
-
-    async def close(self) -> None:
-        for channel in self._channels:
-            await channel.close()
 
 
-class HttpClients:
-    """One connection a stream, read without more work than counting the answer's letters."""
-
-    def __init__(self, address: str) -> None:
-        self._host, _, port = address.rpartition(":")
-        self._port = int(port)
-
-    async def read(self, stream: int, tokens: int, arrivals: Arrivals) -> None:
-        loop = asyncio.get_running_loop()
-        transport, reader = await loop.create_connection(
-            lambda: _Events(arrivals), self._host, self._port
-        )
-        transport.write(_request(stream, tokens))
-        await reader.ended
-        transport.close()
-
-    async def close(self) -> None:
-        pass
+def _connect_http(address: tuple[str, int], reading: Reading) -> list[tuple[socket.socket, Source]]:
+    sources: list[tuple[socket.socket, Source]] = []
+    for stream in reading.streams:
+        connection = _open(address)
+        connection.sendall(_http_request(stream, reading.tokens))
+        sources.append((connection, _Events(stream)))
+    return sources
 
 
-class _Events(asyncio.Protocol):
-    def __init__(self, arrivals: Arrivals) -> None:
-        self._arrivals = arrivals
-        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._rest = b""
+@dataclass(slots=True)
+class _Events:
+    """A stream of events, each of whose letters is a token."""
 
-    def data_received(self, data: bytes) -> None:
+    stream: int
+    open_streams: int = 1
+    rest: bytes = b""
+
+    def take(self, data: bytes) -> list[tuple[int, int]]:
         """What is cut in the middle of an event waits for the rest."""
-        whole, cut, self._rest = (self._rest + data).rpartition(b"\n\n")
-        for text in _TEXTS.findall(whole):
-            self._arrivals.note(len(text))
+        whole, cut, self.rest = (self.rest + data).rpartition(b"\n\n")
         if (cut and whole.endswith(b"[DONE]")) or whole.startswith(b"HTTP/1.1 4"):
-            self._end()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._end()
-
-    def _end(self) -> None:
-        if not self.ended.done():
-            self.ended.set_result(None)
+            self.open_streams = 0
+        return [(self.stream, len(text)) for text in _TEXTS.findall(whole)]
 
 
-def _request(stream: int, tokens: int) -> bytes:
+def _http_request(stream: int, tokens: int) -> bytes:
     body = json.dumps(
         {"prompt": [stream] * 16, "max_tokens": tokens, "ignore_eos": True, "stream": True}
     )
