@@ -55,9 +55,9 @@ class Costs:
         own = tokens * (each + look * (prefix + tokens / 2))
         return once + own + before * pending + back * restored
 
-    def wait_seconds(self, pending: int) -> float:
-        """Of these, before the prompt's own turn."""
-        return self.prefill[3] * pending
+    def wait_seconds(self, pending: int, restored: int = 0) -> float:
+        """Of this, what is not the prompt's own compute."""
+        return self.prefill[3] * pending + self.prefill[4] * restored
 
     def local_seconds(
         self, tokens: int, prefix: int, pending: int = 0, running: int = 0, restored: int = 0

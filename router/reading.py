@@ -53,34 +53,33 @@ def _holders(snapshot: Snapshot) -> list[DecodeView]:
 
 
 def _best(snapshot: Snapshot, view: PrefillView, holders: Sequence[DecodeView]) -> Reading:
-    plain = _read(snapshot, view, view.cached_tokens, view.kept_tokens)
-    longest = (each for each in holders if each.worker_id in view.reaches)
-    holder = next(longest, None)
+    plain = _read(snapshot, view)
+    holder = next((each for each in holders if each.worker_id in view.reaches), None)
     if holder is None or holder.near_tokens <= view.cached_tokens:
         return plain
-    fetched = _read_fetched(snapshot, plain, holder)
-    pays = fetched.first_token < plain.first_token
-    return fetched if pays or snapshot.fetch is FetchPages.ALWAYS else plain
+    return _read_fetched(snapshot, plain, holder) or plain
 
 
-def _read(snapshot: Snapshot, view: PrefillView, cached: int, kept: int = 0) -> Reading:
-    missing, costs = snapshot.prompt_tokens - cached, snapshot.costs
-    compute = costs.prefill_seconds(missing, cached)
-    all_of_it = costs.prefill_seconds(missing, cached, view.pending_tokens, kept)
-    return Reading(view, cached, compute, all_of_it)
+def _read(snapshot: Snapshot, view: PrefillView) -> Reading:
+    cached, costs = view.cached_tokens, snapshot.costs
+    compute = costs.prefill_seconds(snapshot.prompt_tokens - cached, cached)
+    before = costs.wait_seconds(view.pending_tokens, view.kept_tokens)
+    return Reading(view, cached, compute, compute + before)
 
 
-def _read_fetched(snapshot: Snapshot, plain: Reading, holder: DecodeView) -> Reading:
-    size, costs = snapshot.page_size, snapshot.costs
+def _read_fetched(snapshot: Snapshot, plain: Reading, holder: DecodeView) -> Reading | None:
+    """None where computing takes less."""
+    size, costs, view = snapshot.page_size, snapshot.costs, plain.view
+    near = holder.near_tokens
     # What the prefill worker keeps in its second tier is fetched too, not brought back.
-    tokens = holder.near_tokens - (plain.view.cached_tokens - plain.view.kept_tokens)
-    rest = _read(snapshot, plain.view, holder.near_tokens)
-    late = costs.fetch_seconds(tokens // size * snapshot.page_bytes) - costs.wait_seconds(
-        plain.view.pending_tokens
-    )
+    tokens = near - (view.cached_tokens - view.kept_tokens)
+    compute = costs.prefill_seconds(snapshot.prompt_tokens - near, near)
+    wait = costs.wait_seconds(view.pending_tokens)
+    late = costs.fetch_seconds(tokens // size * snapshot.page_bytes) - wait
+    first_token = compute + wait + max(late, 0.0)
     always = snapshot.fetch is FetchPages.ALWAYS
-    saved = ALWAYS_SECONDS if always else plain.first_token - rest.first_token
-    return rest._replace(
-        first_token=rest.first_token + max(late, 0.0),
-        fetch=Fetch(holder.worker_id, holder.near_tokens // size, tokens, saved),
-    )
+    if first_token >= plain.first_token and not always:
+        return None
+    saved = ALWAYS_SECONDS if always else plain.first_token - (compute + wait)
+    fetch = Fetch(holder.worker_id, near // size, tokens, saved)
+    return Reading(view, near, compute, first_token, fetch)
