@@ -28,7 +28,7 @@ from cluster import store
 from cluster.member import CONTROLLER, DRAINED, DRAINING, Member
 from core import config as configs
 from core.errors import BatonError
-from core.process import Stopping
+from core.process import Stopping, settle_memory
 from core.types import Role
 from worker.cpu import claim_threads
 
@@ -179,6 +179,7 @@ class RouterActor(_ServerActor):
         self._tell(progress="loading the tokenizer")
         server = RouterServer(self._config, self._member.worker_id)
         await server.start(self._controller_address)
+        settle_memory()
         self._serving = True
         self._tell(progress="waiting for workers")
         waiting = asyncio.ensure_future(self._tell_when_ready(server))

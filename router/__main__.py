@@ -11,7 +11,7 @@ import uvloop
 from core import config as configs
 from core.config import Config
 from core.errors import BatonError
-from core.process import set_up_logging, stop_on_signals
+from core.process import set_up_logging, settle_memory, stop_on_signals
 from router.server import RouterServer
 
 
@@ -32,6 +32,7 @@ async def _run(config: Config, controller: str) -> None:
     stopping = stop_on_signals()
     server = RouterServer(config)
     await server.start(controller)
+    settle_memory()
     http = f"HTTP on {server.http_address}, " if server.http_address else ""
     print(
         f"router ready: gRPC on {server.address}, {http}metrics on {server.metrics_address}",

@@ -35,6 +35,8 @@ class AnswerText:
 
     def push(self, tokens: Tokens) -> AnswerDelta:
         """What the new tokens add."""
+        if self._stops.idle:
+            return self._push_all(tokens)
         delta = AnswerDelta()
         last = len(tokens.token_ids) - 1
         for index, token in enumerate(tokens.token_ids):
@@ -51,6 +53,16 @@ class AnswerText:
             delta.text += self._stops.push(self._detokenizer.flush())[0] + self._stops.flush()
             self._end(tokens.finish)
         return delta
+
+    def _push_all(self, tokens: Tokens) -> AnswerDelta:
+        """Without stop strings, tokens need not be looked at one by one."""
+        ends_answer = tokens.finish is FinishReason.STOP
+        text = self._detokenizer.push(tokens.token_ids[:-1] if ends_answer else tokens.token_ids)
+        self.count += len(tokens.token_ids)
+        if tokens.finish:
+            text += self._detokenizer.flush()
+            self._end(tokens.finish)
+        return AnswerDelta(text, tokens.token_ids, list(tokens.logprobs))
 
     def _end(self, reason: FinishReason) -> None:
         self.finish = FinishReason.STOP if self._stops.hit else reason

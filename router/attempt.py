@@ -14,9 +14,9 @@ No I/O and no clock: every input returns what to do.
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from baton.v1 import worker_pb2 as pb
 from core.errors import BatonError, DeadlineExceeded, WorkerLost
@@ -38,8 +38,7 @@ class Send:
     message: pb.RouterMessage
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
+class Tokens(NamedTuple):
     """New tokens of an answer; `finish` is set with the last."""
 
     token_ids: list[int]
@@ -199,12 +198,12 @@ class Attempt:
         # Its pages have landed: prefill is no longer needed.
         self._held.discard(Side.PREFILL)
         finish = finish_from(step.finish_reason)
-        logprobs = tuple(logprobs_from(each) for each in step.logprobs)
+        logprobs = tuple(map(logprobs_from, step.logprobs))
         tokens = Tokens(list(step.token_ids), finish, step.cached_tokens, logprobs)
         if step.prompt_logprobs:
             prompt = tuple(map(logprobs_from, step.prompt_logprobs))
-            tokens = dataclasses.replace(tokens, prompt_logprobs=prompt)
-        if tokens.finish:
+            tokens = tokens._replace(prompt_logprobs=prompt)
+        if finish:
             self._held.discard(Side.DECODE)
         if self.started:
             return [tokens]

@@ -110,7 +110,7 @@ class ByteLevelDetokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, ids: Iterable[int]) -> str:
-        return self._decoder.decode(b"".join(self._token_bytes[token_id] for token_id in ids))
+        return self._decoder.decode(b"".join(map(self._token_bytes.__getitem__, ids)))
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)

@@ -187,7 +187,8 @@ class Running:
                 self.ended = action
             else:
                 self._send([action])
-        self._count()
+        if self._unanswered or self._prompt is not None:
+            self._count()
         return joined(tokens) if tokens else None
 
     def _actions(self, events: list[Event]) -> Iterator[Action]:
@@ -248,8 +249,7 @@ def joined(tokens: list[Tokens]) -> Tokens:
     """What came together, as if it had come at once."""
     if len(tokens) == 1:
         return tokens[0]
-    return dataclasses.replace(
-        tokens[0],
+    return tokens[0]._replace(
         token_ids=[token_id for each in tokens for token_id in each.token_ids],
         finish=tokens[-1].finish,
         logprobs=tuple(scores for each in tokens for scores in each.logprobs),

@@ -45,8 +45,9 @@ class Feedback:
             self._metrics.queued("decode", tokens.queue_seconds)
         if self._ledger is not None:
             self._ledger.hear_step(tokens)
-        forecast = self._seat.placement.forecast
-        if forecast and not self._read and not self._seat.prefill:
+        if self._read or self._seat.prefill:
+            return
+        if forecast := self._seat.placement.forecast:
             self._note_local(tokens, forecast)
 
     def take(self, event: pb.WorkerMessage) -> None:

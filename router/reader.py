@@ -25,7 +25,7 @@ class AnswerBuffer:
         self._waiting = 0  # tokens
         self._closed = False
         self._error: Exception | None = None
-        self._changed = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
 
     def put(self, event: Event) -> None:
         """Raises SlowReader when more than the limit's tokens would wait."""
@@ -33,7 +33,7 @@ class AnswerBuffer:
             self._join(event)
         else:
             self._events.append(event)
-        self._changed.set()
+        self._wake()
 
     def _join(self, delta: Delta) -> None:
         if self._waiting and self._waiting + len(delta.token_ids) > self._limit:
@@ -58,15 +58,19 @@ class AnswerBuffer:
         said first holds."""
         if not self._closed:
             self._closed, self._error = True, error
-        self._changed.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def __aiter__(self) -> AnswerBuffer:
         return self
 
     async def __anext__(self) -> Event:
         while not self._events and not self._closed:
-            self._changed.clear()
-            await self._changed.wait()
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
         if self._events:
             return self._take()
         if self._error is not None:

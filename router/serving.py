@@ -68,7 +68,7 @@ class Started:
     answers: int = 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # one a token: to freeze it would take as long again as to make it
 class Delta:
     text: str
     token_ids: list[int]
@@ -130,7 +130,7 @@ class Serving:
         self._count(+request.n)
         try:
             entries = ledger.answers[place * request.n : (place + 1) * request.n]
-            async with aclosing(self._answers(request, entries)) as events:
+            async with aclosing(await self._answers(request, entries)) as events:
                 async for event in events:
                     if isinstance(event, Finished):
                         outcome = event.reason.name
@@ -172,17 +172,12 @@ class Serving:
     async def _answers(
         self, request: Request, entries: Sequence[AnswerLedger]
     ) -> AsyncGenerator[Event]:
-        """All answers to a request. The first that is placed starts it."""
+        """All answers to a request, which has been read."""
         prepared = await self._prepare(request, entries)
         self._check_deadline(request, prepared.work)
         self._metrics.prompt_tokens.inc(len(prepared.work.prompt_tokens))
         answers = [self._answer(request, prepared, *entry) for entry in enumerate(entries)]
-        started = False
-        async with aclosing(merged(answers) if request.n > 1 else answers[0]) as events:
-            async for event in events:
-                if not (started and isinstance(event, Started)):
-                    yield event
-                started = True
+        return answers[0] if len(answers) == 1 else _started_once(merged(answers))
 
     async def _answer(
         self, request: Request, prepared: _Prepared, index: int, ledger: AnswerLedger
@@ -218,15 +213,8 @@ class Serving:
                 called = called or bool(parts.tool_calls)
                 if delta.token_ids or delta.text:
                     scored = scored_tokens(self.text, delta.token_ids, delta.logprobs)
-                    yield Delta(
-                        parts.text,
-                        delta.token_ids,
-                        index,
-                        scored,
-                        parts.reasoning,
-                        parts.tool_calls,
-                        prompt_scores,
-                    )
+                    said = parts.text, delta.token_ids, index
+                    yield Delta(*said, scored, parts.reasoning, parts.tool_calls, prompt_scores)
                     prompt_scores = []
                 if answer.finish:
                     clock.end()
@@ -344,6 +332,16 @@ class _Prepared:
     opened: bool
 
 
+async def _started_once(answers: AsyncGenerator[Event]) -> AsyncGenerator[Event]:
+    """The first answer that is placed starts the request."""
+    started = False
+    async with aclosing(answers) as events:
+        async for event in events:
+            if not (started and isinstance(event, Started)):
+                yield event
+            started = True
+
+
 def _finish(reason: FinishReason, called: bool) -> FinishReason:
     return FinishReason.TOOL_CALLS if called and reason is FinishReason.STOP else reason
 
@@ -377,14 +375,13 @@ class _Clock:
         ledger, before = self.ledger, self.ledger.last
         ledger.take(count)
         if not before:
+            self.metrics.tokens.first(count)
             self.metrics.ttft.observe(ledger.first - ledger.arrived)
             self.trends.first_token(ledger.first - ledger.arrived)
         else:
             gap = (ledger.last - before) / count
-            for _ in range(count):
-                self.metrics.itl.observe(gap)
+            self.metrics.tokens.more(count, gap)
             self.trends.next_tokens(count, gap)
-        self.metrics.generation_tokens.inc(count)
 
     def end(self) -> None:
         """Only whole answers count: a cancelled one has no end."""

@@ -25,7 +25,7 @@ class StopStrings:
     def __init__(self, stops: Sequence[str]) -> None:
         self.hit: str | None = None
         self._node = _automaton(stops)
-        self._idle = not stops
+        self.idle = not stops  # text passes as it is
         self._held = ""
         # Counts of characters from the start of _held.
         self._scanned = 0
@@ -33,7 +33,7 @@ class StopStrings:
 
     def push(self, text: str) -> tuple[str, str | None]:
         """The text that no stop string can reach any more, and the stop string once it is sure."""
-        if self._idle or self.hit:
+        if self.idle or self.hit:
             return ("" if self.hit else text), self.hit
         self._held += text
         for character in text:

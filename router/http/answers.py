@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from json.encoder import encode_basestring
 from typing import Protocol
 
 from core.types import FinishReason
@@ -23,6 +24,7 @@ FINISH = {
 }
 DONE = b"data: [DONE]\n\n"
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+_SOME_TEXT = "\0text\0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,8 @@ class Telling:
         self._asked = asked
         self._openings = openings
         self._usage = Usage(asked.n)
-        self._begun: set[int] = set()
+        # By answer of which something was told: what is around its next text.
+        self._around: dict[int, tuple[bytes, bytes]] = {}
         self._texts: defaultdict[int, list[str]] = defaultdict(list)
         self._scores: defaultdict[int, list[ScoredToken]] = defaultdict(list)
         self._prompt_scores: dict[int, list[ScoredToken]] = {}
@@ -113,6 +116,8 @@ class Telling:
             "created": int(time.time()),
             "model": model,
         }
+        # What every chunk begins with, up to its choices.
+        self._chunk_head = b"data: " + encode(self._head)[:-1] + b',"choices":'
 
     def note(self, event: Event) -> None:
         """For an answer that is told whole."""
@@ -146,25 +151,46 @@ class Telling:
 
     def chunk(self, event: Event) -> bytes:
         """What an event adds to a stream; empty when nothing."""
+        if isinstance(event, Delta):
+            return self._delta(event)
         self._usage.note(event)
         if isinstance(event, Started):
             return b""
-        index = event.index
-        first = index not in self._begun
-        opening = self._opening(index) if first else ""
-        if isinstance(event, Finished):
-            piece = Piece(index, opening, FINISH[event.reason], first)
-        else:
-            scores = self._scores_of(event) or None
-            text, calls = opening + event.text, event.tool_calls
-            if not (text or scores or event.reasoning or calls or event.prompt_logprobs):
-                return b""
-            offset = self._offsets[index]
-            prompt = event.prompt_logprobs if first and self._asked.prompt_scored else None
-            piece = Piece(index, text, None, first, scores, offset, event.reasoning, calls, prompt)
-            self._offsets[index] += sum(len(each.chosen.text) for each in scores or ())
-        self._begun.add(index)
+        first = event.index not in self._around
+        opening = self._opening(event.index) if first else ""
+        piece = Piece(event.index, opening, FINISH[event.reason], first)
         return self._event([self._api.delta(piece)], None)
+
+    def _delta(self, event: Delta) -> bytes:
+        around = self._around.get(event.index)
+        scored = event.logprobs or event.prompt_logprobs
+        if around and not (scored or event.reasoning or event.tool_calls):
+            before, behind = around
+            text = event.text
+            return before + encode_basestring(text).encode() + behind if text else b""
+        piece = self._piece(event, first=not around)
+        if not (piece.text or scored or piece.reasoning or piece.tool_calls):
+            return b""
+        if not around:
+            self._around[event.index] = self._around_text(event.index)
+        return self._event([self._api.delta(piece)], None)
+
+    def _piece(self, event: Delta, *, first: bool) -> Piece:
+        index = event.index
+        text = (self._opening(index) if first else "") + event.text
+        scores = self._scores_of(event) or None
+        prompt = event.prompt_logprobs if first and self._asked.prompt_scored else None
+        offset = self._offsets[index]
+        self._offsets[index] += sum(len(each.chosen.text) for each in scores or ())
+        parts = event.reasoning, event.tool_calls
+        return Piece(index, text, None, first, scores, offset, *parts, prompt)
+
+    def _around_text(self, index: int) -> tuple[bytes, bytes]:
+        """What a chunk with only text has before and behind it. Most are like this, and this is
+        the same each time."""
+        chunk = self._event([self._api.delta(Piece(index, _SOME_TEXT, None, first=False))], None)
+        before, _, behind = chunk.partition(encode_basestring(_SOME_TEXT).encode())
+        return before, behind
 
     def _scores_of(self, delta: Delta) -> list[ScoredToken]:
         """Those that stand with its text, behind the prompt's where it is part of it."""
@@ -185,10 +211,8 @@ class Telling:
         return self._openings[index // self._asked.n]
 
     def _event(self, choices: list[Json], usage: Json | None) -> bytes:
-        content = {**self._head, "choices": choices}
-        if self._asked.include_usage:
-            content["usage"] = usage
-        return server_sent(content)
+        told = b',"usage":' + encode(usage) if self._asked.include_usage else b""
+        return self._chunk_head + encode(choices) + told + b"}\n\n"
 
 
 def server_sent(content: Json, name: str = "") -> bytes:
@@ -197,5 +221,5 @@ def server_sent(content: Json, name: str = "") -> bytes:
     return named + b"data: " + encode(content) + b"\n\n"
 
 
-def encode(content: Json) -> bytes:
+def encode(content: Json | list[Json] | None) -> bytes:
     return _ENCODER.encode(content).encode()

@@ -126,7 +126,7 @@ class GenerationEndpoint:
         if not asked.stream:
             length = str(len(last)).encode()
             await _start(send, asked.request_id, (*_JSON_HEADERS, (b"content-length", length)))
-        await _send(send, last, more=False)
+        await send({"type": "http.response.body", "body": last})
 
     async def _stream(
         self, asked: Asked, telling: Telling, events: AnswerBuffer, writer: _Writer
@@ -179,9 +179,11 @@ class _Writer:
     ledger: RequestLedger
 
     async def write(self, event: Event, content: bytes) -> None:
+        if not content:
+            return
         began = time.monotonic()
-        await _send(self.send, content)
-        if content and not isinstance(event, Started):
+        await self.send({"type": "http.response.body", "body": content, "more_body": True})
+        if not isinstance(event, Started):
             self.ledger.answers[event.index].write(began)
 
 
@@ -226,8 +228,3 @@ async def _gone(receive: Receive) -> None:
 async def _start(send: Send, request_id: str, headers: tuple[tuple[bytes, bytes], ...]) -> None:
     named = (*headers, (b"x-request-id", request_id.encode()))
     await send({"type": "http.response.start", "status": 200, "headers": named})
-
-
-async def _send(send: Send, content: bytes, *, more: bool = True) -> None:
-    if content or not more:
-        await send({"type": "http.response.body", "body": content, "more_body": more})
