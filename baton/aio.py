@@ -261,6 +261,11 @@ class AsyncClient:
         with translated(self.address):
             return await self._admin.Pools(cluster_pb2.PoolsRequest(), timeout=timeout)
 
+    async def plan(self, *, timeout: float | None = CALL_SECONDS) -> cluster_pb2.PlanResponse:
+        """What the planner has decided lately, and why."""
+        with translated(self.address):
+            return await self._admin.Plan(cluster_pb2.PlanRequest(), timeout=timeout)
+
     async def switch_role(
         self, worker_id: str, role: str, *, timeout: float | None = None
     ) -> cluster_pb2.SwitchRoleResponse:

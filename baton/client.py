@@ -265,6 +265,11 @@ class Client:
         with translated(self.address):
             return self._admin.Pools(cluster_pb2.PoolsRequest(), timeout=timeout)
 
+    def plan(self, *, timeout: float | None = CALL_SECONDS) -> cluster_pb2.PlanResponse:
+        """What the planner has decided lately, and why."""
+        with translated(self.address):
+            return self._admin.Plan(cluster_pb2.PlanRequest(), timeout=timeout)
+
     def switch_role(
         self, worker_id: str, role: str, *, timeout: float | None = None
     ) -> cluster_pb2.SwitchRoleResponse:

@@ -55,7 +55,7 @@ def compare(options: argparse.Namespace) -> None:
         trace_cluster.workers(shape, Path(folder)) as members,
         trace_cluster.router(shape, Path(folder), "router", members, SETTINGS) as door,
     ):
-        outcomes, profile = asyncio.run(_measure(door.address, requests, shape, options.seed))
+        outcomes, profile = asyncio.run(measure(door.address, requests, shape, options.seed))
     if options.save:
         profile.save(options.save)
     print(f"profile: {profile}")
@@ -63,7 +63,7 @@ def compare(options: argparse.Namespace) -> None:
     print_comparison(measured, predict(requests, shape, profile))
 
 
-async def _measure(
+async def measure(
     address: str, requests: Sequence[TimedRequest], shape: Shape, seed: int
 ) -> tuple[list[Outcome], Profile]:
     async with AsyncClient(address) as client:
@@ -135,10 +135,7 @@ def _print_row(title: str, measured: float, predicted: float) -> None:
     print(f"{title:<22}{measured:>12,.1f}{predicted:>12,.1f}{error:>10}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("trace", type=Path, help="a JSONL file")
     parser.add_argument("--requests", type=int, default=60)
     parser.add_argument("--slice", choices=("sessions", "window"), default="sessions")
@@ -152,6 +149,13 @@ def main() -> None:
     parser.add_argument("--kv-memory", default="1GiB", help="of one worker")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--save", type=Path, help="where to write the profile")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_arguments(parser)
     compare(parser.parse_args())
 
 

@@ -17,6 +17,7 @@ from cli.drain import drain
 from cli.generate import generate
 from cli.keys import keys
 from cli.model import model
+from cli.plan import plan
 from cli.restart import restart
 from cli.role import role
 from cli.scale import scale
@@ -47,6 +48,7 @@ app.command()(drain)
 app.command()(restart)
 app.command()(scale)
 app.command()(role)
+app.command()(plan)
 app.command()(certs)
 app.command()(simulate)
 app.add_typer(model, name="model")

@@ -75,6 +75,12 @@ def serve(
     routers: Annotated[
         int | None, typer.Option(help="Routers; the ports of each further one are one more.")
     ] = None,
+    plan: Annotated[
+        bool | None,
+        typer.Option(
+            "--plan", help="Have the pools follow the load; see `baton plan`. (default: no)"
+        ),
+    ] = None,
     keys: Annotated[
         Path | None,
         typer.Option(help="A file of API keys, see `baton keys`. (default: no keys)"),
@@ -124,6 +130,7 @@ def serve(
             "device": device,
             "page_size": page_size,
             "max_context": max_context,
+            "planner.enabled": plan,
             "router.count": routers,
             "router.host": host,
             "router.port": port,

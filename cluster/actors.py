@@ -133,6 +133,11 @@ class WorkerActor(_ServerActor):
         if self._server is not None:
             self._loop.call_soon_threadsafe(self._server.drain, True)
 
+    def switch_role(self, role: Role) -> None:
+        """Has the worker go on in another role, once what runs has ended or been handed back."""
+        if self._server is not None:
+            self._loop.call_soon_threadsafe(self._server.switch, role)
+
     def _begin_draining(self) -> None:
         if self._server and self._member.progress not in (DRAINING, DRAINED):
             self._server.drain()

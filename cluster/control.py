@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from baton.v1 import cluster_pb2 as pb
 from baton.v1 import cluster_pb2_grpc
 from cluster.member import Member
+from cluster.planning import Planned
 from core.types import Role
 from core.wire import role_to
 from planner.pools import Pools
@@ -32,6 +33,21 @@ class Control(cluster_pb2_grpc.ControlServicer):
     async def Pools(self, message: pb.PoolsRequest) -> pb.PoolsResponse:
         return await self._pools()
 
+    @answered
+    async def Plan(self, message: pb.PlanRequest) -> pb.PlanResponse:
+        planning = self._controller.planning
+        if planning is None:
+            return pb.PlanResponse()
+        return pb.PlanResponse(
+            enabled=True,
+            acts=planning.acts,
+            ttft=planning.goals.ttft,
+            itl=planning.goals.itl,
+            most_workers=planning.goals.most_workers,
+            last=_round(planning.last) if planning.last else None,
+            changes=map(_round, reversed(planning.changes)),
+        )
+
     async def _pools(self) -> pb.PoolsResponse:
         fleet = self._controller.fleet
         heard = {member.worker_id: member for member in await self._controller.members()}
@@ -47,6 +63,19 @@ class Control(cluster_pb2_grpc.ControlServicer):
 
 def _unheard(name: str, role: Role) -> Member:
     return Member(name, role, host="", progress="waiting for a place")
+
+
+def _round(planned: Planned) -> pb.PlannedRound:
+    decision = planned.decision
+    return pb.PlannedRound(
+        at=planned.at,
+        words=decision.words,
+        reasons=decision.reasons,
+        have_prefill=decision.have.prefill,
+        have_decode=decision.have.decode,
+        need_prefill=decision.need.prefill,
+        need_decode=decision.need.decode,
+    )
 
 
 def _worker(member: Member, role: Role, retiring: bool) -> pb.PooledWorker:

@@ -28,8 +28,10 @@ from baton.v1 import cluster_pb2, cluster_pb2_grpc
 from cluster import store
 from cluster.control import Control
 from cluster.fleet import Fleet
+from cluster.live_planner import LivePlanner
 from cluster.member import CONTROLLER, DRAINED, Member, is_worker
 from cluster.membership import Membership
+from cluster.planning import Planning
 from cluster.worker_actors import WorkerActors, drain, kill
 from core import config as configs
 from core.errors import InvalidRequest, Unavailable
@@ -83,11 +85,16 @@ class Controller:
         self._deadlines: dict[str, float] = {}  # of workers that drain
         self._drained: deque[Member] = deque(maxlen=REMEMBERED)
         self._ended: deque[str] = deque(maxlen=REMEMBERED)  # their transport agents
-        self._membership = Membership()
+        self.planning = Planning(config, gpus=gpus > 0) if config.planner.enabled else None
+        self._membership = Membership(self._note_report)
         self._serve(address, node_identity(config))
         self._learning = asyncio.ensure_future(self._learn())
         self._tending = asyncio.ensure_future(self._tend())
         self._tending.add_done_callback(_give_up)
+        if self.planning:
+            planner = LivePlanner(self, self.planning, config.drain_seconds)
+            self._running_plan = asyncio.ensure_future(planner.run())
+            self._running_plan.add_done_callback(_stop_planning)
 
     async def update(self, member: Member) -> None:
         """A process tells how far it is. A restarted one replaces its earlier self."""
@@ -122,6 +129,22 @@ class Controller:
     @property
     def fleet(self) -> Fleet:
         return self._fleet
+
+    def serving(self, role: Role) -> list[str]:
+        """Workers of a role that serve and are to stay, those that are missed least first."""
+        fleet = self._fleet
+        return [
+            name
+            for name in self._spare()
+            if fleet.workers[name] is role
+            and name not in fleet.retiring
+            and name in self._members
+            and self._members[name].address
+        ]
+
+    def _note_report(self, report: cluster_pb2.RouterReport) -> None:
+        if self.planning:
+            self.planning.report(report, time.monotonic())
 
     def _spare(self) -> list[str]:
         """Workers, those that are missed least first: they do not serve yet, have few requests,
@@ -243,6 +266,11 @@ def _give_up(task: asyncio.Task[None]) -> None:
     """What was not foreseen ends the process; Ray starts another."""
     log.error("the pools can no longer be tended", exc_info=task.exception())
     os._exit(1)
+
+
+def _stop_planning(task: asyncio.Task[None]) -> None:
+    """What was not foreseen there leaves the pools as they are."""
+    log.error("the planner has stopped", exc_info=task.exception())
 
 
 def _message(member: Member, role: Role) -> cluster_pb2.Member:

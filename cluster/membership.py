@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
@@ -14,7 +14,11 @@ from baton.v1 import cluster_pb2, cluster_pb2_grpc
 class Membership(cluster_pb2_grpc.MembershipServicer):
     """The list of workers that serve, told to any number of routers once it is known."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, on_report: Callable[[cluster_pb2.RouterReport], None] = lambda report: None
+    ) -> None:
+        """`on_report` is called with what routers report."""
+        self._on_report = on_report
         self._now: cluster_pb2.Members | None = None
         self._changed = asyncio.Condition()
 
@@ -33,3 +37,9 @@ class Membership(cluster_pb2_grpc.MembershipServicer):
                 told = self._now
             assert told is not None
             yield told
+
+    async def Report(
+        self, request: cluster_pb2.RouterReport, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> cluster_pb2.ReportResponse:
+        self._on_report(request)
+        return cluster_pb2.ReportResponse()

@@ -46,6 +46,12 @@ def drain(name: str) -> None:
         actor.drain.remote()
 
 
+def switch_role(name: str, role: Role) -> None:
+    """Has the worker of that name drain, and go on in another role."""
+    if actor := find(name):
+        actor.switch_role.remote(role)
+
+
 def kill(name: str) -> None:
     """For good."""
     if actor := find(name):

@@ -8,34 +8,14 @@ a wrong type or a value out of range raises InvalidConfig and names the key.
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import re
-import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import yaml
-
-from core.errors import InvalidConfig
+from core.config_tree import Size as Size
+from core.config_tree import build, plain, read_yaml, set_dotted
 from core.types import Role
-
-_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
-
-
-class Size(int):
-    """A number of bytes, written as 1073741824, "1GiB" or "512 MiB"."""
-
-    @classmethod
-    def parse(cls, value: object) -> Size:
-        if isinstance(value, int) and not isinstance(value, bool):
-            return cls(value)
-        match = _SIZE.fullmatch(value) if isinstance(value, str) else None
-        if match is None or match[2].upper() not in _UNITS:
-            raise ValueError('expected a size such as "1GiB"')
-        return cls(float(match[1]) * _UNITS[match[2].upper()])
 
 
 def _positive(value: float) -> str:
@@ -212,6 +192,22 @@ class ControllerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class PlannerConfig:
+    """Who changes the pools by what is asked of them, under Ray."""
+
+    enabled: bool = False
+    # Whether it does what it decides, or only tells.
+    act: bool = True
+    # The objectives: seconds to the first token, and between two tokens.
+    ttft: float = _checked(4.0, _positive)
+    itl: float = _checked(0.05, _positive)
+    # Workers of both pools together; 0 allows no more than the cluster is started with.
+    most_workers: int = _checked(0, _not_negative)
+    # Between two decisions. Each looks at the last six rounds.
+    round_seconds: float = _checked(10.0, _positive)
+
+
+@dataclass(frozen=True, slots=True)
 class MembersConfig:
     """Addresses of workers, for a router that no controller tells."""
 
@@ -260,6 +256,7 @@ class Config:
     decode: DecodeConfig = DecodeConfig()
     cache: CacheConfig = CacheConfig()
     controller: ControllerConfig = ControllerConfig()
+    planner: PlannerConfig = PlannerConfig()
     members: MembersConfig = MembersConfig()
 
     def pool(self, role: Role) -> PrefillConfig | DecodeConfig:
@@ -290,112 +287,17 @@ def settle(config: Config, device: str) -> Config:
 
 def load(path: Path | None, overrides: Mapping[str, object] | None = None) -> Config:
     """The configuration in `path` (the defaults when None), with dotted `overrides` on top."""
-    tree = _read_yaml(path) if path else {}
+    tree = read_yaml(path) if path else {}
     for dotted, value in (overrides or {}).items():
-        _set(tree, dotted, value)
+        set_dotted(tree, dotted, value)
     return parse(tree)
 
 
 def parse(tree: Mapping[str, object]) -> Config:
     """The configuration that a parsed YAML document describes."""
-    return typing.cast(Config, _build(Config, tree, ""))
+    return typing.cast(Config, build(Config, tree, ""))
 
 
 def dump(config: Config) -> dict[str, object]:
     """`config` as plain values that `parse` reads back."""
-    return typing.cast(dict[str, object], _plain(dataclasses.asdict(config)))
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, tuple):
-        return list(value)
-    return int(value) if isinstance(value, Size) else value
-
-
-def _read_yaml(path: Path) -> dict[str, object]:
-    try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidConfig(f"cannot read {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InvalidConfig(f"{path} is not valid YAML: {error}") from error
-    if tree is None:
-        return {}
-    if not isinstance(tree, dict):
-        raise InvalidConfig(f"{path} must hold keys and values")
-    return tree
-
-
-def _set(tree: dict[str, object], dotted: str, value: object) -> None:
-    *parents, leaf = dotted.split(".")
-    for parent in parents:
-        child = tree.setdefault(parent, {})
-        if not isinstance(child, dict):
-            raise InvalidConfig(f"{parent} must hold keys and values", field=parent)
-        tree = child
-    tree[leaf] = value
-
-
-def _build(cls: type, tree: Mapping[str, object], prefix: str) -> object:
-    fields = {item.name: item for item in dataclasses.fields(cls)}
-    hints = typing.get_type_hints(cls)
-    values: dict[str, object] = {}
-    for key, value in tree.items():
-        path = f"{prefix}{key}"
-        if key not in fields:
-            raise InvalidConfig(_unknown_key(path, str(key), list(fields)), field=path)
-        values[key] = _convert(hints[key], value, path)
-        check = fields[key].metadata.get("check")
-        problem = check(values[key]) if check and values[key] is not None else ""
-        if problem:
-            raise InvalidConfig(f"{path} {problem}, not {value!r}", field=path)
-    return cls(**values)
-
-
-def _unknown_key(path: str, key: str, known: list[str]) -> str:
-    nearest = difflib.get_close_matches(key, known, n=1)
-    hint = f"did you mean {nearest[0]}?" if nearest else f"known keys: {', '.join(known)}"
-    return f"unknown key {path}; {hint}"
-
-
-def _convert(hint: typing.Any, value: object, path: str) -> object:
-    if dataclasses.is_dataclass(hint):
-        if not isinstance(value, Mapping):
-            raise InvalidConfig(f"{path} must hold keys and values", field=path)
-        return _build(typing.cast(type, hint), value, f"{path}.")
-    if isinstance(hint, types.UnionType):
-        inner, _ = typing.get_args(hint)
-        return None if value is None else _convert(inner, value, path)
-    if hint is Size:
-        try:
-            return Size.parse(value)
-        except ValueError as error:
-            raise InvalidConfig(f"{path}: {error}, not {value!r}", field=path) from None
-    if typing.get_origin(hint) is tuple:
-        return _strings(value, path)
-    if typing.get_origin(hint) is Mapping:
-        return _amounts(value, path)
-    return _scalar(hint, value, path)
-
-
-def _strings(value: object, path: str) -> tuple[str, ...]:
-    if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
-        return tuple(value)
-    raise InvalidConfig(f"{path} must be a list of strings, not {value!r}", field=path)
-
-
-def _amounts(value: object, path: str) -> dict[str, float]:
-    if not isinstance(value, Mapping):
-        raise InvalidConfig(f"{path} must hold names and numbers, not {value!r}", field=path)
-    amounts = {str(name): _scalar(float, item, f"{path}.{name}") for name, item in value.items()}
-    return typing.cast(dict[str, float], amounts)
-
-
-def _scalar(hint: type, value: object, path: str) -> object:
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if type(value) is not hint:
-        raise InvalidConfig(f"{path} must be {hint.__name__}, not {value!r}", field=path)
-    return value
+    return typing.cast(dict[str, object], plain(dataclasses.asdict(config)))

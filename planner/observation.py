@@ -13,8 +13,9 @@ from router.cost_model import Costs
 RECOVERY_SECONDS = 30.0
 """Within which a backlog is to be caught up with."""
 
-CLEARLY = 2.0
-"""Standard deviations by which the last seconds must differ from the window to count as news."""
+CLEARLY = 3.0
+"""Standard deviations by which what is recent must differ to count as news: one decides every few
+seconds, so that twice would be false alarm several times an hour."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,19 +6,28 @@
     spare    a pool that would keep the objectives with fewer even if its load grew by
              `headroom`; nobody being short, they are drained, once that has lasted for
              `patience` rounds
+    regret   a pool that has to grow again soon after it gave workers up waits twice as long
+             the next time, and half as long again once that has gone well
 
 A pool so grows at once and shrinks late, and what lies between need and spare is left alone:
-a load that goes up and down a little changes nothing.
+a load that goes up and down a little changes nothing. Peaks that come again and again at
+longer intervals than `patience` are found out by regret: the wait grows until it outlasts them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from core.types import Role
 from planner.observation import Goals, Observation
-from planner.pools import NONE, Pools, other
+from planner.pools import NONE, ONE_EACH, Pools, other
 from planner.queueing import decode_workers, late_share, prefill_workers
+
+REGRET_TIMES = 4
+"""Of the wait before workers are given up: how long after that it still counts as too early."""
+
+MOST_CAUTION = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +45,10 @@ class PlannerState:
     # For how many rounds each pool has had spare workers, and how many at the least.
     rounds: Pools = NONE
     spare: Pools = NONE
+    # How many times `patience` each pool waits, and the rounds since it last gave workers up;
+    # 0 when that is long ago.
+    caution: Pools = ONE_EACH
+    since: Pools = NONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,19 +91,57 @@ def plan(seen: Observation, state: PlannerState, goals: Goals) -> tuple[Decision
     need, reasons = _need(seen, goals)
     comfortable, _ = _need(seen, goals, goals.headroom)
     short, spare = need.beyond(seen.have), seen.have.beyond(comfortable)
+    state = _judge(state, short, goals)
     if short.total:
-        return _grow(seen, goals, need, short, spare, reasons), PlannerState()
+        decision = _grow(seen, goals, need, short, spare, reasons)
+        return decision, _forget(state, _given(decision))
     state = _remember(state, spare)
-    drain = Pools(
-        *(
-            state.spare.of(role) if state.rounds.of(role) >= goals.patience else 0
-            for role in (Role.PREFILL, Role.DECODE)
+    drain = _each(
+        lambda role: (
+            state.spare.of(role) if state.rounds.of(role) >= _wait(state, role, goals) else 0
         )
     )
     if drain.total:
-        reasons += (_spare_reason(drain, goals),)
-        state = PlannerState()
+        reasons += _spare_reasons(drain, state, goals)
+        state = _forget(state, drain)
     return Decision(need, seen.have, drain=drain, reasons=reasons), state
+
+
+def _each(value: Callable[[Role], int]) -> Pools:
+    return Pools(value(Role.PREFILL), value(Role.DECODE))
+
+
+def _wait(state: PlannerState, role: Role, goals: Goals) -> int:
+    """Rounds for which workers must have been spare before they are given up."""
+    return goals.patience * state.caution.of(role)
+
+
+def _judge(state: PlannerState, short: Pools, goals: Goals) -> PlannerState:
+    """Whether workers that were given up are missed."""
+
+    def caution(role: Role) -> int:
+        now, since = state.caution.of(role), state.since.of(role)
+        if since and short.of(role):
+            return min(2 * now, MOST_CAUTION)
+        return max(1, now // 2) if since > REGRET_TIMES * _wait(state, role, goals) else now
+
+    def since(role: Role) -> int:
+        past = state.since.of(role)
+        over = short.of(role) or past > REGRET_TIMES * _wait(state, role, goals)
+        return past + 1 if past and not over else 0
+
+    return replace(state, caution=_each(caution), since=_each(since))
+
+
+def _forget(state: PlannerState, given: Pools) -> PlannerState:
+    """After a change; `given` are the workers that each pool gives up with it."""
+    since = _each(lambda role: 1 if given.of(role) else state.since.of(role))
+    return PlannerState(caution=state.caution, since=since)
+
+
+def _given(decision: Decision) -> Pools:
+    switch = decision.switch
+    return NONE.with_more(other(switch.to), switch.count) if switch else NONE
 
 
 def _grow(
@@ -123,7 +174,7 @@ def _remember(state: PlannerState, spare: Pools) -> PlannerState:
             before = state.rounds.of(role)
             rounds = rounds.with_more(role, before + 1)
             least = least.with_more(role, min(now, state.spare.of(role)) if before else now)
-    return PlannerState(rounds, least)
+    return replace(state, rounds=rounds, spare=least)
 
 
 def _need(seen: Observation, goals: Goals, times: float = 1.0) -> tuple[Pools, tuple[str, ...]]:
@@ -144,7 +195,7 @@ def _prefill_need(seen: Observation, goals: Goals, times: float) -> tuple[int, s
     backlog = f" and a backlog of {seen.queued_seconds:.1f} s" if load.backlog else ""
     return workers, (
         f"prefill: {load.rate:.2f} prompts/s of {load.mean_seconds:.3f} s each{backlog} keep"
-        f" {load.busy:.1f} workers busy; with {workers}, {1 - late:.1%} would have their first"
+        f" {load.work:.1f} workers busy; with {workers}, {1 - late:.1%} would have their first"
         f" token within {goals.ttft:g} s"
     )
 
@@ -162,8 +213,10 @@ def _decode_need(seen: Observation, goals: Goals, times: float) -> tuple[int, st
     )
 
 
-def _spare_reason(drain: Pools, goals: Goals) -> str:
-    return (
-        f"{drain.total} could be spared at {goals.headroom:g} times the load, for"
-        f" {goals.patience} rounds"
+def _spare_reasons(drain: Pools, state: PlannerState, goals: Goals) -> tuple[str, ...]:
+    return tuple(
+        f"{role} could spare {drain.of(role)} at {goals.headroom:g} times the load, for"
+        f" {_wait(state, role, goals)} rounds"
+        for role in Role
+        if drain.of(role)
     )

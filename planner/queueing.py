@@ -4,7 +4,8 @@ Prefill is a queue with several servers: prompts come at a rate, each takes its 
 waits if all workers are busy. The chance to wait is Erlang's; how long the wait lasts is
 exponential, and longer the more arrivals and computes vary (Allen and Cunneen). Routers hand
 prompts out at once, so each worker has a queue of its own, but to the one where it takes the
-least time, which comes close to one queue for all.
+least time, which comes close to one queue for all. What waits already is another matter: it
+takes so much compute, however it is spread, and workers that catch up with it in time.
 
 Decode is a batch on each worker: Little's law says how many answers are written at once, each
 step takes longer the more there are, and the largest batch whose step keeps the objective says
@@ -44,7 +45,12 @@ class PrefillLoad:
     @property
     def busy(self) -> float:
         """Workers that would be busy all the time."""
-        return self.rate * self.mean_seconds + self.backlog
+        return self.rate * self.mean_seconds
+
+    @property
+    def work(self) -> float:
+        """The same, until the backlog has been caught up with."""
+        return self.busy + self.backlog
 
     @property
     def variability(self) -> float:
@@ -55,11 +61,12 @@ class PrefillLoad:
 
 
 def prefill_workers(load: PrefillLoad, limit: float, late: float) -> int:
-    """The fewest with which at most the share `late` has its first token after `limit`."""
+    """The fewest that catch up with what waits, and with which at most the share `late` of what
+    comes has its first token after `limit`."""
     blocked = 1.0  # Erlang's B, for one worker more each time
     for workers in range(1, MOST_WORKERS):
         blocked = load.busy * blocked / (workers + load.busy * blocked)
-        if load.busy < FULL * workers and _late_share(load, workers, blocked, limit) <= late:
+        if load.work < FULL * workers and _late_share(load, workers, blocked, limit) <= late:
             return workers
     return MOST_WORKERS
 

@@ -47,6 +47,8 @@ class Setup:
     plans: bool = False
     block_tokens: int = BLOCK
     worker_backlog: int = 16
+    # Between two plans.
+    round_seconds: float = ROUND_SECONDS
 
 
 class Simulator:
@@ -66,7 +68,7 @@ class Simulator:
         self._line: deque[Arrival] = deque()
         self._placed = 0
         self._tally = Tally(setup.goals.ttft, setup.goals.itl)
-        self._window = TrafficWindow(profile.page_size)
+        self._window = TrafficWindow(setup.round_seconds)
         self._state = PlannerState()
         self._coming = NONE
         self._leaving: dict[tuple[Role, int], Role | None] = {}  # and what each becomes
@@ -78,7 +80,7 @@ class Simulator:
     def run(self, arrivals: Iterable[Arrival]) -> Report:
         """Until every request is answered."""
         if self._setup.plans:
-            self._at(ROUND_SECONDS, self._plan, None)
+            self._at(self._setup.round_seconds, self._plan, None)
         last = 0.0
         for arrival in arrivals:
             self._run_until(arrival.seconds)
@@ -285,7 +287,8 @@ class Simulator:
         gaps = arrival.answer_tokens - 1
         ttft = flight.first_at - arrival.seconds + self._profile.overhead_seconds
         self._tally.answered(ttft, (self._now - flight.first_at) / gaps if gaps else 0.0)
-        self._window.answered(arrival.prompt_tokens, arrival.answer_tokens)
+        pages = (arrival.prompt_tokens + arrival.answer_tokens / 2) / self._profile.page_size
+        self._window.answered(1, arrival.answer_tokens, arrival.answer_tokens * pages)
         self._answers += 1
         rate = max(ANSWER_RATE, 1.0 / self._answers)
         self._answer_tokens += rate * (arrival.answer_tokens - self._answer_tokens)
@@ -299,7 +302,7 @@ class Simulator:
         if decision.changes or decision.missing:
             self._decisions.append(Planned(self._now, decision))
         self._apply(decision)
-        self._at(self._now + ROUND_SECONDS, self._plan, None)
+        self._at(self._now + self._setup.round_seconds, self._plan, None)
 
     def _observe(self) -> Observation:
         prefill, decode = self._prefill, self._decode

@@ -1,16 +1,24 @@
-"""Keeps what the planner observes: the last minute of traffic, in buckets of one round each."""
+"""Keeps what the planner observes: the last minute of traffic, in buckets of one round each.
+
+How many requests come may change at once. How long prompts are varies far more from one to the
+next, and their mix changes slowly: it is taken of the last minutes, unless the last one's prompts
+cost clearly more.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from planner.observation import Window
+from planner.observation import CLEARLY, Window
 
 ROUND_SECONDS = 10.0
 """Between two decisions."""
 
 ROUNDS = 6
+PROMPT_ROUNDS = 30
 RECENT_ROUNDS = 2
 SAMPLES = 32
 """Prompts, from the shortest to the longest, that stand for all."""
@@ -29,57 +37,70 @@ class _Round:
 
 
 class TrafficWindow:
-    def __init__(self, page_size: int) -> None:
-        self._page_size = page_size
-        self._rounds: deque[_Round] = deque([_Round()], maxlen=ROUNDS)
+    def __init__(self, round_seconds: float = ROUND_SECONDS) -> None:
+        self._round_seconds = round_seconds
+        self._kept: deque[_Round] = deque([_Round()], maxlen=PROMPT_ROUNDS)
 
-    def arrived(self, now: float) -> None:
-        current = self._rounds[-1]
-        current.requests += 1
-        current.by_second[int(now)] += 1
+    def arrived(self, now: float, count: int = 1) -> None:
+        current = self._kept[-1]
+        current.requests += count
+        current.by_second[int(now)] += count
 
     def placed(self, compute_seconds: float) -> None:
-        self._rounds[-1].compute_seconds.append(compute_seconds)
+        self._kept[-1].compute_seconds.append(compute_seconds)
 
-    def answered(self, prompt_tokens: int, answer_tokens: int) -> None:
-        current = self._rounds[-1]
-        current.answers += 1
-        current.tokens += answer_tokens
-        pages = (prompt_tokens + answer_tokens / 2) / self._page_size
-        current.page_tokens += answer_tokens * pages
+    def answered(self, answers: int, tokens: int, page_tokens: float) -> None:
+        """So many, with so many tokens; and these times the pages held while they were written."""
+        current = self._kept[-1]
+        current.answers += answers
+        current.tokens += tokens
+        current.page_tokens += page_tokens
 
     def end_round(self) -> Window:
         """The rounds so far, the current one included, which is over."""
         window = self._window()
-        self._rounds.append(_Round())
+        self._kept.append(_Round())
         return window
 
     def _window(self) -> Window:
-        rounds = list(self._rounds)
-        compute = sorted(each for one in rounds for each in one.compute_seconds)
+        rounds = list(self._kept)[-ROUNDS:]
         tokens = sum(one.tokens for one in rounds)
         recent = rounds[-RECENT_ROUNDS:]
         return Window(
-            seconds=len(rounds) * ROUND_SECONDS,
+            seconds=len(rounds) * self._round_seconds,
             requests=sum(one.requests for one in rounds),
-            recent_seconds=len(recent) * ROUND_SECONDS,
+            recent_seconds=len(recent) * self._round_seconds,
             recent_requests=sum(one.requests for one in recent),
-            dispersion=self._dispersion(),
-            compute_seconds=_sample(compute),
+            dispersion=self._dispersion(rounds),
+            compute_seconds=_sample(self._prompts(rounds)),
             answer_tokens=tokens / max(sum(one.answers for one in rounds), 1),
             pages=sum(one.page_tokens for one in rounds) / max(tokens, 1),
         )
 
-    def _dispersion(self) -> float:
-        seconds = int(len(self._rounds) * ROUND_SECONDS)
-        counts = [count for one in self._rounds for count in one.by_second.values()]
+    def _prompts(self, rounds: Sequence[_Round]) -> list[float]:
+        """What they cost: of the last minutes, or of these rounds where they cost clearly more."""
+        kept, last = _prompts_of(self._kept), _prompts_of(rounds)
+        if not last:
+            return kept
+        mean = sum(kept) / len(kept)
+        spread = math.sqrt(sum((each - mean) ** 2 for each in kept) / len(kept) / len(last))
+        return last if sum(last) / len(last) > mean + CLEARLY * spread else kept
+
+    def _dispersion(self, rounds: Sequence[_Round]) -> float:
+        seconds = max(1, int(len(rounds) * self._round_seconds))
+        counts = [count for one in rounds for count in one.by_second.values()]
         mean = sum(counts) / seconds
         if not mean:
             return 1.0
         return max(1.0, (sum(each * each for each in counts) / seconds - mean * mean) / mean)
 
 
-def _sample(ordered: list[float]) -> list[float]:
+def _prompts_of(rounds: Iterable[_Round]) -> list[float]:
+    return [each for one in rounds for each in one.compute_seconds]
+
+
+def _sample(compute_seconds: list[float]) -> list[float]:
+    ordered = sorted(compute_seconds)
     count = len(ordered)
     if count <= SAMPLES:
         return ordered

@@ -31,6 +31,10 @@ class ControllerCalls:
         async with self._controller() as controller:
             return await controller.Pools(pb.PoolsRequest(), timeout=CALL_SECONDS)
 
+    async def plan(self) -> pb.PlanResponse:
+        async with self._controller() as controller:
+            return await controller.Plan(pb.PlanRequest(), timeout=CALL_SECONDS)
+
     @asynccontextmanager
     async def _controller(self) -> AsyncIterator[cluster_pb2_grpc.ControlAsyncStub]:
         if not self._address:

@@ -287,6 +287,10 @@ class AdminService(cluster_pb2_grpc.AdminServicer):
         return await self._controller.pools()
 
     @answered
+    async def Plan(self, message: cluster_pb2.PlanRequest) -> cluster_pb2.PlanResponse:
+        return await self._controller.plan()
+
+    @answered
     async def SwitchRole(
         self, message: cluster_pb2.SwitchRoleRequest
     ) -> cluster_pb2.SwitchRoleResponse:

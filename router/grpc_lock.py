@@ -18,7 +18,7 @@ OPEN = (health.SERVICE_NAME, reflection.SERVICE_NAME)
 _ADMIN = cluster_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 # What shows the cluster, and neither changes it nor tells who else asked what.
 _FOR_ALL_KEYS = {
-    f"/{_ADMIN}/{name}" for name in ("Status", "Pools", "Timing", "Diagnose", "Trends")
+    f"/{_ADMIN}/{name}" for name in ("Status", "Pools", "Plan", "Timing", "Diagnose", "Trends")
 }
 
 Metadata = Iterable[tuple[str, str | bytes]]

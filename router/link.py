@@ -123,6 +123,10 @@ class WorkerLink:
         return self.pool.agent
 
     @property
+    def total_pages(self) -> int:
+        return self.welcome.total_pages if self.welcome else 0
+
+    @property
     def pool(self) -> PoolAddress:
         return self.welcome.pool if self.welcome else PoolAddress()
 

@@ -100,7 +100,7 @@ def _worker_status(link: WorkerLink, agents: dict[str, str], roster: Roster) -> 
     return pb.WorkerStatus(
         member=member,
         attached=welcome is not None,
-        total_pages=welcome.total_pages if welcome else 0,
+        total_pages=link.total_pages,
         load=link.load,
         active_requests=link.active,
         connected=sorted(name for agent, name in agents.items() if link.reaches(agent)),
@@ -117,7 +117,7 @@ def _worker_status(link: WorkerLink, agents: dict[str, str], roster: Roster) -> 
 
 def _pool_load(links: Sequence[WorkerLink]) -> pb.PoolLoad:
     loads = [link.load for link in links]
-    total = sum(link.welcome.total_pages for link in links if link.welcome)
+    total = sum(link.total_pages for link in links)
     free = sum(load.free_pages for load in loads)
     return pb.PoolLoad(
         workers=len(links),

@@ -194,6 +194,11 @@ class Roster:
         """Whether decode workers may read prompts themselves when no prefill worker is left."""
         return self._local is not LocalPrefill.NEVER
 
+    @property
+    def page_size(self) -> int:
+        """Tokens a page."""
+        return self._topology.page_size
+
     def reconnect(self, prefill: WorkerLink, decode: WorkerLink) -> None:
         """A push between two attached workers failed: have them connect anew."""
         if prefill.welcome and decode.welcome:

@@ -36,6 +36,7 @@ from router.membership import follow
 from router.metrics import RouterMetrics
 from router.overview import Overview
 from router.parse import MAX_REQUEST_BYTES
+from router.reports import report
 from router.roster import Roster
 from router.serving import Serving
 from router.spans import Spans
@@ -80,7 +81,9 @@ class RouterServer:
         self._serve_metrics()
         self._roster.set_addresses(self._config.members.workers)
         if controller:
-            self._start(follow(controller, self._roster, node_identity(self._config)))
+            identity = node_identity(self._config)
+            self._start(follow(controller, self._roster, identity))
+            self._start(report(controller, self._router_id, self._serving, self._roster, identity))
         if seconds := self._config.router.canary_seconds:
             self._start(run_canary(self._roster, self._serving.dispatcher, seconds))
 

@@ -41,6 +41,8 @@ from core.types import (
 )
 from router.admission import Admission
 from router.answer import AnswerText
+from router.answer_clock import AnswerClock
+from router.demand import Demand
 from router.dispatch import Dispatcher
 from router.grammar import behind_thoughts, either, grammar_of
 from router.ledger import AnswerLedger, Ledgers, RequestLedger
@@ -116,6 +118,7 @@ class Serving:
         self.finished = 0
         self.ledgers = Ledgers()
         self.trends = Trends()
+        self.demand = Demand()
         self.draining = False  # no new requests are taken
 
     async def generate(
@@ -125,6 +128,7 @@ class Serving:
 
         `place` is the request's among those that the ledger's call has.
         """
+        self.demand.arrive(request.n)
         self._let_in(request.n)
         outcome = "CANCELLED"
         self._count(+request.n)
@@ -183,7 +187,7 @@ class Serving:
         self, request: Request, prepared: _Prepared, index: int, ledger: AnswerLedger
     ) -> AsyncGenerator[Event]:
         work = _work_for(prepared.work, index)
-        clock = _Clock(self._metrics, self.trends, ledger)
+        clock = AnswerClock(self._metrics, self.trends, self.demand, self._roster.costs, ledger)
         chat = request.prompt if isinstance(request.prompt, ChatPrompt) else None
         splitter = self.text.answers.splitter(chat, opened=prepared.opened)
         marks = not isinstance(splitter, Plain)
@@ -217,7 +221,7 @@ class Serving:
                     yield Delta(*said, scored, parts.reasoning, parts.tool_calls, prompt_scores)
                     prompt_scores = []
                 if answer.finish:
-                    clock.end()
+                    clock.end(self._roster.page_size)
                     self._roster.costs.note_answer(answer.count)
                     yield Finished(
                         _finish(answer.finish, called),
@@ -361,32 +365,3 @@ def _started(request: Request, work: Work, placement: Placement) -> Started:
         seed=request.sampling.seed,
         answers=request.n,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Clock:
-    """The times of one answer, from when its request came: kept in its ledger, and counted."""
-
-    metrics: RouterMetrics
-    trends: Trends
-    ledger: AnswerLedger
-
-    def tokens(self, count: int) -> None:
-        ledger, before = self.ledger, self.ledger.last
-        ledger.take(count)
-        if not before:
-            self.metrics.tokens.first(count)
-            self.metrics.ttft.observe(ledger.first - ledger.arrived)
-            self.trends.first_token(ledger.first - ledger.arrived)
-        else:
-            gap = (ledger.last - before) / count
-            self.metrics.tokens.more(count, gap)
-            self.trends.next_tokens(count, gap)
-
-    def end(self) -> None:
-        """Only whole answers count: a cancelled one has no end."""
-        ledger = self.ledger
-        self.metrics.e2e.observe(ledger.last - ledger.arrived)
-        self.trends.answer(ledger)
-        if ledger.tokens > 1:
-            self.metrics.tpot.observe((ledger.last - ledger.first) / (ledger.tokens - 1))

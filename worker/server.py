@@ -38,7 +38,7 @@ from core.errors import Internal
 from core.process import Stopping
 from core.tls import node_identity
 from core.types import MAX_MESSAGE_BYTES, PROTOCOL
-from core.wire import is_role, role_from, role_to
+from core.wire import role_to
 from engine.engine import Engine
 from engine.gpu.settings import GpuSettings
 from kv_transfer.choose import choose_transport
@@ -174,19 +174,18 @@ class WorkerServer:
         limit = self._config.drain_seconds + HAND_BACK_SECONDS
         await stopping.wait_at_most(limit, self._drained)
 
-    def _ask_switch(self, message: pb.SwitchRole) -> None:
-        """A router has the worker change its role. Once at a time, and not when it is to end:
-        whoever asks hears how the first one ends."""
-        if self._drains or not is_role(message.role):
+    def switch(self, role: types.Role) -> None:
+        """Begins to change the role. Once at a time, and not when the process is to end: whoever
+        asks hears how the first one ends."""
+        if self._drains:
             return
-        role = role_from(message.role)
         if role is self._role:
             self._tell_role(pb.RoleSwitched())
-            return
-        self._switching = asyncio.ensure_future(self._switch(role))
+        else:
+            self._switching = asyncio.ensure_future(self._switch(role))
 
     async def _switch(self, role: types.Role) -> None:
-        log.info("a router has this worker change its role to %s", role.value)
+        log.info("changing the role to %s", role.value)
         began = time.monotonic()
         self._retired = asyncio.get_running_loop().create_future()
         await self._report_health()
@@ -354,7 +353,7 @@ class WorkerServer:
             self._outbox,
             self._welcome,
             on_drain=self.drain,
-            on_switch=self._ask_switch,
+            on_switch=self.switch,
         )
         worker_pb2_grpc.add_WorkerServicer_to_server(service, self._server)
         self._health = health.aio.HealthServicer()

@@ -11,7 +11,8 @@ import grpc
 
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
-from core.types import PROTOCOL
+from core.types import PROTOCOL, Role
+from core.wire import is_role, role_from
 from worker.engine_thread import Attached, Detached, FromRouter, Inbox
 from worker.outbox import Outbox
 
@@ -29,7 +30,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         outbox: Outbox,
         welcome: Callable[[], pb.Welcome],
         on_drain: Callable[[bool], None],
-        on_switch: Callable[[pb.SwitchRole], None],
+        on_switch: Callable[[Role], None],
     ) -> None:
         """`on_drain` is told whether a fresh process is to follow."""
         self._inbox = inbox
@@ -94,8 +95,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                     queue.put_nowait(pb.WorkerMessage(pong=pb.Pong()))
                 case "drain":
                     self._on_drain(message.drain.restart)
-                case "switch_role":
-                    self._on_switch(message.switch_role)
+                case "switch_role" if is_role(message.switch_role.role):
+                    self._on_switch(role_from(message.switch_role.role))
                 case _:
                     self._inbox.put(FromRouter(attachment, message))
 

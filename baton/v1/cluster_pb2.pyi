@@ -79,6 +79,206 @@ class WatchRequest(_message.Message):
 Global___WatchRequest: _TypeAlias = WatchRequest  # noqa: Y015
 
 @_typing.final
+class RouterReport(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUTER_ID_FIELD_NUMBER: _builtins.int
+    ARRIVALS_FIELD_NUMBER: _builtins.int
+    PROMPT_SECONDS_FIELD_NUMBER: _builtins.int
+    OVERHEAD_SECONDS_FIELD_NUMBER: _builtins.int
+    ANSWERS_FIELD_NUMBER: _builtins.int
+    ANSWER_TOKENS_FIELD_NUMBER: _builtins.int
+    PAGE_TOKENS_FIELD_NUMBER: _builtins.int
+    STEP_COSTS_FIELD_NUMBER: _builtins.int
+    QUEUED_SECONDS_FIELD_NUMBER: _builtins.int
+    QUEUED_REQUESTS_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    DECODE_PAGES_FIELD_NUMBER: _builtins.int
+    router_id: _builtins.str
+    """The router's name, unique per process."""
+    arrivals: _builtins.int
+    """Requests that came since its report before, refused ones included."""
+    overhead_seconds: _builtins.float
+    """Summed over these: seconds from arrival to token #1 that are neither wait
+    nor compute.
+    """
+    answers: _builtins.int
+    """Answers that ended since then."""
+    answer_tokens: _builtins.int
+    """Their tokens."""
+    page_tokens: _builtins.float
+    """Their tokens times the pages that each held on average while it was
+    written.
+    """
+    queued_seconds: _builtins.float
+    """Compute of prompts that wait on prefill workers, whoever sent them."""
+    queued_requests: _builtins.int
+    """Requests that wait in this router."""
+    waiting: _builtins.int
+    """Requests that wait on decode workers, whoever sent them."""
+    decode_pages: _builtins.int
+    """Pages in the pool of a decode worker, the smallest."""
+    @_builtins.property
+    def prompt_seconds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Of the prompts that were read since then, what each cost a prefill worker
+        in seconds, beyond what was cached; 0 of one that a decode worker read.
+        """
+
+    @_builtins.property
+    def step_costs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """What a decode step costs, as this router has learned it: a step, a request
+        in it, a page, a busy prefill worker, in seconds.
+        """
+
+    def __init__(
+        self,
+        *,
+        router_id: _builtins.str = ...,
+        arrivals: _builtins.int = ...,
+        prompt_seconds: _abc.Iterable[_builtins.float] | None = ...,
+        overhead_seconds: _builtins.float = ...,
+        answers: _builtins.int = ...,
+        answer_tokens: _builtins.int = ...,
+        page_tokens: _builtins.float = ...,
+        step_costs: _abc.Iterable[_builtins.float] | None = ...,
+        queued_seconds: _builtins.float = ...,
+        queued_requests: _builtins.int = ...,
+        waiting: _builtins.int = ...,
+        decode_pages: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_tokens", b"answer_tokens", "answers", b"answers", "arrivals", b"arrivals", "decode_pages", b"decode_pages", "overhead_seconds", b"overhead_seconds", "page_tokens", b"page_tokens", "prompt_seconds", b"prompt_seconds", "queued_requests", b"queued_requests", "queued_seconds", b"queued_seconds", "router_id", b"router_id", "step_costs", b"step_costs", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RouterReport: _TypeAlias = RouterReport  # noqa: Y015
+
+@_typing.final
+class ReportResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportResponse: _TypeAlias = ReportResponse  # noqa: Y015
+
+@_typing.final
+class PlanRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlanRequest: _TypeAlias = PlanRequest  # noqa: Y015
+
+@_typing.final
+class PlanResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENABLED_FIELD_NUMBER: _builtins.int
+    ACTS_FIELD_NUMBER: _builtins.int
+    TTFT_FIELD_NUMBER: _builtins.int
+    ITL_FIELD_NUMBER: _builtins.int
+    MOST_WORKERS_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
+    CHANGES_FIELD_NUMBER: _builtins.int
+    enabled: _builtins.bool
+    """Whether a planner runs."""
+    acts: _builtins.bool
+    """Whether it does what it decides."""
+    ttft: _builtins.float
+    """Its objective for the seconds to the first token."""
+    itl: _builtins.float
+    """And for those between two tokens."""
+    most_workers: _builtins.int
+    """The most workers that it may have."""
+    @_builtins.property
+    def last(self) -> Global___PlannedRound:
+        """What it decided last, be it to change nothing."""
+
+    @_builtins.property
+    def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlannedRound]:
+        """Its latest decisions to change something, newest first."""
+
+    def __init__(
+        self,
+        *,
+        enabled: _builtins.bool = ...,
+        acts: _builtins.bool = ...,
+        ttft: _builtins.float = ...,
+        itl: _builtins.float = ...,
+        most_workers: _builtins.int = ...,
+        last: Global___PlannedRound | None = ...,
+        changes: _abc.Iterable[Global___PlannedRound] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["last", b"last"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acts", b"acts", "changes", b"changes", "enabled", b"enabled", "itl", b"itl", "last", b"last", "most_workers", b"most_workers", "ttft", b"ttft"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlanResponse: _TypeAlias = PlanResponse  # noqa: Y015
+
+@_typing.final
+class PlannedRound(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AT_FIELD_NUMBER: _builtins.int
+    WORDS_FIELD_NUMBER: _builtins.int
+    REASONS_FIELD_NUMBER: _builtins.int
+    HAVE_PREFILL_FIELD_NUMBER: _builtins.int
+    HAVE_DECODE_FIELD_NUMBER: _builtins.int
+    NEED_PREFILL_FIELD_NUMBER: _builtins.int
+    NEED_DECODE_FIELD_NUMBER: _builtins.int
+    at: _builtins.float
+    """When it was decided, in seconds since 1970."""
+    words: _builtins.str
+    """What, in a few words."""
+    have_prefill: _builtins.int
+    """Prefill workers that there were."""
+    have_decode: _builtins.int
+    """Decode workers that there were."""
+    need_prefill: _builtins.int
+    """Prefill workers that the load needs."""
+    need_decode: _builtins.int
+    """Decode workers that it needs."""
+    @_builtins.property
+    def reasons(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Why, with the numbers, a sentence each."""
+
+    def __init__(
+        self,
+        *,
+        at: _builtins.float = ...,
+        words: _builtins.str = ...,
+        reasons: _abc.Iterable[_builtins.str] | None = ...,
+        have_prefill: _builtins.int = ...,
+        have_decode: _builtins.int = ...,
+        need_prefill: _builtins.int = ...,
+        need_decode: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "have_decode", b"have_decode", "have_prefill", b"have_prefill", "need_decode", b"need_decode", "need_prefill", b"need_prefill", "reasons", b"reasons", "words", b"words"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlannedRound: _TypeAlias = PlannedRound  # noqa: Y015
+
+@_typing.final
 class Members(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

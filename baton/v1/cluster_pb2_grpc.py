@@ -40,6 +40,11 @@ class MembershipStub(object):
                 request_serializer=baton_dot_v1_dot_cluster__pb2.WatchRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_cluster__pb2.Members.FromString,
                 _registered_method=True)
+        self.Report = channel.unary_unary(
+                '/baton.v1.Membership/Report',
+                request_serializer=baton_dot_v1_dot_cluster__pb2.RouterReport.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_cluster__pb2.ReportResponse.FromString,
+                _registered_method=True)
 
 
 class MembershipServicer(object):
@@ -52,6 +57,13 @@ class MembershipServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Report(self, request, context):
+        """What a router has seen, about once a second: for the planner.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_MembershipServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -59,6 +71,11 @@ def add_MembershipServicer_to_server(servicer, server):
                     servicer.Watch,
                     request_deserializer=baton_dot_v1_dot_cluster__pb2.WatchRequest.FromString,
                     response_serializer=baton_dot_v1_dot_cluster__pb2.Members.SerializeToString,
+            ),
+            'Report': grpc.unary_unary_rpc_method_handler(
+                    servicer.Report,
+                    request_deserializer=baton_dot_v1_dot_cluster__pb2.RouterReport.FromString,
+                    response_serializer=baton_dot_v1_dot_cluster__pb2.ReportResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -98,6 +115,33 @@ class Membership(object):
             metadata,
             _registered_method=True)
 
+    @staticmethod
+    def Report(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Membership/Report',
+            baton_dot_v1_dot_cluster__pb2.RouterReport.SerializeToString,
+            baton_dot_v1_dot_cluster__pb2.ReportResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
 
 class ControlStub(object):
     """How many workers there are: what a router passes on of Admin's calls of the
@@ -120,6 +164,11 @@ class ControlStub(object):
                 request_serializer=baton_dot_v1_dot_cluster__pb2.PoolsRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_cluster__pb2.PoolsResponse.FromString,
                 _registered_method=True)
+        self.Plan = channel.unary_unary(
+                '/baton.v1.Control/Plan',
+                request_serializer=baton_dot_v1_dot_cluster__pb2.PlanRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_cluster__pb2.PlanResponse.FromString,
+                _registered_method=True)
 
 
 class ControlServicer(object):
@@ -141,6 +190,13 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Plan(self, request, context):
+        """What the planner has decided lately, and why.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -153,6 +209,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Pools,
                     request_deserializer=baton_dot_v1_dot_cluster__pb2.PoolsRequest.FromString,
                     response_serializer=baton_dot_v1_dot_cluster__pb2.PoolsResponse.SerializeToString,
+            ),
+            'Plan': grpc.unary_unary_rpc_method_handler(
+                    servicer.Plan,
+                    request_deserializer=baton_dot_v1_dot_cluster__pb2.PlanRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_cluster__pb2.PlanResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -221,6 +282,33 @@ class Control(object):
             metadata,
             _registered_method=True)
 
+    @staticmethod
+    def Plan(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Control/Plan',
+            baton_dot_v1_dot_cluster__pb2.PlanRequest.SerializeToString,
+            baton_dot_v1_dot_cluster__pb2.PlanResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
 
 class AdminStub(object):
     """Missing associated documentation comment in .proto file."""
@@ -250,6 +338,11 @@ class AdminStub(object):
                 '/baton.v1.Admin/Pools',
                 request_serializer=baton_dot_v1_dot_cluster__pb2.PoolsRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_cluster__pb2.PoolsResponse.FromString,
+                _registered_method=True)
+        self.Plan = channel.unary_unary(
+                '/baton.v1.Admin/Plan',
+                request_serializer=baton_dot_v1_dot_cluster__pb2.PlanRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_cluster__pb2.PlanResponse.FromString,
                 _registered_method=True)
         self.SwitchRole = channel.unary_unary(
                 '/baton.v1.Admin/SwitchRole',
@@ -306,6 +399,13 @@ class AdminServicer(object):
 
     def Pools(self, request, context):
         """The pools, at this moment. Needs a controller.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Plan(self, request, context):
+        """What the planner has decided lately, and why. Needs a controller.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -369,6 +469,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Pools,
                     request_deserializer=baton_dot_v1_dot_cluster__pb2.PoolsRequest.FromString,
                     response_serializer=baton_dot_v1_dot_cluster__pb2.PoolsResponse.SerializeToString,
+            ),
+            'Plan': grpc.unary_unary_rpc_method_handler(
+                    servicer.Plan,
+                    request_deserializer=baton_dot_v1_dot_cluster__pb2.PlanRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_cluster__pb2.PlanResponse.SerializeToString,
             ),
             'SwitchRole': grpc.unary_unary_rpc_method_handler(
                     servicer.SwitchRole,
@@ -504,6 +609,33 @@ class Admin(object):
             '/baton.v1.Admin/Pools',
             baton_dot_v1_dot_cluster__pb2.PoolsRequest.SerializeToString,
             baton_dot_v1_dot_cluster__pb2.PoolsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Plan(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/Plan',
+            baton_dot_v1_dot_cluster__pb2.PlanRequest.SerializeToString,
+            baton_dot_v1_dot_cluster__pb2.PlanResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -36,12 +36,16 @@ class MembershipStub:
     def __new__(cls, channel: _aio.Channel) -> MembershipAsyncStub: ...
     Watch: _grpc.UnaryStreamMultiCallable[_cluster_pb2.WatchRequest, _cluster_pb2.Members]
     """The members now, and again whenever they change."""
+    Report: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.RouterReport, _cluster_pb2.ReportResponse]
+    """What a router has seen, about once a second: for the planner."""
 
 @_typing.type_check_only
 class MembershipAsyncStub(MembershipStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Watch: _aio.UnaryStreamMultiCallable[_cluster_pb2.WatchRequest, _cluster_pb2.Members]  # type: ignore[assignment]
     """The members now, and again whenever they change."""
+    Report: _aio.UnaryUnaryMultiCallable[_cluster_pb2.RouterReport, _cluster_pb2.ReportResponse]  # type: ignore[assignment]
+    """What a router has seen, about once a second: for the planner."""
 
 class MembershipServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -51,6 +55,14 @@ class MembershipServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_cluster_pb2.Members], _abc.AsyncIterator[_cluster_pb2.Members]]:
         """The members now, and again whenever they change."""
+
+    @_abc_1.abstractmethod
+    def Report(
+        self,
+        request: _cluster_pb2.RouterReport,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.ReportResponse, _abc.Awaitable[_cluster_pb2.ReportResponse]]:
+        """What a router has seen, about once a second: for the planner."""
 
 def add_MembershipServicer_to_server(servicer: MembershipServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
@@ -67,6 +79,8 @@ class ControlStub:
     """Has the pools be of another size. Returns when that is decided."""
     Pools: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.PoolsRequest, _cluster_pb2.PoolsResponse]
     """The pools, at this moment."""
+    Plan: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.PlanRequest, _cluster_pb2.PlanResponse]
+    """What the planner has decided lately, and why."""
 
 @_typing.type_check_only
 class ControlAsyncStub(ControlStub):
@@ -79,6 +93,8 @@ class ControlAsyncStub(ControlStub):
     """Has the pools be of another size. Returns when that is decided."""
     Pools: _aio.UnaryUnaryMultiCallable[_cluster_pb2.PoolsRequest, _cluster_pb2.PoolsResponse]  # type: ignore[assignment]
     """The pools, at this moment."""
+    Plan: _aio.UnaryUnaryMultiCallable[_cluster_pb2.PlanRequest, _cluster_pb2.PlanResponse]  # type: ignore[assignment]
+    """What the planner has decided lately, and why."""
 
 class ControlServicer(metaclass=_abc_1.ABCMeta):
     """How many workers there are: what a router passes on of Admin's calls of the
@@ -101,6 +117,14 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_cluster_pb2.PoolsResponse, _abc.Awaitable[_cluster_pb2.PoolsResponse]]:
         """The pools, at this moment."""
 
+    @_abc_1.abstractmethod
+    def Plan(
+        self,
+        request: _cluster_pb2.PlanRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.PlanResponse, _abc.Awaitable[_cluster_pb2.PlanResponse]]:
+        """What the planner has decided lately, and why."""
+
 def add_ControlServicer_to_server(servicer: ControlServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class AdminStub:
@@ -120,6 +144,8 @@ class AdminStub:
     """
     Pools: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.PoolsRequest, _cluster_pb2.PoolsResponse]
     """The pools, at this moment. Needs a controller."""
+    Plan: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.PlanRequest, _cluster_pb2.PlanResponse]
+    """What the planner has decided lately, and why. Needs a controller."""
     SwitchRole: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.SwitchRoleRequest, _cluster_pb2.SwitchRoleResponse]
     """Has a worker take nothing new, finish or hand back what runs, and go on in
     another role, with its weights and its pages kept. Returns when it has.
@@ -148,6 +174,8 @@ class AdminAsyncStub(AdminStub):
     """
     Pools: _aio.UnaryUnaryMultiCallable[_cluster_pb2.PoolsRequest, _cluster_pb2.PoolsResponse]  # type: ignore[assignment]
     """The pools, at this moment. Needs a controller."""
+    Plan: _aio.UnaryUnaryMultiCallable[_cluster_pb2.PlanRequest, _cluster_pb2.PlanResponse]  # type: ignore[assignment]
+    """What the planner has decided lately, and why. Needs a controller."""
     SwitchRole: _aio.UnaryUnaryMultiCallable[_cluster_pb2.SwitchRoleRequest, _cluster_pb2.SwitchRoleResponse]  # type: ignore[assignment]
     """Has a worker take nothing new, finish or hand back what runs, and go on in
     another role, with its weights and its pages kept. Returns when it has.
@@ -197,6 +225,14 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.PoolsResponse, _abc.Awaitable[_cluster_pb2.PoolsResponse]]:
         """The pools, at this moment. Needs a controller."""
+
+    @_abc_1.abstractmethod
+    def Plan(
+        self,
+        request: _cluster_pb2.PlanRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.PlanResponse, _abc.Awaitable[_cluster_pb2.PlanResponse]]:
+        """What the planner has decided lately, and why. Needs a controller."""
 
     @_abc_1.abstractmethod
     def SwitchRole(

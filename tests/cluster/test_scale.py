@@ -25,7 +25,10 @@ TOKENS = 200
 def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
     folder = tmp_path_factory.mktemp("tiny")
     save(TINY_MODELS["llama"], folder)
-    flags = ["--model", str(folder), "--kv-memory", "4MiB"]
+    # The planner is there, and keeps its hands off.
+    config = folder / "planner.yaml"
+    config.write_text("planner: {enabled: true, act: false, round_seconds: 0.5}\n")
+    flags = ["--config", str(config), "--model", str(folder), "--kv-memory", "4MiB"]
     with Serve(tmp_path_factory.mktemp("serve"), *flags) as cluster:
         yield cluster.ready()
 
@@ -115,6 +118,24 @@ def test_a_controller_that_was_killed_has_kept_the_pools(serve: Serve) -> None:
     assert serve.actor("Controller") != pid
     assert names(serve) == ["prefill-0", "decode-0", "prefill-1", "decode-1"]
     serve.wait_whole(4)
+
+
+def test_a_worker_changes_its_role_under_load(serve: Serve, unscaled: list[list[int]]) -> None:
+    load = Load(serve)
+    with load.running():
+        assert serve.ask("role", "decode-1", "prefill").startswith("decode-1 is a prefill worker")
+        serve.wait_pools(3, 1)
+        serve.ask("role", "decode-1", "decode")
+        serve.wait_pools(2, 2)
+    check(load, unscaled)
+    serve.wait_whole(4)
+
+
+def test_the_planner_says_what_it_sees(serve: Serve) -> None:
+    told = serve.ask("plan").splitlines()
+    assert told[0].startswith("the planner only tells what it would do")
+    assert "now" in told[1]
+    assert any("answers/s" in line for line in told)
 
 
 def test_workers_leave_under_load(serve: Serve, unscaled: list[list[int]]) -> None:

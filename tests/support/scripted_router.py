@@ -35,6 +35,7 @@ class ScriptedRouter(InferenceServicer, AdminServicer):
         self.drained: list[str] = []  # the workers that were to be drained
         self.scaled: list[tuple[int, int]] = []  # what the pools were to be
         self.pools = [cluster_pb2.PoolsResponse()]  # what they are, one answer after the other
+        self.plan = cluster_pb2.PlanResponse()
         self.switched: list[tuple[str, int]] = []  # the workers that were to change their role
         self.requests: list[inference_pb2.GenerateRequest] = []
         self.over = threading.Event()  # set when a Generate call has ended, however
@@ -110,6 +111,11 @@ class ScriptedRouter(InferenceServicer, AdminServicer):
         self, request: cluster_pb2.PoolsRequest, context: grpc.ServicerContext
     ) -> cluster_pb2.PoolsResponse:
         return self.pools.pop(0) if len(self.pools) > 1 else self.pools[0]
+
+    def Plan(
+        self, request: cluster_pb2.PlanRequest, context: grpc.ServicerContext
+    ) -> cluster_pb2.PlanResponse:
+        return self.plan
 
     def SwitchRole(
         self, request: cluster_pb2.SwitchRoleRequest, context: grpc.ServicerContext

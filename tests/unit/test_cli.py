@@ -487,6 +487,26 @@ def test_drain_tells_scripts_too(router: ScriptedRouter) -> None:
     assert told == {"worker": "decode-0", "drained": True}
 
 
+def test_plan_shows_the_decisions_and_their_reasons(router: ScriptedRouter) -> None:
+    router.plan.enabled = router.plan.acts = True
+    router.plan.ttft, router.plan.itl, router.plan.most_workers = 2.0, 0.05, 4
+    router.plan.last.words = "no change"
+    made = router.plan.changes.add(words="switch 1 from decode to prefill", have_prefill=1)
+    made.reasons.append("decode can spare 1")
+    lines = run(router, "plan").stdout.splitlines()
+    assert lines[0] == (
+        "the planner changes the pools: first token within 2 s, 50 ms between two, at most 4"
+        " workers"
+    )
+    assert lines[1].split() == ["now", "no", "change", "(0", "+", "0", "workers)"]
+    assert "switch 1 from decode to prefill  (1 + 0 workers)" in lines[2]
+    assert lines[3].strip() == "decode can spare 1"
+
+
+def test_plan_says_when_there_is_no_planner(router: ScriptedRouter) -> None:
+    assert "no planner runs here" in run(router, "plan").stdout
+
+
 def test_status_as_json_is_what_the_router_said(router: ScriptedRouter) -> None:
     status = json.loads(run(router, "status", "--json").stdout)
     assert (status["model"], status["finished_requests"]) == ("tale", 1234)

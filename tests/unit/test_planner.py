@@ -115,6 +115,24 @@ def test_a_load_that_goes_up_and_down_a_little_changes_nothing_any_more() -> Non
     assert sum(decision.changes for decision in decisions) <= 3
 
 
+def peaks(calm: int, times: int) -> list[Window]:
+    return ([window(rate=40.0)] + [window()] * calm) * times
+
+
+def test_peaks_that_come_again_and_again_are_waited_out() -> None:
+    calm = GOALS.patience + 10
+    decisions = rounds(peaks(calm, 12), needed(window()))
+    drains = [at for at, decision in enumerate(decisions) if decision.drain.total]
+    assert 1 <= len(drains) <= 2
+    assert not any(decision.changes for decision in decisions[6 * calm :])
+
+
+def test_after_a_long_calm_workers_are_given_up_as_soon_as_at_first() -> None:
+    windows = [*peaks(GOALS.patience + 10, 4), *[window()] * 300, *peaks(GOALS.patience, 1)]
+    decisions = rounds(windows, needed(window()))
+    assert decisions[-1].drain.total > 0
+
+
 def test_a_pool_never_grows_beyond_the_limit_and_says_what_is_missing() -> None:
     goals = dataclasses.replace(GOALS, most_workers=8)
     decision = decide(seen(Pools(3, 3), window(rate=60.0)), goals)

@@ -1,0 +1,54 @@
+"""`baton plan`: what the planner has decided lately, and why."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+
+from baton import Client
+from baton.connection import DEFAULT_ADDRESS
+from baton.v1 import cluster_pb2
+from cli import options
+from cli.edge import edge
+
+
+def plan(
+    limit: Annotated[int, typer.Option(min=1, help="Of the changes, how many to show.")] = 10,
+    as_json: options.AsJson = False,
+    address: options.Address = DEFAULT_ADDRESS,
+) -> None:
+    """Show what the planner has decided lately, and why."""
+    with edge(), Client(address) as client:
+        planned = client.plan()
+    if as_json:
+        from google.protobuf.json_format import MessageToJson
+
+        typer.echo(MessageToJson(planned, preserving_proto_field_name=True))
+        return
+    for line in _lines(planned, limit, time.time()):
+        typer.echo(line)
+
+
+def _lines(planned: cluster_pb2.PlanResponse, limit: int, now: float) -> Iterator[str]:
+    if not planned.enabled:
+        yield "no planner runs here; `baton serve --plan` starts one"
+        return
+    acts = "changes the pools" if planned.acts else "only tells what it would do"
+    yield (
+        f"the planner {acts}: first token within {planned.ttft:g} s, {1e3 * planned.itl:g} ms"
+        f" between two, at most {planned.most_workers} workers"
+    )
+    if planned.HasField("last"):
+        yield from _round(planned.last, "now", now)
+    for change in planned.changes[:limit]:
+        yield from _round(change, "", now)
+
+
+def _round(made: cluster_pb2.PlannedRound, title: str, now: float) -> Iterator[str]:
+    when = title or f"{max(0.0, now - made.at):,.0f} s ago"
+    have = f"{made.have_prefill} + {made.have_decode} workers"
+    yield typer.style(f"{when:>10}  {made.words}", bold=True) + f"  ({have})"
+    yield from (f"            {reason}" for reason in made.reasons)

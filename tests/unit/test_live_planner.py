@@ -1,0 +1,94 @@
+"""What the live planner makes of routers' reports."""
+
+from __future__ import annotations
+
+from baton.v1.cluster_pb2 import RouterReport
+from cluster.planning import SILENT_SECONDS, Planning
+from core.config import Config, DecodeConfig, PlannerConfig, PrefillConfig
+from core.types import Role
+from planner.plan import Decision
+from planner.pools import Pools
+
+CONFIG = Config(
+    device="cpu",
+    prefill=PrefillConfig(workers=2),
+    decode=DecodeConfig(workers=2),
+    planner=PlannerConfig(enabled=True, ttft=2.0, itl=0.05, most_workers=6),
+)
+HAVE = Pools(2, 2)
+
+
+def report(router: str = "r", arrivals: int = 4, seconds: float = 0.1) -> RouterReport:
+    """One second: so many prompts of so many seconds, and as many short answers."""
+    return RouterReport(
+        router_id=router,
+        arrivals=arrivals,
+        prompt_seconds=[seconds] * arrivals,
+        answers=arrivals,
+        answer_tokens=20 * arrivals,
+        page_tokens=200.0 * arrivals,
+        step_costs=[0.01, 1e-4, 1e-7, 0.0],
+        decode_pages=1000,
+    )
+
+
+def decide(*reports: RouterReport, have: Pools = HAVE, rounds: int = 1) -> Decision:
+    """After rounds of ten seconds in each of which these came."""
+    planning = Planning(CONFIG, gpus=False)
+    for second in range(10 * rounds):
+        for each in reports:
+            planning.report(each, float(second))
+        if second % 10 == 9:
+            decision = planning.round(have, float(second))
+    return decision
+
+
+def test_before_anything_is_asked_nothing_is_changed() -> None:
+    assert not decide().changes
+
+
+def test_more_prompts_than_prefill_can_read_take_a_worker_that_decode_can_spare() -> None:
+    decision = decide(report(arrivals=12, seconds=0.2))
+    assert decision.switch is not None
+    assert (decision.switch.to, decision.switch.count) == (Role.PREFILL, 1)
+    assert any("decode can spare 1" in reason for reason in decision.reasons)
+
+
+def test_what_several_routers_are_asked_is_summed() -> None:
+    alone = decide(report(arrivals=12, seconds=0.2))
+    together = decide(report("a", 6, 0.2), report("b", 6, 0.2))
+    assert together.need == alone.need
+
+
+def test_what_workers_tell_every_router_counts_once_and_each_line_for_itself() -> None:
+    one, two = report("a"), report("b")
+    for each in (one, two):
+        each.waiting, each.queued_requests = 30, 10
+    planning = Planning(CONFIG, gpus=False)
+    for each in (one, two):
+        planning.report(each, 0.0)
+    assert planning._observe(HAVE, 1.0).waiting == 30 + 2 * 10
+
+
+def test_a_router_that_is_gone_waits_for_nothing() -> None:
+    planning = Planning(CONFIG, gpus=False)
+    last = report()
+    last.queued_seconds = 100.0
+    planning.report(last, 0.0)
+    assert planning._observe(HAVE, SILENT_SECONDS).queued_seconds == 100.0
+    assert planning._observe(HAVE, SILENT_SECONDS + 1.0).queued_seconds == 0.0
+
+
+def test_no_more_workers_than_at_the_start_are_asked_for_unless_allowed() -> None:
+    config = Config(prefill=PrefillConfig(workers=3), planner=PlannerConfig(enabled=True))
+    assert Planning(config, gpus=False).goals.most_workers == 4
+
+
+def test_decisions_that_change_something_are_remembered_with_their_reasons() -> None:
+    planning = Planning(CONFIG, gpus=False)
+    for second in range(10):
+        planning.report(report(arrivals=12, seconds=0.2), float(second))
+    planning.round(HAVE, 10.0, clock=lambda: 1234.0)
+    (planned,) = planning.changes
+    assert planned.at == 1234.0
+    assert planned.decision.reasons
