@@ -17,7 +17,7 @@ from kv_transfer.receiver import State
 from prefill_worker.role import PrefillRole
 
 from .engine import VOCABULARY, reference
-from .fabric import Fabric, Write
+from .fabric import Fabric, SimulatedTransport, Write
 from .router import SimulatedRequest, SimulatedRouter
 from .streams import Stream
 from .worker import SimulatedWorker
@@ -29,9 +29,10 @@ FROZEN_SECONDS = 3.0
 
 
 class Cluster:
-    """Everything that a seed decides."""
+    """Everything that a seed decides. With `split`, workers may be several processes, each with
+    some heads of every page."""
 
-    def __init__(self, seed: int, *, trace: bool = False) -> None:
+    def __init__(self, seed: int, *, split: bool = False, trace: bool = False) -> None:
         self.world = World(seed, trace=trace)
         draw = self.world.random
         self.faults = draw.choice((0, 1, 1, 2, 2, 3, 4))
@@ -39,13 +40,14 @@ class Cluster:
         # A decode worker that cannot reach a prefill worker learns of its death only from a
         # router, when the worker is back. So connections fail on one side, or workers stay away.
         self.may_lose_workers = draw.random() < 0.5
-        self.digests = draw.random() < 0.5
+        self.split = split
+        self.digests = draw.random() < 0.5 or split
         damage = 0.2 if self.digests and draw.random() < 0.4 else 0.0
         duplicates = draw.choice((0.02, 0.2))
         self.fabric = Fabric(self.world, self._check_landing, damage, duplicates)
         self.config = Config(
             prefix_cache=seed % 2 == 1,
-            page_size=draw.choice((2, 3, 4)),
+            page_size=4 if split else draw.choice((2, 3, 4)),
             router=RouterConfig(),
             prefill=PrefillConfig(chunk_tokens=draw.choice((3, 4, 8))),
             decode=DecodeConfig(
@@ -143,9 +145,13 @@ class Cluster:
             digests=self.digests,
             incarnation=incarnation,
             second_tier=self.second_tier,
+            shards=self.world.random.choice((1, 2, 2)) if self.split else 0,
         )
+        worker.on_crash = lambda: self._kill(worker)
+        for transport in worker.transports:
+            self.processes[transport.agent] = worker
         worker.engine.breaks_at = self.breaks_at
-        self.workers[name] = self.processes[worker.agent] = worker
+        self.workers[name] = worker
         for router in self.routers:
             router.watch(name)
 
@@ -170,6 +176,8 @@ class Cluster:
             *(self._cut_stream, self._cut_fabric, self._stall_fabric, self._cancel),
             *(self._drain_worker, self._cut_and_freeze, self._stall_and_kill),
         ]
+        if self.split:
+            faults += [self._kill_rank, self._cut_fabric]
         if not self.may_lose_workers:
             faults += 2 * [self._fail_fabric, self._fail_and_kill]
         if sum(not router.dead for router in self.routers) > 1:
@@ -190,7 +198,9 @@ class Cluster:
             return
         self.world.log(worker.agent, "KILLED")
         self.counts["kills"] += 1
-        self.fabric.kill(worker.transport)
+        for transport in worker.transports:
+            if not transport.dead:
+                self.fabric.kill(transport)
         worker.kill()
         del self.workers[worker.worker_id]
         if self.may_lose_workers and self.world.chance(0.3):
@@ -241,13 +251,13 @@ class Cluster:
             one, other = pair
             self.world.log(one.agent, f"connection to {other.agent} CUT")
             self.counts["cuts"] += 1
-            self.fabric.cut(one.transport, other.transport)
+            self.fabric.cut(self._end_of(one), self._end_of(other))
 
     def _cut_and_freeze(self) -> None:
         """A connection breaks, and one side finds out much later than the other."""
         pair = self._some_pair()
         if pair and not pair[1].frozen:
-            self.fabric.cut(pair[0].transport, pair[1].transport)
+            self.fabric.cut(self._end_of(pair[0]), self._end_of(pair[1]))
             self._freeze(pair[1])
 
     def _fail_fabric(self) -> None:
@@ -256,13 +266,13 @@ class Cluster:
             one, other = self.world.random.sample(pair, 2)
             self.world.log(other.agent, f"connection to {one.agent} FAILED")
             self.counts["one-sided failures"] += 1
-            self.fabric.fail(other.transport, one.transport)
+            self.fabric.fail(self._end_of(other), self._end_of(one))
 
     def _fail_and_kill(self) -> None:
         """A worker dies that another cannot reach anyway: only routers can tell of its death."""
         if pair := self._some_pair():
             one, other = self.world.random.sample(pair, 2)
-            self.fabric.fail(other.transport, one.transport)
+            self.fabric.fail(self._end_of(other), self._end_of(one))
             self.world.after(self.world.random.random(), lambda: self._kill(one))
 
     def _stall_fabric(self) -> None:
@@ -271,7 +281,7 @@ class Cluster:
             self.world.log(one.agent, f"connection to {other.agent} STALLED")
             self.counts["stalls"] += 1
             seconds = self.world.random.choice((0.5, 2.0, 8.0, 25.0))
-            self.fabric.stall(one.transport, other.transport, seconds)
+            self.fabric.stall(self._end_of(one), self._end_of(other), seconds)
 
     def _stall_and_kill(self) -> None:
         """What a worker had sent before it died arrives when its successor is long there."""
@@ -279,8 +289,23 @@ class Cluster:
             one, other = self.world.random.sample(pair, 2)
             self.world.log(one.agent, f"connection to {other.agent} STALLED")
             self.counts["stalls"] += 1
-            self.fabric.stall(one.transport, other.transport, 12.0)
+            self.fabric.stall(self._end_of(one), self._end_of(other), 12.0)
             self.world.after(self.world.random.random() * 0.1, lambda: self._kill(one))
+
+    def _end_of(self, worker: SimulatedWorker) -> SimulatedTransport:
+        """The end of some connection of its."""
+        if not self.split:
+            return worker.transport
+        return self.world.random.choice(worker.transports)
+
+    def _kill_rank(self) -> None:
+        """A process of a worker dies; the worker finds out when it looks, and follows."""
+        worker = self._some_worker()
+        if worker is not None and not worker.transports[-1].dead:
+            self.world.log(worker.agent, "a process KILLED")
+            self.counts["processes killed"] += 1
+            self.fabric.kill(worker.transports[-1])
+            self.world.after(self.world.random.random() * 0.1, lambda: self._kill(worker))
 
     def _some_pair(self) -> tuple[SimulatedWorker, SimulatedWorker] | None:
         pairs = [
@@ -314,7 +339,7 @@ class Cluster:
         sender, receiver = (
             self.processes[transport.agent] for transport in (write.sender, write.endpoint.peer)
         )
-        key = sender.transfer._pushes._writes[write.number]
+        key = sender.push_of(write)
         expected = receiver.transfer._reservations._expected.get(key)
         self.world.log(sender.agent, f"{key} lands in {write.remote_pages} of {receiver.agent}")
         if expected is None or expected.sender != sender.agent:
@@ -357,7 +382,7 @@ class Cluster:
     def _check_caches(self) -> None:
         """Equal keys mean equal contents, on every worker that ever was."""
         contents: dict[bytes, list[int]] = {}
-        for worker in self.processes.values():
+        for worker in dict.fromkeys(self.processes.values()):
             cache = worker.engine.pool.cache
             self.counts["pages found"] += cache.found
             self.counts["evictions"] += cache.evictions
@@ -389,7 +414,8 @@ class Cluster:
             "loans": len(role._loans._loans) if isinstance(role, DecodeRole) else 0,
             "fetches": len(role._fetches._fetches) if isinstance(role, PrefillRole) else 0,
             "pushes": len(transfer._pushes._senders),
-            "writes": len(transfer._pushes._writes) + len(worker.transport.writes),
+            "writes": len(transfer._pushes._writes)
+            + sum(len(transport.writes) for transport in worker.transports),
             "reservations": len(transfer._reservations._expected),
             "waiting": role._scheduler.waiting + role._scheduler.running,
         }

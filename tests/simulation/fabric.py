@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
 from core.errors import WorkerLost
 from core.types import Moment
+from kv_transfer.heads import HeadRange
 from kv_transfer.transport import (
     Noted,
+    PagePart,
     PeerLost,
     PoolMemory,
     TransportEvent,
@@ -27,6 +29,10 @@ from kv_transfer.transport import (
 
 from .world import World
 
+CELL_BYTES = 8
+HEADS = 2
+"""Cells of a page that are neighbours, one a head, where workers split heads."""
+
 OnLanding = Callable[["Write"], None]
 
 
@@ -35,6 +41,7 @@ class Endpoint:
     """One side of a connection."""
 
     peer: SimulatedTransport
+    part: PagePart | None  # of a page; None for all that both hold
     alive: bool = True
     gone: bool = True  # if it is not alive: whether the peer cannot write either
 
@@ -49,6 +56,22 @@ class Write:
     note: bytes
     after: Moment | None = None  # its pages are not read before
     landed: bool = False
+
+    @property
+    def cells(self) -> list[tuple[int, int]]:
+        """Which cells of a page are read and written."""
+        here, there, part = self.sender.cells, self.endpoint.peer.cells, self.endpoint.part
+        if part is None:
+            return list(zip(here, there, strict=True))
+        size = part.row_bytes // CELL_BYTES
+        ours = _rows(here, part.rows, part.local_offset // CELL_BYTES, size)
+        theirs = _rows(there, part.rows, part.remote_offset // CELL_BYTES, size)
+        return list(zip(ours, theirs, strict=True))
+
+    def copy(self, local: int, remote: int) -> None:
+        source, target = self.sender.memory[local], self.endpoint.peer.memory[remote]
+        for here, there in self.cells:
+            target[there] = source[here]
 
 
 @dataclass(slots=True)
@@ -107,7 +130,7 @@ class Fabric:
             self.on_landing(write)
             for local, remote in zip(write.local_pages, write.remote_pages, strict=True):
                 if self.world.chance(0.5):
-                    write.endpoint.peer.memory[remote][:] = write.sender.memory[local]
+                    write.copy(local, remote)
         write.landed = True
 
     def land(self, write: Write) -> None:
@@ -125,10 +148,11 @@ class Fabric:
         if write.local_pages:
             self.on_landing(write)
         for local, remote in zip(write.local_pages, write.remote_pages, strict=True):
-            peer.memory[remote][:] = write.sender.memory[local]
+            write.copy(local, remote)
         if write.remote_pages and self.damage and world.chance(self.damage):
             page = peer.memory[world.random.choice(write.remote_pages)]
-            page[world.random.randrange(len(page))] ^= 1 << world.random.randrange(60)
+            place = world.random.randrange(len(write.cells))
+            page[write.cells[place][1]] ^= 1 << world.random.randrange(60)
         if write.note:
             self.deliver_note(write.endpoint, write.sender, write.note)
         world.after(world.delay(), lambda: write.sender.end(write, WriteDone(write.number)))
@@ -143,11 +167,22 @@ class Fabric:
 
 
 class SimulatedTransport:
-    """One worker's agent. `poke` is called when `poll` would have something to say."""
+    """The agent of a worker, or of those of its processes that has some `heads`. `poke` is
+    called when `poll` would have something to say."""
 
-    def __init__(self, fabric: Fabric, agent: str, memory: list[list[int]]) -> None:
+    def __init__(
+        self,
+        fabric: Fabric,
+        agent: str,
+        memory: list[list[int]],
+        heads: HeadRange | None = None,
+    ) -> None:
         self.agent = agent
         self.memory = memory
+        every = range(len(memory[0]))
+        self.cells = [  # of a page, those that are here
+            cell for cell in every if not heads or heads.first <= cell % HEADS < heads.end
+        ]
         self.poke: Callable[[], None] = lambda: None
         self.dead = False
         self.stalled = False  # its process is frozen
@@ -162,13 +197,13 @@ class SimulatedTransport:
     def register(self, memory: PoolMemory, layout: PoolLayout) -> PoolAddress:
         return pool_address("simulated", self.agent, b"", memory, layout)
 
-    def connect(self, address: PoolAddress) -> str:
+    def connect(self, address: PoolAddress, part: PagePart | None = None) -> str:
         peer = self._fabric.agents[address.agent]
         check_told(self._events, address.agent)
         if address.agent not in self._endpoints:
             if peer.dead:
                 raise WorkerLost(f"{address.agent} is dead")
-            self._endpoints[address.agent] = Endpoint(peer)
+            self._endpoints[address.agent] = Endpoint(peer, part)
         return address.agent
 
     def disconnect(self, peer: str) -> None:
@@ -238,3 +273,9 @@ class SimulatedTransport:
     def _add(self, event: TransportEvent) -> None:
         self._events.append(event)
         self.poke()
+
+
+def _rows(cells: Sequence[int], rows: int, first: int, size: int) -> list[int]:
+    """Of each row of cells, `size` from the `first` on."""
+    length = len(cells) // rows
+    return [cells[row * length + first + place] for row in range(rows) for place in range(size)]

@@ -8,13 +8,16 @@ from typing import cast
 from baton.v1 import worker_pb2 as pb
 from baton.v1.transfer_pb2 import PoolLayout
 from core.config import Config
-from core.types import Role
+from core.types import AttemptKey, Role
 from core.wire import role_to
 from decode_worker.role import DecodeRole
 from engine.engine import Engine
 from engine.page_pool import PagePool
 from kv_transfer.events import Fetched, PagesDamaged, TransferEvent
+from kv_transfer.heads import HeadRange
 from kv_transfer.layout import cache_root
+from kv_transfer.shard_proxy import ShardProxy
+from kv_transfer.sharded import ShardedTransport
 from kv_transfer.thread import TransferThread
 from kv_transfer.transport import PoolMemory
 from prefill_worker.role import PrefillRole
@@ -23,7 +26,8 @@ from worker.metrics import WorkerMetrics
 from worker.outbox import Outbox
 
 from .engine import SimulatedEngine
-from .fabric import Fabric, SimulatedTransport
+from .fabric import CELL_BYTES, HEADS, Fabric, SimulatedTransport, Write
+from .shard import RankLost, SimulatedShard
 from .streams import Stream
 from .tier import add_second_tier
 from .world import Violation, World
@@ -31,6 +35,10 @@ from .world import Violation, World
 LEASE_SECONDS = 1.0
 LINGER_SECONDS = 30.0
 LAYOUT = PoolLayout(version=1, model="simulated")
+SPLIT_LAYOUT = PoolLayout(
+    version=1, model="simulated", layers=1, page_size=1, kv_heads=HEADS, head_dim=1
+)
+"""Of pages of four cells: keys and values, two heads each."""
 
 
 class QuietMetrics(WorkerMetrics):
@@ -98,7 +106,9 @@ class SimulatedWorker:
         digests: bool,
         incarnation: int,
         second_tier: bool = False,
+        shards: int = 0,
     ) -> None:
+        """With `shards`, the heads of its pages are split among so many processes."""
         self.world = world
         self.worker_id = worker_id
         self.kind = kind
@@ -117,15 +127,23 @@ class SimulatedWorker:
                 self.engine.pool, self.engine.memory, world, self._is_postponed, self._poke_engine
             )
         agent = f"{worker_id}.{incarnation}"
-        self.transport = SimulatedTransport(fabric, agent, self.engine.memory)
-        self.transport.poke = self._poke_transfer
-        memory = PoolMemory(0, 8 * config.page_size, pages, "cpu")
+        self.transports = [
+            SimulatedTransport(fabric, agent + f"/{rank}" * (rank > 0), self.engine.memory, heads)
+            for rank, heads in enumerate(_split(shards))
+        ]
+        for transport in self.transports:
+            transport.poke = self._poke_transfer
+        self.transport = self.transports[0]
+        self.sharded = self._shard(shards) if shards else None
+        self.on_crash: Callable[[], None] = lambda: None
+        memory = PoolMemory(0, CELL_BYTES * len(self.transport.cells), pages, "cpu")
+        digest = self.sharded.digests if self.sharded else self._digests
         self.transfer = TransferThread(
-            self.transport,
+            self.sharded or self.transport,
             memory,
-            LAYOUT,
+            SPLIT_LAYOUT if shards else LAYOUT,
             self._on_transfer,
-            digest=self._digests if digests else None,
+            digest=digest if digests else None,
             lease_seconds=LEASE_SECONDS,
             linger_seconds=LINGER_SECONDS,
             clock=world.clock,
@@ -146,6 +164,26 @@ class SimulatedWorker:
     @property
     def agent(self) -> str:
         return self.transport.agent
+
+    def _shard(self, shards: int) -> ShardedTransport:
+        own, *others = (
+            SimulatedShard(transport, heads)
+            for transport, heads in zip(self.transports, _split(shards), strict=True)
+        )
+        return ShardedTransport(
+            self.transport,
+            HeadRange(0, HEADS // shards),
+            cast(list[ShardProxy], others),
+            digest=own.digest,
+            clock=self.world.clock,
+        )
+
+    def push_of(self, write: Write) -> AttemptKey:
+        """The push that a write on its way belongs to."""
+        number = write.number
+        if self.sharded:
+            number = self.sharded._parts[self.transports.index(write.sender), number]
+        return self.transfer._pushes._writes[number]
 
     def welcome(self) -> pb.Welcome:
         return pb.Welcome(
@@ -189,10 +227,14 @@ class SimulatedWorker:
             stream.cut("its process died")
 
     def freeze(self) -> None:
-        self.frozen = self.transport.stalled = True
+        self.frozen = True
+        for transport in self.transports:
+            transport.stalled = True
 
     def thaw(self) -> None:
-        self.frozen = self.transport.stalled = False
+        self.frozen = False
+        for transport in self.transports:
+            transport.stalled = False
         postponed, self._postponed = self._postponed, []
         for turn in postponed:
             turn()
@@ -246,8 +288,12 @@ class SimulatedWorker:
         if self.dead or self._is_postponed(self._transfer_turn):
             return
         self._transfer_due = False
-        self.transfer.step(0.0)
-        self._schedule_tick()
+        try:
+            self.transfer.step(0.0)
+        except RankLost:
+            self.on_crash()
+        else:
+            self._schedule_tick()
 
     def _schedule_tick(self) -> None:
         deadline = self.transfer.deadline
@@ -266,6 +312,12 @@ class SimulatedWorker:
 
     def _digests(self, _peer: str, pages: Sequence[int]) -> list[int]:
         return [_digest(self.engine.memory[page]) for page in pages]
+
+
+def _split(shards: int) -> list[HeadRange | None]:
+    if not shards:
+        return [None]
+    return [HeadRange(rank * HEADS // shards, HEADS // shards) for rank in range(shards)]
 
 
 def _digest(page: list[int]) -> int:

@@ -1,0 +1,103 @@
+"""Seeds in which workers are several processes, each with some heads of every page; and mistakes
+about them, made on purpose, that fail some seed."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from core.errors import BatonError
+from kv_transfer.sharded import ShardedTransport
+
+from .cluster import Cluster
+
+SEEDS = 300
+Patch = pytest.MonkeyPatch
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR, "kv_transfer")
+
+
+def test_no_seed_breaks_an_invariant_where_heads_are_split() -> None:
+    counts: Counter[str] = Counter()
+    for seed in range(SEEDS):
+        counts += Cluster(seed, split=True).run()
+    assert counts["finished"] > SEEDS
+    for what in ("processes killed", "writes into quarantine", "damaged pages", "pages fetched"):
+        assert counts[what] > 0, f"the seeds never saw: {what}"
+
+
+def send_the_note_with_the_first_part(patch: Patch) -> None:
+    """The pages of another process may still be on their way."""
+    end_part = ShardedTransport._end_part
+
+    def end(self: ShardedTransport, part: tuple[int, int], error: BatonError | None) -> None:
+        number = self._parts.get(part)
+        if number is not None and error is None:
+            write = self._writes[number]
+            note, write.note = write.note, b""
+            if note:
+                self._begin(number, self._peers[write.peer].links[0], (), (), note)
+        end_part(self, part, error)
+
+    patch.setattr(ShardedTransport, "_end_part", end)
+
+
+def fail_with_the_first_part(patch: Patch) -> None:
+    """Another process may still be reading and writing."""
+    end_part = ShardedTransport._end_part
+
+    def end(self: ShardedTransport, part: tuple[int, int], error: BatonError | None) -> None:
+        number = self._parts.get(part)
+        if number is not None and error is not None:
+            for other in [each for each in self._parts if self._parts[each] == number]:
+                if other != part:
+                    del self._parts[other]
+            self._writes[number].parts = 1
+        end_part(self, part, error)
+
+    patch.setattr(ShardedTransport, "_end_part", end)
+
+
+def take_one_process_for_all(patch: Patch) -> None:
+    """A peer counts as gone with the first of its processes."""
+    break_link = ShardedTransport._break
+
+    def break_all(self: ShardedTransport, place: tuple[int, str], *, gone: bool) -> None:
+        for peer in self._peers.values():
+            if gone and place in peer.links:
+                peer.gone |= set(peer.links)
+        break_link(self, place, gone=gone)
+
+    patch.setattr(ShardedTransport, "_break", break_all)
+
+
+def forget_to_probe(patch: Patch) -> None:
+    patch.setattr(ShardedTransport, "_probe", lambda self: None)
+
+
+MUTATIONS = [
+    send_the_note_with_the_first_part,
+    fail_with_the_first_part,
+    take_one_process_for_all,
+    forget_to_probe,
+]
+
+
+@pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
+def test_a_mistake_about_split_workers_is_caught(
+    mutate: Callable[[Patch], None], monkeypatch: Patch
+) -> None:
+    mutate(monkeypatch)
+    for seed in range(SEEDS):
+        try:
+            Cluster(seed, split=True).run()
+        except Exception as error:  # noqa: BLE001 - a mistake may show in any way
+            print(f"seed {seed}: {type(error).__name__}: {error}")
+            return
+    pytest.fail(f"{SEEDS} seeds saw nothing wrong")
