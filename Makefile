@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Flags for `baton serve`: make serve ARGS="--prefill 2 --decode 2"
 ARGS ?=
 
-.PHONY: serve test test-faults test-page test-clients lint bench proto setup clean
+.PHONY: serve test test-faults test-fleet test-page test-clients lint bench proto setup clean
 
 serve: setup
 	@$(BIN)/baton serve $(ARGS)
@@ -18,6 +18,13 @@ test: setup
 test-faults: setup
 	@$(BIN)/python -m pytest -m 'faults or not faults' tests/cluster/test_fault_matrix.py \
 		tests/cluster/test_cut_network.py
+
+# Nodes that come and go, Ray's head without and with a Redis behind it, rolling restarts, two
+# versions side by side; prints the table of recoveries.
+test-fleet: setup
+	@command -v redis-server >/dev/null || \
+		echo "no redis-server: some tests are skipped (apt-get install redis-server)"
+	@$(BIN)/python -m pytest -m fleet tests/cluster
 
 # The page in a real browser: needs chromium (apt-get install chromium), and fetches playwright.
 # Screenshots come to build/pictures.

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import fault_table
 import pytest
+import recoveries
 from processes import ProcessCluster
 
 from core.model_store import EMBEDDED
@@ -26,8 +27,9 @@ def idle(embedded: ProcessCluster) -> Iterator[ProcessCluster]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """The table of the fault matrix, where it ran."""
-    if fault_table.ROWS:
-        terminalreporter.section("fault matrix")
-        for line in fault_table.render():
-            terminalreporter.write_line(line)
+    """The tables of the fault matrix and of recoveries, where they ran."""
+    for title, table in (("fault matrix", fault_table), ("recoveries", recoveries)):
+        if table.ROWS:
+            terminalreporter.section(title)
+            for line in table.render():
+                terminalreporter.write_line(line)

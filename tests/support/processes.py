@@ -105,7 +105,8 @@ class ProcessCluster:
         # What else runs on the machine is other tests, not prompts for the same users.
         self._tree["decode"] = {"nice": 0, **self._section("decode")}
         self._per_worker = per_worker or {}
-        self._before = before or {}
+        # By reference: who has it can have a worker start again otherwise.
+        self._before = {} if before is None else before
         self._wait_ready = wait_ready
         self._controller = controller
         self._counts = {Role.PREFILL: prefill, Role.DECODE: decode}
@@ -192,7 +193,8 @@ class ProcessCluster:
             },
         )
         arguments = ["router", "--config", config, "--controller", self._controller]
-        self.router = Process(self._workspace, "router", arguments)
+        before = self._before.get("router", ())
+        self.router = Process(self._workspace, "router", arguments, before)
         self.address = self.router.wait_for(r"gRPC on (\S+),")
         self.http = self.router.wait_for(r"HTTP on (\S+),")
         self.metrics = self.router.wait_for(r"metrics on (\S+)")

@@ -1,0 +1,172 @@
+"""A Ray of several nodes on this machine, and a Redis behind its head.
+
+Every node is what one `ray start` starts, in a session of its own: a node dies when all of its
+session is killed at once. Each has an address of its own, of those that lead to this machine.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+from serving import Command, listening_ports
+
+from baton.v1.cluster_pb2 import StatusResponse
+from cluster.preflight import free_port
+
+Kept = TypeVar("Kept", bound=Command)
+
+HEAD = "127.0.0.1"
+RAY = str(Path(sys.executable).with_name("ray"))
+# As a user would say it; the token is otherwise one file for all of a user's clusters.
+TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
+OPTIONS = ["--num-cpus=1", "--object-store-memory=83886080"]
+OPTIONS += ["--disable-usage-stats", "--dashboard-agent-listen-port=0"]
+START_SECONDS = 60.0
+
+
+class Node(Command):
+    """What one `ray start` has started; the command itself has ended."""
+
+    def __init__(
+        self, workspace: Path, host: str, options: list[str], environment: dict[str, str]
+    ) -> None:
+        self.host = host
+        start = [RAY, "start", f"--node-ip-address={host}", *OPTIONS]
+        super().__init__(workspace, [*start, *options], environment)
+
+    def wait_started(self) -> Node:
+        assert self._popen.wait(START_SECONDS) == 0, self.stdout + self.stderr
+        return self
+
+    def find(self, title: str) -> int:
+        """The one process whose command line has `title`."""
+        (pid,) = [pid for pid, line in self.processes().items() if title in line]
+        return pid
+
+    def listener(self, port: int) -> int:
+        """The process that listens on a port."""
+        (pid,) = [pid for pid in self.processes() if port in listening_ports(pid)]
+        return pid
+
+    def workers(self, status: StatusResponse) -> set[str]:
+        """The names of the workers here."""
+        members = [worker.member for worker in status.workers]
+        return {each.worker_id for each in members if each.address.startswith(f"{self.host}:")}
+
+
+class Redis(Command):
+    def __init__(self, workspace: Path) -> None:
+        self.port = free_port(HEAD)
+        program = shutil.which("redis-server")
+        assert program, "there is no redis-server"
+        options = ["--port", str(self.port), "--bind", HEAD, "--dir", str(workspace)]
+        super().__init__(workspace, [program, *options, "--save", "", "--appendonly", "no"])
+        self.wait_for("Ready to accept connections")
+
+
+def why_no_redis() -> str:
+    """Why there can be no Redis here; empty when there can."""
+    if shutil.which("redis-server"):
+        return ""
+    return "there is no redis-server here: apt-get install redis-server"
+
+
+class RayNodes:
+    """A head and any number of other nodes, by name."""
+
+    def __init__(self, *, redis: bool = False) -> None:
+        # Not pytest's folder: Ray has sockets there, whose paths must be short.
+        self._workspace = Path(tempfile.mkdtemp(prefix="ray-"))
+        self._wants_redis = redis
+        self._commands: list[Command] = []
+        self._environment = dict(TOKEN)
+        self.nodes: dict[str, Node] = {}
+        self._hosts = itertools.count(2)
+        self.port = free_port(HEAD)
+        self.address = f"{HEAD}:{self.port}"
+
+    def __enter__(self) -> RayNodes:
+        try:
+            if self._wants_redis:
+                redis = self._keep(Redis(self._workspace / "redis"))
+                self._environment["RAY_REDIS_ADDRESS"] = f"{HEAD}:{redis.port}"
+            self.start_head()
+        except BaseException:
+            self.end()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.end()
+
+    def start_head(self) -> None:
+        options = ["--head", f"--port={self.port}", "--include-dashboard=false"]
+        self._add("head", HEAD, [*options, f"--temp-dir={self._workspace}"])
+
+    def add(self, name: str, slots: int) -> Node:
+        """A node with room for so many workers: Ray takes a slot for a GPU, our configuration for
+        a CPU."""
+        host = f"127.0.0.{next(self._hosts)}"
+        return self._add(name, host, [f"--address={self.address}", f"--num-gpus={slots}"])
+
+    def kill(self, name: str) -> None:
+        """As when a machine loses its power: nobody there says goodbye."""
+        node = self.nodes.pop(name)
+        self._commands.remove(node)
+        node.end()
+
+    def kill_gcs(self) -> None:
+        """Ends Ray's directory and store. Everything else on the head lives on."""
+        pid = self.nodes["head"].find("gcs_server")
+        self._gcs = _read(pid, "cmdline")
+        self._gcs_environment = dict(item.split("=", 1) for item in _read(pid, "environ"))
+        os.kill(pid, signal.SIGKILL)
+
+    def restart_gcs(self) -> None:
+        """Starts it just as it was."""
+        self._keep(Command(self._workspace / "gcs", self._gcs, self._gcs_environment))
+        _wait_listening(self.port)
+
+    def end(self) -> None:
+        for command in reversed(self._commands):
+            command.end()
+        shutil.rmtree(self._workspace, ignore_errors=True)
+
+    def _add(self, name: str, host: str, options: list[str]) -> Node:
+        node = Node(self._workspace / f"start-{name}", host, options, self._environment)
+        self.nodes[name] = self._keep(node)
+        return node.wait_started()
+
+    def _keep(self, command: Kept) -> Kept:
+        self._commands.append(command)
+        return command
+
+
+def _read(pid: int, name: str) -> list[str]:
+    return Path(f"/proc/{pid}/{name}").read_text().rstrip("\0").split("\0")
+
+
+def _wait_listening(port: int) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while True:
+        try:
+            socket.create_connection((HEAD, port), 1.0).close()
+            return
+        except OSError:
+            assert time.monotonic() < deadline, f"nobody listens on {port}"
+            time.sleep(0.05)
