@@ -15,11 +15,15 @@ def main() -> None:
     path = sys.argv.pop(1)
     profile = cProfile.Profile()
 
+    def begin(number: int, frame: object) -> None:
+        profile.clear()
+        profile.enable()
+
     def end(number: int, frame: object) -> None:
         profile.disable()
         profile.dump_stats(path)
 
-    signal.signal(signal.SIGUSR1, lambda number, frame: profile.enable())
+    signal.signal(signal.SIGUSR1, begin)
     signal.signal(signal.SIGUSR2, end)
     runpy.run_module("router", run_name="__main__")
 

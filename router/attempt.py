@@ -105,6 +105,8 @@ class Attempt:
         self._prefill_agent = prefill_agent
         self._decode_agent = decode_agent
         self._holder_agent = holder_agent
+        # Whether tokens come with how likely they were. Looking for it takes longer than the rest.
+        self._scored = not (work.logprobs is None and work.prompt_logprobs is None)
         self._held: set[Side] = set()
         # Tokens of decode that overtook token #1 on their way here.
         self._early: list[Tokens] = []
@@ -193,16 +195,17 @@ class Attempt:
         return [Tokens([first.token], finish, *found), *self._early]
 
     def _step(self, step: pb.StepTokens) -> list[Action]:
-        self.queued = False
-        self.decoding = True
-        # Its pages have landed: prefill is no longer needed.
-        self._held.discard(Side.PREFILL)
+        if not self.decoding:
+            self.queued, self.decoding = False, True
+            # Its pages have landed: prefill is no longer needed.
+            self._held.discard(Side.PREFILL)
         finish = finish_from(step.finish_reason)
-        logprobs = tuple(map(logprobs_from, step.logprobs))
-        tokens = Tokens(list(step.token_ids), finish, step.cached_tokens, logprobs)
-        if step.prompt_logprobs:
-            prompt = tuple(map(logprobs_from, step.prompt_logprobs))
-            tokens = tokens._replace(prompt_logprobs=prompt)
+        tokens = Tokens(list(step.token_ids), finish, step.cached_tokens)
+        if self._scored:
+            tokens = tokens._replace(
+                logprobs=tuple(map(logprobs_from, step.logprobs)),
+                prompt_logprobs=tuple(map(logprobs_from, step.prompt_logprobs)),
+            )
         if finish:
             self._held.discard(Side.DECODE)
         if self.started:

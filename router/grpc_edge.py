@@ -218,13 +218,16 @@ def _delta_response(event: Delta) -> pb.GenerateResponse:
     delta.text = event.text
     delta.token_ids.extend(event.token_ids)
     delta.index = event.index
-    delta.logprobs.extend(map(_scored, event.logprobs))
     delta.reasoning = event.reasoning
+    # Asking for a list makes one.
+    if event.logprobs:
+        delta.logprobs.extend(map(_scored, event.logprobs))
     for piece in event.tool_calls:
         delta.tool_calls.add(
             index=piece.index, id=piece.id, name=piece.name, arguments=piece.arguments
         )
-    delta.prompt_logprobs.extend(map(_scored, event.prompt_logprobs[1:]))
+    if event.prompt_logprobs:
+        delta.prompt_logprobs.extend(map(_scored, event.prompt_logprobs[1:]))
     return response
 
 
