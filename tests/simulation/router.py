@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from baton.v1 import worker_pb2 as pb
 from core.errors import BatonError, Cancelled, WorkerLost
 from core.types import AttemptKey, Role, Work
+from core.wire import role_from
 from router.attempt import Action, Attempt, Ended, Event, LinkLost, Send, Side, Tokens
 from router.life import RequestLife, RetryLimits
 from router.placement import DecodeView, Fetch, Placement, PrefillView, Snapshot
@@ -43,7 +44,7 @@ class Link:
         return self.welcome.pool.agent if self.welcome else ""
 
     def is_role(self, role: Role) -> bool:
-        return self.welcome is not None and self.worker_id.startswith(role.value)
+        return self.welcome is not None and role_from(self.welcome.role) is role
 
     def send(self, message: pb.RouterMessage) -> None:
         if self.welcome is not None and self.stream is not None:
@@ -148,6 +149,10 @@ class SimulatedRouter:
             self._hear(AttemptKey(attempt.request_id, attempt.epoch), message)
         elif kind == "welcome":
             self._greet(link, message.welcome)
+        elif kind == "role_switched":
+            link.asked.clear()
+            link.reaches.clear()
+            self._greet(link, message.role_switched.welcome)
         elif kind == "connected":
             self._note_connection(link, message.connected)
 

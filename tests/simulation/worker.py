@@ -149,14 +149,9 @@ class SimulatedWorker:
             clock=world.clock,
         )
         self.transfer.open()
-        make = PrefillRole if kind is Role.PREFILL else DecodeRole
-        self.role: PrefillRole | DecodeRole = make(
-            cast(Engine, self.engine),
-            self.transfer,
-            SimulatedOutbox(self.streams),
-            QuietMetrics(),
-            config,
-        )
+        self._config = config
+        self._becomes: Role | None = None  # once nothing of its role is left
+        self.role = self._make_role()
         self._inbox: list[FromRouter | Detached | TransferEvent] = []
         self._tick_at = float("inf")
         self._postponed: list[Callable[[], None]] = []
@@ -191,6 +186,16 @@ class SimulatedWorker:
             role=role_to(self.kind),
             pool=self.transfer.pool_address,
             total_pages=self.engine.pool.total,
+        )
+
+    def _make_role(self) -> PrefillRole | DecodeRole:
+        make = PrefillRole if self.kind is Role.PREFILL else DecodeRole
+        return make(
+            cast(Engine, self.engine),
+            self.transfer,
+            SimulatedOutbox(self.streams),
+            QuietMetrics(),
+            self._config,
         )
 
     # What reaches the process.
@@ -242,7 +247,30 @@ class SimulatedWorker:
     def drain(self) -> None:
         """Takes nothing new, and a little later hands back what runs."""
         self._order(self.role.drain)
-        self.world.after(1.0, lambda: self._order(self.role.hand_back))
+        role = self.role
+        self.world.after(1.0, lambda: self._order(role.hand_back))
+
+    def switch(self) -> None:
+        """Drains, and takes up the other role; or goes on as it was when transfers do not end."""
+        if self._becomes is not None:
+            return
+        self._becomes = Role.DECODE if self.kind is Role.PREFILL else Role.PREFILL
+        self.drain()
+        self.world.after(6.0, lambda: self._order(self._stay))
+
+    def _stay(self) -> None:
+        if self._becomes is not None:
+            self._becomes = None
+            self.role.resume()
+
+    def _become(self, kind: Role) -> None:
+        self.world.log(self.agent, f"is a {kind} worker now")
+        self.world.counts["changes of role"] += 1
+        self.kind, self._becomes = kind, None
+        self.role = self._make_role()
+        switched = pb.RoleSwitched(welcome=self.welcome())
+        for stream in self.streams.values():
+            stream.to_router(pb.WorkerMessage(role_switched=switched))
 
     def _order(self, order: Callable[[], None]) -> None:
         if not self.dead and not self._is_postponed(lambda: self._order(order)):
@@ -275,6 +303,8 @@ class SimulatedWorker:
                 self.role.on_transfer(item)
         if self.role.step():
             self._poke_engine()
+        if self._becomes and self.role.settled:
+            self._become(self._becomes)
         if fault := self.role.load().fault:
             self._check_fault(fault)
         self._poke_transfer()

@@ -1,0 +1,47 @@
+"""Workers that change their roles again and again, among all other faults."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from .cluster import Cluster
+
+SEEDS = 400
+
+
+class RestlessCluster(Cluster):
+    """Every other fault is a change of roles."""
+
+    def _fault(self) -> None:
+        worker = self._some_worker()
+        if worker is not None and self.world.chance(0.5):
+            self.world.log(worker.agent, "CHANGES ITS ROLE")
+            worker.switch()
+        else:
+            super()._fault()
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    """Pages that are damaged on purpose are no news."""
+    log = logging.getLogger("kv_transfer")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    yield
+    log.setLevel(before)
+
+
+def test_no_page_is_lost_and_no_token_changes_while_workers_change_their_roles(
+    quiet: None,
+) -> None:
+    counts: Counter[str] = Counter()
+    for seed in range(SEEDS):
+        counts += RestlessCluster(seed).run()
+    assert counts["finished"] > SEEDS
+    assert counts["changes of role"] > SEEDS / 4
+    assert counts["writes into quarantine"] > 0
+    assert counts["pages fetched"] > 0
