@@ -19,6 +19,7 @@ from router.placement import (
 )
 from router.score import (
     Pair,
+    answering,
     best_pair,
     local_forecast,
     ranked_local,
@@ -66,11 +67,12 @@ def _split(snapshot: Snapshot) -> Placement | BatonError:
         return _why_none(snapshot)
     prefill = [view for view in connected if view.has_room]
     decode = [view for view in snapshot.decode if view.has_room]
-    pair = best_pair(snapshot, prefill, decode)
+    answers = answering(snapshot, decode)
+    pair = best_pair(snapshot, prefill, decode, answers)
     if pair is None:
         return _full("decode" if prefill else "prefill")
     if snapshot.strategy is Strategy.KV_AWARE and snapshot.local is LocalPrefill.AUTO:
-        local = ranked_local(snapshot, decode)[0]
+        local = ranked_local(snapshot, decode, answers)[0]
         if local.cost < pair.cost:
             return _place_local(snapshot, local.view, Reason.LOCAL_FASTER)
     return Placement(
@@ -86,7 +88,7 @@ def _local(snapshot: Snapshot, code: Reason, reason: str = "") -> Placement | Ba
     free = [view for view in snapshot.decode if view.has_room]
     if not free:
         return _full("decode")
-    chosen = ranked_local(snapshot, free)[0].view
+    chosen = ranked_local(snapshot, free, answering(snapshot, free))[0].view
     return _place_local(snapshot, chosen, code, reason)
 
 

@@ -11,7 +11,7 @@ The other strategies, least loaded and round robin, know nothing of caches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from router.placement import DecodeView, Forecast, LocalPrefill, PrefillView, Snapshot, Strategy
@@ -31,8 +31,16 @@ class Pair(NamedTuple):
     decode: DecodeView
 
 
+def answering(snapshot: Snapshot, views: Sequence[DecodeView]) -> dict[str, float]:
+    """By worker: the wait for room, and the answer's steps beside the others."""
+    return {view.worker_id: _answer_cost(snapshot, view) for view in views}
+
+
 def best_pair(
-    snapshot: Snapshot, prefill: Sequence[PrefillView], decode: Sequence[DecodeView]
+    snapshot: Snapshot,
+    prefill: Sequence[PrefillView],
+    decode: Sequence[DecodeView],
+    answers: Mapping[str, float],
 ) -> Pair | None:
     """The cheapest pair that is connected. Most pairs are never looked at: none costs less than
     its two workers do, and those are ranked."""
@@ -40,7 +48,7 @@ def best_pair(
     reading = ranked_prefill(snapshot, prefill)
     # Pages travel behind the compute: of all pairs' transfers this hides the most.
     hiding = max((first.compute for _, first in reading), default=0.0)
-    ranked = ranked_decode(snapshot, decode, hiding)
+    ranked = ranked_decode(snapshot, decode, answers, hiding)
     for ahead, first in reading:
         for behind, second in ranked:
             if best is not None and ahead + behind >= best.cost:
@@ -65,19 +73,21 @@ def ranked_prefill(snapshot: Snapshot, views: Sequence[PrefillView]) -> list[Ran
 
 
 def ranked_decode(
-    snapshot: Snapshot, views: Sequence[DecodeView], hiding: float
+    snapshot: Snapshot, views: Sequence[DecodeView], answers: Mapping[str, float], hiding: float
 ) -> list[Ranked[DecodeView]]:
     """For prompts whose pages travel behind so many seconds of compute."""
 
     def cost(view: DecodeView) -> float:
         if snapshot.strategy is Strategy.LEAST_LOADED:
             return _least_loaded(view)
-        return _decode_cost(snapshot, view) + _late_pages(snapshot, view, hiding)
+        return answers[view.worker_id] + _late_pages(snapshot, view, hiding)
 
     return _ranked(snapshot, views, cost)
 
 
-def ranked_local(snapshot: Snapshot, views: Sequence[DecodeView]) -> list[Ranked[DecodeView]]:
+def ranked_local(
+    snapshot: Snapshot, views: Sequence[DecodeView], answers: Mapping[str, float]
+) -> list[Ranked[DecodeView]]:
     """With the prompt read there, while all that is decoded there stands still."""
 
     def cost(view: DecodeView) -> float:
@@ -86,7 +96,7 @@ def ranked_local(snapshot: Snapshot, views: Sequence[DecodeView]) -> list[Ranked
         missing = snapshot.prompt_tokens - view.cached_tokens
         compute = snapshot.costs.local_seconds(missing, view.cached_tokens)
         first_token = _local_first_token(snapshot, view)
-        return first_token + view.running * compute + _decode_cost(snapshot, view)
+        return first_token + view.running * compute + answers[view.worker_id]
 
     return _ranked(snapshot, views, cost)
 
@@ -129,8 +139,7 @@ def _local_first_token(snapshot: Snapshot, view: DecodeView) -> float:
     )
 
 
-def _decode_cost(snapshot: Snapshot, view: DecodeView) -> float:
-    """The wait for room, and the answer's steps beside the others."""
+def _answer_cost(snapshot: Snapshot, view: DecodeView) -> float:
     costs = snapshot.costs
     own = -(-snapshot.prompt_tokens // snapshot.page_size)
     short = own > view.free_pages + view.cached_tokens // snapshot.page_size
