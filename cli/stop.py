@@ -9,7 +9,9 @@ from typing import Annotated
 
 import typer
 
+from cli import options
 from cli.edge import edge
+from cli.terminal import print_json
 
 
 def stop(
@@ -20,6 +22,7 @@ def stop(
     wait: Annotated[
         float, typer.Option(help="How long answers may take to end, in seconds.")
     ] = 60.0,
+    as_json: options.AsJson = False,
 ) -> None:
     """Stop a detached cluster. Requests under way may end; Ctrl-C ends them at once."""
     with edge():
@@ -30,4 +33,7 @@ def stop(
         # Not on this thread: Ray would take its signals.
         with ThreadPoolExecutor(max_workers=1) as threads:
             stopped = threads.submit(stop_detached, ray_address, cluster, wait, hurry).result()
-        typer.echo(f"{stopped} is stopped")
+        if as_json:
+            print_json({"cluster": stopped, "stopped": True})
+        else:
+            typer.echo(f"{stopped} is stopped")

@@ -105,7 +105,6 @@ class Cluster:
             if ray.is_initialized():
                 seconds = self._config.drain_seconds + STOP_SECONDS
                 stop_everything(seconds, hurry or threading.Event())
-                ray.shutdown()
 
     def leave(self) -> None:
         """Leaves a detached cluster to itself; `stop` then does nothing."""

@@ -15,7 +15,7 @@ from cluster import store
 from cluster.joining import PREFIX, clusters, join
 from cluster.member import CONTROLLER, is_router, is_worker
 from cluster.worker_actors import find, kill
-from core.errors import InvalidRequest
+from core.errors import InvalidRequest, Unavailable
 
 POLL_SECONDS = 0.1
 # For a process to say that it is there.
@@ -24,17 +24,13 @@ ANSWER_SECONDS = 5.0
 
 def stop_everything(seconds: float, hurry: threading.Event) -> None:
     """Gives routers, and then workers, so many seconds to let requests come to their end; none
-    once `hurry` is set."""
-    # It would start again what ends.
-    kill(CONTROLLER)
-    names = ray.util.list_named_actors()
-    # Routers first: their requests need the workers.
-    _stop([name for name in names if is_router(name)], seconds, hurry)
-    _stop([name for name in names if is_worker(name)], seconds, hurry)
-    # With those that have no process yet.
-    for name in ray.util.list_named_actors():
-        kill(name)
-    store.forget()
+    once `hurry` is set. Leaves Ray."""
+    try:
+        _stop_all(seconds, hurry)
+    except ray.exceptions.RayError as error:
+        raise Unavailable(f"Ray cannot be reached, and processes may be left: {error}") from error
+    finally:
+        ray.shutdown()
 
 
 def stop_detached(address: str, name: str, seconds: float, hurry: threading.Event) -> str:
@@ -50,14 +46,26 @@ def stop_detached(address: str, name: str, seconds: float, hurry: threading.Even
     name = name or found[0]
     join(address, name)
     stop_everything(seconds, hurry)
-    ray.shutdown()
     return name
 
 
+def _stop_all(seconds: float, hurry: threading.Event) -> None:
+    # It would start again what ends.
+    kill(CONTROLLER)
+    names = ray.util.list_named_actors()
+    # Routers first: their requests need the workers.
+    _stop([name for name in names if is_router(name)], seconds, hurry)
+    _stop([name for name in names if is_worker(name)], seconds, hurry)
+    # With those that have no process yet.
+    for name in ray.util.list_named_actors():
+        kill(name)
+    store.forget()
+
+
 def _stop(names: list[str], seconds: float, hurry: threading.Event) -> None:
+    deadline = time.monotonic() + seconds
     actors = _running(names)
     stops = [actor.stop.remote() for actor in actors]
-    deadline = time.monotonic() + seconds
     hurried = False
     while stops and time.monotonic() < deadline:
         if hurry.is_set() and not hurried:

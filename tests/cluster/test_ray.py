@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -103,9 +104,19 @@ def test_two_clusters_share_a_ray_and_leave_it_running(
     assert head.runs()
 
 
-def test_a_router_outside_ray_follows_the_controller_at_its_port(
-    head: RayHead, tiny: Path, tmp_path: Path
-) -> None:
+@dataclass(frozen=True)
+class Detached:
+    """A cluster whose command has ended."""
+
+    command: Serve
+    config: Path
+    controller: str
+
+
+@pytest.fixture(scope="module")
+def detached(
+    head: RayHead, tiny: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Detached]:
     host = get_node_ip_address()
     port = free_port(host)
     settings = {
@@ -116,21 +127,39 @@ def test_a_router_outside_ray_follows_the_controller_at_its_port(
         "decode": {"kv_memory": "4MiB", "resources": {"write": 0.5}},
         "router": {"port": 0, "http_port": 0, "metrics_port": 0},
     }
-    path = tmp_path / "baton.yaml"
+    workspace = tmp_path_factory.mktemp("detached")
+    path = workspace / "baton.yaml"
     path.write_text(yaml.safe_dump(settings))
-    flags = ["--config", str(path), "--ray-address", head.address]
-    follow = ["-m", "router", "--config", str(path), "--controller", f"{host}:{port}"]
-    with Serve(tmp_path / "cluster", *flags, environment=TOKEN) as cluster:
-        cluster.ready()
-        router = Command(tmp_path / "router", [sys.executable, *follow])
-        try:
-            said = re.search(r"gRPC on (\S+),", router.wait_for("router ready"))
-            assert said
-            with Client(said[1]) as client:
-                client.wait_ready(timeout=30.0)
-                assert client.generate([1, 2, 3], max_tokens=5).usage.completion_tokens == 5
-        finally:
-            router.end()
+    flags = ["--config", str(path), "--ray-address", head.address, "--detach"]
+    with Serve(workspace, *flags, environment=TOKEN) as command:
+        assert (command.wait(), command.stderr) == (0, "")
+        yield Detached(command, path, f"{host}:{port}")
+
+
+def test_a_router_outside_ray_follows_the_controller_at_its_port(
+    detached: Detached, tmp_path: Path
+) -> None:
+    follow = ["-m", "router", "--config", str(detached.config), "--controller", detached.controller]
+    router = Command(tmp_path, [sys.executable, *follow])
+    try:
+        said = re.search(r"gRPC on (\S+),", router.wait_for("router ready"))
+        assert said
+        with Client(said[1]) as client:
+            client.wait_ready(timeout=30.0)
+            assert client.generate([1, 2, 3], max_tokens=5).usage.completion_tokens == 5
+    finally:
+        router.end()
+
+
+def test_a_detached_cluster_serves_until_it_is_stopped(
+    head: RayHead, detached: Detached, tmp_path: Path
+) -> None:
+    with detached.command.client() as client:
+        assert client.generate([1, 2, 3], max_tokens=5).usage.completion_tokens == 5
+    stop = Command(tmp_path, [BATON, "stop", "--ray-address", head.address], TOKEN)
+    assert (stop.wait(), stop.stderr) == (0, "")
+    assert re.fullmatch(r"baton-\w+ is stopped\n", stop.stdout)
+    head.wait_without_actors()
 
 
 def test_a_cluster_whose_command_is_killed_leaves_a_shared_ray(
@@ -183,17 +212,3 @@ def test_a_ray_that_asks_for_a_token_is_told_in_one_line(head: RayHead, tmp_path
     assert ended.wait() == 1
     (line,) = ended.stderr.splitlines()
     assert "set RAY_AUTH_MODE=token" in line
-
-
-def test_a_detached_cluster_outlives_its_command_until_it_is_stopped(
-    head: RayHead, tiny: Path, tmp_path: Path
-) -> None:
-    flags = ["--ray-address", head.address, "--insecure", "--model", str(tiny)]
-    with Serve(tmp_path, *flags, "--kv-memory", "4MiB", "--detach", environment=TOKEN) as command:
-        assert (command.wait(), command.stderr) == (0, "")
-        with command.client() as client:
-            assert client.generate([1, 2, 3], max_tokens=5).usage.completion_tokens == 5
-        stop = Command(tmp_path / "stop", [BATON, "stop", "--ray-address", head.address], TOKEN)
-        assert (stop.wait(), stop.stderr) == (0, "")
-        assert re.fullmatch(r"baton-\w+ is stopped\n", stop.stdout)
-    head.wait_without_actors()
