@@ -13,6 +13,7 @@ Version history:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from google.protobuf.message import DecodeError
@@ -61,7 +62,7 @@ def open_ticket(sealed: bytes, layout: PoolLayout) -> TicketBody:
     """The body of a ticket for pools laid out as `layout`.
 
     Raises LayoutMismatch for another version or layout, Internal for bytes
-    that are no ticket.
+    that are no ticket, or one that cannot be kept to.
     """
     envelope = SealedTicket()
     _parse(envelope, sealed)
@@ -73,6 +74,8 @@ def open_ticket(sealed: bytes, layout: PoolLayout) -> TicketBody:
         raise LayoutMismatch("the ticket is for a pool that is laid out differently")
     body = TicketBody()
     _parse(body, envelope.body)
+    if not all(map(math.isfinite, (body.expires_after_seconds, body.lease_seconds))):
+        raise Internal("the ticket's times are not numbers")
     return body
 
 

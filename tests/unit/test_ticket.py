@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from baton.v1.transfer_pb2 import PoolLayout, SealedTicket, TicketBody
@@ -96,3 +98,10 @@ def test_a_mismatch_names_the_fields_and_both_values() -> None:
     assert text == (
         "dtype is 'float32' here and 'bfloat16' there; page_size is 16 here and 32 there"
     )
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf])
+def test_a_ticket_whose_times_are_no_times_is_refused(seconds: float) -> None:
+    for body in (TicketBody(lease_seconds=seconds), TicketBody(expires_after_seconds=seconds)):
+        with pytest.raises(Internal, match="times"):
+            open_ticket(seal(body, LAYOUT), LAYOUT)
