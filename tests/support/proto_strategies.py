@@ -14,27 +14,34 @@ _STRINGS = ("", "x", "\0", "é", "a" * 129, "b" * 1025, "{", "(", '{"type": "str
 _TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=9)
 
 
-def messages(descriptor: Descriptor) -> st.SearchStrategy[Message]:
-    fields = {field.name: _field(field) for field in descriptor.fields}
+def messages(descriptor: Descriptor, depth: int = 4) -> st.SearchStrategy[Message]:
+    """`depth` is how far messages may hold others, which may hold their own kind."""
+    fields = {
+        field.name: _field(field, depth - 1)
+        for field in descriptor.fields
+        if depth or not field.message_type
+    }
     return st.fixed_dictionaries({}, optional=fields).map(
         lambda values: GetMessageClass(descriptor)(**values)
     )
 
 
-def _field(field: FieldDescriptor) -> st.SearchStrategy[object]:
+def _field(field: FieldDescriptor, depth: int) -> st.SearchStrategy[object]:
     if field.message_type and field.message_type.GetOptions().map_entry:
         entry = field.message_type.fields_by_name
-        return st.dictionaries(_value(entry["key"]), _value(entry["value"]), max_size=3)
-    value = _value(field)
+        return st.dictionaries(
+            _value(entry["key"], depth), _value(entry["value"], depth), max_size=3
+        )
+    value = _value(field, depth)
     if field.is_repeated:
         return st.lists(value, max_size=3) | st.lists(value, min_size=17, max_size=17)
     return value
 
 
-def _value(field: FieldDescriptor) -> st.SearchStrategy[object]:
+def _value(field: FieldDescriptor, depth: int) -> st.SearchStrategy[object]:
     kind = field.cpp_type
     if kind == FieldDescriptor.CPPTYPE_MESSAGE:
-        return messages(field.message_type)
+        return messages(field.message_type, depth)
     if field.type == FieldDescriptor.TYPE_BYTES:
         return st.binary(max_size=40)
     if kind == FieldDescriptor.CPPTYPE_STRING:
