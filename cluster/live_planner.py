@@ -45,7 +45,7 @@ class LivePlanner:
             now = time.monotonic()
             self._note_switched(now)
             decision = self._planning.round(self._have(), now)
-            if decision.changes or decision.missing:
+            if self._planning.has_news:
                 log.info("plan: %s (%s)", decision.words, "; ".join(decision.reasons))
             if decision.changes and self._planning.acts:
                 await self._carry_out(decision, now)

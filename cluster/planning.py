@@ -76,10 +76,16 @@ class Planning:
     def round(self, have: Pools, now: float, clock: Callable[[], float] = time.time) -> Decision:
         """Ends a round: what to do about it, with so many workers that serve or soon will."""
         decision, self._state = plan(self._observe(have, now), self._state, self.goals)
+        before = self.last.decision.missing if self.last else 0
         self.last = Planned(clock(), decision)
-        if decision.changes or decision.missing:
+        if decision.is_news(before):
             self.changes.append(self.last)
         return decision
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the last round's decision is worth telling."""
+        return bool(self.changes) and self.changes[-1] is self.last
 
     def _observe(self, have: Pools, now: float) -> Observation:
         self._heard = {

@@ -67,6 +67,10 @@ class Decision:
     def changes(self) -> bool:
         return self.switch is not None or self.add != NONE or self.drain != NONE
 
+    def is_news(self, missing_before: int) -> bool:
+        """Whether something is done, or other than a round before cannot be."""
+        return self.changes or self.missing != missing_before
+
     @property
     def words(self) -> str:
         """What is done, in a few words."""

@@ -73,6 +73,7 @@ class Simulator:
         self._coming = NONE
         self._leaving: dict[tuple[Role, int], Role | None] = {}  # and what each becomes
         self._decisions: list[Planned] = []
+        self._missing = 0  # workers, a round before
         for role in Role:
             for _ in range(setup.workers.of(role)):
                 self._pool(role).add(0.0)
@@ -299,8 +300,9 @@ class Simulator:
 
     def _plan(self, _: None) -> None:
         decision, self._state = plan(self._observe(), self._state, self._setup.goals)
-        if decision.changes or decision.missing:
+        if decision.is_news(self._missing):
             self._decisions.append(Planned(self._now, decision))
+        self._missing = decision.missing
         self._apply(decision)
         self._at(self._now + self._setup.round_seconds, self._plan, None)
 

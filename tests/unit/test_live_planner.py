@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from baton.v1.cluster_pb2 import RouterReport
 from cluster.planning import SILENT_SECONDS, Planning
 from core.config import Config, DecodeConfig, PlannerConfig, PrefillConfig
@@ -82,6 +84,18 @@ def test_a_router_that_is_gone_waits_for_nothing() -> None:
 def test_no_more_workers_than_at_the_start_are_asked_for_unless_allowed() -> None:
     config = Config(prefill=PrefillConfig(workers=3), planner=PlannerConfig(enabled=True))
     assert Planning(config, gpus=False).goals.most_workers == 4
+
+
+def test_what_is_missing_is_told_once_as_long_as_it_stays_so() -> None:
+    config = dataclasses.replace(
+        CONFIG, planner=dataclasses.replace(CONFIG.planner, most_workers=4)
+    )
+    planning = Planning(config, gpus=False)
+    for second in range(30):
+        planning.report(report(arrivals=40, seconds=0.2), float(second))
+        if second % 10 == 9:
+            planning.round(Pools(3, 1), float(second))
+    assert [bool(each.decision.missing) for each in planning.changes] == [True]
 
 
 def test_decisions_that_change_something_are_remembered_with_their_reasons() -> None:

@@ -1,0 +1,122 @@
+"""The planner on a live cluster, and the same slice of a trace in the simulator.
+
+    python -m bench.plan_live TRACE.jsonl --requests 60 --prefill 1 --decode 2 [--ttft 2 --itl 0.3]
+
+A local cluster on Ray serves the slice while the planner changes its workers' roles (it is
+allowed no more workers than there are). Then the simulator serves the same with the same planner,
+on a profile that is fitted to the live run. Printed are both sides' decisions and times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+
+from baton import Client
+from baton.v1 import cluster_pb2
+from bench.simulate import (
+    MAX_BATCH,
+    SETTINGS,
+    add_arguments,
+    arrivals_of,
+    measure,
+    print_comparison,
+)
+from bench.trace import chosen_requests
+from bench.trace_cluster import Shape
+from bench.trace_report import Objective, summarize
+from bench.trace_workload import TimedRequest
+from cluster.launch import Cluster
+from core import config as configs
+from core.config import Config
+from planner.observation import Goals
+from planner.pools import Pools
+from planner.profile import Profile
+from planner.report import Report
+from planner.simulator import Setup, Simulator
+
+SWITCH_SECONDS = 0.05
+"""Beyond the drain, on a CPU."""
+
+
+def compare(options: argparse.Namespace) -> None:
+    requests = chosen_requests(options)
+    print(f"{len(requests)} requests in {requests[-1].seconds:.0f} s", flush=True)
+    shape = Shape(
+        options.model, options.prefill, options.decode, 1, options.kv_memory, options.page_size
+    )
+    cluster = Cluster(_config(shape, options))
+    try:
+        address = cluster.start().address
+        outcomes, profile = asyncio.run(measure(address, requests, shape, options.seed))
+        with Client(address) as client:
+            planned = client.plan()
+    finally:
+        cluster.stop()
+    print("live:")
+    for made in reversed(planned.changes):
+        _print_round(made)
+    measured = summarize(outcomes, Objective(options.ttft, options.itl), requests[-1].seconds)
+    print_comparison(measured, _predict(requests, shape, profile, options))
+
+
+def _config(shape: Shape, options: argparse.Namespace) -> Config:
+    tree = shape.tree()
+    pool = {"threads": shape.threads, "kv_memory": shape.kv_memory}
+    return configs.parse(
+        {
+            **tree,
+            "prefill": {**pool, "workers": shape.prefill},
+            "decode": {**pool, "workers": shape.decode, "max_batch": MAX_BATCH},
+            "router": {"port": 0, "http_port": 0, "metrics_port": 0, **SETTINGS},
+            "planner": {
+                "enabled": True,
+                "ttft": options.ttft,
+                "itl": options.itl,
+                "round_seconds": options.round_seconds,
+            },
+        }
+    )
+
+
+def _predict(
+    requests: Sequence[TimedRequest], shape: Shape, profile: Profile, options: argparse.Namespace
+) -> Report:
+    setup = Setup(
+        Pools(shape.prefill, shape.decode),
+        dataclasses.replace(profile, switch_seconds=SWITCH_SECONDS),
+        Goals(options.ttft, options.itl, shape.prefill + shape.decode),
+        plans=True,
+        block_tokens=shape.page_size,
+        round_seconds=options.round_seconds,
+    )
+    report = Simulator(setup).run(arrivals_of(requests, shape.page_size))
+    print("simulated:")
+    for planned in report.decisions:
+        have = planned.decision.have
+        print(f"  {planned.decision.words}  ({have.prefill} + {have.decode} workers)")
+    return report
+
+
+def _print_round(made: cluster_pb2.PlannedRound) -> None:
+    print(f"  {made.words}  ({made.have_prefill} + {made.have_decode} workers)")
+    for reason in made.reasons:
+        print(f"      {reason}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_arguments(parser)
+    parser.add_argument("--ttft", type=float, default=2.0, help="the objective, in seconds")
+    parser.add_argument("--itl", type=float, default=0.3, help="the objective, in seconds")
+    parser.add_argument("--round-seconds", type=float, default=5.0)
+    parser.set_defaults(prefill=1, decode=2)
+    compare(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()
