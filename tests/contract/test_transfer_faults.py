@@ -35,7 +35,7 @@ from kv_transfer.inprocess import InProcessTransport
 from kv_transfer.nixl_transport import NixlTransport
 from kv_transfer.thread import TransferThread
 from kv_transfer.ticket import make_ticket
-from kv_transfer.transport import PoolMemory, Transport
+from kv_transfer.transport import PagePart, PoolMemory, Transport
 
 PAGE_BYTES = 8192
 PAGES = 8
@@ -198,16 +198,17 @@ class Damaging(InProcessTransport):
         self,
         sender: str,
         source: PoolMemory,
+        part: PagePart | None,
         source_pages: Sequence[int],
         pages: Sequence[int],
         note: bytes,
     ) -> bool:
-        received = super()._receive(sender, source, source_pages, pages, b"")
+        received = super()._receive(sender, source, part, source_pages, pages, b"")
         if pages and self._times:
             self._times -= 1
             place = self._own_memory.base + pages[0] * PAGE_BYTES + PAGE_BYTES // 2
             (ctypes.c_uint8).from_address(place).value ^= 1
-        return received and super()._receive(sender, source, (), (), note)
+        return received and super()._receive(sender, source, part, (), (), note)
 
 
 def push_two_pages(decode: Worker) -> Worker:
