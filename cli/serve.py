@@ -36,6 +36,10 @@ def serve(
     ] = None,
     prefill: Annotated[int | None, typer.Option(help="Prefill workers. (default: 1)")] = None,
     decode: Annotated[int | None, typer.Option(help="Decode workers. (default: 1)")] = None,
+    tensor_parallel: Annotated[
+        int | None,
+        typer.Option(help="Processes that share the model in each worker. (default: 1)"),
+    ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16. (default: by device)")
     ] = None,
@@ -123,9 +127,11 @@ def serve(
             "prefill.gpu_share": gpu_share,
             "prefill.kv_memory": kv_memory,
             "prefill.chunk_tokens": chunk_tokens,
+            "prefill.tensor_parallel": tensor_parallel,
             "decode.workers": decode,
             "decode.kv_memory": kv_memory,
             "decode.max_batch": max_batch,
+            "decode.tensor_parallel": tensor_parallel,
             "dtype": dtype,
             "device": device,
             "page_size": page_size,

@@ -14,6 +14,7 @@ from core.config import Config, RouterConfig
 from core.errors import InvalidConfig, Unavailable
 from core.tls import node_identity
 from engine.architecture import Architecture, read_architecture
+from worker.rank_settings import check_ranks
 
 # Bytes of one K or V value; "auto" is told apart by the worker, which sees the device.
 _VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2}
@@ -28,6 +29,8 @@ def check(config: Config) -> None:
     node_identity(config)
     architecture = read_architecture(model_store.locate(config.model))
     _check_pools(config, architecture)
+    for section in (config.prefill, config.decode):
+        check_ranks(section.tensor_parallel, architecture, config.device, config.cache)
     _check_ports(config.router)
 
 

@@ -132,6 +132,8 @@ class PrefillConfig:
     # What else a worker takes of a Ray node, such as {baton_prefill: 1}: it is placed only where
     # there is so much of it left.
     resources: Mapping[str, float] = field(default_factory=dict)
+    # Processes that share a worker's model, each with some heads; on CPUs. Pools may differ.
+    tensor_parallel: int = _checked(1, _positive)
     # The share of a GPU's multiprocessors that one worker computes on. Below 1 where
     # both pools share a GPU: the rest is always free for decode (docs/PERFORMANCE.md).
     gpu_share: float = _checked(1.0, _share)
@@ -159,6 +161,7 @@ class DecodeConfig:
     threads: int | None = _checked(None, _positive)
     gpus: float | None = None
     resources: Mapping[str, float] = field(default_factory=dict)
+    tensor_parallel: int = _checked(1, _positive)
 
 
 @dataclass(frozen=True, slots=True)

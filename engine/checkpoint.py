@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,6 +24,15 @@ _SAMPLES = 16
 _SAMPLE_BYTES = 4096
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A part of a tensor: it begins at `start` of the `whole` size of one dimension."""
+
+    dimension: int
+    start: int
+    whole: int
+
+
 class Checkpoint:
     """The tensors of the model in `folder`. `copy` takes each of them once."""
 
@@ -34,17 +44,25 @@ class Checkpoint:
         self._progress = progress
 
     def copy(
-        self, name: str, target: Tensor, arrange: Callable[[Tensor], Tensor] | None = None
+        self,
+        name: str,
+        target: Tensor,
+        arrange: Callable[[Tensor], Tensor] | None = None,
+        cut: Cut | None = None,
     ) -> None:
-        """Copies the tensor `name`, rearranged by `arrange`, into `target`."""
+        """Copies the tensor `name`, or a part of it, rearranged by `arrange`, into `target`."""
         tensor = self._take(name)
         if tensor.dtype not in FLOATS:
             raise InvalidCheckpoint(f"tensor {name} is {tensor.dtype}, not a float")
-        if tensor.shape != target.shape:
+        shape = list(target.shape)
+        if cut:
+            shape[cut.dimension] = cut.whole
+        if list(tensor.shape) != shape:
             raise InvalidCheckpoint(
-                f"tensor {name} has shape {list(tensor.shape)}, "
-                f"config.json asks for {list(target.shape)}"
+                f"tensor {name} has shape {list(tensor.shape)}, config.json asks for {shape}"
             )
+        if cut:
+            tensor = tensor.narrow(cut.dimension, cut.start, target.shape[cut.dimension])
         target.copy_(arrange(tensor) if arrange else tensor)
         if self._progress:
             self._progress(1.0 - len(self._remaining) / self._count)

@@ -1,4 +1,8 @@
-"""One model on one device: its weights, its pages, and one step over many sequences."""
+"""One model on one device: its weights, its pages, and one step over many sequences.
+
+Several processes can run one model together, each with a part of it on a device of its own
+(engine/split.py): the engine of rank 0 is used as any other, and those of the others follow it.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +26,18 @@ from engine.flight import Flight, Outcome
 from engine.gpu.partition import confine
 from engine.gpu.settings import GpuSettings
 from engine.grammar import Grammars
+from engine.group import Group
 from engine.model import Model
 from engine.page_pool import PagePool
 from engine.random_model import random_model
 from engine.runner import Runner
 from engine.sequence import Guide, Plan
+from engine.split import Split
 from engine.weights import load_model
 
 Progress = Callable[[str, float], None]
 DEFAULT_GPU_SETTINGS = GpuSettings()
+WHOLE = Split()
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -44,12 +51,18 @@ class Engine:
     """Owned by one thread: nothing here may be called from two."""
 
     def __init__(
-        self, runner: AnyRunner, architecture: Architecture, pool: PagePool, kv: Tensor
+        self,
+        runner: AnyRunner,
+        architecture: Architecture,
+        pool: PagePool,
+        kv: Tensor,
+        split: Split = WHOLE,
     ) -> None:
         self._runner = runner
-        self.architecture = architecture
+        self.architecture = architecture  # of the whole model
+        self.split = split
         self.pool = pool
-        self.kv = kv  # [page, layer, 2, token, kv_head, dim], one allocation
+        self.kv = kv  # [page, layer, 2, token, kv_head, dim], one allocation; this rank's heads
         self.context_length = architecture.context_length
         self.fingerprint = ""
         self._grammars: Grammars | None = None
@@ -70,15 +83,25 @@ class Engine:
         random_weights: bool = False,
         gpu: GpuSettings = DEFAULT_GPU_SETTINGS,
         progress: Progress = lambda what, done: None,
+        group: Group | None = None,
     ) -> Engine:
         """The model in `folder`, with `kv_memory` bytes of pages; on a GPU, 0 takes what is left.
 
         `threads` sets how many threads torch uses in this process. `progress`
-        is told what is being done, and the fraction of it that is.
+        is told what is being done, and the fraction of it that is. With a `group` this is the
+        part of one rank; `kv_memory` is that of all ranks together, and the group has to meet
+        before the first step.
         """
         if threads is not None:
             torch.set_num_threads(threads)
         architecture = read_architecture(folder)
+        split = group.split if group else WHOLE
+        part = split.of(architecture)
+        if group and device != "cpu":
+            raise InvalidConfig(
+                f"one model on several devices is served on CPUs only, not on {device}",
+                field="tensor_parallel",
+            )
         kind = _dtype(dtype)
         page_bytes = _page_bytes(architecture, page_size, kind)
         if kv_memory or device == "cpu":
@@ -86,18 +109,19 @@ class Engine:
         if gpu.share < 1 and device != "cpu":
             confine(gpu.share, device)
         if random_weights:
-            model = random_model(architecture, kind, device)
+            model = random_model(architecture, kind, device, group)
         else:
-            model = load_model(folder, architecture, kind, device, partial(progress, "weights"))
+            reading = partial(progress, "weights")
+            model = load_model(folder, architecture, kind, device, reading, group)
         context = min(architecture.context_length, max_context or architecture.context_length)
         if not kv_memory:
             kv_memory = _memory_left(gpu, architecture, context, kind, device)
             _check_holds_a_page(kv_memory, page_bytes)
         pool = PagePool(kv_memory // page_bytes, page_size)
         context = min(context, pool.total * page_size)
-        kv = torch.zeros(_kv_shape(architecture, pool.total, page_size), dtype=kind, device=device)
-        make = partial(_runner, model, kv, pool, context, partial(progress, "steps"))
-        engine = cls(make(gpu), architecture, pool, kv)
+        kv = torch.zeros(_kv_shape(part, pool.total, page_size), dtype=kind, device=device)
+        make = partial(_runner, model, kv, pool, context, partial(progress, "steps"), group)
+        engine = cls(make(gpu), architecture, pool, kv, split)
         engine._make_runner = make
         engine.context_length = context
         engine.fingerprint = fingerprint(folder, architecture, random_weights)
@@ -135,6 +159,11 @@ class Engine:
         """Runs all pieces in one forward, and returns what that did when it has ended."""
         return self.launch(plan).wait()
 
+    def follow(self, step: bytes) -> None:
+        """On a rank other than 0: runs its part of a step that rank 0 has told its group of."""
+        assert isinstance(self._runner, Runner), "groups are for CPUs"
+        self._runner.follow(step)
+
 
 def _runner(
     model: Model,
@@ -142,10 +171,11 @@ def _runner(
     pool: PagePool,
     context: int,
     progress: Callable[[float], None],
+    group: Group | None,
     gpu: GpuSettings,
 ) -> AnyRunner:
     if kv.device.type == "cpu":
-        return Runner(model, kv)
+        return Runner(model, kv, group)
     from engine.gpu.start import start_runner  # brings triton along
 
     return start_runner(model, kv, pool, context, gpu, progress)

@@ -6,45 +6,69 @@ import torch
 from torch import Tensor
 
 from engine.architecture import Architecture
+from engine.group import Group
 from engine.model import Layer, Model
+from engine.split import Split
+from engine.split_linear import SummedLinear
 from kernels.linear import GatedLinear, Linear
 from kernels.norm import RMSNorm
 
 SPREAD = 0.02
 
 
-def random_model(shape: Architecture, dtype: torch.dtype, device: str) -> Model:
-    """Weights as a fresh model has them, the same every time; norms of one."""
+def random_model(
+    whole: Architecture, dtype: torch.dtype, device: str, group: Group | None = None
+) -> Model:
+    """Weights as a fresh model has them, the same every time; norms of one.
+
+    With a group: this rank's part of the same model.
+    """
     source = torch.Generator(device).manual_seed(0)
+    split = group.split if group else Split()
 
     def normal(*size: int) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device).normal_(0.0, SPREAD, generator=source)
 
-    def linear(outputs: int, inputs: int, bias: bool) -> Linear:
-        return Linear(normal(outputs, inputs), normal(outputs) if bias else None)
+    def fused(sizes: list[int], bias: bool) -> tuple[Tensor, Tensor | None]:
+        weight = normal(sum(sizes), whole.hidden)
+        biases = normal(sum(sizes)) if bias else None
+        return _own(weight, sizes, split), None if biases is None else _own(biases, sizes, split)
+
+    def summed(inputs: int, bias: bool) -> Linear:
+        weight = _own(normal(whole.hidden, inputs).t(), [inputs], split).t().contiguous()
+        biases = normal(whole.hidden) if bias else None
+        if group is None:
+            return Linear(weight, biases)
+        return SummedLinear(weight, None if split.rank else biases, group)
 
     def norm(size: int) -> RMSNorm:
-        return RMSNorm(torch.ones(size, dtype=dtype, device=device), shape.norm_epsilon)
+        return RMSNorm(torch.ones(size, dtype=dtype, device=device), whole.norm_epsilon)
 
     def layer(index: int) -> Layer:
-        queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        queries, keys = whole.heads * whole.head_dim, whole.kv_heads * whole.head_dim
         return Layer(
-            attention_norm=norm(shape.hidden),
-            qkv=linear(queries + 2 * keys, shape.hidden, shape.qkv_bias),
-            query_norm=norm(shape.head_dim) if shape.query_key_norm else None,
-            key_norm=norm(shape.head_dim) if shape.query_key_norm else None,
-            output=linear(shape.hidden, queries, shape.output_bias),
-            mlp_norm=norm(shape.hidden),
-            gate_up=GatedLinear(
-                normal(2 * shape.intermediate, shape.hidden),
-                normal(2 * shape.intermediate) if shape.mlp_bias else None,
-            ),
-            down=linear(shape.hidden, shape.intermediate, shape.mlp_bias),
-            window=shape.windows[index],
-            rotates=shape.rotates[index],
+            attention_norm=norm(whole.hidden),
+            qkv=Linear(*fused([queries, keys, keys], whole.qkv_bias)),
+            query_norm=norm(whole.head_dim) if whole.query_key_norm else None,
+            key_norm=norm(whole.head_dim) if whole.query_key_norm else None,
+            output=summed(queries, whole.output_bias),
+            mlp_norm=norm(whole.hidden),
+            gate_up=GatedLinear(*fused([whole.intermediate] * 2, whole.mlp_bias)),
+            down=summed(whole.intermediate, whole.mlp_bias),
+            window=whole.windows[index],
+            rotates=whole.rotates[index],
         )
 
-    embedding = normal(shape.vocabulary_size, shape.hidden)
-    layers = [layer(index) for index in range(shape.layers)]
-    head = Linear(embedding if shape.tied_embeddings else normal(*embedding.shape))
-    return Model(shape, embedding, layers, norm(shape.hidden), head)
+    embedding = normal(whole.vocabulary_size, whole.hidden)
+    layers = [layer(index) for index in range(whole.layers)]
+    scores = embedding if whole.tied_embeddings else normal(*embedding.shape)
+    head = Linear(scores[:0] if split.rank else scores)
+    return Model(split.of(whole), embedding, layers, norm(whole.hidden), head)
+
+
+def _own(tensor: Tensor, sizes: list[int], split: Split) -> Tensor:
+    """A rank's rows of each of several blocks of rows."""
+    if split.size == 1:
+        return tensor
+    blocks = torch.split_with_sizes(tensor, sizes)
+    return torch.cat([block.chunk(split.size)[split.rank] for block in blocks])

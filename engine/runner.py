@@ -1,6 +1,7 @@
 """Turns a plan into one batch of tensors, runs it, and samples.
 
 What the layers share (positions, page indices, masks) is made here, once a step.
+Where several ranks run the model, rank 0 runs plans and the others follow.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ import torch
 from torch import Tensor
 
 from engine.flight import Flight, Landed, Outcome
+from engine.group import Group
 from engine.logprobs import score
 from engine.model import Batch, Chunk, Model
 from engine.prompt_logprobs import Wanted, score_prompts, wanted_rows
 from engine.rope import inverse_frequencies, rotations
 from engine.sampler import Sampler
-from engine.sequence import Piece, Plan
+from engine.sequence import Plan
+from engine.span import Span, decode, encode
 from kernels.attention import (
     ChunkReads,
     DecodeReads,
@@ -25,11 +28,15 @@ from kernels.cache import layer_caches, page_rows, token_rows
 
 
 class Runner:
-    """Runs plans of `model` over the paged memory `kv` [page, layer, 2, token, kv_head, dim]."""
+    """Runs plans of `model` over the paged memory `kv` [page, layer, 2, token, kv_head, dim].
 
-    def __init__(self, model: Model, kv: Tensor) -> None:
+    In a group both are this rank's part.
+    """
+
+    def __init__(self, model: Model, kv: Tensor, group: Group | None = None) -> None:
         shape = model.architecture
         self._model = model
+        self._group = group
         self._caches = layer_caches(kv)
         self._layers = shape.layers
         self._page_size = kv.shape[3]
@@ -54,8 +61,11 @@ class Runner:
         # Single tokens first: they are attended together.
         order = sorted(range(len(plan)), key=lambda index: plan[index].count > 1)
         pieces = [plan[index] for index in order]
+        spans = [piece.span(self._page_size) for piece in pieces]
+        if self._group:
+            self._group.tell(encode(spans))
+        hidden = self._forward(spans)
         wanted = wanted_rows(pieces)
-        hidden = self._model.forward(self._batch(pieces, wanted), self._caches)
         self._score_prompts(hidden, wanted)
         sampling = [index for index in order if plan[index].samples]
         answers: list[Outcome] = [None] * len(plan)
@@ -83,20 +93,33 @@ class Runner:
         for scores in score_prompts([wanted[place] for place in places], logits_of):
             scores.keep()
 
-    def _batch(self, pieces: list[Piece], wanted: list[Wanted]) -> Batch:
-        decoding = sum(piece.count == 1 for piece in pieces)
+    @torch.inference_mode()
+    def follow(self, step: bytes) -> None:
+        """Runs this rank's part of a step that rank 0 runs."""
+        self._forward(decode(step))
+
+    def _forward(self, spans: list[Span]) -> Tensor:
+        """What the last layer leaves of the rows whose logits are wanted, [n, hidden]. On rank 0
+        it returns when all ranks have written."""
+        hidden = self._model.forward(self._batch(spans), self._caches)
+        if self._group and not len(hidden):
+            self._group.wait()  # no sum follows the last keys and values
+        return hidden
+
+    def _batch(self, spans: list[Span]) -> Batch:
+        decoding = sum(len(span.tokens) == 1 for span in spans)
         tokens: list[int] = []
         positions: list[int] = []
         pages: list[int] = []
-        for piece in pieces:
-            sequence, start = piece.sequence, piece.sequence.computed
-            end = start + piece.count
-            tokens += sequence.tokens[start:end]
-            positions += range(start, end)
-            held = sequence.lease.pages
-            pages += [held[position // self._page_size] for position in range(start, end)]
+        wanted: list[int] = []
+        for span in spans:
+            wanted += [len(tokens) + position - span.start for position in span.wanted]
+            tokens += span.tokens
+            inside = range(span.start, span.end)
+            positions += inside
+            pages += [span.pages[position // self._page_size] for position in inside]
         position = self._tensor(positions)
-        decode_reads = self._by_window(pieces[:decoding])
+        decode_reads = self._by_window(spans[:decoding])
         return Batch(
             tokens=self._tensor(tokens),
             rotation=rotations(position, self._frequencies, self._attention_factor),
@@ -105,69 +128,64 @@ class Runner:
             ),
             decoding=decoding,
             decode_reads=decode_reads,
-            chunks=self._chunks(pieces[decoding:], decoding),
-            samples=self._tensor([each.row for each in wanted]),
-            sample_reads=self._sample_reads(pieces, wanted, decode_reads),
+            chunks=self._chunks(spans[decoding:], decoding),
+            samples=self._tensor(wanted),
+            sample_reads=self._sample_reads(spans, decode_reads),
         )
 
-    def _by_window(self, decoding: list[Piece]) -> dict[int | None, DecodeReads]:
+    def _by_window(self, decoding: list[Span]) -> dict[int | None, DecodeReads]:
         if not decoding:
             return {}
-        last = [piece.sequence.computed for piece in decoding]
+        last = [span.start for span in decoding]
         return {window: self._decode_reads(decoding, last, window) for window in self._windows}
 
     def _sample_reads(
-        self,
-        pieces: list[Piece],
-        wanted: list[Wanted],
-        decode_reads: dict[int | None, DecodeReads],
+        self, spans: list[Span], decode_reads: dict[int | None, DecodeReads]
     ) -> DecodeReads | None:
         """What the rows whose logits are wanted read in the last layer, each by itself."""
         window = self._model.layers[-1].window
-        if decode_reads and all(piece.count == 1 and piece.samples for piece in pieces):
+        if decode_reads and all(len(span.tokens) == 1 and span.wanted for span in spans):
             return decode_reads[window]
+        wanted = [(span, position) for span in spans for position in span.wanted]
         if not wanted:
             return None
-        positions = [each.position for each in wanted]
-        return self._decode_reads([each.piece for each in wanted], positions, window)
+        of, positions = [span for span, _ in wanted], [position for _, position in wanted]
+        return self._decode_reads(of, positions, window)
 
-    def _chunks(self, pieces: list[Piece], row: int) -> list[Chunk]:
+    def _chunks(self, spans: list[Span], row: int) -> list[Chunk]:
         chunks = []
-        for piece in pieces:
-            reads = {window: self._chunk_reads(piece, window) for window in self._windows}
-            chunks.append(Chunk(row, row + piece.count, reads))
-            row += piece.count
+        for span in spans:
+            reads = {window: self._chunk_reads(span, window) for window in self._windows}
+            chunks.append(Chunk(row, row + len(span.tokens), reads))
+            row += len(span.tokens)
         return chunks
 
-    def _decode_reads(
-        self, pieces: list[Piece], last: list[int], window: int | None
-    ) -> DecodeReads:
+    def _decode_reads(self, spans: list[Span], last: list[int], window: int | None) -> DecodeReads:
         """The pages that hold what the query at each of the positions `last` sees."""
         size = self._page_size
         first = [_first_visible(position, window) for position in last]
-        spans = [
-            piece.sequence.lease.pages[start // size : end // size + 1]
-            for piece, start, end in zip(pieces, first, last, strict=True)
+        seen = [
+            span.pages[start // size : end // size + 1]
+            for span, start, end in zip(spans, first, last, strict=True)
         ]
-        width = max(map(len, spans))
-        pages = [page for span in spans for page in span + span[-1:] * (width - len(span))]
+        width = max(map(len, seen))
+        pages = [page for each in seen for page in each + each[-1:] * (width - len(each))]
         ends = [end + 1 - start // size * size for start, end in zip(first, last, strict=True)]
         return DecodeReads(
-            tables=self._tensor(pages).view(len(pieces), width),
+            tables=self._tensor(pages).view(len(spans), width),
             first=self._tensor([start % size for start in first]),
             end=self._tensor(ends),
             longest=max(ends),
         )
 
-    def _chunk_reads(self, piece: Piece, window: int | None) -> ChunkReads:
+    def _chunk_reads(self, span: Span, window: int | None) -> ChunkReads:
         """The pages that hold what any of the chunk's queries sees."""
-        size, start = self._page_size, piece.sequence.computed
-        end = start + piece.count
+        size, start, end = self._page_size, span.start, span.end
         masked = window is not None and window < end
         if start == 0 and not masked:
             return ChunkReads(None, end, None)
         first_page = _first_visible(start, window) // size
-        pages = piece.sequence.lease.pages[first_page : (end - 1) // size + 1]
+        pages = span.pages[first_page : (end - 1) // size + 1]
         rows = page_rows(self._tensor(pages), self._layers)
         if not masked:
             return ChunkReads(rows, end, None)

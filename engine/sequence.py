@@ -13,6 +13,7 @@ from core.errors import Internal
 from core.types import FinishReason, TokenLogprobs, Work
 from engine.page_pool import Lease, PagePool
 from engine.prefix_cache import KeyChain
+from engine.span import Span
 
 
 class Guide(Protocol):
@@ -156,6 +157,13 @@ class Piece:
             raise Internal(f"a piece of {self.count} of {sequence.uncomputed} tokens")
         if sequence.computed + self.count > len(sequence.lease) * page_size:
             raise Internal("a piece reaches past its sequence's pages")
+
+    def span(self, page_size: int) -> Span:
+        """What the model must know of it."""
+        start, end = self.sequence.computed, self.sequence.computed + self.count
+        pages = self.sequence.lease.pages[: -(-end // page_size)]
+        wanted = [*self.scored, end - 1] if self.samples else [*self.scored]
+        return Span(start, self.sequence.tokens[start:end], pages, wanted)
 
     def depart(self) -> None:
         """The step is under way: the sequence is as it will be when it ends."""

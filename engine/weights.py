@@ -1,4 +1,7 @@
-"""Loads a checkpoint's tensors straight into the model's fused buffers."""
+"""Loads a checkpoint's tensors straight into the model's fused buffers.
+
+Where several ranks run the model, each reads only its own part (engine/split.py).
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,12 @@ import torch
 from torch import Tensor
 
 from engine.architecture import Architecture
-from engine.checkpoint import Checkpoint
+from engine.checkpoint import Checkpoint, Cut
+from engine.group import Group
 from engine.model import Layer, Model
 from engine.rope import interleave_pairs
+from engine.split import Split
+from engine.split_linear import SummedLinear
 from kernels.linear import GatedLinear, Linear
 from kernels.norm import RMSNorm
 
@@ -23,17 +29,28 @@ def load_model(
     dtype: torch.dtype,
     device: str,
     progress: Callable[[float], None] | None = None,
+    group: Group | None = None,
 ) -> Model:
-    """Reads the weights in `folder` into fused buffers."""
-    return _Loader(Checkpoint(folder, progress), architecture, dtype, device).load()
+    """Reads the weights in `folder` into fused buffers; with a group, this rank's part of them.
+
+    `architecture` is that of the whole model, the model's own that of its part.
+    """
+    return _Loader(Checkpoint(folder, progress), architecture, dtype, device, group).load()
 
 
 class _Loader:
     def __init__(
-        self, checkpoint: Checkpoint, architecture: Architecture, dtype: torch.dtype, device: str
+        self,
+        checkpoint: Checkpoint,
+        architecture: Architecture,
+        dtype: torch.dtype,
+        device: str,
+        group: Group | None,
     ) -> None:
         self._checkpoint = checkpoint
-        self._architecture = architecture
+        self._group = group
+        self._split = group.split if group else Split()
+        self._architecture = self._split.of(architecture)
         self._dtype = dtype
         self._device = device
 
@@ -42,13 +59,16 @@ class _Loader:
         embedding = self._tensor("model.embed_tokens.weight", shape.vocabulary_size, shape.hidden)
         layers = [self._layer(index) for index in range(shape.layers)]
         norm = self._norm("model.norm.weight", shape.hidden)
-        if shape.tied_embeddings:
-            self._checkpoint.skip("lm_head.weight")
-            head = Linear(embedding)
-        else:
-            head = Linear(self._tensor("lm_head.weight", shape.vocabulary_size, shape.hidden))
+        head = self._head(embedding)
         self._checkpoint.finish()
         return Model(shape, embedding, layers, norm, head)
+
+    def _head(self, embedding: Tensor) -> Linear:
+        """On ranks that do not sample, one that scores no token."""
+        if self._split.rank or self._architecture.tied_embeddings:
+            self._checkpoint.skip("lm_head.weight")
+            return Linear(embedding[:0] if self._split.rank else embedding)
+        return Linear(self._tensor("lm_head.weight", *embedding.shape))
 
     def _layer(self, index: int) -> Layer:
         shape = self._architecture
@@ -60,28 +80,18 @@ class _Loader:
             qkv=self._qkv(attention),
             query_norm=self._head_norm(attention + "q_norm.weight") if normed else None,
             key_norm=self._head_norm(attention + "k_norm.weight") if normed else None,
-            output=Linear(
-                *self._fused(
-                    attention,
-                    {"o_proj": shape.hidden},
-                    shape.heads * shape.head_dim,
-                    bias=shape.output_bias,
-                )
+            output=self._summed(
+                attention + "o_proj", shape.heads * shape.head_dim, bias=shape.output_bias
             ),
             mlp_norm=self._norm(prefix + "post_attention_layernorm.weight", shape.hidden),
             gate_up=GatedLinear(
                 *self._fused(
                     mlp,
                     {"gate_proj": shape.intermediate, "up_proj": shape.intermediate},
-                    shape.hidden,
                     bias=shape.mlp_bias,
                 )
             ),
-            down=Linear(
-                *self._fused(
-                    mlp, {"down_proj": shape.hidden}, shape.intermediate, bias=shape.mlp_bias
-                )
-            ),
+            down=self._summed(mlp + "down_proj", shape.intermediate, bias=shape.mlp_bias),
             window=shape.windows[index],
             rotates=shape.rotates[index],
         )
@@ -90,32 +100,39 @@ class _Loader:
         shape = self._architecture
         query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         sizes = {"q_proj": query, "k_proj": key, "v_proj": key}
-        weights = self._fused(
-            prefix, sizes, shape.hidden, bias=shape.qkv_bias, rotated=("q_proj", "k_proj")
+        return Linear(
+            *self._fused(prefix, sizes, bias=shape.qkv_bias, rotated=("q_proj", "k_proj"))
         )
-        return Linear(*weights)
 
     def _fused(
-        self,
-        prefix: str,
-        sizes: dict[str, int],
-        inputs: int,
-        *,
-        bias: bool,
-        rotated: tuple[str, ...] = (),
+        self, prefix: str, sizes: dict[str, int], *, bias: bool, rotated: tuple[str, ...] = ()
     ) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of projections of one input, {name: outputs}, as one."""
-        weight = self._empty(sum(sizes.values()), inputs)
+        """Weight and bias of projections of the residual, {name: outputs}, as one."""
+        weight = self._empty(sum(sizes.values()), self._architecture.hidden)
         biases = self._empty(sum(sizes.values())) if bias else None
         start = 0
         for name, size in sizes.items():
             arrange = self._interleave if name in rotated else None
-            rows = slice(start, start + size)
-            self._checkpoint.copy(f"{prefix}{name}.weight", weight[rows], arrange)
+            rows, cut = slice(start, start + size), self._cut(0, size)
+            self._checkpoint.copy(f"{prefix}{name}.weight", weight[rows], arrange, cut)
             if biases is not None:
-                self._checkpoint.copy(f"{prefix}{name}.bias", biases[rows], arrange)
+                self._checkpoint.copy(f"{prefix}{name}.bias", biases[rows], arrange, cut)
             start += size
         return weight, biases
+
+    def _summed(self, name: str, inputs: int, *, bias: bool) -> Linear:
+        """A projection onto the residual, of which other ranks have the other inputs."""
+        weight, biases = self._empty(self._architecture.hidden, inputs), None
+        self._checkpoint.copy(f"{name}.weight", weight, cut=self._cut(1, inputs))
+        if bias and self._split.rank:
+            self._checkpoint.skip(f"{name}.bias")
+        elif bias:
+            biases = self._tensor(f"{name}.bias", self._architecture.hidden)
+        return SummedLinear(weight, biases, self._group) if self._group else Linear(weight, biases)
+
+    def _cut(self, dimension: int, size: int) -> Cut:
+        """This rank's `size` of what all ranks share evenly."""
+        return Cut(dimension, self._split.rank * size, self._split.size * size)
 
     def _norm(self, name: str, size: int) -> RMSNorm:
         return RMSNorm(self._tensor(name, size), self._architecture.norm_epsilon)

@@ -9,15 +9,22 @@ from core.config import Config
 from core.types import Role
 
 
-def claim_threads(config: Config, role: Role) -> int:
-    """Decides how many threads compute, and tells the libraries that will.
+def claim_threads(config: Config, role: Role, ranks: int | None = None) -> int:
+    """Decides how many threads compute in this process, and tells the libraries that will.
 
-    Call it before torch is imported: what torch multiplies with reads this
-    once, at its start, and Ray would have it say 1.
+    Call it before torch is imported, as `use_threads`. A worker's `ranks` share its threads; one
+    that has changed its role has as many as before, which may not be those of the role.
     """
-    threads = config.pool(role).threads or len(os.sched_getaffinity(0))
-    os.environ["OMP_NUM_THREADS"] = str(threads)
+    section = config.pool(role)
+    whole = section.threads or len(os.sched_getaffinity(0))
+    threads = max(1, whole // (ranks or section.tensor_parallel))
+    use_threads(threads)
     return threads
+
+
+def use_threads(threads: int) -> None:
+    """What torch multiplies with reads this once, at its start, and Ray would have it say 1."""
+    os.environ["OMP_NUM_THREADS"] = str(threads)
 
 
 def stand_back(niceness: int) -> None:

@@ -9,6 +9,7 @@ from kv_transfer.transport import PoolMemory
 
 
 def pool_memory(engine: Engine) -> PoolMemory:
+    """The pages of this rank."""
     kv = engine.kv
     return PoolMemory(
         base=kv.data_ptr(),
@@ -20,14 +21,14 @@ def pool_memory(engine: Engine) -> PoolMemory:
 
 
 def pool_layout(engine: Engine) -> PoolLayout:
-    # kv: [page, layer, k/v, token, kv_head, dim]
-    _, layers, _, page_size, kv_heads, head_dim = engine.kv.shape
+    """Of whole pages, however many ranks share them."""
+    model = engine.architecture
     return PoolLayout(
         version=LAYOUT_VERSION,
         model=engine.fingerprint,
         dtype=str(engine.kv.dtype).removeprefix("torch."),
-        page_size=page_size,
-        layers=layers,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
+        page_size=engine.pool.page_size,
+        layers=model.layers,
+        kv_heads=model.kv_heads,
+        head_dim=model.head_dim,
     )

@@ -34,7 +34,7 @@ from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
 from core import exposure, model_store, types
 from core.config import Config, settle
-from core.errors import Internal
+from core.errors import Internal, WorkerLost
 from core.process import Stopping
 from core.tls import node_identity
 from core.types import MAX_MESSAGE_BYTES, PROTOCOL
@@ -62,6 +62,7 @@ from worker.metrics import WorkerMetrics
 from worker.outbox import Outbox
 from worker.phases import role_factory
 from worker.pool_shape import pool_layout, pool_memory
+from worker.ranks import start_ranks
 from worker.role import Role
 from worker.second_tier import open_second_tier
 from worker.service import WorkerService
@@ -103,7 +104,7 @@ class WorkerServer:
     async def start(self, host: str, port: int) -> None:
         """Loads, connects and serves. When this returns, the worker takes requests."""
         exposure.check_worker(self._config, host)
-        loop = asyncio.get_running_loop()
+        self._loop = loop = asyncio.get_running_loop()
         self._failure: asyncio.Future[None] = loop.create_future()
         self._drained = asyncio.Event()
         self._drain_asked = asyncio.Event()
@@ -159,6 +160,8 @@ class WorkerServer:
         if tier is not None:
             await asyncio.to_thread(tier.close, FLUSH_SECONDS)
         await asyncio.to_thread(self._transfer.stop)
+        if self._ranks:
+            await asyncio.to_thread(self._ranks.close)
         if self._failure.done():
             self._failure.result()
 
@@ -286,7 +289,8 @@ class WorkerServer:
         """On another engine thread, after a change of roles."""
         config = self._settled
         self._stand_back(self._engine.kv.device.type)
-        self._engine.take_over(claim_threads(config, self._role), self._gpu_settings(config))
+        threads = claim_threads(config, self._role, self._engine.split.size)
+        self._engine.take_over(threads, self._gpu_settings(config))
         self._metrics.take_role(self._role)
         return self._make_role(), self._cache_feed
 
@@ -304,6 +308,11 @@ class WorkerServer:
         if dtype == "auto":
             dtype = "float32" if device == "cpu" else "bfloat16"
         self._progress("loading the model")
+
+        def lose(error: WorkerLost) -> None:
+            self._loop.call_soon_threadsafe(self._fail, error)
+
+        self._ranks = start_ranks(config, self._role, device, dtype, lose)
         self._engine = Engine.load(
             model_store.locate(config.model),
             dtype=dtype,
@@ -315,7 +324,10 @@ class WorkerServer:
             random_weights=config.weights == "random",
             gpu=self._gpu_settings(config),
             progress=self._report_loading,
+            group=self._ranks.group if self._ranks else None,
         )
+        if self._ranks:
+            self._ranks.meet()
 
     def _open_transfer(self, device: str) -> TransferThread:
         self._progress("opening the transfer layer")
@@ -327,7 +339,8 @@ class WorkerServer:
         digest = choose_digest(config.page_digests, memory)
         transport = ShardedTransport(
             choose_transport(config.transport, device),
-            HeadRange(0, layout.kv_heads),
+            HeadRange(0, self._engine.kv.shape[4]),
+            self._ranks.shards if self._ranks else (),
             digest=digest,
         )
         transfer = TransferThread(

@@ -1,0 +1,67 @@
+"""An engine whose ranks are threads of this process: real parts and real sums, soon started."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from engine.engine import Engine
+from engine.group import Group
+from engine.split import Split
+
+KV_MEMORY = 4 << 20
+
+
+@dataclass(frozen=True)
+class SplitEngine:
+    """`engine` is rank 0's, `others` follow it."""
+
+    engine: Engine
+    others: list[Engine]
+
+
+def groups(size: int, folder: Path) -> tuple[list[Group], list[Connection]]:
+    """A group as each of its ranks sees it, and where ranks 1 and up hear of steps."""
+    pipes = [Pipe() for _ in range(1, size)]
+    meeting_point = folder / "meeting"
+    first = Group(Split(0, size), meeting_point, [here for here, _ in pipes])
+    others = [Group(Split(rank, size), meeting_point) for rank in range(1, size)]
+    return [first, *others], [there for _, there in pipes]
+
+
+@contextlib.contextmanager
+def split_engine(
+    model: Path, size: int, workspace: Path, page_size: int = 16, **options: str
+) -> Iterator[SplitEngine]:
+    """The model in `model`, shared by `size` ranks."""
+    made, steps = groups(size, workspace)
+    engines = [
+        Engine.load(model, page_size=page_size, kv_memory=KV_MEMORY, group=group, **options)
+        for group in made
+    ]
+    with ThreadPoolExecutor(size) as pool:
+        list(pool.map(Group.meet, made))
+    threads = [
+        threading.Thread(target=_follow, args=(engine, heard))
+        for engine, heard in zip(engines[1:], steps, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        yield SplitEngine(engines[0], engines[1:])
+    finally:
+        made[0].close()
+        for thread in threads:
+            thread.join()
+
+
+def _follow(engine: Engine, steps: Connection) -> None:
+    with contextlib.suppress(EOFError):
+        while True:
+            engine.follow(steps.recv_bytes())

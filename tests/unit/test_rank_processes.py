@@ -1,0 +1,73 @@
+"""The processes that share a worker's model: they answer together, and none outlives another."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+from pathlib import Path
+
+import pytest
+from engine_loop import KV_MEMORY, answer
+from tiny_models import TINY_MODELS, generate_with_transformers, save
+
+from core.errors import InvalidConfig, WorkerLost
+from engine.engine import Engine
+from worker.rank_settings import RankSettings
+from worker.ranks import Ranks
+
+PROMPT = list(range(1, 60))
+
+
+class Leader:
+    """Rank 0 in this process, one more in another."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.lost: queue.SimpleQueue[WorkerLost] = queue.SimpleQueue()
+        settings = RankSettings(
+            rank=0,
+            size=2,
+            meeting_point="",
+            folder=str(folder),
+            dtype="float32",
+            device="cpu",
+            page_size=16,
+            kv_memory=KV_MEMORY,
+            threads=1,
+            nice=0,
+            random_weights=False,
+            transport="auto",
+            log_level="info",
+        )
+        self.ranks = Ranks(settings, self.lost.put)
+
+    def load(self) -> Engine:
+        return Engine.load(self._folder, kv_memory=KV_MEMORY, group=self.ranks.group)
+
+
+def test_two_processes_answer_as_transformers_does_until_one_is_killed(tmp_path: Path) -> None:
+    oracle = save(TINY_MODELS["qwen3"], tmp_path / "model")
+    leader = Leader(tmp_path / "model")
+    try:
+        engine = leader.load()
+        leader.ranks.meet()
+        expected = generate_with_transformers(oracle, PROMPT, 20)
+        assert answer(engine, PROMPT, 20) == expected
+        assert leader.lost.empty()
+        (follower,) = leader.ranks.pids
+        os.kill(follower, signal.SIGKILL)
+        with pytest.raises((RuntimeError, OSError)):
+            answer(engine, PROMPT, 20)
+        assert "rank-1 of this worker has ended (-9)" in leader.lost.get(timeout=10).message
+    finally:
+        leader.ranks.close()
+
+
+def test_a_rank_that_cannot_load_says_why_and_ends_with_the_others(tmp_path: Path) -> None:
+    leader = Leader(tmp_path)
+    with pytest.raises(InvalidConfig, match="config"):
+        leader.ranks.meet()
+    leader.ranks.close()
+    assert leader.lost.empty()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in leader.ranks.pids)

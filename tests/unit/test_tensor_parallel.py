@@ -1,0 +1,156 @@
+"""A model that several ranks share: its tokens against transformers', and what each rank holds."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from engine_loop import answer, load, sequence, serve
+from rank_threads import groups, split_engine
+from tiny_models import TINY_MODELS, VOCABULARY, generate_with_transformers, save
+
+from core.config import CacheConfig, Size
+from core.errors import InvalidCheckpoint, InvalidConfig
+from core.types import AttemptKey, Sampling, Work
+from engine.architecture import Architecture, read_architecture
+from engine.engine import Engine
+from engine.group import Group
+from engine.sequence import Piece, Sequence
+from engine.span import Span, decode, encode
+from worker.rank_settings import check_ranks, decode_error, encode_error
+
+ANSWER = 12
+
+
+def random_prompt(length: int) -> list[int]:
+    source = random.Random(length)
+    return [source.randrange(VOCABULARY) for _ in range(length)]
+
+
+PROMPTS = [random_prompt(length) for length in (1, 5, 40, 150)]
+# Biases, norms of heads, windows, a tied head, layers without rotation.
+FAMILIES = ["llama-biases", "mistral-window", "qwen2", "qwen3-windows", "smollm3"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_two_ranks_answer_a_mixed_batch_as_transformers_does(name: str, tmp_path: Path) -> None:
+    oracle = save(TINY_MODELS[name], tmp_path / "model")
+    expected = [generate_with_transformers(oracle, prompt, ANSWER) for prompt in PROMPTS]
+    with split_engine(tmp_path / "model", 2, tmp_path) as split:
+        assert serve(split.engine, PROMPTS, ANSWER, chunk=16) == expected
+
+
+def test_four_ranks_answer_as_transformers_does(tmp_path: Path) -> None:
+    oracle = save(TINY_MODELS["llama"], tmp_path / "model")
+    expected = [generate_with_transformers(oracle, prompt, ANSWER) for prompt in PROMPTS]
+    with split_engine(tmp_path / "model", 4, tmp_path, page_size=4) as split:
+        assert serve(split.engine, PROMPTS, ANSWER, chunk=64) == expected
+
+
+def test_ranks_hold_the_pages_of_the_whole_by_heads(tmp_path: Path) -> None:
+    save(TINY_MODELS["qwen3"], tmp_path / "model")
+    whole = load(tmp_path / "model")
+    with split_engine(tmp_path / "model", 2, tmp_path) as split:
+        parts = [split.engine, *split.others]
+        for engine in (whole, split.engine):
+            # In two steps, of which the first samples nothing.
+            running = sequence(engine, PROMPTS[2], 1)
+            engine.step([Piece(running, 30)])
+            engine.step([Piece(running, 10)])
+            assert running.lease.pages == [0, 1, 2]
+        assert split.engine.pool.total == whole.pool.total
+        assert sum(part.kv.nbytes for part in parts) == whole.kv.nbytes
+        found = torch.cat([part.kv[:3] for part in parts], dim=4)
+        torch.testing.assert_close(found, whole.kv[:3], rtol=1e-4, atol=1e-5)
+
+
+def test_a_drawn_answer_is_that_of_the_whole_model(tmp_path: Path) -> None:
+    save(TINY_MODELS["qwen2"], tmp_path / "model")
+    with split_engine(tmp_path / "model", 2, tmp_path) as split:
+        assert _drawn(split.engine) == _drawn(load(tmp_path / "model"))
+
+
+def _drawn(engine: Engine) -> list[int]:
+    sampling = Sampling(temperature=0.8, top_p=0.9, seed=7)
+    work = Work(AttemptKey("test", 0), PROMPTS[1], sampling, ANSWER, frozenset())
+    running = Sequence(work, engine.pool.acquire(engine.pool.pages_for(len(PROMPTS[1]) + ANSWER)))
+    while running.generated < ANSWER:
+        (token,) = engine.step([Piece(running, running.uncomputed)])
+        assert isinstance(token, int)
+        running.append(token)
+    return running.tokens
+
+
+def test_random_weights_are_those_of_the_whole_model(tmp_path: Path) -> None:
+    save(TINY_MODELS["llama-biases"], tmp_path / "model")
+    whole = Engine.load(tmp_path / "model", kv_memory=4 << 20, random_weights=True)
+    with split_engine(tmp_path / "model", 2, tmp_path, random_weights=True) as split:
+        assert answer(split.engine, PROMPTS[2], ANSWER) == answer(whole, PROMPTS[2], ANSWER)
+
+
+def test_a_tensor_of_another_shape_is_named_by_a_rank_too(tmp_path: Path) -> None:
+    save(TINY_MODELS["llama"], tmp_path / "wide")
+    narrow = TINY_MODELS["llama"].changed(intermediate_size=40)
+    narrow_config = tmp_path / "narrow"
+    save(narrow, narrow_config)
+    (narrow_config / "config.json").replace(tmp_path / "wide" / "config.json")
+    made, _ = groups(2, tmp_path)
+    with pytest.raises(InvalidCheckpoint, match=r"\[80, 48\], config.json asks for \[40, 48\]"):
+        Engine.load(tmp_path / "wide", kv_memory=4 << 20, group=made[1])
+
+
+def architecture(tmp_path: Path, name: str) -> Architecture:
+    save(TINY_MODELS[name], tmp_path)
+    return read_architecture(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "what"),
+    [
+        ("llama-tied-mqa", 2, "1 key heads"),
+        ("llama", 3, "4 key heads"),
+        ("qwen2", 4, "2 key heads"),
+    ],
+)
+def test_what_ranks_cannot_share_evenly_is_refused(
+    name: str, size: int, what: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InvalidConfig, match=f"{size} ranks cannot share the model's {what}"):
+        check_ranks(size, architecture(tmp_path, name), "cpu", CacheConfig())
+
+
+def test_ranks_on_gpus_and_ranks_with_a_second_tier_are_refused(tmp_path: Path) -> None:
+    model = architecture(tmp_path, "llama")
+    with pytest.raises(InvalidConfig, match="not yet on GPUs"):
+        check_ranks(2, model, "cuda", CacheConfig())
+    for cache in (CacheConfig(host_memory=Size(1)), CacheConfig(files="somewhere")):
+        with pytest.raises(InvalidConfig, match="no second tier"):
+            check_ranks(2, model, "cpu", cache)
+        check_ranks(1, model, "cpu", cache)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_sum_adds_the_parts_of_all_ranks(dtype: torch.dtype, tmp_path: Path) -> None:
+    made, _ = groups(3, tmp_path)
+
+    def add(group: Group) -> torch.Tensor:
+        group.meet()
+        return group.sum(torch.full((2, 5), 10.0**group.split.rank, dtype=dtype))
+
+    with ThreadPoolExecutor(3) as pool:
+        for total in pool.map(add, made):
+            assert torch.equal(total, torch.full((2, 5), 111.0, dtype=dtype))
+
+
+def test_a_step_reads_back_as_it_was_sent() -> None:
+    spans = [Span(7, [3], [9, 4], [7]), Span(0, [5, 2**31 - 1, 1], [0], [])]
+    assert decode(encode(spans)) == spans
+
+
+def test_an_error_of_a_rank_reads_back_as_it_was_sent() -> None:
+    found = decode_error(encode_error(InvalidCheckpoint("no weights", field="model")))
+    assert isinstance(found, InvalidCheckpoint)
+    assert (found.message, found.field) == ("no weights", "model")

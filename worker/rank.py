@@ -1,0 +1,111 @@
+"""A process of a worker that several share: `python -m worker.rank STEPS TRANSFERS`.
+
+The two numbers are inherited sockets that lead to rank 0, the worker itself (worker/ranks.py):
+
+    settings ─▶ load ─▶ LOADED, or the error ─▶ meet the others ─▶ steps, until the socket ends
+                                                              └──▶ transfers, on a thread
+
+It lives as long as rank 0 has both sockets open, however that ends. Signals are for rank 0.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from core.errors import BatonError
+from core.process import set_up_logging
+from worker.cpu import stand_back, use_threads
+from worker.rank_settings import LOADED, RankSettings, encode_error
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+    from engine.group import Group
+
+log = logging.getLogger(__name__)
+
+# For the socket of steps to end like that of transfers; a step may wait for a rank 0 that is gone.
+GRACE_SECONDS = 5.0
+
+
+def main() -> None:
+    """Ends the process with 0 when rank 0 lets go of it, with 1 when it cannot go on."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    steps, transfers = Connection(int(sys.argv[1])), socket.socket(fileno=int(sys.argv[2]))
+    try:
+        _live(steps, transfers)
+    except (EOFError, ConnectionError):
+        os._exit(0)
+    except BaseException:
+        log.exception("this rank can no longer be trusted and ends")
+        os._exit(1)
+
+
+def _live(steps: Connection, transfers: socket.socket) -> None:
+    settings = RankSettings.decode(steps.recv_bytes())
+    set_up_logging(settings.log_level)
+    use_threads(settings.threads)
+    stand_back(settings.nice)
+    # Imported here: torch must find the number of its threads.
+    from engine.group import Group
+
+    group = Group(settings.split, Path(settings.meeting_point))
+    try:
+        engine = _load(settings, group)
+    except BatonError as error:
+        steps.send_bytes(encode_error(error))
+        steps.recv_bytes()  # rank 0 ends us when it has told its reason
+        raise
+    steps.send_bytes(LOADED)
+    serving = (transfers, engine, settings.transport)
+    threading.Thread(target=_serve_transfers, args=serving, name="transfer", daemon=True).start()
+    group.meet()
+    while True:
+        engine.follow(steps.recv_bytes())
+
+
+def _load(settings: RankSettings, group: Group) -> Engine:
+    from engine.engine import Engine
+
+    return Engine.load(
+        Path(settings.folder),
+        dtype=settings.dtype,
+        device=settings.device,
+        page_size=settings.page_size,
+        kv_memory=settings.kv_memory,
+        threads=settings.threads,
+        random_weights=settings.random_weights,
+        group=group,
+    )
+
+
+def _serve_transfers(channel: socket.socket, engine: Engine, transport: str) -> None:
+    """Ends the process when rank 0 has let go of it, or when transfers cannot go on."""
+    from kv_transfer.choose import choose_transport
+    from kv_transfer.heads import HeadRange
+    from kv_transfer.shard_host import serve_shard
+    from worker.pool_shape import pool_memory
+
+    heads = engine.kv.shape[4]
+    try:
+        chosen = choose_transport(transport, engine.kv.device.type)
+        own = HeadRange(engine.split.rank * heads, heads)
+        serve_shard(channel, chosen, pool_memory(engine), own)
+    except BaseException:
+        log.exception("transfers of this rank can no longer be trusted")
+        os._exit(1)
+    time.sleep(GRACE_SECONDS)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
