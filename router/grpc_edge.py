@@ -23,7 +23,6 @@ from baton.v1 import inference_pb2 as pb
 from core.errors import (
     BatonError,
     Internal,
-    InvalidRequest,
     TokenOutOfRange,
     UnknownModel,
     translation,
@@ -272,11 +271,7 @@ class AdminService(cluster_pb2_grpc.AdminServicer):
 
     @answered
     async def Drain(self, message: cluster_pb2.DrainRequest) -> cluster_pb2.DrainResponse:
-        link = self._roster.find(message.worker_id)
-        if link is None:
-            raise InvalidRequest(
-                f"no worker called {message.worker_id!r} is attached", field="worker_id"
-            )
+        link = self._roster.named(message.worker_id)
         drain = worker_pb2.Drain(restart=message.restart)
         link.send(worker_pb2.RouterMessage(drain=drain))
         return cluster_pb2.DrainResponse()

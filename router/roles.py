@@ -17,11 +17,7 @@ async def switch_role(
     if not is_role(message.role):
         raise InvalidRequest("the role must be prefill or decode", field="role")
     role = role_from(message.role)
-    link = roster.find(message.worker_id)
-    if link is None:
-        raise InvalidRequest(
-            f"no worker called {message.worker_id!r} is attached", field="worker_id"
-        )
+    link = roster.named(message.worker_id)
     _check(roster, link, role)
     switched = await link.switch(role)
     if switched.error or link.role is not role:

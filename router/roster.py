@@ -15,7 +15,7 @@ from operator import attrgetter
 
 from baton.v1 import worker_pb2 as pb
 from core.config import Config
-from core.errors import BatonError
+from core.errors import BatonError, InvalidRequest
 from core.tls import node_identity
 from core.types import Role, Work
 from router.cost_model import CostModel
@@ -137,6 +137,16 @@ class Roster:
     def find(self, worker_id: str) -> WorkerLink | None:
         """The worker of that name, if it is attached."""
         return self._names.get(worker_id)
+
+    def named(self, worker_id: str) -> WorkerLink:
+        """The same for a name that a person has typed."""
+        link = self.find(worker_id)
+        if link is None:
+            names = ", ".join(sorted(self._names)) or "nobody"
+            raise InvalidRequest(
+                f"no worker called {worker_id!r} is attached; there is {names}", field="worker_id"
+            )
+        return link
 
     @property
     def cache_names(self) -> CacheNames | None:

@@ -33,7 +33,7 @@ class OverviewApi:
         return _message(self._overview.trends())
 
     async def recent(self, http: HttpRequest) -> Response:
-        found = self._overview.recent(_limit(http.query_params.get("limit", "")))
+        found = self._overview.recent(_limit(http.query_params.get("limit")))
         return _json({"object": "list", "data": [plain(timing) for timing in found]})
 
     async def timing(self, http: HttpRequest) -> Response:
@@ -41,9 +41,9 @@ class OverviewApi:
         return _message(self._overview.timing(http.path_params["request_id"], caller))
 
 
-def _limit(given: str) -> int:
-    number = int(given) if given.isdecimal() and len(given) < _LONGEST_LIMIT else given
-    return LIMIT.of({"limit": number if given else None}) or 0
+def _limit(given: str | None) -> int:
+    whole = given is not None and given.isdecimal() and len(given) < _LONGEST_LIMIT
+    return LIMIT.of({"limit": int(given or 0) if whole else given}) or 0
 
 
 def _message(message: Message) -> Response:

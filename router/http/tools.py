@@ -22,7 +22,8 @@ def read_tools(body: Json, chat: ChatPrompt) -> ChatPrompt:
     if not isinstance(tools, list | None):
         raise wrong_type("tools", "a list", tools)
     offered = [_read_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools or ())]
-    choice = body.get("tool_choice", "auto" if tools else "none") or "none"
+    choice = body.get("tool_choice", "auto" if tools else "none")
+    choice = "none" if choice is None else choice
     name = "" if choice in ("none", "auto", "required") else _read_named(choice)
     if choice == "none" or (choice == "auto" and not offered):
         return chat
