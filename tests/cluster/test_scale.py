@@ -16,6 +16,7 @@ from serving import Serve
 from tiny_models import TINY_MODELS, save
 
 from baton import Answer, InvalidRequest
+from baton.v1.worker_pb2 import ROLE_PREFILL
 
 PROMPTS = [[1, 2, 3], [7] * 40, [5, 4] * 30]
 TOKENS = 200
@@ -136,6 +137,18 @@ def test_the_planner_says_what_it_sees(serve: Serve) -> None:
     assert told[0].startswith("the planner only tells what it would do")
     assert "now" in told[1]
     assert any("answers/s" in line for line in told)
+
+
+def test_a_worker_that_was_killed_has_kept_its_role(serve: Serve) -> None:
+    serve.ask("role", "decode-1", "prefill")
+    serve.wait_pools(3, 1)
+    starts = len(re.findall("decode-1 +ready", serve.stdout))
+    os.kill(serve.worker("decode-1"), signal.SIGKILL)
+    serve.wait_for("decode-1 +ready", starts + 1)
+    workers = {worker.member.worker_id: worker.member.role for worker in serve.wait_whole(4)}
+    assert workers["decode-1"] == ROLE_PREFILL
+    serve.ask("role", "decode-1", "decode")
+    serve.wait_pools(2, 2)
 
 
 def test_workers_leave_under_load(serve: Serve, unscaled: list[list[int]]) -> None:
