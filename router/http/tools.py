@@ -50,9 +50,10 @@ def _read_tool(tool: object, name: str) -> Tool:
     parameters = function.get("parameters")
     if not isinstance(parameters, dict | None):
         raise wrong_type(f"{name}.function.parameters", "an object", parameters)
+    about = function.get("description")
     return Tool(
         as_text(function.get("name"), f"{name}.function.name", MAX_TEXT),
-        as_text(function.get("description") or "", f"{name}.function.description", MAX_TEXT),
+        as_text("" if about is None else about, f"{name}.function.description", MAX_TEXT),
         json.dumps(parameters) if parameters else "",
     )
 
