@@ -16,6 +16,7 @@ from cli.doctor import doctor
 from cli.drain import drain
 from cli.generate import generate
 from cli.keys import keys
+from cli.leave import leave
 from cli.model import model
 from cli.plan import plan
 from cli.restart import restart
@@ -49,6 +50,7 @@ app.command()(restart)
 app.command()(scale)
 app.command()(role)
 app.command()(plan)
+app.command()(leave)
 app.command()(certs)
 app.command()(simulate)
 app.add_typer(model, name="model")

@@ -8,21 +8,29 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import recoveries
 import yaml
+from processes import free_port
+from ray.util import get_node_ip_address
 from ray_nodes import TOKEN, RayNodes, why_no_redis
-from serving import Serve
+from serving import BATON, FREE_PORTS, Command
 from steady_load import ANSWER_TOKENS, QUESTIONS, SteadyLoad
 from tiny_models import TINY_MODELS, generate_with_transformers, save
 from transformers import PreTrainedModel
 
-from baton.v1.cluster_pb2 import WorkerStatus
+from baton import Client
+from baton.v1.cluster_pb2 import StatusResponse, WorkerStatus
 
 pytestmark = pytest.mark.fleet
 
@@ -33,18 +41,25 @@ POOL = {"workers": 2, "gpus": 1, "kv_memory": "4MiB", "threads": 1}
 @dataclass(frozen=True)
 class Cluster:
     ray: RayNodes
-    serve: Serve
+    # Of a router outside Ray.
+    address: str
     oracle: PreTrainedModel
+
+    def ask(self, *arguments: str) -> str:
+        """What `baton …`, asked of the router, prints."""
+        return baton(*arguments, "--address", self.address)
+
+    def status(self) -> StatusResponse:
+        with Client(self.address) as client:
+            return client.status()
 
     def workers(self) -> dict[str, WorkerStatus]:
         """Those that are attached, by name."""
-        with self.serve.client() as client:
-            found = client.status().workers
+        found = self.status().workers
         return {each.member.worker_id: each for each in found if each.attached}
 
     def workers_of(self, node: str) -> set[str]:
-        with self.serve.client() as client:
-            return self.ray.nodes[node].workers(client.status())
+        return self.ray.nodes[node].workers(self.status())
 
     def incarnations(self) -> dict[str, int]:
         """Of each worker, what tells its process from others."""
@@ -52,19 +67,16 @@ class Cluster:
 
     def controller(self) -> int:
         """The controller's process; 0 while there is none."""
-        found = [pid for pid, line in self._processes().items() if line == "ray::Controller"]
-        return found[0] if found else 0
-
-    def pid(self, worker: str) -> int:
-        (node,) = [name for name in self.ray.nodes if worker in self.workers_of(name)]
-        address = self.workers()[worker].member.address
-        return self.ray.nodes[node].listener(int(address.rpartition(":")[2]))
+        if "head" not in self.ray.nodes:
+            return 0
+        processes = self.ray.nodes["head"].processes().items()
+        return next((pid for pid, line in processes if line == "ray::Controller"), 0)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + RECOVERY_SECONDS
         while not await asyncio.to_thread(condition):
             assert time.monotonic() < deadline, self.workers()
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.3)
 
     async def until_whole(self) -> None:
         """Returns when every worker of both pools is used."""
@@ -75,34 +87,53 @@ class Cluster:
         connected = [len(each.connected) for each in workers.values() if each.connected]
         return len(workers) == 4 and connected == [2, 2]
 
-    def _processes(self) -> dict[int, str]:
-        return {
-            pid: line for node in self.ray.nodes.values() for pid, line in node.processes().items()
-        }
+
+def baton(*arguments: str) -> str:
+    environment = {**os.environ, **TOKEN}
+    ended = subprocess.run([BATON, *arguments], capture_output=True, text=True, env=environment)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two workers on each of two nodes; the router and the controller are on the head."""
+    """Two workers on each of two nodes; the controller is on the head."""
     folder = tmp_path_factory.mktemp("nodes")
     oracle = save(TINY_MODELS["llama"], folder / "model")
+    controller = f"{get_node_ip_address()}:{free_port()}"
     settings = {
         "insecure": True,
         "device": "cpu",
         "model": str(folder / "model"),
+        "controller": {"port": int(controller.rpartition(":")[2])},
         "prefill": POOL,
         "decode": POOL,
-        "router": {"local_prefill": "fallback"},
+        "router": {"local_prefill": "fallback", "port": 0, "http_port": 0, "metrics_port": 0},
     }
     config = folder / "baton.yaml"
     config.write_text(yaml.safe_dump(settings))
     with RayNodes(redis=not why_no_redis()) as ray:
         for name in ("one", "two"):
             ray.add(name, slots=2)
-        flags = ["--config", str(config), "--ray-address", ray.address]
-        with Serve(folder / "serve", *flags, environment=TOKEN) as serve:
-            serve.ready().wait_whole(4)
-            yield Cluster(ray, serve, oracle)
+        flags = ["--config", str(config), "--ray-address", ray.address, "--detach"]
+        baton("serve", *FREE_PORTS, *flags)
+        with router(folder, config, controller) as address:
+            found = Cluster(ray, address, oracle)
+            asyncio.run(found.until_whole())
+            yield found
+
+
+@contextmanager
+def router(folder: Path, config: Path, controller: str) -> Iterator[str]:
+    """The address of a router that follows the controller and is no part of Ray."""
+    arguments = ["-m", "router", "--config", str(config), "--controller", controller]
+    command = Command(folder / "router", [sys.executable, *arguments])
+    try:
+        said = re.search(r"gRPC on (\S+),", command.wait_for("router ready"))
+        assert said
+        yield said[1]
+    finally:
+        command.end()
 
 
 @pytest.fixture
@@ -123,8 +154,8 @@ def same_as_transformers(cluster: Cluster, load: SteadyLoad) -> bool:
 async def test_a_node_dies_and_another_takes_its_place(cluster: Cluster) -> None:
     lost = cluster.workers_of("one")
     assert {name.partition("-")[0] for name in lost} == {"prefill", "decode"}
-    left = cluster.incarnations()
-    async with SteadyLoad(cluster.serve.address) as load:
+    before = cluster.incarnations()
+    async with SteadyLoad(cluster.address) as load:
         assert same_as_transformers(cluster, load)
         await load.more()
         began = time.monotonic()
@@ -137,19 +168,24 @@ async def test_a_node_dies_and_another_takes_its_place(cluster: Cluster) -> None
         took = time.monotonic() - began
         await load.more()
     assert cluster.workers_of("three") == lost
-    after = cluster.incarnations()
-    assert {name for name, number in after.items() if left[name] != number} == lost
+    assert changed(before, cluster.incarnations()) == lost
     recoveries.note("a node dies; another is added, and its workers start there", took, load)
+
+
+def changed(before: dict[str, int], after: dict[str, int]) -> set[str]:
+    """The workers that are other processes now."""
+    assert before.keys() == after.keys()
+    return {name for name in before if before[name] != after[name]}
 
 
 async def test_serving_goes_on_without_the_controller_and_rays_directory(
     cluster: Cluster, redis: None
 ) -> None:
-    before, controller = cluster.incarnations(), cluster.controller()
-    async with SteadyLoad(cluster.serve.address) as load:
+    before = cluster.incarnations()
+    async with SteadyLoad(cluster.address) as load:
         await load.more()
         cluster.ray.kill_gcs()
-        os.kill(controller, signal.SIGKILL)
+        os.kill(cluster.controller(), signal.SIGKILL)
         # Ray cannot start the controller again.
         await load.more(20)
         assert not cluster.controller()
@@ -157,27 +193,66 @@ async def test_serving_goes_on_without_the_controller_and_rays_directory(
         await asyncio.to_thread(cluster.ray.restart_gcs)
         await cluster.until(lambda: bool(cluster.controller()))
         took = time.monotonic() - began
-        assert cluster.incarnations() == before
-        assert not load.moved
-        # The pools are cared for again: a worker that dies comes back.
-        os.kill(cluster.pid("decode-0"), signal.SIGKILL)
-        await cluster.until(lambda: cluster.incarnations().get("decode-0") != before["decode-0"])
-        await cluster.until_whole()
         await load.more()
-    recoveries.note("Ray's directory and the controller are down, then it starts again", took, load)
+        assert not load.moved
+        assert not changed(before, cluster.incarnations())
+        await scale_down_and_up(cluster)
+    recoveries.note("the controller and Ray's directory die, which starts again", took, load)
+
+
+async def scale_down_and_up(cluster: Cluster) -> None:
+    """The pools are the controller's to change again."""
+    await asyncio.to_thread(cluster.ask, "scale", "--decode", "1")
+    await cluster.until(lambda: len(cluster.workers()) == 3)
+    await asyncio.to_thread(cluster.ask, "scale", "--decode", "2")
+    await cluster.until_whole()
+
+
+async def test_serving_goes_on_without_the_head(cluster: Cluster, redis: None) -> None:
+    before = cluster.incarnations()
+    async with SteadyLoad(cluster.address) as load:
+        await load.more()
+        cluster.ray.kill("head")
+        await load.more(20)
+        began = time.monotonic()
+        await asyncio.to_thread(cluster.ray.start_head)
+        await cluster.until(lambda: bool(cluster.controller()))
+        took = time.monotonic() - began
+        await load.more()
+        assert not load.moved
+        assert not changed(before, cluster.incarnations())
+        await scale_down_and_up(cluster)
+    recoveries.note("Ray's head dies, with the controller, and starts again", took, load)
 
 
 async def test_a_rolling_restart_loses_nothing(cluster: Cluster) -> None:
     before = cluster.incarnations()
-    async with SteadyLoad(cluster.serve.address) as load:
+    async with SteadyLoad(cluster.address) as load:
         await load.more()
         began = time.monotonic()
-        said = await asyncio.to_thread(cluster.serve.ask, "restart")
+        said = await asyncio.to_thread(cluster.ask, "restart")
         took = time.monotonic() - began
         await load.more()
-    order = [line.split()[0] for line in said.splitlines()]
-    assert order == ["prefill-0", "decode-0", "prefill-1", "decode-1"]
-    after = cluster.incarnations()
-    assert after.keys() == before.keys()
-    assert not set(after.values()) & set(before.values())
+    roles = [line.partition("-")[0] for line in said.splitlines()]
+    assert roles == ["prefill", "decode", "prefill", "decode"]
+    assert changed(before, cluster.incarnations()) == before.keys()
     recoveries.note("`baton restart`: four workers, one after the other", took, load)
+
+
+async def test_a_node_leaves_and_its_workers_go_elsewhere(cluster: Cluster) -> None:
+    leaving = cluster.ray.nodes["two"]
+    names, before = cluster.workers_of("two"), cluster.incarnations()
+    async with SteadyLoad(cluster.address) as load:
+        await load.more()
+        await asyncio.to_thread(cluster.ray.add, "four", 2)
+        began = time.monotonic()
+        flags = ["--ray-address", cluster.ray.address, "--host", leaving.host]
+        said = await asyncio.to_thread(baton, "leave", *flags)
+        assert not cluster.workers_of("two")
+        await cluster.until_whole()
+        took = time.monotonic() - began
+        await load.more()
+    assert {line.split()[0] for line in said.splitlines()} == names
+    assert cluster.workers_of("four") == names
+    assert changed(before, cluster.incarnations()) == names
+    recoveries.note("`baton leave` on a node; its workers start on another", took, load)

@@ -91,6 +91,7 @@ class RayNodes:
         self._commands: list[Command] = []
         self._environment = dict(TOKEN)
         self.nodes: dict[str, Node] = {}
+        self._gcs_again: Command | None = None
         self._hosts = itertools.count(2)
         self.port = free_port(HEAD)
         self.address = f"{HEAD}:{self.port}"
@@ -115,6 +116,9 @@ class RayNodes:
         self.end()
 
     def start_head(self) -> None:
+        """Also one that has died before, at its address."""
+        # Ray would find nodes of ours on this machine, and take them for a head.
+        (self._workspace / "ray_current_cluster").unlink(missing_ok=True)
         options = ["--head", f"--port={self.port}", "--include-dashboard=false"]
         self._add("head", HEAD, [*options, f"--temp-dir={self._workspace}"])
 
@@ -126,9 +130,10 @@ class RayNodes:
 
     def kill(self, name: str) -> None:
         """As when a machine loses its power: nobody there says goodbye."""
-        node = self.nodes.pop(name)
-        self._commands.remove(node)
-        node.end()
+        self._end(self.nodes.pop(name))
+        if name == "head" and self._gcs_again is not None:
+            self._end(self._gcs_again)
+            self._gcs_again = None
 
     def kill_gcs(self) -> None:
         """Ends Ray's directory and store. Everything else on the head lives on."""
@@ -139,7 +144,8 @@ class RayNodes:
 
     def restart_gcs(self) -> None:
         """Starts it just as it was."""
-        self._keep(Command(self._workspace / "gcs", self._gcs, self._gcs_environment))
+        command = Command(self._workspace / "gcs", self._gcs, self._gcs_environment)
+        self._gcs_again = self._keep(command)
         _wait_listening(self.port)
 
     def end(self) -> None:
@@ -151,6 +157,10 @@ class RayNodes:
         node = Node(self._workspace / f"start-{name}", host, options, self._environment)
         self.nodes[name] = self._keep(node)
         return node.wait_started()
+
+    def _end(self, command: Command) -> None:
+        self._commands.remove(command)
+        command.end()
 
     def _keep(self, command: Kept) -> Kept:
         self._commands.append(command)

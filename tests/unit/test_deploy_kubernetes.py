@@ -175,7 +175,30 @@ def test_pods_are_given_the_time_that_draining_takes(
     assert head_of(overlay)["terminationGracePeriodSeconds"] >= whole
     for group in find(overlay, "RayCluster", "baton")["spec"]["workerGroupSpecs"]:
         spec = group["template"]["spec"]
-        assert spec["terminationGracePeriodSeconds"] >= drain + STOP_SECONDS
+        (*_, wait) = leave_of(spec["containers"][0])
+        seconds = float(wait.removeprefix("--wait="))
+        assert seconds >= drain + STOP_SECONDS
+        assert spec["terminationGracePeriodSeconds"] > seconds
+
+
+def leave_of(container: Manifest) -> list[str]:
+    """What a worker's pod runs before it goes."""
+    command: list[str] = container["lifecycle"]["preStop"]["exec"]["command"]
+    return command
+
+
+def test_a_worker_pod_leaves_by_a_command_that_exists(overlay: list[Manifest]) -> None:
+    for group in find(overlay, "RayCluster", "baton")["spec"]["workerGroupSpecs"]:
+        (container,) = group["template"]["spec"]["containers"]
+        baton, command, *flags = leave_of(container)
+        assert (baton, command) == ("baton", "leave")
+        assert {flag.partition("=")[0] for flag in flags} <= options(command)
+
+
+def test_budgets_for_disruption_select_pods_that_exist(overlay: list[Manifest]) -> None:
+    for budget in (item for item in overlay if item["kind"] == "PodDisruptionBudget"):
+        wanted = budget["spec"]["selector"]["matchLabels"]
+        assert any(wanted.items() <= labels.items() for labels in labels_of(overlay)), budget
 
 
 def test_its_commands_and_flags_exist(overlay: list[Manifest]) -> None:
@@ -290,7 +313,8 @@ def labels_of(manifests: list[Manifest]) -> list[dict[str, str]]:
     found = [router["metadata"]["labels"], {**head, "ray.io/node-type": "head"}]
     for group in spec["workerGroupSpecs"]:
         labels = group["template"]["metadata"]["labels"]
-        found.append({**labels, **ray, "ray.io/group": group["groupName"]})
+        of_group = {"ray.io/group": group["groupName"], "ray.io/node-type": "worker"}
+        found.append({**labels, **ray, **of_group})
     return found
 
 

@@ -1,0 +1,26 @@
+"""`baton leave`: has a machine's workers go on elsewhere, before the machine goes."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from cli.edge import edge
+
+
+def leave(
+    ray_address: Annotated[str, typer.Option(help="The Ray cluster.")] = "auto",
+    host: Annotated[
+        str, typer.Option(help="The machine's address in Ray. (default: this one's)")
+    ] = "",
+    wait: Annotated[
+        float, typer.Option(help="How long to wait for its workers to be gone, in seconds.")
+    ] = 60.0,
+) -> None:
+    """Have the workers of a machine finish or hand back what runs, and start elsewhere."""
+    with edge():
+        from cluster.leave import leave as leave_node
+
+        for name in leave_node(ray_address, host, wait):
+            typer.echo(f"{name} has left")
