@@ -133,7 +133,10 @@ def test_a_worker_changes_its_role_under_load(serve: Serve, unscaled: list[list[
 
 
 def test_the_planner_says_what_it_sees(serve: Serve) -> None:
-    told = serve.ask("plan").splitlines()
+    with Load(serve).running():
+        for prompt in PROMPTS:
+            answer(serve, prompt)
+        told = serve.ask("plan").splitlines()
     assert told[0].startswith("the planner only tells what it would do")
     assert "now" in told[1]
     assert any("answers/s" in line for line in told)
