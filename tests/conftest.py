@@ -19,6 +19,10 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+# One core for each of the processes that share the suite. Threads that wait for one another
+# stand still whenever one of them does.
+torch.set_num_threads(1)
+
 FOLDERS = ("simulation", "cluster", "contract", "unit", "gpu", "page", "clients")
 """Long tests first: two processes share the suite, and neither should wait for the other."""
 

@@ -26,29 +26,20 @@ from collections.abc import Callable
 from typing import Any
 
 import grpc
-import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import start_http_server
 
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
 from core import exposure, model_store, types
-from core.config import Config, settle
+from core.config import Config
 from core.errors import Internal, WorkerLost
 from core.process import Stopping
 from core.tls import node_identity
 from core.types import MAX_MESSAGE_BYTES, PROTOCOL
 from core.wire import role_to
-from engine.engine import Engine
-from engine.gpu.settings import GpuSettings
-from kv_transfer.choose import choose_transport
-from kv_transfer.digest import choose_digest
-from kv_transfer.heads import HeadRange
-from kv_transfer.layout import cache_root
-from kv_transfer.sharded import ShardedTransport
-from kv_transfer.thread import TransferThread
+from worker.backend import Backend, Progress
 from worker.cache_feed import CacheFeed
-from worker.cpu import claim_threads, stand_back
 from worker.engine_thread import (
     HAND_BACK_SECONDS,
     Drain,
@@ -56,15 +47,10 @@ from worker.engine_thread import (
     Inbox,
     Retire,
     Stop,
-    Wake,
 )
 from worker.metrics import WorkerMetrics
 from worker.outbox import Outbox
-from worker.phases import role_factory
-from worker.pool_shape import pool_layout, pool_memory
-from worker.ranks import start_ranks
 from worker.role import Role
-from worker.second_tier import open_second_tier
 from worker.service import WorkerService
 
 log = logging.getLogger(__name__)
@@ -73,10 +59,6 @@ WORKER = pb.DESCRIPTOR.services_by_name["Worker"].full_name
 HEALTH_SECONDS = 1.0
 # For the routers to take what is queued for them, and for writes under way to end.
 GRACE_SECONDS = 2.0
-# For pages to be written to files.
-FLUSH_SECONDS = 5.0
-
-Progress = Callable[[str], None]
 
 
 class WorkerServer:
@@ -94,7 +76,6 @@ class WorkerServer:
         self._worker_id = worker_id
         self._progress = progress
         self._on_role = on_role
-        self._loading: dict[str, int] = {}  # tenths told, by what is loaded
         self._incarnation = secrets.randbits(64)
         self._inbox = Inbox()
         self._metrics = WorkerMetrics(worker_id, role)
@@ -104,14 +85,27 @@ class WorkerServer:
     async def start(self, host: str, port: int) -> None:
         """Loads, connects and serves. When this returns, the worker takes requests."""
         exposure.check_worker(self._config, host)
-        self._loop = loop = asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
         self._failure: asyncio.Future[None] = loop.create_future()
         self._drained = asyncio.Event()
         self._drain_asked = asyncio.Event()
         self._retired: asyncio.Future[str] = loop.create_future()
         self._switching: asyncio.Task[None] | None = None
         self._outbox = Outbox(loop)
-        await self._start_engine(self._begin)
+
+        def lose(error: WorkerLost) -> None:
+            loop.call_soon_threadsafe(self._fail, error)
+
+        self._backend = Backend(
+            self._config,
+            self._worker_id,
+            self._inbox,
+            self._outbox,
+            self._metrics,
+            progress=self._progress,
+            on_lost=lose,
+        )
+        await self._start_engine(lambda: self._backend.load(self._role))
         await self._serve(host, port)
 
     async def _start_engine(self, make_role: Callable[[], tuple[Role, CacheFeed]]) -> None:
@@ -132,7 +126,7 @@ class WorkerServer:
     @property
     def agent(self) -> str:
         """The transport agent of this process."""
-        return self._transfer.pool_address.agent
+        return self._backend.transfer.pool_address.agent
 
     @property
     def requests(self) -> int:
@@ -156,12 +150,7 @@ class WorkerServer:
             self._switching.cancel()
         self._inbox.put(Stop())
         await asyncio.to_thread(self._thread.join)
-        tier = self._engine.pool.second_tier
-        if tier is not None:
-            await asyncio.to_thread(tier.close, FLUSH_SECONDS)
-        await asyncio.to_thread(self._transfer.stop)
-        if self._ranks:
-            await asyncio.to_thread(self._ranks.close)
+        await asyncio.to_thread(self._backend.close)
         if self._failure.done():
             self._failure.result()
 
@@ -198,7 +187,7 @@ class WorkerServer:
         if not error:
             await asyncio.to_thread(self._thread.join)
             self._role = role
-            await self._start_engine(self._begin_again)
+            await self._start_engine(lambda: self._backend.take_over(role))
             self._on_role(role)
         ended = time.monotonic()
         log.info("role %s: %s", role.value, error or f"taken in {ended - drained:.3f} s")
@@ -251,108 +240,6 @@ class WorkerServer:
             self._failure.set_exception(error)
         self._drained.set()
 
-    def _gpu_settings(self, config: Config) -> GpuSettings:
-        prefills = self._role is types.Role.PREFILL
-        prefill, decode = config.prefill, config.decode
-        return GpuSettings(
-            memory_share=config.gpu_memory,
-            # A prefill worker decodes nothing; a canary takes one row.
-            max_batch=1 if prefills else decode.max_batch,
-            chunk_tokens=prefill.chunk_tokens if prefills else decode.chunk_tokens,
-            share=prefill.gpu_share if prefills else 1.0,
-            most_batch=decode.max_batch,
-            most_tokens=max(prefill.chunk_tokens, decode.chunk_tokens),
-        )
-
-    def _wake(self) -> None:
-        self._inbox.put(Wake())
-
-    def _report_loading(self, what: str, done: float) -> None:
-        """Every tenth of it."""
-        if int(done * 10) > self._loading.get(what, 0):
-            self._loading[what] = int(done * 10)
-            self._progress(f"preparing {what}: {done:.0%}")
-
-    def _begin(self) -> tuple[Role, CacheFeed]:
-        """On the engine thread: the engine belongs to it from the first moment."""
-        device = self._config.device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._settled = settle(self._config, device)
-        self._stand_back(device)
-        self._load(device)
-        self._transfer = self._open_transfer(device)
-        self._cache_feed = CacheFeed(self._engine.pool, self._outbox)
-        return self._make_role(), self._cache_feed
-
-    def _begin_again(self) -> tuple[Role, CacheFeed]:
-        """On another engine thread, after a change of roles."""
-        config = self._settled
-        self._stand_back(self._engine.kv.device.type)
-        threads = claim_threads(config, self._role, self._engine.split.size)
-        self._engine.take_over(threads, self._gpu_settings(config))
-        self._metrics.take_role(self._role)
-        return self._make_role(), self._cache_feed
-
-    def _make_role(self) -> Role:
-        make = role_factory(self._role)
-        return make(self._engine, self._transfer, self._outbox, self._metrics, self._settled)
-
-    def _stand_back(self, device: str) -> None:
-        if device == "cpu" and self._role is types.Role.DECODE:
-            stand_back(self._config.decode.nice)
-
-    def _load(self, device: str) -> None:
-        config = self._settled
-        dtype = config.dtype
-        if dtype == "auto":
-            dtype = "float32" if device == "cpu" else "bfloat16"
-        self._progress("loading the model")
-
-        def lose(error: WorkerLost) -> None:
-            self._loop.call_soon_threadsafe(self._fail, error)
-
-        self._ranks = start_ranks(config, self._role, device, dtype, lose)
-        self._engine = Engine.load(
-            model_store.locate(config.model),
-            dtype=dtype,
-            device=device,
-            page_size=config.page_size,
-            kv_memory=config.pool(self._role).kv_memory,
-            max_context=config.max_context,
-            threads=claim_threads(config, self._role),
-            random_weights=config.weights == "random",
-            gpu=self._gpu_settings(config),
-            progress=self._report_loading,
-            group=self._ranks.group if self._ranks else None,
-        )
-        if self._ranks:
-            self._ranks.meet()
-
-    def _open_transfer(self, device: str) -> TransferThread:
-        self._progress("opening the transfer layer")
-        config = self._settled
-        memory, layout = pool_memory(self._engine), pool_layout(self._engine)
-        if config.prefix_cache:
-            self._engine.pool.root = cache_root(layout)
-            open_second_tier(self._engine, config.cache, self._worker_id, self._wake)
-        digest = choose_digest(config.page_digests, memory)
-        transport = ShardedTransport(
-            choose_transport(config.transport, device),
-            HeadRange(0, self._engine.kv.shape[4]),
-            self._ranks.shards if self._ranks else (),
-            digest=digest,
-        )
-        transfer = TransferThread(
-            transport,
-            memory,
-            layout,
-            self._inbox.put,
-            digest=transport.digests if digest else None,
-        )
-        transfer.start()
-        return transfer
-
     async def _serve(self, host: str, port: int) -> None:
         options = [
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -389,15 +276,16 @@ class WorkerServer:
         return self._server.add_secure_port(address, credentials)
 
     def _welcome(self) -> pb.Welcome:
+        engine = self._backend.engine
         return pb.Welcome(
             worker_id=self._worker_id,
             incarnation=self._incarnation,
             role=role_to(self._role),
             protocol=PROTOCOL,
             model=model_store.model_name(self._config),
-            context_length=self._engine.context_length,
-            pool=self._transfer.pool_address,
-            total_pages=self._engine.pool.total,
+            context_length=engine.context_length,
+            pool=self._backend.transfer.pool_address,
+            total_pages=engine.pool.total,
             draining=self._drains,
-            cache_root=self._engine.pool.root or b"",
+            cache_root=engine.pool.root or b"",
         )

@@ -9,7 +9,8 @@ from processes import ProcessCluster
 
 from core.model_store import EMBEDDED
 
-TREE: dict[str, object] = {"prefill": {"kv_memory": "512MiB"}, "decode": {"kv_memory": "512MiB"}}
+SIZES: dict[str, object] = {"kv_memory": "512MiB", "threads": 1}
+TREE: dict[str, object] = {"prefill": SIZES, "decode": SIZES}
 
 
 @pytest.fixture(scope="session")

@@ -124,7 +124,7 @@ def detached(
         "model": str(tiny),
         "controller": {"port": port},
         "prefill": {"kv_memory": "4MiB", "resources": {"read": 1}},
-        "decode": {"kv_memory": "4MiB", "resources": {"write": 0.5}},
+        "decode": {"kv_memory": "4MiB", "resources": {"write": 0.5}, "nice": 0},
         "router": {"port": 0, "http_port": 0, "metrics_port": 0},
     }
     workspace = tmp_path_factory.mktemp("detached")

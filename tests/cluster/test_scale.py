@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+import yaml
 from serving import Serve
 from tiny_models import TINY_MODELS, save
 
@@ -28,7 +29,8 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
     save(TINY_MODELS["llama"], folder)
     # The planner is there, and keeps its hands off.
     config = folder / "planner.yaml"
-    config.write_text("planner: {enabled: true, act: false, round_seconds: 0.5}\n")
+    planner = {"enabled": True, "act": False, "round_seconds": 0.5}
+    config.write_text(yaml.safe_dump({"planner": planner, "decode": {"nice": 0}}))
     flags = ["--config", str(config), "--model", str(folder), "--kv-memory", "4MiB"]
     with Serve(tmp_path_factory.mktemp("serve"), *flags) as cluster:
         yield cluster.ready()

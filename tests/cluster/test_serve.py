@@ -114,7 +114,8 @@ def test_a_second_cluster_with_a_file_and_flags_runs_beside_the_first(
     serve: Serve, tiny: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "cluster.yaml"
-    file.write_text(yaml.safe_dump({"model": str(tiny), "model_name": "tiny", "page_size": 32}))
+    settings = {"model": str(tiny), "model_name": "tiny", "page_size": 32, "decode": {"nice": 0}}
+    file.write_text(yaml.safe_dump(settings))
     flags = ["--config", str(file), "--prefill", "2", "--decode", "2", "--routers", "2"]
     with Serve(tmp_path, *flags, "--kv-memory", "4MiB", "--page-size", "8") as second:
         workers = second.ready().wait_whole(4)

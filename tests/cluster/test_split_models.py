@@ -50,8 +50,8 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Split]:
     tree: dict[str, object] = {
         "page_size": 4,
         "router": {"policy": "round_robin"},
-        "prefill": {"kv_memory": "4MiB", "chunk_tokens": 24},
-        "decode": {"kv_memory": "4MiB", "nice": 0},
+        "prefill": {"kv_memory": "4MiB", "threads": 1, "chunk_tokens": 24},
+        "decode": {"kv_memory": "4MiB", "threads": 1, "nice": 0},
     }
     cluster = ProcessCluster(
         workspace / "model",

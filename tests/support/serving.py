@@ -94,12 +94,22 @@ class Command:
         self._popen.wait()
 
 
+def _at_the_priority_of_other_tests(workspace: Path) -> Path:
+    """A configuration: decode would otherwise wait for whatever else computes."""
+    workspace.mkdir(parents=True, exist_ok=True)
+    config = workspace / "nice.yaml"
+    config.write_text("decode: {nice: 0}\n")
+    return config
+
+
 class Serve(Command):
     """One `baton serve`, on free ports; usable as soon as `ready` has returned."""
 
     def __init__(
         self, workspace: Path, *flags: str, environment: dict[str, str] | None = None
     ) -> None:
+        if "--config" not in flags:
+            flags = ("--config", str(_at_the_priority_of_other_tests(workspace)), *flags)
         super().__init__(workspace, [BATON, "serve", *FREE_PORTS, *flags], environment)
 
     def __enter__(self) -> Serve:

@@ -1,0 +1,166 @@
+"""What a worker computes and transfers with: its model, its pages, and the ways to other workers.
+
+    load()       on the engine thread: the engine belongs to it from the first moment
+    take_over()  on another engine thread, after a change of roles
+    close()      when the last engine thread has ended
+
+What it holds stays when the role changes; only the role is another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from core import model_store, types
+from core.config import Config, settle
+from core.errors import WorkerLost
+from engine.engine import Engine
+from engine.gpu.settings import GpuSettings
+from kv_transfer.choose import choose_transport
+from kv_transfer.digest import choose_digest
+from kv_transfer.heads import HeadRange
+from kv_transfer.layout import cache_root
+from kv_transfer.sharded import ShardedTransport
+from kv_transfer.thread import TransferThread
+from worker.cache_feed import CacheFeed
+from worker.cpu import claim_threads, stand_back
+from worker.engine_thread import Inbox, Wake
+from worker.metrics import WorkerMetrics
+from worker.outbox import Outbox
+from worker.phases import role_factory
+from worker.pool_shape import pool_layout, pool_memory
+from worker.ranks import start_ranks
+from worker.role import Role
+from worker.second_tier import open_second_tier
+
+# For pages to be written to files.
+FLUSH_SECONDS = 5.0
+
+Progress = Callable[[str], None]
+
+
+class Backend:
+    """There is an engine and a transfer thread from `load` on."""
+
+    def __init__(
+        self,
+        config: Config,
+        worker_id: str,
+        inbox: Inbox,
+        outbox: Outbox,
+        metrics: WorkerMetrics,
+        *,
+        progress: Progress,
+        on_lost: Callable[[WorkerLost], None],
+    ) -> None:
+        """`on_lost` is called on any thread when a process that shares the model has ended."""
+        self._device = config.device
+        if self._device == "auto":
+            self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._config = settle(config, self._device)
+        self._worker_id = worker_id
+        self._inbox = inbox
+        self._outbox = outbox
+        self._metrics = metrics
+        self._progress = progress
+        self._on_lost = on_lost
+        self._loading: dict[str, int] = {}  # tenths told, by what is loaded
+
+    def load(self, role: types.Role) -> tuple[Role, CacheFeed]:
+        self._stand_back(role)
+        self._load_engine(role)
+        self.transfer = self._open_transfer()
+        self._cache_feed = CacheFeed(self.engine.pool, self._outbox)
+        return self._make(role), self._cache_feed
+
+    def take_over(self, role: types.Role) -> tuple[Role, CacheFeed]:
+        self._stand_back(role)
+        threads = claim_threads(self._config, role, self.engine.split.size)
+        self.engine.take_over(threads, self._gpu_settings(role))
+        self._metrics.take_role(role)
+        return self._make(role), self._cache_feed
+
+    def close(self) -> None:
+        if self.engine.pool.second_tier is not None:
+            self.engine.pool.second_tier.close(FLUSH_SECONDS)
+        self.transfer.stop()
+        if self._ranks:
+            self._ranks.close()
+
+    def _make(self, role: types.Role) -> Role:
+        make = role_factory(role)
+        return make(self.engine, self.transfer, self._outbox, self._metrics, self._config)
+
+    def _stand_back(self, role: types.Role) -> None:
+        if self._device == "cpu" and role is types.Role.DECODE:
+            stand_back(self._config.decode.nice)
+
+    def _load_engine(self, role: types.Role) -> None:
+        config = self._config
+        dtype = config.dtype
+        if dtype == "auto":
+            dtype = "float32" if self._device == "cpu" else "bfloat16"
+        self._progress("loading the model")
+        self._ranks = start_ranks(config, role, self._device, dtype, self._on_lost)
+        self.engine = Engine.load(
+            model_store.locate(config.model),
+            dtype=dtype,
+            device=self._device,
+            page_size=config.page_size,
+            kv_memory=config.pool(role).kv_memory,
+            max_context=config.max_context,
+            threads=claim_threads(config, role),
+            random_weights=config.weights == "random",
+            gpu=self._gpu_settings(role),
+            progress=self._report_loading,
+            group=self._ranks.group if self._ranks else None,
+        )
+        if self._ranks:
+            self._ranks.meet()
+
+    def _open_transfer(self) -> TransferThread:
+        self._progress("opening the transfer layer")
+        config = self._config
+        memory, layout = pool_memory(self.engine), pool_layout(self.engine)
+        if config.prefix_cache:
+            self.engine.pool.root = cache_root(layout)
+            open_second_tier(
+                self.engine, config.cache, self._worker_id, lambda: self._inbox.put(Wake())
+            )
+        digest = choose_digest(config.page_digests, memory)
+        transport = ShardedTransport(
+            choose_transport(config.transport, self._device),
+            HeadRange(0, self.engine.kv.shape[4]),
+            self._ranks.shards if self._ranks else (),
+            digest=digest,
+        )
+        transfer = TransferThread(
+            transport,
+            memory,
+            layout,
+            self._inbox.put,
+            digest=transport.digests if digest else None,
+        )
+        transfer.start()
+        return transfer
+
+    def _gpu_settings(self, role: types.Role) -> GpuSettings:
+        prefills = role is types.Role.PREFILL
+        prefill, decode = self._config.prefill, self._config.decode
+        return GpuSettings(
+            memory_share=self._config.gpu_memory,
+            # A prefill worker decodes nothing; a canary takes one row.
+            max_batch=1 if prefills else decode.max_batch,
+            chunk_tokens=prefill.chunk_tokens if prefills else decode.chunk_tokens,
+            share=prefill.gpu_share if prefills else 1.0,
+            most_batch=decode.max_batch,
+            most_tokens=max(prefill.chunk_tokens, decode.chunk_tokens),
+        )
+
+    def _report_loading(self, what: str, done: float) -> None:
+        """Every tenth of it."""
+        if int(done * 10) > self._loading.get(what, 0):
+            self._loading[what] = int(done * 10)
+            self._progress(f"preparing {what}: {done:.0%}")
