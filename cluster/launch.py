@@ -36,7 +36,7 @@ from cluster.controller import Controller
 from cluster.fleet import Fleet
 from cluster.joining import PREFIX, join, start
 from cluster.member import CONTROLLER, ROUTER, Member
-from cluster.preflight import free_port, numbered
+from cluster.preflight import free_port, numbered, take_port
 from cluster.stopping import stop_everything
 from cluster.worker_actors import CONCURRENCY, WorkerActors, gpus_per_worker
 from core import config as configs
@@ -128,7 +128,8 @@ class Cluster:
     def _make_controller(self, gpus: float) -> str:
         """The controller's address: chosen here, so that it is the same after a restart."""
         host = str(ray.util.get_node_ip_address()) if self._ray_address else "127.0.0.1"
-        address = f"{host}:{self._config.controller.port or free_port(host)}"
+        with take_port(host, self._config.controller.port, "controller.port") as held:
+            address = f"{host}:{held.getsockname()[1]}"
         actor = ray.remote(Controller).options(**_here(CONTROLLER), lifetime="detached")
         self._controller = actor.remote(
             address,

@@ -54,15 +54,18 @@ def _check_ports(router: RouterConfig) -> None:
         for index in range(router.count):
             ports = numbered(router, index)
             for name in ("port", "http_port", "metrics_port"):
-                port = getattr(ports, name)
-                try:
-                    held.enter_context(_listen(router.host, port))
-                except (OSError, OverflowError) as error:
-                    reason = getattr(error, "strerror", None) or str(error)
-                    raise InvalidConfig(
-                        f"cannot listen on {router.host}:{port} (router.{name}): {reason}",
-                        field=f"router.{name}",
-                    ) from None
+                held.enter_context(take_port(router.host, getattr(ports, name), f"router.{name}"))
+
+
+def take_port(host: str, port: int, field: str) -> socket.socket:
+    """Listens on the port that `field` of the configuration names; 0 is any that is free."""
+    try:
+        return _listen(host, port)
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InvalidConfig(
+            f"cannot listen on {host}:{port} ({field}): {reason}", field=field
+        ) from None
 
 
 def numbered(router: RouterConfig, index: int) -> RouterConfig:

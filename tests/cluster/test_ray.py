@@ -123,8 +123,8 @@ def detached(
         "insecure": True,
         "model": str(tiny),
         "controller": {"port": port},
-        "prefill": {"kv_memory": "4MiB", "resources": {"read": 1}},
-        "decode": {"kv_memory": "4MiB", "resources": {"write": 0.5}, "nice": 0},
+        "prefill": {"kv_memory": "4MiB", "resources": {"read": 1}, "threads": 1},
+        "decode": {"kv_memory": "4MiB", "resources": {"write": 0.5}, "threads": 1, "nice": 0},
         "router": {"port": 0, "http_port": 0, "metrics_port": 0},
     }
     workspace = tmp_path_factory.mktemp("detached")
@@ -149,6 +149,16 @@ def test_a_router_outside_ray_follows_the_controller_at_its_port(
             assert client.generate([1, 2, 3], max_tokens=5).usage.completion_tokens == 5
     finally:
         router.end()
+
+
+def test_a_controllers_port_that_is_taken_is_told_in_one_line(
+    head: RayHead, detached: Detached, tmp_path: Path
+) -> None:
+    flags = ["--config", str(detached.config), "--ray-address", head.address]
+    with Serve(tmp_path, *flags, environment=TOKEN) as second:
+        assert second.wait() == 1
+    (line,) = second.stderr.splitlines()
+    assert re.fullmatch(r"baton: cannot listen on \S+ \(controller.port\): Address .*", line)
 
 
 def test_a_detached_cluster_serves_until_it_is_stopped(

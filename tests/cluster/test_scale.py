@@ -13,14 +13,14 @@ from contextlib import contextmanager
 
 import pytest
 import yaml
-from serving import Serve
+from serving import MODEST, Serve
 from tiny_models import TINY_MODELS, save
 
 from baton import Answer, InvalidRequest
 from baton.v1.worker_pb2 import ROLE_PREFILL
 
 PROMPTS = [[1, 2, 3], [7] * 40, [5, 4] * 30]
-TOKENS = 200
+TOKENS = 100
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
     # The planner is there, and keeps its hands off.
     config = folder / "planner.yaml"
     planner = {"enabled": True, "act": False, "round_seconds": 0.5}
-    config.write_text(yaml.safe_dump({"planner": planner, "decode": {"nice": 0}}))
+    config.write_text(yaml.safe_dump({"planner": planner, **MODEST}))
     flags = ["--config", str(config), "--model", str(folder), "--kv-memory", "4MiB"]
     with Serve(tmp_path_factory.mktemp("serve"), *flags) as cluster:
         yield cluster.ready()

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
-from serving import Serve, run, thread_ticks
+from serving import MODEST, Serve, run, thread_ticks
 from tiny_models import TINY_MODELS, save
 
 from baton import Client
@@ -26,7 +26,7 @@ ANSWER = "The capital of France is Paris."
 @pytest.fixture(scope="module")
 def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
     """One cluster of the embedded model; every test leaves it whole."""
-    with Serve(tmp_path_factory.mktemp("serve")) as cluster:
+    with Serve(tmp_path_factory.mktemp("serve"), modest=False) as cluster:
         yield cluster.ready()
 
 
@@ -114,8 +114,8 @@ def test_a_second_cluster_with_a_file_and_flags_runs_beside_the_first(
     serve: Serve, tiny: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "cluster.yaml"
-    settings = {"model": str(tiny), "model_name": "tiny", "page_size": 32, "decode": {"nice": 0}}
-    file.write_text(yaml.safe_dump(settings))
+    settings = {"model": str(tiny), "model_name": "tiny", "page_size": 32}
+    file.write_text(yaml.safe_dump({**settings, **MODEST}))
     flags = ["--config", str(file), "--prefill", "2", "--decode", "2", "--routers", "2"]
     with Serve(tmp_path, *flags, "--kv-memory", "4MiB", "--page-size", "8") as second:
         workers = second.ready().wait_whole(4)

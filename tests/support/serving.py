@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from types import TracebackType
 
+import yaml
+
 from baton import Client, Unavailable
 from baton.v1 import cluster_pb2, worker_pb2
 
@@ -94,11 +96,15 @@ class Command:
         self._popen.wait()
 
 
-def _at_the_priority_of_other_tests(workspace: Path) -> Path:
-    """A configuration: decode would otherwise wait for whatever else computes."""
+MODEST: dict[str, object] = {"prefill": {"threads": 1}, "decode": {"threads": 1, "nice": 0}}
+"""Workers that share the machine with other tests: these would have decode wait, and threads that
+wait for one another."""
+
+
+def _modest(workspace: Path) -> Path:
     workspace.mkdir(parents=True, exist_ok=True)
-    config = workspace / "nice.yaml"
-    config.write_text("decode: {nice: 0}\n")
+    config = workspace / "modest.yaml"
+    config.write_text(yaml.safe_dump(MODEST))
     return config
 
 
@@ -106,10 +112,15 @@ class Serve(Command):
     """One `baton serve`, on free ports; usable as soon as `ready` has returned."""
 
     def __init__(
-        self, workspace: Path, *flags: str, environment: dict[str, str] | None = None
+        self,
+        workspace: Path,
+        *flags: str,
+        environment: dict[str, str] | None = None,
+        modest: bool = True,
     ) -> None:
-        if "--config" not in flags:
-            flags = ("--config", str(_at_the_priority_of_other_tests(workspace)), *flags)
+        """`modest` workers share the machine with other tests, if no file is given."""
+        if modest and "--config" not in flags:
+            flags = ("--config", str(_modest(workspace)), *flags)
         super().__init__(workspace, [BATON, "serve", *FREE_PORTS, *flags], environment)
 
     def __enter__(self) -> Serve:
