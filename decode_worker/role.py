@@ -164,16 +164,17 @@ class DecodeRole:
         return True
 
     def load(self) -> pb.Load:
+        quarantined = self._quarantined
         load = pb.Load(
             free_pages=self._pool.free,
-            leased_pages=self._pool.leased - self._quarantined,
-            quarantined_pages=self._quarantined,
+            leased_pages=self._pool.leased - quarantined,
+            quarantined_pages=quarantined,
             cached_pages=self._pool.cached,
             kept_pages=self._pool.kept,
             waiting=self._scheduler.waiting,
             running=self._scheduler.running,
             queued_tokens=self._scheduler.queued_tokens,
-            fault=self._fault,
+            fault=self._fault(quarantined),
             transfers=self._scheduler.travelling,
         )
         self._metrics.load(load)
@@ -186,13 +187,11 @@ class DecodeRole:
         reserved = sum(len(lease) - lease.found for lease in leases)
         return reserved + len(self._loans.overdue_pages)
 
-    @property
-    def _fault(self) -> str:
+    def _fault(self, quarantined: int) -> str:
         busy = self._jobs or self._flights.any
         held = len(self._leaving_pages | self._loans.pages)
         leak = "" if busy else self._pool.check_integrity(held=held)
-        share = self._quarantine_share
-        return leak or quarantine_fault(self._quarantined, self._pool.total, share)
+        return leak or quarantine_fault(quarantined, self._pool.total, self._quarantine_share)
 
     @property
     def _leaving_pages(self) -> set[int]:

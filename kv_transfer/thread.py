@@ -253,9 +253,10 @@ class TransferThread:
 
     def _wait(self, pause: float) -> list[_Command]:
         """The next command, if one comes before it is time to poll."""
-        pause = min(pause, self.deadline - self._clock())
+        if pause:
+            pause = max(0.0, min(pause, self.deadline - self._clock()))
         try:
-            return [self._commands.get(timeout=max(pause, 0.0))]
+            return [self._commands.get(timeout=pause)]
         except queue.Empty:
             return []
 

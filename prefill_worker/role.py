@@ -169,16 +169,17 @@ class PrefillRole:
         return True
 
     def load(self) -> pb.Load:
+        quarantined = self._quarantined
         load = pb.Load(
             free_pages=self._pool.free,
-            leased_pages=self._pool.leased - self._quarantined,
-            quarantined_pages=self._quarantined,
+            leased_pages=self._pool.leased - quarantined,
+            quarantined_pages=quarantined,
             cached_pages=self._pool.cached,
             kept_pages=self._pool.kept,
             waiting=self._scheduler.waiting,
             running=self._scheduler.running,
             queued_tokens=self._scheduler.queued_tokens,
-            fault=self._fault,
+            fault=self._fault(quarantined),
             transfers=sum(job.delivered for job in self._jobs.values()),
         )
         self._metrics.load(load)
@@ -191,12 +192,10 @@ class PrefillRole:
         overdue = (job.lease.pages for job in self._jobs.values() if job.overdue and job.lease)
         return len(self._fetches.overdue_pages.union(*overdue))
 
-    @property
-    def _fault(self) -> str:
+    def _fault(self, quarantined: int) -> str:
         busy = self._jobs or self._flights.any
         leak = "" if busy else self._pool.check_integrity(held=len(self._fetches.pages))
-        share = self._quarantine_share
-        return leak or quarantine_fault(self._quarantined, self._pool.total, share)
+        return leak or quarantine_fault(quarantined, self._pool.total, self._quarantine_share)
 
     def _accept(self, attachment: int, message: pb.Prefill) -> None:
         work = work_from(message.work)
