@@ -32,17 +32,30 @@ class StepArrays:
 
     def padded(self, rows: int, blocks: int, padding_slot: int) -> StepArrays:
         """The same with idle rows and blocks at the end."""
-        extra = rows - len(self.tokens)
-        empty = np.zeros((blocks - len(self.blocks), 4), dtype=np.int32)
-        idle = -1 if self.decoding == len(self.tokens) else 0
+        decodes = self.decoding == len(self.tokens)
+        count = rows - len(self.tokens)
+        idle = StepArrays.idle(count, blocks - len(self.blocks), padding_slot, decodes)
         return StepArrays(
-            tokens=_extend(self.tokens, extra, 0),
-            slots=_extend(self.slots, extra, padding_slot),
-            positions=_extend(self.positions, extra, idle),
-            stores=_extend(self.stores, extra, -1),
-            blocks=np.concatenate((self.blocks, empty)),
+            tokens=np.concatenate((self.tokens, idle.tokens)),
+            slots=np.concatenate((self.slots, idle.slots)),
+            positions=np.concatenate((self.positions, idle.positions)),
+            stores=np.concatenate((self.stores, idle.stores)),
+            blocks=np.concatenate((self.blocks, idle.blocks)),
             long=self.long,
-            decoding=rows if idle else self.decoding,
+            decoding=self.decoding + idle.decoding,
+        )
+
+    @classmethod
+    def idle(cls, rows: int, blocks: int, padding_slot: int, decodes: bool) -> StepArrays:
+        """A step that leaves no page changed."""
+        return cls(
+            tokens=np.zeros(rows, dtype=np.int32),
+            slots=np.full(rows, padding_slot, dtype=np.int32),
+            positions=np.full(rows, -1 if decodes else 0, dtype=np.int32),
+            stores=np.full(rows, -1, dtype=np.int32),
+            blocks=np.zeros((blocks, 4), dtype=np.int32),
+            long=[],
+            decoding=rows if decodes else 0,
         )
 
 
@@ -109,7 +122,3 @@ def _blocks(first: int, start: int, count: int, slot: int) -> list[tuple[int, in
         (first + offset, start + offset, min(BLOCK_QUERIES, count - offset), slot)
         for offset in reversed(range(0, count, BLOCK_QUERIES))
     ]
-
-
-def _extend(array: Ints, extra: int, value: int) -> Ints:
-    return np.concatenate((array, np.full(extra, value, dtype=np.int32)))

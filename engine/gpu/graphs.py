@@ -55,7 +55,8 @@ class Recording(Generic[Output]):
         self._body()
         torch.cuda.synchronize()
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool):
+        # Only this thread's calls can spoil it: the transfer thread asks its own events meanwhile.
+        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
             self._output = self._body()
 
     def replay(self) -> Output:

@@ -100,13 +100,24 @@ class GpuRunner:
 
     @torch.inference_mode()
     def record(self, progress: Callable[[float], None] = lambda done: None) -> None:
-        """Compiles and records every step that is replayed; once, before the first launch."""
+        """Compiles and records every step that is replayed; once, before the first launch.
+
+        Pages stay as they are: those of a worker that changes its role are in its cache.
+        """
+        padding = self._slots.padding
         # The largest first: the smaller ones then fit into its memory.
-        recordings = [*reversed(self._decode.values()), *reversed(self._prompt.values())]
+        steps = [
+            (StepArrays.idle(rows, 0, padding, decodes=True), recording)
+            for rows, recording in reversed(self._decode.items())
+        ] + [
+            (StepArrays.idle(rows, _blocks_of(rows), padding, decodes=False), recording)
+            for rows, recording in reversed(self._prompt.items())
+        ]
         pool = graphs.memory_pool(self._device)
-        for done, recording in enumerate(recordings):
+        for done, (idle, recording) in enumerate(steps):
+            upload_into(self._inputs, idle.joined())
             recording.record(pool)
-            progress((done + 1) / len(recordings))
+            progress((done + 1) / len(steps))
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> GpuFlight:

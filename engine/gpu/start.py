@@ -73,7 +73,8 @@ def start_runner(
     """A runner whose steps are recorded, and which has nothing left to compile or prepare."""
     runner = GpuRunner(model, kv, context, settings.max_batch)
     runner.record(lambda done: progress(done / 2))
-    most = min(settings.chunk_tokens, context)
+    # Pages in use or in quarantine are not to be had when a worker changes its role.
+    most = min(settings.chunk_tokens, context, pool.free * pool.page_size)
     if prompt_attention.runs(model.architecture, kv.dtype):
         prompt_attention.prepare(
             model.architecture,
