@@ -68,6 +68,7 @@ class Engine:
         self._grammars: Grammars | None = None
         # Makes a runner for other steps of the same model.
         self._make_runner: Callable[[GpuSettings], AnyRunner] | None = None
+        self._gpu = DEFAULT_GPU_SETTINGS  # what the runner was made for
 
     @classmethod
     def load(
@@ -122,7 +123,7 @@ class Engine:
         kv = torch.zeros(_kv_shape(part, pool.total, page_size), dtype=kind, device=device)
         make = partial(_runner, model, kv, pool, context, partial(progress, "steps"), group)
         engine = cls(make(gpu), architecture, pool, kv, split)
-        engine._make_runner = make
+        engine._make_runner, engine._gpu = make, gpu
         engine.context_length = context
         engine.fingerprint = fingerprint(folder, architecture, random_weights)
         engine._grammars = Grammars(folder, architecture.vocabulary_size)
@@ -132,12 +133,13 @@ class Engine:
         """The calling thread owns the engine from here on, for steps of another kind. Nothing is
         under way; weights and pages stay as they are.
 
-        On a GPU, steps are recorded anew: where `confine` has bound them, those recorded before
-        are.
+        On a GPU, other settings have its steps recorded anew: those recorded before are of the
+        part of it that `confine` had given them.
         """
         torch.set_num_threads(threads)
-        if self.kv.device.type == "cpu" or self._make_runner is None:
+        if self.kv.device.type == "cpu" or self._make_runner is None or gpu == self._gpu:
             return
+        self._gpu = gpu
         if gpu.share < 1:
             confine(gpu.share, str(self.kv.device))
         del self._runner  # its memory first

@@ -1,7 +1,7 @@
 """What a worker computes and transfers with: its model, its pages, and the ways to other workers.
 
     load()       on the engine thread: the engine belongs to it from the first moment
-    take_over()  on another engine thread, after a change of roles
+    take_over()  on the engine thread, after a change of roles
     close()      when the last engine thread has ended
 
 What it holds stays when the role changes; only the role is another one.
@@ -82,6 +82,12 @@ class Backend:
         self._metrics.take_role(role)
         return self._make(role), self._cache_feed
 
+    @property
+    def keeps_thread(self) -> bool:
+        """Whether the thread that has run one role can run the other. What binds a thread, its
+        priority or its part of a GPU, cannot be taken from it again."""
+        return self._device != "cpu" and self._config.prefill.gpu_share == 1
+
     def close(self) -> None:
         if self.engine.pool.second_tier is not None:
             self.engine.pool.second_tier.close(FLUSH_SECONDS)
@@ -147,16 +153,13 @@ class Backend:
         return transfer
 
     def _gpu_settings(self, role: types.Role) -> GpuSettings:
-        prefills = role is types.Role.PREFILL
+        """Ready for the steps of either role: the worker may change it."""
         prefill, decode = self._config.prefill, self._config.decode
         return GpuSettings(
             memory_share=self._config.gpu_memory,
-            # A prefill worker decodes nothing; a canary takes one row.
-            max_batch=1 if prefills else decode.max_batch,
-            chunk_tokens=prefill.chunk_tokens if prefills else decode.chunk_tokens,
-            share=prefill.gpu_share if prefills else 1.0,
-            most_batch=decode.max_batch,
-            most_tokens=max(prefill.chunk_tokens, decode.chunk_tokens),
+            max_batch=decode.max_batch,
+            chunk_tokens=max(prefill.chunk_tokens, decode.chunk_tokens),
+            share=prefill.gpu_share if role is types.Role.PREFILL else 1.0,
         )
 
     def _report_loading(self, what: str, done: float) -> None:

@@ -53,7 +53,7 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class Retire:
-    """As Drain; and then leave the engine, with nothing under way, to another thread."""
+    """As Drain; and then leave the engine, with nothing under way, to another role."""
 
     seconds: float
 
@@ -70,19 +70,22 @@ Item = FromRouter | Attached | Detached | Drain | Retire | Wake | TransferEvent
 Inbox = queue.SimpleQueue[Item | Stop]
 
 
+MakeRole = Callable[[], tuple[Role, CacheFeed]]
+
+
 class EngineThread(threading.Thread):
     """Makes a role with `make_role`, says so with `on_ready`, and runs it until Stop.
 
-    `on_drained` is called when nothing is left to do after Drain. After Retire the
-    thread ends, and `on_retired` is called, with nothing; or, when transfers do not
-    end in time, it goes on as before, and says why. An exception
+    `on_drained` is called when nothing is left to do after Drain. After Retire,
+    `on_retired` is called with nothing, and the thread waits for `take_role` or `leave`;
+    or, when transfers do not end in time, it goes on as before, and says why. An exception
     that the role lets out ends the thread: its state can no longer be trusted.
     `on_failure` is then called with it.
     """
 
     def __init__(
         self,
-        make_role: Callable[[], tuple[Role, CacheFeed]],
+        make_role: MakeRole,
         inbox: Inbox,
         outbox: Outbox,
         *,
@@ -92,7 +95,8 @@ class EngineThread(threading.Thread):
         on_failure: Callable[[BaseException], object],
     ) -> None:
         super().__init__(name="engine", daemon=True)
-        self._make_role = make_role
+        self._roles: queue.SimpleQueue[MakeRole | None] = queue.SimpleQueue()
+        self._roles.put(make_role)
         self._inbox = inbox
         self._outbox = outbox
         self._on_ready = on_ready
@@ -116,15 +120,33 @@ class EngineThread(threading.Thread):
             return f"the engine has not moved for {stall_seconds:g} seconds"
         return self._fault
 
+    def take_role(self, make_role: MakeRole) -> None:
+        """Goes on in another role, once it has retired from its own."""
+        self._roles.put(make_role)
+
+    def leave(self) -> None:
+        """Ends, once it has retired."""
+        self._roles.put(None)
+
     def run(self) -> None:
         try:
-            role, self._cache_feed = self._make_role()
-            self._began = time.monotonic()
-            self._report(role, -math.inf)
-            self._on_ready()
-            self._serve(role)
+            while make_role := self._roles.get():
+                role, self._cache_feed = make_role()
+                self._begin(role)
+                self._serve(role)
+                if not self._retired:
+                    break
+                self._reported = math.inf
+                self._on_retired("")
         except BaseException as error:  # noqa: BLE001 the thread's edge: the process must know
             self._on_failure(error)
+
+    def _begin(self, role: Role) -> None:
+        self._retired = False
+        self._busy_seconds = 0.0
+        self._began = time.monotonic()
+        self._report(role, -math.inf)
+        self._on_ready()
 
     def _serve(self, role: Role) -> None:
         busy = False
@@ -138,8 +160,6 @@ class EngineThread(threading.Thread):
             if self._draining:
                 self._go_on_draining(role)
             self._outbox.flush()
-        if self._retired:
-            self._on_retired("")
 
     def _take(self, role: Role, *, wait: bool) -> bool:
         """Hands the role what is in the inbox. False after Stop."""

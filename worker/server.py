@@ -7,13 +7,14 @@ serve_until()  waits for the word to stop, or a router's Drain; finishes or hand
 
 A router may have it change its role meanwhile:
 
-    serving ─SwitchRole─▶ draining ─nothing left─▶ another engine thread, with the other role
-       ▲                      │                    on the same engine ─▶ serving
+    serving ─SwitchRole─▶ draining ─nothing left─▶ the other role on the same engine ─▶ serving
+       ▲                      │
        └── as before ─────────┘ transfers that do not end
 
 The process, its engine, its pool and what the pool has cached, its transports and
-its streams to routers stay. A thread of its own is what each role has because on
-a CPU a thread that has stood back for others cannot step forward again.
+its streams to routers stay. On a whole GPU the engine thread stays too, with all that
+the libraries have prepared for it; elsewhere each role has a thread of its own
+(`Backend.keeps_thread`).
 """
 
 from __future__ import annotations
@@ -39,18 +40,17 @@ from core.tls import node_identity
 from core.types import MAX_MESSAGE_BYTES, PROTOCOL
 from core.wire import role_to
 from worker.backend import Backend, Progress
-from worker.cache_feed import CacheFeed
 from worker.engine_thread import (
     HAND_BACK_SECONDS,
     Drain,
     EngineThread,
     Inbox,
+    MakeRole,
     Retire,
     Stop,
 )
 from worker.metrics import WorkerMetrics
 from worker.outbox import Outbox
-from worker.role import Role
 from worker.service import WorkerService
 
 log = logging.getLogger(__name__)
@@ -88,6 +88,7 @@ class WorkerServer:
         loop = asyncio.get_running_loop()
         self._failure: asyncio.Future[None] = loop.create_future()
         self._drained = asyncio.Event()
+        self._engine_ready = asyncio.Event()
         self._drain_asked = asyncio.Event()
         self._retired: asyncio.Future[str] = loop.create_future()
         self._switching: asyncio.Task[None] | None = None
@@ -108,20 +109,30 @@ class WorkerServer:
         await self._start_engine(lambda: self._backend.load(self._role))
         await self._serve(host, port)
 
-    async def _start_engine(self, make_role: Callable[[], tuple[Role, CacheFeed]]) -> None:
+    async def _start_engine(self, make_role: MakeRole) -> None:
         loop = asyncio.get_running_loop()
-        ready = asyncio.Event()
         self._thread = EngineThread(
             make_role,
             self._inbox,
             self._outbox,
-            on_ready=lambda: loop.call_soon_threadsafe(ready.set),
+            on_ready=lambda: loop.call_soon_threadsafe(self._engine_ready.set),
             on_drained=lambda: loop.call_soon_threadsafe(self._drained.set),
             on_retired=lambda why: loop.call_soon_threadsafe(self._note_retired, why),
             on_failure=lambda error: loop.call_soon_threadsafe(self._fail, error),
         )
         self._thread.start()
-        await self._wait_for(ready)
+        await self._wait_for(self._engine_ready)
+
+    async def _hand_engine_over(self, make_role: MakeRole) -> None:
+        """To another role, once the one before has retired."""
+        self._engine_ready.clear()
+        if self._backend.keeps_thread:
+            self._thread.take_role(make_role)
+            await self._wait_for(self._engine_ready)
+        else:
+            self._thread.leave()
+            await asyncio.to_thread(self._thread.join)
+            await self._start_engine(make_role)
 
     @property
     def agent(self) -> str:
@@ -149,6 +160,7 @@ class WorkerServer:
         if self._switching is not None:
             self._switching.cancel()
         self._inbox.put(Stop())
+        self._thread.leave()
         await asyncio.to_thread(self._thread.join)
         await asyncio.to_thread(self._backend.close)
         if self._failure.done():
@@ -185,9 +197,8 @@ class WorkerServer:
         error = await self._retired
         drained = time.monotonic()
         if not error:
-            await asyncio.to_thread(self._thread.join)
             self._role = role
-            await self._start_engine(lambda: self._backend.take_over(role))
+            await self._hand_engine_over(lambda: self._backend.take_over(role))
             self._on_role(role)
         ended = time.monotonic()
         log.info("role %s: %s", role.value, error or f"taken in {ended - drained:.3f} s")

@@ -11,6 +11,3 @@ class GpuSettings:
     max_batch: int = 256  # requests of a decode step
     chunk_tokens: int = 8192  # prompt tokens of a step
     share: float = 1.0  # of the GPU's multiprocessors
-    # The same in any role that the worker may take: memory is set aside for both.
-    most_batch: int = 256
-    most_tokens: int = 8192

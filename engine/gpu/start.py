@@ -53,10 +53,9 @@ def _work_bytes(
     attended = shape.heads * shape.head_dim
     kv_token = 2 * shape.kv_heads * shape.head_dim
     row = 3 * shape.hidden + 4 * attended + 2 * kv_token + 3 * shape.intermediate
-    batch = max(settings.max_batch, settings.most_batch)
-    rows = max(settings.chunk_tokens, settings.most_tokens) + 2 * LIBRARY_TOKENS
-    rows += 2 * max(batch, PROMPT_ROWS[-1])
-    logits = 4 * max(batch, SAMPLED_ROWS) * shape.vocabulary_size
+    rows = settings.chunk_tokens + 2 * LIBRARY_TOKENS
+    rows += 2 * max(settings.max_batch, PROMPT_ROWS[-1])
+    logits = 4 * max(settings.max_batch, SAMPLED_ROWS) * shape.vocabulary_size
     values = row * rows + kv_token * context + logits
     tables = 4 * context * shape.head_dim + 64 * ADJUSTED_ROWS * shape.vocabulary_size
     return values * dtype.itemsize + tables

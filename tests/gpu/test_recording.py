@@ -10,6 +10,7 @@ from pools import CUDA
 from tiny_models import TINY_MODELS, save
 
 from engine.engine import Engine
+from engine.gpu.settings import GpuSettings
 
 pytestmark = pytest.mark.skipif(not CUDA, reason="there is no CUDA device here")
 
@@ -21,7 +22,7 @@ def test_steps_are_recorded_anew_without_touching_a_page_in_use(tmp_path: Path) 
     held = engine.pool.acquire(engine.pool.total - engine.pool.pages_for(engine.context_length))
     engine.kv.normal_()
     before = engine.kv[held.pages].clone()
-    engine.take_over(threads=1)
+    engine.take_over(1, GpuSettings(max_batch=8))
     torch.cuda.synchronize()
     assert torch.equal(engine.kv[held.pages], before)
     held.release()
