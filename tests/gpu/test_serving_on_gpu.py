@@ -1,7 +1,4 @@
-"""Workers that share one GPU: tokens through CUDA IPC, caches and role switches are transformers'.
-
-In float32, where a token does not depend on what else is in its batch.
-"""
+"""Workers that share one GPU: tokens through CUDA IPC, caches and role switches are transformers'."""
 
 from __future__ import annotations
 
@@ -41,7 +38,6 @@ def cluster(
     folder: Path, oracle: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ProcessCluster]:
     tree: dict[str, object] = {
-        "dtype": "float32",
         "prefill": {"kv_memory": "16MiB"},
         "decode": {"kv_memory": "16MiB"},
         "router": {"local_prefill": "never"},

@@ -101,7 +101,8 @@ class ProcessCluster:
         controller: str = "",
     ) -> None:
         self._workspace = workspace
-        self._tree: dict[str, object] = {"model": str(model), **(tree or {})}
+        # On any device: in float32 a token does not depend on what else is in its batch.
+        self._tree: dict[str, object] = {"model": str(model), "dtype": "float32", **(tree or {})}
         # What else runs on the machine is other tests, not prompts for the same users.
         self._tree["decode"] = {"nice": 0, **self._section("decode")}
         self._per_worker = per_worker or {}
