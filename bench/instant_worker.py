@@ -21,6 +21,8 @@ import grpc
 from baton.v1 import inference_pb2, worker_pb2_grpc
 from baton.v1 import worker_pb2 as pb
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
+from core.listening import listen
+from core.tls import Identity
 from core.types import PROTOCOL, AttemptKey, Role
 from core.wire import role_to
 
@@ -62,15 +64,11 @@ class InstantWorker(worker_pb2_grpc.WorkerServicer):
         self._begun = asyncio.Event()
         self._writing = asyncio.Lock()
 
-    async def start(self, credentials: grpc.ServerCredentials | None = None) -> str:
+    async def start(self, identity: Identity | None = None) -> str:
         """Its address."""
         self._server = grpc.aio.server()
         worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server)
-        anywhere = "127.0.0.1:0"
-        if credentials is None:
-            port = self._server.add_insecure_port(anywhere)
-        else:
-            port = self._server.add_secure_port(anywhere, credentials)
+        port = listen(self._server, "127.0.0.1:0", identity)
         await self._server.start()
         return f"127.0.0.1:{port}"
 

@@ -15,7 +15,6 @@ import argparse
 import ctypes
 import multiprocessing
 import random
-import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ import numpy
 
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
 from bench import transfer_cuda, transfer_split
+from bench.timing import median_seconds
 from core.types import AttemptKey
 from kv_transfer.nixl_transport import NixlTransport
 from kv_transfer.thread import SHORTEST_PAUSE_SECONDS, TransferThread
@@ -65,8 +65,8 @@ def _bench_page_size(page_bytes: int) -> None:
         ordered = list(range(POOL_BYTES // page_bytes))
         scattered = random.Random(0).sample(ordered, len(ordered))
         source.write(peer, ordered, ordered)  # the first touch of the peer's memory
-        contiguous_seconds = _median(lambda: source.write(peer, ordered, ordered))
-        scattered_seconds = _median(lambda: source.write(peer, scattered, ordered))
+        contiguous_seconds = median_seconds(lambda: source.write(peer, ordered, ordered), REPEATS)
+        scattered_seconds = median_seconds(lambda: source.write(peer, scattered, ordered), REPEATS)
         descriptor_seconds = (scattered_seconds - contiguous_seconds) / len(ordered)
         print(
             f"NIXL, pages of {page_bytes >> 10:4} KiB: "
@@ -146,7 +146,7 @@ def _echo(pipe: Connection, page_bytes: int) -> None:
 
 def _memcpy_seconds() -> float:
     source, target = _Pool(POOL_BYTES), _Pool(POOL_BYTES)
-    return _median(lambda: ctypes.memmove(target.base, source.base, POOL_BYTES))
+    return median_seconds(lambda: ctypes.memmove(target.base, source.base, POOL_BYTES), REPEATS)
 
 
 def _note_seconds(source: _Source, peer: str) -> float:
@@ -154,7 +154,7 @@ def _note_seconds(source: _Source, peer: str) -> float:
         for _ in range(NOTES):
             source.ping(peer)
 
-    return _median(ping_all) / NOTES
+    return median_seconds(ping_all, REPEATS) / NOTES
 
 
 def _longest_stall(action: Callable[[], None]) -> float:
@@ -182,15 +182,6 @@ def _cpu_share(seconds: float = 2.0) -> float:
     began = time.process_time()
     time.sleep(seconds)
     return (time.process_time() - began) / seconds
-
-
-def _median(action: Callable[[], object]) -> float:
-    def timed() -> float:
-        began = time.perf_counter()
-        action()
-        return time.perf_counter() - began
-
-    return statistics.median(timed() for _ in range(REPEATS))
 
 
 def _gigabytes_per_second(seconds: float) -> float:

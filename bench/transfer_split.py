@@ -8,15 +8,14 @@ common of 64 pages. And what it would cost to gather such parts first, by a copy
 from __future__ import annotations
 
 import multiprocessing
-import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 
 import numpy
 
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
+from bench.timing import median_seconds
 from kv_transfer.digest import cpu_digest
 from kv_transfer.nixl_transport import NixlTransport
 from kv_transfer.transport import PagePart, PoolMemory, WriteDone
@@ -62,7 +61,8 @@ def _bench(name: str, ours: int, theirs: int, part: PagePart | None) -> None:
         write()  # the first touch of the peer's memory
         digest = cpu_digest(pool.memory)
         size = PAGES * (part.rows * part.row_bytes if part else pool.memory.page_bytes)
-        written, digested = _median(write), _median(lambda: digest(pages, part))
+        written = median_seconds(write, REPEATS)
+        digested = median_seconds(lambda: digest(pages, part), REPEATS)
         print(
             f"{name}: {size / written / 1e9:.2f} GB/s, {written / PAGES * 1e3:.2f} ms a page; "
             f"digests {size / digested / 1e9:.1f} GB/s"
@@ -79,7 +79,8 @@ def _bench_gather() -> None:
         for page in range(PAGES):
             staging[page] = rows[page, :, 4 * HEAD_BYTES :]
 
-    print(f"gathering half a page by a copy: {staging.nbytes / _median(gather) / 1e9:.2f} GB/s")
+    rate = staging.nbytes / median_seconds(gather, REPEATS)
+    print(f"gathering half a page by a copy: {rate / 1e9:.2f} GB/s")
 
 
 class _Pool:
@@ -107,12 +108,3 @@ def _serve(pipe: Connection, heads: int) -> None:
     while not pipe.poll(POLL_SECONDS):
         transport.poll()
     transport.close()
-
-
-def _median(action: Callable[[], object]) -> float:
-    def timed() -> float:
-        began = time.perf_counter()
-        action()
-        return time.perf_counter() - began
-
-    return statistics.median(timed() for _ in range(REPEATS))

@@ -35,6 +35,7 @@ from cluster.planning import Planning
 from cluster.worker_actors import WorkerActors, drain, kill
 from core import config as configs
 from core.errors import InvalidRequest, Unavailable
+from core.listening import listen
 from core.tls import Identity, node_identity
 from core.types import MAX_MESSAGE_BYTES, Role
 from core.wire import role_to
@@ -253,13 +254,7 @@ class Controller:
         self._server = grpc.aio.server(options=options)
         cluster_pb2_grpc.add_MembershipServicer_to_server(self._membership, self._server)
         cluster_pb2_grpc.add_ControlServicer_to_server(Control(self), self._server)
-        if identity is None:
-            self._server.add_insecure_port(address)
-            return
-        credentials = grpc.ssl_server_credentials(
-            [(identity.key, identity.certificate)], identity.authority, require_client_auth=True
-        )
-        self._server.add_secure_port(address, credentials)
+        listen(self._server, address, identity)
 
 
 def _give_up(task: asyncio.Task[None]) -> None:

@@ -22,11 +22,12 @@ CA, NODE, CLIENTS_CA, CLIENT = "ca", "node", "clients-ca", "client"
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """In PEM: what a process shows, and who has signed what others show it."""
+    """In PEM: what a process shows, and who has signed what others show it (None where these
+    need not show anything)."""
 
     certificate: bytes
     key: bytes
-    authority: bytes
+    authority: bytes | None
 
 
 def node_identity(config: Config) -> Identity | None:
@@ -42,10 +43,10 @@ def node_identity(config: Config) -> Identity | None:
 
 
 def door_identity(config: Config) -> Identity | None:
-    """What a router is for its clients. The authority is empty where these show nothing."""
+    """What a router is for its clients."""
     node = node_identity(config)
     if node is None or not config.tls.client_certificates:
-        return node and Identity(node.certificate, node.key, b"")
+        return node and Identity(node.certificate, node.key, None)
     clients = read_pem(certificate_path(Path(config.tls.folder), CLIENTS_CA))
     return Identity(node.certificate, node.key, clients)
 

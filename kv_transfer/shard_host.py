@@ -16,12 +16,7 @@ from core.errors import BatonError
 from kv_transfer.digest import PageDigest, choose_digest
 from kv_transfer.heads import HeadRange
 from kv_transfer.shard_channel import Channel, ChannelBroken, error_to, read_part
-from kv_transfer.thread import (
-    IDLE_PAUSE_SECONDS,
-    LONGEST_PAUSE_SECONDS,
-    PAUSE_SHARE,
-    SHORTEST_PAUSE_SECONDS,
-)
+from kv_transfer.thread import IDLE_PAUSE_SECONDS, polling_pause
 from kv_transfer.transport import (
     PeerLost,
     PoolMemory,
@@ -85,9 +80,7 @@ class _Host:
     def _pause(self) -> float:
         if not self._writes:
             return IDLE_PAUSE_SECONDS
-        share = PAUSE_SHARE * (time.monotonic() - self._active_at)
-        longest = LONGEST_PAUSE_SECONDS[self._memory.device]
-        return min(max(share, SHORTEST_PAUSE_SECONDS), longest)
+        return polling_pause(time.monotonic() - self._active_at, self._memory.device)
 
     def _register(self, command: pb.ShardCommand) -> None:
         answer = pb.ShardRegistered()

@@ -85,19 +85,22 @@ _Part = tuple[int, int]
 """A part of a write: the rank of our shard, and the number that it has there."""
 
 
+def _places(planned: Sequence[Link]) -> list[_Place]:
+    return [(link.shard, link.pool.agent) for link in planned]
+
+
 @dataclass(slots=True)
 class _Peer:
     total_pages: int
     planned: list[Link]
+    links: list[_Place] = field(init=False)  # the first one takes notes
     lost: bool = False
     broken: set[_Place] = field(default_factory=set)  # links that carry nothing any more
     gone: set[_Place] = field(default_factory=set)  # of these, those that nothing comes over
     probe_at: float = 0.0
 
-    @property
-    def links(self) -> list[_Place]:
-        """The first one takes notes."""
-        return [(link.shard, link.pool.agent) for link in self.planned]
+    def __post_init__(self) -> None:
+        self.links = _places(self.planned)
 
 
 @dataclass(slots=True)
@@ -161,7 +164,7 @@ class ShardedTransport:
                 connected.append(link)
         except BatonError:
             if known is None:
-                self._disconnect([(link.shard, link.pool.agent) for link in connected])
+                self._disconnect(_places(connected))
             raise
         self._peers[address.agent] = _Peer(address.total_pages, planned)
         return address.agent

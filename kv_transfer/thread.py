@@ -61,6 +61,12 @@ _Command = Callable[[], None]
 _log = logging.getLogger(__name__)
 
 
+def polling_pause(quiet_seconds: float, device: str) -> float:
+    """Between two polls for something that is to come, where nothing has come for so long."""
+    share = PAUSE_SHARE * quiet_seconds
+    return min(max(share, SHORTEST_PAUSE_SECONDS), LONGEST_PAUSE_SECONDS[device])
+
+
 class TransferThread:
     """Moves pages for one worker. Methods return at once and may be called from any thread."""
 
@@ -269,9 +275,7 @@ class TransferThread:
             self._active_at = now
             self._pause = 0.0  # a write may have ended while it was started
         elif self._pushes.expecting or self._reservations.open:
-            longest = LONGEST_PAUSE_SECONDS[self._memory.device]
-            share = PAUSE_SHARE * (now - self._active_at)
-            self._pause = min(max(share, SHORTEST_PAUSE_SECONDS), longest)
+            self._pause = polling_pause(now - self._active_at, self._memory.device)
         else:
             self._pause = IDLE_PAUSE_SECONDS
 

@@ -23,8 +23,9 @@ from baton.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2
 from core import exposure, model_store
 from core.config import Config
 from core.errors import Internal
+from core.listening import listen
 from core.process import Stopping
-from core.tls import NODE, Identity, certificate_path, door_identity, key_path, node_identity
+from core.tls import NODE, certificate_path, door_identity, key_path, node_identity
 from core.types import MAX_MESSAGE_BYTES
 from router.callers import KeyRing
 from router.canary import run_canary
@@ -165,14 +166,11 @@ class RouterServer:
 
     def _bind(self) -> str:
         host, port = self._config.router.host, self._config.router.port
-        address = f"{host}:{port}"
         try:
-            if self._identity is None:
-                return f"{host}:{self._server.add_insecure_port(address)}"
-            credentials = _credentials(self._identity)
-            return f"{host}:{self._server.add_secure_port(address, credentials)}"
+            bound = listen(self._server, f"{host}:{port}", self._identity)
         except RuntimeError:
             raise Internal(f"cannot listen on {host}:{port}; is the port taken?") from None
+        return f"{host}:{bound}"
 
     def _serve_http(self, model: str) -> HttpServer | None:
         """None where what it needs is not installed."""
@@ -227,10 +225,3 @@ class RouterServer:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _credentials(identity: Identity) -> grpc.ServerCredentials:
-    authority = identity.authority or None
-    return grpc.ssl_server_credentials(
-        [(identity.key, identity.certificate)], authority, require_client_auth=bool(authority)
-    )

@@ -35,6 +35,7 @@ from baton.v1 import worker_pb2_grpc
 from core import exposure, model_store, types
 from core.config import Config
 from core.errors import Internal, WorkerLost
+from core.listening import listen
 from core.process import Stopping
 from core.tls import node_identity
 from core.types import MAX_MESSAGE_BYTES, PROTOCOL
@@ -270,21 +271,12 @@ class WorkerServer:
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         try:
-            bound = self._bind(f"{host}:{port}")
+            bound = listen(self._server, f"{host}:{port}", node_identity(self._config))
         except RuntimeError as error:
             raise Internal(f"cannot listen on {host}:{port}") from error
         self.address = f"{host}:{bound}"
         await self._server.start()
         self._health_watch = asyncio.ensure_future(self._watch_health())
-
-    def _bind(self, address: str) -> int:
-        identity = node_identity(self._config)
-        if identity is None:
-            return self._server.add_insecure_port(address)
-        credentials = grpc.ssl_server_credentials(
-            [(identity.key, identity.certificate)], identity.authority, require_client_auth=True
-        )
-        return self._server.add_secure_port(address, credentials)
 
     def _welcome(self) -> pb.Welcome:
         engine = self._backend.engine

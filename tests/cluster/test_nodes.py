@@ -191,21 +191,22 @@ async def test_serving_goes_on_without_the_controller_and_rays_directory(
         assert not cluster.controller()
         began = time.monotonic()
         await asyncio.to_thread(cluster.ray.restart_gcs)
-        await cluster.until(lambda: bool(cluster.controller()))
-        took = time.monotonic() - began
-        await load.more()
-        assert not load.moved
-        assert not changed(before, cluster.incarnations())
-        await scale_down_and_up(cluster)
+        took = await until_controlled(cluster, load, before) - began
     recoveries.note("the controller and Ray's directory die, which starts again", took, load)
 
 
-async def scale_down_and_up(cluster: Cluster) -> None:
-    """The pools are the controller's to change again."""
+async def until_controlled(cluster: Cluster, load: SteadyLoad, before: dict[str, int]) -> float:
+    """When the controller was back. It has changed nothing, and can change the pools again."""
+    await cluster.until(lambda: bool(cluster.controller()))
+    back = time.monotonic()
+    await load.more()
+    assert not load.moved
+    assert not changed(before, cluster.incarnations())
     await asyncio.to_thread(cluster.ask, "scale", "--decode", "1")
     await cluster.until(lambda: len(cluster.workers()) == 3)
     await asyncio.to_thread(cluster.ask, "scale", "--decode", "2")
     await cluster.until_whole()
+    return back
 
 
 async def test_serving_goes_on_without_the_head(cluster: Cluster, redis: None) -> None:
@@ -216,12 +217,7 @@ async def test_serving_goes_on_without_the_head(cluster: Cluster, redis: None) -
         await load.more(20)
         began = time.monotonic()
         await asyncio.to_thread(cluster.ray.start_head)
-        await cluster.until(lambda: bool(cluster.controller()))
-        took = time.monotonic() - began
-        await load.more()
-        assert not load.moved
-        assert not changed(before, cluster.incarnations())
-        await scale_down_and_up(cluster)
+        took = await until_controlled(cluster, load, before) - began
     recoveries.note("Ray's head dies, with the controller, and starts again", took, load)
 
 

@@ -73,21 +73,17 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def serve(workspace: Path, head: RayHead, model: Path) -> Serve:
+    flags = ["--ray-address", head.address, "--insecure", "--model", str(model)]
+    return Serve(workspace, *flags, "--kv-memory", "4MiB", environment=TOKEN)
+
+
 def test_two_clusters_share_a_ray_and_leave_it_running(
     head: RayHead, tiny: Path, tmp_path: Path
 ) -> None:
-    flags = [
-        "--ray-address",
-        head.address,
-        "--insecure",
-        "--model",
-        str(tiny),
-        "--kv-memory",
-        "4MiB",
-    ]
     with (
-        Serve(tmp_path / "one", *flags, environment=TOKEN) as one,
-        Serve(tmp_path / "two", *flags, environment=TOKEN) as two,
+        serve(tmp_path / "one", head, tiny) as one,
+        serve(tmp_path / "two", head, tiny) as two,
     ):
         for cluster in (one, two):
             cluster.ready().wait_whole()
@@ -175,16 +171,7 @@ def test_a_detached_cluster_serves_until_it_is_stopped(
 def test_a_cluster_whose_command_is_killed_leaves_a_shared_ray(
     head: RayHead, tiny: Path, tmp_path: Path
 ) -> None:
-    flags = [
-        "--ray-address",
-        head.address,
-        "--insecure",
-        "--model",
-        str(tiny),
-        "--kv-memory",
-        "4MiB",
-    ]
-    with Serve(tmp_path, *flags, environment=TOKEN) as cluster:
+    with serve(tmp_path, head, tiny) as cluster:
         cluster.wait_for("importing torch")
         cluster.send(signal.SIGKILL)
         cluster.wait()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import pytest
-from pool_host import HostedPool, pool_host
+from pool_host import AnyPool, HostedPool, poll_until, pool_host
 from pools import KINDS, LAYOUT, PAGE_BYTES, PAGES, UNTOUCHED, Shard, SplitPool
 
 from baton.v1.transfer_pb2 import PoolAddress, PoolShard
@@ -53,16 +53,7 @@ def pools() -> Iterator[Callable[[str, int], SplitPool]]:
 Pools = Callable[[str, int], SplitPool]
 
 
-def poll_until(condition: Callable[[], object], *pools: SplitPool | HostedPool) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline, "the transport is stuck"
-        for pool in pools:
-            pool.events += pool.transport.poll()
-        time.sleep(0.0005)
-
-
-def poll_for(seconds: float, *pools: SplitPool | HostedPool) -> None:
+def poll_for(seconds: float, *pools: AnyPool) -> None:
     until = time.monotonic() + seconds
     poll_until(lambda: time.monotonic() >= until, *pools)
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 
 import numpy
 import pytest
-from pool_host import HostedPool, PoolHost, pool_host
+from pool_host import AnyPool, PoolHost, poll_until, pool_host
 from pools import KINDS, LAYOUT, NIXL, PAGE_BYTES, PAGES, UNTOUCHED, Pool, SplitPool
 
 from core.errors import Internal, LayoutMismatch, WorkerLost
 from kv_transfer.inprocess import InProcessTransport, Span, merge_spans
 from kv_transfer.transport import Noted, PeerLost, WriteDone, WriteFailed
 
-AnyPool = Pool | HostedPool
 Maker = Callable[..., AnyPool]
 SPANNING = [kind.name for kind in KINDS.values() if kind.spans_processes]
 SPLIT = [name for name in ("inprocess-cpu", "nixl-cpu", "cuda_ipc-cuda") if name in KINDS]
@@ -64,16 +62,6 @@ def notes(pool: AnyPool) -> list[Noted]:
 
 def ended(pool: AnyPool, write: int) -> list[WriteDone | WriteFailed]:
     return [e for e in pool.events if isinstance(e, WriteDone | WriteFailed) and e.write == write]
-
-
-def poll_until(condition: Callable[[], object], *pools: AnyPool) -> None:
-    """Polls all pools, as their threads would, until the condition holds."""
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline, "the transport is stuck"
-        for pool in pools:
-            pool.events += pool.transport.poll()
-        time.sleep(0.0005)
 
 
 def write(

@@ -7,12 +7,11 @@ by itself on a machine that has one.
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
-from pool_host import HostedPool, PoolHost, pool_host
+from pool_host import PoolHost, poll_until, pool_host
 from pools import CUDA, PAGES, Pool
 
 from baton.v1.transfer_pb2 import CudaIpcRoute, PoolAddress
@@ -37,14 +36,6 @@ def source() -> Iterator[Pool]:
     pool = Pool(KIND, LARGE_PAGE)
     yield pool
     pool.transport.close()
-
-
-def poll_until(condition: Callable[[], object], *pools: Pool | HostedPool) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, "the transport is stuck"
-        for pool in pools:
-            pool.events += pool.transport.poll()
 
 
 def test_large_scattered_pages_arrive_whole_before_their_note(source: Pool, host: PoolHost) -> None:

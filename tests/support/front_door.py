@@ -7,8 +7,6 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
-import grpc
-
 from bench.instant_worker import InstantWorker, Pace
 from core import config as configs
 from core import model_store
@@ -32,8 +30,8 @@ async def front_door(
         InstantWorker(role, f"{role.value}-0", model_store.EMBEDDED_NAME, pace) for role in Role
     ]
     router = {"port": 0, "http_port": 0, "metrics_port": 0, "canary_seconds": 0, **settings}
-    credentials = _credentials(configs.parse(tree or {}))
-    addresses = [await worker.start(credentials) for worker in workers]
+    identity = node_identity(configs.parse(tree or {}))
+    addresses = [await worker.start(identity) for worker in workers]
     config = configs.parse({**(tree or {}), "members": {"workers": addresses}, "router": router})
     server = RouterServer(config)
     stopping = Stopping()
@@ -64,13 +62,3 @@ def front_door_beside(tree: dict[str, object] | None = None) -> Iterator[RouterS
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
-
-
-def _credentials(config: configs.Config) -> grpc.ServerCredentials | None:
-    """As real workers have them."""
-    identity = node_identity(config)
-    if identity is None:
-        return None
-    return grpc.ssl_server_credentials(
-        [(identity.key, identity.certificate)], identity.authority, require_client_auth=True
-    )

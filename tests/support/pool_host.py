@@ -7,7 +7,8 @@ seconds where it needs a GPU.
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -20,6 +21,7 @@ from core.errors import BatonError
 from kv_transfer.transport import TransportEvent
 
 ANSWER_SECONDS = 60.0
+STUCK_SECONDS = 30.0
 
 
 class PoolHost:
@@ -82,6 +84,19 @@ class HostedPool:
 
     def _call(self, method: str, *arguments: object) -> Any:
         return self._host.call(self._number, method, *arguments)
+
+
+AnyPool = Pool | HostedPool
+
+
+def poll_until(condition: Callable[[], object], *pools: AnyPool) -> None:
+    """Polls all pools, as their threads would, until the condition holds."""
+    deadline = time.monotonic() + STUCK_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "the transport is stuck"
+        for pool in pools:
+            pool.events += pool.transport.poll()
+        time.sleep(0.0005)
 
 
 @contextmanager

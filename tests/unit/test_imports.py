@@ -34,7 +34,7 @@ ONLY = {
     "triton": {"kernels"},
     "llvmlite": {"kernels"},
     "llguidance": {"engine", "router"},
-    "grpc": {"baton", "worker", "router", "cluster", "cli"},
+    "grpc": {"core", "baton", "worker", "router", "cluster", "cli"},
     "transformers": {"cli", "core"},
 }
 
