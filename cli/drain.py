@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import time
+from functools import partial
 from typing import Annotated
 
 import typer
 
-from baton import Client, DeadlineExceeded
+from baton import Client
 from baton.connection import DEFAULT_ADDRESS
+from baton.v1.cluster_pb2 import StatusResponse
 from cli import options
 from cli.edge import edge, note
 from cli.terminal import print_json
-
-_POLL_SECONDS = 0.2
+from cli.waiting import wait_for
 
 
 def drain(
@@ -28,21 +28,15 @@ def drain(
     with edge(), Client(address) as client:
         client.drain(worker)
         note(f"{worker} takes no new requests")
-        _wait_gone(client, worker, time.monotonic() + wait)
+        wait_for(client.status, partial(_lack, worker), wait)
     if as_json:
         print_json({"worker": worker, "drained": True})
     else:
         typer.echo(f"{worker} is drained")
 
 
-def _wait_gone(client: Client, worker: str, deadline: float) -> None:
-    while _is_attached(client, worker):
-        if time.monotonic() >= deadline:
-            raise DeadlineExceeded(f"{worker} still finishes what it runs")
-        time.sleep(_POLL_SECONDS)
-
-
-def _is_attached(client: Client, worker: str) -> bool:
-    named = [each for each in client.status().workers if each.member.worker_id == worker]
+def _lack(worker: str, status: StatusResponse) -> str:
+    named = [each for each in status.workers if each.member.worker_id == worker]
     # One that is back has a new process, which is not drained.
-    return any(each.attached and each.draining for each in named)
+    draining = any(each.attached and each.draining for each in named)
+    return f"{worker} still finishes what it runs" if draining else ""

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from typing import Annotated
 
 import typer
 
-from baton import Answer, Client, FinishReason, Message, Stream
+from baton import Client, Message, Stream
 from baton.connection import DEFAULT_ADDRESS
 from baton.requests import GenerateOptions
 from cli import options
 from cli.edge import edge, note
 from cli.playback import Playback
+from cli.terminal import print_json
 
 
 def generate(
@@ -115,16 +115,9 @@ def _show_all(stream: Stream) -> None:
 
 def _show_json(stream: Stream) -> None:
     playback = Playback(stream)
-    typer.echo(_to_json(playback.read(), playback))
-
-
-def _to_json(answer: Answer, playback: Playback) -> str:
+    answer = playback.read()
     fields = dataclasses.asdict(answer) | {
         "ttft_seconds": round(playback.ttft_seconds, 6),
         "total_seconds": round(playback.total_seconds, 6),
     }
-    return json.dumps(fields, ensure_ascii=False, default=_enum_name)
-
-
-def _enum_name(value: FinishReason) -> str:
-    return value.name.lower()
+    print_json(fields, in_a_line=True)

@@ -61,7 +61,7 @@ def show(file: File = DEFAULT_FILE, as_json: options.AsJson = False) -> None:
 
 
 @keys.command()
-def remove(name: Name, file: File = DEFAULT_FILE) -> None:
+def remove(name: Name, file: File = DEFAULT_FILE, as_json: options.AsJson = False) -> None:
     """Take a key away. Routers that run refuse it within a second or so."""
     with edge():
         known = _known(file)
@@ -69,6 +69,8 @@ def remove(name: Name, file: File = DEFAULT_FILE) -> None:
         if len(left) == len(known):
             raise InvalidConfig(f"{file} has no key called {name}")
         write_keys(file, left)
+        if as_json:
+            print_json({"name": name, "removed": True})
         note(f"{name} is no longer in {file}")
 
 

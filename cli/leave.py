@@ -6,7 +6,9 @@ from typing import Annotated
 
 import typer
 
+from cli import options
 from cli.edge import edge
+from cli.terminal import print_json
 
 
 def leave(
@@ -17,10 +19,15 @@ def leave(
     wait: Annotated[
         float, typer.Option(help="How long to wait for its workers to be gone, in seconds.")
     ] = 60.0,
+    as_json: options.AsJson = False,
 ) -> None:
     """Have the workers of a machine finish or hand back what runs, and start elsewhere."""
     with edge():
         from cluster.leave import leave as leave_node
 
-        for name in leave_node(ray_address, host, wait):
+        left = leave_node(ray_address, host, wait)
+    if as_json:
+        print_json({"workers": left, "left": True})
+    else:
+        for name in left:
             typer.echo(f"{name} has left")

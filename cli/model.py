@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from cli import model_pull
+from cli import model_pull, options
 from cli.edge import edge, note
+from cli.terminal import print_json
 from core.model_store import EMBEDDED, locate
 
 model = typer.Typer(help="Fetch and find models.", no_args_is_help=True)
 
 
 @model.command()
-def pull() -> None:
-    """Fetch the small model that Baton runs when no other is named."""
+def pull(as_json: options.AsJson = False) -> None:
+    """Fetch the small model that Baton runs when no other is named, and print its folder."""
     with edge():
-        typer.echo(model_pull.pull(note))
+        _tell(model_pull.pull(note), as_json)
 
 
 @model.command()
@@ -25,7 +27,15 @@ def path(
     name: Annotated[
         str, typer.Argument(metavar="MODEL", help="A model's folder, or the small model.")
     ] = EMBEDDED,
+    as_json: options.AsJson = False,
 ) -> None:
     """Print the folder of a model."""
     with edge():
-        typer.echo(locate(name))
+        _tell(locate(name), as_json)
+
+
+def _tell(folder: Path, as_json: bool) -> None:
+    if as_json:
+        print_json({"folder": str(folder)})
+    else:
+        typer.echo(folder)

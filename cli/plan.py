@@ -13,6 +13,8 @@ from baton.connection import DEFAULT_ADDRESS
 from baton.v1 import cluster_pb2
 from cli import options
 from cli.edge import edge
+from cli.terminal import print_json
+from core.plain import plain
 
 
 def plan(
@@ -24,9 +26,7 @@ def plan(
     with edge(), Client(address) as client:
         planned = client.plan()
     if as_json:
-        from google.protobuf.json_format import MessageToJson
-
-        typer.echo(MessageToJson(planned, preserving_proto_field_name=True))
+        print_json(plain(planned))
         return
     for line in _lines(planned, limit, time.time()):
         typer.echo(line)

@@ -14,15 +14,15 @@ from typing import Annotated
 
 import typer
 
-from baton import Client, DeadlineExceeded
+from baton import Client
 from baton.connection import DEFAULT_ADDRESS
-from baton.v1.cluster_pb2 import WorkerStatus
+from baton.v1.cluster_pb2 import StatusResponse, WorkerStatus
 from baton.v1.worker_pb2 import ROLE_DECODE, ROLE_PREFILL
 from cli import options
 from cli.edge import edge, note
+from cli.terminal import print_json
+from cli.waiting import wait_for
 from core.errors import InvalidRequest
-
-_POLL_SECONDS = 0.2
 
 
 def restart(
@@ -37,14 +37,24 @@ def restart(
     wait: Annotated[
         float, typer.Option(help="How long to wait for a worker to be back, in seconds.")
     ] = 600.0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a line of JSON for each worker.")
+    ] = False,
     address: options.Address = DEFAULT_ADDRESS,
 ) -> None:
     """Restart workers, one after the other, without losing what runs."""
     with edge(), Client(address) as client:
         for name in workers or in_turns(client.status().workers):
             began = time.monotonic()
-            _restart(client, name, last, began + wait)
-            typer.echo(f"{name} is back after {time.monotonic() - began:.1f} s")
+            _restart(client, name, last, wait)
+            _tell(name, time.monotonic() - began, as_json)
+
+
+def _tell(name: str, seconds: float, as_json: bool) -> None:
+    if as_json:
+        print_json({"worker": name, "seconds": round(seconds, 3)}, in_a_line=True)
+    else:
+        typer.echo(f"{name} is back after {seconds:.1f} s")
 
 
 def in_turns(workers: Iterable[WorkerStatus]) -> list[str]:
@@ -57,7 +67,7 @@ def in_turns(workers: Iterable[WorkerStatus]) -> list[str]:
     return [name for name in chain.from_iterable(turns) if name is not None]
 
 
-def _restart(client: Client, name: str, last: bool, deadline: float) -> None:
+def _restart(client: Client, name: str, last: bool, seconds: float) -> None:
     workers = list(client.status().workers)
     before = _find(workers, name)
     if before is None:
@@ -69,10 +79,12 @@ def _restart(client: Client, name: str, last: bool, deadline: float) -> None:
         )
     client.drain(name, restart=True)
     note(f"{name} takes no new requests")
-    while not is_back(list(client.status().workers), name, before.incarnation):
-        if time.monotonic() >= deadline:
-            raise DeadlineExceeded(f"{name} is not back yet")
-        time.sleep(_POLL_SECONDS)
+    incarnation = before.incarnation
+
+    def lack(status: StatusResponse) -> str:
+        return "" if is_back(list(status.workers), name, incarnation) else f"{name} is not back yet"
+
+    wait_for(client.status, lack, seconds)
 
 
 def is_last(workers: Iterable[WorkerStatus], worker: WorkerStatus) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
@@ -11,6 +10,7 @@ from baton import Client
 from baton.connection import DEFAULT_ADDRESS
 from cli import options
 from cli.edge import edge, note
+from cli.terminal import print_json
 from core.types import Role
 
 
@@ -35,7 +35,7 @@ def role(
             "drain_seconds": round(done.drain_seconds, 4),
             "switch_seconds": round(done.switch_seconds, 4),
         }
-        typer.echo(json.dumps(fields))
+        print_json(fields)
     else:
         typer.echo(
             f"{worker} is a {to.value} worker: drained in {done.drain_seconds:.2f} s,"

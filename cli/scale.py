@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import time
+from functools import partial
 from typing import Annotated
 
 import typer
 
-from baton import Client, DeadlineExceeded
+from baton import Client
 from baton.connection import DEFAULT_ADDRESS
 from baton.v1 import cluster_pb2
 from cli import options
 from cli.edge import edge, note
-
-_POLL_SECONDS = 0.2
+from cli.terminal import print_json
+from cli.waiting import wait_for
+from core.plain import plain
 
 
 def scale(
@@ -39,9 +39,9 @@ def scale(
         pools = client.scale(prefill, decode)
         show(pools)
         if wait:
-            pools = _wait(client, show, time.monotonic() + timeout)
+            pools = wait_for(partial(_look, client, show), _lack, timeout)
         if not as_json:
-            how = "are wanted" if _missing(pools) else "serve"
+            how = "are wanted" if _lack(pools) else "serve"
             typer.echo(f"{pools.prefill} prefill and {pools.decode} decode workers {how}")
 
 
@@ -67,32 +67,22 @@ class _JsonLines:
         self._said: cluster_pb2.PoolsResponse | None = None
 
     def __call__(self, pools: cluster_pb2.PoolsResponse) -> None:
-        from google.protobuf.json_format import MessageToDict
-
         if pools != self._said:
             self._said = pools
-            fields = MessageToDict(
-                pools, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-            )
-            typer.echo(json.dumps(fields))
+            print_json(plain(pools), in_a_line=True)
 
 
-def _wait(client: Client, show: _Notes | _JsonLines, deadline: float) -> cluster_pb2.PoolsResponse:
-    while True:
-        pools = client.pools()
-        show(pools)
-        missing = _missing(pools)
-        if not missing:
-            return pools
-        if time.monotonic() >= deadline:
-            raise DeadlineExceeded(f"the pools are not yet as wanted: {missing}")
-        time.sleep(_POLL_SECONDS)
+def _look(client: Client, show: _Notes | _JsonLines) -> cluster_pb2.PoolsResponse:
+    pools = client.pools()
+    show(pools)
+    return pools
 
 
-def _missing(pools: cluster_pb2.PoolsResponse) -> str:
+def _lack(pools: cluster_pb2.PoolsResponse) -> str:
     """What there is to wait for; empty when the pools are as wanted."""
-    return ", ".join(
+    late = [
         f"{worker.worker_id} ({worker.error or worker.progress})"
         for worker in pools.workers
         if not worker.ready
-    )
+    ]
+    return f"the pools are not yet as wanted: {', '.join(late)}" if late else ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +10,7 @@ import typer
 
 from cli import options
 from cli.edge import edge
+from cli.terminal import print_json
 
 
 def simulate(
@@ -51,7 +51,7 @@ def simulate(
         traffic = Traffic(copies, seconds, simulation.parse_loads(load))
         report = simulation.run(trace, traffic, workers, goals, profile, plan)
     if as_json:
-        typer.echo(json.dumps(dataclasses.asdict(report), indent=2))
+        print_json(dataclasses.asdict(report))
     else:
         for line in simulation.lines(report, goals):
             typer.echo(line)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,11 @@ def console() -> Console:
     return made
 
 
-def print_json(value: object) -> None:
+def print_json(value: object, *, in_a_line: bool = False) -> None:
     """For scripts: on stdout, whole and alone."""
-    typer.echo(json.dumps(value, indent=2))
+    indent = None if in_a_line else 2
+    typer.echo(json.dumps(value, indent=indent, ensure_ascii=False, default=_name))
+
+
+def _name(value: enum.Enum) -> str:
+    return value.name.lower()

@@ -1,10 +1,11 @@
-"""A scripted router, and clients that talk to it."""
+"""A scripted router, and who talks to it: clients, and commands in a terminal."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
+from command_line import Terminal
 from scripted_router import ScriptedRouter
 
 from baton import AsyncClient, Client
@@ -27,3 +28,11 @@ def client(router: ScriptedRouter) -> Iterator[Client]:
 async def async_client(router: ScriptedRouter) -> AsyncIterator[AsyncClient]:
     async with AsyncClient(router.address) as connected:
         yield connected
+
+
+@pytest.fixture
+def terminal(router: ScriptedRouter, request: pytest.FixtureRequest) -> Iterator[Terminal]:
+    router.hang = True
+    opened = Terminal(*request.param, "--address", router.address)
+    yield opened
+    opened.close()

@@ -167,6 +167,7 @@ def test_the_command_makes_lists_and_takes_away_keys(file: Path) -> None:
     assert json.loads(run("list", "--json")[1]) == [
         {"name": "alice", "rate": 5.0, "concurrency": 2, "admin": False}
     ]
-    assert run("remove", "alice")[0] == 0
+    code, told, _ = run("remove", "alice", "--json")
+    assert (code, json.loads(told)) == (0, {"name": "alice", "removed": True})
     assert run("remove", "alice")[0] == 1
     assert read_keys(file) == []

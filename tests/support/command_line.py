@@ -1,0 +1,58 @@
+"""`baton …`, in this process or in a terminal of its own."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+
+from scripted_router import ScriptedRouter
+from typer.testing import CliRunner, Result
+
+from cli.main import app
+
+BATON = [sys.executable, "-c", "from cli.main import app; app()"]
+
+
+def run(router: ScriptedRouter, *arguments: str, stdin: str = "") -> Result:
+    return CliRunner().invoke(app, [*arguments, "--address", router.address], input=stdin)
+
+
+class Terminal:
+    """A command that runs in a terminal of its own."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._screen, inside = pty.openpty()
+        self.process = subprocess.Popen(
+            [*BATON, *arguments],
+            stdin=inside,
+            stdout=inside,
+            stderr=inside,
+            env=os.environ | {"TERM": "xterm", "COLUMNS": "160"},
+        )
+        os.close(inside)
+        self.shown = ""
+
+    def type(self, text: str) -> None:
+        os.write(self._screen, text.encode())
+
+    def press_control_c(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+
+    def wait_for(self, text: str) -> None:
+        """Reads on until `text` is shown, and forgets what came up to it."""
+        deadline = time.monotonic() + 20
+        while text not in self.shown:
+            ready, _, _ = select.select([self._screen], [], [], deadline - time.monotonic())
+            assert ready, f"{text!r} never came; the terminal shows {self.shown!r}"
+            self.shown += os.read(self._screen, 4096).decode()
+        self.shown = self.shown.partition(text)[2]
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._screen)

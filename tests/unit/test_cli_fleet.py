@@ -1,0 +1,151 @@
+"""The commands that change workers, and what is planned of them, against a real gRPC server."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from command_line import run
+from scripted_router import ScriptedRouter, pools
+
+from baton.v1 import worker_pb2
+from cli.restart import is_back
+
+
+def test_drain_waits_until_the_worker_is_gone(router: ScriptedRouter) -> None:
+    ended = run(router, "drain", "decode-0")
+    assert ended.stdout == "decode-0 is drained\n"
+    assert router.drained == ["decode-0"]
+
+
+def test_restart_takes_a_prefill_and_a_decode_worker_by_turns(router: ScriptedRouter) -> None:
+    for worker in list(router.status.workers):
+        added = router.status.workers.add()
+        added.CopyFrom(worker)
+        added.member.worker_id = worker.member.worker_id.replace("0", "1")
+    router.status.workers[2].connected.append("decode-1")
+    ended = run(router, "restart")
+    assert ended.exit_code == 0, ended.stderr
+    assert router.drained == ["prefill-0", "decode-0", "prefill-1", "decode-1"]
+    assert [line.split()[:3] for line in ended.stdout.splitlines()] == [
+        [name, "is", "back"] for name in router.drained
+    ]
+
+
+def test_restart_leaves_the_only_worker_of_a_pool_unless_told(router: ScriptedRouter) -> None:
+    ended = run(router, "restart", "decode-0")
+    assert (ended.exit_code, router.drained) == (1, [])
+    assert "decode-0 is the only worker of its pool" in ended.stderr
+    assert run(router, "restart", "decode-0", "--last").exit_code == 0
+    assert router.drained == ["decode-0"]
+
+
+def test_restart_tells_scripts_too(router: ScriptedRouter) -> None:
+    ended = run(router, "restart", "decode-0", "prefill-0", "--last", "--json")
+    lines = [json.loads(line) for line in ended.stdout.splitlines()]
+    assert [line["worker"] for line in lines] == ["decode-0", "prefill-0"]
+    assert all(line["seconds"] > 0 for line in lines)
+
+
+def test_restart_names_a_worker_that_is_not_there(router: ScriptedRouter) -> None:
+    ended = run(router, "restart", "nobody")
+    assert (ended.exit_code, router.drained) == (1, [])
+    assert "no worker called 'nobody'" in ended.stderr
+
+
+def test_restart_says_when_a_worker_does_not_come_back(router: ScriptedRouter) -> None:
+    router.status.workers[1].load.Clear()
+    ended = run(router, "restart", "decode-0", "--last", "--wait", "0.1")
+    assert ended.exit_code == 1
+    assert "decode-0 is not back yet" in ended.stderr
+
+
+def test_a_worker_is_back_once_pages_pass_or_it_fits_nobody(router: ScriptedRouter) -> None:
+    prefill, decode = router.status.workers
+    prefill.incarnation = decode.incarnation = 2
+    assert is_back([prefill, decode], "decode-0", 1)
+    prefill.connected.pop()
+    assert not is_back([prefill, decode], "decode-0", 1)
+    prefill.misfits.add(worker_id="decode-0", reason="page_size is 16 here and 32 there")
+    decode.misfits.add(worker_id="prefill-0", reason="page_size is 16 here and 32 there")
+    prefill.fault = "page_size is 16 here and 32 there"
+    assert is_back([prefill, decode], "decode-0", 1)
+    assert is_back([prefill, decode], "prefill-0", 1)
+    assert not is_back([prefill, decode], "prefill-0", 2)
+
+
+def test_scale_waits_until_the_pools_are_as_wanted(router: ScriptedRouter) -> None:
+    router.pools = [
+        pools(prefill_0="ready", decode_0="ready", decode_1="loading the model"),
+        pools(prefill_0="ready", decode_0="ready", decode_1="ready"),
+    ]
+    ended = run(router, "scale", "--decode", "2")
+    assert ended.stdout == "1 prefill and 2 decode workers serve\n"
+    assert ended.stderr.split() == ["decode-1", "loading", "the", "model", "decode-1", "ready"]
+    assert router.scaled == [(0, 2)]
+
+
+def test_scale_waits_for_workers_that_drain(router: ScriptedRouter) -> None:
+    router.pools = [
+        pools(prefill_0="ready", prefill_1="draining", decode_0="ready", decode_1="ready"),
+        pools(prefill_0="ready", decode_0="ready", decode_1="ready"),
+    ]
+    ended = run(router, "scale", "--prefill", "1", "--json")
+    lines = [json.loads(line) for line in ended.stdout.splitlines()]
+    assert [len(line["workers"]) for line in lines] == [4, 3]
+    assert lines[0]["workers"][1]["retiring"]
+    assert lines[0]["workers"][1]["role"] == "prefill"
+
+
+def test_scale_need_not_wait(router: ScriptedRouter) -> None:
+    router.pools = [pools(prefill_0="ready", decode_0="ready", decode_1="starting")]
+    ended = run(router, "scale", "--decode", "2", "--no-wait")
+    assert ended.stdout == "1 prefill and 2 decode workers are wanted\n"
+
+
+def test_scale_says_who_is_late(router: ScriptedRouter) -> None:
+    router.pools = [pools(prefill_0="ready", decode_0="starting")]
+    ended = run(router, "scale", "--decode", "2", "--timeout", "0")
+    assert ended.exit_code == 1
+    assert "not yet as wanted: decode-0 (starting)" in ended.stderr
+
+
+@pytest.mark.parametrize("flags", [[], ["--decode", "0"]])
+def test_scale_wants_a_number_above_0(router: ScriptedRouter, flags: list[str]) -> None:
+    assert run(router, "scale", *flags).exit_code == 2
+    assert router.scaled == []
+
+
+def test_role_says_how_long_it_took_beyond_the_drain(router: ScriptedRouter) -> None:
+    told = run(router, "role", "decode-0", "prefill").stdout
+    assert told == "decode-0 is a prefill worker: drained in 1.50 s, ready 0.062 s later\n"
+    fields = json.loads(run(router, "role", "decode-0", "prefill", "--json").stdout)
+    assert fields["switch_seconds"] == 0.0625
+    assert router.switched == [("decode-0", worker_pb2.ROLE_PREFILL)] * 2
+
+
+def test_drain_tells_scripts_too(router: ScriptedRouter) -> None:
+    told = json.loads(run(router, "drain", "decode-0", "--json").stdout)
+    assert told == {"worker": "decode-0", "drained": True}
+
+
+def test_plan_shows_the_decisions_and_their_reasons(router: ScriptedRouter) -> None:
+    router.plan.enabled = router.plan.acts = True
+    router.plan.ttft, router.plan.itl, router.plan.most_workers = 2.0, 0.05, 4
+    router.plan.last.words = "no change"
+    made = router.plan.changes.add(words="switch 1 from decode to prefill", have_prefill=1)
+    made.reasons.append("decode can spare 1")
+    lines = run(router, "plan").stdout.splitlines()
+    assert lines[0] == (
+        "the planner changes the pools: first token within 2 s, 50 ms between two, at most 4"
+        " workers"
+    )
+    assert lines[1].split() == ["now", "no", "change", "(0", "+", "0", "workers)"]
+    assert "switch 1 from decode to prefill  (1 + 0 workers)" in lines[2]
+    assert lines[3].strip() == "decode can spare 1"
+    told = json.loads(run(router, "plan", "--json").stdout)
+    assert told["changes"][0]["reasons"] == ["decode can spare 1"]
+
+
+def test_plan_says_when_there_is_no_planner(router: ScriptedRouter) -> None:
+    assert "no planner runs here" in run(router, "plan").stdout
