@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from baton.v1 import worker_pb2 as pb
 from core.config import Config
-from core.errors import BatonError, Internal, Unavailable
+from core.errors import BatonError, Internal
 from core.types import AttemptKey, FinishReason, Role, Work
 from core.wire import failed_to, finish_to, logprobs_to, work_from
 from decode_worker.loans import Loans
@@ -45,10 +45,11 @@ from kv_transfer.events import (
 )
 from kv_transfer.thread import TransferThread
 from kv_transfer.ticket import make_ticket
-from worker.admission import check_context, check_work, quarantine_fault, refusal
+from worker.admission import refusal
 from worker.flights import Flights, Settled
 from worker.metrics import WorkerMetrics
 from worker.outbox import Outbox
+from worker.standing import Standing
 
 
 @dataclass(slots=True)
@@ -80,6 +81,7 @@ class DecodeRole:
         self._outbox = outbox
         self._metrics = metrics
         self._flights = Flights(engine, metrics)
+        self._standing = Standing(Role.DECODE, engine, metrics, config)
         self._scheduler = DecodeScheduler(
             engine.pool, config.decode.max_batch, config.decode.chunk_tokens
         )
@@ -89,8 +91,6 @@ class DecodeRole:
         # Pages of released reservations that their senders may still write to.
         self._leaving: dict[AttemptKey, Lease] = {}
         self._overdue: set[AttemptKey] = set()  # of these, those that stay for long
-        self._quarantine_share = config.quarantine_share
-        self._draining = False
 
     @property
     def idle(self) -> bool:
@@ -119,14 +119,14 @@ class DecodeRole:
             self._release(key)
 
     def drain(self) -> None:
-        self._draining = True
+        self._standing.draining = True
 
     def resume(self) -> None:
-        self._draining = False
+        self._standing.draining = False
 
     def hand_back(self) -> None:
         for job in list(self._jobs.values()):
-            self._fail(job, Unavailable("the decode worker is being drained"))
+            self._fail(job, self._standing.drained())
 
     def on_transfer(self, event: TransferEvent) -> None:
         match event:
@@ -164,34 +164,17 @@ class DecodeRole:
         return True
 
     def load(self) -> pb.Load:
-        quarantined = self._quarantined
-        load = pb.Load(
-            free_pages=self._pool.free,
-            leased_pages=self._pool.leased - quarantined,
-            quarantined_pages=quarantined,
-            cached_pages=self._pool.cached,
-            kept_pages=self._pool.kept,
-            waiting=self._scheduler.waiting,
-            running=self._scheduler.running,
-            queued_tokens=self._scheduler.queued_tokens,
-            fault=self._fault(quarantined),
-            transfers=self._scheduler.travelling,
-        )
-        self._metrics.load(load)
-        self._metrics.cache(self._pool)
-        return load
+        busy = self._jobs or self._flights.any
+        held = len(self._leaving_pages | self._loans.pages)
+        leak = "" if busy else self._pool.check_integrity(held=held)
+        transfers = self._scheduler.travelling
+        return self._standing.load(self._scheduler, self._quarantined, transfers, leak)
 
     @property
     def _quarantined(self) -> int:
         leases = (self._leaving[key] for key in self._overdue)
         reserved = sum(len(lease) - lease.found for lease in leases)
         return reserved + len(self._loans.overdue_pages)
-
-    def _fault(self, quarantined: int) -> str:
-        busy = self._jobs or self._flights.any
-        held = len(self._leaving_pages | self._loans.pages)
-        leak = "" if busy else self._pool.check_integrity(held=held)
-        return leak or quarantine_fault(quarantined, self._pool.total, self._quarantine_share)
 
     @property
     def _leaving_pages(self) -> set[int]:
@@ -202,7 +185,8 @@ class DecodeRole:
         if work.key in self._jobs or work.key in self._leaving:
             return
         try:
-            self._check(work)
+            most = len(work.prompt_tokens) + work.tokens_wanted
+            self._standing.check(work, most, self._quarantined)
         except BatonError as error:
             self._outbox.send(attachment, failed_to(work.key, error))
             return
@@ -214,14 +198,6 @@ class DecodeRole:
             sequence = self._scheduler.compute(work)
             sequence.take_guide(guide)
             self._jobs[work.key] = Job(attachment, work, "", now, landed=now, sequence=sequence)
-
-    def _check(self, work: Work) -> None:
-        if self._draining:
-            raise Unavailable("the decode worker is being drained")
-        if fault := quarantine_fault(self._quarantined, self._pool.total, self._quarantine_share):
-            raise Unavailable(fault)
-        check_work(work, self._engine.architecture.vocabulary_size)
-        check_context(len(work.prompt_tokens) + work.tokens_wanted, self._engine.context_length)
 
     def _grant(self) -> None:
         for reservation in self._scheduler.grant():

@@ -16,16 +16,14 @@ A prompt that begins with pages which another worker has may wait for these firs
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
 
 from baton.v1 import worker_pb2 as pb
 from core.config import Config
-from core.errors import BatonError, Exhausted, Internal, Unavailable
-from core.types import AttemptKey, FinishReason, Moment, Role, TokenLogprobs, Work
-from core.wire import failed_to, finish_to, logprobs_to, work_from
+from core.errors import BatonError, Exhausted, Internal
+from core.types import AttemptKey, Moment, Role, TokenLogprobs
+from core.wire import failed_to, work_from
 from engine.engine import Engine
-from engine.page_pool import Lease
-from engine.sequence import Guide, Piece, Sequence
+from engine.sequence import Piece, Sequence
 from kv_transfer.events import (
     Fetched,
     PagesDamaged,
@@ -42,30 +40,15 @@ from kv_transfer.events import (
     TransferEvent,
 )
 from kv_transfer.thread import TransferThread
-from prefill_worker.chunks import Chunks
-from prefill_worker.fetches import Fetch, Fetches
+from prefill_worker.fetches import Fetches
+from prefill_worker.job import Job
+from prefill_worker.messages import first_token, peer_changed, push_ended
 from prefill_worker.scheduler import PrefillScheduler
-from worker.admission import check_context, check_work, quarantine_fault, refusal
+from worker.admission import refusal
 from worker.flights import Flights, Settled
 from worker.metrics import WorkerMetrics
 from worker.outbox import Outbox
-
-
-@dataclass(slots=True)
-class Job:
-    attachment: int
-    work: Work
-    push: bool
-    arrived: float
-    started: float = 0.0
-    chunks: Chunks = field(default_factory=Chunks)
-    lease: Lease | None = None
-    fetch: Fetch | None = None
-    delivered: bool = False  # decode's ticket is here
-    pushed_pages: int = 0
-    released: bool = False
-    overdue: bool = False  # released, and a write still reads its pages
-    guide: Guide | None = None
+from worker.standing import Standing
 
 
 class PrefillRole:
@@ -83,13 +66,12 @@ class PrefillRole:
         self._outbox = outbox
         self._metrics = metrics
         self._flights = Flights(engine, metrics)
+        self._standing = Standing(Role.PREFILL, engine, metrics, config)
         self._fetches = Fetches(engine.pool, transfer, metrics)
         self._scheduler = PrefillScheduler(
             engine.pool, config.prefill.chunk_tokens, self._fetches.coming
         )
         self._jobs: dict[AttemptKey, Job] = {}
-        self._quarantine_share = config.quarantine_share
-        self._draining = False
 
     @property
     def idle(self) -> bool:
@@ -121,19 +103,19 @@ class PrefillRole:
             self._release(key)
 
     def drain(self) -> None:
-        self._draining = True
+        self._standing.draining = True
 
     def resume(self) -> None:
-        self._draining = False
+        self._standing.draining = False
 
     def hand_back(self) -> None:
         for job in [job for job in self._jobs.values() if not job.released]:
-            self._fail(job, Unavailable("the prefill worker is being drained"))
+            self._fail(job, self._standing.drained())
 
     def on_transfer(self, event: TransferEvent) -> None:
         match event:
             case PeerConnected() | PeerDisconnected():
-                self._report_peer(event)
+                self._outbox.broadcast(peer_changed(event))
             case PushOverdue() if event.key in self._jobs:
                 self._jobs[event.key].overdue = True
             case PushFailed():
@@ -169,22 +151,10 @@ class PrefillRole:
         return True
 
     def load(self) -> pb.Load:
-        quarantined = self._quarantined
-        load = pb.Load(
-            free_pages=self._pool.free,
-            leased_pages=self._pool.leased - quarantined,
-            quarantined_pages=quarantined,
-            cached_pages=self._pool.cached,
-            kept_pages=self._pool.kept,
-            waiting=self._scheduler.waiting,
-            running=self._scheduler.running,
-            queued_tokens=self._scheduler.queued_tokens,
-            fault=self._fault(quarantined),
-            transfers=sum(job.delivered for job in self._jobs.values()),
-        )
-        self._metrics.load(load)
-        self._metrics.cache(self._pool)
-        return load
+        busy = self._jobs or self._flights.any
+        leak = "" if busy else self._pool.check_integrity(held=len(self._fetches.pages))
+        transfers = sum(job.delivered for job in self._jobs.values())
+        return self._standing.load(self._scheduler, self._quarantined, transfers, leak)
 
     @property
     def _quarantined(self) -> int:
@@ -192,17 +162,12 @@ class PrefillRole:
         overdue = (job.lease.pages for job in self._jobs.values() if job.overdue and job.lease)
         return len(self._fetches.overdue_pages.union(*overdue))
 
-    def _fault(self, quarantined: int) -> str:
-        busy = self._jobs or self._flights.any
-        leak = "" if busy else self._pool.check_integrity(held=len(self._fetches.pages))
-        return leak or quarantine_fault(quarantined, self._pool.total, self._quarantine_share)
-
     def _accept(self, attachment: int, message: pb.Prefill) -> None:
         work = work_from(message.work)
         if work.key in self._jobs:
             return
         try:
-            self._check(work)
+            self._standing.check(work, len(work.prompt_tokens), self._quarantined)
         except BatonError as error:
             self._outbox.send(attachment, failed_to(work.key, error))
             return
@@ -223,14 +188,6 @@ class PrefillRole:
         fetched must not hold them up."""
         has_room = self._scheduler.waiting_pages <= self._pool.free
         return has_room and not self._scheduler.has_to_wait(keys)
-
-    def _check(self, work: Work) -> None:
-        if self._draining:
-            raise Unavailable("the prefill worker is being drained")
-        if fault := quarantine_fault(self._quarantined, self._pool.total, self._quarantine_share):
-            raise Unavailable(fault)
-        check_work(work, self._engine.architecture.vocabulary_size)
-        check_context(len(work.prompt_tokens), self._engine.context_length)
 
     def _deliver(self, message: pb.Deliver) -> None:
         key = AttemptKey(message.request_id, message.epoch)
@@ -297,38 +254,14 @@ class PrefillRole:
         key = job.work.key
         finish = sequence.append(token)
         self._scheduler.remove(key)
-        self._send_first_token(job, sequence, finish, logprobs)
+        first = first_token(job, sequence, finish, logprobs, self._pool.page_size)
+        self._outbox.send(job.attachment, first)
+        self._outbox.flush()
         if job.push and finish:
             job.released = True
             self._transfer.cancel_push(key)
         elif job.push:
             self._transfer.finish_push(key, token, sequence.lease.pages[job.pushed_pages :])
-
-    def _send_first_token(
-        self,
-        job: Job,
-        sequence: Sequence,
-        finish: FinishReason | None,
-        logprobs: TokenLogprobs | None,
-    ) -> None:
-        first = pb.FirstToken(
-            request_id=job.work.key.request_id,
-            epoch=job.work.key.epoch,
-            token=sequence.tokens[-1],
-            finish_reason=finish_to(finish),
-            queue_seconds=job.started - job.arrived,
-            compute_seconds=time.monotonic() - job.started,
-            cached_tokens=sequence.cached_tokens,
-            restored_tokens=sequence.restored_tokens,
-            logprobs=logprobs_to(logprobs) if logprobs else None,
-            prompt_logprobs=map(logprobs_to, sequence.prompt_scores),
-            chunks=job.chunks.tell(),
-        )
-        if job.fetch is not None:
-            first.fetched_tokens = job.fetch.used(sequence.lease.found) * self._pool.page_size
-            first.fetch_seconds = job.fetch.seconds
-        self._outbox.send(job.attachment, pb.WorkerMessage(first_token=first))
-        self._outbox.flush()
 
     def _push_ahead(self, plan: list[Piece]) -> None:
         """Hands over what a device is still computing: it leaves without waiting for the host."""
@@ -368,30 +301,9 @@ class PrefillRole:
             return
         self._metrics.transferred(event.bytes, event.seconds)
         if not job.released:
-            self._report_push(job, event)
+            self._outbox.send(job.attachment, push_ended(event))
             self._scheduler.remove(event.key)
         self._forget(job)
-
-    def _report_peer(self, event: PeerConnected | PeerDisconnected) -> None:
-        connected = pb.Connected(worker_id=event.worker_id, agent=event.agent)
-        if isinstance(event, PeerDisconnected):
-            connected.lost = True
-        elif event.error is not None:
-            connected.error, connected.reason = event.error.message, event.error.reason
-        self._outbox.broadcast(pb.WorkerMessage(connected=connected))
-
-    def _report_push(self, job: Job, event: PushEnded) -> None:
-        if event.error is not None:
-            self._outbox.send(job.attachment, failed_to(event.key, event.error))
-            return
-        pushed = pb.Pushed(
-            request_id=event.key.request_id,
-            epoch=event.key.epoch,
-            bytes=event.bytes,
-            seconds=event.seconds,
-            exposed_seconds=event.exposed_seconds,
-        )
-        self._outbox.send(job.attachment, pb.WorkerMessage(pushed=pushed))
 
     def _forget(self, job: Job) -> None:
         del self._jobs[job.work.key]
