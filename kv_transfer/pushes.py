@@ -34,17 +34,17 @@ from kv_transfer.events import (
 )
 from kv_transfer.layout import describe_mismatch
 from kv_transfer.note import drained_note, introduction_note, key_of
-from kv_transfer.sender import (
+from kv_transfer.push_actions import (
     Action,
     Ended,
     Fail,
     Introduce,
     Overdue,
-    Sender,
     SendNote,
     Silent,
     StartWrite,
 )
+from kv_transfer.sender import Sender
 from kv_transfer.ticket import TICKET_VERSION, open_ticket
 from kv_transfer.transport import Transport
 

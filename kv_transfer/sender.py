@@ -46,7 +46,6 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from baton.v1.transfer_pb2 import Resend, TicketBody
 from core.errors import (
@@ -59,6 +58,16 @@ from core.errors import (
 )
 from core.types import AttemptKey, Moment
 from kv_transfer.note import beat_note, drained_note, landed_note
+from kv_transfer.push_actions import (
+    Action,
+    Ended,
+    Fail,
+    Introduce,
+    Overdue,
+    SendNote,
+    Silent,
+    StartWrite,
+)
 from kv_transfer.write_lease import WriteLease
 
 Digest = Callable[[Sequence[int]], list[int]]
@@ -107,60 +116,6 @@ TRANSITIONS: dict[tuple[State, Step], State] = {
 }
 
 _BEATING = (State.ASKING, State.PUSHING, State.LANDING, State.CONFIRMING)
-
-
-@dataclass(frozen=True, slots=True)
-class StartWrite:
-    """Write pages and then the note, if any. Answer with write_done or write_failed."""
-
-    local_pages: tuple[int, ...]
-    remote_pages: tuple[int, ...]
-    note: bytes
-    after: Moment | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SendNote:
-    """Send a note alone. No answer is wanted."""
-
-    note: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Introduce:
-    """Tell the receiver once more how it reaches us."""
-
-
-@dataclass(frozen=True, slots=True)
-class Silent:
-    """The receiver has not answered for a lease's time: no push to it will succeed now."""
-
-    error: BatonError
-
-
-@dataclass(frozen=True, slots=True)
-class Fail:
-    """The push is given up, but a write is still under way: Ended follows."""
-
-    error: BatonError
-
-
-@dataclass(frozen=True, slots=True)
-class Overdue:
-    """The push was given up a while ago, and its write is still under way."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """The push is over. It landed unless there is an `error`."""
-
-    error: BatonError | None
-    bytes: int
-    seconds: float
-    exposed_seconds: float
-
-
-Action = StartWrite | SendNote | Introduce | Silent | Fail | Overdue | Ended
 
 
 class Sender:

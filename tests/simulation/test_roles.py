@@ -9,20 +9,25 @@ from collections.abc import Iterator
 import pytest
 
 from .cluster import Cluster
+from .faults import Faults
 
 SEEDS = 400
 
 
-class RestlessCluster(Cluster):
+class RestlessFaults(Faults):
     """Every other fault is a change of roles."""
 
-    def _fault(self) -> None:
+    def _strike(self) -> None:
         worker = self._some_worker()
-        if worker is not None and self.world.chance(0.5):
-            self.world.log(worker.agent, "CHANGES ITS ROLE")
+        if worker is not None and self._world.chance(0.5):
+            self._world.log(worker.agent, "CHANGES ITS ROLE")
             worker.switch()
         else:
-            super()._fault()
+            super()._strike()
+
+
+class RestlessCluster(Cluster):
+    kind_of_faults = RestlessFaults
 
 
 @pytest.fixture

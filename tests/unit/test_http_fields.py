@@ -7,43 +7,21 @@ import json
 import re
 
 import pytest
+from http_bodies import HELLO, chat, completion, request
 from jsonschema import Draft202012Validator
 
 from core.errors import BatonError, InvalidRequest, InvalidSampling, NotServed
 from core.types import (
     ChatPrompt,
     Message,
-    Prompt,
     Request,
     Sampling,
     Structure,
-    TextPrompt,
-    TokenPrompt,
-    Tool,
-    ToolCall,
 )
 from router.grammar import ANY_OBJECT
-from router.http.chat import ChatApi
-from router.http.completions import CompletionsApi
 from router.http.fields import Json
 from router.http.generation import Asked
 from router.http.openapi import document
-from router.http.tokens import read_prompt
-
-HELLO: Json = {"messages": [{"role": "user", "content": "Hello"}]}
-
-
-def chat(**fields: object) -> Asked:
-    return ChatApi().read({**HELLO, **fields}, "id")
-
-
-def completion(**fields: object) -> Asked:
-    return CompletionsApi().read({"prompt": "Hello", **fields}, "id")
-
-
-def request(asked: Asked) -> Request:
-    (only,) = asked.requests
-    return only
 
 
 def test_what_is_not_set_is_as_the_api_says() -> None:
@@ -297,159 +275,3 @@ def test_a_structure_that_is_none_or_two_is_refused(given: Json) -> None:
 def test_usage_is_asked_for_with_the_stream() -> None:
     assert chat(stream=True, stream_options={"include_usage": True}).include_usage
     assert not chat(stream=True, stream_options={}).include_usage
-
-
-@pytest.mark.parametrize(
-    ("message", "read"),
-    [
-        ({"role": "system", "content": "a"}, Message("system", "a")),
-        ({"role": "developer", "content": "a"}, Message("system", "a")),
-        ({"role": "assistant", "content": "", "tool_calls": []}, Message("assistant", "")),
-        (
-            {"role": "user", "name": "x", "content": [{"type": "text", "text": "a"}] * 2},
-            Message("user", "a\na"),
-        ),
-    ],
-)
-def test_a_message_is_read(message: Json, read: Message) -> None:
-    assert request(chat(messages=[message])).prompt == ChatPrompt((read,))
-
-
-@pytest.mark.parametrize(
-    ("messages", "field"),
-    [
-        (None, "messages"),
-        ([], "messages"),
-        ("hi", "messages"),
-        (["hi"], "messages[0]"),
-        ([{"content": "hi"}], "messages[0].role"),
-        ([{"role": "king", "content": "hi"}], "messages[0].role"),
-        ([{"role": ["user"], "content": "hi"}], "messages[0].role"),
-        ([{"role": "user"}], "messages[0].content"),
-        ([{"role": "user", "content": 5}], "messages[0].content"),
-        ([{"role": "user", "content": "\udc00"}], "messages[0].content"),
-        ([{"role": "user", "content": ["hi"]}], "messages[0].content[0]"),
-        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0].type"),
-        ([{"role": "tool", "content": "x"}], "messages[0].tool_call_id"),
-        ([{"role": "function", "content": "x"}], "messages[0]"),
-        ([{"role": "assistant", "tool_calls": [{}]}], "messages[0].tool_calls[0]"),
-    ],
-)
-def test_wrong_messages_are_refused_by_place(messages: object, field: str) -> None:
-    with pytest.raises(InvalidRequest) as refused:
-        chat(messages=messages)
-    assert refused.value.field == field
-
-
-@pytest.mark.parametrize(
-    ("prompt", "read"),
-    [
-        ("a", [TextPrompt("a")]),
-        (["a", "b"], [TextPrompt("a"), TextPrompt("b")]),
-        ([1, 2], [TokenPrompt((1, 2))]),
-        ([[1, 2], [3]], [TokenPrompt((1, 2)), TokenPrompt((3,))]),
-        (["a", [3]], [TextPrompt("a"), TokenPrompt((3,))]),
-    ],
-)
-def test_a_completion_has_prompts_of_many_kinds(prompt: object, read: list[Prompt]) -> None:
-    assert [request.prompt for request in completion(prompt=prompt).requests] == read
-
-
-@pytest.mark.parametrize(
-    "prompt", [None, [], 5, {"a": 1}, [1, "a"], ["a", 1], [[1.5]], [-1], [True], ["a"] * 129]
-)
-def test_other_prompts_are_refused(prompt: object) -> None:
-    with pytest.raises(InvalidRequest) as refused:
-        completion(prompt=prompt)
-    assert refused.value.field == "prompt"
-
-
-def test_prompts_times_answers_are_bounded() -> None:
-    with pytest.raises(InvalidRequest, match="at most 128"):
-        completion(prompt=["a"] * 9, n=16)
-
-
-def test_what_is_tokenized_is_a_chat_or_a_text() -> None:
-    assert read_prompt(HELLO) == ChatPrompt((Message("user", "Hello"),))
-    assert read_prompt({"prompt": "Hello"}) == TextPrompt("Hello")
-    for wrong in ({}, {"prompt": [1]}, {"prompt": "x", "add_special_tokens": False}):
-        with pytest.raises(InvalidRequest):
-            read_prompt(wrong)
-
-
-WEATHER: Json = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "Tells it.",
-        "parameters": {"properties": {"city": {"type": "string"}}},
-    },
-}
-PARAMETERS = '{"type": "object", "properties": {"city": {"type": "string"}}}'
-TOOL = Tool("get_weather", "Tells it.", PARAMETERS)
-
-
-@pytest.mark.parametrize(
-    ("choice", "expected"),
-    [
-        (None, ((), False, "")),
-        ("none", ((), False, "")),
-        ("auto", ((TOOL,), False, "")),
-        ("required", ((TOOL,), True, "")),
-        (
-            {"type": "function", "function": {"name": "get_weather"}},
-            ((TOOL,), True, "get_weather"),
-        ),
-    ],
-)
-def test_tools_are_read_with_the_choice_among_them(choice: object, expected: object) -> None:
-    prompt = request(chat(tools=[WEATHER], tool_choice=choice)).prompt
-    assert isinstance(prompt, ChatPrompt)
-    assert (prompt.tools, prompt.must_call, prompt.tool_name) == expected
-
-
-def test_tools_may_be_called_where_nothing_is_chosen() -> None:
-    prompt = request(chat(tools=[WEATHER, {"type": "function", "function": {"name": "b"}}])).prompt
-    assert isinstance(prompt, ChatPrompt)
-    assert prompt.tools == (TOOL, Tool("b", "", '{"type": "object"}'))
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"tools": "x"},
-        {"tools": [5]},
-        {"tools": [{"type": "function"}]},
-        {"tools": [{"type": "function", "function": {"name": "a b"}}]},
-        {"tools": [{"type": "function", "function": {"name": "a", "parameters": 5}}]},
-        {"tools": [WEATHER, WEATHER]},
-        {"tools": [WEATHER], "tool_choice": "always"},
-        {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "b"}}},
-        {"tool_choice": "required"},
-    ],
-)
-def test_tools_that_cannot_be_are_refused(given: Json) -> None:
-    with pytest.raises(InvalidRequest) as refused:
-        chat(**given)
-    assert refused.value.field.startswith("tool")
-
-
-def test_calls_and_their_results_are_messages() -> None:
-    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    messages = [
-        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "Hm."},
-        {"role": "tool", "content": "sunny", "tool_call_id": "c1", "name": "f"},
-    ]
-    assert request(chat(messages=messages)).prompt == ChatPrompt(
-        (
-            Message("assistant", "", (ToolCall("c1", "f", "{}"),), reasoning="Hm."),
-            Message("tool", "sunny", tool_call_id="c1", name="f"),
-        )
-    )
-
-
-def test_tools_count_when_a_chat_is_tokenized() -> None:
-    prompt = read_prompt({**HELLO, "tools": [WEATHER]})
-    assert isinstance(prompt, ChatPrompt)
-    assert prompt.tools == (TOOL,)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-import random
 
 import pytest
 
@@ -16,20 +15,18 @@ from core.errors import (
 )
 from core.types import AttemptKey
 from kv_transfer import sender as machine
-from kv_transfer.note import beat_note, drained_note, landed_note, read_note
-from kv_transfer.sender import (
+from kv_transfer.note import beat_note, drained_note, landed_note
+from kv_transfer.push_actions import (
     Action,
-    Digest,
     Ended,
     Fail,
     Introduce,
     Overdue,
-    Sender,
     SendNote,
     Silent,
     StartWrite,
-    State,
 )
+from kv_transfer.sender import Digest, Sender, State
 
 KEY = AttemptKey("request", 2)
 PAGE_BYTES = 100
@@ -42,7 +39,6 @@ def ticket(
     pages: list[int] = REMOTE,
     epoch: int = 2,
     expires: float = 60.0,
-    lease: float = 10.0,
     held: int = 0,
 ) -> TicketBody:
     return TicketBody(
@@ -51,7 +47,7 @@ def ticket(
         agent="peer",
         pages=pages,
         expires_after_seconds=expires,
-        lease_seconds=lease,
+        lease_seconds=10.0,
         held_pages=held,
     )
 
@@ -370,139 +366,3 @@ def test_a_second_ticket_changes_nothing() -> None:
     sender = pushing()
     assert sender.ticket(ticket([1, 2, 3, 4]), now=1.0) == []
     assert sender.pages_ready([5], now=1.0) == [write([5], [40])]
-
-
-class Walk:
-    """One random life of a push, with what must always hold checked after every input."""
-
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
-        self.sender = Sender(KEY, "peer", PAGE_BYTES)
-        self.now = 0.0
-        self.total = self.random.randint(1, 6)
-        self.given = self.round = 0
-        self.finished = self.ticketed = self.given_up = self.lost = False
-        self.lease_until = 0.0
-        self.beats: dict[int, float] = {}
-        self.writing: StartWrite | None = None
-        self.written: set[int] = set()
-        self.ended: Ended | None = None
-
-    def inputs(self) -> list[str]:
-        possible = ["cancel", "lose", "revoke"] if self.random.random() < 0.1 else []
-        possible += ["tick", "renew", "renew"]
-        possible += ["write_done"] * 3 + ["write_failed"] if self.writing else []
-        possible += [] if self.ticketed else ["ticket"] * 2
-        possible += [] if self.finished else ["pages", "finish"]
-        landed = self.finished and len(self.written) == self.total
-        return possible + (["accept", "accept", "resend"] if landed else [])
-
-    def step(self) -> None:
-        self.now += self.random.random()
-        name = self.random.choice(self.inputs())
-        for action in getattr(self, name)():
-            self.check(action)
-
-    def check(self, action: Action) -> None:
-        assert self.ended is None, "nothing follows the end"
-        match action:
-            case StartWrite():
-                assert self.writing is None, "one write at a time"
-                assert not self.given_up, "nothing starts once the push was given up"
-                assert self.now < self.lease_until, "nothing starts without a lease"
-                self.writing = action
-            case SendNote():
-                self.check_note(action.note)
-            case Fail():
-                assert self.writing is not None
-                self.given_up = True
-            case Ended():
-                assert self.writing is None, "no end with a write under way"
-                self.ended = action
-
-    def check_note(self, data: bytes) -> None:
-        note = read_note(data)
-        assert note is not None
-        match note.WhichOneof("kind"):
-            case "beat":
-                self.beats[note.beat.number] = self.now
-            case "landed":
-                assert len(self.written) == self.total, "landed means that all is written"
-            case _:
-                assert data == DRAINED
-                assert self.writing is None, "drained means that nothing is under way"
-                assert not self.lost
-                self.given_up = True
-
-    def ticket(self) -> list[Action]:
-        self.ticketed = True
-        return self.sender.ticket(ticket([100 + i for i in range(self.total)], lease=3.0), self.now)
-
-    def renew(self) -> list[Action]:
-        if not self.beats:
-            return []
-        number = self.random.choice(list(self.beats))
-        self.lease_until = max(self.lease_until, self.beats[number] + 3.0)
-        return self.sender.renewed(number, self.now)
-
-    def pages(self) -> list[Action]:
-        count = self.random.randint(0, self.total - self.given)
-        return self.sender.pages_ready(self.take(count), self.now)
-
-    def finish(self) -> list[Action]:
-        self.finished = True
-        return self.sender.finish(7, self.take(self.total - self.given), self.now, self.now)
-
-    def take(self, count: int) -> list[int]:
-        self.given += count
-        return list(range(self.given - count, self.given))
-
-    def write_done(self) -> list[Action]:
-        assert self.writing is not None
-        local, remote = self.writing.local_pages, self.writing.remote_pages
-        assert [100 + page for page in local] == list(remote)
-        self.written |= set(local)
-        self.writing = None
-        return self.sender.write_done(self.now)
-
-    def write_failed(self) -> list[Action]:
-        self.writing, self.given_up = None, True
-        return self.sender.write_failed(Internal("broken"), self.now)
-
-    def accept(self) -> list[Action]:
-        return self.sender.accepted()
-
-    def resend(self) -> list[Action]:
-        self.round += self.random.randint(0, 1)
-        positions = [self.random.randrange(self.total)]
-        return self.sender.resend(Resend(positions=positions, round=self.round), self.now)
-
-    def tick(self) -> list[Action]:
-        return self.sender.tick(self.now)
-
-    def revoke(self) -> list[Action]:
-        return self.sender.revoked()
-
-    def cancel(self) -> list[Action]:
-        return self.sender.cancel()
-
-    def lose(self) -> list[Action]:
-        if not self.ticketed:
-            return []
-        self.lost = True
-        return self.sender.peer_lost()
-
-
-@pytest.mark.parametrize("first_seed", range(0, 2000, 500))
-def test_random_lives_end_exactly_once_and_never_with_a_write_under_way(first_seed: int) -> None:
-    landed = 0
-    for seed in range(first_seed, first_seed + 500):
-        walk = Walk(seed)
-        while walk.ended is None:
-            walk.step()
-        if walk.ended.error is None:
-            landed += 1
-            assert walk.written == set(range(walk.total))
-            assert walk.ended.bytes >= PAGE_BYTES * walk.total
-        assert walk.sender.state is State.DONE
-    assert 50 < landed < 450, "the walk visits both kinds of ends"

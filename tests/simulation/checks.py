@@ -1,0 +1,135 @@
+"""What must hold in a cluster: whenever bytes arrive, and once all is at rest."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from core.errors import Internal
+from core.types import AttemptKey, Role
+from decode_worker.role import DecodeRole
+from engine.page_pool import Lease
+from engine.restore_costs import Tier
+from kv_transfer.receiver import State
+from prefill_worker.role import PrefillRole
+
+from .fabric import Write
+from .router import SimulatedRequest
+from .worker import SimulatedWorker
+from .world import Violation
+
+if TYPE_CHECKING:
+    from .cluster import Cluster
+
+
+class Checks:
+    """Each raises Violation."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._world = cluster.world
+        self._counts = cluster.counts
+
+    def landing(self, write: Write) -> None:
+        """Bytes may only change in pages that are held for this very attempt."""
+        processes = self._cluster.processes
+        sender, receiver = processes[write.sender.agent], processes[write.endpoint.peer.agent]
+        key = sender.push_of(write)
+        expected = receiver.transfer._reservations._expected.get(key)
+        self._world.log(sender.agent, f"{key} lands in {write.remote_pages} of {receiver.agent}")
+        if expected is None or expected.sender != sender.agent:
+            raise Violation(f"{key} writes to {receiver.agent}, which does not expect it")
+        if expected.receiver.state not in (State.OPEN, State.QUARANTINED):
+            raise Violation(f"{key} writes into a reservation that is {expected.receiver.state}")
+        lease = _expected_in(receiver, key)
+        if lease is None or lease.released or not set(write.remote_pages) <= set(lease.pages):
+            raise Violation(f"{key} writes into pages of {receiver.agent} that it does not hold")
+        pool = receiver.engine.pool
+        for page in write.remote_pages:
+            if pool.cache.knows(page) or pool._holders[page] != 1:
+                raise Violation(f"{key} writes into page {page}, which others may read")
+        if expected.receiver.state is State.QUARANTINED:
+            what = "fetched" if receiver.kind is Role.PREFILL else "pushed"
+            self._counts["writes into quarantine"] += 1
+            self._counts[f"{what} into quarantine"] += 1
+        self._source(sender, key, write)
+
+    def _source(self, sender: SimulatedWorker, key: AttemptKey, write: Write) -> None:
+        lease = _sent_from(sender, key)
+        if lease is None or lease.released or not set(write.local_pages) <= set(lease.pages):
+            raise Violation(f"{key} reads pages of {sender.agent} that it does not hold")
+
+    def rest(self) -> None:
+        for router in self._cluster.routers:
+            for request in router.requests.values():
+                if not request.outcome:
+                    raise Violation(f"{request.name} never ended")
+                broken = request.name in self._cluster.breaks_at
+                if request.outcome == Internal.reason and not broken:
+                    raise Violation(f"{request.name} failed with another request")
+                self._counts[request.outcome] += 1
+                self._counts["retries"] += max(len(request.life.placements) - 1, 0)
+                if not self._cluster.faults:
+                    self._undisturbed(request)
+        for worker in self._cluster.workers.values():
+            self._idle(worker)
+        self._caches()
+
+    def _caches(self) -> None:
+        """Equal keys mean equal contents, on every worker that ever was."""
+        contents: dict[bytes, list[int]] = {}
+        for worker in dict.fromkeys(self._cluster.processes.values()):
+            cache = worker.engine.pool.cache
+            self._counts["pages found"] += cache.found
+            self._counts["evictions"] += cache.evictions
+            tier = worker.engine.pool.second_tier
+            if tier is not None:
+                self._counts["pages restored"] += tier.counts[Tier.HOST].restored
+            for key in cache.keys:
+                (page,) = cache.find([key])
+                content = worker.engine.memory[page]
+                if contents.setdefault(key, content) != content:
+                    raise Violation(f"page {page} of {worker.agent} is not what its key says")
+
+    def _undisturbed(self, request: SimulatedRequest) -> None:
+        if request.outcome != "finished":
+            raise Violation(f"{request.name} failed without a fault: {request.outcome}")
+        # Where both pools are full, the youngest prompt has to go and come back.
+        reasons = [placement.reason for placement in request.life.placements[1:]]
+        disturbed = any("pool is full" not in reason for reason in reasons)
+        if disturbed and not self._cluster.fabric.damage:
+            raise Violation(f"{request.name} was tried again without a fault: {reasons}")
+
+    def _idle(self, worker: SimulatedWorker) -> None:
+        pool, transfer, role = worker.engine.pool, worker.transfer, worker.role
+        held = {
+            "pages": pool.leased,
+            "requests": len(role._jobs),
+            "quarantines": len(role._leaving) if isinstance(role, DecodeRole) else 0,
+            "loans": len(role._loans._loans) if isinstance(role, DecodeRole) else 0,
+            "fetches": len(role._fetches._fetches) if isinstance(role, PrefillRole) else 0,
+            "pushes": len(transfer._pushes._senders),
+            "writes": len(transfer._pushes._writes)
+            + sum(len(transport.writes) for transport in worker.transports),
+            "reservations": len(transfer._reservations._expected),
+            "waiting": role._scheduler.waiting + role._scheduler.running,
+        }
+        left = {what: count for what, count in held.items() if count}
+        if left or pool.check_integrity(held=0):
+            raise Violation(f"{worker.agent} at rest still holds {left}; {pool.check_integrity()}")
+
+
+def _expected_in(worker: SimulatedWorker, key: AttemptKey) -> Lease | None:
+    """The pages that wait for an attempt's to arrive: a prompt's, or those that are fetched."""
+    if isinstance(worker.role, PrefillRole):
+        fetch = worker.role._fetches._fetches.get(key)
+        return fetch.lease if fetch else None
+    travelling = worker.role._scheduler._travelling.get(key)
+    return travelling.lease if travelling else worker.role._leaving.get(key)
+
+
+def _sent_from(worker: SimulatedWorker, key: AttemptKey) -> Lease | None:
+    """The pages that an attempt's push reads."""
+    if isinstance(worker.role, DecodeRole):
+        return worker.role._loans._loans.get(key)
+    job = worker.role._jobs.get(key)
+    return job.lease if job else None

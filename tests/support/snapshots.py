@@ -1,0 +1,64 @@
+"""Clusters as the router's policy sees them, with costs that are known."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from router.cost_model import Costs
+from router.placement import DecodeView, Placement, PrefillView, Snapshot
+from router.policy import choose
+
+BOTH = frozenset({"d0", "d1"})
+
+# A millisecond a token, ten a step, one for each request in it; 100 KB a millisecond.
+COSTS = Costs(
+    prefill=(0.0, 1e-3, 0.0, 1e-3, 1e-4),
+    local=(0.0, 1e-3, 0.0, 1e-3, 1e-4, 0.0),
+    transfer=(0.0, 1e-8),
+    exposed=(0.0, 1.0),
+    fetch=(2e-2, 1e-8),
+    step=(1e-2, 1e-3, 0.0, 0.0),
+    answer_tokens=100.0,
+)
+
+
+def prefill(
+    name: str,
+    pending: int = 0,
+    reaches: frozenset[str] = BOTH,
+    room: bool = True,
+    cached: int = 0,
+) -> PrefillView:
+    return PrefillView(name, pending, reaches, room, cached)
+
+
+def decode(
+    name: str,
+    requests: int = 0,
+    free: int = 1000,
+    room: bool = True,
+    cached: int = 0,
+    waiting: int = 0,
+    pending: int = 0,
+) -> DecodeView:
+    running = requests - waiting
+    return DecodeView(name, requests, free, room, cached, running, waiting, 0, pending)
+
+
+def placed(snapshot: Snapshot) -> Placement:
+    found = choose(snapshot)
+    assert isinstance(found, Placement), found
+    return found
+
+
+def where(snapshot: Snapshot) -> tuple[str, str]:
+    found = placed(snapshot)
+    return found.prefill, found.decode
+
+
+def asked(snapshot: Snapshot, tokens: int, **more: object) -> Snapshot:
+    """For a prompt of so many tokens, in a cluster whose costs are known."""
+    known = dataclasses.replace(
+        snapshot, prompt_tokens=tokens, tokens_wanted=100, costs=COSTS, page_bytes=160_000
+    )
+    return dataclasses.replace(known, **more)  # type: ignore[arg-type]
