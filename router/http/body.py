@@ -19,8 +19,9 @@ from core.errors import Cancelled, InvalidRequest
 from router.http.fields import Json
 from router.parse import MAX_REQUEST_BYTES
 
-MAX_VALUES = 500_000
-"""Some 0.1 seconds. Longer lists of token ids can be sent over gRPC."""
+MAX_VALUES = 300_000
+"""Some 0.05 seconds, and enough for a context of 2**18 token ids. Longer lists of them can be sent
+over gRPC."""
 
 SHORT_BYTES = 64 * 2**10
 BODY_SECONDS = 60.0

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import queue
 import random
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TypeVar
 
 import pytest
 from pool_host import AnyPool, HostedPool, poll_until, pool_host
 from pools import KINDS, LAYOUT, PAGE_BYTES, PAGES, UNTOUCHED, Shard, SplitPool
+from transfer_workers import TransferWorker
 
 from baton.v1.transfer_pb2 import PoolAddress, PoolShard
 from core.errors import Internal, WorkerLost
@@ -24,15 +23,11 @@ from kv_transfer.events import (
     PagesWanted,
     PeerConnected,
     PushEnded,
-    TransferEvent,
 )
 from kv_transfer.shard_proxy import ShardProxy
 from kv_transfer.sharded import PROBE, ShardedTransport
-from kv_transfer.thread import TransferThread
-from kv_transfer.ticket import make_ticket
 from kv_transfer.transport import Noted, PeerLost, TransportEvent, WriteDone, WriteFailed
 
-Event = TypeVar("Event", bound=TransferEvent)
 SPLITS = [(1, 1), (1, 2), (2, 1), (2, 2), (2, 4), (4, 2), (4, 1)]
 KINDS_HERE = [name for name in ("inprocess-cpu", "nixl-cpu", "cuda_ipc-cuda") if name in KINDS]
 
@@ -104,30 +99,13 @@ def test_a_page_has_the_same_digest_however_it_is_split(
     assert sound == sent[1]
 
 
-class Worker:
-    """A split pool and its transfer thread."""
+class Worker(TransferWorker):
+    """One with a split pool."""
 
     def __init__(self, shards: int) -> None:
         self.pool = SplitPool("inprocess-cpu", shards, registered=False)
-        self.events: queue.Queue[TransferEvent] = queue.Queue()
-        self.thread = TransferThread(
-            *(self.pool.transport, self.pool.memory, LAYOUT, self.events.put),
-            digest=self.pool.sharded.digests,
-        )
-        self.thread.start()
-
-    @property
-    def agent(self) -> str:
-        return self.thread.pool_address.agent
-
-    def ticket(self, key: AttemptKey, pages: list[int]) -> bytes:
-        times = {"expires_after_seconds": 10.0, "lease_seconds": self.thread.lease_seconds}
-        return make_ticket(key, agent=self.agent, pages=pages, layout=LAYOUT, **times)
-
-    def next(self, kind: type[Event]) -> Event:
-        event = self.events.get(timeout=10)
-        assert isinstance(event, kind), event
-        return event
+        transport, memory = self.pool.transport, self.pool.memory
+        super().__init__(transport, memory, LAYOUT, self.pool.sharded.digests, 10.0)
 
 
 @pytest.fixture(params=[(1, 2), (2, 1), (2, 2)], ids=lambda split: f"{split[0]}-to-{split[1]}")
@@ -148,15 +126,14 @@ def test_a_prompt_lands_in_a_pool_of_another_split_and_is_fetched_back(
     push, back = AttemptKey("request", 1), AttemptKey("fetch", 1)
     content = random.Random(1).randbytes(PAGE_BYTES)
     prefill.pool.set_page(1, content)
-    decode.thread.expect(push, prefill.agent, [20], 10.0)
     prefill.thread.open_push(push, decode.agent)
-    prefill.thread.deliver_ticket(push, decode.ticket(push, [20]))
+    prefill.thread.deliver_ticket(push, decode.reserve([20], prefill.agent, key=push))
     prefill.thread.finish_push(push, 77, [1])
     assert decode.next(Landed) == Landed(push, 77)
     assert decode.pool.page(20) == content
     ended = prefill.next(PushEnded)
     assert (ended.error, ended.bytes) == (None, PAGE_BYTES)
-    ticket = prefill.ticket(back, [9])
+    ticket = prefill.ticket([9], back)
     prefill.thread.fetch(back, decode.agent, ticket, [9], [b"key"], 10.0)
     wanted = decode.next(PagesWanted)
     decode.thread.lend(back, wanted.peer, wanted.ticket, [20])

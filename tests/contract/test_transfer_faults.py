@@ -10,14 +10,13 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from typing import TypeVar
 
 import pytest
 from pools import NIXL, CpuBytes
+from transfer_workers import KEY, TransferWorker
 
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
 from core.errors import Unavailable
-from core.types import AttemptKey
 from kv_transfer.digest import cpu_digest
 from kv_transfer.events import (
     Landed,
@@ -29,58 +28,27 @@ from kv_transfer.events import (
     ReservationFailed,
     ReservationFreed,
     ReservationOverdue,
-    TransferEvent,
 )
 from kv_transfer.inprocess import InProcessTransport
 from kv_transfer.nixl_transport import NixlTransport
-from kv_transfer.thread import TransferThread
-from kv_transfer.ticket import make_ticket
 from kv_transfer.transport import PagePart, PoolMemory, Transport
 
 PAGE_BYTES = 8192
 PAGES = 8
 LEASE_SECONDS = 1.0
 LAYOUT = PoolLayout(version=1, model="m")
-KEY = AttemptKey("request", 1)
-Event = TypeVar("Event", bound=TransferEvent)
 
 needs_nixl = pytest.mark.skipif(not NIXL, reason="NIXL is not installed")
 
 
-class Worker:
-    """A pool and its transfer thread, with digests."""
+class Worker(TransferWorker):
+    """Its pages have digests."""
 
     def __init__(self, transport: Transport) -> None:
         self.bytes = CpuBytes(PAGES * PAGE_BYTES)
-        self.events: queue.Queue[TransferEvent] = queue.Queue()
         memory = PoolMemory(self.bytes.base, PAGE_BYTES, PAGES, "cpu")
         digest = cpu_digest(memory)
-        self.thread = TransferThread(
-            *(transport, memory, LAYOUT, self.events.put),
-            digest=lambda _, pages: digest(pages),
-            lease_seconds=LEASE_SECONDS,
-        )
-        self.thread.start()
-
-    @property
-    def agent(self) -> str:
-        return self.thread.pool_address.agent
-
-    def next(self, kind: type[Event]) -> Event:
-        event = self.events.get(timeout=20)
-        assert isinstance(event, kind)
-        return event
-
-    def reserve(self, pages: list[int], sender: str) -> bytes:
-        self.thread.expect(KEY, sender, pages, 60.0)
-        return make_ticket(
-            KEY,
-            agent=self.agent,
-            pages=pages,
-            expires_after_seconds=60.0,
-            lease_seconds=LEASE_SECONDS,
-            layout=LAYOUT,
-        )
+        super().__init__(transport, memory, LAYOUT, lambda _, pages: digest(pages), LEASE_SECONDS)
 
     def begin_push(self, receiver: PoolAddress, ticket: bytes) -> None:
         """Sends one page of two; the other is still to be computed."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import queue
 from collections.abc import Callable, Iterator
-from typing import TypeVar
 
 import pytest
 from pools import KINDS, Kind
+from transfer_workers import KEY, TransferWorker
 
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
 from core.errors import (
@@ -31,58 +30,24 @@ from kv_transfer.events import (
     ReservationFailed,
     ReservationFreed,
     TransferCrashed,
-    TransferEvent,
 )
 from kv_transfer.inprocess import InProcessTransport
 from kv_transfer.thread import TransferThread
-from kv_transfer.ticket import TICKET_VERSION, make_ticket
+from kv_transfer.ticket import TICKET_VERSION
 from kv_transfer.transport import PoolMemory, Transport, TransportEvent
 
 PAGE_BYTES = 1024
 PAGES = 32
 LAYOUT = PoolLayout(version=1, model="m", dtype="float32", page_size=16, layers=2)
-KEY = AttemptKey("request", 1)
-Event = TypeVar("Event", bound=TransferEvent)
 
 
-class Worker:
-    """A pool and its transfer thread, with the events in a queue."""
-
+class Worker(TransferWorker):
     def __init__(self, kind: Kind, transport: Transport, layout: PoolLayout = LAYOUT) -> None:
         self._bytes = kind.make_bytes(PAGES * PAGE_BYTES, 0)
-        self.events: queue.Queue[TransferEvent] = queue.Queue()
         memory = kind.make_memory(self._bytes, PAGE_BYTES, PAGES)
-        self.layout = layout
         digest = choose_digest("auto", memory)
-        self.thread = TransferThread(
-            *(transport, memory, layout, self.events.put),
-            digest=(lambda _, pages: digest(pages)) if digest else None,
-            lease_seconds=1.0,
-        )
-        self.thread.start()
-
-    @property
-    def agent(self) -> str:
-        return self.thread.pool_address.agent
-
-    def next(self, kind: type[Event]) -> Event:
-        event = self.events.get(timeout=10)
-        assert isinstance(event, kind)
-        return event
-
-    def reserve(
-        self, pages: list[int], sender: str, *, expires: float = 30.0, key: AttemptKey = KEY
-    ) -> bytes:
-        """The ticket that lets the agent `sender` write into `pages`."""
-        self.thread.expect(key, sender, pages, expires)
-        return make_ticket(
-            key,
-            agent=self.thread.pool_address.agent,
-            pages=pages,
-            expires_after_seconds=expires,
-            lease_seconds=self.thread.lease_seconds,
-            layout=self.layout,
-        )
+        by_peer = (lambda _, pages: digest(pages)) if digest else None
+        super().__init__(transport, memory, layout, by_peer)
 
     def fill(self, page: int, value: int) -> None:
         self._bytes.fill(page * PAGE_BYTES, PAGE_BYTES, value)
@@ -239,14 +204,7 @@ def test_a_push_cancelled_before_its_ticket_came_frees_the_reservation(
 def fetch(
     prefill: Worker, holder: str, pages: list[int], keys: list[bytes], seconds: float = 30.0
 ) -> None:
-    ticket = make_ticket(
-        KEY,
-        agent=prefill.agent,
-        pages=pages,
-        expires_after_seconds=seconds,
-        lease_seconds=prefill.thread.lease_seconds,
-        layout=prefill.layout,
-    )
+    ticket = prefill.ticket(pages, expires=seconds)
     prefill.thread.fetch(KEY, holder, ticket, pages, keys, seconds)
 
 

@@ -1,0 +1,66 @@
+"""A pool and its transfer thread, driven by hand."""
+
+from __future__ import annotations
+
+import queue
+from typing import TypeVar
+
+from baton.v1.transfer_pb2 import PoolLayout
+from core.types import AttemptKey
+from kv_transfer.digest import PeerDigest
+from kv_transfer.events import TransferEvent
+from kv_transfer.thread import TransferThread
+from kv_transfer.ticket import make_ticket
+from kv_transfer.transport import PoolMemory, Transport
+
+KEY = AttemptKey("request", 1)
+EVENT_SECONDS = 20.0
+
+Event = TypeVar("Event", bound=TransferEvent)
+
+
+class TransferWorker:
+    """Serves `memory`; what its thread delivers waits in a queue."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        memory: PoolMemory,
+        layout: PoolLayout,
+        digest: PeerDigest | None,
+        lease_seconds: float = 1.0,
+    ) -> None:
+        self.layout = layout
+        self.events: queue.Queue[TransferEvent] = queue.Queue()
+        self.thread = TransferThread(
+            *(transport, memory, layout, self.events.put),
+            digest=digest,
+            lease_seconds=lease_seconds,
+        )
+        self.thread.start()
+
+    @property
+    def agent(self) -> str:
+        return self.thread.pool_address.agent
+
+    def next(self, kind: type[Event]) -> Event:
+        event = self.events.get(timeout=EVENT_SECONDS)
+        assert isinstance(event, kind), event
+        return event
+
+    def ticket(self, pages: list[int], key: AttemptKey = KEY, expires: float = 30.0) -> bytes:
+        return make_ticket(
+            key,
+            agent=self.agent,
+            pages=pages,
+            expires_after_seconds=expires,
+            lease_seconds=self.thread.lease_seconds,
+            layout=self.layout,
+        )
+
+    def reserve(
+        self, pages: list[int], sender: str, *, expires: float = 30.0, key: AttemptKey = KEY
+    ) -> bytes:
+        """The ticket that lets the agent `sender` write into `pages`."""
+        self.thread.expect(key, sender, pages, expires)
+        return self.ticket(pages, key, expires)
