@@ -23,7 +23,7 @@ from pathlib import Path
 import yaml
 
 from baton import Client
-from bench.processes import address_in, process
+from bench.processes import FREE_ROUTER, address_in, process
 
 ANSWER = 8
 WORDS = 30_000
@@ -45,10 +45,7 @@ class Bench:
                 "max_batch": 8,
             },
             "router": {
-                "port": 0,
-                "http_port": 0,
-                "metrics_port": 0,
-                "canary_seconds": 0,
+                **FREE_ROUTER,
                 "local_prefill": "fallback",
                 "local_prefill_after": 0,
             },

@@ -15,6 +15,9 @@ from pathlib import Path
 START_SECONDS = 240.0
 STOP_SECONDS = 30.0
 
+FREE_ROUTER = {"port": 0, "http_port": 0, "metrics_port": 0, "canary_seconds": 0}
+"""Of a router's settings: any ports that are free, and no requests of its own."""
+
 
 @contextlib.contextmanager
 def process(

@@ -38,7 +38,7 @@ import yaml
 from tokenizers import Tokenizer
 
 from bench.instant_worker import InstantWorker, Pace
-from bench.processes import START_SECONDS, STOP_SECONDS
+from bench.processes import FREE_ROUTER, START_SECONDS, STOP_SECONDS
 from bench.router_load import Arrivals, Clients, Reading
 from core import model_store
 from core.config import Config
@@ -235,10 +235,7 @@ def write_config(path: Path, model: str, workers: Sequence[str]) -> None:
         "drain_seconds": 1,
         "members": {"workers": list(workers)},
         "router": {
-            "port": 0,
-            "http_port": 0,
-            "metrics_port": 0,
-            "canary_seconds": 0,
+            **FREE_ROUTER,
             "local_prefill": "never",
         },
     }

@@ -30,7 +30,7 @@ from pathlib import Path
 import yaml
 
 from baton import AsyncClient
-from bench.processes import address_in, process
+from bench.processes import FREE_ROUTER, address_in, process
 from worker import mps
 
 WORDS = 30_000
@@ -193,10 +193,7 @@ def _config(path: Path, way: Way, options: argparse.Namespace, members: list[str
         "prefill": {"kv_memory": options.kv_memory, "gpu_share": way.share or 1.0},
         "decode": {"kv_memory": options.kv_memory, "chunk_tokens": way.chunk, "max_batch": 64},
         "router": {
-            "port": 0,
-            "http_port": 0,
-            "metrics_port": 0,
-            "canary_seconds": 0,
+            **FREE_ROUTER,
             "local_prefill": "fallback",
             "local_prefill_after": 0,
         },

@@ -18,7 +18,7 @@ import yaml
 
 from baton import Client
 from baton.v1 import worker_pb2
-from bench.processes import address_in, process
+from bench.processes import FREE_ROUTER, address_in, process
 from core import config as configs
 from core import metrics
 from core.types import Role
@@ -93,8 +93,7 @@ def router(
     """A router of these workers, once every prefill worker reaches every decode worker.
 
     `settings` are those of the configuration's section."""
-    section = {"port": 0, "http_port": 0, "metrics_port": 0, "canary_seconds": 0, **settings}
-    tree = {**shape.tree(), "router": section, "members": {"workers": members}}
+    tree = {**shape.tree(), "router": {**FREE_ROUTER, **settings}, "members": {"workers": members}}
     config = _write(folder / f"{name}.yaml", tree)
     with process(folder, name, "router", "--config", config) as log:
         address = address_in(log)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from bench.trace_replay import Outcome
-from planner.report import Spread
+from core.spread import Spread
 
 
 @dataclass(frozen=True, slots=True)

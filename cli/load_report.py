@@ -13,8 +13,7 @@ from rich.text import Text
 
 from cli.load_client import Call
 from core.errors import InvalidConfig
-
-PERCENTILES = (50, 90, 99)
+from core.spread import PERCENTILES, Spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,25 +28,6 @@ class Objective:
         return (
             not call.error and (not ttft or call.ttft <= ttft) and (not tpot or call.tpot <= tpot)
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """Seconds."""
-
-    mean: float
-    p50: float
-    p90: float
-    p99: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        if not values:
-            return cls(0.0, 0.0, 0.0, 0.0)
-        ordered = sorted(values)
-        # The nearest rank: a value that was measured.
-        ranks = (max(0, -(-percent * len(ordered) // 100) - 1) for percent in PERCENTILES)
-        return cls(sum(ordered) / len(ordered), *(ordered[rank] for rank in ranks))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,11 @@ from pathlib import Path
 import typer
 
 from core.errors import InvalidConfig
+from core.spread import Spread
 from planner.observation import Goals
 from planner.pools import Pools
 from planner.profile import H200_8B, load_profile
-from planner.report import Planned, PoolUse, Report, Spread
+from planner.report import Planned, PoolUse, Report
 from planner.simulator import Setup, Simulator
 from planner.trace import TraceRequest, Traffic, arrivals, read_trace
 

@@ -8,27 +8,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy
-
+from core.spread import PERCENTILES, Spread
 from planner.plan import Decision
 
 _GROWTH = math.log(1.02)
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """A distribution in four numbers."""
-
-    mean: float
-    p50: float
-    p90: float
-    p99: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        if not len(values):
-            return cls(*[math.nan] * 4)
-        return cls(float(numpy.mean(values)), *map(float, numpy.percentile(values, (50, 90, 99))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +66,8 @@ class GapHistogram:
     def spread(self) -> Spread:
         total = sum(self._bins.values())
         if total <= 0:
-            return Spread(*[math.nan] * 4)
-        return Spread(self._sum / total, *(self._percentile(each, total) for each in (50, 90, 99)))
+            return Spread.of(())
+        return Spread(self._sum / total, *(self._percentile(each, total) for each in PERCENTILES))
 
     def _percentile(self, share: float, total: float) -> float:
         left = share / 100 * total

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import fault_table
 import pytest
 import recoveries
 from processes import ProcessCluster
+from tiny_models import TINY_MODELS, save
 
 from core.model_store import EMBEDDED
 
@@ -18,6 +20,14 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluste
     """The embedded model on one prefill and one decode worker."""
     with ProcessCluster(EMBEDDED, tmp_path_factory.mktemp("embedded"), tree=TREE) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny model."""
+    folder = tmp_path_factory.mktemp("tiny")
+    save(TINY_MODELS["llama"], folder)
+    return folder
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from processes import ProcessCluster
-from tiny_models import TINY_MODELS, save
 from waiting import until
 
 import baton
@@ -25,13 +24,6 @@ from core.wire import role_to
 
 OPTIONS = {"max_tokens": 220, "ignore_eos": True, "temperature": 0.9, "seed": 4}
 PROMPT = [3] * 30
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    save(TINY_MODELS["llama"], folder)
-    return folder
 
 
 def tree(drain_seconds: float = 60.0, **router: float | str) -> dict[str, object]:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from processes import ProcessCluster
-from tiny_models import TINY_MODELS, save
 from waiting import until
 
 import baton
@@ -16,13 +15,6 @@ from core.types import Role
 
 OPTIONS = {"max_tokens": 220, "ignore_eos": True, "temperature": 0.9, "seed": 4}
 PROMPT = [3] * 30
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    save(TINY_MODELS["llama"], folder)
-    return folder
 
 
 def tree(**router: float | str) -> dict[str, object]:

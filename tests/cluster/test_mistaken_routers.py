@@ -12,7 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 from processes import Process, ProcessCluster
-from tiny_models import TINY_MODELS, VOCABULARY, save
+from tiny_models import VOCABULARY
 
 from baton import AsyncClient
 from baton.v1 import worker_pb2 as pb
@@ -23,13 +23,6 @@ SIZES: dict[str, object] = {
     "prefill": {"kv_memory": "1MiB", "threads": 1},
     "decode": {"kv_memory": "1MiB", "threads": 1},
 }
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    save(TINY_MODELS["llama"], folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

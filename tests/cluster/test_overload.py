@@ -23,13 +23,6 @@ from core import metrics
 CHUNK = 512
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    save(TINY_MODELS["llama"], folder)
-    return folder
-
-
 def tree(decode_memory: str = "4MiB", **router: float) -> dict[str, object]:
     return {
         "prefill": {"kv_memory": "4MiB", "threads": 1},

@@ -19,13 +19,6 @@ from core.types import Role
 ANSWER = 40
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    save(TINY_MODELS["llama"], folder)
-    return folder
-
-
 def small(kv_memory: str = "4MiB", **router: float | str) -> dict[str, object]:
     return {
         "prefill": {"kv_memory": kv_memory, "chunk_tokens": 64, "threads": 1},

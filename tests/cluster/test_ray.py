@@ -16,7 +16,6 @@ import pytest
 import yaml
 from ray.util import get_node_ip_address
 from serving import BATON, FREE_PORTS, Command, Serve, run
-from tiny_models import TINY_MODELS, save
 
 from baton import Client
 from cluster.preflight import check_ray, free_port
@@ -64,13 +63,6 @@ def head() -> Iterator[RayHead]:
     finally:
         ray.end()
         shutil.rmtree(workspace, ignore_errors=True)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    save(TINY_MODELS["llama"], folder)
-    return folder
 
 
 def serve(workspace: Path, head: RayHead, model: Path) -> Serve:

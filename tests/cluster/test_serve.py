@@ -15,7 +15,6 @@ import httpx
 import pytest
 import yaml
 from serving import MODEST, Serve, run, thread_ticks
-from tiny_models import TINY_MODELS, save
 
 from baton import Client
 
@@ -28,13 +27,6 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
     """One cluster of the embedded model; every test leaves it whole."""
     with Serve(tmp_path_factory.mktemp("serve"), modest=False) as cluster:
         yield cluster.ready()
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    save(TINY_MODELS["llama"], folder)
-    return folder
 
 
 def answer(serve: Serve) -> str:

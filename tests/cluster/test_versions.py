@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 from processes import Process, ProcessCluster
 from steady_load import SteadyLoad
-from tiny_models import TINY_MODELS, save
 from waiting import until
 
 from baton import AsyncClient
@@ -30,13 +29,6 @@ SECTION = {"kv_memory": "4MiB", "threads": 1}
 TREE: dict[str, object] = {"prefill": SECTION, "decode": SECTION}
 NEW = ("prefill-1", "decode-1")
 SAME_VERSION = {("prefill-0", "decode-0"), ("prefill-1", "decode-1")}
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    save(TINY_MODELS["llama"], folder)
-    return folder
 
 
 def next_version(folder: Path, module: str, name: str) -> list[str]:

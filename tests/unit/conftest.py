@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -36,3 +37,11 @@ def terminal(router: ScriptedRouter, request: pytest.FixtureRequest) -> Iterator
     opened = Terminal(*request.param, "--address", router.address)
     yield opened
     opened.close()
+
+
+@pytest.fixture
+def closed_port() -> int:
+    """One that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 
 import pytest
 from scripted_router import ScriptedRouter
@@ -16,13 +15,6 @@ from baton import (
     Unavailable,
     Usage,
 )
-
-
-@pytest.fixture
-def closed_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 async def test_the_async_client_gives_the_same_answer(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import astuple
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
 
 from bench.trace_replay import Outcome
-from bench.trace_report import Objective, Spread, summarize
+from bench.trace_report import Objective, summarize
 from bench.trace_sweep import Repeats, is_never_worse
 from bench.trace_workload import (
     FreshPrompts,
@@ -191,11 +190,6 @@ def test_an_infinite_cache_hits_what_the_trace_repeats() -> None:
     made = prompts(CHAT, synthesis())
     found_blocks = [0, 1, 2, 1, 3, 2]
     assert infinite_cache_hits(made, page_size=16) == 16 * sum(found_blocks)
-
-
-def test_a_spread_has_the_mean_and_interpolated_percentiles() -> None:
-    assert Spread.of([float(at) for at in range(101)]) == Spread(50.0, 50.0, 90.0, 99.0)
-    assert astuple(Spread.of([2.0, 4.0])) == pytest.approx((3.0, 3.0, 3.8, 3.98))
 
 
 def test_gaps_lie_between_neighbouring_tokens() -> None:

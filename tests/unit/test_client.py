@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import threading
 
 import pytest
@@ -27,14 +26,6 @@ from baton import (
     Usage,
 )
 from baton.v1 import inference_pb2
-
-
-@pytest.fixture
-def closed_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
 
 # What goes out.
 

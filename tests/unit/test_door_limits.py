@@ -36,6 +36,7 @@ BODIES = {
     "ids": b'{"prompt":[' + b"1," * MAX_VALUES + b"1]}",
     "empty lists": b'{"prompt":[' + b"[]," * (MAX_VALUES // 2) + b"[]]}",
     "objects": b'{"a":[' + b"{}," * (MAX_VALUES // 2) + b"{}]}",
+    "keys": b'{"a":{' + b'"k" :1,' * (MAX_VALUES // 4) + b'"k":1}}',
 }
 
 

@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cli.load_client import Call, base_url
-from cli.load_report import Objective, Report, Spread
+from cli.load_report import Objective, Report
 from cli.load_shapes import Lengths, Shape
 from cli.main import app
 from core.errors import InvalidRequest
@@ -97,11 +97,6 @@ def test_the_same_seed_asks_the_same_and_prompts_share_their_beginning() -> None
     assert first == shape.loads()
     assert len({" ".join(load.prompt.split()[:8]) for load in first}) == 1
     assert len({load.prompt for load in first}) == 3
-
-
-def test_percentiles_are_values_that_were_measured() -> None:
-    assert Spread.of([float(number) for number in range(1, 101)]) == Spread(50.5, 50, 90, 99)
-    assert Spread.of([3.0]) == Spread(3.0, 3.0, 3.0, 3.0)
 
 
 def test_goodput_counts_answers_that_keep_the_objective() -> None:
