@@ -29,8 +29,9 @@ def check(config: Config) -> None:
     node_identity(config)
     architecture = read_architecture(model_store.locate(config.model))
     _check_pools(config, architecture)
-    for section in (config.prefill, config.decode):
-        check_ranks(section.tensor_parallel, architecture, config.device, config.cache)
+    prefill, decode = config.prefill, config.decode
+    check_ranks(prefill.tensor_parallel, architecture, config.cache, prefill.gpu_share)
+    check_ranks(decode.tensor_parallel, architecture, config.cache)
     _check_ports(config.router)
 
 

@@ -127,12 +127,13 @@ class PrefillConfig:
     chunk_tokens: int = _checked(0, _not_negative)
     # CPU threads of one worker; unset takes all cores.
     threads: int | None = _checked(None, _positive)
-    # GPUs of one worker; unset takes one where the cluster has any.
+    # GPUs of one worker; unset takes one for each of its processes where the cluster has any.
     gpus: float | None = None
     # What else a worker takes of a Ray node, such as {baton_prefill: 1}: it is placed only where
     # there is so much of it left.
     resources: Mapping[str, float] = field(default_factory=dict)
-    # Processes that share a worker's model, each with some heads; on CPUs. Pools may differ.
+    # Processes that share a worker's model, each with some heads; on GPUs each has one of its
+    # own, of one node. Pools may differ.
     tensor_parallel: int = _checked(1, _positive)
     # The share of a GPU's multiprocessors that one worker computes on. Below 1 where
     # both pools share a GPU: the rest is always free for decode (docs/PERFORMANCE.md).
@@ -232,6 +233,9 @@ class Config:
     transport: str = _checked("auto", _one_of("auto", "nixl", "cuda_ipc"))
     # The share of a GPU's memory that one worker takes for weights, pages and work.
     gpu_memory: float = _checked(0.9, _share)
+    # Whether the processes of one worker (`tensor_parallel`) may share a GPU where it sees too
+    # few. For tests: what they exchange then goes through host memory, and is slow.
+    ranks_share_gpus: bool = False
     # "files", or "random" for a worker that is only measured: of the model's
     # folder it then needs no weights.
     weights: str = _checked("files", _one_of("files", "random"))

@@ -26,7 +26,7 @@ from engine.flight import Flight, Outcome
 from engine.gpu.partition import confine
 from engine.gpu.settings import GpuSettings
 from engine.grammar import Grammars
-from engine.group import Group
+from engine.group import RENEW, Group
 from engine.model import Model
 from engine.page_pool import PagePool
 from engine.random_model import random_model
@@ -45,6 +45,9 @@ class AnyRunner(Protocol):
     """Runs plans on one kind of device."""
 
     def launch(self, plan: Plan) -> Flight: ...
+
+    def follow(self, step: bytes) -> None:
+        """Runs this rank's part of a step that rank 0 runs."""
 
 
 class Engine:
@@ -69,6 +72,7 @@ class Engine:
         # Makes a runner for other steps of the same model.
         self._make_runner: Callable[[GpuSettings], AnyRunner] | None = None
         self._gpu = DEFAULT_GPU_SETTINGS  # what the runner was made for
+        self._group: Group | None = None
 
     @classmethod
     def load(
@@ -90,19 +94,14 @@ class Engine:
 
         `threads` sets how many threads torch uses in this process. `progress`
         is told what is being done, and the fraction of it that is. With a `group` this is the
-        part of one rank; `kv_memory` is that of all ranks together, and the group has to meet
-        before the first step.
+        part of one rank, `kv_memory` is that of all ranks together, and the group meets when
+        this rank has its weights.
         """
         if threads is not None:
             torch.set_num_threads(threads)
         architecture = read_architecture(folder)
         split = group.split if group else WHOLE
         part = split.of(architecture)
-        if group and device != "cpu":
-            raise InvalidConfig(
-                f"one model on several devices is served on CPUs only, not on {device}",
-                field="tensor_parallel",
-            )
         kind = _dtype(dtype)
         page_bytes = _page_bytes(architecture, page_size, kind)
         if kv_memory or device == "cpu":
@@ -116,14 +115,18 @@ class Engine:
             model = load_model(folder, architecture, kind, device, reading, group)
         context = min(architecture.context_length, max_context or architecture.context_length)
         if not kv_memory:
-            kv_memory = _memory_left(gpu, architecture, context, kind, device)
+            kv_memory = _memory_left(gpu, part, context, kind, device, group) * split.size
             _check_holds_a_page(kv_memory, page_bytes)
-        pool = PagePool(kv_memory // page_bytes, page_size)
+        pages = kv_memory // page_bytes
+        if group:
+            group.meet(torch.device(device))
+            pages = group.least(pages)
+        pool = PagePool(pages, page_size)
         context = min(context, pool.total * page_size)
         kv = torch.zeros(_kv_shape(part, pool.total, page_size), dtype=kind, device=device)
         make = partial(_runner, model, kv, pool, context, partial(progress, "steps"), group)
         engine = cls(make(gpu), architecture, pool, kv, split)
-        engine._make_runner, engine._gpu = make, gpu
+        engine._make_runner, engine._gpu, engine._group = make, gpu, group
         engine.context_length = context
         engine.fingerprint = fingerprint(folder, architecture, random_weights)
         engine._grammars = Grammars(folder, architecture.vocabulary_size)
@@ -142,6 +145,12 @@ class Engine:
         self._gpu = gpu
         if gpu.share < 1:
             confine(gpu.share, str(self.kv.device))
+        if self._group:
+            self._group.tell(json.dumps(dataclasses.asdict(gpu)).encode(), RENEW)
+        self._renew_runner(gpu)
+
+    def _renew_runner(self, gpu: GpuSettings) -> None:
+        assert self._make_runner is not None
         del self._runner  # its memory first
         torch.cuda.empty_cache()
         self._runner = self._make_runner(gpu)
@@ -161,10 +170,13 @@ class Engine:
         """Runs all pieces in one forward, and returns what that did when it has ended."""
         return self.launch(plan).wait()
 
-    def follow(self, step: bytes) -> None:
-        """On a rank other than 0: runs its part of a step that rank 0 has told its group of."""
-        assert isinstance(self._runner, Runner), "groups are for CPUs"
-        self._runner.follow(step)
+    def follow(self, message: bytes) -> None:
+        """On a rank other than 0: does its part of what rank 0 has told its group of."""
+        kind, content = message[:1], message[1:]
+        if kind == RENEW:
+            self._renew_runner(GpuSettings(**json.loads(content)))
+        else:
+            self._runner.follow(content)
 
 
 def _runner(
@@ -180,15 +192,20 @@ def _runner(
         return Runner(model, kv, group)
     from engine.gpu.start import start_runner  # brings triton along
 
-    return start_runner(model, kv, pool, context, gpu, progress)
+    return start_runner(model, kv, pool, context, gpu, progress, group)
 
 
 def _memory_left(
-    gpu: GpuSettings, shape: Architecture, context: int, dtype: torch.dtype, device: str
+    gpu: GpuSettings,
+    shape: Architecture,
+    context: int,
+    dtype: torch.dtype,
+    device: str,
+    group: Group | None,
 ) -> int:
     from engine.gpu.start import memory_for_pages
 
-    return memory_for_pages(gpu, shape, context, dtype, device)
+    return memory_for_pages(gpu, shape, context, dtype, device, group)
 
 
 def fingerprint(folder: Path, architecture: Architecture, random_weights: bool = False) -> str:

@@ -11,13 +11,13 @@ from kernels.linear import Linear
 class SummedLinear(Linear):
     """Cut by inputs: what the ranks make of theirs is summed up. Only rank 0 has the bias."""
 
-    __slots__ = ("_group",)
+    __slots__ = ("group",)
 
     def __init__(self, weight: Tensor, bias: Tensor | None, group: Group) -> None:
         super().__init__(weight, bias)
-        self._group = group
+        self.group = group
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual [rows, out], the same on all ranks, + the sum."""
-        part = self(x) if self._group.split.rank else super().add_to(residual, x)
-        return self._group.sum(part)
+        part = self(x) if self.group.split.rank else super().add_to(residual, x)
+        return self.group.sum(part)

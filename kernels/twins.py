@@ -29,6 +29,13 @@ def add_and_norm(parts: Tensor, residual: Tensor, weight: Tensor, epsilon: float
     return rms_norm(residual, weight, epsilon)
 
 
+def add_and_scale(part: Tensor, residual: Tensor, weight: Tensor, target: Scaled) -> None:
+    """part and residual [T, H], which becomes the sum; `target` as few_rows_onto leaves it."""
+    residual.copy_(residual.double() + part.double())
+    target.x.copy_(residual.double() * weight.double())
+    target.squares[0] = residual.double().square().sum(dim=-1)
+
+
 def silu_and_multiply(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
     """gate_up [T, 2 * size] -> [T, size]."""
     gate, up = gate_up.double().chunk(2, dim=-1)
@@ -46,6 +53,11 @@ def few_rows(
         gate, up = product.chunk(2, dim=-1)
         product = gate * gate.sigmoid() * up
     return out.copy_(product)
+
+
+def few_rows_alone(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [M, K] and weight [N, K] -> [M, N]."""
+    return out.copy_(_product(x.double(), weight, bias))
 
 
 def few_rows_onto(

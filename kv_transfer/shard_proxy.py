@@ -45,6 +45,7 @@ class ShardProxy:
         self._events: list[TransportEvent] = []
         self._broken = ""  # why nothing can be heard from the other process any more
         self._polled_at = 0.0
+        self._later: list[tuple[Moment, pb.ShardCommand]] = []  # writes of pages not yet made
 
     def register(self, layout: PoolLayout) -> PoolShard:
         """Makes the shard reachable; once, before anything else. Raises why it is not."""
@@ -73,13 +74,18 @@ class ShardProxy:
         note: bytes = b"",
         after: Moment | None = None,
     ) -> int:
-        """As a transport's; whatever it refuses comes as WriteFailed."""
-        if after is not None and not after.query():
-            raise Internal("another process cannot wait for a moment of this one's device")
+        """As a transport's; whatever it refuses comes as WriteFailed.
+
+        The other process cannot wait for a moment of this one's device: `poll` does.
+        """
         number = next(self._numbers)
         pages = {"local_pages": local_pages, "remote_pages": remote_pages}
         write = pb.ShardWrite(number=number, peer=peer, note=note, **pages)
-        self._send(pb.ShardCommand(write=write))
+        command = pb.ShardCommand(write=write)
+        if after is None or after.query():
+            self._send(command)
+        else:
+            self._later.append((after, command))
         return number
 
     def begin_digests(self, pages: Sequence[int], part: PagePart | None) -> None:
@@ -93,6 +99,7 @@ class ShardProxy:
 
     def poll(self) -> list[TransportEvent]:
         """Raises Internal when the other process is gone."""
+        self._send_what_is_ready()
         self._have_polled()
         while not self._broken and (report := self._receive(0.0)):
             self._take(report)
@@ -110,6 +117,14 @@ class ShardProxy:
             self._receive(deadline - time.monotonic())
         self._broken = self._broken or "it is closed"
         self._channel.close()
+
+    def _send_what_is_ready(self) -> None:
+        waiting, self._later = self._later, []
+        for after, command in waiting:
+            if after.query():
+                self._send(command)
+            else:
+                self._later.append((after, command))
 
     def _have_polled(self) -> None:
         if time.monotonic() - self._polled_at >= POLL_SECONDS:

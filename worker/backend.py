@@ -109,22 +109,23 @@ class Backend:
         if dtype == "auto":
             dtype = "float32" if self._device == "cpu" else "bfloat16"
         self._progress("loading the model")
-        self._ranks = start_ranks(config, role, self._device, dtype, self._on_lost)
+        gpu = self._gpu_settings(role)
+        self._ranks = start_ranks(config, role, self._device, dtype, gpu, self._on_lost)
         self.engine = Engine.load(
             model_store.locate(config.model),
             dtype=dtype,
-            device=self._device,
+            device=self._ranks.settings.device if self._ranks else self._device,
             page_size=config.page_size,
             kv_memory=config.pool(role).kv_memory,
             max_context=config.max_context,
             threads=claim_threads(config, role),
             random_weights=config.weights == "random",
-            gpu=self._gpu_settings(role),
+            gpu=self._ranks.settings.gpu if self._ranks else gpu,
             progress=self._report_loading,
             group=self._ranks.group if self._ranks else None,
         )
         if self._ranks:
-            self._ranks.meet()
+            self._ranks.have_met()
 
     def _open_transfer(self) -> TransferThread:
         self._progress("opening the transfer layer")

@@ -3,7 +3,7 @@
 The two numbers are inherited sockets that lead to rank 0, the worker itself (worker/ranks.py):
 
     settings ─▶ load ─▶ LOADED, or the error ─▶ meet the others ─▶ steps, until the socket ends
-                                                              └──▶ transfers, on a thread
+                                                               └─▶ transfers, on a thread
 
 It lives as long as rank 0 has both sockets open, however that ends. Signals are for rank 0.
 """
@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,7 +29,6 @@ from worker.rank_settings import LOADED, RankSettings, encode_error
 
 if TYPE_CHECKING:
     from engine.engine import Engine
-    from engine.group import Group
 
 log = logging.getLogger(__name__)
 
@@ -55,37 +55,50 @@ def _live(steps: Connection, transfers: socket.socket) -> None:
     set_up_logging(settings.log_level)
     use_threads(settings.threads)
     stand_back(settings.nice)
-    # Imported here: torch must find the number of its threads.
-    from engine.group import Group
-
-    group = Group(settings.split, Path(settings.meeting_point))
     try:
-        engine = _load(settings, group)
+        engine = _load(settings, lambda: steps.send_bytes(LOADED))
     except BatonError as error:
         steps.send_bytes(encode_error(error))
         steps.recv_bytes()  # rank 0 ends us when it has told its reason
         raise
-    steps.send_bytes(LOADED)
     serving = (transfers, engine, settings.transport)
     threading.Thread(target=_serve_transfers, args=serving, name="transfer", daemon=True).start()
-    group.meet()
     while True:
         engine.follow(steps.recv_bytes())
 
 
-def _load(settings: RankSettings, group: Group) -> Engine:
+def _load(settings: RankSettings, loaded: Callable[[], None]) -> Engine:
+    # Imported here: torch must find the number of its threads.
     from engine.engine import Engine
+    from engine.group import Group
 
+    _use(settings.device)
+    group = Group(
+        settings.split,
+        Path(settings.meeting_point),
+        own_devices=settings.own_devices,
+        loaded=loaded,
+    )
     return Engine.load(
         Path(settings.folder),
         dtype=settings.dtype,
         device=settings.device,
         page_size=settings.page_size,
         kv_memory=settings.kv_memory,
+        max_context=settings.max_context,
         threads=settings.threads,
         random_weights=settings.random_weights,
+        gpu=settings.gpu,
         group=group,
     )
+
+
+def _use(device: str) -> None:
+    """Has the calling thread launch what it launches on this device."""
+    import torch
+
+    if device != "cpu":
+        torch.cuda.set_device(device)
 
 
 def _serve_transfers(channel: socket.socket, engine: Engine, transport: str) -> None:
@@ -97,6 +110,7 @@ def _serve_transfers(channel: socket.socket, engine: Engine, transport: str) -> 
 
     heads = engine.kv.shape[4]
     try:
+        _use(str(engine.kv.device))
         chosen = choose_transport(transport, engine.kv.device.type)
         own = HeadRange(engine.split.rank * heads, heads)
         serve_shard(channel, chosen, pool_memory(engine), own)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from core.config import CacheConfig
 from core.errors import BatonError, InvalidConfig, from_reason
 from engine.architecture import Architecture
+from engine.gpu.settings import GpuSettings
 from engine.split import Split, check_split
 
 LOADED = b"loaded"
@@ -29,13 +30,17 @@ class RankSettings:
     folder: str
     dtype: str
     device: str
+    # Whether each rank has a GPU of its own.
+    own_devices: bool
     page_size: int
     kv_memory: int  # of all ranks
+    max_context: int | None
     threads: int
     nice: int
     random_weights: bool
     transport: str
     log_level: str
+    gpu: GpuSettings
 
     @property
     def split(self) -> Split:
@@ -46,17 +51,35 @@ class RankSettings:
 
     @classmethod
     def decode(cls, message: bytes) -> RankSettings:
-        return cls(**json.loads(message))
+        values = json.loads(message)
+        return cls(**{**values, "gpu": GpuSettings(**values["gpu"])})
 
 
-def check_ranks(size: int, model: Architecture, device: str, cache: CacheConfig) -> None:
+def rank_devices(size: int, device: str, visible: int, *, may_share: bool) -> list[str]:
+    """The device of each of `size` ranks, where `visible` GPUs can be seen: one each, in order.
+
+    Raises InvalidConfig where there are too few and they may not be shared.
+    """
+    if device == "cpu":
+        return ["cpu"] * size
+    if visible < size and not (visible and may_share):
+        raise InvalidConfig(
+            f"{size} processes are to share the model, on a GPU each, and this worker sees"
+            f" {visible}",
+            field="tensor_parallel",
+        )
+    return [f"cuda:{rank % visible}" for rank in range(size)]
+
+
+def check_ranks(size: int, model: Architecture, cache: CacheConfig, gpu_share: float = 1.0) -> None:
     """Raises InvalidConfig when `size` processes cannot serve as one worker."""
     if size == 1:
         return
     check_split(model, size)
-    if device == "cuda":
+    if gpu_share < 1:
         raise InvalidConfig(
-            "several processes can share a worker's model on CPUs only, not yet on GPUs",
+            "a worker whose model several processes share takes its GPUs whole: gpu_share must"
+            " be 1, or tensor_parallel",
             field="tensor_parallel",
         )
     if cache.host_memory or cache.files:

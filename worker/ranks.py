@@ -1,7 +1,10 @@
 """The other processes of a worker that several share: ranks 1 and up. Rank 0 is the worker.
 
-    start ─▶ each loads its part ─▶ meet ─▶ follow steps and transfers ─▶ close
-                  └────────────────────────┴─ one ends ─▶ `on_lost`: the worker cannot go on
+    start ─▶ each loads its part ─▶ all meet ─▶ follow steps and transfers ─▶ close
+                  └────────────────────────────┴─ one ends ─▶ `on_lost`: the worker cannot go on
+
+On GPUs each rank takes one of those that the worker sees, in order; only where the operator
+allows it, for tests, do ranks share one.
 
 Two sockets lead to each of them, one for steps and one for transfers. They end when rank 0 does,
 however it ends, and so do the processes behind them (worker/rank.py).
@@ -17,27 +20,44 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+
+import torch
 
 from core import model_store
 from core.config import Config
 from core.errors import WorkerLost
 from core.types import Role
 from engine.architecture import read_architecture
+from engine.gpu.settings import GpuSettings
 from engine.group import Group
 from kv_transfer.shard_proxy import ShardProxy
 from worker.cpu import claim_threads
-from worker.rank_settings import LOADED, RankSettings, check_ranks, decode_error
+from worker.rank_settings import (
+    LOADED,
+    RankSettings,
+    check_ranks,
+    decode_error,
+    rank_devices,
+)
 
 log = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 5.0
+LOST_SECONDS = 5.0
 
 
 def start_ranks(
-    config: Config, role: Role, device: str, dtype: str, on_lost: Callable[[WorkerLost], None]
+    config: Config,
+    role: Role,
+    device: str,
+    dtype: str,
+    gpu: GpuSettings,
+    on_lost: Callable[[WorkerLost], None],
 ) -> Ranks | None:
     """The other ranks of a worker; None where it has none. `config` is settled.
 
@@ -45,34 +65,47 @@ def start_ranks(
     """
     section = config.pool(role)
     folder = model_store.locate(config.model)
-    check_ranks(section.tensor_parallel, read_architecture(folder), device, config.cache)
-    if section.tensor_parallel == 1:
+    size = section.tensor_parallel
+    check_ranks(size, read_architecture(folder), config.cache, gpu.share)
+    if size == 1:
         return None
+    visible = torch.cuda.device_count()
+    devices = rank_devices(size, device, visible, may_share=config.ranks_share_gpus)
+    most = max(Counter(devices).values())
     settings = RankSettings(
         rank=0,
-        size=section.tensor_parallel,
+        size=size,
         meeting_point="",
         folder=str(folder),
         dtype=dtype,
-        device=device,
+        device=devices[0],
+        own_devices=device == "cuda" and most == 1,
         page_size=config.page_size,
         kv_memory=section.kv_memory,
+        max_context=config.max_context,
         threads=claim_threads(config, role),
         nice=config.decode.nice if role is Role.DECODE else 0,
         random_weights=config.weights == "random",
         transport=config.transport,
         log_level=config.log_level,
+        gpu=dataclasses.replace(gpu, memory_share=gpu.memory_share / most),
     )
-    return Ranks(settings, on_lost)
+    return Ranks(settings, devices, on_lost)
 
 
 class Ranks:
     """Starts `settings.size` - 1 processes, which load while the caller loads rank 0's part.
 
-    `on_lost` is called, on any thread, when one of them ends by itself.
+    `settings` are rank 0's; `devices` has one for each rank. `on_lost` is called, on any thread,
+    when one of them ends by itself.
     """
 
-    def __init__(self, settings: RankSettings, on_lost: Callable[[WorkerLost], None]) -> None:
+    def __init__(
+        self,
+        settings: RankSettings,
+        devices: Sequence[str],
+        on_lost: Callable[[WorkerLost], None],
+    ) -> None:
         self._on_lost = on_lost
         self._closing = False
         self._folder = tempfile.TemporaryDirectory(prefix="baton-ranks-")
@@ -80,18 +113,24 @@ class Ranks:
         self._steps: list[Connection] = []
         self.shards: list[ShardProxy] = []  # the pages of ranks 1, 2, …
         meeting_point = Path(self._folder.name) / "meeting"
-        settings = dataclasses.replace(settings, meeting_point=str(meeting_point))
-        for rank in range(1, settings.size):
-            self._start(dataclasses.replace(settings, rank=rank))
-        self.group = Group(settings.split, meeting_point, self._steps)
+        self.settings = dataclasses.replace(settings, meeting_point=str(meeting_point))
+        for rank, device in enumerate(devices[1:], start=1):
+            self._start(dataclasses.replace(self.settings, rank=rank, device=device))
+        self.group = Group(
+            settings.split,
+            meeting_point,
+            self._steps,
+            own_devices=settings.own_devices,
+            loaded=self._wait_loaded,
+        )
 
     @property
     def pids(self) -> list[int]:
         """Of ranks 1, 2, …"""
         return [process.pid for process in self._processes]
 
-    def meet(self) -> None:
-        """Returns when all have loaded and are connected; raises why one cannot be."""
+    def _wait_loaded(self) -> None:
+        """Returns when all have loaded; raises why one cannot."""
         for rank, steps in enumerate(self._steps, start=1):
             try:
                 answer = steps.recv_bytes()
@@ -99,8 +138,11 @@ class Ranks:
                 raise WorkerLost(f"rank {rank} ended while it loaded") from None
             if answer != LOADED:
                 raise decode_error(answer)
-        self.group.meet()
-        self._folder.cleanup()
+
+    def have_met(self) -> None:
+        """Nobody needs the meeting point any more, but for NCCL."""
+        if not self.settings.own_devices:
+            self._folder.cleanup()
 
     def close(self) -> None:
         """Has the processes end, and waits for them."""
@@ -113,6 +155,7 @@ class Ranks:
                 process.wait(CLOSE_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
+        self._folder.cleanup()
 
     def _start(self, settings: RankSettings) -> None:
         steps, their_steps = socket.socketpair()
@@ -138,3 +181,7 @@ class Ranks:
             error = WorkerLost(f"{name} of this worker has ended ({code})")
             log.error("%s", error)
             self._on_lost(error)
+            if self.settings.own_devices:
+                # A GPU waits for ever for the part of a rank that is gone, and so would we.
+                time.sleep(LOST_SECONDS)
+                os._exit(1)

@@ -25,6 +25,10 @@ class StepArrays:
     long: list[LongChunk]
     decoding: int  # rows that are the one new token of their sequence
 
+    @property
+    def only_decodes(self) -> bool:
+        return self.decoding == len(self.tokens)
+
     def joined(self) -> Ints:
         """All arrays, one after the other."""
         parts = (self.tokens, self.slots, self.positions, self.stores, self.blocks.ravel())
@@ -32,9 +36,8 @@ class StepArrays:
 
     def padded(self, rows: int, blocks: int, padding_slot: int) -> StepArrays:
         """The same with idle rows and blocks at the end."""
-        decodes = self.decoding == len(self.tokens)
         count = rows - len(self.tokens)
-        idle = StepArrays.idle(count, blocks - len(self.blocks), padding_slot, decodes)
+        idle = StepArrays.idle(count, blocks - len(self.blocks), padding_slot, self.only_decodes)
         return StepArrays(
             tokens=np.concatenate((self.tokens, idle.tokens)),
             slots=np.concatenate((self.slots, idle.slots)),

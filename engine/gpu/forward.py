@@ -3,6 +3,8 @@
 A few rows cost what the weights take to read: products with the norms, the gate
 and the sums inside them (kernels/gpu/linear.py), five kernels a layer. Many
 rows are the matrix library's: its products, with one kernel each between them.
+Where several ranks share the model, what they add to the residual is summed up
+before it is added, in either form.
 """
 
 from __future__ import annotations
@@ -14,9 +16,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.model import Model
+from engine.split_linear import SummedLinear
 from kernels.gpu.activation import silu_and_multiply
-from kernels.gpu.linear import Scaled, few_rows, few_rows_onto, squares_for
-from kernels.gpu.norm import add_and_norm, rms_norm
+from kernels.gpu.linear import Scaled, few_rows, few_rows_alone, few_rows_onto, squares_for
+from kernels.gpu.norm import add_and_norm, add_and_scale, rms_norm
 from kernels.gpu.step import embed
 from kernels.linear import GatedLinear, Linear
 
@@ -37,22 +40,28 @@ def few_rows_forward(model: Model, tokens: Tensor, attend: Attend, logits: Tenso
     def empty(size: int) -> Tensor:
         return torch.empty(rows, size, dtype=dtype, device=device)
 
+    def onto(linear: Linear, x: Tensor, norm: Tensor) -> None:
+        if isinstance(linear, SummedLinear):
+            part = few_rows_alone(x, linear.weight, empty(shape.hidden), linear.bias)
+            add_and_scale(linear.group.sum(part), residual, norm, later)
+        else:
+            few_rows_onto(x, linear.weight, residual, norm, later, linear.bias)
+
     residual, scaled = empty(shape.hidden), empty(shape.hidden)
     first = Scaled(scaled, torch.empty(1, rows, dtype=torch.float32, device=device), epsilon)
-    later = Scaled(scaled, squares_for(rows, shape.hidden, device), epsilon)
+    summed = isinstance(model.layers[0].output, SummedLinear)
+    squares = first.squares if summed else squares_for(rows, shape.hidden, device)
+    later = Scaled(scaled, squares, epsilon)
     qkv, gated = empty(len(model.layers[0].qkv.weight)), empty(shape.intermediate)
     embed(tokens, model.embedding, model.layers[0].attention_norm.weight, residual, first)
     source = first
     for index, layer in enumerate(model.layers):
         few_rows(source, layer.qkv.weight, qkv, layer.qkv.bias)
-        attended = attend(index, qkv)
-        output, down = layer.output, layer.down
-        few_rows_onto(attended, output.weight, residual, layer.mlp_norm.weight, later, output.bias)
-        few_rows(later, layer.gate_up.weight, gated, layer.gate_up.bias, gated=True)
-        norm = _norm_after(model, index)
-        few_rows_onto(gated, down.weight, residual, norm, later, down.bias)
+        onto(layer.output, attend(index, qkv), layer.mlp_norm.weight)
         source = later
-    return few_rows(source, model.head.weight, logits)
+        few_rows(source, layer.gate_up.weight, gated, layer.gate_up.bias, gated=True)
+        onto(layer.down, gated, _norm_after(model, index))
+    return few_rows(source, model.head.weight, logits) if len(model.head.weight) else logits
 
 
 def many_rows_forward(
@@ -78,12 +87,18 @@ def many_rows_forward(
 
 
 def logits_of(model: Model, normed: Tensor, out: Tensor | None = None) -> Tensor:
-    """normed [n, hidden], as the last layer leaves it -> [n, vocabulary]."""
+    """normed [n, hidden], as the last layer leaves it -> [n, vocabulary], or [n, 0] on ranks
+    that have no head."""
+    if not len(model.head.weight):
+        return normed[:, :0]
     return torch.mm(normed, model.head.weight.t(), out=out)
 
 
 def _onto(residual: Tensor, linear: Linear, x: Tensor, norm: Tensor, epsilon: float) -> Tensor:
     """residual += linear(x); then its norm."""
+    if isinstance(linear, SummedLinear):
+        total = linear.group.sum(_product(linear, x))
+        return add_and_norm(total[None], residual, norm, epsilon)
     if _is_split(linear, x):
         parts = torch.bmm(_halves(x).transpose(0, 1), _halves(linear.weight).permute(1, 2, 0))
         return add_and_norm(parts, residual, norm, epsilon)

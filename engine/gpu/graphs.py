@@ -40,27 +40,28 @@ def library(name: str) -> Iterator[None]:
 
 
 class Recording(Generic[Output]):
-    """A body of kernels. Without a GPU, where nothing can be recorded, it runs each time."""
+    """A body of kernels. Where it cannot be recorded, it runs each time."""
 
-    def __init__(self, body: Callable[[], Output], device: torch.device) -> None:
+    def __init__(self, body: Callable[[], Output], *, recordable: bool) -> None:
         self._body = body
         self._graph: torch.cuda.CUDAGraph | None = None
         self._output: Output | None = None
-        self._cuda = device.type == "cuda"
+        self._recordable = recordable
 
     def record(self, pool: _POOL_HANDLE | None) -> None:
         """Runs the body once, to compile what it needs, then records it."""
-        if not self._cuda:
+        if not self._recordable:
             return
         self._body()
         torch.cuda.synchronize()
         self._graph = torch.cuda.CUDAGraph()
-        # Only this thread's calls can spoil it: the transfer thread asks its own events meanwhile.
+        # Only this thread's calls can spoil it: the transfer thread asks its own events meanwhile,
+        # and so does NCCL's.
         with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
             self._output = self._body()
 
     def replay(self) -> Output:
-        if not self._cuda:
+        if not self._recordable:
             return self._body()
         if self._graph is None or self._output is None:
             raise Internal("a step was replayed before it was recorded")

@@ -6,6 +6,9 @@ flight. So the host plans step n + 1 while the device runs step n.
 
 A step that decodes only, or reads short prompts only, is replayed from a
 recording; any other is launched kernel by kernel.
+
+Where several ranks run the model, rank 0 tells the others of each step before it
+launches its own part, and shares the step's tokens from device to device.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ from engine.gpu.graphs import Recording
 from engine.gpu.sampling import GpuSampler
 from engine.gpu.slots import Slots
 from engine.gpu.staging import Ints, download, upload, upload_into
+from engine.gpu.step_message import Step, decode, encode
+from engine.group import Group
 from engine.logprobs import Scores, score
 from engine.model import Model
 from engine.prompt_logprobs import PromptScores, Wanted, prompt_rows, score_prompts
@@ -74,12 +79,24 @@ class _Rows(NamedTuple):
 
 
 class GpuRunner:
-    """Runs plans of `model` over the paged memory `kv` [page, layer, 2, token, kv_head, dim]."""
+    """Runs plans of `model` over the paged memory `kv` [page, layer, 2, token, kv_head, dim].
 
-    def __init__(self, model: Model, kv: Tensor, context: int, max_batch: int) -> None:
+    In a group, which has met, both are this rank's part.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        kv: Tensor,
+        context: int,
+        max_batch: int,
+        group: Group | None = None,
+    ) -> None:
         shape, device = model.architecture, kv.device
         self._model = model
         self._device = device
+        self._group = group
+        recordable = device.type == "cuda" and (group is None or group.recordable)
         library = prompt_attention.runs(shape, kv.dtype)
         self._limits = Limits(kv.shape[3], max_batch, library)
         slots = max(SLOTS, 4 * max_batch)
@@ -91,11 +108,12 @@ class GpuRunner:
         self._tokens = torch.zeros(most, dtype=torch.int32, device=device)
         self._logits = torch.empty(max_batch, len(model.head.weight), dtype=kv.dtype, device=device)
         self._decode = {
-            rows: Recording(self._decode_body(rows), device)
+            rows: Recording(self._decode_body(rows), recordable=recordable)
             for rows in graphs.row_counts(max_batch)
         }
         self._prompt = {
-            rows: Recording(self._prompt_body(rows), device) for rows in graphs.PROMPT_ROWS
+            rows: Recording(self._prompt_body(rows), recordable=recordable)
+            for rows in graphs.PROMPT_ROWS
         }
 
     @torch.inference_mode()
@@ -133,6 +151,8 @@ class GpuRunner:
         sampling = [index for index in order if plan[index].samples]
         sequences = [plan[index].sequence for index in sampling]
         rows = _Rows(samples, sequences, prompt_rows(pieces))
+        if self._group:
+            self._group.tell(encode(Step(arrays, new_pages, rows.all)))
         chosen = self._step(arrays, upload(new_pages, self._device), rows)
         prompt_scores = [each.moved(download) for each in chosen.prompt_scores]
         if not sampling:
@@ -147,24 +167,41 @@ class GpuRunner:
         ]
         return GpuFlight(plan, sampling, download(chosen.tokens), scores, prompt_scores)
 
+    @torch.inference_mode()
+    def follow(self, step: bytes) -> None:
+        """Starts this rank's part of a step that rank 0 has started."""
+        arrays, new_pages, wanted = decode(step)
+        pages = upload(new_pages, self._device)
+        if arrays.only_decodes:
+            self._decoded(arrays, pages)
+        else:
+            self._normed(arrays, pages, wanted)
+
     def _step(self, arrays: StepArrays, pages: Tensor, rows: _Rows) -> Chosen:
         """What the rows that sample are given."""
+        if not arrays.only_decodes:
+            return self._sample(self._normed(arrays, pages, rows.all), rows)
+        logits = self._decoded(arrays, pages)
+        if len(rows.samples) == len(logits):
+            return self._choose(logits, rows.sequences, 0)
+        logits = logits[upload(rows.all, self._device)]
+        chosen = self._choose(logits[: len(rows.samples)], rows.sequences, 0)
+        return chosen._replace(prompt_scores=self._score_prompts(rows, logits.__getitem__))
+
+    def _decoded(self, arrays: StepArrays, pages: Tensor) -> Tensor:
+        """The logits of a step that only decodes, [T, vocabulary]."""
         count = len(arrays.tokens)
-        if arrays.decoding == count:
-            size = next(size for size in self._decode if size >= count)
-            self._fill(arrays.padded(size, 0, self._slots.padding), pages)
-            logits = self._decode[size].replay()[:count]
-            if len(rows.samples) == count:
-                return self._choose(logits, rows.sequences, 0)
-            logits = logits[upload(rows.all, self._device)]
-            chosen = self._choose(logits[: len(rows.samples)], rows.sequences, 0)
-            return chosen._replace(prompt_scores=self._score_prompts(rows, logits.__getitem__))
+        size = next(size for size in self._decode if size >= count)
+        self._fill(arrays.padded(size, 0, self._slots.padding), pages)
+        return self._decode[size].replay()[:count]
+
+    def _normed(self, arrays: StepArrays, pages: Tensor, wanted: Ints) -> Tensor:
+        """What the last layer leaves of rows `wanted` [n] of any other step, [n, hidden]."""
         recorded = self._recorded_prompt(arrays)
         if recorded is None:
-            return self._sample(self._run(arrays, pages, rows.all), rows)
+            return self._run(arrays, pages, wanted)
         self._fill(arrays.padded(recorded, _blocks_of(recorded), self._slots.padding), pages)
-        normed = self._prompt[recorded].replay()
-        return self._sample(normed[upload(rows.all, self._device)], rows)
+        return self._prompt[recorded].replay()[upload(wanted, self._device)]
 
     def _sample(self, normed: Tensor, wanted: _Rows) -> Chosen:
         """normed [n, ...] of the last layer, of all rows that are wanted."""
@@ -218,6 +255,8 @@ class GpuRunner:
 
     def _begin(self, staged: Tensor, slots: Tensor, tokens: Tensor, pages: Tensor) -> None:
         begin(staged, slots, self._slots.last_tokens, tokens, self._slots.table, pages)
+        if self._group:
+            self._group.share(tokens)
 
     def _decode_body(self, rows: int) -> Callable[[], Tensor]:
         _, slots, positions = self._inputs[: 3 * rows].view(3, rows)
@@ -251,7 +290,10 @@ class GpuRunner:
         self._begin(staged, slots, tokens, pages)
         sampled = upload(samples, self._device)
         attend = self._attention.of_any(arrays, slots, positions, stores, blocks, sampled)
-        return many_rows_forward(self._model, tokens, attend, sampled)
+        normed = many_rows_forward(self._model, tokens, attend, sampled)
+        if self._group and not len(samples):
+            self._group.wait()  # no sum follows the last keys and values
+        return normed
 
 
 def _sampled_rows(pieces: list[Piece]) -> Ints:

@@ -21,6 +21,7 @@ from engine.gpu.prompt_attention import LIBRARY_TOKENS
 from engine.gpu.runner import SAMPLED_ROWS, GpuRunner
 from engine.gpu.sampling import ADJUSTED_ROWS
 from engine.gpu.settings import GpuSettings
+from engine.group import Group
 from engine.model import Model
 from engine.page_pool import PagePool
 from engine.sequence import Piece, Sequence
@@ -29,14 +30,23 @@ from kernels.gpu.sampling import FEW_ROWS
 LIBRARY_BYTES = 2 << 30
 """The CUDA context, the libraries' own workspaces, compiled kernels, fragments."""
 
+GROUP_BYTES = 1 << 30
+"""What ranks send each other lies in buffers of NCCL's, which it takes when they meet."""
+
 
 def memory_for_pages(
-    settings: GpuSettings, shape: Architecture, context: int, dtype: torch.dtype, device: str
+    settings: GpuSettings,
+    shape: Architecture,
+    context: int,
+    dtype: torch.dtype,
+    device: str,
+    group: Group | None = None,
 ) -> int:
-    """Bytes that are left for pages, once the weights are loaded."""
+    """Bytes that are left for pages, once the weights are loaded. `shape` is what runs here."""
     free, total = torch.cuda.mem_get_info(device)
     mine = int(total * settings.memory_share) - torch.cuda.memory_reserved(device)
     left = min(mine, free) - _work_bytes(settings, shape, context, dtype) - LIBRARY_BYTES
+    left -= GROUP_BYTES if group else 0
     if left <= 0:
         raise InvalidConfig(
             f"gpu_memory {settings.memory_share} of {total >> 30} GiB leaves no room for pages"
@@ -68,9 +78,13 @@ def start_runner(
     context: int,
     settings: GpuSettings,
     progress: Callable[[float], None],
+    group: Group | None = None,
 ) -> GpuRunner:
-    """A runner whose steps are recorded, and which has nothing left to compile or prepare."""
-    runner = GpuRunner(model, kv, context, settings.max_batch)
+    """A runner whose steps are recorded, and which has nothing left to compile or prepare.
+
+    In a group all ranks call it at the same time; the others then follow rank 0's rehearsals.
+    """
+    runner = GpuRunner(model, kv, context, settings.max_batch, group)
     runner.record(lambda done: progress(done / 2))
     # Pages in use or in quarantine are not to be had when a worker changes its role.
     most = min(settings.chunk_tokens, context, pool.free * pool.page_size)
@@ -83,11 +97,15 @@ def start_runner(
             context,
             lambda done: progress(0.5 + done / 2),
         )
-    for sampling in (Sampling(), Sampling(temperature=1.0)):
+    for sampling in (Sampling(), Sampling(temperature=1.0)) if _leads(group) else ():
         _rehearse(runner, pool, [most], sampling)
         _rehearse(runner, pool, [1] * min(FEW_ROWS + 1, pool.free), sampling)
     progress(1.0)
     return runner
+
+
+def _leads(group: Group | None) -> bool:
+    return group is None or group.split.rank == 0
 
 
 def _rehearse(runner: GpuRunner, pool: PagePool, lengths: list[int], sampling: Sampling) -> None:

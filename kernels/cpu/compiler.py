@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class Library:
-    """Machine code of one module. It lives as long as this object."""
+    """Machine code of one module."""
 
     def __init__(self, module: ir.Module) -> None:
         from llvmlite import binding
@@ -44,9 +44,15 @@ class Library:
         passes.getModulePassManager().run(parsed, passes)
         self._machine = binding.create_mcjit_compiler(parsed, target)
         self._machine.finalize_object()
+        _libraries.append(self)
 
     def address(self, name: str) -> int:
         return int(self._machine.get_function_address(name))
+
+
+_libraries: list[Library] = []
+"""Code stays for good, since its addresses are handed out: also where two threads that compiled
+the same at the same time keep only one of the two."""
 
 
 def run(work: int, arguments: ctypes.Structure, *, alone: bool = False) -> None:

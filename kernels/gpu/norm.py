@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.gpu.linear import Scaled
+
 FEW_ROWS = 256
 """Up to here a row's latency counts: more warps, one 16-byte load a thread."""
 
@@ -53,6 +55,25 @@ def add_and_norm(parts: Tensor, residual: Tensor, weight: Tensor, epsilon: float
         num_warps=_warps(rows, block),
     )
     return out
+
+
+def add_and_scale(part: Tensor, residual: Tensor, weight: Tensor, target: Scaled) -> None:
+    """residual [T, H] += part [T, H]; leaves it in `target`, scaled by `weight` [H].
+
+    target.squares is [1, T].
+    """
+    rows, size = residual.shape
+    block = triton.next_power_of_2(size)
+    _add_and_scale[(rows,)](
+        part,
+        residual,
+        weight,
+        target.x,
+        target.squares,
+        SIZE=size,
+        BLOCK=block,
+        num_warps=_warps(rows, block),
+    )
 
 
 def _warps(rows: int, block: int) -> int:
@@ -107,3 +128,27 @@ def _add_and_norm(
     scale = tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + epsilon)
     normed = (x * scale * weight).to(out_pointer.dtype.element_ty)
     tl.store(out_pointer + place, normed, mask=inside)
+
+
+@triton.jit
+def _add_and_scale(
+    part_pointer,
+    residual_pointer,
+    weight_pointer,
+    scaled_pointer,
+    squares_pointer,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    inside = column < SIZE
+    place = row.to(tl.int64) * SIZE + column
+    x = tl.load(residual_pointer + place, mask=inside, other=0.0).to(tl.float32)
+    x += tl.load(part_pointer + place, mask=inside, other=0.0).to(tl.float32)
+    rounded = x.to(scaled_pointer.dtype.element_ty)
+    tl.store(residual_pointer + place, rounded, mask=inside)
+    x = rounded.to(tl.float32)
+    weight = tl.load(weight_pointer + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(scaled_pointer + place, (x * weight).to(scaled_pointer.dtype.element_ty), mask=inside)
+    tl.store(squares_pointer + row, tl.sum(x * x, axis=0))

@@ -41,12 +41,12 @@ def split_engine(
 ) -> Iterator[SplitEngine]:
     """The model in `model`, shared by `size` ranks."""
     made, steps = groups(size, workspace)
-    engines = [
-        Engine.load(model, page_size=page_size, kv_memory=KV_MEMORY, group=group, **options)
-        for group in made
-    ]
+
+    def load(group: Group) -> Engine:
+        return Engine.load(model, page_size=page_size, kv_memory=KV_MEMORY, group=group, **options)
+
     with ThreadPoolExecutor(size) as pool:
-        list(pool.map(Group.meet, made))
+        engines = list(pool.map(load, made))
     threads = [
         threading.Thread(target=_follow, args=(engine, heard))
         for engine, heard in zip(engines[1:], steps, strict=True)

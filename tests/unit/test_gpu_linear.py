@@ -10,7 +10,7 @@ from kernel_checks import assert_close, types_for
 from torch import Tensor
 
 from kernels import twins
-from kernels.gpu.linear import Scaled, few_rows, few_rows_onto, squares_for
+from kernels.gpu.linear import Scaled, few_rows, few_rows_alone, few_rows_onto, squares_for
 from kernels.gpu.step import begin, embed, remember
 
 SHAPES = [(1, 128, 64), (3, 70, 100), (17, 256, 33)]
@@ -48,6 +48,9 @@ def test_a_sum_and_the_product_that_reads_it_are_their_twins(
         assert_close(residual, summed)
         assert_close(target.x, expected.x)
         assert_close(target.squares.sum(dim=0), expected.squares.sum(dim=0))
+        alone, wanted = (torch.full_like(residual, math.nan) for _ in range(2))
+        few_rows_alone(x, down, alone, down_bias)
+        assert_close(alone, twins.few_rows_alone(x, down, wanted, down_bias))
         up = source.random(2 * inner, hidden)
         up_bias = source.random(2 * inner) if bias else None
         for gated, width in ((False, 2 * inner), (True, inner)):

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from kernels import twins
 from kernels.gpu.activation import silu_and_multiply
-from kernels.gpu.norm import add_and_norm, rms_norm
+from kernels.gpu.linear import Scaled
+from kernels.gpu.norm import add_and_norm, add_and_scale, rms_norm
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SHAPES = [(1, 1), (3, 80), (2, 4096), (5, 5120)]
@@ -67,6 +68,24 @@ def test_parts_are_added_before_they_are_normed(
     wanted_norm = twins.add_and_norm(made, wanted, weight, EPSILON)
     assert_close(residual, wanted)
     assert_close(normed, wanted_norm)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("rows", "size"), [(1, 1), (5, 80), (2, 4096)])
+def test_a_part_is_added_and_left_scaled_with_its_squares(
+    device: torch.device, dtype: torch.dtype, rows: int, size: int
+) -> None:
+    part, weight = random(device, dtype, rows, size, seed=1), random(device, dtype, size)
+    residual, wanted = random(device, dtype, rows, size), random(device, dtype, rows, size)
+    found, scaled = (
+        Scaled(torch.empty_like(part), torch.empty(1, rows, device=device), EPSILON)
+        for _ in range(2)
+    )
+    add_and_scale(part, residual, weight, found)
+    twins.add_and_scale(part, wanted, weight, scaled)
+    assert_close(residual, wanted)
+    assert_close(found.x, scaled.x)
+    torch.testing.assert_close(found.squares[0], residual.float().square().sum(dim=1))
 
 
 def test_a_row_of_zeros_stays_zero(device: torch.device) -> None:

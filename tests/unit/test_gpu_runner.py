@@ -5,14 +5,18 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import numpy as np
 import torch
+from gpu_ranks import gpu_runner, two_ranks
 from tiny_models import TINY_MODELS, VOCABULARY, save
 
 from core.types import AttemptKey, Sampling, Work
 from engine.architecture import read_architecture
 from engine.engine import AnyRunner
 from engine.flight import Flight, Landed
-from engine.gpu.runner import GpuRunner
+from engine.gpu.batch import StepArrays
+from engine.gpu.prompt_attention import LongChunk
+from engine.gpu.step_message import Step, decode, encode
 from engine.page_pool import PagePool
 from engine.runner import Runner
 from engine.sequence import Piece, Plan, Sequence
@@ -22,15 +26,13 @@ PAGES, PAGE_SIZE = 64, 4
 
 
 def runner_for(folder: Path, device: torch.device | None) -> AnyRunner:
-    """The CPU's runner without a device; else the GPU's, over poisoned pages."""
+    """The CPU's runner without a device; else the GPU's."""
+    if device is not None:
+        return gpu_runner(folder, str(device), PAGES, PAGE_SIZE)
     shape = read_architecture(folder)
-    model = load_model(folder, shape, torch.float32, str(device or "cpu"))
+    model = load_model(folder, shape, torch.float32, "cpu")
     size = (PAGES, shape.layers, 2, PAGE_SIZE, shape.kv_heads, shape.head_dim)
-    if device is None:
-        return Runner(model, torch.zeros(size))
-    runner = GpuRunner(model, torch.full(size, torch.nan, device=device), 128, max_batch=4)
-    runner.record()
-    return runner
+    return Runner(model, torch.zeros(size))
 
 
 def answers(
@@ -84,6 +86,33 @@ def test_a_gpu_answers_as_a_cpu_does(device: torch.device, tmp_path: Path) -> No
     ]
     wanted = answers(runner_for(tmp_path, None), prompts, samplings, 4)
     assert answers(runner_for(tmp_path, device), prompts, samplings, 4) == wanted
+
+
+def test_two_ranks_of_a_gpu_answer_as_a_cpu_does(device: torch.device, tmp_path: Path) -> None:
+    save(TINY_MODELS["llama-biases"], tmp_path / "model")
+    source = random.Random(3)
+    prompts = [[source.randrange(VOCABULARY) for _ in range(length)] for length in (9, 2)]
+    samplings = [Sampling(), Sampling(temperature=0.9, top_p=0.9, seed=5)]
+    wanted = answers(runner_for(tmp_path / "model", None), prompts, samplings, 3)
+    with two_ranks(tmp_path / "model", str(device), PAGES, PAGE_SIZE, tmp_path) as runner:
+        assert answers(runner, prompts, samplings, 3) == wanted
+
+
+def test_a_step_of_a_gpu_reads_back_as_it_was_sent() -> None:
+    rows = [np.arange(3, dtype=np.int32) + start for start in (-1, 4, 8, 12)]
+    blocks = np.array([[1, 0, 2, 5]], dtype=np.int32)
+    long = [LongChunk(0, 600, 512, 3), LongChunk(600, 513, 0, 4)]
+    sent = Step(
+        StepArrays(*rows, blocks=blocks, long=long, decoding=1),
+        pages=np.array([[7, 8], [9, 10]], dtype=np.int32),
+        wanted=np.array([2], dtype=np.int32),
+    )
+    found = decode(encode(sent))
+    assert np.array_equal(found.arrays.joined(), sent.arrays.joined())
+    assert (found.arrays.long, found.arrays.decoding) == (long, 1)
+    assert found.arrays.blocks.shape == (1, 4)
+    assert found.pages.tolist() == [[7, 8], [9, 10]]
+    assert found.wanted.tolist() == [2]
 
 
 def test_single_tokens_of_prompts_may_run_among_those_that_decode(

@@ -3,47 +3,18 @@
 from __future__ import annotations
 
 import os
-import queue
 import signal
 from pathlib import Path
 
 import pytest
-from engine_loop import KV_MEMORY, answer
+import torch
+from engine_loop import answer
+from rank_leader import Leader
 from tiny_models import TINY_MODELS, generate_with_transformers, save
 
-from core.errors import InvalidConfig, WorkerLost
-from engine.engine import Engine
-from worker.rank_settings import RankSettings
-from worker.ranks import Ranks
+from core.errors import InvalidConfig
 
 PROMPT = list(range(1, 60))
-
-
-class Leader:
-    """Rank 0 in this process, one more in another."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.lost: queue.SimpleQueue[WorkerLost] = queue.SimpleQueue()
-        settings = RankSettings(
-            rank=0,
-            size=2,
-            meeting_point="",
-            folder=str(folder),
-            dtype="float32",
-            device="cpu",
-            page_size=16,
-            kv_memory=KV_MEMORY,
-            threads=1,
-            nice=0,
-            random_weights=False,
-            transport="auto",
-            log_level="info",
-        )
-        self.ranks = Ranks(settings, self.lost.put)
-
-    def load(self) -> Engine:
-        return Engine.load(self._folder, kv_memory=KV_MEMORY, group=self.ranks.group)
 
 
 def test_two_processes_answer_as_transformers_does_until_one_is_killed(tmp_path: Path) -> None:
@@ -51,7 +22,6 @@ def test_two_processes_answer_as_transformers_does_until_one_is_killed(tmp_path:
     leader = Leader(tmp_path / "model")
     try:
         engine = leader.load()
-        leader.ranks.meet()
         expected = generate_with_transformers(oracle, PROMPT, 20)
         assert answer(engine, PROMPT, 20) == expected
         assert leader.lost.empty()
@@ -67,7 +37,7 @@ def test_two_processes_answer_as_transformers_does_until_one_is_killed(tmp_path:
 def test_a_rank_that_cannot_load_says_why_and_ends_with_the_others(tmp_path: Path) -> None:
     leader = Leader(tmp_path)
     with pytest.raises(InvalidConfig, match="config"):
-        leader.ranks.meet()
+        leader.ranks.group.meet(torch.device("cpu"))
     leader.ranks.close()
     assert leader.lost.empty()
     assert not any(Path(f"/proc/{pid}").exists() for pid in leader.ranks.pids)

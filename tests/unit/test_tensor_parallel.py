@@ -17,10 +17,17 @@ from core.errors import InvalidCheckpoint, InvalidConfig
 from core.types import AttemptKey, Sampling, Work
 from engine.architecture import Architecture, read_architecture
 from engine.engine import Engine
+from engine.gpu.settings import GpuSettings
 from engine.group import Group
 from engine.sequence import Piece, Sequence
 from engine.span import Span, decode, encode
-from worker.rank_settings import check_ranks, decode_error, encode_error
+from worker.rank_settings import (
+    RankSettings,
+    check_ranks,
+    decode_error,
+    encode_error,
+    rank_devices,
+)
 
 ANSWER = 12
 
@@ -135,17 +142,50 @@ def test_what_ranks_cannot_share_evenly_is_refused(
     name: str, size: int, what: str, tmp_path: Path
 ) -> None:
     with pytest.raises(InvalidConfig, match=f"{size} ranks cannot share the model's {what}"):
-        check_ranks(size, architecture(tmp_path, name), "cpu", CacheConfig())
+        check_ranks(size, architecture(tmp_path, name), CacheConfig())
 
 
-def test_ranks_on_gpus_and_ranks_with_a_second_tier_are_refused(tmp_path: Path) -> None:
+def test_ranks_with_a_second_tier_or_a_part_of_a_gpu_are_refused(tmp_path: Path) -> None:
     model = architecture(tmp_path, "llama")
-    with pytest.raises(InvalidConfig, match="not yet on GPUs"):
-        check_ranks(2, model, "cuda", CacheConfig())
     for cache in (CacheConfig(host_memory=Size(1)), CacheConfig(files="somewhere")):
         with pytest.raises(InvalidConfig, match="no second tier"):
-            check_ranks(2, model, "cpu", cache)
-        check_ranks(1, model, "cpu", cache)
+            check_ranks(2, model, cache)
+        check_ranks(1, model, cache)
+    with pytest.raises(InvalidConfig, match="takes its GPUs whole"):
+        check_ranks(2, model, CacheConfig(), gpu_share=0.5)
+
+
+def test_each_rank_has_a_gpu_of_its_own_unless_they_may_share() -> None:
+    assert rank_devices(2, "cpu", 0, may_share=False) == ["cpu", "cpu"]
+    assert rank_devices(2, "cuda", 4, may_share=True) == ["cuda:0", "cuda:1"]
+    assert rank_devices(4, "cuda", 2, may_share=True) == ["cuda:0", "cuda:1"] * 2
+    with pytest.raises(InvalidConfig, match="on a GPU each, and this worker sees 1"):
+        rank_devices(2, "cuda", 1, may_share=False)
+    with pytest.raises(InvalidConfig, match="sees 0"):
+        rank_devices(2, "cuda", 0, may_share=True)
+
+
+def test_the_settings_of_a_rank_read_back_as_they_were_sent() -> None:
+    gpu = GpuSettings(memory_share=0.4, max_batch=3)
+    settings = RankSettings(
+        rank=1,
+        size=2,
+        meeting_point="there",
+        folder="here",
+        dtype="bfloat16",
+        device="cuda:1",
+        own_devices=True,
+        page_size=16,
+        kv_memory=0,
+        max_context=None,
+        threads=1,
+        nice=0,
+        random_weights=False,
+        transport="auto",
+        log_level="info",
+        gpu=gpu,
+    )
+    assert RankSettings.decode(settings.encode()) == settings
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -153,7 +193,7 @@ def test_a_sum_adds_the_parts_of_all_ranks(dtype: torch.dtype, tmp_path: Path) -
     made, _ = groups(3, tmp_path)
 
     def add(group: Group) -> torch.Tensor:
-        group.meet()
+        group.meet(torch.device("cpu"))
         return group.sum(torch.full((2, 5), 10.0**group.split.rank, dtype=dtype))
 
     with ThreadPoolExecutor(3) as pool:

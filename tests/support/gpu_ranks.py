@@ -1,0 +1,63 @@
+"""The GPU's runner, alone or as two ranks that share a device: on a GPU, or interpreted."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+
+from engine.architecture import read_architecture
+from engine.gpu.runner import GpuRunner
+from engine.group import STEP, Group
+from engine.split import Split
+from engine.weights import load_model
+
+END_SECONDS = 10.0
+
+
+def gpu_runner(
+    folder: Path, device: str, pages: int, page_size: int, group: Group | None = None
+) -> GpuRunner:
+    """Over poisoned pages. With a group, which it has meet: one rank of it."""
+    whole = read_architecture(folder)
+    model = load_model(folder, whole, torch.float32, device, group=group)
+    if group:
+        group.meet(torch.device(device))
+    shape = model.architecture
+    size = (pages, shape.layers, 2, page_size, shape.kv_heads, shape.head_dim)
+    runner = GpuRunner(model, torch.full(size, torch.nan, device=device), 128, 4, group)
+    runner.record()
+    return runner
+
+
+@contextlib.contextmanager
+def two_ranks(
+    folder: Path, device: str, pages: int, page_size: int, workspace: Path
+) -> Iterator[GpuRunner]:
+    """Rank 0 of two; the other one follows it in a process of its own."""
+    here, there = multiprocessing.Pipe()
+    arguments = (folder, device, pages, page_size, workspace / "meeting", there)
+    process = multiprocessing.get_context("spawn").Process(target=_follow, args=arguments)
+    process.start()
+    there.close()
+    group = Group(Split(0, 2), workspace / "meeting", [here])
+    try:
+        yield gpu_runner(folder, device, pages, page_size, group)
+    finally:
+        group.close()
+        process.join(END_SECONDS)
+        process.kill()
+
+
+def _follow(
+    folder: Path, device: str, pages: int, page_size: int, meeting: Path, steps: Connection
+) -> None:
+    torch.set_num_threads(1)
+    runner = gpu_runner(folder, device, pages, page_size, Group(Split(1, 2), meeting))
+    with contextlib.suppress(EOFError):
+        while True:
+            runner.follow(steps.recv_bytes().removeprefix(STEP))
