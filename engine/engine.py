@@ -26,7 +26,7 @@ from engine.flight import Flight, Outcome
 from engine.gpu.partition import confine
 from engine.gpu.settings import GpuSettings
 from engine.grammar import Grammars
-from engine.group import RENEW, Group
+from engine.group import Group
 from engine.model import Model
 from engine.page_pool import PagePool
 from engine.random_model import random_model
@@ -72,7 +72,6 @@ class Engine:
         # Makes a runner for other steps of the same model.
         self._make_runner: Callable[[GpuSettings], AnyRunner] | None = None
         self._gpu = DEFAULT_GPU_SETTINGS  # what the runner was made for
-        self._group: Group | None = None
 
     @classmethod
     def load(
@@ -126,7 +125,7 @@ class Engine:
         kv = torch.zeros(_kv_shape(part, pool.total, page_size), dtype=kind, device=device)
         make = partial(_runner, model, kv, pool, context, partial(progress, "steps"), group)
         engine = cls(make(gpu), architecture, pool, kv, split)
-        engine._make_runner, engine._gpu, engine._group = make, gpu, group
+        engine._make_runner, engine._gpu = make, gpu
         engine.context_length = context
         engine.fingerprint = fingerprint(folder, architecture, random_weights)
         engine._grammars = Grammars(folder, architecture.vocabulary_size)
@@ -142,15 +141,10 @@ class Engine:
         torch.set_num_threads(threads)
         if self.kv.device.type == "cpu" or self._make_runner is None or gpu == self._gpu:
             return
+        assert self.split.size == 1, "ranks have one setting for both roles"
         self._gpu = gpu
         if gpu.share < 1:
             confine(gpu.share, str(self.kv.device))
-        if self._group:
-            self._group.tell(json.dumps(dataclasses.asdict(gpu)).encode(), RENEW)
-        self._renew_runner(gpu)
-
-    def _renew_runner(self, gpu: GpuSettings) -> None:
-        assert self._make_runner is not None
         del self._runner  # its memory first
         torch.cuda.empty_cache()
         self._runner = self._make_runner(gpu)
@@ -170,13 +164,9 @@ class Engine:
         """Runs all pieces in one forward, and returns what that did when it has ended."""
         return self.launch(plan).wait()
 
-    def follow(self, message: bytes) -> None:
-        """On a rank other than 0: does its part of what rank 0 has told its group of."""
-        kind, content = message[:1], message[1:]
-        if kind == RENEW:
-            self._renew_runner(GpuSettings(**json.loads(content)))
-        else:
-            self._runner.follow(content)
+    def follow(self, step: bytes) -> None:
+        """On a rank other than 0: runs its part of a step that rank 0 has told its group of."""
+        self._runner.follow(step)
 
 
 def _runner(

@@ -17,9 +17,6 @@ from torch import Tensor
 from engine.collectives import Collectives, connect
 from engine.split import Split
 
-STEP, RENEW = b"s", b"r"
-"""What a message is: a step, or settings for which steps are to be recorded anew."""
-
 
 class Group:
     """One rank's view of the group. On rank 0, `others` lead to the other ranks, in order."""
@@ -58,10 +55,10 @@ class Group:
         """Whether a recorded step may have sums in it."""
         return self._collectives.recordable
 
-    def tell(self, message: bytes, kind: bytes = STEP) -> None:
-        """From rank 0: has all others run a step, or what else `kind` says."""
+    def tell(self, step: bytes) -> None:
+        """From rank 0: has all others run a step."""
         for other in self._others:
-            other.send_bytes(kind + message)
+            other.send_bytes(step)
 
     def close(self) -> None:
         """From rank 0: there are no more steps."""

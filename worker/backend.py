@@ -78,7 +78,8 @@ class Backend:
     def take_over(self, role: types.Role) -> tuple[Role, CacheFeed]:
         self._stand_back(role)
         threads = claim_threads(self._config, role, self.engine.split.size)
-        self.engine.take_over(threads, self._gpu_settings(role))
+        gpu = self._ranks.settings.gpu if self._ranks else self._gpu_settings(role)
+        self.engine.take_over(threads, gpu)
         self._metrics.take_role(role)
         return self._make(role), self._cache_feed
 

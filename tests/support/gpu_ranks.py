@@ -12,7 +12,7 @@ import torch
 
 from engine.architecture import read_architecture
 from engine.gpu.runner import GpuRunner
-from engine.group import STEP, Group
+from engine.group import Group
 from engine.split import Split
 from engine.weights import load_model
 
@@ -60,4 +60,4 @@ def _follow(
     runner = gpu_runner(folder, device, pages, page_size, Group(Split(1, 2), meeting))
     with contextlib.suppress(EOFError):
         while True:
-            runner.follow(steps.recv_bytes().removeprefix(STEP))
+            runner.follow(steps.recv_bytes())
