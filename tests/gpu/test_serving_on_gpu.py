@@ -1,4 +1,4 @@
-"""Workers that share one GPU: tokens through CUDA IPC, caches and role switches are transformers'."""
+"""Workers on one GPU: tokens through CUDA IPC, caches and role switches are transformers'."""
 
 from __future__ import annotations
 
