@@ -12,6 +12,15 @@ from engine.page_pool import Lease
 from engine.restore_costs import RestoreCosts, Tier
 
 
+def full(rows: int = 8) -> TieredPool:
+    """A pool of 8 pages, each of a prompt of its own."""
+    made = TieredPool(pages=8, rows=rows)
+    for letter in "abcdefgh":
+        made.keep(letter)
+    made.settle()
+    return made
+
+
 def test_a_quarter_of_a_full_pool_is_saved_the_next_to_go_first() -> None:
     made = TieredPool(pages=8)
     made.keep("abcdefgh")
@@ -22,10 +31,7 @@ def test_a_quarter_of_a_full_pool_is_saved_the_next_to_go_first() -> None:
 
 
 def test_pages_that_were_evicted_come_back_as_they_were() -> None:
-    made = TieredPool(pages=8)
-    for letter in "abcdefgh":
-        made.keep(letter)
-    made.settle()
+    made = full()
     made.keep("x")
     made.settle()
     made.keep("y")
@@ -78,10 +84,7 @@ def test_pages_that_are_being_saved_count_as_returning() -> None:
 
 
 def test_a_prompt_waits_for_its_pages_and_then_finds_them() -> None:
-    made = TieredPool(pages=8)
-    for letter in "abcdefgh":
-        made.keep(letter)
-    made.settle()
+    made = full()
     made.keep("x")
     made.settle()
     assert made.pool.bring_back(keys("a")) == 1
@@ -132,10 +135,7 @@ def test_what_is_forgotten_while_it_is_saved_is_not_kept(tmp_path: Path) -> None
 
 
 def test_a_restorer_that_stands_still_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = TieredPool(pages=8)
-    for letter in "abcdefgh":
-        made.keep(letter)
-    made.settle()
+    made = full()
     made.keep("xy")
     assert made.pool.bring_back(keys("a")) == 1
     with monkeypatch.context() as patch:
@@ -173,10 +173,7 @@ def test_pages_are_computed_where_that_takes_less_and_now_and_then_tried_again()
 
 
 def test_what_takes_longer_than_compute_is_computed() -> None:
-    made = TieredPool(pages=8)
-    for letter in "abcdefgh":
-        made.keep(letter)
-    made.settle()
+    made = full()
     made.keep("xy")
     made.tier.costs.copies[Tier.HOST].note(1, 1.0)
     made.tier.costs.compute.note(PAGE, 0.1)
@@ -185,10 +182,7 @@ def test_what_takes_longer_than_compute_is_computed() -> None:
 
 
 def test_what_changed_is_told_once_and_with_its_last_state() -> None:
-    made = TieredPool(pages=8, rows=2)
-    for letter in "abcdefgh":
-        made.keep(letter)
-    made.settle()
+    made = full(rows=2)
     changes = made.tier.take_changes()
     assert len(changes.stored) == len(made.tier) == made.pool.kept
     made.keep("vwxyz")
