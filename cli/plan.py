@@ -39,7 +39,8 @@ def _lines(planned: cluster_pb2.PlanResponse, limit: int, now: float) -> Iterato
     acts = "changes the pools" if planned.acts else "only tells what it would do"
     yield (
         f"the planner {acts}: first token within {planned.ttft:g} s, {1e3 * planned.itl:g} ms"
-        f" between two, at most {planned.most_workers} workers"
+        f" between two, at least {planned.least_prefill} + {planned.least_decode} workers, at"
+        f" most {planned.most_workers}"
     )
     if planned.HasField("last"):
         yield from _round(planned.last, "now", now)

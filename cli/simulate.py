@@ -36,6 +36,12 @@ def simulate(
     max_workers: Annotated[
         int | None, typer.Option(help="The planner's limit. (default: twice those at the start)")
     ] = None,
+    least_prefill: Annotated[
+        int, typer.Option(min=1, help="Prefill workers that the planner keeps.")
+    ] = 1,
+    least_decode: Annotated[
+        int, typer.Option(min=1, help="Decode workers that the planner keeps.")
+    ] = 1,
     as_json: options.AsJson = False,
 ) -> None:
     """Simulate a cluster that serves a trace: hit rate, TTFT, ITL, goodput, use of the pools."""
@@ -46,7 +52,8 @@ def simulate(
 
     with edge():
         workers = Pools(prefill, decode)
-        goals = Goals(ttft_slo, itl_slo, max_workers or 2 * workers.total)
+        least = Pools(least_prefill, least_decode)
+        goals = Goals(ttft_slo, itl_slo, max_workers or 2 * workers.total, least=least)
         seconds = 60.0 * minutes if minutes else None
         traffic = Traffic(copies, seconds, simulation.parse_loads(load))
         report = simulation.run(trace, traffic, workers, goals, profile, plan)

@@ -9,7 +9,7 @@ from baton.v1 import cluster_pb2_grpc
 from cluster.member import Member
 from cluster.planning import Planned
 from core.types import Role
-from core.wire import role_to
+from core.wire import role_from, role_to
 from planner.pools import Pools
 from router.grpc_edge import answered
 
@@ -44,9 +44,16 @@ class Control(cluster_pb2_grpc.ControlServicer):
             ttft=planning.goals.ttft,
             itl=planning.goals.itl,
             most_workers=planning.goals.most_workers,
+            least_prefill=planning.goals.least.prefill,
+            least_decode=planning.goals.least.decode,
             last=_round(planning.last) if planning.last else None,
             changes=map(_round, reversed(planning.changes)),
         )
+
+    @answered
+    async def PermitSwitch(self, message: pb.SwitchRoleRequest) -> pb.PermitSwitchResponse:
+        self._controller.permit_switch(message.worker_id, role_from(message.role))
+        return pb.PermitSwitchResponse()
 
     async def _pools(self) -> pb.PoolsResponse:
         fleet = self._controller.fleet

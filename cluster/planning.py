@@ -50,7 +50,12 @@ class Planning:
         device = ("cuda" if gpus else "cpu") if config.device == "auto" else config.device
         settings = config.planner
         workers = config.prefill.workers + config.decode.workers
-        self.goals = Goals(settings.ttft, settings.itl, settings.most_workers or workers)
+        self.goals = Goals(
+            settings.ttft,
+            settings.itl,
+            settings.most_workers or workers,
+            least=Pools(settings.least_prefill, settings.least_decode),
+        )
         self.acts = settings.act
         self.round_seconds = settings.round_seconds
         self._max_batch = settle(config, device).decode.max_batch

@@ -29,6 +29,7 @@ def check(config: Config) -> None:
     node_identity(config)
     architecture = read_architecture(model_store.locate(config.model))
     _check_pools(config, architecture)
+    _check_planner(config)
     prefill, decode = config.prefill, config.decode
     check_ranks(prefill.tensor_parallel, architecture, config.cache, prefill.gpu_share)
     check_ranks(decode.tensor_parallel, architecture, config.cache)
@@ -47,6 +48,17 @@ def _check_pools(config: Config, architecture: Architecture) -> None:
                 f"{name} of {int(kv_memory)} bytes holds no page: one takes {page_bytes}",
                 field=name,
             )
+
+
+def _check_planner(config: Config) -> None:
+    planner = config.planner
+    least = planner.least_prefill + planner.least_decode
+    most = planner.most_workers or config.prefill.workers + config.decode.workers
+    if planner.enabled and least > most:
+        raise InvalidConfig(
+            f"the planner is to keep {least} workers and may have {most}",
+            field="planner.most_workers",
+        )
 
 
 def _check_ports(router: RouterConfig) -> None:

@@ -207,6 +207,9 @@ class PlannerConfig:
     itl: float = _checked(0.05, _positive)
     # Workers of both pools together; 0 allows no more than the cluster is started with.
     most_workers: int = _checked(0, _not_negative)
+    # Workers of each pool that are kept, however little is asked of them.
+    least_prefill: int = _checked(1, _positive)
+    least_decode: int = _checked(1, _positive)
     # Between two decisions. Each looks at the last six rounds.
     round_seconds: float = _checked(10.0, _positive)
 

@@ -195,6 +195,8 @@ class PlanResponse(_message.Message):
     MOST_WORKERS_FIELD_NUMBER: _builtins.int
     LAST_FIELD_NUMBER: _builtins.int
     CHANGES_FIELD_NUMBER: _builtins.int
+    LEAST_PREFILL_FIELD_NUMBER: _builtins.int
+    LEAST_DECODE_FIELD_NUMBER: _builtins.int
     enabled: _builtins.bool
     """Whether a planner runs."""
     acts: _builtins.bool
@@ -205,6 +207,10 @@ class PlanResponse(_message.Message):
     """And for those between two tokens."""
     most_workers: _builtins.int
     """The most workers that it may have."""
+    least_prefill: _builtins.int
+    """Prefill workers that it keeps, however little is asked of them."""
+    least_decode: _builtins.int
+    """And decode workers."""
     @_builtins.property
     def last(self) -> Global___PlannedRound:
         """What it decided last, be it to change nothing."""
@@ -223,10 +229,12 @@ class PlanResponse(_message.Message):
         most_workers: _builtins.int = ...,
         last: Global___PlannedRound | None = ...,
         changes: _abc.Iterable[Global___PlannedRound] | None = ...,
+        least_prefill: _builtins.int = ...,
+        least_decode: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["last", b"last"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acts", b"acts", "changes", b"changes", "enabled", b"enabled", "itl", b"itl", "last", b"last", "most_workers", b"most_workers", "ttft", b"ttft"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acts", b"acts", "changes", b"changes", "enabled", b"enabled", "itl", b"itl", "last", b"last", "least_decode", b"least_decode", "least_prefill", b"least_prefill", "most_workers", b"most_workers", "ttft", b"ttft"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -514,6 +522,21 @@ class SwitchRoleRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SwitchRoleRequest: _TypeAlias = SwitchRoleRequest  # noqa: Y015
+
+@_typing.final
+class PermitSwitchResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PermitSwitchResponse: _TypeAlias = PermitSwitchResponse  # noqa: Y015
 
 @_typing.final
 class SwitchRoleResponse(_message.Message):

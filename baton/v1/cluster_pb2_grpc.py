@@ -145,7 +145,7 @@ class Membership(object):
 
 class ControlStub(object):
     """How many workers there are: what a router passes on of Admin's calls of the
-    same names.
+    same names, or asks before it carries them out.
     """
 
     def __init__(self, channel):
@@ -169,11 +169,16 @@ class ControlStub(object):
                 request_serializer=baton_dot_v1_dot_cluster__pb2.PlanRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_cluster__pb2.PlanResponse.FromString,
                 _registered_method=True)
+        self.PermitSwitch = channel.unary_unary(
+                '/baton.v1.Control/PermitSwitch',
+                request_serializer=baton_dot_v1_dot_cluster__pb2.SwitchRoleRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_cluster__pb2.PermitSwitchResponse.FromString,
+                _registered_method=True)
 
 
 class ControlServicer(object):
     """How many workers there are: what a router passes on of Admin's calls of the
-    same names.
+    same names, or asks before it carries them out.
     """
 
     def Scale(self, request, context):
@@ -197,6 +202,14 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PermitSwitch(self, request, context):
+        """Agrees to the change of a worker's role, which the router then carries out.
+        Refused where nobody of its old role would be left.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -215,6 +228,11 @@ def add_ControlServicer_to_server(servicer, server):
                     request_deserializer=baton_dot_v1_dot_cluster__pb2.PlanRequest.FromString,
                     response_serializer=baton_dot_v1_dot_cluster__pb2.PlanResponse.SerializeToString,
             ),
+            'PermitSwitch': grpc.unary_unary_rpc_method_handler(
+                    servicer.PermitSwitch,
+                    request_deserializer=baton_dot_v1_dot_cluster__pb2.SwitchRoleRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_cluster__pb2.PermitSwitchResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'baton.v1.Control', rpc_method_handlers)
@@ -225,7 +243,7 @@ def add_ControlServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Control(object):
     """How many workers there are: what a router passes on of Admin's calls of the
-    same names.
+    same names, or asks before it carries them out.
     """
 
     @staticmethod
@@ -299,6 +317,33 @@ class Control(object):
             '/baton.v1.Control/Plan',
             baton_dot_v1_dot_cluster__pb2.PlanRequest.SerializeToString,
             baton_dot_v1_dot_cluster__pb2.PlanResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PermitSwitch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Control/PermitSwitch',
+            baton_dot_v1_dot_cluster__pb2.SwitchRoleRequest.SerializeToString,
+            baton_dot_v1_dot_cluster__pb2.PermitSwitchResponse.FromString,
             options,
             channel_credentials,
             insecure,

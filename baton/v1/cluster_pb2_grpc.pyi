@@ -68,7 +68,7 @@ def add_MembershipServicer_to_server(servicer: MembershipServicer, server: _typi
 
 class ControlStub:
     """How many workers there are: what a router passes on of Admin's calls of the
-    same names.
+    same names, or asks before it carries them out.
     """
 
     @_typing.overload
@@ -81,11 +81,15 @@ class ControlStub:
     """The pools, at this moment."""
     Plan: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.PlanRequest, _cluster_pb2.PlanResponse]
     """What the planner has decided lately, and why."""
+    PermitSwitch: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.SwitchRoleRequest, _cluster_pb2.PermitSwitchResponse]
+    """Agrees to the change of a worker's role, which the router then carries out.
+    Refused where nobody of its old role would be left.
+    """
 
 @_typing.type_check_only
 class ControlAsyncStub(ControlStub):
     """How many workers there are: what a router passes on of Admin's calls of the
-    same names.
+    same names, or asks before it carries them out.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -95,10 +99,14 @@ class ControlAsyncStub(ControlStub):
     """The pools, at this moment."""
     Plan: _aio.UnaryUnaryMultiCallable[_cluster_pb2.PlanRequest, _cluster_pb2.PlanResponse]  # type: ignore[assignment]
     """What the planner has decided lately, and why."""
+    PermitSwitch: _aio.UnaryUnaryMultiCallable[_cluster_pb2.SwitchRoleRequest, _cluster_pb2.PermitSwitchResponse]  # type: ignore[assignment]
+    """Agrees to the change of a worker's role, which the router then carries out.
+    Refused where nobody of its old role would be left.
+    """
 
 class ControlServicer(metaclass=_abc_1.ABCMeta):
     """How many workers there are: what a router passes on of Admin's calls of the
-    same names.
+    same names, or asks before it carries them out.
     """
 
     @_abc_1.abstractmethod
@@ -124,6 +132,16 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.PlanResponse, _abc.Awaitable[_cluster_pb2.PlanResponse]]:
         """What the planner has decided lately, and why."""
+
+    @_abc_1.abstractmethod
+    def PermitSwitch(
+        self,
+        request: _cluster_pb2.SwitchRoleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.PermitSwitchResponse, _abc.Awaitable[_cluster_pb2.PermitSwitchResponse]]:
+        """Agrees to the change of a worker's role, which the router then carries out.
+        Refused where nobody of its old role would be left.
+        """
 
 def add_ControlServicer_to_server(servicer: ControlServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

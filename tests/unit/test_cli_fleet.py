@@ -132,13 +132,14 @@ def test_drain_tells_scripts_too(router: ScriptedRouter) -> None:
 def test_plan_shows_the_decisions_and_their_reasons(router: ScriptedRouter) -> None:
     router.plan.enabled = router.plan.acts = True
     router.plan.ttft, router.plan.itl, router.plan.most_workers = 2.0, 0.05, 4
+    router.plan.least_prefill, router.plan.least_decode = 1, 2
     router.plan.last.words = "no change"
     made = router.plan.changes.add(words="switch 1 from decode to prefill", have_prefill=1)
     made.reasons.append("decode can spare 1")
     lines = run(router, "plan").stdout.splitlines()
     assert lines[0] == (
-        "the planner changes the pools: first token within 2 s, 50 ms between two, at most 4"
-        " workers"
+        "the planner changes the pools: first token within 2 s, 50 ms between two, at least 1 + 2"
+        " workers, at most 4"
     )
     assert lines[1].split() == ["now", "no", "change", "(0", "+", "0", "workers)"]
     assert "switch 1 from decode to prefill  (1 + 0 workers)" in lines[2]

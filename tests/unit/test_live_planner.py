@@ -106,3 +106,11 @@ def test_decisions_that_change_something_are_remembered_with_their_reasons() -> 
     (planned,) = planning.changes
     assert planned.at == 1234.0
     assert planned.decision.reasons
+
+
+def test_an_idle_cluster_keeps_the_least_of_each_role() -> None:
+    settings = dataclasses.replace(CONFIG.planner, least_prefill=1, least_decode=2)
+    planning = Planning(dataclasses.replace(CONFIG, planner=settings), gpus=False)
+    decisions = [planning.round(Pools(3, 3), 10.0 * number) for number in range(40)]
+    (drained,) = [decision for decision in decisions if decision.changes][:1]
+    assert drained.drain == Pools(2, 1)
