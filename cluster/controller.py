@@ -32,14 +32,15 @@ from cluster.live_planner import LivePlanner
 from cluster.member import CONTROLLER, DRAINED, Member, is_worker
 from cluster.membership import Membership
 from cluster.planning import Planning
+from cluster.role_changes import RoleChanges
 from cluster.worker_actors import WorkerActors, drain, kill
 from core import config as configs
-from core.errors import InvalidRequest, Unavailable
+from core.errors import InvalidRequest, RoleRefused, Unavailable
 from core.listening import listen
 from core.tls import Identity, node_identity
 from core.types import MAX_MESSAGE_BYTES, Role
 from core.wire import role_to
-from planner.pools import Pools
+from planner.pools import Pools, other
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +55,9 @@ TEND_SECONDS = 1.0
 
 DRAIN_SECONDS = 15.0
 """Beyond `drain_seconds`: a worker that has not drained by then is ended all the same."""
+
+SWITCH_SECONDS = 30.0
+"""Beyond `drain_seconds`: a worker that has not changed its role by then goes on as it was."""
 
 MOST_WORKERS = 1024
 """Of a pool: more are a slip of the finger."""
@@ -77,6 +81,8 @@ class Controller:
         logging.basicConfig(level=config.log_level.upper())
         self._actors = WorkerActors(config, gpus, joined=joined)
         self._drain_seconds = config.drain_seconds + DRAIN_SECONDS
+        self._does_without_prefill = config.router.local_prefill != "never"
+        self._role_changes = RoleChanges(config.drain_seconds + SWITCH_SECONDS, time.monotonic)
         self._tether = tether
         self._untethered = 0  # looks in a row
         self._fleet = store.load()
@@ -93,7 +99,7 @@ class Controller:
         self._tending = asyncio.ensure_future(self._tend())
         self._tending.add_done_callback(_give_up)
         if self.planning:
-            planner = LivePlanner(self, self.planning, config.drain_seconds)
+            planner = LivePlanner(self, self.planning)
             self._running_plan = asyncio.ensure_future(planner.run())
             self._running_plan.add_done_callback(_stop_planning)
 
@@ -122,23 +128,52 @@ class Controller:
                     f"{wanted.of(role)} {role} workers cannot be: 1 to {MOST_WORKERS} can",
                     field=role.value,
                 )
+        changing = self._role_changes.names(self._fleet)
+        if changing and self._fleet.wanted.beyond(wanted).total:
+            names = ", ".join(sorted(changing))
+            raise Unavailable(f"{names} may still change its role: nobody can be drained now")
         try:
             await self._change(lambda fleet: fleet.scaled(wanted, self._spare()))
         except ray.exceptions.RayError as error:
             raise Unavailable(f"Ray's head cannot be reached: {error}") from error
 
+    def permit_switch(self, name: str, role: Role) -> None:
+        """Agrees that a worker changes its role, and counts it there from now on; raises when
+        nobody of its old role would be left to serve."""
+        if not self._learning.done():
+            raise Unavailable("the controller has just started: try again in some seconds")
+        # Decode workers read prompts themselves where no prefill worker is left.
+        replaced = role is Role.DECODE and self._does_without_prefill
+        if not replaced and not set(self.serving(other(role))) - {name}:
+            raise RoleRefused(
+                f"{name} is the last {other(role).value} worker that serves and is to stay one;"
+                " without it no request could be served"
+            )
+        self._role_changes.begin(name, role)
+
     @property
     def fleet(self) -> Fleet:
         return self._fleet
 
+    @property
+    def changing_roles(self) -> bool:
+        return bool(self._role_changes.names(self._fleet))
+
+    @property
+    def expected(self) -> Pools:
+        """Workers that serve or start, those that change their role where they are going."""
+        return self._role_changes.counted(self._fleet)
+
     def serving(self, role: Role) -> list[str]:
-        """Workers of a role that serve and are to stay, those that are missed least first."""
+        """Workers of a role that serve and are to stay in it, those that are missed least
+        first."""
         fleet = self._fleet
+        going = fleet.retiring | self._role_changes.names(fleet)
         return [
             name
             for name in self._spare()
             if fleet.workers[name] is role
-            and name not in fleet.retiring
+            and name not in going
             and name in self._members
             and self._members[name].address
         ]

@@ -9,7 +9,7 @@ import grpc
 
 from baton.v1 import cluster_pb2 as pb
 from baton.v1 import cluster_pb2_grpc
-from core.errors import BatonError, Internal, InvalidRequest, NotServed, Unavailable
+from core.errors import BatonError, Internal, InvalidRequest, NotServed, RoleRefused, Unavailable
 from core.tls import Identity
 from router.channels import open_channel
 
@@ -35,6 +35,13 @@ class ControllerCalls:
         async with self._controller() as controller:
             return await controller.Plan(pb.PlanRequest(), timeout=CALL_SECONDS)
 
+    async def permit_switch(self, request: pb.SwitchRoleRequest) -> None:
+        """Raises when the controller does not agree to a change of roles. A router that follows
+        none decides by itself."""
+        if self._address:
+            async with self._controller() as controller:
+                await controller.PermitSwitch(request, timeout=CALL_SECONDS)
+
     @asynccontextmanager
     async def _controller(self) -> AsyncIterator[cluster_pb2_grpc.ControlAsyncStub]:
         if not self._address:
@@ -55,5 +62,7 @@ def _translated(error: grpc.aio.AioRpcError) -> BatonError:
         case grpc.StatusCode.INVALID_ARGUMENT:
             return InvalidRequest(details)
         case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.DEADLINE_EXCEEDED:
-            return Unavailable(f"the controller does not answer now, try again: {details}")
+            return Unavailable(f"the controller cannot do it now, try again: {details}")
+        case grpc.StatusCode.FAILED_PRECONDITION:
+            return RoleRefused(details)
     return Internal(f"the controller failed: {details}")

@@ -292,7 +292,7 @@ class AdminService(cluster_pb2_grpc.AdminServicer):
     async def SwitchRole(
         self, message: cluster_pb2.SwitchRoleRequest
     ) -> cluster_pb2.SwitchRoleResponse:
-        return await switch_role(self._roster, message)
+        return await switch_role(self._roster, self._controller, message)
 
     @answered_in
     async def Timing(

@@ -6,19 +6,24 @@ from baton.v1 import cluster_pb2
 from core.errors import InvalidRequest, RoleRefused, Unavailable
 from core.types import Role
 from core.wire import is_role, role_from
+from router.control import ControllerCalls
 from router.link import WorkerLink
 from router.roster import Roster
 
 
 async def switch_role(
-    roster: Roster, message: cluster_pb2.SwitchRoleRequest
+    roster: Roster, controller: ControllerCalls, message: cluster_pb2.SwitchRoleRequest
 ) -> cluster_pb2.SwitchRoleResponse:
-    """Returns when the worker has taken up its new role; raises why it has not."""
+    """Returns when the worker has taken up its new role; raises why it has not.
+
+    The controller, where there is one, has to agree: it knows what other routers are asked.
+    """
     if not is_role(message.role):
         raise InvalidRequest("the role must be prefill or decode", field="role")
     role = role_from(message.role)
     link = roster.named(message.worker_id)
     _check(roster, link, role)
+    await controller.permit_switch(message)
     switched = await link.switch(role)
     if switched.error or link.role is not role:
         why = switched.error or "another change of its role came first"

@@ -33,7 +33,7 @@ from worker.phases import role_factory
 from worker.pool_shape import pool_layout, pool_memory
 from worker.ranks import start_ranks
 from worker.role import Role
-from worker.second_tier import open_second_tier
+from worker.second_tier import close_second_tier, open_second_tier
 
 # For pages to be written to files.
 FLUSH_SECONDS = 5.0
@@ -89,9 +89,11 @@ class Backend:
         priority or its part of a GPU, cannot be taken from it again."""
         return self._device != "cpu" and self._config.prefill.gpu_share == 1
 
-    def close(self) -> None:
-        if self.engine.pool.second_tier is not None:
-            self.engine.pool.second_tier.close(FLUSH_SECONDS)
+    def close(self, *, for_good: bool) -> None:
+        """Keeps the pages that are in files, unless the worker is not to come back."""
+        close_second_tier(
+            self.engine, self._config.cache, self._worker_id, FLUSH_SECONDS, for_good=for_good
+        )
         self.transfer.stop()
         if self._ranks:
             self._ranks.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,5 +38,27 @@ def open_second_tier(
             page_size=engine.pool.page_size,
             page_bytes=page_bytes,
         )
-        folder = Path(config.files).expanduser() / root.hex() / worker_id
-        tier.open_files(folder, config.files_budget, form)
+        tier.open_files(_folder(config, root, worker_id), config.files_budget, form)
+
+
+def close_second_tier(
+    engine: Engine, config: CacheConfig, worker_id: str, seconds: float, *, for_good: bool
+) -> None:
+    """Keeps the pages in files, which are written for so many seconds at most. Of a worker that
+    is not to come back they are removed: nobody else would find them."""
+    tier, root = engine.pool.second_tier, engine.pool.root
+    if tier is None or root is None:
+        return
+    if not for_good:
+        tier.close(seconds)
+        return
+    if tier.files is not None:
+        # What is being written would come after the removal.
+        tier.files.stop(seconds)
+    tier.close(0.0)
+    if config.files:
+        shutil.rmtree(_folder(config, root, worker_id), ignore_errors=True)
+
+
+def _folder(config: CacheConfig, root: bytes, worker_id: str) -> Path:
+    return Path(config.files).expanduser() / root.hex() / worker_id

@@ -163,7 +163,8 @@ class WorkerServer:
         self._inbox.put(Stop())
         self._thread.leave()
         await asyncio.to_thread(self._thread.join)
-        await asyncio.to_thread(self._backend.close)
+        for_good = not (stopping.asked.is_set() or self.restarts or self._failure.done())
+        await asyncio.to_thread(self._backend.close, for_good=for_good)
         if self._failure.done():
             self._failure.result()
 

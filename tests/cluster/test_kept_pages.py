@@ -66,3 +66,13 @@ def test_answers_are_the_same_from_host_memory_and_from_files_after_a_restart(
         assert answers() == wanted
         assert all(restored(cluster, worker) for worker in WORKERS)
         assert "cached" in reasons, "the router was told what the files hold"
+        assert holders(tmp_path / "files") == set(WORKERS)
+        with cluster.client() as client:
+            client.drain("decode-0")
+        assert cluster.workers["decode-0"].wait() == 0
+        assert holders(tmp_path / "files") == {"prefill-0"}, "one that is drained for good has none"
+
+
+def holders(files: Path) -> set[str]:
+    """The workers that have pages in files."""
+    return {path.relative_to(files).parts[1] for path in files.rglob("*") if path.is_file()}

@@ -9,6 +9,7 @@ import re
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -16,11 +17,12 @@ import yaml
 from serving import MODEST, Serve
 from tiny_models import TINY_MODELS, save
 
-from baton import Answer, InvalidRequest
+from baton import Answer, InvalidRequest, RoleRefused
 from baton.v1.worker_pb2 import ROLE_PREFILL
 
 PROMPTS = [[1, 2, 3], [7] * 40, [5, 4] * 30]
 TOKENS = 100
+DECODE = ["decode-0", "decode-1"]
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +134,25 @@ def test_a_worker_changes_its_role_under_load(serve: Serve, unscaled: list[list[
         serve.wait_pools(2, 2)
     check(load, unscaled)
     serve.wait_whole(4)
+
+
+def test_two_changes_at_once_leave_a_worker_of_the_role(serve: Serve) -> None:
+    def become_prefill(name: str) -> str:
+        with serve.client() as client:
+            try:
+                client.switch_role(name, "prefill")
+            except RoleRefused as refused:
+                return refused.message
+        return ""
+
+    with ThreadPoolExecutor() as threads:
+        refused = dict(zip(DECODE, threads.map(become_prefill, DECODE), strict=True))
+    (left,) = [name for name, words in refused.items() if words]
+    (changed,) = set(DECODE) - {left}
+    assert refused[left].startswith(f"{left} is the last decode worker")
+    serve.wait_pools(3, 1)
+    serve.ask("role", changed, "decode")
+    serve.wait_pools(2, 2)
 
 
 def test_the_planner_says_what_it_sees(serve: Serve) -> None:
