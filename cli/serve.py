@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,6 +20,7 @@ from core import model_store
 from core.config import Config
 
 if TYPE_CHECKING:
+    from cluster.launch import Cluster
     from cluster.member import Member
 
 # How often a serving cluster is looked at, to tell of processes that start again.
@@ -111,12 +114,25 @@ def serve(
         bool,
         typer.Option("--detach", help="Return when it serves; see `baton stop`. Wants a Ray."),
     ] = False,
+    name: Annotated[
+        str,
+        typer.Option(help="With --detach: one of this name that runs already is taken over."),
+    ] = "",
+    watch: Annotated[
+        bool,
+        typer.Option("--watch", help="With --detach: stay and tell what happens, until stopped."),
+    ] = False,
 ) -> None:
     """Start a cluster: prefill workers, decode workers, a router. Ctrl-C stops it."""
     if detach and not ray_address:
         raise typer.BadParameter(
             "a Ray that is started here would end with this command: give --ray-address",
             param_hint="--detach",
+        )
+    if (name or watch) and not detach:
+        raise typer.BadParameter(
+            "only a cluster that outlives this command can be found again: give --detach",
+            param_hint="--name" if name else "--watch",
         )
     with edge():
         flags = {
@@ -151,20 +167,34 @@ def serve(
         given = {path: value for path, value in flags.items() if value is not None}
         loaded = configs.load(config, given)
         preflight.check(loaded)
-        _serve(loaded, ray_address, detach)
+        if not name:  # else they may be those of the cluster that is there
+            preflight.check_ports(loaded.router)
+        _serve(loaded, _Where(ray_address, detach, name, watch))
 
 
-def _serve(config: Config, ray_address: str, detach: bool) -> None:
+@dataclass(frozen=True, slots=True)
+class _Where:
+    """Which Ray, and what becomes of the cluster."""
+
+    ray_address: str
+    detach: bool
+    name: str
+    watch: bool
+
+
+def _serve(config: Config, where: _Where) -> None:
     stopped, hurry = threading.Event(), threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: _stop(stopped, hurry))
+        signal.signal(number, lambda *_: _stop(stopped, hurry, where))
     # Not on this thread: Ray would take its signals.
     with ThreadPoolExecutor(max_workers=1) as threads:
-        threads.submit(_run, config, ray_address, detach, stopped, hurry).result()
+        threads.submit(_run, config, where, stopped, hurry).result()
 
 
-def _stop(stopped: threading.Event, hurry: threading.Event) -> None:
-    if not stopped.is_set():
+def _stop(stopped: threading.Event, hurry: threading.Event, where: _Where) -> None:
+    if where.watch:
+        typer.echo("the cluster goes on without this command")
+    elif not stopped.is_set():
         typer.echo("stopping …  (requests under way may end; Ctrl-C again ends them at once)")
     else:
         hurry.set()
@@ -175,26 +205,19 @@ class _Stopped(Exception):
     """The signal to stop came while the cluster started."""
 
 
-def _run(
-    config: Config,
-    ray_address: str,
-    detach: bool,
-    stopped: threading.Event,
-    hurry: threading.Event,
-) -> None:
+def _run(config: Config, where: _Where, stopped: threading.Event, hurry: threading.Event) -> None:
     typer.echo("starting Ray …")
     from cluster.launch import Cluster
 
-    cluster = Cluster(config, ray_address, detached=detach)
+    cluster = Cluster(config, where.ray_address, detached=where.detach, name=where.name)
     progress = _Progress(stopped)
     try:
         router = cluster.start(progress)
-        typer.echo(_instructions(router, config, cluster.log_folder))
-        for member in cluster.members():
-            if not member.role and member.worker_id != router.worker_id:
-                typer.echo(f"{member.worker_id} is at {member.address}\n")
-        if detach:
-            typer.echo(f"`baton stop {cluster.name} --ray-address {ray_address}` stops it.")
+        _tell(cluster, router, config)
+        if where.detach:
+            typer.echo(f"`baton stop {cluster.name} --ray-address {where.ray_address}` stops it.")
+            if where.watch:
+                _watch(cluster, progress, stopped)
             cluster.leave()
             return
         typer.echo("Ctrl-C stops it.\n")
@@ -204,6 +227,27 @@ def _run(
         pass
     finally:
         cluster.stop(hurry)
+
+
+def _tell(cluster: Cluster, router: Member, config: Config) -> None:
+    if cluster.taken_over:
+        typer.echo(f"{cluster.name} runs already; it goes on")
+    if not cluster.as_configured:
+        typer.echo("it keeps the configuration that it was started with, which is another one")
+    typer.echo(_instructions(router, config, cluster.log_folder))
+    for member in cluster.members():
+        if not member.role and member.worker_id != router.worker_id:
+            typer.echo(f"{member.worker_id} is at {member.address}\n")
+
+
+def _watch(cluster: Cluster, progress: _Progress, stopped: threading.Event) -> None:
+    """Until this command is told to stop, or the cluster is."""
+    with contextlib.suppress(_Stopped):
+        while not stopped.wait(_WATCH_SECONDS):
+            progress(cluster.members())
+            if cluster.is_gone:
+                typer.echo(f"{cluster.name} was stopped")
+                return
 
 
 class _Progress:

@@ -25,6 +25,7 @@ import ray
 import uvloop
 
 from cluster import store
+from cluster.joining import whole
 from cluster.member import CONTROLLER, DRAINED, DRAINING, Member
 from core import config as configs
 from core.errors import BatonError
@@ -175,7 +176,8 @@ class RouterActor(_ServerActor):
     """One router."""
 
     def __init__(self, tree: dict[str, object], member: Member, controller_address: str) -> None:
-        self._controller_address = controller_address
+        """The controller is on the same node, which may have another address after a restart."""
+        self._controller_address = whole(controller_address)
         super().__init__(tree, member)
 
     async def _serve(self) -> bool:

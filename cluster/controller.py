@@ -28,6 +28,7 @@ from baton.v1 import cluster_pb2, cluster_pb2_grpc
 from cluster import store
 from cluster.control import Control
 from cluster.fleet import Fleet
+from cluster.joining import whole
 from cluster.live_planner import LivePlanner
 from cluster.member import CONTROLLER, DRAINED, Member, is_worker
 from cluster.membership import Membership
@@ -72,7 +73,8 @@ class Controller:
     def __init__(
         self, address: str, tree: dict[str, object], gpus: float, *, joined: bool, tether: str
     ) -> None:
-        """`tree` is the cluster's configuration; `gpus` and `joined` are as for WorkerActors.
+        """`address` is where to listen, ":PORT" at whatever address this node has. `tree` is the
+        cluster's configuration; `gpus` and `joined` are as for WorkerActors.
 
         When no actor is called `tether` any more, whoever started the cluster is gone, and
         everything ends. Empty where it is to go on.
@@ -94,7 +96,7 @@ class Controller:
         self._ended: deque[str] = deque(maxlen=REMEMBERED)  # their transport agents
         self.planning = Planning(config, gpus=gpus > 0) if config.planner.enabled else None
         self._membership = Membership(self._note_report)
-        self._serve(address, node_identity(config))
+        self._serve(whole(address), node_identity(config))
         self._learning = asyncio.ensure_future(self._learn())
         self._tending = asyncio.ensure_future(self._tend())
         self._tending.add_done_callback(_give_up)
@@ -112,7 +114,7 @@ class Controller:
         self._members[name] = member
         if before and before.agent not in ("", member.agent):
             self._ended.append(before.agent)
-        if self._learning.done() or self._members.keys() >= self._fleet.workers.keys():
+        if self._has_learned:
             await self._publish()
 
     async def members(self) -> list[Member]:
@@ -140,7 +142,7 @@ class Controller:
     def permit_switch(self, name: str, role: Role) -> None:
         """Agrees that a worker changes its role, and counts it there from now on; raises when
         nobody of its old role would be left to serve."""
-        if not self._learning.done():
+        if not self._has_learned:
             raise Unavailable("the controller has just started: try again in some seconds")
         # Decode workers read prompts themselves where no prefill worker is left.
         replaced = role is Role.DECODE and self._does_without_prefill
@@ -177,6 +179,11 @@ class Controller:
             and name in self._members
             and self._members[name].address
         ]
+
+    @property
+    def _has_learned(self) -> bool:
+        """Whether every worker was heard of since the start, or has had the time to tell."""
+        return self._learning.done() or self._members.keys() >= self._fleet.workers.keys()
 
     def _note_report(self, report: cluster_pb2.RouterReport) -> None:
         if self.planning:

@@ -48,6 +48,12 @@ def start(namespace: str, processes: int) -> str:
     return _log_folder(context)
 
 
+def whole(address: str) -> str:
+    """`address`, with this node's host where it has none: ":51000"."""
+    host = str(ray.util.get_node_ip_address()) if address.startswith(":") else ""
+    return host + address
+
+
 def clusters() -> list[str]:
     """The namespaces of all clusters on the Ray that was joined."""
     actors = ray.util.list_named_actors(all_namespaces=True)

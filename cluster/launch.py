@@ -1,14 +1,15 @@
 """Starts and stops a cluster on Ray.
 
-start()  joins or starts Ray, makes the actors, returns when requests can be served
+start()  joins or starts Ray, makes the actors or takes over those that a cluster of this name
+         has already, returns when requests can be served
 stop()   lets requests come to their end, ends every actor in order and, where it was started
          here, Ray itself; waits for no request once `hurry` is set
 leave()  leaves a detached cluster to itself; cluster/stopping.py ends it
 
-Each run has a Ray namespace of its own: any number of clusters can live on one
+Each cluster has a Ray namespace of its own: any number of them can live on one
 Ray, as long as their routers listen on different ports. On a Ray that was
 joined, the workers may be anywhere; routers and the controller are on the node
-where the cluster was started.
+where the cluster was started, or on Ray's head, wherever that is, if it was that.
 
 The routers belong to this process, unless the cluster is detached. Should this
 process be killed, Ray ends them, and the controller, which misses the first,
@@ -35,10 +36,10 @@ from cluster.actors import RouterActor
 from cluster.controller import Controller
 from cluster.fleet import Fleet
 from cluster.joining import PREFIX, join, start
-from cluster.member import CONTROLLER, ROUTER, Member
-from cluster.preflight import free_port, numbered, take_port
+from cluster.member import CONTROLLER, ROUTER, Member, router_name
+from cluster.preflight import check_ports, free_port, numbered, take_port
 from cluster.stopping import stop_everything
-from cluster.worker_actors import CONCURRENCY, WorkerActors, gpus_per_worker
+from cluster.worker_actors import CONCURRENCY, WorkerActors, find, gpus_per_worker
 from core import config as configs
 from core.config import Config, RouterConfig
 from core.errors import DeadlineExceeded, InvalidConfig, Unavailable
@@ -48,6 +49,8 @@ from worker import mps
 POLL_SECONDS = 0.1
 MEMBERS_SECONDS = 5.0
 STOP_SECONDS = 15.0
+HEAD = "node:__internal_head__"
+"""What only Ray's head has of, as a resource."""
 
 Progress = Callable[[list[Member]], None]
 
@@ -55,9 +58,12 @@ Progress = Callable[[list[Member]], None]
 class Cluster:
     """Routers, and at first as many workers of each role as the configuration says."""
 
-    def __init__(self, config: Config, ray_address: str = "", *, detached: bool = False) -> None:
-        """`detached` is for a Ray that is joined: the cluster then outlives this process."""
-        self.name = f"{PREFIX}{secrets.token_hex(4)}"
+    def __init__(
+        self, config: Config, ray_address: str = "", *, detached: bool = False, name: str = ""
+    ) -> None:
+        """`detached` is for a Ray that is joined: the cluster then outlives this process, and one
+        of the same `name` that runs already is taken over. No name is a new one."""
+        self.name = f"{PREFIX}{name or secrets.token_hex(4)}"
         self._config = _with_whole_paths(config)
         self._ray_address = ray_address
         self._detached = detached
@@ -67,6 +73,10 @@ class Cluster:
         self._pids: dict[str, int] = {}
         self._services = contextlib.ExitStack()
         self.log_folder = ""
+        # Whether the cluster was there before, and then whether it was started with the same
+        # configuration, which it keeps.
+        self.taken_over = False
+        self.as_configured = True
 
     def start(self, on_progress: Progress = lambda members: None, timeout: float = 600.0) -> Member:
         """Starts everything; the first router's entry, once all are ready.
@@ -77,6 +87,16 @@ class Cluster:
         on_progress([])
         self._join_ray()
         on_progress([])
+        self._controller = find(CONTROLLER)
+        self.taken_over = self._controller is not None
+        if self.taken_over:
+            self._take_over()
+        else:
+            self._make_everything()
+        return self._wait(on_progress, time.monotonic() + timeout)
+
+    def _make_everything(self) -> None:
+        check_ports(self._config.router)
         gpus = gpus_per_worker(self._config)
         fleet = Fleet.of(Pools(self._config.prefill.workers, self._config.decode.workers))
         store.save(fleet)
@@ -87,7 +107,20 @@ class Cluster:
             actors.make(name, role)
         for index in range(self._config.router.count):
             self._routers.append(self._make_router(index, address))
-        return self._wait(on_progress, time.monotonic() + timeout)
+
+    def _take_over(self) -> None:
+        """Leaves all that is there as it is: the workers are the controller's to mend. Only routers
+        may be missing, if whoever began to start this cluster was killed."""
+        start = store.load_start()
+        self.as_configured = _is_config(start.tree, self._config)
+        for index in range(self._config.router.count):
+            there = find(router_name(index))
+            self._routers.append(there or self._make_router(index, start.controller))
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether somebody has stopped the cluster."""
+        return find(CONTROLLER) is None
 
     def members(self) -> list[Member]:
         """Every process as far as it has come; empty while the controller cannot answer."""
@@ -100,9 +133,11 @@ class Cluster:
         return found
 
     def stop(self, hurry: threading.Event | None = None) -> None:
-        """Leaves no process of this cluster behind."""
+        """Leaves no process of this cluster behind, but for one that was taken over."""
         with self._services:
-            if ray.is_initialized():
+            if ray.is_initialized() and self.taken_over:
+                self.leave()
+            elif ray.is_initialized():
                 seconds = self._config.drain_seconds + STOP_SECONDS
                 stop_everything(seconds, hurry or threading.Event())
 
@@ -126,10 +161,12 @@ class Cluster:
         return self._services.enter_context(mps.service(Path(folder)))
 
     def _make_controller(self, gpus: float) -> str:
-        """The controller's address: chosen here, so that it is the same after a restart."""
-        host = str(ray.util.get_node_ip_address()) if self._ray_address else "127.0.0.1"
+        """The controller's address, for those on its node; its port is the same after a restart."""
+        host = _this_node()["NodeManagerAddress"] if self._ray_address else "127.0.0.1"
         with take_port(host, self._config.controller.port, "controller.port") as held:
-            address = f"{host}:{held.getsockname()[1]}"
+            port = held.getsockname()[1]
+        address = f":{port}" if self._ray_address else f"{host}:{port}"
+        store.save_start(store.Start(configs.dump(self._config), address))
         actor = ray.remote(Controller).options(**_here(CONTROLLER), lifetime="detached")
         self._controller = actor.remote(
             address,
@@ -143,7 +180,7 @@ class Cluster:
     def _make_router(self, index: int, controller_address: str) -> Any:
         # Ports are chosen here, once: a router that starts again must be where it was.
         router = _with_ports(numbered(self._config.router, index))
-        member = Member(f"router-{index}", None, router.host)
+        member = Member(router_name(index), None, router.host)
         actor = ray.remote(RouterActor).options(
             **_here(member.worker_id),
             max_concurrency=CONCURRENCY,
@@ -156,7 +193,7 @@ class Cluster:
         while time.monotonic() < deadline:
             members = self.members()
             on_progress(members)
-            for member in members:
+            for member in members if not self.taken_over else ():
                 self._check_start(member)
             ready = {item.worker_id: item for item in members if not item.role and item.address}
             if len(ready) == len(self._routers):
@@ -173,6 +210,13 @@ class Cluster:
                 f"{member.worker_id} was killed while it started; is there enough memory?"
                 f" Logs are in {self.log_folder}"
             )
+
+
+def _is_config(tree: dict[str, object], config: Config) -> bool:
+    try:
+        return configs.parse(tree) == config
+    except InvalidConfig:  # another version's
+        return False
 
 
 def _with_ports(router: RouterConfig) -> RouterConfig:
@@ -195,13 +239,21 @@ def _with_whole_paths(config: Config) -> Config:
 
 
 def _here(name: str) -> dict[str, Any]:
-    """Options of an actor that lives at this node's address, and starts again when it dies."""
-    identity = ray.get_runtime_context().get_node_id()
-    (node,) = [node for node in ray.nodes() if node["NodeID"] == identity]
+    """Options of an actor that lives on this node, and starts again when it dies."""
+    node = _this_node()
+    # A head that is started again may have another address; any other node is known by it.
+    mark = HEAD if HEAD in node["Resources"] else f"node:{node['NodeManagerAddress']}"
     return {
         "name": name,
         "num_cpus": 0,
         "max_restarts": -1,
-        # A little of what only a node at this address has, also one that was started again.
-        "resources": {f"node:{node['NodeManagerAddress']}": 0.001},
+        # A little of what only this node has, also once it was started again.
+        "resources": {mark: 0.001},
     }
+
+
+def _this_node() -> dict[str, Any]:
+    identity = ray.get_runtime_context().get_node_id()
+    node: dict[str, Any]
+    (node,) = [node for node in ray.nodes() if node["NodeID"] == identity]
+    return node

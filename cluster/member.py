@@ -10,7 +10,7 @@ CONTROLLER = "controller"
 """The controller's name in the cluster's Ray namespace."""
 
 ROUTER = "router-0"
-"""The name of the first router; further ones are router-1 and so on."""
+"""The name of the first router; see `router_name`."""
 
 DRAINING = "draining"
 """The progress of a worker that takes nothing new, and ends when what it runs has."""
@@ -42,6 +42,10 @@ class Member:
     agent: str = ""
     # Requests that a worker has, running or waiting.
     requests: int = 0
+
+
+def router_name(index: int) -> str:
+    return f"router-{index}"
 
 
 def is_router(name: str) -> bool:

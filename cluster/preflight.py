@@ -33,7 +33,6 @@ def check(config: Config) -> None:
     prefill, decode = config.prefill, config.decode
     check_ranks(prefill.tensor_parallel, architecture, config.cache, prefill.gpu_share)
     check_ranks(decode.tensor_parallel, architecture, config.cache)
-    _check_ports(config.router)
 
 
 def _check_pools(config: Config, architecture: Architecture) -> None:
@@ -61,8 +60,9 @@ def _check_planner(config: Config) -> None:
         )
 
 
-def _check_ports(router: RouterConfig) -> None:
-    """Takes all ports for a moment, so that two that are the same are found too."""
+def check_ports(router: RouterConfig) -> None:
+    """Raises InvalidConfig if routers could not listen: takes all ports for a moment, so that two
+    that are the same are found too."""
     with contextlib.ExitStack() as held:
         for index in range(router.count):
             ports = numbered(router, index)

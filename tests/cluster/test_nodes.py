@@ -41,6 +41,8 @@ POOL = {"workers": 2, "gpus": 1, "kv_memory": "4MiB", "threads": 1}
 @dataclass(frozen=True)
 class Cluster:
     ray: RayNodes
+    # Of `baton serve`, which can be started again.
+    flags: list[str]
     # Of a router outside Ray.
     address: str
     oracle: PreTrainedModel
@@ -115,10 +117,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with RayNodes(redis=not why_no_redis()) as ray:
         for name in ("one", "two"):
             ray.add(name, slots=2)
-        flags = ["--config", str(config), "--ray-address", ray.address, "--detach"]
-        baton("serve", *FREE_PORTS, *flags)
+        there = ["--ray-address", ray.address, "--detach", "--name", "nodes"]
+        flags = [*FREE_PORTS, "--config", str(config), *there]
+        baton("serve", *flags)
         with router(folder, config, controller) as address:
-            found = Cluster(ray, address, oracle)
+            found = Cluster(ray, flags, address, oracle)
             asyncio.run(found.until_whole())
             yield found
 
@@ -218,6 +221,10 @@ async def test_serving_goes_on_without_the_head(cluster: Cluster, redis: None) -
         began = time.monotonic()
         await asyncio.to_thread(cluster.ray.start_head)
         took = await until_controlled(cluster, load, before) - began
+        whole = cluster.incarnations()
+        said = await asyncio.to_thread(baton, "serve", *cluster.flags)
+        assert "baton-nodes runs already; it goes on" in said
+        assert not changed(whole, cluster.incarnations())
     recoveries.note("Ray's head dies, with the controller, and starts again", took, load)
 
 

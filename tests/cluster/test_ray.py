@@ -94,9 +94,10 @@ def test_two_clusters_share_a_ray_and_leave_it_running(
 
 @dataclass(frozen=True)
 class Detached:
-    """A cluster whose command has ended."""
+    """A cluster that outlives the command which has started it."""
 
     command: Serve
+    flags: list[str]
     config: Path
     controller: str
 
@@ -118,10 +119,10 @@ def detached(
     workspace = tmp_path_factory.mktemp("detached")
     path = workspace / "baton.yaml"
     path.write_text(yaml.safe_dump(settings))
-    flags = ["--config", str(path), "--ray-address", head.address, "--detach"]
-    with Serve(workspace, *flags, environment=TOKEN) as command:
-        assert (command.wait(), command.stderr) == (0, "")
-        yield Detached(command, path, f"{host}:{port}")
+    flags = ["--config", str(path), "--ray-address", head.address, "--detach", "--name", "tiny"]
+    with Serve(workspace, *flags, "--watch", environment=TOKEN) as command:
+        command.wait_for("`baton stop baton-tiny --ray-address .*` stops it")
+        yield Detached(command, flags, path, f"{host}:{port}")
 
 
 def test_a_router_outside_ray_follows_the_controller_at_its_port(
@@ -137,6 +138,41 @@ def test_a_router_outside_ray_follows_the_controller_at_its_port(
             assert client.generate([1, 2, 3], max_tokens=5).usage.completion_tokens == 5
     finally:
         router.end()
+
+
+def processes(detached: Detached) -> dict[str, int]:
+    """What tells each worker's process from others."""
+    with detached.command.client() as client:
+        return {each.member.worker_id: each.incarnation for each in client.status().workers}
+
+
+def test_a_command_that_was_killed_takes_its_cluster_over_when_it_is_started_again(
+    detached: Detached, tmp_path: Path
+) -> None:
+    before = processes(detached)
+    detached.command.send(signal.SIGKILL)
+    detached.command.wait()
+    with Serve(tmp_path, *detached.flags, "--watch", environment=TOKEN) as again:
+        again.wait_for("baton-tiny runs already; it goes on")
+        again.wait_for("stops it")
+        assert again.address == detached.command.address
+        with again.client() as client:
+            assert client.generate([1, 2, 3], max_tokens=5).usage.completion_tokens == 5
+        assert processes(detached) == before
+        again.send(signal.SIGTERM)
+        assert (again.wait(), again.stderr) == (0, "")
+    assert "another one" not in again.stdout
+    assert processes(detached) == before
+
+
+def test_a_cluster_that_is_taken_over_keeps_its_configuration(
+    detached: Detached, tmp_path: Path
+) -> None:
+    before = processes(detached)
+    with Serve(tmp_path, *detached.flags, "--decode", "2", environment=TOKEN) as again:
+        assert (again.wait(), again.stderr) == (0, "")
+        assert "it keeps the configuration that it was started with" in again.stdout
+    assert processes(detached) == before
 
 
 def test_a_controllers_port_that_is_taken_is_told_in_one_line(

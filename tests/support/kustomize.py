@@ -111,7 +111,7 @@ def _replace_image(manifests: list[Manifest], name: str, new: str) -> None:
 def pods(manifests: list[Manifest]) -> Iterator[Manifest]:
     """Every pod template: its metadata and spec."""
     for manifest in manifests:
-        if manifest["kind"] == "Deployment":
+        if manifest["kind"] in ("Deployment", "StatefulSet"):
             yield manifest["spec"]["template"]
         elif manifest["kind"] == "RayCluster":
             yield manifest["spec"]["headGroupSpec"]["template"]

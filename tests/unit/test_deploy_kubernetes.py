@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +16,10 @@ import pytest
 import typer
 import yaml
 from kustomize import Manifest, containers, pods, render
+from serving import Command
 
 from cli.main import app
+from cluster.preflight import free_port
 from core import config as configs
 from core import exposure
 from core.config import Config
@@ -28,7 +33,7 @@ KUBERNETES = "1.34"
 # Kinds that the KubeRay and Prometheus operators bring.
 CUSTOM = {"RayCluster", "ServiceMonitor", "PodMonitor"}
 # What docs/DEPLOY.md has the user make, and the token that the KubeRay operator makes.
-BROUGHT = {"baton-keys", "baton-authority", "baton-models", "baton"}
+BROUGHT = {"baton-keys", "baton-authority", "baton-models", "baton-redis", "baton"}
 # Beyond drain_seconds, `Cluster.stop` waits so long for the router, and then for the workers.
 STOP_SECONDS = 15.0
 
@@ -252,11 +257,16 @@ def test_every_container_is_locked_down(overlay: list[Manifest]) -> None:
 
 
 def test_only_volumes_of_its_own_can_be_written(overlay: list[Manifest]) -> None:
+    claimed = {
+        claim["metadata"]["name"]
+        for manifest in overlay
+        for claim in manifest.get("spec", {}).get("volumeClaimTemplates", ())
+    }
     for pod in pods(overlay):
-        volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
+        own = claimed | {item["name"] for item in pod["spec"]["volumes"] if "emptyDir" in item}
         for container in containers(pod):
             for mount in container["volumeMounts"]:
-                assert mount.get("readOnly") or "emptyDir" in volumes[mount["name"]], mount
+                assert mount.get("readOnly") or mount["name"] in own, mount
 
 
 def test_files_that_the_configuration_names_are_mounted(
@@ -264,13 +274,17 @@ def test_files_that_the_configuration_names_are_mounted(
 ) -> None:
     config = config_of(overlay, tmp_path)
     ray_head = named(head_of(overlay)["containers"], "ray-head")
-    workers = [pod["spec"]["containers"][0] for pod in pods(overlay)]
+    workers = [pod["spec"]["containers"][0] for pod in pods(overlay) if not is_redis(pod)]
     assert router_of(overlay) in workers
     for container in (ray_head, router_of(overlay)):
         assert is_mounted(config.router.keys, container)
     for container in workers:
         assert is_mounted(config.tls.folder, container)
         assert config.model == "embedded" or is_mounted(config.model, container)
+
+
+def is_redis(pod: Manifest) -> bool:
+    return bool(pod["metadata"]["labels"]["app.kubernetes.io/component"] == "redis")
 
 
 def is_mounted(path: str, container: Manifest) -> bool:
@@ -300,17 +314,28 @@ def test_policies_select_pods_that_exist_and_deny_the_rest(overlay: list[Manifes
     denied = find(overlay, "NetworkPolicy", "default-deny")["spec"]
     assert denied == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
     for policy in policies:
-        wanted = policy["spec"]["podSelector"].get("matchLabels", {})
-        assert any(wanted.items() <= labels.items() for labels in labels_of(overlay)), policy
+        selector = policy["spec"]["podSelector"]
+        assert any(selects(selector, labels) for labels in labels_of(overlay)), policy
+
+
+def selects(selector: Manifest, labels: dict[str, str]) -> bool:
+    wanted = selector.get("matchLabels", {})
+    among = selector.get("matchExpressions", ())
+    assert all(item["operator"] == "In" for item in among)
+    return wanted.items() <= labels.items() and all(
+        labels.get(item["key"]) in item["values"] for item in among
+    )
 
 
 def labels_of(manifests: list[Manifest]) -> list[dict[str, str]]:
     """Of every pod, with those that KubeRay adds."""
     spec = find(manifests, "RayCluster", "baton")["spec"]
-    router = find(manifests, "Deployment", "baton-router")["spec"]["template"]
     ray = {"ray.io/cluster": "baton"}
     head = {**spec["headGroupSpec"]["template"]["metadata"]["labels"], **ray}
-    found = [router["metadata"]["labels"], {**head, "ray.io/node-type": "head"}]
+    found = [{**head, "ray.io/node-type": "head"}]
+    for kind in ("Deployment", "StatefulSet"):
+        owners = [item for item in manifests if item["kind"] == kind]
+        found += [item["spec"]["template"]["metadata"]["labels"] for item in owners]
     for group in spec["workerGroupSpecs"]:
         labels = group["template"]["metadata"]["labels"]
         of_group = {"ray.io/group": group["groupName"], "ray.io/node-type": "worker"}
@@ -330,8 +355,10 @@ def test_pods_spread_among_their_own_kind(overlay: list[Manifest]) -> None:
 
 def test_images_have_a_registry_and_a_version(overlay: list[Manifest]) -> None:
     images = {container["image"] for pod in pods(overlay) for container in containers(pod)}
-    (image,) = images
+    (image,) = [name for name in images if "/redis:" not in name]
     assert re.fullmatch(r"[\w.]+/baton:\d+\.\d+\.\d+-(cpu|cuda)", image)
+    for other in images - {image}:
+        assert re.fullmatch(r"[\w.]+/redis:\d+\.\d+\.\d+", other)
 
 
 def test_the_groups_have_as_many_gpus_as_the_workers_want(
@@ -352,3 +379,53 @@ def test_a_ray_cluster_runs_the_ray_that_its_images_have(overlay: list[Manifest]
     (least,) = re.findall(r'"ray\[default\]>=([\d.]+)"', project)
     version = find(overlay, "RayCluster", "baton")["spec"]["rayVersion"]
     assert [int(part) for part in version.split(".")] >= [int(part) for part in least.split(".")]
+
+
+def test_a_head_with_a_redis_finds_it_and_what_it_started_before(overlay: list[Manifest]) -> None:
+    cluster = find(overlay, "RayCluster", "baton")["spec"]
+    serve = named(head_of(overlay)["containers"], "baton")["args"]
+    known = [item for item in overlay if item["metadata"]["name"] == "baton-redis"]
+    if not known:
+        assert "gcsFaultToleranceOptions" not in cluster
+        assert "--detach" not in serve
+        return
+    service = find(overlay, "Service", "baton-redis")
+    (port,) = service["spec"]["ports"]
+    name = service["metadata"]["name"]
+    assert cluster["gcsFaultToleranceOptions"]["redisAddress"] == f"{name}:{port['port']}"
+    (container,) = find(overlay, "StatefulSet", name)["spec"]["template"]["spec"]["containers"]
+    assert ports(container)[port["targetPort"]] == port["port"]
+    assert {"--detach", "--watch"} <= set(serve)
+    assert any(flag.startswith("--name=") for flag in serve)
+
+
+@pytest.mark.skipif(not shutil.which("redis-server"), reason="there is no redis-server here")
+def test_the_script_of_the_redis_starts_one_that_asks_for_its_password(tmp_path: Path) -> None:
+    rendered = render(OVERLAYS / "gpu-rdma")
+    (pod,) = [pod for pod in pods(rendered) if is_redis(pod)]
+    (container,) = pod["spec"]["containers"]
+    (script,) = container["args"]
+    settings = find(rendered, "ConfigMap", "baton-redis-config")["data"]["redis.conf"]
+    folders = {mount["mountPath"]: tmp_path / mount["name"] for mount in container["volumeMounts"]}
+    for path in sorted(folders, key=len, reverse=True):
+        folders[path].mkdir()
+        script, settings = (
+            re.sub(rf"{path}(?=[/\s]|$)", str(folders[path]), text) for text in (script, settings)
+        )
+    port = free_port("127.0.0.1")
+    (tmp_path / "config" / "redis.conf").write_text(settings.replace("6379", str(port)))
+    (tmp_path / "password" / "password").write_text("secret")
+    command = Command(tmp_path / "redis", [*container["command"], script])
+    try:
+        command.wait_for("Ready to accept connections")
+        assert ping(port) == "NOAUTH Authentication required."
+        assert ping(port, "secret") == "PONG"
+        assert (tmp_path / "data" / "appendonlydir").is_dir()
+    finally:
+        command.end()
+
+
+def ping(port: int, password: str = "") -> str:
+    asked = ["redis-cli", "-p", str(port), "ping"]
+    environment = {**os.environ, "REDISCLI_AUTH": password} if password else None
+    return subprocess.run(asked, env=environment, capture_output=True, text=True).stdout.strip()
