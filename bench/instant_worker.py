@@ -147,7 +147,7 @@ class InstantWorker(worker_pb2_grpc.WorkerServicer):
         """Steps that are missed are not made up for."""
         if step := self._pace.step_seconds:
             now = time.monotonic()
-            due = (math.ceil(now / step - self._phase) + self._phase) * step
+            due = _next_due(now, step, self._phase)
             # A timer may have woken us too early for the last one.
             self._due = due + step if due - self._due < step / 2 else due
             await asyncio.sleep(self._due - now)
@@ -175,7 +175,9 @@ class InstantWorker(worker_pb2_grpc.WorkerServicer):
         while True:
             load = pb.Load(free_pages=1_000_000, running=len(self._answers))
             await self._write(context, pb.WorkerMessage(load=load))
-            await asyncio.sleep(LOAD_SECONDS)
+            # Workers that share no process do not report together.
+            now = time.monotonic()
+            await asyncio.sleep(_next_due(now, LOAD_SECONDS, self._phase) - now)
 
     async def _write(self, context: Context, message: pb.WorkerMessage) -> None:
         # A stream takes one message at a time.
@@ -192,6 +194,12 @@ class InstantWorker(worker_pb2_grpc.WorkerServicer):
             pool=PoolAddress(agent=self._name, layout=PoolLayout(page_size=16)),
             total_pages=1_000_000,
         )
+
+
+def _next_due(now: float, interval: float, phase: float) -> float:
+    """When something is due next that is so every `interval` seconds, `phase` of one later than
+    others."""
+    return (math.ceil(now / interval - phase) + phase) * interval
 
 
 def _finish(left: int) -> inference_pb2.FinishReason.ValueType:

@@ -14,7 +14,8 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import Callable, Iterator
+from typing import Protocol
 
 from baton.v1 import worker_pb2 as pb
 from core.config import RouterConfig
@@ -37,6 +38,16 @@ HEARSAY_SECONDS = 0.5
 """How long a dead worker's own stream may take to show what others say of it."""
 
 
+class Listener(Protocol):
+    """Whom a request is carried out for."""
+
+    def place(self, placement: Placement) -> None:
+        """An attempt begins there."""
+
+    def take(self, tokens: Tokens) -> bool:
+        """Tokens of the answer are here. Whether more are wanted."""
+
+
 class Dispatcher:
     def __init__(
         self, roster: Roster, admission: Admission, config: RouterConfig, metrics: RouterMetrics
@@ -48,11 +59,16 @@ class Dispatcher:
         self._rounds = Rounds()
         self._limits = RetryLimits(config.max_worker_deaths, config.max_attempts)
 
-    async def run(self, work: Work, ledger: AnswerLedger) -> AsyncGenerator[Placement | Tokens]:
-        """Yields each attempt's placement, and the tokens. Closing the iterator cancels the
-        request."""
+    async def run(self, work: Work, ledger: AnswerLedger, listener: Listener) -> None:
+        """Tells the listener of each attempt's placement, and of the tokens, until it wants no
+        more. Cancelling this cancels the request."""
         life = RequestLife(work, self._limits)
         order = self._admission.arrive()
+
+        def emit(tokens: Tokens) -> bool:
+            life.emit(tokens)
+            return listener.take(tokens)
+
         while True:
             seat = await self._admission.seat(order, life)
             running = self._run(life.begin(seat.placement), seat, life.suspicion, ledger)
@@ -60,18 +76,13 @@ class Dispatcher:
                 running.start()
                 ledger.place(life.placements[-1])
                 self._metrics.placed(life.placements[-1])
-                yield life.placements[-1]
-                while running.ended is None:
-                    tokens = running.take(await self._next_events(running))
-                    if tokens is None:
-                        continue
-                    life.emit(tokens)
-                    yield tokens
-                    if tokens.finish:
-                        return
+                listener.place(life.placements[-1])
+                ended = await running.follow(emit)
             finally:
                 running.release()
-            self._retry(life, seat, await self._confirmed(running))
+            if ended is None:
+                return
+            self._retry(life, seat, await self._confirmed(running, ended))
             await asyncio.sleep(life.delay)
             ledger.lose()
 
@@ -81,10 +92,8 @@ class Dispatcher:
         try:
             running.start()
             async with asyncio.timeout(seconds):
-                while running.ended is None:
-                    if running.take(await running.inbox.take(seconds)):
-                        return ""
-            return running.ended.error.message
+                ended = await running.follow(lambda tokens: False)
+            return ended.error.message if ended else ""
         except TimeoutError:
             return f"no token within {seconds:g} seconds"
         finally:
@@ -95,22 +104,10 @@ class Dispatcher:
     ) -> Running:
         inbox = Inbox(self._rounds)
         feedback = Feedback(work, seat, self._roster.costs, self._metrics, ledger)
-        return Running(work, seat, suspicion, inbox, feedback, self._admission.wake)
+        return Running(work, seat, suspicion, inbox, feedback, self._config, self._admission.wake)
 
-    async def _next_events(self, running: Running) -> list[Event] | Ended:
-        config = self._config
-        # Until decode writes, the request may just be waiting for its turn.
-        decoding = running.attempt.decoding
-        limit = config.stall_timeout if decoding else config.first_token_timeout
-        try:
-            return await running.inbox.take(limit)
-        except TimeoutError:
-            return running.attempt.time_out(limit)
-
-    async def _confirmed(self, running: Running) -> Ended:
+    async def _confirmed(self, running: Running, ended: Ended) -> Ended:
         """How an attempt ended. Where that is hearsay, whether a worker died of those it had."""
-        ended = running.ended
-        assert ended is not None
         if not ended.hearsay:
             return ended
         with contextlib.suppress(TimeoutError):
@@ -141,11 +138,14 @@ class Running:
         suspicion: Suspicion,
         inbox: Inbox,
         feedback: Feedback,
+        config: RouterConfig,
         on_room: Callable[[], None],
     ) -> None:
         """`on_room` is called when a worker may be sent another request in place of this one."""
-        self.inbox = inbox
-        self.ended: Ended | None = None
+        self._inbox = inbox
+        self._emit: Callable[[Tokens], bool] = lambda tokens: True
+        self._ended: Ended | None = None
+        self._config = config
         self._seat = seat
         self._feedback = feedback
         self._on_room = on_room
@@ -172,19 +172,41 @@ class Running:
     def start(self) -> None:
         self._cache.promise(self.attempt.work.page_keys)
         for link in self._seat.links:
-            link.open(self.attempt.work.key, self.inbox)
+            link.open(self.attempt.work.key, self._inbox)
         self._count_suspect(+1)
         self._count()
         self._send(self.attempt.start())
 
-    def take(self, events: list[Event] | Ended) -> Tokens | None:
-        """The tokens that events bring to the caller, if they do."""
+    async def follow(self, emit: Callable[[Tokens], bool]) -> Ended | None:
+        """Has `emit` called with the tokens as they come, until it wants no more. How the attempt
+        ended, if it did before."""
+        self._emit = emit
+        if not await self._inbox.follow(self):
+            return self.attempt.time_out(self.patience)
+        return self._ended
+
+    @property
+    def patience(self) -> float:
+        """Until decode writes, the request may just be waiting for its turn."""
+        config = self._config
+        return config.stall_timeout if self.attempt.decoding else config.first_token_timeout
+
+    def take(self, events: list[Event]) -> bool:
+        """Passes on the tokens that events bring, if they do."""
+        tokens = self._tokens(events)
+        if tokens is not None and not self._emit(tokens):
+            # Whatever came behind the last that is wanted.
+            self._ended = None
+            return False
+        return self._ended is None
+
+    def _tokens(self, events: list[Event]) -> Tokens | None:
         tokens: list[Tokens] = []
-        for action in [events] if isinstance(events, Ended) else self._actions(events):
+        for action in self._actions(events):
             if isinstance(action, Tokens):
                 tokens.append(action)
             elif isinstance(action, Ended):
-                self.ended = action
+                self._ended = action
             else:
                 self._send([action])
         if self._unanswered or self._prompt is not None:
@@ -199,12 +221,11 @@ class Running:
             elif isinstance(event, pb.WorkerMessage):
                 self._feedback.take(event)
             yield from self.attempt.take(event)
-            if self.ended:
+            if self._ended:
                 return
 
     def release(self) -> None:
         """Lets go of whatever the workers still hold."""
-        self.inbox.close()
         self._send(self.attempt.release())
         for link in self._seat.links:
             link.close(self.attempt.work.key)

@@ -32,6 +32,7 @@ from core.wire import finish_to
 from router import phases
 from router.callers import Caller, KeyRing
 from router.control import ControllerCalls
+from router.events import Delta, Event, Started
 from router.grpc_errors import to_status
 from router.grpc_lock import authorization, metadata_value
 from router.ledger import RequestLedger
@@ -43,7 +44,7 @@ from router.public import scrubbed, told
 from router.reader import reading
 from router.roles import switch_role
 from router.roster import Roster
-from router.serving import Delta, Event, Serving, Started
+from router.serving import Serving
 
 log = logging.getLogger(__name__)
 
@@ -131,8 +132,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             await abort(context, error)
 
     async def _answer(self, request: Request, ledger: RequestLedger, context: Context) -> None:
-        events = self._serving.generate(request, ledger)
-        async with reading(events, self._reader_buffer) as buffer:
+        make = functools.partial(self._serving.generate, request, ledger)
+        async with reading(make, self._reader_buffer) as buffer:
             async for event in buffer:
                 began = time.monotonic()
                 await context.write(self._response(event))

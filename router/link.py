@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 import time
 from collections.abc import Callable
 from typing import Protocol, cast
@@ -227,6 +228,8 @@ class WorkerLink:
 
     async def _beat(self, pulse: Pulse) -> str:
         """Pings for as long as the worker answers; then why it counts as lost."""
+        # Links that came to be together do not ping together: tokens would wait for all of them.
+        await asyncio.sleep(random.uniform(0.0, self._config.ping_seconds))
         while True:
             await asyncio.sleep(self._config.ping_seconds)
             if self.welcome is None:

@@ -1,19 +1,19 @@
 """Between an answer as it is made and a client that reads it, at its own pace.
 
-What the client has not taken yet is joined into one piece an answer. Past the
-limit the client counts as gone: its answers end with SlowReader, and nobody else
-waits.
+What the client can take is written at once, by whoever makes it. What it has not
+taken yet is joined into one piece an answer. Past the limit the client counts as
+gone: its answers end with SlowReader, and nobody else waits.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 
 from core.errors import SlowReader
-from router.serving import Delta, Event
+from router.events import Delta, Event, Tell
 
 
 class AnswerBuffer:
@@ -26,9 +26,18 @@ class AnswerBuffer:
         self._closed = False
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
+        # Writes an event without waiting; False when that cannot be, and nothing is written.
+        self.write_now: Callable[[Event], bool] = lambda event: False
+
+    @property
+    def _reader_waits(self) -> bool:
+        """Whether the reader has written all that came, and is not called yet."""
+        return self._waiter is not None and not self._waiter.done()
 
     def put(self, event: Event) -> None:
         """Raises SlowReader when more than the limit's tokens would wait."""
+        if self._reader_waits and self.write_now(event):
+            return
         if isinstance(event, Delta):
             self._join(event)
         else:
@@ -61,7 +70,7 @@ class AnswerBuffer:
         self._wake()
 
     def _wake(self) -> None:
-        if self._waiter and not self._waiter.done():
+        if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     def __aiter__(self) -> AnswerBuffer:
@@ -85,10 +94,12 @@ class AnswerBuffer:
 
 
 @asynccontextmanager
-async def reading(events: AsyncGenerator[Event], limit: int) -> AsyncIterator[AnswerBuffer]:
+async def reading(
+    make: Callable[[Tell], Awaitable[None]], limit: int
+) -> AsyncIterator[AnswerBuffer]:
     """An answer that is made at its own pace, however fast it is read. Leaving ends it."""
     buffer = AnswerBuffer(limit)
-    making = asyncio.create_task(_make(events, buffer))
+    making = asyncio.create_task(_fill(buffer, make(buffer.put)))
     try:
         yield buffer
     finally:
@@ -96,14 +107,9 @@ async def reading(events: AsyncGenerator[Event], limit: int) -> AsyncIterator[An
         await asyncio.gather(making, return_exceptions=True)
 
 
-async def _make(events: AsyncGenerator[Event], buffer: AnswerBuffer) -> None:
+async def _fill(buffer: AnswerBuffer, making: Awaitable[None]) -> None:
     try:
-        async with aclosing(events):
-            async for event in events:
-                try:
-                    buffer.put(event)
-                except SlowReader as error:
-                    await events.athrow(error)
+        await making
         buffer.close()
     except Exception as error:  # noqa: BLE001 whoever reads raises it
         buffer.close(error)

@@ -1,9 +1,11 @@
 """One request from text to text: what every edge (gRPC, HTTP) calls.
 
-Between the edge and the dispatcher: the prompt becomes tokens, the tokens
-become text, stop strings end the answer, and the times are measured (router/ledger.py). Several
-answers to one request share its prompt's tokens and its fate; each is dispatched
-by itself, may be tried again by itself, and has a seed of its own.
+Between the edge and the dispatcher: the prompt becomes tokens, the tokens become
+text, stop strings end the answer (router/answer_maker.py), and the times are
+measured (router/ledger.py). Tokens are pushed: whatever a worker's message adds to
+an answer is told to the edge before the next answer's turn comes. Several answers
+to one request share its prompt's tokens and its fate; each is dispatched by itself,
+may be tried again by itself, and has a seed of its own.
 """
 
 from __future__ import annotations
@@ -13,10 +15,9 @@ import dataclasses
 import math
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 from core.config import RouterConfig
@@ -40,65 +41,25 @@ from core.types import (
     Work,
 )
 from router.admission import Admission
-from router.answer import AnswerText
 from router.answer_clock import AnswerClock
+from router.answer_maker import AnswerMaker
 from router.demand import Demand
 from router.dispatch import Dispatcher
+from router.events import Event, Started, Tell
 from router.grammar import behind_thoughts, either, grammar_of
 from router.ledger import AnswerLedger, Ledgers, RequestLedger
-from router.logprobs import ScoredToken, scored_prompt, scored_tokens
-from router.merge import merged
 from router.metrics import RouterMetrics
-from router.parts import Plain, ToolCallPiece
-from router.placement import Placement
 from router.prompt import read_prompt
 from router.roster import Roster
 from router.text import Text
+from router.together import together
 from router.trends import Trends
 
 GRAMMAR_SECONDS = 5.0
 """How long a structure may take to read. Most take a millisecond."""
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
-    request_id: str
-    prompt_tokens: int
-    prefill_worker: str
-    decode_worker: str
-    seed: int
-    answers: int = 1
-
-
-@dataclass(slots=True)  # one a token: to freeze it would take as long again as to make it
-class Delta:
-    text: str
-    token_ids: list[int]
-    index: int = 0
-    # One a token, where they are asked for.
-    logprobs: list[ScoredToken] = field(default_factory=list)
-    # What is thought, and what is called, neither of which is said.
-    reasoning: str = ""
-    tool_calls: list[ToolCallPiece] = field(default_factory=list)
-    # With an answer's first: one a token of the prompt, where they are asked for.
-    prompt_logprobs: list[ScoredToken] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    reason: FinishReason
-    prompt_tokens: int
-    completion_tokens: int
-    stop: str
-    placements: tuple[Placement, ...] = ()
-    index: int = 0
-    seed: int = 0
-    cached_tokens: int = 0
-    fetched_tokens: int = 0
-
-
 Result = TypeVar("Result")
-Event = Started | Delta | Finished
 
 
 class Serving:
@@ -122,9 +83,9 @@ class Serving:
         self.draining = False  # no new requests are taken
 
     async def generate(
-        self, request: Request, ledger: RequestLedger, place: int = 0
-    ) -> AsyncGenerator[Event]:
-        """The answers as they are made. Closing the iterator cancels the request.
+        self, request: Request, ledger: RequestLedger, tell: Tell, place: int = 0
+    ) -> None:
+        """Tells of the answers as they are made. Cancelling this cancels the request.
 
         `place` is the request's among those that the ledger's call has.
         """
@@ -134,11 +95,8 @@ class Serving:
         self._count(+request.n)
         try:
             entries = ledger.answers[place * request.n : (place + 1) * request.n]
-            async with aclosing(await self._answers(request, entries)) as events:
-                async for event in events:
-                    if isinstance(event, Finished):
-                        outcome = event.reason.name
-                    yield event
+            reasons = await self._answers(request, entries, tell)
+            outcome = reasons[-1].name
         except Exception as error:
             outcome = error.reason if isinstance(error, BatonError) else Internal.reason
             raise
@@ -174,67 +132,30 @@ class Serving:
         return await loop.run_in_executor(self._threads, work, *arguments)
 
     async def _answers(
-        self, request: Request, entries: Sequence[AnswerLedger]
-    ) -> AsyncGenerator[Event]:
-        """All answers to a request, which has been read."""
+        self, request: Request, entries: Sequence[AnswerLedger], tell: Tell
+    ) -> list[FinishReason]:
+        """Why each answer to the request has ended."""
         prepared = await self._prepare(request, entries)
         self._check_deadline(request, prepared.work)
         self._metrics.prompt_tokens.inc(len(prepared.work.prompt_tokens))
-        answers = [self._answer(request, prepared, *entry) for entry in enumerate(entries)]
-        return answers[0] if len(answers) == 1 else _started_once(merged(answers))
+        if request.n > 1:
+            tell = _started_once(tell)
+        return await together(
+            [self._answer(request, prepared, tell, *entry) for entry in enumerate(entries)]
+        )
 
     async def _answer(
-        self, request: Request, prepared: _Prepared, index: int, ledger: AnswerLedger
-    ) -> AsyncGenerator[Event]:
+        self, request: Request, prepared: _Prepared, tell: Tell, index: int, ledger: AnswerLedger
+    ) -> FinishReason:
         work = _work_for(prepared.work, index)
         clock = AnswerClock(self._metrics, self.trends, self.demand, self._roster.costs, ledger)
-        chat = request.prompt if isinstance(request.prompt, ChatPrompt) else None
-        splitter = self.text.answers.splitter(chat, opened=prepared.opened)
-        marks = not isinstance(splitter, Plain)
-        answer = AnswerText(self.text.detokenizer(marks=marks), request.stop)
-        called = False
-        placements: list[Placement] = []
-        cached_tokens = fetched_tokens = 0
-        prompt_scores: list[ScoredToken] = []
-        async with aclosing(self.dispatcher.run(work, ledger)) as events:
-            async for event in events:
-                if isinstance(event, Placement):
-                    placements.append(event)
-                    if len(placements) == 1:
-                        yield _started(request, work, event)
-                    continue
-                if not ledger.tokens:
-                    cached_tokens, fetched_tokens = event.cached_tokens, event.fetched_tokens
-                    if request.prompt_logprobs is not None:
-                        known = event.prompt_logprobs
-                        prompt_scores = scored_prompt(self.text, work.prompt_tokens, known)
-                clock.tokens(len(event.token_ids))
-                delta = answer.push(event)
-                ledger.tell(finished=answer.finish is not None)
-                parts = splitter.push(delta.text)
-                if answer.finish:
-                    parts += splitter.flush()
-                called = called or bool(parts.tool_calls)
-                if delta.token_ids or delta.text:
-                    scored = scored_tokens(self.text, delta.token_ids, delta.logprobs)
-                    said = parts.text, delta.token_ids, index
-                    yield Delta(*said, scored, parts.reasoning, parts.tool_calls, prompt_scores)
-                    prompt_scores = []
-                if answer.finish:
-                    clock.end(self._roster.page_size)
-                    self._roster.costs.note_answer(answer.count)
-                    yield Finished(
-                        _finish(answer.finish, called),
-                        len(work.prompt_tokens),
-                        answer.count,
-                        answer.stop,
-                        tuple(placements),
-                        index,
-                        work.sampling.seed,
-                        cached_tokens,
-                        fetched_tokens,
-                    )
-                    return
+        maker = AnswerMaker(self.text, request, work, clock, tell, index, opened=prepared.opened)
+        await self.dispatcher.run(work, ledger, maker)
+        clock.end(self._roster.page_size)
+        finished = maker.finished()
+        self._roster.costs.note_answer(finished.completion_tokens)
+        tell(finished)
+        return finished.reason
 
     async def _prepare(self, request: Request, entries: Sequence[AnswerLedger]) -> _Prepared:
         """What workers are to do, for the first answer."""
@@ -336,32 +257,20 @@ class _Prepared:
     opened: bool
 
 
-async def _started_once(answers: AsyncGenerator[Event]) -> AsyncGenerator[Event]:
+def _started_once(tell: Tell) -> Tell:
     """The first answer that is placed starts the request."""
     started = False
-    async with aclosing(answers) as events:
-        async for event in events:
-            if not (started and isinstance(event, Started)):
-                yield event
-            started = True
 
+    def told(event: Event) -> None:
+        nonlocal started
+        if not (started and isinstance(event, Started)):
+            tell(event)
+        started = True
 
-def _finish(reason: FinishReason, called: bool) -> FinishReason:
-    return FinishReason.TOOL_CALLS if called and reason is FinishReason.STOP else reason
+    return told
 
 
 def _work_for(work: Work, index: int) -> Work:
     """The same work for another answer: with a name and a seed of its own."""
     key = AttemptKey(f"{work.key.request_id}#{index}", work.key.epoch)
     return dataclasses.replace(work, key=key, sampling=work.sampling.for_answer(index))
-
-
-def _started(request: Request, work: Work, placement: Placement) -> Started:
-    return Started(
-        request_id=request.request_id,
-        prompt_tokens=len(work.prompt_tokens),
-        prefill_worker=placement.prefill,
-        decode_worker=placement.decode,
-        seed=request.sampling.seed,
-        answers=request.n,
-    )

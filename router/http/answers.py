@@ -11,11 +11,11 @@ from json.encoder import encode_basestring
 from typing import Protocol
 
 from core.types import FinishReason
+from router.events import Delta, Event, Finished, Started
 from router.http.fields import Json
 from router.http.generation import Asked
 from router.logprobs import ScoredToken
 from router.parts import ToolCallPiece
-from router.serving import Delta, Event, Finished, Started
 
 FINISH = {
     FinishReason.STOP: "stop",

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from starlette.requests import Request as HttpRequest
@@ -23,15 +24,17 @@ from starlette.types import Receive, Scope, Send
 from core.errors import Cancelled, Unavailable, UnknownModel
 from core.types import Prompt, TextPrompt, TokenPrompt
 from router.callers import Caller, KeyRing
+from router.events import Event, Started, Tell
 from router.http.answers import Api, Telling, server_sent
 from router.http.body import read_body
+from router.http.connection import CONNECTION, BoundedConnection
 from router.http.errors import problem
 from router.http.fields import Json
 from router.http.generation import MODEL, Asked
 from router.ledger import RequestLedger
-from router.merge import merged
 from router.reader import AnswerBuffer, reading
-from router.serving import Event, Serving, Started
+from router.serving import Serving
+from router.together import together
 
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _JSON_HEADERS = ((b"content-type", b"application/json"),)
@@ -96,7 +99,8 @@ class GenerationEndpoint:
                 traceparent=http.headers.get("traceparent", ""),
             )
             with caller.admitted(answers), self._door.serving.ledgers.keep(ledger):
-                await _unless_gone(receive, self._answer(asked, ledger, send))
+                writer = _Writer(send, scope["state"][CONNECTION], ledger)
+                await _unless_gone(receive, self._answer(asked, ledger, writer))
         except Cancelled:
             return
         except Exception as error:  # noqa: BLE001 the edge of the process
@@ -112,21 +116,22 @@ class GenerationEndpoint:
         )
         return dataclasses.replace(asked, requests=tuple(salted))
 
-    async def _answer(self, asked: Asked, ledger: RequestLedger, send: Send) -> None:
+    async def _answer(self, asked: Asked, ledger: RequestLedger, writer: _Writer) -> None:
         """Everything is let go of before the last bytes are sent: with them the call is over."""
         openings = [await self._opening(request.prompt, asked) for request in asked.requests]
         telling = Telling(self._api, asked, self._door.model, openings)
         async with self._reading(asked, ledger) as events:
             if asked.stream:
-                last = await self._stream(asked, telling, events, _Writer(send, ledger))
+                last = await self._stream(asked, telling, events, writer)
             else:
                 async for event in events:
                     telling.note(event)
                 last = telling.whole()
         if not asked.stream:
             length = str(len(last)).encode()
-            await _start(send, asked.request_id, (*_JSON_HEADERS, (b"content-length", length)))
-        await send({"type": "http.response.body", "body": last})
+            headers = (*_JSON_HEADERS, (b"content-length", length))
+            await _start(writer.send, asked.request_id, headers)
+        await writer.send({"type": "http.response.body", "body": last})
 
     async def _stream(
         self, asked: Asked, telling: Telling, events: AnswerBuffer, writer: _Writer
@@ -136,6 +141,7 @@ class GenerationEndpoint:
         await _start(writer.send, asked.request_id, _STREAM_HEADERS)
         try:
             await writer.write(first, telling.chunk(first))
+            events.write_now = lambda event: writer.write_now(event, telling)
             async for event in events:
                 await writer.write(event, telling.chunk(event))
         except Exception as error:  # noqa: BLE001 the edge of the process
@@ -145,22 +151,23 @@ class GenerationEndpoint:
 
     @asynccontextmanager
     async def _reading(self, asked: Asked, ledger: RequestLedger) -> AsyncIterator[AnswerBuffer]:
-        async with reading(self._events(asked, ledger), self._door.reader_buffer) as buffer:
+        make = functools.partial(self._make, asked, ledger)
+        async with reading(make, self._door.reader_buffer) as buffer:
             self._door.buffers.add(buffer)
             try:
                 yield buffer
             finally:
                 self._door.buffers.discard(buffer)
 
-    def _events(self, asked: Asked, ledger: RequestLedger) -> AsyncGenerator[Event]:
+    async def _make(self, asked: Asked, ledger: RequestLedger, tell: Tell) -> None:
         """All answers to all prompts, counted through."""
-        sources = [
-            self._door.serving.generate(request, ledger, place)
-            for place, request in enumerate(asked.requests)
-        ]
-        if len(sources) == 1:
-            return sources[0]
-        return merged([_shifted(source, place * asked.n) for place, source in enumerate(sources)])
+        generate = self._door.serving.generate
+        await together(
+            [
+                generate(request, ledger, _shifted(tell, place * asked.n), place)
+                for place, request in enumerate(asked.requests)
+            ]
+        )
 
     async def _opening(self, prompt: Prompt, asked: Asked) -> str:
         match prompt:
@@ -176,6 +183,7 @@ class _Writer:
     """Sends what there is of answers, and notes how long that took."""
 
     send: Send
+    connection: BoundedConnection
     ledger: RequestLedger
 
     async def write(self, event: Event, content: bytes) -> None:
@@ -183,17 +191,33 @@ class _Writer:
             return
         began = time.monotonic()
         await self.send({"type": "http.response.body", "body": content, "more_body": True})
+        self._note(event, began)
+
+    def write_now(self, event: Event, telling: Telling) -> bool:
+        """The same, where the client keeps up; else False."""
+        if not self.connection.keeps_up:
+            return False
+        if content := telling.chunk(event):
+            began = time.monotonic()
+            self.connection.write_now(content)
+            self._note(event, began)
+        return True
+
+    def _note(self, event: Event, began: float) -> None:
         if not isinstance(event, Started):
             self.ledger.answers[event.index].write(began)
 
 
-async def _shifted(events: AsyncGenerator[Event], places: int) -> AsyncGenerator[Event]:
-    async with aclosing(events):
-        async for event in events:
-            if isinstance(event, Started):
-                yield event
-            else:
-                yield dataclasses.replace(event, index=event.index + places)
+def _shifted(tell: Tell, places: int) -> Tell:
+    if not places:
+        return tell
+
+    def told(event: Event) -> None:
+        if not isinstance(event, Started):
+            event = dataclasses.replace(event, index=event.index + places)
+        tell(event)
+
+    return told
 
 
 async def _first_of_an_answer(telling: Telling, events: AnswerBuffer) -> Event:

@@ -23,6 +23,7 @@ from core.errors import (
     WorkerLost,
 )
 from core.types import FinishReason
+from router.events import Delta, Event, Finished, Started
 from router.http.answers import Api, Telling
 from router.http.chat import ChatApi
 from router.http.completions import CompletionsApi
@@ -31,7 +32,6 @@ from router.http.fields import Json
 from router.http.openapi import document
 from router.logprobs import ScoredToken, TokenScore
 from router.parts import ToolCallPiece
-from router.serving import Delta, Event, Finished, Started
 
 SECRET = "/home/someone 10.0.0.7:5100"
 

@@ -8,7 +8,7 @@ import re
 import socket
 import sys
 import tomllib
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +25,7 @@ from core.config import Config, TlsConfig
 from core.errors import Exhausted, Internal, SlowReader, Unavailable
 from core.types import FinishReason, Request
 from router.callers import KeyRing
+from router.events import Delta, Event, Finished, Started, Tell
 from router.http import static
 from router.http.endpoint import Door
 from router.http.server import HttpServer
@@ -32,7 +33,7 @@ from router.ledger import Ledgers, RequestLedger
 from router.overview import Overview
 from router.roster import Roster
 from router.server import RouterServer
-from router.serving import Delta, Event, Finished, Serving, Started
+from router.serving import Serving
 
 STARTED = Started("id", 3, "prefill-0", "decode-0", 1)
 FINISHED = Finished(FinishReason.STOP, 3, 2, "")
@@ -56,17 +57,17 @@ class ScriptedServing:
         self._pause = pause
 
     async def generate(
-        self, request: Request, ledger: RequestLedger, place: int
-    ) -> AsyncGenerator[Event]:
+        self, request: Request, ledger: RequestLedger, tell: Tell, place: int
+    ) -> None:
         self.active += 1
         try:
             for event in self._events:
                 if isinstance(event, Exception):
                     raise event
-                yield event
+                tell(event)
             while self._endless:
                 await asyncio.sleep(self._pause)
-                yield Delta("x" * 1000, [1])
+                tell(Delta("x" * 1000, [1]))
         except BaseException as error:
             self.ended_by.append(type(error).__name__)
             raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,6 @@ from core.api_keys import make_key, write_keys
 from core.errors import NotServed
 from core.types import Request
 from router.server import RouterServer
-from router.serving import Event
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
 
@@ -200,9 +199,9 @@ async def test_two_keys_share_no_cached_work(door: Door, monkeypatch: pytest.Mon
     generate = serving.generate
     salts = []
 
-    def generate_and_note(request: Request, *more: Any) -> AsyncGenerator[Event]:
+    async def generate_and_note(request: Request, *more: Any) -> None:
         salts.append(request.cache_salt)
-        return generate(request, *more)
+        await generate(request, *more)
 
     monkeypatch.setattr(serving, "generate", generate_and_note)
     for name in ("plain", "other"):

@@ -6,8 +6,8 @@ import pytest
 
 from core.errors import Internal, SlowReader
 from core.types import FinishReason
+from router.events import Delta, Event, Finished
 from router.reader import AnswerBuffer
-from router.serving import Delta, Event, Finished
 
 END = Finished(FinishReason.STOP, 1, 2, "")
 
@@ -70,3 +70,44 @@ async def test_an_error_comes_after_what_was_not_read() -> None:
     assert await anext(buffer) == Delta("x", [1])
     with pytest.raises(Internal):
         await anext(buffer)
+
+
+class Client:
+    """Takes what it is given, while it keeps up."""
+
+    def __init__(self) -> None:
+        self.keeps_up = True
+        self.taken: list[Event] = []
+
+    def write_now(self, event: Event) -> bool:
+        if self.keeps_up:
+            self.taken.append(event)
+        return self.keeps_up
+
+
+async def test_what_a_client_can_take_is_written_at_once() -> None:
+    buffer, client = AnswerBuffer(3), Client()
+    buffer.write_now = client.write_now
+    reading = asyncio.create_task(read(buffer))
+    await asyncio.sleep(0)
+    for _ in range(5):
+        buffer.put(Delta("xx", [1, 1]))
+    assert client.taken == [Delta("xx", [1, 1])] * 5
+    buffer.close()
+    assert await reading == []
+
+
+async def test_nothing_overtakes_what_waits_or_is_being_written() -> None:
+    buffer, client = AnswerBuffer(9), Client()
+    buffer.write_now = client.write_now
+    taking = asyncio.create_task(anext(buffer))
+    await asyncio.sleep(0)
+    client.keeps_up = False
+    buffer.put(Delta("a", [1]))
+    client.keeps_up = True
+    buffer.put(Delta("b", [2]))
+    assert await taking == Delta("ab", [1, 2])
+    # The reader has taken all there was, and may be writing it.
+    buffer.put(Delta("c", [3]))
+    assert not client.taken
+    assert await anext(buffer) == Delta("c", [3])
