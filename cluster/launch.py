@@ -39,7 +39,7 @@ from cluster.joining import PREFIX, join, start
 from cluster.member import CONTROLLER, ROUTER, Member, router_name
 from cluster.preflight import check_ports, free_port, numbered, take_port
 from cluster.stopping import stop_everything
-from cluster.worker_actors import CONCURRENCY, WorkerActors, find, gpus_per_worker
+from cluster.worker_actors import CONCURRENCY, WorkerActors, find, gpus_of_ray, gpus_per_rank
 from core import config as configs
 from core.config import Config, RouterConfig
 from core.errors import DeadlineExceeded, InvalidConfig, Unavailable
@@ -97,7 +97,7 @@ class Cluster:
 
     def _make_everything(self) -> None:
         check_ports(self._config.router)
-        gpus = gpus_per_worker(self._config)
+        gpus = gpus_per_rank(self._config, gpus_of_ray(), joined=bool(self._ray_address))
         fleet = Fleet.of(Pools(self._config.prefill.workers, self._config.decode.workers))
         store.save(fleet)
         address = self._make_controller(gpus)

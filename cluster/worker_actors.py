@@ -21,15 +21,47 @@ from core.types import Role
 # Of calls to one actor: it can be told to hurry while it stops.
 CONCURRENCY = 2
 
+# Of shares of a GPU that are added up.
+ROUNDING = 1e-6
 
-def gpus_per_worker(config: Config) -> float:
-    """One GPU a worker, or an equal share where there are fewer GPUs than workers."""
-    total = float(ray.cluster_resources().get("GPU", 0))
+
+def gpus_of_ray() -> float:
+    """Those of all nodes that there are."""
+    return float(ray.cluster_resources().get("GPU", 0))
+
+
+def gpus_per_rank(config: Config, total: float, *, joined: bool) -> float:
+    """For each process of a worker: one GPU, or an equal share where there are fewer GPUs.
+
+    Raises InvalidConfig where a Ray of our own, to which nothing is added, has too few.
+    """
     if config.device == "cuda" and not total:
         raise InvalidConfig("device is cuda, but Ray sees no GPU", field="device")
     if config.device == "cpu":
         return 0.0
-    return min(1.0, total / (config.prefill.workers + config.decode.workers))
+    ranks = sum(pool.workers * pool.tensor_parallel for pool in (config.prefill, config.decode))
+    share = min(1.0, total / ranks)
+    wanted = sum(config.pool(role).workers * gpus_of(config, role, share) for role in Role)
+    if wanted > total + ROUNDING and not joined:
+        raise InvalidConfig(
+            f"the workers want {wanted:g} GPUs, and there are {total:g}; fewer workers, or a"
+            " smaller tensor_parallel, want less",
+            field="gpus",
+        )
+    return share
+
+
+def gpus_of(config: Config, role: Role, share: float) -> float:
+    """What a worker of this role asks Ray for: GPUs of one node, since it is one actor. `share`
+    is what a process of a worker can have."""
+    pool = config.pool(role)
+    if pool.gpus is not None:
+        return pool.gpus
+    if pool.tensor_parallel == 1 or not share:
+        return share
+    if share < 1 and config.ranks_share_gpus:
+        return min(1.0, share * pool.tensor_parallel)
+    return float(pool.tensor_parallel)
 
 
 def find(name: str) -> Any | None:
@@ -60,8 +92,8 @@ def kill(name: str) -> None:
 
 class WorkerActors:
     def __init__(self, config: Config, gpus: float, *, joined: bool) -> None:
-        """`gpus` is for a worker whose configuration names no number. On a Ray that was joined,
-        workers may be on any node, and listen at its address."""
+        """`gpus` are those of one process of a worker, where the configuration names no number.
+        On a Ray that was joined, workers may be on any node, and listen at its address."""
         self._config = config
         self._gpus = gpus
         self._joined = joined
@@ -75,14 +107,9 @@ class WorkerActors:
             max_restarts=-1,
             max_concurrency=CONCURRENCY,
             num_cpus=0,
-            num_gpus=self._num_gpus(role),
+            num_gpus=gpus_of(self._config, role, self._gpus),
             resources=dict(self._config.pool(role).resources),
             scheduling_strategy="SPREAD",
         )
         host = "" if self._joined else self._config.pool(role).host
         actor.remote(configs.dump(self._config), Member(name, role, host))
-
-    def _num_gpus(self, role: Role) -> float:
-        """All of them are of one node."""
-        gpus = self._config.pool(role).gpus
-        return self._gpus if gpus is None else gpus

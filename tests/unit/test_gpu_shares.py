@@ -1,0 +1,52 @@
+"""How many GPUs a worker asks Ray for."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.worker_actors import gpus_of, gpus_per_rank
+from core.config import Config, DecodeConfig, PrefillConfig
+from core.errors import InvalidConfig
+from core.types import Role
+
+
+@pytest.mark.parametrize(
+    ("prefill", "share", "may_share", "wanted"),
+    [
+        (PrefillConfig(), 0.0, False, 0.0),
+        (PrefillConfig(), 1.0, False, 1.0),
+        (PrefillConfig(), 0.25, False, 0.25),
+        (PrefillConfig(gpus=0.5), 1.0, False, 0.5),
+        (PrefillConfig(tensor_parallel=2), 0.0, False, 0.0),
+        (PrefillConfig(tensor_parallel=2), 1.0, False, 2.0),
+        # Never less than one for each process, unless they may share.
+        (PrefillConfig(tensor_parallel=4), 0.5, False, 4.0),
+        (PrefillConfig(tensor_parallel=2), 0.25, True, 0.5),
+        (PrefillConfig(tensor_parallel=4), 0.5, True, 1.0),
+        (PrefillConfig(tensor_parallel=2, gpus=3), 1.0, False, 3.0),
+    ],
+)
+def test_a_worker_asks_for_a_gpu_for_each_of_its_processes(
+    prefill: PrefillConfig, share: float, may_share: bool, wanted: float
+) -> None:
+    decode = DecodeConfig(tensor_parallel=8)
+    config = Config(prefill=prefill, decode=decode, ranks_share_gpus=may_share)
+    assert gpus_of(config, Role.PREFILL, share) == wanted
+
+
+def test_processes_share_what_gpus_there_are() -> None:
+    config = Config(prefill=PrefillConfig(workers=2), decode=DecodeConfig(workers=2))
+    assert gpus_per_rank(config, 8, joined=False) == 1
+    assert gpus_per_rank(config, 1, joined=False) == 0.25
+    assert gpus_per_rank(config, 0, joined=False) == 0
+    assert gpus_per_rank(Config(device="cpu"), 8, joined=False) == 0
+
+
+def test_a_machine_with_too_few_gpus_is_told_so_and_a_cluster_that_may_grow_is_not() -> None:
+    config = Config(
+        prefill=PrefillConfig(tensor_parallel=2), decode=DecodeConfig(tensor_parallel=2)
+    )
+    assert gpus_per_rank(config, 4, joined=False) == 1
+    with pytest.raises(InvalidConfig, match="the workers want 4 GPUs, and there are 2"):
+        gpus_per_rank(config, 2, joined=False)
+    assert gpus_per_rank(config, 2, joined=True) == 0.5
