@@ -10,6 +10,7 @@ exception: they have been used just now.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy
@@ -21,28 +22,33 @@ class BlockCaches:
         """Of `capacity` blocks a worker."""
         self._capacity = capacity
         self._holders: dict[int, int] = {}  # by block, a bit for each worker
-        self._held: dict[int, dict[int, None]] = {}  # by worker, the one used last at the end
+        self._held: dict[int, OrderedDict[int, None]] = {}  # by worker, the last used at the end
 
     def add_worker(self, index: int) -> None:
-        self._held[index] = {}
+        self._held[index] = OrderedDict()
 
     def remove_worker(self, index: int) -> None:
         for block in self._held.pop(index):
-            self._let_go(block, 1 << index)
+            if others := self._holders[block] ^ (1 << index):
+                self._holders[block] = others
+            else:
+                del self._holders[block]
 
     def hold(self, index: int, blocks: Sequence[int]) -> None:
         """A prompt of these blocks is computed or has come there."""
         held, holders, bit = self._held[index], self._holders, 1 << index
         for block in reversed(blocks):
             if block in held:
-                del held[block]
+                held.move_to_end(block)
             else:
+                held[block] = None
                 holders[block] = holders.get(block, 0) | bit
-            held[block] = None
-        while len(held) > self._capacity:
-            oldest = next(iter(held))
-            del held[oldest]
-            self._let_go(oldest, bit)
+        for _ in range(len(held) - self._capacity):
+            oldest, _ = held.popitem(last=False)
+            if others := holders[oldest] ^ bit:
+                holders[oldest] = others
+            else:
+                del holders[oldest]
 
     def leading(self, blocks: Sequence[int], workers: int) -> NDArray[numpy.int64]:
         """How many blocks at the front of a prompt each of the first `workers` holds."""
@@ -59,13 +65,6 @@ class BlockCaches:
         if left:
             groups.append((depth + 1 if blocks else 0, left))
         return _spread(groups, everyone, workers)
-
-    def _let_go(self, block: int, bit: int) -> None:
-        holders = self._holders[block] & ~bit
-        if holders:
-            self._holders[block] = holders
-        else:
-            del self._holders[block]
 
 
 def _spread(groups: list[tuple[int, int]], everyone: int, workers: int) -> NDArray[numpy.int64]:

@@ -139,6 +139,10 @@ class DecodePool(Pool):
     def is_empty(self, index: int) -> bool:
         return not self.requests[index]
 
+    def has_room(self, backlog: int) -> bool:
+        """Whether an active worker has fewer than `backlog` requests waiting."""
+        return bool((self.waiting[self.active] < backlog).any())
+
     def waiting_requests(self) -> int:
         """For pages, or for a place in the batch."""
         ready = sum(len(self.workers[index].ready) for index in self.active)

@@ -94,11 +94,9 @@ def choose_quickly(ask: Ask, prefill: PrefillPool, decode: DecodePool) -> tuple[
     if not len(prefill.active) or not len(decode.active):
         return None
     compute = _compute(ask, ask.prefill_cached)
-    running = int(decode.running[decode.active].sum())
-    ahead = _prefill_costs(ask, prefill, compute, running)
-    first = _ranked(ahead, ask.prefill_cached, ask.turn)
+    ahead = _prefill_costs(ask, prefill, decode, compute)
     if ask.tokens_wanted == 1:
-        return int(prefill.active[first[0]]), -1
+        return int(prefill.active[_first(ahead, ask.prefill_cached, ask.turn)]), -1
     rows = numpy.flatnonzero(decode.waiting[decode.active] < ask.backlog)
     if not len(rows):
         return None
@@ -106,21 +104,39 @@ def choose_quickly(ask: Ask, prefill: PrefillPool, decode: DecodePool) -> tuple[
     cached = ask.decode_cached[rows]
     indices = decode.active[rows]
     behind = _decode_costs(ask, decode, indices, cached) + _late(ask, cached, hiding)
-    second = _ranked(behind, cached, ask.turn)
-    row, column = _best_pair(ask, (ahead, first, compute), (behind, second, cached), hiding)
+    row, column = _best_pair(ask, (ahead, compute), (behind, cached), hiding)
     return int(prefill.active[row]), int(indices[column])
 
 
 def _best_pair(
+    ask: Ask, prefill: tuple[Seconds, Seconds], decode: tuple[Seconds, Column], hiding: float
+) -> tuple[int, int]:
+    """As router.score.best_pair: both sides ranked, and left off where no better can come. Mostly
+    that is after the first of each side, for which nothing has to be ranked.
+
+    Each side has its costs, and the seconds of compute or cached tokens.
+    """
+    ahead, compute = prefill
+    behind, cached = decode
+    row = _first(ahead, ask.prefill_cached, ask.turn)
+    column = _first(behind, cached, ask.turn)
+    best = _pair_cost(ask, ahead[row] + behind[column], int(cached[column]), compute[row], hiding)
+    others = (ahead + behind[column] < best).sum() + (ahead[row] + behind < best).sum()
+    itself = 2 * bool(ahead[row] + behind[column] < best)
+    if others == itself:
+        return row, column
+    first = _ranked(ahead, ask.prefill_cached, ask.turn)
+    second = _ranked(behind, cached, ask.turn)
+    return _best_ranked(ask, (ahead, first, compute), (behind, second, cached), hiding)
+
+
+def _best_ranked(
     ask: Ask,
     prefill: tuple[Seconds, Column, Seconds],
     decode: tuple[Seconds, Column, Column],
     hiding: float,
 ) -> tuple[int, int]:
-    """As router.score.best_pair: both sides ranked, and left off where no better can come.
-
-    Each side has its costs, the order of its rows, and the seconds of compute or cached tokens.
-    """
+    """The same, with the order of the rows of each side."""
     ahead, first, compute = prefill
     behind, second, cached = decode
     best, pair = numpy.inf, (-1, -1)
@@ -131,12 +147,25 @@ def _best_pair(
             bound = ahead[row] + behind[column]
             if bound >= best:
                 break
-            held = int(cached[column])
-            own = _late_pages(ask, held, float(compute[row]))
-            cost = bound + (own - _late_pages(ask, held, hiding))
+            cost = _pair_cost(ask, bound, int(cached[column]), compute[row], hiding)
             if cost < best:
                 best, pair = cost, (int(row), int(column))
     return pair
+
+
+def _pair_cost(ask: Ask, bound: float, held: int, compute: float, hiding: float) -> float:
+    """`bound` is what both sides cost where `hiding` seconds hide the transfer."""
+    own = _late_pages(ask, held, float(compute))
+    return bound + (own - _late_pages(ask, held, hiding))
+
+
+def _first(costs: Seconds, cached: Column, turn: int) -> int:
+    """Which one `_ranked` has first."""
+    rows = numpy.flatnonzero(costs == costs.min())
+    if len(rows) > 1:
+        held = cached[rows]
+        rows = rows[held == held.max()]
+    return int(rows[rows.searchsorted(turn % len(costs)) % len(rows)])
 
 
 def _ranked(costs: Seconds, cached: Column, turn: int) -> Column:
@@ -148,16 +177,19 @@ def _ranked(costs: Seconds, cached: Column, turn: int) -> Column:
     return rows[numpy.lexsort((-cached[rows], costs[rows]))]
 
 
-def _compute(ask: Ask, cached: Column, pending: Column | None = None) -> Seconds:
-    once, each, look, before, _ = ask.costs.prefill
+def _compute(ask: Ask, cached: Column) -> Seconds:
+    once, each, look, _, _ = ask.costs.prefill
     missing = ask.prompt_tokens - cached
     seconds: Seconds = once + missing * (each + look * (cached + missing / 2))
-    return seconds + before * (0 if pending is None else pending)
+    return seconds
 
 
-def _prefill_costs(ask: Ask, prefill: PrefillPool, compute: Seconds, running: int) -> Seconds:
-    once, _, _, busy = ask.costs.step
-    wait = _compute(ask, ask.prefill_cached, prefill.pending[prefill.active])
+def _prefill_costs(ask: Ask, prefill: PrefillPool, decode: DecodePool, compute: Seconds) -> Seconds:
+    before, (once, _, _, busy) = ask.costs.prefill[3], ask.costs.step
+    wait: Seconds = compute + before * prefill.pending[prefill.active]
+    if not busy:
+        return wait
+    running = int(decode.running[decode.active].sum())
     disturbed: Seconds = running * compute * busy / (once + busy)
     return wait + disturbed
 

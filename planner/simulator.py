@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
+
 from core.types import Role
 from planner.fleet import DecodePool, Flight, Pool, PrefillPool
 from planner.observation import Goals, Observation
@@ -123,6 +125,8 @@ class Simulator:
             self._line.popleft()
 
     def _place(self, arrival: Arrival) -> bool:
+        if arrival.answer_tokens > 1 and not self._decode.has_room(self._setup.worker_backlog):
+            return False
         ask = self._ask(arrival)
         pair = choose_pair(ask, self._prefill, self._decode)
         if pair is None:
@@ -160,8 +164,10 @@ class Simulator:
         """Of the prompt, what each active worker need not compute: never its last token."""
         size = self._profile.page_size
         most = (arrival.prompt_tokens - 1) // size * size
-        blocks = pool.caches.leading(arrival.blocks, pool.size)[pool.active]
-        return (blocks * self._setup.block_tokens).clip(max=most)
+        blocks = pool.caches.leading(arrival.blocks, pool.size)
+        if len(pool.active) < pool.size:
+            blocks = blocks[pool.active]
+        return numpy.minimum(blocks * self._setup.block_tokens, most)
 
     def _flight(self, arrival: Arrival, ask: Ask, prefill: int, decode: int) -> Flight:
         size = self._profile.page_size
