@@ -29,7 +29,7 @@ from steady_load import ANSWER_TOKENS, QUESTIONS, SteadyLoad
 from tiny_models import TINY_MODELS, generate_with_transformers, save
 from transformers import PreTrainedModel
 
-from baton import Client
+from baton import Client, Unavailable
 from baton.v1.cluster_pb2 import StatusResponse, WorkerStatus
 
 pytestmark = pytest.mark.fleet
@@ -73,6 +73,20 @@ class Cluster:
             return 0
         processes = self.ray.nodes["head"].processes().items()
         return next((pid for pid, line in processes if line == "ray::Controller"), 0)
+
+    def is_controlled(self) -> bool:
+        """Whether the controller answers the router."""
+        with Client(self.address) as client:
+            try:
+                client.pools()
+            except Unavailable:
+                return False
+        return True
+
+    def are_busy(self, names: set[str]) -> bool:
+        """Whether each of these workers has something under way."""
+        workers = self.workers()
+        return all(workers[name].active_requests for name in names)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + RECOVERY_SECONDS
@@ -161,6 +175,7 @@ async def test_a_node_dies_and_another_takes_its_place(cluster: Cluster) -> None
     async with SteadyLoad(cluster.address) as load:
         assert same_as_transformers(cluster, load)
         await load.more()
+        await cluster.until(lambda: cluster.are_busy(lost))
         began = time.monotonic()
         cluster.ray.kill("one")
         # There is no room for what was there until a node is added.
@@ -200,7 +215,7 @@ async def test_serving_goes_on_without_the_controller_and_rays_directory(
 
 async def until_controlled(cluster: Cluster, load: SteadyLoad, before: dict[str, int]) -> float:
     """When the controller was back. It has changed nothing, and can change the pools again."""
-    await cluster.until(lambda: bool(cluster.controller()))
+    await cluster.until(cluster.is_controlled)
     back = time.monotonic()
     await load.more()
     assert not load.moved
