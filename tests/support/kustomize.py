@@ -20,6 +20,7 @@ KNOWN = {
     *("configMapGenerator", "images"),
 }
 WITHOUT_NAMESPACE = {"Namespace"}
+OVERLAYS = Path(__file__).parents[2] / "deploy" / "kubernetes" / "overlays"
 
 
 def render(folder: Path) -> list[Manifest]:
@@ -121,3 +122,14 @@ def pods(manifests: list[Manifest]) -> Iterator[Manifest]:
 
 def containers(pod: Manifest) -> list[Manifest]:
     return [*pod["spec"].get("initContainers", ()), *pod["spec"]["containers"]]
+
+
+def find(manifests: list[Manifest], kind: str, name: str) -> Manifest:
+    (found,) = [
+        item for item in manifests if (item["kind"], item["metadata"]["name"]) == (kind, name)
+    ]
+    return found
+
+
+def is_redis(pod: Manifest) -> bool:
+    return bool(pod["metadata"]["labels"]["app.kubernetes.io/component"] == "redis")

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +12,9 @@ import kubernetes_validate
 import pytest
 import typer
 import yaml
-from kustomize import Manifest, containers, pods, render
-from serving import Command
+from kustomize import OVERLAYS, Manifest, containers, find, is_redis, pods, render
 
 from cli.main import app
-from cluster.preflight import free_port
 from core import config as configs
 from core import exposure
 from core.config import Config
@@ -27,7 +22,6 @@ from router.http.lock import OPEN
 from router.server import GRACE_SECONDS
 
 ROOT = Path(__file__).parents[2]
-OVERLAYS = ROOT / "deploy" / "kubernetes" / "overlays"
 SCHEMAS = ROOT.parent / "shared" / "kubernetes"
 KUBERNETES = "1.34"
 # Kinds that the KubeRay and Prometheus operators bring.
@@ -41,13 +35,6 @@ STOP_SECONDS = 15.0
 @pytest.fixture(params=sorted(path.name for path in OVERLAYS.iterdir()))
 def overlay(request: pytest.FixtureRequest) -> list[Manifest]:
     return render(OVERLAYS / request.param)
-
-
-def find(manifests: list[Manifest], kind: str, name: str) -> Manifest:
-    (found,) = [
-        item for item in manifests if (item["kind"], item["metadata"]["name"]) == (kind, name)
-    ]
-    return found
 
 
 def config_of(manifests: list[Manifest], folder: Path) -> Config:
@@ -283,10 +270,6 @@ def test_files_that_the_configuration_names_are_mounted(
         assert config.model == "embedded" or is_mounted(config.model, container)
 
 
-def is_redis(pod: Manifest) -> bool:
-    return bool(pod["metadata"]["labels"]["app.kubernetes.io/component"] == "redis")
-
-
 def is_mounted(path: str, container: Manifest) -> bool:
     mounts = {Path(mount["mountPath"]) for mount in container["volumeMounts"]}
     return not path or bool(mounts & {Path(path), *Path(path).parents})
@@ -397,35 +380,3 @@ def test_a_head_with_a_redis_finds_it_and_what_it_started_before(overlay: list[M
     assert ports(container)[port["targetPort"]] == port["port"]
     assert {"--detach", "--watch"} <= set(serve)
     assert any(flag.startswith("--name=") for flag in serve)
-
-
-@pytest.mark.skipif(not shutil.which("redis-server"), reason="there is no redis-server here")
-def test_the_script_of_the_redis_starts_one_that_asks_for_its_password(tmp_path: Path) -> None:
-    rendered = render(OVERLAYS / "gpu-rdma")
-    (pod,) = [pod for pod in pods(rendered) if is_redis(pod)]
-    (container,) = pod["spec"]["containers"]
-    (script,) = container["args"]
-    settings = find(rendered, "ConfigMap", "baton-redis-config")["data"]["redis.conf"]
-    folders = {mount["mountPath"]: tmp_path / mount["name"] for mount in container["volumeMounts"]}
-    for path in sorted(folders, key=len, reverse=True):
-        folders[path].mkdir()
-        script, settings = (
-            re.sub(rf"{path}(?=[/\s]|$)", str(folders[path]), text) for text in (script, settings)
-        )
-    port = free_port("127.0.0.1")
-    (tmp_path / "config" / "redis.conf").write_text(settings.replace("6379", str(port)))
-    (tmp_path / "password" / "password").write_text("secret")
-    command = Command(tmp_path / "redis", [*container["command"], script])
-    try:
-        command.wait_for("Ready to accept connections")
-        assert ping(port) == "NOAUTH Authentication required."
-        assert ping(port, "secret") == "PONG"
-        assert (tmp_path / "data" / "appendonlydir").is_dir()
-    finally:
-        command.end()
-
-
-def ping(port: int, password: str = "") -> str:
-    asked = ["redis-cli", "-p", str(port), "ping"]
-    environment = {**os.environ, "REDISCLI_AUTH": password} if password else None
-    return subprocess.run(asked, env=environment, capture_output=True, text=True).stdout.strip()
