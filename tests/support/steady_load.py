@@ -34,8 +34,11 @@ class SteadyLoad:
     """Several requests at once, from entering to leaving. Leaving raises the first thing that
     was wrong: an error, or an answer that is not the undisturbed one."""
 
-    def __init__(self, *addresses: str) -> None:
-        """Routers, which are asked in turn."""
+    def __init__(
+        self, *addresses: str, at_once: int = AT_ONCE, pause: float = PAUSE_SECONDS
+    ) -> None:
+        """Routers, which are asked in turn, by so many askers that pause after each answer."""
+        self._at_once, self._pause = at_once, pause
         self._clients = [AsyncClient(address) for address in addresses]
         self._asked = itertools.count()
         self._expected: dict[Question, list[int]] = {}
@@ -50,7 +53,7 @@ class SteadyLoad:
         for question in QUESTIONS:
             self._expected[question] = await self._ask(self._clients[0], question)
         self.start_anew()
-        self._tasks = [asyncio.create_task(self._keep_asking()) for _ in range(AT_ONCE)]
+        self._tasks = [asyncio.create_task(self._keep_asking()) for _ in range(self._at_once)]
         return self
 
     async def __aexit__(
@@ -92,7 +95,7 @@ class SteadyLoad:
             client = self._clients[number % len(self._clients)]
             tokens = await self._ask(client, question, salt=str(number))
             assert tokens == self._expected[question], question
-            await asyncio.sleep(PAUSE_SECONDS)
+            await asyncio.sleep(self._pause)
 
     async def _ask(self, client: AsyncClient, question: Question, salt: str = "") -> list[int]:
         """With a salt of its own a prompt is computed and sent, however often it was before."""
