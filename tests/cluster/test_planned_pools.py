@@ -1,5 +1,5 @@
-"""The planner on a live cluster: it adds workers while there are too few, and drains them once there
-are too many. Every answer meanwhile is the undisturbed one. `make test-fleet` runs this file.
+"""The planner on a live cluster: it adds workers while there are too few, and drains them once
+there are too many. Every answer meanwhile is the undisturbed one. `make test-fleet` runs this file.
 """
 
 from __future__ import annotations
