@@ -42,7 +42,7 @@ SWITCH_SECONDS = 0.05
 
 
 def compare(options: argparse.Namespace) -> None:
-    requests = chosen_requests(options)
+    requests = chosen_requests(options, options.seed)
     print(f"{len(requests)} requests in {requests[-1].seconds:.0f} s", flush=True)
     shape = Shape(
         options.model, options.prefill, options.decode, 1, options.kv_memory, options.page_size

@@ -40,7 +40,7 @@ SETTINGS = {"local_prefill": "never", "fetch_pages": "never"}
 
 
 def compare(options: argparse.Namespace) -> None:
-    requests = chosen_requests(options)
+    requests = chosen_requests(options, options.seed)
     print(f"{len(requests)} requests in {requests[-1].seconds:.0f} s", flush=True)
     shape = Shape(
         model=options.model,

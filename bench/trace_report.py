@@ -9,6 +9,10 @@ from dataclasses import dataclass
 from bench.trace_replay import Outcome
 from core.spread import Spread
 
+KV_AWARE = "kv_aware"
+ENOUGH_HITS = 0.95
+"""Of one infinite cache's."""
+
 
 @dataclass(frozen=True, slots=True)
 class Objective:
@@ -45,6 +49,10 @@ class Summary:
     seconds: float
 
     @property
+    def hit_rate(self) -> float:
+        return _share(self.cached_tokens, self.prompt_tokens)
+
+    @property
     def goodput(self) -> float:
         """Good answers a second of arrivals, so that equal arrivals compare exactly."""
         return self.good / self.seconds
@@ -73,6 +81,43 @@ def summarize(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Of one run of all policies: whether knowing what workers hold has paid."""
+
+    # kv_aware's hit rate, as a share of what one infinite cache would have.
+    share_of_infinite: float
+    # Mean TTFT: kv_aware's, and the best of the others'.
+    ttft: float
+    best_other_ttft: float
+
+    @classmethod
+    def of(cls, summaries: Mapping[str, Summary], infinite_rate: float) -> Verdict:
+        aware = summaries[KV_AWARE]
+        others = [each.ttft.mean for name, each in summaries.items() if name != KV_AWARE]
+        return cls(_share(aware.hit_rate, infinite_rate), aware.ttft.mean, min(others))
+
+    @property
+    def hits_enough(self) -> bool:
+        return self.share_of_infinite >= ENOUGH_HITS
+
+    @property
+    def is_fastest(self) -> bool:
+        return self.ttft < self.best_other_ttft
+
+    @property
+    def holds(self) -> bool:
+        return self.hits_enough and self.is_fastest
+
+    def __str__(self) -> str:
+        hits, times = ("yes" if each else "NO" for each in (self.hits_enough, self.is_fastest))
+        return (
+            f"{self.share_of_infinite:.1%} of an infinite cache's hits, at least"
+            f" {ENOUGH_HITS:.0%}: {hits}; mean TTFT {self.ttft * 1e3:,.0f} ms, the best of the"
+            f" others {self.best_other_ttft * 1e3:,.0f} ms, less: {times}"
+        )
+
+
 def print_summaries(summaries: Mapping[str, Summary], infinite_rate: float) -> None:
     """One column a policy."""
     columns = [_cells(summary, infinite_rate) for summary in summaries.values()]
@@ -88,14 +133,13 @@ def print_summaries(summaries: Mapping[str, Summary], infinite_rate: float) -> N
 
 
 def _cells(summary: Summary, infinite_rate: float) -> dict[str, str]:
-    hit_rate = _share(summary.cached_tokens, summary.prompt_tokens)
     held = summary.decode_cached_tokens
     decode_rate = "-" if held is None else f"{_share(held, summary.prompt_tokens):.1%}"
     return {
         "requests": f"{summary.requests}",
         "errors": f"{summary.errors.total()}",
-        "hit rate (not computed)": f"{hit_rate:.1%}",
-        "  of one infinite cache's": f"{_share(hit_rate, infinite_rate):.1%}",
+        "hit rate (not computed)": f"{summary.hit_rate:.1%}",
+        "  of one infinite cache's": f"{_share(summary.hit_rate, infinite_rate):.1%}",
         "hit rate on decode (not moved)": decode_rate,
         "prompts read by decode": f"{_share(summary.local, summary.requests):.1%}",
         **_spread_cells("TTFT", summary.ttft),

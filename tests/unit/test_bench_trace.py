@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.trace_replay import Outcome
-from bench.trace_report import Objective, summarize
+from bench.trace_report import Objective, Summary, Verdict, summarize
 from bench.trace_sweep import Repeats, is_never_worse
 from bench.trace_workload import (
     FreshPrompts,
@@ -238,3 +238,21 @@ def test_never_worse_is_judged_against_the_better_mode_within_the_noise(
 ) -> None:
     found = {"auto": Repeats(auto), "never": Repeats(never), "always": Repeats(always)}
     assert is_never_worse(found) is holds
+
+
+def ran(cached: int, ttft: float) -> Summary:
+    outcomes = [Outcome(100, (ttft, ttft), cached_tokens=cached)]
+    return summarize(outcomes, Objective(1.0, 1.0), seconds=1.0)
+
+
+@pytest.mark.parametrize(
+    ("cached", "ttft", "enough", "fastest"),
+    [(38, 0.9, True, True), (37, 0.9, False, True), (40, 1.0, True, False)],
+)
+def test_knowing_what_workers_hold_must_pay_in_hits_and_in_time(
+    cached: int, ttft: float, enough: bool, fastest: bool
+) -> None:
+    summaries = {"kv_aware": ran(cached, ttft), "least_loaded": ran(9, 1.0), "other": ran(9, 2.0)}
+    verdict = Verdict.of(summaries, infinite_rate=0.4)
+    assert (verdict.hits_enough, verdict.is_fastest) == (enough, fastest)
+    assert verdict.holds is (enough and fastest)
