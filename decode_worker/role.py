@@ -101,12 +101,12 @@ class DecodeRole:
         transfers = self._leaving or self._loans.pages
         return self.idle and not self._flights.any and not transfers
 
-    def on_message(self, attachment: int, message: pb.RouterMessage) -> None:
+    def on_message(self, attachment: int, message: pb.RouterMessage, arrived: float) -> None:
         match message.WhichOneof("kind"):
             case "reserve":
-                self._accept(attachment, message.reserve)
+                self._accept(attachment, message.reserve, arrived)
             case "compute":
-                self._accept(attachment, message.compute)
+                self._accept(attachment, message.compute, arrived)
             case "release":
                 self._release(AttemptKey(message.release.request_id, message.release.epoch))
             case "sender_gone":
@@ -168,7 +168,9 @@ class DecodeRole:
         held = len(self._leaving_pages | self._loans.pages)
         leak = "" if busy else self._pool.check_integrity(held=held)
         transfers = self._scheduler.travelling
-        return self._standing.load(self._scheduler, self._quarantined, transfers, leak)
+        load = self._standing.load(self._scheduler, self._quarantined, transfers, leak)
+        load.reading = self._scheduler.reading
+        return load
 
     @property
     def _quarantined(self) -> int:
@@ -180,7 +182,7 @@ class DecodeRole:
     def _leaving_pages(self) -> set[int]:
         return {page for lease in self._leaving.values() for page in lease.pages}
 
-    def _accept(self, attachment: int, message: pb.Reserve | pb.Compute) -> None:
+    def _accept(self, attachment: int, message: pb.Reserve | pb.Compute, arrived: float) -> None:
         work = work_from(message.work)
         if work.key in self._jobs or work.key in self._leaving:
             return
@@ -190,14 +192,15 @@ class DecodeRole:
         except BatonError as error:
             self._outbox.send(attachment, failed_to(work.key, error))
             return
-        now, guide = time.monotonic(), self._engine.guide(work)
+        guide = self._engine.guide(work)
         if isinstance(message, pb.Reserve):
-            self._jobs[work.key] = Job(attachment, work, message.sender, now, guide=guide)
+            self._jobs[work.key] = Job(attachment, work, message.sender, arrived, guide=guide)
             self._scheduler.reserve(work)
         else:
             sequence = self._scheduler.compute(work)
             sequence.take_guide(guide)
-            self._jobs[work.key] = Job(attachment, work, "", now, landed=now, sequence=sequence)
+            job = Job(attachment, work, "", arrived, landed=arrived, sequence=sequence)
+            self._jobs[work.key] = job
 
     def _grant(self) -> None:
         for reservation in self._scheduler.grant():

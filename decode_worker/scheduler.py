@@ -80,6 +80,11 @@ class DecodeScheduler:
         return len(self._running)
 
     @property
+    def reading(self) -> int:
+        """Of those that run, the ones that have more to compute than their next token."""
+        return sum(each.uncomputed > 1 for each in self._running)
+
+    @property
     def travelling(self) -> int:
         return len(self._travelling)
 

@@ -185,12 +185,11 @@ def _compute(ask: Ask, cached: Column) -> Seconds:
 
 
 def _prefill_costs(ask: Ask, prefill: PrefillPool, decode: DecodePool, compute: Seconds) -> Seconds:
-    before, (once, _, _, busy) = ask.costs.prefill[3], ask.costs.step
-    wait: Seconds = compute + before * prefill.pending[prefill.active]
-    if not busy:
+    wait: Seconds = compute + ask.costs.prefill[3] * prefill.pending[prefill.active]
+    if not ask.costs.disturbed:
         return wait
     running = int(decode.running[decode.active].sum())
-    disturbed: Seconds = running * compute * busy / (once + busy)
+    disturbed: Seconds = compute * (running * ask.costs.disturbed)
     return wait + disturbed
 
 

@@ -49,8 +49,15 @@ class Profile:
             transfer=self.transfer,
             exposed=self.exposed,
             step=self.step,
+            disturbed=self._disturbed,
             answer_tokens=answer_tokens,
         )
+
+    @property
+    def _disturbed(self) -> float:
+        """Of the time that a prefill worker is busy, what decoding loses."""
+        once, _, _, busy = self.step
+        return busy / (once + busy) if busy else 0.0
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")

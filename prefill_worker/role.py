@@ -81,12 +81,12 @@ class PrefillRole:
     def settled(self) -> bool:
         return self.idle and not self._flights.any and not self._fetches.pages
 
-    def on_message(self, attachment: int, message: pb.RouterMessage) -> None:
+    def on_message(self, attachment: int, message: pb.RouterMessage, arrived: float) -> None:
         match message.WhichOneof("kind"):
             case "connect":
                 self._transfer.connect(message.connect.worker_id, message.connect.pool)
             case "prefill":
-                self._accept(attachment, message.prefill)
+                self._accept(attachment, message.prefill, arrived)
             case "deliver":
                 self._deliver(message.deliver)
             case "release":
@@ -162,7 +162,7 @@ class PrefillRole:
         overdue = (job.lease.pages for job in self._jobs.values() if job.overdue and job.lease)
         return len(self._fetches.overdue_pages.union(*overdue))
 
-    def _accept(self, attachment: int, message: pb.Prefill) -> None:
+    def _accept(self, attachment: int, message: pb.Prefill, arrived: float) -> None:
         work = work_from(message.work)
         if work.key in self._jobs:
             return
@@ -173,7 +173,7 @@ class PrefillRole:
             return
         push = bool(message.receiver)
         guide = self._engine.guide(work)
-        job = Job(attachment, work, push, time.monotonic(), guide=guide)
+        job = Job(attachment, work, push, arrived, guide=guide)
         self._jobs[work.key] = job
         keys = self._scheduler.add(work)
         if message.holder.pages and self._may_fetch(keys):

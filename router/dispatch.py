@@ -103,7 +103,7 @@ class Dispatcher:
         self, work: Work, seat: Seat, suspicion: Suspicion, ledger: AnswerLedger | None = None
     ) -> Running:
         inbox = Inbox(self._rounds)
-        feedback = Feedback(work, seat, self._roster.costs, self._metrics, ledger)
+        feedback = Feedback(work, seat, self._roster, self._metrics, ledger)
         return Running(work, seat, suspicion, inbox, feedback, self._config, self._admission.wake)
 
     async def _confirmed(self, running: Running, ended: Ended) -> Ended:

@@ -8,6 +8,7 @@ placed.
 from __future__ import annotations
 
 import time
+from typing import Protocol
 
 from baton.v1 import worker_pb2 as pb
 from core.types import Work
@@ -18,6 +19,18 @@ from router.link import WorkerLink
 from router.metrics import RouterMetrics
 from router.placement import Forecast
 
+SHORTEST_SECONDS = 1e-6
+
+
+class Cluster(Protocol):
+    """What a request's times are learned for, and beside."""
+
+    costs: CostModel
+
+    @property
+    def prefill_busy_seconds(self) -> float:
+        """For how long prefill workers have had something to read, summed over them."""
+
 
 class Feedback:
     """For one attempt, from when it is made. A canary, of which nothing was predicted, teaches
@@ -27,16 +40,18 @@ class Feedback:
         self,
         work: Work,
         seat: Seat,
-        costs: CostModel,
+        cluster: Cluster,
         metrics: RouterMetrics,
         ledger: AnswerLedger | None = None,
     ) -> None:
         self._tokens = len(work.prompt_tokens)
         self._seat = seat
-        self._costs = costs
+        self._cluster = cluster
+        self._costs = cluster.costs
         self._metrics = metrics
         self._ledger = ledger
         self._began = time.monotonic()
+        self._prefill_busy_seconds = cluster.prefill_busy_seconds
         self._compute_seconds = 0.0
         self._read = False  # the prompt has been
 
@@ -86,7 +101,7 @@ class Feedback:
 
     def _note_local(self, tokens: pb.StepTokens, forecast: Forecast) -> None:
         cached = tokens.cached_tokens
-        seconds = time.monotonic() - self._began
+        seconds = tokens.queue_seconds + tokens.compute_seconds
         self._costs.note_local(
             self._tokens - cached,
             cached,
@@ -94,8 +109,14 @@ class Feedback:
             forecast.running,
             seconds,
             tokens.restored_tokens,
+            self._busy_prefill(),
         )
         self._note_read(cached, forecast)
+
+    def _busy_prefill(self) -> float:
+        """How many prefill workers were at work on average, since the request was placed."""
+        busy = self._cluster.prefill_busy_seconds - self._prefill_busy_seconds
+        return max(0.0, busy) / max(time.monotonic() - self._began, SHORTEST_SECONDS)
 
     def _note_read(self, cached_tokens: int, forecast: Forecast) -> None:
         self._read = True

@@ -7,7 +7,19 @@ comes first, and gets a token with every step.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from baton.v1 import worker_pb2 as pb
+
+
+class Stretch(NamedTuple):
+    """Steps in a row."""
+
+    steps: int
+    # Of one, on average.
+    seconds: float
+    # How many prefill workers were at work meanwhile, on average.
+    busy_prefill: float
 
 
 class StepPace:
@@ -16,6 +28,8 @@ class StepPace:
         self._at = 0.0
         self._seconds = 0.0  # since this was asked last
         self._steps = 0
+        self._asked = 0.0
+        self._busy_seconds = 0.0  # of prefill workers, until then
 
     def step(self, step: pb.Step, now: float) -> None:
         if not step.tokens:
@@ -26,10 +40,13 @@ class StepPace:
             self._steps += 1
         self._oldest, self._at = oldest, now
 
-    def take(self) -> float | None:
-        """The mean time of a step since this was asked last; None when there was none."""
-        if not self._steps:
+    def take(self, prefill_busy_seconds: float, now: float) -> Stretch | None:
+        """The steps since this was asked last; None when there was none. Prefill workers have
+        been busy for so long until now, summed over them."""
+        busy, seconds = prefill_busy_seconds - self._busy_seconds, now - self._asked
+        self._busy_seconds, self._asked = prefill_busy_seconds, now
+        if not self._steps or seconds <= 0:
             return None
-        mean = self._seconds / self._steps
+        stretch = Stretch(self._steps, self._seconds / self._steps, max(0.0, busy) / seconds)
         self._seconds, self._steps = 0.0, 0
-        return mean
+        return stretch

@@ -119,13 +119,15 @@ class DecodeView(NamedTuple):
     has_room: bool = True
     cached_tokens: int = 0
     # Of the requests, those that are being decoded, and those that wait for pages or a place in
-    # the batch. The rest is on its way.
+    # the batch. The rest is being read there, or is on its way.
     running: int = 0
     waiting: int = 0
     leased_pages: int = 0
     # Prompt tokens that it has yet to read itself.
     pending_tokens: int = 0
     kept_tokens: int = 0
+    # Requests whose prompts it is reading.
+    reading: int = 0
 
     @property
     def near_tokens(self) -> int:
@@ -153,6 +155,11 @@ class Snapshot:
     tokens_wanted: int = 1
     page_size: int = 16
     page_bytes: int = 0
+
+    @property
+    def busy_prefill(self) -> int:
+        """Prefill workers that have something to read."""
+        return sum(view.pending_tokens > 0 for view in self.prefill)
 
 
 class Fetch(NamedTuple):

@@ -183,6 +183,11 @@ class Roster:
         )
 
     @property
+    def prefill_busy_seconds(self) -> float:
+        """For how long prefill workers have had something to read, summed over them."""
+        return self._topology.prefill_busy_seconds
+
+    @property
     def obstacle(self) -> BatonError | None:
         """Why no request could be placed, if not now then after those before it."""
         if self.has_pair:

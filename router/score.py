@@ -66,9 +66,9 @@ def ranked_prefill(snapshot: Snapshot, views: Sequence[PrefillView]) -> list[Ran
     def cost(reading: Reading) -> float:
         if snapshot.strategy is Strategy.LEAST_LOADED:
             return float(reading.view.pending_tokens)
-        return reading.first_token + snapshot.costs.disturbance(reading.compute, running)
+        return reading.first_token + snapshot.costs.disturbance(reading.compute, *beside)
 
-    running = sum(view.running for view in snapshot.decode)
+    beside = _beside(snapshot.decode)
     return _ranked(snapshot, readings(snapshot, views), cost)
 
 
@@ -88,21 +88,24 @@ def ranked_decode(
 def ranked_local(
     snapshot: Snapshot, views: Sequence[DecodeView], answers: Mapping[str, float]
 ) -> list[Ranked[DecodeView]]:
-    """With the prompt read there, while all that is decoded there stands still."""
+    """With the prompt read there, while all that is decoded there stands still.
+
+    As if no prefill worker were at work: where both share hardware, what a prompt there costs
+    the prompts here counts against the one that is sent there (`Costs.disturbance`). Else few
+    prompts there, which go first, would make this look slow, and draw all others after them.
+    """
 
     def cost(view: DecodeView) -> float:
         if snapshot.strategy is Strategy.LEAST_LOADED:
             return _least_loaded(view)
-        missing = snapshot.prompt_tokens - view.cached_tokens
-        compute = snapshot.costs.local_seconds(missing, view.cached_tokens)
         first_token = _local_first_token(snapshot, view)
-        return first_token + view.running * compute + answers[view.worker_id]
+        return first_token + _standstill(snapshot, view) + answers[view.worker_id]
 
     return _ranked(snapshot, views, cost)
 
 
 def local_forecast(snapshot: Snapshot, view: DecodeView) -> Forecast:
-    seconds = _local_first_token(snapshot, view)
+    seconds = _local_first_token(snapshot, view, snapshot.busy_prefill)
     return Forecast(seconds, view.pending_tokens, view.running, view.cached_tokens)
 
 
@@ -110,7 +113,8 @@ def soonest(snapshot: Snapshot) -> float:
     """Seconds to token #1 on the worker where it comes first, whether or not that has room."""
     local = () if snapshot.local is LocalPrefill.NEVER else snapshot.decode
     seconds = [reading.first_token for reading in readings(snapshot, snapshot.prefill)]
-    seconds += [_local_first_token(snapshot, view) for view in local]
+    busy = snapshot.busy_prefill
+    seconds += [_local_first_token(snapshot, view, busy) for view in local]
     return min(seconds, default=0.0)
 
 
@@ -132,11 +136,33 @@ def _least_loaded(view: DecodeView) -> float:
     return view.requests + 1.0 / (view.free_pages + 2)
 
 
-def _local_first_token(snapshot: Snapshot, view: DecodeView) -> float:
+def _beside(views: Sequence[DecodeView]) -> tuple[int, int]:
+    """Requests on decode workers that only decode, and on those that read prompts too."""
+    running = sum(view.running for view in views if not view.pending_tokens)
+    reading = sum(view.running + max(view.reading, 1) for view in views if view.pending_tokens)
+    return running, reading
+
+
+def _local_first_token(snapshot: Snapshot, view: DecodeView, busy_prefill: int = 0) -> float:
     missing = snapshot.prompt_tokens - view.cached_tokens
     return snapshot.costs.local_seconds(
-        missing, view.cached_tokens, view.pending_tokens, view.running, view.kept_tokens
+        missing,
+        view.cached_tokens,
+        view.pending_tokens,
+        view.running,
+        view.kept_tokens,
+        busy_prefill,
     )
+
+
+def _standstill(snapshot: Snapshot, view: DecodeView) -> float:
+    """What reading the prompt there adds to the time of all that is decoded there: they wait,
+    but for the token that each of them writes meanwhile. Who is being read there came before."""
+    costs = snapshot.costs
+    missing = snapshot.prompt_tokens - view.cached_tokens
+    reading = costs.local_seconds(missing, view.cached_tokens, running=view.running)
+    step = costs.step_seconds(view.running, view.leased_pages)
+    return view.running * max(0.0, reading - step)
 
 
 def _answer_cost(snapshot: Snapshot, view: DecodeView) -> float:
@@ -149,11 +175,12 @@ def _answer_cost(snapshot: Snapshot, view: DecodeView) -> float:
 
 
 def _late_pages(snapshot: Snapshot, view: DecodeView, compute_seconds: float) -> float:
-    """How long decode waits for its last page once the prompt is computed. Pages that it keeps
-    come back meanwhile."""
+    """How long decode waits for its last page once the prompt is computed, or for prompts that
+    it reads itself. Pages that it keeps come back meanwhile."""
     if snapshot.strategy is not Strategy.KV_AWARE:
         return 0.0
     pages = -(-(snapshot.prompt_tokens - view.cached_tokens) // snapshot.page_size)
     back = snapshot.costs.restore_seconds(view.kept_tokens) - compute_seconds
     late = snapshot.costs.exposed_seconds(pages * snapshot.page_bytes, compute_seconds)
-    return late + max(0.0, back)
+    busy = snapshot.costs.local_wait_seconds(view.pending_tokens) - compute_seconds
+    return max(late + max(0.0, back), busy)

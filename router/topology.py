@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -67,21 +68,30 @@ class Topology:
                 has_room=link.has_room(suspicion),
                 cached_tokens=_cached_tokens(link, work, size),
                 kept_tokens=_kept_tokens(link, work, size),
-                running=link.load.running,
+                running=link.load.running - link.load.reading,
                 waiting=link.load.waiting,
                 leased_pages=link.load.leased_pages,
                 pending_tokens=link.prompts.queued_tokens,
+                reading=link.load.reading,
             )
             for link in self.decode
         ]
 
+    @property
+    def prefill_busy_seconds(self) -> float:
+        """For how long prefill workers have had something to read, summed over them."""
+        return sum(link.prompts.busy_seconds for link in self.prefill)
+
     def teach_step(self, link: WorkerLink, costs: CostModel) -> None:
         """Tells how long a decode worker's recent steps took."""
-        seconds = link.pace.take()
+        stretch = link.pace.take(self.prefill_busy_seconds, time.monotonic())
         # A step that reads a prompt too says nothing of the others.
-        if seconds is not None and not link.prompts:
-            busy = sum(bool(other.prompts or other.load.running) for other in self.prefill)
-            costs.note_step(link.load.running, link.load.leased_pages, busy, seconds)
+        if stretch is None or not link.prompts.was_empty:
+            return
+        # Of a worker that has just come, more seconds may be new than have passed.
+        busy = min(stretch.busy_prefill, len(self.prefill))
+        load = link.load
+        costs.note_step(load.running, load.leased_pages, busy, stretch.seconds, stretch.steps)
 
 
 def _cached_tokens(link: WorkerLink, work: Work, page_size: int) -> int:

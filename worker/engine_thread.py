@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from baton.v1 import worker_pb2 as pb
 from kv_transfer.events import TransferEvent
@@ -30,6 +30,8 @@ HAND_BACK_SECONDS = 5.0
 class FromRouter:
     attachment: int
     message: pb.RouterMessage
+    # The engine hears of it between two steps, and it has waited since.
+    arrived: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +180,7 @@ class EngineThread(threading.Thread):
             case FromRouter() if item.message.HasField("resync_cache"):
                 self._cache_feed.send_all(item.attachment)
             case FromRouter():
-                role.on_message(item.attachment, item.message)
+                role.on_message(item.attachment, item.message, item.arrived)
             case Attached():
                 self._report(role, 0.0)
                 self._cache_feed.send_all(item.attachment)

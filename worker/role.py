@@ -13,8 +13,8 @@ from kv_transfer.events import TransferEvent
 
 
 class Role(Protocol):
-    def on_message(self, attachment: int, message: pb.RouterMessage) -> None:
-        """A router asks for something."""
+    def on_message(self, attachment: int, message: pb.RouterMessage, arrived: float) -> None:
+        """A router asks for something; it has since `arrived`, by the monotonic clock."""
 
     def on_detach(self, attachment: int) -> None:
         """A router is gone: everything that its requests hold is let go."""

@@ -1272,6 +1272,7 @@ class Load(_message.Message):
     BUSY_SECONDS_FIELD_NUMBER: _builtins.int
     UP_SECONDS_FIELD_NUMBER: _builtins.int
     TRANSFERS_FIELD_NUMBER: _builtins.int
+    READING_FIELD_NUMBER: _builtins.int
     free_pages: _builtins.int
     """Pages that can be handed out at once, those of cached_pages included."""
     leased_pages: _builtins.int
@@ -1296,6 +1297,8 @@ class Load(_message.Message):
     """Seconds since then, by the same clock."""
     transfers: _builtins.int
     """Requests whose pages are on their way, out of prefill or into decode."""
+    reading: _builtins.int
+    """Of running, those on a decode worker whose prompt it is still reading itself."""
     def __init__(
         self,
         *,
@@ -1311,10 +1314,11 @@ class Load(_message.Message):
         busy_seconds: _builtins.float = ...,
         up_seconds: _builtins.float = ...,
         transfers: _builtins.int = ...,
+        reading: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_seconds", b"busy_seconds", "cached_pages", b"cached_pages", "fault", b"fault", "free_pages", b"free_pages", "kept_pages", b"kept_pages", "leased_pages", b"leased_pages", "quarantined_pages", b"quarantined_pages", "queued_tokens", b"queued_tokens", "running", b"running", "transfers", b"transfers", "up_seconds", b"up_seconds", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_seconds", b"busy_seconds", "cached_pages", b"cached_pages", "fault", b"fault", "free_pages", b"free_pages", "kept_pages", b"kept_pages", "leased_pages", b"leased_pages", "quarantined_pages", b"quarantined_pages", "queued_tokens", b"queued_tokens", "reading", b"reading", "running", b"running", "transfers", b"transfers", "up_seconds", b"up_seconds", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -47,13 +47,15 @@ class Driven:
         key = AttemptKey(name, 1)
         work = work_to(Work(key, prompt, Sampling(), max_tokens, frozenset(), cache_salt=salt))
         if self.worker.kind is Role.PREFILL:
-            self.role.on_message(1, pb.RouterMessage(prefill=pb.Prefill(work=work)))
+            self.role.on_message(1, pb.RouterMessage(prefill=pb.Prefill(work=work)), 0.0)
         else:
-            self.role.on_message(1, pb.RouterMessage(compute=pb.Compute(work=work)))
+            self.role.on_message(1, pb.RouterMessage(compute=pb.Compute(work=work)), 0.0)
 
     def reserve(self, name: str, prompt: list[int]) -> pb.Reserved:
         work = work_to(Work(AttemptKey(name, 1), prompt, Sampling(), 2, frozenset()))
-        self.role.on_message(1, pb.RouterMessage(reserve=pb.Reserve(work=work, sender="prefill0")))
+        self.role.on_message(
+            1, pb.RouterMessage(reserve=pb.Reserve(work=work, sender="prefill0")), 0.0
+        )
         self.role.step()
         return [m.reserved for m in self.sent if m.HasField("reserved")][-1]
 
@@ -171,7 +173,7 @@ def test_a_prompt_that_was_given_up_is_not_known_though_it_landed() -> None:
     decode.reserve("request", PROMPT)
     key = AttemptKey("request", 1)
     release = pb.Release(request_id=key.request_id, epoch=key.epoch)
-    decode.role.on_message(1, pb.RouterMessage(release=release))
+    decode.role.on_message(1, pb.RouterMessage(release=release), 0.0)
     decode.role.on_transfer(ReservationFreed(key))
     assert (decode.known, decode.pool.leased) == (0, 0)
 
@@ -182,7 +184,7 @@ def test_pages_in_quarantine_do_not_count_those_that_are_shared() -> None:
     for name in ("one", "two"):
         decode.reserve(name, PROMPT)
         release = pb.Release(request_id=name, epoch=1)
-        decode.role.on_message(1, pb.RouterMessage(release=release))
+        decode.role.on_message(1, pb.RouterMessage(release=release), 0.0)
     load = decode.role.load()
     assert (load.leased_pages, load.quarantined_pages, load.fault) == (4, 0, "")
     assert decode.role.idle

@@ -41,7 +41,7 @@ class Prefill(Driven):
     def ask_with_holder(self, name: str, prompt: list[int], pages: int = 9) -> None:
         work = work_to(Work(AttemptKey(name, 1), prompt, Sampling(), 1, frozenset()))
         holder = pb.Holder(agent="decode0.2", pages=pages, seconds=5.0)
-        self.role.on_message(1, pb.RouterMessage(prefill=pb.Prefill(work=work, holder=holder)))
+        self.role.on_message(1, pb.RouterMessage(prefill=pb.Prefill(work=work, holder=holder)), 0.0)
         self.run()
 
     def write(self, prompt: list[int], count: int) -> None:
@@ -123,7 +123,7 @@ def test_a_cancelled_prompt_lets_go_of_what_it_fetches_once_that_is_safe() -> No
     prefill = Prefill()
     prefill.ask_with_holder("request", PROMPT)
     release = pb.Release(request_id=KEY.request_id, epoch=KEY.epoch)
-    prefill.role.on_message(1, pb.RouterMessage(release=release))
+    prefill.role.on_message(1, pb.RouterMessage(release=release), 0.0)
     assert (prefill.role.idle, prefill.pool.leased) == (True, 2)
     assert prefill.role.load().fault == ""
     prefill.role.on_transfer(ReservationFreed(KEY))

@@ -143,7 +143,7 @@ class Decode:
 
     def reserve(self, key: AttemptKey, tokens: int) -> None:
         work = Work(key, [1] * tokens, Sampling(), 2, frozenset())
-        self.role.on_message(1, pb.RouterMessage(reserve=pb.Reserve(work=work_to(work))))
+        self.role.on_message(1, pb.RouterMessage(reserve=pb.Reserve(work=work_to(work))), 0.0)
         self.role.step()
 
     @property

@@ -296,7 +296,7 @@ class SimulatedWorker:
         inbox, self._inbox = self._inbox, []
         for item in inbox:
             if isinstance(item, FromRouter):
-                self.role.on_message(item.attachment, item.message)
+                self.role.on_message(item.attachment, item.message, item.arrived)
             elif isinstance(item, Detached):
                 self.role.on_detach(item.attachment)
             else:

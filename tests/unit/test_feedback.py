@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import pytest
 
 from baton.v1 import worker_pb2 as pb
@@ -24,6 +26,14 @@ def link(name: str) -> WorkerLink:
     return WorkerLink(name, "router", "tiny", RouterConfig(), lambda link: None)
 
 
+@dataclass
+class Known:
+    """A cluster as far as feedback knows it."""
+
+    costs: CostModel = field(default_factory=CostModel)
+    prefill_busy_seconds: float = 0.0
+
+
 def seated(placement: Placement) -> Seat:
     prefill = link("p0") if placement.prefill else None
     return Seat(placement, prefill, link("d0"))
@@ -35,12 +45,15 @@ def first(cached: int) -> pb.WorkerMessage:
 
 
 def step(cached: int) -> pb.StepTokens:
-    return pb.StepTokens(request_id="r", epoch=1, token_ids=[1], cached_tokens=cached)
+    tokens = pb.StepTokens(request_id="r", epoch=1, token_ids=[1], cached_tokens=cached)
+    tokens.queue_seconds, tokens.compute_seconds = 4.0, 9.0
+    return tokens
 
 
 def test_a_prefills_times_are_learned_for_what_it_computed() -> None:
-    costs, seat = CostModel(), seated(SPLIT)
-    feedback = Feedback(WORK, seat, costs, RouterMetrics())
+    cluster, seat = Known(), seated(SPLIT)
+    costs = cluster.costs
+    feedback = Feedback(WORK, seat, cluster, RouterMetrics())
     feedback.take(first(64))
     feedback.take(pb.WorkerMessage(pushed=pb.Pushed(bytes=10**6, seconds=2.0)))
     assert costs.costs.prefill_seconds(36, 64, 200) == pytest.approx(13.0, rel=0.01)
@@ -51,7 +64,7 @@ def test_a_prefills_times_are_learned_for_what_it_computed() -> None:
 
 def test_what_decode_had_is_counted_beside_what_prefill_had() -> None:
     seat = seated(SPLIT)
-    feedback = Feedback(WORK, seat, CostModel(), RouterMetrics())
+    feedback = Feedback(WORK, seat, Known(), RouterMetrics())
     feedback.take(pb.WorkerMessage(reserved=pb.Reserved(cached_tokens=32)))
     assert seat.prefill is not None
     assert seat.decode is not None
@@ -59,11 +72,13 @@ def test_what_decode_had_is_counted_beside_what_prefill_had() -> None:
 
 
 def test_a_prompt_read_on_the_decode_worker_teaches_once() -> None:
-    costs, seat = CostModel(), seated(LOCAL)
-    feedback = Feedback(WORK, seat, costs, RouterMetrics())
+    cluster, seat = Known(), seated(LOCAL)
+    costs = cluster.costs
+    feedback = Feedback(WORK, seat, cluster, RouterMetrics())
     feedback.take_step(step(64))
     learned = costs.costs
-    assert learned.local != Costs().local
+    # What the worker says of its queue and its compute, as of prefill.
+    assert learned.local_seconds(36, 64, 200, 3) == pytest.approx(13.0, rel=0.01)
     feedback.take_step(step(0))
     assert costs.costs == learned
     assert (seat.reader.hit_tokens, seat.reader.read_tokens) == (64, 100)
@@ -78,29 +93,31 @@ def fetched(tokens: int) -> pb.WorkerMessage:
 @pytest.mark.parametrize("tokens", [64, 0])
 def test_a_fetch_is_learned_for_itself_whether_it_came_or_not(tokens: int) -> None:
     placement = Placement("p0", "d0", forecast=FORECAST, fetch=Fetch("d0", 4, 64, 9.0))
-    costs, seat = CostModel(), seated(placement)
+    cluster, seat = Known(), seated(placement)
+    costs = cluster.costs
     assert seat.prefill is not None
     pool = PoolAddress(page_bytes=10**6, layout=PoolLayout(page_size=16))
     seat.prefill.welcome = pb.Welcome(pool=pool)
-    Feedback(WORK, seat, costs, RouterMetrics()).take(fetched(tokens))
+    Feedback(WORK, seat, cluster, RouterMetrics()).take(fetched(tokens))
     assert costs.costs.fetch_seconds(4 * 10**6) == pytest.approx(3.0, rel=0.01)
     assert costs.costs.prefill_seconds(36, 64) == pytest.approx(9.0, rel=0.01)
 
 
 def test_a_canary_teaches_nothing() -> None:
-    costs, seat = CostModel(), seated(Placement("p0", ""))
-    Feedback(WORK, seat, costs, RouterMetrics()).take(first(0))
-    assert costs.costs == Costs()
+    cluster, seat = Known(), seated(Placement("p0", ""))
+    Feedback(WORK, seat, cluster, RouterMetrics()).take(first(0))
+    assert cluster.costs.costs == Costs()
     assert seat.reader.read_tokens == 0
 
 
 def test_steps_that_follow_each_other_tell_a_workers_pace() -> None:
     pace = StepPace()
-    assert pace.take() is None
+    assert pace.take(0.0, now=10.0) is None
     for number in range(5):
         pace.step(pb.Step(tokens=[step(0)]), now=10.0 + 0.25 * number)
-    assert pace.take() == pytest.approx(0.25)
-    assert pace.take() is None
+    # Prefill workers were busy for half of the time.
+    assert pace.take(0.5, now=11.0) == pytest.approx((4, 0.25, 0.5))
+    assert pace.take(0.5, now=12.0) is None
     # Another request is the oldest now: no telling what lies between.
     pace.step(pb.Step(tokens=[pb.StepTokens(request_id="s")]), now=99.0)
-    assert pace.take() is None
+    assert pace.take(0.5, now=99.0) is None

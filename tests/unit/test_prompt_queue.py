@@ -42,3 +42,29 @@ def test_a_report_knows_of_other_routers() -> None:
     for _ in range(2):
         queue.report(1000)
     assert queue.queued_tokens == 1000
+
+
+def test_a_queue_tells_for_how_long_there_was_a_prompt() -> None:
+    now = 5.0
+    queue = PromptQueue(lambda: now)
+    now = 6.0
+    prompt = queue.add(100, 0)
+    now = 8.0
+    assert queue.busy_seconds == 2.0
+    queue.remove(prompt)
+    now = 9.0
+    assert queue.busy_seconds == 2.0
+    queue.report(50)  # of other routers
+    now = 9.5
+    assert queue.busy_seconds == 2.5
+
+
+def test_a_prompt_that_came_and_went_between_two_reports_was_there() -> None:
+    queue = PromptQueue()
+    queue.report(0)
+    assert queue.was_empty
+    queue.remove(queue.add(100, 0))
+    queue.report(0)
+    assert not queue.was_empty
+    queue.report(0)
+    assert queue.was_empty
