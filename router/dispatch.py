@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Protocol
 
 from baton.v1 import worker_pb2 as pb
@@ -22,7 +22,7 @@ from core.config import RouterConfig
 from core.errors import WorkerLost
 from core.types import Work
 from router.admission import Admission, Seat
-from router.attempt import Action, Attempt, Ended, Event, Send, Side, Tokens
+from router.attempt import Attempt, Ended, Event, Send, Side, Tokens
 from router.feedback import Feedback
 from router.inbox import Inbox, Rounds
 from router.ledger import AnswerLedger
@@ -201,28 +201,28 @@ class Running:
         return self._ended is None
 
     def _tokens(self, events: list[Event]) -> Tokens | None:
+        """Does what events lead to, up to what ends the attempt."""
         tokens: list[Tokens] = []
-        for action in self._actions(events):
-            if isinstance(action, Tokens):
-                tokens.append(action)
-            elif isinstance(action, Ended):
-                self._ended = action
-            else:
-                self._send([action])
+        for event in events:
+            self._learn(event)
+            for action in self.attempt.take(event):
+                if isinstance(action, Tokens):
+                    tokens.append(action)
+                elif isinstance(action, Ended):
+                    self._ended = action
+                else:
+                    self._send([action])
+            if self._ended:
+                break
         if self._unanswered or self._prompt is not None:
             self._count()
         return joined(tokens) if tokens else None
 
-    def _actions(self, events: list[Event]) -> Iterator[Action]:
-        """What events lead to, up to what ends the attempt."""
-        for event in events:
-            if isinstance(event, pb.StepTokens):
-                self._feedback.take_step(event)
-            elif isinstance(event, pb.WorkerMessage):
-                self._feedback.take(event)
-            yield from self.attempt.take(event)
-            if self._ended:
-                return
+    def _learn(self, event: Event) -> None:
+        if isinstance(event, pb.StepTokens):
+            self._feedback.take_step(event)
+        elif isinstance(event, pb.WorkerMessage):
+            self._feedback.take(event)
 
     def release(self) -> None:
         """Lets go of whatever the workers still hold."""

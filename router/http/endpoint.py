@@ -141,7 +141,7 @@ class GenerationEndpoint:
         await _start(writer.send, asked.request_id, _STREAM_HEADERS)
         try:
             await writer.write(first, telling.chunk(first))
-            events.write_now = lambda event: writer.write_now(event, telling)
+            events.write_now = functools.partial(writer.write_now, telling)
             async for event in events:
                 await writer.write(event, telling.chunk(event))
         except Exception as error:  # noqa: BLE001 the edge of the process
@@ -193,7 +193,7 @@ class _Writer:
         await self.send({"type": "http.response.body", "body": content, "more_body": True})
         self._note(event, began)
 
-    def write_now(self, event: Event, telling: Telling) -> bool:
+    def write_now(self, telling: Telling, event: Event) -> bool:
         """The same, where the client keeps up; else False."""
         if not self.connection.keeps_up:
             return False
