@@ -31,8 +31,8 @@ def check(config: Config) -> None:
     _check_pools(config, architecture)
     _check_planner(config)
     prefill, decode = config.prefill, config.decode
-    check_ranks(prefill.tensor_parallel, architecture, config.cache, prefill.gpu_share)
-    check_ranks(decode.tensor_parallel, architecture, config.cache)
+    check_ranks(prefill.tensor_parallel, architecture, prefill.gpu_share)
+    check_ranks(decode.tensor_parallel, architecture)
 
 
 def _check_pools(config: Config, architecture: Architecture) -> None:

@@ -38,10 +38,13 @@ class PageMemory(Protocol):
         """Copies a row into a page."""
 
 
-def page_memory(kv: Tensor, rows: int) -> PageMemory:
-    """For the pool `kv` [page, ...], with so many rows and the staging row."""
+def page_memory(kv: Tensor, rows: int, room: PageBytes | None = None) -> PageMemory:
+    """For the pool `kv` [page, ...], with so many rows and the staging row; in `room`
+    [rows + 1, bytes], if it is given."""
     try:
-        return CpuMemory(kv, rows) if kv.device.type == "cpu" else CudaMemory(kv, rows)
+        if room is None:
+            room = numpy.empty((rows + 1, kv[0].nbytes), numpy.uint8)
+        return CpuMemory(kv, room) if kv.device.type == "cpu" else CudaMemory(kv, room)
     except (MemoryError, RuntimeError) as error:
         raise InvalidConfig(
             f"there is no host memory for {rows} pages: {error}", field="cache.host_memory"
@@ -51,10 +54,10 @@ def page_memory(kv: Tensor, rows: int) -> PageMemory:
 class CpuMemory:
     """A pool that is in host memory itself. Copies take one core, and let Python go on."""
 
-    def __init__(self, kv: Tensor, rows: int) -> None:
+    def __init__(self, kv: Tensor, room: PageBytes) -> None:
         self._pages: PageBytes = _bytes_of(kv).numpy()  # [page, bytes]
-        self._rows: PageBytes = numpy.empty((rows + 1, self._pages.shape[1]), numpy.uint8)
-        self.staging = rows
+        self._rows = room
+        self.staging = len(room) - 1
 
     def row(self, row: int) -> PageBytes:
         found: PageBytes = self._rows[row]
@@ -71,14 +74,14 @@ class CpuMemory:
 class CudaMemory:
     """A GPU's pool. Page-locked rows, and a stream for each direction: steps go on meanwhile."""
 
-    def __init__(self, kv: Tensor, rows: int) -> None:
+    def __init__(self, kv: Tensor, room: PageBytes) -> None:
         self._pages = _bytes_of(kv)
         # Locked in place: torch's own page-locked memory comes in powers of two.
-        self._rows = torch.empty((rows + 1, self._pages.shape[1]), dtype=torch.uint8)
+        self._rows = torch.from_numpy(room)
         _lock(self._rows)
         self._saving = torch.cuda.Stream(kv.device)  # type: ignore[no-untyped-call]
         self._restoring = torch.cuda.Stream(kv.device)  # type: ignore[no-untyped-call]
-        self.staging = rows
+        self.staging = len(room) - 1
 
     def row(self, row: int) -> PageBytes:
         return self._rows[row].numpy()
@@ -96,9 +99,11 @@ class CudaMemory:
 
 
 def _lock(memory: Tensor) -> None:
-    """For as long as it is there: what lies at its place next is locked anew."""
+    """For as long as it is there: what lies at its place next is locked anew. Its rows may lie
+    apart: what is between them is locked too."""
     runtime, place = torch.cuda.cudart(), memory.data_ptr()  # type: ignore[no-untyped-call]
-    torch.cuda.check_error(runtime.cudaHostRegister(place, memory.nbytes, 0))
+    size = (len(memory) - 1) * memory.stride(0) + memory.shape[1]
+    torch.cuda.check_error(runtime.cudaHostRegister(place, size, 0))
     weakref.finalize(memory, runtime.cudaHostUnregister, place)
 
 

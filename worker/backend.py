@@ -18,6 +18,7 @@ from core.config import Config, settle
 from core.errors import WorkerLost
 from engine.engine import Engine
 from engine.gpu.settings import GpuSettings
+from engine.page_memory import page_memory
 from kv_transfer.choose import choose_transport
 from kv_transfer.digest import choose_digest
 from kv_transfer.heads import HeadRange
@@ -137,7 +138,11 @@ class Backend:
         if config.prefix_cache:
             self.engine.pool.root = cache_root(layout)
             open_second_tier(
-                self.engine, config.cache, self._worker_id, lambda: self._inbox.put(Wake())
+                self.engine,
+                config.cache,
+                self._worker_id,
+                lambda: self._inbox.put(Wake()),
+                self._ranks.page_memory if self._ranks else page_memory,
             )
         digest = choose_digest(config.page_digests, memory)
         transport = ShardedTransport(

@@ -1,11 +1,12 @@
-"""A process of a worker that several share: `python -m worker.rank STEPS TRANSFERS`.
+"""A process of a worker that several share: `python -m worker.rank STEPS TRANSFERS COPIES`.
 
-The two numbers are inherited sockets that lead to rank 0, the worker itself (worker/ranks.py):
+The numbers are inherited sockets that lead to rank 0, the worker itself (worker/ranks.py):
 
     settings ─▶ load ─▶ LOADED, or the error ─▶ meet the others ─▶ steps, until the socket ends
-                                                               └─▶ transfers, on a thread
+                                                               ├─▶ transfers, on a thread
+                                                               └─▶ copies, on another
 
-It lives as long as rank 0 has both sockets open, however that ends. Signals are for rank 0.
+It lives as long as rank 0 has the first two open, however that ends. Signals are for rank 0.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     steps, transfers = Connection(int(sys.argv[1])), socket.socket(fileno=int(sys.argv[2]))
     try:
-        _live(steps, transfers)
+        _live(steps, transfers, Connection(int(sys.argv[3])))
     except (EOFError, ConnectionError):
         os._exit(0)
     except BaseException:
@@ -50,7 +51,7 @@ def main() -> None:
         os._exit(1)
 
 
-def _live(steps: Connection, transfers: socket.socket) -> None:
+def _live(steps: Connection, transfers: socket.socket, copies: Connection) -> None:
     settings = RankSettings.decode(steps.recv_bytes())
     set_up_logging(settings.log_level)
     use_threads(settings.threads)
@@ -63,6 +64,9 @@ def _live(steps: Connection, transfers: socket.socket) -> None:
         raise
     serving = (transfers, engine, settings.transport)
     threading.Thread(target=_serve_transfers, args=serving, name="transfer", daemon=True).start()
+    if settings.rows_file is not None:
+        copying = (copies, engine, settings.rows_file)
+        threading.Thread(target=_serve_copies, args=copying, name="copies", daemon=True).start()
     while True:
         engine.follow(steps.recv_bytes())
 
@@ -119,6 +123,20 @@ def _serve_transfers(channel: socket.socket, engine: Engine, transport: str) -> 
         os._exit(1)
     time.sleep(GRACE_SECONDS)
     os._exit(0)
+
+
+def _serve_copies(first: Connection, engine: Engine, file: int) -> None:
+    """Ends the process when copies cannot go on. Where rank 0 is gone, others see to that."""
+    from engine.rank_memory import follow_copies
+
+    try:
+        _use(str(engine.kv.device))
+        follow_copies(engine.kv, engine.split, file, first)
+    except (EOFError, ConnectionError):
+        return
+    except BaseException:
+        log.exception("copies of this rank's pages can no longer be trusted")
+        os._exit(1)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ import dataclasses
 import json
 from dataclasses import dataclass
 
-from core.config import CacheConfig
 from core.errors import BatonError, InvalidConfig, from_reason
 from engine.architecture import Architecture
 from engine.gpu.settings import GpuSettings
@@ -32,6 +31,8 @@ class RankSettings:
     device: str
     # Whether each rank has a GPU of its own.
     own_devices: bool
+    # The inherited memory file of the second tier's rows; none where there is no such tier.
+    rows_file: int | None
     page_size: int
     kv_memory: int  # of all ranks
     max_context: int | None
@@ -71,7 +72,7 @@ def rank_devices(size: int, device: str, visible: int, *, may_share: bool) -> li
     return [f"cuda:{rank % visible}" for rank in range(size)]
 
 
-def check_ranks(size: int, model: Architecture, cache: CacheConfig, gpu_share: float = 1.0) -> None:
+def check_ranks(size: int, model: Architecture, gpu_share: float = 1.0) -> None:
     """Raises InvalidConfig when `size` processes cannot serve as one worker."""
     if size == 1:
         return
@@ -80,12 +81,6 @@ def check_ranks(size: int, model: Architecture, cache: CacheConfig, gpu_share: f
         raise InvalidConfig(
             "a worker whose model several processes share takes its GPUs whole: gpu_share must"
             " be 1, or tensor_parallel",
-            field="tensor_parallel",
-        )
-    if cache.host_memory or cache.files:
-        raise InvalidConfig(
-            "a worker whose model several processes share has no second tier: set neither"
-            " cache.host_memory nor cache.files, or tensor_parallel to 1",
             field="tensor_parallel",
         )
 

@@ -6,8 +6,9 @@
 On GPUs each rank takes one of those that the worker sees, in order; only where the operator
 allows it, for tests, do ranks share one.
 
-Two sockets lead to each of them, one for steps and one for transfers. They end when rank 0 does,
-however it ends, and so do the processes behind them (worker/rank.py).
+Sockets lead to each of them: for steps, for transfers, and for copies to and from the second
+tier. They end when rank 0 does, however it ends, and so do the processes behind them
+(worker/rank.py).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from core import model_store
 from core.config import Config
@@ -35,6 +37,8 @@ from core.types import Role
 from engine.architecture import read_architecture
 from engine.gpu.settings import GpuSettings
 from engine.group import Group
+from engine.page_memory import PageMemory
+from engine.rank_memory import share_rows
 from kv_transfer.shard_proxy import ShardProxy
 from worker.cpu import claim_threads
 from worker.rank_settings import (
@@ -66,7 +70,7 @@ def start_ranks(
     section = config.pool(role)
     folder = model_store.locate(config.model)
     size = section.tensor_parallel
-    check_ranks(size, read_architecture(folder), config.cache, gpu.share)
+    check_ranks(size, read_architecture(folder), gpu.share)
     if size == 1:
         return None
     visible = torch.cuda.device_count()
@@ -80,6 +84,7 @@ def start_ranks(
         dtype=dtype,
         device=devices[0],
         own_devices=device == "cuda" and most == 1,
+        rows_file=None,
         page_size=config.page_size,
         kv_memory=section.kv_memory,
         max_context=config.max_context,
@@ -90,7 +95,11 @@ def start_ranks(
         log_level=config.log_level,
         gpu=dataclasses.replace(gpu, memory_share=gpu.memory_share / most),
     )
-    return Ranks(settings, devices, on_lost)
+    return Ranks(settings, devices, on_lost, second_tier=has_second_tier(config))
+
+
+def has_second_tier(config: Config) -> bool:
+    return config.prefix_cache and bool(config.cache.host_memory or config.cache.files)
 
 
 class Ranks:
@@ -105,15 +114,22 @@ class Ranks:
         settings: RankSettings,
         devices: Sequence[str],
         on_lost: Callable[[WorkerLost], None],
+        *,
+        second_tier: bool = False,
     ) -> None:
         self._on_lost = on_lost
         self._closing = False
         self._folder = tempfile.TemporaryDirectory(prefix="baton-ranks-")
         self._processes: list[subprocess.Popen[bytes]] = []
         self._steps: list[Connection] = []
+        self._copies: list[Connection] = []
         self.shards: list[ShardProxy] = []  # the pages of ranks 1, 2, …
         meeting_point = Path(self._folder.name) / "meeting"
-        self.settings = dataclasses.replace(settings, meeting_point=str(meeting_point))
+        self.settings = dataclasses.replace(
+            settings,
+            meeting_point=str(meeting_point),
+            rows_file=os.memfd_create("baton-rows") if second_tier else None,
+        )
         for rank, device in enumerate(devices[1:], start=1):
             self._start(dataclasses.replace(self.settings, rank=rank, device=device))
         self.group = Group(
@@ -144,6 +160,13 @@ class Ranks:
         if not self.settings.own_devices:
             self._folder.cleanup()
 
+    def page_memory(self, kv: Tensor, rows: int) -> PageMemory:
+        """For a second tier of so many rows, which hold the pages of all ranks; once. `kv` is
+        rank 0's pool."""
+        file = self.settings.rows_file
+        assert file is not None
+        return share_rows(kv, self.settings.split, rows, file, self._copies)
+
     def close(self) -> None:
         """Has the processes end, and waits for them."""
         self._closing = True
@@ -160,16 +183,19 @@ class Ranks:
     def _start(self, settings: RankSettings) -> None:
         steps, their_steps = socket.socketpair()
         transfers, their_transfers = socket.socketpair()
-        inherited = (their_steps.fileno(), their_transfers.fileno())
-        with their_steps, their_transfers:
+        copies, their_copies = socket.socketpair()
+        inherited = [their_steps.fileno(), their_transfers.fileno(), their_copies.fileno()]
+        files = [] if settings.rows_file is None else [settings.rows_file]
+        with their_steps, their_transfers, their_copies:
             process = subprocess.Popen(
                 [sys.executable, "-m", "worker.rank", *map(str, inherited)],
-                pass_fds=inherited,
+                pass_fds=inherited + files,
                 # Wherever this process found our packages, as under Ray.
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
         self._processes.append(process)
         self._steps.append(Connection(steps.detach()))
+        self._copies.append(Connection(copies.detach()))
         self.shards.append(ShardProxy(transfers))
         self._steps[-1].send_bytes(settings.encode())
         name = f"rank-{settings.rank}"

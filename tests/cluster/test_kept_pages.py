@@ -39,7 +39,8 @@ def test_answers_are_the_same_from_host_memory_and_from_files_after_a_restart(
         "page_size": PAGE,
         "page_digests": "on",
         "prefill": {"kv_memory": PAGES * page_bytes, "threads": 1},
-        "decode": {"kv_memory": PAGES * page_bytes, "threads": 1},
+        # Two processes have a part each of what one row, and one file, hold.
+        "decode": {"kv_memory": PAGES * page_bytes, "threads": 1, "tensor_parallel": 2},
         "router": {"local_prefill": "never"},
         "cache": {"host_memory": 2 * PAGES * page_bytes, "files": str(tmp_path / "files")},
     }

@@ -225,6 +225,30 @@ def test_a_peer_is_gone_only_when_all_its_processes_are(pools: Pools) -> None:
     poll_until(lambda: PeerLost(peer, gone=True) in source.events, source)
 
 
+class Later:
+    """A moment that comes when the test says so."""
+
+    passed = False
+
+    def query(self) -> bool:
+        return self.passed
+
+
+@pytest.mark.skipif("nixl-cpu" not in KINDS, reason="NIXL is not installed")
+def test_no_process_sends_pages_that_are_not_made_yet(pools: Pools) -> None:
+    source, target = pools("nixl-cpu", 2), pools("nixl-cpu", 2)
+    peer = source.transport.connect(target.address)
+    made = Later()
+    source.transport.write(peer, [3], [5], b"landed", made)
+    poll_for(0.02, source, target)
+    assert noted(target) == []
+    assert target.page(5) == bytes([UNTOUCHED]) * PAGE_BYTES
+    source.set_page(3, bytes([7]) * PAGE_BYTES)
+    made.passed = True
+    poll_until(lambda: noted(target), source, target)
+    assert target.page(5) == bytes([7]) * PAGE_BYTES
+
+
 def test_probes_are_not_heard(pools: Pools) -> None:
     source, target = pools("inprocess-cpu", 1), pools("inprocess-cpu", 2)
     peer = source.transport.connect(target.address)

@@ -99,12 +99,13 @@ def test_two_ranks_that_share_a_gpu_answer_as_transformers_does(
 ) -> None:
     asked = prompts(2)
     expected = [generate_with_transformers(oracle, prompt, ANSWER) for prompt in asked]
-    leader = Leader(folder, DEVICE, kv_memory=16 << 20, gpu=SMALL)
+    leader = Leader(folder, DEVICE, kv_memory=16 << 20, gpu=SMALL, second_tier=True)
     try:
         engine = leader.load()
         assert engine.kv.shape[4] == 1  # of two key heads
         assert serve(engine, asked, ANSWER, chunk=560) == expected
         assert serve(engine, asked, ANSWER, chunk=32) == expected
+        leader.check_rows(engine)
         assert leader.lost.empty()
     finally:
         leader.ranks.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 from pathlib import Path
 
+import torch
 from engine_loop import KV_MEMORY
 
 from core.errors import WorkerLost
@@ -26,6 +27,7 @@ class Leader:
         *,
         random_weights: bool = False,
         gpu: GpuSettings | None = None,
+        second_tier: bool = False,
     ) -> None:
         self.lost: queue.SimpleQueue[WorkerLost] = queue.SimpleQueue()
         settings = RankSettings(
@@ -36,6 +38,7 @@ class Leader:
             dtype=dtype,
             device=device,
             own_devices=False,
+            rows_file=None,
             page_size=16,
             kv_memory=kv_memory,
             max_context=None,
@@ -46,7 +49,8 @@ class Leader:
             log_level="info",
             gpu=gpu or GpuSettings(),
         )
-        self.ranks = Ranks(settings, [device, device], self.lost.put)
+        devices = [device, device]
+        self.ranks = Ranks(settings, devices, self.lost.put, second_tier=second_tier)
 
     def load(self) -> Engine:
         settings = self.ranks.settings
@@ -59,3 +63,19 @@ class Leader:
             gpu=settings.gpu,
             group=self.ranks.group,
         )
+
+    def check_rows(self, engine: Engine) -> None:
+        """A page goes into a row of the second tier as both ranks' parts, and another is made
+        of it."""
+        memory = self.ranks.page_memory(engine.kv, 4)
+        memory.save([(0, 3), (1, 1)])
+        own = engine.kv[0].cpu().view(torch.uint8).numpy().tobytes()
+        row = memory.row(3).tobytes()
+        assert row.startswith(own)
+        assert len(row) == 2 * len(own)
+        assert any(row[len(own) :])
+        memory.row(memory.staging)[:] = memory.row(3)
+        memory.restore(memory.staging, 7)
+        assert torch.equal(engine.kv[7], engine.kv[0])
+        memory.save([(7, 0)])
+        assert memory.row(0).tobytes() == row

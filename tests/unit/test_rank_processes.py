@@ -19,11 +19,12 @@ PROMPT = list(range(1, 60))
 
 def test_two_processes_answer_as_transformers_does_until_one_is_killed(tmp_path: Path) -> None:
     oracle = save(TINY_MODELS["qwen3"], tmp_path / "model")
-    leader = Leader(tmp_path / "model")
+    leader = Leader(tmp_path / "model", second_tier=True)
     try:
         engine = leader.load()
         expected = generate_with_transformers(oracle, PROMPT, 20)
         assert answer(engine, PROMPT, 20) == expected
+        leader.check_rows(engine)
         assert leader.lost.empty()
         (follower,) = leader.ranks.pids
         os.kill(follower, signal.SIGKILL)

@@ -12,7 +12,6 @@ from engine_loop import answer, load, sequence, serve
 from rank_threads import groups, split_engine
 from tiny_models import TINY_MODELS, VOCABULARY, generate_with_transformers, save
 
-from core.config import CacheConfig, Size
 from core.errors import InvalidCheckpoint, InvalidConfig
 from core.types import AttemptKey, Sampling, Work
 from engine.architecture import Architecture, read_architecture
@@ -142,17 +141,14 @@ def test_what_ranks_cannot_share_evenly_is_refused(
     name: str, size: int, what: str, tmp_path: Path
 ) -> None:
     with pytest.raises(InvalidConfig, match=f"{size} ranks cannot share the model's {what}"):
-        check_ranks(size, architecture(tmp_path, name), CacheConfig())
+        check_ranks(size, architecture(tmp_path, name))
 
 
-def test_ranks_with_a_second_tier_or_a_part_of_a_gpu_are_refused(tmp_path: Path) -> None:
+def test_ranks_with_a_part_of_a_gpu_are_refused(tmp_path: Path) -> None:
     model = architecture(tmp_path, "llama")
-    for cache in (CacheConfig(host_memory=Size(1)), CacheConfig(files="somewhere")):
-        with pytest.raises(InvalidConfig, match="no second tier"):
-            check_ranks(2, model, cache)
-        check_ranks(1, model, cache)
+    check_ranks(1, model, gpu_share=0.5)
     with pytest.raises(InvalidConfig, match="takes its GPUs whole"):
-        check_ranks(2, model, CacheConfig(), gpu_share=0.5)
+        check_ranks(2, model, gpu_share=0.5)
 
 
 def test_each_rank_has_a_gpu_of_its_own_unless_they_may_share() -> None:
@@ -175,6 +171,7 @@ def test_the_settings_of_a_rank_read_back_as_they_were_sent() -> None:
         dtype="bfloat16",
         device="cuda:1",
         own_devices=True,
+        rows_file=7,
         page_size=16,
         kv_memory=0,
         max_context=None,
