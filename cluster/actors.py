@@ -28,6 +28,7 @@ from cluster import store
 from cluster.joining import whole
 from cluster.member import CONTROLLER, DRAINED, DRAINING, Member
 from core import config as configs
+from core.config import Config
 from core.errors import BatonError
 from core.process import Stopping, settle_memory
 from core.types import Role
@@ -115,14 +116,27 @@ class _ServerActor:
         raise NotImplementedError
 
 
+def sized_for(config: Config, role: Role, made_for: Role) -> Config:
+    """`config` with workers of a role of as many processes as one of the role that it was made
+    for: it has their GPUs, whatever it does since."""
+    size = config.pool(made_for).tensor_parallel
+    if role is Role.PREFILL:
+        prefill = dataclasses.replace(config.prefill, tensor_parallel=size)
+        return dataclasses.replace(config, prefill=prefill)
+    decode = dataclasses.replace(config.decode, tensor_parallel=size)
+    return dataclasses.replace(config, decode=decode)
+
+
 class WorkerActor(_ServerActor):
     """One worker of either role."""
 
     def __init__(self, tree: dict[str, object], member: Member) -> None:
         self._server: WorkerServer | None = None
         # The role that it was made for, or has changed to before it was started again.
+        assert member.role is not None
         role = store.load().workers.get(member.worker_id, member.role)
-        super().__init__(tree, dataclasses.replace(member, role=role))
+        config = sized_for(configs.parse(tree), role, member.role)
+        super().__init__(configs.dump(config), dataclasses.replace(member, role=role))
 
     def drain(self) -> None:
         """Has the worker take nothing new and, when what runs has ended, leave for good."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from cluster.actors import sized_for
 from cluster.worker_actors import gpus_of, gpus_per_rank
 from core.config import Config, DecodeConfig, PrefillConfig
 from core.errors import InvalidConfig
@@ -50,3 +51,12 @@ def test_a_machine_with_too_few_gpus_is_told_so_and_a_cluster_that_may_grow_is_n
     with pytest.raises(InvalidConfig, match="the workers want 4 GPUs, and there are 2"):
         gpus_per_rank(config, 2, joined=False)
     assert gpus_per_rank(config, 2, joined=True) == 0.5
+
+
+def test_a_worker_that_has_changed_its_role_comes_back_with_the_gpus_that_it_has() -> None:
+    config = Config(
+        prefill=PrefillConfig(tensor_parallel=2), decode=DecodeConfig(tensor_parallel=4)
+    )
+    assert sized_for(config, Role.DECODE, Role.PREFILL).decode.tensor_parallel == 2
+    assert sized_for(config, Role.PREFILL, Role.DECODE).prefill.tensor_parallel == 4
+    assert sized_for(config, Role.DECODE, Role.DECODE) == config
