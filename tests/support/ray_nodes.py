@@ -6,6 +6,7 @@ session is killed at once. Each has an address of its own, of those that lead to
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import shutil
@@ -32,6 +33,7 @@ TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
 OPTIONS = ["--num-cpus=1", "--object-store-memory=83886080"]
 OPTIONS += ["--disable-usage-stats", "--dashboard-agent-listen-port=0"]
 START_SECONDS = 60.0
+HEAD_STARTS = 3
 
 
 class Node(Command):
@@ -116,11 +118,18 @@ class RayNodes:
         self.end()
 
     def start_head(self) -> None:
-        """Also one that has died before, at its address."""
+        """Also one that has died before, at its address. As whatever looks after a head does, it
+        tries again: Ray gives up when its node has not registered within 30 s."""
         # Ray would find nodes of ours on this machine, and take them for a head.
         (self._workspace / "ray_current_cluster").unlink(missing_ok=True)
         options = ["--head", f"--port={self.port}", "--include-dashboard=false"]
-        self._add("head", HEAD, [*options, f"--temp-dir={self._workspace}"])
+        options.append(f"--temp-dir={self._workspace}")
+        for _ in range(HEAD_STARTS - 1):
+            with contextlib.suppress(AssertionError):
+                self._add("head", HEAD, options)
+                return
+            self.kill("head")
+        self._add("head", HEAD, options)
 
     def add(self, name: str, slots: int) -> Node:
         """A node with room for so many workers: Ray takes a slot for a GPU, our configuration for
