@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import random
 import socket
 
 import grpc
@@ -18,6 +19,9 @@ from worker.rank_settings import check_ranks
 
 # Bytes of one K or V value; "auto" is told apart by the worker, which sees the device.
 _VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2}
+
+# Above those of Ray's workers, below those that Linux gives to connections.
+_UNASKED_PORTS = range(24_000, 32_768)
 
 _CONNECT_SECONDS = 3.0
 _GET_CLUSTER_ID = "/ray.rpc.NodeInfoGcsService/GetClusterId"
@@ -97,10 +101,12 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def free_port(host: str) -> int:
-    """A port of `host` that nobody listens on."""
-    with _listen(host, 0) as held:
-        port: int = held.getsockname()[1]
-        return port
+    """A port of `host` that nobody listens on, nor gets before it is used without asking for it
+    by number."""
+    for port in random.sample(_UNASKED_PORTS, len(_UNASKED_PORTS)):
+        with contextlib.suppress(OSError), _listen(host, port):
+            return port
+    raise Unavailable(f"no port of {host} from {_UNASKED_PORTS[0]} to {_UNASKED_PORTS[-1]} is free")
 
 
 def check_ray(address: str) -> None:
