@@ -163,8 +163,8 @@ class Cluster:
     def _make_controller(self, gpus: float) -> str:
         """The controller's address, for those on its node; its port is the same after a restart."""
         host = _this_node()["NodeManagerAddress"] if self._ray_address else "127.0.0.1"
-        with take_port(host, self._config.controller.port, "controller.port") as held:
-            port = held.getsockname()[1]
+        port = self._config.controller.port or free_port(host)
+        take_port(host, port, "controller.port").close()
         address = f":{port}" if self._ray_address else f"{host}:{port}"
         store.save_start(store.Start(configs.dump(self._config), address))
         actor = ray.remote(Controller).options(**_here(CONTROLLER), lifetime="detached")
