@@ -56,7 +56,9 @@ def serve(
     ] = None,
     gpu_memory: Annotated[
         float | None,
-        typer.Option(help="Share of a GPU's memory that a worker takes. (default: 0.9)"),
+        typer.Option(
+            help="Share of a GPU's memory that a worker takes. (default: 0.9 of what it has)"
+        ),
     ] = None,
     gpu_share: Annotated[
         float | None,

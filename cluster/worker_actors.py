@@ -7,6 +7,8 @@ All of this waits for Ray's head, so none of it is for an event loop.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import Any
 
 import ray
@@ -40,7 +42,8 @@ def gpus_per_rank(config: Config, total: float, *, joined: bool) -> float:
     if config.device == "cpu":
         return 0.0
     ranks = sum(pool.workers * pool.tensor_parallel for pool in (config.prefill, config.decode))
-    share = min(1.0, total / ranks)
+    # As many on each GPU: shares that sum up to all GPUs might fit on none of them.
+    share = 1 / math.ceil(ranks / total) if total else 0.0
     wanted = sum(config.pool(role).workers * gpus_of(config, role, share) for role in Role)
     if wanted > total + ROUNDING and not joined:
         raise InvalidConfig(
@@ -62,6 +65,13 @@ def gpus_of(config: Config, role: Role, share: float) -> float:
     if share < 1 and config.ranks_share_gpus:
         return min(1.0, share * pool.tensor_parallel)
     return float(pool.tensor_parallel)
+
+
+def within_share(config: Config, gpus: float) -> Config:
+    """`config` for a worker with so many GPUs: of a part of one, it takes a part of the memory."""
+    if config.gpu_memory or not 0 < gpus < 1:
+        return config
+    return dataclasses.replace(config, gpu_memory=configs.GPU_MEMORY * gpus)
 
 
 def find(name: str) -> Any | None:
@@ -100,6 +110,7 @@ class WorkerActors:
 
     def make(self, name: str, role: Role) -> None:
         """A worker that dies starts again, for ever, and rejoins. One that is there stays."""
+        gpus = gpus_of(self._config, role, self._gpus)
         actor = ray.remote(WorkerActor).options(
             name=name,
             lifetime="detached",
@@ -107,9 +118,10 @@ class WorkerActors:
             max_restarts=-1,
             max_concurrency=CONCURRENCY,
             num_cpus=0,
-            num_gpus=gpus_of(self._config, role, self._gpus),
+            num_gpus=gpus,
             resources=dict(self._config.pool(role).resources),
             scheduling_strategy="SPREAD",
         )
         host = "" if self._joined else self._config.pool(role).host
-        actor.remote(configs.dump(self._config), Member(name, role, host))
+        config = within_share(self._config, gpus)
+        actor.remote(configs.dump(config), Member(name, role, host))

@@ -17,6 +17,9 @@ from core.config_tree import Size as Size
 from core.config_tree import build, plain, read_yaml, set_dotted
 from core.types import Role
 
+GPU_MEMORY = 0.9
+"""The share of its GPU's memory that a worker takes unless told otherwise."""
+
 
 def _positive(value: float) -> str:
     return "" if value > 0 else "must be above 0"
@@ -28,6 +31,10 @@ def _not_negative(value: float) -> str:
 
 def _share(value: float) -> str:
     return "" if 0 < value <= 1 else "must be above 0 and at most 1"
+
+
+def _share_or_none(value: float) -> str:
+    return "" if 0 <= value <= 1 else "must be from 0 to 1"
 
 
 def _port(value: int) -> str:
@@ -234,8 +241,9 @@ class Config:
     # How pages travel between workers; "auto" takes CUDA IPC within a host of
     # GPUs, and NIXL elsewhere.
     transport: str = _checked("auto", _one_of("auto", "nixl", "cuda_ipc"))
-    # The share of a GPU's memory that one worker takes for weights, pages and work.
-    gpu_memory: float = _checked(0.9, _share)
+    # The share of a GPU's memory that one worker takes for weights, pages and work; 0 takes 0.9,
+    # or where Ray gives it a part of a GPU, 0.9 of that part.
+    gpu_memory: float = _checked(0.0, _share_or_none)
     # Whether the processes of one worker (`tensor_parallel`) may share a GPU where it sees too
     # few. For tests: what they exchange then goes through host memory, and is slow.
     ranks_share_gpus: bool = False
@@ -281,6 +289,7 @@ def settle(config: Config, device: str) -> Config:
     prefill, decode = config.prefill, config.decode
     return dataclasses.replace(
         config,
+        gpu_memory=config.gpu_memory or GPU_MEMORY,
         prefill=dataclasses.replace(
             prefill,
             kv_memory=prefill.kv_memory or memory,

@@ -21,7 +21,7 @@ A write's life:
   process loses its GPU only after its files. It counts as gone a second later.
 - Within one process nothing is mapped: the peer's address is as good here.
 - Workers on two GPUs of a host can use it where one GPU can reach the other's
-  memory, and this process can see both.
+  memory, also where the other GPU is hidden from this process.
 """
 
 from __future__ import annotations
@@ -321,12 +321,12 @@ def _map_peer(route: CudaIpcRoute, address: PoolAddress, part: PagePart | None) 
 
 
 def _check_reach(route: CudaIpcRoute, peer: str, device_id: int) -> None:
-    """Raises WorkerLost, saying why, when the peer's memory is out of this GPU's reach."""
+    """Raises WorkerLost, saying why, when the peer's memory is known to be out of reach."""
     if route.host != host_identity():
         raise WorkerLost(f"{peer} is on another host")
     visible = [_gpu_uuid(index) for index in range(torch.cuda.device_count())]
     if route.gpu not in visible:
-        raise WorkerLost(f"the GPU of {peer} is hidden from this process")
+        return  # as under Ray, which hides the GPUs of others; the driver knows when it maps them
     other = visible.index(route.gpu)
     if other != device_id and not torch.cuda.can_device_access_peer(device_id, other):
         raise WorkerLost(f"GPU {device_id} cannot reach the memory of GPU {other}, where {peer} is")

@@ -97,7 +97,6 @@ def push_to_a_worker_that_dies(source: Pool, host: PoolHost) -> None:
     ("change", "reason"),
     [
         ({"host": "elsewhere"}, "another host"),
-        ({"gpu": "GPU-0"}, "hidden from this process"),
         ({"handle": bytes(64)}, "cannot be mapped"),
         ({"handle": b"short"}, "cannot be mapped"),
     ],
@@ -106,16 +105,33 @@ def test_a_peer_out_of_reach_is_refused_with_the_reason(
     source: Pool, host: PoolHost, change: dict[str, object], reason: str
 ) -> None:
     target = host.make_pool(KIND, LARGE_PAGE)
-    route = CudaIpcRoute.FromString(target.address.routes[0].metadata)
-    for name, value in change.items():
-        setattr(route, name, value)
-    address = PoolAddress()
-    address.CopyFrom(target.address)
-    address.routes[0].metadata = route.SerializeToString()
     with pytest.raises(WorkerLost, match=reason):
-        source.transport.connect(address)
+        source.transport.connect(with_route(target.address, change))
     assert source.transport.connect(target.address) == target.address.agent
     target.close()
+
+
+def test_a_gpu_that_is_hidden_here_is_reached_where_the_driver_can(
+    source: Pool, host: PoolHost
+) -> None:
+    target = host.make_pool(KIND, LARGE_PAGE)
+    peer = source.transport.connect(with_route(target.address, {"gpu": "GPU-0"}))
+    source.fill(0, 9)
+    source.transport.write(peer, [0], [5], b"here")
+    poll_until(lambda: target.events, source, target)
+    assert target.page(5) == bytes([9]) * LARGE_PAGE
+    target.close()
+
+
+def with_route(address: PoolAddress, change: dict[str, object]) -> PoolAddress:
+    """The address with another route to it."""
+    route = CudaIpcRoute.FromString(address.routes[0].metadata)
+    for name, value in change.items():
+        setattr(route, name, value)
+    changed = PoolAddress()
+    changed.CopyFrom(address)
+    changed.routes[0].metadata = route.SerializeToString()
+    return changed
 
 
 def test_a_gpu_finds_a_page_that_was_damaged() -> None:

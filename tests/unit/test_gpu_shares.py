@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from cluster.actors import sized_for
-from cluster.worker_actors import gpus_of, gpus_per_rank
-from core.config import Config, DecodeConfig, PrefillConfig
+from cluster.worker_actors import gpus_of, gpus_per_rank, within_share
+from core.config import Config, DecodeConfig, PrefillConfig, settle
 from core.errors import InvalidConfig
 from core.types import Role
 
@@ -39,8 +39,17 @@ def test_processes_share_what_gpus_there_are() -> None:
     config = Config(prefill=PrefillConfig(workers=2), decode=DecodeConfig(workers=2))
     assert gpus_per_rank(config, 8, joined=False) == 1
     assert gpus_per_rank(config, 1, joined=False) == 0.25
+    # Not three quarters: three GPUs have no room for the fourth.
+    assert gpus_per_rank(config, 3, joined=False) == 0.5
     assert gpus_per_rank(config, 0, joined=False) == 0
     assert gpus_per_rank(Config(device="cpu"), 8, joined=False) == 0
+
+
+def test_workers_that_share_a_gpu_share_its_memory_unless_told_otherwise() -> None:
+    assert within_share(Config(), 0.5).gpu_memory == 0.45
+    assert within_share(Config(gpu_memory=0.3), 0.5).gpu_memory == 0.3
+    for whole in (0.0, 1.0, 2.0):
+        assert settle(within_share(Config(), whole), "cuda").gpu_memory == 0.9
 
 
 def test_a_machine_with_too_few_gpus_is_told_so_and_a_cluster_that_may_grow_is_not() -> None:
