@@ -26,7 +26,7 @@ def role(
     """Have a worker finish or hand back what runs, and go on in another role."""
     with edge(), Client(address) as client:
         if not as_json:
-            note(f"{worker} takes no new requests")
+            note(f"{worker} is to be a {to.value} worker, once it has drained")
         done = client.switch_role(worker, to, timeout=wait)
     if as_json:
         fields = {
