@@ -4,7 +4,8 @@
 
 A local cluster on Ray serves the slice while the planner changes its workers' roles (it is
 allowed no more workers than there are). Then the simulator serves the same with the same planner,
-on a profile that is fitted to the live run. Printed are both sides' decisions and times.
+on a profile that is fitted to the live run (or the one of another, --profile). Printed are both
+sides' decisions, whether they are the same, and both sides' times.
 """
 
 from __future__ import annotations
@@ -15,18 +16,19 @@ import dataclasses
 from collections.abc import Sequence
 
 from baton import Client
-from baton.v1 import cluster_pb2
+from bench.plan_changes import agreement, live_change, print_changes, simulated_change
 from bench.simulate import (
     MAX_BATCH,
     SETTINGS,
     add_arguments,
     arrivals_of,
+    chosen_profile,
     measure,
     print_comparison,
 )
 from bench.trace import chosen_requests
 from bench.trace_cluster import Shape
-from bench.trace_report import Objective, summarize
+from bench.trace_report import Objective
 from bench.trace_workload import TimedRequest
 from cluster.launch import Cluster
 from core import config as configs
@@ -50,16 +52,18 @@ def compare(options: argparse.Namespace) -> None:
     cluster = Cluster(_config(shape, options))
     try:
         address = cluster.start().address
-        outcomes, profile = asyncio.run(measure(address, requests, shape, options.seed))
+        live = asyncio.run(measure(address, requests, shape, options.seed))
         with Client(address) as client:
-            planned = client.plan()
+            rounds = client.plan().changes
     finally:
         cluster.stop()
-    print("live:")
-    for made in reversed(planned.changes):
-        _print_round(made)
-    measured = summarize(outcomes, Objective(options.ttft, options.itl), requests[-1].seconds)
-    print_comparison(measured, _predict(requests, shape, profile, options))
+    report = _predict(requests, shape, chosen_profile(live, options), options)
+    made = [live_change(each, live.began_at) for each in reversed(rounds)]
+    planned = [simulated_change(each) for each in report.decisions]
+    print_changes("live", made)
+    print_changes("simulated", planned)
+    print(agreement(made, planned))
+    print_comparison(live.outcomes, Objective(options.ttft, options.itl), report)
 
 
 def _config(shape: Shape, options: argparse.Namespace) -> Config:
@@ -92,18 +96,7 @@ def _predict(
         block_tokens=shape.page_size,
         round_seconds=options.round_seconds,
     )
-    report = Simulator(setup).run(arrivals_of(requests, shape.page_size))
-    print("simulated:")
-    for planned in report.decisions:
-        have = planned.decision.have
-        print(f"  {planned.decision.words}  ({have.prefill} + {have.decode} workers)")
-    return report
-
-
-def _print_round(made: cluster_pb2.PlannedRound) -> None:
-    print(f"  {made.words}  ({made.have_prefill} + {made.have_decode} workers)")
-    for reason in made.reasons:
-        print(f"      {reason}")
+    return Simulator(setup).run(arrivals_of(requests, shape.page_size))
 
 
 def main() -> None:

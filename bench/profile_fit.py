@@ -1,23 +1,29 @@
 """From the timings of live requests to what a worker costs: a profile for the simulator.
 
-What each push took is told, and from when to when each prompt was computed; prompts of one
-worker that overlap share its time. A step's time is not told by itself: each
-answer has the mean of its steps, beside the requests and the busy prefill workers that there
-were meanwhile on average.
+What each push took is told, and from when to when each part of a prompt was computed; those of
+several prompts that were computed in one step share its time by their tokens. A decode step's time
+is not told by itself: each answer has the mean of its steps, beside the requests and the busy
+prefill workers that there were meanwhile on average. Where workers share cores, a second counts as
+what of it a decode worker had (planner/sharing.py), so that the profile says what a step costs
+with a core for itself.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from baton.v1 import timing_pb2 as pb
 from planner.profile import Profile
-from router.cost_model import EXPOSED_PRIOR, PREFILL_PRIOR, STEP_PRIOR, TRANSFER_PRIOR
+from planner.sharing import SharedCores
+from router.cost_model import BUSY_SHARE, EXPOSED_PRIOR, PREFILL_PRIOR, STEP_PRIOR, TRANSFER_PRIOR
 from router.online_fit import OnlineFit
 
 MEMORY = 256.0
+
+PROMPT_PRIOR = (*PREFILL_PRIOR[:3], BUSY_SHARE * PREFILL_PRIOR[1])
+"""A prompt, a token, a token times one that it looks at, a token times a worker busy beside it."""
 
 Samples = list[tuple[tuple[float, ...], float]]
 
@@ -31,6 +37,8 @@ class PoolShape:
     prefill_pages: int
     decode_pages: int
     max_batch: int
+    chunk_tokens: int
+    cores: SharedCores
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +49,21 @@ class Span:
     began: float
     ended: float
     pages: float = 0.0
+    tokens: int = 1
 
     @property
     def seconds(self) -> float:
         return self.ended - self.began
 
-    def overlap(self, other: Span) -> float:
-        """The share of this stretch during which the other one lasted too."""
-        common = min(self.ended, other.ended) - max(self.began, other.began)
-        return max(0.0, common) / self.seconds
+    def covers(self, moment: float) -> bool:
+        return self.began < moment < self.ended
+
+    def cut(self, others: Iterable[Span]) -> Iterator[tuple[float, float]]:
+        """The parts in which none of the others begins or ends: its middle, and its seconds."""
+        edges = {edge for each in others for edge in (each.began, each.ended)}
+        inside = sorted({self.began, self.ended, *filter(self.covers, edges)})
+        for began, ended in itertools.pairwise(inside):
+            yield (began + ended) / 2, ended - began
 
 
 def fit_profile(
@@ -57,29 +71,39 @@ def fit_profile(
 ) -> Profile:
     """`ttfts` are the clients' own."""
     answers = [timing.answers[0] for timing in timings]
-    reading = [_span(each, pb.PHASE_KIND_PREFILL, shape.page_size) for each in timings]
-    spans = [each for each in reading if each]
+    reading = [_chunks(each, shape.page_size) for each in timings]
+    spans = [chunk for chunks in reading for chunk in chunks]
+    busy = merged(spans)
     prompts = [
-        (_prompt(answer), own_seconds(span, spans))
-        for answer, span in zip(answers, reading, strict=True)
-        if span
+        (
+            _prompt(answer, busy_beside(chunks, busy)),
+            sum(own_seconds(chunk, spans) for chunk in chunks),
+        )
+        for answer, chunks in zip(answers, reading, strict=True)
+        if chunks
     ]
-    once, each_token, look = _fit(PREFILL_PRIOR[:3], prompts)
+    once, each_token, look, beside = _fit(PROMPT_PRIOR, prompts)
     pushes = [each for each in answers if each.transferred_bytes]
-    computed = sum(features[1] for features, _ in prompts)
+    computed_tokens = sum(features[1] for features, _ in prompts)
+    took = sum(seconds for _, seconds in prompts)
+    alone = took - beside * sum(features[3] for features, _ in prompts)
     known = (pb.PHASE_KIND_QUEUE, pb.PHASE_KIND_PREFILL_WAIT, pb.PHASE_KIND_PREFILL)
     told = sum(_seconds(each, kind) for each in answers for kind in known)
     return Profile(
-        prefill=(once, each_token, look, sum(seconds for _, seconds in prompts) / computed),
+        prefill=(once, each_token, look, took / computed_tokens),
         transfer=_fit(TRANSFER_PRIOR, [_push(each) for each in pushes]),
         exposed=(*_fit(EXPOSED_PRIOR[:1], [_exposed(each) for each in pushes]), 1.0),
-        step=_fit(STEP_PRIOR, list(_steps(timings, merged(spans), shape.page_size))),
+        step=_fit(STEP_PRIOR, list(_steps(timings, busy, shape))),
         overhead_seconds=max(0.0, (sum(ttfts) - told) / len(answers)),
         page_size=shape.page_size,
         page_bytes=shape.page_bytes,
         prefill_pages=shape.prefill_pages,
         decode_pages=shape.decode_pages,
         max_batch=shape.max_batch,
+        chunk_tokens=shape.chunk_tokens,
+        shared_cores=shape.cores.count,
+        decode_weight=shape.cores.decode_weight,
+        crowding=beside * computed_tokens / alone,
     )
 
 
@@ -93,9 +117,11 @@ def _fit(prior: Sequence[float], samples: Samples) -> tuple[float, ...]:
     return tuple(pace * each for each in fit.coefficients)
 
 
-def _prompt(answer: pb.AnswerTiming) -> tuple[float, ...]:
+def _prompt(answer: pb.AnswerTiming, beside: float) -> tuple[float, ...]:
+    """`beside` is how many other prefill workers were busy meanwhile."""
     missing = answer.prompt_tokens - answer.cached_tokens
-    return 1.0, float(missing), missing * (answer.cached_tokens + missing / 2)
+    looks = missing * (answer.cached_tokens + missing / 2)
+    return 1.0, float(missing), looks, missing * beside
 
 
 def _push(answer: pb.AnswerTiming) -> tuple[tuple[float, ...], float]:
@@ -113,14 +139,19 @@ def _exposed(answer: pb.AnswerTiming) -> tuple[tuple[float, ...], float]:
 
 def own_seconds(span: Span, spans: Sequence[Span]) -> float:
     """What of a stretch was its own: where others overlap on the same worker, all share."""
-    others = [each for each in spans if each.worker == span.worker]
-    edges = {edge for each in others for edge in (each.began, each.ended)}
-    inside = sorted(edge for edge in edges if span.began <= edge <= span.ended)
-    own = 0.0
-    for began, ended in itertools.pairwise(inside):
-        middle = (began + ended) / 2
-        own += (ended - began) / sum(each.began < middle < each.ended for each in others)
-    return own
+    there = [each for each in spans if each.worker == span.worker]
+    return sum(
+        seconds * span.tokens / sum(each.tokens for each in there if each.covers(middle))
+        for middle, seconds in span.cut(there)
+    )
+
+
+def busy_beside(chunks: Sequence[Span], busy: Sequence[Span]) -> float:
+    """How many workers other than theirs were busy while these were computed, on average."""
+    others = [each for each in busy if each.worker != chunks[0].worker]
+    parts = [part for chunk in chunks for part in chunk.cut(others)]
+    common = sum(seconds * sum(each.covers(middle) for each in others) for middle, seconds in parts)
+    return common / sum(seconds for _, seconds in parts)
 
 
 def merged(spans: Sequence[Span]) -> list[Span]:
@@ -136,20 +167,45 @@ def merged(spans: Sequence[Span]) -> list[Span]:
 
 
 def _steps(
-    timings: Sequence[pb.RequestTiming], reading: Sequence[Span], page_size: int
+    timings: Sequence[pb.RequestTiming], reading: Sequence[Span], shape: PoolShape
 ) -> Iterable[tuple[tuple[float, ...], float]]:
     """`reading` is when prefill workers were busy."""
-    writing = [_span(each, pb.PHASE_KIND_DECODE, page_size) for each in timings]
-    for timing, own in zip(timings, writing, strict=True):
+    found = [_span(each, pb.PHASE_KIND_DECODE, shape.page_size) for each in timings]
+    writing = [each for each in found if each]
+    for timing, own in zip(timings, found, strict=True):
         steps = timing.answers[0].completion_tokens - 2
-        if own is None or steps < 1 or own.seconds <= 0:
-            continue
-        beside = [(own.overlap(each), each) for each in writing if each and each is not own]
-        here = [(share, each) for share, each in beside if each.worker == own.worker]
-        requests = 1.0 + sum(share for share, _ in here)
-        pages = own.pages + sum(share * each.pages for share, each in here)
-        busy = sum(own.overlap(each) for each in reading)
-        yield (1.0, requests, pages, busy), own.seconds / steps
+        if own and steps >= 1 and own.seconds > 0:
+            features, seconds = computed(own, writing, reading, shape.cores)
+            yield features, seconds / steps
+
+
+def computed(
+    own: Span, writing: Sequence[Span], reading: Sequence[Span], cores: SharedCores
+) -> tuple[tuple[float, ...], float]:
+    """For how many seconds an answer's worker had a core, and what a step was like meanwhile."""
+    total = 0.0
+    sums: tuple[float, ...] = (0.0, 0.0, 0.0)
+    for middle, seconds in own.cut([*writing, *reading]):
+        now = [each for each in writing if each.covers(middle)]
+        here = [each for each in now if each.worker == own.worker]
+        busy = sum(each.covers(middle) for each in reading)
+        seconds *= cores.decode_speed(busy, len({each.worker for each in now}))
+        features = len(here), sum(each.pages for each in here), busy
+        sums = tuple(a + seconds * b for a, b in zip(sums, features, strict=True))
+        total += seconds
+    return (1.0, *(each / total for each in sums)), total
+
+
+def _chunks(timing: pb.RequestTiming, page_size: int) -> list[Span]:
+    """The parts of a prompt, as they were computed."""
+    whole = _span(timing, pb.PHASE_KIND_PREFILL, page_size)
+    if not whole:
+        return []
+    found, began = [], whole.began
+    for chunk in timing.answers[0].chunks:
+        found.append(Span(whole.worker, began, began + chunk.seconds, tokens=chunk.tokens))
+        began += chunk.seconds
+    return found
 
 
 def _span(timing: pb.RequestTiming, kind: pb.PhaseKind.ValueType, page_size: int) -> Span | None:

@@ -1,9 +1,11 @@
 """Predicted against measured: a slice of a trace on a live cluster, and the same in the simulator.
 
     python -m bench.simulate TRACE.jsonl [--requests 60] [--speed 25] [--save profile.json]
+    python -m bench.simulate TRACE.jsonl --seed 1 --decode 2 --profile profile.json
 
 The live run's own timings give the profile (bench/profile_fit.py), so this says how well the
-simulator puts together what is known of each part: queues, batches, caches and placements.
+simulator puts together what is known of each part: queues, batches, caches and placements. With
+--profile, the one of another run says how well it predicts what it has not seen.
 Prompts are read by prefill workers only and no pages are fetched back, as in the simulator.
 """
 
@@ -11,8 +13,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import tempfile
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
@@ -23,19 +28,21 @@ from bench.profile_fit import PoolShape, fit_profile
 from bench.trace import TRACE_OBJECTIVE, chosen_requests
 from bench.trace_cluster import Shape
 from bench.trace_replay import Outcome, replay, warm_up
-from bench.trace_report import Summary, summarize
+from bench.trace_report import Objective, summarize
 from bench.trace_workload import FreshPrompts, TimedRequest
 from core import model_store
-from core.config import Size
+from core.config import DecodeConfig, Size
 from core.page_keys import page_keys
 from planner.observation import Goals
 from planner.pools import Pools
-from planner.profile import Profile
+from planner.profile import Profile, load_profile
 from planner.report import Report
+from planner.sharing import SharedCores, weight
 from planner.simulator import Setup, Simulator
 from planner.trace import Arrival
 
 MAX_BATCH = 64
+CHUNK_TOKENS = 512
 SETTINGS = {"local_prefill": "never", "fetch_pages": "never"}
 
 
@@ -55,19 +62,35 @@ def compare(options: argparse.Namespace) -> None:
         trace_cluster.workers(shape, Path(folder)) as members,
         trace_cluster.router(shape, Path(folder), "router", members, SETTINGS) as door,
     ):
-        outcomes, profile = asyncio.run(measure(door.address, requests, shape, options.seed))
+        live = asyncio.run(measure(door.address, requests, shape, options.seed))
+    profile = chosen_profile(live, options)
+    print_comparison(live.outcomes, TRACE_OBJECTIVE, predict(requests, shape, profile))
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    # When the first request was due (Unix time).
+    began_at: float
+    outcomes: list[Outcome]
+    # Fitted to it.
+    profile: Profile
+
+
+def chosen_profile(live: Live, options: argparse.Namespace) -> Profile:
+    """The live run's own, which is saved where that is asked for, or the one that is given."""
     if options.save:
-        profile.save(options.save)
-    print(f"profile: {profile}")
-    measured = summarize(outcomes, TRACE_OBJECTIVE, requests[-1].seconds)
-    print_comparison(measured, predict(requests, shape, profile))
+        live.profile.save(options.save)
+    if options.profile:
+        print(f"profile: {options.profile}")
+        return load_profile(options.profile)
+    print(f"profile: {live.profile}")
+    return live.profile
 
 
-async def measure(
-    address: str, requests: Sequence[TimedRequest], shape: Shape, seed: int
-) -> tuple[list[Outcome], Profile]:
+async def measure(address: str, requests: Sequence[TimedRequest], shape: Shape, seed: int) -> Live:
     async with AsyncClient(address) as client:
         await warm_up(client, FreshPrompts(seed))
+        began_at = time.time()
         outcomes = await replay(client, requests)
         if failed := next((each for each in outcomes if each.error), None):
             raise SystemExit(f"the cluster did not answer: {failed.error}")
@@ -75,7 +98,8 @@ async def measure(
         timings = [await client.timing(each.request_id) for each in recent]
         pools = await _pools(client, shape)
     timings.sort(key=_arrival)
-    return outcomes, fit_profile(timings, [each.ttft for each in outcomes], pools)
+    profile = fit_profile(timings, [each.ttft for each in outcomes], pools)
+    return Live(began_at, outcomes, profile)
 
 
 def _arrival(timing: timing_pb2.RequestTiming) -> float:
@@ -92,6 +116,8 @@ async def _pools(client: AsyncClient, shape: Shape) -> PoolShape:
         prefill_pages=pages[worker_pb2.ROLE_PREFILL],
         decode_pages=decode,
         max_batch=MAX_BATCH,
+        chunk_tokens=CHUNK_TOKENS,
+        cores=SharedCores(len(os.sched_getaffinity(0)), weight(DecodeConfig().nice)),
     )
 
 
@@ -114,25 +140,33 @@ def arrivals_of(requests: Sequence[TimedRequest], page_size: int) -> list[Arriva
     ]
 
 
-def print_comparison(measured: Summary, predicted: Report) -> None:
-    print(f"{'':<22}{'measured':>12}{'predicted':>12}{'error':>10}")
+def print_comparison(outcomes: Sequence[Outcome], objective: Objective, predicted: Report) -> None:
+    """Errors of times are shares of what was measured; those of shares are percentage points."""
+    measured = summarize(outcomes, objective, predicted.seconds)
+    print(f"{'':<22}{'measured':>12}{'predicted':>12}{'error':>12}")
     for title, spread, other in (
         ("TTFT", measured.ttft, predicted.ttft),
         ("ITL", measured.itl, predicted.itl),
     ):
         for name in ("mean", "p50", "p90", "p99"):
-            _print_row(
-                f"{title} {name}, ms", 1e3 * getattr(spread, name), 1e3 * getattr(other, name)
-            )
-    hits = measured.cached_tokens / measured.prompt_tokens
-    _print_row("hit rate, %", 100 * hits, 100 * predicted.hit_rate)
-    kept = measured.good / measured.requests
-    _print_row("within objective, %", 100 * kept, 100 * predicted.kept)
+            _print_times(f"{title} {name}, ms", getattr(spread, name), getattr(other, name))
+    _print_shares("hit rate, %", measured.hit_rate, predicted.hit_rate)
+    for title, is_met, kept in (
+        (f"TTFT within {objective.ttft:g} s", objective.ttft_is_met, predicted.ttft_kept),
+        (f"ITL within {objective.itl:g} s", objective.itl_is_met, predicted.itl_kept),
+        ("both", objective.is_met, predicted.kept),
+    ):
+        _print_shares(f"{title}, %", sum(map(is_met, outcomes)) / len(outcomes), kept)
 
 
-def _print_row(title: str, measured: float, predicted: float) -> None:
+def _print_times(title: str, measured: float, predicted: float) -> None:
     error = f"{predicted / measured - 1:+.1%}" if measured else "-"
-    print(f"{title:<22}{measured:>12,.1f}{predicted:>12,.1f}{error:>10}")
+    print(f"{title:<22}{1e3 * measured:>12,.1f}{1e3 * predicted:>12,.1f}{error:>12}")
+
+
+def _print_shares(title: str, measured: float, predicted: float) -> None:
+    error = f"{100 * (predicted - measured):+.1f} points"
+    print(f"{title:<22}{100 * measured:>12.1f}{100 * predicted:>12.1f}{error:>12}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -148,7 +182,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--decode", type=int, default=1, help="workers")
     parser.add_argument("--kv-memory", default="1GiB", help="of one worker")
     parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument("--save", type=Path, help="where to write the profile")
+    parser.add_argument("--save", type=Path, help="where to write the live run's profile")
+    parser.add_argument("--profile", type=Path, help="predict with this one, of another run")
 
 
 def main() -> None:

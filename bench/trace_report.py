@@ -22,10 +22,14 @@ class Objective:
     itl: float
 
     def is_met(self, outcome: Outcome) -> bool:
-        if outcome.error:
-            return False
+        return self.ttft_is_met(outcome) and self.itl_is_met(outcome)
+
+    def ttft_is_met(self, outcome: Outcome) -> bool:
+        return not outcome.error and outcome.ttft <= self.ttft
+
+    def itl_is_met(self, outcome: Outcome) -> bool:
         gaps = outcome.gaps
-        return outcome.ttft <= self.ttft and sum(gaps) <= self.itl * len(gaps)
+        return not outcome.error and sum(gaps) <= self.itl * len(gaps)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,13 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy
 from numpy.typing import NDArray
 
 from planner.block_cache import BlockCaches
+from planner.report import TimeHistogram
 from planner.trace import Arrival
 from router.cost_model import Costs
 
@@ -36,6 +36,8 @@ class Flight:
     decode: int
     cached_tokens: int
     compute_seconds: float
+    # Tokens of the prompt that no step has begun to compute.
+    unread: int = 0
     # Pages that have to travel, those of the prompt, and those of prompt and answer.
     moved_pages: int = 0
     prompt_pages: int = 0
@@ -45,6 +47,11 @@ class Flight:
     first_at: float = 0.0
     # The worker's count of steps when this was the first time in one.
     joined: float = 0.0
+
+    @property
+    def missing_tokens(self) -> int:
+        """Those of the prompt that have to be computed."""
+        return self.arrival.prompt_tokens - self.cached_tokens
 
 
 class Pool:
@@ -85,37 +92,67 @@ class Pool:
 
 
 class PrefillPool(Pool):
-    """Each computes one prompt after the other, so when one ends is known when it is placed."""
+    """Each computes its prompts in steps: of the oldest, as many tokens as one takes."""
 
     def __init__(self, cached_blocks: int) -> None:
         super().__init__(cached_blocks)
         self.pending: Column = numpy.zeros(0, dtype=numpy.int64)
         self.prompts: list[int] = []
         self.free_at: list[float] = []
+        # Those that no step has begun to end.
+        self.unread: list[deque[Flight]] = []
+        # When the last page of all that were pushed is there.
+        self.pushed_at: list[float] = []
 
     def add(self, now: float) -> int:
         self.pending = numpy.append(self.pending, 0)
         self.prompts.append(0)
         self.free_at.append(now)
+        self.unread.append(deque())
+        self.pushed_at.append(now)
         return super().add(now)
+
+    @property
+    def busy(self) -> int:
+        """Workers that have something to compute."""
+        return sum(map(bool, self.prompts))
 
     def is_empty(self, index: int) -> bool:
         return not self.prompts[index]
 
-    def put(self, flight: Flight, now: float) -> float:
-        """When it will be computed."""
+    def put(self, flight: Flight, now: float) -> None:
         index = flight.prefill
-        self.pending[index] += flight.arrival.prompt_tokens - flight.cached_tokens
+        flight.unread = flight.missing_tokens
+        self.unread[index].append(flight)
+        self.pending[index] += flight.missing_tokens
         self.prompts[index] += 1
         self.busy_seconds[index] += flight.compute_seconds
         self.free_at[index] = max(now, self.free_at[index]) + flight.compute_seconds
-        return self.free_at[index]
+
+    def begin_step(self, index: int, chunk_tokens: int) -> tuple[float, list[Flight]]:
+        """How long it takes, and the prompts that it completes."""
+        unread, left = self.unread[index], chunk_tokens
+        seconds, completed = 0.0, []
+        while unread and left:
+            flight = unread[0]
+            tokens = min(flight.unread, left)
+            left -= tokens
+            flight.unread -= tokens
+            seconds += flight.compute_seconds * tokens / flight.missing_tokens
+            if not flight.unread:
+                completed.append(unread.popleft())
+        return seconds, completed
 
     def take(self, flight: Flight) -> None:
         """It is computed."""
         index = flight.prefill
-        self.pending[index] -= flight.arrival.prompt_tokens - flight.cached_tokens
+        self.pending[index] -= flight.missing_tokens
         self.prompts[index] -= 1
+
+    def push(self, index: int, now: float, seconds: float) -> float:
+        """When a prompt's last page is there. A worker's pushes go one after the other."""
+        self.pushed_at[index] = max(now, self.pushed_at[index]) + seconds
+        return self.pushed_at[index]
 
     def queued_seconds(self, now: float) -> float:
         return sum(max(0.0, self.free_at[index] - now) for index in map(int, self.active))
@@ -143,6 +180,11 @@ class DecodePool(Pool):
         """Whether an active worker has fewer than `backlog` requests waiting."""
         return bool((self.waiting[self.active] < backlog).any())
 
+    @property
+    def busy(self) -> int:
+        """Workers that step."""
+        return int(numpy.count_nonzero(self.running))
+
     def waiting_requests(self) -> int:
         """For pages, or for a place in the batch."""
         ready = sum(len(self.workers[index].ready) for index in self.active)
@@ -151,13 +193,18 @@ class DecodePool(Pool):
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """The requests of a decode worker. It counts its steps; between two requests that come or
-    go every step takes equally long, so no step is simulated by itself."""
+    """The requests of a decode worker. It counts its steps, whole ones and the part that it has
+    done of one; between two requests that come or go every step takes equally long, so no step is
+    simulated by itself."""
 
     at: float
     steps: float = 0.0
     step_seconds: float = 0.0
-    # When the next request ends is said to the event of this number, and to none before.
+    # When the current step began.
+    step_began: float = 0.0
+    # Those for which it is the first.
+    newest: list[Flight] = field(default_factory=list)
+    # When the next request comes or goes is said to the event of this number, and to none before.
     version: int = 0
     # The sum of `joined` over those that run.
     joined: float = 0.0
@@ -169,23 +216,44 @@ class Batch:
     ready: deque[Flight] = field(default_factory=deque)
     waiting: deque[Flight] = field(default_factory=deque)
 
-    def advance(self, now: float, spent: Callable[[float, float, int], None]) -> None:
-        """Up to now. `spent` is told the seconds, those of a step, and how many ran."""
-        seconds, self.at = now - self.at, now
-        if self.ends and seconds > 0:
-            self.steps += seconds / self.step_seconds
-            spent(seconds, self.step_seconds, len(self.ends))
+    def advance(self, now: float, gaps: TimeHistogram) -> float:
+        """Up to now, which ends some steps; `gaps` are told how long each request waited for its
+        token. Returns the seconds during which it computed."""
+        seconds, began, before = now - self.at, self.at, self.steps
+        self.at = now
+        if not self.ends or seconds <= 0:
+            return 0.0
+        self.steps += seconds / self.step_seconds
+        number, last = math.floor(before + TINY) + 1, math.floor(self.steps + TINY)
+        if number <= last:
+            # Only the first can be unlike the others: it was under way.
+            self._end_step(began + (number - before) * self.step_seconds, gaps)
+        if alike := max(0, last - number):
+            gaps.add(self.step_seconds, alike * len(self.ends))
+            self.step_began += alike * self.step_seconds
+        return seconds
 
-    def join(self, flight: Flight, number: int) -> float:
-        """From the next step on. How many seconds until then."""
-        if not self.ends:
-            self.steps = math.ceil(self.steps - TINY)
-        flight.joined = math.ceil(self.steps - TINY)
+    def _end_step(self, now: float, gaps: TimeHistogram) -> None:
+        if others := len(self.ends) - len(self.newest):
+            gaps.add(now - self.step_began, others)
+        for flight in self.newest:
+            gaps.add(now - flight.first_at, 1)
+        self.newest.clear()
+        self.step_began = now
+
+    @property
+    def is_between_steps(self) -> bool:
+        return not self.ends or abs(self.steps - round(self.steps)) <= TINY
+
+    def join(self, flight: Flight, number: int) -> None:
+        """With the step that begins now."""
+        self.step_began = self.at
+        flight.joined = self.steps = round(self.steps)
         self.joined += flight.joined
+        self.newest.append(flight)
         heapq.heappush(
             self.ends, (flight.joined + flight.arrival.answer_tokens - 1, number, flight)
         )
-        return (flight.joined - self.steps) * self.step_seconds
 
     def ended(self) -> Flight | None:
         """One that has had its last step."""
@@ -200,11 +268,15 @@ class Batch:
         grown = len(self.ends) * self.steps - self.joined
         return self.prompt_pages + int(max(0.0, grown) / page_size)
 
-    def price(self, costs: Costs, pages: int, busy_prefill: int) -> None:
+    def price(self, costs: Costs, pages: int, busy_prefill: int, speed: float) -> None:
         beside = costs.step[3] * busy_prefill
-        self.step_seconds = costs.step_seconds(len(self.ends), pages) + beside
+        self.step_seconds = (costs.step_seconds(len(self.ends), pages) + beside) / speed
 
-    def next_end(self) -> float | None:
+    def next_change(self, max_batch: int) -> float | None:
+        """When the next request ends, or those that are ready can join."""
         if not self.ends:
             return None
-        return self.at + max(0.0, self.ends[0][0] - self.steps) * self.step_seconds
+        step = self.ends[0][0]
+        if self.ready and len(self.ends) < max_batch:
+            step = min(step, math.floor(self.steps + TINY) + 1)
+        return self.at + max(0.0, step - self.steps) * self.step_seconds

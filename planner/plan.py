@@ -29,6 +29,8 @@ REGRET_TIMES = 4
 
 MOST_CAUTION = 16
 
+WANTED = "more needed than allowed"
+
 
 @dataclass(frozen=True, slots=True)
 class Switch:
@@ -84,7 +86,7 @@ class Decision:
             if count := self.drain.of(role):
                 done.append(f"drain {count} {role}")
         if self.missing:
-            done.append(f"{self.missing} more needed than allowed")
+            done.append(f"{self.missing} {WANTED}")
         return ", ".join(done) or "no change"
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from core.errors import InvalidConfig
+from planner.sharing import SharedCores
 from router.cost_model import EXPOSED_PRIOR, Costs
 
 COEFFICIENTS = {"prefill": 4, "transfer": 2, "exposed": 2, "step": 4}
@@ -38,6 +39,14 @@ class Profile:
     prefill_pages: int = 50_000
     decode_pages: int = 50_000
     max_batch: int = 256
+    # Tokens of one prefill step.
+    chunk_tokens: int = 8192
+    # Cores that all workers share (0: each has hardware of its own), and how much of one a decode
+    # worker gets, in parts of what a prefill worker that wants it too does.
+    shared_cores: int = 0
+    decode_weight: float = 1.0
+    # The share by which each other busy prefill worker makes a step of one take longer.
+    crowding: float = 0.0
     # Beyond the drain, what a change of the role takes, and a new worker from when it is wanted.
     switch_seconds: float = 2.0
     start_seconds: float = 60.0
@@ -52,6 +61,10 @@ class Profile:
             disturbed=self._disturbed,
             answer_tokens=answer_tokens,
         )
+
+    @property
+    def cores(self) -> SharedCores:
+        return SharedCores(self.shared_cores, self.decode_weight)
 
     @property
     def _disturbed(self) -> float:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from array import array
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from core.spread import PERCENTILES, Spread
 from planner.plan import Decision
 
-_GROWTH = math.log(1.02)
+_GROWTH = math.log(1.002)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,24 +51,24 @@ class Report:
     decisions: tuple[Planned, ...] = ()
 
 
-class GapHistogram:
-    """Of the gaps between tokens, of which there are too many to keep: bins that grow by 2%."""
+class TimeHistogram:
+    """Of times, of which there are too many to keep: bins that grow by 0.2%."""
 
     def __init__(self) -> None:
-        self._bins: defaultdict[int, float] = defaultdict(float)
+        self._bins: Counter[int] = Counter()
         self._sum = 0.0
 
-    def add(self, gap: float, count: float) -> None:
-        self._bins[round(math.log(max(gap, 1e-9)) / _GROWTH)] += count
-        self._sum += gap * count
+    def add(self, seconds: float, count: int = 1) -> None:
+        self._bins[round(math.log(max(seconds, 1e-9)) / _GROWTH)] += count
+        self._sum += seconds * count
 
     def spread(self) -> Spread:
-        total = sum(self._bins.values())
-        if total <= 0:
+        total = self._bins.total()
+        if not total:
             return Spread.of(())
         return Spread(self._sum / total, *(self._percentile(each, total) for each in PERCENTILES))
 
-    def _percentile(self, share: float, total: float) -> float:
+    def _percentile(self, share: float, total: int) -> float:
         left = share / 100 * total
         for number in sorted(self._bins):
             left -= self._bins[number]
@@ -84,6 +83,7 @@ class Tally:
 
     ttft_limit: float
     itl_limit: float
+    requests: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     ttft_kept: int = 0
@@ -93,11 +93,12 @@ class Tally:
     # Over all decode workers, while they computed; and times the requests that ran.
     busy_seconds: float = 0.0
     batch_seconds: float = 0.0
-    ttfts: array[float] = field(default_factory=lambda: array("d"))
-    gaps: GapHistogram = field(default_factory=GapHistogram)
+    ttfts: TimeHistogram = field(default_factory=TimeHistogram)
+    gaps: TimeHistogram = field(default_factory=TimeHistogram)
 
     def answered(self, ttft: float, mean_gap: float) -> None:
-        self.ttfts.append(ttft)
+        self.requests += 1
+        self.ttfts.add(ttft)
         first, others = ttft <= self.ttft_limit, mean_gap <= self.itl_limit
         self.ttft_kept += first
         self.itl_kept += others
@@ -110,12 +111,12 @@ class Tally:
         decode: PoolUse,
         decisions: Sequence[Planned],
     ) -> Report:
-        requests = max(len(self.ttfts), 1)
+        requests = max(self.requests, 1)
         return Report(
-            requests=len(self.ttfts),
+            requests=self.requests,
             seconds=seconds,
             hit_rate=self.cached_tokens / max(self.prompt_tokens, 1),
-            ttft=Spread.of(self.ttfts),
+            ttft=self.ttfts.spread(),
             itl=self.gaps.spread(),
             ttft_kept=self.ttft_kept / requests,
             itl_kept=self.itl_kept / requests,

@@ -4,11 +4,12 @@ profile says.
     arrives ─▶ placed ─▶ computed: token #1 ─▶ pages there ─▶ in the batch ─▶ ended
                   └──────▶ pages promised by decode ──┘
 
-A prefill worker computes one prompt after the other; a decode worker steps all its requests at
-once, and its steps are equally long until one comes or goes. What is left out: steps that mix
-several prompts, prompts read by decode workers, pages fetched from them or kept in a second
-tier, preemption (decode promises the pages of the answer with those of the prompt), failures,
-and the network but for the transfer of pages.
+A prefill worker computes its prompts in the order in which they come, as many tokens a step as
+there are, up to a limit; a decode worker steps all its requests at once, and its steps are equally
+long until one comes or goes, or others begin or end to compute on the same cores. What is left
+out: prompts read by decode workers, pages fetched from them or kept in a second tier, preemption
+(decode promises the pages of the answer with those of the prompt), failures, and the network but
+for the transfer of pages.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 import numpy
 
 from core.types import Role
-from planner.fleet import DecodePool, Flight, Pool, PrefillPool
+from planner.fleet import Batch, DecodePool, Flight, Pool, PrefillPool
 from planner.observation import Goals, Observation
 from planner.placing import Ask, choose_pair
 from planner.plan import Decision, PlannerState, plan
@@ -64,6 +65,8 @@ class Simulator:
         self._answer_tokens = ANSWER_PRIOR
         self._answers = 0
         self._costs = profile.costs(ANSWER_PRIOR)
+        self._cores = profile.cores
+        self._shares_hardware = bool(profile.step[3] or profile.shared_cores)
         self._now = 0.0
         self._numbers = itertools.count()
         self._events: list[tuple[float, int, Callable[[Any], None], Any]] = []
@@ -137,7 +140,9 @@ class Simulator:
         self._tally.cached_tokens += flight.cached_tokens
         self._window.placed(flight.compute_seconds)
         was_idle = self._prefill.is_empty(flight.prefill)
-        self._at(self._prefill.put(flight, self._now), self._first_token, flight)
+        self._prefill.put(flight, self._now)
+        if was_idle:
+            self._read(flight.prefill)
         self._prefill.caches.hold(flight.prefill, arrival.blocks)
         if flight.decode >= 0:
             self._reserve(flight)
@@ -209,6 +214,20 @@ class Simulator:
             if flight.first_at:
                 self._travel(flight, 0.0)
 
+    def _read(self, index: int) -> None:
+        """A prefill worker begins a step."""
+        seconds, completed = self._prefill.begin_step(index, self._profile.chunk_tokens)
+        if self._profile.crowding:
+            seconds *= 1.0 + self._profile.crowding * (self._prefill.busy - 1)
+        self._at(self._now + seconds, self._has_read, (index, completed))
+
+    def _has_read(self, subject: tuple[int, list[Flight]]) -> None:
+        index, completed = subject
+        for flight in completed:
+            self._first_token(flight)
+        if not self._prefill.is_empty(index):
+            self._read(index)
+
     def _first_token(self, flight: Flight) -> None:
         self._prefill.take(flight)
         flight.first_at = self._now
@@ -223,20 +242,19 @@ class Simulator:
     def _travel(self, flight: Flight, hidden_behind: float) -> None:
         size = flight.moved_pages * self._profile.page_bytes
         late = self._costs.exposed_seconds(size, hidden_behind)
-        self._at(self._now + late, self._landed, flight)
+        self._at(self._prefill.push(flight.prefill, self._now, late), self._landed, flight)
 
     def _landed(self, flight: Flight) -> None:
-        batch = self._decode.workers[flight.decode]
-        batch.advance(self._now, self._spent(flight.decode))
-        batch.ready.append(flight)
+        self._advance(flight.decode).ready.append(flight)
         self._step_on(flight.decode)
 
-    def _ended(self, subject: tuple[int, int]) -> None:
+    def _stepped(self, subject: tuple[int, int]) -> None:
+        """After the last step of a request, or one before others join."""
         index, version = subject
         batch = self._decode.workers[index]
         if version != batch.version:
             return
-        batch.advance(self._now, self._spent(index))
+        self._advance(index)
         while flight := batch.ended():
             batch.promised_pages -= flight.pages
             batch.prompt_pages -= flight.prompt_pages
@@ -249,45 +267,49 @@ class Simulator:
 
     def _step_on(self, index: int) -> None:
         """Those that are ready join as far as the batch goes; then the steps have a new price."""
-        batch, decode = self._decode.workers[index], self._decode
-        joined = []
-        while batch.ready and len(batch.ends) < self._profile.max_batch:
-            flight = batch.ready.popleft()
-            joined.append((flight, batch.join(flight, next(self._numbers))))
-        decode.running[index] = len(batch.ends)
+        batch = self._decode.workers[index]
+        was_idle = not self._decode.running[index]
+        if batch.is_between_steps:
+            while batch.ready and len(batch.ends) < self._profile.max_batch:
+                batch.join(batch.ready.popleft(), next(self._numbers))
+        self._decode.running[index] = len(batch.ends)
         self._price(index)
-        for flight, until_step in joined:
-            waited = self._now - flight.first_at + until_step
-            self._tally.gaps.add(waited + batch.step_seconds, 1)
-            self._tally.gaps.add(batch.step_seconds, -1)
+        if was_idle == bool(batch.ends):
+            self._disturb()
 
     def _price(self, index: int) -> None:
         batch = self._decode.workers[index]
         pages = batch.leased_pages(self._profile.page_size)
         self._decode.leased[index] = pages
-        busy = sum(map(bool, self._prefill.prompts)) if self._costs.step[3] else 0
-        batch.price(self._costs, pages, busy)
+        busy, speed = self._beside() if self._shares_hardware else (0, 1.0)
+        batch.price(self._costs, pages, busy, speed)
         batch.version += 1
-        if (end := batch.next_end()) is not None:
-            self._at(end, self._ended, (index, batch.version))
+        if (change := batch.next_change(self._profile.max_batch)) is not None:
+            self._at(change, self._stepped, (index, batch.version))
+
+    def _beside(self) -> tuple[int, float]:
+        """Prefill workers that compute, and how fast decode workers are beside them and each
+        other."""
+        busy = self._prefill.busy
+        return busy, self._cores.decode_speed(busy, self._decode.busy)
 
     def _disturb(self) -> None:
-        """A prefill worker began or ended: where they share hardware, steps feel it."""
-        if not self._costs.step[3]:
+        """A worker began or ended to compute: where they share hardware, steps feel it."""
+        if not self._shares_hardware:
             return
         for index, batch in enumerate(self._decode.workers):
             if batch.ends:
-                batch.advance(self._now, self._spent(index))
+                self._advance(index)
                 self._price(index)
 
-    def _spent(self, index: int) -> Callable[[float, float, int], None]:
-        def note(seconds: float, step_seconds: float, running: int) -> None:
-            self._decode.busy_seconds[index] += seconds
-            self._tally.busy_seconds += seconds
-            self._tally.batch_seconds += seconds * running
-            self._tally.gaps.add(step_seconds, running * seconds / step_seconds)
-
-        return note
+    def _advance(self, index: int) -> Batch:
+        """Up to now."""
+        batch = self._decode.workers[index]
+        seconds = batch.advance(self._now, self._tally.gaps)
+        self._decode.busy_seconds[index] += seconds
+        self._tally.busy_seconds += seconds
+        self._tally.batch_seconds += seconds * len(batch.ends)
+        return batch
 
     def _answered(self, flight: Flight) -> None:
         arrival = flight.arrival

@@ -1,0 +1,58 @@
+"""What the planner changed, live and in the simulator, and whether that is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.v1 import cluster_pb2
+from planner.plan import WANTED
+from planner.pools import Pools
+from planner.report import Planned
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A decision that changed something, or could not."""
+
+    # Since the first request was due.
+    seconds: float
+    words: str
+    have: Pools
+    reasons: Sequence[str] = ()
+
+    @property
+    def done(self) -> str:
+        """What was changed, without what could not be."""
+        parts = self.words.split(", ")
+        return ", ".join(part for part in parts if not part.endswith(WANTED))
+
+
+def live_change(made: cluster_pb2.PlannedRound, began_at: float) -> Change:
+    have = Pools(made.have_prefill, made.have_decode)
+    return Change(made.at - began_at, made.words, have, made.reasons)
+
+
+def simulated_change(planned: Planned) -> Change:
+    decision = planned.decision
+    return Change(planned.seconds, decision.words, decision.have, decision.reasons)
+
+
+def agreement(live: Sequence[Change], simulated: Sequence[Change]) -> str:
+    """Whether both changed the same in the same order, and how far apart in time."""
+    one, other = ([each for each in changes if each.done] for changes in (live, simulated))
+    if [each.done for each in one] != [each.done for each in other]:
+        return "the changes are NOT the same"
+    apart = [abs(a.seconds - b.seconds) for a, b in zip(one, other, strict=True)]
+    if not apart:
+        return "the same: nothing was changed"
+    return f"the same {len(apart)} changes in the same order, at most {max(apart):.1f} s apart"
+
+
+def print_changes(title: str, changes: Sequence[Change]) -> None:
+    print(f"{title}:")
+    for each in changes:
+        have = f"{each.have.prefill} + {each.have.decode} workers"
+        print(f"  {each.seconds:>6.1f} s  {each.words}  ({have})")
+        for reason in each.reasons:
+            print(f"            {reason}")
