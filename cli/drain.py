@@ -12,12 +12,18 @@ from baton.connection import DEFAULT_ADDRESS
 from baton.v1.cluster_pb2 import StatusResponse
 from cli import options
 from cli.edge import edge, note
+from cli.restart import find, is_last
 from cli.terminal import print_json
 from cli.waiting import wait_for
+from core.errors import InvalidRequest
 
 
 def drain(
     worker: Annotated[str, typer.Argument(metavar="WORKER", help="As `baton status` names it.")],
+    last: Annotated[
+        bool,
+        typer.Option("--last", help="Also the only worker of a pool, which nobody then replaces."),
+    ] = False,
     wait: Annotated[
         float, typer.Option(help="How long to wait for the worker to be gone, in seconds.")
     ] = 60.0,
@@ -26,6 +32,8 @@ def drain(
 ) -> None:
     """Have a worker take nothing new, finish or hand back what runs, and exit."""
     with edge(), Client(address) as client:
+        if not last:
+            _check_others(worker, client.status())
         client.drain(worker)
         note(f"{worker} takes no new requests")
         wait_for(client.status, partial(_lack, worker), wait)
@@ -33,6 +41,17 @@ def drain(
         print_json({"worker": worker, "drained": True})
     else:
         typer.echo(f"{worker} is drained")
+
+
+def _check_others(worker: str, status: StatusResponse) -> None:
+    """Raises when nobody would be left of the worker's pool."""
+    workers = list(status.workers)
+    found = find(workers, worker)
+    if found and is_last(workers, found):
+        raise InvalidRequest(
+            f"{worker} is the only worker of its pool, and would not be replaced: add another one"
+            " first, or give --last"
+        )
 
 
 def _lack(worker: str, status: StatusResponse) -> str:

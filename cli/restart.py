@@ -22,7 +22,7 @@ from cli import options
 from cli.edge import edge, note
 from cli.terminal import print_json
 from cli.waiting import wait_for
-from core.errors import InvalidRequest
+from core.errors import InvalidRequest, NotServed, Unavailable
 
 
 def restart(
@@ -69,7 +69,7 @@ def in_turns(workers: Iterable[WorkerStatus]) -> list[str]:
 
 def _restart(client: Client, name: str, last: bool, seconds: float) -> None:
     workers = list(client.status().workers)
-    before = _find(workers, name)
+    before = find(workers, name)
     if before is None:
         raise InvalidRequest(f"no worker called {name!r} is attached", field="worker_id")
     if not last and is_last(workers, before):
@@ -82,9 +82,24 @@ def _restart(client: Client, name: str, last: bool, seconds: float) -> None:
     incarnation = before.incarnation
 
     def lack(status: StatusResponse) -> str:
-        return "" if is_back(list(status.workers), name, incarnation) else f"{name} is not back yet"
+        if is_back(list(status.workers), name, incarnation):
+            return ""
+        if error := _why_not(client, name):
+            raise Unavailable(
+                f"{name} cannot start again; those after it were not touched: {error}"
+            )
+        return f"{name} is not back yet"
 
     wait_for(client.status, lack, seconds)
+
+
+def _why_not(client: Client, name: str) -> str:
+    """Why a worker cannot start, if a controller is there to tell and it cannot."""
+    try:
+        workers = client.pools().workers
+    except (NotServed, Unavailable):
+        return ""
+    return next((worker.error for worker in workers if worker.worker_id == name), "")
 
 
 def is_last(workers: Iterable[WorkerStatus], worker: WorkerStatus) -> bool:
@@ -99,7 +114,7 @@ def is_last(workers: Iterable[WorkerStatus], worker: WorkerStatus) -> bool:
 
 def is_back(workers: list[WorkerStatus], name: str, before: int) -> bool:
     """Whether a worker is used again, as another process than `before`."""
-    worker = _find(workers, name)
+    worker = find(workers, name)
     if worker is None or worker.incarnation == before or not _is_usable(worker):
         return False
     # It can exchange pages with whom it fits; one of another version than all fits none yet.
@@ -125,6 +140,7 @@ def _is_usable(worker: WorkerStatus) -> bool:
     return worker.attached and bool(reported) and sound and not worker.draining
 
 
-def _find(workers: Iterable[WorkerStatus], name: str) -> WorkerStatus | None:
+def find(workers: Iterable[WorkerStatus], name: str) -> WorkerStatus | None:
+    """The attached worker of that name."""
     named = (worker for worker in workers if worker.member.worker_id == name)
     return next((worker for worker in named if worker.attached), None)

@@ -156,7 +156,6 @@ class WorkerActor(_ServerActor):
     def _begin_draining(self) -> None:
         if self._server and self._member.progress not in (DRAINING, DRAINED):
             self._server.drain()
-            self._tell(progress=DRAINING)
 
     def _requests(self) -> int:
         return self._server.requests if self._server else 0
@@ -174,6 +173,7 @@ class WorkerActor(_ServerActor):
             self._member.worker_id,
             progress=lambda text: self._tell(progress=text),
             on_role=lambda role: self._tell(role=role),
+            on_leaving=lambda: self._tell(progress=DRAINING),
         )
         await server.start(self._member.host or ray.util.get_node_ip_address(), 0)
         self._server = server

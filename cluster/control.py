@@ -10,7 +10,6 @@ from cluster.member import Member
 from cluster.planning import Planned
 from core.types import Role
 from core.wire import role_from, role_to
-from planner.pools import Pools
 from router.grpc_edge import answered
 
 if TYPE_CHECKING:
@@ -23,10 +22,10 @@ class Control(cluster_pb2_grpc.ControlServicer):
 
     @answered
     async def Scale(self, message: pb.ScaleRequest) -> pb.PoolsResponse:
-        now = self._controller.fleet.wanted
-        prefill = message.prefill if message.HasField("prefill") else now.prefill
-        decode = message.decode if message.HasField("decode") else now.decode
-        await self._controller.scale(Pools(prefill, decode))
+        await self._controller.scale(
+            prefill=message.prefill if message.HasField("prefill") else None,
+            decode=message.decode if message.HasField("decode") else None,
+        )
         return await self._pools()
 
     @answered
@@ -62,14 +61,10 @@ class Control(cluster_pb2_grpc.ControlServicer):
             prefill=fleet.wanted.prefill,
             decode=fleet.wanted.decode,
             workers=[
-                _worker(heard.get(name, _unheard(name, role)), role, name in fleet.retiring)
+                _worker(heard[name], role, name in fleet.retiring)
                 for name, role in fleet.workers.items()
             ],
         )
-
-
-def _unheard(name: str, role: Role) -> Member:
-    return Member(name, role, host="", progress="waiting for a place")
 
 
 def _round(planned: Planned) -> pb.PlannedRound:

@@ -26,11 +26,12 @@ import ray
 
 from baton.v1 import cluster_pb2, cluster_pb2_grpc
 from cluster import store
+from cluster.census import Census
 from cluster.control import Control
 from cluster.fleet import Fleet
 from cluster.joining import whole
 from cluster.live_planner import LivePlanner
-from cluster.member import CONTROLLER, DRAINED, Member, is_worker
+from cluster.member import CONTROLLER, DRAINED, DRAINING, Member, is_worker
 from cluster.membership import Membership
 from cluster.planning import Planning
 from cluster.role_changes import RoleChanges
@@ -90,8 +91,9 @@ class Controller:
         self._fleet = store.load()
         self._changing = asyncio.Lock()
         self._changed = asyncio.Event()
-        self._members: dict[str, Member] = {}
+        self._census = Census()
         self._deadlines: dict[str, float] = {}  # of workers that drain
+        self._waits: dict[Role, str] = {}  # what workers that nobody has heard of wait for
         self._drained: deque[Member] = deque(maxlen=REMEMBERED)
         self._ended: deque[str] = deque(maxlen=REMEMBERED)  # their transport agents
         self.planning = Planning(config, gpus=gpus > 0) if config.planner.enabled else None
@@ -110,34 +112,48 @@ class Controller:
         name = member.worker_id
         if member.role and name not in self._fleet.workers:
             return  # it is about to be ended
-        before = self._members.get(name)
-        self._members[name] = member
+        before = self._census.note(member)
         if before and before.agent not in ("", member.agent):
             self._ended.append(before.agent)
+        if member.progress == DRAINING:
+            self._changed.set()
         if self._has_learned:
             await self._publish()
 
     async def members(self) -> list[Member]:
-        """Those there are, and those that have drained lately."""
-        return [*self._members.values(), *self._drained]
+        """Those there are, those that are to be, and those that have drained lately."""
+        awaited = [
+            Member(name, role, host="", progress=self._waits.get(role, "starting"))
+            for name, role in self._fleet.workers.items()
+            if name not in self._census.names
+        ]
+        return [*self._census.now, *awaited, *self._drained]
 
-    async def scale(self, wanted: Pools) -> None:
-        """So many workers of each role from now on: new ones start, and those that are too many
-        drain. Returns when that is decided."""
+    async def scale(self, *, prefill: int | None = None, decode: int | None = None) -> None:
+        """So many workers of each role from now on, and as many as before where None is given:
+        new ones start, and those that are too many drain. Returns when that is decided."""
+        try:
+            await self._change(lambda fleet: self._scaled(fleet, prefill, decode))
+        except ray.exceptions.RayError as error:
+            raise Unavailable(f"Ray's head cannot be reached: {error}") from error
+
+    def _scaled(self, fleet: Fleet, prefill: int | None, decode: int | None) -> Fleet:
+        now = fleet.wanted
+        wanted = Pools(
+            now.prefill if prefill is None else prefill, now.decode if decode is None else decode
+        )
         for role in Role:
-            if not 1 <= wanted.of(role) <= MOST_WORKERS:
+            # A pool may have lost its last worker to the other one, or to an operator.
+            if wanted.of(role) != now.of(role) and not 1 <= wanted.of(role) <= MOST_WORKERS:
                 raise InvalidRequest(
                     f"{wanted.of(role)} {role} workers cannot be: 1 to {MOST_WORKERS} can",
                     field=role.value,
                 )
-        changing = self._role_changes.names(self._fleet)
-        if changing and self._fleet.wanted.beyond(wanted).total:
+        changing = self._role_changes.names(fleet)
+        if changing and now.beyond(wanted).total:
             names = ", ".join(sorted(changing))
             raise Unavailable(f"{names} may still change its role: nobody can be drained now")
-        try:
-            await self._change(lambda fleet: fleet.scaled(wanted, self._spare()))
-        except ray.exceptions.RayError as error:
-            raise Unavailable(f"Ray's head cannot be reached: {error}") from error
+        return fleet.scaled(wanted, self._spare())
 
     def permit_switch(self, name: str, role: Role) -> None:
         """Agrees that a worker changes its role, and counts it there from now on; raises when
@@ -174,16 +190,13 @@ class Controller:
         return [
             name
             for name in self._spare()
-            if fleet.workers[name] is role
-            and name not in going
-            and name in self._members
-            and self._members[name].address
+            if fleet.workers[name] is role and name not in going and self._census.serves(name)
         ]
 
     @property
     def _has_learned(self) -> bool:
         """Whether every worker was heard of since the start, or has had the time to tell."""
-        return self._learning.done() or self._members.keys() >= self._fleet.workers.keys()
+        return self._learning.done() or self._census.names >= self._fleet.workers.keys()
 
     def _note_report(self, report: cluster_pb2.RouterReport) -> None:
         if self.planning:
@@ -194,13 +207,16 @@ class Controller:
         or are young."""
 
         def missed(name: str) -> tuple[bool, int, int]:
-            member = self._members.get(name)
-            serves = bool(member and member.address)
-            return serves, member.requests if member else 0, -int(name.rpartition("-")[2])
+            census = self._census
+            return census.serves(name), census.requests(name), -int(name.rpartition("-")[2])
 
         return sorted(self._fleet.workers, key=missed)
 
     async def _change(self, step: Callable[[Fleet], Fleet]) -> None:
+        """Goes on when whoever asked for it waits no longer: what is saved is what is done."""
+        await asyncio.shield(self._carry_out(step))
+
+    async def _carry_out(self, step: Callable[[Fleet], Fleet]) -> None:
         async with self._changing:
             fleet = step(self._fleet)
             await asyncio.to_thread(store.save, fleet)
@@ -210,7 +226,7 @@ class Controller:
     async def _forget(self, name: str) -> None:
         """The worker is not to come back."""
         await self._change(functools.partial(Fleet.without, name=name))
-        self._members.pop(name, None)
+        self._census.forget(name)
         self._deadlines.pop(name, None)
 
     async def _tend(self) -> None:
@@ -238,24 +254,32 @@ class Controller:
         for name, role in self._fleet.workers.items():
             if name not in workers:
                 await asyncio.to_thread(self._actors.make, name, role)
+        await self._explain_waits()
+
+    async def _explain_waits(self) -> None:
+        unheard = self._fleet.workers.keys() - self._census.names
+        self._waits = {
+            role: await asyncio.to_thread(self._actors.waits_for, role)
+            for role in {self._fleet.workers[name] for name in unheard}
+        }
 
     async def _heed_members(self) -> None:
         """Workers leave and change roles by themselves: the fleet follows."""
         for name, role in self._fleet.workers.items():
-            member = self._members.get(name)
+            member = self._census.find(name)
             if member and member.progress == DRAINED:
                 await self._forget(name)
                 self._drained.append(member)
+            elif member and member.progress == DRAINING and name not in self._fleet.retiring:
+                await self._change(functools.partial(Fleet.retired, name=name))
             elif member and member.role and member.role is not role:
                 await self._change(functools.partial(Fleet.switched, name=name, role=member.role))
 
     async def _retire(self, name: str, there: bool) -> None:
         """Has a worker drain. One that holds nothing, or too long, is ended."""
-        member = self._members.get(name)
         deadline = self._deadlines.setdefault(name, time.monotonic() + self._drain_seconds)
-        unheard = member is None and not self._learning.done()
-        serves = unheard or (member is not None and member.address)
-        if there and serves and time.monotonic() < deadline:
+        unheard = name not in self._census.names and not self._learning.done()
+        if there and (unheard or self._census.serves(name)) and time.monotonic() < deadline:
             await asyncio.to_thread(drain, name)
         else:
             await self._forget(name)
@@ -280,9 +304,7 @@ class Controller:
 
     async def _publish(self) -> None:
         serving = [
-            _message(item, item.role)
-            for item in self._members.values()
-            if item.role and item.address
+            _message(item, item.role) for item in self._census.told if item.role and item.address
         ]
         members = cluster_pb2.Members(workers=serving, ended_agents=self._ended)
         await self._membership.publish(members)

@@ -1,7 +1,7 @@
 """The workers that a cluster is to have, by name.
 
     wanted ─scaled down─▶ retiring ─drained─▶ forgotten
-       └───────drained by an operator────────────▲
+       └─drained by an operator─▲
 
 What is decided here, the controller carries out. A pool's wanted number is the
 count of its wanted workers, so there is nothing that could disagree with it: a
@@ -50,6 +50,10 @@ class Fleet:
     def switched(self, name: str, role: Role) -> Fleet:
         """The worker has taken up another role."""
         return replace(self, workers={**self.workers, name: role})
+
+    def retired(self, name: str) -> Fleet:
+        """The worker is wanted no more, and still finishes what it runs."""
+        return replace(self, retiring=self.retiring | {name})
 
     def without(self, name: str) -> Fleet:
         """The worker has ended, and is not to come back."""

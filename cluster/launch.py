@@ -54,6 +54,8 @@ HEAD = "node:__internal_head__"
 
 Progress = Callable[[list[Member]], None]
 
+_JUST_STARTED = "{} is just being started by another command: it can be joined in some seconds"
+
 
 class Cluster:
     """Routers, and at first as many workers of each role as the configuration says."""
@@ -112,6 +114,8 @@ class Cluster:
         """Leaves all that is there as it is: the workers are the controller's to mend. Only routers
         may be missing, if whoever began to start this cluster was killed."""
         start = store.load_start()
+        if start is None:
+            raise Unavailable(_JUST_STARTED.format(self.name))
         self.as_configured = _is_config(start.tree, self._config)
         for index in range(self._config.router.count):
             there = find(router_name(index))
@@ -166,15 +170,20 @@ class Cluster:
         port = self._config.controller.port or free_port(host)
         take_port(host, port, "controller.port").close()
         address = f":{port}" if self._ray_address else f"{host}:{port}"
-        store.save_start(store.Start(configs.dump(self._config), address))
         actor = ray.remote(Controller).options(**_here(CONTROLLER), lifetime="detached")
-        self._controller = actor.remote(
-            address,
-            configs.dump(self._config),
-            gpus,
-            joined=bool(self._ray_address),
-            tether="" if self._detached else ROUTER,
-        )
+        tree = configs.dump(self._config)
+        try:
+            self._controller = actor.remote(
+                address,
+                tree,
+                gpus,
+                joined=bool(self._ray_address),
+                tether="" if self._detached else ROUTER,
+            )
+        except ray.exceptions.ActorAlreadyExistsError:
+            self.taken_over = True  # theirs, and not ours to stop
+            raise Unavailable(_JUST_STARTED.format(self.name)) from None
+        store.save_start(store.Start(tree, address))
         return address
 
     def _make_router(self, index: int, controller_address: str) -> Any:
@@ -205,7 +214,7 @@ class Cluster:
         """While a cluster starts, what would later be mended is told instead."""
         if member.error:
             raise InvalidConfig(f"{member.worker_id} cannot start: {member.error}")
-        if self._pids.setdefault(member.worker_id, member.pid) != member.pid:
+        if member.pid and self._pids.setdefault(member.worker_id, member.pid) != member.pid:
             raise Unavailable(
                 f"{member.worker_id} was killed while it started; is there enough memory?"
                 f" Logs are in {self.log_folder}"

@@ -19,7 +19,7 @@ from cluster.planning import Planning
 from cluster.worker_actors import switch_role
 from core.errors import BatonError
 from planner.plan import Decision, Switch
-from planner.pools import NONE, Pools, other
+from planner.pools import NONE, other
 
 if TYPE_CHECKING:
     from cluster.controller import Controller
@@ -52,10 +52,8 @@ class LivePlanner:
             if decision.add != NONE or drain != NONE:
                 now_wanted, add = self._controller.fleet.wanted, decision.add
                 await self._controller.scale(
-                    Pools(
-                        now_wanted.prefill + add.prefill - drain.prefill,
-                        now_wanted.decode + add.decode - drain.decode,
-                    )
+                    prefill=now_wanted.prefill + add.prefill - drain.prefill,
+                    decode=now_wanted.decode + add.decode - drain.decode,
                 )
         except (BatonError, ray.exceptions.RayError) as error:
             log.warning("the plan could not be carried out: %s", error)

@@ -38,15 +38,25 @@ def stop_detached(address: str, name: str, seconds: float, hurry: threading.Even
     join(address, PREFIX)
     found = clusters()
     ray.shutdown()
-    if not name and len(found) != 1:
-        there = f"say which of {', '.join(found)}" if found else "no cluster is there"
-        raise InvalidRequest(f"{there} (on the Ray at {address})")
-    if name and name not in found:
-        raise InvalidRequest(f"no cluster on the Ray at {address} is called {name}")
-    name = name or found[0]
+    try:
+        name = meant(name, found)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{error.message} (on the Ray at {address})") from None
     join(address, name)
     stop_everything(seconds, hurry)
     return name
+
+
+def meant(name: str, found: list[str]) -> str:
+    """Which of the clusters that were found is called so, as `--name` had it or as Ray has it."""
+    if not found:
+        raise InvalidRequest("no cluster is there")
+    if not name and len(found) > 1:
+        raise InvalidRequest(f"say which of {', '.join(found)}")
+    for each in found:
+        if not name or name in (each, each.removeprefix(PREFIX)):
+            return each
+    raise InvalidRequest(f"no cluster is called {name}; there is {', '.join(found)}")
 
 
 def _stop_all(seconds: float, hurry: threading.Event) -> None:

@@ -43,8 +43,10 @@ def save_start(start: Start) -> None:
     internal_kv._internal_kv_put(_START, text, namespace=_namespace())
 
 
-def load_start() -> Start:
-    return Start(*json.loads(internal_kv._internal_kv_get(_START, namespace=_namespace())))
+def load_start() -> Start | None:
+    """None where none was saved."""
+    text = internal_kv._internal_kv_get(_START, namespace=_namespace())
+    return Start(*json.loads(text)) if text else None
 
 
 def forget() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import ray
@@ -74,6 +75,16 @@ def within_share(config: Config, gpus: float) -> Config:
     return dataclasses.replace(config, gpu_memory=configs.GPU_MEMORY * gpus)
 
 
+def waiting_words(wanted: Mapping[str, float], nodes: Iterable[Mapping[str, float]]) -> str:
+    """What a worker waits for that asks for so much of one node; `nodes` is what each has in
+    all."""
+    for node in nodes:
+        if all(node.get(name, 0.0) >= amount for name, amount in wanted.items()):
+            return "waiting for a place"
+    asked = ", ".join(f"{name}: {amount:g}" for name, amount in wanted.items())
+    return f"waiting for a node that has {asked}: none has"
+
+
 def find(name: str) -> Any | None:
     """The actor of that name; None when it is gone."""
     try:
@@ -107,6 +118,13 @@ class WorkerActors:
         self._config = config
         self._gpus = gpus
         self._joined = joined
+
+    def waits_for(self, role: Role) -> str:
+        """Why a worker of this role that was made is not there yet."""
+        pool = self._config.pool(role)
+        wanted = {"GPU": gpus_of(self._config, role, self._gpus), **pool.resources}
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        return waiting_words({name: amount for name, amount in wanted.items() if amount}, nodes)
 
     def make(self, name: str, role: Role) -> None:
         """A worker that dies starts again, for ever, and rejoins. One that is there stays."""

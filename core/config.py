@@ -49,6 +49,15 @@ def _one_of(*names: str) -> typing.Callable[[str], str]:
     return lambda value: "" if value in names else f"must be one of {', '.join(names)}"
 
 
+def _ray_resources(value: Mapping[str, float]) -> str:
+    """Of those that Ray would refuse only when a worker is made."""
+    if named := value.keys() & {"CPU", "GPU", "memory", "object_store_memory"}:
+        return f"must not name {min(named)}, which Ray counts by itself; GPUs are in `gpus`"
+    if too_little := [name for name, amount in value.items() if amount < 1e-4]:
+        return f"must have 0.0001 or more of {too_little[0]}"
+    return ""
+
+
 def _checked(default: object, check: typing.Callable[[typing.Any], str]) -> typing.Any:
     return field(default=default, metadata={"check": check})
 
@@ -138,7 +147,7 @@ class PrefillConfig:
     gpus: float | None = None
     # What else a worker takes of a Ray node, such as {baton_prefill: 1}: it is placed only where
     # there is so much of it left.
-    resources: Mapping[str, float] = field(default_factory=dict)
+    resources: Mapping[str, float] = field(default_factory=dict, metadata={"check": _ray_resources})
     # Processes that share a worker's model, each with some heads; on GPUs each has one of its
     # own, of one node. Pools may differ.
     tensor_parallel: int = _checked(1, _positive)
@@ -168,7 +177,7 @@ class DecodeConfig:
     ticket_seconds: float = _checked(600.0, _positive)
     threads: int | None = _checked(None, _positive)
     gpus: float | None = None
-    resources: Mapping[str, float] = field(default_factory=dict)
+    resources: Mapping[str, float] = field(default_factory=dict, metadata={"check": _ray_resources})
     tensor_parallel: int = _checked(1, _positive)
 
 

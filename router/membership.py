@@ -23,13 +23,17 @@ async def follow(controller: str, roster: Roster, identity: Identity | None) -> 
     While the controller cannot be reached the roster stays as it is: serving
     does not depend on it.
     """
+    said: str | None = None  # once an outage: it may last for hours
     async with open_channel(controller, identity) as channel:
         stub = cluster_pb2_grpc.MembershipStub(channel)
         while True:
             try:
                 async for members in stub.Watch(cluster_pb2.WatchRequest()):
+                    said = None
                     roster.set_addresses(member.address for member in members.workers)
                     roster.note_ended(members.ended_agents)
             except grpc.aio.AioRpcError as error:
-                log.warning("the controller cannot be reached: %s", error.details())
+                if said != error.details():
+                    said = error.details()
+                    log.warning("the controller at %s cannot be reached: %s", controller, said)
             await asyncio.sleep(RETRY_SECONDS)

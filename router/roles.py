@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.v1 import cluster_pb2
-from core.errors import InvalidRequest, RoleRefused, Unavailable
+from core.errors import InvalidRequest, RoleRefused, Unavailable, WorkerLost
 from core.types import Role
 from core.wire import is_role, role_from
 from router.control import ControllerCalls
@@ -24,6 +24,8 @@ async def switch_role(
     link = roster.named(message.worker_id)
     _check(roster, link, role)
     await controller.permit_switch(message)
+    # Another change, or its loss, may have come first.
+    _check(roster, link, role)
     switched = await link.switch(role)
     if switched.error or link.role is not role:
         why = switched.error or "another change of its role came first"
@@ -35,15 +37,17 @@ async def switch_role(
 
 def _check(roster: Roster, link: WorkerLink, role: Role) -> None:
     """Raises when the change is no change, or would leave requests without anybody."""
+    if link.role is None:
+        raise WorkerLost(f"worker {link.worker_id} was lost")
     if link.role is role:
         raise RoleRefused(f"{link.worker_id} is a {role.value} worker already")
     if link.draining:
         raise Unavailable(f"{link.worker_id} is being drained, or changes its role already")
-    others = any(other is not link for other in roster.usable(link.role)) if link.role else True
+    others = any(other is not link for other in roster.usable(link.role))
     # Decode workers read prompts themselves where no prefill worker is left.
     replaced = link.role is Role.PREFILL and roster.does_without_prefill
     if not others and not replaced:
         raise RoleRefused(
-            f"{link.worker_id} is the last {link.role.value if link.role else ''} worker that can"
-            " be used; without it no request could be served"
+            f"{link.worker_id} is the last {link.role.value} worker that can be used; without it"
+            " no request could be served"
         )

@@ -70,13 +70,16 @@ class WorkerServer:
         worker_id: str,
         progress: Progress = log.info,
         on_role: Callable[[types.Role], None] = lambda role: None,
+        on_leaving: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_role` is called when the worker has taken up another role."""
+        """`on_role` is called when the worker has taken up another role, and `on_leaving` when it
+        is told to drain and end for good."""
         self._config = config
         self._role = role
         self._worker_id = worker_id
         self._progress = progress
         self._on_role = on_role
+        self._on_leaving = on_leaving
         self._incarnation = secrets.randbits(64)
         self._inbox = Inbox()
         self._metrics = WorkerMetrics(worker_id, role)
@@ -172,6 +175,8 @@ class WorkerServer:
         """Has `serve_until` return when what runs has ended or was handed back."""
         self.restarts = restart
         self._drain_asked.set()
+        if not restart:
+            self._on_leaving()
 
     async def _drain(self, stopping: Stopping) -> None:
         self._drain_asked.set()

@@ -36,7 +36,8 @@ class ScriptedRouter(InferenceServicer, AdminServicer):
         self.status = cluster_status()
         self.drained: list[str] = []  # the workers that were to be drained
         self.scaled: list[tuple[int, int]] = []  # what the pools were to be
-        self.pools = [cluster_pb2.PoolsResponse()]  # what they are, one answer after the other
+        # What they are, or why that cannot be told, one answer after the other.
+        self.pools: list[cluster_pb2.PoolsResponse | BatonError] = [cluster_pb2.PoolsResponse()]
         self.plan = cluster_pb2.PlanResponse()
         self.switched: list[tuple[str, int]] = []  # the workers that were to change their role
         self.requests: list[inference_pb2.GenerateRequest] = []
@@ -107,12 +108,21 @@ class ScriptedRouter(InferenceServicer, AdminServicer):
         self, request: cluster_pb2.ScaleRequest, context: grpc.ServicerContext
     ) -> cluster_pb2.PoolsResponse:
         self.scaled.append((request.prefill, request.decode))
-        return self.pools[0]
+        return self._told(self.pools[0], context)
 
     def Pools(
         self, request: cluster_pb2.PoolsRequest, context: grpc.ServicerContext
     ) -> cluster_pb2.PoolsResponse:
-        return self.pools.pop(0) if len(self.pools) > 1 else self.pools[0]
+        now = self.pools.pop(0) if len(self.pools) > 1 else self.pools[0]
+        return self._told(now, context)
+
+    def _told(
+        self, pools: cluster_pb2.PoolsResponse | BatonError, context: grpc.ServicerContext
+    ) -> cluster_pb2.PoolsResponse:
+        if isinstance(pools, BatonError):
+            context.abort_with_status(to_status(pools))
+        assert isinstance(pools, cluster_pb2.PoolsResponse)
+        return pools
 
     def Plan(
         self, request: cluster_pb2.PlanRequest, context: grpc.ServicerContext

@@ -10,12 +10,19 @@ from scripted_router import ScriptedRouter, pools
 
 from baton.v1 import worker_pb2
 from cli.restart import is_back
+from core.errors import Unavailable
 
 
 def test_drain_waits_until_the_worker_is_gone(router: ScriptedRouter) -> None:
-    ended = run(router, "drain", "decode-0")
+    ended = run(router, "drain", "decode-0", "--last")
     assert ended.stdout == "decode-0 is drained\n"
     assert router.drained == ["decode-0"]
+
+
+def test_drain_leaves_the_only_worker_of_a_pool_unless_told(router: ScriptedRouter) -> None:
+    ended = run(router, "drain", "decode-0")
+    assert (ended.exit_code, router.drained) == (1, [])
+    assert "decode-0 is the only worker of its pool" in ended.stderr
 
 
 def test_restart_takes_a_prefill_and_a_decode_worker_by_turns(router: ScriptedRouter) -> None:
@@ -60,6 +67,17 @@ def test_restart_says_when_a_worker_does_not_come_back(router: ScriptedRouter) -
     assert "decode-0 is not back yet" in ended.stderr
 
 
+def test_restart_ends_at_a_worker_that_cannot_start_again(router: ScriptedRouter) -> None:
+    router.status.workers[0].load.Clear()
+    failed = pools(prefill_0="failed")
+    failed.workers[0].error = "there is no model at /models"
+    router.pools = [failed]
+    ended = run(router, "restart", "prefill-0", "decode-0", "--last")
+    assert (ended.exit_code, router.drained) == (1, ["prefill-0"])
+    assert "prefill-0 cannot start again" in ended.stderr
+    assert "there is no model at /models" in ended.stderr
+
+
 def test_a_worker_is_back_once_pages_pass_or_it_fits_nobody(router: ScriptedRouter) -> None:
     prefill, decode = router.status.workers
     prefill.incarnation = decode.incarnation = 2
@@ -83,6 +101,18 @@ def test_scale_waits_until_the_pools_are_as_wanted(router: ScriptedRouter) -> No
     assert ended.stdout == "1 prefill and 2 decode workers serve\n"
     assert ended.stderr.split() == ["decode-1", "loading", "the", "model", "decode-1", "ready"]
     assert router.scaled == [(0, 2)]
+
+
+def test_scale_goes_on_waiting_while_the_controller_is_away(router: ScriptedRouter) -> None:
+    router.pools = [
+        pools(prefill_0="ready", decode_0="ready", decode_1="starting"),
+        pools(prefill_0="ready", decode_0="ready", decode_1="starting"),
+        Unavailable("the controller is away"),
+        pools(prefill_0="ready", decode_0="ready", decode_1="ready"),
+    ]
+    ended = run(router, "scale", "--decode", "2")
+    assert ended.stdout == "1 prefill and 2 decode workers serve\n"
+    assert "the controller is away" in ended.stderr
 
 
 def test_scale_waits_for_workers_that_drain(router: ScriptedRouter) -> None:
@@ -125,7 +155,7 @@ def test_role_says_how_long_it_took_beyond_the_drain(router: ScriptedRouter) -> 
 
 
 def test_drain_tells_scripts_too(router: ScriptedRouter) -> None:
-    told = json.loads(run(router, "drain", "decode-0", "--json").stdout)
+    told = json.loads(run(router, "drain", "decode-0", "--last", "--json").stdout)
     assert told == {"worker": "decode-0", "drained": True}
 
 

@@ -41,6 +41,8 @@ def test_what_is_dumped_reads_back_the_same() -> None:
         ({"prefill": {"workers": True}}, ["prefill.workers", "int"]),
         ({"prefill": {"resources": "baton"}}, ["prefill.resources", "names and numbers"]),
         ({"decode": {"resources": {"baton": "1"}}}, ["decode.resources.baton", "float"]),
+        ({"decode": {"resources": {"GPU": 1}}}, ["decode.resources", "GPU", "gpus"]),
+        ({"decode": {"resources": {"baton": -1}}}, ["decode.resources", "0.0001 or more of baton"]),
         ({"decode": {"max_batch": -1}}, ["decode.max_batch", "0 or more"]),
         ({"prefill": {"kv_memory": "1 GB/s"}}, ["prefill.kv_memory", "1GiB"]),
         ({"dtype": "int4"}, ["dtype", "bfloat16"]),

@@ -61,6 +61,12 @@ def test_a_worker_that_an_operator_drains_is_wanted_no_more() -> None:
     assert fleet(1, 2).without("decode-0").wanted == Pools(1, 1)
 
 
+def test_a_pool_is_filled_up_while_an_operator_drains_one_of_its_workers() -> None:
+    draining = fleet(1, 2).retired("decode-0")
+    assert draining.wanted == Pools(1, 1)
+    assert "decode-2" in draining.scaled(Pools(1, 2)).workers
+
+
 def test_a_worker_that_changes_its_role_is_wanted_in_its_new_pool() -> None:
     switched = fleet(2, 1).switched("prefill-1", Role.DECODE)
     assert switched.wanted == Pools(1, 2)

@@ -1,0 +1,73 @@
+"""What a router does while the controller is slow, or away."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+from processes import free_port
+
+from baton.v1 import cluster_pb2 as pb
+from baton.v1 import cluster_pb2_grpc
+from core.errors import Unavailable
+from router import control
+from router.control import ControllerCalls
+
+# More than a handshake takes on an idle machine, and less than anybody minds.
+SECONDS = 0.4
+
+
+class Answering(cluster_pb2_grpc.ControlServicer):
+    async def Pools(self, message: pb.PoolsRequest, context: object) -> pb.PoolsResponse:
+        return pb.PoolsResponse(prefill=1, decode=2)
+
+
+@contextlib.asynccontextmanager
+async def controller(port: int) -> AsyncIterator[None]:
+    server = grpc.aio.server()
+    cluster_pb2_grpc.add_ControlServicer_to_server(Answering(), server)
+    server.add_insecure_port(f"127.0.0.1:{port}")
+    await server.start()
+    yield
+    await server.stop(None)
+
+
+async def test_a_controller_that_is_slow_to_say_its_first_word_is_waited_for() -> None:
+    """As one does on crowded cores: it takes the connection, and greets later."""
+    port = free_port()
+
+    async def pass_on_late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(SECONDS)
+        further, beyond = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.gather(copy(reader, beyond), copy(further, writer))
+
+    async with controller(port):
+        front = await asyncio.start_server(pass_on_late, "127.0.0.1", 0)
+        slow = f"127.0.0.1:{front.sockets[0].getsockname()[1]}"
+        assert (await ControllerCalls(slow, None).pools()).decode == 2
+        front.close()
+
+
+async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while some := await reader.read(4096):
+        writer.write(some)
+    writer.close()
+
+
+async def test_a_controller_that_is_started_again_is_waited_for() -> None:
+    port = free_port()
+    asked = asyncio.create_task(ControllerCalls(f"127.0.0.1:{port}", None).pools())
+    await asyncio.sleep(SECONDS)
+    async with controller(port):
+        assert (await asked).decode == 2
+
+
+async def test_a_controller_that_stays_away_is_said_to_be_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(control, "CALL_SECONDS", SECONDS)
+    with pytest.raises(Unavailable, match="is away"):
+        await ControllerCalls(f"127.0.0.1:{free_port()}", None).pools()

@@ -1,0 +1,32 @@
+"""Which cluster is meant by a name."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.stopping import meant
+from core.errors import InvalidRequest
+
+TWO = ["baton-blue", "baton-green"]
+
+
+@pytest.mark.parametrize("name", ["green", "baton-green"])
+def test_a_cluster_is_called_as_it_was_started_or_as_ray_has_it(name: str) -> None:
+    assert meant(name, TWO) == "baton-green"
+
+
+def test_the_only_cluster_needs_no_name() -> None:
+    assert meant("", ["baton-1f"]) == "baton-1f"
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "words"),
+    [
+        ("", TWO, "say which of baton-blue, baton-green"),
+        ("red", TWO, "no cluster is called red; there is baton-blue, baton-green"),
+        ("red", [], "no cluster is there"),
+    ],
+)
+def test_a_name_that_leaves_it_open_is_refused(name: str, found: list[str], words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        meant(name, found)
