@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,8 +31,23 @@ from kernels.gpu.sampling import FEW_ROWS
 LIBRARY_BYTES = 2 << 30
 """The CUDA context, the libraries' own workspaces, compiled kernels, fragments."""
 
+SAMPLINGS = (
+    Sampling(),
+    Sampling(temperature=1.0),
+    Sampling(repetition_penalty=1.1),
+    Sampling(repetition_penalty=1.1, temperature=1.0),
+)
+"""The best token or a drawn one, of the logits as they are or of changed ones."""
+
 GROUP_BYTES = 1 << 30
 """What ranks send each other lies in buffers of NCCL's, which it takes when they meet."""
+
+
+class Chunk(NamedTuple):
+    """Tokens of a prompt that one step computes, and where they begin."""
+
+    start: int
+    tokens: int
 
 
 def memory_for_pages(
@@ -97,23 +113,35 @@ def start_runner(
             context,
             lambda done: progress(0.5 + done / 2),
         )
-    for sampling in (Sampling(), Sampling(temperature=1.0)) if _leads(group) else ():
-        _rehearse(runner, pool, [most], sampling)
-        _rehearse(runner, pool, [1] * min(FEW_ROWS + 1, pool.free), sampling)
+    if group is None or group.split.rank == 0:
+        _rehearse_steps(runner, pool, most, context)
     progress(1.0)
     return runner
 
 
-def _leads(group: Group | None) -> bool:
-    return group is None or group.split.rank == 0
+def _rehearse_steps(runner: GpuRunner, pool: PagePool, most: int, context: int) -> None:
+    """One of each kind that is not recorded, or whose end is not. `most` are the tokens of the
+    largest."""
+    for sampling in SAMPLINGS:
+        _rehearse(runner, pool, [Chunk(0, most)], sampling)
+        _rehearse(runner, pool, [Chunk(0, 1)] * min(FEW_ROWS + 1, pool.free), sampling)
+    # What goes on behind a cached beginning: it ends where the library's lengths do, or does not.
+    for start in (pool.page_size, LIBRARY_TOKENS, LIBRARY_TOKENS + pool.page_size):
+        chunk = Chunk(start, min(most, LIBRARY_TOKENS + 1))
+        if sum(chunk) <= min(context, pool.free * pool.page_size):
+            _rehearse(runner, pool, [chunk])
 
 
-def _rehearse(runner: GpuRunner, pool: PagePool, lengths: list[int], sampling: Sampling) -> None:
-    """Prompts of these lengths in one step."""
+def _rehearse(
+    runner: GpuRunner, pool: PagePool, chunks: list[Chunk], sampling: Sampling = SAMPLINGS[0]
+) -> None:
+    """Prompts that end with these chunks, in one step."""
     with contextlib.ExitStack() as leases:
         plan = []
-        for length in lengths:
-            work = Work(AttemptKey("rehearsal", 0), [0] * length, sampling, 1, frozenset())
-            lease = leases.enter_context(pool.acquire(pool.pages_for(length)))
-            plan.append(Piece(Sequence(work, lease), length))
+        for start, tokens in chunks:
+            work = Work(
+                AttemptKey("rehearsal", 0), [0] * (start + tokens), sampling, 1, frozenset()
+            )
+            lease = leases.enter_context(pool.acquire(pool.pages_for(start + tokens)))
+            plan.append(Piece(Sequence(work, lease, computed=start), tokens))
         runner.launch(plan).wait()

@@ -1,0 +1,114 @@
+"""Once a GPU is ready, no request waits for a kernel to be compiled."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+
+import pytest
+import torch
+from pools import CUDA
+
+from core.types import AttemptKey, Sampling, Work
+from engine.architecture import Architecture, parse_architecture
+from engine.gpu.settings import GpuSettings
+from engine.gpu.start import start_runner
+from engine.page_pool import PagePool
+from engine.random_model import random_model
+from engine.sequence import Piece, Sequence
+
+pytestmark = pytest.mark.skipif(not CUDA, reason="there is no CUDA device here")
+
+CONTEXT, PAGE_SIZE, PAGES = 8192, 16, 4096
+SHAPE = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 6000,
+    "max_position_embeddings": CONTEXT,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+}
+SAMPLINGS = [
+    Sampling(),
+    Sampling(temperature=0.7, top_p=0.9),
+    Sampling(temperature=1.0, top_k=20, min_p=0.1),
+    Sampling(presence_penalty=0.5, frequency_penalty=0.5),
+    Sampling(repetition_penalty=1.2, temperature=0.7),
+    Sampling(logit_bias=((7, 3.0),)),
+]
+
+
+class Server:
+    """A runner that is ready, and what it has compiled since."""
+
+    def __init__(self, shape: Architecture, compiled: list[str]) -> None:
+        model = random_model(shape, torch.bfloat16, "cuda")
+        size = (PAGES, shape.layers, 2, PAGE_SIZE, shape.kv_heads, shape.head_dim)
+        kv = torch.zeros(size, dtype=torch.bfloat16, device="cuda")
+        self.pool = PagePool(PAGES, PAGE_SIZE)
+        settings = GpuSettings(chunk_tokens=2048, max_batch=64)
+        self.runner = start_runner(model, kv, self.pool, CONTEXT, settings, lambda _: None)
+        self.compiled = compiled
+        compiled.clear()
+
+    def submit(self, length: int, sampling: Sampling) -> Sequence:
+        prompt = [each % 6000 for each in range(length)]
+        work = Work(AttemptKey("asked", 0), prompt, sampling, 64, frozenset())
+        return Sequence(work, self.pool.acquire(self.pool.pages_for(length + 64)))
+
+    def step(self, plan: list[Piece]) -> None:
+        tokens = self.runner.launch(plan).wait()
+        for piece, token in zip(plan, tokens, strict=True):
+            if isinstance(token, int):
+                piece.sequence.append(token)
+
+    def read(self, sequence: Sequence, chunk: int, beside: list[Sequence]) -> None:
+        while sequence.computed < sequence.prompt_length:
+            count = min(chunk, sequence.prompt_length - sequence.computed)
+            self.step([*(Piece(each, 1) for each in beside), Piece(sequence, count)])
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    from triton import knobs
+
+    config = tmp_path_factory.mktemp("model") / "config.json"
+    config.write_text(json.dumps(SHAPE))
+    compiled: list[str] = []
+
+    def note(*, repr: str, **_: object) -> None:
+        compiled.append(repr)
+
+    knobs.runtime.jit_post_compile_hook = note
+    yield Server(parse_architecture(config), compiled)
+    knobs.runtime.jit_post_compile_hook = None
+
+
+def test_prompts_of_any_length_in_any_chunks_alone_and_beside_answers(server: Server) -> None:
+    running = [server.submit(20, Sampling()) for _ in range(3)]
+    server.step([Piece(each, 20) for each in running])
+    lengths, chunks = (17, 64, 513, 1000, 2078, 5000), (2048, 700, 528)
+    for length, chunk, beside in itertools.product(lengths, chunks, (0, 3)):
+        sequence = server.submit(length, Sampling())
+        server.read(sequence, chunk, running[:beside])
+        server.step([Piece(sequence, 1)])
+        sequence.lease.release()
+    for each in running:
+        each.lease.release()
+    assert server.compiled == []
+
+
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_tokens_chosen_in_any_way(server: Server, rows: int) -> None:
+    for sampling in SAMPLINGS:
+        batch = [server.submit(10, sampling) for _ in range(rows)]
+        server.step([Piece(each, 10) for each in batch])
+        server.step([Piece(each, 1) for each in batch])
+        for each in batch:
+            each.lease.release()
+    assert server.compiled == []
