@@ -227,6 +227,15 @@ def test_certificates_are_made_by_a_command_that_exists(overlay: list[Manifest])
             assert set(re.findall(r" (--[a-z-]+)", script)) <= options(command)
 
 
+def test_certificates_can_be_made_again_in_the_same_pod(overlay: list[Manifest]) -> None:
+    """Files of a Secret are read-only, and so are their copies."""
+    for pod in pods(overlay):
+        for container in pod["spec"].get("initContainers", ()):
+            (script,) = container["args"]
+            (copied,) = re.findall(r"^cp (.+)", script, re.MULTILINE)
+            assert copied.startswith("-f ")
+
+
 def test_every_container_is_locked_down(overlay: list[Manifest]) -> None:
     for pod in pods(overlay):
         spec = pod["spec"]
@@ -254,6 +263,19 @@ def test_only_volumes_of_its_own_can_be_written(overlay: list[Manifest]) -> None
         for container in containers(pod):
             for mount in container["volumeMounts"]:
                 assert mount.get("readOnly") or mount["name"] in own, mount
+
+
+def test_every_container_has_a_home_and_a_place_for_files_that_it_can_write(
+    overlay: list[Manifest],
+) -> None:
+    for pod in (pod for pod in pods(overlay) if not is_redis(pod)):
+        own = {item["name"] for item in pod["spec"]["volumes"] if "emptyDir" in item}
+        for container in containers(pod):
+            mounts = container["volumeMounts"]
+            writable = {Path(mount["mountPath"]) for mount in mounts if mount["name"] in own}
+            home = Path(named(container["env"], "HOME")["value"])
+            assert writable & {home, *home.parents}, container["name"]
+            assert Path("/tmp") in writable, container["name"]
 
 
 def test_files_that_the_configuration_names_are_mounted(
