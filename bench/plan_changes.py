@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.v1 import cluster_pb2
-from planner.plan import WANTED
+from planner.plan import NOTHING, WANTED
 from planner.pools import Pools
 from planner.report import Planned
 
@@ -23,8 +23,8 @@ class Change:
 
     @property
     def done(self) -> str:
-        """What was changed, without what could not be."""
-        parts = self.words.split(", ")
+        """What was changed, without what could not be; empty when nothing was."""
+        parts = self.words.removeprefix(NOTHING).split(", ")
         return ", ".join(part for part in parts if not part.endswith(WANTED))
 
 

@@ -29,7 +29,7 @@ from bench.simulate import (
 from bench.trace import chosen_requests
 from bench.trace_cluster import Shape
 from bench.trace_report import Objective
-from bench.trace_workload import TimedRequest
+from bench.trace_workload import TimedRequest, with_loads
 from cluster.launch import Cluster
 from core import config as configs
 from core.config import Config
@@ -44,7 +44,7 @@ SWITCH_SECONDS = 0.05
 
 
 def compare(options: argparse.Namespace) -> None:
-    requests = chosen_requests(options, options.seed)
+    requests = with_loads(chosen_requests(options, options.seed), options.load)
     print(f"{len(requests)} requests in {requests[-1].seconds:.0f} s", flush=True)
     shape = Shape(
         options.model, options.prefill, options.decode, 1, options.kv_memory, options.page_size
@@ -106,6 +106,13 @@ def main() -> None:
     add_arguments(parser)
     parser.add_argument("--ttft", type=float, default=2.0, help="the objective, in seconds")
     parser.add_argument("--itl", type=float, default=0.3, help="the objective, in seconds")
+    parser.add_argument(
+        "--load",
+        type=float,
+        nargs="+",
+        default=[1.0],
+        help="times as dense, for equal parts of the time: 1 2 1 0.5",
+    )
     parser.add_argument("--round-seconds", type=float, default=5.0)
     parser.set_defaults(prefill=1, decode=2)
     compare(parser.parse_args())

@@ -9,6 +9,8 @@ not what the model answers here: only prompts share.
 
 from __future__ import annotations
 
+import bisect
+import dataclasses
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -76,6 +78,19 @@ class Synthesis:
 
     def _block(self, block: int, length: int) -> list[int]:
         return _draw(random.Random(f"{self.seed} {block}"), length)
+
+
+def with_loads(requests: Sequence[TimedRequest], loads: Sequence[float]) -> list[TimedRequest]:
+    """The same, so many times as dense for equal parts of the time, one after the other."""
+    part = requests[-1].seconds / sum(loads)
+    # When each part begins: as they come, and as they are to be sent.
+    comes = [part * sum(loads[:index]) for index in range(len(loads))]
+    found = []
+    for request in requests:
+        index = bisect.bisect_right(comes, request.seconds) - 1
+        sent = part * index + (request.seconds - comes[index]) / loads[index]
+        found.append(dataclasses.replace(request, seconds=sent))
+    return found
 
 
 class FreshPrompts:

@@ -29,6 +29,7 @@ REGRET_TIMES = 4
 
 MOST_CAUTION = 16
 
+NOTHING = "no change"
 WANTED = "more needed than allowed"
 
 
@@ -87,7 +88,7 @@ class Decision:
                 done.append(f"drain {count} {role}")
         if self.missing:
             done.append(f"{self.missing} {WANTED}")
-        return ", ".join(done) or "no change"
+        return ", ".join(done) or NOTHING
 
 
 def plan(seen: Observation, state: PlannerState, goals: Goals) -> tuple[Decision, PlannerState]:

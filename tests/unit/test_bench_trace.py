@@ -14,10 +14,12 @@ from bench.trace_sweep import Repeats, is_never_worse
 from bench.trace_workload import (
     FreshPrompts,
     Synthesis,
+    TimedRequest,
     infinite_cache_hits,
     sessions,
     slice_of_sessions,
     slice_of_time,
+    with_loads,
 )
 from planner.trace import TraceRequest, read_trace
 
@@ -256,3 +258,12 @@ def test_knowing_what_workers_hold_must_pay_in_hits_and_in_time(
     verdict = Verdict.of(summaries, infinite_rate=0.4)
     assert (verdict.hits_enough, verdict.is_fastest) == (enough, fastest)
     assert verdict.holds is (enough and fastest)
+
+
+def test_a_slice_is_as_dense_as_its_parts_say() -> None:
+    requests = [TimedRequest(float(at), (1,), 2) for at in range(91)]
+    sent = [each.seconds for each in with_loads(requests, (1.0, 2.0, 1.0, 0.5))]
+    counts = [sum(20 * part <= at < 20 * part + 20 for at in sent) for part in range(4)]
+    assert counts == [20, 40, 20, 10]
+    assert (sent[0], sent[-1]) == (0.0, 80.0)
+    assert sent == sorted(sent)
