@@ -1,8 +1,9 @@
 """What the members have told of themselves, and who has fallen silent.
 
-Each tells once a second. One that is silent is lost or frozen, or waits for a place to start
-again. Routers keep it, since they see for themselves whether it answers; but it does not serve,
-to operators and to whoever chooses the workers that can be spared.
+Each tells once a second, but for while it starts. One that has served and is silent is lost or
+frozen, or waits for a place to start again. Routers keep it, since they see for themselves whether
+it answers; but it does not serve, to operators and to whoever chooses the workers that can be
+spared.
 """
 
 from __future__ import annotations
@@ -55,19 +56,17 @@ class Census:
         """Everyone; those that are silent are nowhere."""
         return [
             dataclasses.replace(member, progress=SILENT, address="")
-            if self._is_silent(name)
+            if member.address and not self.serves(name)
             else member
             for name, member in self._members.items()
         ]
 
     def serves(self, name: str) -> bool:
         member = self._members.get(name)
-        return bool(member and member.address) and not self._is_silent(name)
+        silent = self._clock() - self._heard.get(name, 0.0) > SILENT_SECONDS
+        return bool(member and member.address) and not silent
 
     def requests(self, name: str) -> int:
         """How many a worker has, running or waiting, as far as is known."""
         member = self._members.get(name)
         return member.requests if member else 0
-
-    def _is_silent(self, name: str) -> bool:
-        return self._clock() - self._heard[name] > SILENT_SECONDS

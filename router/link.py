@@ -181,7 +181,7 @@ class WorkerLink:
                 try:
                     await self._attach(worker_pb2_grpc.WorkerStub(channel).Attach())
                 except grpc.aio.AioRpcError as error:
-                    self._note_fault(error.details() or error.code().name)
+                    self._note_fault(_why(error))
                 except Exception as error:
                     log.exception("worker at %s", self.address)
                     self._note_fault(f"the worker cannot be understood: {error}")
@@ -356,3 +356,11 @@ class WorkerLink:
     def _tell_lost(self, lost: LinkLost) -> None:
         for inbox in self._inboxes.values():
             inbox.put_nowait(lost)
+
+
+def _why(error: grpc.aio.AioRpcError) -> str:
+    """In words for operators: of a connection that fails, gRPC names every address first."""
+    details = error.details() or error.code().name
+    if error.code() is grpc.StatusCode.UNAVAILABLE:
+        return f"it cannot be reached: {details.rpartition(': ')[2]}"
+    return details

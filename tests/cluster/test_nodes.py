@@ -67,6 +67,11 @@ class Cluster:
         """Of each worker, what tells its process from others."""
         return {name: worker.incarnation for name, worker in self.workers().items()}
 
+    def silent(self) -> set[str]:
+        """The workers that do not serve, as the controller sees it."""
+        with Client(self.address) as client:
+            return {each.worker_id for each in client.pools().workers if not each.ready}
+
     def controller(self) -> int:
         """The controller's process; 0 while there is none."""
         if "head" not in self.ray.nodes:
@@ -274,3 +279,21 @@ async def test_a_node_leaves_and_its_workers_go_elsewhere(cluster: Cluster) -> N
     assert cluster.workers_of("four") == names
     assert changed(before, cluster.incarnations()) == names
     recoveries.note("`baton leave` on a node; its workers start on another", took, load)
+
+
+async def test_pools_made_smaller_after_a_loss_keep_the_workers_that_live(
+    cluster: Cluster,
+) -> None:
+    lost, before = cluster.workers_of("four"), cluster.incarnations()
+    assert {name.partition("-")[0] for name in lost} == {"prefill", "decode"}
+    async with SteadyLoad(cluster.address) as load:
+        await load.more()
+        cluster.ray.kill("four")
+        await cluster.until(lambda: cluster.silent() == lost)
+        await asyncio.to_thread(cluster.ask, "scale", "--prefill", "1", "--decode", "1")
+        await load.more()
+        assert cluster.incarnations() == {name: before[name] for name in before.keys() - lost}
+        await asyncio.to_thread(cluster.ray.add, "five", 2)
+        await asyncio.to_thread(cluster.ask, "scale", "--prefill", "2", "--decode", "2")
+        await cluster.until_whole()
+        await load.more()

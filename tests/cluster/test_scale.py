@@ -17,7 +17,7 @@ import yaml
 from serving import MODEST, Serve
 from tiny_models import TINY_MODELS, save
 
-from baton import Answer, InvalidRequest, RoleRefused
+from baton import Answer, InvalidRequest, RoleRefused, Unavailable
 from baton.v1.worker_pb2 import ROLE_PREFILL
 
 PROMPTS = [[1, 2, 3], [7] * 40, [5, 4] * 30]
@@ -155,6 +155,36 @@ def test_two_changes_at_once_leave_a_worker_of_the_role(serve: Serve) -> None:
     serve.wait_pools(2, 2)
 
 
+def test_a_change_that_is_asked_for_twice_at_once_leaves_nobody_waiting(serve: Serve) -> None:
+    def become_prefill(_: int) -> str:
+        with serve.client() as client:
+            try:
+                client.switch_role("decode-1", "prefill", timeout=30.0)
+            except (RoleRefused, Unavailable) as refused:
+                return refused.message
+        return ""
+
+    with ThreadPoolExecutor() as threads:
+        refused = list(threads.map(become_prefill, range(3)))
+    assert "" in refused
+    assert all("changes its role already" in words for words in refused if words)
+    serve.wait_pools(3, 1)
+    serve.ask("role", "decode-1", "decode")
+    serve.wait_pools(2, 2)
+
+
+def test_pools_that_are_scaled_at_the_same_time_are_both_scaled(serve: Serve) -> None:
+    with serve.client() as client, ThreadPoolExecutor() as threads:
+        client.pools()
+        both = [threads.submit(client.scale, prefill=3), threads.submit(client.scale, decode=3)]
+        for each in both:
+            each.result()
+        pools = client.pools()
+        client.scale(prefill=2, decode=2)
+    assert (pools.prefill, pools.decode) == (3, 3)
+    serve.wait_pools(2, 2)
+
+
 def test_the_planner_says_what_it_sees(serve: Serve) -> None:
     with Load(serve).running():
         for prompt in PROMPTS:
@@ -196,7 +226,7 @@ def test_ctrl_c_lets_answers_end_and_ends_every_worker(
     """Also one that is just starting, and while there is no controller."""
     serve.ask("scale", "--decode", "2", "--no-wait")
     # Names are given once.
-    serve.wait_for("decode-2 +importing torch")
+    serve.wait_for("decode-3 +importing torch")
     os.kill(serve.actor("Controller"), signal.SIGKILL)
     with (
         serve.client() as client,

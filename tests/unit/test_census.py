@@ -54,6 +54,13 @@ def test_a_member_that_tells_again_serves_again(census: Census, clock: Clock) ->
     assert census.serves("decode-0")
 
 
+def test_a_member_that_starts_may_be_silent_for_long(census: Census, clock: Clock) -> None:
+    starting = dataclasses.replace(WORKER, progress="importing torch", address="")
+    census.note(starting)
+    clock.now = SILENT_SECONDS + 0.1
+    assert census.now == [starting]
+
+
 def test_whoever_is_not_known_or_forgotten_does_not_serve(census: Census) -> None:
     census.forget("decode-0")
     assert not census.serves("decode-0")

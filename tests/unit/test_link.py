@@ -203,3 +203,16 @@ async def test_whoever_waits_for_a_worker_to_change_hears_of_its_end() -> None:
         await worker.stop()
         with pytest.raises(WorkerLost):
             await asking
+
+
+async def test_a_worker_that_is_not_there_is_said_to_be_out_of_reach(closed_port: int) -> None:
+    link = WorkerLink(f"127.0.0.1:{closed_port}", "router", "tiny", CONFIG, lambda link: None)
+    task = asyncio.create_task(link.run())
+
+    async def at_fault() -> bool:
+        return bool(link.fault)
+
+    await until(at_fault)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert link.fault == "it cannot be reached: Connection refused"
