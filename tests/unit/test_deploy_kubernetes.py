@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -377,6 +378,32 @@ def test_the_groups_have_as_many_gpus_as_the_workers_want(
         there += group["maxReplicas"] * int(limits.get("nvidia.com/gpu", 0))
     assert wanted <= there
     assert (config.device == "cuda") == (there > 0)
+
+
+def test_workers_ask_for_what_the_head_does_not_have(
+    overlay: list[Manifest], tmp_path: Path
+) -> None:
+    """Else they come to be there, when they are started before the other pods are."""
+    config = config_of(overlay, tmp_path)
+    spec = find(overlay, "RayCluster", "baton")["spec"]
+    head = resources_of(spec["headGroupSpec"])
+    groups = [resources_of(group) for group in spec["workerGroupSpecs"]]
+    for pool in (config.prefill, config.decode):
+        wanted = {"GPU": pool.gpus or 0.0, **dict(pool.resources)}
+        assert not fits(wanted, head)
+        assert any(fits(wanted, offered) for offered in groups)
+
+
+def fits(wanted: dict[str, float], offered: dict[str, float]) -> bool:
+    return all(amount <= offered.get(name, 0.0) for name, amount in wanted.items())
+
+
+def resources_of(group: Manifest) -> dict[str, float]:
+    """What a pod of a group has of Ray's resources."""
+    # KubeRay puts it into a command line, and so it is quoted.
+    quoted = group["rayStartParams"].get("resources", '"{}"')
+    limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
+    return {"GPU": float(limits.get("nvidia.com/gpu", 0)), **json.loads(json.loads(quoted))}
 
 
 def test_a_ray_cluster_runs_the_ray_that_its_images_have(overlay: list[Manifest]) -> None:
