@@ -82,15 +82,12 @@ def fit_profile(
         for answer, chunks in zip(answers, reading, strict=True)
         if chunks
     ]
-    once, each_token, look, beside = _fit(PROMPT_PRIOR, prompts)
+    prefill, crowding = _fit_prompts(prompts)
     pushes = [each for each in answers if each.transferred_bytes]
-    computed_tokens = sum(features[1] for features, _ in prompts)
-    took = sum(seconds for _, seconds in prompts)
-    alone = took - beside * sum(features[3] for features, _ in prompts)
     known = (pb.PHASE_KIND_QUEUE, pb.PHASE_KIND_PREFILL_WAIT, pb.PHASE_KIND_PREFILL)
     told = sum(_seconds(each, kind) for each in answers for kind in known)
     return Profile(
-        prefill=(once, each_token, look, took / computed_tokens),
+        prefill=prefill,
         transfer=_fit(TRANSFER_PRIOR, [_push(each) for each in pushes]),
         exposed=(*_fit(EXPOSED_PRIOR[:1], [_exposed(each) for each in pushes]), 1.0),
         step=_fit(STEP_PRIOR, list(_steps(timings, busy, shape))),
@@ -103,8 +100,17 @@ def fit_profile(
         chunk_tokens=shape.chunk_tokens,
         shared_cores=shape.cores.count,
         decode_weight=shape.cores.decode_weight,
-        crowding=beside * computed_tokens / alone,
+        crowding=crowding,
     )
+
+
+def _fit_prompts(prompts: Samples) -> tuple[tuple[float, ...], float]:
+    """A profile's coefficients of prompts, and its crowding."""
+    *own, beside = _fit(PROMPT_PRIOR, prompts)
+    tokens = sum(features[1] for features, _ in prompts)
+    took = sum(seconds for _, seconds in prompts)
+    alone = took - beside * sum(features[3] for features, _ in prompts)
+    return (*own, took / tokens), beside * tokens / alone
 
 
 def _fit(prior: Sequence[float], samples: Samples) -> tuple[float, ...]:
@@ -203,6 +209,8 @@ def _chunks(timing: pb.RequestTiming, page_size: int) -> list[Span]:
         return []
     found, began = [], whole.began
     for chunk in timing.answers[0].chunks:
+        if chunk.seconds <= 0:
+            continue
         found.append(Span(whole.worker, began, began + chunk.seconds, tokens=chunk.tokens))
         began += chunk.seconds
     return found

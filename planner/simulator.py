@@ -73,6 +73,7 @@ class Simulator:
         self._line: deque[Arrival] = deque()
         self._placed = 0
         self._tally = Tally(setup.goals.ttft, setup.goals.itl)
+        # Told of requests only where rounds end, which let go of them.
         self._window = TrafficWindow(setup.round_seconds)
         self._state = PlannerState()
         self._coming = NONE
@@ -118,7 +119,8 @@ class Simulator:
     # A request's way
 
     def _arrive(self, arrival: Arrival) -> None:
-        self._window.arrived(self._now)
+        if self._setup.plans:
+            self._window.arrived(self._now)
         if self._line or not self._place(arrival):
             self._line.append(arrival)
             self._tally.most_queued = max(self._tally.most_queued, len(self._line))
@@ -138,7 +140,8 @@ class Simulator:
         flight = self._flight(arrival, ask, *pair)
         self._tally.prompt_tokens += arrival.prompt_tokens
         self._tally.cached_tokens += flight.cached_tokens
-        self._window.placed(flight.compute_seconds)
+        if self._setup.plans:
+            self._window.placed(flight.compute_seconds)
         was_idle = self._prefill.is_empty(flight.prefill)
         self._prefill.put(flight, self._now)
         if was_idle:
@@ -316,8 +319,9 @@ class Simulator:
         gaps = arrival.answer_tokens - 1
         ttft = flight.first_at - arrival.seconds + self._profile.overhead_seconds
         self._tally.answered(ttft, (self._now - flight.first_at) / gaps if gaps else 0.0)
-        pages = (arrival.prompt_tokens + arrival.answer_tokens / 2) / self._profile.page_size
-        self._window.answered(1, arrival.answer_tokens, arrival.answer_tokens * pages)
+        if self._setup.plans:
+            pages = (arrival.prompt_tokens + arrival.answer_tokens / 2) / self._profile.page_size
+            self._window.answered(1, arrival.answer_tokens, arrival.answer_tokens * pages)
         self._answers += 1
         rate = max(ANSWER_RATE, 1.0 / self._answers)
         self._answer_tokens += rate * (arrival.answer_tokens - self._answer_tokens)
