@@ -46,7 +46,7 @@ def agreement(live: Sequence[Change], simulated: Sequence[Change]) -> str:
     apart = [abs(a.seconds - b.seconds) for a, b in zip(one, other, strict=True)]
     if not apart:
         return "the same: nothing was changed"
-    return f"the same {len(apart)} changes in the same order, at most {max(apart):.1f} s apart"
+    return f"the same changes in the same order: {len(apart)}, at most {max(apart):.1f} s apart"
 
 
 def print_changes(title: str, changes: Sequence[Change]) -> None:

@@ -13,7 +13,7 @@ def change(seconds: float, words: str) -> Change:
 def test_changes_agree_that_are_the_same_in_the_same_order() -> None:
     live = [change(4.0, f"{SWITCH}, 2 more needed than allowed"), change(20.0, "drain 1 prefill")]
     simulated = [change(5.5, SWITCH), change(20.5, "drain 1 prefill")]
-    expected = "the same 2 changes in the same order, at most 1.5 s apart"
+    expected = "the same changes in the same order: 2, at most 1.5 s apart"
     assert agreement(live, simulated) == expected
 
 
