@@ -39,6 +39,7 @@ from router.pace import StepPace
 from router.placement import Suspicion
 from router.prompt_queue import PromptQueue
 from router.pulse import Pulse
+from router.roll_call import RollCall
 
 log = logging.getLogger(__name__)
 
@@ -64,10 +65,11 @@ class WorkerLink:
         config: RouterConfig,
         on_change: Callable[[WorkerLink], None],
         on_report: Callable[[WorkerLink], None] = lambda link: None,
+        on_lost: Callable[[WorkerLink], None] = lambda link: None,
         identity: Identity | None = None,
     ) -> None:
         """`on_change` is called when the worker comes, goes, or can be used for more or less,
-        and `on_report` with each Load."""
+        `on_report` with each Load, and `on_lost` when it goes, before its requests hear of it."""
         self._identity = identity
         self.address = address
         self.welcome: pb.Welcome | None = None
@@ -104,6 +106,8 @@ class WorkerLink:
         self._config = config
         self._on_change = on_change
         self._on_report = on_report
+        self._on_lost = on_lost
+        self._roll_call = RollCall()
         self._inboxes: dict[tuple[str, int], Inbox] = {}  # by attempt
         self._outgoing: asyncio.Queue[pb.RouterMessage] = asyncio.Queue()
         # For whoever waits for the worker to change its role.
@@ -143,6 +147,8 @@ class WorkerLink:
             return False
         if suspicion is Suspicion.SUSPECT and self.alone:
             return False
+        if suspicion is not Suspicion.NONE and not self._roll_call.present:
+            return False
         return self.unanswered < self._config.worker_backlog
 
     @property
@@ -164,6 +170,17 @@ class WorkerLink:
     def abandon(self, reason: str) -> None:
         """Has every request there go on elsewhere, though the worker lives."""
         self._tell_lost(LinkLost(self.worker_id, reason, died=False))
+
+    def question(self) -> None:
+        """Another worker was lost, and maybe this one too: it is to answer before a request that
+        has lost a worker goes there."""
+        if self.welcome is not None:
+            self._ping()
+            self._roll_call.question()
+
+    def _ping(self) -> None:
+        self._roll_call.ping()
+        self.send(pb.RouterMessage(ping=pb.Ping()))
 
     async def switch(self, role: Role) -> pb.RoleSwitched:
         """Has the worker change its role, and waits until it says how that ended. Nothing new is
@@ -237,7 +254,7 @@ class WorkerLink:
             busy = bool(self.active or self.load.running or self.load.waiting)
             if reason := pulse.ping(busy=busy):
                 return reason
-            self.send(pb.RouterMessage(ping=pb.Ping()))
+            self._ping()
 
     def _receive(self, message: pb.WorkerMessage) -> None:
         kind = message.WhichOneof("kind")
@@ -259,6 +276,9 @@ class WorkerLink:
                 self.send(pb.RouterMessage(resync_cache=pb.ResyncCache()))
         elif kind == "role_switched":
             self._greet_again(message.role_switched)
+        elif kind == "pong":
+            if self._roll_call.answer():
+                self._on_change(self)
         elif kind == "draining":
             self.draining = True
             self._on_change(self)
@@ -337,7 +357,10 @@ class WorkerLink:
 
     def _lose(self, reason: str) -> None:
         lost = LinkLost(self.worker_id, reason, company=self.suspects > 1)
+        if self.welcome is not None:
+            self._on_lost(self)
         self.welcome = None
+        self._roll_call = RollCall()
         self.peers.clear()
         self.asked.clear()
         self.load = pb.Load()

@@ -106,6 +106,7 @@ class Roster:
                 self._config,
                 self._on_change,
                 on_report=lambda link: self._topology.teach_step(link, self.costs),
+                on_lost=self._question_others,
                 identity=self._identity,
             )
             self._links[address] = link
@@ -297,6 +298,11 @@ class Roster:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
             del self._tasks[link]
+
+    def _question_others(self, lost: WorkerLink) -> None:
+        for link in self.links:
+            if link is not lost:
+                link.question()
 
     def _on_change(self, link: WorkerLink) -> None:
         self._forget()

@@ -13,7 +13,7 @@ from core.config import Config, RouterConfig
 from core.errors import LayoutMismatch
 from core.page_keys import page_keys
 from core.types import AttemptKey, Role, Sampling, Work
-from router.placement import Placement, Policy, Reason
+from router.placement import Placement, Policy, Reason, Suspicion
 from router.roster import Roster
 
 PROMPT = list(range(64))
@@ -123,6 +123,26 @@ async def test_a_worker_that_is_lost_holds_nothing() -> None:
         await until(alone)
         found = placed(roster)
         assert (found.prefill, found.code) == ("prefill-0", Reason.LEAST_TIME)
+
+
+async def test_who_has_lost_a_worker_goes_to_none_that_has_not_answered_since() -> None:
+    """A host takes all its workers along, and one is seen to go before the other."""
+    router = RouterConfig(local_prefill="fallback", ping_seconds=0.05)
+    async with cluster(router) as (roster, workers):
+
+        async def suspect_is_placed() -> bool:
+            return isinstance(roster.choose(WORK, Suspicion.SUSPECT), Placement)
+
+        async def one_is_lost() -> bool:
+            return roster.find("decode-0") is None
+
+        workers["decode-1"].answers_pings = False
+        await workers["decode-0"].stop()
+        await until(one_is_lost)
+        assert placed(roster).decode == "decode-1"
+        assert not await suspect_is_placed()
+        workers["decode-1"].answers_pings = True
+        await until(suspect_is_placed)
 
 
 async def test_the_configuration_says_how_workers_are_chosen() -> None:
