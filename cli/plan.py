@@ -25,14 +25,21 @@ def plan(
     """Show what the planner has decided lately, and why."""
     with edge(), Client(address) as client:
         planned = client.plan()
+        late = [worker for worker in client.pools().workers if not worker.ready]
     if as_json:
         print_json(plain(planned))
         return
-    for line in _lines(planned, limit, time.time()):
+    for line in _lines(planned, late, limit, time.time()):
         typer.echo(line)
 
 
-def _lines(planned: cluster_pb2.PlanResponse, limit: int, now: float) -> Iterator[str]:
+def _lines(
+    planned: cluster_pb2.PlanResponse,
+    late: list[cluster_pb2.PooledWorker],
+    limit: int,
+    now: float,
+) -> Iterator[str]:
+    """`late` are the workers that do not serve yet, or not any more."""
     if not planned.enabled:
         yield "no planner runs here; `baton serve --plan` starts one"
         return
@@ -44,6 +51,8 @@ def _lines(planned: cluster_pb2.PlanResponse, limit: int, now: float) -> Iterato
     )
     if planned.HasField("last"):
         yield from _round(planned.last, "now", now)
+    for worker in late:
+        yield f"            {worker.worker_id}: {worker.error or worker.progress}"
     for change in planned.changes[:limit]:
         yield from _round(change, "", now)
 

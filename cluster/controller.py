@@ -35,7 +35,7 @@ from cluster.member import CONTROLLER, DRAINED, DRAINING, Member, is_worker
 from cluster.membership import Membership
 from cluster.planning import Planning
 from cluster.role_changes import RoleChanges
-from cluster.worker_actors import WorkerActors, drain, kill
+from cluster.worker_actors import WorkerActors, drain, gpus_of, kill
 from core import config as configs
 from core.errors import InvalidRequest, RoleRefused, Unavailable
 from core.listening import listen
@@ -96,7 +96,8 @@ class Controller:
         self._waits: dict[Role, str] = {}  # what workers that nobody has heard of wait for
         self._drained: deque[Member] = deque(maxlen=REMEMBERED)
         self._ended: deque[str] = deque(maxlen=REMEMBERED)  # their transport agents
-        self.planning = Planning(config, gpus=gpus > 0) if config.planner.enabled else None
+        on_gpus = gpus_of(config, Role.DECODE, gpus) > 0
+        self.planning = Planning(config, gpus=on_gpus) if config.planner.enabled else None
         self._membership = Membership(self._note_report)
         self._serve(whole(address), node_identity(config))
         self._learning = asyncio.ensure_future(self._learn())

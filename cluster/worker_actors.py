@@ -38,8 +38,12 @@ def gpus_per_rank(config: Config, total: float, *, joined: bool) -> float:
 
     Raises InvalidConfig where a Ray of our own, to which nothing is added, has too few.
     """
-    if config.device == "cuda" and not total:
-        raise InvalidConfig("device is cuda, but Ray sees no GPU", field="device")
+    if config.device == "cuda" and not total and not (joined and _names_gpus(config)):
+        raise InvalidConfig(
+            "device is cuda, but Ray sees no GPU; where it adds nodes that have some, say how many"
+            " each worker wants (prefill.gpus, decode.gpus)",
+            field="device",
+        )
     if config.device == "cpu":
         return 0.0
     ranks = sum(pool.workers * pool.tensor_parallel for pool in (config.prefill, config.decode))
@@ -53,6 +57,10 @@ def gpus_per_rank(config: Config, total: float, *, joined: bool) -> float:
             field="gpus",
         )
     return share
+
+
+def _names_gpus(config: Config) -> bool:
+    return bool(config.prefill.gpus and config.decode.gpus)
 
 
 def gpus_of(config: Config, role: Role, share: float) -> float:

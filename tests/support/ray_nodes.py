@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import shutil
 import signal
@@ -19,6 +20,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
+from ray.autoscaler._private.fake_multi_node.node_provider import (
+    FAKE_HEAD_NODE_ID,
+    FAKE_HEAD_NODE_TYPE,
+    FakeMultiNodeProvider,
+)
+from ray.util import get_node_ip_address
 from serving import Command, listening_ports
 
 from baton.v1.cluster_pb2 import StatusResponse
@@ -32,6 +39,15 @@ RAY = str(Path(sys.executable).with_name("ray"))
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
 OPTIONS = ["--num-cpus=1", "--object-store-memory=83886080"]
 OPTIONS += ["--disable-usage-stats", "--dashboard-agent-listen-port=0"]
+# Of a head whose autoscaler adds nodes that are processes here: the autoscaler that `ray up` and
+# KubeRay start by themselves.
+AUTOSCALED = {
+    "RAY_FAKE_CLUSTER": "1",
+    "RAY_enable_autoscaler_v2": "1",
+    "RAY_CLOUD_INSTANCE_ID": FAKE_HEAD_NODE_ID,
+    "RAY_NODE_TYPE_NAME": FAKE_HEAD_NODE_TYPE,
+    "AUTOSCALER_UPDATE_INTERVAL_S": "1",
+}
 START_SECONDS = 60.0
 HEAD_STARTS = 3
 
@@ -86,10 +102,12 @@ def why_no_redis() -> str:
 class RayNodes:
     """A head and any number of other nodes, by name."""
 
-    def __init__(self, *, redis: bool = False) -> None:
+    def __init__(self, *, redis: bool = False, most_nodes: int = 0) -> None:
+        """Ray's own autoscaler adds up to `most_nodes`, with a slot each, as they are asked for."""
         # Not pytest's folder: Ray has sockets there, whose paths must be short.
         self._workspace = Path(tempfile.mkdtemp(prefix="ray-"))
         self._wants_redis = redis
+        self._most_nodes = most_nodes
         self._commands: list[Command] = []
         self._environment = dict(TOKEN)
         self.nodes: dict[str, Node] = {}
@@ -124,6 +142,9 @@ class RayNodes:
         (self._workspace / "ray_current_cluster").unlink(missing_ok=True)
         options = ["--head", f"--port={self.port}", "--include-dashboard=false"]
         options.append(f"--temp-dir={self._workspace}")
+        if self._most_nodes:
+            options.append(f"--autoscaling-config={self._autoscaling()}")
+            self._environment |= AUTOSCALED
         for _ in range(HEAD_STARTS - 1):
             with contextlib.suppress(AssertionError):
                 self._add("head", HEAD, options)
@@ -136,6 +157,44 @@ class RayNodes:
         a CPU."""
         host = f"127.0.0.{next(self._hosts)}"
         return self._add(name, host, [f"--address={self.address}", f"--num-gpus={slots}"])
+
+    def _autoscaling(self) -> Path:
+        """A file for Ray's autoscaler. Nodes are processes here, of the head's session."""
+        gcs = f"{get_node_ip_address()}:{self.port}"
+        node = {"CPU": 1, "GPU": 1, "object_store_memory": 83886080}
+        commands = ["initialization", "setup", "head_setup", "worker_setup"]
+        commands += ["head_start_ray", "worker_start_ray"]
+        tree: dict[str, object] = {
+            "cluster_name": "fake",
+            # Nobody has to log in to a node here, to set it up or to see whether it is well.
+            "provider": {
+                "type": "external",
+                "module": f"{FakeMultiNodeProvider.__module__}.{FakeMultiNodeProvider.__name__}",
+                "gcs_address": gcs,
+                "launch_multiple": True,  # else it starts one, however many are asked of it
+                "disable_node_updaters": True,
+                "disable_launch_config_check": True,
+            },
+            "available_node_types": {
+                FAKE_HEAD_NODE_TYPE: {"resources": {"CPU": 1}, "node_config": {}, "max_workers": 0},
+                "node": {"resources": node, "node_config": {}, "max_workers": self._most_nodes},
+            },
+            "head_node_type": FAKE_HEAD_NODE_TYPE,
+            "max_workers": self._most_nodes,
+            "upscaling_speed": 1.0,
+            "idle_timeout_minutes": 0.1,
+            **{key: {} for key in ("auth", "docker", "file_mounts")},
+            "cluster_synced_files": [],
+            **{f"{name}_commands": [] for name in commands},
+        }
+        path = self._workspace / "autoscaling.json"
+        path.write_text(json.dumps(tree))
+        return path
+
+    def added(self) -> int:
+        """Nodes that the autoscaler has added and not taken away."""
+        lines = self.nodes["head"].processes().values()
+        return sum("raylet/raylet " in line for line in lines) - 1
 
     def kill(self, name: str) -> None:
         """As when a machine loses its power: nobody there says goodbye."""

@@ -178,5 +178,13 @@ def test_plan_shows_the_decisions_and_their_reasons(router: ScriptedRouter) -> N
     assert told["changes"][0]["reasons"] == ["decode can spare 1"]
 
 
+def test_plan_says_which_workers_are_not_there_yet(router: ScriptedRouter) -> None:
+    router.plan.enabled = True
+    router.plan.last.words = "no change"
+    router.pools = [pools(prefill_0="ready", decode_0="ready", decode_1="waiting for a place")]
+    lines = run(router, "plan").stdout.splitlines()
+    assert [line.strip() for line in lines[2:]] == ["decode-1: waiting for a place"]
+
+
 def test_plan_says_when_there_is_no_planner(router: ScriptedRouter) -> None:
     assert "no planner runs here" in run(router, "plan").stdout

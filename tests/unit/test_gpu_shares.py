@@ -62,6 +62,16 @@ def test_a_machine_with_too_few_gpus_is_told_so_and_a_cluster_that_may_grow_is_n
     assert gpus_per_rank(config, 2, joined=True) == 0.5
 
 
+def test_gpus_that_are_still_to_come_are_waited_for_where_their_number_is_named() -> None:
+    config = Config(device="cuda", prefill=PrefillConfig(gpus=1), decode=DecodeConfig(gpus=1))
+    share = gpus_per_rank(config, 0, joined=True)
+    assert gpus_of(config, Role.PREFILL, share) == 1
+    with pytest.raises(InvalidConfig, match="Ray sees no GPU"):
+        gpus_per_rank(config, 0, joined=False)
+    with pytest.raises(InvalidConfig, match="say how many each worker wants"):
+        gpus_per_rank(Config(device="cuda"), 0, joined=True)
+
+
 def test_a_worker_that_has_changed_its_role_comes_back_with_the_gpus_that_it_has() -> None:
     config = Config(
         prefill=PrefillConfig(tensor_parallel=2), decode=DecodeConfig(tensor_parallel=4)
