@@ -143,7 +143,7 @@ def arrivals_of(requests: Sequence[TimedRequest], page_size: int) -> list[Arriva
 def print_comparison(outcomes: Sequence[Outcome], objective: Objective, predicted: Report) -> None:
     """Errors of times are shares of what was measured; those of shares are percentage points."""
     measured = summarize(outcomes, objective, predicted.seconds)
-    print(f"{'':<22}{'measured':>12}{'predicted':>12}{'error':>12}")
+    print(f"{'':<22}{'measured':>12}{'predicted':>12}{'error':>14}")
     for title, spread, other in (
         ("TTFT", measured.ttft, predicted.ttft),
         ("ITL", measured.itl, predicted.itl),
@@ -161,12 +161,12 @@ def print_comparison(outcomes: Sequence[Outcome], objective: Objective, predicte
 
 def _print_times(title: str, measured: float, predicted: float) -> None:
     error = f"{predicted / measured - 1:+.1%}" if measured else "-"
-    print(f"{title:<22}{1e3 * measured:>12,.1f}{1e3 * predicted:>12,.1f}{error:>12}")
+    print(f"{title:<22}{1e3 * measured:>12,.1f}{1e3 * predicted:>12,.1f}{error:>14}")
 
 
 def _print_shares(title: str, measured: float, predicted: float) -> None:
     error = f"{100 * (predicted - measured):+.1f} points"
-    print(f"{title:<22}{100 * measured:>12.1f}{100 * predicted:>12.1f}{error:>12}")
+    print(f"{title:<22}{100 * measured:>12.1f}{100 * predicted:>12.1f}{error:>14}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
