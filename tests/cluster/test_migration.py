@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,35 @@ async def test_a_request_that_loses_two_workers_fails_alone(tiny: Path, tmp_path
                 await stream.read()
             other = await client.generate([1], max_tokens=3)
         assert other.decode_worker in cluster.workers
+
+
+async def test_a_host_that_takes_its_workers_along_takes_no_request_with_it(
+    tiny: Path, tmp_path: Path
+) -> None:
+    """Both are silent when the first is found to be, and the request waits for one to answer."""
+    configured = tree(ping_seconds=0.2, frozen_seconds=1.0)
+    with ProcessCluster(tiny, tmp_path, decode=2, tree=configured) as cluster:
+        async with AsyncClient(cluster.address) as client:
+            undisturbed = await client.generate(PROMPT, **OPTIONS)
+            stream = client.stream(PROMPT, **OPTIONS)
+            await read_some(stream, 3)
+            await until(lambda: somebody_writes(client, cluster))
+            first = await writer(client)
+            (second,) = {"decode-0", "decode-1"} - {first}
+            cluster.workers[first].send(signal.SIGSTOP)
+            await asyncio.sleep(0.5)
+            cluster.workers[second].send(signal.SIGSTOP)
+            await until(lambda: is_lost(client, second))
+            cluster.workers[second].send(signal.SIGCONT)
+            answer = await stream.read()
+            cluster.workers[first].send(signal.SIGCONT)
+            assert answer.token_ids == undisturbed.token_ids
+            assert [each.decode_worker for each in answer.placements] == [first, second]
+
+
+async def is_lost(client: AsyncClient, name: str) -> bool:
+    workers = (await client.status()).workers
+    return name not in [each.member.worker_id for each in workers if each.attached]
 
 
 async def test_a_clients_deadline_holds_over_all_attempts(tiny: Path, tmp_path: Path) -> None:

@@ -167,7 +167,9 @@ def test_a_change_that_is_asked_for_twice_at_once_leaves_nobody_waiting(serve: S
     with ThreadPoolExecutor() as threads:
         refused = list(threads.map(become_prefill, range(3)))
     assert "" in refused
-    assert all("changes its role already" in words for words in refused if words)
+    # While it changes, or once it has changed: whoever comes late finds it done.
+    told = ("changes its role already", "is a prefill worker already")
+    assert all(any(each in words for each in told) for words in refused if words)
     serve.wait_pools(3, 1)
     serve.ask("role", "decode-1", "decode")
     serve.wait_pools(2, 2)
