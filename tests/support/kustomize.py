@@ -124,6 +124,12 @@ def containers(pod: Manifest) -> list[Manifest]:
     return [*pod["spec"].get("initContainers", ()), *pod["spec"]["containers"]]
 
 
+def named(items: list[Manifest], name: str) -> Manifest:
+    """The one item of that name."""
+    (found,) = [item for item in items if item["name"] == name]
+    return found
+
+
 def find(manifests: list[Manifest], kind: str, name: str) -> Manifest:
     (found,) = [
         item for item in manifests if (item["kind"], item["metadata"]["name"]) == (kind, name)
