@@ -31,7 +31,7 @@ from bench.trace_replay import Outcome, replay, warm_up
 from bench.trace_report import Objective, summarize
 from bench.trace_workload import FreshPrompts, TimedRequest
 from core import model_store
-from core.config import DecodeConfig, Size
+from core.config import Config, DecodeConfig, Size, settle
 from core.page_keys import page_keys
 from planner.observation import Goals
 from planner.pools import Pools
@@ -42,7 +42,6 @@ from planner.simulator import Setup, Simulator
 from planner.trace import Arrival
 
 MAX_BATCH = 64
-CHUNK_TOKENS = 512
 SETTINGS = {"local_prefill": "never", "fetch_pages": "never"}
 
 
@@ -116,7 +115,7 @@ async def _pools(client: AsyncClient, shape: Shape) -> PoolShape:
         prefill_pages=pages[worker_pb2.ROLE_PREFILL],
         decode_pages=decode,
         max_batch=MAX_BATCH,
-        chunk_tokens=CHUNK_TOKENS,
+        chunk_tokens=settle(Config(), "cpu").prefill.chunk_tokens,
         cores=SharedCores(len(os.sched_getaffinity(0)), weight(DecodeConfig().nice)),
     )
 

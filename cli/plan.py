@@ -25,10 +25,10 @@ def plan(
     """Show what the planner has decided lately, and why."""
     with edge(), Client(address) as client:
         planned = client.plan()
+        if as_json:
+            print_json(plain(planned))
+            return
         late = [worker for worker in client.pools().workers if not worker.ready]
-    if as_json:
-        print_json(plain(planned))
-        return
     for line in _lines(planned, late, limit, time.time()):
         typer.echo(line)
 

@@ -1,4 +1,5 @@
-"""A scripted router, and who talks to it: clients, and commands in a terminal."""
+"""A scripted router, and who talks to it: clients, and commands in a terminal; a clock; and what
+`kubectl` would apply."""
 
 from __future__ import annotations
 
@@ -6,7 +7,9 @@ import socket
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
+from clocks import Clock
 from command_line import Terminal
+from kustomize import OVERLAYS, Manifest, render
 from scripted_router import ScriptedRouter
 
 from baton import AsyncClient, Client
@@ -45,3 +48,13 @@ def closed_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture(params=sorted(path.name for path in OVERLAYS.iterdir()))
+def overlay(request: pytest.FixtureRequest) -> list[Manifest]:
+    return render(OVERLAYS / request.param)

@@ -5,24 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from clocks import Clock
 
 from cluster.census import SILENT, SILENT_SECONDS, Census
 from cluster.member import Member
 from core.types import Role
 
 WORKER = Member("decode-0", Role.DECODE, "", "ready", "10.0.0.1:5", requests=3)
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 @pytest.fixture

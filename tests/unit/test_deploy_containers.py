@@ -5,16 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-from kustomize import OVERLAYS, Manifest, containers, is_redis, named, pods, render
+from kustomize import Manifest, containers, is_redis, named, pods
 
 # What docs/DEPLOY.md has the user make, and the token that the KubeRay operator makes.
 BROUGHT = {"baton-keys", "baton-authority", "baton-models", "baton-redis", "baton"}
-
-
-@pytest.fixture(params=sorted(path.name for path in OVERLAYS.iterdir()))
-def overlay(request: pytest.FixtureRequest) -> list[Manifest]:
-    return render(OVERLAYS / request.param)
 
 
 def test_every_container_is_locked_down(overlay: list[Manifest]) -> None:

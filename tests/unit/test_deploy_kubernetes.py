@@ -31,11 +31,6 @@ CUSTOM = {"RayCluster", "ServiceMonitor", "PodMonitor"}
 STOP_SECONDS = 15.0
 
 
-@pytest.fixture(params=sorted(path.name for path in OVERLAYS.iterdir()))
-def overlay(request: pytest.FixtureRequest) -> list[Manifest]:
-    return render(OVERLAYS / request.param)
-
-
 def config_of(manifests: list[Manifest], folder: Path) -> Config:
     path = folder / "baton.yaml"
     path.write_text(find(manifests, "ConfigMap", "baton-config")["data"]["baton.yaml"])

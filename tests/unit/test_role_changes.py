@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from clocks import Clock
 
 from cluster.fleet import Fleet
 from cluster.role_changes import RoleChanges
@@ -10,18 +11,6 @@ from core.types import Role
 from planner.pools import Pools
 
 FLEET = Fleet.of(Pools(2, 2))
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 @pytest.fixture
