@@ -83,7 +83,13 @@ def ended(traceparent: str = "", outcome: str = "STOP") -> RequestLedger:
         finished=True,
     )
     return RequestLedger(
-        "r", now - 9.0, [answer], time.time() - 9.0, outcome, traceparent, ended=now
+        "r",
+        now - 9.0,
+        [answer],
+        arrived_at=time.time() - 9.0,
+        outcome=outcome,
+        traceparent=traceparent,
+        ended=now,
     )
 
 
