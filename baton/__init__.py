@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from core.errors import (
+from baton.core.errors import (
     BatonError,
     Cancelled,
     DeadlineExceeded,
@@ -38,7 +38,7 @@ from core.errors import (
     UnsupportedModel,
     WorkerLost,
 )
-from core.types import FinishReason, Message, Tool, ToolCall
+from baton.core.types import FinishReason, Message, Tool, ToolCall
 
 if TYPE_CHECKING:
     from baton.aio import AsyncClient, AsyncStream
@@ -52,6 +52,8 @@ if TYPE_CHECKING:
         Usage,
     )
     from baton.client import Client, Stream
+
+__version__ = "0.1.0"
 
 __all__ = [
     "Answer",

@@ -25,6 +25,7 @@ from baton.connection import (
     why_not_ready,
     with_key,
 )
+from baton.core.errors import Cancelled, DeadlineExceeded, Unavailable
 from baton.errors import translated
 from baton.requests import (
     GenerateOptions,
@@ -39,7 +40,6 @@ from baton.timing import timing_of
 from baton.v1 import cluster_pb2, inference_pb2, timing_pb2
 from baton.v1.cluster_pb2_grpc import AdminStub
 from baton.v1.inference_pb2_grpc import InferenceStub
-from core.errors import Cancelled, DeadlineExceeded, Unavailable
 
 if TYPE_CHECKING:
     from baton.v1.cluster_pb2_grpc import AdminAsyncStub

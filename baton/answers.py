@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
+from baton.core.errors import Internal
+from baton.core.types import FinishReason, ToolCall
 from baton.v1 import inference_pb2
-from core.errors import Internal
-from core.types import FinishReason, ToolCall
 
 
 @dataclass(frozen=True, slots=True)

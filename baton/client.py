@@ -23,6 +23,7 @@ from baton.connection import (
     why_not_ready,
     with_key,
 )
+from baton.core.errors import DeadlineExceeded, Unavailable
 from baton.errors import from_rpc_error, translated
 from baton.requests import (
     GenerateOptions,
@@ -37,7 +38,6 @@ from baton.timing import Metadata, timing_of
 from baton.v1 import cluster_pb2, inference_pb2, timing_pb2
 from baton.v1.cluster_pb2_grpc import AdminStub
 from baton.v1.inference_pb2_grpc import InferenceStub
-from core.errors import DeadlineExceeded, Unavailable
 
 
 class GenerateCall(Protocol):

@@ -9,9 +9,9 @@ from typing import Any, TypeVar, cast
 
 import grpc
 
+from baton.core.tls import CA, CLIENT, certificate_path, key_path, read_pem
+from baton.core.types import MAX_MESSAGE_BYTES
 from baton.v1 import cluster_pb2, worker_pb2
-from core.tls import CA, CLIENT, certificate_path, key_path, read_pem
-from core.types import MAX_MESSAGE_BYTES
 
 Channel = TypeVar("Channel")
 

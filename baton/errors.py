@@ -15,7 +15,7 @@ from google.protobuf import any_pb2
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
-from core.errors import (
+from baton.core.errors import (
     BatonError,
     Cancelled,
     DeadlineExceeded,

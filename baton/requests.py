@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypedDict, cast
 
+from baton.core.errors import InvalidRequest
+from baton.core.types import Message, Tool
 from baton.v1 import cluster_pb2, inference_pb2, worker_pb2
-from core.errors import InvalidRequest
-from core.types import Message, Tool
 
 MessageLike = Message | Mapping[str, str] | tuple[str, str]
 """One message of a conversation; a dict has the keys "role" and "content"."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from baton.core.errors import Internal
 from baton.v1 import timing_pb2
-from core.errors import Internal
 
 KEY = "baton-timing-bin"
 

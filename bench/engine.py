@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from core import model_store
-from core.types import AttemptKey, Sampling, Work
-from engine.engine import Engine
-from engine.sequence import Piece, Plan, Sequence
+from baton.core import model_store
+from baton.core.types import AttemptKey, Sampling, Work
+from baton.engine.engine import Engine
+from baton.engine.sequence import Piece, Plan, Sequence
 
 Prompts = list[list[int]]
 

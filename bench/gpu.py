@@ -28,15 +28,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from core.types import AttemptKey, Sampling, Work
-from engine.architecture import Architecture, parse_architecture
-from engine.flight import Flight
-from engine.gpu.runner import GpuRunner
-from engine.model import Model
-from engine.page_pool import PagePool
-from engine.random_model import random_model
-from engine.sequence import Piece, Plan, Sequence
-from kernels.linear import GatedLinear, Linear
+from baton.core.types import AttemptKey, Sampling, Work
+from baton.engine.architecture import Architecture, parse_architecture
+from baton.engine.flight import Flight
+from baton.engine.gpu.runner import GpuRunner
+from baton.engine.model import Model
+from baton.engine.page_pool import PagePool
+from baton.engine.random_model import random_model
+from baton.engine.sequence import Piece, Plan, Sequence
+from baton.kernels.linear import GatedLinear, Linear
 
 PAGE_SIZE = 16
 CONTEXT = 36_000

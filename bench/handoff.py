@@ -66,9 +66,9 @@ class Bench:
                     process(self._folder, name, module, "--config", config, "--name", name)
                 )
                 for name, module in (
-                    ("prefill-0", "prefill_worker"),
-                    ("decode-0", "decode_worker"),
-                    ("both-0", "decode_worker"),
+                    ("prefill-0", "baton.prefill_worker"),
+                    ("decode-0", "baton.decode_worker"),
+                    ("both-0", "baton.decode_worker"),
                 )
             ]
             prefill, decode, both = map(address_in, logs)

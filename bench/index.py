@@ -16,11 +16,11 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
+from baton.core.page_keys import KEY_BYTES, page_keys
+from baton.router.cache_index import HeldPages
+from baton.router.placement import DecodeView, LocalPrefill, PrefillView, Snapshot
+from baton.router.policy import choose
 from baton.v1 import worker_pb2 as pb
-from core.page_keys import KEY_BYTES, page_keys
-from router.cache_index import HeldPages
-from router.placement import DecodeView, LocalPrefill, PrefillView, Snapshot
-from router.policy import choose
 
 PAGES = 1_000_000
 WORKERS = 16

@@ -18,13 +18,13 @@ from typing import Any
 
 import grpc
 
+from baton.core.listening import listen
+from baton.core.tls import Identity
+from baton.core.types import PROTOCOL, AttemptKey, Role
+from baton.core.wire import role_to
 from baton.v1 import inference_pb2, worker_pb2_grpc
 from baton.v1 import worker_pb2 as pb
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
-from core.listening import listen
-from core.tls import Identity
-from core.types import PROTOCOL, AttemptKey, Role
-from core.wire import role_to
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from baton.planner.plan import NOTHING, WANTED
+from baton.planner.pools import Pools
+from baton.planner.report import Planned
 from baton.v1 import cluster_pb2
-from planner.plan import NOTHING, WANTED
-from planner.pools import Pools
-from planner.report import Planned
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,14 @@ import dataclasses
 from collections.abc import Sequence
 
 from baton import Client
+from baton.cluster.launch import Cluster
+from baton.core import config as configs
+from baton.core.config import Config
+from baton.planner.observation import Goals
+from baton.planner.pools import Pools
+from baton.planner.profile import Profile
+from baton.planner.report import Report
+from baton.planner.simulator import Setup, Simulator
 from bench.plan_changes import agreement, live_change, print_changes, simulated_change
 from bench.simulate import (
     MAX_BATCH,
@@ -30,14 +38,6 @@ from bench.trace import chosen_requests
 from bench.trace_cluster import Shape
 from bench.trace_report import Objective
 from bench.trace_workload import TimedRequest, with_loads
-from cluster.launch import Cluster
-from core import config as configs
-from core.config import Config
-from planner.observation import Goals
-from planner.pools import Pools
-from planner.profile import Profile
-from planner.report import Report
-from planner.simulator import Setup, Simulator
 
 SWITCH_SECONDS = 0.05
 """Beyond the drain, on a CPU."""

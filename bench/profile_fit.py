@@ -14,11 +14,17 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from baton.planner.profile import Profile
+from baton.planner.sharing import SharedCores
+from baton.router.cost_model import (
+    BUSY_SHARE,
+    EXPOSED_PRIOR,
+    PREFILL_PRIOR,
+    STEP_PRIOR,
+    TRANSFER_PRIOR,
+)
+from baton.router.online_fit import OnlineFit
 from baton.v1 import timing_pb2 as pb
-from planner.profile import Profile
-from planner.sharing import SharedCores
-from router.cost_model import BUSY_SHARE, EXPOSED_PRIOR, PREFILL_PRIOR, STEP_PRIOR, TRANSFER_PRIOR
-from router.online_fit import OnlineFit
 
 MEMORY = 256.0
 

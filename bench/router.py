@@ -37,12 +37,12 @@ import uvloop
 import yaml
 from tokenizers import Tokenizer
 
+from baton.core import model_store
+from baton.core.config import Config
+from baton.core.types import Role
 from bench.instant_worker import InstantWorker, Pace
 from bench.processes import FREE_ROUTER, START_SECONDS, STOP_SECONDS
 from bench.router_load import Arrivals, Clients, Reading
-from core import model_store
-from core.config import Config
-from core.types import Role
 
 STREAMS = 256
 GOAL = 20_000
@@ -121,7 +121,7 @@ class Router:
 
     def __init__(self, config: Path, core: int, profile: Path | None = None) -> None:
         on_core = ["taskset", "-c", str(core)]
-        module = ["bench.profiled_router", str(profile)] if profile else ["router"]
+        module = ["bench.profiled_router", str(profile)] if profile else ["baton.router"]
         self._profile = profile
         log = config.with_suffix(".log")
         with log.open("w") as output:

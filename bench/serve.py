@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from baton import Client
+from baton.cluster.launch import Cluster
+from baton.core import metrics, model_store
+from baton.core.config import Config, RouterConfig
 from bench.engine import Ours, Prompts, random_prompts
-from cluster.launch import Cluster
-from core import metrics, model_store
-from core.config import Config, RouterConfig
 
 CHUNK = 512
 THREADS = 2

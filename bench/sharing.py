@@ -30,8 +30,8 @@ from pathlib import Path
 import yaml
 
 from baton import AsyncClient
+from baton.worker import mps
 from bench.processes import FREE_ROUTER, address_in, process
-from worker import mps
 
 WORDS = 30_000
 STREAM_PROMPT = 512
@@ -158,9 +158,9 @@ def cluster(way: Way, options: argparse.Namespace, folder: Path) -> Iterator[str
         if way.share:
             pipes = Path(running.enter_context(tempfile.TemporaryDirectory()))
             shared = running.enter_context(mps.service(pipes))
-        workers = [("decode-0", "decode_worker")]
+        workers = [("decode-0", "baton.decode_worker")]
         if way.split:
-            workers.append(("prefill-0", "prefill_worker"))
+            workers.append(("prefill-0", "baton.prefill_worker"))
         config = _config(folder / "workers.yaml", way, options, [])
         logs = [
             running.enter_context(

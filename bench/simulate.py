@@ -22,6 +22,16 @@ from fractions import Fraction
 from pathlib import Path
 
 from baton import AsyncClient
+from baton.core import model_store
+from baton.core.config import Config, DecodeConfig, Size, settle
+from baton.core.page_keys import page_keys
+from baton.planner.observation import Goals
+from baton.planner.pools import Pools
+from baton.planner.profile import Profile, load_profile
+from baton.planner.report import Report
+from baton.planner.sharing import SharedCores, weight
+from baton.planner.simulator import Setup, Simulator
+from baton.planner.trace import Arrival
 from baton.v1 import timing_pb2, worker_pb2
 from bench import trace_cluster
 from bench.profile_fit import PoolShape, fit_profile
@@ -30,16 +40,6 @@ from bench.trace_cluster import Shape
 from bench.trace_replay import Outcome, replay, warm_up
 from bench.trace_report import Objective, summarize
 from bench.trace_workload import FreshPrompts, TimedRequest
-from core import model_store
-from core.config import Config, DecodeConfig, Size, settle
-from core.page_keys import page_keys
-from planner.observation import Goals
-from planner.pools import Pools
-from planner.profile import Profile, load_profile
-from planner.report import Report
-from planner.sharing import SharedCores, weight
-from planner.simulator import Setup, Simulator
-from planner.trace import Arrival
 
 MAX_BATCH = 64
 SETTINGS = {"local_prefill": "never", "fetch_pages": "never"}

@@ -20,14 +20,14 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from core import model_store
-from core.config import CacheConfig, Size
-from core.types import AttemptKey, Sampling, Work
-from engine.engine import Engine
-from engine.restore_costs import Tier
-from engine.second_tier import SecondTier
-from engine.sequence import Piece, Sequence
-from worker.second_tier import open_second_tier
+from baton.core import model_store
+from baton.core.config import CacheConfig, Size
+from baton.core.types import AttemptKey, Sampling, Work
+from baton.engine.engine import Engine
+from baton.engine.restore_costs import Tier
+from baton.engine.second_tier import SecondTier
+from baton.engine.sequence import Piece, Sequence
+from baton.worker.second_tier import open_second_tier
 
 PROMPT = 64
 ROUND_STEPS = 8

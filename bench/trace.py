@@ -36,6 +36,8 @@ from fractions import Fraction
 from pathlib import Path
 
 from baton import AsyncClient
+from baton.core import model_store
+from baton.planner.trace import read_trace
 from bench import trace_cluster
 from bench.trace_cluster import Door, Shape
 from bench.trace_prefix import print_prefix_hit
@@ -51,8 +53,6 @@ from bench.trace_workload import (
     slice_of_sessions,
     slice_of_time,
 )
-from core import model_store
-from planner.trace import read_trace
 
 POLICIES = (KV_AWARE, "least_loaded", "round_robin")
 TRACE_OBJECTIVE = Objective(ttft=4.0, itl=0.25)

@@ -17,11 +17,11 @@ from pathlib import Path
 import yaml
 
 from baton import Client
+from baton.core import config as configs
+from baton.core import metrics
+from baton.core.types import Role
 from baton.v1 import worker_pb2
 from bench.processes import FREE_ROUTER, address_in, process
-from core import config as configs
-from core import metrics
-from core.types import Role
 
 READY_SECONDS = 60.0
 
@@ -103,7 +103,7 @@ def router(
 
 
 def _module(name: str) -> str:
-    return f"{name.partition('-')[0]}_worker"
+    return f"baton.{name.partition('-')[0]}_worker"
 
 
 def _write(path: Path, tree: Mapping[str, object]) -> str:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton import Answer, AsyncClient
+from baton.core.errors import BatonError
 from bench.trace_workload import FreshPrompts, TimedRequest
-from core.errors import BatonError
 
 TIMEOUT_SECONDS = 600.0
 """For one answer; whoever takes longer counts as an error."""

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from baton.core.spread import Spread
 from bench.trace_replay import Outcome
-from core.spread import Spread
 
 KV_AWARE = "kv_aware"
 ENOUGH_HITS = 0.95

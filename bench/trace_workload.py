@@ -16,8 +16,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from core.page_keys import page_keys
-from planner.trace import BLOCK, TraceRequest, common_blocks
+from baton.core.page_keys import page_keys
+from baton.planner.trace import BLOCK, TraceRequest, common_blocks
 
 VOCABULARY = 30_000
 """Token ids are drawn below this. Models of language have more."""

@@ -23,13 +23,13 @@ from multiprocessing.connection import Connection
 
 import numpy
 
+from baton.core.types import AttemptKey
+from baton.kv_transfer.nixl_transport import NixlTransport
+from baton.kv_transfer.thread import SHORTEST_PAUSE_SECONDS, TransferThread
+from baton.kv_transfer.transport import Noted, PoolMemory, WriteDone
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
 from bench import transfer_cuda, transfer_split
 from bench.timing import median_seconds
-from core.types import AttemptKey
-from kv_transfer.nixl_transport import NixlTransport
-from kv_transfer.thread import SHORTEST_PAUSE_SECONDS, TransferThread
-from kv_transfer.transport import Noted, PoolMemory, WriteDone
 
 POOL_BYTES = 64 << 20
 PAGE_SIZES = (16 << 10, 64 << 10, 1 << 20)

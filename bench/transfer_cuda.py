@@ -19,13 +19,13 @@ from functools import partial
 
 import torch
 
-from core.errors import BatonError
-from kv_transfer.choose import choose_transport
-from kv_transfer.digest import gpu_digest
-from kv_transfer.nixl_transport import DEVICE_THREADS, NixlTransport
-from kv_transfer.probe import MakeTransport, Measured, measure
-from kv_transfer.routed import RoutedTransport
-from kv_transfer.transport import PoolMemory
+from baton.core.errors import BatonError
+from baton.kv_transfer.choose import choose_transport
+from baton.kv_transfer.digest import gpu_digest
+from baton.kv_transfer.nixl_transport import DEVICE_THREADS, NixlTransport
+from baton.kv_transfer.probe import MakeTransport, Measured, measure
+from baton.kv_transfer.routed import RoutedTransport
+from baton.kv_transfer.transport import PoolMemory
 
 PAGE_BYTES = 2 << 20
 PAGES = 512

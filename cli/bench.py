@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from baton.cli import options
+from baton.cli.edge import edge, note
+from baton.cli.load_shapes import LENGTHS_HELP, Lengths, Shape
+from baton.cli.terminal import console, print_json
 from baton.connection import API_KEY_VARIABLE
-from cli import options
-from cli.edge import edge, note
-from cli.load_shapes import LENGTHS_HELP, Lengths, Shape
-from cli.terminal import console, print_json
 
 if TYPE_CHECKING:
-    from cli.load_client import Call, Target
+    from baton.cli.load_client import Call, Target
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
@@ -61,13 +61,13 @@ def bench(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="The same seed asks the same.")] = 0,
     plot: Annotated[
-        Path | None, typer.Option(metavar="PNG", help="Draw the times (needs baton[plot]).")
+        Path | None, typer.Option(metavar="PNG", help="Draw the times (needs baton-llm[plot]).")
     ] = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Put load on a server, and tell TTFT, ITL, end-to-end times and goodput."""
     with edge():
-        from cli import load_client, load_report
+        from baton.cli import load_client, load_report
 
         shape = Shape(
             requests,
@@ -99,7 +99,7 @@ def _run(target: Target, shape: Shape, concurrency: int) -> list[Call]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from cli import load_run
+    from baton.cli import load_run
 
     loads = shape.loads()
     columns = (

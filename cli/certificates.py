@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from core.tls import CA, CLIENT, CLIENTS_CA, NODE, certificate_path, key_path, read_pem
+from baton.core.tls import CA, CLIENT, CLIENTS_CA, NODE, certificate_path, key_path, read_pem
 
 _CLOCKS_DIFFER = timedelta(hours=1)
 _SERVER, _CLIENT = ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from cli import options
-from cli.edge import edge
-from cli.terminal import print_json
+from baton.cli import options
+from baton.cli.edge import edge
+from baton.cli.terminal import print_json
 
 _OWN = ("localhost", "127.0.0.1", "::1")
 
@@ -26,7 +26,7 @@ def certs(
 ) -> None:
     """Make certificates for development; an authority that is there already signs again."""
     with edge():
-        from cli.certificates import make_certificates
+        from baton.cli.certificates import make_certificates
 
         hosts = dict.fromkeys((*_OWN, socket.gethostname(), *(host or ())))
         make_certificates(folder, list(hosts), days)

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import typer
 
 from baton import BatonError, Client, InvalidRequest, Message
+from baton.cli import options
+from baton.cli.edge import complain, edge, note
+from baton.cli.playback import Playback
 from baton.connection import DEFAULT_ADDRESS
 from baton.requests import GenerateOptions
-from cli import options
-from cli.edge import complain, edge, note
-from cli.playback import Playback
 
 _HELP = """\
 /help         this text

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import typer
 
 from baton import Client
+from baton.cli import options
+from baton.cli.edge import edge
+from baton.cli.terminal import print_json
 from baton.connection import DEFAULT_ADDRESS
+from baton.core.plain import plain
 from baton.v1 import cluster_pb2
-from cli import options
-from cli.edge import edge
-from cli.terminal import print_json
-from core.plain import plain
 
 
 def diagnose(

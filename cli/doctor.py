@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli import options
-from cli.edge import edge
-from cli.terminal import print_json
-from core import config as configs
+from baton.cli import options
+from baton.cli.edge import edge
+from baton.cli.terminal import print_json
+from baton.core import config as configs
 
 if TYPE_CHECKING:
-    from cli.doctor_checks import Check
+    from baton.cli.doctor_checks import Check
 
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
@@ -27,7 +27,7 @@ def doctor(
 ) -> None:
     """Check this host: devices, packages, model, ports, and how fast pages travel."""
     with edge():
-        from cli.doctor_checks import run_checks
+        from baton.cli.doctor_checks import run_checks
 
         checks = []
         for check in run_checks(configs.load(config)):

@@ -17,11 +17,11 @@ from functools import partial
 from importlib import metadata
 from typing import Literal
 
-from core import model_store
-from core.config import Config, settle
-from core.errors import BatonError
-from kv_transfer.choose import choose_transport
-from kv_transfer.probe import Measured, measure
+from baton.core import model_store
+from baton.core.config import Config, settle
+from baton.core.errors import BatonError
+from baton.kv_transfer.choose import choose_transport
+from baton.kv_transfer.probe import Measured, measure
 
 Verdict = Literal["ok", "warn", "fail"]
 

@@ -8,14 +8,14 @@ from typing import Annotated
 import typer
 
 from baton import Client
+from baton.cli import options
+from baton.cli.edge import edge, note
+from baton.cli.restart import find, is_last
+from baton.cli.terminal import print_json
+from baton.cli.waiting import wait_for
 from baton.connection import DEFAULT_ADDRESS
+from baton.core.errors import InvalidRequest
 from baton.v1.cluster_pb2 import StatusResponse
-from cli import options
-from cli.edge import edge, note
-from cli.restart import find, is_last
-from cli.terminal import print_json
-from cli.waiting import wait_for
-from core.errors import InvalidRequest
 
 
 def drain(

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import typer
 
-from core.errors import BatonError
+from baton.core.errors import BatonError
 
 
 @contextmanager

@@ -9,12 +9,12 @@ from typing import Annotated
 import typer
 
 from baton import Client, Message, Stream
+from baton.cli import options
+from baton.cli.edge import edge, note
+from baton.cli.playback import Playback
+from baton.cli.terminal import print_json
 from baton.connection import DEFAULT_ADDRESS
 from baton.requests import GenerateOptions
-from cli import options
-from cli.edge import edge, note
-from cli.playback import Playback
-from cli.terminal import print_json
 
 
 def generate(

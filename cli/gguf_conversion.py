@@ -24,7 +24,7 @@ from gguf.quants import dequantize
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from core.errors import UnsupportedModel
+from baton.core.errors import UnsupportedModel
 
 Weights = npt.NDArray[np.float32]
 Json = dict[str, object]

@@ -8,11 +8,11 @@ from typing import Annotated
 
 import typer
 
-from cli import options
-from cli.edge import edge, note
-from cli.terminal import print_json
-from core.api_keys import Key, make_key, read_keys, write_keys
-from core.errors import InvalidConfig
+from baton.cli import options
+from baton.cli.edge import edge, note
+from baton.cli.terminal import print_json
+from baton.core.api_keys import Key, make_key, read_keys, write_keys
+from baton.core.errors import InvalidConfig
 
 keys = typer.Typer(help="Make, list and take away API keys.", no_args_is_help=True)
 

@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from cli import options
-from cli.edge import edge
-from cli.terminal import print_json
+from baton.cli import options
+from baton.cli.edge import edge
+from baton.cli.terminal import print_json
 
 
 def leave(
@@ -23,7 +23,7 @@ def leave(
 ) -> None:
     """Have the workers of a machine finish or hand back what runs, and start elsewhere."""
     with edge():
-        from cluster.leave import leave as leave_node
+        from baton.cluster.leave import leave as leave_node
 
         left = leave_node(ray_address, host, wait)
     if as_json:

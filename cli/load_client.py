@@ -12,10 +12,10 @@ from pathlib import Path
 
 import httpx
 
+from baton.cli.load_shapes import Load
 from baton.connection import TLS_VARIABLE
-from cli.load_shapes import Load
-from core.errors import BatonError, Unavailable
-from core.tls import CA, CLIENT, certificate_path, key_path
+from baton.core.errors import BatonError, Unavailable
+from baton.core.tls import CA, CLIENT, certificate_path, key_path
 
 
 @dataclass(slots=True)

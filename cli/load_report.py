@@ -11,9 +11,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cli.load_client import Call
-from core.errors import InvalidConfig
-from core.spread import PERCENTILES, Spread
+from baton.cli.load_client import Call
+from baton.core.errors import InvalidConfig
+from baton.core.spread import PERCENTILES, Spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ def plot(calls: Sequence[Call], path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
-        raise InvalidConfig("a picture needs matplotlib: install baton[plot]") from None
+        raise InvalidConfig("a picture needs matplotlib: install baton-llm[plot]") from None
     done = [call for call in calls if not call.error]
     figure = Figure(figsize=(11, 4), layout="constrained")
     spread, course = figure.subplots(1, 2)

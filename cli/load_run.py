@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 import httpx
 
-from cli.load_client import Call, Target, ask
-from cli.load_shapes import Load
+from baton.cli.load_client import Call, Target, ask
+from baton.cli.load_shapes import Load
 
 Progress = Callable[[Call], None]
 

@@ -6,7 +6,7 @@ import math
 import random
 from dataclasses import dataclass
 
-from core.errors import InvalidRequest
+from baton.core.errors import InvalidRequest
 
 LENGTHS_HELP = "N, LOW..HIGH (uniform), normal:MEAN:DEVIATION or lognormal:MEDIAN:SIGMA"
 

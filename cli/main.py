@@ -8,26 +8,26 @@ from __future__ import annotations
 
 import typer
 
-from cli.bench import bench
-from cli.certs import certs
-from cli.chat import chat
-from cli.diagnose import diagnose
-from cli.doctor import doctor
-from cli.drain import drain
-from cli.generate import generate
-from cli.keys import keys
-from cli.leave import leave
-from cli.model import model
-from cli.plan import plan
-from cli.restart import restart
-from cli.role import role
-from cli.scale import scale
-from cli.serve import serve
-from cli.simulate import simulate
-from cli.status import status
-from cli.stop import stop
-from cli.top import top
-from cli.why import why
+from baton.cli.bench import bench
+from baton.cli.certs import certs
+from baton.cli.chat import chat
+from baton.cli.diagnose import diagnose
+from baton.cli.doctor import doctor
+from baton.cli.drain import drain
+from baton.cli.generate import generate
+from baton.cli.keys import keys
+from baton.cli.leave import leave
+from baton.cli.model import model
+from baton.cli.plan import plan
+from baton.cli.restart import restart
+from baton.cli.role import role
+from baton.cli.scale import scale
+from baton.cli.serve import serve
+from baton.cli.simulate import simulate
+from baton.cli.status import status
+from baton.cli.stop import stop
+from baton.cli.top import top
+from baton.cli.why import why
 
 app = typer.Typer(
     name="baton",

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from cli import model_pull, options
-from cli.edge import edge, note
-from cli.terminal import print_json
-from core.model_store import EMBEDDED, locate
+from baton.cli import model_pull, options
+from baton.cli.edge import edge, note
+from baton.cli.terminal import print_json
+from baton.core.model_store import EMBEDDED, locate
 
 model = typer.Typer(help="Fetch and find models.", no_args_is_help=True)
 

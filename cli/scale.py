@@ -8,13 +8,13 @@ from typing import Annotated
 import typer
 
 from baton import Client
+from baton.cli import options
+from baton.cli.edge import edge, note
+from baton.cli.terminal import print_json
+from baton.cli.waiting import wait_for
 from baton.connection import DEFAULT_ADDRESS
+from baton.core.plain import plain
 from baton.v1 import cluster_pb2
-from cli import options
-from cli.edge import edge, note
-from cli.terminal import print_json
-from cli.waiting import wait_for
-from core.plain import plain
 
 
 def scale(

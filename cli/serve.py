@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli.edge import edge
-from cluster import preflight
-from core import config as configs
-from core import model_store
-from core.config import Config
+from baton.cli.edge import edge
+from baton.cluster import preflight
+from baton.core import config as configs
+from baton.core import model_store
+from baton.core.config import Config
 
 if TYPE_CHECKING:
-    from cluster.launch import Cluster
-    from cluster.member import Member
+    from baton.cluster.launch import Cluster
+    from baton.cluster.member import Member
 
 # How often a serving cluster is looked at, to tell of processes that start again.
 _WATCH_SECONDS = 1.0
@@ -209,7 +209,7 @@ class _Stopped(Exception):
 
 def _run(config: Config, where: _Where, stopped: threading.Event, hurry: threading.Event) -> None:
     typer.echo("starting Ray …")
-    from cluster.launch import Cluster
+    from baton.cluster.launch import Cluster
 
     cluster = Cluster(config, where.ray_address, detached=where.detach, name=where.name)
     progress = _Progress(stopped)

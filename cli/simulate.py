@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from cli import options
-from cli.edge import edge
-from cli.terminal import print_json
+from baton.cli import options
+from baton.cli.edge import edge
+from baton.cli.terminal import print_json
 
 
 def simulate(
@@ -45,10 +45,10 @@ def simulate(
     as_json: options.AsJson = False,
 ) -> None:
     """Simulate a cluster that serves a trace: hit rate, TTFT, ITL, goodput, use of the pools."""
-    from cli import simulation
-    from planner.observation import Goals
-    from planner.pools import Pools
-    from planner.trace import Traffic
+    from baton.cli import simulation
+    from baton.planner.observation import Goals
+    from baton.planner.pools import Pools
+    from baton.planner.trace import Traffic
 
     with edge():
         workers = Pools(prefill, decode)

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import typer
 
-from core.errors import InvalidConfig
-from core.spread import Spread
-from planner.observation import Goals
-from planner.pools import Pools
-from planner.profile import H200_8B, load_profile
-from planner.report import Planned, PoolUse, Report
-from planner.simulator import Setup, Simulator
-from planner.trace import TraceRequest, Traffic, arrivals, read_trace
+from baton.core.errors import InvalidConfig
+from baton.core.spread import Spread
+from baton.planner.observation import Goals
+from baton.planner.pools import Pools
+from baton.planner.profile import H200_8B, load_profile
+from baton.planner.report import Planned, PoolUse, Report
+from baton.planner.simulator import Setup, Simulator
+from baton.planner.trace import TraceRequest, Traffic, arrivals, read_trace
 
 
 def run(

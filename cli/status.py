@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from baton import BatonError, Client
+from baton.cli import options
+from baton.cli.edge import edge
+from baton.cli.terminal import console, print_json
 from baton.connection import DEFAULT_ADDRESS
-from cli import options
-from cli.edge import edge
-from cli.terminal import console, print_json
-from core.plain import plain
+from baton.core.plain import plain
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -38,7 +38,7 @@ def status(
 
 
 def _print_table(client: Client) -> None:
-    from cli.status_table import render
+    from baton.cli.status_table import render
 
     console().print(render(client.status(), client.address))
 
@@ -56,7 +56,7 @@ def _frame(client: Client) -> RenderableType:
     """The table, or in its place what is wrong: a router may come back."""
     from rich.text import Text
 
-    from cli.status_table import render
+    from baton.cli.status_table import render
 
     try:
         return render(client.status(timeout=_REFRESH_SECONDS), client.address)

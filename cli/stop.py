@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
-from cli import options
-from cli.edge import edge
-from cli.terminal import print_json
+from baton.cli import options
+from baton.cli.edge import edge
+from baton.cli.terminal import print_json
 
 
 def stop(
@@ -26,7 +26,7 @@ def stop(
 ) -> None:
     """Stop a detached cluster. Requests under way may end; Ctrl-C ends them at once."""
     with edge():
-        from cluster.stopping import stop_detached
+        from baton.cluster.stopping import stop_detached
 
         hurry = threading.Event()
         signal.signal(signal.SIGINT, lambda *_: hurry.set())

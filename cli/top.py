@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from baton import BatonError, Client, PermissionDenied
+from baton.cli import options
+from baton.cli.edge import edge
+from baton.cli.terminal import console, print_json
 from baton.connection import DEFAULT_ADDRESS
-from cli import options
-from cli.edge import edge
-from cli.terminal import console, print_json
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from cli.top_picture import Picture
+    from baton.cli.top_picture import Picture
 
 _PATIENCE_SECONDS = 2.0
 
@@ -61,7 +61,7 @@ def _frame(client: Client) -> RenderableType:
 
 
 def _picture(client: Client) -> Picture:
-    from cli.top_picture import Picture
+    from baton.cli.top_picture import Picture
 
     try:
         recent = client.recent(8, timeout=_PATIENCE_SECONDS)

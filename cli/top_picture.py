@@ -9,9 +9,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from baton.cli import status_table, waterfall
+from baton.core.plain import plain
 from baton.v1 import cluster_pb2, timing_pb2
-from cli import status_table, waterfall
-from core.plain import plain
 
 POINTS = 60
 _BLOCKS = " ▁▂▃▄▅▆▇█"

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from cli.edge import note
-from core.errors import DeadlineExceeded, Unavailable
+from baton.cli.edge import note
+from baton.core.errors import DeadlineExceeded, Unavailable
 
 _POLL_SECONDS = 0.2
 

@@ -7,12 +7,12 @@ from typing import Annotated
 import typer
 
 from baton import Client
+from baton.cli import options
+from baton.cli.edge import edge
+from baton.cli.terminal import console, print_json
 from baton.connection import DEFAULT_ADDRESS
+from baton.core.plain import plain
 from baton.v1 import timing_pb2
-from cli import options
-from cli.edge import edge
-from cli.terminal import console, print_json
-from core.plain import plain
 
 
 def why(
@@ -33,7 +33,7 @@ def why(
 
 
 def _list(requests: list[timing_pb2.RequestTiming], as_json: bool) -> None:
-    from cli.waterfall import request_table
+    from baton.cli.waterfall import request_table
 
     if as_json:
         print_json([plain(request) for request in requests])
@@ -44,7 +44,7 @@ def _list(requests: list[timing_pb2.RequestTiming], as_json: bool) -> None:
 
 
 def _draw(request: timing_pb2.RequestTiming, as_json: bool) -> None:
-    from cli.waterfall import waterfall
+    from baton.cli.waterfall import waterfall
 
     if as_json:
         print_json(plain(request))

@@ -24,19 +24,19 @@ from typing import TYPE_CHECKING
 import ray
 import uvloop
 
-from cluster import store
-from cluster.joining import whole
-from cluster.member import CONTROLLER, DRAINED, DRAINING, Member
-from core import config as configs
-from core.config import Config
-from core.errors import BatonError
-from core.process import Stopping, settle_memory
-from core.types import Role
-from worker.cpu import claim_threads
+from baton.cluster import store
+from baton.cluster.joining import whole
+from baton.cluster.member import CONTROLLER, DRAINED, DRAINING, Member
+from baton.core import config as configs
+from baton.core.config import Config
+from baton.core.errors import BatonError
+from baton.core.process import Stopping, settle_memory
+from baton.core.types import Role
+from baton.worker.cpu import claim_threads
 
 if TYPE_CHECKING:
-    from router.server import RouterServer
-    from worker.server import WorkerServer
+    from baton.router.server import RouterServer
+    from baton.worker.server import WorkerServer
 
 log = logging.getLogger(__name__)
 
@@ -165,7 +165,7 @@ class WorkerActor(_ServerActor):
         assert self._member.role is not None
         claim_threads(self._config, self._member.role)
         # Imported here so that the controller hears from this process before torch is there.
-        from worker.server import WorkerServer
+        from baton.worker.server import WorkerServer
 
         server = WorkerServer(
             self._config,
@@ -195,7 +195,7 @@ class RouterActor(_ServerActor):
         super().__init__(tree, member)
 
     async def _serve(self) -> bool:
-        from router.server import RouterServer
+        from baton.router.server import RouterServer
 
         self._tell(progress="loading the tokenizer")
         server = RouterServer(self._config, self._member.worker_id)

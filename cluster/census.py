@@ -12,7 +12,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 
-from cluster.member import Member
+from baton.cluster.member import Member
 
 SILENT_SECONDS = 10.0
 """Without a word, after which a member does not count as serving."""

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from baton.cluster.member import Member
+from baton.cluster.planning import Planned
+from baton.core.types import Role
+from baton.core.wire import role_from, role_to
+from baton.router.grpc_edge import answered
 from baton.v1 import cluster_pb2 as pb
 from baton.v1 import cluster_pb2_grpc
-from cluster.member import Member
-from cluster.planning import Planned
-from core.types import Role
-from core.wire import role_from, role_to
-from router.grpc_edge import answered
 
 if TYPE_CHECKING:
-    from cluster.controller import Controller
+    from baton.cluster.controller import Controller
 
 
 class Control(cluster_pb2_grpc.ControlServicer):

@@ -24,25 +24,25 @@ from collections.abc import Callable
 import grpc
 import ray
 
+from baton.cluster import store
+from baton.cluster.census import Census
+from baton.cluster.control import Control
+from baton.cluster.fleet import Fleet
+from baton.cluster.joining import whole
+from baton.cluster.live_planner import LivePlanner
+from baton.cluster.member import CONTROLLER, DRAINED, DRAINING, Member, is_worker
+from baton.cluster.membership import Membership
+from baton.cluster.planning import Planning
+from baton.cluster.role_changes import RoleChanges
+from baton.cluster.worker_actors import WorkerActors, drain, gpus_of, kill
+from baton.core import config as configs
+from baton.core.errors import InvalidRequest, RoleRefused, Unavailable
+from baton.core.listening import listen
+from baton.core.tls import Identity, node_identity
+from baton.core.types import MAX_MESSAGE_BYTES, Role
+from baton.core.wire import role_to
+from baton.planner.pools import Pools, other
 from baton.v1 import cluster_pb2, cluster_pb2_grpc
-from cluster import store
-from cluster.census import Census
-from cluster.control import Control
-from cluster.fleet import Fleet
-from cluster.joining import whole
-from cluster.live_planner import LivePlanner
-from cluster.member import CONTROLLER, DRAINED, DRAINING, Member, is_worker
-from cluster.membership import Membership
-from cluster.planning import Planning
-from cluster.role_changes import RoleChanges
-from cluster.worker_actors import WorkerActors, drain, gpus_of, kill
-from core import config as configs
-from core.errors import InvalidRequest, RoleRefused, Unavailable
-from core.listening import listen
-from core.tls import Identity, node_identity
-from core.types import MAX_MESSAGE_BYTES, Role
-from core.wire import role_to
-from planner.pools import Pools, other
 
 log = logging.getLogger(__name__)
 

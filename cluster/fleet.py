@@ -16,8 +16,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from core.types import Role
-from planner.pools import NONE, Pools
+from baton.core.types import Role
+from baton.planner.pools import NONE, Pools
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from typing import Any
 
 import ray
 
-from cluster.preflight import check_ray
-from core.errors import Unavailable
+from baton.cluster.preflight import check_ray
+from baton.core.errors import Unavailable
 
 PREFIX = "baton-"
 """Of every cluster's Ray namespace."""

@@ -31,20 +31,20 @@ from typing import Any
 
 import ray
 
-from cluster import store
-from cluster.actors import RouterActor
-from cluster.controller import Controller
-from cluster.fleet import Fleet
-from cluster.joining import PREFIX, join, start
-from cluster.member import CONTROLLER, ROUTER, Member, router_name
-from cluster.preflight import check_ports, free_port, numbered, take_port
-from cluster.stopping import stop_everything
-from cluster.worker_actors import CONCURRENCY, WorkerActors, find, gpus_of_ray, gpus_per_rank
-from core import config as configs
-from core.config import Config, RouterConfig
-from core.errors import DeadlineExceeded, InvalidConfig, Unavailable
-from planner.pools import Pools
-from worker import mps
+from baton.cluster import store
+from baton.cluster.actors import RouterActor
+from baton.cluster.controller import Controller
+from baton.cluster.fleet import Fleet
+from baton.cluster.joining import PREFIX, join, start
+from baton.cluster.member import CONTROLLER, ROUTER, Member, router_name
+from baton.cluster.preflight import check_ports, free_port, numbered, take_port
+from baton.cluster.stopping import stop_everything
+from baton.cluster.worker_actors import CONCURRENCY, WorkerActors, find, gpus_of_ray, gpus_per_rank
+from baton.core import config as configs
+from baton.core.config import Config, RouterConfig
+from baton.core.errors import DeadlineExceeded, InvalidConfig, Unavailable
+from baton.planner.pools import Pools
+from baton.worker import mps
 
 POLL_SECONDS = 0.1
 MEMBERS_SECONDS = 5.0

@@ -16,9 +16,9 @@ from typing import Any
 import ray
 from ray.core.generated import autoscaler_pb2
 
-from cluster.joining import PREFIX, clusters, join
-from cluster.member import CONTROLLER, Member
-from core.errors import DeadlineExceeded, InvalidRequest, Unavailable
+from baton.cluster.joining import PREFIX, clusters, join
+from baton.cluster.member import CONTROLLER, Member
+from baton.core.errors import DeadlineExceeded, InvalidRequest, Unavailable
 
 POLL_SECONDS = 0.2
 MEMBERS_SECONDS = 5.0

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from cluster.planning import Planning
-from cluster.worker_actors import switch_role
-from core.errors import BatonError
-from planner.plan import Decision, Switch
-from planner.pools import NONE, other
+from baton.cluster.planning import Planning
+from baton.cluster.worker_actors import switch_role
+from baton.core.errors import BatonError
+from baton.planner.plan import Decision, Switch
+from baton.planner.pools import NONE, other
 
 if TYPE_CHECKING:
-    from cluster.controller import Controller
+    from baton.cluster.controller import Controller
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from core.types import Role
+from baton.core.types import Role
 
 CONTROLLER = "controller"
 """The controller's name in the cluster's Ray namespace."""

@@ -15,13 +15,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from baton.core.config import Config, settle
+from baton.planner.observation import Goals, Observation
+from baton.planner.plan import Decision, PlannerState, plan
+from baton.planner.pools import Pools
+from baton.planner.window import TrafficWindow
+from baton.router.cost_model import STEP_PRIOR, Costs
 from baton.v1 import cluster_pb2
-from core.config import Config, settle
-from planner.observation import Goals, Observation
-from planner.plan import Decision, PlannerState, plan
-from planner.pools import Pools
-from planner.window import TrafficWindow
-from router.cost_model import STEP_PRIOR, Costs
 
 REMEMBERED = 100
 """Decisions that changed something, or would have."""

@@ -10,12 +10,12 @@ import socket
 
 import grpc
 
-from core import exposure, model_store
-from core.config import Config, RouterConfig
-from core.errors import InvalidConfig, Unavailable
-from core.tls import node_identity
-from engine.architecture import Architecture, read_architecture
-from worker.rank_settings import check_ranks
+from baton.core import exposure, model_store
+from baton.core.config import Config, RouterConfig
+from baton.core.errors import InvalidConfig, Unavailable
+from baton.core.tls import node_identity
+from baton.engine.architecture import Architecture, read_architecture
+from baton.worker.rank_settings import check_ranks
 
 # Bytes of one K or V value; "auto" is told apart by the worker, which sees the device.
 _VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2}

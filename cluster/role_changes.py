@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cluster.fleet import Fleet
-from core.types import Role
-from planner.pools import Pools, other
+from baton.cluster.fleet import Fleet
+from baton.core.types import Role
+from baton.planner.pools import Pools, other
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,11 @@ from typing import Any
 
 import ray
 
-from cluster import store
-from cluster.joining import PREFIX, clusters, join
-from cluster.member import CONTROLLER, is_router, is_worker
-from cluster.worker_actors import find, kill
-from core.errors import InvalidRequest, Unavailable
+from baton.cluster import store
+from baton.cluster.joining import PREFIX, clusters, join
+from baton.cluster.member import CONTROLLER, is_router, is_worker
+from baton.cluster.worker_actors import find, kill
+from baton.core.errors import InvalidRequest, Unavailable
 
 POLL_SECONDS = 0.1
 # For a process to say that it is there.

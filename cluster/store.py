@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import ray
 from ray.experimental import internal_kv
 
-from cluster import fleet as fleets
-from cluster.fleet import Fleet
+from baton.cluster import fleet as fleets
+from baton.cluster.fleet import Fleet
 
 _KEY = "fleet"
 _START = "start"

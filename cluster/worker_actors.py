@@ -14,12 +14,12 @@ from typing import Any
 
 import ray
 
-from cluster.actors import WorkerActor
-from cluster.member import Member
-from core import config as configs
-from core.config import Config
-from core.errors import InvalidConfig
-from core.types import Role
+from baton.cluster.actors import WorkerActor
+from baton.cluster.member import Member
+from baton.core import config as configs
+from baton.core.config import Config
+from baton.core.errors import InvalidConfig
+from baton.core.types import Role
 
 # Of calls to one actor: it can be told to hurry while it stops.
 CONCURRENCY = 2

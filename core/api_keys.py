@@ -15,7 +15,7 @@ from pathlib import Path
 
 import yaml
 
-from core.errors import InvalidConfig
+from baton.core.errors import InvalidConfig
 
 PREFIX = "baton-"
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from core.config_tree import Size as Size
-from core.config_tree import build, plain, read_yaml, set_dotted
-from core.types import Role
+from baton.core.config_tree import Size as Size
+from baton.core.config_tree import build, plain, read_yaml, set_dotted
+from baton.core.types import Role
 
 GPU_MEMORY = 0.9
 """The share of its GPU's memory that a worker takes unless told otherwise."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import yaml
 
-from core.errors import InvalidConfig
+from baton.core.errors import InvalidConfig
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ipaddress
 import logging
 
-from core.config import Config
-from core.errors import InvalidConfig
+from baton.core.config import Config
+from baton.core.errors import InvalidConfig
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import grpc
 
-from core.tls import Identity
+from baton.core.tls import Identity
 
 
 def listen(server: grpc.aio.Server, address: str, identity: Identity | None) -> int:

@@ -6,8 +6,8 @@ import json
 import os
 from pathlib import Path
 
-from core.config import Config
-from core.errors import ModelNotFound
+from baton.core.config import Config
+from baton.core.errors import ModelNotFound
 
 EMBEDDED = "embedded"
 """The name of the small model that `baton model pull` fetches."""

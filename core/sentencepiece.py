@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from core.errors import UnsupportedModel
+from baton.core.errors import UnsupportedModel
 
 FILE = "tokenizer.model"
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from core.config import Config
-from core.errors import InvalidConfig
+from baton.core.config import Config
+from baton.core.errors import InvalidConfig
 
 CA, NODE, CLIENTS_CA, CLIENT = "ca", "node", "clients-ca", "client"
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from baton.core.errors import BatonError, Unavailable, from_reason
+from baton.core.types import AttemptKey, FinishReason, Role, Sampling, TokenLogprobs, Work
 from baton.v1 import inference_pb2
 from baton.v1 import worker_pb2 as pb
-from core.errors import BatonError, Unavailable, from_reason
-from core.types import AttemptKey, FinishReason, Role, Sampling, TokenLogprobs, Work
 
 _FINISH: dict[FinishReason | None, inference_pb2.FinishReason.ValueType] = {
     None: inference_pb2.FINISH_REASON_UNSPECIFIED,

@@ -10,10 +10,10 @@ push, and the push with its ticket's time or its write's end.
 
 from __future__ import annotations
 
-from core.types import AttemptKey
-from engine.page_pool import Lease, PagePool
-from kv_transfer.events import PagesWanted
-from kv_transfer.thread import TransferThread
+from baton.core.types import AttemptKey
+from baton.engine.page_pool import Lease, PagePool
+from baton.kv_transfer.events import PagesWanted
+from baton.kv_transfer.thread import TransferThread
 
 MOST = 16
 """Loans at once."""

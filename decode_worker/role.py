@@ -21,17 +21,16 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass
 
-from baton.v1 import worker_pb2 as pb
-from core.config import Config
-from core.errors import BatonError, Internal
-from core.types import AttemptKey, FinishReason, Role, Work
-from core.wire import failed_to, finish_to, logprobs_to, work_from
-from decode_worker.loans import Loans
-from decode_worker.scheduler import DecodeScheduler, Reservation
-from engine.engine import Engine
-from engine.page_pool import Lease
-from engine.sequence import Guide, Piece, Sequence
-from kv_transfer.events import (
+from baton.core.config import Config
+from baton.core.errors import BatonError, Internal
+from baton.core.types import AttemptKey, FinishReason, Role, Work
+from baton.core.wire import failed_to, finish_to, logprobs_to, work_from
+from baton.decode_worker.loans import Loans
+from baton.decode_worker.scheduler import DecodeScheduler, Reservation
+from baton.engine.engine import Engine
+from baton.engine.page_pool import Lease
+from baton.engine.sequence import Guide, Piece, Sequence
+from baton.kv_transfer.events import (
     Landed,
     PagesDamaged,
     PagesWanted,
@@ -43,13 +42,14 @@ from kv_transfer.events import (
     TransferCrashed,
     TransferEvent,
 )
-from kv_transfer.thread import TransferThread
-from kv_transfer.ticket import make_ticket
-from worker.admission import refusal
-from worker.flights import Flights, Settled
-from worker.metrics import WorkerMetrics
-from worker.outbox import Outbox
-from worker.standing import Standing
+from baton.kv_transfer.thread import TransferThread
+from baton.kv_transfer.ticket import make_ticket
+from baton.v1 import worker_pb2 as pb
+from baton.worker.admission import refusal
+from baton.worker.flights import Flights, Settled
+from baton.worker.metrics import WorkerMetrics
+from baton.worker.outbox import Outbox
+from baton.worker.standing import Standing
 
 
 @dataclass(slots=True)

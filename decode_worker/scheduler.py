@@ -25,10 +25,10 @@ import itertools
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from core.types import AttemptKey, Work
-from engine.page_pool import Lease, PagePool
-from engine.prefix_cache import KeyChain
-from engine.sequence import Piece, Plan, Sequence, is_coming
+from baton.core.types import AttemptKey, Work
+from baton.engine.page_pool import Lease, PagePool
+from baton.engine.prefix_cache import KeyChain
+from baton.engine.sequence import Piece, Plan, Sequence, is_coming
 
 
 @dataclass(frozen=True, slots=True)

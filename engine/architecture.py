@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from core.errors import InvalidConfig, UnsupportedModel
-from engine.settings import Settings, read_settings
+from baton.core.errors import InvalidConfig, UnsupportedModel
+from baton.engine.settings import Settings, read_settings
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 

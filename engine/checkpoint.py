@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from core.errors import InvalidCheckpoint, ModelNotFound
+from baton.core.errors import InvalidCheckpoint, ModelNotFound
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed import FileStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
-from engine.split import Split
+from baton.engine.split import Split
 
 PATIENCE = timedelta(minutes=2)
 """The longest that a rank waits for another within a step; then it ends."""

@@ -18,22 +18,22 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from core.errors import InvalidConfig
-from core.types import Work
-from engine.architecture import Architecture, read_architecture
-from engine.checkpoint import checkpoint_files, digest_files
-from engine.flight import Flight, Outcome
-from engine.gpu.partition import confine
-from engine.gpu.settings import GpuSettings
-from engine.grammar import Grammars
-from engine.group import Group
-from engine.model import Model
-from engine.page_pool import PagePool
-from engine.random_model import random_model
-from engine.runner import Runner
-from engine.sequence import Guide, Plan
-from engine.split import Split
-from engine.weights import load_model
+from baton.core.errors import InvalidConfig
+from baton.core.types import Work
+from baton.engine.architecture import Architecture, read_architecture
+from baton.engine.checkpoint import checkpoint_files, digest_files
+from baton.engine.flight import Flight, Outcome
+from baton.engine.gpu.partition import confine
+from baton.engine.gpu.settings import GpuSettings
+from baton.engine.grammar import Grammars
+from baton.engine.group import Group
+from baton.engine.model import Model
+from baton.engine.page_pool import PagePool
+from baton.engine.random_model import random_model
+from baton.engine.runner import Runner
+from baton.engine.sequence import Guide, Plan
+from baton.engine.split import Split
+from baton.engine.weights import load_model
 
 Progress = Callable[[str, float], None]
 DEFAULT_GPU_SETTINGS = GpuSettings()
@@ -180,7 +180,7 @@ def _runner(
 ) -> AnyRunner:
     if kv.device.type == "cpu":
         return Runner(model, kv, group)
-    from engine.gpu.start import start_runner  # brings triton along
+    from baton.engine.gpu.start import start_runner  # brings triton along
 
     return start_runner(model, kv, pool, context, gpu, progress, group)
 
@@ -193,7 +193,7 @@ def _memory_left(
     device: str,
     group: Group | None,
 ) -> int:
-    from engine.gpu.start import memory_for_pages
+    from baton.engine.gpu.start import memory_for_pages
 
     return memory_for_pages(gpu, shape, context, dtype, device, group)
 

@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterable, KeysView
 from dataclasses import dataclass
 from pathlib import Path
 
-from core.page_keys import KEY_BYTES
-from engine.background import Background
-from engine.page_file import PageBytes, PageForm, read_page, remove_page, write_page
+from baton.core.page_keys import KEY_BYTES
+from baton.engine.background import Background
+from baton.engine.page_file import PageBytes, PageForm, read_page, remove_page, write_page
 
 log = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-from core.errors import BatonError
-from core.types import Moment, TokenLogprobs
+from baton.core.errors import BatonError
+from baton.core.types import Moment, TokenLogprobs
 
 
 class Scored(NamedTuple):

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from core import sentencepiece
-from core.errors import Exhausted, Internal, InvalidGrammar, NotServed
-from core.types import Work
+from baton.core import sentencepiece
+from baton.core.errors import Exhausted, Internal, InvalidGrammar, NotServed
+from baton.core.types import Work
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

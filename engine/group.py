@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.collectives import Collectives, connect
-from engine.split import Split
+from baton.engine.collectives import Collectives, connect
+from baton.engine.split import Split
 
 
 class Group:

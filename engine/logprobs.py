@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from core.types import TokenLogprobs
-from engine.flight import Scored
-from engine.sequence import Sequence
+from baton.core.types import TokenLogprobs
+from baton.engine.flight import Scored
+from baton.engine.sequence import Sequence
 
 GROUP = 32
 """Rows that are scored together: each takes some 16 bytes a token of the vocabulary."""

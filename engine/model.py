@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.architecture import Architecture
-from kernels.attention import ChunkReads, DecodeReads, chunk_attention, decode_attention
-from kernels.cache import LayerCache
-from kernels.linear import GatedLinear, Linear
-from kernels.norm import RMSNorm
-from kernels.rotary import rotate_and_write_
+from baton.engine.architecture import Architecture
+from baton.kernels.attention import ChunkReads, DecodeReads, chunk_attention, decode_attention
+from baton.kernels.cache import LayerCache
+from baton.kernels.linear import GatedLinear, Linear
+from baton.kernels.norm import RMSNorm
+from baton.kernels.rotary import rotate_and_write_
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ import numpy
 import torch
 from torch import Tensor
 
-from core.errors import InvalidConfig
-from engine.page_file import PageBytes
+from baton.core.errors import InvalidConfig
+from baton.engine.page_file import PageBytes
 
 Move = tuple[int, int]
 """A page and a row."""

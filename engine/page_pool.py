@@ -35,13 +35,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from core.errors import Exhausted, Internal
-from core.page_keys import salted_root
-from engine.free_pages import FreePages
-from engine.prefix_cache import KeyChain, PrefixCache
+from baton.core.errors import Exhausted, Internal
+from baton.core.page_keys import salted_root
+from baton.engine.free_pages import FreePages
+from baton.engine.prefix_cache import KeyChain, PrefixCache
 
 if TYPE_CHECKING:
-    from engine.second_tier import SecondTier
+    from baton.engine.second_tier import SecondTier
 
 
 class Lease:

@@ -20,7 +20,7 @@ from collections.abc import Container, KeysView, Sequence, Set
 from dataclasses import dataclass, field
 from operator import eq
 
-from core.page_keys import page_keys
+from baton.core.page_keys import page_keys
 
 
 @dataclass(slots=True)

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.logprobs import GROUP, Scores, score_rows
-from engine.sequence import Piece
+from baton.engine.logprobs import GROUP, Scores, score_rows
+from baton.engine.sequence import Piece
 
 
 class Wanted(NamedTuple):

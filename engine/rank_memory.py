@@ -18,9 +18,9 @@ from multiprocessing.connection import Connection
 import numpy
 from torch import Tensor
 
-from engine.page_file import PageBytes
-from engine.page_memory import Move, PageMemory, page_memory
-from engine.split import Split
+from baton.engine.page_file import PageBytes
+from baton.engine.page_memory import Move, PageMemory, page_memory
+from baton.engine.split import Split
 
 SAVE, RESTORE = 0, 1
 DONE = b"done"

@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from engine.page_file import PageBytes
-from engine.page_memory import PageMemory
-from engine.page_pool import Lease
-from engine.restore_costs import Tier
+from baton.engine.page_file import PageBytes
+from baton.engine.page_memory import PageMemory
+from baton.engine.page_pool import Lease
+from baton.engine.restore_costs import Tier
 
 ReadFile = Callable[[bytes, PageBytes], bool]
 """Fills the second with the page of the first, if there is a sound file."""

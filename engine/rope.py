@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from engine.architecture import Rope
+from baton.engine.architecture import Rope
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:

@@ -9,22 +9,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.flight import Flight, Landed, Outcome
-from engine.group import Group
-from engine.logprobs import score
-from engine.model import Batch, Chunk, Model
-from engine.prompt_logprobs import Wanted, score_prompts, wanted_rows
-from engine.rope import inverse_frequencies, rotations
-from engine.sampler import Sampler
-from engine.sequence import Plan
-from engine.span import Span, decode, encode
-from kernels.attention import (
+from baton.engine.flight import Flight, Landed, Outcome
+from baton.engine.group import Group
+from baton.engine.logprobs import score
+from baton.engine.model import Batch, Chunk, Model
+from baton.engine.prompt_logprobs import Wanted, score_prompts, wanted_rows
+from baton.engine.rope import inverse_frequencies, rotations
+from baton.engine.sampler import Sampler
+from baton.engine.sequence import Plan
+from baton.engine.span import Span, decode, encode
+from baton.kernels.attention import (
     ChunkReads,
     DecodeReads,
     prepare_decode_attention,
     visibility,
 )
-from kernels.cache import layer_caches, page_rows, token_rows
+from baton.kernels.cache import layer_caches, page_rows, token_rows
 
 
 class Runner:

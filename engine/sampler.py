@@ -27,9 +27,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from core.errors import Internal
-from core.types import Sampling
-from engine.sequence import Sequence
+from baton.core.errors import Internal
+from baton.core.types import Sampling
+from baton.engine.sequence import Sequence
 
 WEIGHT_ONE = 2.0**40
 """The weight of a row's best token. A power of two, so scaling by it is exact,

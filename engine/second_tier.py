@@ -31,16 +31,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from core.errors import Internal
-from engine.background import Background
-from engine.file_tier import FileEvent, FileTier, Listed, Written
-from engine.host_tier import HostTier
-from engine.page_file import PageBytes, PageForm
-from engine.page_memory import PageMemory
-from engine.page_pool import Lease, PagePool
-from engine.prefix_cache import Changes
-from engine.restoration import Restoration
-from engine.restore_costs import RestoreCosts, Tier
+from baton.core.errors import Internal
+from baton.engine.background import Background
+from baton.engine.file_tier import FileEvent, FileTier, Listed, Written
+from baton.engine.host_tier import HostTier
+from baton.engine.page_file import PageBytes, PageForm
+from baton.engine.page_memory import PageMemory
+from baton.engine.page_pool import Lease, PagePool
+from baton.engine.prefix_cache import Changes
+from baton.engine.restoration import Restoration
+from baton.engine.restore_costs import RestoreCosts, Tier
 
 BATCH = 16
 """Pages that are saved at a time; in a small pool an eighth of it."""

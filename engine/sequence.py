@@ -9,11 +9,11 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from core.errors import Internal
-from core.types import FinishReason, TokenLogprobs, Work
-from engine.page_pool import Lease, PagePool
-from engine.prefix_cache import KeyChain
-from engine.span import Span
+from baton.core.errors import Internal
+from baton.core.types import FinishReason, TokenLogprobs, Work
+from baton.engine.page_pool import Lease, PagePool
+from baton.engine.prefix_cache import KeyChain
+from baton.engine.span import Span
 
 
 class Guide(Protocol):

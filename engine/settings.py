@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from core.errors import InvalidConfig, ModelNotFound
+from baton.core.errors import InvalidConfig, ModelNotFound
 
 
 class Settings:

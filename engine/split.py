@@ -13,8 +13,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from core.errors import InvalidConfig
-from engine.architecture import Architecture
+from baton.core.errors import InvalidConfig
+from baton.engine.architecture import Architecture
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from engine.group import Group
-from kernels.linear import Linear
+from baton.engine.group import Group
+from baton.kernels.linear import Linear
 
 
 class SummedLinear(Linear):

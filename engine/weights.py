@@ -12,15 +12,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.architecture import Architecture
-from engine.checkpoint import Checkpoint, Cut
-from engine.group import Group
-from engine.model import Layer, Model
-from engine.rope import interleave_pairs
-from engine.split import Split
-from engine.split_linear import SummedLinear
-from kernels.linear import GatedLinear, Linear
-from kernels.norm import RMSNorm
+from baton.engine.architecture import Architecture
+from baton.engine.checkpoint import Checkpoint, Cut
+from baton.engine.group import Group
+from baton.engine.model import Layer, Model
+from baton.engine.rope import interleave_pairs
+from baton.engine.split import Split
+from baton.engine.split_linear import SummedLinear
+from baton.kernels.linear import GatedLinear, Linear
+from baton.kernels.norm import RMSNorm
 
 
 def load_model(

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.activation import silu_and_multiply
-from kernels.cpu import compiler
-from kernels.norm import RMSNorm
+from baton.kernels.activation import silu_and_multiply
+from baton.kernels.cpu import compiler
+from baton.kernels.norm import RMSNorm
 
 if TYPE_CHECKING:
-    from kernels.cpu.panels import Panels
+    from baton.kernels.cpu.panels import Panels
 
 
 class Linear:
@@ -80,7 +80,7 @@ class GatedLinear:
 def _panels(weight: Tensor, bias: Tensor | None) -> Panels | None:
     if not compiler.suits(weight):
         return None
-    from kernels.cpu.panels import Panels, suits  # brings llvmlite along
+    from baton.kernels.cpu.panels import Panels, suits  # brings llvmlite along
 
     return Panels(weight, bias) if suits(weight) else None
 

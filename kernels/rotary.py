@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.cache import LayerCache, write_
-from kernels.cpu import compiler
+from baton.kernels.cache import LayerCache, write_
+from baton.kernels.cpu import compiler
 
 
 def rotate_and_write_(
@@ -15,7 +15,7 @@ def rotate_and_write_(
     """Turns the queries and keys of qkv [T, heads + 2 * kv_heads, head_dim] by rotation
     [T, 1, head_dim / 2], if there is one, and stores keys and values at rows [T, 2]."""
     if compiler.suits(qkv) and qkv.shape[2] % 4 == 0:
-        from kernels.cpu.rotation import rotate_and_write  # brings llvmlite along
+        from baton.kernels.cpu.rotation import rotate_and_write  # brings llvmlite along
 
         rotate_and_write(qkv, heads, rotation, cache.tokens, rows)
         return

@@ -11,8 +11,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from kernels.gpu.decode_attention import HeadShape, SplitWorkspace
-from kernels.gpu.linear import Scaled
+from baton.kernels.gpu.decode_attention import HeadShape, SplitWorkspace
+from baton.kernels.gpu.linear import Scaled
 
 WEIGHT_ONE = 2.0**40
 COLDEST = 1e-10

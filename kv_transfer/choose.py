@@ -17,9 +17,9 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable
 
-from core.errors import InvalidConfig
-from kv_transfer.routed import RoutedTransport
-from kv_transfer.transport import SlicingTransport
+from baton.core.errors import InvalidConfig
+from baton.kv_transfer.routed import RoutedTransport
+from baton.kv_transfer.transport import SlicingTransport
 
 
 def choose_transport(wanted: str, device: str) -> RoutedTransport:
@@ -44,14 +44,14 @@ def offered(wanted: str, device: str) -> list[str]:
 
 
 def _nixl(agent: str) -> SlicingTransport:
-    from kv_transfer.nixl_transport import NixlTransport
+    from baton.kv_transfer.nixl_transport import NixlTransport
 
     return NixlTransport(agent)
 
 
 def _cuda_ipc(agent: str) -> SlicingTransport:
     # Imports torch and triton, which a worker on a CPU does without.
-    from kv_transfer.cuda_ipc_transport import CudaIpcTransport
+    from baton.kv_transfer.cuda_ipc_transport import CudaIpcTransport
 
     return CudaIpcTransport(agent)
 

@@ -39,13 +39,12 @@ import torch
 from google.protobuf.message import DecodeError
 from torch import Tensor
 
-from baton.v1.transfer_pb2 import CudaIpcRoute, PoolAddress, PoolLayout
-from core.errors import Internal, InvalidConfig, WorkerLost
-from core.types import Moment
-from kernels.gpu.pages import copy_pages, copy_rows
-from kv_transfer import cuda_driver
-from kv_transfer.note_socket import NoteSocket
-from kv_transfer.transport import (
+from baton.core.errors import Internal, InvalidConfig, WorkerLost
+from baton.core.types import Moment
+from baton.kernels.gpu.pages import copy_pages, copy_rows
+from baton.kv_transfer import cuda_driver
+from baton.kv_transfer.note_socket import NoteSocket
+from baton.kv_transfer.transport import (
     PagePart,
     PeerLost,
     PoolMemory,
@@ -58,6 +57,7 @@ from kv_transfer.transport import (
     pool_address,
     route_metadata,
 )
+from baton.v1.transfer_pb2 import CudaIpcRoute, PoolAddress, PoolLayout
 
 AFTERMATH_SECONDS = 1.0
 """How long copies of a process may run after its end: they take milliseconds."""

@@ -19,9 +19,9 @@ from typing import Protocol
 import numpy
 import torch
 
-from core.errors import InvalidConfig
-from core.page_digest import page_digest
-from kv_transfer.transport import PagePart, PoolMemory
+from baton.core.errors import InvalidConfig
+from baton.core.page_digest import page_digest
+from baton.kv_transfer.transport import PagePart, PoolMemory
 
 PeerDigest = Callable[[str, Sequence[int]], list[int]]
 """The digests of some pages that come from a peer, or go there; none where there can be none."""
@@ -49,7 +49,7 @@ def gpu_digest(memory: PoolMemory) -> PageDigest:
         raise InvalidConfig(
             f"pages of {memory.page_bytes} bytes have no digest on a GPU", field="page_digests"
         )
-    from kernels.gpu.digest import digest_pages  # brings triton along
+    from baton.kernels.gpu.digest import digest_pages  # brings triton along
 
     device = torch.device(memory.device, memory.device_id)
     # Ahead of the engine's kernels, which would otherwise hold up pages that are ready.

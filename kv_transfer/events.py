@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from core.errors import BatonError
-from core.types import AttemptKey
+from baton.core.errors import BatonError
+from baton.core.types import AttemptKey
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from baton.core.errors import LayoutMismatch
+from baton.kv_transfer.transport import PagePart
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout, PoolShard
-from core.errors import LayoutMismatch
-from kv_transfer.transport import PagePart
 
 
 class HeadRange(NamedTuple):

@@ -16,10 +16,9 @@ from typing import NamedTuple
 import numpy
 import numpy.typing
 
-from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
-from core.errors import Internal, InvalidConfig, WorkerLost
-from core.types import Moment
-from kv_transfer.transport import (
+from baton.core.errors import Internal, InvalidConfig, WorkerLost
+from baton.core.types import Moment
+from baton.kv_transfer.transport import (
     Noted,
     PagePart,
     PeerLost,
@@ -32,6 +31,7 @@ from kv_transfer.transport import (
     check_told,
     pool_address,
 )
+from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
 
 _AGENTS: dict[str, InProcessTransport] = {}
 

@@ -37,10 +37,9 @@ from typing import Any
 import numpy
 import numpy.typing
 
-from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
-from core.errors import BatonError, Internal, InvalidConfig, WorkerLost
-from core.types import Moment
-from kv_transfer.transport import (
+from baton.core.errors import BatonError, Internal, InvalidConfig, WorkerLost
+from baton.core.types import Moment
+from baton.kv_transfer.transport import (
     Noted,
     PagePart,
     PeerLost,
@@ -54,6 +53,7 @@ from kv_transfer.transport import (
     pool_address,
     route_metadata,
 )
+from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
 
 _GREETING = b"\0"
 _MEMORY_KINDS = {"cpu": "DRAM", "cuda": "VRAM"}

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from google.protobuf.message import DecodeError
 
+from baton.core.types import AttemptKey
 from baton.v1.transfer_pb2 import (
     Accepted,
     Beat,
@@ -20,7 +21,6 @@ from baton.v1.transfer_pb2 import (
     Revoked,
     TransferNote,
 )
-from core.types import AttemptKey
 
 # From the sender to the receiver.
 

@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 
 from google.protobuf.message import DecodeError
 
+from baton.core.errors import WorkerLost
+from baton.kv_transfer.transport import Noted
 from baton.v1.transfer_pb2 import LocalNote
-from core.errors import WorkerLost
-from kv_transfer.transport import Noted
 
 PIECE_BYTES = 1 << 15
 """The most of a note in one packet; well below what a socket's buffer takes by default."""

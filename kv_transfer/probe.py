@@ -19,10 +19,10 @@ from typing import Protocol, TypeVar
 
 import numpy
 
+from baton.core.errors import BatonError, Internal
+from baton.kv_transfer.routed import Choice, RoutedTransport
+from baton.kv_transfer.transport import Noted, PoolMemory, WriteDone, WriteFailed
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
-from core.errors import BatonError, Internal
-from kv_transfer.routed import Choice, RoutedTransport
-from kv_transfer.transport import Noted, PoolMemory, WriteDone, WriteFailed
 
 WARM_UP_PUSHES = 3
 DEADLINE_SECONDS = 120.0

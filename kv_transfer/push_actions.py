@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from core.errors import BatonError
-from core.types import Moment
+from baton.core.errors import BatonError
+from baton.core.types import Moment
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from baton.v1.transfer_pb2 import Fetch, PoolAddress, PoolLayout, TransferNote
-from core.errors import BatonError, LayoutMismatch, Unavailable
-from core.types import AttemptKey, Moment
-from kv_transfer.digest import PeerDigest
-from kv_transfer.events import (
+from baton.core.errors import BatonError, LayoutMismatch, Unavailable
+from baton.core.types import AttemptKey, Moment
+from baton.kv_transfer.digest import PeerDigest
+from baton.kv_transfer.events import (
     PagesWanted,
     PeerConnected,
     PeerDisconnected,
@@ -32,9 +31,9 @@ from kv_transfer.events import (
     PushOverdue,
     TransferEvent,
 )
-from kv_transfer.layout import describe_mismatch
-from kv_transfer.note import drained_note, introduction_note, key_of
-from kv_transfer.push_actions import (
+from baton.kv_transfer.layout import describe_mismatch
+from baton.kv_transfer.note import drained_note, introduction_note, key_of
+from baton.kv_transfer.push_actions import (
     Action,
     Ended,
     Fail,
@@ -44,9 +43,10 @@ from kv_transfer.push_actions import (
     Silent,
     StartWrite,
 )
-from kv_transfer.sender import Sender
-from kv_transfer.ticket import TICKET_VERSION, open_ticket
-from kv_transfer.transport import Transport
+from baton.kv_transfer.sender import Sender
+from baton.kv_transfer.ticket import TICKET_VERSION, open_ticket
+from baton.kv_transfer.transport import Transport
+from baton.v1.transfer_pb2 import Fetch, PoolAddress, PoolLayout, TransferNote
 
 ANSWER_SECONDS = 5.0
 """How long a decode worker may take to answer an introduction."""

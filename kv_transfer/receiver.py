@@ -41,10 +41,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from baton.core.errors import BatonError, DeadlineExceeded, Internal, Unavailable, WorkerLost
+from baton.core.types import AttemptKey
+from baton.kv_transfer.note import accepted_note, renewed_note, resend_note, revoked_note
 from baton.v1.transfer_pb2 import Landed as LandedNote
-from core.errors import BatonError, DeadlineExceeded, Internal, Unavailable, WorkerLost
-from core.types import AttemptKey
-from kv_transfer.note import accepted_note, renewed_note, resend_note, revoked_note
 
 REVOKES_PER_LEASE = 5
 MAX_ROUNDS = 3

@@ -12,12 +12,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from baton.v1.transfer_pb2 import Landed as LandedNote
-from baton.v1.transfer_pb2 import PoolAddress, TransferNote
-from core.errors import BatonError
-from core.types import AttemptKey
-from kv_transfer.digest import PeerDigest
-from kv_transfer.events import (
+from baton.core.errors import BatonError
+from baton.core.types import AttemptKey
+from baton.kv_transfer.digest import PeerDigest
+from baton.kv_transfer.events import (
     Fetched,
     Landed,
     PagesDamaged,
@@ -26,8 +24,8 @@ from kv_transfer.events import (
     ReservationOverdue,
     TransferEvent,
 )
-from kv_transfer.note import accepted_note, fetch_note, greeting_note, key_of, revoked_note
-from kv_transfer.receiver import (
+from baton.kv_transfer.note import accepted_note, fetch_note, greeting_note, key_of, revoked_note
+from baton.kv_transfer.receiver import (
     Action,
     Fail,
     Free,
@@ -37,7 +35,9 @@ from kv_transfer.receiver import (
     SendNote,
     State,
 )
-from kv_transfer.transport import Transport
+from baton.kv_transfer.transport import Transport
+from baton.v1.transfer_pb2 import Landed as LandedNote
+from baton.v1.transfer_pb2 import PoolAddress, TransferNote
 
 REMEMBERED = 1024
 """Reservations that landed and whose senders are told so again if they ask."""

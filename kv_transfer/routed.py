@@ -11,10 +11,9 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
-from core.errors import BatonError, LayoutMismatch, WorkerLost
-from core.types import Moment
-from kv_transfer.transport import (
+from baton.core.errors import BatonError, LayoutMismatch, WorkerLost
+from baton.core.types import Moment
+from baton.kv_transfer.transport import (
     PagePart,
     PeerLost,
     PoolMemory,
@@ -23,6 +22,7 @@ from kv_transfer.transport import (
     WriteDone,
     WriteFailed,
 )
+from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
 
 _log = logging.getLogger(__name__)
 

@@ -47,8 +47,7 @@ import enum
 import math
 from collections.abc import Callable, Sequence
 
-from baton.v1.transfer_pb2 import Resend, TicketBody
-from core.errors import (
+from baton.core.errors import (
     BatonError,
     Cancelled,
     DeadlineExceeded,
@@ -56,9 +55,9 @@ from core.errors import (
     Unavailable,
     WorkerLost,
 )
-from core.types import AttemptKey, Moment
-from kv_transfer.note import beat_note, drained_note, landed_note
-from kv_transfer.push_actions import (
+from baton.core.types import AttemptKey, Moment
+from baton.kv_transfer.note import beat_note, drained_note, landed_note
+from baton.kv_transfer.push_actions import (
     Action,
     Ended,
     Fail,
@@ -68,7 +67,8 @@ from kv_transfer.push_actions import (
     Silent,
     StartWrite,
 )
-from kv_transfer.write_lease import WriteLease
+from baton.kv_transfer.write_lease import WriteLease
+from baton.v1.transfer_pb2 import Resend, TicketBody
 
 Digest = Callable[[Sequence[int]], list[int]]
 """Of some of our pages, as the receiver will make them; none where there can be none."""

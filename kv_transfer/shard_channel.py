@@ -15,9 +15,9 @@ from typing import Generic, TypeVar
 
 from google.protobuf.message import Message
 
+from baton.core.errors import BatonError, from_reason
+from baton.kv_transfer.transport import PagePart
 from baton.v1 import shard_pb2 as pb
-from core.errors import BatonError, from_reason
-from kv_transfer.transport import PagePart
 
 _LENGTH = struct.Struct(">I")
 _PIECE_BYTES = 1 << 16

@@ -10,14 +10,12 @@ import socket
 import time
 from collections.abc import Callable
 
-from baton.v1 import shard_pb2 as pb
-from baton.v1.transfer_pb2 import PoolShard
-from core.errors import BatonError
-from kv_transfer.digest import PageDigest, choose_digest
-from kv_transfer.heads import HeadRange
-from kv_transfer.shard_channel import Channel, ChannelBroken, error_to, read_part
-from kv_transfer.thread import IDLE_PAUSE_SECONDS, polling_pause
-from kv_transfer.transport import (
+from baton.core.errors import BatonError
+from baton.kv_transfer.digest import PageDigest, choose_digest
+from baton.kv_transfer.heads import HeadRange
+from baton.kv_transfer.shard_channel import Channel, ChannelBroken, error_to, read_part
+from baton.kv_transfer.thread import IDLE_PAUSE_SECONDS, polling_pause
+from baton.kv_transfer.transport import (
     PeerLost,
     PoolMemory,
     SlicingTransport,
@@ -25,6 +23,8 @@ from kv_transfer.transport import (
     WriteDone,
     WriteFailed,
 )
+from baton.v1 import shard_pb2 as pb
+from baton.v1.transfer_pb2 import PoolShard
 
 
 def serve_shard(

@@ -11,18 +11,18 @@ import socket
 import time
 from collections.abc import Sequence
 
-from baton.v1 import shard_pb2 as pb
-from baton.v1.transfer_pb2 import PoolAddress, PoolLayout, PoolShard
-from core.errors import Internal
-from core.types import Moment
-from kv_transfer.shard_channel import Channel, ChannelBroken, error_from, write_part
-from kv_transfer.transport import (
+from baton.core.errors import Internal
+from baton.core.types import Moment
+from baton.kv_transfer.shard_channel import Channel, ChannelBroken, error_from, write_part
+from baton.kv_transfer.transport import (
     PagePart,
     PeerLost,
     TransportEvent,
     WriteDone,
     WriteFailed,
 )
+from baton.v1 import shard_pb2 as pb
+from baton.v1.transfer_pb2 import PoolAddress, PoolLayout, PoolShard
 
 ANSWER_SECONDS = 60.0
 """How long the other process may take to answer: it may be in the middle of a long write."""

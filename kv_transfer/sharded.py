@@ -32,13 +32,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from baton.v1.transfer_pb2 import PoolAddress, PoolLayout, PoolShard
-from core.errors import BatonError, WorkerLost
-from core.types import Moment
-from kv_transfer.digest import PageDigest, join_digests
-from kv_transfer.heads import HeadRange, Link, links
-from kv_transfer.shard_proxy import ShardProxy
-from kv_transfer.transport import (
+from baton.core.errors import BatonError, WorkerLost
+from baton.core.types import Moment
+from baton.kv_transfer.digest import PageDigest, join_digests
+from baton.kv_transfer.heads import HeadRange, Link, links
+from baton.kv_transfer.shard_proxy import ShardProxy
+from baton.kv_transfer.transport import (
     Noted,
     PagePart,
     PeerLost,
@@ -49,6 +48,7 @@ from kv_transfer.transport import (
     WriteFailed,
     check_pages,
 )
+from baton.v1.transfer_pb2 import PoolAddress, PoolLayout, PoolShard
 
 PROBE_SECONDS = 0.2
 """Between two probes of a lost peer's links."""

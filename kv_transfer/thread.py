@@ -24,15 +24,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
-from baton.v1.transfer_pb2 import PoolAddress, PoolLayout, TransferNote
-from core.types import AttemptKey, Moment
-from kv_transfer.digest import PeerDigest
-from kv_transfer.events import TransferCrashed, TransferEvent
-from kv_transfer.note import read_note
-from kv_transfer.pushes import Pushes
-from kv_transfer.reservations import Reservations
-from kv_transfer.ticket import TICKET_VERSION
-from kv_transfer.transport import (
+from baton.core.types import AttemptKey, Moment
+from baton.kv_transfer.digest import PeerDigest
+from baton.kv_transfer.events import TransferCrashed, TransferEvent
+from baton.kv_transfer.note import read_note
+from baton.kv_transfer.pushes import Pushes
+from baton.kv_transfer.reservations import Reservations
+from baton.kv_transfer.ticket import TICKET_VERSION
+from baton.kv_transfer.transport import (
     Noted,
     PeerLost,
     PoolMemory,
@@ -41,6 +40,7 @@ from kv_transfer.transport import (
     WriteDone,
     WriteFailed,
 )
+from baton.v1.transfer_pb2 import PoolAddress, PoolLayout, TransferNote
 
 LEASE_SECONDS = 10.0
 """How long a sender may start writes after a beat that was answered, and how long either

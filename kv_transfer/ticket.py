@@ -18,10 +18,10 @@ from collections.abc import Sequence
 
 from google.protobuf.message import DecodeError
 
+from baton.core.errors import Internal, LayoutMismatch
+from baton.core.types import AttemptKey
+from baton.kv_transfer.layout import layout_hash
 from baton.v1.transfer_pb2 import PoolLayout, SealedTicket, TicketBody
-from core.errors import Internal, LayoutMismatch
-from core.types import AttemptKey
-from kv_transfer.layout import layout_hash
 
 TICKET_VERSION = 3
 

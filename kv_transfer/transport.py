@@ -26,9 +26,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from baton.core.errors import BatonError, Internal, LayoutMismatch, WorkerLost
+from baton.core.types import Moment
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout, Route
-from core.errors import BatonError, Internal, LayoutMismatch, WorkerLost
-from core.types import Moment
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 import numpy
 from numpy.typing import NDArray
 
-from planner.block_cache import BlockCaches
-from planner.report import TimeHistogram
-from planner.trace import Arrival
-from router.cost_model import Costs
+from baton.planner.block_cache import BlockCaches
+from baton.planner.report import TimeHistogram
+from baton.planner.trace import Arrival
+from baton.router.cost_model import Costs
 
 Column = NDArray[numpy.int64]
 

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from planner.pools import ONE_EACH, Pools
-from planner.queueing import DecodeLoad, PrefillLoad
-from router.cost_model import Costs
+from baton.planner.pools import ONE_EACH, Pools
+from baton.planner.queueing import DecodeLoad, PrefillLoad
+from baton.router.cost_model import Costs
 
 RECOVERY_SECONDS = 30.0
 """Within which a backlog is to be caught up with."""

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import numpy
 from numpy.typing import NDArray
 
-from core.errors import BatonError
-from planner.fleet import Column, DecodePool, PrefillPool
-from router.cost_model import Costs
-from router.placement import DecodeView, FetchPages, LocalPrefill, PrefillView, Snapshot
-from router.policy import choose
+from baton.core.errors import BatonError
+from baton.planner.fleet import Column, DecodePool, PrefillPool
+from baton.router.cost_model import Costs
+from baton.router.placement import DecodeView, FetchPages, LocalPrefill, PrefillView, Snapshot
+from baton.router.policy import choose
 
 MANY = 12
 

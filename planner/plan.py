@@ -19,10 +19,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from core.types import Role
-from planner.observation import Goals, Observation
-from planner.pools import NONE, ONE_EACH, Pools, other
-from planner.queueing import decode_workers, late_share, prefill_workers
+from baton.core.types import Role
+from baton.planner.observation import Goals, Observation
+from baton.planner.pools import NONE, ONE_EACH, Pools, other
+from baton.planner.queueing import decode_workers, late_share, prefill_workers
 
 REGRET_TIMES = 4
 """Of the wait before workers are given up: how long after that it still counts as too early."""

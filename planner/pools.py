@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from core.types import Role
+from baton.core.types import Role
 
 
 class Pools(NamedTuple):

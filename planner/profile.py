@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from core.errors import InvalidConfig
-from planner.sharing import SharedCores
-from router.cost_model import EXPOSED_PRIOR, Costs
+from baton.core.errors import InvalidConfig
+from baton.planner.sharing import SharedCores
+from baton.router.cost_model import EXPOSED_PRIOR, Costs
 
 COEFFICIENTS = {"prefill": 4, "transfer": 2, "exposed": 2, "step": 4}
 """How many of each there are."""

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from core.spread import PERCENTILES, Spread
-from planner.plan import Decision
+from baton.core.spread import PERCENTILES, Spread
+from baton.planner.plan import Decision
 
 _GROWTH = math.log(1.002)
 

@@ -23,17 +23,17 @@ from typing import Any
 
 import numpy
 
-from core.types import Role
-from planner.fleet import Batch, DecodePool, Flight, Pool, PrefillPool
-from planner.observation import Goals, Observation
-from planner.placing import Ask, choose_pair
-from planner.plan import Decision, PlannerState, plan
-from planner.pools import NONE, Pools, other
-from planner.profile import Profile
-from planner.report import Planned, PoolUse, Report, Tally
-from planner.trace import BLOCK, Arrival
-from planner.window import ROUND_SECONDS, TrafficWindow
-from router.cost_model import ANSWER_PRIOR, ANSWER_RATE
+from baton.core.types import Role
+from baton.planner.fleet import Batch, DecodePool, Flight, Pool, PrefillPool
+from baton.planner.observation import Goals, Observation
+from baton.planner.placing import Ask, choose_pair
+from baton.planner.plan import Decision, PlannerState, plan
+from baton.planner.pools import NONE, Pools, other
+from baton.planner.profile import Profile
+from baton.planner.report import Planned, PoolUse, Report, Tally
+from baton.planner.trace import BLOCK, Arrival
+from baton.planner.window import ROUND_SECONDS, TrafficWindow
+from baton.router.cost_model import ANSWER_PRIOR, ANSWER_RATE
 
 IDLE = PoolUse(0.0, 0.0)
 

@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from planner.observation import CLEARLY, Window
+from baton.planner.observation import CLEARLY, Window
 
 ROUND_SECONDS = 10.0
 """Between two decisions."""

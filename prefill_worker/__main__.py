@@ -1,8 +1,8 @@
-"""`python -m prefill_worker --config FILE`."""
+"""`python -m baton.prefill_worker --config FILE`."""
 
 from __future__ import annotations
 
-from core.types import Role
-from worker.main import main
+from baton.core.types import Role
+from baton.worker.main import main
 
 main(Role.PREFILL)

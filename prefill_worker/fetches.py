@@ -17,13 +17,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from baton.core.types import AttemptKey
+from baton.engine.page_pool import Lease, PagePool
+from baton.kv_transfer.events import Fetched
+from baton.kv_transfer.thread import TransferThread
+from baton.kv_transfer.ticket import make_ticket
 from baton.v1 import worker_pb2 as pb
-from core.types import AttemptKey
-from engine.page_pool import Lease, PagePool
-from kv_transfer.events import Fetched
-from kv_transfer.thread import TransferThread
-from kv_transfer.ticket import make_ticket
-from worker.metrics import WorkerMetrics
+from baton.worker.metrics import WorkerMetrics
 
 
 @dataclass(slots=True, eq=False)

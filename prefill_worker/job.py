@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from core.types import Work
-from engine.page_pool import Lease
-from engine.sequence import Guide
-from prefill_worker.chunks import Chunks
-from prefill_worker.fetches import Fetch
+from baton.core.types import Work
+from baton.engine.page_pool import Lease
+from baton.engine.sequence import Guide
+from baton.prefill_worker.chunks import Chunks
+from baton.prefill_worker.fetches import Fetch
 
 
 @dataclass(slots=True)

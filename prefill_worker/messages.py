@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 
+from baton.core.types import FinishReason, TokenLogprobs
+from baton.core.wire import failed_to, finish_to, logprobs_to
+from baton.engine.sequence import Sequence
+from baton.kv_transfer.events import PeerConnected, PeerDisconnected, PushEnded
+from baton.prefill_worker.job import Job
 from baton.v1 import worker_pb2 as pb
-from core.types import FinishReason, TokenLogprobs
-from core.wire import failed_to, finish_to, logprobs_to
-from engine.sequence import Sequence
-from kv_transfer.events import PeerConnected, PeerDisconnected, PushEnded
-from prefill_worker.job import Job
 
 
 def first_token(

@@ -17,14 +17,13 @@ from __future__ import annotations
 
 import time
 
-from baton.v1 import worker_pb2 as pb
-from core.config import Config
-from core.errors import BatonError, Exhausted, Internal
-from core.types import AttemptKey, Moment, Role, TokenLogprobs
-from core.wire import failed_to, work_from
-from engine.engine import Engine
-from engine.sequence import Piece, Sequence
-from kv_transfer.events import (
+from baton.core.config import Config
+from baton.core.errors import BatonError, Exhausted, Internal
+from baton.core.types import AttemptKey, Moment, Role, TokenLogprobs
+from baton.core.wire import failed_to, work_from
+from baton.engine.engine import Engine
+from baton.engine.sequence import Piece, Sequence
+from baton.kv_transfer.events import (
     Fetched,
     PagesDamaged,
     PagesWanted,
@@ -39,16 +38,17 @@ from kv_transfer.events import (
     TransferCrashed,
     TransferEvent,
 )
-from kv_transfer.thread import TransferThread
-from prefill_worker.fetches import Fetches
-from prefill_worker.job import Job
-from prefill_worker.messages import first_token, peer_changed, push_ended
-from prefill_worker.scheduler import PrefillScheduler
-from worker.admission import refusal
-from worker.flights import Flights, Settled
-from worker.metrics import WorkerMetrics
-from worker.outbox import Outbox
-from worker.standing import Standing
+from baton.kv_transfer.thread import TransferThread
+from baton.prefill_worker.fetches import Fetches
+from baton.prefill_worker.job import Job
+from baton.prefill_worker.messages import first_token, peer_changed, push_ended
+from baton.prefill_worker.scheduler import PrefillScheduler
+from baton.v1 import worker_pb2 as pb
+from baton.worker.admission import refusal
+from baton.worker.flights import Flights, Settled
+from baton.worker.metrics import WorkerMetrics
+from baton.worker.outbox import Outbox
+from baton.worker.standing import Standing
 
 
 class PrefillRole:

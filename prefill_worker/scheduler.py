@@ -23,10 +23,10 @@ from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from core.types import AttemptKey, Work
-from engine.page_pool import PagePool
-from engine.prefix_cache import KeyChain
-from engine.sequence import Piece, Plan, Sequence, is_coming
+from baton.core.types import AttemptKey, Work
+from baton.engine.page_pool import PagePool
+from baton.engine.prefix_cache import KeyChain
+from baton.engine.sequence import Piece, Plan, Sequence, is_coming
 
 LOOK_AHEAD = 8
 

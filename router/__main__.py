@@ -1,4 +1,4 @@
-"""Starts a router without Ray: `python -m router --config FILE`."""
+"""Starts a router without Ray: `python -m baton.router --config FILE`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 
 import uvloop
 
-from core import config as configs
-from core.config import Config
-from core.errors import BatonError
-from core.process import set_up_logging, settle_memory, stop_on_signals
-from router.server import RouterServer
+from baton.core import config as configs
+from baton.core.config import Config
+from baton.core.errors import BatonError
+from baton.core.process import set_up_logging, settle_memory, stop_on_signals
+from baton.router.server import RouterServer
 
 
 def main() -> None:

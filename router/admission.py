@@ -12,14 +12,14 @@ import itertools
 import time
 from dataclasses import dataclass
 
-from core.config import RouterConfig
-from core.errors import BatonError, Exhausted, LayoutMismatch, Unavailable
-from router.life import RequestLife
-from router.line import Line
-from router.link import WorkerLink
-from router.metrics import RouterMetrics
-from router.placement import Placement, Suspicion
-from router.roster import Roster
+from baton.core.config import RouterConfig
+from baton.core.errors import BatonError, Exhausted, LayoutMismatch, Unavailable
+from baton.router.life import RequestLife
+from baton.router.line import Line
+from baton.router.link import WorkerLink
+from baton.router.metrics import RouterMetrics
+from baton.router.placement import Placement, Suspicion
+from baton.router.roster import Roster
 
 
 @dataclass(frozen=True, slots=True)

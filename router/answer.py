@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from core.types import FinishReason, TokenLogprobs
-from router.attempt import Tokens
-from router.detokenizer import Detokenizer
-from router.stop_strings import StopStrings
+from baton.core.types import FinishReason, TokenLogprobs
+from baton.router.attempt import Tokens
+from baton.router.detokenizer import Detokenizer
+from baton.router.stop_strings import StopStrings
 
 
 @dataclass(slots=True)

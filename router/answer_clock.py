@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from router.cost_model import CostModel
-from router.demand import Demand
-from router.ledger import AnswerLedger
-from router.metrics import RouterMetrics
-from router.trends import Trends
+from baton.router.cost_model import CostModel
+from baton.router.demand import Demand
+from baton.router.ledger import AnswerLedger
+from baton.router.metrics import RouterMetrics
+from baton.router.trends import Trends
 
 
 @dataclass(frozen=True, slots=True)

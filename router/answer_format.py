@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from core.types import ChatPrompt, Request, Structure
-from router.parts import Chained, Plain, Splitter
-from router.reasoning import CLOSER, OPENER, ReasoningSplitter
-from router.tool_format import FORMATS, HERMES, SpecialId, ToolFormat, tool_format_of
-from router.tool_parser import ToolCallParser
+from baton.core.types import ChatPrompt, Request, Structure
+from baton.router.parts import Chained, Plain, Splitter
+from baton.router.reasoning import CLOSER, OPENER, ReasoningSplitter
+from baton.router.tool_format import FORMATS, HERMES, SpecialId, ToolFormat, tool_format_of
+from baton.router.tool_parser import ToolCallParser
 
 
 @dataclass(frozen=True, slots=True)

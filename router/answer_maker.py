@@ -5,15 +5,15 @@ Called for each token, so it tells of it before it returns.
 
 from __future__ import annotations
 
-from core.types import ChatPrompt, FinishReason, Request, Work
-from router.answer import AnswerText
-from router.answer_clock import AnswerClock
-from router.attempt import Tokens
-from router.events import Delta, Finished, Started, Tell
-from router.logprobs import ScoredToken, scored_prompt, scored_tokens
-from router.parts import Plain
-from router.placement import Placement
-from router.text import Text
+from baton.core.types import ChatPrompt, FinishReason, Request, Work
+from baton.router.answer import AnswerText
+from baton.router.answer_clock import AnswerClock
+from baton.router.attempt import Tokens
+from baton.router.events import Delta, Finished, Started, Tell
+from baton.router.logprobs import ScoredToken, scored_prompt, scored_tokens
+from baton.router.parts import Plain
+from baton.router.placement import Placement
+from baton.router.text import Text
 
 
 class AnswerMaker:

@@ -18,11 +18,11 @@ import enum
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from baton.core.errors import BatonError, DeadlineExceeded, WorkerLost
+from baton.core.types import FinishReason, TokenLogprobs, Work
+from baton.core.wire import failed_from, finish_from, logprobs_from, work_to
+from baton.router.placement import Placement
 from baton.v1 import worker_pb2 as pb
-from core.errors import BatonError, DeadlineExceeded, WorkerLost
-from core.types import FinishReason, TokenLogprobs, Work
-from core.wire import failed_from, finish_from, logprobs_from, work_to
-from router.placement import Placement
 
 
 class Side(enum.Enum):

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from core.api_keys import Key, digest_of, read_keys
-from core.errors import Exhausted, InvalidConfig, InvalidRequest, Unauthenticated
+from baton.core.api_keys import Key, digest_of, read_keys
+from baton.core.errors import Exhausted, InvalidConfig, InvalidRequest, Unauthenticated
 
 log = logging.getLogger(__name__)
 

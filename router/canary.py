@@ -10,12 +10,12 @@ import asyncio
 import logging
 import uuid
 
-from core.types import AttemptKey, Role, Sampling, Work
-from router.admission import Seat
-from router.dispatch import Dispatcher
-from router.link import WorkerLink
-from router.placement import Placement, Policy, Reason
-from router.roster import Roster
+from baton.core.types import AttemptKey, Role, Sampling, Work
+from baton.router.admission import Seat
+from baton.router.dispatch import Dispatcher
+from baton.router.link import WorkerLink
+from baton.router.placement import Placement, Policy, Reason
+from baton.router.roster import Roster
 
 log = logging.getLogger(__name__)
 

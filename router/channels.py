@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import grpc
 
-from core.tls import Identity
-from core.types import MAX_MESSAGE_BYTES
+from baton.core.tls import Identity
+from baton.core.types import MAX_MESSAGE_BYTES
 
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),

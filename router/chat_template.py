@@ -17,9 +17,9 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.utils import Namespace
 
-from core.errors import InvalidConfig, InvalidRequest
-from core.types import Message, Tool, ToolCall
-from router.template_sandbox import MAX_RENDERED, TemplateSandbox
+from baton.core.errors import InvalidConfig, InvalidRequest
+from baton.core.types import Message, Tool, ToolCall
+from baton.router.template_sandbox import MAX_RENDERED, TemplateSandbox
 
 # What an expression inside a template can raise besides Jinja's own errors.
 _TEMPLATE_ERRORS = (

@@ -7,11 +7,18 @@ from contextlib import asynccontextmanager
 
 import grpc
 
+from baton.core.errors import (
+    BatonError,
+    Internal,
+    InvalidRequest,
+    NotServed,
+    RoleRefused,
+    Unavailable,
+)
+from baton.core.tls import Identity
+from baton.router.channels import open_channel
 from baton.v1 import cluster_pb2 as pb
 from baton.v1 import cluster_pb2_grpc
-from core.errors import BatonError, Internal, InvalidRequest, NotServed, RoleRefused, Unavailable
-from core.tls import Identity
-from router.channels import open_channel
 
 CALL_SECONDS = 10.0
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from router.disturbance import Disturbance
-from router.online_fit import OnlineFit
+from baton.router.disturbance import Disturbance
+from baton.router.online_fit import OnlineFit
 
 # Coefficients in seconds, for the features named beside them.
 # A prompt, a token, a token times one that it looks at, a token that was there before, a token

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from router.cost_model import Costs
-from router.ledger import AnswerLedger
+from baton.router.cost_model import Costs
+from baton.router.ledger import AnswerLedger
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ from typing import Protocol
 
 from tokenizers import Tokenizer
 
-from core.errors import UnsupportedModel
+from baton.core.errors import UnsupportedModel
 
 
 class Detokenizer(Protocol):

@@ -17,20 +17,20 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
+from baton.core.config import RouterConfig
+from baton.core.errors import WorkerLost
+from baton.core.types import Work
+from baton.router.admission import Admission, Seat
+from baton.router.attempt import Attempt, Ended, Event, Send, Side, Tokens
+from baton.router.feedback import Feedback
+from baton.router.inbox import Inbox, Rounds
+from baton.router.ledger import AnswerLedger
+from baton.router.life import RequestLife, RetryLimits
+from baton.router.metrics import RouterMetrics
+from baton.router.placement import Placement, Suspicion
+from baton.router.prompt_queue import Prompt
+from baton.router.roster import Roster
 from baton.v1 import worker_pb2 as pb
-from core.config import RouterConfig
-from core.errors import WorkerLost
-from core.types import Work
-from router.admission import Admission, Seat
-from router.attempt import Attempt, Ended, Event, Send, Side, Tokens
-from router.feedback import Feedback
-from router.inbox import Inbox, Rounds
-from router.ledger import AnswerLedger
-from router.life import RequestLife, RetryLimits
-from router.metrics import RouterMetrics
-from router.placement import Placement, Suspicion
-from router.prompt_queue import Prompt
-from router.roster import Roster
 
 log = logging.getLogger(__name__)
 

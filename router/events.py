@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from core.types import FinishReason
-from router.logprobs import ScoredToken
-from router.parts import ToolCallPiece
-from router.placement import Placement
+from baton.core.types import FinishReason
+from baton.router.logprobs import ScoredToken
+from baton.router.parts import ToolCallPiece
+from baton.router.placement import Placement
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,14 +10,14 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
+from baton.core.types import Work
+from baton.router.admission import Seat
+from baton.router.cost_model import CostModel
+from baton.router.ledger import AnswerLedger
+from baton.router.link import WorkerLink
+from baton.router.metrics import RouterMetrics
+from baton.router.placement import Forecast
 from baton.v1 import worker_pb2 as pb
-from core.types import Work
-from router.admission import Seat
-from router.cost_model import CostModel
-from router.ledger import AnswerLedger
-from router.link import WorkerLink
-from router.metrics import RouterMetrics
-from router.placement import Forecast
 
 SHORTEST_SECONDS = 1e-6
 

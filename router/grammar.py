@@ -10,8 +10,8 @@ import json
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from core.errors import InvalidGrammar, NotServed
-from core.types import MAX_STRUCTURE, Structure
+from baton.core.errors import InvalidGrammar, NotServed
+from baton.core.types import MAX_STRUCTURE, Structure
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions

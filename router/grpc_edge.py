@@ -12,6 +12,31 @@ from typing import Any, NoReturn, TypeVar
 
 import grpc
 
+from baton.core.errors import (
+    BatonError,
+    Internal,
+    TokenOutOfRange,
+    UnknownModel,
+    translation,
+)
+from baton.core.types import Request
+from baton.core.wire import finish_to
+from baton.router import phases
+from baton.router.callers import Caller, KeyRing
+from baton.router.control import ControllerCalls
+from baton.router.events import Delta, Event, Started
+from baton.router.grpc_errors import to_status
+from baton.router.grpc_lock import authorization, metadata_value
+from baton.router.ledger import RequestLedger
+from baton.router.logprobs import ScoredToken, TokenScore
+from baton.router.overview import Overview
+from baton.router.parse import parse_prompt, parse_request
+from baton.router.placement import Placement
+from baton.router.public import scrubbed, told
+from baton.router.reader import reading
+from baton.router.roles import switch_role
+from baton.router.roster import Roster
+from baton.router.serving import Serving
 from baton.v1 import (
     cluster_pb2,
     cluster_pb2_grpc,
@@ -20,31 +45,6 @@ from baton.v1 import (
     worker_pb2,
 )
 from baton.v1 import inference_pb2 as pb
-from core.errors import (
-    BatonError,
-    Internal,
-    TokenOutOfRange,
-    UnknownModel,
-    translation,
-)
-from core.types import Request
-from core.wire import finish_to
-from router import phases
-from router.callers import Caller, KeyRing
-from router.control import ControllerCalls
-from router.events import Delta, Event, Started
-from router.grpc_errors import to_status
-from router.grpc_lock import authorization, metadata_value
-from router.ledger import RequestLedger
-from router.logprobs import ScoredToken, TokenScore
-from router.overview import Overview
-from router.parse import parse_prompt, parse_request
-from router.placement import Placement
-from router.public import scrubbed, told
-from router.reader import reading
-from router.roles import switch_role
-from router.roster import Roster
-from router.serving import Serving
 
 log = logging.getLogger(__name__)
 

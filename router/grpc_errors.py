@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status
 
-from core.errors import BatonError, translation
+from baton.core.errors import BatonError, translation
 
 DOMAIN = "baton"
 

@@ -9,10 +9,10 @@ import grpc
 from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 
+from baton.core.errors import BatonError, PermissionDenied
+from baton.router.callers import KeyRing
+from baton.router.grpc_errors import to_status
 from baton.v1 import cluster_pb2
-from core.errors import BatonError, PermissionDenied
-from router.callers import KeyRing
-from router.grpc_errors import to_status
 
 OPEN = (health.SERVICE_NAME, reflection.SERVICE_NAME)
 _ADMIN = cluster_pb2.DESCRIPTOR.services_by_name["Admin"].full_name

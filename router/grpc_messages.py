@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from google.protobuf.message import DecodeError
 
+from baton.core.errors import InvalidRequest
+from baton.router.grpc_errors import to_status
 from baton.v1 import inference_pb2
-from core.errors import InvalidRequest
-from router.grpc_errors import to_status
 
 if TYPE_CHECKING:
     Handler = grpc.RpcMethodHandler[Any, Any]

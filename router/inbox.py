@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from router.attempt import Event
+from baton.router.attempt import Event
 
 PAUSE = 0.5
 """Between two rounds, as a part of the time that the first one took."""

@@ -19,9 +19,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 
+from baton.router.placement import Placement
 from baton.v1 import timing_pb2
 from baton.v1 import worker_pb2 as pb
-from router.placement import Placement
 
 KEPT_REQUESTS = 1000
 MAX_TRACEPARENT = 64

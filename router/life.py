@@ -20,10 +20,10 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from core.errors import BatonError, Exhausted, PoisonRequest
-from core.types import AttemptKey, Work
-from router.attempt import Ended, Tokens
-from router.placement import Placement, Reason, Suspicion
+from baton.core.errors import BatonError, Exhausted, PoisonRequest
+from baton.core.types import AttemptKey, Work
+from baton.router.attempt import Ended, Tokens
+from baton.router.placement import Placement, Reason, Suspicion
 
 SHORTEST_DELAY_SECONDS = 0.02
 LONGEST_DELAY_SECONDS = 1.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 
-from core.errors import Exhausted
+from baton.core.errors import Exhausted
 
 SHORTEST_RETRY_SECONDS = 1.0
 LONGEST_RETRY_SECONDS = 60.0

@@ -23,23 +23,23 @@ from typing import Protocol, cast
 
 import grpc
 
+from baton.core.config import RouterConfig
+from baton.core.errors import LayoutMismatch, UnknownModel, WorkerLost
+from baton.core.tls import Identity
+from baton.core.types import PROTOCOL, AttemptKey, Role
+from baton.core.wire import role_from, role_to
+from baton.router.attempt import Event, LinkLost
+from baton.router.busy import BusyShare
+from baton.router.cache_index import HeldPages
+from baton.router.channels import open_channel
+from baton.router.pace import StepPace
+from baton.router.placement import Suspicion
+from baton.router.prompt_queue import PromptQueue
+from baton.router.pulse import Pulse
+from baton.router.roll_call import RollCall
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
 from baton.v1.transfer_pb2 import PoolAddress
-from core.config import RouterConfig
-from core.errors import LayoutMismatch, UnknownModel, WorkerLost
-from core.tls import Identity
-from core.types import PROTOCOL, AttemptKey, Role
-from core.wire import role_from, role_to
-from router.attempt import Event, LinkLost
-from router.busy import BusyShare
-from router.cache_index import HeldPages
-from router.channels import open_channel
-from router.pace import StepPace
-from router.placement import Suspicion
-from router.prompt_queue import PromptQueue
-from router.pulse import Pulse
-from router.roll_call import RollCall
 
 log = logging.getLogger(__name__)
 

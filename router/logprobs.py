@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from core.types import TokenLogprobs
-from router.text import Text
+from baton.core.types import TokenLogprobs
+from baton.router.text import Text
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,10 @@ import logging
 
 import grpc
 
+from baton.core.tls import Identity
+from baton.router.channels import open_channel
+from baton.router.roster import Roster
 from baton.v1 import cluster_pb2, cluster_pb2_grpc
-from core.tls import Identity
-from router.channels import open_channel
-from router.roster import Roster
 
 log = logging.getLogger(__name__)
 

@@ -17,11 +17,11 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from baton.core import metrics as names
+from baton.core.errors import BatonError
+from baton.router.link import WorkerLink
+from baton.router.placement import Placement
 from baton.v1 import worker_pb2 as pb
-from core import metrics as names
-from core.errors import BatonError
-from router.link import WorkerLink
-from router.placement import Placement
 
 
 class RouterMetrics:

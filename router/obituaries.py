@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from baton.router.link import WorkerLink
 from baton.v1 import worker_pb2 as pb
-from router.link import WorkerLink
 
 REMEMBERED = 1024
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from baton.core.errors import UnknownRequest
+from baton.core.types import Role
+from baton.router.callers import Caller
+from baton.router.diagnosis import diagnose
+from baton.router.link import WorkerLink
+from baton.router.phases import request_timing
+from baton.router.roster import Roster
+from baton.router.serving import Serving
+from baton.router.trends import BUCKET_SECONDS
 from baton.v1 import cluster_pb2 as pb
 from baton.v1 import timing_pb2
-from core.errors import UnknownRequest
-from core.types import Role
-from router.callers import Caller
-from router.diagnosis import diagnose
-from router.link import WorkerLink
-from router.phases import request_timing
-from router.roster import Roster
-from router.serving import Serving
-from router.trends import BUCKET_SECONDS
 
 RECENT_REQUESTS = 50
 _FAULT = "it cannot be used; `baton status` with an admin's key says why"

@@ -6,9 +6,8 @@ import math
 import secrets
 import uuid
 
-from baton.v1 import inference_pb2 as pb
-from core.errors import InvalidRequest, InvalidSampling
-from core.types import (
+from baton.core.errors import InvalidRequest, InvalidSampling
+from baton.core.types import (
     MAX_TOP_LOGPROBS,
     ChatPrompt,
     Message,
@@ -21,7 +20,8 @@ from core.types import (
     Tool,
     ToolCall,
 )
-from router.tools import with_tools
+from baton.router.tools import with_tools
+from baton.v1 import inference_pb2 as pb
 
 MAX_REQUEST_BYTES = 8 * 2**20
 """More than a million tokens, as text or as ids."""

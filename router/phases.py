@@ -11,8 +11,8 @@ from __future__ import annotations
 import time
 from typing import NamedTuple, TypeAlias
 
+from baton.router.ledger import AnswerLedger, RequestLedger
 from baton.v1 import timing_pb2 as pb
-from router.ledger import AnswerLedger, RequestLedger
 
 KEY = "baton-timing-bin"
 """Of the trailer that holds a RequestTiming."""

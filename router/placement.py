@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from router.cost_model import Costs
+from baton.router.cost_model import Costs
 
 
 class Suspicion(enum.Enum):

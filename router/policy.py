@@ -7,8 +7,8 @@ predicted to take less, it is read there.
 
 from __future__ import annotations
 
-from core.errors import BatonError, Exhausted, LayoutMismatch, Unavailable
-from router.placement import (
+from baton.core.errors import BatonError, Exhausted, LayoutMismatch, Unavailable
+from baton.router.placement import (
     DecodeView,
     LocalPrefill,
     Placement,
@@ -17,7 +17,7 @@ from router.placement import (
     Snapshot,
     Strategy,
 )
-from router.score import (
+from baton.router.score import (
     Pair,
     answering,
     best_pair,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from core.page_keys import page_keys, salted_root
-from core.types import ChatPrompt, Prompt, Request
-from router.roster import CacheNames
-from router.text import Rendered, Text
+from baton.core.page_keys import page_keys, salted_root
+from baton.core.types import ChatPrompt, Prompt, Request
+from baton.router.roster import CacheNames
+from baton.router.text import Rendered, Text
 
 
 @dataclass(frozen=True, slots=True)

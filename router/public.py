@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 
-from core.errors import BatonError, translation
+from baton.core.errors import BatonError, translation
 
 _PRIVATE = re.compile(
     r"""

@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-from core.errors import SlowReader
-from router.events import Delta, Event, Tell
+from baton.core.errors import SlowReader
+from baton.router.events import Delta, Event, Tell
 
 
 class AnswerBuffer:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from router.placement import (
+from baton.router.placement import (
     DecodeView,
     Fetch,
     FetchPages,

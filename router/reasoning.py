@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-from router.parts import Parts, held_back
+from baton.router.parts import Parts, held_back
 
 OPENER, CLOSER = "<think>", "</think>"
 

@@ -6,12 +6,12 @@ import asyncio
 
 import grpc
 
+from baton.core.tls import Identity
+from baton.core.types import Role
+from baton.router.channels import open_channel
+from baton.router.roster import Roster
+from baton.router.serving import Serving
 from baton.v1 import cluster_pb2, cluster_pb2_grpc
-from core.tls import Identity
-from core.types import Role
-from router.channels import open_channel
-from router.roster import Roster
-from router.serving import Serving
 
 REPORT_SECONDS = 1.0
 CALL_SECONDS = 5.0

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from baton.core.errors import InvalidRequest, RoleRefused, Unavailable, WorkerLost
+from baton.core.types import Role
+from baton.core.wire import is_role, role_from
+from baton.router.control import ControllerCalls
+from baton.router.link import WorkerLink
+from baton.router.roster import Roster
 from baton.v1 import cluster_pb2
-from core.errors import InvalidRequest, RoleRefused, Unavailable, WorkerLost
-from core.types import Role
-from core.wire import is_role, role_from
-from router.control import ControllerCalls
-from router.link import WorkerLink
-from router.roster import Roster
 
 
 async def switch_role(

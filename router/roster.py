@@ -13,15 +13,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 
-from baton.v1 import worker_pb2 as pb
-from core.config import Config
-from core.errors import BatonError, InvalidRequest
-from core.tls import node_identity
-from core.types import Role, Work
-from router.cost_model import CostModel
-from router.link import WorkerLink
-from router.obituaries import Obituaries
-from router.placement import (
+from baton.core.config import Config
+from baton.core.errors import BatonError, InvalidRequest
+from baton.core.tls import node_identity
+from baton.core.types import Role, Work
+from baton.router.cost_model import CostModel
+from baton.router.link import WorkerLink
+from baton.router.obituaries import Obituaries
+from baton.router.placement import (
     DecodeView,
     FetchPages,
     LocalPrefill,
@@ -31,9 +30,10 @@ from router.placement import (
     Strategy,
     Suspicion,
 )
-from router.policy import choose
-from router.score import soonest
-from router.topology import Topology
+from baton.router.policy import choose
+from baton.router.score import soonest
+from baton.router.topology import Topology
+from baton.v1 import worker_pb2 as pb
 
 LEAVING_POLL_SECONDS = 0.1
 

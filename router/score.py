@@ -14,8 +14,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-from router.placement import DecodeView, Forecast, LocalPrefill, PrefillView, Snapshot, Strategy
-from router.reading import Reading, readings
+from baton.router.placement import (
+    DecodeView,
+    Forecast,
+    LocalPrefill,
+    PrefillView,
+    Snapshot,
+    Strategy,
+)
+from baton.router.reading import Reading, readings
 
 View = TypeVar("View", bound=Reading | DecodeView)
 

@@ -19,32 +19,32 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import start_http_server
 
+from baton.core import exposure, model_store
+from baton.core.config import Config
+from baton.core.errors import Internal
+from baton.core.listening import listen
+from baton.core.process import Stopping
+from baton.core.tls import NODE, certificate_path, door_identity, key_path, node_identity
+from baton.core.types import MAX_MESSAGE_BYTES
+from baton.router.callers import KeyRing
+from baton.router.canary import run_canary
+from baton.router.control import ControllerCalls
+from baton.router.grpc_edge import AdminService, InferenceService
+from baton.router.grpc_lock import KeyLock
+from baton.router.grpc_messages import ReadMessages
+from baton.router.membership import follow
+from baton.router.metrics import RouterMetrics
+from baton.router.overview import Overview
+from baton.router.parse import MAX_REQUEST_BYTES
+from baton.router.reports import report
+from baton.router.roster import Roster
+from baton.router.serving import Serving
+from baton.router.spans import Spans
+from baton.router.text import Text
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
-from core import exposure, model_store
-from core.config import Config
-from core.errors import Internal
-from core.listening import listen
-from core.process import Stopping
-from core.tls import NODE, certificate_path, door_identity, key_path, node_identity
-from core.types import MAX_MESSAGE_BYTES
-from router.callers import KeyRing
-from router.canary import run_canary
-from router.control import ControllerCalls
-from router.grpc_edge import AdminService, InferenceService
-from router.grpc_lock import KeyLock
-from router.grpc_messages import ReadMessages
-from router.membership import follow
-from router.metrics import RouterMetrics
-from router.overview import Overview
-from router.parse import MAX_REQUEST_BYTES
-from router.reports import report
-from router.roster import Roster
-from router.serving import Serving
-from router.spans import Spans
-from router.text import Text
 
 if TYPE_CHECKING:
-    from router.http.server import HttpServer
+    from baton.router.http.server import HttpServer
 
 log = logging.getLogger(__name__)
 
@@ -176,8 +176,8 @@ class RouterServer:
         """None where what it needs is not installed."""
         self.http_address = ""
         try:
-            from router.http.endpoint import Door
-            from router.http.server import HttpServer
+            from baton.router.http.endpoint import Door
+            from baton.router.http.server import HttpServer
         except ModuleNotFoundError as missing:
             library = str(missing.name).partition(".")[0]
             log.warning("%s is not installed: gRPC is served, HTTP is not", library)

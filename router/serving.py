@@ -20,8 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from core.config import RouterConfig
-from core.errors import (
+from baton.core.config import RouterConfig
+from baton.core.errors import (
     BatonError,
     DeadlineExceeded,
     Exhausted,
@@ -32,7 +32,7 @@ from core.errors import (
     TokenOutOfRange,
     Unavailable,
 )
-from core.types import (
+from baton.core.types import (
     AttemptKey,
     ChatPrompt,
     FinishReason,
@@ -40,20 +40,20 @@ from core.types import (
     Request,
     Work,
 )
-from router.admission import Admission
-from router.answer_clock import AnswerClock
-from router.answer_maker import AnswerMaker
-from router.demand import Demand
-from router.dispatch import Dispatcher
-from router.events import Event, Started, Tell
-from router.grammar import behind_thoughts, either, grammar_of
-from router.ledger import AnswerLedger, Ledgers, RequestLedger
-from router.metrics import RouterMetrics
-from router.prompt import read_prompt
-from router.roster import Roster
-from router.text import Text
-from router.together import together
-from router.trends import Trends
+from baton.router.admission import Admission
+from baton.router.answer_clock import AnswerClock
+from baton.router.answer_maker import AnswerMaker
+from baton.router.demand import Demand
+from baton.router.dispatch import Dispatcher
+from baton.router.events import Event, Started, Tell
+from baton.router.grammar import behind_thoughts, either, grammar_of
+from baton.router.ledger import AnswerLedger, Ledgers, RequestLedger
+from baton.router.metrics import RouterMetrics
+from baton.router.prompt import read_prompt
+from baton.router.roster import Roster
+from baton.router.text import Text
+from baton.router.together import together
+from baton.router.trends import Trends
 
 GRAMMAR_SECONDS = 5.0
 """How long a structure may take to read. Most take a millisecond."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from baton.core.errors import InvalidConfig
+from baton.router.ledger import RequestLedger
+from baton.router.phases import request_timing
 from baton.v1 import timing_pb2 as pb
-from core.errors import InvalidConfig
-from router.ledger import RequestLedger
-from router.phases import request_timing
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -93,7 +93,7 @@ def _provider(url: str, router_id: str) -> TracerProvider:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ModuleNotFoundError:
         raise InvalidConfig(
-            "router.otlp_endpoint needs OpenTelemetry: install baton[otlp]",
+            "router.otlp_endpoint needs OpenTelemetry: install baton-llm[otlp]",
             field="router.otlp_endpoint",
         ) from None
     resource = Resource.create({"service.name": "baton-router", "service.instance.id": router_id})

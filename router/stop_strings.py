@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from core.errors import InvalidRequest
+from baton.core.errors import InvalidRequest
 
 
 class StopStrings:

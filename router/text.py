@@ -13,18 +13,18 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from core.errors import InvalidRequest, PromptTooLong, TokenOutOfRange
-from core.types import ChatPrompt, Prompt, TextPrompt, TokenPrompt
-from router.answer_format import PLAIN, AnswerFormat, answer_format
-from router.chat_template import ChatTemplate
-from router.detokenizer import (
+from baton.core.errors import InvalidRequest, PromptTooLong, TokenOutOfRange
+from baton.core.types import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from baton.router.answer_format import PLAIN, AnswerFormat, answer_format
+from baton.router.chat_template import ChatTemplate
+from baton.router.detokenizer import (
     Detokenizer,
     EveryTokensBytes,
     NoText,
     detokenizer_factory,
     special_ids,
 )
-from router.text_files import TextFiles
+from baton.router.text_files import TextFiles
 
 
 @dataclass(frozen=True, slots=True)

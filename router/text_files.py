@@ -8,8 +8,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from core import sentencepiece
-from core.errors import InvalidConfig, UnsupportedModel
+from baton.core import sentencepiece
+from baton.core.errors import InvalidConfig, UnsupportedModel
 
 SPECIAL_TOKEN_NAMES = (
     "bos_token",

@@ -17,8 +17,8 @@ import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from core.types import Tool
-from router.grammar import ONE_LINE
+from baton.core.types import Tool
+from baton.router.grammar import ONE_LINE
 
 SpecialId = Callable[[str], int | None]
 """The id of what is one special token, which no text can stand for; None for anything else."""

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from enum import Enum, auto
 
-from router.call_reader import CallReader, Malformed, NamedCallReader
-from router.parts import Parts, ToolCallPiece, held_back
-from router.tool_format import ToolFormat
+from baton.router.call_reader import CallReader, Malformed, NamedCallReader
+from baton.router.parts import Parts, ToolCallPiece, held_back
+from baton.router.tool_format import ToolFormat
 
 _SPACE = " \t\r\n"
 

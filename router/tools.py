@@ -7,8 +7,8 @@ import json
 import re
 from collections.abc import Sequence
 
-from core.errors import InvalidRequest
-from core.types import MAX_STRUCTURE, ChatPrompt, Tool
+from baton.core.errors import InvalidRequest
+from baton.core.types import MAX_STRUCTURE, ChatPrompt, Tool
 
 MAX_TOOLS = 128
 _NAME = re.compile("[a-zA-Z0-9_-]{1,64}")

@@ -6,10 +6,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from core.types import Work
-from router.cost_model import CostModel
-from router.link import WorkerLink
-from router.placement import DecodeView, PrefillView, Suspicion
+from baton.core.types import Work
+from baton.router.cost_model import CostModel
+from baton.router.link import WorkerLink
+from baton.router.placement import DecodeView, PrefillView, Suspicion
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from baton.router.ledger import AnswerLedger
 from baton.v1 import cluster_pb2 as pb
-from router.ledger import AnswerLedger
 
 BUCKET_SECONDS = 2.0
 KEPT_BUCKETS = 150

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 
-from baton.v1 import worker_pb2 as pb
-from core.errors import (
+from baton.core.errors import (
     InvalidGrammar,
     InvalidRequest,
     InvalidSampling,
@@ -17,8 +16,9 @@ from core.errors import (
     TokenOutOfRange,
     Unavailable,
 )
-from core.types import MAX_GRAMMAR, MAX_TOP_LOGPROBS, AttemptKey, Role, Work
-from core.wire import failed_to
+from baton.core.types import MAX_GRAMMAR, MAX_TOP_LOGPROBS, AttemptKey, Role, Work
+from baton.core.wire import failed_to
+from baton.v1 import worker_pb2 as pb
 
 
 def quarantine_fault(quarantined: int, total: int, share: float) -> str:

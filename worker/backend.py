@@ -13,28 +13,28 @@ from collections.abc import Callable
 
 import torch
 
-from core import model_store, types
-from core.config import Config, settle
-from core.errors import WorkerLost
-from engine.engine import Engine
-from engine.gpu.settings import GpuSettings
-from engine.page_memory import page_memory
-from kv_transfer.choose import choose_transport
-from kv_transfer.digest import choose_digest
-from kv_transfer.heads import HeadRange
-from kv_transfer.layout import cache_root
-from kv_transfer.sharded import ShardedTransport
-from kv_transfer.thread import TransferThread
-from worker.cache_feed import CacheFeed
-from worker.cpu import claim_threads, stand_back
-from worker.engine_thread import Inbox, Wake
-from worker.metrics import WorkerMetrics
-from worker.outbox import Outbox
-from worker.phases import role_factory
-from worker.pool_shape import pool_layout, pool_memory
-from worker.ranks import start_ranks
-from worker.role import Role
-from worker.second_tier import close_second_tier, open_second_tier
+from baton.core import model_store, types
+from baton.core.config import Config, settle
+from baton.core.errors import WorkerLost
+from baton.engine.engine import Engine
+from baton.engine.gpu.settings import GpuSettings
+from baton.engine.page_memory import page_memory
+from baton.kv_transfer.choose import choose_transport
+from baton.kv_transfer.digest import choose_digest
+from baton.kv_transfer.heads import HeadRange
+from baton.kv_transfer.layout import cache_root
+from baton.kv_transfer.sharded import ShardedTransport
+from baton.kv_transfer.thread import TransferThread
+from baton.worker.cache_feed import CacheFeed
+from baton.worker.cpu import claim_threads, stand_back
+from baton.worker.engine_thread import Inbox, Wake
+from baton.worker.metrics import WorkerMetrics
+from baton.worker.outbox import Outbox
+from baton.worker.phases import role_factory
+from baton.worker.pool_shape import pool_layout, pool_memory
+from baton.worker.ranks import start_ranks
+from baton.worker.role import Role
+from baton.worker.second_tier import close_second_tier, open_second_tier
 
 # For pages to be written to files.
 FLUSH_SECONDS = 5.0

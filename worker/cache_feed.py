@@ -12,9 +12,9 @@ from __future__ import annotations
 import math
 import time
 
+from baton.engine.page_pool import PagePool
 from baton.v1 import worker_pb2 as pb
-from engine.page_pool import PagePool
-from worker.outbox import Outbox
+from baton.worker.outbox import Outbox
 
 SECONDS = 0.05
 MOST_KEYS = 2048

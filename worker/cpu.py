@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
-import engine  # noqa: F401 its settings of torch's memory must be there before torch
-from core.config import Config
-from core.types import Role
+import baton.engine  # noqa: F401 its settings of torch's memory must be there before torch
+from baton.core.config import Config
+from baton.core.types import Role
 
 
 def claim_threads(config: Config, role: Role, ranks: int | None = None) -> int:

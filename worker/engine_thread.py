@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from baton.kv_transfer.events import TransferEvent
 from baton.v1 import worker_pb2 as pb
-from kv_transfer.events import TransferEvent
-from worker.cache_feed import CacheFeed
-from worker.outbox import Outbox
-from worker.role import Role
+from baton.worker.cache_feed import CacheFeed
+from baton.worker.outbox import Outbox
+from baton.worker.role import Role
 
 IDLE_REPORT_SECONDS = 1.0
 BUSY_REPORT_SECONDS = 0.1

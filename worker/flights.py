@@ -10,12 +10,12 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from core.errors import BatonError
-from core.types import Moment, TokenLogprobs
-from engine.engine import Engine
-from engine.flight import Flight, Landed, Outcome, Scored
-from engine.sequence import Plan, Sequence
-from worker.metrics import WorkerMetrics
+from baton.core.errors import BatonError
+from baton.core.types import Moment, TokenLogprobs
+from baton.engine.engine import Engine
+from baton.engine.flight import Flight, Landed, Outcome, Scored
+from baton.engine.sequence import Plan, Sequence
+from baton.worker.metrics import WorkerMetrics
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Starts one worker without Ray: `python -m prefill_worker|decode_worker --config FILE`."""
+"""Starts one worker without Ray: `python -m baton.prefill_worker|decode_worker --config FILE`."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from core import config as configs
-from core.config import Config
-from core.errors import BatonError
-from core.process import set_up_logging, stop_on_signals
-from core.types import Role
-from worker.cpu import claim_threads
+from baton.core import config as configs
+from baton.core.config import Config
+from baton.core.errors import BatonError
+from baton.core.process import set_up_logging, stop_on_signals
+from baton.core.types import Role
+from baton.worker.cpu import claim_threads
 
 if TYPE_CHECKING:
-    from worker.server import WorkerServer
+    from baton.worker.server import WorkerServer
 
 
 def main(role: Role) -> None:
@@ -27,7 +27,7 @@ def main(role: Role) -> None:
         config = configs.load(arguments.config)
         set_up_logging(config.log_level)
         claim_threads(config, role)
-        from worker.server import WorkerServer
+        from baton.worker.server import WorkerServer
 
         worker_id = arguments.name or f"{role.value}-0"
         server = WorkerServer(config, role, worker_id)

@@ -6,11 +6,11 @@ from typing import TypeVar, cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from baton.core import metrics as names
+from baton.core.types import Role
+from baton.engine.page_pool import PagePool
 from baton.v1 import worker_pb2 as pb
-from core import metrics as names
-from core.types import Role
-from engine.page_pool import PagePool
-from worker.tier_metrics import TierMetrics
+from baton.worker.tier_metrics import TierMetrics
 
 _LABELS = ["worker", "role"]
 

@@ -6,21 +6,21 @@ import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
-from core import types
-from core.config import Config
-from kv_transfer.thread import TransferThread
-from worker.metrics import WorkerMetrics
-from worker.outbox import Outbox
-from worker.role import Role
+from baton.core import types
+from baton.core.config import Config
+from baton.kv_transfer.thread import TransferThread
+from baton.worker.metrics import WorkerMetrics
+from baton.worker.outbox import Outbox
+from baton.worker.role import Role
 
 if TYPE_CHECKING:
-    from engine.engine import Engine
+    from baton.engine.engine import Engine
 
 RoleFactory = Callable[["Engine", TransferThread, Outbox, WorkerMetrics, Config], Role]
 
 _CLASSES = {
-    types.Role.PREFILL: ("prefill_worker.role", "PrefillRole"),
-    types.Role.DECODE: ("decode_worker.role", "DecodeRole"),
+    types.Role.PREFILL: ("baton.prefill_worker.role", "PrefillRole"),
+    types.Role.DECODE: ("baton.decode_worker.role", "DecodeRole"),
 }
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from baton.engine.engine import Engine
+from baton.kv_transfer.layout import LAYOUT_VERSION
+from baton.kv_transfer.transport import PoolMemory
 from baton.v1.transfer_pb2 import PoolLayout
-from engine.engine import Engine
-from kv_transfer.layout import LAYOUT_VERSION
-from kv_transfer.transport import PoolMemory
 
 
 def pool_memory(engine: Engine) -> PoolMemory:

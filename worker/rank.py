@@ -1,4 +1,4 @@
-"""A process of a worker that several share: `python -m worker.rank STEPS TRANSFERS COPIES`.
+"""A process of a worker that several share: `python -m baton.worker.rank STEPS TRANSFERS COPIES`.
 
 The numbers are inherited sockets that lead to rank 0, the worker itself (worker/ranks.py):
 
@@ -23,13 +23,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from core.errors import BatonError
-from core.process import set_up_logging
-from worker.cpu import stand_back, use_threads
-from worker.rank_settings import LOADED, RankSettings, encode_error
+from baton.core.errors import BatonError
+from baton.core.process import set_up_logging
+from baton.worker.cpu import stand_back, use_threads
+from baton.worker.rank_settings import LOADED, RankSettings, encode_error
 
 if TYPE_CHECKING:
-    from engine.engine import Engine
+    from baton.engine.engine import Engine
 
 log = logging.getLogger(__name__)
 
@@ -73,8 +73,8 @@ def _live(steps: Connection, transfers: socket.socket, copies: Connection) -> No
 
 def _load(settings: RankSettings, loaded: Callable[[], None]) -> Engine:
     # Imported here: torch must find the number of its threads.
-    from engine.engine import Engine
-    from engine.group import Group
+    from baton.engine.engine import Engine
+    from baton.engine.group import Group
 
     _use(settings.device)
     group = Group(
@@ -107,10 +107,10 @@ def _use(device: str) -> None:
 
 def _serve_transfers(channel: socket.socket, engine: Engine, transport: str) -> None:
     """Ends the process when rank 0 has let go of it, or when transfers cannot go on."""
-    from kv_transfer.choose import choose_transport
-    from kv_transfer.heads import HeadRange
-    from kv_transfer.shard_host import serve_shard
-    from worker.pool_shape import pool_memory
+    from baton.kv_transfer.choose import choose_transport
+    from baton.kv_transfer.heads import HeadRange
+    from baton.kv_transfer.shard_host import serve_shard
+    from baton.worker.pool_shape import pool_memory
 
     heads = engine.kv.shape[4]
     try:
@@ -127,7 +127,7 @@ def _serve_transfers(channel: socket.socket, engine: Engine, transport: str) -> 
 
 def _serve_copies(first: Connection, engine: Engine, file: int) -> None:
     """Ends the process when copies cannot go on. Where rank 0 is gone, others see to that."""
-    from engine.rank_memory import follow_copies
+    from baton.engine.rank_memory import follow_copies
 
     try:
         _use(str(engine.kv.device))

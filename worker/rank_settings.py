@@ -9,10 +9,10 @@ import dataclasses
 import json
 from dataclasses import dataclass
 
-from core.errors import BatonError, InvalidConfig, from_reason
-from engine.architecture import Architecture
-from engine.gpu.settings import GpuSettings
-from engine.split import Split, check_split
+from baton.core.errors import BatonError, InvalidConfig, from_reason
+from baton.engine.architecture import Architecture
+from baton.engine.gpu.settings import GpuSettings
+from baton.engine.split import Split, check_split
 
 LOADED = b"loaded"
 """The answer of a rank that can follow steps."""

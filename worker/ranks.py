@@ -30,18 +30,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from core import model_store
-from core.config import Config
-from core.errors import WorkerLost
-from core.types import Role
-from engine.architecture import read_architecture
-from engine.gpu.settings import GpuSettings
-from engine.group import Group
-from engine.page_memory import PageMemory
-from engine.rank_memory import share_rows
-from kv_transfer.shard_proxy import ShardProxy
-from worker.cpu import claim_threads
-from worker.rank_settings import (
+from baton.core import model_store
+from baton.core.config import Config
+from baton.core.errors import WorkerLost
+from baton.core.types import Role
+from baton.engine.architecture import read_architecture
+from baton.engine.gpu.settings import GpuSettings
+from baton.engine.group import Group
+from baton.engine.page_memory import PageMemory
+from baton.engine.rank_memory import share_rows
+from baton.kv_transfer.shard_proxy import ShardProxy
+from baton.worker.cpu import claim_threads
+from baton.worker.rank_settings import (
     LOADED,
     RankSettings,
     check_ranks,
@@ -188,7 +188,7 @@ class Ranks:
         files = [] if settings.rows_file is None else [settings.rows_file]
         with their_steps, their_transfers, their_copies:
             process = subprocess.Popen(
-                [sys.executable, "-m", "worker.rank", *map(str, inherited)],
+                [sys.executable, "-m", "baton.worker.rank", *map(str, inherited)],
                 pass_fds=inherited + files,
                 # Wherever this process found our packages, as under Ray.
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},

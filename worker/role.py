@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from baton.kv_transfer.events import TransferEvent
 from baton.v1 import worker_pb2 as pb
-from kv_transfer.events import TransferEvent
 
 
 class Role(Protocol):

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from core.config import CacheConfig
-from core.errors import InvalidConfig
-from engine.background import BackgroundThread
-from engine.engine import Engine
-from engine.page_file import PageForm
-from engine.page_memory import PageMemory, page_memory
-from engine.second_tier import BATCH, SecondTier
+from baton.core.config import CacheConfig
+from baton.core.errors import InvalidConfig
+from baton.engine.background import BackgroundThread
+from baton.engine.engine import Engine
+from baton.engine.page_file import PageForm
+from baton.engine.page_memory import PageMemory, page_memory
+from baton.engine.second_tier import BATCH, SecondTier
 
 MakeMemory = Callable[[Tensor, int], PageMemory]
 

@@ -30,18 +30,18 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import start_http_server
 
+from baton.core import exposure, model_store, types
+from baton.core.config import Config
+from baton.core.errors import Internal, WorkerLost
+from baton.core.listening import listen
+from baton.core.process import Stopping
+from baton.core.tls import node_identity
+from baton.core.types import MAX_MESSAGE_BYTES, PROTOCOL
+from baton.core.wire import role_to
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
-from core import exposure, model_store, types
-from core.config import Config
-from core.errors import Internal, WorkerLost
-from core.listening import listen
-from core.process import Stopping
-from core.tls import node_identity
-from core.types import MAX_MESSAGE_BYTES, PROTOCOL
-from core.wire import role_to
-from worker.backend import Backend, Progress
-from worker.engine_thread import (
+from baton.worker.backend import Backend, Progress
+from baton.worker.engine_thread import (
     HAND_BACK_SECONDS,
     Drain,
     EngineThread,
@@ -50,9 +50,9 @@ from worker.engine_thread import (
     Retire,
     Stop,
 )
-from worker.metrics import WorkerMetrics
-from worker.outbox import Outbox
-from worker.service import WorkerService
+from baton.worker.metrics import WorkerMetrics
+from baton.worker.outbox import Outbox
+from baton.worker.service import WorkerService
 
 log = logging.getLogger(__name__)
 

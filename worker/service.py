@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator, Callable
 
 import grpc
 
+from baton.core.types import PROTOCOL, Role
+from baton.core.wire import is_role, role_from
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
-from core.types import PROTOCOL, Role
-from core.wire import is_role, role_from
-from worker.engine_thread import Attached, Detached, FromRouter, Inbox
-from worker.outbox import Outbox
+from baton.worker.engine_thread import Attached, Detached, FromRouter, Inbox
+from baton.worker.outbox import Outbox
 
 log = logging.getLogger(__name__)
 

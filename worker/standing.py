@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from baton.core.config import Config
+from baton.core.errors import Unavailable
+from baton.core.types import Role, Work
+from baton.engine.engine import Engine
 from baton.v1 import worker_pb2 as pb
-from core.config import Config
-from core.errors import Unavailable
-from core.types import Role, Work
-from engine.engine import Engine
-from worker.admission import check_context, check_work, quarantine_fault
-from worker.metrics import WorkerMetrics
+from baton.worker.admission import check_context, check_work, quarantine_fault
+from baton.worker.metrics import WorkerMetrics
 
 
 class Scheduler(Protocol):

@@ -6,10 +6,10 @@ import dataclasses
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from core import metrics as names
-from core.types import Role
-from engine.restore_costs import Tier
-from engine.second_tier import Counts, SecondTier
+from baton.core import metrics as names
+from baton.core.types import Role
+from baton.engine.restore_costs import Tier
+from baton.engine.second_tier import Counts, SecondTier
 
 _LABELS = ["worker", "role"]
 

@@ -19,7 +19,7 @@ COPY router router
 COPY planner planner
 COPY cluster cluster
 COPY cli cli
-RUN /opt/baton/bin/pip install . && /opt/baton/bin/baton model pull
+RUN /opt/baton/bin/pip install ".[server]" && /opt/baton/bin/baton model pull
 
 FROM python:3.12.11-slim-bookworm
 # procps: pgrep, with which a pod's preStop waits. wget: health checks, here and Ray's.

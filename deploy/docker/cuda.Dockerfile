@@ -20,7 +20,7 @@ COPY router router
 COPY planner planner
 COPY cluster cluster
 COPY cli cli
-RUN /opt/baton/bin/pip install .
+RUN /opt/baton/bin/pip install ".[server]"
 
 FROM nvidia/cuda:13.0.1-base-ubuntu24.04
 # gcc and Python's headers: Triton compiles what launches its kernels. The verbs: NIXL over RDMA.

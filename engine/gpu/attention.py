@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.gpu.batch import StepArrays
-from engine.gpu.forward import Attend
-from engine.gpu.prompt_attention import long_chunk_attention
-from engine.model import Model
-from engine.rope import inverse_frequencies, rotations
-from kernels.gpu.chunk_attention import chunk_attention
-from kernels.gpu.decode_attention import HeadShape, SplitWorkspace, decode_attention
-from kernels.gpu.rotary import rotate_and_store
+from baton.engine.gpu.batch import StepArrays
+from baton.engine.gpu.forward import Attend
+from baton.engine.gpu.prompt_attention import long_chunk_attention
+from baton.engine.model import Model
+from baton.engine.rope import inverse_frequencies, rotations
+from baton.kernels.gpu.chunk_attention import chunk_attention
+from baton.kernels.gpu.decode_attention import HeadShape, SplitWorkspace, decode_attention
+from baton.kernels.gpu.rotary import rotate_and_store
 
 
 class PagedAttention:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.gpu.prompt_attention import LongChunk, takes
-from engine.gpu.staging import Ints
-from engine.sequence import Piece
-from kernels.gpu.chunk_attention import BLOCK_QUERIES
+from baton.engine.gpu.prompt_attention import LongChunk, takes
+from baton.engine.gpu.staging import Ints
+from baton.engine.sequence import Piece
+from baton.kernels.gpu.chunk_attention import BLOCK_QUERIES
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from core.errors import Internal
-from engine.flight import Outcome
-from engine.logprobs import Scores
-from engine.prompt_logprobs import PromptScores
-from engine.sampler import NOT_FINITE
-from engine.sequence import Plan
+from baton.core.errors import Internal
+from baton.engine.flight import Outcome
+from baton.engine.logprobs import Scores
+from baton.engine.prompt_logprobs import PromptScores
+from baton.engine.sampler import NOT_FINITE
+from baton.engine.sequence import Plan
 
 
 class GpuFlight:

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.model import Model
-from engine.split_linear import SummedLinear
-from kernels.gpu.activation import silu_and_multiply
-from kernels.gpu.linear import Scaled, few_rows, few_rows_alone, few_rows_onto, squares_for
-from kernels.gpu.norm import add_and_norm, add_and_scale, rms_norm
-from kernels.gpu.step import embed
-from kernels.linear import GatedLinear, Linear
+from baton.engine.model import Model
+from baton.engine.split_linear import SummedLinear
+from baton.kernels.gpu.activation import silu_and_multiply
+from baton.kernels.gpu.linear import Scaled, few_rows, few_rows_alone, few_rows_onto, squares_for
+from baton.kernels.gpu.norm import add_and_norm, add_and_scale, rms_norm
+from baton.kernels.gpu.step import embed
+from baton.kernels.linear import GatedLinear, Linear
 
 SPLIT_ROWS = range(65, 257)
 """With so many rows a product onto the residual has tiles for half of the chip: it is made as

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
-from core.errors import Internal
+from baton.core.errors import Internal
 
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE

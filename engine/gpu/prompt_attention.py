@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.architecture import Architecture
-from kernels.gpu.decode_attention import HeadShape
-from kernels.gpu.merge import merge_attended
-from kernels.gpu.pages import gather_tokens
+from baton.engine.architecture import Architecture
+from baton.kernels.gpu.decode_attention import HeadShape
+from baton.kernels.gpu.merge import merge_attended
+from baton.kernels.gpu.pages import gather_tokens
 
 LIBRARY_TOKENS = 512
 LONG_PART = 8192

@@ -22,24 +22,24 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.gpu import graphs, prompt_attention
-from engine.gpu.attention import PagedAttention
-from engine.gpu.batch import Limits, StepArrays, step_arrays
-from engine.gpu.flight import GpuFlight
-from engine.gpu.forward import few_rows_forward, logits_of, many_rows_forward
-from engine.gpu.graphs import Recording
-from engine.gpu.sampling import GpuSampler
-from engine.gpu.slots import Slots
-from engine.gpu.staging import Ints, download, upload, upload_into
-from engine.gpu.step_message import Step, decode, encode
-from engine.group import Group
-from engine.logprobs import Scores, score
-from engine.model import Model
-from engine.prompt_logprobs import PromptScores, Wanted, prompt_rows, score_prompts
-from engine.sequence import Piece, Plan, Sequence
-from kernels.gpu.chunk_attention import BLOCK_QUERIES
-from kernels.gpu.linear import MOST_ROWS
-from kernels.gpu.step import begin, remember
+from baton.engine.gpu import graphs, prompt_attention
+from baton.engine.gpu.attention import PagedAttention
+from baton.engine.gpu.batch import Limits, StepArrays, step_arrays
+from baton.engine.gpu.flight import GpuFlight
+from baton.engine.gpu.forward import few_rows_forward, logits_of, many_rows_forward
+from baton.engine.gpu.graphs import Recording
+from baton.engine.gpu.sampling import GpuSampler
+from baton.engine.gpu.slots import Slots
+from baton.engine.gpu.staging import Ints, download, upload, upload_into
+from baton.engine.gpu.step_message import Step, decode, encode
+from baton.engine.group import Group
+from baton.engine.logprobs import Scores, score
+from baton.engine.model import Model
+from baton.engine.prompt_logprobs import PromptScores, Wanted, prompt_rows, score_prompts
+from baton.engine.sequence import Piece, Plan, Sequence
+from baton.kernels.gpu.chunk_attention import BLOCK_QUERIES
+from baton.kernels.gpu.linear import MOST_ROWS
+from baton.kernels.gpu.step import begin, remember
 
 SLOTS = 1024
 """Sequences that the device remembers, at least."""

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.sampler import adjust, is_adjusted, takes_best, to_device, uniform
-from engine.sequence import Sequence
-from kernels.gpu.sampling import argmax, sample
+from baton.engine.sampler import adjust, is_adjusted, takes_best, to_device, uniform
+from baton.engine.sequence import Sequence
+from baton.kernels.gpu.sampling import argmax, sample
 
 ADJUSTED_ROWS = 32
 """Rows with changed logits that are sampled together: each takes 64 bytes a token at most."""

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from core.errors import Exhausted, Internal
-from engine.page_pool import Lease
+from baton.core.errors import Exhausted, Internal
+from baton.engine.page_pool import Lease
 
 Ints = npt.NDArray[np.int32]
 

@@ -13,20 +13,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from core.errors import InvalidConfig
-from core.types import AttemptKey, Sampling, Work
-from engine.architecture import Architecture
-from engine.gpu import prompt_attention
-from engine.gpu.graphs import PROMPT_ROWS
-from engine.gpu.prompt_attention import LIBRARY_TOKENS
-from engine.gpu.runner import SAMPLED_ROWS, GpuRunner
-from engine.gpu.sampling import ADJUSTED_ROWS
-from engine.gpu.settings import GpuSettings
-from engine.group import Group
-from engine.model import Model
-from engine.page_pool import PagePool
-from engine.sequence import Piece, Sequence
-from kernels.gpu.sampling import FEW_ROWS
+from baton.core.errors import InvalidConfig
+from baton.core.types import AttemptKey, Sampling, Work
+from baton.engine.architecture import Architecture
+from baton.engine.gpu import prompt_attention
+from baton.engine.gpu.graphs import PROMPT_ROWS
+from baton.engine.gpu.prompt_attention import LIBRARY_TOKENS
+from baton.engine.gpu.runner import SAMPLED_ROWS, GpuRunner
+from baton.engine.gpu.sampling import ADJUSTED_ROWS
+from baton.engine.gpu.settings import GpuSettings
+from baton.engine.group import Group
+from baton.engine.model import Model
+from baton.engine.page_pool import PagePool
+from baton.engine.sequence import Piece, Sequence
+from baton.kernels.gpu.sampling import FEW_ROWS
 
 LIBRARY_BYTES = 2 << 30
 """The CUDA context, the libraries' own workspaces, compiled kernels, fragments."""

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.gpu.batch import StepArrays
-from engine.gpu.prompt_attention import LongChunk
-from engine.gpu.staging import Ints
+from baton.engine.gpu.batch import StepArrays
+from baton.engine.gpu.prompt_attention import LongChunk
+from baton.engine.gpu.staging import Ints
 
 HEAD = 6
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-from kernels.cpu.code import COUNT, POINTER, Count, Memory
+from baton.kernels.cpu.code import COUNT, POINTER, Count, Memory
 
 
 class Arguments:

@@ -21,9 +21,19 @@ from dataclasses import dataclass
 
 from llvmlite import ir
 
-from kernels.cpu.arguments import Arguments
-from kernels.cpu.code import COUNT, LANES, POINTER, Count, Floats, Function, Memory, exp, transposed
-from kernels.cpu.compiler import Library
+from baton.kernels.cpu.arguments import Arguments
+from baton.kernels.cpu.code import (
+    COUNT,
+    LANES,
+    POINTER,
+    Count,
+    Floats,
+    Function,
+    Memory,
+    exp,
+    transposed,
+)
+from baton.kernels.cpu.compiler import Library
 
 SPLIT = 256
 """Tokens of an item of work."""

@@ -6,9 +6,9 @@ import functools
 
 from torch import Tensor
 
-from kernels.cpu import compiler
-from kernels.cpu.code import LANES
-from kernels.cpu.decode_attention import SPLIT, AttentionArguments, Heads, library
+from baton.kernels.cpu import compiler
+from baton.kernels.cpu.code import LANES
+from baton.kernels.cpu.decode_attention import SPLIT, AttentionArguments, Heads, library
 
 
 class CompiledAttention:

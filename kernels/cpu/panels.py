@@ -6,9 +6,9 @@ import functools
 
 from torch import Tensor
 
-from kernels.cpu import compiler
-from kernels.cpu.product import BLOCK, INPUTS_A_TURN, PANEL, ProductArguments, library
-from kernels.norm import RMSNorm
+from baton.kernels.cpu import compiler
+from baton.kernels.cpu.product import BLOCK, INPUTS_A_TURN, PANEL, ProductArguments, library
+from baton.kernels.norm import RMSNorm
 
 FEW_ROWS = 2 * BLOCK
 """Rows that one thread has laid out before a second would have begun."""

@@ -23,9 +23,19 @@ from contextlib import contextmanager
 
 from llvmlite import ir
 
-from kernels.cpu.arguments import Arguments
-from kernels.cpu.code import COUNT, LANES, POINTER, Count, Floats, Function, Memory, exp, transposed
-from kernels.cpu.compiler import Library
+from baton.kernels.cpu.arguments import Arguments
+from baton.kernels.cpu.code import (
+    COUNT,
+    LANES,
+    POINTER,
+    Count,
+    Floats,
+    Function,
+    Memory,
+    exp,
+    transposed,
+)
+from baton.kernels.cpu.compiler import Library
 
 VECTORS = 3
 PANEL = VECTORS * LANES

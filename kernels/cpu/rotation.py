@@ -12,10 +12,10 @@ import functools
 from llvmlite import ir
 from torch import Tensor
 
-from kernels.cpu import compiler
-from kernels.cpu.arguments import Arguments
-from kernels.cpu.code import LANES, POINTER, Count, Floats, Function, Memory, vector_of
-from kernels.cpu.compiler import Library
+from baton.kernels.cpu import compiler
+from baton.kernels.cpu.arguments import Arguments
+from baton.kernels.cpu.code import LANES, POINTER, Count, Floats, Function, Memory, vector_of
+from baton.kernels.cpu.compiler import Library
 
 
 class RotationArguments(ctypes.Structure):

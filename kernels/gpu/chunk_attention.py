@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.decode_attention import LOG2_E, HeadShape
+from baton.kernels.gpu.decode_attention import LOG2_E, HeadShape
 
 BLOCK_QUERIES = 64
 """Tokens of one entry of `blocks`."""

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.linear import Scaled
+from baton.kernels.gpu.linear import Scaled
 
 FEW_ROWS = 256
 """Up to here a row's latency counts: more warps, one 16-byte load a thread."""

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.linear import Scaled
+from baton.kernels.gpu.linear import Scaled
 
 BLOCK = 256
 

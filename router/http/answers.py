@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from json.encoder import encode_basestring
 from typing import Protocol
 
-from core.types import FinishReason
-from router.events import Delta, Event, Finished, Started
-from router.http.fields import Json
-from router.http.generation import Asked
-from router.logprobs import ScoredToken
-from router.parts import ToolCallPiece
+from baton.core.types import FinishReason
+from baton.router.events import Delta, Event, Finished, Started
+from baton.router.http.fields import Json
+from baton.router.http.generation import Asked
+from baton.router.logprobs import ScoredToken
+from baton.router.parts import ToolCallPiece
 
 FINISH = {
     FinishReason.STOP: "stop",

@@ -14,22 +14,22 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from core.errors import NotServed, TokenOutOfRange, Unavailable, UnknownModel
-from core.types import Prompt
-from router.http.answers import encode
-from router.http.body import read_body
-from router.http.chat import ChatApi
-from router.http.completions import CompletionsApi
-from router.http.endpoint import Door, GenerationEndpoint, request_id_of
-from router.http.errors import problem
-from router.http.fields import Json
-from router.http.lock import OPEN, KeyLock
-from router.http.openapi import document
-from router.http.overview import OverviewApi
-from router.http.static import Page
-from router.http.tokens import KEEP_SPECIAL, TOKENS, read_prompt
-from router.overview import Overview
-from router.roster import Roster
+from baton.core.errors import NotServed, TokenOutOfRange, Unavailable, UnknownModel
+from baton.core.types import Prompt
+from baton.router.http.answers import encode
+from baton.router.http.body import read_body
+from baton.router.http.chat import ChatApi
+from baton.router.http.completions import CompletionsApi
+from baton.router.http.endpoint import Door, GenerationEndpoint, request_id_of
+from baton.router.http.errors import problem
+from baton.router.http.fields import Json
+from baton.router.http.lock import OPEN, KeyLock
+from baton.router.http.openapi import document
+from baton.router.http.overview import OverviewApi
+from baton.router.http.static import Page
+from baton.router.http.tokens import KEEP_SPECIAL, TOKENS, read_prompt
+from baton.router.overview import Overview
+from baton.router.roster import Roster
 
 Endpoint = Callable[[HttpRequest], Awaitable[Response]]
 

@@ -15,9 +15,9 @@ from typing import NoReturn, TypeVar
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
-from core.errors import Cancelled, InvalidRequest
-from router.http.fields import Json
-from router.parse import MAX_REQUEST_BYTES
+from baton.core.errors import Cancelled, InvalidRequest
+from baton.router.http.fields import Json
+from baton.router.parse import MAX_REQUEST_BYTES
 
 MAX_VALUES = 300_000
 """Some 0.05 seconds, and enough for a context of 2**18 token ids. Longer lists of them can be sent

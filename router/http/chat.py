@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from core.errors import InvalidRequest, NotServed
-from core.types import MAX_TOP_LOGPROBS, ChatPrompt, Message
-from router.http.answers import Piece
-from router.http.fields import Field, Flag, Integer, Json, String, Unserved, as_text, wrong_type
-from router.http.generation import Asked, read_asked
-from router.http.logprobs import chat_logprobs
-from router.http.schemas import described, object_of, or_null
-from router.http.tools import CALLS_SCHEMA, call_deltas, read_calls, read_tools, whole_calls
-from router.parse import MAX_MESSAGES
+from baton.core.errors import InvalidRequest, NotServed
+from baton.core.types import MAX_TOP_LOGPROBS, ChatPrompt, Message
+from baton.router.http.answers import Piece
+from baton.router.http.fields import (
+    Field,
+    Flag,
+    Integer,
+    Json,
+    String,
+    Unserved,
+    as_text,
+    wrong_type,
+)
+from baton.router.http.generation import Asked, read_asked
+from baton.router.http.logprobs import chat_logprobs
+from baton.router.http.schemas import described, object_of, or_null
+from baton.router.http.tools import CALLS_SCHEMA, call_deltas, read_calls, read_tools, whole_calls
+from baton.router.parse import MAX_MESSAGES
 
 # What templates call those who speak. OpenAI's newer models call the system the developer.
 ROLES = {

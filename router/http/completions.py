@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from core.errors import InvalidRequest
-from core.types import MAX_TOP_LOGPROBS, Prompt, TextPrompt, TokenPrompt
-from router.http.answers import Piece
-from router.http.fields import (
+from baton.core.errors import InvalidRequest
+from baton.core.types import MAX_TOP_LOGPROBS, Prompt, TextPrompt, TokenPrompt
+from baton.router.http.answers import Piece
+from baton.router.http.fields import (
     TOKEN_ID_SCHEMA,
     Field,
     Flag,
@@ -16,9 +16,9 @@ from router.http.fields import (
     as_token_ids,
     wrong_type,
 )
-from router.http.generation import ANSWERS, Asked, read_asked
-from router.http.logprobs import completion_logprobs, prompt_logprobs
-from router.parse import MAX_PROMPT_TOKENS
+from baton.router.http.generation import ANSWERS, Asked, read_asked
+from baton.router.http.logprobs import completion_logprobs, prompt_logprobs
+from baton.router.parse import MAX_PROMPT_TOKENS
 
 DEFAULT_MAX_TOKENS = 16
 """The API's own, however short."""

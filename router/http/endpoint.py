@@ -21,20 +21,20 @@ from dataclasses import dataclass, field
 from starlette.requests import Request as HttpRequest
 from starlette.types import Receive, Scope, Send
 
-from core.errors import Cancelled, Unavailable, UnknownModel
-from core.types import Prompt, TextPrompt, TokenPrompt
-from router.callers import Caller, KeyRing
-from router.events import Event, Started, Tell
-from router.http.answers import Api, Telling, server_sent
-from router.http.body import read_body
-from router.http.connection import CONNECTION, BoundedConnection
-from router.http.errors import problem
-from router.http.fields import Json
-from router.http.generation import MODEL, Asked
-from router.ledger import RequestLedger
-from router.reader import AnswerBuffer, reading
-from router.serving import Serving
-from router.together import together
+from baton.core.errors import Cancelled, Unavailable, UnknownModel
+from baton.core.types import Prompt, TextPrompt, TokenPrompt
+from baton.router.callers import Caller, KeyRing
+from baton.router.events import Event, Started, Tell
+from baton.router.http.answers import Api, Telling, server_sent
+from baton.router.http.body import read_body
+from baton.router.http.connection import CONNECTION, BoundedConnection
+from baton.router.http.errors import problem
+from baton.router.http.fields import Json
+from baton.router.http.generation import MODEL, Asked
+from baton.router.ledger import RequestLedger
+from baton.router.reader import AnswerBuffer, reading
+from baton.router.serving import Serving
+from baton.router.together import together
 
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _JSON_HEADERS = ((b"content-type", b"application/json"),)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from core.errors import (
+from baton.core.errors import (
     BatonError,
     DeadlineExceeded,
     Exhausted,
@@ -24,9 +24,9 @@ from core.errors import (
     WorkerLost,
     translation,
 )
-from router.http.answers import encode
-from router.http.fields import Json
-from router.public import scrubbed
+from baton.router.http.answers import encode
+from baton.router.http.fields import Json
+from baton.router.public import scrubbed
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Protocol
 
-from core.errors import InvalidRequest, InvalidSampling, NotServed
+from baton.core.errors import InvalidRequest, InvalidSampling, NotServed
 
 Json = dict[str, object]
 

@@ -12,9 +12,9 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from core.errors import InvalidRequest
-from core.types import Prompt, Request, Sampling
-from router.http.fields import (
+from baton.core.errors import InvalidRequest
+from baton.core.types import Prompt, Request, Sampling
+from baton.router.http.fields import (
     Biases,
     Field,
     Flag,
@@ -27,9 +27,9 @@ from router.http.fields import (
     Unserved,
     wrong_type,
 )
-from router.http.structure import READ as STRUCTURE_FIELDS
-from router.http.structure import read_structure
-from router.parse import (
+from baton.router.http.structure import READ as STRUCTURE_FIELDS
+from baton.router.http.structure import read_structure
+from baton.router.parse import (
     MAX_ANSWERS,
     MAX_BIASES,
     MAX_CACHE_SALT,

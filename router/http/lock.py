@@ -7,10 +7,10 @@ from collections.abc import Collection
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from core.errors import PermissionDenied, Unauthenticated
-from router.callers import KeyRing
-from router.http.endpoint import request_id_of
-from router.http.errors import problem
+from baton.core.errors import PermissionDenied, Unauthenticated
+from baton.router.callers import KeyRing
+from baton.router.http.endpoint import request_id_of
+from baton.router.http.errors import problem
 
 OPEN = ("/health", "/ready")
 _ADMIN = ("/v1/requests",)

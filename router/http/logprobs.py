@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from router.http.fields import Json
-from router.http.schemas import exact, list_of, or_null
-from router.logprobs import ScoredToken, TokenScore
+from baton.router.http.fields import Json
+from baton.router.http.schemas import exact, list_of, or_null
+from baton.router.logprobs import ScoredToken, TokenScore
 
 
 def chat_logprobs(scores: Sequence[ScoredToken] | None) -> Json | None:

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from google.protobuf.message import Message
 
+from baton.core.plain import schema
+from baton.router.http import (
+    chat,
+    completions,
+    generation,
+    logprobs,
+    overview,
+    structure,
+    tokens,
+    tools,
+)
+from baton.router.http.fields import TOKEN_ID_SCHEMA, Field, Json
+from baton.router.http.schemas import described, exact, list_of, object_of, or_null
 from baton.v1 import cluster_pb2, timing_pb2
-from core.plain import schema
-from router.http import chat, completions, generation, logprobs, overview, structure, tokens, tools
-from router.http.fields import TOKEN_ID_SCHEMA, Field, Json
-from router.http.schemas import described, exact, list_of, object_of, or_null
 
 TITLE = "Baton"
 VERSION = "1"

@@ -7,12 +7,12 @@ from google.protobuf.message import Message
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from core.plain import plain
-from router.callers import KeyRing
-from router.http.answers import encode
-from router.http.fields import Integer, Json
-from router.ledger import KEPT_REQUESTS
-from router.overview import RECENT_REQUESTS, Overview
+from baton.core.plain import plain
+from baton.router.callers import KeyRing
+from baton.router.http.answers import encode
+from baton.router.http.fields import Integer, Json
+from baton.router.ledger import KEPT_REQUESTS
+from baton.router.overview import RECENT_REQUESTS, Overview
 
 LIMIT = Integer("limit", "How many requests at most.", 1, KEPT_REQUESTS, RECENT_REQUESTS)
 _LONGEST_LIMIT = 10  # digits

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from router.http.fields import Field, Json
+from baton.router.http.fields import Field, Json
 
 
 def described(fields: Iterable[Field]) -> Json:

@@ -16,14 +16,14 @@ from typing import Any
 import uvicorn
 from prometheus_client import CollectorRegistry
 
-from core.config import TlsConfig
-from core.errors import Internal
-from core.tls import CLIENTS_CA, NODE, certificate_path, key_path
-from router.http.app import HttpApp
-from router.http.connection import BoundedConnection
-from router.http.endpoint import Door
-from router.overview import Overview
-from router.roster import Roster
+from baton.core.config import TlsConfig
+from baton.core.errors import Internal
+from baton.core.tls import CLIENTS_CA, NODE, certificate_path, key_path
+from baton.router.http.app import HttpApp
+from baton.router.http.connection import BoundedConnection
+from baton.router.http.endpoint import Door
+from baton.router.overview import Overview
+from baton.router.roster import Roster
 
 # What the kernel may hold for one client. Beyond it tokens wait where they are counted.
 SEND_BYTES = 128 * 2**10

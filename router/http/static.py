@@ -49,7 +49,7 @@ class _File:
 
 class Page:
     def __init__(self) -> None:
-        folder = resources.files("router.http").joinpath(_FOLDER)
+        folder = resources.files("baton.router.http").joinpath(_FOLDER)
         self._files = {
             entry.name: _read(entry.name, entry.read_bytes()) for entry in folder.iterdir()
         }

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 
-from core.errors import InvalidRequest, NotServed
-from core.types import MAX_STRUCTURE, Structure
-from router.grammar import ANY_OBJECT
-from router.http.fields import Field, Json, String, wrong_type
-from router.http.schemas import object_of
+from baton.core.errors import InvalidRequest, NotServed
+from baton.core.types import MAX_STRUCTURE, Structure
+from baton.router.grammar import ANY_OBJECT
+from baton.router.http.fields import Field, Json, String, wrong_type
+from baton.router.http.schemas import object_of
 
 REGEX = String("regex", "The answer is text that this matches from end to end.", MAX_STRUCTURE)
 GRAMMAR = String(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from core.errors import InvalidRequest
-from core.types import Prompt, TextPrompt
-from router.http.chat import read_messages
-from router.http.completions import MAX_PROMPT_CHARACTERS
-from router.http.fields import Flag, Json, TokenIds, Unserved, as_text
-from router.http.tools import read_tools
-from router.parse import MAX_PROMPT_TOKENS
+from baton.core.errors import InvalidRequest
+from baton.core.types import Prompt, TextPrompt
+from baton.router.http.chat import read_messages
+from baton.router.http.completions import MAX_PROMPT_CHARACTERS
+from baton.router.http.fields import Flag, Json, TokenIds, Unserved, as_text
+from baton.router.http.tools import read_tools
+from baton.router.parse import MAX_PROMPT_TOKENS
 
 TOKENS = TokenIds("tokens", "The ids to turn into text.", MAX_PROMPT_TOKENS)
 KEEP_SPECIAL = Flag("keep_special_tokens", "Leave special tokens in the text.")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 
-from core.errors import InvalidRequest, NotServed
-from core.types import ChatPrompt, Tool, ToolCall
-from router.http.fields import Json, as_text, wrong_type
-from router.http.schemas import list_of, object_of
-from router.parts import ToolCallPiece
-from router.tools import MAX_TOOLS, with_tools
+from baton.core.errors import InvalidRequest, NotServed
+from baton.core.types import ChatPrompt, Tool, ToolCall
+from baton.router.http.fields import Json, as_text, wrong_type
+from baton.router.http.schemas import list_of, object_of
+from baton.router.parts import ToolCallPiece
+from baton.router.tools import MAX_TOOLS, with_tools
 
 MAX_TEXT = 1_000_000
 """Characters of a description, or of arguments."""

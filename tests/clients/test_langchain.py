@@ -9,7 +9,7 @@ from langchain_openai import ChatOpenAI, OpenAI
 from processes import ProcessCluster
 from pydantic import BaseModel, Field
 
-from core.model_store import EMBEDDED, EMBEDDED_NAME
+from baton.core.model_store import EMBEDDED, EMBEDDED_NAME
 
 QUESTION = "What is the capital of France?"
 ANSWER = "The capital of France is Paris."

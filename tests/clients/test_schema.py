@@ -10,8 +10,8 @@ from front_door import front_door_beside
 from hypothesis import settings
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
+from baton.router.http.openapi import document
 from bench import instant_worker
-from router.http.openapi import document
 
 # No schema can say which regular expressions, grammars and JSON Schemas are sound, which token ids
 # the model knows, and what goes together, such as stream_options and stream. Embeddings are there

@@ -9,7 +9,7 @@ import recoveries
 from processes import ProcessCluster
 from tiny_models import TINY_MODELS, save
 
-from core.model_store import EMBEDDED
+from baton.core.model_store import EMBEDDED
 
 SIZES: dict[str, object] = {"kv_memory": "512MiB", "threads": 1}
 TREE: dict[str, object] = {"prefill": SIZES, "decode": SIZES}

@@ -14,9 +14,9 @@ from processes import ProcessCluster
 from waiting import until
 
 from baton import Answer, AsyncClient
+from baton.core import metrics
+from baton.core.model_store import EMBEDDED
 from baton.v1.cluster_pb2 import WorkerStatus
-from core import metrics
-from core.model_store import EMBEDDED
 
 PROMPT = "The wind and the sun argued about which of them was the stronger. " * 16
 OPTIONS = {"max_tokens": 8, "ignore_eos": True, "temperature": 0.8, "seed": 3, "timeout": 60.0}

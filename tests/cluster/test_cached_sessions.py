@@ -11,8 +11,8 @@ import pytest
 from processes import ProcessCluster, scrape
 
 from baton import Answer
-from core import metrics
-from core.model_store import EMBEDDED
+from baton.core import metrics
+from baton.core.model_store import EMBEDDED
 
 SESSIONS = 4
 PROMPT = 160

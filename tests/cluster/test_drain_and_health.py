@@ -16,11 +16,11 @@ from waiting import until
 
 import baton
 from baton import Answer, AsyncClient, AsyncStream
+from baton.cluster.membership import Membership
+from baton.core import metrics
+from baton.core.types import Role
+from baton.core.wire import role_to
 from baton.v1 import cluster_pb2, cluster_pb2_grpc
-from cluster.membership import Membership
-from core import metrics
-from core.types import Role
-from core.wire import role_to
 
 OPTIONS = {"max_tokens": 220, "ignore_eos": True, "temperature": 0.9, "seed": 4}
 PROMPT = [3] * 30

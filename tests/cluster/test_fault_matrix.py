@@ -27,8 +27,8 @@ from waiting import until
 
 import baton
 from baton import Answer, AsyncClient
-from core import metrics
-from core.model_store import EMBEDDED
+from baton.core import metrics
+from baton.core.model_store import EMBEDDED
 
 SIGNALS = ("SIGKILL", "SIGTERM", "SIGSTOP")
 TARGETS = ("prefill-0", "decode-0", "router")

@@ -16,11 +16,11 @@ from processes import ProcessCluster
 from proto_strategies import messages
 from tiny_models import TINY_MODELS, VOCABULARY, save
 
+from baton.core.errors import from_reason
+from baton.core.types import PROTOCOL
+from baton.kv_transfer.ticket import seal
 from baton.v1 import transfer_pb2, worker_pb2_grpc
 from baton.v1 import worker_pb2 as pb
-from core.errors import from_reason
-from core.types import PROTOCOL
-from kv_transfer.ticket import seal
 
 SIZES: dict[str, object] = {
     "prefill": {"kv_memory": "1MiB", "threads": 1},

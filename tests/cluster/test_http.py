@@ -15,8 +15,8 @@ import openai
 import pytest
 from processes import ProcessCluster, scrape
 
-from core import metrics
-from router.http.generation import READ, UNSERVED
+from baton.core import metrics
+from baton.router.http.generation import READ, UNSERVED
 
 MODEL = "SmolLM2-135M-Instruct"
 ANSWER = "The capital of France is Paris."

@@ -9,7 +9,7 @@ from pathlib import Path
 from processes import ProcessCluster, scrape
 from tiny_models import TINY_MODELS, VOCABULARY, generate_with_transformers, save
 
-from core import metrics
+from baton.core import metrics
 
 PAGE = 5
 ANSWER = 8

@@ -8,7 +8,7 @@ import torch
 from processes import ProcessCluster
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from core.model_store import embedded_folder
+from baton.core.model_store import embedded_folder
 
 MODEL = "SmolLM2-135M-Instruct"
 PROMPT = "The capital of France is"

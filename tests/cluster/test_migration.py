@@ -12,7 +12,7 @@ from waiting import until
 
 import baton
 from baton import AsyncClient, AsyncStream
-from core.types import Role
+from baton.core.types import Role
 
 OPTIONS = {"max_tokens": 220, "ignore_eos": True, "temperature": 0.9, "seed": 4}
 PROMPT = [3] * 30

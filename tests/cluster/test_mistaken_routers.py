@@ -15,9 +15,9 @@ from processes import Process, ProcessCluster
 from tiny_models import VOCABULARY
 
 from baton import AsyncClient
+from baton.core.types import PROTOCOL
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
-from core.types import PROTOCOL
 
 SIZES: dict[str, object] = {
     "prefill": {"kv_memory": "1MiB", "threads": 1},
@@ -179,7 +179,9 @@ async def test_two_routers_on_pools_for_one_request_never_wait_for_each_other(
             await client.generate(prompt, max_tokens=draw.randint(2, 14), timeout=60)
 
     with ProcessCluster(tiny, tmp_path, tree=dict(tree)) as cluster:
-        other = Process(tmp_path, "other", ["router", "--config", str(tmp_path / "router.yaml")])
+        other = Process(
+            tmp_path, "other", ["baton.router", "--config", str(tmp_path / "router.yaml")]
+        )
         addresses = [cluster.address, other.wait_for(r"gRPC on (\S+),")]
         async with AsyncClient(addresses[0]) as one, AsyncClient(addresses[1]) as two:
             await two.wait_ready()
@@ -194,7 +196,7 @@ async def test_two_workers_of_one_name_are_not_confused(tiny: Path, tmp_path: Pa
         twin = Process(
             tmp_path,
             "twin",
-            ["prefill_worker", "--config", config, "--name", "prefill-0", "--port", "0"],
+            ["baton.prefill_worker", "--config", config, "--name", "prefill-0", "--port", "0"],
         )
         cluster.workers["twin"] = twin
         cluster.router.kill()

@@ -148,7 +148,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @contextmanager
 def router(folder: Path, config: Path, controller: str) -> Iterator[str]:
     """The address of a router that follows the controller and is no part of Ray."""
-    arguments = ["-m", "router", "--config", str(config), "--controller", controller]
+    arguments = ["-m", "baton.router", "--config", str(config), "--controller", controller]
     command = Command(folder / "router", [sys.executable, *arguments])
     try:
         said = re.search(r"gRPC on (\S+),", command.wait_for("router ready"))

@@ -14,7 +14,7 @@ from tiny_models import TINY_MODELS, VOCABULARY, generate_with_transformers, sav
 
 import baton
 from baton import AsyncClient, FinishReason
-from core.types import Role
+from baton.core.types import Role
 
 ANSWER = 40
 

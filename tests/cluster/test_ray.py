@@ -18,9 +18,9 @@ from ray.util import get_node_ip_address
 from serving import BATON, FREE_PORTS, Command, Serve, run
 
 from baton import Client
-from cluster.preflight import check_ray, free_port
-from core.errors import InvalidConfig
-from core.model_store import embedded_folder
+from baton.cluster.preflight import check_ray, free_port
+from baton.core.errors import InvalidConfig
+from baton.core.model_store import embedded_folder
 
 # As a user would say it; the token is otherwise one file for all of a user's clusters.
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
@@ -128,7 +128,14 @@ def detached(
 def test_a_router_outside_ray_follows_the_controller_at_its_port(
     detached: Detached, tmp_path: Path
 ) -> None:
-    follow = ["-m", "router", "--config", str(detached.config), "--controller", detached.controller]
+    follow = [
+        "-m",
+        "baton.router",
+        "--config",
+        str(detached.config),
+        "--controller",
+        detached.controller,
+    ]
     router = Command(tmp_path, [sys.executable, *follow])
     try:
         said = re.search(r"gRPC on (\S+),", router.wait_for("router ready"))

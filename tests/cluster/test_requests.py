@@ -12,7 +12,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from processes import ProcessCluster
 
 from baton import FinishReason
-from core import metrics
+from baton.core import metrics
 
 QUESTION = [("user", "What is the capital of France?")]
 

@@ -13,8 +13,8 @@ from waiting import until
 
 import baton
 from baton import AsyncClient
+from baton.core import metrics
 from baton.v1 import cluster_pb2, worker_pb2
-from core import metrics
 
 PROMPTS = [[3] * 30, [5] * 70, [7, 9] * 50, [2] * 17]
 OPTIONS = {"max_tokens": 40, "ignore_eos": True, "temperature": 0.9, "seed": 4}

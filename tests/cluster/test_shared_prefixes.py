@@ -13,7 +13,7 @@ from tiny_models import TINY_MODELS, VOCABULARY, generate_with_transformers, sav
 from transformers import PreTrainedModel
 
 from baton import Answer
-from core import metrics
+from baton.core import metrics
 
 PAGE = 5
 ANSWER = 12

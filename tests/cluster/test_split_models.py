@@ -17,7 +17,7 @@ from processes import ProcessCluster
 from tiny_models import TINY_MODELS, VOCABULARY, generate_with_transformers, save
 from transformers import PreTrainedModel
 
-from core.metrics import CACHE_HIT_TOKENS
+from baton.core.metrics import CACHE_HIT_TOKENS
 
 ANSWER = 16
 # Pairs in turn: prefill-0 and decode-0, prefill-1 and decode-1.

@@ -9,8 +9,8 @@ import pytest
 from processes import ProcessCluster
 from tiny_models import TINY_MODELS, save
 
+from baton.cli.certificates import make_certificates
 from baton.v1 import worker_pb2, worker_pb2_grpc
-from cli.certificates import make_certificates
 
 SIZES: dict[str, object] = {"kv_memory": "4MiB", "threads": 1}
 

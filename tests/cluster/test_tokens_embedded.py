@@ -12,7 +12,7 @@ from processes import ProcessCluster
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from baton import Answer
-from core.model_store import EMBEDDED, embedded_folder
+from baton.core.model_store import EMBEDDED, embedded_folder
 
 ANSWER = 40
 ROOT = Path(__file__).parents[2]

@@ -19,9 +19,9 @@ from steady_load import SteadyLoad
 from waiting import until
 
 from baton import AsyncClient
+from baton.core.types import PROTOCOL
+from baton.kv_transfer.ticket import TICKET_VERSION
 from baton.v1.worker_pb2 import ROLE_PREFILL
-from core.types import PROTOCOL
-from kv_transfer.ticket import TICKET_VERSION
 
 pytestmark = pytest.mark.fleet
 
@@ -82,7 +82,7 @@ async def test_an_upgrade_of_one_worker_after_the_other_loses_nothing(
     tiny: Path, tmp_path: Path
 ) -> None:
     before: dict[str, list[str]] = {}
-    new = next_version(tmp_path / "new", "kv_transfer.ticket", "TICKET_VERSION")
+    new = next_version(tmp_path / "new", "baton.kv_transfer.ticket", "TICKET_VERSION")
     with ProcessCluster(tiny, tmp_path, prefill=2, decode=2, tree=TREE, before=before) as cluster:
         async with AsyncClient(cluster.address) as client, SteadyLoad(cluster.address) as load:
             await load.more()
@@ -107,7 +107,7 @@ async def test_an_upgrade_of_one_worker_after_the_other_loses_nothing(
 @contextmanager
 def second_router(workspace: Path, before: list[str]) -> Iterator[str]:
     """The address of a router beside the cluster's own, of another version."""
-    arguments = ["router", "--config", str(workspace / "router.yaml")]
+    arguments = ["baton.router", "--config", str(workspace / "router.yaml")]
     router = Process(workspace, "second-router", arguments, before)
     try:
         yield router.wait_for(r"gRPC on (\S+),")
@@ -119,7 +119,7 @@ def second_router(workspace: Path, before: list[str]) -> Iterator[str]:
 async def test_routers_of_two_protocols_use_the_workers_that_speak_theirs(
     tiny: Path, tmp_path: Path
 ) -> None:
-    new = next_version(tmp_path / "new", "core.types", "PROTOCOL")
+    new = next_version(tmp_path / "new", "baton.core.types", "PROTOCOL")
     with (
         ProcessCluster(
             *(tiny, tmp_path),

@@ -14,19 +14,19 @@ from pool_host import AnyPool, HostedPool, poll_until, pool_host
 from pools import KINDS, LAYOUT, PAGE_BYTES, PAGES, UNTOUCHED, Shard, SplitPool
 from transfer_workers import TransferWorker
 
-from baton.v1.transfer_pb2 import PoolAddress, PoolShard
-from core.errors import Internal, WorkerLost
-from core.types import AttemptKey
-from kv_transfer.events import (
+from baton.core.errors import Internal, WorkerLost
+from baton.core.types import AttemptKey
+from baton.kv_transfer.events import (
     Fetched,
     Landed,
     PagesWanted,
     PeerConnected,
     PushEnded,
 )
-from kv_transfer.shard_proxy import ShardProxy
-from kv_transfer.sharded import PROBE, ShardedTransport
-from kv_transfer.transport import Noted, PeerLost, TransportEvent, WriteDone, WriteFailed
+from baton.kv_transfer.shard_proxy import ShardProxy
+from baton.kv_transfer.sharded import PROBE, ShardedTransport
+from baton.kv_transfer.transport import Noted, PeerLost, TransportEvent, WriteDone, WriteFailed
+from baton.v1.transfer_pb2 import PoolAddress, PoolShard
 
 SPLITS = [(1, 1), (1, 2), (2, 1), (2, 2), (2, 4), (4, 2), (4, 1)]
 KINDS_HERE = [name for name in ("inprocess-cpu", "nixl-cpu", "cuda_ipc-cuda") if name in KINDS]

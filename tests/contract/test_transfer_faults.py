@@ -15,10 +15,9 @@ import pytest
 from pools import NIXL, CpuBytes
 from transfer_workers import KEY, TransferWorker
 
-from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
-from core.errors import Unavailable
-from kv_transfer.digest import cpu_digest
-from kv_transfer.events import (
+from baton.core.errors import Unavailable
+from baton.kv_transfer.digest import cpu_digest
+from baton.kv_transfer.events import (
     Landed,
     PagesDamaged,
     PeerConnected,
@@ -29,9 +28,10 @@ from kv_transfer.events import (
     ReservationFreed,
     ReservationOverdue,
 )
-from kv_transfer.inprocess import InProcessTransport
-from kv_transfer.nixl_transport import NixlTransport
-from kv_transfer.transport import PagePart, PoolMemory, Transport
+from baton.kv_transfer.inprocess import InProcessTransport
+from baton.kv_transfer.nixl_transport import NixlTransport
+from baton.kv_transfer.transport import PagePart, PoolMemory, Transport
+from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
 
 PAGE_BYTES = 8192
 PAGES = 8

@@ -8,8 +8,7 @@ import pytest
 from pools import KINDS, Kind
 from transfer_workers import KEY, TransferWorker
 
-from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
-from core.errors import (
+from baton.core.errors import (
     Cancelled,
     DeadlineExceeded,
     Internal,
@@ -18,9 +17,9 @@ from core.errors import (
     Unavailable,
     WorkerLost,
 )
-from core.types import AttemptKey
-from kv_transfer.digest import choose_digest
-from kv_transfer.events import (
+from baton.core.types import AttemptKey
+from baton.kv_transfer.digest import choose_digest
+from baton.kv_transfer.events import (
     Fetched,
     Landed,
     PagesWanted,
@@ -31,10 +30,11 @@ from kv_transfer.events import (
     ReservationFreed,
     TransferCrashed,
 )
-from kv_transfer.inprocess import InProcessTransport
-from kv_transfer.thread import TransferThread
-from kv_transfer.ticket import TICKET_VERSION
-from kv_transfer.transport import PoolMemory, Transport, TransportEvent
+from baton.kv_transfer.inprocess import InProcessTransport
+from baton.kv_transfer.thread import TransferThread
+from baton.kv_transfer.ticket import TICKET_VERSION
+from baton.kv_transfer.transport import PoolMemory, Transport, TransportEvent
+from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
 
 PAGE_BYTES = 1024
 PAGES = 32

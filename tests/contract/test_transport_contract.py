@@ -10,9 +10,9 @@ import pytest
 from pool_host import AnyPool, PoolHost, poll_until, pool_host
 from pools import KINDS, LAYOUT, NIXL, PAGE_BYTES, PAGES, UNTOUCHED, Pool, SplitPool
 
-from core.errors import Internal, LayoutMismatch, WorkerLost
-from kv_transfer.inprocess import InProcessTransport, Span, merge_spans
-from kv_transfer.transport import Noted, PeerLost, WriteDone, WriteFailed
+from baton.core.errors import Internal, LayoutMismatch, WorkerLost
+from baton.kv_transfer.inprocess import InProcessTransport, Span, merge_spans
+from baton.kv_transfer.transport import Noted, PeerLost, WriteDone, WriteFailed
 
 Maker = Callable[..., AnyPool]
 SPANNING = [kind.name for kind in KINDS.values() if kind.spans_processes]

@@ -10,13 +10,13 @@ import pytest
 import torch
 from pools import CUDA
 
-from core.types import AttemptKey, Sampling, Work
-from engine.architecture import Architecture, parse_architecture
-from engine.gpu.settings import GpuSettings
-from engine.gpu.start import start_runner
-from engine.page_pool import PagePool
-from engine.random_model import random_model
-from engine.sequence import Piece, Sequence
+from baton.core.types import AttemptKey, Sampling, Work
+from baton.engine.architecture import Architecture, parse_architecture
+from baton.engine.gpu.settings import GpuSettings
+from baton.engine.gpu.start import start_runner
+from baton.engine.page_pool import PagePool
+from baton.engine.random_model import random_model
+from baton.engine.sequence import Piece, Sequence
 
 pytestmark = pytest.mark.skipif(not CUDA, reason="there is no CUDA device here")
 

@@ -9,8 +9,8 @@ import torch
 from pools import CUDA
 from tiny_models import TINY_MODELS, save
 
-from engine.engine import Engine
-from engine.gpu.settings import GpuSettings
+from baton.engine.engine import Engine
+from baton.engine.gpu.settings import GpuSettings
 
 pytestmark = pytest.mark.skipif(not CUDA, reason="there is no CUDA device here")
 

@@ -15,7 +15,7 @@ from tiny_models import TINY_MODELS, VOCABULARY, generate_with_transformers, sav
 from transformers import PreTrainedModel
 
 from baton import AsyncClient
-from core import metrics
+from baton.core import metrics
 
 pytestmark = pytest.mark.skipif(not CUDA, reason="there is no CUDA device here")
 

@@ -24,12 +24,12 @@ from tiny_models import TINY_MODELS, VOCABULARY, generate_with_transformers, sav
 from torch import distributed
 from transformers import PreTrainedModel
 
-from core.types import AttemptKey, Sampling, Work
-from engine.engine import Engine
-from engine.gpu.settings import GpuSettings
-from engine.group import Group
-from engine.sequence import Piece, Sequence
-from engine.split import Split
+from baton.core.types import AttemptKey, Sampling, Work
+from baton.engine.engine import Engine
+from baton.engine.gpu.settings import GpuSettings
+from baton.engine.group import Group
+from baton.engine.sequence import Piece, Sequence
+from baton.engine.split import Split
 
 pytestmark = pytest.mark.skipif(not CUDA, reason="there is no CUDA device here")
 

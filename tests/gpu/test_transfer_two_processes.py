@@ -14,10 +14,10 @@ import torch
 from pool_host import PoolHost, poll_until, pool_host
 from pools import CUDA, PAGES, Pool
 
+from baton.core.errors import WorkerLost
+from baton.kv_transfer.digest import choose_digest
+from baton.kv_transfer.transport import Noted, PeerLost, WriteDone, WriteFailed
 from baton.v1.transfer_pb2 import CudaIpcRoute, PoolAddress
-from core.errors import WorkerLost
-from kv_transfer.digest import choose_digest
-from kv_transfer.transport import Noted, PeerLost, WriteDone, WriteFailed
 
 pytestmark = pytest.mark.skipif(not CUDA, reason="there is no CUDA device here")
 

@@ -14,7 +14,7 @@ import pytest
 from playwright.sync_api import Browser, sync_playwright
 from processes import ProcessCluster
 
-from core.model_store import EMBEDDED
+from baton.core.model_store import EMBEDDED
 
 TREE: dict[str, object] = {
     "prefill": {"kv_memory": "256MiB", "chunk_tokens": 64},

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from core.errors import Internal
-from core.types import AttemptKey, Role
-from decode_worker.role import DecodeRole
-from engine.page_pool import Lease
-from engine.restore_costs import Tier
-from kv_transfer.receiver import State
-from prefill_worker.role import PrefillRole
+from baton.core.errors import Internal
+from baton.core.types import AttemptKey, Role
+from baton.decode_worker.role import DecodeRole
+from baton.engine.page_pool import Lease
+from baton.engine.restore_costs import Tier
+from baton.kv_transfer.receiver import State
+from baton.prefill_worker.role import PrefillRole
 
 from .fabric import Write
 from .router import SimulatedRequest

@@ -6,8 +6,8 @@ import itertools
 from collections import Counter
 from functools import partial
 
-from core.config import Config, DecodeConfig, PrefillConfig, RouterConfig
-from core.types import AttemptKey, Role, Sampling, Work
+from baton.core.config import Config, DecodeConfig, PrefillConfig, RouterConfig
+from baton.core.types import AttemptKey, Role, Sampling, Work
 
 from .checks import Checks
 from .engine import VOCABULARY, reference

@@ -11,11 +11,11 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from core.errors import Internal
-from core.types import FinishReason, Moment, Work
-from engine.flight import Flight, Landed, Outcome
-from engine.page_pool import Lease, PagePool
-from engine.sequence import Piece, Plan
+from baton.core.errors import Internal
+from baton.core.types import FinishReason, Moment, Work
+from baton.engine.flight import Flight, Landed, Outcome
+from baton.engine.page_pool import Lease, PagePool
+from baton.engine.sequence import Piece, Plan
 
 from .world import Violation
 

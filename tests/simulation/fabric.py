@@ -11,11 +11,10 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
-from core.errors import WorkerLost
-from core.types import Moment
-from kv_transfer.heads import HeadRange
-from kv_transfer.transport import (
+from baton.core.errors import WorkerLost
+from baton.core.types import Moment
+from baton.kv_transfer.heads import HeadRange
+from baton.kv_transfer.transport import (
     Noted,
     PagePart,
     PeerLost,
@@ -26,6 +25,7 @@ from kv_transfer.transport import (
     check_told,
     pool_address,
 )
+from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
 
 from .world import World
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from core.types import Role
+from baton.core.types import Role
 
 from .fabric import SimulatedTransport
 from .worker import SimulatedWorker

@@ -6,14 +6,14 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from baton.core.errors import BatonError, Cancelled, WorkerLost
+from baton.core.types import AttemptKey, Role, Work
+from baton.core.wire import role_from
+from baton.router.attempt import Action, Attempt, Ended, Event, LinkLost, Send, Side, Tokens
+from baton.router.life import RequestLife, RetryLimits
+from baton.router.placement import DecodeView, Fetch, Placement, PrefillView, Snapshot
+from baton.router.policy import choose
 from baton.v1 import worker_pb2 as pb
-from core.errors import BatonError, Cancelled, WorkerLost
-from core.types import AttemptKey, Role, Work
-from core.wire import role_from
-from router.attempt import Action, Attempt, Ended, Event, LinkLost, Send, Side, Tokens
-from router.life import RequestLife, RetryLimits
-from router.placement import DecodeView, Fetch, Placement, PrefillView, Snapshot
-from router.policy import choose
 
 from .engine import reference
 from .streams import Stream

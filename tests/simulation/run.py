@@ -13,7 +13,7 @@ from .cluster import Cluster
 
 
 def main() -> int:
-    logging.getLogger("kv_transfer").setLevel(logging.ERROR)
+    logging.getLogger("baton.kv_transfer").setLevel(logging.ERROR)
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, help="run this seed and print what happened")
     parser.add_argument("--seeds", default="0:1000", help="run the seeds from FIRST:END")

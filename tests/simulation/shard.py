@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from baton.core.errors import Internal
+from baton.core.types import Moment
+from baton.kv_transfer.heads import HeadRange
+from baton.kv_transfer.transport import PagePart, PoolMemory, TransportEvent
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout, PoolShard
-from core.errors import Internal
-from core.types import Moment
-from kv_transfer.heads import HeadRange
-from kv_transfer.transport import PagePart, PoolMemory, TransportEvent
 
 from .fabric import CELL_BYTES, SimulatedTransport
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from baton.core.config import Config, settle
+from baton.core.errors import Internal
+from baton.core.types import AttemptKey, Role, Sampling, Work
+from baton.core.wire import work_to
+from baton.engine.flight import Flight, Landed
+from baton.engine.sequence import Plan
+from baton.kv_transfer.events import Landed as PromptLanded
+from baton.kv_transfer.events import ReservationFreed
+from baton.kv_transfer.ticket import open_ticket
 from baton.v1 import worker_pb2 as pb
-from core.config import Config, settle
-from core.errors import Internal
-from core.types import AttemptKey, Role, Sampling, Work
-from core.wire import work_to
-from engine.flight import Flight, Landed
-from engine.sequence import Plan
-from kv_transfer.events import Landed as PromptLanded
-from kv_transfer.events import ReservationFreed
-from kv_transfer.ticket import open_ticket
 
 from .fabric import Fabric
 from .router import SimulatedRouter

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from baton.v1 import worker_pb2 as pb
-from core.errors import DeadlineExceeded
-from core.types import AttemptKey, Role, Sampling, Work
-from core.wire import work_to
-from decode_worker.loans import MOST
-from decode_worker.role import DecodeRole
-from engine.prefix_cache import KeyChain
-from kv_transfer.events import (
+from baton.core.errors import DeadlineExceeded
+from baton.core.types import AttemptKey, Role, Sampling, Work
+from baton.core.wire import work_to
+from baton.decode_worker.loans import MOST
+from baton.decode_worker.role import DecodeRole
+from baton.engine.prefix_cache import KeyChain
+from baton.kv_transfer.events import (
     Fetched,
     PagesWanted,
     PushEnded,
@@ -20,8 +19,9 @@ from kv_transfer.events import (
     ReservationFreed,
     ReservationOverdue,
 )
-from kv_transfer.ticket import make_ticket
-from prefill_worker.role import PrefillRole
+from baton.kv_transfer.ticket import make_ticket
+from baton.prefill_worker.role import PrefillRole
+from baton.v1 import worker_pb2 as pb
 
 from .engine import fingerprint
 from .test_cache import PAGE, PROMPT, Driven

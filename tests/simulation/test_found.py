@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from baton.v1 import worker_pb2 as pb
-from core.config import Config
-from core.errors import Unavailable
-from core.types import AttemptKey, Role, Sampling, Work
-from core.wire import work_to
-from kv_transfer.events import (
+from baton.core.config import Config
+from baton.core.errors import Unavailable
+from baton.core.types import AttemptKey, Role, Sampling, Work
+from baton.core.wire import work_to
+from baton.kv_transfer.events import (
     PeerConnected,
     ReservationFailed,
     ReservationFreed,
     ReservationOverdue,
     TransferEvent,
 )
-from kv_transfer.note import beat_note, introduction_note
-from kv_transfer.receiver import State
-from kv_transfer.thread import LINGER_SECONDS, TransferThread
-from kv_transfer.transport import Noted, PoolMemory
+from baton.kv_transfer.note import beat_note, introduction_note
+from baton.kv_transfer.receiver import State
+from baton.kv_transfer.thread import LINGER_SECONDS, TransferThread
+from baton.kv_transfer.transport import Noted, PoolMemory
+from baton.v1 import worker_pb2 as pb
 
 from .fabric import Fabric, SimulatedTransport
 from .router import SimulatedRouter

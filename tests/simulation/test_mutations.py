@@ -9,30 +9,30 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from baton.core.errors import BatonError
+from baton.core.types import AttemptKey
+from baton.decode_worker.loans import Loans
+from baton.decode_worker.role import DecodeRole
+from baton.decode_worker.scheduler import DecodeScheduler, Reservation
+from baton.engine.engine import Engine
+from baton.engine.flight import Flight, Landed
+from baton.engine.prefix_cache import PrefixCache
+from baton.engine.second_tier import Save, SecondTier
+from baton.engine.sequence import Piece, Plan
+from baton.kv_transfer import pushes, receiver, sender
+from baton.kv_transfer.events import Fetched, PagesWanted
+from baton.kv_transfer.note import drained_note, key_of
+from baton.kv_transfer.pushes import Pushes
+from baton.kv_transfer.receiver import Receiver
+from baton.kv_transfer.reservations import Reservations
+from baton.kv_transfer.sender import Sender
+from baton.prefill_worker.fetches import Fetch, Fetches
+from baton.prefill_worker.role import PrefillRole
+from baton.router.attempt import Action, Attempt, LinkLost
 from baton.v1 import worker_pb2 as pb
 from baton.v1.transfer_pb2 import Fetch as FetchNote
 from baton.v1.transfer_pb2 import Resend, TransferNote
-from core.errors import BatonError
-from core.types import AttemptKey
-from decode_worker.loans import Loans
-from decode_worker.role import DecodeRole
-from decode_worker.scheduler import DecodeScheduler, Reservation
-from engine.engine import Engine
-from engine.flight import Flight, Landed
-from engine.prefix_cache import PrefixCache
-from engine.second_tier import Save, SecondTier
-from engine.sequence import Piece, Plan
-from kv_transfer import pushes, receiver, sender
-from kv_transfer.events import Fetched, PagesWanted
-from kv_transfer.note import drained_note, key_of
-from kv_transfer.pushes import Pushes
-from kv_transfer.receiver import Receiver
-from kv_transfer.reservations import Reservations
-from kv_transfer.sender import Sender
-from prefill_worker.fetches import Fetch, Fetches
-from prefill_worker.role import PrefillRole
-from router.attempt import Action, Attempt, LinkLost
-from worker import flights
+from baton.worker import flights
 
 from . import worker as simulated
 from .cluster import Cluster
@@ -364,7 +364,7 @@ MUTATIONS: list[Callable[[Patch], None]] = [
 def test_a_mistake_is_caught(
     mutate: Callable[[Patch], None], monkeypatch: Patch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.ERROR, "kv_transfer")
+    caplog.set_level(logging.ERROR, "baton.kv_transfer")
     mutate(monkeypatch)
     for seed in range(SEEDS):
         try:

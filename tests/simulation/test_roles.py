@@ -33,7 +33,7 @@ class RestlessCluster(Cluster):
 @pytest.fixture
 def quiet() -> Iterator[None]:
     """Pages that are damaged on purpose are no news."""
-    log = logging.getLogger("kv_transfer")
+    log = logging.getLogger("baton.kv_transfer")
     before = log.level
     log.setLevel(logging.ERROR)
     yield

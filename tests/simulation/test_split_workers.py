@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
-from core.errors import BatonError
-from kv_transfer.sharded import ShardedTransport
+from baton.core.errors import BatonError
+from baton.kv_transfer.sharded import ShardedTransport
 
 from .cluster import Cluster
 
@@ -20,7 +20,7 @@ Patch = pytest.MonkeyPatch
 
 @pytest.fixture(autouse=True)
 def _quiet(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.ERROR, "kv_transfer")
+    caplog.set_level(logging.ERROR, "baton.kv_transfer")
 
 
 def test_no_seed_breaks_an_invariant_where_heads_are_split() -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from engine.background import Task
-from engine.page_file import PageBytes
-from engine.page_memory import Move
-from engine.page_pool import PagePool
-from engine.restore_costs import RestoreCosts, Tier
-from engine.second_tier import SecondTier
+from baton.engine.background import Task
+from baton.engine.page_file import PageBytes
+from baton.engine.page_memory import Move
+from baton.engine.page_pool import PagePool
+from baton.engine.restore_costs import RestoreCosts, Tier
+from baton.engine.second_tier import SecondTier
 
 from .world import World
 

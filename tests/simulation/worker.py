@@ -5,25 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import cast
 
+from baton.core.config import Config
+from baton.core.types import AttemptKey, Role
+from baton.core.wire import role_to
+from baton.decode_worker.role import DecodeRole
+from baton.engine.engine import Engine
+from baton.engine.page_pool import PagePool
+from baton.kv_transfer.events import Fetched, PagesDamaged, TransferEvent
+from baton.kv_transfer.heads import HeadRange
+from baton.kv_transfer.layout import cache_root
+from baton.kv_transfer.shard_proxy import ShardProxy
+from baton.kv_transfer.sharded import ShardedTransport
+from baton.kv_transfer.thread import TransferThread
+from baton.kv_transfer.transport import PoolMemory
+from baton.prefill_worker.role import PrefillRole
 from baton.v1 import worker_pb2 as pb
 from baton.v1.transfer_pb2 import PoolLayout
-from core.config import Config
-from core.types import AttemptKey, Role
-from core.wire import role_to
-from decode_worker.role import DecodeRole
-from engine.engine import Engine
-from engine.page_pool import PagePool
-from kv_transfer.events import Fetched, PagesDamaged, TransferEvent
-from kv_transfer.heads import HeadRange
-from kv_transfer.layout import cache_root
-from kv_transfer.shard_proxy import ShardProxy
-from kv_transfer.sharded import ShardedTransport
-from kv_transfer.thread import TransferThread
-from kv_transfer.transport import PoolMemory
-from prefill_worker.role import PrefillRole
-from worker.engine_thread import Detached, FromRouter
-from worker.metrics import WorkerMetrics
-from worker.outbox import Outbox
+from baton.worker.engine_thread import Detached, FromRouter
+from baton.worker.metrics import WorkerMetrics
+from baton.worker.outbox import Outbox
 
 from .engine import SimulatedEngine
 from .fabric import CELL_BYTES, HEADS, Fabric, SimulatedTransport, Write

@@ -13,7 +13,7 @@ import time
 from scripted_router import ScriptedRouter
 from typer.testing import CliRunner, Result
 
-from cli.main import app
+from baton.cli.main import app
 
 BATON = [sys.executable, "-c", "from cli.main import app; app()"]
 

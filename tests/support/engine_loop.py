@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from core.types import AttemptKey, Sampling, Work
-from engine.engine import Engine
-from engine.sequence import Piece, Sequence
+from baton.core.types import AttemptKey, Sampling, Work
+from baton.engine.engine import Engine
+from baton.engine.sequence import Piece, Sequence
 
 KV_MEMORY = 4 << 20
 

@@ -15,7 +15,13 @@ from pathlib import Path
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["prefill_worker.role", "decode_worker.role", "worker.server", "router.server", "nixl"]
+    [
+        "baton.prefill_worker.role",
+        "baton.decode_worker.role",
+        "baton.worker.server",
+        "baton.router.server",
+        "nixl",
+    ]
 )
 
 

@@ -7,13 +7,13 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
+from baton.core import config as configs
+from baton.core import model_store
+from baton.core.process import Stopping
+from baton.core.tls import node_identity
+from baton.core.types import Role
+from baton.router.server import RouterServer
 from bench.instant_worker import InstantWorker, Pace
-from core import config as configs
-from core import model_store
-from core.process import Stopping
-from core.tls import node_identity
-from core.types import Role
-from router.server import RouterServer
 
 LETTER = 81
 """A token of the embedded model's that is one letter."""

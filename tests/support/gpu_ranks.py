@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
-from engine.architecture import read_architecture
-from engine.gpu.runner import GpuRunner
-from engine.group import Group
-from engine.split import Split
-from engine.weights import load_model
+from baton.engine.architecture import read_architecture
+from baton.engine.gpu.runner import GpuRunner
+from baton.engine.group import Group
+from baton.engine.split import Split
+from baton.engine.weights import load_model
 
 END_SECONDS = 10.0
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from core.types import Request
-from router.http.chat import ChatApi
-from router.http.completions import CompletionsApi
-from router.http.fields import Json
-from router.http.generation import Asked
+from baton.core.types import Request
+from baton.router.http.chat import ChatApi
+from baton.router.http.completions import CompletionsApi
+from baton.router.http.fields import Json
+from baton.router.http.generation import Asked
 
 HELLO: Json = {"messages": [{"role": "user", "content": "Hello"}]}
 

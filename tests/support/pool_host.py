@@ -16,9 +16,9 @@ from typing import Any
 
 from pools import Pool
 
+from baton.core.errors import BatonError
+from baton.kv_transfer.transport import TransportEvent
 from baton.v1.transfer_pb2 import PoolAddress
-from core.errors import BatonError
-from kv_transfer.transport import TransportEvent
 
 ANSWER_SECONDS = 60.0
 STUCK_SECONDS = 30.0

@@ -19,16 +19,16 @@ import numpy
 import numpy.typing
 import torch
 
+from baton.kv_transfer.choose import choose_transport
+from baton.kv_transfer.digest import choose_digest
+from baton.kv_transfer.heads import HeadRange
+from baton.kv_transfer.inprocess import InProcessTransport
+from baton.kv_transfer.nixl_transport import NixlTransport
+from baton.kv_transfer.shard_host import serve_shard
+from baton.kv_transfer.shard_proxy import ShardProxy
+from baton.kv_transfer.sharded import ShardedTransport
+from baton.kv_transfer.transport import PoolMemory, SlicingTransport, Transport, TransportEvent
 from baton.v1.transfer_pb2 import PoolLayout
-from kv_transfer.choose import choose_transport
-from kv_transfer.digest import choose_digest
-from kv_transfer.heads import HeadRange
-from kv_transfer.inprocess import InProcessTransport
-from kv_transfer.nixl_transport import NixlTransport
-from kv_transfer.shard_host import serve_shard
-from kv_transfer.shard_proxy import ShardProxy
-from kv_transfer.sharded import ShardedTransport
-from kv_transfer.transport import PoolMemory, SlicingTransport, Transport, TransportEvent
 
 PAGE_BYTES = 4096
 PAGES = 64
@@ -123,7 +123,7 @@ class Kind:
 
 
 def _cuda_ipc() -> SlicingTransport:
-    from kv_transfer.cuda_ipc_transport import CudaIpcTransport
+    from baton.kv_transfer.cuda_ipc_transport import CudaIpcTransport
 
     return CudaIpcTransport()
 

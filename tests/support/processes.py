@@ -20,8 +20,8 @@ import yaml
 from forks import Forked, Started
 
 from baton import Client
+from baton.core.types import Role
 from baton.v1 import cluster_pb2
-from core.types import Role
 
 START_SECONDS = 120.0
 STOP_SECONDS = 30.0
@@ -138,7 +138,7 @@ class ProcessCluster:
         port = free_port() if port is None else port
         name = f"{role.value}-{index}"
         config = self._write_config(name, self._per_worker.get(name, {}))
-        arguments = [f"{role.value}_worker", "--config", config, "--name", name]
+        arguments = [f"baton.{role.value}_worker", "--config", config, "--name", name]
         ports = ["--port", str(port), "--metrics-port", "0"]
         worker = Process(self._workspace, name, [*arguments, *ports], self._how(role, name))
         self.workers[name] = worker
@@ -193,7 +193,7 @@ class ProcessCluster:
                 "members": {"workers": [] if self._controller else addresses},
             },
         )
-        arguments = ["router", "--config", config, "--controller", self._controller]
+        arguments = ["baton.router", "--config", config, "--controller", self._controller]
         before = self._before.get("router", ())
         self.router = Process(self._workspace, "router", arguments, before)
         self.address = self.router.wait_for(r"gRPC on (\S+),")

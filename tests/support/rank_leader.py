@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from engine_loop import KV_MEMORY
 
-from core.errors import WorkerLost
-from engine.engine import Engine
-from engine.gpu.settings import GpuSettings
-from worker.rank_settings import RankSettings
-from worker.ranks import Ranks
+from baton.core.errors import WorkerLost
+from baton.engine.engine import Engine
+from baton.engine.gpu.settings import GpuSettings
+from baton.worker.rank_settings import RankSettings
+from baton.worker.ranks import Ranks
 
 
 class Leader:

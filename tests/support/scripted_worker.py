@@ -8,11 +8,11 @@ from typing import Any
 
 import grpc
 
+from baton.core.types import PROTOCOL, Role
+from baton.core.wire import role_to
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
-from core.types import PROTOCOL, Role
-from core.wire import role_to
 
 
 class ScriptedWorker(worker_pb2_grpc.WorkerServicer):

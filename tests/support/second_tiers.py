@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 
-from core.page_keys import page_keys, salted_root
-from engine.background import Task
-from engine.page_file import PageForm
-from engine.page_memory import page_memory
-from engine.page_pool import Lease, PagePool
-from engine.second_tier import SecondTier
+from baton.core.page_keys import page_keys, salted_root
+from baton.engine.background import Task
+from baton.engine.page_file import PageForm
+from baton.engine.page_memory import page_memory
+from baton.engine.page_pool import Lease, PagePool
+from baton.engine.second_tier import SecondTier
 
 PAGE = 4
 ROOT = b"root of the keys"

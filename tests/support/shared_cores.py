@@ -18,12 +18,12 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from baton.router.cost_model import CostModel
+from baton.router.pace import StepPace
+from baton.router.placement import DecodeView, LocalPrefill, Placement, PrefillView, Snapshot
+from baton.router.policy import choose
+from baton.router.prompt_queue import Prompt, PromptQueue
 from baton.v1 import worker_pb2 as pb
-from router.cost_model import CostModel
-from router.pace import StepPace
-from router.placement import DecodeView, LocalPrefill, Placement, PrefillView, Snapshot
-from router.policy import choose
-from router.prompt_queue import Prompt, PromptQueue
 
 REPORT_SECONDS = 0.1
 PAGE_SIZE = 16

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from router.cost_model import Costs
-from router.placement import DecodeView, Placement, PrefillView, Snapshot
-from router.policy import choose
+from baton.router.cost_model import Costs
+from baton.router.placement import DecodeView, Placement, PrefillView, Snapshot
+from baton.router.policy import choose
 
 BOTH = frozenset({"d0", "d1"})
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import queue
 from typing import TypeVar
 
+from baton.core.types import AttemptKey
+from baton.kv_transfer.digest import PeerDigest
+from baton.kv_transfer.events import TransferEvent
+from baton.kv_transfer.thread import TransferThread
+from baton.kv_transfer.ticket import make_ticket
+from baton.kv_transfer.transport import PoolMemory, Transport
 from baton.v1.transfer_pb2 import PoolLayout
-from core.types import AttemptKey
-from kv_transfer.digest import PeerDigest
-from kv_transfer.events import TransferEvent
-from kv_transfer.thread import TransferThread
-from kv_transfer.ticket import make_ticket
-from kv_transfer.transport import PoolMemory, Transport
 
 KEY = AttemptKey("request", 1)
 EVENT_SECONDS = 20.0

@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator
 import pytest
 from scripted_worker import ScriptedWorker
 
-from core.config import Config, RouterConfig
-from core.errors import Unavailable
-from core.types import AttemptKey, Sampling, Work
-from router.admission import Admission, Seat
-from router.life import RequestLife, RetryLimits
-from router.metrics import RouterMetrics
-from router.roster import Roster
+from baton.core.config import Config, RouterConfig
+from baton.core.errors import Unavailable
+from baton.core.types import AttemptKey, Sampling, Work
+from baton.router.admission import Admission, Seat
+from baton.router.life import RequestLife, RetryLimits
+from baton.router.metrics import RouterMetrics
+from baton.router.roster import Roster
 
 PLACEMENT_SECONDS = 0.5
 CONFIG = RouterConfig(

@@ -4,9 +4,9 @@ from collections.abc import Iterable
 
 import pytest
 
-from core.types import FinishReason
-from router.answer import AnswerText
-from router.attempt import Tokens
+from baton.core.types import FinishReason
+from baton.router.answer import AnswerText
+from baton.router.attempt import Tokens
 
 WORDS = {1: "a", 2: "b", 3: "c", 9: "<end>"}
 

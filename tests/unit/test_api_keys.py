@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cli.main import app
-from core.api_keys import make_key, read_keys, write_keys
-from core.errors import Exhausted, InvalidConfig, InvalidRequest, Unauthenticated
-from router import callers
-from router.callers import Caller, KeyRing
+from baton.cli.main import app
+from baton.core.api_keys import make_key, read_keys, write_keys
+from baton.core.errors import Exhausted, InvalidConfig, InvalidRequest, Unauthenticated
+from baton.router import callers
+from baton.router.callers import Caller, KeyRing
 
 
 @pytest.fixture

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import pytest
 
+from baton.core.errors import DeadlineExceeded, Exhausted, Internal, Unavailable, WorkerLost
+from baton.core.types import AttemptKey, FinishReason, Sampling, Work
+from baton.core.wire import failed_to, finish_to
+from baton.router.attempt import Action, Attempt, Ended, Event, LinkLost, Send, Side, Tokens
+from baton.router.placement import Fetch, Placement, Policy
 from baton.v1 import worker_pb2 as pb
-from core.errors import DeadlineExceeded, Exhausted, Internal, Unavailable, WorkerLost
-from core.types import AttemptKey, FinishReason, Sampling, Work
-from core.wire import failed_to, finish_to
-from router.attempt import Action, Attempt, Ended, Event, LinkLost, Send, Side, Tokens
-from router.placement import Fetch, Placement, Policy
 
 KEY = AttemptKey("r", 3)
 SPLIT = Placement("p0", "d0")

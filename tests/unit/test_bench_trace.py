@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.planner.trace import TraceRequest, read_trace
 from bench.trace_replay import Outcome
 from bench.trace_report import Objective, Summary, Verdict, summarize
 from bench.trace_sweep import Repeats, is_never_worse
@@ -21,7 +22,6 @@ from bench.trace_workload import (
     slice_of_time,
     with_loads,
 )
-from planner.trace import TraceRequest, read_trace
 
 
 def request(seconds: float, blocks: list[int], rest: int = 0, output: int = 64) -> TraceRequest:

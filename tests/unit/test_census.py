@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 from clocks import Clock
 
-from cluster.census import SILENT, SILENT_SECONDS, Census
-from cluster.member import Member
-from core.types import Role
+from baton.cluster.census import SILENT, SILENT_SECONDS, Census
+from baton.cluster.member import Member
+from baton.core.types import Role
 
 WORKER = Member("decode-0", Role.DECODE, "", "ready", "10.0.0.1:5", requests=3)
 

@@ -15,7 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from cli.main import app
+from baton.cli.main import app
 
 WITHOUT_JSON = {
     "baton serve",  # runs until it is stopped; `baton status` tells of what it serves

@@ -8,7 +8,7 @@ import pytest
 from command_line import Terminal, run
 from scripted_router import ScriptedRouter
 
-from core.errors import PromptTooLong
+from baton.core.errors import PromptTooLong
 
 # baton generate
 

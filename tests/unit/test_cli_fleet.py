@@ -8,9 +8,9 @@ import pytest
 from command_line import run
 from scripted_router import ScriptedRouter, pools
 
+from baton.cli.restart import is_back
+from baton.core.errors import Unavailable
 from baton.v1 import worker_pb2
-from cli.restart import is_back
-from core.errors import Unavailable
 
 
 def test_drain_waits_until_the_worker_is_gone(router: ScriptedRouter) -> None:

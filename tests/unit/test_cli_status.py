@@ -8,9 +8,9 @@ import pytest
 from command_line import Terminal, run
 from scripted_router import ScriptedRouter
 
+from baton.cli.status_table import BAR_WIDTH, duration, page_bar
+from baton.cli.top_picture import sparkline
 from baton.v1 import worker_pb2
-from cli.status_table import BAR_WIDTH, duration, page_bar
-from cli.top_picture import sparkline
 
 
 def test_status_shows_the_router_and_a_row_for_each_worker(router: ScriptedRouter) -> None:

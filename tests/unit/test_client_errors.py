@@ -24,9 +24,9 @@ from baton import (
     PromptTooLong,
     Unavailable,
 )
+from baton.router.grpc_errors import to_status
 from baton.v1 import inference_pb2
 from baton.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
-from router.grpc_errors import to_status
 
 ERROR_TYPES = [
     value

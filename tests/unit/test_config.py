@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from core import config
-from core.errors import InvalidConfig
-from core.exposure import check_router
+from baton.core import config
+from baton.core.errors import InvalidConfig
+from baton.core.exposure import check_router
 
 
 def test_the_defaults_are_one_worker_of_each_role() -> None:

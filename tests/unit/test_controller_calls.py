@@ -10,11 +10,11 @@ import grpc
 import pytest
 from processes import free_port
 
+from baton.core.errors import Unavailable
+from baton.router import control
+from baton.router.control import ControllerCalls
 from baton.v1 import cluster_pb2 as pb
 from baton.v1 import cluster_pb2_grpc
-from core.errors import Unavailable
-from router import control
-from router.control import ControllerCalls
 
 # More than a handshake takes on an idle machine, and less than anybody minds.
 SECONDS = 0.4

@@ -13,12 +13,12 @@ from kernel_checks import assert_close
 from tiny_models import TINY_MODELS, generate_with_transformers, save
 from torch import Tensor
 
-from kernels.attention import DecodeReads, decode_attention
-from kernels.cache import LayerCache, layer_caches, token_rows
-from kernels.cpu import compiler
-from kernels.linear import GatedLinear, Linear
-from kernels.norm import RMSNorm
-from kernels.rotary import rotate_and_write_
+from baton.kernels.attention import DecodeReads, decode_attention
+from baton.kernels.cache import LayerCache, layer_caches, token_rows
+from baton.kernels.cpu import compiler
+from baton.kernels.linear import GatedLinear, Linear
+from baton.kernels.norm import RMSNorm
+from baton.kernels.rotary import rotate_and_write_
 
 compiled = pytest.mark.skipif(not compiler.available(), reason="nothing is compiled here")
 

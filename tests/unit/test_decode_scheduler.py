@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-from core.types import AttemptKey, Sampling, Work
-from decode_worker.scheduler import DecodeScheduler
-from engine.page_pool import PagePool
-from engine.sequence import Plan, Sequence
+from baton.core.types import AttemptKey, Sampling, Work
+from baton.decode_worker.scheduler import DecodeScheduler
+from baton.engine.page_pool import PagePool
+from baton.engine.sequence import Plan, Sequence
 
 
 def work(name: str, prompt: int, answer: int = 8, salt: str = "") -> Work:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from core.config import RouterConfig
-from router.http.lock import OPEN
+from baton.core.config import RouterConfig
+from baton.router.http.lock import OPEN
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

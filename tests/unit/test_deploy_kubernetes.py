@@ -15,12 +15,12 @@ import typer
 import yaml
 from kustomize import OVERLAYS, Manifest, containers, find, is_redis, named, pods, render
 
-from cli.main import app
-from core import config as configs
-from core import exposure
-from core.config import Config
-from router.http.lock import OPEN
-from router.server import GRACE_SECONDS
+from baton.cli.main import app
+from baton.core import config as configs
+from baton.core import exposure
+from baton.core.config import Config
+from baton.router.http.lock import OPEN
+from baton.router.server import GRACE_SECONDS
 
 ROOT = Path(__file__).parents[2]
 SCHEMAS = ROOT.parent / "shared" / "kubernetes"

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from core import errors
-from core import metrics as names
+from baton.core import errors
+from baton.core import metrics as names
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 ALERTS = DEPLOY / "prometheus" / "alerts.yaml"

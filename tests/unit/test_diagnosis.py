@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 
+from baton.router.busy import BusyShare
+from baton.router.diagnosis import diagnose
+from baton.router.ledger import AnswerLedger
+from baton.router.trends import BUCKET_SECONDS, KEPT_BUCKETS, Histogram, Trends
 from baton.v1 import cluster_pb2 as pb
-from router.busy import BusyShare
-from router.diagnosis import diagnose
-from router.ledger import AnswerLedger
-from router.trends import BUCKET_SECONDS, KEPT_BUCKETS, Histogram, Trends
 
 QUIET = pb.PoolLoad(workers=2, busy_share=0.02, free_share=1.0)
 HALF = pb.PoolLoad(workers=2, busy_share=0.5, free_share=0.6, running=2)

@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from core.errors import InvalidConfig
-from kv_transfer.digest import choose_digest, cpu_digest
-from kv_transfer.transport import PoolMemory
+from baton.core.errors import InvalidConfig
+from baton.kv_transfer.digest import choose_digest, cpu_digest
+from baton.kv_transfer.transport import PoolMemory
 
 PAGES = 3
 

@@ -9,10 +9,10 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from cli import doctor_checks
-from cli.doctor_checks import check_device, check_memory, check_ports, check_transports
-from cli.main import app
-from core.config import parse
+from baton.cli import doctor_checks
+from baton.cli.doctor_checks import check_device, check_memory, check_ports, check_transports
+from baton.cli.main import app
+from baton.core.config import parse
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ import pytest_asyncio
 from front_door import front_door
 
 from baton import AsyncClient, Exhausted, InvalidRequest, PromptTooLong
-from router.http import connection
-from router.http.body import MAX_VALUES
-from router.parse import MAX_REQUEST_BYTES
-from router.server import RouterServer
+from baton.router.http import connection
+from baton.router.http.body import MAX_VALUES
+from baton.router.parse import MAX_REQUEST_BYTES
+from baton.router.server import RouterServer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from core.errors import BatonError, InvalidConfig, ModelNotFound, UnsupportedModel
-from engine.architecture import FAMILIES, Architecture, read_architecture
-from engine.rope import inverse_frequencies
+from baton.core.errors import BatonError, InvalidConfig, ModelNotFound, UnsupportedModel
+from baton.engine.architecture import FAMILIES, Architecture, read_architecture
+from baton.engine.rope import inverse_frequencies
 
 LLAMA: dict[str, object] = {
     "model_type": "llama",

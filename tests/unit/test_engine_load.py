@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from tiny_models import TINY_MODELS, change_config, generate_with_transformers, save
 from transformers import AutoModelForCausalLM
 
-from core.errors import Internal, InvalidCheckpoint, InvalidConfig, ModelNotFound
-from engine.engine import Engine
-from engine.sequence import Piece
+from baton.core.errors import Internal, InvalidCheckpoint, InvalidConfig, ModelNotFound
+from baton.engine.engine import Engine
+from baton.engine.sequence import Piece
 
 PROMPT = list(range(1, 30))
 

@@ -10,7 +10,7 @@ import torch
 from engine_loop import answer, load, sequence, serve
 from tiny_models import TINY_MODELS, VOCABULARY, build, generate_with_transformers, save
 
-from engine.sequence import Piece
+from baton.engine.sequence import Piece
 
 ANSWER = 20
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from core import errors, wire
-from core.types import AttemptKey, FinishReason, Role, Sampling, Work
+from baton.core import errors, wire
+from baton.core.types import AttemptKey, FinishReason, Role, Sampling, Work
 
 
 def every_error() -> list[type[errors.BatonError]]:

@@ -4,17 +4,17 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from baton.core.config import RouterConfig
+from baton.core.types import AttemptKey, Sampling, Work
+from baton.router.admission import Seat
+from baton.router.cost_model import CostModel, Costs
+from baton.router.feedback import Feedback
+from baton.router.link import WorkerLink
+from baton.router.metrics import RouterMetrics
+from baton.router.pace import StepPace
+from baton.router.placement import Fetch, Forecast, Placement, Policy
 from baton.v1 import worker_pb2 as pb
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
-from core.config import RouterConfig
-from core.types import AttemptKey, Sampling, Work
-from router.admission import Seat
-from router.cost_model import CostModel, Costs
-from router.feedback import Feedback
-from router.link import WorkerLink
-from router.metrics import RouterMetrics
-from router.pace import StepPace
-from router.placement import Fetch, Forecast, Placement, Policy
 
 WORK = Work(AttemptKey("r", 1), [1] * 100, Sampling(), 9, frozenset())
 FORECAST = Forecast(0.5, 200, 3, 64)

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from second_tiers import FORM, TieredPool, keys
 
-from engine import file_tier
-from engine.page_file import UNFINISHED
-from engine.restore_costs import Tier
+from baton.engine import file_tier
+from baton.engine.page_file import UNFINISHED
+from baton.engine.restore_costs import Tier
 
 
 def page_files(folder: Path) -> dict[str, Path]:

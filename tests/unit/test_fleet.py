@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from cluster.fleet import Fleet, dump, parse
-from core.types import Role
-from planner.pools import Pools
+from baton.cluster.fleet import Fleet, dump, parse
+from baton.core.types import Role
+from baton.planner.pools import Pools
 
 
 def fleet(prefill: int, decode: int) -> Fleet:

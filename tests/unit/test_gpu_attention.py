@@ -10,11 +10,11 @@ import torch
 from kernel_checks import assert_close, types_for
 from torch import Tensor
 
-from engine.gpu.prompt_attention import LongChunk, long_chunk_attention
-from kernels import twins
-from kernels.gpu.chunk_attention import BLOCK_QUERIES, chunk_attention
-from kernels.gpu.decode_attention import HeadShape, SplitWorkspace, decode_attention
-from kernels.gpu.merge import merge_attended
+from baton.engine.gpu.prompt_attention import LongChunk, long_chunk_attention
+from baton.kernels import twins
+from baton.kernels.gpu.chunk_attention import BLOCK_QUERIES, chunk_attention
+from baton.kernels.gpu.decode_attention import HeadShape, SplitWorkspace, decode_attention
+from baton.kernels.gpu.merge import merge_attended
 
 LAYERS = 3
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.gpu.forward import SPLIT_ROWS, _is_split, _onto
-from kernels import twins
-from kernels.linear import Linear
+from baton.engine.gpu.forward import SPLIT_ROWS, _is_split, _onto
+from baton.kernels import twins
+from baton.kernels.linear import Linear
 
 EPSILON = 1e-5
 

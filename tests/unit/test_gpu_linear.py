@@ -9,9 +9,9 @@ import torch
 from kernel_checks import assert_close, types_for
 from torch import Tensor
 
-from kernels import twins
-from kernels.gpu.linear import Scaled, few_rows, few_rows_alone, few_rows_onto, squares_for
-from kernels.gpu.step import begin, embed, remember
+from baton.kernels import twins
+from baton.kernels.gpu.linear import Scaled, few_rows, few_rows_alone, few_rows_onto, squares_for
+from baton.kernels.gpu.step import begin, embed, remember
 
 SHAPES = [(1, 128, 64), (3, 70, 100), (17, 256, 33)]
 

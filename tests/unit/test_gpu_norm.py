@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import twins
-from kernels.gpu.activation import silu_and_multiply
-from kernels.gpu.linear import Scaled
-from kernels.gpu.norm import add_and_norm, add_and_scale, rms_norm
+from baton.kernels import twins
+from baton.kernels.gpu.activation import silu_and_multiply
+from baton.kernels.gpu.linear import Scaled
+from baton.kernels.gpu.norm import add_and_norm, add_and_scale, rms_norm
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SHAPES = [(1, 1), (3, 80), (2, 4096), (5, 5120)]

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import twins
-from kernels.gpu.digest import BLOCK, digest_pages
-from kernels.gpu.pages import COPY_BLOCK, copy_pages, copy_rows, gather_tokens
+from baton.kernels import twins
+from baton.kernels.gpu.digest import BLOCK, digest_pages
+from baton.kernels.gpu.pages import COPY_BLOCK, copy_pages, copy_rows, gather_tokens
 
 POISON = 0x5A
 

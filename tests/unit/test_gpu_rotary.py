@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import twins
-from kernels.gpu.rotary import rotate_and_store
+from baton.kernels import twins
+from baton.kernels.gpu.rotary import rotate_and_store
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 PAGES, LAYERS, PAGE_SIZE, POSITIONS = 9, 2, 5, 100

@@ -10,17 +10,17 @@ import torch
 from gpu_ranks import gpu_runner, two_ranks
 from tiny_models import TINY_MODELS, VOCABULARY, save
 
-from core.types import AttemptKey, Sampling, Work
-from engine.architecture import read_architecture
-from engine.engine import AnyRunner
-from engine.flight import Flight, Landed
-from engine.gpu.batch import StepArrays
-from engine.gpu.prompt_attention import LongChunk
-from engine.gpu.step_message import Step, decode, encode
-from engine.page_pool import PagePool
-from engine.runner import Runner
-from engine.sequence import Piece, Plan, Sequence
-from engine.weights import load_model
+from baton.core.types import AttemptKey, Sampling, Work
+from baton.engine.architecture import read_architecture
+from baton.engine.engine import AnyRunner
+from baton.engine.flight import Flight, Landed
+from baton.engine.gpu.batch import StepArrays
+from baton.engine.gpu.prompt_attention import LongChunk
+from baton.engine.gpu.step_message import Step, decode, encode
+from baton.engine.page_pool import PagePool
+from baton.engine.runner import Runner
+from baton.engine.sequence import Piece, Plan, Sequence
+from baton.engine.weights import load_model
 
 PAGES, PAGE_SIZE = 64, 4
 

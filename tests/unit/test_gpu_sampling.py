@@ -11,12 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from core.types import AttemptKey, Sampling, Work
-from engine import sampler
-from engine.page_pool import PagePool
-from engine.sequence import Sequence
-from kernels import twins
-from kernels.gpu.sampling import CAPACITY, LOG2_E, argmax, load_weights, sample, uniform
+from baton.core.types import AttemptKey, Sampling, Work
+from baton.engine import sampler
+from baton.engine.page_pool import PagePool
+from baton.engine.sequence import Sequence
+from baton.kernels import twins
+from baton.kernels.gpu.sampling import CAPACITY, LOG2_E, argmax, load_weights, sample, uniform
 
 POISON = -77
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.actors import sized_for
-from cluster.worker_actors import gpus_of, gpus_per_rank, within_share
-from core.config import Config, DecodeConfig, PrefillConfig, settle
-from core.errors import InvalidConfig
-from core.types import Role
+from baton.cluster.actors import sized_for
+from baton.cluster.worker_actors import gpus_of, gpus_per_rank, within_share
+from baton.core.config import Config, DecodeConfig, PrefillConfig, settle
+from baton.core.errors import InvalidConfig
+from baton.core.types import Role
 
 
 @pytest.mark.parametrize(

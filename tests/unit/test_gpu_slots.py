@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from core.errors import Exhausted, Internal
-from engine.gpu.slots import Slots
-from engine.page_pool import Lease, PagePool
+from baton.core.errors import Exhausted, Internal
+from baton.engine.gpu.slots import Slots
+from baton.engine.page_pool import Lease, PagePool
 
 
 def slots(count: int, width: int = 4) -> Slots:

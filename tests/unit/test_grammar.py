@@ -15,17 +15,17 @@ import torch
 from random_schemas import random_schema
 from text_model import END, save_sentencepiece_model, save_text_model, tokenizer
 
-from core.errors import InvalidGrammar
-from core.types import AttemptKey, ChatPrompt, Sampling, Structure, Tool, Work
-from core.wire import work_from, work_to
-from engine.engine import Engine
-from engine.gpu.sampling import GpuSampler
-from engine.sampler import Sampler
-from engine.sequence import Piece, Sequence
-from router.answer_format import AnswerFormat
-from router.grammar import ANY_OBJECT, behind_thoughts, either, grammar_of
-from router.tool_format import FORMATS, HERMES, ToolFormat
-from router.tool_parser import ToolCallParser
+from baton.core.errors import InvalidGrammar
+from baton.core.types import AttemptKey, ChatPrompt, Sampling, Structure, Tool, Work
+from baton.core.wire import work_from, work_to
+from baton.engine.engine import Engine
+from baton.engine.gpu.sampling import GpuSampler
+from baton.engine.sampler import Sampler
+from baton.engine.sequence import Piece, Sequence
+from baton.router.answer_format import AnswerFormat
+from baton.router.grammar import ANY_OBJECT, behind_thoughts, either, grammar_of
+from baton.router.tool_format import FORMATS, HERMES, ToolFormat
+from baton.router.tool_parser import ToolCallParser
 
 PROMPT = [3, 50, 7]
 MOST = 600

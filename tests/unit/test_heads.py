@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from baton.core.errors import LayoutMismatch
+from baton.kv_transfer.heads import HeadRange, links
+from baton.kv_transfer.transport import PagePart
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout, PoolShard
-from core.errors import LayoutMismatch
-from kv_transfer.heads import HeadRange, links
-from kv_transfer.transport import PagePart
 
 # A page of Llama 8B: 8 heads of 256 bytes in each of 32 * 2 * 16 rows.
 LAYOUT = PoolLayout(layers=32, page_size=16, kv_heads=8, head_dim=128, dtype="bfloat16")

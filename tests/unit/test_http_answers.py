@@ -7,7 +7,7 @@ import json
 import jsonschema
 import pytest
 
-from core.errors import (
+from baton.core.errors import (
     BatonError,
     DeadlineExceeded,
     Exhausted,
@@ -22,16 +22,16 @@ from core.errors import (
     UnknownModel,
     WorkerLost,
 )
-from core.types import FinishReason
-from router.events import Delta, Event, Finished, Started
-from router.http.answers import Api, Telling
-from router.http.chat import ChatApi
-from router.http.completions import CompletionsApi
-from router.http.errors import problem
-from router.http.fields import Json
-from router.http.openapi import document
-from router.logprobs import ScoredToken, TokenScore
-from router.parts import ToolCallPiece
+from baton.core.types import FinishReason
+from baton.router.events import Delta, Event, Finished, Started
+from baton.router.http.answers import Api, Telling
+from baton.router.http.chat import ChatApi
+from baton.router.http.completions import CompletionsApi
+from baton.router.http.errors import problem
+from baton.router.http.fields import Json
+from baton.router.http.openapi import document
+from baton.router.logprobs import ScoredToken, TokenScore
+from baton.router.parts import ToolCallPiece
 
 SECRET = "/home/someone 10.0.0.7:5100"
 

@@ -10,18 +10,18 @@ import pytest
 from http_bodies import HELLO, chat, completion, request
 from jsonschema import Draft202012Validator
 
-from core.errors import BatonError, InvalidRequest, InvalidSampling, NotServed
-from core.types import (
+from baton.core.errors import BatonError, InvalidRequest, InvalidSampling, NotServed
+from baton.core.types import (
     ChatPrompt,
     Message,
     Request,
     Sampling,
     Structure,
 )
-from router.grammar import ANY_OBJECT
-from router.http.fields import Json
-from router.http.generation import Asked
-from router.http.openapi import document
+from baton.router.grammar import ANY_OBJECT
+from baton.router.http.fields import Json
+from baton.router.http.generation import Asked
+from baton.router.http.openapi import document
 
 
 def test_what_is_not_set_is_as_the_api_says() -> None:

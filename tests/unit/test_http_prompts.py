@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from http_bodies import HELLO, chat, completion, request
 
-from core.errors import InvalidRequest
-from core.types import (
+from baton.core.errors import InvalidRequest
+from baton.core.types import (
     ChatPrompt,
     Message,
     Prompt,
@@ -15,8 +15,8 @@ from core.types import (
     Tool,
     ToolCall,
 )
-from router.http.fields import Json
-from router.http.tokens import read_prompt
+from baton.router.http.fields import Json
+from baton.router.http.tokens import read_prompt
 
 
 @pytest.mark.parametrize(

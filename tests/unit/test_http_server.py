@@ -20,20 +20,20 @@ import pytest
 from prometheus_client import CollectorRegistry
 from waiting import until
 
-from core.api_keys import make_key, write_keys
-from core.config import Config, TlsConfig
-from core.errors import Exhausted, Internal, SlowReader, Unavailable
-from core.types import FinishReason, Request
-from router.callers import KeyRing
-from router.events import Delta, Event, Finished, Started, Tell
-from router.http import static
-from router.http.endpoint import Door
-from router.http.server import HttpServer
-from router.ledger import Ledgers, RequestLedger
-from router.overview import Overview
-from router.roster import Roster
-from router.server import RouterServer
-from router.serving import Serving
+from baton.core.api_keys import make_key, write_keys
+from baton.core.config import Config, TlsConfig
+from baton.core.errors import Exhausted, Internal, SlowReader, Unavailable
+from baton.core.types import FinishReason, Request
+from baton.router.callers import KeyRing
+from baton.router.events import Delta, Event, Finished, Started, Tell
+from baton.router.http import static
+from baton.router.http.endpoint import Door
+from baton.router.http.server import HttpServer
+from baton.router.ledger import Ledgers, RequestLedger
+from baton.router.overview import Overview
+from baton.router.roster import Roster
+from baton.router.server import RouterServer
+from baton.router.serving import Serving
 
 STARTED = Started("id", 3, "prefill-0", "decode-0", 1)
 FINISHED = Finished(FinishReason.STOP, 3, 2, "")
@@ -146,7 +146,7 @@ def test_every_file_that_a_script_of_the_page_imports_is_installed() -> None:
         for name in re.findall(r'from "\./([^"]+)"', script.read_text()):
             assert (folder / name).is_file()
     package_data = tomllib.loads((folder.parents[2] / "pyproject.toml").read_text())
-    assert "page/*" in package_data["tool"]["setuptools"]["package-data"]["router.http"]
+    assert "page/*" in package_data["tool"]["setuptools"]["package-data"]["baton.router.http"]
 
 
 async def test_the_page_opens_without_a_key_and_what_it_reads_does_not(tmp_path: Path) -> None:
@@ -263,7 +263,9 @@ def test_a_router_without_starlette_says_so_and_serves_grpc(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "starlette", None)
-    for name in [name for name in sys.modules if name.startswith(("starlette.", "router.http."))]:
+    for name in [
+        name for name in sys.modules if name.startswith(("starlette.", "baton.router.http."))
+    ]:
         monkeypatch.delitem(sys.modules, name)
     server = RouterServer(Config())
     assert server._serve_http("tiny") is None

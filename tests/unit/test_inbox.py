@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import pytest
 
+from baton.core.errors import SlowReader
+from baton.router.attempt import Event
+from baton.router.inbox import Inbox, Rounds
 from baton.v1 import worker_pb2 as pb
-from core.errors import SlowReader
-from router.attempt import Event
-from router.inbox import Inbox, Rounds
 
 
 def token(number: int) -> pb.StepTokens:

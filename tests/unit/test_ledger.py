@@ -7,12 +7,12 @@ import time
 
 import pytest
 
+from baton.prefill_worker.chunks import MOST, Chunks
+from baton.router.ledger import AnswerLedger, Ledgers, RequestLedger
+from baton.router.phases import TRAILER_BYTES, answer_phases, answer_timing, trailer
+from baton.router.placement import Placement, Policy
 from baton.v1 import timing_pb2
 from baton.v1 import worker_pb2 as pb
-from prefill_worker.chunks import MOST, Chunks
-from router.ledger import AnswerLedger, Ledgers, RequestLedger
-from router.phases import TRAILER_BYTES, answer_phases, answer_timing, trailer
-from router.placement import Placement, Policy
 
 SPLIT = Placement("prefill-0", "decode-0")
 LOCAL = Placement("", "decode-0", Policy.LOCAL)

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from core.errors import Exhausted, Internal, PoisonRequest, Unavailable, WorkerLost
-from core.types import AttemptKey, Sampling, Work
-from router.attempt import Ended, Tokens
-from router.life import RequestLife, RetryLimits
-from router.placement import Placement, Suspicion
+from baton.core.errors import Exhausted, Internal, PoisonRequest, Unavailable, WorkerLost
+from baton.core.types import AttemptKey, Sampling, Work
+from baton.router.attempt import Ended, Tokens
+from baton.router.life import RequestLife, RetryLimits
+from baton.router.placement import Placement, Suspicion
 
 SOMEWHERE = Placement("p0", "d0")
 DEATH = Ended(WorkerLost("worker d0 was lost"), retry=True, death=True)

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from core.errors import Exhausted
-from router.line import Line
+from baton.core.errors import Exhausted
+from baton.router.line import Line
 
 
 def test_the_first_to_come_is_the_head() -> None:

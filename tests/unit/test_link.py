@@ -10,13 +10,13 @@ import pytest
 from scripted_worker import ScriptedWorker
 from waiting import until
 
+from baton.core.config import RouterConfig
+from baton.core.errors import WorkerLost
+from baton.core.types import AttemptKey, Role
+from baton.router.attempt import Event, LinkLost
+from baton.router.link import WorkerLink
+from baton.router.placement import Suspicion
 from baton.v1 import worker_pb2 as pb
-from core.config import RouterConfig
-from core.errors import WorkerLost
-from core.types import AttemptKey, Role
-from router.attempt import Event, LinkLost
-from router.link import WorkerLink
-from router.placement import Suspicion
 
 KEY = AttemptKey("r", 1)
 CONFIG = RouterConfig(ping_seconds=0.05, frozen_seconds=0.3, engine_stall_seconds=0.3)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
+from baton.cluster.planning import SILENT_SECONDS, Planning
+from baton.core.config import Config, DecodeConfig, PlannerConfig, PrefillConfig
+from baton.core.types import Role
+from baton.planner.plan import Decision
+from baton.planner.pools import Pools
 from baton.v1.cluster_pb2 import RouterReport
-from cluster.planning import SILENT_SECONDS, Planning
-from core.config import Config, DecodeConfig, PlannerConfig, PrefillConfig
-from core.types import Role
-from planner.plan import Decision
-from planner.pools import Pools
 
 CONFIG = Config(
     device="cpu",

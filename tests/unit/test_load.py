@@ -14,11 +14,11 @@ from threading import Thread
 import pytest
 from typer.testing import CliRunner
 
-from cli.load_client import Call, base_url
-from cli.load_report import Objective, Report
-from cli.load_shapes import Lengths, Shape
-from cli.main import app
-from core.errors import InvalidRequest
+from baton.cli.load_client import Call, base_url
+from baton.cli.load_report import Objective, Report
+from baton.cli.load_shapes import Lengths, Shape
+from baton.cli.main import app
+from baton.core.errors import InvalidRequest
 
 FIXED = Lengths.parse("10")
 

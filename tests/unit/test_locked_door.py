@@ -16,10 +16,10 @@ from front_door import front_door
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton import AsyncClient, Exhausted, PermissionDenied, Unauthenticated, UnknownRequest
-from core.api_keys import make_key, write_keys
-from core.errors import NotServed
-from core.types import Request
-from router.server import RouterServer
+from baton.core.api_keys import make_key, write_keys
+from baton.core.errors import NotServed
+from baton.core.types import Request
+from baton.router.server import RouterServer
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
 

@@ -12,13 +12,13 @@ from engine_loop import load
 from test_gpu_runner import begin, runner_for
 from tiny_models import TINY_MODELS, VOCABULARY, save
 
-from core.types import AttemptKey, Sampling, TokenLogprobs, Work
-from core.wire import logprobs_from, logprobs_to, work_from, work_to
-from engine.engine import Engine
-from engine.flight import Scored
-from engine.logprobs import LEAST, score
-from engine.page_pool import PagePool
-from engine.sequence import Piece, Sequence
+from baton.core.types import AttemptKey, Sampling, TokenLogprobs, Work
+from baton.core.wire import logprobs_from, logprobs_to, work_from, work_to
+from baton.engine.engine import Engine
+from baton.engine.flight import Scored
+from baton.engine.logprobs import LEAST, score
+from baton.engine.page_pool import PagePool
+from baton.engine.sequence import Piece, Sequence
 
 PROMPT = [5, 3, 8, 120, 44]
 WARM = Sampling(temperature=0.8, top_k=40, repetition_penalty=1.3, seed=4)

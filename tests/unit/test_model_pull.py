@@ -20,9 +20,9 @@ from gguf import GGUFWriter, TokenType
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from cli import model_pull
-from core import model_store
-from core.errors import ModelNotFound
+from baton.cli import model_pull
+from baton.core import model_store
+from baton.core.errors import ModelNotFound
 
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 HIDDEN, HEADS, KV_HEADS, INTERMEDIATE = 32, 4, 2, 64

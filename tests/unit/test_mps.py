@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from core.errors import InvalidConfig
-from worker import mps
+from baton.core.errors import InvalidConfig
+from baton.worker import mps
 
 
 def install(folder: Path, monkeypatch: pytest.MonkeyPatch, *lines: str) -> Path:

@@ -11,9 +11,9 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from core.errors import WorkerLost
-from kv_transfer.note_socket import PIECE_BYTES, NoteSocket
-from kv_transfer.transport import Noted
+from baton.core.errors import WorkerLost
+from baton.kv_transfer.note_socket import PIECE_BYTES, NoteSocket
+from baton.kv_transfer.transport import Noted
 
 Maker = Callable[[str], NoteSocket]
 

@@ -8,9 +8,9 @@ import pytest
 from scripted_worker import ScriptedWorker
 from waiting import until
 
-from core.config import Config, RouterConfig
-from core.types import Role
-from router.roster import Roster
+from baton.core.config import Config, RouterConfig
+from baton.core.types import Role
+from baton.router.roster import Roster
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from core.page_keys import KEY_BYTES, page_keys, salted_root
+from baton.core.page_keys import KEY_BYTES, page_keys, salted_root
 
 ROOT = salted_root(b"model and layout", "")
 TOKENS = list(range(40))

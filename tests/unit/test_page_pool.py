@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from core.errors import Exhausted, Internal
-from engine.free_pages import merge_runs
-from engine.page_pool import Lease, PagePool
+from baton.core.errors import Exhausted, Internal
+from baton.engine.free_pages import merge_runs
+from baton.engine.page_pool import Lease, PagePool
 
 
 def test_pages_come_as_neighbours_when_there_are_any() -> None:

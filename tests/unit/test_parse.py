@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
+from baton.core.errors import InvalidRequest
+from baton.core.types import ChatPrompt, Message, Sampling, TextPrompt, TokenPrompt
+from baton.router.parse import parse_request
 from baton.v1 import inference_pb2 as pb
-from core.errors import InvalidRequest
-from core.types import ChatPrompt, Message, Sampling, TextPrompt, TokenPrompt
-from router.parse import parse_request
 
 
 def test_what_is_not_set_is_greedy_and_unlimited() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.worker_actors import waiting_words
+from baton.cluster.worker_actors import waiting_words
 
 NODES = [{"GPU": 2.0, "CPU": 8.0}, {"baton_decode": 1.0}]
 

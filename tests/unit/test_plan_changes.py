@@ -1,7 +1,7 @@
 from __future__ import annotations
 
+from baton.planner.pools import Pools
 from bench.plan_changes import Change, agreement
-from planner.pools import Pools
 
 SWITCH = "switch 1 from decode to prefill"
 

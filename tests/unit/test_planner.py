@@ -5,12 +5,18 @@ import random
 
 import pytest
 
-from core.types import Role
-from planner.observation import Goals, Observation, Window
-from planner.plan import Decision, PlannerState, Switch, plan
-from planner.pools import NONE, Pools
-from planner.queueing import DecodeLoad, PrefillLoad, decode_workers, late_share, prefill_workers
-from router.cost_model import Costs
+from baton.core.types import Role
+from baton.planner.observation import Goals, Observation, Window
+from baton.planner.plan import Decision, PlannerState, Switch, plan
+from baton.planner.pools import NONE, Pools
+from baton.planner.queueing import (
+    DecodeLoad,
+    PrefillLoad,
+    decode_workers,
+    late_share,
+    prefill_workers,
+)
+from baton.router.cost_model import Costs
 
 GOALS = Goals(ttft=1.0, itl=0.02, most_workers=40)
 # Ten milliseconds a step, and a tenth of one for each request in it.

@@ -6,8 +6,8 @@ from collections import Counter
 import pytest
 from snapshots import asked, decode, placed, prefill, where
 
-from core.errors import BatonError, Exhausted, LayoutMismatch, Unavailable
-from router.placement import (
+from baton.core.errors import BatonError, Exhausted, LayoutMismatch, Unavailable
+from baton.router.placement import (
     LocalPrefill,
     Placement,
     Policy,
@@ -16,7 +16,7 @@ from router.placement import (
     Snapshot,
     Strategy,
 )
-from router.policy import choose
+from baton.router.policy import choose
 
 MISSING = "no prefill worker is ready"
 

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 from snapshots import asked, decode, placed, prefill
 
-from core.errors import Unavailable
-from router.cost_model import CostModel
-from router.placement import (
+from baton.core.errors import Unavailable
+from baton.router.cost_model import CostModel
+from baton.router.placement import (
     Fetch,
     FetchPages,
     LocalPrefill,
@@ -18,7 +18,7 @@ from router.placement import (
     Reason,
     Snapshot,
 )
-from router.policy import choose
+from baton.router.policy import choose
 
 
 @pytest.mark.parametrize(

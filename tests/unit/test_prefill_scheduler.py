@@ -1,9 +1,9 @@
 from __future__ import annotations
 
-from core.types import AttemptKey, Sampling, Work
-from engine.page_pool import PagePool
-from engine.sequence import Plan
-from prefill_worker.scheduler import PrefillScheduler
+from baton.core.types import AttemptKey, Sampling, Work
+from baton.engine.page_pool import PagePool
+from baton.engine.sequence import Plan
+from baton.prefill_worker.scheduler import PrefillScheduler
 
 
 def work(name: str, tokens: int) -> Work:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from core.errors import Exhausted
-from core.page_keys import page_keys, salted_root
-from engine.page_pool import Lease, PagePool
+from baton.core.errors import Exhausted
+from baton.core.page_keys import page_keys, salted_root
+from baton.engine.page_pool import Lease, PagePool
 
 PAGE = 4
 

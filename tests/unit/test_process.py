@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 
-from core.process import Stopping
+from baton.core.process import Stopping
 
 
 def test_asked_twice_is_asked_to_hurry() -> None:

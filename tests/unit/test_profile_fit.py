@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from baton.planner.sharing import SharedCores, weight
 from baton.v1 import timing_pb2 as pb
 from bench.profile_fit import (
     PoolShape,
@@ -14,7 +15,6 @@ from bench.profile_fit import (
     merged,
     own_seconds,
 )
-from planner.sharing import SharedCores, weight
 
 SHAPE = PoolShape(
     page_size=16,

@@ -9,11 +9,11 @@ import torch
 from engine_loop import load
 from tiny_models import TINY_MODELS, save
 
-from core.types import AttemptKey, Sampling, TokenLogprobs, Work
-from core.wire import work_from, work_to
-from engine.engine import Engine
-from engine.page_pool import PagePool
-from engine.sequence import Piece, Sequence
+from baton.core.types import AttemptKey, Sampling, TokenLogprobs, Work
+from baton.core.wire import work_from, work_to
+from baton.engine.engine import Engine
+from baton.engine.page_pool import PagePool
+from baton.engine.sequence import Piece, Sequence
 
 LONG = [5, 3, 8, 120, 44, 7, 90, 91, 3, 8, 120, 1, 2, 60, 61, 62, 63, 14, 15]
 SHORT = [9, 8, 7]

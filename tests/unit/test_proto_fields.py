@@ -13,11 +13,11 @@ from front_door import front_door_beside
 from hypothesis import HealthCheck, given, settings
 from proto_strategies import messages
 
+from baton.core.errors import InvalidRequest
+from baton.core.types import Request, Sampling
+from baton.router.parse import parse_request
 from baton.v1 import cluster_pb2, inference_pb2
 from baton.v1.inference_pb2 import GenerateRequest
-from core.errors import InvalidRequest
-from core.types import Request, Sampling
-from router.parse import parse_request
 
 QUICK = settings(max_examples=300, deadline=None, derandomize=True)
 OVER_THE_WIRE = settings(

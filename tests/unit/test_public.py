@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from core.errors import BatonError, Internal, InvalidRequest, Unavailable, WorkerLost
-from router.public import scrubbed, told
+from baton.core.errors import BatonError, Internal, InvalidRequest, Unavailable, WorkerLost
+from baton.router.public import scrubbed, told
 
 SECRETS = [
     "10.0.0.7:50051",

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from router.pulse import Pulse
+from baton.router.pulse import Pulse
 
 
 def pulse() -> Pulse:

@@ -12,7 +12,7 @@ from engine_loop import answer
 from rank_leader import Leader
 from tiny_models import TINY_MODELS, generate_with_transformers, save
 
-from core.errors import InvalidConfig
+from baton.core.errors import InvalidConfig
 
 PROMPT = list(range(1, 60))
 

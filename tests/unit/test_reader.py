@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from core.errors import Internal, SlowReader
-from core.types import FinishReason
-from router.events import Delta, Event, Finished
-from router.reader import AnswerBuffer
+from baton.core.errors import Internal, SlowReader
+from baton.core.types import FinishReason
+from baton.router.events import Delta, Event, Finished
+from baton.router.reader import AnswerBuffer
 
 END = Finished(FinishReason.STOP, 1, 2, "")
 

@@ -5,11 +5,10 @@ from collections.abc import Callable
 
 import pytest
 
-from baton.v1.transfer_pb2 import Landed
-from core.errors import DeadlineExceeded, Internal, Unavailable, WorkerLost
-from core.types import AttemptKey
-from kv_transfer.note import accepted_note, renewed_note, resend_note, revoked_note
-from kv_transfer.receiver import (
+from baton.core.errors import DeadlineExceeded, Internal, Unavailable, WorkerLost
+from baton.core.types import AttemptKey
+from baton.kv_transfer.note import accepted_note, renewed_note, resend_note, revoked_note
+from baton.kv_transfer.receiver import (
     MAX_ROUNDS,
     Action,
     Fail,
@@ -20,6 +19,7 @@ from kv_transfer.receiver import (
     SendNote,
     State,
 )
+from baton.v1.transfer_pb2 import Landed
 
 KEY = AttemptKey("request", 2)
 LANDED = Landed(first_token=7, pages=4)

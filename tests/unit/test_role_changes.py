@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from clocks import Clock
 
-from cluster.fleet import Fleet
-from cluster.role_changes import RoleChanges
-from core.types import Role
-from planner.pools import Pools
+from baton.cluster.fleet import Fleet
+from baton.cluster.role_changes import RoleChanges
+from baton.core.types import Role
+from baton.planner.pools import Pools
 
 FLEET = Fleet.of(Pools(2, 2))
 

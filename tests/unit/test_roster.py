@@ -8,13 +8,13 @@ from contextlib import asynccontextmanager
 from scripted_worker import ScriptedWorker
 from waiting import until
 
+from baton.core.config import Config, RouterConfig
+from baton.core.errors import LayoutMismatch
+from baton.core.page_keys import page_keys
+from baton.core.types import AttemptKey, Role, Sampling, Work
+from baton.router.placement import Placement, Policy, Reason, Suspicion
+from baton.router.roster import Roster
 from baton.v1 import worker_pb2 as pb
-from core.config import Config, RouterConfig
-from core.errors import LayoutMismatch
-from core.page_keys import page_keys
-from core.types import AttemptKey, Role, Sampling, Work
-from router.placement import Placement, Policy, Reason, Suspicion
-from router.roster import Roster
 
 PROMPT = list(range(64))
 KEYS = page_keys(b"root", PROMPT, 16)

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from baton.core.errors import InvalidConfig, LayoutMismatch, WorkerLost
+from baton.kv_transfer.choose import choose_transport, offered
+from baton.kv_transfer.inprocess import InProcessTransport
+from baton.kv_transfer.nixl_transport import NixlTransport
+from baton.kv_transfer.routed import Choice, RoutedTransport
+from baton.kv_transfer.transport import Noted, PoolMemory, TransportEvent, WriteDone
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
-from core.errors import InvalidConfig, LayoutMismatch, WorkerLost
-from kv_transfer.choose import choose_transport, offered
-from kv_transfer.inprocess import InProcessTransport
-from kv_transfer.nixl_transport import NixlTransport
-from kv_transfer.routed import Choice, RoutedTransport
-from kv_transfer.transport import Noted, PoolMemory, TransportEvent, WriteDone
 
 PAGE_BYTES = 64
 PAGES = 8

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from core import metrics as names
-from router.metrics import TokenTimes
+from baton.core import metrics as names
+from baton.router.metrics import TokenTimes
 
 
 def lines(registry: CollectorRegistry) -> set[str]:

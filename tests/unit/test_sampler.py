@@ -18,11 +18,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from core.errors import Internal
-from core.types import AttemptKey, Sampling, Work
-from engine.page_pool import PagePool
-from engine.sampler import Sampler, _walk, uniform
-from engine.sequence import Sequence
+from baton.core.errors import Internal
+from baton.core.types import AttemptKey, Sampling, Work
+from baton.engine.page_pool import PagePool
+from baton.engine.sampler import Sampler, _walk, uniform
+from baton.engine.sequence import Sequence
 
 POOL = PagePool(0, 16)
 DRAWS = 4000

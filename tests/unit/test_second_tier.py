@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from second_tiers import PAGE, TieredPool, keys
 
-from core.errors import Internal
-from engine import second_tier
-from engine.page_pool import Lease
-from engine.restore_costs import RestoreCosts, Tier
+from baton.core.errors import Internal
+from baton.engine import second_tier
+from baton.engine.page_pool import Lease
+from baton.engine.restore_costs import RestoreCosts, Tier
 
 
 def full(rows: int = 8) -> TieredPool:

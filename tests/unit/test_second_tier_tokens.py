@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from tiny_models import TINY_MODELS, VOCABULARY, generate_with_transformers, save
 
-from core.config import CacheConfig, Size
-from core.types import AttemptKey, Sampling, Work
-from decode_worker.scheduler import DecodeScheduler
-from engine.engine import Engine
-from engine.restore_costs import Tier
-from engine.second_tier import SecondTier
-from engine.sequence import Sequence
-from worker.second_tier import open_second_tier
+from baton.core.config import CacheConfig, Size
+from baton.core.types import AttemptKey, Sampling, Work
+from baton.decode_worker.scheduler import DecodeScheduler
+from baton.engine.engine import Engine
+from baton.engine.restore_costs import Tier
+from baton.engine.second_tier import SecondTier
+from baton.engine.sequence import Sequence
+from baton.worker.second_tier import open_second_tier
 
 PAGE = 4
 ANSWER = 8

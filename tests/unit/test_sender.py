@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from baton.v1.transfer_pb2 import Resend, TicketBody
-from core.errors import (
+from baton.core.errors import (
     BatonError,
     Cancelled,
     DeadlineExceeded,
@@ -13,10 +12,10 @@ from core.errors import (
     Unavailable,
     WorkerLost,
 )
-from core.types import AttemptKey
-from kv_transfer import sender as machine
-from kv_transfer.note import beat_note, drained_note, landed_note
-from kv_transfer.push_actions import (
+from baton.core.types import AttemptKey
+from baton.kv_transfer import sender as machine
+from baton.kv_transfer.note import beat_note, drained_note, landed_note
+from baton.kv_transfer.push_actions import (
     Action,
     Ended,
     Fail,
@@ -26,7 +25,8 @@ from kv_transfer.push_actions import (
     Silent,
     StartWrite,
 )
-from kv_transfer.sender import Digest, Sender, State
+from baton.kv_transfer.sender import Digest, Sender, State
+from baton.v1.transfer_pb2 import Resend, TicketBody
 
 KEY = AttemptKey("request", 2)
 PAGE_BYTES = 100

@@ -6,12 +6,12 @@ import random
 
 import pytest
 
+from baton.core.errors import Internal
+from baton.core.types import AttemptKey
+from baton.kv_transfer.note import drained_note, read_note
+from baton.kv_transfer.push_actions import Action, Ended, Fail, SendNote, StartWrite
+from baton.kv_transfer.sender import Sender, State
 from baton.v1.transfer_pb2 import Resend, TicketBody
-from core.errors import Internal
-from core.types import AttemptKey
-from kv_transfer.note import drained_note, read_note
-from kv_transfer.push_actions import Action, Ended, Fail, SendNote, StartWrite
-from kv_transfer.sender import Sender, State
 
 KEY = AttemptKey("request", 2)
 PAGE_BYTES = 100

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cli.main import app
-from core.errors import InvalidConfig
-from core.types import Role
-from planner.observation import Goals
-from planner.pools import ONE_EACH, Pools
-from planner.profile import H200_8B, Profile, load_profile
-from planner.report import Report
-from planner.sharing import weight
-from planner.simulator import Setup, Simulator
-from planner.trace import BLOCK, Arrival, TraceRequest, Traffic, arrivals
+from baton.cli.main import app
+from baton.core.errors import InvalidConfig
+from baton.core.types import Role
+from baton.planner.observation import Goals
+from baton.planner.pools import ONE_EACH, Pools
+from baton.planner.profile import H200_8B, Profile, load_profile
+from baton.planner.report import Report
+from baton.planner.sharing import weight
+from baton.planner.simulator import Setup, Simulator
+from baton.planner.trace import BLOCK, Arrival, TraceRequest, Traffic, arrivals
 
 GOALS = Goals(ttft=4.0, itl=0.05, most_workers=60)
 # Nothing but a millisecond a token, ten a step, one a request in it.

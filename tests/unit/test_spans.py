@@ -10,10 +10,10 @@ from threading import Thread
 
 import pytest
 
-from core.errors import InvalidConfig
-from router.ledger import AnswerLedger, Ledgers, RequestLedger
-from router.placement import Placement
-from router.spans import Spans
+from baton.core.errors import InvalidConfig
+from baton.router.ledger import AnswerLedger, Ledgers, RequestLedger
+from baton.router.placement import Placement
+from baton.router.spans import Spans
 
 pytest.importorskip(
     "opentelemetry.exporter.otlp.proto.http", reason="the extra `otlp` is not installed"

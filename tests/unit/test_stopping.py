@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.stopping import meant
-from core.errors import InvalidRequest
+from baton.cluster.stopping import meant
+from baton.core.errors import InvalidRequest
 
 TWO = ["baton-blue", "baton-green"]
 

@@ -12,15 +12,15 @@ from engine_loop import answer, load, sequence, serve
 from rank_threads import groups, split_engine
 from tiny_models import TINY_MODELS, VOCABULARY, generate_with_transformers, save
 
-from core.errors import InvalidCheckpoint, InvalidConfig
-from core.types import AttemptKey, Sampling, Work
-from engine.architecture import Architecture, read_architecture
-from engine.engine import Engine
-from engine.gpu.settings import GpuSettings
-from engine.group import Group
-from engine.sequence import Piece, Sequence
-from engine.span import Span, decode, encode
-from worker.rank_settings import (
+from baton.core.errors import InvalidCheckpoint, InvalidConfig
+from baton.core.types import AttemptKey, Sampling, Work
+from baton.engine.architecture import Architecture, read_architecture
+from baton.engine.engine import Engine
+from baton.engine.gpu.settings import GpuSettings
+from baton.engine.group import Group
+from baton.engine.sequence import Piece, Sequence
+from baton.engine.span import Span, decode, encode
+from baton.worker.rank_settings import (
     RankSettings,
     check_ranks,
     decode_error,

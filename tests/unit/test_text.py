@@ -13,11 +13,11 @@ import pytest
 from text_model import save_sentencepiece_model, save_text_model
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from core import model_store
-from core.errors import InvalidConfig, InvalidRequest, TokenOutOfRange, UnsupportedModel
-from core.types import ChatPrompt, Message, TextPrompt, TokenPrompt
-from router.text import Text
-from router.tool_format import HERMES, MISTRAL
+from baton.core import model_store
+from baton.core.errors import InvalidConfig, InvalidRequest, TokenOutOfRange, UnsupportedModel
+from baton.core.types import ChatPrompt, Message, TextPrompt, TokenPrompt
+from baton.router.text import Text
+from baton.router.tool_format import HERMES, MISTRAL
 
 TEXTS = [
     "",

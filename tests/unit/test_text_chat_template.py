@@ -8,10 +8,10 @@ from datetime import datetime
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from core.errors import InvalidConfig, InvalidRequest
-from core.types import Message, Tool, ToolCall
-from router import template_sandbox
-from router.chat_template import MAX_RENDERED, ChatTemplate
+from baton.core.errors import InvalidConfig, InvalidRequest
+from baton.core.types import Message, Tool, ToolCall
+from baton.router import template_sandbox
+from baton.router.chat_template import MAX_RENDERED, ChatTemplate
 
 CHAT = (
     Message("system", "Be <brief> & 'kind'."),

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from core import model_store
-from core.errors import UnsupportedModel
-from router.detokenizer import Detokenizer, detokenizer_factory
+from baton.core import model_store
+from baton.core.errors import UnsupportedModel
+from baton.router.detokenizer import Detokenizer, detokenizer_factory
 
 TEXTS = [
     "",

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from core.errors import InvalidRequest
-from router.stop_strings import StopStrings
+from baton.core.errors import InvalidRequest
+from baton.router.stop_strings import StopStrings
 
 
 def cut_whole(text: str, stops: list[str]) -> str:

@@ -4,11 +4,11 @@ import math
 
 import pytest
 
+from baton.core.errors import BatonError, Internal, LayoutMismatch
+from baton.core.types import AttemptKey
+from baton.kv_transfer.layout import describe_mismatch, layout_hash
+from baton.kv_transfer.ticket import make_ticket, open_ticket, seal
 from baton.v1.transfer_pb2 import PoolLayout, SealedTicket, TicketBody
-from core.errors import BatonError, Internal, LayoutMismatch
-from core.types import AttemptKey
-from kv_transfer.layout import describe_mismatch, layout_hash
-from kv_transfer.ticket import make_ticket, open_ticket, seal
 
 LAYOUT = PoolLayout(
     version=1, model="m", dtype="float32", page_size=16, layers=2, kv_heads=3, head_dim=64

@@ -14,10 +14,10 @@ from front_door import front_door
 from typer.testing import CliRunner
 
 from baton import AsyncClient, Client, InvalidConfig, Unavailable
+from baton.cli.main import app
+from baton.core import config as configs
+from baton.core.exposure import check_router, check_worker
 from baton.v1 import worker_pb2_grpc
-from cli.main import app
-from core import config as configs
-from core.exposure import check_router, check_worker
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
 

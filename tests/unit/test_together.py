@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from core.errors import Exhausted
-from router.together import together
+from baton.core.errors import Exhausted
+from baton.router.together import together
 
 
 class Work:
