@@ -1,6 +1,6 @@
 """Turns what gRPC raises into Baton's own errors.
 
-The router packs an error into the call's trailer (router/grpc_errors.py); this
+The router packs an error into the call's trailer (router/edges/grpc/grpc_errors.py); this
 unpacks it. A call that failed before or beside the router has only gRPC's code.
 """
 

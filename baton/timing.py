@@ -1,4 +1,4 @@
-"""Reads the ledger that a Generate call ends with (router/phases.py packs it)."""
+"""Reads the ledger that a Generate call ends with (router/observe/phases.py packs it)."""
 
 from __future__ import annotations
 

@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from baton.core.page_keys import KEY_BYTES, page_keys
-from baton.router.cache_index import HeldPages
-from baton.router.placement import DecodeView, LocalPrefill, PrefillView, Snapshot
-from baton.router.policy import choose
+from baton.router.placement.cache_index import HeldPages
+from baton.router.placement.placement import DecodeView, LocalPrefill, PrefillView, Snapshot
+from baton.router.placement.policy import choose
 from baton.v1 import worker_pb2 as pb
 
 PAGES = 1_000_000

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 
 from baton.planner.profile import Profile
 from baton.planner.sharing import SharedCores
-from baton.router.cost_model import (
+from baton.router.placement.cost_model import (
     BUSY_SHARE,
     EXPOSED_PRIOR,
     PREFILL_PRIOR,
     STEP_PRIOR,
     TRANSFER_PRIOR,
 )
-from baton.router.online_fit import OnlineFit
+from baton.router.placement.online_fit import OnlineFit
 from baton.v1 import timing_pb2 as pb
 
 MEMORY = 256.0

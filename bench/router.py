@@ -55,15 +55,15 @@ TICK = os.sysconf("SC_CLK_TCK")
 
 # Where a function's time is counted: by the first of these that its file's path holds.
 STAGES = (
-    ("read the workers' messages", ("router/link.py", "router/pace.py", "router/pulse.py")),
-    ("wait for workers", ("router/inbox.py",)),
-    ("attempts", ("router/attempt.py", "router/dispatch.py", "router/life.py", "wire.py")),
-    ("text", ("router/answer", "router/detokenizer.py", "router/stop_strings.py", "codecs")),
+    ("read the workers' messages", ("router/workers/",)),
+    ("wait for workers", ("router/requests/inbox.py",)),
+    ("attempts", ("attempt.py", "dispatch.py", "life.py", "wire.py")),
+    ("text", ("router/answers/", "codecs")),
     ("measure", ("metrics.py", "ledger.py", "feedback.py", "trends.py", "prometheus_client")),
-    ("serve", ("router/serving.py", "router/parts.py", "router/events.py")),
-    ("wait for clients", ("router/reader.py",)),
-    ("gRPC messages", ("router/grpc", "grpc/")),
-    ("server-sent events", ("router/http", "json/", "starlette")),
+    ("serve", ("router/requests/serving.py", "router/requests/events.py")),
+    ("wait for clients", ("router/edges/reader.py",)),
+    ("gRPC messages", ("router/edges/grpc", "grpc/")),
+    ("server-sent events", ("router/edges/http", "json/", "starlette")),
     ("HTTP", ("uvicorn", "h11")),
     ("event loop", ("asyncio", "uvloop")),
 )

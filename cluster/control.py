@@ -8,7 +8,7 @@ from baton.cluster.member import Member
 from baton.cluster.planning import Planned
 from baton.core.types import Role
 from baton.core.wire import role_from, role_to
-from baton.router.grpc_edge import answered
+from baton.router.edges.grpc.grpc_edge import answered
 from baton.v1 import cluster_pb2 as pb
 from baton.v1 import cluster_pb2_grpc
 

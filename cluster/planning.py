@@ -20,7 +20,7 @@ from baton.planner.observation import Goals, Observation
 from baton.planner.plan import Decision, PlannerState, plan
 from baton.planner.pools import Pools
 from baton.planner.window import TrafficWindow
-from baton.router.cost_model import STEP_PRIOR, Costs
+from baton.router.placement.cost_model import STEP_PRIOR, Costs
 from baton.v1 import cluster_pb2
 
 REMEMBERED = 100

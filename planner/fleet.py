@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from baton.planner.block_cache import BlockCaches
 from baton.planner.report import TimeHistogram
 from baton.planner.trace import Arrival
-from baton.router.cost_model import Costs
+from baton.router.placement.cost_model import Costs
 
 Column = NDArray[numpy.int64]
 

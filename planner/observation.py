@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from baton.planner.pools import ONE_EACH, Pools
 from baton.planner.queueing import DecodeLoad, PrefillLoad
-from baton.router.cost_model import Costs
+from baton.router.placement.cost_model import Costs
 
 RECOVERY_SECONDS = 30.0
 """Within which a backlog is to be caught up with."""

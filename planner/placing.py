@@ -1,8 +1,8 @@
 """Where a simulated request goes: the router's own policy, or the same choice made faster.
 
 `choose_exactly` asks router.policy. That takes a millisecond with a hundred workers, so from
-`MANY` workers on `choose_quickly` ranks them instead: the same sums of router/score.py and
-router/cost_model.py in the same order, on columns. Both find the same pair
+`MANY` workers on `choose_quickly` ranks them instead: the same sums of
+router/placement/score.py and cost_model.py in the same order, on columns. Both find the same pair
 (tests/unit/test_simulated_placing.py).
 
 Prompts are never read by decode workers here, nor are pages fetched from them.
@@ -17,9 +17,15 @@ from numpy.typing import NDArray
 
 from baton.core.errors import BatonError
 from baton.planner.fleet import Column, DecodePool, PrefillPool
-from baton.router.cost_model import Costs
-from baton.router.placement import DecodeView, FetchPages, LocalPrefill, PrefillView, Snapshot
-from baton.router.policy import choose
+from baton.router.placement.cost_model import Costs
+from baton.router.placement.placement import (
+    DecodeView,
+    FetchPages,
+    LocalPrefill,
+    PrefillView,
+    Snapshot,
+)
+from baton.router.placement.policy import choose
 
 MANY = 12
 

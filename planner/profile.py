@@ -2,7 +2,8 @@
 
     {"prefill": [0.003, 2.05e-05, 9e-10, 2.3e-05], "transfer": [0.001, 2.5e-11], …}
 
-The coefficients are those of router/cost_model.py. `H200_8B` speaks where no file is given.
+The coefficients are those of router/placement/cost_model.py. `H200_8B` is the
+default.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 from baton.core.errors import InvalidConfig
 from baton.planner.sharing import SharedCores
-from baton.router.cost_model import EXPOSED_PRIOR, Costs
+from baton.router.placement.cost_model import EXPOSED_PRIOR, Costs
 
 COEFFICIENTS = {"prefill": 4, "transfer": 2, "exposed": 2, "step": 4}
 """How many of each there are."""

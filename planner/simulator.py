@@ -33,7 +33,7 @@ from baton.planner.profile import Profile
 from baton.planner.report import Planned, PoolUse, Report, Tally
 from baton.planner.trace import BLOCK, Arrival
 from baton.planner.window import ROUND_SECONDS, TrafficWindow
-from baton.router.cost_model import ANSWER_PRIOR, ANSWER_RATE
+from baton.router.placement.cost_model import ANSWER_PRIOR, ANSWER_RATE
 
 IDLE = PoolUse(0.0, 0.0)
 

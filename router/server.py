@@ -26,25 +26,25 @@ from baton.core.listening import listen
 from baton.core.process import Stopping
 from baton.core.tls import NODE, certificate_path, door_identity, key_path, node_identity
 from baton.core.types import MAX_MESSAGE_BYTES
-from baton.router.callers import KeyRing
-from baton.router.canary import run_canary
-from baton.router.control import ControllerCalls
-from baton.router.grpc_edge import AdminService, InferenceService
-from baton.router.grpc_lock import KeyLock
-from baton.router.grpc_messages import ReadMessages
-from baton.router.membership import follow
-from baton.router.metrics import RouterMetrics
-from baton.router.overview import Overview
-from baton.router.parse import MAX_REQUEST_BYTES
-from baton.router.reports import report
-from baton.router.roster import Roster
-from baton.router.serving import Serving
-from baton.router.spans import Spans
-from baton.router.text import Text
+from baton.router.edges.callers import KeyRing
+from baton.router.edges.grpc.grpc_edge import AdminService, InferenceService
+from baton.router.edges.grpc.grpc_lock import KeyLock
+from baton.router.edges.grpc.grpc_messages import ReadMessages
+from baton.router.edges.grpc.parse import MAX_REQUEST_BYTES
+from baton.router.observe.metrics import RouterMetrics
+from baton.router.observe.overview import Overview
+from baton.router.observe.spans import Spans
+from baton.router.prompts.text import Text
+from baton.router.requests.serving import Serving
+from baton.router.workers.canary import run_canary
+from baton.router.workers.control import ControllerCalls
+from baton.router.workers.membership import follow
+from baton.router.workers.reports import report
+from baton.router.workers.roster import Roster
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 if TYPE_CHECKING:
-    from baton.router.http.server import HttpServer
+    from baton.router.edges.http.server import HttpServer
 
 log = logging.getLogger(__name__)
 
@@ -176,8 +176,8 @@ class RouterServer:
         """None where what it needs is not installed."""
         self.http_address = ""
         try:
-            from baton.router.http.endpoint import Door
-            from baton.router.http.server import HttpServer
+            from baton.router.edges.http.endpoint import Door
+            from baton.router.edges.http.server import HttpServer
         except ModuleNotFoundError as missing:
             library = str(missing.name).partition(".")[0]
             log.warning("%s is not installed: gRPC is served, HTTP is not", library)

@@ -10,7 +10,7 @@ from front_door import front_door_beside
 from hypothesis import settings
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
-from baton.router.http.openapi import document
+from baton.router.edges.http.openapi import document
 from bench import instant_worker
 
 # No schema can say which regular expressions, grammars and JSON Schemas are sound, which token ids

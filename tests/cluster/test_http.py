@@ -16,7 +16,7 @@ import pytest
 from processes import ProcessCluster, scrape
 
 from baton.core import metrics
-from baton.router.http.generation import READ, UNSERVED
+from baton.router.edges.http.generation import READ, UNSERVED
 
 MODEL = "SmolLM2-135M-Instruct"
 ANSWER = "The capital of France is Paris."

@@ -9,10 +9,19 @@ from dataclasses import dataclass, field
 from baton.core.errors import BatonError, Cancelled, WorkerLost
 from baton.core.types import AttemptKey, Role, Work
 from baton.core.wire import role_from
-from baton.router.attempt import Action, Attempt, Ended, Event, LinkLost, Send, Side, Tokens
-from baton.router.life import RequestLife, RetryLimits
-from baton.router.placement import DecodeView, Fetch, Placement, PrefillView, Snapshot
-from baton.router.policy import choose
+from baton.router.placement.placement import DecodeView, Fetch, Placement, PrefillView, Snapshot
+from baton.router.placement.policy import choose
+from baton.router.requests.attempt import (
+    Action,
+    Attempt,
+    Ended,
+    Event,
+    LinkLost,
+    Send,
+    Side,
+    Tokens,
+)
+from baton.router.requests.life import RequestLife, RetryLimits
 from baton.v1 import worker_pb2 as pb
 
 from .engine import reference

@@ -28,7 +28,7 @@ from baton.kv_transfer.reservations import Reservations
 from baton.kv_transfer.sender import Sender
 from baton.prefill_worker.fetches import Fetch, Fetches
 from baton.prefill_worker.role import PrefillRole
-from baton.router.attempt import Action, Attempt, LinkLost
+from baton.router.requests.attempt import Action, Attempt, LinkLost
 from baton.v1 import worker_pb2 as pb
 from baton.v1.transfer_pb2 import Fetch as FetchNote
 from baton.v1.transfer_pb2 import Resend, TransferNote

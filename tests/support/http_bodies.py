@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from baton.core.types import Request
-from baton.router.http.chat import ChatApi
-from baton.router.http.completions import CompletionsApi
-from baton.router.http.fields import Json
-from baton.router.http.generation import Asked
+from baton.router.edges.http.chat import ChatApi
+from baton.router.edges.http.completions import CompletionsApi
+from baton.router.edges.http.fields import Json
+from baton.router.edges.http.generation import Asked
 
 HELLO: Json = {"messages": [{"role": "user", "content": "Hello"}]}
 

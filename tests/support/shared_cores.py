@@ -18,11 +18,17 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from baton.router.cost_model import CostModel
-from baton.router.pace import StepPace
-from baton.router.placement import DecodeView, LocalPrefill, Placement, PrefillView, Snapshot
-from baton.router.policy import choose
-from baton.router.prompt_queue import Prompt, PromptQueue
+from baton.router.placement.cost_model import CostModel
+from baton.router.placement.placement import (
+    DecodeView,
+    LocalPrefill,
+    Placement,
+    PrefillView,
+    Snapshot,
+)
+from baton.router.placement.policy import choose
+from baton.router.placement.prompt_queue import Prompt, PromptQueue
+from baton.router.workers.pace import StepPace
 from baton.v1 import worker_pb2 as pb
 
 REPORT_SECONDS = 0.1

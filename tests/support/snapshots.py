@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from baton.router.cost_model import Costs
-from baton.router.placement import DecodeView, Placement, PrefillView, Snapshot
-from baton.router.policy import choose
+from baton.router.placement.cost_model import Costs
+from baton.router.placement.placement import DecodeView, Placement, PrefillView, Snapshot
+from baton.router.placement.policy import choose
 
 BOTH = frozenset({"d0", "d1"})
 

@@ -11,10 +11,10 @@ from scripted_worker import ScriptedWorker
 from baton.core.config import Config, RouterConfig
 from baton.core.errors import Unavailable
 from baton.core.types import AttemptKey, Sampling, Work
-from baton.router.admission import Admission, Seat
-from baton.router.life import RequestLife, RetryLimits
-from baton.router.metrics import RouterMetrics
-from baton.router.roster import Roster
+from baton.router.observe.metrics import RouterMetrics
+from baton.router.requests.admission import Admission, Seat
+from baton.router.requests.life import RequestLife, RetryLimits
+from baton.router.workers.roster import Roster
 
 PLACEMENT_SECONDS = 0.5
 CONFIG = RouterConfig(

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 import pytest
 
 from baton.core.types import FinishReason
-from baton.router.answer import AnswerText
-from baton.router.attempt import Tokens
+from baton.router.answers.answer import AnswerText
+from baton.router.requests.attempt import Tokens
 
 WORDS = {1: "a", 2: "b", 3: "c", 9: "<end>"}
 

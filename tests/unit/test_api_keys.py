@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from baton.cli.main import app
 from baton.core.api_keys import make_key, read_keys, write_keys
 from baton.core.errors import Exhausted, InvalidConfig, InvalidRequest, Unauthenticated
-from baton.router import callers
-from baton.router.callers import Caller, KeyRing
+from baton.router.edges import callers
+from baton.router.edges.callers import Caller, KeyRing
 
 
 @pytest.fixture

@@ -5,8 +5,17 @@ import pytest
 from baton.core.errors import DeadlineExceeded, Exhausted, Internal, Unavailable, WorkerLost
 from baton.core.types import AttemptKey, FinishReason, Sampling, Work
 from baton.core.wire import failed_to, finish_to
-from baton.router.attempt import Action, Attempt, Ended, Event, LinkLost, Send, Side, Tokens
-from baton.router.placement import Fetch, Placement, Policy
+from baton.router.placement.placement import Fetch, Placement, Policy
+from baton.router.requests.attempt import (
+    Action,
+    Attempt,
+    Ended,
+    Event,
+    LinkLost,
+    Send,
+    Side,
+    Tokens,
+)
 from baton.v1 import worker_pb2 as pb
 
 KEY = AttemptKey("r", 3)

@@ -6,7 +6,7 @@ from second_tiers import TieredPool, keys
 
 from baton.core.page_keys import page_keys, salted_root
 from baton.engine.page_pool import PagePool
-from baton.router.cache_index import HeldPages
+from baton.router.placement.cache_index import HeldPages
 from baton.v1 import worker_pb2 as pb
 from baton.worker.cache_feed import MOST_KEYS, CacheFeed
 from baton.worker.outbox import CACHE_BACKLOG, Outbox

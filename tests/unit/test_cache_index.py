@@ -5,7 +5,7 @@ import random
 import pytest
 
 from baton.core.page_keys import page_keys
-from baton.router.cache_index import ASK_AGAIN_AFTER, HeldPages
+from baton.router.placement.cache_index import ASK_AGAIN_AFTER, HeldPages
 from baton.v1 import worker_pb2 as pb
 
 A, B, C, D = CHAIN = page_keys(b"root", range(16), 4)

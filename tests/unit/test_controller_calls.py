@@ -11,8 +11,8 @@ import pytest
 from processes import free_port
 
 from baton.core.errors import Unavailable
-from baton.router import control
-from baton.router.control import ControllerCalls
+from baton.router.workers import control
+from baton.router.workers.control import ControllerCalls
 from baton.v1 import cluster_pb2 as pb
 from baton.v1 import cluster_pb2_grpc
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from baton.router.cost_model import CostModel, Costs
+from baton.router.placement.cost_model import CostModel, Costs
 
 
 def test_before_any_measurement_more_work_takes_longer() -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from baton.router.cost_model import Costs
-from baton.router.demand import Counts, Demand
-from baton.router.ledger import AnswerLedger
-from baton.router.placement import Placement, Policy
+from baton.router.observe.demand import Counts, Demand
+from baton.router.observe.ledger import AnswerLedger
+from baton.router.placement.cost_model import Costs
+from baton.router.placement.placement import Placement, Policy
 
 COSTS = Costs(prefill=(0.1, 0.01, 0.0, 0.01, 0.0))
 

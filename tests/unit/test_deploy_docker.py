@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from baton.core.config import RouterConfig
-from baton.router.http.lock import OPEN
+from baton.router.edges.http.lock import OPEN
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

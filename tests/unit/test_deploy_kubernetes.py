@@ -19,7 +19,7 @@ from baton.cli.main import app
 from baton.core import config as configs
 from baton.core import exposure
 from baton.core.config import Config
-from baton.router.http.lock import OPEN
+from baton.router.edges.http.lock import OPEN
 from baton.router.server import GRACE_SECONDS
 
 ROOT = Path(__file__).parents[2]

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from baton.router.busy import BusyShare
-from baton.router.diagnosis import diagnose
-from baton.router.ledger import AnswerLedger
-from baton.router.trends import BUCKET_SECONDS, KEPT_BUCKETS, Histogram, Trends
+from baton.router.observe.diagnosis import diagnose
+from baton.router.observe.ledger import AnswerLedger
+from baton.router.observe.trends import BUCKET_SECONDS, KEPT_BUCKETS, Histogram, Trends
+from baton.router.workers.busy import BusyShare
 from baton.v1 import cluster_pb2 as pb
 
 QUIET = pb.PoolLoad(workers=2, busy_share=0.02, free_share=1.0)

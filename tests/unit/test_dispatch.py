@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 from baton.core.types import FinishReason, TokenLogprobs
-from baton.router.attempt import Tokens
-from baton.router.dispatch import joined
+from baton.router.requests.attempt import Tokens
+from baton.router.requests.dispatch import joined
 
 
 def scores(token: int) -> tuple[TokenLogprobs, ...]:

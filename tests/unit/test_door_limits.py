@@ -12,9 +12,9 @@ import pytest_asyncio
 from front_door import front_door
 
 from baton import AsyncClient, Exhausted, InvalidRequest, PromptTooLong
-from baton.router.http import connection
-from baton.router.http.body import MAX_VALUES
-from baton.router.parse import MAX_REQUEST_BYTES
+from baton.router.edges.grpc.parse import MAX_REQUEST_BYTES
+from baton.router.edges.http import connection
+from baton.router.edges.http.body import MAX_VALUES
 from baton.router.server import RouterServer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

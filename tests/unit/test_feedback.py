@@ -6,13 +6,13 @@ import pytest
 
 from baton.core.config import RouterConfig
 from baton.core.types import AttemptKey, Sampling, Work
-from baton.router.admission import Seat
-from baton.router.cost_model import CostModel, Costs
-from baton.router.feedback import Feedback
-from baton.router.link import WorkerLink
-from baton.router.metrics import RouterMetrics
-from baton.router.pace import StepPace
-from baton.router.placement import Fetch, Forecast, Placement, Policy
+from baton.router.observe.metrics import RouterMetrics
+from baton.router.placement.cost_model import CostModel, Costs
+from baton.router.placement.placement import Fetch, Forecast, Placement, Policy
+from baton.router.requests.admission import Seat
+from baton.router.requests.feedback import Feedback
+from baton.router.workers.link import WorkerLink
+from baton.router.workers.pace import StepPace
 from baton.v1 import worker_pb2 as pb
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
 

@@ -22,10 +22,10 @@ from baton.engine.engine import Engine
 from baton.engine.gpu.sampling import GpuSampler
 from baton.engine.sampler import Sampler
 from baton.engine.sequence import Piece, Sequence
-from baton.router.answer_format import AnswerFormat
-from baton.router.grammar import ANY_OBJECT, behind_thoughts, either, grammar_of
-from baton.router.tool_format import FORMATS, HERMES, ToolFormat
-from baton.router.tool_parser import ToolCallParser
+from baton.router.answers.answer_format import AnswerFormat
+from baton.router.answers.tool_format import FORMATS, HERMES, ToolFormat
+from baton.router.answers.tool_parser import ToolCallParser
+from baton.router.prompts.grammar import ANY_OBJECT, behind_thoughts, either, grammar_of
 
 PROMPT = [3, 50, 7]
 MOST = 600

@@ -23,15 +23,15 @@ from baton.core.errors import (
     WorkerLost,
 )
 from baton.core.types import FinishReason
-from baton.router.events import Delta, Event, Finished, Started
-from baton.router.http.answers import Api, Telling
-from baton.router.http.chat import ChatApi
-from baton.router.http.completions import CompletionsApi
-from baton.router.http.errors import problem
-from baton.router.http.fields import Json
-from baton.router.http.openapi import document
-from baton.router.logprobs import ScoredToken, TokenScore
-from baton.router.parts import ToolCallPiece
+from baton.router.answers.logprobs import ScoredToken, TokenScore
+from baton.router.answers.parts import ToolCallPiece
+from baton.router.edges.http.answers import Api, Telling
+from baton.router.edges.http.chat import ChatApi
+from baton.router.edges.http.completions import CompletionsApi
+from baton.router.edges.http.errors import problem
+from baton.router.edges.http.fields import Json
+from baton.router.edges.http.openapi import document
+from baton.router.requests.events import Delta, Event, Finished, Started
 
 SECRET = "/home/someone 10.0.0.7:5100"
 

@@ -15,8 +15,8 @@ from baton.core.types import (
     Tool,
     ToolCall,
 )
-from baton.router.http.fields import Json
-from baton.router.http.tokens import read_prompt
+from baton.router.edges.http.fields import Json
+from baton.router.edges.http.tokens import read_prompt
 
 
 @pytest.mark.parametrize(

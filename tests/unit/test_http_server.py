@@ -24,16 +24,16 @@ from baton.core.api_keys import make_key, write_keys
 from baton.core.config import Config, TlsConfig
 from baton.core.errors import Exhausted, Internal, SlowReader, Unavailable
 from baton.core.types import FinishReason, Request
-from baton.router.callers import KeyRing
-from baton.router.events import Delta, Event, Finished, Started, Tell
-from baton.router.http import static
-from baton.router.http.endpoint import Door
-from baton.router.http.server import HttpServer
-from baton.router.ledger import Ledgers, RequestLedger
-from baton.router.overview import Overview
-from baton.router.roster import Roster
+from baton.router.edges.callers import KeyRing
+from baton.router.edges.http import static
+from baton.router.edges.http.endpoint import Door
+from baton.router.edges.http.server import HttpServer
+from baton.router.observe.ledger import Ledgers, RequestLedger
+from baton.router.observe.overview import Overview
+from baton.router.requests.events import Delta, Event, Finished, Started, Tell
+from baton.router.requests.serving import Serving
 from baton.router.server import RouterServer
-from baton.router.serving import Serving
+from baton.router.workers.roster import Roster
 
 STARTED = Started("id", 3, "prefill-0", "decode-0", 1)
 FINISHED = Finished(FinishReason.STOP, 3, 2, "")
@@ -146,7 +146,7 @@ def test_every_file_that_a_script_of_the_page_imports_is_installed() -> None:
         for name in re.findall(r'from "\./([^"]+)"', script.read_text()):
             assert (folder / name).is_file()
     package_data = tomllib.loads((folder.parents[2] / "pyproject.toml").read_text())
-    assert "page/*" in package_data["tool"]["setuptools"]["package-data"]["baton.router.http"]
+    assert "page/*" in package_data["tool"]["setuptools"]["package-data"]["baton.router.edges.http"]
 
 
 async def test_the_page_opens_without_a_key_and_what_it_reads_does_not(tmp_path: Path) -> None:
@@ -264,7 +264,7 @@ def test_a_router_without_starlette_says_so_and_serves_grpc(
 ) -> None:
     monkeypatch.setitem(sys.modules, "starlette", None)
     for name in [
-        name for name in sys.modules if name.startswith(("starlette.", "baton.router.http."))
+        name for name in sys.modules if name.startswith(("starlette.", "baton.router.edges.http."))
     ]:
         monkeypatch.delitem(sys.modules, name)
     server = RouterServer(Config())

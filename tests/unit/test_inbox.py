@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from baton.core.errors import SlowReader
-from baton.router.attempt import Event
-from baton.router.inbox import Inbox, Rounds
+from baton.router.requests.attempt import Event
+from baton.router.requests.inbox import Inbox, Rounds
 from baton.v1 import worker_pb2 as pb
 
 

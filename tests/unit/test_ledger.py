@@ -8,9 +8,9 @@ import time
 import pytest
 
 from baton.prefill_worker.chunks import MOST, Chunks
-from baton.router.ledger import AnswerLedger, Ledgers, RequestLedger
-from baton.router.phases import TRAILER_BYTES, answer_phases, answer_timing, trailer
-from baton.router.placement import Placement, Policy
+from baton.router.observe.ledger import AnswerLedger, Ledgers, RequestLedger
+from baton.router.observe.phases import TRAILER_BYTES, answer_phases, answer_timing, trailer
+from baton.router.placement.placement import Placement, Policy
 from baton.v1 import timing_pb2
 from baton.v1 import worker_pb2 as pb
 

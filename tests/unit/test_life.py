@@ -4,9 +4,9 @@ import pytest
 
 from baton.core.errors import Exhausted, Internal, PoisonRequest, Unavailable, WorkerLost
 from baton.core.types import AttemptKey, Sampling, Work
-from baton.router.attempt import Ended, Tokens
-from baton.router.life import RequestLife, RetryLimits
-from baton.router.placement import Placement, Suspicion
+from baton.router.placement.placement import Placement, Suspicion
+from baton.router.requests.attempt import Ended, Tokens
+from baton.router.requests.life import RequestLife, RetryLimits
 
 SOMEWHERE = Placement("p0", "d0")
 DEATH = Ended(WorkerLost("worker d0 was lost"), retry=True, death=True)

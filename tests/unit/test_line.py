@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from baton.core.errors import Exhausted
-from baton.router.line import Line
+from baton.router.requests.line import Line
 
 
 def test_the_first_to_come_is_the_head() -> None:

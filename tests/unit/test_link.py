@@ -13,9 +13,9 @@ from waiting import until
 from baton.core.config import RouterConfig
 from baton.core.errors import WorkerLost
 from baton.core.types import AttemptKey, Role
-from baton.router.attempt import Event, LinkLost
-from baton.router.link import WorkerLink
-from baton.router.placement import Suspicion
+from baton.router.placement.placement import Suspicion
+from baton.router.requests.attempt import Event, LinkLost
+from baton.router.workers.link import WorkerLink
 from baton.v1 import worker_pb2 as pb
 
 KEY = AttemptKey("r", 1)

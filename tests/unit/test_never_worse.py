@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
-from baton.router.placement import LocalPrefill
+from baton.router.placement.placement import LocalPrefill
 from tests.support.shared_cores import (
     Calibration,
     Cluster,

@@ -10,7 +10,7 @@ from waiting import until
 
 from baton.core.config import Config, RouterConfig
 from baton.core.types import Role
-from baton.router.roster import Roster
+from baton.router.workers.roster import Roster
 
 
 @pytest.fixture

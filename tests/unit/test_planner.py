@@ -16,7 +16,7 @@ from baton.planner.queueing import (
     late_share,
     prefill_workers,
 )
-from baton.router.cost_model import Costs
+from baton.router.placement.cost_model import Costs
 
 GOALS = Goals(ttft=1.0, itl=0.02, most_workers=40)
 # Ten milliseconds a step, and a tenth of one for each request in it.

@@ -7,7 +7,7 @@ import pytest
 from snapshots import asked, decode, placed, prefill, where
 
 from baton.core.errors import BatonError, Exhausted, LayoutMismatch, Unavailable
-from baton.router.placement import (
+from baton.router.placement.placement import (
     LocalPrefill,
     Placement,
     Policy,
@@ -16,7 +16,7 @@ from baton.router.placement import (
     Snapshot,
     Strategy,
 )
-from baton.router.policy import choose
+from baton.router.placement.policy import choose
 
 MISSING = "no prefill worker is ready"
 

@@ -8,8 +8,8 @@ import pytest
 from snapshots import asked, decode, placed, prefill
 
 from baton.core.errors import Unavailable
-from baton.router.cost_model import CostModel
-from baton.router.placement import (
+from baton.router.placement.cost_model import CostModel
+from baton.router.placement.placement import (
     Fetch,
     FetchPages,
     LocalPrefill,
@@ -18,7 +18,7 @@ from baton.router.placement import (
     Reason,
     Snapshot,
 )
-from baton.router.policy import choose
+from baton.router.placement.policy import choose
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from proto_strategies import messages
 
 from baton.core.errors import InvalidRequest
 from baton.core.types import Request, Sampling
-from baton.router.parse import parse_request
+from baton.router.edges.grpc.parse import parse_request
 from baton.v1 import cluster_pb2, inference_pb2
 from baton.v1.inference_pb2 import GenerateRequest
 

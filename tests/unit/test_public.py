@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.core.errors import BatonError, Internal, InvalidRequest, Unavailable, WorkerLost
-from baton.router.public import scrubbed, told
+from baton.router.edges.public import scrubbed, told
 
 SECRETS = [
     "10.0.0.7:50051",

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from baton.router.pulse import Pulse
+from baton.router.workers.pulse import Pulse
 
 
 def pulse() -> Pulse:

@@ -6,8 +6,8 @@ import pytest
 
 from baton.core.errors import Internal, SlowReader
 from baton.core.types import FinishReason
-from baton.router.events import Delta, Event, Finished
-from baton.router.reader import AnswerBuffer
+from baton.router.edges.reader import AnswerBuffer
+from baton.router.requests.events import Delta, Event, Finished
 
 END = Finished(FinishReason.STOP, 1, 2, "")
 

@@ -12,8 +12,8 @@ from baton.core.config import Config, RouterConfig
 from baton.core.errors import LayoutMismatch
 from baton.core.page_keys import page_keys
 from baton.core.types import AttemptKey, Role, Sampling, Work
-from baton.router.placement import Placement, Policy, Reason, Suspicion
-from baton.router.roster import Roster
+from baton.router.placement.placement import Placement, Policy, Reason, Suspicion
+from baton.router.workers.roster import Roster
 from baton.v1 import worker_pb2 as pb
 
 PROMPT = list(range(64))

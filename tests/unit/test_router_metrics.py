@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from baton.core import metrics as names
-from baton.router.metrics import TokenTimes
+from baton.router.observe.metrics import TokenTimes
 
 
 def lines(registry: CollectorRegistry) -> set[str]:

@@ -11,9 +11,9 @@ from threading import Thread
 import pytest
 
 from baton.core.errors import InvalidConfig
-from baton.router.ledger import AnswerLedger, Ledgers, RequestLedger
-from baton.router.placement import Placement
-from baton.router.spans import Spans
+from baton.router.observe.ledger import AnswerLedger, Ledgers, RequestLedger
+from baton.router.observe.spans import Spans
+from baton.router.placement.placement import Placement
 
 pytest.importorskip(
     "opentelemetry.exporter.otlp.proto.http", reason="the extra `otlp` is not installed"

@@ -16,8 +16,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from baton.core import model_store
 from baton.core.errors import InvalidConfig, InvalidRequest, TokenOutOfRange, UnsupportedModel
 from baton.core.types import ChatPrompt, Message, TextPrompt, TokenPrompt
-from baton.router.text import Text
-from baton.router.tool_format import HERMES, MISTRAL
+from baton.router.answers.tool_format import HERMES, MISTRAL
+from baton.router.prompts.text import Text
 
 TEXTS = [
     "",

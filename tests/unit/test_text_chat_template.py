@@ -10,8 +10,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from baton.core.errors import InvalidConfig, InvalidRequest
 from baton.core.types import Message, Tool, ToolCall
-from baton.router import template_sandbox
-from baton.router.chat_template import MAX_RENDERED, ChatTemplate
+from baton.router.prompts import template_sandbox
+from baton.router.prompts.chat_template import MAX_RENDERED, ChatTemplate
 
 CHAT = (
     Message("system", "Be <brief> & 'kind'."),

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from baton.core import model_store
 from baton.core.errors import UnsupportedModel
-from baton.router.detokenizer import Detokenizer, detokenizer_factory
+from baton.router.answers.detokenizer import Detokenizer, detokenizer_factory
 
 TEXTS = [
     "",

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from baton.core.errors import InvalidRequest
-from baton.router.stop_strings import StopStrings
+from baton.router.answers.stop_strings import StopStrings
 
 
 def cut_whole(text: str, stops: list[str]) -> str:

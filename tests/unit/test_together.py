@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from baton.core.errors import Exhausted
-from baton.router.together import together
+from baton.router.requests.together import together
 
 
 class Work:

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from baton.router.parts import Chained, Parts, Splitter
-from baton.router.reasoning import ReasoningSplitter
-from baton.router.tool_format import (
+from baton.router.answers.parts import Chained, Parts, Splitter
+from baton.router.answers.reasoning import ReasoningSplitter
+from baton.router.answers.tool_format import (
     FORMATS,
     HERMES,
     LLAMA3,
@@ -17,7 +17,7 @@ from baton.router.tool_format import (
     ToolFormat,
     tool_format_of,
 )
-from baton.router.tool_parser import ToolCallParser
+from baton.router.answers.tool_parser import ToolCallParser
 
 TOOLS = {"get_weather", "add"}
 

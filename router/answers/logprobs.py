@@ -1,0 +1,55 @@
+"""Log probabilities with the text of the tokens that they are of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.core.types import TokenLogprobs
+from baton.router.prompts.text import Text
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScore:
+    token_id: int
+    # What the token stands for: UTF-8, maybe half a character.
+    data: bytes
+    # None for a prompt's first token, which nothing stands before.
+    logprob: float | None
+
+    @property
+    def text(self) -> str:
+        return self.data.decode(errors="replace")
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """A token of an answer or a prompt, and the likeliest in its place, best first."""
+
+    chosen: TokenScore
+    top: tuple[TokenScore, ...]
+
+
+def scored_tokens(
+    text: Text, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+) -> list[ScoredToken]:
+    """Empty where nobody asked."""
+    if not logprobs:
+        return []
+    return [_scored(text, token, each) for token, each in zip(token_ids, logprobs, strict=True)]
+
+
+def scored_prompt(
+    text: Text, prompt: Sequence[int], logprobs: Sequence[TokenLogprobs]
+) -> list[ScoredToken]:
+    """Of the whole prompt, of which `logprobs` tell from the second token on."""
+    first = ScoredToken(TokenScore(prompt[0], text.token_bytes(prompt[0]), None), ())
+    return [first, *scored_tokens(text, prompt[1:], logprobs)]
+
+
+def _scored(text: Text, token: int, logprobs: TokenLogprobs) -> ScoredToken:
+    likeliest = zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True)
+    return ScoredToken(
+        TokenScore(token, text.token_bytes(token), logprobs.logprob),
+        tuple(TokenScore(each, text.token_bytes(each), logprob) for each, logprob in likeliest),
+    )

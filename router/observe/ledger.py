@@ -1,0 +1,245 @@
+"""Where each request's time goes: marks on the router's clock, and durations that workers tell.
+
+    arrived ── parsed ── ready ── placed ── first ── first_text ── first_written
+                                              │
+        ended ── last_text ── last ── second ─┘
+
+Marks are made as things happen, and cut a request's time into segments: whatever
+is known of a segment, its parts sum to the whole. Workers tell durations, which
+cut a segment further (router/observe/phases.py); so no two clocks are compared. A ledger
+is of fixed size, however long the answer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+
+from baton.router.placement.placement import Placement
+from baton.v1 import timing_pb2
+from baton.v1 import worker_pb2 as pb
+
+KEPT_REQUESTS = 1000
+MAX_TRACEPARENT = 64
+
+
+@dataclass(slots=True)
+class AnswerLedger:
+    """One answer's. Marks are 0 until they are made; all are of time.monotonic()."""
+
+    arrived: float
+    parsed: float = 0.0
+    ready: float = 0.0  # the prompt is tokens
+    placed: float = 0.0  # for the last time before the first token
+    first: float = 0.0  # token
+    first_text: float = 0.0
+    first_written: float = 0.0
+    second: float = 0.0  # tokens after the first
+    last: float = 0.0  # tokens so far
+    last_text: float = 0.0
+    ended: float = 0.0
+
+    # Measured here.
+    template_seconds: float = 0.0
+    tokenize_seconds: float = 0.0
+    text_seconds: float = 0.0  # of all tokens
+    write_seconds: float = 0.0  # of all messages
+    longest_gap: float = 0.0
+    lost_before: float = 0.0  # in attempts that ended before the first token
+    lost_after: float = 0.0  # from a token to the next, where an attempt ended between them
+    reserve_seconds: float = 0.0  # from the placement to the ticket
+
+    # Told by workers, of the attempt that brought the first token.
+    prefill_wait: float = 0.0  # that for fetched pages included
+    fetch_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    chunks: Sequence[timing_pb2.Chunk] = ()
+    push_seconds: float = 0.0
+    exposed_seconds: float = 0.0
+    admit_seconds: float = 0.0
+    first_decode_seconds: float = 0.0
+
+    placement: Placement | None = None
+    attempts: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    finished: bool = False  # whether the answer is whole
+    _recovering: bool = False
+
+    @property
+    def exposed_reserve(self) -> float:
+        """What of the wait for decode's pages was left when the first token came."""
+        return max(self.placed + self.reserve_seconds - self.first, 0.0)
+
+    def prepare(self, template_seconds: float, tokenize_seconds: float, tokens: int) -> None:
+        self.ready = time.monotonic()
+        self.template_seconds = template_seconds
+        self.tokenize_seconds = tokenize_seconds
+        self.prompt_tokens = tokens
+
+    def place(self, placement: Placement) -> None:
+        """An attempt begins."""
+        self.attempts += 1
+        if not self.first:
+            self.placed = time.monotonic()
+            self.placement = placement
+            self.reserve_seconds = 0.0
+
+    def lose(self) -> None:
+        """An attempt has ended, and another may begin."""
+        if self.first:
+            self._recovering = True
+        else:
+            self.lost_before += time.monotonic() - self.placed
+
+    def hear(self, message: pb.WorkerMessage) -> None:
+        """What a worker says of its times. Of attempts after the first token it changes nothing."""
+        if self.attempts > 1 and self.first:
+            return
+        match message.WhichOneof("kind"):
+            case "reserved":
+                self.reserve_seconds = time.monotonic() - self.placed
+            case "first_token":
+                first = message.first_token
+                self.prefill_wait, self.prefill_seconds = first.queue_seconds, first.compute_seconds
+                self.chunks, self.cached_tokens = first.chunks, first.cached_tokens
+                self.fetch_seconds = first.fetch_seconds
+            case "pushed":
+                pushed = message.pushed
+                self.bytes, self.push_seconds = pushed.bytes, pushed.seconds
+                self.exposed_seconds = pushed.exposed_seconds
+
+    def hear_step(self, step: pb.StepTokens) -> None:
+        """The same, of a step."""
+        if self.second or (self.attempts > 1 and self.first):
+            return
+        if self.placement is None or self.placement.prefill:
+            self.admit_seconds = self.admit_seconds or step.queue_seconds
+            self.first_decode_seconds = self.first_decode_seconds or step.compute_seconds
+        elif not self.first:
+            self.prefill_wait, self.prefill_seconds = step.queue_seconds, step.compute_seconds
+            self.cached_tokens = step.cached_tokens
+
+    def take(self, tokens: int) -> None:
+        """New tokens are here."""
+        now = time.monotonic()
+        if not self.first:
+            self.first = now
+        else:
+            gap = now - self.last
+            if self._recovering:
+                self.lost_after += gap
+                self._recovering = False
+            if not self.second:
+                self.second = now
+            if gap > self.longest_gap:
+                self.longest_gap = gap
+        self.last = now
+        self.tokens += tokens
+
+    def tell(self, *, finished: bool) -> None:
+        """Their text is made."""
+        now = self.last_text = time.monotonic()
+        self.text_seconds += now - self.last
+        if not self.first_text:
+            self.first_text = now
+        self.finished = finished
+
+    def write(self, began: float) -> None:
+        """What there was of the answer has been written to the client."""
+        now = time.monotonic()
+        self.write_seconds += now - began
+        if not self.first_written and self.first:
+            self.first_written = now
+        if self.finished:
+            self.ended = now
+
+
+@dataclass(slots=True)
+class RequestLedger:
+    """One call's: an entry an answer, those to all of its prompts counted through."""
+
+    request_id: str
+    arrived: float
+    answers: list[AnswerLedger]
+    owner: str = ""  # the API key's name, where keys are asked for
+    arrived_at: float = field(default_factory=time.time)
+    outcome: str = ""
+    traceparent: str = ""  # the caller's trace (W3C), where it has sent one
+    ended: float = 0.0
+
+    @classmethod
+    def begin(
+        cls,
+        request_id: str,
+        arrived: float,
+        answers: int = 1,
+        *,
+        owner: str = "",
+        traceparent: str = "",
+    ) -> RequestLedger:
+        """For a call that came at `arrived` and has now been read."""
+        parsed = time.monotonic()
+        entries = [AnswerLedger(arrived, parsed) for _ in range(answers)]
+        trace = traceparent[:MAX_TRACEPARENT]
+        return cls(request_id, arrived, entries, owner, traceparent=trace)
+
+    @property
+    def name(self) -> tuple[str, str]:
+        """Two callers may call their requests alike."""
+        return self.owner, self.request_id
+
+    def end(self) -> None:
+        """The last byte has been written. What was said first holds."""
+        if not self.ended:
+            self.ended = time.monotonic()
+            alone = len(self.answers) == 1
+            for answer in self.answers:
+                answer.ended = self.ended if alone else answer.ended or self.ended
+
+
+class Ledgers:
+    """Of the latest requests, those under way included."""
+
+    def __init__(self, limit: int = KEPT_REQUESTS) -> None:
+        self._limit = limit
+        self._listener: Callable[[RequestLedger], None] | None = None
+        self._kept: OrderedDict[tuple[str, str], RequestLedger] = OrderedDict()
+
+    @contextmanager
+    def keep(self, ledger: RequestLedger) -> Iterator[RequestLedger]:
+        """Leaving ends it. One that was refused at the door is forgotten, so that in an overload
+        those that were served stay."""
+        self._kept.pop(ledger.name, None)
+        self._kept[ledger.name] = ledger
+        if len(self._kept) > self._limit:
+            self._kept.popitem(last=False)
+        try:
+            yield ledger
+        finally:
+            ledger.end()
+            if ledger.outcome and self._listener:
+                self._listener(ledger)
+            elif not ledger.outcome and self._kept.get(ledger.name) is ledger:
+                del self._kept[ledger.name]
+
+    def listen(self, listener: Callable[[RequestLedger], None]) -> None:
+        """Has `listener` called with each request that has been served, when it ends."""
+        self._listener = listener
+
+    def find(self, request_id: str, owner: str | None = None) -> RequestLedger | None:
+        """The latest of this name, of one owner or of any."""
+        if owner is not None:
+            return self._kept.get((owner, request_id))
+        newest_first = reversed(self._kept.values())
+        return next((each for each in newest_first if each.request_id == request_id), None)
+
+    def recent(self, limit: int) -> list[RequestLedger]:
+        """Newest first."""
+        return list(islice(reversed(self._kept.values()), limit))

@@ -1,0 +1,130 @@
+"""What an operator is told, over gRPC and HTTP alike."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from baton.core.errors import UnknownRequest
+from baton.core.types import Role
+from baton.router.edges.callers import Caller
+from baton.router.observe.diagnosis import diagnose
+from baton.router.observe.phases import request_timing
+from baton.router.observe.trends import BUCKET_SECONDS
+from baton.router.requests.serving import Serving
+from baton.router.workers.link import WorkerLink
+from baton.router.workers.roster import Roster
+from baton.v1 import cluster_pb2 as pb
+from baton.v1 import timing_pb2
+
+RECENT_REQUESTS = 50
+_FAULT = "it cannot be used; `baton status` with an admin's key says why"
+
+
+class Overview:
+    def __init__(
+        self, serving: Serving, roster: Roster, model: str, router_id: str, queue_limit: int
+    ) -> None:
+        self._serving = serving
+        self._roster = roster
+        self._model = model
+        self._router_id = router_id
+        self._queue_limit = queue_limit
+        self._began = time.monotonic()
+
+    def status(self) -> pb.StatusResponse:
+        agents = {link.agent: link.worker_id for link in self._roster.links if link.welcome}
+        return pb.StatusResponse(
+            router_id=self._router_id,
+            uptime_seconds=time.monotonic() - self._began,
+            model=self._model,
+            active_requests=self._serving.active,
+            finished_requests=self._serving.finished,
+            queued_requests=self._serving.admission.queued,
+            queue_limit=self._queue_limit,
+            draining=self._serving.draining,
+            workers=[_worker_status(link, agents, self._roster) for link in self._roster.links],
+        )
+
+    def public_status(self) -> pb.StatusResponse:
+        """Without addresses and paths, which are for those who run it."""
+        status = self.status()
+        for worker in status.workers:
+            worker.member.address = ""
+            worker.fault = _FAULT if worker.fault or worker.load.fault else ""
+            worker.load.fault = ""
+        return status
+
+    def diagnosis(self) -> pb.Diagnosis:
+        return diagnose(
+            self._serving.trends.traffic(),
+            _pool_load(list(self._roster.usable(Role.PREFILL))),
+            _pool_load(list(self._roster.usable(Role.DECODE))),
+            self._serving.admission.queued,
+        )
+
+    def timing(self, request_id: str, caller: Caller) -> timing_pb2.RequestTiming:
+        """Of the caller's own request; an admin is told of everybody's."""
+        owner = None if caller.admin else caller.key.name
+        ledger = self._serving.ledgers.find(request_id, owner)
+        if ledger is None:
+            raise UnknownRequest(
+                f"no request called {request_id!r} is among the latest here", field="request_id"
+            )
+        return request_timing(ledger)
+
+    def recent(self, limit: int = 0) -> list[timing_pb2.RequestTiming]:
+        """Newest first, without their phases."""
+        ledgers = self._serving.ledgers.recent(limit or RECENT_REQUESTS)
+        return [request_timing(ledger, phases=False) for ledger in ledgers]
+
+    def trends(self) -> pb.TrendsResponse:
+        points = [
+            pb.TrendPoint(
+                answers=bucket.answers,
+                prompt_tokens=bucket.prompt_tokens,
+                output_tokens=bucket.output_tokens,
+                ttft=bucket.ttft.spread(),
+                itl=bucket.itl.spread(),
+            )
+            for bucket in self._serving.trends.series()
+        ]
+        return pb.TrendsResponse(seconds_each=BUCKET_SECONDS, points=points)
+
+
+def _worker_status(link: WorkerLink, agents: dict[str, str], roster: Roster) -> pb.WorkerStatus:
+    welcome = link.welcome
+    member = pb.Member(worker_id=link.worker_id, address=link.address)
+    if welcome:
+        member.role = welcome.role
+    return pb.WorkerStatus(
+        member=member,
+        attached=welcome is not None,
+        total_pages=link.total_pages,
+        load=link.load,
+        active_requests=link.active,
+        connected=sorted(name for agent, name in agents.items() if link.reaches(agent)),
+        fault=roster.fault(link),
+        draining=link.draining or link.leaving,
+        known_pages=len(link.cache),
+        read_tokens=link.read_tokens,
+        hit_tokens=link.hit_tokens,
+        busy_share=link.busy.share,
+        incarnation=welcome.incarnation if welcome else 0,
+        misfits=[pb.Misfit(worker_id=name, reason=reason) for name, reason in roster.misfits(link)],
+    )
+
+
+def _pool_load(links: Sequence[WorkerLink]) -> pb.PoolLoad:
+    loads = [link.load for link in links]
+    total = sum(link.total_pages for link in links)
+    free = sum(load.free_pages for load in loads)
+    return pb.PoolLoad(
+        workers=len(links),
+        busy_share=sum(link.busy.share for link in links) / max(len(links), 1),
+        waiting=sum(load.waiting for load in loads),
+        running=sum(load.running for load in loads),
+        queued_tokens=sum(load.queued_tokens for load in loads),
+        free_share=free / total if total else 0.0,
+        transfers=sum(load.transfers for load in loads),
+    )

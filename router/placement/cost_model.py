@@ -1,0 +1,276 @@
+"""How long things take in this cluster, learned from how long they took.
+
+Workers say with each token #1 how long a prompt took them, with each push how
+long the pages travelled, and the router sees the time between two steps of an
+answer. `CostModel` fits these; `Costs` is what it believes at one
+moment, a plain value that the policy decides on. Until something has been
+measured, priors speak: the orders of magnitude of a large model on a GPU. They
+say that a longer queue takes longer, and that is all they decide.
+
+Pure arithmetic: no I/O and no clock.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from baton.router.placement.disturbance import Disturbance
+from baton.router.placement.online_fit import OnlineFit
+
+# Coefficients in seconds, for the features named beside them.
+# A prompt, a token, a token times one that it looks at, a token that was there before, a token
+# whose page is brought back.
+PREFILL_PRIOR = (5e-3, 1e-4, 3e-9, 1e-4, 5e-6)
+BESIDE_SHARE = 0.01  # of a token's own time, what a request decoded meanwhile adds to it
+BUSY_SHARE = 0.01  # and what a prefill worker at work does, where they share hardware
+TRANSFER_PRIOR = (1e-3, 1e-11)  # a push, a byte: as within a host, for what looks slow is not tried
+EXPOSED_PRIOR = (1e-3, 1.0)  # a push, a second of transfer beyond what compute can hide
+STEP_PRIOR = (1e-2, 1e-4, 1e-7, 1e-4)  # a step, a request, a page, a busy prefill worker
+DISTURBANCE_PRIOR = 0.01
+ANSWER_PRIOR = 128.0
+
+REQUEST_MEMORY = 64.0
+STEP_MEMORY = 256.0
+FADING_MEMORY = 256.0
+ANSWER_RATE = 0.05
+
+
+def _as_local(prefill: tuple[float, ...]) -> tuple[float, ...]:
+    """What a decode worker is taken to need, by what a prefill worker needs."""
+    return (*prefill, BESIDE_SHARE * prefill[1], BUSY_SHARE * prefill[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What is believed at one moment. All times in seconds."""
+
+    prefill: tuple[float, ...] = PREFILL_PRIOR
+    # The same on a decode worker, between the steps of its other requests; the last two are for a
+    # token times such a request, and a token times a busy prefill worker.
+    local: tuple[float, ...] = _as_local(PREFILL_PRIOR)
+    transfer: tuple[float, ...] = TRANSFER_PRIOR
+    exposed: tuple[float, ...] = EXPOSED_PRIOR
+    # A fetch, a byte: as a push, once the holder has heard of it between two steps.
+    fetch: tuple[float, ...] = (TRANSFER_PRIOR[0] + STEP_PRIOR[0], TRANSFER_PRIOR[1])
+    step: tuple[float, ...] = STEP_PRIOR
+    # What a second of a prefill worker's compute adds to the time of each request that is decoded.
+    disturbed: float = DISTURBANCE_PRIOR
+    answer_tokens: float = ANSWER_PRIOR
+
+    def prefill_seconds(
+        self, tokens: int, prefix: int, pending: int = 0, restored: int = 0
+    ) -> float:
+        """Until a prefill worker has computed `pending` tokens and then `tokens`, which follow
+        `prefix` cached ones, of which `restored` have to be brought back."""
+        once, each, look, before, back = self.prefill
+        own = tokens * (each + look * (prefix + tokens / 2))
+        return once + own + before * pending + back * restored
+
+    def wait_seconds(self, pending: int, restored: int = 0) -> float:
+        """Of this, what is not the prompt's own compute."""
+        return self.prefill[3] * pending + self.prefill[4] * restored
+
+    def local_seconds(
+        self,
+        tokens: int,
+        prefix: int,
+        pending: int = 0,
+        running: int = 0,
+        restored: int = 0,
+        busy_prefill: int = 0,
+    ) -> float:
+        """Until a decode worker has, which runs so many requests meanwhile, with so many prefill
+        workers at work."""
+        once, each, look, before, back, beside, busy = self.local
+        around = beside * running + busy * busy_prefill
+        own = tokens * (each + look * (prefix + tokens / 2) + around)
+        return once + own + before * pending + back * restored
+
+    def local_wait_seconds(self, pending: int) -> float:
+        """Until a decode worker has read `pending` tokens that were there before."""
+        return self.local[3] * pending
+
+    def restore_seconds(self, tokens: int) -> float:
+        """Until a decode worker has brought the pages of so many tokens back."""
+        return self.local[4] * tokens
+
+    def transfer_seconds(self, size: int) -> float:
+        """For which a push of so many bytes is under way."""
+        once, each = self.transfer
+        return once + each * size if size else 0.0
+
+    def exposed_seconds(self, size: int, compute_seconds: float) -> float:
+        """From the end of a prompt's compute to the arrival of its last page."""
+        once, each = self.exposed
+        return once + each * max(0.0, self.transfer_seconds(size) - compute_seconds)
+
+    def fetch_seconds(self, size: int) -> float:
+        """From asking another worker for so many bytes of pages to their arrival."""
+        once, each = self.fetch
+        return once + each * size
+
+    def step_seconds(self, requests: int, pages: int) -> float:
+        """One step of a decode worker, with nothing else on the machine."""
+        once, request, page, _ = self.step
+        return once + request * requests + page * pages
+
+    def decode_seconds(self, tokens: int, requests: int, pages: int, own_pages: int) -> float:
+        """The answer's own time on a decode worker with so many requests and pages, and what it
+        adds to theirs."""
+        _, request, page, _ = self.step
+        own = self.step_seconds(requests + 1, pages + own_pages)
+        added = requests * (request + page * own_pages)
+        return min(tokens, self.answer_tokens) * (own + added)
+
+    def room_seconds(self, waiting: int, requests: int, pages: int) -> float:
+        """Until `waiting` requests have found room, one place for each answer that ends."""
+        if not waiting:
+            return 0.0
+        one_answer = self.answer_tokens * self.step_seconds(requests, pages)
+        return waiting * one_answer / max(requests, 1)
+
+    def disturbance(self, seconds: float, running: int, reading: int = 0) -> float:
+        """What compute of so many seconds on a prefill worker adds to the time of requests on
+        decode workers: `running` that are decoded, and `reading` where prompts are read too.
+        Nothing where they share no hardware."""
+        each, slower = self.local[1], self.local[6]
+        return seconds * (running * self.disturbed + reading * slower / (each + slower))
+
+
+class CostModel:
+    """Takes measurements, and says what follows from them."""
+
+    def __init__(self) -> None:
+        # Whichever was measured first also speaks for the other, which may be measured later.
+        self._prefill: OnlineFit | None = None
+        self._local: OnlineFit | None = None
+        # Prompts that the other side has read since each was measured last.
+        self._prefill_age = 0
+        self._local_age = 0
+        self._transfer = OnlineFit(TRANSFER_PRIOR, REQUEST_MEMORY)
+        # Apart: how often a push is late says nothing of how late one is.
+        self._hidden = OnlineFit(EXPOSED_PRIOR[:1], REQUEST_MEMORY)
+        self._beyond = OnlineFit(EXPOSED_PRIOR[1:], REQUEST_MEMORY)
+        self._fetch: OnlineFit | None = None
+        self._step = OnlineFit(STEP_PRIOR, STEP_MEMORY)
+        self._disturbance = Disturbance(DISTURBANCE_PRIOR)
+        self._answers = 0
+        self._answer_tokens = ANSWER_PRIOR
+        self._costs: Costs | None = None
+
+    @property
+    def costs(self) -> Costs:
+        if self._costs is None:
+            self._costs = self._believe()
+        return self._costs
+
+    @property
+    def knows_prompts(self) -> bool:
+        """Whether what it says of prompts was measured here."""
+        return self._prefill is not None or self._local is not None
+
+    def note_prefill(
+        self, tokens: int, prefix: int, pending: int, seconds: float, restored: int = 0
+    ) -> None:
+        """From its arrival, a prompt took a prefill worker so long: `tokens` behind `prefix`
+        cached ones, of which `restored` were brought back, with `pending` ones there before."""
+        if self._prefill is None:
+            self._prefill = OnlineFit(self.costs.prefill, REQUEST_MEMORY)
+        self._prefill_age, self._local_age = 0, self._local_age + 1
+        self._note(self._prefill, _prompt(tokens, prefix, pending, restored), seconds)
+
+    def note_local(
+        self,
+        tokens: int,
+        prefix: int,
+        pending: int,
+        running: int,
+        seconds: float,
+        restored: int = 0,
+        busy_prefill: float = 0.0,
+    ) -> None:
+        """The same for a decode worker, which ran so many requests meanwhile, with so many
+        prefill workers at work on average."""
+        if self._local is None:
+            self._local = OnlineFit(self.costs.local, REQUEST_MEMORY)
+        self._local_age, self._prefill_age = 0, self._prefill_age + 1
+        around = float(tokens * running), float(tokens * busy_prefill)
+        features = (*_prompt(tokens, prefix, pending, restored), *around)
+        self._note(self._local, features, seconds)
+
+    def note_push(self, size: int, seconds: float, exposed: float, compute_seconds: float) -> None:
+        """So many bytes travelled, beside and after so much compute."""
+        if size:
+            self._note(self._transfer, (1.0, float(size)), seconds)
+        beyond = self.costs.transfer_seconds(size) - compute_seconds
+        if beyond > 0:
+            once = self.costs.exposed[0]
+            self._note(self._beyond, (beyond,), max(0.0, exposed - once))
+        else:
+            self._note(self._hidden, (1.0,), exposed)
+
+    def note_fetch(self, size: int, seconds: float) -> None:
+        """Pages of so many bytes were fetched, or waited for in vain."""
+        if self._fetch is None:
+            self._fetch = OnlineFit(self.costs.fetch, REQUEST_MEMORY)
+        self._note(self._fetch, (1.0, float(size)), seconds)
+
+    def note_step(
+        self, requests: int, pages: int, busy_prefill: float, seconds: float, steps: int = 1
+    ) -> None:
+        """So many steps of a decode worker, with so many prefill workers at work on average."""
+        self._note(self._step, (1.0, float(requests), float(pages), busy_prefill), seconds)
+        alone = self.costs.step_seconds(requests, pages)
+        self._disturbance.note(busy_prefill * seconds * steps, (seconds - alone) * steps)
+        self._costs = None
+
+    def note_answer(self, tokens: int) -> None:
+        """An answer came to its end."""
+        self._answers += 1
+        rate = max(ANSWER_RATE, 1.0 / self._answers)
+        self._answer_tokens += rate * (tokens - self._answer_tokens)
+        self._costs = None
+
+    def _note(self, fit: OnlineFit, features: tuple[float, ...], seconds: float) -> None:
+        fit.note(features, seconds)
+        self._costs = None
+
+    def _believe(self) -> Costs:
+        transfer, step = self._transfer.coefficients, self._step.coefficients
+        fetch = (transfer[0] + step[0], transfer[1])
+        prefill, local = self._believe_prompts()
+        return Costs(
+            prefill=prefill,
+            local=local,
+            transfer=transfer,
+            exposed=self._hidden.coefficients + self._beyond.coefficients,
+            fetch=self._fetch.coefficients if self._fetch else fetch,
+            step=step,
+            disturbed=self._disturbance.share,
+            answer_tokens=self._answer_tokens,
+        )
+
+    def _believe_prompts(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """What reading a prompt costs a prefill worker, and a decode worker. What was not measured
+        for long fades into what the other costs, so that it is tried again."""
+        if self._prefill is None or self._local is None:
+            local = self._local.coefficients if self._local else ()
+            prefill = self._prefill.coefficients if self._prefill else local[:5] or PREFILL_PRIOR
+            return prefill, local or _as_local(prefill)
+        prefill, local = self._prefill.coefficients, self._local.coefficients
+        return (
+            _faded(prefill, local[:5], self._prefill_age),
+            _faded(local, (*prefill, *local[5:]), self._local_age),
+        )
+
+
+def _faded(own: tuple[float, ...], other: tuple[float, ...], age: int) -> tuple[float, ...]:
+    keep = math.exp(-age / FADING_MEMORY)
+    return tuple(keep * a + (1.0 - keep) * b for a, b in zip(own, other, strict=True))
+
+
+def _prompt(tokens: int, prefix: int, pending: int, restored: int) -> tuple[float, ...]:
+    """A token looks at all before it: the prefix, and half of the others on average."""
+    looks = tokens * (prefix + tokens / 2)
+    return 1.0, float(tokens), looks, float(pending), float(restored)

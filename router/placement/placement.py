@@ -1,0 +1,206 @@
+"""What the policy decides on, and what it decides: plain values."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from baton.router.placement.cost_model import Costs
+
+
+class Suspicion(enum.Enum):
+    """Whether a request may be what kills the workers that run it."""
+
+    NONE = enum.auto()
+    # It has lost a worker.
+    SUSPECT = enum.auto()
+    # It has lost several, each time among other suspects: it is to be the only one.
+    ALONE = enum.auto()
+
+
+class Strategy(enum.StrEnum):
+    """How workers are compared. The values are those of the configuration."""
+
+    KV_AWARE = "kv_aware"
+    LEAST_LOADED = "least_loaded"
+    ROUND_ROBIN = "round_robin"
+
+
+class LocalPrefill(enum.StrEnum):
+    """When decode workers read prompts themselves. The values are those of the configuration."""
+
+    AUTO = "auto"  # when that is predicted to take less, and when no prefill worker can
+    FALLBACK = "fallback"  # when no prefill worker can
+    NEVER = "never"
+    ALWAYS = "always"
+
+
+class FetchPages(enum.StrEnum):
+    """When prefill workers fetch what decode workers hold of a prompt. The values are those of
+    the configuration."""
+
+    AUTO = "auto"  # when that is predicted to take less than computing it
+    NEVER = "never"
+    ALWAYS = "always"
+
+
+class Policy(enum.StrEnum):
+    """How a request's work is divided. The values travel to clients."""
+
+    SPLIT = "split"
+    LOCAL = "local"
+    PREFILL = "prefill"
+
+
+class Reason(enum.StrEnum):
+    """Why a request is where it is. The values travel to clients."""
+
+    CACHED = "cached"
+    CACHE_BUSY = "cache_busy"
+    FETCHED = "fetched"
+    LEAST_TIME = "least_time"
+    LEAST_LOADED = "least_loaded"
+    ROUND_ROBIN = "round_robin"
+    ONE_TOKEN = "one_token"
+    LOCAL_FASTER = "local_faster"
+    LOCAL_ONLY = "local_only"
+    NO_PREFILL = "no_prefill"
+    RETRY = "retry"
+    CANARY = "canary"
+
+
+REASON_WORDS = {
+    Reason.CACHED: "the prompt's beginning is cached there",
+    Reason.CACHE_BUSY: "where more of the prompt is cached it would take longer",
+    Reason.FETCHED: "the prompt's beginning is fetched from another worker's cache",
+    Reason.LEAST_TIME: "the least predicted time",
+    Reason.LEAST_LOADED: "least loaded",
+    Reason.ROUND_ROBIN: "next in turn",
+    Reason.ONE_TOKEN: "one token is wanted",
+    Reason.LOCAL_FASTER: "predicted to take less than prefill and transfer",
+    Reason.LOCAL_ONLY: "decode workers are configured to read all prompts",
+    Reason.NO_PREFILL: "no prefill worker can read it",
+    Reason.RETRY: "an attempt before ended early",
+    Reason.CANARY: "a test of the worker",
+}
+
+
+# Tuples: a snapshot of a large cluster has many, and is made for each request.
+
+
+class PrefillView(NamedTuple):
+    """A prefill worker that can be used, as the router sees it."""
+
+    worker_id: str
+    # Prompt tokens that wait there: the worker's word, or what this router
+    # sent and has not had back, whichever is more.
+    pending_tokens: int
+    # Decode workers that it can push to.
+    reaches: frozenset[str]
+    # Whether it may be sent this request.
+    has_room: bool = True
+    # Of this request's prompt, the tokens at its front that it has cached.
+    cached_tokens: int = 0
+    # Of these, the tokens that it has to bring back from host memory or files.
+    kept_tokens: int = 0
+
+
+class DecodeView(NamedTuple):
+    """A decode worker that can be used, as the router sees it."""
+
+    worker_id: str
+    # Requests there, running or waiting.
+    requests: int
+    free_pages: int
+    # Whether it may be sent this request before it has promised pages to those
+    # it was sent.
+    has_room: bool = True
+    cached_tokens: int = 0
+    # Of the requests, those that are being decoded, and those that wait for pages or a place in
+    # the batch. The rest is being read there, or is on its way.
+    running: int = 0
+    waiting: int = 0
+    leased_pages: int = 0
+    # Prompt tokens that it has yet to read itself.
+    pending_tokens: int = 0
+    kept_tokens: int = 0
+    # Requests whose prompts it is reading.
+    reading: int = 0
+
+    @property
+    def near_tokens(self) -> int:
+        """What it has cached and need not bring back: others may fetch it."""
+        return self.cached_tokens - self.kept_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    prefill: Sequence[PrefillView] = ()
+    decode: Sequence[DecodeView] = ()
+    # Why pairs of attached workers cannot exchange pages, where they cannot.
+    mismatches: Sequence[str] = ()
+    # Whether decode workers may read prompts themselves where no prefill worker can.
+    local_prefill: bool = False
+    # Whether they may read others too, or are to read all.
+    local: LocalPrefill = LocalPrefill.FALLBACK
+    fetch: FetchPages = FetchPages.AUTO
+    strategy: Strategy = Strategy.KV_AWARE
+    costs: Costs = field(default_factory=Costs)
+    # Counts placements: of equal workers another one is taken each time.
+    turn: int = 0
+    # The request: its length, and how many tokens are still wanted.
+    prompt_tokens: int = 1
+    tokens_wanted: int = 1
+    page_size: int = 16
+    page_bytes: int = 0
+
+    @property
+    def busy_prefill(self) -> int:
+        """Prefill workers that have something to read."""
+        return sum(view.pending_tokens > 0 for view in self.prefill)
+
+
+class Fetch(NamedTuple):
+    """Pages that the prefill worker is to fetch before it computes the rest."""
+
+    # The decode worker that has them.
+    holder: str
+    # How many pages at the prompt's front it has.
+    pages: int
+    # Of their tokens, those that the prefill worker lacks.
+    tokens: int
+    # How long they may take: what they save.
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What a placement was decided on."""
+
+    # From the placement to token #1.
+    first_token_seconds: float
+    # Prompt tokens before ours, and requests that are decoded beside it where it is local.
+    pending_tokens: int
+    running: int
+    # Of the prompt, what is cached where it is to be read, or will be.
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    # Empty when the decode worker reads the prompt itself.
+    prefill: str
+    # Empty when token #1 is known to be the last.
+    decode: str
+    policy: Policy = Policy.SPLIT
+    # More words than the code has; empty where that says it all.
+    reason: str = ""
+    code: Reason = Reason.LEAST_TIME
+    forecast: Forecast | None = field(default=None, compare=False)
+    fetch: Fetch | None = None
+
+    @property
+    def words(self) -> str:
+        return self.reason or REASON_WORDS[self.code]
