@@ -145,7 +145,7 @@ def test_every_file_that_a_script_of_the_page_imports_is_installed() -> None:
     for script in folder.glob("*.js"):
         for name in re.findall(r'from "\./([^"]+)"', script.read_text()):
             assert (folder / name).is_file()
-    package_data = tomllib.loads((folder.parents[2] / "pyproject.toml").read_text())
+    package_data = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     assert "page/*" in package_data["tool"]["setuptools"]["package-data"]["baton.router.edges.http"]
 
 

@@ -134,5 +134,5 @@ def test_an_endpoint_without_the_libraries_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
-    with pytest.raises(InvalidConfig, match=r"install baton\[otlp\]"):
+    with pytest.raises(InvalidConfig, match=r"install baton-llm\[otlp\]"):
         Spans("http://127.0.0.1:4318", "tale", "router-0")
