@@ -15,7 +15,7 @@ INSIDE = Path(__file__).with_name("cut_network.py")
 @pytest.mark.faults
 def test_a_network_that_is_cut_between_prefill_and_decode_loses_nothing() -> None:
     if reason := why_not():
-        pytest.skip(f"namespaces are not permitted here: {reason}")
+        pytest.skip(f"needs user namespaces: {reason}")
     command = [*ENTER, sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(INSIDE)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert run.returncode == 0, run.stdout + run.stderr

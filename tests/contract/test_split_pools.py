@@ -234,7 +234,7 @@ class Later:
         return self.passed
 
 
-@pytest.mark.skipif("nixl-cpu" not in KINDS, reason="NIXL is not installed")
+@pytest.mark.skipif("nixl-cpu" not in KINDS, reason="needs NIXL (pip install nixl, on Linux)")
 def test_no_process_sends_pages_that_are_not_made_yet(pools: Pools) -> None:
     source, target = pools("nixl-cpu", 2), pools("nixl-cpu", 2)
     peer = source.transport.connect(target.address)
@@ -278,7 +278,7 @@ def test_a_peer_that_is_half_out_of_reach_is_not_connected(pools: Pools) -> None
         source.transport.write(target.address.agent, [1], [2])
 
 
-@pytest.mark.skipif("nixl-cpu" not in KINDS, reason="NIXL is not installed")
+@pytest.mark.skipif("nixl-cpu" not in KINDS, reason="needs NIXL (pip install nixl, on Linux)")
 def test_a_worker_is_gone_when_the_last_of_its_processes_was_killed() -> None:
     source = SplitPool("nixl-cpu", 1)
     with pool_host() as first, pool_host() as second:

@@ -38,7 +38,7 @@ PAGES = 8
 LEASE_SECONDS = 1.0
 LAYOUT = PoolLayout(version=1, model="m")
 
-needs_nixl = pytest.mark.skipif(not NIXL, reason="NIXL is not installed")
+needs_nixl = pytest.mark.skipif(not NIXL, reason="needs NIXL (pip install nixl, on Linux)")
 
 
 class Worker(TransferWorker):

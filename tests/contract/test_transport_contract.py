@@ -214,7 +214,7 @@ def test_neighbouring_pages_merge_into_one_span() -> None:
     assert spans == [Span(1, 4, 3), Span(7, 7, 1), Span(8, 9, 1), Span(5, 10, 1)]
 
 
-@pytest.mark.skipif(not NIXL, reason="NIXL is not installed")
+@pytest.mark.skipif(not NIXL, reason="needs NIXL (pip install nixl, on Linux)")
 @pytest.mark.parametrize(
     ("pages", "descriptors"),
     [([4, 5, 6, 7], 1), ([4, 5, 9, 10], 2), ([4, 6, 8], 3)],
@@ -268,7 +268,7 @@ class Signal:
         return self.passed
 
 
-@pytest.mark.skipif(not NIXL, reason="NIXL is not installed")
+@pytest.mark.skipif(not NIXL, reason="needs NIXL (pip install nixl, on Linux)")
 def test_a_write_reads_no_page_before_its_moment() -> None:
     source, target, moment = Pool("nixl-cpu"), Pool("nixl-cpu"), Signal()
     peer = source.transport.connect(target.address)
@@ -284,7 +284,7 @@ def test_a_write_reads_no_page_before_its_moment() -> None:
         pool.transport.close()
 
 
-@pytest.mark.skipif(not NIXL, reason="NIXL is not installed")
+@pytest.mark.skipif(not NIXL, reason="needs NIXL (pip install nixl, on Linux)")
 def test_a_write_that_waits_for_its_moment_fails_with_its_peer() -> None:
     source = Pool("nixl-cpu")
     with pool_host() as mortal:

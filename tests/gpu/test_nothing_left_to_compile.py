@@ -18,7 +18,7 @@ from baton.engine.page_pool import PagePool
 from baton.engine.random_model import random_model
 from baton.engine.sequence import Piece, Sequence
 
-pytestmark = pytest.mark.skipif(not CUDA, reason="there is no CUDA device here")
+pytestmark = pytest.mark.skipif(not CUDA, reason="needs a CUDA GPU")
 
 CONTEXT, PAGE_SIZE, PAGES = 8192, 16, 4096
 SHAPE = {

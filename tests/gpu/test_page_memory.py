@@ -8,7 +8,7 @@ from pools import CUDA
 
 from baton.engine.page_memory import CudaMemory, page_memory
 
-pytestmark = pytest.mark.skipif(not CUDA, reason="there is no CUDA device here")
+pytestmark = pytest.mark.skipif(not CUDA, reason="needs a CUDA GPU")
 
 PAGES, ROWS = 64, 16
 

@@ -12,7 +12,7 @@ from tiny_models import TINY_MODELS, save
 from baton.engine.engine import Engine
 from baton.engine.gpu.settings import GpuSettings
 
-pytestmark = pytest.mark.skipif(not CUDA, reason="there is no CUDA device here")
+pytestmark = pytest.mark.skipif(not CUDA, reason="needs a CUDA GPU")
 
 
 def test_steps_are_recorded_anew_without_touching_a_page_in_use(tmp_path: Path) -> None:

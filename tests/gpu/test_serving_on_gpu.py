@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from baton import AsyncClient
 from baton.core import metrics
 
-pytestmark = pytest.mark.skipif(not CUDA, reason="there is no CUDA device here")
+pytestmark = pytest.mark.skipif(not CUDA, reason="needs a CUDA GPU")
 
 ANSWER = 40
 LENGTHS = (1, 16, 17, 60, 100, 150)

@@ -31,7 +31,7 @@ from baton.engine.group import Group
 from baton.engine.sequence import Piece, Sequence
 from baton.engine.split import Split
 
-pytestmark = pytest.mark.skipif(not CUDA, reason="there is no CUDA device here")
+pytestmark = pytest.mark.skipif(not CUDA, reason="needs a CUDA GPU")
 
 DEVICE = "cuda:0"
 ANSWER = 16

@@ -19,7 +19,7 @@ from baton.kv_transfer.digest import choose_digest
 from baton.kv_transfer.transport import Noted, PeerLost, WriteDone, WriteFailed
 from baton.v1.transfer_pb2 import CudaIpcRoute, PoolAddress
 
-pytestmark = pytest.mark.skipif(not CUDA, reason="there is no CUDA device here")
+pytestmark = pytest.mark.skipif(not CUDA, reason="needs a CUDA GPU")
 
 KIND = "cuda_ipc-cuda"
 LARGE_PAGE = 2 << 20

@@ -96,7 +96,7 @@ def why_no_redis() -> str:
     """Why there can be no Redis here; empty when there can."""
     if shutil.which("redis-server"):
         return ""
-    return "there is no redis-server here: apt-get install redis-server"
+    return "needs redis-server (apt-get install redis-server)"
 
 
 class RayNodes:

@@ -95,7 +95,7 @@ def test_every_alert_says_how_bad_it_is_and_what_to_do() -> None:
 def test_alerts_fire_when_they_should() -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
-        pytest.skip("promtool is not installed (Debian: prometheus)")
+        pytest.skip("needs promtool (apt-get install prometheus)")
     for arguments in (
         ["check", "rules", ALERTS],
         ["test", "rules", ALERTS.with_suffix(".test.yaml")],

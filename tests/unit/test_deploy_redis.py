@@ -15,7 +15,9 @@ from serving import Command
 from baton.cluster.preflight import free_port
 
 
-@pytest.mark.skipif(not shutil.which("redis-server"), reason="there is no redis-server here")
+@pytest.mark.skipif(
+    not shutil.which("redis-server"), reason="needs redis-server (apt-get install redis-server)"
+)
 def test_the_script_of_the_redis_starts_one_that_asks_for_its_password(tmp_path: Path) -> None:
     rendered = render(OVERLAYS / "gpu-rdma")
     (pod,) = [pod for pod in pods(rendered) if is_redis(pod)]

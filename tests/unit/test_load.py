@@ -129,7 +129,6 @@ def test_errors_are_counted_by_what_they_say(server: str) -> None:
 
 
 def test_a_picture_is_drawn_where_that_is_possible(server: str, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="the extra `plot` is not installed")
     picture = tmp_path / "times.png"
     arguments = ["bench", server, "--requests", "3", "--prompt-tokens", "9", "--plot", str(picture)]
     assert CliRunner().invoke(app, arguments).exit_code == 0
