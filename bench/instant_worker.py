@@ -18,10 +18,10 @@ from typing import Any
 
 import grpc
 
-from baton.core.listening import listen
 from baton.core.tls import Identity
 from baton.core.types import PROTOCOL, AttemptKey, Role
 from baton.core.wire import role_to
+from baton.rpc import listen
 from baton.v1 import inference_pb2, worker_pb2_grpc
 from baton.v1 import worker_pb2 as pb
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout

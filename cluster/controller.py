@@ -37,11 +37,11 @@ from baton.cluster.role_changes import RoleChanges
 from baton.cluster.worker_actors import WorkerActors, drain, gpus_of, kill
 from baton.core import config as configs
 from baton.core.errors import InvalidRequest, RoleRefused, Unavailable
-from baton.core.listening import listen
 from baton.core.tls import Identity, node_identity
 from baton.core.types import MAX_MESSAGE_BYTES, Role
 from baton.core.wire import role_to
 from baton.planner.pools import Pools, other
+from baton.rpc import listen
 from baton.v1 import cluster_pb2, cluster_pb2_grpc
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,6 @@ from prometheus_client import start_http_server
 from baton.core import exposure, model_store
 from baton.core.config import Config
 from baton.core.errors import Internal
-from baton.core.listening import listen
 from baton.core.process import Stopping
 from baton.core.tls import NODE, certificate_path, door_identity, key_path, node_identity
 from baton.core.types import MAX_MESSAGE_BYTES
@@ -37,10 +36,9 @@ from baton.router.observe.spans import Spans
 from baton.router.prompts.text import Text
 from baton.router.requests.serving import Serving
 from baton.router.workers.canary import run_canary
-from baton.router.workers.control import ControllerCalls
-from baton.router.workers.membership import follow
-from baton.router.workers.reports import report
-from baton.router.workers.roster import Roster
+from baton.router.workers.controller_client import ControllerClient, follow, report
+from baton.router.workers.membership import Membership
+from baton.rpc import listen
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 if TYPE_CHECKING:
@@ -72,21 +70,23 @@ class RouterServer:
         router = self._config.router
         text = await asyncio.to_thread(Text.load, folder, router.tool_format, router.reasoning)
         self._health = health.aio.HealthServicer()
-        self._roster = Roster(self._router_id, model, self._config)
-        self._roster.listen(self._report_health)
-        self._serving = Serving(text, self._roster, self._config.router, self._metrics)
-        self._metrics.watch(self._roster.links)
+        self._membership = Membership(self._router_id, model, self._config)
+        self._membership.listen(self._report_health)
+        self._serving = Serving(text, self._membership, self._config.router, self._metrics)
+        self._metrics.watch(self._membership.links)
         self._spans = self._trace(model)
-        await self._serve(model, ControllerCalls(controller, node_identity(self._config)))
+        await self._serve(model, ControllerClient(controller, node_identity(self._config)))
         self._http = self._serve_http(model)
         self._serve_metrics()
-        self._roster.set_addresses(self._config.members.workers)
+        self._membership.set_addresses(self._config.members.workers)
         if controller:
             identity = node_identity(self._config)
-            self._start(follow(controller, self._roster, identity))
-            self._start(report(controller, self._router_id, self._serving, self._roster, identity))
+            self._start(follow(controller, self._membership, identity))
+            self._start(
+                report(controller, self._router_id, self._serving, self._membership, identity)
+            )
         if seconds := self._config.router.canary_seconds:
-            self._start(run_canary(self._roster, self._serving.dispatcher, seconds))
+            self._start(run_canary(self._membership, self._serving.dispatcher, seconds))
 
     def _trace(self, model: str) -> Spans | None:
         """None where traces go nowhere."""
@@ -99,7 +99,7 @@ class RouterServer:
 
     async def wait_ready(self) -> None:
         """Returns when some prefill worker can push to some decode worker."""
-        await self._roster.wait_until(lambda: self._roster.has_pair)
+        await self._membership.wait_until(lambda: self._membership.has_pair)
 
     async def serve_until(self, stopping: Stopping) -> None:
         """Serves until it is asked to stop, and then until its requests have ended, or the time
@@ -109,7 +109,7 @@ class RouterServer:
         for task in self._tasks:
             task.cancel()
         await self._stop_serving()
-        await self._roster.stop()
+        await self._membership.stop()
         self._metrics_server.shutdown()
         if self._spans:
             await asyncio.to_thread(self._spans.close)
@@ -126,7 +126,7 @@ class RouterServer:
         self._report_health()
         await stopping.wait_at_most(self._config.drain_seconds, self._serving.idle)
 
-    async def _serve(self, model: str, controller: ControllerCalls) -> None:
+    async def _serve(self, model: str, controller: ControllerClient) -> None:
         options = [
             ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -149,12 +149,12 @@ class RouterServer:
         self._server = grpc.aio.server(options=options, interceptors=interceptors)
         limits = self._config.router
         inference = InferenceService(
-            self._serving, self._roster, self._keys, model, limits.reader_buffer
+            self._serving, self._membership, self._keys, model, limits.reader_buffer
         )
         self._overview = Overview(
-            self._serving, self._roster, model, self._router_id, limits.max_queued
+            self._serving, self._membership, model, self._router_id, limits.max_queued
         )
-        admin = AdminService(self._overview, self._roster, controller, self._keys)
+        admin = AdminService(self._overview, self._membership, controller, self._keys)
         inference_pb2_grpc.add_InferenceServicer_to_server(inference, self._server)
         cluster_pb2_grpc.add_AdminServicer_to_server(admin, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -186,7 +186,7 @@ class RouterServer:
         door = Door(self._serving, model, limits.reader_buffer, self._keys)
         server = HttpServer(
             door,
-            self._roster,
+            self._membership,
             self._overview,
             self._metrics.registry,
             open_metrics=limits.open_metrics,
@@ -216,7 +216,7 @@ class RouterServer:
     def _report_health(self) -> None:
         """The process lives whatever its workers do; it is ready when it can place requests."""
         status = health_pb2.HealthCheckResponse
-        ready = self._roster.can_place and not self._serving.draining
+        ready = self._membership.can_place and not self._serving.draining
         self._start(self._health.set("", status.SERVING))
         self._start(self._health.set(INFERENCE, status.SERVING if ready else status.NOT_SERVING))
 

@@ -33,11 +33,11 @@ from prometheus_client import start_http_server
 from baton.core import exposure, model_store, types
 from baton.core.config import Config
 from baton.core.errors import Internal, WorkerLost
-from baton.core.listening import listen
 from baton.core.process import Stopping
 from baton.core.tls import node_identity
 from baton.core.types import MAX_MESSAGE_BYTES, PROTOCOL
 from baton.core.wire import role_to
+from baton.rpc import listen
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
 from baton.worker.backend import Backend, Progress

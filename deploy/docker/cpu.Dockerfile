@@ -16,6 +16,7 @@ COPY worker worker
 COPY prefill_worker prefill_worker
 COPY decode_worker decode_worker
 COPY router router
+COPY rpc rpc
 COPY planner planner
 COPY cluster cluster
 COPY cli cli

@@ -6,7 +6,7 @@
 
 Marks are made as things happen, and cut a request's time into segments: whatever
 is known of a segment, its parts sum to the whole. Workers tell durations, which
-cut a segment further (router/observe/phases.py); so no two clocks are compared. A ledger
+cut a segment further (router/observe/time_breakdown.py); so no two clocks are compared. A ledger
 is of fixed size, however long the answer.
 """
 

@@ -9,11 +9,11 @@ from baton.core.errors import UnknownRequest
 from baton.core.types import Role
 from baton.router.edges.callers import Caller
 from baton.router.observe.diagnosis import diagnose
-from baton.router.observe.phases import request_timing
+from baton.router.observe.time_breakdown import request_timing
 from baton.router.observe.trends import BUCKET_SECONDS
 from baton.router.requests.serving import Serving
 from baton.router.workers.link import WorkerLink
-from baton.router.workers.roster import Roster
+from baton.router.workers.membership import Membership
 from baton.v1 import cluster_pb2 as pb
 from baton.v1 import timing_pb2
 
@@ -23,17 +23,17 @@ _FAULT = "it cannot be used; `baton status` with an admin's key says why"
 
 class Overview:
     def __init__(
-        self, serving: Serving, roster: Roster, model: str, router_id: str, queue_limit: int
+        self, serving: Serving, membership: Membership, model: str, router_id: str, queue_limit: int
     ) -> None:
         self._serving = serving
-        self._roster = roster
+        self._membership = membership
         self._model = model
         self._router_id = router_id
         self._queue_limit = queue_limit
         self._began = time.monotonic()
 
     def status(self) -> pb.StatusResponse:
-        agents = {link.agent: link.worker_id for link in self._roster.links if link.welcome}
+        agents = {link.agent: link.worker_id for link in self._membership.links if link.welcome}
         return pb.StatusResponse(
             router_id=self._router_id,
             uptime_seconds=time.monotonic() - self._began,
@@ -43,7 +43,9 @@ class Overview:
             queued_requests=self._serving.admission.queued,
             queue_limit=self._queue_limit,
             draining=self._serving.draining,
-            workers=[_worker_status(link, agents, self._roster) for link in self._roster.links],
+            workers=[
+                _worker_status(link, agents, self._membership) for link in self._membership.links
+            ],
         )
 
     def public_status(self) -> pb.StatusResponse:
@@ -58,8 +60,8 @@ class Overview:
     def diagnosis(self) -> pb.Diagnosis:
         return diagnose(
             self._serving.trends.traffic(),
-            _pool_load(list(self._roster.usable(Role.PREFILL))),
-            _pool_load(list(self._roster.usable(Role.DECODE))),
+            _pool_load(list(self._membership.usable(Role.PREFILL))),
+            _pool_load(list(self._membership.usable(Role.DECODE))),
             self._serving.admission.queued,
         )
 
@@ -92,7 +94,9 @@ class Overview:
         return pb.TrendsResponse(seconds_each=BUCKET_SECONDS, points=points)
 
 
-def _worker_status(link: WorkerLink, agents: dict[str, str], roster: Roster) -> pb.WorkerStatus:
+def _worker_status(
+    link: WorkerLink, agents: dict[str, str], membership: Membership
+) -> pb.WorkerStatus:
     welcome = link.welcome
     member = pb.Member(worker_id=link.worker_id, address=link.address)
     if welcome:
@@ -104,14 +108,16 @@ def _worker_status(link: WorkerLink, agents: dict[str, str], roster: Roster) -> 
         load=link.load,
         active_requests=link.active,
         connected=sorted(name for agent, name in agents.items() if link.reaches(agent)),
-        fault=roster.fault(link),
+        fault=membership.fault(link),
         draining=link.draining or link.leaving,
         known_pages=len(link.cache),
         read_tokens=link.read_tokens,
         hit_tokens=link.hit_tokens,
         busy_share=link.busy.share,
         incarnation=welcome.incarnation if welcome else 0,
-        misfits=[pb.Misfit(worker_id=name, reason=reason) for name, reason in roster.misfits(link)],
+        misfits=[
+            pb.Misfit(worker_id=name, reason=reason) for name, reason in membership.misfits(link)
+        ],
     )
 
 

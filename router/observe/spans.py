@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from baton.core.errors import InvalidConfig
 from baton.router.observe.ledger import RequestLedger
-from baton.router.observe.phases import request_timing
+from baton.router.observe.time_breakdown import request_timing
 from baton.v1 import timing_pb2 as pb
 
 if TYPE_CHECKING:

@@ -84,7 +84,7 @@ class Topology:
 
     def teach_step(self, link: WorkerLink, costs: CostModel) -> None:
         """Tells how long a decode worker's recent steps took."""
-        stretch = link.pace.take(self.prefill_busy_seconds, time.monotonic())
+        stretch = link.pace.drain(self.prefill_busy_seconds, time.monotonic())
         # A step that reads a prompt too says nothing of the others.
         if stretch is None or not link.prompts.was_empty:
             return

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from baton.core.page_keys import page_keys, salted_root
 from baton.core.types import ChatPrompt, Prompt, Request
 from baton.router.prompts.text import Rendered, Text
-from baton.router.workers.roster import CacheNames
+from baton.router.workers.membership import CacheNames
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from baton.router.placement.placement import Placement, Suspicion
 from baton.router.requests.life import RequestLife
 from baton.router.requests.line import Line
 from baton.router.workers.link import WorkerLink
-from baton.router.workers.roster import Roster
+from baton.router.workers.membership import Membership
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,10 @@ class Seat:
 
 
 class Admission:
-    def __init__(self, roster: Roster, config: RouterConfig, metrics: RouterMetrics) -> None:
-        self._roster = roster
+    def __init__(
+        self, membership: Membership, config: RouterConfig, metrics: RouterMetrics
+    ) -> None:
+        self._membership = membership
         self._config = config
         self._metrics = metrics
         self._line = Line(config.max_queued)
@@ -64,7 +66,7 @@ class Admission:
         self._waiters: dict[int, asyncio.Event] = {}
         # Since when there have been no workers to place requests on; None while there are.
         self._missing_since: float | None = None
-        roster.listen(self._look)
+        membership.listen(self._look)
 
     @property
     def queued(self) -> int:
@@ -83,13 +85,13 @@ class Admission:
         """Returns when there are workers to place requests on; raises why there are none."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._config.placement_timeout):
-                await self._roster.wait_until(self._is_settled)
-        if obstacle := self._roster.obstacle:
+                await self._membership.wait_until(self._is_settled)
+        if obstacle := self._membership.obstacle:
             raise obstacle
 
     def _is_settled(self) -> bool:
         """Whether waiting will not change whether requests can be placed."""
-        obstacle = self._roster.obstacle
+        obstacle = self._membership.obstacle
         return obstacle is None or isinstance(obstacle, LayoutMismatch)
 
     async def seat(self, order: int, life: RequestLife) -> Seat:
@@ -106,7 +108,7 @@ class Admission:
                 found = self._find(order, life)
                 if isinstance(found, Seat):
                     self._line.admitted(time.monotonic())
-                    self._roster.placed += 1
+                    self._membership.placed += 1
                     self._metrics.queued("router", time.monotonic() - began)
                     return found
                 deadline = self._deadline(found, began)
@@ -127,13 +129,13 @@ class Admission:
                 self._waiters[order].set()
 
     def _find(self, order: int, life: RequestLife) -> Seat | BatonError:
-        found = self._roster.choose(life.next_work, life.suspicion)
+        found = self._membership.choose(life.next_work, life.suspicion)
         if isinstance(found, BatonError):
             return self._with_retry(found)
         if order not in self._aside and order != self._line.head:
             return self._with_retry(Exhausted("requests that came earlier are still waiting"))
         names = found.prefill, found.decode, found.fetch.holder if found.fetch else ""
-        return Seat(found, *map(self._roster.find, names))
+        return Seat(found, *map(self._membership.find, names))
 
     def _with_retry(self, error: BatonError) -> BatonError:
         error.retry_after = self._line.retry_after
@@ -141,7 +143,7 @@ class Admission:
 
     def _look(self) -> None:
         """A worker has come, gone or changed."""
-        if self._roster.obstacle is None:
+        if self._membership.obstacle is None:
             self._missing_since = None
         elif self._missing_since is None:
             self._missing_since = time.monotonic()

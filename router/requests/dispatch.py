@@ -29,7 +29,7 @@ from baton.router.requests.attempt import Attempt, Ended, Event, Send, Side, Tok
 from baton.router.requests.feedback import Feedback
 from baton.router.requests.inbox import Inbox, Rounds
 from baton.router.requests.life import RequestLife, RetryLimits
-from baton.router.workers.roster import Roster
+from baton.router.workers.membership import Membership
 from baton.v1 import worker_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -50,9 +50,13 @@ class Listener(Protocol):
 
 class Dispatcher:
     def __init__(
-        self, roster: Roster, admission: Admission, config: RouterConfig, metrics: RouterMetrics
+        self,
+        membership: Membership,
+        admission: Admission,
+        config: RouterConfig,
+        metrics: RouterMetrics,
     ) -> None:
-        self._roster = roster
+        self._membership = membership
         self._admission = admission
         self._config = config
         self._metrics = metrics
@@ -103,7 +107,7 @@ class Dispatcher:
         self, work: Work, seat: Seat, suspicion: Suspicion, ledger: AnswerLedger | None = None
     ) -> Running:
         inbox = Inbox(self._rounds)
-        feedback = Feedback(work, seat, self._roster, self._metrics, ledger)
+        feedback = Feedback(work, seat, self._membership, self._metrics, ledger)
         return Running(work, seat, suspicion, inbox, feedback, self._config, self._admission.wake)
 
     async def _confirmed(self, running: Running, ended: Ended) -> Ended:
@@ -112,7 +116,7 @@ class Dispatcher:
             return ended
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(HEARSAY_SECONDS):
-                await self._roster.wait_until(lambda: running.has_lost_a_worker)
+                await self._membership.wait_until(lambda: running.has_lost_a_worker)
         return dataclasses.replace(
             ended, death=running.has_lost_a_worker, company=running.has_company
         )
@@ -120,7 +124,7 @@ class Dispatcher:
     def _retry(self, life: RequestLife, seat: Seat, ended: Ended) -> None:
         """Returns when there is another attempt; raises the request's error when there is not."""
         if isinstance(ended.error, WorkerLost) and seat.prefill and seat.decode:
-            self._roster.reconnect(seat.prefill, seat.decode)
+            self._membership.reconnect(seat.prefill, seat.decode)
         error = life.end(ended)
         if error is not None:
             raise error

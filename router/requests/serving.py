@@ -53,7 +53,7 @@ from baton.router.requests.admission import Admission
 from baton.router.requests.dispatch import Dispatcher
 from baton.router.requests.events import Event, Started, Tell
 from baton.router.requests.together import together
-from baton.router.workers.roster import Roster
+from baton.router.workers.membership import Membership
 
 GRAMMAR_SECONDS = 5.0
 """How long a structure may take to read. Most take a millisecond."""
@@ -64,14 +64,14 @@ Result = TypeVar("Result")
 
 class Serving:
     def __init__(
-        self, text: Text, roster: Roster, config: RouterConfig, metrics: RouterMetrics
+        self, text: Text, membership: Membership, config: RouterConfig, metrics: RouterMetrics
     ) -> None:
         self.text = text
-        self._roster = roster
+        self._membership = membership
         self._config = config
         self._metrics = metrics
-        self.admission = Admission(roster, config, metrics)
-        self.dispatcher = Dispatcher(roster, self.admission, config, metrics)
+        self.admission = Admission(membership, config, metrics)
+        self.dispatcher = Dispatcher(membership, self.admission, config, metrics)
         self._threads = ThreadPoolExecutor(config.text_threads, thread_name_prefix="text")
         self.active = 0
         self.idle = asyncio.Event()  # set while nothing is active
@@ -148,12 +148,12 @@ class Serving:
         self, request: Request, prepared: _Prepared, tell: Tell, index: int, ledger: AnswerLedger
     ) -> FinishReason:
         work = _work_for(prepared.work, index)
-        clock = AnswerClock(self._metrics, self.trends, self.demand, self._roster.costs, ledger)
+        clock = AnswerClock(self._metrics, self.trends, self.demand, self._membership.costs, ledger)
         maker = AnswerMaker(self.text, request, work, clock, tell, index, opened=prepared.opened)
         await self.dispatcher.run(work, ledger, maker)
-        clock.end(self._roster.page_size)
+        clock.end(self._membership.page_size)
         finished = maker.finished()
-        self._roster.costs.note_answer(finished.completion_tokens)
+        self._membership.costs.note_answer(finished.completion_tokens)
         tell(finished)
         return finished.reason
 
@@ -161,9 +161,9 @@ class Serving:
         """What workers are to do, for the first answer."""
         # Workers tell how much they hold, so some must be there.
         await self.admission.wait_ready()
-        context = self._roster.context_length()
+        context = self._membership.context_length()
         read = await self._off_loop(
-            read_prompt, self.text, request, context, self._roster.cache_names
+            read_prompt, self.text, request, context, self._membership.cache_names
         )
         tokens = read.tokens
         for entry in entries:
@@ -209,9 +209,9 @@ class Serving:
     def _check_deadline(self, request: Request, work: Work) -> None:
         """Refuses what its caller would wait for in vain, once times have been measured."""
         left = request.deadline - time.monotonic()
-        if left == math.inf or not self._roster.costs.knows_prompts:
+        if left == math.inf or not self._membership.costs.knows_prompts:
             return
-        needed = self._roster.soonest(work)
+        needed = self._membership.soonest(work)
         if needed > left:
             raise DeadlineExceeded(
                 f"the first token is predicted in {needed:.2f} seconds, and the deadline leaves"

@@ -15,18 +15,18 @@ from baton.router.placement.placement import Placement, Policy, Reason
 from baton.router.requests.admission import Seat
 from baton.router.requests.dispatch import Dispatcher
 from baton.router.workers.link import WorkerLink
-from baton.router.workers.roster import Roster
+from baton.router.workers.membership import Membership
 
 log = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 10.0
 
 
-async def run_canary(roster: Roster, dispatcher: Dispatcher, seconds: float) -> None:
+async def run_canary(membership: Membership, dispatcher: Dispatcher, seconds: float) -> None:
     """Tests every idle worker, every so many seconds, until cancelled."""
     while True:
         await asyncio.sleep(seconds)
-        idle = [link for link in roster.links if _is_idle(link)]
+        idle = [link for link in membership.links if _is_idle(link)]
         await asyncio.gather(*(_test(link, dispatcher) for link in idle))
 
 

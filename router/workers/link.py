@@ -32,11 +32,8 @@ from baton.router.placement.cache_index import HeldPages
 from baton.router.placement.placement import Suspicion
 from baton.router.placement.prompt_queue import PromptQueue
 from baton.router.requests.attempt import Event, LinkLost
-from baton.router.workers.busy import BusyShare
-from baton.router.workers.channels import open_channel
-from baton.router.workers.pace import StepPace
-from baton.router.workers.pulse import Pulse
-from baton.router.workers.roll_call import RollCall
+from baton.router.workers.health import BusyShare, Heartbeat, PingFence, StepPace
+from baton.rpc import open_channel
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
 from baton.v1.transfer_pb2 import PoolAddress
@@ -107,7 +104,7 @@ class WorkerLink:
         self._on_change = on_change
         self._on_report = on_report
         self._on_lost = on_lost
-        self._roll_call = RollCall()
+        self._fence = PingFence()
         self._inboxes: dict[tuple[str, int], Inbox] = {}  # by attempt
         self._outgoing: asyncio.Queue[pb.RouterMessage] = asyncio.Queue()
         # For whoever waits for the worker to change its role.
@@ -147,7 +144,7 @@ class WorkerLink:
             return False
         if suspicion is Suspicion.SUSPECT and self.alone:
             return False
-        if suspicion is not Suspicion.NONE and not self._roll_call.present:
+        if suspicion is not Suspicion.NONE and not self._fence.is_open:
             return False
         return self.unanswered < self._config.worker_backlog
 
@@ -176,10 +173,10 @@ class WorkerLink:
         has lost a worker goes there."""
         if self.welcome is not None:
             self._ping()
-            self._roll_call.question()
+            self._fence.close()
 
     def _ping(self) -> None:
-        self._roll_call.ping()
+        self._fence.ping_sent()
         self.send(pb.RouterMessage(ping=pb.Ping()))
 
     async def switch(self, role: Role) -> pb.RoleSwitched:
@@ -210,12 +207,12 @@ class WorkerLink:
         reason = "its stream broke"
         try:
             await call.write(pb.RouterMessage(hello=hello))
-            pulse = Pulse(
+            heartbeat = Heartbeat(
                 self._config.ping_seconds,
                 self._config.frozen_seconds,
                 self._config.engine_stall_seconds,
             )
-            work = (self._read(call, pulse), self._write(call), self._beat(pulse))
+            work = (self._read(call, heartbeat), self._write(call), self._beat(heartbeat))
             tasks = [asyncio.ensure_future(each) for each in work]
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             reason = done.pop().result()
@@ -227,11 +224,11 @@ class WorkerLink:
             call.cancel()
             self._lose(reason)
 
-    async def _read(self, call: Call, pulse: Pulse) -> str:
+    async def _read(self, call: Call, heartbeat: Heartbeat) -> str:
         while (message := await call.read()) is not grpc.aio.EOF:
-            pulse.heard()
+            heartbeat.message_received()
             if cast(pb.WorkerMessage, message).HasField("load"):
-                pulse.reported()
+                heartbeat.engine_reported()
             self._receive(cast(pb.WorkerMessage, message))
         return "the worker closed the stream"
 
@@ -243,7 +240,7 @@ class WorkerLink:
         await asyncio.Event().wait()
         return ""
 
-    async def _beat(self, pulse: Pulse) -> str:
+    async def _beat(self, heartbeat: Heartbeat) -> str:
         """Pings for as long as the worker answers; then why it counts as lost."""
         # Links that came to be together do not ping together: tokens would wait for all of them.
         await asyncio.sleep(random.uniform(0.0, self._config.ping_seconds))
@@ -252,7 +249,7 @@ class WorkerLink:
             if self.welcome is None:
                 continue
             busy = bool(self.active or self.load.running or self.load.waiting)
-            if reason := pulse.ping(busy=busy):
+            if reason := heartbeat.next_ping(busy=busy):
                 return reason
             self._ping()
 
@@ -277,7 +274,7 @@ class WorkerLink:
         elif kind == "role_switched":
             self._greet_again(message.role_switched)
         elif kind == "pong":
-            if self._roll_call.answer():
+            if self._fence.answer_received():
                 self._on_change(self)
         elif kind == "draining":
             self.draining = True
@@ -360,7 +357,7 @@ class WorkerLink:
         if self.welcome is not None:
             self._on_lost(self)
         self.welcome = None
-        self._roll_call = RollCall()
+        self._fence = PingFence()
         self.peers.clear()
         self.asked.clear()
         self.load = pb.Load()

@@ -28,7 +28,7 @@ from baton.router.placement.placement import (
 )
 from baton.router.placement.policy import choose
 from baton.router.placement.prompt_queue import Prompt, PromptQueue
-from baton.router.workers.pace import StepPace
+from baton.router.workers.health import StepPace
 from baton.v1 import worker_pb2 as pb
 
 REPORT_SECONDS = 0.1
@@ -275,7 +275,7 @@ class Cluster:
         worker.prompts.report(load.queued_tokens)
         if not worker.decodes:
             return
-        stretch = worker.pace.take(self._prefill_busy_seconds, self._now)
+        stretch = worker.pace.drain(self._prefill_busy_seconds, self._now)
         if stretch is not None and worker.prompts.was_empty:
             busy, seconds = stretch.busy_prefill, stretch.seconds
             self.model.note_step(load.running, load.leased_pages, busy, seconds, stretch.steps)

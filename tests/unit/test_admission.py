@@ -1,4 +1,4 @@
-"""Waiting for workers, with a real roster and scripted workers."""
+"""Waiting for workers, with a real membership and scripted workers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from baton.core.types import AttemptKey, Sampling, Work
 from baton.router.observe.metrics import RouterMetrics
 from baton.router.requests.admission import Admission, Seat
 from baton.router.requests.life import RequestLife, RetryLimits
-from baton.router.workers.roster import Roster
+from baton.router.workers.membership import Membership
 
 PLACEMENT_SECONDS = 0.5
 CONFIG = RouterConfig(
@@ -27,10 +27,10 @@ CONFIG = RouterConfig(
 
 
 @pytest.fixture
-async def roster() -> AsyncIterator[Roster]:
-    roster = Roster("router", "tiny", Config(router=CONFIG))
-    yield roster
-    await roster.stop()
+async def membership() -> AsyncIterator[Membership]:
+    membership = Membership("router", "tiny", Config(router=CONFIG))
+    yield membership
+    await membership.stop()
 
 
 async def seated(admission: Admission) -> Seat:
@@ -38,11 +38,11 @@ async def seated(admission: Admission) -> Seat:
     return await admission.seat(admission.arrive(), RequestLife(work, RetryLimits(2, 8)))
 
 
-async def waiting_behind_another(roster: Roster, address: str) -> asyncio.Task[Seat]:
+async def waiting_behind_another(membership: Membership, address: str) -> asyncio.Task[Seat]:
     """A request that has waited for its turn longer than it would wait for workers."""
-    admission = Admission(roster, CONFIG, RouterMetrics())
-    roster.set_addresses([address])
-    await roster.wait_until(lambda: roster.obstacle is None)
+    admission = Admission(membership, CONFIG, RouterMetrics())
+    membership.set_addresses([address])
+    await membership.wait_until(lambda: membership.obstacle is None)
     first = await seated(admission)
     first.first.unanswered += 1
     waiting = asyncio.create_task(seated(admission))
@@ -53,21 +53,23 @@ async def waiting_behind_another(roster: Roster, address: str) -> asyncio.Task[S
 
 
 async def test_who_waits_for_its_turn_waits_for_a_worker_that_comes_back_too(
-    roster: Roster,
+    membership: Membership,
 ) -> None:
     worker = ScriptedWorker()
-    waiting = await waiting_behind_another(roster, address := await worker.start())
+    waiting = await waiting_behind_another(membership, address := await worker.start())
     await worker.stop()
-    await roster.wait_until(lambda: roster.obstacle is not None)
+    await membership.wait_until(lambda: membership.obstacle is not None)
     again = ScriptedWorker()
     await again.start(port=int(address.rpartition(":")[2]))
     assert (await waiting).placement.decode == "decode-0"
     await again.stop()
 
 
-async def test_who_waits_for_its_turn_is_told_when_no_worker_comes_back(roster: Roster) -> None:
+async def test_a_queued_request_fails_when_no_worker_comes_back(
+    membership: Membership,
+) -> None:
     worker = ScriptedWorker()
-    waiting = await waiting_behind_another(roster, await worker.start())
+    waiting = await waiting_behind_another(membership, await worker.start())
     await worker.stop()
     with pytest.raises(Unavailable):
         await asyncio.wait_for(waiting, 10.0)

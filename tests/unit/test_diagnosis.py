@@ -5,7 +5,7 @@ import pytest
 from baton.router.observe.diagnosis import diagnose
 from baton.router.observe.ledger import AnswerLedger
 from baton.router.observe.trends import BUCKET_SECONDS, KEPT_BUCKETS, Histogram, Trends
-from baton.router.workers.busy import BusyShare
+from baton.router.workers.health import BusyShare
 from baton.v1 import cluster_pb2 as pb
 
 QUIET = pb.PoolLoad(workers=2, busy_share=0.02, free_share=1.0)

@@ -11,8 +11,8 @@ from baton.router.placement.cost_model import CostModel, Costs
 from baton.router.placement.placement import Fetch, Forecast, Placement, Policy
 from baton.router.requests.admission import Seat
 from baton.router.requests.feedback import Feedback
+from baton.router.workers.health import StepPace
 from baton.router.workers.link import WorkerLink
-from baton.router.workers.pace import StepPace
 from baton.v1 import worker_pb2 as pb
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
 
@@ -112,12 +112,12 @@ def test_a_canary_teaches_nothing() -> None:
 
 def test_steps_that_follow_each_other_tell_a_workers_pace() -> None:
     pace = StepPace()
-    assert pace.take(0.0, now=10.0) is None
+    assert pace.drain(0.0, now=10.0) is None
     for number in range(5):
         pace.step(pb.Step(tokens=[step(0)]), now=10.0 + 0.25 * number)
     # Prefill workers were busy for half of the time.
-    assert pace.take(0.5, now=11.0) == pytest.approx((4, 0.25, 0.5))
-    assert pace.take(0.5, now=12.0) is None
+    assert pace.drain(0.5, now=11.0) == pytest.approx((4, 0.25, 0.5))
+    assert pace.drain(0.5, now=12.0) is None
     # Another request is the oldest now: no telling what lies between.
     pace.step(pb.Step(tokens=[pb.StepTokens(request_id="s")]), now=99.0)
-    assert pace.take(0.5, now=99.0) is None
+    assert pace.drain(0.5, now=99.0) is None

@@ -33,7 +33,7 @@ from baton.router.observe.overview import Overview
 from baton.router.requests.events import Delta, Event, Finished, Started, Tell
 from baton.router.requests.serving import Serving
 from baton.router.server import RouterServer
-from baton.router.workers.roster import Roster
+from baton.router.workers.membership import Membership
 
 STARTED = Started("id", 3, "prefill-0", "decode-0", 1)
 FINISHED = Finished(FinishReason.STOP, 3, 2, "")
@@ -81,9 +81,11 @@ async def served(
 ) -> AsyncIterator[str]:
     """The address of a server in front of `serving`, which asks for the keys in a file."""
     door = Door(cast(Serving, serving), "tiny", reader_buffer, KeyRing(keys))
-    roster = SimpleNamespace(can_place=False, context_length=lambda: 64)
+    membership = SimpleNamespace(can_place=False, context_length=lambda: 64)
     overview = cast(Overview, SimpleNamespace())
-    server = HttpServer(door, cast(Roster, roster), overview, CollectorRegistry(), tls=TlsConfig())
+    server = HttpServer(
+        door, cast(Membership, membership), overview, CollectorRegistry(), tls=TlsConfig()
+    )
     address = server.start("127.0.0.1", 0)
     try:
         yield address

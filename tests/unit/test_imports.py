@@ -17,12 +17,13 @@ ALLOWED: dict[str, set[str]] = {
     "kernels": set(),
     "engine": {"kernels"},
     "kv_transfer": {"kernels"},
-    "worker": {"engine", "kv_transfer"},
+    "rpc": set(),
+    "worker": {"engine", "kv_transfer", "rpc"},
     "prefill_worker": {"worker", "engine", "kv_transfer"},
     "decode_worker": {"worker", "engine", "kv_transfer"},
-    "router": set(),
+    "router": {"rpc"},
     "planner": {"router"},
-    "cluster": {"planner", "router", "prefill_worker", "decode_worker", "worker", "engine"},
+    "cluster": {"planner", "router", "prefill_worker", "decode_worker", "worker", "engine", "rpc"},
     "cli": {"cluster", "planner", "kv_transfer", "baton"},
 }
 
@@ -34,7 +35,7 @@ ONLY = {
     "triton": {"kernels"},
     "llvmlite": {"kernels"},
     "llguidance": {"engine", "router"},
-    "grpc": {"core", "baton", "worker", "router", "cluster", "cli"},
+    "grpc": {"rpc", "baton", "worker", "router", "cluster", "cli"},
     "transformers": {"cli", "core"},
 }
 

@@ -9,7 +9,7 @@ import pytest
 
 from baton.prefill_worker.chunks import MOST, Chunks
 from baton.router.observe.ledger import AnswerLedger, Ledgers, RequestLedger
-from baton.router.observe.phases import TRAILER_BYTES, answer_phases, answer_timing, trailer
+from baton.router.observe.time_breakdown import TRAILER_BYTES, answer_phases, answer_timing, trailer
 from baton.router.placement.placement import Placement, Policy
 from baton.v1 import timing_pb2
 from baton.v1 import worker_pb2 as pb

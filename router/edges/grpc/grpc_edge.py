@@ -28,15 +28,14 @@ from baton.router.edges.grpc.grpc_lock import authorization, metadata_value
 from baton.router.edges.grpc.parse import parse_prompt, parse_request
 from baton.router.edges.public import scrubbed, told
 from baton.router.edges.reader import reading
-from baton.router.observe import phases
+from baton.router.observe import time_breakdown
 from baton.router.observe.ledger import RequestLedger
 from baton.router.observe.overview import Overview
 from baton.router.placement.placement import Placement
 from baton.router.requests.events import Delta, Event, Started
 from baton.router.requests.serving import Serving
-from baton.router.workers.control import ControllerCalls
-from baton.router.workers.roles import switch_role
-from baton.router.workers.roster import Roster
+from baton.router.workers.controller_client import ControllerClient, switch_role
+from baton.router.workers.membership import Membership
 from baton.v1 import (
     cluster_pb2,
     cluster_pb2_grpc,
@@ -95,11 +94,16 @@ def answered(
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
     def __init__(
-        self, serving: Serving, roster: Roster, keys: KeyRing, model: str, reader_buffer: int
+        self,
+        serving: Serving,
+        membership: Membership,
+        keys: KeyRing,
+        model: str,
+        reader_buffer: int,
     ) -> None:
         self._serving = serving
         self._keys = keys
-        self._roster = roster
+        self._membership = membership
         self._model = model
         self._reader_buffer = reader_buffer
 
@@ -127,7 +131,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             with caller.admitted(request.n), self._serving.ledgers.keep(ledger):
                 await self._answer(request, ledger, context)
                 ledger.end()
-                context.set_trailing_metadata(((phases.KEY, phases.trailer(ledger)),))
+                context.set_trailing_metadata(
+                    ((time_breakdown.KEY, time_breakdown.trailer(ledger)),)
+                )
         except Exception as error:  # noqa: BLE001 the edge of the process
             await abort(context, error)
 
@@ -145,7 +151,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         text = self._serving.text
         model = pb.Model(
             name=self._model,
-            context_length=self._roster.context_length(),
+            context_length=self._membership.context_length(),
             vocabulary_size=text.vocabulary_size,
             has_chat_template=text.has_chat_template,
         )
@@ -253,10 +259,14 @@ def _placement(placement: Placement) -> pb.Placement:
 
 class AdminService(cluster_pb2_grpc.AdminServicer):
     def __init__(
-        self, overview: Overview, roster: Roster, controller: ControllerCalls, keys: KeyRing
+        self,
+        overview: Overview,
+        membership: Membership,
+        controller: ControllerClient,
+        keys: KeyRing,
     ) -> None:
         self._overview = overview
-        self._roster = roster
+        self._membership = membership
         self._controller = controller
         self._keys = keys
 
@@ -272,7 +282,7 @@ class AdminService(cluster_pb2_grpc.AdminServicer):
 
     @answered
     async def Drain(self, message: cluster_pb2.DrainRequest) -> cluster_pb2.DrainResponse:
-        link = self._roster.named(message.worker_id)
+        link = self._membership.named(message.worker_id)
         drain = worker_pb2.Drain(restart=message.restart)
         link.send(worker_pb2.RouterMessage(drain=drain))
         return cluster_pb2.DrainResponse()
@@ -293,7 +303,7 @@ class AdminService(cluster_pb2_grpc.AdminServicer):
     async def SwitchRole(
         self, message: cluster_pb2.SwitchRoleRequest
     ) -> cluster_pb2.SwitchRoleResponse:
-        return await switch_role(self._roster, self._controller, message)
+        return await switch_role(self._membership, self._controller, message)
 
     @answered_in
     async def Timing(

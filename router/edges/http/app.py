@@ -29,7 +29,7 @@ from baton.router.edges.http.overview import OverviewApi
 from baton.router.edges.http.static import Page
 from baton.router.edges.http.tokens import KEEP_SPECIAL, TOKENS, read_prompt
 from baton.router.observe.overview import Overview
-from baton.router.workers.roster import Roster
+from baton.router.workers.membership import Membership
 
 Endpoint = Callable[[HttpRequest], Awaitable[Response]]
 
@@ -55,7 +55,7 @@ class HttpApp:
     def __init__(
         self,
         door: Door,
-        roster: Roster,
+        membership: Membership,
         overview: Overview,
         registry: CollectorRegistry,
         *,
@@ -63,7 +63,7 @@ class HttpApp:
     ) -> None:
         self._door = door
         self._overview = OverviewApi(overview, door.keys)
-        self._roster = roster
+        self._membership = membership
         self._registry = registry
         self._created = int(time.time())
         self._document = encode(document())
@@ -116,7 +116,7 @@ class HttpApp:
             "object": "model",
             "created": self._created,
             "owned_by": "baton",
-            "max_model_len": self._roster.context_length(),
+            "max_model_len": self._membership.context_length(),
         }
 
     async def _tokenize(self, http: HttpRequest) -> Response:
@@ -125,7 +125,7 @@ class HttpApp:
         told: Json = {
             "tokens": tokens,
             "count": len(tokens),
-            "max_model_len": self._roster.context_length(),
+            "max_model_len": self._membership.context_length(),
         }
         return _json({**told, "rendered": rendered} if rendered else told)
 
@@ -150,7 +150,7 @@ class HttpApp:
     async def _ready(self, http: HttpRequest) -> Response:
         if self._door.serving.draining:
             raise Unavailable("this router is about to stop and takes no new requests")
-        if not self._roster.can_place:
+        if not self._membership.can_place:
             raise Unavailable("no workers are ready")
         return _json({"status": "ready"})
 

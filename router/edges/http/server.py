@@ -23,7 +23,7 @@ from baton.router.edges.http.app import HttpApp
 from baton.router.edges.http.connection import BoundedConnection
 from baton.router.edges.http.endpoint import Door
 from baton.router.observe.overview import Overview
-from baton.router.workers.roster import Roster
+from baton.router.workers.membership import Membership
 
 # What the kernel may hold for one client. Beyond it tokens wait where they are counted.
 SEND_BYTES = 128 * 2**10
@@ -33,7 +33,7 @@ class HttpServer:
     def __init__(
         self,
         door: Door,
-        roster: Roster,
+        membership: Membership,
         overview: Overview,
         registry: CollectorRegistry,
         *,
@@ -42,7 +42,7 @@ class HttpServer:
     ) -> None:
         self._door = door
         config = uvicorn.Config(
-            HttpApp(door, roster, overview, registry, open_metrics=open_metrics).app,
+            HttpApp(door, membership, overview, registry, open_metrics=open_metrics).app,
             # Its parser bounds what headers may take.
             http=BoundedConnection,
             ws="none",

@@ -15,7 +15,7 @@ from baton.v1 import worker_pb2 as pb
 REMEMBERED = 1024
 
 
-class Obituaries:
+class EndedAgents:
     def __init__(self) -> None:
         self._ended: dict[str, None] = {}  # transport agents, oldest first
         self._told: dict[WorkerLink, tuple[pb.Welcome, set[str]]] = {}

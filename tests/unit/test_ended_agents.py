@@ -10,15 +10,15 @@ from waiting import until
 
 from baton.core.config import Config, RouterConfig
 from baton.core.types import Role
-from baton.router.workers.roster import Roster
+from baton.router.workers.membership import Membership
 
 
 @pytest.fixture
-async def roster() -> AsyncIterator[Roster]:
+async def membership() -> AsyncIterator[Membership]:
     pings = RouterConfig(ping_seconds=0.05, frozen_seconds=0.3)
-    roster = Roster("router", "tiny", Config(router=pings))
-    yield roster
-    await roster.stop()
+    membership = Membership("router", "tiny", Config(router=pings))
+    yield membership
+    await membership.stop()
 
 
 def told(worker: ScriptedWorker) -> list[str]:
@@ -27,7 +27,7 @@ def told(worker: ScriptedWorker) -> list[str]:
 
 
 async def test_every_worker_is_told_once_also_one_that_attaches_later(
-    roster: Roster,
+    membership: Membership,
 ) -> None:
     early, late = ScriptedWorker(name="early"), ScriptedWorker(name="late")
     prefill = ScriptedWorker(Role.PREFILL)
@@ -36,12 +36,12 @@ async def test_every_worker_is_told_once_also_one_that_attaches_later(
     async def is_told(worker: ScriptedWorker) -> bool:
         return bool(told(worker))
 
-    roster.set_addresses(addresses)
-    await roster.wait_until(lambda: sum(link.usable for link in roster.links) == 2)
-    roster.note_ended(["an agent"])
-    roster.note_ended(["an agent"])
+    membership.set_addresses(addresses)
+    await membership.wait_until(lambda: sum(link.usable for link in membership.links) == 2)
+    membership.note_ended(["an agent"])
+    membership.note_ended(["an agent"])
     await until(lambda: is_told(early))
-    roster.set_addresses([*addresses, await late.start()])
+    membership.set_addresses([*addresses, await late.start()])
     await until(lambda: is_told(late))
     await until(lambda: is_told(prefill))
     assert [told(worker) for worker in (early, late, prefill)] == 3 * [["an agent"]]
@@ -49,10 +49,10 @@ async def test_every_worker_is_told_once_also_one_that_attaches_later(
         await worker.stop()
 
 
-async def test_a_worker_is_told_again_on_a_new_stream(roster: Roster) -> None:
+async def test_a_worker_is_told_again_on_a_new_stream(membership: Membership) -> None:
     worker = ScriptedWorker()
-    roster.note_ended(["an agent"])
-    roster.set_addresses([await worker.start()])
+    membership.note_ended(["an agent"])
+    membership.set_addresses([await worker.start()])
 
     async def is_told(times: int) -> bool:
         return len(told(worker)) == times

@@ -13,7 +13,7 @@ from baton.core.errors import LayoutMismatch
 from baton.core.page_keys import page_keys
 from baton.core.types import AttemptKey, Role, Sampling, Work
 from baton.router.placement.placement import Placement, Policy, Reason, Suspicion
-from baton.router.workers.roster import Roster
+from baton.router.workers.membership import Membership
 from baton.v1 import worker_pb2 as pb
 
 PROMPT = list(range(64))
@@ -24,66 +24,66 @@ WORK = Work(AttemptKey("r", 1), PROMPT, Sampling(), 100, frozenset(), page_keys=
 @asynccontextmanager
 async def cluster(
     router: RouterConfig,
-) -> AsyncIterator[tuple[Roster, dict[str, ScriptedWorker]]]:
+) -> AsyncIterator[tuple[Membership, dict[str, ScriptedWorker]]]:
     """Two prefill and two decode workers, all connected."""
     workers = {
         f"{role.value}-{index}": ScriptedWorker(role, f"{role.value}-{index}")
         for role in Role
         for index in range(2)
     }
-    roster = Roster("router", "tiny", Config(router=router))
-    roster.set_addresses([await worker.start() for worker in workers.values()])
+    membership = Membership("router", "tiny", Config(router=router))
+    membership.set_addresses([await worker.start() for worker in workers.values()])
     try:
-        await until(lambda: attached(roster))
+        await until(lambda: attached(membership))
         for name in ("prefill-0", "prefill-1"):
             for peer in ("decode-0", "decode-1"):
                 connected = pb.Connected(worker_id=peer, agent=f"agent of {peer}")
                 await workers[name].send(pb.WorkerMessage(connected=connected))
-        await until(lambda: connected_to_all(roster))
-        yield roster, workers
+        await until(lambda: connected_to_all(membership))
+        yield membership, workers
     finally:
-        await roster.stop()
+        await membership.stop()
         for worker in workers.values():
             await worker.stop()
 
 
-async def attached(roster: Roster) -> bool:
-    return sum(link.usable for link in roster.links) == 4
+async def attached(membership: Membership) -> bool:
+    return sum(link.usable for link in membership.links) == 4
 
 
-async def connected_to_all(roster: Roster) -> bool:
-    return sum(len(link.peers) for link in roster.links) == 4
+async def connected_to_all(membership: Membership) -> bool:
+    return sum(len(link.peers) for link in membership.links) == 4
 
 
-async def store(roster: Roster, worker: ScriptedWorker, keys: list[bytes]) -> None:
+async def store(membership: Membership, worker: ScriptedWorker, keys: list[bytes]) -> None:
     events = pb.CacheEvents(number=1, reset=True, stored=keys)
     await worker.send(pb.WorkerMessage(cache_events=events))
 
     async def stored() -> bool:
-        link = roster.find(worker.name)
+        link = membership.find(worker.name)
         return link is not None and len(link.cache) == len(keys)
 
     await until(stored)
 
 
-def placed(roster: Roster, work: Work = WORK) -> Placement:
-    found = roster.choose(work)
+def placed(membership: Membership, work: Work = WORK) -> Placement:
+    found = membership.choose(work)
     assert isinstance(found, Placement)
     return found
 
 
-def in_turn(roster: Roster) -> list[Placement]:
+def in_turn(membership: Membership) -> list[Placement]:
     """Of several requests like WORK, one after the other."""
     chosen = []
-    for roster.placed in range(4):
-        chosen.append(placed(roster))
+    for membership.placed in range(4):
+        chosen.append(placed(membership))
     return chosen
 
 
 async def test_a_prompt_goes_where_its_beginning_is_cached() -> None:
-    async with cluster(RouterConfig(local_prefill="fallback")) as (roster, workers):
-        await store(roster, workers["prefill-1"], KEYS)
-        for found in in_turn(roster):
+    async with cluster(RouterConfig(local_prefill="fallback")) as (membership, workers):
+        await store(membership, workers["prefill-1"], KEYS)
+        for found in in_turn(membership):
             assert (found.prefill, found.code) == ("prefill-1", Reason.CACHED)
             # The last token is always computed.
             assert found.forecast is not None
@@ -91,55 +91,55 @@ async def test_a_prompt_goes_where_its_beginning_is_cached() -> None:
 
 
 async def test_prompts_that_go_on_alike_follow_one_that_is_on_its_way() -> None:
-    async with cluster(RouterConfig(local_prefill="fallback")) as (roster, _):
-        link = roster.find("prefill-1")
+    async with cluster(RouterConfig(local_prefill="fallback")) as (membership, _):
+        link = membership.find("prefill-1")
         assert link is not None
         link.cache.promise(KEYS)
-        assert {found.prefill for found in in_turn(roster)} == {"prefill-1"}
+        assert {found.prefill for found in in_turn(membership)} == {"prefill-1"}
         link.cache.settle(KEYS)
-        assert {found.prefill for found in in_turn(roster)} == {"prefill-0", "prefill-1"}
+        assert {found.prefill for found in in_turn(membership)} == {"prefill-0", "prefill-1"}
 
 
 async def test_a_queue_that_is_longer_than_the_saving_moves_a_session_away() -> None:
-    async with cluster(RouterConfig(local_prefill="fallback")) as (roster, workers):
-        await store(roster, workers["prefill-1"], KEYS)
-        link = roster.find("prefill-1")
+    async with cluster(RouterConfig(local_prefill="fallback")) as (membership, workers):
+        await store(membership, workers["prefill-1"], KEYS)
+        link = membership.find("prefill-1")
         assert link is not None
         prompt = link.prompts.add(500, 0)
-        found = placed(roster)
+        found = placed(membership)
         assert (found.prefill, found.code) == ("prefill-0", Reason.CACHE_BUSY)
         link.prompts.remove(prompt)
-        assert placed(roster).prefill == "prefill-1"
+        assert placed(membership).prefill == "prefill-1"
 
 
 async def test_a_worker_that_is_lost_holds_nothing() -> None:
-    async with cluster(RouterConfig(local_prefill="fallback")) as (roster, workers):
-        await store(roster, workers["prefill-1"], KEYS)
+    async with cluster(RouterConfig(local_prefill="fallback")) as (membership, workers):
+        await store(membership, workers["prefill-1"], KEYS)
         await workers["prefill-1"].stop()
 
         async def alone() -> bool:
-            return roster.find("prefill-1") is None
+            return membership.find("prefill-1") is None
 
         await until(alone)
-        found = placed(roster)
+        found = placed(membership)
         assert (found.prefill, found.code) == ("prefill-0", Reason.LEAST_TIME)
 
 
 async def test_who_has_lost_a_worker_goes_to_none_that_has_not_answered_since() -> None:
     """A host takes all its workers along, and one is seen to go before the other."""
     router = RouterConfig(local_prefill="fallback", ping_seconds=0.05)
-    async with cluster(router) as (roster, workers):
+    async with cluster(router) as (membership, workers):
 
         async def suspect_is_placed() -> bool:
-            return isinstance(roster.choose(WORK, Suspicion.SUSPECT), Placement)
+            return isinstance(membership.choose(WORK, Suspicion.SUSPECT), Placement)
 
         async def one_is_lost() -> bool:
-            return roster.find("decode-0") is None
+            return membership.find("decode-0") is None
 
         workers["decode-1"].answers_pings = False
         await workers["decode-0"].stop()
         await until(one_is_lost)
-        assert placed(roster).decode == "decode-1"
+        assert placed(membership).decode == "decode-1"
         assert not await suspect_is_placed()
         workers["decode-1"].answers_pings = True
         await until(suspect_is_placed)
@@ -147,15 +147,15 @@ async def test_who_has_lost_a_worker_goes_to_none_that_has_not_answered_since() 
 
 async def test_the_configuration_says_how_workers_are_chosen() -> None:
     always = RouterConfig(policy="round_robin", local_prefill="always")
-    async with cluster(always) as (roster, workers):
-        await store(roster, workers["decode-1"], KEYS)
-        chosen = in_turn(roster)
+    async with cluster(always) as (membership, workers):
+        await store(membership, workers["decode-1"], KEYS)
+        chosen = in_turn(membership)
         assert {(found.policy, found.prefill) for found in chosen} == {(Policy.LOCAL, "")}
         assert {found.decode for found in chosen} == {"decode-0", "decode-1"}
 
 
 async def test_only_pairs_that_fit_are_used_and_the_others_say_why() -> None:
-    async with cluster(RouterConfig(local_prefill="fallback")) as (roster, workers):
+    async with cluster(RouterConfig(local_prefill="fallback")) as (membership, workers):
         why = "page_size is 16 here and 32 there"
         for name in ("prefill-0", "prefill-1"):
             mismatch = pb.Connected(
@@ -165,22 +165,22 @@ async def test_only_pairs_that_fit_are_used_and_the_others_say_why() -> None:
                 reason=LayoutMismatch.reason,
             )
             await workers[name].send(pb.WorkerMessage(connected=mismatch))
-        links = {link.worker_id: link for link in roster.links}
+        links = {link.worker_id: link for link in membership.links}
 
         async def heard() -> bool:
-            return len(roster.misfits(links["decode-1"])) == 2
+            return len(membership.misfits(links["decode-1"])) == 2
 
         await until(heard)
-        assert {found.decode for found in in_turn(roster)} == {"decode-0"}
-        assert roster.misfits(links["prefill-0"]) == [("decode-1", why)]
-        assert not roster.misfits(links["decode-0"])
+        assert {found.decode for found in in_turn(membership)} == {"decode-0"}
+        assert membership.misfits(links["prefill-0"]) == [("decode-1", why)]
+        assert not membership.misfits(links["decode-0"])
         # They are of use all the same.
-        assert not any(roster.fault(link) for link in links.values())
+        assert not any(membership.fault(link) for link in links.values())
         await workers["decode-0"].stop()
 
         async def alone() -> bool:
-            return roster.find("decode-0") is None
+            return membership.find("decode-0") is None
 
         await until(alone)
-        assert roster.fault(links["prefill-0"]) == why
-        assert isinstance(roster.choose(WORK), LayoutMismatch)
+        assert membership.fault(links["prefill-0"]) == why
+        assert isinstance(membership.choose(WORK), LayoutMismatch)

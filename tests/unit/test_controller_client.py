@@ -11,8 +11,8 @@ import pytest
 from processes import free_port
 
 from baton.core.errors import Unavailable
-from baton.router.workers import control
-from baton.router.workers.control import ControllerCalls
+from baton.router.workers import controller_client
+from baton.router.workers.controller_client import ControllerClient
 from baton.v1 import cluster_pb2 as pb
 from baton.v1 import cluster_pb2_grpc
 
@@ -47,7 +47,7 @@ async def test_a_controller_that_is_slow_to_say_its_first_word_is_waited_for() -
     async with controller(port):
         front = await asyncio.start_server(pass_on_late, "127.0.0.1", 0)
         slow = f"127.0.0.1:{front.sockets[0].getsockname()[1]}"
-        assert (await ControllerCalls(slow, None).pools()).decode == 2
+        assert (await ControllerClient(slow, None).pools()).decode == 2
         front.close()
 
 
@@ -59,7 +59,7 @@ async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
 
 async def test_a_controller_that_is_started_again_is_waited_for() -> None:
     port = free_port()
-    asked = asyncio.create_task(ControllerCalls(f"127.0.0.1:{port}", None).pools())
+    asked = asyncio.create_task(ControllerClient(f"127.0.0.1:{port}", None).pools())
     await asyncio.sleep(SECONDS)
     async with controller(port):
         assert (await asked).decode == 2
@@ -68,6 +68,6 @@ async def test_a_controller_that_is_started_again_is_waited_for() -> None:
 async def test_a_controller_that_stays_away_is_said_to_be_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(control, "CALL_SECONDS", SECONDS)
+    monkeypatch.setattr(controller_client, "CALL_SECONDS", SECONDS)
     with pytest.raises(Unavailable, match="is away"):
-        await ControllerCalls(f"127.0.0.1:{free_port()}", None).pools()
+        await ControllerClient(f"127.0.0.1:{free_port()}", None).pools()

@@ -1,0 +1,204 @@
+"""A router's calls to the controller: follow the membership, report traffic, change the pools."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+
+from baton.core.errors import (
+    BatonError,
+    Internal,
+    InvalidRequest,
+    NotServed,
+    RoleRefused,
+    Unavailable,
+    WorkerLost,
+)
+from baton.core.tls import Identity
+from baton.core.types import Role
+from baton.core.wire import is_role, role_from
+from baton.router.requests.serving import Serving
+from baton.router.workers.link import WorkerLink
+from baton.router.workers.membership import Membership
+from baton.rpc import open_channel
+from baton.v1 import cluster_pb2 as pb
+from baton.v1 import cluster_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+CALL_SECONDS = 10.0
+REPORT_CALL_SECONDS = 5.0
+REPORT_SECONDS = 1.0
+RETRY_SECONDS = 0.5
+
+
+class ControllerClient:
+    """Operators' calls. They are rare: each opens its own connection, and waits for a controller
+    that is being restarted."""
+
+    def __init__(self, address: str, identity: Identity | None) -> None:
+        """`address` is empty where the router follows no controller."""
+        self._address = address
+        self._identity = identity
+
+    async def scale(self, request: pb.ScaleRequest) -> pb.PoolsResponse:
+        async with self._controller() as controller:
+            return await controller.Scale(request, timeout=CALL_SECONDS, wait_for_ready=True)
+
+    async def pools(self) -> pb.PoolsResponse:
+        async with self._controller() as controller:
+            return await controller.Pools(
+                pb.PoolsRequest(), timeout=CALL_SECONDS, wait_for_ready=True
+            )
+
+    async def plan(self) -> pb.PlanResponse:
+        async with self._controller() as controller:
+            return await controller.Plan(
+                pb.PlanRequest(), timeout=CALL_SECONDS, wait_for_ready=True
+            )
+
+    async def permit_switch(self, request: pb.SwitchRoleRequest) -> None:
+        """Raises when the controller refuses a role switch. A router that follows no controller
+        decides alone."""
+        if self._address:
+            async with self._controller() as controller:
+                await controller.PermitSwitch(request, timeout=CALL_SECONDS, wait_for_ready=True)
+
+    @asynccontextmanager
+    async def _controller(self) -> AsyncIterator[cluster_pb2_grpc.ControlAsyncStub]:
+        if not self._address:
+            raise NotServed(
+                "this router follows no controller, which could start and end workers: do it by"
+                " hand, or start the cluster with `baton serve`"
+            )
+        try:
+            async with open_channel(self._address, self._identity) as channel:
+                yield cluster_pb2_grpc.ControlStub(channel)
+        except grpc.aio.AioRpcError as error:
+            raise _translated(error) from error
+
+
+def _translated(error: grpc.aio.AioRpcError) -> BatonError:
+    details = error.details() or error.code().name
+    match error.code():
+        case grpc.StatusCode.INVALID_ARGUMENT:
+            return InvalidRequest(details)
+        case grpc.StatusCode.UNAVAILABLE:
+            return Unavailable(f"the controller cannot do it now, try again: {details}")
+        case grpc.StatusCode.DEADLINE_EXCEEDED:
+            return Unavailable(
+                f"the controller has not answered for {CALL_SECONDS:g} s: it, or Ray's head, is"
+                " away. Requests are served without it; the call may still take effect"
+            )
+        case grpc.StatusCode.FAILED_PRECONDITION:
+            return RoleRefused(details)
+    return Internal(f"the controller failed: {details}")
+
+
+async def switch_role(
+    membership: Membership, controller: ControllerClient, message: pb.SwitchRoleRequest
+) -> pb.SwitchRoleResponse:
+    """Switches a worker's role unless it is the last of its pool. Returns when it has switched.
+
+    The controller, where there is one, must agree: it knows what other routers are asked.
+    """
+    if not is_role(message.role):
+        raise InvalidRequest("the role must be prefill or decode", field="role")
+    role = role_from(message.role)
+    link = membership.named(message.worker_id)
+    _check_switch(membership, link, role)
+    await controller.permit_switch(message)
+    # Another switch, or the worker's loss, may have come first.
+    _check_switch(membership, link, role)
+    switched = await link.switch(role)
+    if switched.error or link.role is not role:
+        why = switched.error or "another change of its role came first"
+        raise Unavailable(f"{link.worker_id} goes on as it was: {why}")
+    return pb.SwitchRoleResponse(
+        drain_seconds=switched.drain_seconds, switch_seconds=switched.switch_seconds
+    )
+
+
+def _check_switch(membership: Membership, link: WorkerLink, role: Role) -> None:
+    """Raises when the switch changes nothing, or would leave requests unserved."""
+    if link.role is None:
+        raise WorkerLost(f"worker {link.worker_id} was lost")
+    if link.role is role:
+        raise RoleRefused(f"{link.worker_id} is a {role.value} worker already")
+    if link.draining:
+        raise Unavailable(f"{link.worker_id} is being drained, or changes its role already")
+    others = any(other is not link for other in membership.usable(link.role))
+    # Local prefill replaces the last prefill worker.
+    replaced = link.role is Role.PREFILL and membership.does_without_prefill
+    if not others and not replaced:
+        raise RoleRefused(
+            f"{link.worker_id} is the last {link.role.value} worker that can be used; without it"
+            " no request could be served"
+        )
+
+
+async def follow(controller: str, membership: Membership, identity: Identity | None) -> None:
+    """Follows the controller's membership until cancelled.
+
+    While the controller cannot be reached the membership stays as it is: serving does not
+    depend on it.
+    """
+    logged: str | None = None  # once an outage: it may last for hours
+    async with open_channel(controller, identity) as channel:
+        stub = cluster_pb2_grpc.MembershipStub(channel)
+        while True:
+            try:
+                async for members in stub.Watch(pb.WatchRequest()):
+                    logged = None
+                    membership.set_addresses(member.address for member in members.workers)
+                    membership.note_ended(members.ended_agents)
+            except grpc.aio.AioRpcError as error:
+                if logged != error.details():
+                    logged = error.details()
+                    log.warning("the controller at %s cannot be reached: %s", controller, logged)
+            await asyncio.sleep(RETRY_SECONDS)
+
+
+async def report(
+    controller: str,
+    router_id: str,
+    serving: Serving,
+    membership: Membership,
+    identity: Identity | None,
+) -> None:
+    """Reports traffic and load to the controller's planner once a second, until cancelled.
+
+    A report that fails is dropped: the planner uses rates of what it received."""
+    async with open_channel(controller, identity) as channel:
+        stub = cluster_pb2_grpc.MembershipStub(channel)
+        while True:
+            await asyncio.sleep(REPORT_SECONDS)
+            try:
+                message = _report(router_id, serving, membership)
+                await stub.Report(message, timeout=REPORT_CALL_SECONDS)
+            except grpc.aio.AioRpcError:
+                serving.demand.take()
+
+
+def _report(router_id: str, serving: Serving, membership: Membership) -> pb.RouterReport:
+    counts, costs = serving.demand.take(), membership.costs.costs
+    prefill, decode = list(membership.usable(Role.PREFILL)), list(membership.usable(Role.DECODE))
+    pending = sum(link.prompts.queued_tokens for link in prefill)
+    return pb.RouterReport(
+        router_id=router_id,
+        arrivals=counts.arrivals,
+        prompt_seconds=counts.prompt_seconds,
+        overhead_seconds=counts.overhead_seconds,
+        answers=counts.answers,
+        answer_tokens=counts.answer_tokens,
+        page_tokens=counts.page_tokens,
+        step_costs=costs.step,
+        queued_seconds=costs.wait_seconds(pending),
+        queued_requests=serving.admission.queued,
+        waiting=sum(link.load.waiting for link in decode),
+        decode_pages=min((link.total_pages for link in decode), default=0),
+    )
