@@ -41,8 +41,9 @@ from baton.core.errors import (
 from baton.core.types import FinishReason, Message, Tool, ToolCall
 
 if TYPE_CHECKING:
-    from baton.aio import AsyncClient, AsyncStream
-    from baton.answers import (
+    from baton.async_client import AsyncClient, AsyncStream
+    from baton.client import Client, Stream
+    from baton.responses import (
         Answer,
         Choice,
         Delta,
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
         TokenLogprobs,
         Usage,
     )
-    from baton.client import Client, Stream
 
 __version__ = "0.1.0"
 
@@ -98,15 +98,15 @@ __all__ = [
 
 # Found at first use: every process imports baton.v1, and only clients need grpc for it.
 _HOMES = {
-    "AsyncClient": "baton.aio",
-    "AsyncStream": "baton.aio",
-    "Answer": "baton.answers",
-    "Choice": "baton.answers",
-    "Delta": "baton.answers",
-    "Placement": "baton.answers",
-    "TokenLogprob": "baton.answers",
-    "TokenLogprobs": "baton.answers",
-    "Usage": "baton.answers",
+    "AsyncClient": "baton.async_client",
+    "AsyncStream": "baton.async_client",
+    "Answer": "baton.responses",
+    "Choice": "baton.responses",
+    "Delta": "baton.responses",
+    "Placement": "baton.responses",
+    "TokenLogprob": "baton.responses",
+    "TokenLogprobs": "baton.responses",
+    "Usage": "baton.responses",
     "Client": "baton.client",
     "Stream": "baton.client",
 }

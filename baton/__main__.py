@@ -14,7 +14,7 @@ def main() -> None:
         return
     if importlib.util.find_spec("typer") is None:
         sys.exit("baton: only the client is installed; commands need `baton-llm[server]`")
-    from baton.cli.main import app
+    from baton.cli.app import app
 
     app()
 

@@ -1,4 +1,4 @@
-"""The client for plain Python. baton/aio.py is its twin for asyncio."""
+"""The client for plain Python. baton/async_client.py is its twin for asyncio."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Protocol, Self, Unpack
 
 import grpc
 
-from baton.answers import Answer, AnswerBuilder, Delta
+from baton.client_errors import from_rpc_error, translated
 from baton.connection import (
     CALL_SECONDS,
     CHANNEL_OPTIONS,
@@ -24,8 +24,7 @@ from baton.connection import (
     with_key,
 )
 from baton.core.errors import DeadlineExceeded, Unavailable
-from baton.errors import from_rpc_error, translated
-from baton.requests import (
+from baton.request_builder import (
     GenerateOptions,
     MessageLike,
     chat_request,
@@ -34,6 +33,7 @@ from baton.requests import (
     role_request,
     tokenize_request,
 )
+from baton.responses import Answer, AnswerBuilder, Delta
 from baton.timing import Metadata, timing_of
 from baton.v1 import cluster_pb2, inference_pb2, timing_pb2
 from baton.v1.cluster_pb2_grpc import AdminStub

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from baton.core.spread import Spread
+from baton.core.metrics import Spread
 from bench.trace_replay import Outcome
 
 KV_AWARE = "kv_aware"

@@ -13,7 +13,7 @@ from baton.cli import options
 from baton.cli.edge import complain, edge, note
 from baton.cli.playback import Playback
 from baton.connection import DEFAULT_ADDRESS
-from baton.requests import GenerateOptions
+from baton.request_builder import GenerateOptions
 
 _HELP = """\
 /help         this text

@@ -11,7 +11,7 @@ from baton.cli import options
 from baton.cli.edge import edge
 from baton.cli.terminal import print_json
 from baton.connection import DEFAULT_ADDRESS
-from baton.core.plain import plain
+from baton.core.proto_json import to_json
 from baton.v1 import cluster_pb2
 
 
@@ -23,7 +23,7 @@ def diagnose(
     with edge(), Client(address) as client:
         diagnosis = client.diagnose()
     if as_json:
-        print_json(plain(diagnosis))
+        print_json(to_json(diagnosis))
     else:
         for line in _lines(diagnosis):
             typer.echo(line)

@@ -14,7 +14,7 @@ from baton.cli.edge import edge, note
 from baton.cli.playback import Playback
 from baton.cli.terminal import print_json
 from baton.connection import DEFAULT_ADDRESS
-from baton.requests import GenerateOptions
+from baton.request_builder import GenerateOptions
 
 
 def generate(

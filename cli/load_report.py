@@ -13,7 +13,7 @@ from rich.text import Text
 
 from baton.cli.load_client import Call
 from baton.core.errors import InvalidConfig
-from baton.core.spread import PERCENTILES, Spread
+from baton.core.metrics import PERCENTILES, Spread
 
 
 @dataclass(frozen=True, slots=True)

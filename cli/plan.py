@@ -13,7 +13,7 @@ from baton.cli import options
 from baton.cli.edge import edge
 from baton.cli.terminal import print_json
 from baton.connection import DEFAULT_ADDRESS
-from baton.core.plain import plain
+from baton.core.proto_json import to_json
 from baton.v1 import cluster_pb2
 
 
@@ -26,7 +26,7 @@ def plan(
     with edge(), Client(address) as client:
         planned = client.plan()
         if as_json:
-            print_json(plain(planned))
+            print_json(to_json(planned))
             return
         late = [worker for worker in client.pools().workers if not worker.ready]
     for line in _lines(planned, late, limit, time.time()):

@@ -13,7 +13,7 @@ from baton.cli.edge import edge, note
 from baton.cli.terminal import print_json
 from baton.cli.waiting import wait_for
 from baton.connection import DEFAULT_ADDRESS
-from baton.core.plain import plain
+from baton.core.proto_json import to_json
 from baton.v1 import cluster_pb2
 
 
@@ -69,7 +69,7 @@ class _JsonLines:
     def __call__(self, pools: cluster_pb2.PoolsResponse) -> None:
         if pools != self._said:
             self._said = pools
-            print_json(plain(pools), in_a_line=True)
+            print_json(to_json(pools), in_a_line=True)
 
 
 def _look(client: Client, show: _Notes | _JsonLines) -> cluster_pb2.PoolsResponse:

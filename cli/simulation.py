@@ -8,7 +8,7 @@ from pathlib import Path
 import typer
 
 from baton.core.errors import InvalidConfig
-from baton.core.spread import Spread
+from baton.core.metrics import Spread
 from baton.planner.observation import Goals
 from baton.planner.pools import Pools
 from baton.planner.profile import H200_8B, load_profile

@@ -12,7 +12,7 @@ from baton.cli import options
 from baton.cli.edge import edge
 from baton.cli.terminal import console, print_json
 from baton.connection import DEFAULT_ADDRESS
-from baton.core.plain import plain
+from baton.core.proto_json import to_json
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -30,7 +30,7 @@ def status(
         raise typer.BadParameter("choose one", param_hint="--watch / --json")
     with edge(), Client(address) as client:
         if as_json:
-            print_json(plain(client.status()))
+            print_json(to_json(client.status()))
         elif watch:
             _watch(client)
         else:

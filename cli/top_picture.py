@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from baton.cli import status_table, waterfall
-from baton.core.plain import plain
+from baton.core.proto_json import to_json
 from baton.v1 import cluster_pb2, timing_pb2
 
 POINTS = 60
@@ -45,10 +45,10 @@ class Picture:
     def fields(self) -> dict[str, object]:
         """The same for scripts."""
         return {
-            "status": plain(self.status),
-            "diagnosis": plain(self.diagnosis),
-            "trends": plain(self.trends),
-            "recent": [plain(request) for request in self.recent],
+            "status": to_json(self.status),
+            "diagnosis": to_json(self.diagnosis),
+            "trends": to_json(self.trends),
+            "recent": [to_json(request) for request in self.recent],
         }
 
     def _verdict(self) -> list[Text]:

@@ -11,7 +11,7 @@ from baton.cli import options
 from baton.cli.edge import edge
 from baton.cli.terminal import console, print_json
 from baton.connection import DEFAULT_ADDRESS
-from baton.core.plain import plain
+from baton.core.proto_json import to_json
 from baton.v1 import timing_pb2
 
 
@@ -36,7 +36,7 @@ def _list(requests: list[timing_pb2.RequestTiming], as_json: bool) -> None:
     from baton.cli.waterfall import request_table
 
     if as_json:
-        print_json([plain(request) for request in requests])
+        print_json([to_json(request) for request in requests])
     elif requests:
         console().print(request_table(requests))
     else:
@@ -47,6 +47,6 @@ def _draw(request: timing_pb2.RequestTiming, as_json: bool) -> None:
     from baton.cli.waterfall import waterfall
 
     if as_json:
-        print_json(plain(request))
+        print_json(to_json(request))
     else:
         console().print(waterfall(request))

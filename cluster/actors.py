@@ -30,7 +30,7 @@ from baton.cluster.member import CONTROLLER, DRAINED, DRAINING, Member
 from baton.core import config as configs
 from baton.core.config import Config
 from baton.core.errors import BatonError
-from baton.core.process import Stopping, settle_memory
+from baton.core.process import StopSignal, settle_memory
 from baton.core.types import Role
 from baton.worker.cpu import claim_threads
 
@@ -56,7 +56,7 @@ class _ServerActor:
         # By name: a handle among the arguments could not be relied on at a restart.
         self._controller = ray.get_actor(CONTROLLER)
         self._loop = uvloop.new_event_loop()
-        self._stopping = Stopping()
+        self._stopping = StopSignal()
         self._serving = False
         logging.basicConfig(level=self._config.log_level.upper())
         self._thread = threading.Thread(target=self._run, name=member.worker_id, daemon=True)
@@ -69,12 +69,12 @@ class _ServerActor:
         One that does not serve yet holds nothing that others could miss: it is left to be killed.
         """
         if self._serving:
-            self._loop.call_soon_threadsafe(self._stopping.asked.set)
+            self._loop.call_soon_threadsafe(self._stopping.requested.set)
             self._thread.join(self._config.drain_seconds + STOP_SECONDS)
 
     def hurry(self) -> None:
         """Has a server that is stopping wait for nothing."""
-        self._loop.call_soon_threadsafe(self._stopping.at_once.set)
+        self._loop.call_soon_threadsafe(self._stopping.immediate.set)
 
     def _run(self) -> None:
         try:
@@ -180,7 +180,7 @@ class WorkerActor(_ServerActor):
         self._serving = True
         self._tell(progress="ready", address=server.address, agent=server.agent)
         await server.serve_until(self._stopping)
-        if self._stopping.asked.is_set():
+        if self._stopping.requested.is_set():
             return False
         self._tell(progress="restarting" if server.restarts else DRAINED, address="", agent="")
         return server.restarts

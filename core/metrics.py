@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 # Per request, measured at the router.
 TTFT_SECONDS = "baton_time_to_first_token_seconds"
 ITL_SECONDS = "baton_inter_token_latency_seconds"
@@ -90,3 +93,25 @@ LATENCY_BUCKETS = (
 )
 RATIO_BUCKETS = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A distribution in four numbers."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """All zero for no values."""
+        if not len(values):
+            return cls(0.0, 0.0, 0.0, 0.0)
+        ordered = sorted(values)
+        # The nearest rank: a value that was measured.
+        ranks = (max(0, -(-percent * len(ordered) // 100) - 1) for percent in PERCENTILES)
+        return cls(sum(ordered) / len(ordered), *(ordered[rank] for rank in ranks))

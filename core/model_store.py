@@ -1,4 +1,4 @@
-"""Where a model's folder is. No torch, no transformers: asking costs a few file reads."""
+"""Where a model's folder is. Importing this loads neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from baton.core.config import Config
-from baton.core.errors import ModelNotFound
+from baton.core.errors import ModelNotFound, UnsupportedModel
 
 EMBEDDED = "embedded"
 """The name of the small model that `baton model pull` fetches."""
@@ -17,6 +17,8 @@ EMBEDDED_NAME = "SmolLM2-135M-Instruct"
 EMBEDDED_RECIPE = 1
 """Version of the conversion that makes the embedded model's folder. A folder
 made by another version counts as absent, so that the next pull makes it anew."""
+
+SENTENCEPIECE_FILE = "tokenizer.model"
 
 MANIFEST = "baton.json"
 """Written last into a converted folder; holds the recipe that made it."""
@@ -65,3 +67,15 @@ def locate(model: str) -> Path:
 def model_name(config: Config) -> str:
     """What clients call the model: the configured name, or its folder's."""
     return config.model_name or locate(config.model).resolve().name
+
+
+def convert_sentencepiece(folder: Path) -> str:
+    """A folder's SENTENCEPIECE_FILE as the text of a tokenizer.json."""
+    from transformers import AutoTokenizer
+
+    try:
+        text: str = AutoTokenizer.from_pretrained(folder).backend_tokenizer.to_str()
+    except (ImportError, OSError, ValueError) as error:
+        message = f"cannot convert {folder}/{SENTENCEPIECE_FILE}: {error}"
+        raise UnsupportedModel(message) from error
+    return text

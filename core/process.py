@@ -1,4 +1,4 @@
-"""What every process of ours does alike: how it logs, and how it is told to stop."""
+"""Logging, stopping and garbage collection, alike in every process."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import signal
 from dataclasses import dataclass, field
 
 # New objects before a collection, and young collections before an older generation's. Most of
-# what a request leaves behind has no cycles, and goes by itself.
+# a request's garbage has no cycles and is freed without a collection.
 GARBAGE_THRESHOLDS = (20_000, 20, 20)
 
 
 @dataclass(frozen=True, slots=True)
-class Stopping:
-    """The word to stop: `asked` lets what runs come to its end, `at_once` does not."""
+class StopSignal:
+    """A request to stop: `requested` lets running work finish, `immediate` does not."""
 
-    asked: asyncio.Event = field(default_factory=asyncio.Event)
-    at_once: asyncio.Event = field(default_factory=asyncio.Event)
+    requested: asyncio.Event = field(default_factory=asyncio.Event)
+    immediate: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def ask(self) -> None:
-        """Asked twice is asked to hurry."""
-        if self.asked.is_set():
-            self.at_once.set()
-        self.asked.set()
+    def request(self) -> None:
+        """The second request is for an immediate stop."""
+        if self.requested.is_set():
+            self.immediate.set()
+        self.requested.set()
 
     async def wait_at_most(self, seconds: float, done: asyncio.Event) -> None:
-        """Returns when `done`, after so many seconds, or when there is no time for either."""
-        waiting = [asyncio.ensure_future(event.wait()) for event in (done, self.at_once)]
+        """Returns when `done` or `immediate` is set, or after `seconds`."""
+        waiting = [asyncio.ensure_future(event.wait()) for event in (done, self.immediate)]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -37,11 +37,11 @@ class Stopping:
             task.cancel()
 
 
-def stop_on_signals() -> Stopping:
-    """Asked by SIGTERM or SIGINT."""
-    stopping = Stopping()
+def stop_on_signals() -> StopSignal:
+    """Requested by SIGTERM or SIGINT."""
+    stopping = StopSignal()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stopping.ask)
+        asyncio.get_running_loop().add_signal_handler(number, stopping.request)
     return stopping
 
 
@@ -52,9 +52,11 @@ def set_up_logging(level: str) -> None:
 
 
 def settle_memory() -> None:
-    """For a process that has started and now serves: what it has by now it keeps, and garbage
-    collections look for cycles only in what came later, and less often. Looking through
-    everything would stop all requests for tens of milliseconds."""
+    """Excludes all present objects from garbage collections and makes these rarer.
+
+    For a process that has started and now serves: a full collection would stop all requests for
+    tens of milliseconds.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GARBAGE_THRESHOLDS)

@@ -13,9 +13,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from baton.core.config import Config
 from baton.core.errors import InvalidConfig
+
+if TYPE_CHECKING:
+    from baton.core.config import Config  # a client has no YAML
 
 CA, NODE, CLIENTS_CA, CLIENT = "ca", "node", "clients-ca", "client"
 

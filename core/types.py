@@ -43,11 +43,11 @@ class FinishReason(enum.Enum):
     TOOL_CALLS = 3
 
 
-class Moment(Protocol):
-    """A point in a device's work: when it has passed, all that was asked before it is done."""
+class DeviceEvent(Protocol):
+    """A point in a device's queue of work, as torch.cuda.Event."""
 
     def query(self) -> bool:
-        """Whether it has passed."""
+        """Whether all work queued before it is done."""
 
 
 class AttemptKey(NamedTuple):
@@ -89,7 +89,7 @@ class Sampling:
         return replace(self, seed=(self.seed + index * SEED_STRIDE) % 2**64)
 
 
-class TokenLogprobs(NamedTuple):
+class Logprobs(NamedTuple):
     """How likely a token was, and the likeliest that could have stood in its place.
 
     Natural logarithms of the model's own probabilities: before temperature, penalties and biases.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.core.errors import BatonError, Unavailable, from_reason
-from baton.core.types import AttemptKey, FinishReason, Role, Sampling, TokenLogprobs, Work
+from baton.core.types import AttemptKey, FinishReason, Logprobs, Role, Sampling, Work
 from baton.v1 import inference_pb2
 from baton.v1 import worker_pb2 as pb
 
@@ -71,7 +71,7 @@ def work_from(message: pb.Work) -> Work:
     )
 
 
-def logprobs_to(logprobs: TokenLogprobs) -> pb.Logprobs:
+def logprobs_to(logprobs: Logprobs) -> pb.Logprobs:
     return pb.Logprobs(
         logprob=logprobs.logprob,
         top_token_ids=logprobs.top_token_ids,
@@ -79,8 +79,8 @@ def logprobs_to(logprobs: TokenLogprobs) -> pb.Logprobs:
     )
 
 
-def logprobs_from(message: pb.Logprobs) -> TokenLogprobs:
-    return TokenLogprobs(message.logprob, tuple(message.top_token_ids), tuple(message.top_logprobs))
+def logprobs_from(message: pb.Logprobs) -> Logprobs:
+    return Logprobs(message.logprob, tuple(message.top_token_ids), tuple(message.top_logprobs))
 
 
 def finish_to(reason: FinishReason | None) -> inference_pb2.FinishReason.ValueType:

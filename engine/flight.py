@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 from baton.core.errors import BatonError
-from baton.core.types import Moment, TokenLogprobs
+from baton.core.types import DeviceEvent, Logprobs
 
 
 class Scored(NamedTuple):
     """A sampled token of a sequence that wants to know how likely its tokens are."""
 
     token: int
-    logprobs: TokenLogprobs
+    logprobs: Logprobs
 
 
 Outcome = int | Scored | BatonError | None
@@ -21,7 +21,7 @@ Outcome = int | Scored | BatonError | None
 
 class Flight(Protocol):
     @property
-    def ended(self) -> Moment | None:
+    def ended(self) -> DeviceEvent | None:
         """When the device has done it; None where it was done when its launch returned."""
 
     def wait(self) -> list[Outcome]:
@@ -34,7 +34,7 @@ class Flight(Protocol):
 class Landed:
     """A step that had ended when its launch returned."""
 
-    ended: Moment | None = None
+    ended: DeviceEvent | None = None
 
     def __init__(self, outcomes: list[Outcome]) -> None:
         self._outcomes = outcomes

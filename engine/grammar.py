@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from baton.core import sentencepiece
+from baton.core import model_store
 from baton.core.errors import Exhausted, Internal, InvalidGrammar, NotServed
 from baton.core.types import Work
 
@@ -127,8 +127,8 @@ def _tokenizer_text(folder: Path) -> str:
     """As a tokenizer.json has it."""
     if (folder / "tokenizer.json").is_file():
         return (folder / "tokenizer.json").read_text(encoding="utf-8")
-    if (folder / sentencepiece.FILE).is_file():
-        return sentencepiece.converted(folder)
+    if (folder / model_store.SENTENCEPIECE_FILE).is_file():
+        return model_store.convert_sentencepiece(folder)
     raise NotServed("grammars need a tokenizer, which this model does not have")
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from baton.core.types import TokenLogprobs
+from baton.core.types import Logprobs
 from baton.engine.flight import Scored
 from baton.engine.sequence import Sequence
 
@@ -38,7 +38,7 @@ class Scores:
             self.rows, self.wanted, self.tokens.tolist(), self.logprobs.tolist(), strict=True
         )
         for row, wanted, (token, *top), (logprob, *others) in told:
-            likeliest = TokenLogprobs(logprob, tuple(top[:wanted]), tuple(others[:wanted]))
+            likeliest = Logprobs(logprob, tuple(top[:wanted]), tuple(others[:wanted]))
             yield row, Scored(token, likeliest)
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy
 import numpy.typing
 
-from baton.core.page_digest import page_digest
+from baton.core.page_keys import page_digest
 
 MAGIC = b"baton kv"
 VERSION = 1

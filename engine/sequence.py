@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.core.errors import Internal
-from baton.core.types import FinishReason, TokenLogprobs, Work
+from baton.core.types import FinishReason, Logprobs, Work
 from baton.engine.page_pool import Lease, PagePool
 from baton.engine.prefix_cache import KeyChain
 from baton.engine.span import Span
@@ -50,7 +50,7 @@ class Sequence:
     # Where only some tokens may come next.
     guide: Guide | None = None
     # Where that is asked for: how likely the prompt's tokens were, from its second on.
-    prompt_scores: list[TokenLogprobs] = field(default_factory=list)
+    prompt_scores: list[Logprobs] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if not self.tokens:
@@ -98,7 +98,7 @@ class Sequence:
         if computed // self.chain.page_size > self.lease.named:
             self.lease.name(self.chain.keys(self.tokens, computed))
 
-    def take_prompt_score(self, position: int, logprobs: TokenLogprobs) -> None:
+    def take_prompt_score(self, position: int, logprobs: Logprobs) -> None:
         """How likely the token behind `position` was. What is computed again is known."""
         if position == len(self.prompt_scores):
             self.prompt_scores.append(logprobs)

@@ -40,7 +40,7 @@ from google.protobuf.message import DecodeError
 from torch import Tensor
 
 from baton.core.errors import Internal, InvalidConfig, WorkerLost
-from baton.core.types import Moment
+from baton.core.types import DeviceEvent
 from baton.kernels.gpu.pages import copy_pages, copy_rows
 from baton.kv_transfer import cuda_driver
 from baton.kv_transfer.note_socket import NoteSocket
@@ -163,7 +163,7 @@ class CudaIpcTransport:
         local_pages: Sequence[int],
         remote_pages: Sequence[int],
         note: bytes = b"",
-        after: Moment | None = None,
+        after: DeviceEvent | None = None,
     ) -> int:
         memory, notes = self._registered
         known = self._peers.get(peer)
@@ -224,7 +224,7 @@ class CudaIpcTransport:
         peer: _Peer,
         local_pages: Sequence[int],
         remote_pages: Sequence[int],
-        after: Moment | None = None,
+        after: DeviceEvent | None = None,
     ) -> _Copy:
         count = len(local_pages)
         stream = self._stream if after is None else self._later

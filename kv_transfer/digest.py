@@ -1,6 +1,6 @@
 """Digests of a pool's pages: whether what arrived is what was sent.
 
-A CPU makes them as core/page_digest.py says. A GPU digests its pages itself, in
+A CPU makes them as core/page_keys.py says. A GPU digests its pages itself, in
 another way: two pools of which one is in CPU memory cannot check each other.
 
 Where pools split a page's heads differently, each shard digests those parts of its
@@ -20,7 +20,7 @@ import numpy
 import torch
 
 from baton.core.errors import InvalidConfig
-from baton.core.page_digest import page_digest
+from baton.core.page_keys import page_digest
 from baton.kv_transfer.transport import PagePart, PoolMemory
 
 PeerDigest = Callable[[str, Sequence[int]], list[int]]

@@ -17,7 +17,7 @@ import numpy
 import numpy.typing
 
 from baton.core.errors import Internal, InvalidConfig, WorkerLost
-from baton.core.types import Moment
+from baton.core.types import DeviceEvent
 from baton.kv_transfer.transport import (
     Noted,
     PagePart,
@@ -82,7 +82,7 @@ class InProcessTransport:
         local_pages: Sequence[int],
         remote_pages: Sequence[int],
         note: bytes = b"",
-        after: Moment | None = None,
+        after: DeviceEvent | None = None,
     ) -> int:
         if after is not None and not after.query():
             raise Internal("a copy between CPU pools waits for no device")

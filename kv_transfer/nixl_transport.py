@@ -38,7 +38,7 @@ import numpy
 import numpy.typing
 
 from baton.core.errors import BatonError, Internal, InvalidConfig, WorkerLost
-from baton.core.types import Moment
+from baton.core.types import DeviceEvent
 from baton.kv_transfer.transport import (
     Noted,
     PagePart,
@@ -86,7 +86,7 @@ class _Order:
     local_pages: Sequence[int]
     remote_pages: Sequence[int]
     note: bytes
-    after: Moment | None  # until when its pages are still being made
+    after: DeviceEvent | None  # until when its pages are still being made
 
     @property
     def may_start(self) -> bool:
@@ -158,7 +158,7 @@ class NixlTransport:
         local_pages: Sequence[int],
         remote_pages: Sequence[int],
         note: bytes = b"",
-        after: Moment | None = None,
+        after: DeviceEvent | None = None,
     ) -> int:
         known = self._peers.get(peer)
         if known is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton.core.errors import BatonError
-from baton.core.types import Moment
+from baton.core.types import DeviceEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +15,7 @@ class StartWrite:
     local_pages: tuple[int, ...]
     remote_pages: tuple[int, ...]
     note: bytes
-    after: Moment | None = None
+    after: DeviceEvent | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from baton.core.errors import BatonError, LayoutMismatch, Unavailable
-from baton.core.types import AttemptKey, Moment
+from baton.core.types import AttemptKey, DeviceEvent
 from baton.kv_transfer.digest import PeerDigest
 from baton.kv_transfer.events import (
     PagesWanted,
@@ -145,7 +145,7 @@ class Pushes:
             # The push is over, or never was: the receiver need not wait for it.
             self._send(body.agent, drained_note(key))
 
-    def pages(self, key: AttemptKey, pages: Sequence[int], after: Moment | None) -> None:
+    def pages(self, key: AttemptKey, pages: Sequence[int], after: DeviceEvent | None) -> None:
         if sender := self._senders.get(key):
             self._perform(key, sender, sender.pages_ready(pages, self._clock(), after))
 

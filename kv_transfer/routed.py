@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.core.errors import BatonError, LayoutMismatch, WorkerLost
-from baton.core.types import Moment
+from baton.core.types import DeviceEvent
 from baton.kv_transfer.transport import (
     PagePart,
     PeerLost,
@@ -83,7 +83,7 @@ class RoutedTransport:
         local_pages: Sequence[int],
         remote_pages: Sequence[int],
         note: bytes = b"",
-        after: Moment | None = None,
+        after: DeviceEvent | None = None,
     ) -> int:
         choice = self.chosen.get(peer)
         if choice is None:

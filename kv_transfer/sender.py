@@ -55,7 +55,7 @@ from baton.core.errors import (
     Unavailable,
     WorkerLost,
 )
-from baton.core.types import AttemptKey, Moment
+from baton.core.types import AttemptKey, DeviceEvent
 from baton.kv_transfer.note import beat_note, drained_note, landed_note
 from baton.kv_transfer.push_actions import (
     Action,
@@ -132,7 +132,7 @@ class Sender:
         self._pages: list[int] = []  # complete local ones, in the prompt's order, to be written
         self._to_drop = 0  # pages to come that the receiver holds already
         self._digests: list[int] = []  # one a page whose write has started, or none at all
-        self._after: Moment | None = None  # when all of them are complete
+        self._after: DeviceEvent | None = None  # when all of them are complete
         self._started = 0  # of the pages, how many are written or being written
         self._remote_pages: Sequence[int] = ()
         self._first_token: int | None = None
@@ -181,7 +181,7 @@ class Sender:
         return self._beat(now)
 
     def pages_ready(
-        self, pages: Sequence[int], now: float, after: Moment | None = None
+        self, pages: Sequence[int], now: float, after: DeviceEvent | None = None
     ) -> list[Action]:
         """More local pages are complete, or will be after a moment that no page given before
         waits for longer; they follow those given before."""

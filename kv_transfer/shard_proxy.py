@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 
 from baton.core.errors import Internal
-from baton.core.types import Moment
+from baton.core.types import DeviceEvent
 from baton.kv_transfer.shard_channel import Channel, ChannelBroken, error_from, write_part
 from baton.kv_transfer.transport import (
     PagePart,
@@ -45,7 +45,7 @@ class ShardProxy:
         self._events: list[TransportEvent] = []
         self._broken = ""  # why nothing can be heard from the other process any more
         self._polled_at = 0.0
-        self._later: list[tuple[Moment, pb.ShardCommand]] = []  # writes of pages not yet made
+        self._later: list[tuple[DeviceEvent, pb.ShardCommand]] = []  # writes of pages not yet made
 
     def register(self, layout: PoolLayout) -> PoolShard:
         """Makes the shard reachable; once, before anything else. Raises why it is not."""
@@ -72,7 +72,7 @@ class ShardProxy:
         local_pages: Sequence[int],
         remote_pages: Sequence[int],
         note: bytes = b"",
-        after: Moment | None = None,
+        after: DeviceEvent | None = None,
     ) -> int:
         """As a transport's; whatever it refuses comes as WriteFailed.
 

@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from baton.core.errors import BatonError, WorkerLost
-from baton.core.types import Moment
+from baton.core.types import DeviceEvent
 from baton.kv_transfer.digest import PageDigest, join_digests
 from baton.kv_transfer.heads import HeadRange, Link, links
 from baton.kv_transfer.shard_proxy import ShardProxy
@@ -70,7 +70,7 @@ class _Shard(Protocol):
         local_pages: Sequence[int],
         remote_pages: Sequence[int],
         note: bytes = b"",
-        after: Moment | None = None,
+        after: DeviceEvent | None = None,
     ) -> int: ...
 
     def poll(self) -> list[TransportEvent]: ...
@@ -179,7 +179,7 @@ class ShardedTransport:
         local_pages: Sequence[int],
         remote_pages: Sequence[int],
         note: bytes = b"",
-        after: Moment | None = None,
+        after: DeviceEvent | None = None,
     ) -> int:
         known = self._peers.get(peer)
         if known is None or known.lost:
@@ -237,7 +237,7 @@ class ShardedTransport:
         local_pages: Sequence[int],
         remote_pages: Sequence[int],
         note: bytes,
-        after: Moment | None = None,
+        after: DeviceEvent | None = None,
     ) -> None:
         """Starts a part of a write, unless one before it could not be."""
         write, (shard, agent) = self._writes[number], place

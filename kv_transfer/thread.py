@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
-from baton.core.types import AttemptKey, Moment
+from baton.core.types import AttemptKey, DeviceEvent
 from baton.kv_transfer.digest import PeerDigest
 from baton.kv_transfer.events import TransferCrashed, TransferEvent
 from baton.kv_transfer.note import read_note
@@ -148,7 +148,7 @@ class TransferThread:
         return self._digest is None
 
     def push_pages(
-        self, key: AttemptKey, pages: Sequence[int], after: Moment | None = None
+        self, key: AttemptKey, pages: Sequence[int], after: DeviceEvent | None = None
     ) -> None:
         """Local pages, in the prompt's order, after those given before.
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from baton.core.errors import BatonError, Internal, LayoutMismatch, WorkerLost
-from baton.core.types import Moment
+from baton.core.types import DeviceEvent
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout, Route
 
 
@@ -112,7 +112,7 @@ class Transport(Protocol):
         local_pages: Sequence[int],
         remote_pages: Sequence[int],
         note: bytes = b"",
-        after: Moment | None = None,
+        after: DeviceEvent | None = None,
     ) -> int:
         """Starts copying pages, pair by pair, and returns the write's number.
 

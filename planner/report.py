@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from baton.core.spread import PERCENTILES, Spread
+from baton.core.metrics import PERCENTILES, Spread
 from baton.planner.plan import Decision
 
 _GROWTH = math.log(1.002)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from baton.core.types import FinishReason, TokenLogprobs
+from baton.core.types import FinishReason, Logprobs
 from baton.core.wire import failed_to, finish_to, logprobs_to
 from baton.engine.sequence import Sequence
 from baton.kv_transfer.events import PeerConnected, PeerDisconnected, PushEnded
@@ -16,7 +16,7 @@ def first_token(
     job: Job,
     sequence: Sequence,
     finish: FinishReason | None,
-    logprobs: TokenLogprobs | None,
+    logprobs: Logprobs | None,
     page_size: int,
 ) -> pb.WorkerMessage:
     """Token #1, and where the time until here went."""

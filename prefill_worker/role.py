@@ -19,7 +19,7 @@ import time
 
 from baton.core.config import Config
 from baton.core.errors import BatonError, Exhausted, Internal
-from baton.core.types import AttemptKey, Moment, Role, TokenLogprobs
+from baton.core.types import AttemptKey, DeviceEvent, Logprobs, Role
 from baton.core.wire import failed_to, work_from
 from baton.engine.engine import Engine
 from baton.engine.sequence import Piece, Sequence
@@ -247,9 +247,7 @@ class PrefillRole:
         self._outbox.send(job.attachment, failed_to(job.work.key, error, retry=retry))
         self._release(job.work.key)
 
-    def _emit(
-        self, job: Job, sequence: Sequence, token: int, logprobs: TokenLogprobs | None
-    ) -> None:
+    def _emit(self, job: Job, sequence: Sequence, token: int, logprobs: Logprobs | None) -> None:
         """Sends token #1, then lets the last pages go."""
         key = job.work.key
         finish = sequence.append(token)
@@ -275,7 +273,7 @@ class PrefillRole:
                 full = None if whole else sequence.computed // self._pool.page_size
                 self._push(job, sequence.lease.pages[:full], end)
 
-    def _push(self, job: Job, pages: list[int], after: Moment | None = None) -> None:
+    def _push(self, job: Job, pages: list[int], after: DeviceEvent | None = None) -> None:
         """Of a prompt's first pages, those that were not pushed before."""
         if job.push and len(pages) > job.pushed_pages:
             self._transfer.push_pages(job.work.key, pages[job.pushed_pages :], after)

@@ -22,7 +22,7 @@ from prometheus_client import start_http_server
 from baton.core import exposure, model_store
 from baton.core.config import Config
 from baton.core.errors import Internal
-from baton.core.process import Stopping
+from baton.core.process import StopSignal
 from baton.core.tls import NODE, certificate_path, door_identity, key_path, node_identity
 from baton.core.types import MAX_MESSAGE_BYTES
 from baton.router.edges.callers import KeyRing
@@ -101,10 +101,10 @@ class RouterServer:
         """Returns when some prefill worker can push to some decode worker."""
         await self._membership.wait_until(lambda: self._membership.has_pair)
 
-    async def serve_until(self, stopping: Stopping) -> None:
+    async def serve_until(self, stopping: StopSignal) -> None:
         """Serves until it is asked to stop, and then until its requests have ended, or the time
         for that has; what is left is then cancelled, and its workers told."""
-        await stopping.asked.wait()
+        await stopping.requested.wait()
         await self._drain(stopping)
         for task in self._tasks:
             task.cancel()
@@ -121,7 +121,7 @@ class RouterServer:
         else:
             await calls
 
-    async def _drain(self, stopping: Stopping) -> None:
+    async def _drain(self, stopping: StopSignal) -> None:
         self._serving.draining = True
         self._report_health()
         await stopping.wait_at_most(self._config.drain_seconds, self._serving.idle)

@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from baton.core.errors import BatonError
-from baton.core.types import Moment, TokenLogprobs
+from baton.core.types import DeviceEvent, Logprobs
 from baton.engine.engine import Engine
 from baton.engine.flight import Flight, Landed, Outcome, Scored
 from baton.engine.sequence import Plan, Sequence
@@ -25,7 +25,7 @@ class Settled:
     sequence: Sequence
     outcome: int | BatonError | None
     computed: int  # tokens whose K/V the sequence's pages hold since
-    logprobs: TokenLogprobs | None = None  # of the token, where the sequence asks for it
+    logprobs: Logprobs | None = None  # of the token, where the sequence asks for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Flights:
         return bool(self._under_way)
 
     @property
-    def last_end(self) -> Moment | None:
+    def last_end(self) -> DeviceEvent | None:
         """When the step launched last is done, if the device is still at it."""
         return self._under_way[-1].flight.ended if self._under_way else None
 

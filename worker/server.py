@@ -33,7 +33,7 @@ from prometheus_client import start_http_server
 from baton.core import exposure, model_store, types
 from baton.core.config import Config
 from baton.core.errors import Internal, WorkerLost
-from baton.core.process import Stopping
+from baton.core.process import StopSignal
 from baton.core.tls import node_identity
 from baton.core.types import MAX_MESSAGE_BYTES, PROTOCOL
 from baton.core.wire import role_to
@@ -153,10 +153,10 @@ class WorkerServer:
         server, _ = start_http_server(port, addr=host, registry=self._metrics.registry)
         return f"{host}:{server.server_port}"
 
-    async def serve_until(self, stopping: Stopping) -> None:
+    async def serve_until(self, stopping: StopSignal) -> None:
         """Serves until it is asked to stop, or a router has it drained; then lets requests under
         way end, for so long, and has the rest go on elsewhere."""
-        await self._wait_for(stopping.asked, self._drain_asked)
+        await self._wait_for(stopping.requested, self._drain_asked)
         await self._drain(stopping)
         self._outbox.close()
         await self._server.stop(grace=GRACE_SECONDS)
@@ -166,7 +166,7 @@ class WorkerServer:
         self._inbox.put(Stop())
         self._thread.leave()
         await asyncio.to_thread(self._thread.join)
-        for_good = not (stopping.asked.is_set() or self.restarts or self._failure.done())
+        for_good = not (stopping.requested.is_set() or self.restarts or self._failure.done())
         await asyncio.to_thread(self._backend.close, for_good=for_good)
         if self._failure.done():
             self._failure.result()
@@ -178,7 +178,7 @@ class WorkerServer:
         if not restart:
             self._on_leaving()
 
-    async def _drain(self, stopping: Stopping) -> None:
+    async def _drain(self, stopping: StopSignal) -> None:
         self._drain_asked.set()
         await self._report_health()
         self._inbox.put(Drain(self._config.drain_seconds))

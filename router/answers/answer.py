@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from baton.core.types import FinishReason, TokenLogprobs
+from baton.core.types import FinishReason, Logprobs
 from baton.router.answers.detokenizer import Detokenizer
 from baton.router.answers.stop_strings import StopStrings
 from baton.router.requests.attempt import Tokens
@@ -16,7 +16,7 @@ class AnswerDelta:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     # One a token, where they are asked for.
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
 
 
 class AnswerText:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton.core.types import TokenLogprobs
+from baton.core.types import Logprobs
 from baton.router.prompts.text import Text
 
 
@@ -31,7 +31,7 @@ class ScoredToken:
 
 
 def scored_tokens(
-    text: Text, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+    text: Text, token_ids: Sequence[int], logprobs: Sequence[Logprobs]
 ) -> list[ScoredToken]:
     """Empty where nobody asked."""
     if not logprobs:
@@ -40,14 +40,14 @@ def scored_tokens(
 
 
 def scored_prompt(
-    text: Text, prompt: Sequence[int], logprobs: Sequence[TokenLogprobs]
+    text: Text, prompt: Sequence[int], logprobs: Sequence[Logprobs]
 ) -> list[ScoredToken]:
     """Of the whole prompt, of which `logprobs` tell from the second token on."""
     first = ScoredToken(TokenScore(prompt[0], text.token_bytes(prompt[0]), None), ())
     return [first, *scored_tokens(text, prompt[1:], logprobs)]
 
 
-def _scored(text: Text, token: int, logprobs: TokenLogprobs) -> ScoredToken:
+def _scored(text: Text, token: int, logprobs: Logprobs) -> ScoredToken:
     likeliest = zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True)
     return ScoredToken(
         TokenScore(token, text.token_bytes(token), logprobs.logprob),

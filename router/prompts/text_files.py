@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from baton.core import sentencepiece
+from baton.core import model_store
 from baton.core.errors import InvalidConfig, UnsupportedModel
 
 SPECIAL_TOKEN_NAMES = (
@@ -40,8 +40,8 @@ class TextFiles:
         """As in tokenizer.json, but never cutting or padding a prompt. None when there is none."""
         if (self._folder / "tokenizer.json").is_file():
             made = Tokenizer.from_file(str(self._folder / "tokenizer.json"))
-        elif (self._folder / sentencepiece.FILE).is_file():
-            made = Tokenizer.from_str(sentencepiece.converted(self._folder))
+        elif (self._folder / model_store.SENTENCEPIECE_FILE).is_file():
+            made = Tokenizer.from_str(model_store.convert_sentencepiece(self._folder))
         else:
             return None
         made.no_truncation()

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from baton.core.errors import BatonError, DeadlineExceeded, WorkerLost
-from baton.core.types import FinishReason, TokenLogprobs, Work
+from baton.core.types import FinishReason, Logprobs, Work
 from baton.core.wire import failed_from, finish_from, logprobs_from, work_to
 from baton.router.placement.placement import Placement
 from baton.v1 import worker_pb2 as pb
@@ -46,11 +46,11 @@ class Tokens(NamedTuple):
     # With an attempt's first: of its prompt, what was cached where it was read.
     cached_tokens: int = 0
     # How likely each of them was, where the request asks for it.
-    logprobs: tuple[TokenLogprobs, ...] = ()
+    logprobs: tuple[Logprobs, ...] = ()
     # Of cached_tokens, what was fetched from another worker's cache.
     fetched_tokens: int = 0
     # With an attempt's first: how likely the prompt's tokens were, from its second on.
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[Logprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from waiting import until
 import baton
 from baton import AsyncClient
 from baton.core import metrics
-from baton.requests import generate_request
+from baton.request_builder import generate_request
 from baton.v1.inference_pb2_grpc import InferenceStub
 
 CHUNK = 512

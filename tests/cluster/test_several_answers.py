@@ -7,7 +7,7 @@ from processes import ProcessCluster, scrape
 
 import baton
 from baton.core import metrics
-from baton.requests import GenerateOptions
+from baton.request_builder import GenerateOptions
 
 PROMPT = "Three words about the sea:"
 SAMPLED: GenerateOptions = {"temperature": 1.0, "seed": 11, "max_tokens": 12, "ignore_eos": True}

@@ -9,7 +9,7 @@ from processes import ProcessCluster
 from typer.testing import CliRunner
 
 import baton
-from baton.cli.main import app
+from baton.cli.app import app
 from baton.v1 import timing_pb2 as pb
 
 PROMPT = "Tell me about rivers, mountains and the sea. " * 40

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from baton.core.errors import Internal
-from baton.core.types import FinishReason, Moment, Work
+from baton.core.types import DeviceEvent, FinishReason, Work
 from baton.engine.flight import Flight, Landed, Outcome
 from baton.engine.page_pool import Lease, PagePool
 from baton.engine.sequence import Piece, Plan
@@ -119,7 +119,7 @@ class _Flight:
             run.sequence.expected += run.samples
 
     @property
-    def ended(self) -> Moment:
+    def ended(self) -> DeviceEvent:
         return self
 
     def query(self) -> bool:

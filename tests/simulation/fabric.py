@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from baton.core.errors import WorkerLost
-from baton.core.types import Moment
+from baton.core.types import DeviceEvent
 from baton.kv_transfer.heads import HeadRange
 from baton.kv_transfer.transport import (
     Noted,
@@ -54,7 +54,7 @@ class Write:
     local_pages: tuple[int, ...]
     remote_pages: tuple[int, ...]
     note: bytes
-    after: Moment | None = None  # its pages are not read before
+    after: DeviceEvent | None = None  # its pages are not read before
     landed: bool = False
 
     @property
@@ -215,7 +215,7 @@ class SimulatedTransport:
         local_pages: Sequence[int],
         remote_pages: Sequence[int],
         note: bytes = b"",
-        after: Moment | None = None,
+        after: DeviceEvent | None = None,
     ) -> int:
         endpoint = self._endpoints.get(peer)
         if endpoint is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from baton.core.errors import Internal
-from baton.core.types import Moment
+from baton.core.types import DeviceEvent
 from baton.kv_transfer.heads import HeadRange
 from baton.kv_transfer.transport import PagePart, PoolMemory, TransportEvent
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout, PoolShard
@@ -44,7 +44,7 @@ class SimulatedShard:
         local_pages: Sequence[int],
         remote_pages: Sequence[int],
         note: bytes = b"",
-        after: Moment | None = None,
+        after: DeviceEvent | None = None,
     ) -> int:
         return self._transport.write(peer, local_pages, remote_pages, note, after)
 

@@ -13,9 +13,9 @@ import time
 from scripted_router import ScriptedRouter
 from typer.testing import CliRunner, Result
 
-from baton.cli.main import app
+from baton.cli.app import app
 
-BATON = [sys.executable, "-c", "from cli.main import app; app()"]
+BATON = [sys.executable, "-c", "from baton.cli.app import app; app()"]
 
 
 def run(router: ScriptedRouter, *arguments: str, stdin: str = "") -> Result:

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, contextmanager
 
 from baton.core import config as configs
 from baton.core import model_store
-from baton.core.process import Stopping
+from baton.core.process import StopSignal
 from baton.core.tls import node_identity
 from baton.core.types import Role
 from baton.router.server import RouterServer
@@ -34,14 +34,14 @@ async def front_door(
     addresses = [await worker.start(identity) for worker in workers]
     config = configs.parse({**(tree or {}), "members": {"workers": addresses}, "router": router})
     server = RouterServer(config)
-    stopping = Stopping()
+    stopping = StopSignal()
     try:
         await server.start()
         await server.wait_ready()
         serving = asyncio.ensure_future(server.serve_until(stopping))
         yield server
-        stopping.ask()
-        stopping.ask()
+        stopping.request()
+        stopping.request()
         await serving
     finally:
         for worker in workers:

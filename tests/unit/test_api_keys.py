@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from baton.cli.main import app
+from baton.cli.app import app
 from baton.core.api_keys import make_key, read_keys, write_keys
 from baton.core.errors import Exhausted, InvalidConfig, InvalidRequest, Unauthenticated
 from baton.router.edges import callers

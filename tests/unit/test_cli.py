@@ -15,7 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from baton.cli.main import app
+from baton.cli.app import app
 
 WITHOUT_JSON = {
     "baton serve",  # runs until it is stopped; `baton status` tells of what it serves
@@ -25,7 +25,7 @@ WITHOUT_JSON = {
 
 def test_starting_the_command_line_loads_nothing_heavy() -> None:
     listing = subprocess.run(
-        [sys.executable, "-c", "import sys, cli.main; print(*sys.modules)"],
+        [sys.executable, "-c", "import sys, baton.cli.app; print(*sys.modules)"],
         capture_output=True,
         text=True,
         check=True,

@@ -16,7 +16,7 @@ import typer
 from kubernetes_validate import ValidationError
 from kustomize import OVERLAYS, Manifest, containers, find, is_redis, named, pods, render
 
-from baton.cli.main import app
+from baton.cli.app import app
 from baton.core import config as configs
 from baton.core import exposure
 from baton.core.config import Config

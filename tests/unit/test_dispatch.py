@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-from baton.core.types import FinishReason, TokenLogprobs
+from baton.core.types import FinishReason, Logprobs
 from baton.router.requests.attempt import Tokens
 from baton.router.requests.dispatch import joined
 
 
-def scores(token: int) -> tuple[TokenLogprobs, ...]:
-    return (TokenLogprobs(-0.5 * token, (token,), (-0.5 * token,)),)
+def scores(token: int) -> tuple[Logprobs, ...]:
+    return (Logprobs(-0.5 * token, (token,), (-0.5 * token,)),)
 
 
 def test_tokens_that_came_together_keep_all_that_came_with_each() -> None:

@@ -10,8 +10,8 @@ import yaml
 from typer.testing import CliRunner
 
 from baton.cli import doctor_checks
+from baton.cli.app import app
 from baton.cli.doctor_checks import check_device, check_memory, check_ports, check_transports
-from baton.cli.main import app
 from baton.core.config import parse
 
 

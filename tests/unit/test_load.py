@@ -14,10 +14,10 @@ from threading import Thread
 import pytest
 from typer.testing import CliRunner
 
+from baton.cli.app import app
 from baton.cli.load_client import Call, base_url
 from baton.cli.load_report import Objective, Report
 from baton.cli.load_shapes import Lengths, Shape
-from baton.cli.main import app
 from baton.core.errors import InvalidRequest
 
 FIXED = Lengths.parse("10")

@@ -12,7 +12,7 @@ from engine_loop import load
 from test_gpu_runner import begin, runner_for
 from tiny_models import TINY_MODELS, VOCABULARY, save
 
-from baton.core.types import AttemptKey, Sampling, TokenLogprobs, Work
+from baton.core.types import AttemptKey, Logprobs, Sampling, Work
 from baton.core.wire import logprobs_from, logprobs_to, work_from, work_to
 from baton.engine.engine import Engine
 from baton.engine.flight import Scored
@@ -34,7 +34,7 @@ def test_probabilities_are_transformers_whatever_changes_the_choice(tmp_path: Pa
     engine = load(tmp_path)
     asking = [sequence(engine, Sampling(), 0, 8), sequence(engine, WARM, 5, 8)]
     silent = sequence(engine, Sampling(), None, 8)
-    told: list[list[TokenLogprobs]] = [[], []]
+    told: list[list[Logprobs]] = [[], []]
     for _ in range(8):
         plan = [Piece(each, each.uncomputed) for each in (silent, *asking)]
         token, *scored = engine.step(plan)
@@ -89,7 +89,7 @@ def test_what_cannot_be_is_a_number_too() -> None:
     work = Work(AttemptKey("r", 1), [1], Sampling(), 9, frozenset(), logprobs=3)
     logits = torch.tensor([[0.0, -math.inf]])
     ((_, scored),) = score(logits, [0], [Sequence(work, PagePool(0, 4).acquire(0))])[0].read()
-    assert scored.logprobs == TokenLogprobs(0.0, (0, 1), (0.0, LEAST))
+    assert scored.logprobs == Logprobs(0.0, (0, 1), (0.0, LEAST))
 
 
 def test_many_rows_are_scored_in_groups_that_know_their_places() -> None:
@@ -109,5 +109,5 @@ def test_many_rows_are_scored_in_groups_that_know_their_places() -> None:
 def test_the_wish_and_the_answer_travel(wanted: int | None) -> None:
     work = Work(AttemptKey("r", 1), [1], Sampling(), 9, frozenset(), logprobs=wanted)
     assert work_from(work_to(work)) == work
-    told = TokenLogprobs(-0.5, (3, 4), (-0.25, -0.5))
+    told = Logprobs(-0.5, (3, 4), (-0.25, -0.5))
     assert logprobs_from(logprobs_to(told)) == told

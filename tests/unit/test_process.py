@@ -2,31 +2,31 @@ from __future__ import annotations
 
 import asyncio
 
-from baton.core.process import Stopping
+from baton.core.process import StopSignal
 
 
 def test_asked_twice_is_asked_to_hurry() -> None:
-    stopping = Stopping()
-    stopping.ask()
-    assert (stopping.asked.is_set(), stopping.at_once.is_set()) == (True, False)
-    stopping.ask()
-    assert stopping.at_once.is_set()
+    stopping = StopSignal()
+    stopping.request()
+    assert (stopping.requested.is_set(), stopping.immediate.is_set()) == (True, False)
+    stopping.request()
+    assert stopping.immediate.is_set()
 
 
 async def test_what_is_done_is_not_waited_for() -> None:
     done = asyncio.Event()
     done.set()
     async with asyncio.timeout(5):
-        await Stopping().wait_at_most(60.0, done)
+        await StopSignal().wait_at_most(60.0, done)
 
 
 async def test_the_wait_has_a_bound() -> None:
     async with asyncio.timeout(5):
-        await Stopping().wait_at_most(0.01, asyncio.Event())
+        await StopSignal().wait_at_most(0.01, asyncio.Event())
 
 
 async def test_a_hurry_ends_the_wait() -> None:
-    stopping = Stopping()
-    asyncio.get_running_loop().call_soon(stopping.at_once.set)
+    stopping = StopSignal()
+    asyncio.get_running_loop().call_soon(stopping.immediate.set)
     async with asyncio.timeout(5):
         await stopping.wait_at_most(60.0, asyncio.Event())

@@ -9,7 +9,7 @@ import torch
 from engine_loop import load
 from tiny_models import TINY_MODELS, save
 
-from baton.core.types import AttemptKey, Sampling, TokenLogprobs, Work
+from baton.core.types import AttemptKey, Logprobs, Sampling, Work
 from baton.core.wire import work_from, work_to
 from baton.engine.engine import Engine
 from baton.engine.page_pool import PagePool
@@ -86,5 +86,5 @@ def test_the_wish_travels(wanted: int | None) -> None:
 def test_scores_come_in_order() -> None:
     sequence = begin(PagePool(8, 4), SHORT, 0)
     for position in (0, 0, 1):
-        sequence.take_prompt_score(position, TokenLogprobs(-float(position)))
+        sequence.take_prompt_score(position, Logprobs(-float(position)))
     assert [each.logprob for each in sequence.prompt_scores] == [0.0, -1.0]

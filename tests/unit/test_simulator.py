@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from baton.cli.main import app
+from baton.cli.app import app
 from baton.core.errors import InvalidConfig
 from baton.core.types import Role
 from baton.planner.observation import Goals

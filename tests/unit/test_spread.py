@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from baton.core.spread import Spread
+from baton.core.metrics import Spread
 
 
 def test_percentiles_are_values_that_were_measured() -> None:

@@ -14,7 +14,7 @@ from front_door import front_door
 from typer.testing import CliRunner
 
 from baton import AsyncClient, Client, InvalidConfig, Unavailable
-from baton.cli.main import app
+from baton.cli.app import app
 from baton.core import config as configs
 from baton.core.exposure import check_router, check_worker
 from baton.v1 import worker_pb2_grpc

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from google.protobuf.message import Message
 
-from baton.core.plain import schema
+from baton.core.proto_json import json_schema
 from baton.router.edges.http import (
     chat,
     completions,
@@ -22,7 +22,7 @@ from baton.v1 import cluster_pb2, timing_pb2
 TITLE = "Baton"
 VERSION = "1"
 
-# Told as core/plain.py writes them.
+# Told as core/proto_json.py writes them.
 _MESSAGES = (
     cluster_pb2.StatusResponse,
     cluster_pb2.Diagnosis,
@@ -133,7 +133,7 @@ def _schemas() -> Json:
 
 
 def _messages(*messages: type[Message]) -> Json:
-    return {message.DESCRIPTOR.name: schema(message) for message in messages}
+    return {message.DESCRIPTOR.name: json_schema(message) for message in messages}
 
 
 def _generation() -> Json:

@@ -7,7 +7,7 @@ from google.protobuf.message import Message
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from baton.core.plain import plain
+from baton.core.proto_json import to_json
 from baton.router.edges.callers import KeyRing
 from baton.router.edges.http.answers import encode
 from baton.router.edges.http.fields import Integer, Json
@@ -34,7 +34,7 @@ class OverviewApi:
 
     async def recent(self, http: HttpRequest) -> Response:
         found = self._overview.recent(_limit(http.query_params.get("limit")))
-        return _json({"object": "list", "data": [plain(timing) for timing in found]})
+        return _json({"object": "list", "data": [to_json(timing) for timing in found]})
 
     async def timing(self, http: HttpRequest) -> Response:
         caller = self._keys.caller(http.headers.get("authorization", ""))
@@ -47,7 +47,7 @@ def _limit(given: str | None) -> int:
 
 
 def _message(message: Message) -> Response:
-    return _json(plain(message))
+    return _json(to_json(message))
 
 
 def _json(content: Json) -> Response:

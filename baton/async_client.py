@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Self, Unpack
 
 import grpc.aio
 
-from baton.answers import Answer, AnswerBuilder, Delta
+from baton.client_errors import translated
 from baton.connection import (
     CALL_SECONDS,
     CHANNEL_OPTIONS,
@@ -26,8 +26,7 @@ from baton.connection import (
     with_key,
 )
 from baton.core.errors import Cancelled, DeadlineExceeded, Unavailable
-from baton.errors import translated
-from baton.requests import (
+from baton.request_builder import (
     GenerateOptions,
     MessageLike,
     chat_request,
@@ -36,6 +35,7 @@ from baton.requests import (
     role_request,
     tokenize_request,
 )
+from baton.responses import Answer, AnswerBuilder, Delta
 from baton.timing import timing_of
 from baton.v1 import cluster_pb2, inference_pb2, timing_pb2
 from baton.v1.cluster_pb2_grpc import AdminStub
