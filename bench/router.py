@@ -57,10 +57,10 @@ TICK = os.sysconf("SC_CLK_TCK")
 STAGES = (
     ("read the workers' messages", ("router/workers/",)),
     ("wait for workers", ("router/requests/inbox.py",)),
-    ("attempts", ("attempt.py", "dispatch.py", "life.py", "wire.py")),
+    ("attempts", ("attempt.py", "dispatch.py", "retries.py", "wire.py")),
     ("text", ("router/answers/", "codecs")),
     ("measure", ("metrics.py", "ledger.py", "feedback.py", "trends.py", "prometheus_client")),
-    ("serve", ("router/requests/serving.py", "router/requests/events.py")),
+    ("serve", ("router/requests/serving.py", "router/answers/answer_events.py")),
     ("wait for clients", ("router/edges/reader.py",)),
     ("gRPC messages", ("router/edges/grpc", "grpc/")),
     ("server-sent events", ("router/edges/http", "json/", "starlette")),

@@ -12,7 +12,7 @@ from baton.router.requests.attempt import Tokens
 
 
 @dataclass(slots=True)
-class AnswerDelta:
+class TextDelta:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     # One a token, where they are asked for.
@@ -33,11 +33,11 @@ class AnswerText:
         self.stop = ""
         self.count = 0
 
-    def push(self, tokens: Tokens) -> AnswerDelta:
+    def push(self, tokens: Tokens) -> TextDelta:
         """What the new tokens add."""
         if self._stops.idle:
             return self._push_all(tokens)
-        delta = AnswerDelta()
+        delta = TextDelta()
         last = len(tokens.token_ids) - 1
         for index, token in enumerate(tokens.token_ids):
             delta.token_ids.append(token)
@@ -54,7 +54,7 @@ class AnswerText:
             self._end(tokens.finish)
         return delta
 
-    def _push_all(self, tokens: Tokens) -> AnswerDelta:
+    def _push_all(self, tokens: Tokens) -> TextDelta:
         """Without stop strings, tokens need not be looked at one by one."""
         ends_answer = tokens.finish is FinishReason.STOP
         text = self._detokenizer.push(tokens.token_ids[:-1] if ends_answer else tokens.token_ids)
@@ -62,7 +62,7 @@ class AnswerText:
         if tokens.finish:
             text += self._detokenizer.flush()
             self._end(tokens.finish)
-        return AnswerDelta(text, tokens.token_ids, list(tokens.logprobs))
+        return TextDelta(text, tokens.token_ids, list(tokens.logprobs))
 
     def _end(self, reason: FinishReason) -> None:
         self.finish = FinishReason.STOP if self._stops.hit else reason

@@ -8,12 +8,12 @@ from __future__ import annotations
 from baton.core.types import ChatPrompt, FinishReason, Request, Work
 from baton.router.answers.answer import AnswerText
 from baton.router.answers.answer_clock import AnswerClock
-from baton.router.answers.logprobs import ScoredToken, scored_prompt, scored_tokens
+from baton.router.answers.answer_events import AnswerDelta, Emit, Finished, ScoredToken, Started
+from baton.router.answers.logprobs import scored_prompt, scored_tokens
 from baton.router.answers.parts import Plain
 from baton.router.placement.placement import Placement
 from baton.router.prompts.text import Text
 from baton.router.requests.attempt import Tokens
-from baton.router.requests.events import Delta, Finished, Started, Tell
 
 
 class AnswerMaker:
@@ -25,7 +25,7 @@ class AnswerMaker:
         request: Request,
         work: Work,
         clock: AnswerClock,
-        tell: Tell,
+        emit: Emit,
         index: int,
         *,
         opened: bool,
@@ -36,7 +36,7 @@ class AnswerMaker:
         self._request = request
         self._work = work
         self._clock = clock
-        self._tell = tell
+        self._emit = emit
         self._index = index
         self._splitter = text.answers.splitter(chat, opened=opened)
         marks = not isinstance(self._splitter, Plain)
@@ -48,7 +48,7 @@ class AnswerMaker:
     def place(self, placement: Placement) -> None:
         self._placements.append(placement)
         if len(self._placements) == 1:
-            self._tell(self._started(placement))
+            self._emit(self._started(placement))
 
     def take(self, tokens: Tokens) -> bool:
         first = not self._clock.ledger.tokens
@@ -65,7 +65,7 @@ class AnswerMaker:
         if delta.token_ids or delta.text:
             scored = scored_tokens(self._text, delta.token_ids, delta.logprobs)
             said = parts.text, delta.token_ids, self._index
-            self._tell(Delta(*said, scored, parts.reasoning, parts.tool_calls, prompt_scores))
+            self._emit(AnswerDelta(*said, scored, parts.reasoning, parts.tool_calls, prompt_scores))
         return not over
 
     def finished(self) -> Finished:

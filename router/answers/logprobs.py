@@ -3,31 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from baton.core.types import Logprobs
+from baton.router.answers.answer_events import ScoredToken, TokenScore
 from baton.router.prompts.text import Text
-
-
-@dataclass(frozen=True, slots=True)
-class TokenScore:
-    token_id: int
-    # What the token stands for: UTF-8, maybe half a character.
-    data: bytes
-    # None for a prompt's first token, which nothing stands before.
-    logprob: float | None
-
-    @property
-    def text(self) -> str:
-        return self.data.decode(errors="replace")
-
-
-@dataclass(frozen=True, slots=True)
-class ScoredToken:
-    """A token of an answer or a prompt, and the likeliest in its place, best first."""
-
-    chosen: TokenScore
-    top: tuple[TokenScore, ...]
 
 
 def scored_tokens(

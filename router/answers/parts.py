@@ -6,22 +6,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-
-@dataclass(frozen=True, slots=True)
-class ToolCallPiece:
-    """A call, as it comes: its id and name first, then pieces of its arguments."""
-
-    index: int
-    id: str = ""
-    name: str = ""
-    arguments: str = ""
+from baton.router.answers.answer_events import ToolCallDelta
 
 
 @dataclass(slots=True)
 class Parts:
     text: str = ""
     reasoning: str = ""
-    tool_calls: list[ToolCallPiece] = field(default_factory=list)
+    tool_calls: list[ToolCallDelta] = field(default_factory=list)
 
     def __add__(self, other: Parts) -> Parts:
         return Parts(

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton.core.types import Tool
-from baton.router.prompts.grammar import ONE_LINE
+from baton.router.prompts.output_grammar import ONE_LINE
 
 SpecialId = Callable[[str], int | None]
 """The id of what is one special token, which no text can stand for; None for anything else."""

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from enum import Enum, auto
 
+from baton.router.answers.answer_events import ToolCallDelta
 from baton.router.answers.call_reader import CallReader, Malformed, NamedCallReader
-from baton.router.answers.parts import Parts, ToolCallPiece, held_back
+from baton.router.answers.parts import Parts, held_back
 from baton.router.answers.tool_format import ToolFormat
 
 _SPACE = " \t\r\n"
@@ -124,10 +125,10 @@ class ToolCallParser:
         told = self._reader.push(character)
         pieces = []
         if told.name:
-            pieces.append(ToolCallPiece(self._calls, self._form.new_id(), told.name))
+            pieces.append(ToolCallDelta(self._calls, self._form.new_id(), told.name))
             self._calls += 1
         if told.arguments:
-            pieces.append(ToolCallPiece(self._calls - 1, arguments=told.arguments))
+            pieces.append(ToolCallDelta(self._calls - 1, arguments=told.arguments))
         if self._reader.name:
             self._read = ""
         if self._reader.done:

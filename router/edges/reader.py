@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from baton.core.errors import SlowReader
-from baton.router.requests.events import Delta, Event, Tell
+from baton.router.answers.answer_events import AnswerDelta, AnswerEvent, Emit
 
 
 class AnswerBuffer:
@@ -21,36 +21,36 @@ class AnswerBuffer:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._events: deque[Event] = deque()
+        self._events: deque[AnswerEvent] = deque()
         self._waiting = 0  # tokens
         self._closed = False
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
         # Writes an event without waiting; False when that cannot be, and nothing is written.
-        self.write_now: Callable[[Event], bool] = lambda event: False
+        self.write_now: Callable[[AnswerEvent], bool] = lambda event: False
 
     @property
     def _reader_waits(self) -> bool:
         """Whether the reader has written all that came, and is not called yet."""
         return self._waiter is not None and not self._waiter.done()
 
-    def put(self, event: Event) -> None:
+    def put(self, event: AnswerEvent) -> None:
         """Raises SlowReader when more than the limit's tokens would wait."""
         if self._reader_waits and self.write_now(event):
             return
-        if isinstance(event, Delta):
+        if isinstance(event, AnswerDelta):
             self._join(event)
         else:
             self._events.append(event)
         self._wake()
 
-    def _join(self, delta: Delta) -> None:
+    def _join(self, delta: AnswerDelta) -> None:
         if self._waiting and self._waiting + len(delta.token_ids) > self._limit:
             raise SlowReader(f"{self._waiting} tokens of the answer were not read in time")
         self._waiting += len(delta.token_ids)
         for place, event in enumerate(self._events):
-            if isinstance(event, Delta) and event.index == delta.index:
-                self._events[place] = Delta(
+            if isinstance(event, AnswerDelta) and event.index == delta.index:
+                self._events[place] = AnswerDelta(
                     event.text + delta.text,
                     event.token_ids + delta.token_ids,
                     delta.index,
@@ -76,7 +76,7 @@ class AnswerBuffer:
     def __aiter__(self) -> AnswerBuffer:
         return self
 
-    async def __anext__(self) -> Event:
+    async def __anext__(self) -> AnswerEvent:
         while not self._events and not self._closed:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -86,16 +86,16 @@ class AnswerBuffer:
             raise self._error
         raise StopAsyncIteration
 
-    def _take(self) -> Event:
+    def _take(self) -> AnswerEvent:
         event = self._events.popleft()
-        if isinstance(event, Delta):
+        if isinstance(event, AnswerDelta):
             self._waiting -= len(event.token_ids)
         return event
 
 
 @asynccontextmanager
 async def reading(
-    make: Callable[[Tell], Awaitable[None]], limit: int
+    make: Callable[[Emit], Awaitable[None]], limit: int
 ) -> AsyncIterator[AnswerBuffer]:
     """An answer that is made at its own pace, however fast it is read. Leaving ends it."""
     buffer = AnswerBuffer(limit)

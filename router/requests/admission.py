@@ -7,6 +7,7 @@ for; all others wait here, where they are seen, counted and bounded.
 from __future__ import annotations
 
 import asyncio
+import bisect
 import contextlib
 import itertools
 import time
@@ -16,14 +17,18 @@ from baton.core.config import RouterConfig
 from baton.core.errors import BatonError, Exhausted, LayoutMismatch, Unavailable
 from baton.router.observe.metrics import RouterMetrics
 from baton.router.placement.placement import Placement, Suspicion
-from baton.router.requests.life import RequestLife
-from baton.router.requests.line import Line
+from baton.router.requests.retries import RetryState
 from baton.router.workers.link import WorkerLink
 from baton.router.workers.membership import Membership
 
+SHORTEST_RETRY_SECONDS = 1.0
+LONGEST_RETRY_SECONDS = 60.0
+# Of the time between two admissions, how much the latest one says.
+LATEST_SHARE = 0.2
+
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class Assignment:
     """The workers of one attempt."""
 
     placement: Placement
@@ -37,18 +42,62 @@ class Seat:
         return [link for link in (self.prefill, self.decode) if link]
 
     @property
-    def reader(self) -> WorkerLink:
+    def prefiller(self) -> WorkerLink:
         """The worker that reads the prompt."""
         link = self.prefill or self.decode
         assert link is not None
         return link
 
     @property
-    def first(self) -> WorkerLink:
+    def responder(self) -> WorkerLink:
         """The worker whose answer says that the request no longer waits there."""
         link = self.decode or self.prefill
         assert link is not None
         return link
+
+
+class WaitQueue:
+    """Requests that wait for a worker with room, in order of arrival. A retried request keeps its
+    place and is never refused. No I/O and no clock."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._waiting: list[int] = []  # by order of arrival
+        self._admitted_at: float | None = None
+        self._interval = 0.0  # between two admissions, smoothed
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def head(self) -> int | None:
+        return self._waiting[0] if self._waiting else None
+
+    @property
+    def retry_after(self) -> float:
+        """Seconds until the requests that wait now are likely to be admitted."""
+        expected = self._interval * len(self._waiting)
+        return min(max(expected, SHORTEST_RETRY_SECONDS), LONGEST_RETRY_SECONDS)
+
+    def join(self, order: int, *, retry: bool = False) -> None:
+        """Raises Exhausted when the queue is full, unless the request is a retry."""
+        if len(self._waiting) >= self._limit and not retry:
+            raise Exhausted(
+                f"{len(self._waiting)} requests wait already; try again later",
+                retry_after=self.retry_after,
+            )
+        bisect.insort(self._waiting, order)
+
+    def leave(self, order: int) -> None:
+        """No effect when it is not in the queue."""
+        if order in self._waiting:
+            self._waiting.remove(order)
+
+    def admitted(self, now: float) -> None:
+        """The head has been assigned its workers."""
+        if self._admitted_at is not None:
+            self._interval += LATEST_SHARE * (now - self._admitted_at - self._interval)
+        self._admitted_at = now
 
 
 class Admission:
@@ -58,7 +107,7 @@ class Admission:
         self._membership = membership
         self._config = config
         self._metrics = metrics
-        self._line = Line(config.max_queued)
+        self._queue = WaitQueue(config.max_queued)
         # Suspects may have to wait for each other. They stand aside, so that others do not wait
         # for them, and look first.
         self._aside: set[int] = set()
@@ -75,7 +124,7 @@ class Admission:
     @property
     def retry_after(self) -> float:
         """Seconds after which a request that is refused now may be let in."""
-        return self._line.retry_after
+        return self._queue.retry_after
 
     def arrive(self) -> int:
         """A request's place among all others, for as long as it lives."""
@@ -94,20 +143,20 @@ class Admission:
         obstacle = self._membership.obstacle
         return obstacle is None or isinstance(obstacle, LayoutMismatch)
 
-    async def seat(self, order: int, life: RequestLife) -> Seat:
+    async def assign(self, order: int, state: RetryState) -> Assignment:
         """Waits for workers with room. The caller counts the request on them at once."""
         began = time.monotonic()
-        if life.suspicion is Suspicion.NONE:
-            self._line.join(order, again=life.is_retry)
+        if state.suspicion is Suspicion.NONE:
+            self._queue.join(order, retry=state.is_retry)
         else:
             self._aside.add(order)
         waiter = self._waiters[order] = asyncio.Event()
         self._count()
         try:
             while True:
-                found = self._find(order, life)
-                if isinstance(found, Seat):
-                    self._line.admitted(time.monotonic())
+                found = self._find(order, state)
+                if isinstance(found, Assignment):
+                    self._queue.admitted(time.monotonic())
                     self._membership.placed += 1
                     self._metrics.queued("router", time.monotonic() - began)
                     return found
@@ -115,7 +164,7 @@ class Admission:
                 _raise_if_final(found, deadline - time.monotonic())
                 await _wait(waiter, deadline)
         finally:
-            self._line.leave(order)
+            self._queue.leave(order)
             self._aside.discard(order)
             del self._waiters[order]
             self._count()
@@ -124,21 +173,21 @@ class Admission:
 
     def wake(self) -> None:
         """Something changed: who stands aside looks again, and then the first in line."""
-        for order in (*sorted(self._aside), self._line.head):
+        for order in (*sorted(self._aside), self._queue.head):
             if order is not None:
                 self._waiters[order].set()
 
-    def _find(self, order: int, life: RequestLife) -> Seat | BatonError:
-        found = self._membership.choose(life.next_work, life.suspicion)
+    def _find(self, order: int, state: RetryState) -> Assignment | BatonError:
+        found = self._membership.choose(state.next_work, state.suspicion)
         if isinstance(found, BatonError):
             return self._with_retry(found)
-        if order not in self._aside and order != self._line.head:
+        if order not in self._aside and order != self._queue.head:
             return self._with_retry(Exhausted("requests that came earlier are still waiting"))
         names = found.prefill, found.decode, found.fetch.holder if found.fetch else ""
-        return Seat(found, *map(self._membership.find, names))
+        return Assignment(found, *map(self._membership.find, names))
 
     def _with_retry(self, error: BatonError) -> BatonError:
-        error.retry_after = self._line.retry_after
+        error.retry_after = self._queue.retry_after
         return error
 
     def _look(self) -> None:

@@ -54,7 +54,7 @@ class Tokens(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class AttemptEnded:
     """The attempt is over without the answer's end."""
 
     error: BatonError
@@ -81,8 +81,8 @@ class LinkLost:
 
 
 # A worker's message about one attempt, its part of a step, or the end of a link.
-Event = pb.WorkerMessage | pb.StepTokens | LinkLost
-Action = Send | Tokens | Ended
+AttemptEvent = pb.WorkerMessage | pb.StepTokens | LinkLost
+Action = Send | Tokens | AttemptEnded
 
 
 class Attempt:
@@ -122,7 +122,7 @@ class Attempt:
         prefill = pb.Prefill(work=work, receiver=self._decode_agent, holder=self._holder())
         return [*sends, self._hold(Side.PREFILL, pb.RouterMessage(prefill=prefill))]
 
-    def take(self, event: Event) -> list[Action]:
+    def take(self, event: AttemptEvent) -> list[Action]:
         """What an event leads to, in order."""
         if isinstance(event, pb.StepTokens):
             return self._step(event)
@@ -139,9 +139,9 @@ class Attempt:
                 return [_ended(event.failed)]
         return []
 
-    def time_out(self, seconds: float) -> Ended:
+    def time_out(self, seconds: float) -> AttemptEnded:
         """Nothing has come for `seconds`, which is too long."""
-        return Ended(DeadlineExceeded(f"no token within {seconds:g} seconds"), retry=False)
+        return AttemptEnded(DeadlineExceeded(f"no token within {seconds:g} seconds"), retry=False)
 
     def release(self) -> list[Send]:
         """Lets go of whatever the workers still hold."""
@@ -172,7 +172,7 @@ class Attempt:
         if lost.died:
             self._held.discard(side)
         error = WorkerLost(f"worker {lost.worker_id} was lost: {lost.reason}")
-        return [Ended(error, retry=True, death=lost.died, company=lost.company)]
+        return [AttemptEnded(error, retry=True, death=lost.died, company=lost.company)]
 
     def _pass_on(self, reserved: pb.Reserved) -> list[Action]:
         self.queued = False
@@ -214,6 +214,6 @@ class Attempt:
         return []
 
 
-def _ended(failed: pb.Failed) -> Ended:
+def _ended(failed: pb.Failed) -> AttemptEnded:
     error = failed_from(failed)
-    return Ended(error, retry=failed.retry, hearsay=isinstance(error, WorkerLost))
+    return AttemptEnded(error, retry=failed.retry, hearsay=isinstance(error, WorkerLost))

@@ -1,9 +1,9 @@
-"""One request's whole life on the workers: attempts, until one of them reaches the end.
+"""One request's life on the workers: attempts, until one of them reaches the end.
 
 place ─▶ attempt (router/requests/attempt.py) ─▶ last token
   ▲         │
   └─────────┘ a worker was lost, drained or out of room: go on elsewhere, behind
-              what was emitted (router/requests/life.py)
+              what was emitted (router/requests/retries.py)
 
 What is decided is decided there, without I/O; here it is carried out.
 """
@@ -24,11 +24,11 @@ from baton.router.observe.ledger import AnswerLedger
 from baton.router.observe.metrics import RouterMetrics
 from baton.router.placement.placement import Placement, Suspicion
 from baton.router.placement.prompt_queue import Prompt
-from baton.router.requests.admission import Admission, Seat
-from baton.router.requests.attempt import Attempt, Ended, Event, Send, Side, Tokens
+from baton.router.requests.admission import Admission, Assignment
+from baton.router.requests.attempt import Attempt, AttemptEnded, AttemptEvent, Send, Side, Tokens
 from baton.router.requests.feedback import Feedback
 from baton.router.requests.inbox import Inbox, Rounds
-from baton.router.requests.life import RequestLife, RetryLimits
+from baton.router.requests.retries import RetryLimits, RetryState
 from baton.router.workers.membership import Membership
 from baton.v1 import worker_pb2 as pb
 
@@ -66,33 +66,35 @@ class Dispatcher:
     async def run(self, work: Work, ledger: AnswerLedger, listener: Listener) -> None:
         """Tells the listener of each attempt's placement, and of the tokens, until it wants no
         more. Cancelling this cancels the request."""
-        life = RequestLife(work, self._limits)
+        state = RetryState(work, self._limits)
         order = self._admission.arrive()
 
         def emit(tokens: Tokens) -> bool:
-            life.emit(tokens)
+            state.emit(tokens)
             return listener.take(tokens)
 
         while True:
-            seat = await self._admission.seat(order, life)
-            running = self._run(life.begin(seat.placement), seat, life.suspicion, ledger)
+            assignment = await self._admission.assign(order, state)
+            running = self._run(
+                state.begin(assignment.placement), assignment, state.suspicion, ledger
+            )
             try:
                 running.start()
-                ledger.place(life.placements[-1])
-                self._metrics.placed(life.placements[-1])
-                listener.place(life.placements[-1])
+                ledger.place(state.placements[-1])
+                self._metrics.placed(state.placements[-1])
+                listener.place(state.placements[-1])
                 ended = await running.follow(emit)
             finally:
                 running.release()
             if ended is None:
                 return
-            self._retry(life, seat, await self._confirmed(running, ended))
-            await asyncio.sleep(life.delay)
+            self._retry(state, assignment, await self._confirmed(running, ended))
+            await asyncio.sleep(state.delay)
             ledger.lose()
 
-    async def probe(self, work: Work, seat: Seat, seconds: float) -> str:
+    async def probe(self, work: Work, assignment: Assignment, seconds: float) -> str:
         """Has given workers make one token. What went wrong; empty when nothing did."""
-        running = self._run(work, seat, Suspicion.NONE)
+        running = self._run(work, assignment, Suspicion.NONE)
         try:
             running.start()
             async with asyncio.timeout(seconds):
@@ -104,13 +106,19 @@ class Dispatcher:
             running.release()
 
     def _run(
-        self, work: Work, seat: Seat, suspicion: Suspicion, ledger: AnswerLedger | None = None
+        self,
+        work: Work,
+        assignment: Assignment,
+        suspicion: Suspicion,
+        ledger: AnswerLedger | None = None,
     ) -> Running:
         inbox = Inbox(self._rounds)
-        feedback = Feedback(work, seat, self._membership, self._metrics, ledger)
-        return Running(work, seat, suspicion, inbox, feedback, self._config, self._admission.wake)
+        feedback = Feedback(work, assignment, self._membership, self._metrics, ledger)
+        return Running(
+            work, assignment, suspicion, inbox, feedback, self._config, self._admission.wake
+        )
 
-    async def _confirmed(self, running: Running, ended: Ended) -> Ended:
+    async def _confirmed(self, running: Running, ended: AttemptEnded) -> AttemptEnded:
         """How an attempt ended. Where that is hearsay, whether a worker died of those it had."""
         if not ended.hearsay:
             return ended
@@ -121,11 +129,11 @@ class Dispatcher:
             ended, death=running.has_lost_a_worker, company=running.has_company
         )
 
-    def _retry(self, life: RequestLife, seat: Seat, ended: Ended) -> None:
+    def _retry(self, state: RetryState, assignment: Assignment, ended: AttemptEnded) -> None:
         """Returns when there is another attempt; raises the request's error when there is not."""
-        if isinstance(ended.error, WorkerLost) and seat.prefill and seat.decode:
-            self._membership.reconnect(seat.prefill, seat.decode)
-        error = life.end(ended)
+        if isinstance(ended.error, WorkerLost) and assignment.prefill and assignment.decode:
+            self._membership.reconnect(assignment.prefill, assignment.decode)
+        error = state.end(ended)
         if error is not None:
             raise error
         self._metrics.retried(ended.error)
@@ -138,7 +146,7 @@ class Running:
     def __init__(
         self,
         work: Work,
-        seat: Seat,
+        assignment: Assignment,
         suspicion: Suspicion,
         inbox: Inbox,
         feedback: Feedback,
@@ -148,40 +156,40 @@ class Running:
         """`on_room` is called when a worker may be sent another request in place of this one."""
         self._inbox = inbox
         self._emit: Callable[[Tokens], bool] = lambda tokens: True
-        self._ended: Ended | None = None
+        self._ended: AttemptEnded | None = None
         self._config = config
-        self._seat = seat
+        self._assignment = assignment
         self._feedback = feedback
         self._on_room = on_room
         self._suspicion = suspicion
-        self._links = {Side.PREFILL: seat.prefill, Side.DECODE: seat.decode}
+        self._links = {Side.PREFILL: assignment.prefill, Side.DECODE: assignment.decode}
         self._prompt: Prompt | None = None  # until it has been read
         self._unanswered = 0
-        self._cache = seat.reader.cache  # that of the process which reads the prompt
-        self._agents = [link.agent for link in seat.links]
-        workers = seat.prefill, seat.decode, seat.holder
+        self._cache = assignment.prefiller.cache  # that of the process which reads the prompt
+        self._agents = [link.agent for link in assignment.links]
+        workers = assignment.prefill, assignment.decode, assignment.holder
         agents = [link.agent if link else "" for link in workers]
-        self.attempt = Attempt(work, seat.placement, *agents)
+        self.attempt = Attempt(work, assignment.placement, *agents)
 
     @property
     def has_lost_a_worker(self) -> bool:
         """Whether the process of one of its workers is gone, or cannot be reached."""
-        return [link.agent for link in self._seat.links] != self._agents
+        return [link.agent for link in self._assignment.links] != self._agents
 
     @property
     def has_company(self) -> bool:
         """Whether other suspects are on its workers."""
-        return any(link.suspects for link in self._seat.links)
+        return any(link.suspects for link in self._assignment.links)
 
     def start(self) -> None:
         self._cache.promise(self.attempt.work.page_keys)
-        for link in self._seat.links:
+        for link in self._assignment.links:
             link.open(self.attempt.work.key, self._inbox)
         self._count_suspect(+1)
         self._count()
         self._send(self.attempt.start())
 
-    async def follow(self, emit: Callable[[Tokens], bool]) -> Ended | None:
+    async def follow(self, emit: Callable[[Tokens], bool]) -> AttemptEnded | None:
         """Has `emit` called with the tokens as they come, until it wants no more. How the attempt
         ended, if it did before."""
         self._emit = emit
@@ -195,7 +203,7 @@ class Running:
         config = self._config
         return config.stall_timeout if self.attempt.decoding else config.first_token_timeout
 
-    def take(self, events: list[Event]) -> bool:
+    def take(self, events: list[AttemptEvent]) -> bool:
         """Passes on the tokens that events bring, if they do."""
         tokens = self._tokens(events)
         if tokens is not None and not self._emit(tokens):
@@ -204,7 +212,7 @@ class Running:
             return False
         return self._ended is None
 
-    def _tokens(self, events: list[Event]) -> Tokens | None:
+    def _tokens(self, events: list[AttemptEvent]) -> Tokens | None:
         """Does what events lead to, up to what ends the attempt."""
         tokens: list[Tokens] = []
         for event in events:
@@ -212,7 +220,7 @@ class Running:
             for action in self.attempt.take(event):
                 if isinstance(action, Tokens):
                     tokens.append(action)
-                elif isinstance(action, Ended):
+                elif isinstance(action, AttemptEnded):
                     self._ended = action
                 else:
                     self._send([action])
@@ -222,7 +230,7 @@ class Running:
             self._count()
         return joined(tokens) if tokens else None
 
-    def _learn(self, event: Event) -> None:
+    def _learn(self, event: AttemptEvent) -> None:
         if isinstance(event, pb.StepTokens):
             self._feedback.take_step(event)
         elif isinstance(event, pb.WorkerMessage):
@@ -231,7 +239,7 @@ class Running:
     def release(self) -> None:
         """Lets go of whatever the workers still hold."""
         self._send(self.attempt.release())
-        for link in self._seat.links:
+        for link in self._assignment.links:
             link.close(self.attempt.work.key)
         self._cache.settle(self.attempt.work.page_keys)
         self._count_suspect(-1)
@@ -245,7 +253,7 @@ class Running:
             link.send(send.message)
 
     def _count_suspect(self, change: int) -> None:
-        for link in self._seat.links:
+        for link in self._assignment.links:
             link.suspects += change * (self._suspicion is not Suspicion.NONE)
             link.alone += change * (self._suspicion is Suspicion.ALONE)
 
@@ -255,7 +263,7 @@ class Running:
         self._count_as(reading=not read, unanswered=int(attempt.queued))
 
     def _count_as(self, *, reading: bool, unanswered: int) -> None:
-        prompts = self._seat.reader.prompts
+        prompts = self._assignment.prefiller.prompts
         if reading and self._prompt is None:
             forecast = self.attempt.placement.forecast
             cached = forecast.cached_tokens if forecast else 0
@@ -263,7 +271,7 @@ class Running:
         elif not reading and self._prompt is not None:
             prompts.remove(self._prompt)
             self._prompt = None
-        self._seat.first.unanswered += unanswered - self._unanswered
+        self._assignment.responder.unanswered += unanswered - self._unanswered
         answered = unanswered < self._unanswered
         self._unanswered = unanswered
         if answered:

@@ -15,7 +15,7 @@ from baton.router.observe.ledger import AnswerLedger
 from baton.router.observe.metrics import RouterMetrics
 from baton.router.placement.cost_model import CostModel
 from baton.router.placement.placement import Forecast
-from baton.router.requests.admission import Seat
+from baton.router.requests.admission import Assignment
 from baton.router.workers.link import WorkerLink
 from baton.v1 import worker_pb2 as pb
 
@@ -39,13 +39,13 @@ class Feedback:
     def __init__(
         self,
         work: Work,
-        seat: Seat,
+        assignment: Assignment,
         cluster: Cluster,
         metrics: RouterMetrics,
         ledger: AnswerLedger | None = None,
     ) -> None:
         self._tokens = len(work.prompt_tokens)
-        self._seat = seat
+        self._assignment = assignment
         self._cluster = cluster
         self._costs = cluster.costs
         self._metrics = metrics
@@ -60,21 +60,21 @@ class Feedback:
             self._metrics.queued("decode", tokens.queue_seconds)
         if self._ledger is not None:
             self._ledger.hear_step(tokens)
-        if self._read or self._seat.prefill:
+        if self._read or self._assignment.prefill:
             return
-        if forecast := self._seat.placement.forecast:
+        if forecast := self._assignment.placement.forecast:
             self._note_local(tokens, forecast)
 
     def take(self, event: pb.WorkerMessage) -> None:
         self._metrics.attempt_event(event)
         if self._ledger is not None:
             self._ledger.hear(event)
-        forecast = self._seat.placement.forecast
+        forecast = self._assignment.placement.forecast
         if forecast is None:
             return
         match event.WhichOneof("kind"):
             case "reserved":
-                self._note_cached("decode", self._seat.decode, event.reserved.cached_tokens)
+                self._note_cached("decode", self._assignment.decode, event.reserved.cached_tokens)
             case "first_token" if not self._read:
                 self._note_prefill(event.first_token, forecast)
             case "pushed":
@@ -94,7 +94,7 @@ class Feedback:
 
     def _note_fetch(self, first: pb.FirstToken) -> None:
         """One that came to nothing teaches too, as if all had come when it was given up."""
-        fetch, pool = self._seat.placement.fetch, self._seat.reader.pool
+        fetch, pool = self._assignment.placement.fetch, self._assignment.prefiller.pool
         tokens = first.fetched_tokens or (fetch.tokens if fetch else 0)
         size = tokens // max(pool.layout.page_size, 1) * pool.page_bytes
         self._costs.note_fetch(size, first.fetch_seconds)
@@ -120,7 +120,7 @@ class Feedback:
 
     def _note_read(self, cached_tokens: int, forecast: Forecast) -> None:
         self._read = True
-        self._note_cached("reader", self._seat.reader, cached_tokens)
+        self._note_cached("reader", self._assignment.prefiller, cached_tokens)
         measured = time.monotonic() - self._began
         self._metrics.forecast(forecast.first_token_seconds, measured)
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from baton.router.requests.attempt import Event
+from baton.router.requests.attempt import AttemptEvent
 
 PAUSE = 0.5
 """Between two rounds, as a part of the time that the first one took."""
@@ -28,7 +28,7 @@ class Follower(Protocol):
     def patience(self) -> float:
         """For how many seconds nothing may come."""
 
-    def take(self, events: list[Event]) -> bool:
+    def take(self, events: list[AttemptEvent]) -> bool:
         """Passes on what came. Whether more is wanted."""
 
 
@@ -77,13 +77,13 @@ class Inbox:
     def __init__(self, rounds: Rounds) -> None:
         self._rounds = rounds
         self._loop = asyncio.get_running_loop()
-        self._events: list[Event] = []
+        self._events: list[AttemptEvent] = []
         self._follower: Follower | None = None
         self._over: asyncio.Future[bool] = self._loop.create_future()
         self._deadline = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
-    def put_nowait(self, event: Event) -> None:
+    def put_nowait(self, event: AttemptEvent) -> None:
         self._events.append(event)
         if len(self._events) == 1 and self._follower:
             self._rounds.join(self._hand_over)

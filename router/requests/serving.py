@@ -3,7 +3,7 @@
 Between the edge and the dispatcher: the prompt becomes tokens, the tokens become
 text, stop strings end the answer (router/answers/answer_maker.py), and the times are
 measured (router/observe/ledger.py). Tokens are pushed: whatever a worker's message adds to
-an answer is told to the edge before the next answer's turn comes. Several answers
+an answer is emitted to the edge before the next answer's turn comes. Several answers
 to one request share its prompt's tokens and its fate; each is dispatched by itself,
 may be tried again by itself, and has a seed of its own.
 """
@@ -15,7 +15,7 @@ import dataclasses
 import math
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -41,18 +41,17 @@ from baton.core.types import (
     Work,
 )
 from baton.router.answers.answer_clock import AnswerClock
+from baton.router.answers.answer_events import AnswerEvent, Emit, Started
 from baton.router.answers.answer_maker import AnswerMaker
 from baton.router.observe.demand import Demand
 from baton.router.observe.ledger import AnswerLedger, Ledgers, RequestLedger
 from baton.router.observe.metrics import RouterMetrics
 from baton.router.observe.trends import Trends
-from baton.router.prompts.grammar import behind_thoughts, either, grammar_of
+from baton.router.prompts.output_grammar import behind_thoughts, either, grammar_of
 from baton.router.prompts.prompt import read_prompt
 from baton.router.prompts.text import Text
 from baton.router.requests.admission import Admission
 from baton.router.requests.dispatch import Dispatcher
-from baton.router.requests.events import Event, Started, Tell
-from baton.router.requests.together import together
 from baton.router.workers.membership import Membership
 
 GRAMMAR_SECONDS = 5.0
@@ -83,7 +82,7 @@ class Serving:
         self.draining = False  # no new requests are taken
 
     async def generate(
-        self, request: Request, ledger: RequestLedger, tell: Tell, place: int = 0
+        self, request: Request, ledger: RequestLedger, emit: Emit, place: int = 0
     ) -> None:
         """Tells of the answers as they are made. Cancelling this cancels the request.
 
@@ -95,7 +94,7 @@ class Serving:
         self._count(+request.n)
         try:
             entries = ledger.answers[place * request.n : (place + 1) * request.n]
-            reasons = await self._answers(request, entries, tell)
+            reasons = await self._answers(request, entries, emit)
             outcome = reasons[-1].name
         except Exception as error:
             outcome = error.reason if isinstance(error, BatonError) else Internal.reason
@@ -132,34 +131,34 @@ class Serving:
         return await loop.run_in_executor(self._threads, work, *arguments)
 
     async def _answers(
-        self, request: Request, entries: Sequence[AnswerLedger], tell: Tell
+        self, request: Request, entries: Sequence[AnswerLedger], emit: Emit
     ) -> list[FinishReason]:
         """Why each answer to the request has ended."""
         prepared = await self._prepare(request, entries)
         self._check_deadline(request, prepared.work)
         self._metrics.prompt_tokens.inc(len(prepared.work.prompt_tokens))
         if request.n > 1:
-            tell = _started_once(tell)
-        return await together(
-            [self._answer(request, prepared, tell, *entry) for entry in enumerate(entries)]
+            emit = _started_once(emit)
+        return await gather_all(
+            [self._answer(request, prepared, emit, *entry) for entry in enumerate(entries)]
         )
 
     async def _answer(
-        self, request: Request, prepared: _Prepared, tell: Tell, index: int, ledger: AnswerLedger
+        self, request: Request, prepared: _Prepared, emit: Emit, index: int, ledger: AnswerLedger
     ) -> FinishReason:
         work = _work_for(prepared.work, index)
         clock = AnswerClock(self._metrics, self.trends, self.demand, self._membership.costs, ledger)
-        maker = AnswerMaker(self.text, request, work, clock, tell, index, opened=prepared.opened)
+        maker = AnswerMaker(self.text, request, work, clock, emit, index, opened=prepared.opened)
         await self.dispatcher.run(work, ledger, maker)
         clock.end(self._membership.page_size)
         finished = maker.finished()
         self._membership.costs.note_answer(finished.completion_tokens)
-        tell(finished)
+        emit(finished)
         return finished.reason
 
     async def _prepare(self, request: Request, entries: Sequence[AnswerLedger]) -> _Prepared:
         """What workers are to do, for the first answer."""
-        # Workers tell how much they hold, so some must be there.
+        # Workers report how much they hold, so some must be there.
         await self.admission.wait_ready()
         context = self._membership.context_length()
         read = await self._off_loop(
@@ -257,20 +256,34 @@ class _Prepared:
     opened: bool
 
 
-def _started_once(tell: Tell) -> Tell:
+def _started_once(emit: Emit) -> Emit:
     """The first answer that is placed starts the request."""
     started = False
 
-    def told(event: Event) -> None:
+    def emit_once(event: AnswerEvent) -> None:
         nonlocal started
         if not (started and isinstance(event, Started)):
-            tell(event)
+            emit(event)
         started = True
 
-    return told
+    return emit_once
 
 
 def _work_for(work: Work, index: int) -> Work:
     """The same work for another answer: with a name and a seed of its own."""
     key = AttemptKey(f"{work.key.request_id}#{index}", work.key.epoch)
     return dataclasses.replace(work, key=key, sampling=work.sampling.for_answer(index))
+
+
+async def gather_all(works: Sequence[Coroutine[None, None, Result]]) -> list[Result]:
+    """The results in order. An error of one, or cancelling this, cancels all of them and waits for
+    their ends."""
+    if len(works) == 1:
+        return [await works[0]]
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -12,7 +12,7 @@ import uuid
 
 from baton.core.types import AttemptKey, Role, Sampling, Work
 from baton.router.placement.placement import Placement, Policy, Reason
-from baton.router.requests.admission import Seat
+from baton.router.requests.admission import Assignment
 from baton.router.requests.dispatch import Dispatcher
 from baton.router.workers.link import WorkerLink
 from baton.router.workers.membership import Membership
@@ -36,7 +36,7 @@ def _is_idle(link: WorkerLink) -> bool:
 
 
 async def _test(link: WorkerLink, dispatcher: Dispatcher) -> None:
-    problem = await dispatcher.probe(_work(), _seat(link), ANSWER_SECONDS)
+    problem = await dispatcher.probe(_work(), _assignment(link), ANSWER_SECONDS)
     if problem:
         log.warning("worker %s failed its canary: %s", link.worker_id, problem)
     if link.welcome:
@@ -48,8 +48,8 @@ def _work() -> Work:
     return Work(AttemptKey(f"canary-{uuid.uuid4().hex}", 1), [0], Sampling(), 1, frozenset())
 
 
-def _seat(link: WorkerLink) -> Seat:
+def _assignment(link: WorkerLink) -> Assignment:
     name = link.worker_id
     if link.role is Role.PREFILL:
-        return Seat(Placement(name, "", Policy.PREFILL, code=Reason.CANARY), link, None)
-    return Seat(Placement("", name, Policy.LOCAL, code=Reason.CANARY), None, link)
+        return Assignment(Placement(name, "", Policy.PREFILL, code=Reason.CANARY), link, None)
+    return Assignment(Placement("", name, Policy.LOCAL, code=Reason.CANARY), None, link)

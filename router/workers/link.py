@@ -31,7 +31,7 @@ from baton.core.wire import role_from, role_to
 from baton.router.placement.cache_index import HeldPages
 from baton.router.placement.placement import Suspicion
 from baton.router.placement.prompt_queue import PromptQueue
-from baton.router.requests.attempt import Event, LinkLost
+from baton.router.requests.attempt import AttemptEvent, LinkLost
 from baton.router.workers.health import BusyShare, Heartbeat, PingFence, StepPace
 from baton.rpc import open_channel
 from baton.v1 import worker_pb2 as pb
@@ -47,7 +47,7 @@ Call = grpc.aio.StreamStreamCall[pb.RouterMessage, pb.WorkerMessage]
 
 
 class Inbox(Protocol):
-    def put_nowait(self, event: Event) -> None: ...
+    def put_nowait(self, event: AttemptEvent) -> None: ...
 
 
 _ATTEMPT_KINDS = ("first_token", "reserved", "pushed", "failed")

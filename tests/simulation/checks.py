@@ -67,7 +67,7 @@ class Checks:
                 if request.outcome == Internal.reason and not broken:
                     raise Violation(f"{request.name} failed with another request")
                 self._counts[request.outcome] += 1
-                self._counts["retries"] += max(len(request.life.placements) - 1, 0)
+                self._counts["retries"] += max(len(request.retries.placements) - 1, 0)
                 if not self._cluster.faults:
                     self._undisturbed(request)
         for worker in self._cluster.workers.values():
@@ -94,7 +94,7 @@ class Checks:
         if request.outcome != "finished":
             raise Violation(f"{request.name} failed without a fault: {request.outcome}")
         # Where both pools are full, the youngest prompt has to go and come back.
-        reasons = [placement.reason for placement in request.life.placements[1:]]
+        reasons = [placement.reason for placement in request.retries.placements[1:]]
         disturbed = any("pool is full" not in reason for reason in reasons)
         if disturbed and not self._cluster.fabric.damage:
             raise Violation(f"{request.name} was tried again without a fault: {reasons}")

@@ -14,14 +14,14 @@ from baton.router.placement.policy import choose
 from baton.router.requests.attempt import (
     Action,
     Attempt,
-    Ended,
-    Event,
+    AttemptEnded,
+    AttemptEvent,
     LinkLost,
     Send,
     Side,
     Tokens,
 )
-from baton.router.requests.life import RequestLife, RetryLimits
+from baton.router.requests.retries import RetryLimits, RetryState
 from baton.v1 import worker_pb2 as pb
 
 from .engine import reference
@@ -65,7 +65,7 @@ class SimulatedRequest:
 
     def __init__(self, work: Work) -> None:
         self.work = work
-        self.life = RequestLife(work, LIMITS)
+        self.retries = RetryState(work, LIMITS)
         self.expected = reference(work)
         self.received: list[int] = []
         self.attempt: Attempt | None = None
@@ -78,7 +78,7 @@ class SimulatedRequest:
         return self.work.key.request_id
 
     def receive(self, tokens: Tokens) -> None:
-        self.life.emit(tokens)
+        self.retries.emit(tokens)
         self.received += tokens.token_ids
         if self.received != self.expected[: len(self.received)]:
             raise Violation(f"{self.name} received {self.received}, expected {self.expected}")
@@ -252,7 +252,7 @@ class SimulatedRouter:
         if request.outcome or self.dead:
             return
         self._note_pair()
-        placed = choose(self._snapshot(), one_token=request.life.tokens_wanted == 1)
+        placed = choose(self._snapshot(), one_token=request.retries.tokens_wanted == 1)
         if isinstance(placed, Placement):
             self._begin(request, placed)
         elif self._world.now - request.waits_since > PLACEMENT_SECONDS:
@@ -265,7 +265,7 @@ class SimulatedRouter:
             raise Violation(f"{request.name} has two live attempts")
         self.placed += 1
         placement = self._with_fetch(placement)
-        work = request.life.begin(placement)
+        work = request.retries.begin(placement)
         holder = placement.fetch.holder if placement.fetch else ""
         names = placement.prefill, placement.decode, holder
         agents = [self.links[name].agent if name else "" for name in names]
@@ -296,13 +296,13 @@ class SimulatedRouter:
 
         self._world.after(SILENCE_SECONDS, check)
 
-    def _hear(self, key: AttemptKey, message: Event) -> None:
+    def _hear(self, key: AttemptKey, message: AttemptEvent) -> None:
         request = self.requests.get(key.request_id)
         attempt = request.attempt if request else None
         if request is not None and attempt is not None and attempt.work.key == key:
             self._take(request, attempt, message)
 
-    def _take(self, request: SimulatedRequest, attempt: Attempt, event: Event) -> None:
+    def _take(self, request: SimulatedRequest, attempt: Attempt, event: AttemptEvent) -> None:
         request.events += 1
         actions: list[Action] = attempt.take(event)
         for action in actions:
@@ -312,13 +312,13 @@ class SimulatedRouter:
                 if request.outcome:
                     self._release(request)
                     return
-            elif isinstance(action, Ended):
+            elif isinstance(action, AttemptEnded):
                 self._end(request, attempt, action)
                 return
             else:
                 self._send(attempt, [action])
 
-    def _end(self, request: SimulatedRequest, attempt: Attempt, ended: Ended) -> None:
+    def _end(self, request: SimulatedRequest, attempt: Attempt, ended: AttemptEnded) -> None:
         self._world.log(self.name, f"{attempt.work.key} ended: {ended.error!r}")
         self._release(request)
         self._check_silence(attempt, ended)
@@ -327,14 +327,14 @@ class SimulatedRouter:
             prefill, decode = self.links[placement.prefill], self.links[placement.decode]
             if prefill.welcome and decode.welcome:
                 self._ask_again(prefill, decode.agent)
-        error = request.life.end(ended)
+        error = request.retries.end(ended)
         if error is not None:
             self._fail(request, error)
         else:
             request.waits_since = self._world.now
-            self._world.after(request.life.delay, lambda: self._place(request))
+            self._world.after(request.retries.delay, lambda: self._place(request))
 
-    def _check_silence(self, attempt: Attempt, ended: Ended) -> None:
+    def _check_silence(self, attempt: Attempt, ended: AttemptEnded) -> None:
         """Who says that a peer is silent must not count as connected to it."""
         silent = "the receiving worker has been silent" in ended.error.message
         if silent and attempt._decode_agent in self.links[attempt.placement.prefill].reaches:

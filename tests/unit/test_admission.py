@@ -12,8 +12,8 @@ from baton.core.config import Config, RouterConfig
 from baton.core.errors import Unavailable
 from baton.core.types import AttemptKey, Sampling, Work
 from baton.router.observe.metrics import RouterMetrics
-from baton.router.requests.admission import Admission, Seat
-from baton.router.requests.life import RequestLife, RetryLimits
+from baton.router.requests.admission import Admission, Assignment
+from baton.router.requests.retries import RetryLimits, RetryState
 from baton.router.workers.membership import Membership
 
 PLACEMENT_SECONDS = 0.5
@@ -33,22 +33,22 @@ async def membership() -> AsyncIterator[Membership]:
     await membership.stop()
 
 
-async def seated(admission: Admission) -> Seat:
+async def assigned(admission: Admission) -> Assignment:
     work = Work(AttemptKey("r", 1), [1, 2], Sampling(), 8, frozenset())
-    return await admission.seat(admission.arrive(), RequestLife(work, RetryLimits(2, 8)))
+    return await admission.assign(admission.arrive(), RetryState(work, RetryLimits(2, 8)))
 
 
-async def waiting_behind_another(membership: Membership, address: str) -> asyncio.Task[Seat]:
+async def waiting_behind_another(membership: Membership, address: str) -> asyncio.Task[Assignment]:
     """A request that has waited for its turn longer than it would wait for workers."""
     admission = Admission(membership, CONFIG, RouterMetrics())
     membership.set_addresses([address])
     await membership.wait_until(lambda: membership.obstacle is None)
-    first = await seated(admission)
-    first.first.unanswered += 1
-    waiting = asyncio.create_task(seated(admission))
+    first = await assigned(admission)
+    first.responder.unanswered += 1
+    waiting = asyncio.create_task(assigned(admission))
     await asyncio.sleep(PLACEMENT_SECONDS + 0.1)
     assert not waiting.done()
-    first.first.unanswered -= 1
+    first.responder.unanswered -= 1
     return waiting
 
 

@@ -9,8 +9,8 @@ from baton.router.placement.placement import Fetch, Placement, Policy
 from baton.router.requests.attempt import (
     Action,
     Attempt,
-    Ended,
-    Event,
+    AttemptEnded,
+    AttemptEvent,
     LinkLost,
     Send,
     Side,
@@ -55,7 +55,7 @@ def pushed() -> pb.WorkerMessage:
     return pb.WorkerMessage(pushed=pb.Pushed(request_id="r", epoch=3))
 
 
-def feed(made: Attempt, *events: Event) -> list[Action]:
+def feed(made: Attempt, *events: AttemptEvent) -> list[Action]:
     return [action for event in events for action in made.take(event)]
 
 
@@ -122,7 +122,7 @@ def test_token_one_counts_once() -> None:
     ],
 )
 def test_what_is_still_held_is_released(
-    placement: Placement, events: list[Event], released: list[Side]
+    placement: Placement, events: list[AttemptEvent], released: list[Side]
 ) -> None:
     made = started(placement)
     feed(made, *events)
@@ -142,14 +142,14 @@ def test_what_is_still_held_is_released(
     ],
 )
 def test_a_lost_worker_ends_the_attempt_only_while_it_is_needed(
-    events: list[Event], lost: str, ends: bool
+    events: list[AttemptEvent], lost: str, ends: bool
 ) -> None:
     made = started()
     feed(made, *events)
     actions = feed(made, LinkLost(lost, "gone"))
     assert bool(actions) is ends
     for action in actions:
-        assert isinstance(action, Ended)
+        assert isinstance(action, AttemptEnded)
         assert (action.retry, action.death) == (True, True)
         assert isinstance(action.error, WorkerLost)
 
@@ -168,7 +168,7 @@ def test_a_failure_says_whether_another_attempt_may_succeed(
     message: pb.WorkerMessage, retry: bool, hearsay: bool
 ) -> None:
     (ended,) = feed(started(), message)
-    assert isinstance(ended, Ended)
+    assert isinstance(ended, AttemptEnded)
     assert (ended.retry, ended.death, ended.hearsay) == (retry, False, hearsay)
 
 
@@ -176,13 +176,13 @@ def test_a_prefill_worker_whose_token_one_has_not_come_is_missed() -> None:
     made = started()
     assert feed(made, step(8)) == []
     (ended,) = feed(made, LinkLost("p0", "killed"))
-    assert isinstance(ended, Ended)
+    assert isinstance(ended, AttemptEnded)
     assert ended.retry
 
 
 def test_a_worker_that_only_left_did_not_die() -> None:
     (ended,) = feed(started(), LinkLost("d0", "left", died=False))
-    assert isinstance(ended, Ended)
+    assert isinstance(ended, AttemptEnded)
     assert (ended.retry, ended.death) == (True, False)
 
 
@@ -204,7 +204,7 @@ def test_waiting_too_long_is_final() -> None:
     ],
 )
 def test_it_counts_as_queued_until_a_worker_has_begun_or_promised_pages(
-    placement: Placement, events: list[Event], queued: bool
+    placement: Placement, events: list[AttemptEvent], queued: bool
 ) -> None:
     made = started(placement)
     feed(made, *events)

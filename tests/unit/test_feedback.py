@@ -9,7 +9,7 @@ from baton.core.types import AttemptKey, Sampling, Work
 from baton.router.observe.metrics import RouterMetrics
 from baton.router.placement.cost_model import CostModel, Costs
 from baton.router.placement.placement import Fetch, Forecast, Placement, Policy
-from baton.router.requests.admission import Seat
+from baton.router.requests.admission import Assignment
 from baton.router.requests.feedback import Feedback
 from baton.router.workers.health import StepPace
 from baton.router.workers.link import WorkerLink
@@ -34,9 +34,9 @@ class Known:
     prefill_busy_seconds: float = 0.0
 
 
-def seated(placement: Placement) -> Seat:
+def assigned(placement: Placement) -> Assignment:
     prefill = link("p0") if placement.prefill else None
-    return Seat(placement, prefill, link("d0"))
+    return Assignment(placement, prefill, link("d0"))
 
 
 def first(cached: int) -> pb.WorkerMessage:
@@ -51,37 +51,37 @@ def step(cached: int) -> pb.StepTokens:
 
 
 def test_a_prefills_times_are_learned_for_what_it_computed() -> None:
-    cluster, seat = Known(), seated(SPLIT)
+    cluster, assignment = Known(), assigned(SPLIT)
     costs = cluster.costs
-    feedback = Feedback(WORK, seat, cluster, RouterMetrics())
+    feedback = Feedback(WORK, assignment, cluster, RouterMetrics())
     feedback.take(first(64))
     feedback.take(pb.WorkerMessage(pushed=pb.Pushed(bytes=10**6, seconds=2.0)))
     assert costs.costs.prefill_seconds(36, 64, 200) == pytest.approx(13.0, rel=0.01)
     assert costs.costs.transfer_seconds(10**6) == pytest.approx(2.0, rel=0.01)
-    assert seat.reader is seat.prefill
-    assert (seat.reader.hit_tokens, seat.reader.read_tokens) == (64, 100)
+    assert assignment.prefiller is assignment.prefill
+    assert (assignment.prefiller.hit_tokens, assignment.prefiller.read_tokens) == (64, 100)
 
 
 def test_what_decode_had_is_counted_beside_what_prefill_had() -> None:
-    seat = seated(SPLIT)
-    feedback = Feedback(WORK, seat, Known(), RouterMetrics())
+    assignment = assigned(SPLIT)
+    feedback = Feedback(WORK, assignment, Known(), RouterMetrics())
     feedback.take(pb.WorkerMessage(reserved=pb.Reserved(cached_tokens=32)))
-    assert seat.prefill is not None
-    assert seat.decode is not None
-    assert (seat.prefill.hit_tokens, seat.decode.hit_tokens) == (0, 32)
+    assert assignment.prefill is not None
+    assert assignment.decode is not None
+    assert (assignment.prefill.hit_tokens, assignment.decode.hit_tokens) == (0, 32)
 
 
 def test_a_prompt_read_on_the_decode_worker_teaches_once() -> None:
-    cluster, seat = Known(), seated(LOCAL)
+    cluster, assignment = Known(), assigned(LOCAL)
     costs = cluster.costs
-    feedback = Feedback(WORK, seat, cluster, RouterMetrics())
+    feedback = Feedback(WORK, assignment, cluster, RouterMetrics())
     feedback.take_step(step(64))
     learned = costs.costs
     # What the worker says of its queue and its compute, as of prefill.
     assert learned.local_seconds(36, 64, 200, 3) == pytest.approx(13.0, rel=0.01)
     feedback.take_step(step(0))
     assert costs.costs == learned
-    assert (seat.reader.hit_tokens, seat.reader.read_tokens) == (64, 100)
+    assert (assignment.prefiller.hit_tokens, assignment.prefiller.read_tokens) == (64, 100)
 
 
 def fetched(tokens: int) -> pb.WorkerMessage:
@@ -93,21 +93,21 @@ def fetched(tokens: int) -> pb.WorkerMessage:
 @pytest.mark.parametrize("tokens", [64, 0])
 def test_a_fetch_is_learned_for_itself_whether_it_came_or_not(tokens: int) -> None:
     placement = Placement("p0", "d0", forecast=FORECAST, fetch=Fetch("d0", 4, 64, 9.0))
-    cluster, seat = Known(), seated(placement)
+    cluster, assignment = Known(), assigned(placement)
     costs = cluster.costs
-    assert seat.prefill is not None
+    assert assignment.prefill is not None
     pool = PoolAddress(page_bytes=10**6, layout=PoolLayout(page_size=16))
-    seat.prefill.welcome = pb.Welcome(pool=pool)
-    Feedback(WORK, seat, cluster, RouterMetrics()).take(fetched(tokens))
+    assignment.prefill.welcome = pb.Welcome(pool=pool)
+    Feedback(WORK, assignment, cluster, RouterMetrics()).take(fetched(tokens))
     assert costs.costs.fetch_seconds(4 * 10**6) == pytest.approx(3.0, rel=0.01)
     assert costs.costs.prefill_seconds(36, 64) == pytest.approx(9.0, rel=0.01)
 
 
 def test_a_canary_teaches_nothing() -> None:
-    cluster, seat = Known(), seated(Placement("p0", ""))
-    Feedback(WORK, seat, cluster, RouterMetrics()).take(first(0))
+    cluster, assignment = Known(), assigned(Placement("p0", ""))
+    Feedback(WORK, assignment, cluster, RouterMetrics()).take(first(0))
     assert cluster.costs.costs == Costs()
-    assert seat.reader.read_tokens == 0
+    assert assignment.prefiller.read_tokens == 0
 
 
 def test_steps_that_follow_each_other_tell_a_workers_pace() -> None:

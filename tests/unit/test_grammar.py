@@ -25,7 +25,7 @@ from baton.engine.sequence import Piece, Sequence
 from baton.router.answers.answer_format import AnswerFormat
 from baton.router.answers.tool_format import FORMATS, HERMES, ToolFormat
 from baton.router.answers.tool_parser import ToolCallParser
-from baton.router.prompts.grammar import ANY_OBJECT, behind_thoughts, either, grammar_of
+from baton.router.prompts.output_grammar import ANY_OBJECT, behind_thoughts, either, grammar_of
 
 PROMPT = [3, 50, 7]
 MOST = 600

@@ -23,15 +23,21 @@ from baton.core.errors import (
     WorkerLost,
 )
 from baton.core.types import FinishReason
-from baton.router.answers.logprobs import ScoredToken, TokenScore
-from baton.router.answers.parts import ToolCallPiece
+from baton.router.answers.answer_events import (
+    AnswerDelta,
+    AnswerEvent,
+    Finished,
+    ScoredToken,
+    Started,
+    TokenScore,
+    ToolCallDelta,
+)
 from baton.router.edges.http.answers import Api, Telling
 from baton.router.edges.http.chat import ChatApi
 from baton.router.edges.http.completions import CompletionsApi
 from baton.router.edges.http.errors import problem
 from baton.router.edges.http.fields import Json
 from baton.router.edges.http.openapi import document
-from baton.router.requests.events import Delta, Event, Finished, Started
 
 SECRET = "/home/someone 10.0.0.7:5100"
 
@@ -44,12 +50,12 @@ def finished(index: int, tokens: int, reason: FinishReason = FinishReason.STOP) 
     return Finished(reason, 3, tokens, "", (), index, 1, 2)
 
 
-EVENTS: list[Event] = [
+EVENTS: list[AnswerEvent] = [
     started(3),
-    Delta("a", [1], 0),
-    Delta("", [9], 1),
-    Delta("x", [2], 1),
-    Delta("b", [3], 0),
+    AnswerDelta("a", [1], 0),
+    AnswerDelta("", [9], 1),
+    AnswerDelta("x", [2], 1),
+    AnswerDelta("b", [3], 0),
     finished(0, 2),
     finished(1, 2, FinishReason.LENGTH),
 ]
@@ -148,8 +154,8 @@ def score(text: str, logprob: float) -> TokenScore:
 
 HALF = TokenScore(7, "é".encode()[:1], -3.0)
 SCORED = [
-    Delta("a", [1], 0, [ScoredToken(score("a", -0.5), (score("a", -0.5), HALF))]),
-    Delta("", [2], 0, [ScoredToken(score("bc", -4.0), (score("d", -0.25),))]),
+    AnswerDelta("a", [1], 0, [ScoredToken(score("a", -0.5), (score("a", -0.5), HALF))]),
+    AnswerDelta("", [2], 0, [ScoredToken(score("bc", -4.0), (score("d", -0.25),))]),
     finished(0, 2),
 ]
 
@@ -191,13 +197,15 @@ def test_a_completion_tells_how_likely_its_tokens_were() -> None:
 
 
 CALLED = [
-    Delta("", [1], 0, reasoning="Hm"),
-    Delta("", [2], 0, reasoning="."),
-    Delta("", [3], 0, tool_calls=[ToolCallPiece(0, "c1", "f")]),
-    Delta(
-        "", [4], 0, tool_calls=[ToolCallPiece(0, arguments="{"), ToolCallPiece(0, arguments="}")]
+    AnswerDelta("", [1], 0, reasoning="Hm"),
+    AnswerDelta("", [2], 0, reasoning="."),
+    AnswerDelta("", [3], 0, tool_calls=[ToolCallDelta(0, "c1", "f")]),
+    AnswerDelta(
+        "", [4], 0, tool_calls=[ToolCallDelta(0, arguments="{"), ToolCallDelta(0, arguments="}")]
     ),
-    Delta("", [5], 0, tool_calls=[ToolCallPiece(1, "c2", "g"), ToolCallPiece(1, arguments="{}")]),
+    AnswerDelta(
+        "", [5], 0, tool_calls=[ToolCallDelta(1, "c2", "g"), ToolCallDelta(1, arguments="{}")]
+    ),
     finished(0, 5, FinishReason.TOOL_CALLS),
 ]
 
@@ -301,11 +309,13 @@ def scored(text: str, logprob: float | None) -> ScoredToken:
     return ScoredToken(score, () if logprob is None else (TokenScore(7, b"seven", -0.5),))
 
 
-ECHOED: list[Event] = [
+ECHOED: list[AnswerEvent] = [
     started(2),
     # The prompt's first token is no part of its text.
-    Delta("a", [1], 0, [scored("a", -2.0)], prompt_logprobs=[scored("<s>", None), scored("p", -1)]),
-    Delta("b", [3], 0, [scored("b", -3.0)]),
+    AnswerDelta(
+        "a", [1], 0, [scored("a", -2.0)], prompt_logprobs=[scored("<s>", None), scored("p", -1)]
+    ),
+    AnswerDelta("b", [3], 0, [scored("b", -3.0)]),
     finished(0, 2),
 ]
 

@@ -21,7 +21,7 @@ from baton.core.types import (
 from baton.router.edges.http.fields import Json
 from baton.router.edges.http.generation import Asked
 from baton.router.edges.http.openapi import document
-from baton.router.prompts.grammar import ANY_OBJECT
+from baton.router.prompts.output_grammar import ANY_OBJECT
 
 
 def test_what_is_not_set_is_as_the_api_says() -> None:

@@ -24,13 +24,13 @@ from baton.core.api_keys import make_key, write_keys
 from baton.core.config import Config, TlsConfig
 from baton.core.errors import Exhausted, Internal, SlowReader, Unavailable
 from baton.core.types import FinishReason, Request
+from baton.router.answers.answer_events import AnswerDelta, AnswerEvent, Emit, Finished, Started
 from baton.router.edges.callers import KeyRing
 from baton.router.edges.http import static
 from baton.router.edges.http.endpoint import Door
 from baton.router.edges.http.server import HttpServer
 from baton.router.observe.ledger import Ledgers, RequestLedger
 from baton.router.observe.overview import Overview
-from baton.router.requests.events import Delta, Event, Finished, Started, Tell
 from baton.router.requests.serving import Serving
 from baton.router.server import RouterServer
 from baton.router.workers.membership import Membership
@@ -46,7 +46,7 @@ class ScriptedServing:
     follows for as long as somebody reads."""
 
     def __init__(
-        self, *events: Event | Exception, endless: bool = False, pause: float = 0.0
+        self, *events: AnswerEvent | Exception, endless: bool = False, pause: float = 0.0
     ) -> None:
         self.draining = False
         self.active = 0
@@ -57,17 +57,17 @@ class ScriptedServing:
         self._pause = pause
 
     async def generate(
-        self, request: Request, ledger: RequestLedger, tell: Tell, place: int
+        self, request: Request, ledger: RequestLedger, emit: Emit, place: int
     ) -> None:
         self.active += 1
         try:
             for event in self._events:
                 if isinstance(event, Exception):
                     raise event
-                tell(event)
+                emit(event)
             while self._endless:
                 await asyncio.sleep(self._pause)
-                tell(Delta("x" * 1000, [1]))
+                emit(AnswerDelta("x" * 1000, [1]))
         except BaseException as error:
             self.ended_by.append(type(error).__name__)
             raise
@@ -107,7 +107,7 @@ def events_of(text: str) -> list[str]:
 
 
 async def test_a_stream_is_made_of_server_sent_events() -> None:
-    async with client_of(ScriptedServing(STARTED, Delta("é", [1]), FINISHED)) as client:
+    async with client_of(ScriptedServing(STARTED, AnswerDelta("é", [1]), FINISHED)) as client:
         response = await client.post("/v1/chat/completions", json=STREAM)
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
     first, last, done = events_of(response.text)
@@ -162,7 +162,7 @@ async def test_the_page_opens_without_a_key_and_what_it_reads_does_not(tmp_path:
 
 
 async def test_an_error_in_a_stream_is_an_event_that_ends_it() -> None:
-    async with client_of(ScriptedServing(STARTED, Delta("a", [1]), Internal("x"))) as client:
+    async with client_of(ScriptedServing(STARTED, AnswerDelta("a", [1]), Internal("x"))) as client:
         response = await client.post("/v1/chat/completions", json=STREAM)
     assert response.status_code == 200
     name, _, data = events_of(response.text)[-1].partition("\n")
@@ -173,7 +173,7 @@ async def test_an_error_in_a_stream_is_an_event_that_ends_it() -> None:
 async def test_the_sdk_raises_an_error_in_a_stream() -> None:
     lost = Unavailable("no decode worker is ready")
     async with (
-        served(ScriptedServing(STARTED, Delta("a", [1]), lost)) as address,
+        served(ScriptedServing(STARTED, AnswerDelta("a", [1]), lost)) as address,
         openai.AsyncOpenAI(base_url=f"http://{address}/v1", api_key="none") as client,
     ):
         stream = await client.chat.completions.create(**STREAM, model="tiny")  # type: ignore[call-overload]
@@ -195,7 +195,7 @@ async def ended(serving: ScriptedServing) -> bool:
 
 @pytest.mark.parametrize("body", [CHAT, STREAM])
 async def test_a_client_that_goes_away_cancels_its_request(body: dict[str, object]) -> None:
-    serving = ScriptedServing(STARTED, Delta("a", [1]), endless=True)
+    serving = ScriptedServing(STARTED, AnswerDelta("a", [1]), endless=True)
     async with served(serving, reader_buffer=10**9) as address:
         _, writer = await asyncio.open_connection(*address.split(":"))
         writer.write(raw(body))
@@ -240,7 +240,7 @@ async def test_a_reader_that_stops_is_cut_off_and_told_when_it_reads_again() -> 
 
 @pytest.mark.parametrize("body", [CHAT, STREAM])
 async def test_a_call_under_way_is_told_that_the_router_stops(body: dict[str, object]) -> None:
-    serving = ScriptedServing(STARTED, Delta("a", [1]), endless=True, pause=0.01)
+    serving = ScriptedServing(STARTED, AnswerDelta("a", [1]), endless=True, pause=0.01)
     async with httpx.AsyncClient() as client:
         async with served(serving, reader_buffer=10**9) as address:
             url = f"http://{address}/v1/chat/completions"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from baton.core.errors import SlowReader
-from baton.router.requests.attempt import Event
+from baton.router.requests.attempt import AttemptEvent
 from baton.router.requests.inbox import Inbox, Rounds
 from baton.v1 import worker_pb2 as pb
 
@@ -25,11 +25,11 @@ class Follower:
         self, wanted: int, patience: float = 5.0, on_take: Callable[[], None] = lambda: None
     ) -> None:
         self.patience = patience
-        self.taken: list[list[Event]] = []
+        self.taken: list[list[AttemptEvent]] = []
         self._wanted = wanted
         self._on_take = on_take
 
-    def take(self, events: list[Event]) -> bool:
+    def take(self, events: list[AttemptEvent]) -> bool:
         self._on_take()
         self.taken.append(events)
         return sum(map(len, self.taken)) < self._wanted
@@ -37,7 +37,7 @@ class Follower:
 
 async def test_what_has_come_is_taken_together_and_in_order() -> None:
     inbox, follower = Inbox(Rounds()), Follower(2)
-    events: list[Event] = [token(1), token(2)]
+    events: list[AttemptEvent] = [token(1), token(2)]
     for event in events:
         inbox.put_nowait(event)
     assert await inbox.follow(follower)

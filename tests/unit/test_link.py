@@ -14,7 +14,7 @@ from baton.core.config import RouterConfig
 from baton.core.errors import WorkerLost
 from baton.core.types import AttemptKey, Role
 from baton.router.placement.placement import Suspicion
-from baton.router.requests.attempt import Event, LinkLost
+from baton.router.requests.attempt import AttemptEvent, LinkLost
 from baton.router.workers.link import WorkerLink
 from baton.v1 import worker_pb2 as pb
 
@@ -60,7 +60,7 @@ async def test_a_silent_worker_is_lost_and_told_to_its_requests() -> None:
     worker = ScriptedWorker()
     async with linked(worker) as link:
         await until(lambda: usable(link))
-        inbox: asyncio.Queue[Event] = asyncio.Queue()
+        inbox: asyncio.Queue[AttemptEvent] = asyncio.Queue()
         link.open(KEY, inbox)
         worker.answers_pings = worker.reports = False
         async with asyncio.timeout(10):
@@ -77,7 +77,7 @@ async def test_an_engine_that_hangs_with_work_is_lost_though_pings_are_answered(
     worker = ScriptedWorker()
     async with linked(worker) as link:
         await until(lambda: usable(link))
-        inbox: asyncio.Queue[Event] = asyncio.Queue()
+        inbox: asyncio.Queue[AttemptEvent] = asyncio.Queue()
         link.open(KEY, inbox)
         worker.reports = False
         async with asyncio.timeout(10):
@@ -102,7 +102,7 @@ async def test_a_draining_worker_gets_nothing_new_and_keeps_its_requests() -> No
     worker = ScriptedWorker()
     async with linked(worker) as link:
         await until(lambda: usable(link))
-        inbox: asyncio.Queue[Event] = asyncio.Queue()
+        inbox: asyncio.Queue[AttemptEvent] = asyncio.Queue()
         link.open(KEY, inbox)
         await worker.send(pb.WorkerMessage(draining=pb.Draining()))
         await until(lambda: unusable(link))
@@ -125,7 +125,7 @@ async def test_a_message_of_another_epoch_reaches_nobody() -> None:
     worker = ScriptedWorker()
     async with linked(worker) as link:
         await until(lambda: usable(link))
-        inbox: asyncio.Queue[Event] = asyncio.Queue()
+        inbox: asyncio.Queue[AttemptEvent] = asyncio.Queue()
         link.open(KEY, inbox)
         for epoch in (0, 2, 1):
             first = pb.FirstToken(request_id="r", epoch=epoch, token=epoch)

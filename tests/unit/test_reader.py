@@ -6,42 +6,42 @@ import pytest
 
 from baton.core.errors import Internal, SlowReader
 from baton.core.types import FinishReason
+from baton.router.answers.answer_events import AnswerDelta, AnswerEvent, Finished
 from baton.router.edges.reader import AnswerBuffer
-from baton.router.requests.events import Delta, Event, Finished
 
 END = Finished(FinishReason.STOP, 1, 2, "")
 
 
-async def read(buffer: AnswerBuffer) -> list[Event]:
+async def read(buffer: AnswerBuffer) -> list[AnswerEvent]:
     return [event async for event in buffer]
 
 
 async def test_what_waits_is_joined() -> None:
     buffer = AnswerBuffer(10)
     for text in ("a", "b", "c"):
-        buffer.put(Delta(text, [ord(text)]))
+        buffer.put(AnswerDelta(text, [ord(text)]))
     buffer.put(END)
     buffer.close()
-    assert await read(buffer) == [Delta("abc", [97, 98, 99]), END]
+    assert await read(buffer) == [AnswerDelta("abc", [97, 98, 99]), END]
 
 
 async def test_what_waits_is_joined_for_each_answer_by_itself() -> None:
     buffer = AnswerBuffer(10)
     for index, text in ((0, "a"), (1, "x"), (0, "b"), (1, "y")):
-        buffer.put(Delta(text, [1], index))
+        buffer.put(AnswerDelta(text, [1], index))
     buffer.put(END)
     buffer.close()
-    assert await read(buffer) == [Delta("ab", [1, 1]), Delta("xy", [1, 1], 1), END]
+    assert await read(buffer) == [AnswerDelta("ab", [1, 1]), AnswerDelta("xy", [1, 1], 1), END]
 
 
 async def test_the_limit_is_for_all_answers_together_and_counts_what_waits() -> None:
     buffer = AnswerBuffer(3)
     for _ in range(3):  # each read at once
-        buffer.put(Delta("xx", [1, 1]))
-        assert await anext(buffer) == Delta("xx", [1, 1])
-    buffer.put(Delta("xx", [1, 1]))
+        buffer.put(AnswerDelta("xx", [1, 1]))
+        assert await anext(buffer) == AnswerDelta("xx", [1, 1])
+    buffer.put(AnswerDelta("xx", [1, 1]))
     with pytest.raises(SlowReader):
-        buffer.put(Delta("yy", [1, 1], 1))
+        buffer.put(AnswerDelta("yy", [1, 1], 1))
 
 
 async def test_a_reader_that_waits_gets_each_piece() -> None:
@@ -49,25 +49,25 @@ async def test_a_reader_that_waits_gets_each_piece() -> None:
     reading = asyncio.create_task(read(buffer))
     for text in ("a", "b"):
         await asyncio.sleep(0)
-        buffer.put(Delta(text, [1]))
+        buffer.put(AnswerDelta(text, [1]))
         await asyncio.sleep(0)
     buffer.close()
-    assert await reading == [Delta("a", [1]), Delta("b", [1])]
+    assert await reading == [AnswerDelta("a", [1]), AnswerDelta("b", [1])]
 
 
 async def test_more_than_the_limit_is_a_slow_reader() -> None:
     buffer = AnswerBuffer(3)
     for _ in range(3):
-        buffer.put(Delta("x", [1]))
+        buffer.put(AnswerDelta("x", [1]))
     with pytest.raises(SlowReader):
-        buffer.put(Delta("x", [1]))
+        buffer.put(AnswerDelta("x", [1]))
 
 
 async def test_an_error_comes_after_what_was_not_read() -> None:
     buffer = AnswerBuffer(3)
-    buffer.put(Delta("x", [1]))
+    buffer.put(AnswerDelta("x", [1]))
     buffer.close(Internal("broken"))
-    assert await anext(buffer) == Delta("x", [1])
+    assert await anext(buffer) == AnswerDelta("x", [1])
     with pytest.raises(Internal):
         await anext(buffer)
 
@@ -77,9 +77,9 @@ class Client:
 
     def __init__(self) -> None:
         self.keeps_up = True
-        self.taken: list[Event] = []
+        self.taken: list[AnswerEvent] = []
 
-    def write_now(self, event: Event) -> bool:
+    def write_now(self, event: AnswerEvent) -> bool:
         if self.keeps_up:
             self.taken.append(event)
         return self.keeps_up
@@ -91,8 +91,8 @@ async def test_what_a_client_can_take_is_written_at_once() -> None:
     reading = asyncio.create_task(read(buffer))
     await asyncio.sleep(0)
     for _ in range(5):
-        buffer.put(Delta("xx", [1, 1]))
-    assert client.taken == [Delta("xx", [1, 1])] * 5
+        buffer.put(AnswerDelta("xx", [1, 1]))
+    assert client.taken == [AnswerDelta("xx", [1, 1])] * 5
     buffer.close()
     assert await reading == []
 
@@ -103,11 +103,11 @@ async def test_nothing_overtakes_what_waits_or_is_being_written() -> None:
     taking = asyncio.create_task(anext(buffer))
     await asyncio.sleep(0)
     client.keeps_up = False
-    buffer.put(Delta("a", [1]))
+    buffer.put(AnswerDelta("a", [1]))
     client.keeps_up = True
-    buffer.put(Delta("b", [2]))
-    assert await taking == Delta("ab", [1, 2])
+    buffer.put(AnswerDelta("b", [2]))
+    assert await taking == AnswerDelta("ab", [1, 2])
     # The reader has taken all there was, and may be writing it.
-    buffer.put(Delta("c", [3]))
+    buffer.put(AnswerDelta("c", [3]))
     assert not client.taken
-    assert await anext(buffer) == Delta("c", [3])
+    assert await anext(buffer) == AnswerDelta("c", [3])

@@ -21,7 +21,13 @@ from baton.core.errors import (
 )
 from baton.core.types import Request
 from baton.core.wire import finish_to
-from baton.router.answers.logprobs import ScoredToken, TokenScore
+from baton.router.answers.answer_events import (
+    AnswerDelta,
+    AnswerEvent,
+    ScoredToken,
+    Started,
+    TokenScore,
+)
 from baton.router.edges.callers import Caller, KeyRing
 from baton.router.edges.grpc.grpc_errors import to_status
 from baton.router.edges.grpc.grpc_lock import authorization, metadata_value
@@ -32,7 +38,6 @@ from baton.router.observe import time_breakdown
 from baton.router.observe.ledger import RequestLedger
 from baton.router.observe.overview import Overview
 from baton.router.placement.placement import Placement
-from baton.router.requests.events import Delta, Event, Started
 from baton.router.requests.serving import Serving
 from baton.router.workers.controller_client import ControllerClient, switch_role
 from baton.router.workers.membership import Membership
@@ -184,8 +189,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 field="model",
             )
 
-    def _response(self, event: Event) -> pb.GenerateResponse:
-        if isinstance(event, Delta):
+    def _response(self, event: AnswerEvent) -> pb.GenerateResponse:
+        if isinstance(event, AnswerDelta):
             return _delta_response(event)
         if isinstance(event, Started):
             return pb.GenerateResponse(
@@ -217,7 +222,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         )
 
 
-def _delta_response(event: Delta) -> pb.GenerateResponse:
+def _delta_response(event: AnswerDelta) -> pb.GenerateResponse:
     """Made for each token: what is set field by field is made in a third of the time."""
     response = pb.GenerateResponse()
     delta = response.delta

@@ -11,11 +11,16 @@ from json.encoder import encode_basestring
 from typing import Protocol
 
 from baton.core.types import FinishReason
-from baton.router.answers.logprobs import ScoredToken
-from baton.router.answers.parts import ToolCallPiece
+from baton.router.answers.answer_events import (
+    AnswerDelta,
+    AnswerEvent,
+    Finished,
+    ScoredToken,
+    Started,
+    ToolCallDelta,
+)
 from baton.router.edges.http.fields import Json
 from baton.router.edges.http.generation import Asked
-from baton.router.requests.events import Delta, Event, Finished, Started
 
 FINISH = {
     FinishReason.STOP: "stop",
@@ -41,7 +46,7 @@ class Piece:
     # Characters of the tokens that were told before.
     offset: int = 0
     reasoning: str = ""
-    tool_calls: Sequence[ToolCallPiece] = ()
+    tool_calls: Sequence[ToolCallDelta] = ()
     # The prompt's, apart; None where nobody asked, or they were told before.
     prompt_scores: Sequence[ScoredToken] | None = None
 
@@ -73,7 +78,7 @@ class Usage:
     completion_tokens: int = 0
     cached_tokens: int = 0
 
-    def note(self, event: Event) -> None:
+    def note(self, event: AnswerEvent) -> None:
         if isinstance(event, Started):
             self.prompt_tokens += event.prompt_tokens
         elif isinstance(event, Finished):
@@ -108,7 +113,7 @@ class Telling:
         self._prompt_scores: dict[int, list[ScoredToken]] = {}
         self._offsets: defaultdict[int, int] = defaultdict(int)
         self._thoughts: defaultdict[int, list[str]] = defaultdict(list)
-        self._calls: defaultdict[int, list[ToolCallPiece]] = defaultdict(list)
+        self._calls: defaultdict[int, list[ToolCallDelta]] = defaultdict(list)
         self._finishes: dict[int, str] = {}
         self._head: Json = {
             "id": asked.request_id,
@@ -119,7 +124,7 @@ class Telling:
         # What every chunk begins with, up to its choices.
         self._chunk_head = b"data: " + encode(self._head)[:-1] + b',"choices":'
 
-    def note(self, event: Event) -> None:
+    def note(self, event: AnswerEvent) -> None:
         """For an answer that is told whole."""
         self._usage.note(event)
         if isinstance(event, Finished):
@@ -149,9 +154,9 @@ class Telling:
             tool_calls=self._calls[index],
         )
 
-    def chunk(self, event: Event) -> bytes:
+    def chunk(self, event: AnswerEvent) -> bytes:
         """What an event adds to a stream; empty when nothing."""
-        if isinstance(event, Delta):
+        if isinstance(event, AnswerDelta):
             return self._delta(event)
         self._usage.note(event)
         if isinstance(event, Started):
@@ -161,7 +166,7 @@ class Telling:
         piece = Piece(event.index, opening, FINISH[event.reason], first)
         return self._event([self._api.delta(piece)], None)
 
-    def _delta(self, event: Delta) -> bytes:
+    def _delta(self, event: AnswerDelta) -> bytes:
         around = self._around.get(event.index)
         scored = event.logprobs or event.prompt_logprobs
         if around and not (scored or event.reasoning or event.tool_calls):
@@ -175,7 +180,7 @@ class Telling:
             self._around[event.index] = self._around_text(event.index)
         return self._event([self._api.delta(piece)], None)
 
-    def _piece(self, event: Delta, *, first: bool) -> Piece:
+    def _piece(self, event: AnswerDelta, *, first: bool) -> Piece:
         index = event.index
         text = (self._opening(index) if first else "") + event.text
         scores = self._scores_of(event) or None
@@ -192,7 +197,7 @@ class Telling:
         before, _, behind = chunk.partition(encode_basestring(_SOME_TEXT).encode())
         return before, behind
 
-    def _scores_of(self, delta: Delta) -> list[ScoredToken]:
+    def _scores_of(self, delta: AnswerDelta) -> list[ScoredToken]:
         """Those that stand with its text, behind the prompt's where it is part of it."""
         if not (delta.prompt_logprobs and self._asked.echo and self._asked.scored):
             return delta.logprobs

@@ -23,6 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from baton.core.errors import Cancelled, Unavailable, UnknownModel
 from baton.core.types import Prompt, TextPrompt, TokenPrompt
+from baton.router.answers.answer_events import AnswerEvent, Emit, Started
 from baton.router.edges.callers import Caller, KeyRing
 from baton.router.edges.http.answers import Api, Telling, server_sent
 from baton.router.edges.http.body import read_body
@@ -32,9 +33,7 @@ from baton.router.edges.http.fields import Json
 from baton.router.edges.http.generation import MODEL, Asked
 from baton.router.edges.reader import AnswerBuffer, reading
 from baton.router.observe.ledger import RequestLedger
-from baton.router.requests.events import Event, Started, Tell
-from baton.router.requests.serving import Serving
-from baton.router.requests.together import together
+from baton.router.requests.serving import Serving, gather_all
 
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _JSON_HEADERS = ((b"content-type", b"application/json"),)
@@ -159,12 +158,12 @@ class GenerationEndpoint:
             finally:
                 self._door.buffers.discard(buffer)
 
-    async def _make(self, asked: Asked, ledger: RequestLedger, tell: Tell) -> None:
+    async def _make(self, asked: Asked, ledger: RequestLedger, emit: Emit) -> None:
         """All answers to all prompts, counted through."""
         generate = self._door.serving.generate
-        await together(
+        await gather_all(
             [
-                generate(request, ledger, _shifted(tell, place * asked.n), place)
+                generate(request, ledger, _shifted(emit, place * asked.n), place)
                 for place, request in enumerate(asked.requests)
             ]
         )
@@ -186,14 +185,14 @@ class _Writer:
     connection: BoundedConnection
     ledger: RequestLedger
 
-    async def write(self, event: Event, content: bytes) -> None:
+    async def write(self, event: AnswerEvent, content: bytes) -> None:
         if not content:
             return
         began = time.monotonic()
         await self.send({"type": "http.response.body", "body": content, "more_body": True})
         self._note(event, began)
 
-    def write_now(self, telling: Telling, event: Event) -> bool:
+    def write_now(self, telling: Telling, event: AnswerEvent) -> bool:
         """The same, where the client keeps up; else False."""
         if not self.connection.keeps_up:
             return False
@@ -203,24 +202,24 @@ class _Writer:
             self._note(event, began)
         return True
 
-    def _note(self, event: Event, began: float) -> None:
+    def _note(self, event: AnswerEvent, began: float) -> None:
         if not isinstance(event, Started):
             self.ledger.answers[event.index].write(began)
 
 
-def _shifted(tell: Tell, places: int) -> Tell:
+def _shifted(emit: Emit, places: int) -> Emit:
     if not places:
-        return tell
+        return emit
 
-    def told(event: Event) -> None:
+    def emit_shifted(event: AnswerEvent) -> None:
         if not isinstance(event, Started):
             event = dataclasses.replace(event, index=event.index + places)
-        tell(event)
+        emit(event)
 
-    return told
+    return emit_shifted
 
 
-async def _first_of_an_answer(telling: Telling, events: AnswerBuffer) -> Event:
+async def _first_of_an_answer(telling: Telling, events: AnswerBuffer) -> AnswerEvent:
     """Until then, an error still has a status of its own."""
     async for event in events:
         if not isinstance(event, Started):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from baton.router.answers.logprobs import ScoredToken, TokenScore
+from baton.router.answers.answer_events import ScoredToken, TokenScore
 from baton.router.edges.http.fields import Json
 from baton.router.edges.http.schemas import exact, list_of, or_null
 

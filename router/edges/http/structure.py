@@ -8,7 +8,7 @@ from baton.core.errors import InvalidRequest, NotServed
 from baton.core.types import MAX_STRUCTURE, Structure
 from baton.router.edges.http.fields import Field, Json, String, wrong_type
 from baton.router.edges.http.schemas import object_of
-from baton.router.prompts.grammar import ANY_OBJECT
+from baton.router.prompts.output_grammar import ANY_OBJECT
 
 REGEX = String("regex", "The answer is text that this matches from end to end.", MAX_STRUCTURE)
 GRAMMAR = String(

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from baton.core.errors import InvalidRequest, NotServed
 from baton.core.types import ChatPrompt, Tool, ToolCall
-from baton.router.answers.parts import ToolCallPiece
+from baton.router.answers.answer_events import ToolCallDelta
 from baton.router.answers.tools import MAX_TOOLS, with_tools
 from baton.router.edges.http.fields import Json, as_text, wrong_type
 from baton.router.edges.http.schemas import list_of, object_of
@@ -78,7 +78,7 @@ def _read_call(call: object, name: str) -> ToolCall:
     )
 
 
-def whole_calls(pieces: Iterable[ToolCallPiece]) -> list[Json]:
+def whole_calls(pieces: Iterable[ToolCallDelta]) -> list[Json]:
     calls: list[Json] = []
     arguments: list[str] = []
     for piece in pieces:
@@ -98,11 +98,11 @@ def _function(call: Json) -> Json:
     return function
 
 
-def call_deltas(pieces: Iterable[ToolCallPiece]) -> list[Json]:
+def call_deltas(pieces: Iterable[ToolCallDelta]) -> list[Json]:
     return [_call_delta(piece) for piece in pieces]
 
 
-def _call_delta(piece: ToolCallPiece) -> Json:
+def _call_delta(piece: ToolCallDelta) -> Json:
     if not piece.name:
         return {"index": piece.index, "function": {"arguments": piece.arguments}}
     return {

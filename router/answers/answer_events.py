@@ -1,4 +1,4 @@
-"""What is told of a request while it is served, to whichever edge (gRPC, HTTP) it came by."""
+"""What a request emits to its edge (gRPC or HTTP) while it is served."""
 
 from __future__ import annotations
 
@@ -6,9 +6,38 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from baton.core.types import FinishReason
-from baton.router.answers.logprobs import ScoredToken
-from baton.router.answers.parts import ToolCallPiece
 from baton.router.placement.placement import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScore:
+    token_id: int
+    # What the token stands for: UTF-8, maybe half a character.
+    data: bytes
+    # None for a prompt's first token, which nothing stands before.
+    logprob: float | None
+
+    @property
+    def text(self) -> str:
+        return self.data.decode(errors="replace")
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """A token of an answer or a prompt, and the likeliest in its place, best first."""
+
+    chosen: TokenScore
+    top: tuple[TokenScore, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """A call, as it comes: its id and name first, then pieces of its arguments."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +51,7 @@ class Started:
 
 
 @dataclass(slots=True)  # one a token: to freeze it would take as long again as to make it
-class Delta:
+class AnswerDelta:
     text: str
     token_ids: list[int]
     index: int = 0
@@ -30,7 +59,7 @@ class Delta:
     logprobs: list[ScoredToken] = field(default_factory=list)
     # What is thought, and what is called, neither of which is said.
     reasoning: str = ""
-    tool_calls: list[ToolCallPiece] = field(default_factory=list)
+    tool_calls: list[ToolCallDelta] = field(default_factory=list)
     # With an answer's first: one a token of the prompt, where they are asked for.
     prompt_logprobs: list[ScoredToken] = field(default_factory=list)
 
@@ -48,5 +77,5 @@ class Finished:
     fetched_tokens: int = 0
 
 
-Event = Started | Delta | Finished
-Tell = Callable[[Event], None]
+AnswerEvent = Started | AnswerDelta | Finished
+Emit = Callable[[AnswerEvent], None]

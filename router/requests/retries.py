@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from baton.core.errors import BatonError, Exhausted, PoisonRequest
 from baton.core.types import AttemptKey, Work
 from baton.router.placement.placement import Placement, Reason, Suspicion
-from baton.router.requests.attempt import Ended, Tokens
+from baton.router.requests.attempt import AttemptEnded, Tokens
 
 SHORTEST_DELAY_SECONDS = 0.02
 LONGEST_DELAY_SECONDS = 1.0
@@ -37,7 +37,7 @@ class RetryLimits:
     attempts: int
 
 
-class RequestLife:
+class RetryState:
     """What was emitted, what went wrong, and whether there is another attempt."""
 
     def __init__(self, work: Work, limits: RetryLimits) -> None:
@@ -89,7 +89,7 @@ class RequestLife:
     def emit(self, tokens: Tokens) -> None:
         self._emitted += tokens.token_ids
 
-    def end(self, ended: Ended) -> BatonError | None:
+    def end(self, ended: AttemptEnded) -> BatonError | None:
         """An attempt ended. The request's error, or None when there is another attempt."""
         self.deaths += ended.death
         self._reason = ended.error.message

@@ -5,29 +5,31 @@ import pytest
 from baton.core.errors import Exhausted, Internal, PoisonRequest, Unavailable, WorkerLost
 from baton.core.types import AttemptKey, Sampling, Work
 from baton.router.placement.placement import Placement, Suspicion
-from baton.router.requests.attempt import Ended, Tokens
-from baton.router.requests.life import RequestLife, RetryLimits
+from baton.router.requests.attempt import AttemptEnded, Tokens
+from baton.router.requests.retries import RetryLimits, RetryState
 
 SOMEWHERE = Placement("p0", "d0")
-DEATH = Ended(WorkerLost("worker d0 was lost"), retry=True, death=True)
-DRAINED = Ended(Unavailable("draining"), retry=True)
-DEATH_IN_COMPANY = Ended(WorkerLost("worker d0 was lost"), retry=True, death=True, company=True)
-FULL = Ended(Exhausted("no room"), retry=True)
-FINAL = Ended(Internal("logits"), retry=False)
+DEATH = AttemptEnded(WorkerLost("worker d0 was lost"), retry=True, death=True)
+DRAINED = AttemptEnded(Unavailable("draining"), retry=True)
+DEATH_IN_COMPANY = AttemptEnded(
+    WorkerLost("worker d0 was lost"), retry=True, death=True, company=True
+)
+FULL = AttemptEnded(Exhausted("no room"), retry=True)
+FINAL = AttemptEnded(Internal("logits"), retry=False)
 
 
-def life(deaths: int = 2, attempts: int = 5) -> RequestLife:
+def retry_state(deaths: int = 2, attempts: int = 5) -> RetryState:
     work = Work(AttemptKey("r", 1), [1, 2, 3], Sampling(seed=9), 10, frozenset({4}))
-    return RequestLife(work, RetryLimits(deaths, attempts))
+    return RetryState(work, RetryLimits(deaths, attempts))
 
 
 def test_the_first_attempt_is_the_request_itself() -> None:
-    work = life().begin(SOMEWHERE)
+    work = retry_state().begin(SOMEWHERE)
     assert (work.key, work.prompt_tokens, work.answer_tokens) == (("r", 1), [1, 2, 3], 0)
 
 
 def test_the_next_attempt_goes_on_behind_what_was_emitted() -> None:
-    request = life()
+    request = retry_state()
     request.begin(SOMEWHERE)
     request.emit(Tokens([7], None))
     request.emit(Tokens([8, 9], None))
@@ -39,7 +41,7 @@ def test_the_next_attempt_goes_on_behind_what_was_emitted() -> None:
 
 
 def test_placements_say_why_each_attempt_was_made() -> None:
-    request = life()
+    request = retry_state()
     request.begin(SOMEWHERE)
     request.end(DEATH)
     request.begin(Placement("p0", "d1"))
@@ -67,8 +69,8 @@ def test_placements_say_why_each_attempt_was_made() -> None:
         ([DEATH, FINAL], Internal),
     ],
 )
-def test_which_ends_are_the_last(ends: list[Ended], error: type[Exception] | None) -> None:
-    request = life()
+def test_which_ends_are_the_last(ends: list[AttemptEnded], error: type[Exception] | None) -> None:
+    request = retry_state()
     outcome = None
     for ended in ends:
         assert outcome is None
@@ -78,7 +80,7 @@ def test_which_ends_are_the_last(ends: list[Ended], error: type[Exception] | Non
 
 
 def test_a_refused_request_waits_longer_each_time_and_a_lost_one_not_at_all() -> None:
-    request = life(attempts=100)
+    request = retry_state(attempts=100)
     delays = []
     for ended in (DEATH, FULL, FULL, FULL, *[FULL] * 20):
         request.begin(SOMEWHERE)
@@ -89,7 +91,7 @@ def test_a_refused_request_waits_longer_each_time_and_a_lost_one_not_at_all() ->
 
 
 def test_who_lost_workers_among_other_suspects_is_tried_alone() -> None:
-    request = life()
+    request = retry_state()
     seen = [request.suspicion]
     for _ in range(2):
         request.begin(SOMEWHERE)
