@@ -10,10 +10,10 @@ import socket
 
 import grpc
 
-from baton.core import exposure, model_store
+from baton.core import model_store
 from baton.core.config import Config, RouterConfig
 from baton.core.errors import InvalidConfig, Unavailable
-from baton.core.tls import node_identity
+from baton.core.tls import check_router, node_identity
 from baton.engine.architecture import Architecture, read_architecture
 from baton.worker.rank_settings import check_ranks
 
@@ -29,7 +29,7 @@ _GET_CLUSTER_ID = "/ray.rpc.NodeInfoGcsService/GetClusterId"
 
 def check(config: Config) -> None:
     """Raises InvalidConfig if a cluster could not serve `config` on this machine."""
-    exposure.check_router(config)
+    check_router(config)
     node_identity(config)
     architecture = read_architecture(model_store.locate(config.model))
     _check_pools(config, architecture)

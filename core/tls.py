@@ -1,16 +1,17 @@
-"""Certificates, as a folder keeps them. `baton certs` makes such a folder.
+"""Certificates as a folder keeps them (`baton certs` makes one), and who may listen without.
 
     ca.pem                      signs the cluster's own processes
-    node.pem, node.key          one of these: it shows them to whoever calls it, and to the
-                                processes that it calls
-    clients-ca.pem              signs clients, where these must show a certificate
-    client.pem, client.key      one of these
+    node.pem, node.key          identity of such a process, as a server and as a client
+    clients-ca.pem              signs clients, where they must present a certificate
+    client.pem, client.key      identity of a client
 
-Two authorities, because a client that may ask a router is not to talk to workers.
+There are two authorities so that a client of a router cannot talk to workers.
 """
 
 from __future__ import annotations
 
+import ipaddress
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,15 +19,17 @@ from typing import TYPE_CHECKING
 from baton.core.errors import InvalidConfig
 
 if TYPE_CHECKING:
-    from baton.core.config import Config  # a client has no YAML
+    from baton.core.config import Config  # needs YAML, which a client has not
+
+log = logging.getLogger(__name__)
 
 CA, NODE, CLIENTS_CA, CLIENT = "ca", "node", "clients-ca", "client"
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """In PEM: what a process shows, and who has signed what others show it (None where these
-    need not show anything)."""
+    """In PEM: a process's certificate and key, and the authority that must have signed its
+    peers' certificates (None: peers need none)."""
 
     certificate: bytes
     key: bytes
@@ -34,7 +37,7 @@ class Identity:
 
 
 def node_identity(config: Config) -> Identity | None:
-    """What a process of the cluster is among the others; None where they speak in the clear."""
+    """A process's identity within the cluster; None without TLS."""
     if not config.tls.folder:
         return None
     folder = Path(config.tls.folder)
@@ -46,7 +49,7 @@ def node_identity(config: Config) -> Identity | None:
 
 
 def door_identity(config: Config) -> Identity | None:
-    """What a router is for its clients."""
+    """A router's identity for its clients; None without TLS."""
     node = node_identity(config)
     if node is None or not config.tls.client_certificates:
         return node and Identity(node.certificate, node.key, None)
@@ -67,3 +70,35 @@ def read_pem(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise InvalidConfig(f"cannot read {path}: {error.strerror}", field="tls.folder") from error
+
+
+def check_router(config: Config) -> None:
+    """Raises InvalidConfig if anybody on the network could use the router."""
+    router, tls = config.router, config.tls
+    if _is_loopback(router.host):
+        return
+    if not (router.keys or tls.client_certificates or config.insecure):
+        raise InvalidConfig(
+            f"other machines can reach {router.host}, and nothing is locked: make a key with"
+            " `baton keys add` and set router.keys (--keys), or set insecure (--insecure)",
+            field="router.host",
+        )
+    if not tls.folder:
+        log.warning("clients' traffic to %s is not encrypted: see tls.folder", router.host)
+
+
+def check_worker(config: Config, host: str) -> None:
+    """Raises InvalidConfig if anybody on the network could use the worker."""
+    if not (_is_loopback(host) or config.tls.folder or config.insecure):
+        raise InvalidConfig(
+            f"other machines can reach a worker at {host}, and it would obey them: set"
+            " tls.folder (--tls), or insecure (--insecure)",
+            field="insecure",
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

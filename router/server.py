@@ -19,11 +19,18 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import start_http_server
 
-from baton.core import exposure, model_store
+from baton.core import model_store
 from baton.core.config import Config
 from baton.core.errors import Internal
 from baton.core.process import StopSignal
-from baton.core.tls import NODE, certificate_path, door_identity, key_path, node_identity
+from baton.core.tls import (
+    NODE,
+    certificate_path,
+    check_router,
+    door_identity,
+    key_path,
+    node_identity,
+)
 from baton.core.types import MAX_MESSAGE_BYTES
 from baton.router.edges.callers import KeyRing
 from baton.router.edges.grpc.grpc_edge import AdminService, InferenceService
@@ -62,7 +69,7 @@ class RouterServer:
     async def start(self, controller: str = "") -> None:
         """Serves on the configured port. Members come from the controller at that address, or
         from the configuration."""
-        exposure.check_router(self._config)
+        check_router(self._config)
         self._identity = door_identity(self._config)
         self._keys = KeyRing(self._config.router.keys)
         model = model_store.model_name(self._config)

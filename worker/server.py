@@ -30,11 +30,11 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import start_http_server
 
-from baton.core import exposure, model_store, types
+from baton.core import model_store, types
 from baton.core.config import Config
 from baton.core.errors import Internal, WorkerLost
 from baton.core.process import StopSignal
-from baton.core.tls import node_identity
+from baton.core.tls import check_worker, node_identity
 from baton.core.types import MAX_MESSAGE_BYTES, PROTOCOL
 from baton.core.wire import role_to
 from baton.rpc import listen
@@ -88,7 +88,7 @@ class WorkerServer:
 
     async def start(self, host: str, port: int) -> None:
         """Loads, connects and serves. When this returns, the worker takes requests."""
-        exposure.check_worker(self._config, host)
+        check_worker(self._config, host)
         loop = asyncio.get_running_loop()
         self._failure: asyncio.Future[None] = loop.create_future()
         self._drained = asyncio.Event()

@@ -7,7 +7,7 @@ import pytest
 
 from baton.core import config
 from baton.core.errors import InvalidConfig
-from baton.core.exposure import check_router
+from baton.core.tls import check_router
 
 
 def test_the_defaults_are_one_worker_of_each_role() -> None:

@@ -18,7 +18,7 @@ from kustomize import OVERLAYS, Manifest, containers, find, is_redis, named, pod
 
 from baton.cli.app import app
 from baton.core import config as configs
-from baton.core import exposure
+from baton.core import tls
 from baton.core.config import Config
 from baton.router.edges.http.lock import OPEN
 from baton.router.server import GRACE_SECONDS
@@ -98,7 +98,7 @@ def test_missing_fields_of_a_ray_cluster_are_refused(field: str) -> None:
 def test_its_configuration_is_one_that_a_router_would_start_with(
     overlay: list[Manifest], tmp_path: Path
 ) -> None:
-    exposure.check_router(config_of(overlay, tmp_path))
+    tls.check_router(config_of(overlay, tmp_path))
 
 
 def test_a_router_listens_where_its_pod_and_its_service_say(

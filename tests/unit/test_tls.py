@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from baton import AsyncClient, Client, InvalidConfig, Unavailable
 from baton.cli.app import app
 from baton.core import config as configs
-from baton.core.exposure import check_router, check_worker
+from baton.core.tls import check_router, check_worker
 from baton.v1 import worker_pb2_grpc
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
