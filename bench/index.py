@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from baton.core.page_keys import KEY_BYTES, page_keys
-from baton.router.placement.cache_index import HeldPages
 from baton.router.placement.placement import DecodeView, LocalPrefill, PrefillView, Snapshot
 from baton.router.placement.policy import choose
+from baton.router.placement.worker_state import CacheIndex
 from baton.v1 import worker_pb2 as pb
 
 PAGES = 1_000_000
@@ -49,9 +49,9 @@ def main() -> None:
     _bench_choice()
 
 
-def _worker(pages: int) -> HeldPages:
-    held = HeldPages()
-    held.take(_events(1, pages, reset=True))
+def _worker(pages: int) -> CacheIndex:
+    held = CacheIndex()
+    held.apply(_events(1, pages, reset=True))
     return held
 
 
@@ -63,7 +63,7 @@ def _events(number: int, pages: int, *, reset: bool = False) -> pb.CacheEvents:
     return pb.CacheEvents.FromString(message.SerializeToString())
 
 
-def _bench_lookups(workers: Sequence[HeldPages], chain: list[bytes]) -> None:
+def _bench_lookups(workers: Sequence[CacheIndex], chain: list[bytes]) -> None:
     def look_up() -> None:
         for worker in workers:
             worker.leading(chain)
@@ -71,18 +71,18 @@ def _bench_lookups(workers: Sequence[HeldPages], chain: list[bytes]) -> None:
     _report("look the prompt up: held by none", look_up)
     for index, worker in enumerate(workers):
         share = len(chain) * (index + 1) // len(workers) - 1
-        worker.take(pb.CacheEvents(number=2, stored=chain[:share]))
+        worker.apply(pb.CacheEvents(number=2, stored=chain[:share]))
     _report("look the prompt up: a part held by each", look_up)
     for worker in workers:
-        worker.take(pb.CacheEvents(number=3, stored=chain))
+        worker.apply(pb.CacheEvents(number=3, stored=chain))
     _report("look the prompt up: held by all", look_up)
 
 
-def _bench_events(worker: HeldPages) -> None:
+def _bench_events(worker: CacheIndex) -> None:
     batches = iter([_events(number, EVENT_PAGES) for number in range(4, 5 + REPEATS)])
-    _report(f"take {EVENT_PAGES} new pages", lambda: worker.take(next(batches)))
+    _report(f"apply {EVENT_PAGES} new pages", lambda: worker.apply(next(batches)))
     whole = _events(1, len(worker), reset=True)
-    _report(f"take a reset of {len(worker):,} pages", lambda: worker.take(whole), repeats=3)
+    _report(f"apply a reset of {len(worker):,} pages", lambda: worker.apply(whole), repeats=3)
 
 
 def _bench_choice() -> None:

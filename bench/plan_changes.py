@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton.planner.plan import NOTHING, WANTED
-from baton.planner.pools import Pools
-from baton.planner.report import Planned
+from baton.planner.simulation_report import TimedDecision
+from baton.planner.sizing import NOTHING, WANTED, Pools
 from baton.v1 import cluster_pb2
 
 
@@ -33,9 +32,9 @@ def live_change(made: cluster_pb2.PlannedRound, began_at: float) -> Change:
     return Change(made.at - began_at, made.words, have, made.reasons)
 
 
-def simulated_change(planned: Planned) -> Change:
+def simulated_change(planned: TimedDecision) -> Change:
     decision = planned.decision
-    return Change(planned.seconds, decision.words, decision.have, decision.reasons)
+    return Change(planned.seconds, decision.summary, decision.have, decision.reasons)
 
 
 def agreement(live: Sequence[Change], simulated: Sequence[Change]) -> str:

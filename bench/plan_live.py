@@ -19,11 +19,10 @@ from baton import Client
 from baton.cluster.launch import Cluster
 from baton.core import config as configs
 from baton.core.config import Config
-from baton.planner.observation import Goals
-from baton.planner.pools import Pools
 from baton.planner.profile import Profile
-from baton.planner.report import Report
+from baton.planner.simulation_report import SimulationReport
 from baton.planner.simulator import Setup, Simulator
+from baton.planner.sizing import Goals, Pools
 from bench.plan_changes import agreement, live_change, print_changes, simulated_change
 from bench.simulate import (
     MAX_BATCH,
@@ -87,7 +86,7 @@ def _config(shape: Shape, options: argparse.Namespace) -> Config:
 
 def _predict(
     requests: Sequence[TimedRequest], shape: Shape, profile: Profile, options: argparse.Namespace
-) -> Report:
+) -> SimulationReport:
     setup = Setup(
         Pools(shape.prefill, shape.decode),
         dataclasses.replace(profile, switch_seconds=SWITCH_SECONDS),

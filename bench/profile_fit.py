@@ -14,8 +14,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from baton.planner.profile import Profile
-from baton.planner.sharing import SharedCores
+from baton.planner.profile import Profile, SharedCores
 from baton.router.placement.cost_model import (
     BUSY_SHARE,
     EXPOSED_PRIOR,

@@ -25,12 +25,10 @@ from baton import AsyncClient
 from baton.core import model_store
 from baton.core.config import Config, DecodeConfig, Size, settle
 from baton.core.page_keys import page_keys
-from baton.planner.observation import Goals
-from baton.planner.pools import Pools
-from baton.planner.profile import Profile, load_profile
-from baton.planner.report import Report
-from baton.planner.sharing import SharedCores, weight
+from baton.planner.profile import Profile, SharedCores, load_profile, weight
+from baton.planner.simulation_report import SimulationReport
 from baton.planner.simulator import Setup, Simulator
+from baton.planner.sizing import Goals, Pools
 from baton.planner.trace import Arrival
 from baton.v1 import timing_pb2, worker_pb2
 from bench import trace_cluster
@@ -120,7 +118,7 @@ async def _pools(client: AsyncClient, shape: Shape) -> PoolShape:
     )
 
 
-def predict(requests: Sequence[TimedRequest], shape: Shape, profile: Profile) -> Report:
+def predict(requests: Sequence[TimedRequest], shape: Shape, profile: Profile) -> SimulationReport:
     goals = Goals(TRACE_OBJECTIVE.ttft, TRACE_OBJECTIVE.itl, shape.prefill + shape.decode)
     setup = Setup(Pools(shape.prefill, shape.decode), profile, goals, block_tokens=shape.page_size)
     return Simulator(setup).run(arrivals_of(requests, shape.page_size))
@@ -139,7 +137,9 @@ def arrivals_of(requests: Sequence[TimedRequest], page_size: int) -> list[Arriva
     ]
 
 
-def print_comparison(outcomes: Sequence[Outcome], objective: Objective, predicted: Report) -> None:
+def print_comparison(
+    outcomes: Sequence[Outcome], objective: Objective, predicted: SimulationReport
+) -> None:
     """Errors of times are shares of what was measured; those of shares are percentage points."""
     measured = summarize(outcomes, objective, predicted.seconds)
     print(f"{'':<22}{'measured':>12}{'predicted':>12}{'error':>14}")

@@ -46,8 +46,7 @@ def simulate(
 ) -> None:
     """Simulate a cluster that serves a trace: hit rate, TTFT, ITL, goodput, use of the pools."""
     from baton.cli import simulation
-    from baton.planner.observation import Goals
-    from baton.planner.pools import Pools
+    from baton.planner.sizing import Goals, Pools
     from baton.planner.trace import Traffic
 
     with edge():

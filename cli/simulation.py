@@ -9,17 +9,16 @@ import typer
 
 from baton.core.errors import InvalidConfig
 from baton.core.metrics import Spread
-from baton.planner.observation import Goals
-from baton.planner.pools import Pools
 from baton.planner.profile import H200_8B, load_profile
-from baton.planner.report import Planned, PoolUse, Report
+from baton.planner.simulation_report import PoolUse, SimulationReport, TimedDecision
 from baton.planner.simulator import Setup, Simulator
+from baton.planner.sizing import Goals, Pools
 from baton.planner.trace import TraceRequest, Traffic, arrivals, read_trace
 
 
 def run(
     path: Path, traffic: Traffic, workers: Pools, goals: Goals, profile: Path | None, plans: bool
-) -> Report:
+) -> SimulationReport:
     known = load_profile(profile) if profile else H200_8B
     setup = Setup(workers, known, goals, plans)
     return Simulator(setup).run(arrivals(_read(path), traffic))
@@ -47,7 +46,7 @@ def parse_loads(text: str) -> tuple[float, ...]:
     return loads
 
 
-def lines(report: Report, goals: Goals) -> Iterator[str]:
+def lines(report: SimulationReport, goals: Goals) -> Iterator[str]:
     if report.decisions:
         yield from (line for planned in report.decisions for line in _decision(planned))
         yield ""
@@ -65,11 +64,11 @@ def lines(report: Report, goals: Goals) -> Iterator[str]:
         yield _row("most in the router's line", f"{report.most_queued:,}")
 
 
-def _decision(planned: Planned) -> Iterator[str]:
+def _decision(planned: TimedDecision) -> Iterator[str]:
     decision = planned.decision
     minutes, seconds = divmod(round(planned.seconds), 60)
     have = f"{decision.have.prefill} + {decision.have.decode} workers"
-    yield typer.style(f"{minutes:>4}:{seconds:02}  {decision.words}", bold=True) + f"  ({have})"
+    yield typer.style(f"{minutes:>4}:{seconds:02}  {decision.summary}", bold=True) + f"  ({have})"
     yield from (f"         {reason}" for reason in decision.reasons)
 
 

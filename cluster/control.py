@@ -71,7 +71,7 @@ def _round(planned: Planned) -> pb.PlannedRound:
     decision = planned.decision
     return pb.PlannedRound(
         at=planned.at,
-        words=decision.words,
+        words=decision.summary,
         reasons=decision.reasons,
         have_prefill=decision.have.prefill,
         have_decode=decision.have.decode,

@@ -40,7 +40,7 @@ from baton.core.errors import InvalidRequest, RoleRefused, Unavailable
 from baton.core.tls import Identity, node_identity
 from baton.core.types import MAX_MESSAGE_BYTES, Role
 from baton.core.wire import role_to
-from baton.planner.pools import Pools, other
+from baton.planner.sizing import Pools, other
 from baton.rpc import listen
 from baton.v1 import cluster_pb2, cluster_pb2_grpc
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from baton.core.types import Role
-from baton.planner.pools import NONE, Pools
+from baton.planner.sizing import NONE, Pools
 
 
 @dataclass(frozen=True, slots=True)

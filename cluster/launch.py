@@ -43,7 +43,7 @@ from baton.cluster.worker_actors import CONCURRENCY, WorkerActors, find, gpus_of
 from baton.core import config as configs
 from baton.core.config import Config, RouterConfig
 from baton.core.errors import DeadlineExceeded, InvalidConfig, Unavailable
-from baton.planner.pools import Pools
+from baton.planner.sizing import Pools
 from baton.worker import mps
 
 POLL_SECONDS = 0.1

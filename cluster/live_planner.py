@@ -18,8 +18,7 @@ import ray
 from baton.cluster.planning import Planning
 from baton.cluster.worker_actors import switch_role
 from baton.core.errors import BatonError
-from baton.planner.plan import Decision, Switch
-from baton.planner.pools import NONE, other
+from baton.planner.sizing import NONE, Decision, Switch, other
 
 if TYPE_CHECKING:
     from baton.cluster.controller import Controller
@@ -38,7 +37,7 @@ class LivePlanner:
             await asyncio.sleep(self._planning.round_seconds)
             decision = self._planning.round(self._controller.expected, time.monotonic())
             if self._planning.has_news:
-                log.info("plan: %s (%s)", decision.words, "; ".join(decision.reasons))
+                log.info("plan: %s (%s)", decision.summary, "; ".join(decision.reasons))
             if decision.changes and self._planning.acts:
                 await self._carry_out(decision)
 

@@ -4,7 +4,7 @@
                                                                                 │ planner.act
                                          the controller: roles, new workers, drains ◀┘
 
-Deciding is planner/plan.py's, the same as in the simulator. Nothing here is on a
+Deciding is planner/sizing.py's, the same as in the simulator. Nothing here is on a
 request's path, and nothing is done here: the controller does it.
 """
 
@@ -16,10 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton.core.config import Config, settle
-from baton.planner.observation import Goals, Observation
-from baton.planner.plan import Decision, PlannerState, plan
-from baton.planner.pools import Pools
-from baton.planner.window import TrafficWindow
+from baton.planner.sizing import Decision, Goals, Observation, PlannerState, Pools, plan
+from baton.planner.traffic_window import TrafficWindow
 from baton.router.placement.cost_model import STEP_PRIOR, Costs
 from baton.v1 import cluster_pb2
 

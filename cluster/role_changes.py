@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from baton.cluster.fleet import Fleet
 from baton.core.types import Role
-from baton.planner.pools import Pools, other
+from baton.planner.sizing import Pools, other
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 `choose_exactly` asks router.policy. That takes a millisecond with a hundred workers, so from
 `MANY` workers on `choose_quickly` ranks them instead: the same sums of
-router/placement/score.py and cost_model.py in the same order, on columns. Both find the same pair
+router/placement/scorer.py and cost_model.py in the same order, on columns. Both find the same pair
 (tests/unit/test_simulated_placing.py).
 
 Prompts are never read by decode workers here, nor are pages fetched from them.
@@ -16,7 +16,7 @@ import numpy
 from numpy.typing import NDArray
 
 from baton.core.errors import BatonError
-from baton.planner.fleet import Column, DecodePool, PrefillPool
+from baton.planner.simulated_workers import Column, DecodePool, PrefillPool
 from baton.router.placement.cost_model import Costs
 from baton.router.placement.placement import (
     DecodeView,

@@ -15,11 +15,35 @@ from pathlib import Path
 from typing import Any
 
 from baton.core.errors import InvalidConfig
-from baton.planner.sharing import SharedCores
 from baton.router.placement.cost_model import EXPOSED_PRIOR, Costs
 
 COEFFICIENTS = {"prefill": 4, "transfer": 2, "exposed": 2, "step": 4}
 """How many of each there are."""
+
+NICE_STEP = 1.25
+"""By how many times a thread has less weight that is one nicer: the kernel's table."""
+
+
+def weight(niceness: int) -> float:
+    """Of a thread, where one that is not nice has 1."""
+    return NICE_STEP**-niceness
+
+
+@dataclass(frozen=True, slots=True)
+class SharedCores:
+    # 0 where every worker has hardware of its own.
+    count: int
+    decode_weight: float
+
+    def decode_speed(self, prefill: int, decode: int) -> float:
+        """Of a decode worker, as a share of its speed alone, with so many of each at work."""
+        if not self.count or prefill + decode <= self.count:
+            return 1.0
+        wanted = prefill + self.decode_weight * decode
+        if wanted <= self.count:
+            # Prefill workers have a core each, decode workers what is left.
+            return (self.count - prefill) / decode
+        return self.decode_weight * self.count / wanted
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,15 +24,28 @@ from typing import Any
 import numpy
 
 from baton.core.types import Role
-from baton.planner.fleet import Batch, DecodePool, Flight, Pool, PrefillPool
-from baton.planner.observation import Goals, Observation
 from baton.planner.placing import Ask, choose_pair
-from baton.planner.plan import Decision, PlannerState, plan
-from baton.planner.pools import NONE, Pools, other
 from baton.planner.profile import Profile
-from baton.planner.report import Planned, PoolUse, Report, Tally
+from baton.planner.simulated_workers import (
+    DecodeBatch,
+    DecodePool,
+    PrefillPool,
+    SimulatedRequest,
+    WorkerPool,
+)
+from baton.planner.simulation_report import PoolUse, SimulationReport, Tally, TimedDecision
+from baton.planner.sizing import (
+    NONE,
+    Decision,
+    Goals,
+    Observation,
+    PlannerState,
+    Pools,
+    other,
+    plan,
+)
 from baton.planner.trace import BLOCK, Arrival
-from baton.planner.window import ROUND_SECONDS, TrafficWindow
+from baton.planner.traffic_window import ROUND_SECONDS, TrafficWindow
 from baton.router.placement.cost_model import ANSWER_PRIOR, ANSWER_RATE
 
 IDLE = PoolUse(0.0, 0.0)
@@ -78,13 +91,13 @@ class Simulator:
         self._state = PlannerState()
         self._coming = NONE
         self._leaving: dict[tuple[Role, int], Role | None] = {}  # and what each becomes
-        self._decisions: list[Planned] = []
+        self._decisions: list[TimedDecision] = []
         self._missing = 0  # workers, a round before
         for role in Role:
             for _ in range(setup.workers.of(role)):
                 self._pool(role).add(0.0)
 
-    def run(self, arrivals: Iterable[Arrival]) -> Report:
+    def run(self, arrivals: Iterable[Arrival]) -> SimulationReport:
         """Until every request is answered."""
         if self._setup.plans:
             self._at(self._setup.round_seconds, self._plan, None)
@@ -137,18 +150,18 @@ class Simulator:
         if pair is None:
             return False
         self._placed += 1
-        flight = self._flight(arrival, ask, *pair)
+        request = self._flight(arrival, ask, *pair)
         self._tally.prompt_tokens += arrival.prompt_tokens
-        self._tally.cached_tokens += flight.cached_tokens
+        self._tally.cached_tokens += request.cached_tokens
         if self._setup.plans:
-            self._window.placed(flight.compute_seconds)
-        was_idle = self._prefill.is_empty(flight.prefill)
-        self._prefill.put(flight, self._now)
+            self._window.placed(request.compute_seconds)
+        was_idle = self._prefill.is_empty(request.prefill)
+        self._prefill.put(request, self._now)
         if was_idle:
-            self._read(flight.prefill)
-        self._prefill.caches.hold(flight.prefill, arrival.blocks)
-        if flight.decode >= 0:
-            self._reserve(flight)
+            self._read(request.prefill)
+        self._prefill.caches.hold(request.prefill, arrival.blocks)
+        if request.decode >= 0:
+            self._reserve(request)
         if was_idle:
             self._disturb()
         return True
@@ -168,7 +181,7 @@ class Simulator:
             backlog=self._setup.worker_backlog,
         )
 
-    def _cached(self, pool: Pool, arrival: Arrival) -> Any:
+    def _cached(self, pool: WorkerPool, arrival: Arrival) -> Any:
         """Of the prompt, what each active worker need not compute: never its last token."""
         size = self._profile.page_size
         most = (arrival.prompt_tokens - 1) // size * size
@@ -177,45 +190,45 @@ class Simulator:
             blocks = blocks[pool.active]
         return numpy.minimum(blocks * self._setup.block_tokens, most)
 
-    def _flight(self, arrival: Arrival, ask: Ask, prefill: int, decode: int) -> Flight:
+    def _flight(self, arrival: Arrival, ask: Ask, prefill: int, decode: int) -> SimulatedRequest:
         size = self._profile.page_size
         cached = int(ask.prefill_cached[self._prefill.active.searchsorted(prefill)])
         missing = arrival.prompt_tokens - cached
-        flight = Flight(
+        request = SimulatedRequest(
             arrival, prefill, decode, cached, self._costs.prefill_seconds(missing, cached)
         )
         if decode >= 0:
             held = int(ask.decode_cached[self._decode.active.searchsorted(decode)])
-            flight.moved_pages = -(-(arrival.prompt_tokens - held) // size)
-            flight.prompt_pages = -(-arrival.prompt_tokens // size)
-            flight.pages = -(-(arrival.prompt_tokens + arrival.answer_tokens) // size)
-        return flight
+            request.moved_pages = -(-(arrival.prompt_tokens - held) // size)
+            request.prompt_pages = -(-arrival.prompt_tokens // size)
+            request.pages = -(-(arrival.prompt_tokens + arrival.answer_tokens) // size)
+        return request
 
-    def _reserve(self, flight: Flight) -> None:
-        index = flight.decode
+    def _reserve(self, request: SimulatedRequest) -> None:
+        index = request.decode
         self._decode.requests[index] += 1
-        self._decode.caches.hold(index, flight.arrival.blocks)
+        self._decode.caches.hold(index, request.arrival.blocks)
         self._decode.waiting[index] += 1
-        self._decode.workers[index].waiting.append(flight)
+        self._decode.workers[index].waiting.append(request)
         self._grant(index)
 
     def _grant(self, index: int) -> None:
         """Promises pages to those that wait, the oldest first, as long as there are any."""
         batch = self._decode.workers[index]
         while batch.waiting:
-            flight = batch.waiting[0]
+            request = batch.waiting[0]
             room = self._profile.decode_pages - batch.promised_pages
             # One that would never fit has the worker to itself.
-            if flight.pages > room and batch.promised_pages:
+            if request.pages > room and batch.promised_pages:
                 return
             batch.waiting.popleft()
-            batch.promised_pages += flight.pages
-            batch.prompt_pages += flight.prompt_pages
+            batch.promised_pages += request.pages
+            batch.prompt_pages += request.prompt_pages
             self._decode.waiting[index] -= 1
-            self._decode.leased[index] += flight.prompt_pages
-            flight.granted = True
-            if flight.first_at:
-                self._travel(flight, 0.0)
+            self._decode.leased[index] += request.prompt_pages
+            request.granted = True
+            if request.first_at:
+                self._travel(request, 0.0)
 
     def _read(self, index: int) -> None:
         """A prefill worker begins a step."""
@@ -224,32 +237,32 @@ class Simulator:
             seconds *= 1.0 + self._profile.crowding * (self._prefill.busy - 1)
         self._at(self._now + seconds, self._has_read, (index, completed))
 
-    def _has_read(self, subject: tuple[int, list[Flight]]) -> None:
+    def _has_read(self, subject: tuple[int, list[SimulatedRequest]]) -> None:
         index, completed = subject
-        for flight in completed:
-            self._first_token(flight)
+        for request in completed:
+            self._first_token(request)
         if not self._prefill.is_empty(index):
             self._read(index)
 
-    def _first_token(self, flight: Flight) -> None:
-        self._prefill.take(flight)
-        flight.first_at = self._now
-        if self._prefill.is_empty(flight.prefill):
+    def _first_token(self, request: SimulatedRequest) -> None:
+        self._prefill.take(request)
+        request.first_at = self._now
+        if self._prefill.is_empty(request.prefill):
             self._disturb()
-            self._see_off(Role.PREFILL, flight.prefill)
-        if flight.decode < 0:
-            self._answered(flight)
-        elif flight.granted:
-            self._travel(flight, flight.compute_seconds)
+            self._see_off(Role.PREFILL, request.prefill)
+        if request.decode < 0:
+            self._answered(request)
+        elif request.granted:
+            self._travel(request, request.compute_seconds)
 
-    def _travel(self, flight: Flight, hidden_behind: float) -> None:
-        size = flight.moved_pages * self._profile.page_bytes
+    def _travel(self, request: SimulatedRequest, hidden_behind: float) -> None:
+        size = request.moved_pages * self._profile.page_bytes
         late = self._costs.exposed_seconds(size, hidden_behind)
-        self._at(self._prefill.push(flight.prefill, self._now, late), self._landed, flight)
+        self._at(self._prefill.push(request.prefill, self._now, late), self._landed, request)
 
-    def _landed(self, flight: Flight) -> None:
-        self._advance(flight.decode).ready.append(flight)
-        self._step_on(flight.decode)
+    def _landed(self, request: SimulatedRequest) -> None:
+        self._advance(request.decode).ready.append(request)
+        self._step_on(request.decode)
 
     def _stepped(self, subject: tuple[int, int]) -> None:
         """After the last step of a request, or one before others join."""
@@ -258,11 +271,11 @@ class Simulator:
         if version != batch.version:
             return
         self._advance(index)
-        while flight := batch.ended():
-            batch.promised_pages -= flight.pages
-            batch.prompt_pages -= flight.prompt_pages
+        while request := batch.ended():
+            batch.promised_pages -= request.pages
+            batch.prompt_pages -= request.prompt_pages
             self._decode.requests[index] -= 1
-            self._answered(flight)
+            self._answered(request)
         self._grant(index)
         self._step_on(index)
         self._see_off(Role.DECODE, index)
@@ -305,7 +318,7 @@ class Simulator:
                 self._advance(index)
                 self._price(index)
 
-    def _advance(self, index: int) -> Batch:
+    def _advance(self, index: int) -> DecodeBatch:
         """Up to now."""
         batch = self._decode.workers[index]
         seconds = batch.advance(self._now, self._tally.gaps)
@@ -314,11 +327,11 @@ class Simulator:
         self._tally.batch_seconds += seconds * len(batch.ends)
         return batch
 
-    def _answered(self, flight: Flight) -> None:
-        arrival = flight.arrival
+    def _answered(self, request: SimulatedRequest) -> None:
+        arrival = request.arrival
         gaps = arrival.answer_tokens - 1
-        ttft = flight.first_at - arrival.seconds + self._profile.overhead_seconds
-        self._tally.answered(ttft, (self._now - flight.first_at) / gaps if gaps else 0.0)
+        ttft = request.first_at - arrival.seconds + self._profile.overhead_seconds
+        self._tally.answered(ttft, (self._now - request.first_at) / gaps if gaps else 0.0)
         if self._setup.plans:
             pages = (arrival.prompt_tokens + arrival.answer_tokens / 2) / self._profile.page_size
             self._window.answered(1, arrival.answer_tokens, arrival.answer_tokens * pages)
@@ -333,7 +346,7 @@ class Simulator:
     def _plan(self, _: None) -> None:
         decision, self._state = plan(self._observe(), self._state, self._setup.goals)
         if decision.is_news(self._missing):
-            self._decisions.append(Planned(self._now, decision))
+            self._decisions.append(TimedDecision(self._now, decision))
         self._missing = decision.missing
         self._apply(decision)
         self._at(self._now + self._setup.round_seconds, self._plan, None)
@@ -393,6 +406,6 @@ class Simulator:
         if becomes:
             self._expect(becomes, self._profile.switch_seconds)
 
-    def _use(self, pool: Pool) -> PoolUse:
+    def _use(self, pool: WorkerPool) -> PoolUse:
         total = pool.worker_seconds(self._now)
         return PoolUse(total / self._now, sum(pool.busy_seconds) / total) if total else IDLE

@@ -15,8 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from baton.router.placement.disturbance import Disturbance
-from baton.router.placement.online_fit import OnlineFit
+from baton.router.placement.online_fit import Disturbance, OnlineFit
 
 # Coefficients in seconds, for the features named beside them.
 # A prompt, a token, a token times one that it looks at, a token that was there before, a token

@@ -71,7 +71,7 @@ class Reason(enum.StrEnum):
     CANARY = "canary"
 
 
-REASON_WORDS = {
+REASON_TEXTS = {
     Reason.CACHED: "the prompt's beginning is cached there",
     Reason.CACHE_BUSY: "where more of the prompt is cached it would take longer",
     Reason.FETCHED: "the prompt's beginning is fetched from another worker's cache",
@@ -162,7 +162,7 @@ class Snapshot:
         return sum(view.pending_tokens > 0 for view in self.prefill)
 
 
-class Fetch(NamedTuple):
+class FetchPlan(NamedTuple):
     """Pages that the prefill worker is to fetch before it computes the rest."""
 
     # The decode worker that has them.
@@ -199,8 +199,8 @@ class Placement:
     reason: str = ""
     code: Reason = Reason.LEAST_TIME
     forecast: Forecast | None = field(default=None, compare=False)
-    fetch: Fetch | None = None
+    fetch: FetchPlan | None = None
 
     @property
-    def words(self) -> str:
-        return self.reason or REASON_WORDS[self.code]
+    def explanation(self) -> str:
+        return self.reason or REASON_TEXTS[self.code]

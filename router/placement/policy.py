@@ -1,7 +1,7 @@
 """Which workers serve a request: a pure function of a snapshot.
 
 Of the pairs that are connected and have room, the one with the least predicted
-time (router/placement/score.py). Where reading the prompt on the decode worker itself is
+time (router/placement/scorer.py). Where reading the prompt on the decode worker itself is
 predicted to take less, it is read there.
 """
 
@@ -17,7 +17,7 @@ from baton.router.placement.placement import (
     Snapshot,
     Strategy,
 )
-from baton.router.placement.score import (
+from baton.router.placement.scorer import (
     Pair,
     answering,
     best_pair,

@@ -102,7 +102,7 @@ def _cached_tokens(link: WorkerLink, work: Work, page_size: int) -> int:
 
 def _kept_tokens(link: WorkerLink, work: Work, page_size: int) -> int:
     """Of these, what the worker has to bring back."""
-    if not link.cache.keeps:
+    if not link.cache.has_saved:
         return 0
-    near = page_size * link.cache.near(work.page_keys)
+    near = page_size * link.cache.leading_in_pool(work.page_keys)
     return max(0, _cached_tokens(link, work, page_size) - near)

@@ -23,7 +23,7 @@ from baton.core.types import Work
 from baton.router.observe.ledger import AnswerLedger
 from baton.router.observe.metrics import RouterMetrics
 from baton.router.placement.placement import Placement, Suspicion
-from baton.router.placement.prompt_queue import Prompt
+from baton.router.placement.worker_state import QueuedPrompt
 from baton.router.requests.admission import Admission, Assignment
 from baton.router.requests.attempt import Attempt, AttemptEnded, AttemptEvent, Send, Side, Tokens
 from baton.router.requests.feedback import Feedback
@@ -163,7 +163,7 @@ class Running:
         self._on_room = on_room
         self._suspicion = suspicion
         self._links = {Side.PREFILL: assignment.prefill, Side.DECODE: assignment.decode}
-        self._prompt: Prompt | None = None  # until it has been read
+        self._prompt: QueuedPrompt | None = None  # until it has been read
         self._unanswered = 0
         self._cache = assignment.prefiller.cache  # that of the process which reads the prompt
         self._agents = [link.agent for link in assignment.links]
@@ -182,7 +182,7 @@ class Running:
         return any(link.suspects for link in self._assignment.links)
 
     def start(self) -> None:
-        self._cache.promise(self.attempt.work.page_keys)
+        self._cache.add_pending(self.attempt.work.page_keys)
         for link in self._assignment.links:
             link.open(self.attempt.work.key, self._inbox)
         self._count_suspect(+1)
@@ -241,7 +241,7 @@ class Running:
         self._send(self.attempt.release())
         for link in self._assignment.links:
             link.close(self.attempt.work.key)
-        self._cache.settle(self.attempt.work.page_keys)
+        self._cache.remove_pending(self.attempt.work.page_keys)
         self._count_suspect(-1)
         self._count_as(reading=False, unanswered=0)
         self._on_room()

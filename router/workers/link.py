@@ -28,9 +28,8 @@ from baton.core.errors import LayoutMismatch, UnknownModel, WorkerLost
 from baton.core.tls import Identity
 from baton.core.types import PROTOCOL, AttemptKey, Role
 from baton.core.wire import role_from, role_to
-from baton.router.placement.cache_index import HeldPages
 from baton.router.placement.placement import Suspicion
-from baton.router.placement.prompt_queue import PromptQueue
+from baton.router.placement.worker_state import CacheIndex, PromptQueue
 from baton.router.requests.attempt import AttemptEvent, LinkLost
 from baton.router.workers.health import BusyShare, Heartbeat, PingFence, StepPace
 from baton.rpc import open_channel
@@ -81,7 +80,7 @@ class WorkerLink:
         self.asked: set[str] = set()
         self.peers: dict[str, pb.Connected] = {}
         # Pages in its prefix cache, as far as it has told.
-        self.cache = HeldPages()
+        self.cache = CacheIndex()
         # Which share of the last seconds its engine computed.
         self.busy = BusyShare()
         # How long its steps take, as this router sees them.
@@ -269,7 +268,7 @@ class WorkerLink:
         elif kind == "connected":
             self._note_connection(message.connected)
         elif kind == "cache_events":
-            if self.cache.take(message.cache_events):
+            if self.cache.apply(message.cache_events):
                 self.send(pb.RouterMessage(resync_cache=pb.ResyncCache()))
         elif kind == "role_switched":
             self._greet_again(message.role_switched)
@@ -362,7 +361,7 @@ class WorkerLink:
         self.asked.clear()
         self.load = pb.Load()
         self.prompts.report(0)
-        self.cache = HeldPages()
+        self.cache = CacheIndex()
         self.pace = StepPace()
         self.busy = BusyShare()
         self.reported = self.draining = False

@@ -29,7 +29,7 @@ from baton.router.placement.placement import (
     Suspicion,
 )
 from baton.router.placement.policy import choose
-from baton.router.placement.score import soonest
+from baton.router.placement.scorer import earliest_first_token
 from baton.router.placement.topology import Topology
 from baton.router.workers.ended_agents import EndedAgents
 from baton.router.workers.link import WorkerLink
@@ -163,7 +163,7 @@ class Membership:
 
     def soonest(self, work: Work) -> float:
         """In how many seconds a request is predicted to have its first token, at best."""
-        return soonest(self._snapshot(work, Suspicion.NONE))
+        return earliest_first_token(self._snapshot(work, Suspicion.NONE))
 
     def _snapshot(self, work: Work, suspicion: Suspicion) -> Snapshot:
         topology = self._topology

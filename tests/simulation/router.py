@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from baton.core.errors import BatonError, Cancelled, WorkerLost
 from baton.core.types import AttemptKey, Role, Work
 from baton.core.wire import role_from
-from baton.router.placement.placement import DecodeView, Fetch, Placement, PrefillView, Snapshot
+from baton.router.placement.placement import DecodeView, FetchPlan, Placement, PrefillView, Snapshot
 from baton.router.placement.policy import choose
 from baton.router.requests.attempt import (
     Action,
@@ -281,7 +281,7 @@ class SimulatedRouter:
         if not (self.fetches and placement.prefill and decode and draw.random() < 0.7):
             return placement
         pages, seconds = draw.choice((1, 3, 9, 9)), draw.choice((0.01, 0.02, 0.03, 0.05, 0.5))
-        fetch = Fetch(draw.choice(decode).worker_id, pages, 0, seconds)
+        fetch = FetchPlan(draw.choice(decode).worker_id, pages, 0, seconds)
         return dataclasses.replace(placement, fetch=fetch)
 
     def _watch_silence(self, request: SimulatedRequest, attempt: Attempt) -> None:

@@ -27,7 +27,7 @@ from baton.router.placement.placement import (
     Snapshot,
 )
 from baton.router.placement.policy import choose
-from baton.router.placement.prompt_queue import Prompt, PromptQueue
+from baton.router.placement.worker_state import PromptQueue, QueuedPrompt
 from baton.router.workers.health import StepPace
 from baton.v1 import worker_pb2 as pb
 
@@ -64,7 +64,7 @@ class Request:
     answer_tokens: int
     placement: Placement | None = None
     placed: float = 0.0
-    prompt: Prompt | None = None
+    prompt: QueuedPrompt | None = None
     prefill_busy: float = 0.0  # seconds until then, summed over prefill workers
     # On the worker that reads it.
     came: float = 0.0

@@ -5,7 +5,7 @@ import pytest
 from baton.core.errors import DeadlineExceeded, Exhausted, Internal, Unavailable, WorkerLost
 from baton.core.types import AttemptKey, FinishReason, Sampling, Work
 from baton.core.wire import failed_to, finish_to
-from baton.router.placement.placement import Fetch, Placement, Policy
+from baton.router.placement.placement import FetchPlan, Placement, Policy
 from baton.router.requests.attempt import (
     Action,
     Attempt,
@@ -79,7 +79,7 @@ def test_it_asks_the_workers_of_its_placement(
 
 def test_prefill_is_told_who_else_has_pages_of_the_prompt() -> None:
     work = Work(KEY, [1, 2, 3], Sampling(), 9, frozenset())
-    placement = Placement("p0", "d0", fetch=Fetch("d1", 3, 48, 0.5))
+    placement = Placement("p0", "d0", fetch=FetchPlan("d1", 3, 48, 0.5))
     _, prefill = Attempt(work, placement, "agent-p", "agent-d", "agent-h").start()
     assert prefill.message.prefill.holder == pb.Holder(agent="agent-h", pages=3, seconds=0.5)
     _, prefill = Attempt(work, placement, "agent-p", "agent-d", "").start()

@@ -6,7 +6,7 @@ from second_tiers import TieredPool, keys
 
 from baton.core.page_keys import page_keys, salted_root
 from baton.engine.page_pool import PagePool
-from baton.router.placement.cache_index import HeldPages
+from baton.router.placement.worker_state import CacheIndex
 from baton.v1 import worker_pb2 as pb
 from baton.worker.cache_feed import MOST_KEYS, CacheFeed
 from baton.worker.outbox import CACHE_BACKLOG, Outbox
@@ -106,18 +106,19 @@ async def test_what_left_the_pool_for_the_second_tier_is_kept_until_it_is_gone()
     tiered = TieredPool(pages=8, rows=4)
     bench = Bench()
     bench.feed = CacheFeed(tiered.pool, bench.outbox)
-    router, late = HeldPages(), HeldPages()
+    router, late = CacheIndex(), CacheIndex()
 
     async def tell() -> None:
         bench.feed.publish(busy=False)
         bench.feed.send_all(1)
         for event in await bench.told():
-            (late if event.reset else router).take(event)
+            (late if event.reset else router).apply(event)
 
-    def states(held: HeldPages) -> str:
+    def states(held: CacheIndex) -> str:
         """Of the pages a to z: in the pool, kept, or not there."""
         chains = [keys(letter) for letter in "abcdefghijkl"]
-        return "".join("pk-"[2 - held.leading(chain) - held.near(chain)] for chain in chains)
+        found = (held.leading(chain) + held.leading_in_pool(chain) for chain in chains)
+        return "".join("pk-"[2 - count] for count in found)
 
     for letter in "abcdefghijkl":
         tiered.keep(letter)

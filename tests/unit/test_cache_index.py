@@ -5,7 +5,7 @@ import random
 import pytest
 
 from baton.core.page_keys import page_keys
-from baton.router.placement.cache_index import ASK_AGAIN_AFTER, HeldPages
+from baton.router.placement.worker_state import ASK_AGAIN_AFTER, CacheIndex
 from baton.v1 import worker_pb2 as pb
 
 A, B, C, D = CHAIN = page_keys(b"root", range(16), 4)
@@ -51,57 +51,57 @@ def reset(number: int, *keys: bytes) -> pb.CacheEvents:
 def test_events_say_what_a_worker_holds(
     events: list[pb.CacheEvents], held: int, asks: list[bool]
 ) -> None:
-    pages = HeldPages()
-    assert [pages.take(event) for event in events] == asks
+    pages = CacheIndex()
+    assert [pages.apply(event) for event in events] == asks
     assert pages.leading(CHAIN) == held
 
 
 def test_a_reset_that_never_comes_is_asked_for_again() -> None:
-    pages = HeldPages()
-    asks = [pages.take(stored(number)) for number in range(5, 6 + ASK_AGAIN_AFTER)]
+    pages = CacheIndex()
+    asks = [pages.apply(stored(number)) for number in range(5, 6 + ASK_AGAIN_AFTER)]
     assert [number for number, asked in enumerate(asks, 5) if asked] == [5, 5 + ASK_AGAIN_AFTER]
 
 
 def test_what_is_kept_is_held_but_not_near() -> None:
-    pages = HeldPages()
-    pages.take(reset(0, A, B, C))
-    assert not pages.keeps
-    pages.take(pb.CacheEvents(number=1, kept=[C, D]))
-    assert (pages.near(CHAIN), pages.leading(CHAIN), len(pages)) == (2, 4, 4)
-    pages.take(pb.CacheEvents(number=2, stored=[C]))
-    assert (pages.near(CHAIN), pages.leading(CHAIN), len(pages)) == (3, 4, 4)
-    pages.take(evicted(3, D))
-    assert (pages.near(CHAIN), pages.leading(CHAIN), pages.keeps) == (3, 3, False)
-    pages.take(pb.CacheEvents(number=9, reset=True, kept=CHAIN))
-    assert (pages.near(CHAIN), pages.leading(CHAIN)) == (0, 4)
-    pages.promise(CHAIN[:2])
-    assert (pages.near(CHAIN), pages.leading(CHAIN)) == (2, 4)
+    pages = CacheIndex()
+    pages.apply(reset(0, A, B, C))
+    assert not pages.has_saved
+    pages.apply(pb.CacheEvents(number=1, kept=[C, D]))
+    assert (pages.leading_in_pool(CHAIN), pages.leading(CHAIN), len(pages)) == (2, 4, 4)
+    pages.apply(pb.CacheEvents(number=2, stored=[C]))
+    assert (pages.leading_in_pool(CHAIN), pages.leading(CHAIN), len(pages)) == (3, 4, 4)
+    pages.apply(evicted(3, D))
+    assert (pages.leading_in_pool(CHAIN), pages.leading(CHAIN), pages.has_saved) == (3, 3, False)
+    pages.apply(pb.CacheEvents(number=9, reset=True, kept=CHAIN))
+    assert (pages.leading_in_pool(CHAIN), pages.leading(CHAIN)) == (0, 4)
+    pages.add_pending(CHAIN[:2])
+    assert (pages.leading_in_pool(CHAIN), pages.leading(CHAIN)) == (2, 4)
 
 
 @pytest.mark.parametrize("length", range(34))
 def test_every_length_of_a_held_prefix_is_found(length: int) -> None:
     chain = page_keys(b"root", range(33), 1)
-    pages = HeldPages()
-    pages.take(reset(0, *chain[:length]))
+    pages = CacheIndex()
+    pages.apply(reset(0, *chain[:length]))
     assert pages.leading(chain) == min(length, 33)
 
 
 def test_a_chain_of_another_salt_is_not_held() -> None:
-    pages = HeldPages()
-    pages.take(reset(0, *CHAIN))
+    pages = CacheIndex()
+    pages.apply(reset(0, *CHAIN))
     assert pages.leading(page_keys(b"other", range(16), 4)) == 0
     assert pages.leading([]) == 0
 
 
-def test_a_promised_prompt_counts_until_it_is_settled() -> None:
-    pages = HeldPages()
-    pages.take(reset(1, A))
+def test_a_pending_prompt_counts_until_its_request_ends() -> None:
+    pages = CacheIndex()
+    pages.apply(reset(1, A))
     for length in (3, 4):
-        pages.promise(CHAIN[:length])
+        pages.add_pending(CHAIN[:length])
     assert pages.leading(CHAIN) == 4
-    pages.settle(CHAIN)
+    pages.remove_pending(CHAIN)
     assert pages.leading(CHAIN) == 3
-    pages.settle(CHAIN[:3])
+    pages.remove_pending(CHAIN[:3])
     assert pages.leading(CHAIN) == 1
 
 
@@ -145,18 +145,18 @@ class Sender:
 def test_whatever_is_lost_repeated_or_late_a_reset_heals(seed: int) -> None:
     randomness = random.Random(seed)
     universe = page_keys(b"root", range(40), 1)
-    sender, pages = Sender(randomness), HeldPages()
-    pages.take(sender.reset())
+    sender, pages = Sender(randomness), CacheIndex()
+    pages.apply(sender.reset())
     asked = False
     for _ in range(200):
         for event in sender.change(universe):
-            asked |= pages.take(event)
+            asked |= pages.apply(event)
         if asked and randomness.random() < 0.3:
-            pages.take(sender.reset())
+            pages.apply(sender.reset())
             asked = False
             assert {key for key in universe if pages.leading([key])} == sender.keys
     # Whatever is still missing is noticed with the next message that arrives.
     sender.number += 1
-    asked |= pages.take(stored(sender.number))
+    asked |= pages.apply(stored(sender.number))
     known = {key for key in universe if pages.leading([key])}
     assert asked or known == sender.keys

@@ -8,7 +8,7 @@ from baton.core.config import RouterConfig
 from baton.core.types import AttemptKey, Sampling, Work
 from baton.router.observe.metrics import RouterMetrics
 from baton.router.placement.cost_model import CostModel, Costs
-from baton.router.placement.placement import Fetch, Forecast, Placement, Policy
+from baton.router.placement.placement import FetchPlan, Forecast, Placement, Policy
 from baton.router.requests.admission import Assignment
 from baton.router.requests.feedback import Feedback
 from baton.router.workers.health import StepPace
@@ -92,7 +92,7 @@ def fetched(tokens: int) -> pb.WorkerMessage:
 
 @pytest.mark.parametrize("tokens", [64, 0])
 def test_a_fetch_is_learned_for_itself_whether_it_came_or_not(tokens: int) -> None:
-    placement = Placement("p0", "d0", forecast=FORECAST, fetch=Fetch("d0", 4, 64, 9.0))
+    placement = Placement("p0", "d0", forecast=FORECAST, fetch=FetchPlan("d0", 4, 64, 9.0))
     cluster, assignment = Known(), assigned(placement)
     costs = cluster.costs
     assert assignment.prefill is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from baton.cluster.fleet import Fleet, dump, parse
 from baton.core.types import Role
-from baton.planner.pools import Pools
+from baton.planner.sizing import Pools
 
 
 def fleet(prefill: int, decode: int) -> Fleet:

@@ -7,8 +7,7 @@ import dataclasses
 from baton.cluster.planning import SILENT_SECONDS, Planning
 from baton.core.config import Config, DecodeConfig, PlannerConfig, PrefillConfig
 from baton.core.types import Role
-from baton.planner.plan import Decision
-from baton.planner.pools import Pools
+from baton.planner.sizing import Decision, Pools
 from baton.v1.cluster_pb2 import RouterReport
 
 CONFIG = Config(

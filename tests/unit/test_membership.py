@@ -94,9 +94,9 @@ async def test_prompts_that_go_on_alike_follow_one_that_is_on_its_way() -> None:
     async with cluster(RouterConfig(local_prefill="fallback")) as (membership, _):
         link = membership.find("prefill-1")
         assert link is not None
-        link.cache.promise(KEYS)
+        link.cache.add_pending(KEYS)
         assert {found.prefill for found in in_turn(membership)} == {"prefill-1"}
-        link.cache.settle(KEYS)
+        link.cache.remove_pending(KEYS)
         assert {found.prefill for found in in_turn(membership)} == {"prefill-0", "prefill-1"}
 
 

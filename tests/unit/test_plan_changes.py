@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from baton.planner.pools import Pools
+from baton.planner.sizing import Pools
 from bench.plan_changes import Change, agreement
 
 SWITCH = "switch 1 from decode to prefill"

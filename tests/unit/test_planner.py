@@ -6,9 +6,6 @@ import random
 import pytest
 
 from baton.core.types import Role
-from baton.planner.observation import Goals, Observation, Window
-from baton.planner.plan import Decision, PlannerState, Switch, plan
-from baton.planner.pools import NONE, Pools
 from baton.planner.queueing import (
     DecodeLoad,
     PrefillLoad,
@@ -16,6 +13,17 @@ from baton.planner.queueing import (
     late_share,
     prefill_workers,
 )
+from baton.planner.sizing import (
+    NONE,
+    Decision,
+    Goals,
+    Observation,
+    PlannerState,
+    Pools,
+    Switch,
+    plan,
+)
+from baton.planner.traffic_window import Window
 from baton.router.placement.cost_model import Costs
 
 GOALS = Goals(ttft=1.0, itl=0.02, most_workers=40)
@@ -180,7 +188,7 @@ def test_a_decision_tells_its_reasons_with_the_numbers() -> None:
     decision = decide(seen(Pools(1, 1), window()))
     assert "20.00 prompts/s of 0.200 s each" in decision.reasons[0]
     assert "20.00 answers/s of 1000 tokens" in decision.reasons[1]
-    assert decision.words.startswith(f"add {decision.need.prefill - 1} prefill")
+    assert decision.summary.startswith(f"add {decision.need.prefill - 1} prefill")
 
 
 def test_one_prefill_worker_is_late_as_often_as_the_known_queue_says() -> None:

@@ -10,8 +10,8 @@ from snapshots import asked, decode, placed, prefill
 from baton.core.errors import Unavailable
 from baton.router.placement.cost_model import CostModel
 from baton.router.placement.placement import (
-    Fetch,
     FetchPages,
+    FetchPlan,
     LocalPrefill,
     Placement,
     Policy,
@@ -52,7 +52,7 @@ def test_pages_are_fetched_where_that_is_predicted_to_take_less_than_computing_t
 
 def test_a_prompt_waits_for_what_it_fetches_as_long_as_that_saves() -> None:
     found = placed(asked(Snapshot([prefill("p0", cached=160)], [decode("d0", cached=992)]), 1000))
-    assert found.fetch == Fetch("d0", 62, 832, pytest.approx(0.832))
+    assert found.fetch == FetchPlan("d0", 62, 832, pytest.approx(0.832))
     assert found.forecast is not None
     assert found.forecast.first_token_seconds == pytest.approx(0.02 + 0.0832 + 0.008)
     assert found.forecast.cached_tokens == 992

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from baton.planner.sharing import SharedCores, weight
+from baton.planner.profile import SharedCores, weight
 from baton.v1 import timing_pb2 as pb
 from bench.profile_fit import (
     PoolShape,

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from baton.router.placement.prompt_queue import PromptQueue
+from baton.router.placement.worker_state import PromptQueue
 
 
 def test_what_was_sent_counts_until_it_has_been_read() -> None:

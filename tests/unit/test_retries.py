@@ -45,7 +45,7 @@ def test_placements_say_why_each_attempt_was_made() -> None:
     request.begin(SOMEWHERE)
     request.end(DEATH)
     request.begin(Placement("p0", "d1"))
-    assert [(item.decode, item.words) for item in request.placements] == [
+    assert [(item.decode, item.explanation) for item in request.placements] == [
         ("d0", "the least predicted time"),
         ("d1", "worker d0 was lost"),
     ]

@@ -8,7 +8,7 @@ from clocks import Clock
 from baton.cluster.fleet import Fleet
 from baton.cluster.role_changes import RoleChanges
 from baton.core.types import Role
-from baton.planner.pools import Pools
+from baton.planner.sizing import Pools
 
 FLEET = Fleet.of(Pools(2, 2))
 

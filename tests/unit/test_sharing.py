@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.planner.sharing import SharedCores, weight
+from baton.planner.profile import SharedCores, weight
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,9 @@ import random
 import numpy
 import pytest
 
-from baton.planner.block_cache import BlockCaches
-from baton.planner.fleet import DecodePool, PrefillPool
 from baton.planner.placing import Ask, choose_exactly, choose_quickly
 from baton.planner.profile import H200_8B
+from baton.planner.simulated_workers import BlockCaches, DecodePool, PrefillPool
 from baton.router.placement.cost_model import Costs
 
 SHARED = dataclasses.replace(H200_8B, step=(4e-3, 1e-5, 4e-7, 1e-3)).costs(128.0)

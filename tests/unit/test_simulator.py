@@ -12,12 +12,10 @@ from typer.testing import CliRunner
 from baton.cli.app import app
 from baton.core.errors import InvalidConfig
 from baton.core.types import Role
-from baton.planner.observation import Goals
-from baton.planner.pools import ONE_EACH, Pools
-from baton.planner.profile import H200_8B, Profile, load_profile
-from baton.planner.report import Report
-from baton.planner.sharing import weight
+from baton.planner.profile import H200_8B, Profile, load_profile, weight
+from baton.planner.simulation_report import SimulationReport
 from baton.planner.simulator import Setup, Simulator
+from baton.planner.sizing import ONE_EACH, Goals, Pools
 from baton.planner.trace import BLOCK, Arrival, TraceRequest, Traffic, arrivals
 
 GOALS = Goals(ttft=4.0, itl=0.05, most_workers=60)
@@ -36,7 +34,7 @@ def simulate(
     profile: Profile = PLAIN,
     goals: Goals = GOALS,
     plans: bool = False,
-) -> Report:
+) -> SimulationReport:
     return Simulator(Setup(workers, profile, goals, plans)).run(requests)
 
 

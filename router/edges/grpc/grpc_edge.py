@@ -256,7 +256,7 @@ def _placement(placement: Placement) -> pb.Placement:
         prefill_worker=placement.prefill,
         decode_worker=placement.decode,
         policy=placement.policy.value,
-        reason=scrubbed(placement.words),
+        reason=scrubbed(placement.explanation),
         reason_code=placement.code.value,
         predicted_seconds=forecast.first_token_seconds if forecast else 0.0,
     )

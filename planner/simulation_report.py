@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton.core.metrics import PERCENTILES, Spread
-from baton.planner.plan import Decision
+from baton.planner.sizing import Decision
 
 _GROWTH = math.log(1.002)
 
@@ -21,7 +21,7 @@ class PoolUse:
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class TimedDecision:
     """A decision that changed something, or could not."""
 
     seconds: float
@@ -29,7 +29,7 @@ class Planned:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class SimulationReport:
     requests: int
     # While requests arrived.
     seconds: float
@@ -48,7 +48,7 @@ class Report:
     mean_batch: float
     # The most requests that waited in the router at once.
     most_queued: int
-    decisions: tuple[Planned, ...] = ()
+    decisions: tuple[TimedDecision, ...] = ()
 
 
 class TimeHistogram:
@@ -109,10 +109,10 @@ class Tally:
         seconds: float,
         prefill: PoolUse,
         decode: PoolUse,
-        decisions: Sequence[Planned],
-    ) -> Report:
+        decisions: Sequence[TimedDecision],
+    ) -> SimulationReport:
         requests = max(self.requests, 1)
-        return Report(
+        return SimulationReport(
             requests=self.requests,
             seconds=seconds,
             hit_rate=self.cached_tokens / max(self.prompt_tokens, 1),

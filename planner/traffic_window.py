@@ -12,7 +12,9 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from baton.planner.observation import CLEARLY, Window
+CLEARLY = 3.0
+"""Standard deviations by which what is recent must differ to count as news: one decides every few
+seconds, so that twice would be false alarm several times an hour."""
 
 ROUND_SECONDS = 10.0
 """Between two decisions."""
@@ -22,6 +24,34 @@ PROMPT_ROUNDS = 30
 RECENT_ROUNDS = 2
 SAMPLES = 32
 """Prompts, from the shortest to the longest, that stand for all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What came during some seconds."""
+
+    seconds: float = 0.0
+    requests: int = 0
+    # The end of it, which says sooner that the load has changed.
+    recent_seconds: float = 0.0
+    recent_requests: int = 0
+    # The variance of the number of arrivals, by its mean: 1 where they are independent.
+    dispersion: float = 1.0
+    # What each prompt computed in seconds, beyond what was cached: all, or a sample.
+    compute_seconds: Sequence[float] = ()
+    # The mean answer, and the pages that a request holds on average while it is answered.
+    answer_tokens: float = 0.0
+    pages: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        """Requests a second: of the last seconds, where they had clearly more."""
+        mean = self.requests / self.seconds
+        if not self.recent_seconds:
+            return mean
+        recent = self.recent_requests / self.recent_seconds
+        noise = math.sqrt(self.dispersion * mean / self.recent_seconds)
+        return recent if recent > mean + CLEARLY * noise else mean
 
 
 @dataclass(slots=True)

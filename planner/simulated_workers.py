@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
+from collections import OrderedDict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy
 from numpy.typing import NDArray
 
-from baton.planner.block_cache import BlockCaches
-from baton.planner.report import TimeHistogram
+from baton.planner.simulation_report import TimeHistogram
 from baton.planner.trace import Arrival
 from baton.router.placement.cost_model import Costs
 
@@ -27,7 +27,7 @@ TINY = 1e-6
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class SimulatedRequest:
     """A request from its placement on."""
 
     arrival: Arrival
@@ -54,7 +54,7 @@ class Flight:
         return self.arrival.prompt_tokens - self.cached_tokens
 
 
-class Pool:
+class WorkerPool:
     """What both roles have."""
 
     def __init__(self, cached_blocks: int) -> None:
@@ -91,7 +91,7 @@ class Pool:
         return sum(max(0.0, min(end, until) - begin) for begin, end in pairs)
 
 
-class PrefillPool(Pool):
+class PrefillPool(WorkerPool):
     """Each computes its prompts in steps: of the oldest, as many tokens as one takes."""
 
     def __init__(self, cached_blocks: int) -> None:
@@ -100,7 +100,7 @@ class PrefillPool(Pool):
         self.prompts: list[int] = []
         self.free_at: list[float] = []
         # Those that no step has begun to end.
-        self.unread: list[deque[Flight]] = []
+        self.unread: list[deque[SimulatedRequest]] = []
         # When the last page of all that were pushed is there.
         self.pushed_at: list[float] = []
 
@@ -120,33 +120,33 @@ class PrefillPool(Pool):
     def is_empty(self, index: int) -> bool:
         return not self.prompts[index]
 
-    def put(self, flight: Flight, now: float) -> None:
-        index = flight.prefill
-        flight.unread = flight.missing_tokens
-        self.unread[index].append(flight)
-        self.pending[index] += flight.missing_tokens
+    def put(self, request: SimulatedRequest, now: float) -> None:
+        index = request.prefill
+        request.unread = request.missing_tokens
+        self.unread[index].append(request)
+        self.pending[index] += request.missing_tokens
         self.prompts[index] += 1
-        self.busy_seconds[index] += flight.compute_seconds
-        self.free_at[index] = max(now, self.free_at[index]) + flight.compute_seconds
+        self.busy_seconds[index] += request.compute_seconds
+        self.free_at[index] = max(now, self.free_at[index]) + request.compute_seconds
 
-    def begin_step(self, index: int, chunk_tokens: int) -> tuple[float, list[Flight]]:
+    def begin_step(self, index: int, chunk_tokens: int) -> tuple[float, list[SimulatedRequest]]:
         """How long it takes, and the prompts that it completes."""
         unread, left = self.unread[index], chunk_tokens
         seconds, completed = 0.0, []
         while unread and left:
-            flight = unread[0]
-            tokens = min(flight.unread, left)
+            request = unread[0]
+            tokens = min(request.unread, left)
             left -= tokens
-            flight.unread -= tokens
-            seconds += flight.compute_seconds * tokens / flight.missing_tokens
-            if not flight.unread:
+            request.unread -= tokens
+            seconds += request.compute_seconds * tokens / request.missing_tokens
+            if not request.unread:
                 completed.append(unread.popleft())
         return seconds, completed
 
-    def take(self, flight: Flight) -> None:
+    def take(self, request: SimulatedRequest) -> None:
         """It is computed."""
-        index = flight.prefill
-        self.pending[index] -= flight.missing_tokens
+        index = request.prefill
+        self.pending[index] -= request.missing_tokens
         self.prompts[index] -= 1
 
     def push(self, index: int, now: float, seconds: float) -> float:
@@ -158,10 +158,10 @@ class PrefillPool(Pool):
         return sum(max(0.0, self.free_at[index] - now) for index in map(int, self.active))
 
 
-class DecodePool(Pool):
+class DecodePool(WorkerPool):
     def __init__(self, cached_blocks: int) -> None:
         super().__init__(cached_blocks)
-        self.workers: list[Batch] = []
+        self.workers: list[DecodeBatch] = []
         self.requests: Column = numpy.zeros(0, dtype=numpy.int64)
         self.running: Column = numpy.zeros(0, dtype=numpy.int64)
         self.waiting: Column = numpy.zeros(0, dtype=numpy.int64)
@@ -170,7 +170,7 @@ class DecodePool(Pool):
     def add(self, now: float) -> int:
         for name in ("requests", "running", "waiting", "leased"):
             setattr(self, name, numpy.append(getattr(self, name), 0))
-        self.workers.append(Batch(at=now))
+        self.workers.append(DecodeBatch(at=now))
         return super().add(now)
 
     def is_empty(self, index: int) -> bool:
@@ -192,7 +192,7 @@ class DecodePool(Pool):
 
 
 @dataclass(slots=True, eq=False)
-class Batch:
+class DecodeBatch:
     """The requests of a decode worker. It counts its steps, whole ones and the part that it has
     done of one; between two requests that come or go every step takes equally long, so no step is
     simulated by itself."""
@@ -203,7 +203,7 @@ class Batch:
     # When the current step began.
     step_began: float = 0.0
     # Those for which it is the first.
-    newest: list[Flight] = field(default_factory=list)
+    newest: list[SimulatedRequest] = field(default_factory=list)
     # When the next request comes or goes is said to the event of this number, and to none before.
     version: int = 0
     # The sum of `joined` over those that run.
@@ -212,9 +212,9 @@ class Batch:
     promised_pages: int = 0
     prompt_pages: int = 0
     # Those that run: the step after which each ends, and a number that makes them differ.
-    ends: list[tuple[float, int, Flight]] = field(default_factory=list)
-    ready: deque[Flight] = field(default_factory=deque)
-    waiting: deque[Flight] = field(default_factory=deque)
+    ends: list[tuple[float, int, SimulatedRequest]] = field(default_factory=list)
+    ready: deque[SimulatedRequest] = field(default_factory=deque)
+    waiting: deque[SimulatedRequest] = field(default_factory=deque)
 
     def advance(self, now: float, gaps: TimeHistogram) -> float:
         """Up to now, which ends some steps; `gaps` are told how long each request waited for its
@@ -236,8 +236,8 @@ class Batch:
     def _end_step(self, now: float, gaps: TimeHistogram) -> None:
         if others := len(self.ends) - len(self.newest):
             gaps.add(now - self.step_began, others)
-        for flight in self.newest:
-            gaps.add(now - flight.first_at, 1)
+        for request in self.newest:
+            gaps.add(now - request.first_at, 1)
         self.newest.clear()
         self.step_began = now
 
@@ -245,23 +245,23 @@ class Batch:
     def is_between_steps(self) -> bool:
         return not self.ends or abs(self.steps - round(self.steps)) <= TINY
 
-    def join(self, flight: Flight, number: int) -> None:
+    def join(self, request: SimulatedRequest, number: int) -> None:
         """With the step that begins now."""
         self.step_began = self.at
-        flight.joined = self.steps = round(self.steps)
-        self.joined += flight.joined
-        self.newest.append(flight)
+        request.joined = self.steps = round(self.steps)
+        self.joined += request.joined
+        self.newest.append(request)
         heapq.heappush(
-            self.ends, (flight.joined + flight.arrival.answer_tokens - 1, number, flight)
+            self.ends, (request.joined + request.arrival.answer_tokens - 1, number, request)
         )
 
-    def ended(self) -> Flight | None:
+    def ended(self) -> SimulatedRequest | None:
         """One that has had its last step."""
         if not self.ends or self.ends[0][0] > self.steps + TINY:
             return None
-        _, _, flight = heapq.heappop(self.ends)
-        self.joined -= flight.joined
-        return flight
+        _, _, request = heapq.heappop(self.ends)
+        self.joined -= request.joined
+        return request
 
     def leased_pages(self, page_size: int) -> int:
         """Those of the prompts, and what the answers have grown by."""
@@ -280,3 +280,71 @@ class Batch:
         if self.ready and len(self.ends) < max_batch:
             step = min(step, math.floor(self.steps + TINY) + 1)
         return self.at + max(0.0, step - self.steps) * self.step_seconds
+
+
+class BlockCaches:
+    def __init__(self, capacity: int) -> None:
+        """Of `capacity` blocks a worker."""
+        self._capacity = capacity
+        self._holders: dict[int, int] = {}  # by block, a bit for each worker
+        self._held: dict[int, OrderedDict[int, None]] = {}  # by worker, the last used at the end
+
+    def add_worker(self, index: int) -> None:
+        self._held[index] = OrderedDict()
+
+    def remove_worker(self, index: int) -> None:
+        for block in self._held.pop(index):
+            if others := self._holders[block] ^ (1 << index):
+                self._holders[block] = others
+            else:
+                del self._holders[block]
+
+    def hold(self, index: int, blocks: Sequence[int]) -> None:
+        """A prompt of these blocks is computed or has come there."""
+        held, holders, bit = self._held[index], self._holders, 1 << index
+        for block in reversed(blocks):
+            if block in held:
+                held.move_to_end(block)
+            else:
+                held[block] = None
+                holders[block] = holders.get(block, 0) | bit
+        for _ in range(len(held) - self._capacity):
+            oldest, _ = held.popitem(last=False)
+            if others := holders[oldest] ^ bit:
+                holders[oldest] = others
+            else:
+                del holders[oldest]
+
+    def leading(self, blocks: Sequence[int], workers: int) -> NDArray[numpy.int64]:
+        """How many blocks at the front of a prompt each of the first `workers` holds."""
+        everyone = left = (1 << workers) - 1
+        groups: list[tuple[int, int]] = []  # how many blocks, held by whom
+        depth = 0
+        for depth, block in enumerate(blocks):
+            holders = left & self._holders.get(block, 0)
+            if holders != left:
+                groups.append((depth, left ^ holders))
+                left = holders
+                if not left:
+                    break
+        if left:
+            groups.append((depth + 1 if blocks else 0, left))
+        return _spread(groups, everyone, workers)
+
+
+def _spread(groups: list[tuple[int, int]], everyone: int, workers: int) -> NDArray[numpy.int64]:
+    """One number a worker. The largest group is written at once: mostly, nearly all are in it."""
+    depth, largest = max(groups, key=lambda group: group[1].bit_count())
+    found = numpy.full(workers, depth, dtype=numpy.int64)
+    if largest != everyone:
+        for depth, members in groups:
+            if members is not largest:
+                _write(found, depth, members)
+    return found
+
+
+def _write(found: NDArray[numpy.int64], depth: int, members: int) -> None:
+    while members:
+        lowest = members & -members
+        found[lowest.bit_length() - 1] = depth
+        members ^= lowest

@@ -1,7 +1,7 @@
 """Workers and pairs of them by predicted time.
 
 Every pair is scored by what is predicted (router/placement/cost_model.py): the wait and
-the compute of what the prefill worker lacks (router/placement/reading.py), the transfer of
+the compute of what the prefill worker lacks the transfer of
 what the decode worker lacks, the answer's steps there, and what all this adds to the time of
 other requests. A session so stays where its cache is for as long as that saves
 more than the queue there costs.
@@ -16,15 +16,81 @@ from typing import Generic, NamedTuple, TypeVar
 
 from baton.router.placement.placement import (
     DecodeView,
+    FetchPages,
+    FetchPlan,
     Forecast,
     LocalPrefill,
     PrefillView,
     Snapshot,
     Strategy,
 )
-from baton.router.placement.reading import Reading, readings
 
-View = TypeVar("View", bound=Reading | DecodeView)
+ALWAYS_SECONDS = 60.0
+"""How long a prompt may wait for pages that are to be fetched whatever they save."""
+
+
+class PrefillEstimate(NamedTuple):
+    view: PrefillView
+    # Of the prompt, what need not be computed.
+    cached_tokens: int
+    # How long the rest takes to compute, and how long it is from now to token #1.
+    compute: float
+    first_token: float
+    fetch: FetchPlan | None = None
+
+    def forecast(self) -> Forecast:
+        return Forecast(self.first_token, self.view.pending_tokens, 0, self.cached_tokens)
+
+
+def prefill_estimates(snapshot: Snapshot, views: Sequence[PrefillView]) -> list[PrefillEstimate]:
+    holders = _holders(snapshot)
+    return [_best(snapshot, view, holders) for view in views]
+
+
+def _holders(snapshot: Snapshot) -> list[DecodeView]:
+    """Workers that can be fetched from, those with the longest part of the prompt first."""
+    if snapshot.fetch is FetchPages.NEVER or snapshot.strategy is not Strategy.KV_AWARE:
+        return []
+    holders = [view for view in snapshot.decode if view.near_tokens]
+    return sorted(holders, key=lambda view: -view.near_tokens)
+
+
+def _best(snapshot: Snapshot, view: PrefillView, holders: Sequence[DecodeView]) -> PrefillEstimate:
+    plain = _read(snapshot, view)
+    holder = next((each for each in holders if each.worker_id in view.reaches), None)
+    if holder is None or holder.near_tokens <= view.cached_tokens:
+        return plain
+    return _read_fetched(snapshot, plain, holder) or plain
+
+
+def _read(snapshot: Snapshot, view: PrefillView) -> PrefillEstimate:
+    cached, costs = view.cached_tokens, snapshot.costs
+    compute = costs.prefill_seconds(snapshot.prompt_tokens - cached, cached)
+    before = costs.wait_seconds(view.pending_tokens, view.kept_tokens)
+    return PrefillEstimate(view, cached, compute, compute + before)
+
+
+def _read_fetched(
+    snapshot: Snapshot, plain: PrefillEstimate, holder: DecodeView
+) -> PrefillEstimate | None:
+    """None where computing takes less."""
+    size, costs, view = snapshot.page_size, snapshot.costs, plain.view
+    near = holder.near_tokens
+    # What the prefill worker keeps in its second tier is fetched too, not brought back.
+    tokens = near - (view.cached_tokens - view.kept_tokens)
+    compute = costs.prefill_seconds(snapshot.prompt_tokens - near, near)
+    wait = costs.wait_seconds(view.pending_tokens)
+    late = costs.fetch_seconds(tokens // size * snapshot.page_bytes) - wait
+    first_token = compute + wait + max(late, 0.0)
+    always = snapshot.fetch is FetchPages.ALWAYS
+    if first_token >= plain.first_token and not always:
+        return None
+    saved = ALWAYS_SECONDS if always else plain.first_token - (compute + wait)
+    fetch = FetchPlan(holder.worker_id, near // size, tokens, saved)
+    return PrefillEstimate(view, near, compute, first_token, fetch)
+
+
+View = TypeVar("View", bound=PrefillEstimate | DecodeView)
 
 
 class Ranked(NamedTuple, Generic[View]):
@@ -34,7 +100,7 @@ class Ranked(NamedTuple, Generic[View]):
 
 class Pair(NamedTuple):
     cost: float
-    prefill: Reading
+    prefill: PrefillEstimate
     decode: DecodeView
 
 
@@ -69,14 +135,16 @@ def best_pair(
     return best
 
 
-def ranked_prefill(snapshot: Snapshot, views: Sequence[PrefillView]) -> list[Ranked[Reading]]:
-    def cost(reading: Reading) -> float:
+def ranked_prefill(
+    snapshot: Snapshot, views: Sequence[PrefillView]
+) -> list[Ranked[PrefillEstimate]]:
+    def cost(reading: PrefillEstimate) -> float:
         if snapshot.strategy is Strategy.LEAST_LOADED:
             return float(reading.view.pending_tokens)
         return reading.first_token + snapshot.costs.disturbance(reading.compute, *beside)
 
     beside = _beside(snapshot.decode)
-    return _ranked(snapshot, readings(snapshot, views), cost)
+    return _ranked(snapshot, prefill_estimates(snapshot, views), cost)
 
 
 def ranked_decode(
@@ -116,10 +184,10 @@ def local_forecast(snapshot: Snapshot, view: DecodeView) -> Forecast:
     return Forecast(seconds, view.pending_tokens, view.running, view.cached_tokens)
 
 
-def soonest(snapshot: Snapshot) -> float:
+def earliest_first_token(snapshot: Snapshot) -> float:
     """Seconds to token #1 on the worker where it comes first, whether or not that has room."""
     local = () if snapshot.local is LocalPrefill.NEVER else snapshot.decode
-    seconds = [reading.first_token for reading in readings(snapshot, snapshot.prefill)]
+    seconds = [reading.first_token for reading in prefill_estimates(snapshot, snapshot.prefill)]
     busy = snapshot.busy_prefill
     seconds += [_local_first_token(snapshot, view, busy) for view in local]
     return min(seconds, default=0.0)

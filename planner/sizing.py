@@ -17,12 +17,22 @@ longer intervals than `patience` are found out by regret: the wait grows until i
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from baton.core.types import Role
-from baton.planner.observation import Goals, Observation
-from baton.planner.pools import NONE, ONE_EACH, Pools, other
-from baton.planner.queueing import decode_workers, late_share, prefill_workers
+from baton.planner.queueing import (
+    DecodeLoad,
+    PrefillLoad,
+    decode_workers,
+    late_share,
+    prefill_workers,
+)
+from baton.planner.traffic_window import Window
+from baton.router.placement.cost_model import Costs
+
+RECOVERY_SECONDS = 30.0
+"""Within which a backlog is to be caught up with."""
 
 REGRET_TIMES = 4
 """Of the wait before workers are given up: how long after that it still counts as too early."""
@@ -31,6 +41,94 @@ MOST_CAUTION = 16
 
 NOTHING = "no change"
 WANTED = "more needed than allowed"
+
+
+class Pools(NamedTuple):
+    prefill: int
+    decode: int
+
+    @property
+    def total(self) -> int:
+        return self.prefill + self.decode
+
+    def of(self, role: Role) -> int:
+        return self.prefill if role is Role.PREFILL else self.decode
+
+    def beyond(self, other: Pools) -> Pools:
+        """By how much each is more than the other's; 0 where it is not."""
+        return Pools(max(0, self.prefill - other.prefill), max(0, self.decode - other.decode))
+
+    def with_more(self, role: Role, count: int) -> Pools:
+        if role is Role.PREFILL:
+            return Pools(self.prefill + count, self.decode)
+        return Pools(self.prefill, self.decode + count)
+
+
+NONE = Pools(0, 0)
+ONE_EACH = Pools(1, 1)
+
+
+def other(role: Role) -> Role:
+    return Role.DECODE if role is Role.PREFILL else Role.PREFILL
+
+
+@dataclass(frozen=True, slots=True)
+class Goals:
+    """The objectives, and what may be done for them."""
+
+    # Seconds to the first token, and between two tokens.
+    ttft: float
+    itl: float
+    # Workers of both pools together.
+    most_workers: int
+    # Of the requests, how many may miss an objective.
+    late: float = 0.02
+    least: Pools = ONE_EACH
+    # A pool gives workers away only if it could bear so many times its load without them,
+    headroom: float = 1.25
+    # and drains them only once that has been so for so many rounds.
+    patience: int = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    have: Pools
+    """Workers that serve, or soon will: those that start or change their role count where they
+    are going, those that drain do not count."""
+    window: Window = field(default_factory=Window)
+    # What things cost here, as measured.
+    costs: Costs = field(default_factory=Costs)
+    max_batch: int = 256
+    pool_pages: int = 2**31
+    # From a request's arrival to its token #1, what is neither wait nor compute.
+    overhead_seconds: float = 0.0
+    # Compute of prompts that wait, in seconds.
+    queued_seconds: float = 0.0
+    # Requests that wait for room on decode workers, there or in a router.
+    waiting: int = 0
+
+    def prefill_load(self, times: float = 1.0) -> PrefillLoad:
+        window = self.window
+        # What a worker works off in any case is no backlog.
+        beyond = max(0.0, self.queued_seconds - self.have.prefill)
+        return PrefillLoad(
+            rate=window.rate * times,
+            compute_seconds=window.compute_seconds,
+            dispersion=window.dispersion,
+            backlog=beyond / RECOVERY_SECONDS,
+        )
+
+    def decode_load(self, times: float = 1.0) -> DecodeLoad:
+        once, request, page, _ = self.costs.step
+        window = self.window
+        return DecodeLoad(
+            rate=window.rate * times,
+            answer_tokens=max(window.answer_tokens, 1.0),
+            pages=window.pages,
+            step_seconds=once,
+            request_seconds=request + page * window.pages,
+            waiting=self.waiting,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +173,7 @@ class Decision:
         return self.changes or self.missing != missing_before
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         """What is done, in a few words."""
         done = []
         if self.switch:
