@@ -40,6 +40,7 @@ from baton.router.edges.grpc.parse import MAX_REQUEST_BYTES
 from baton.router.observe.metrics import RouterMetrics
 from baton.router.observe.overview import Overview
 from baton.router.observe.spans import Spans
+from baton.router.placement.placer import Placer
 from baton.router.prompts.text import Text
 from baton.router.requests.serving import Serving
 from baton.router.workers.canary import run_canary
@@ -78,8 +79,9 @@ class RouterServer:
         text = await asyncio.to_thread(Text.load, folder, router.tool_format, router.reasoning)
         self._health = health.aio.HealthServicer()
         self._membership = Membership(self._router_id, model, self._config)
+        placer = Placer(self._membership, router)
+        self._serving = Serving(text, self._membership, placer, router, self._metrics)
         self._membership.listen(self._report_health)
-        self._serving = Serving(text, self._membership, self._config.router, self._metrics)
         self._metrics.watch(self._membership.links)
         self._spans = self._trace(model)
         await self._serve(model, ControllerClient(controller, node_identity(self._config)))
@@ -106,7 +108,7 @@ class RouterServer:
 
     async def wait_ready(self) -> None:
         """Returns when some prefill worker can push to some decode worker."""
-        await self._membership.wait_until(lambda: self._membership.has_pair)
+        await self._membership.wait_until(lambda: self._membership.pairs.any_usable)
 
     async def serve_until(self, stopping: StopSignal) -> None:
         """Serves until it is asked to stop, and then until its requests have ended, or the time
@@ -223,7 +225,7 @@ class RouterServer:
     def _report_health(self) -> None:
         """The process lives whatever its workers do; it is ready when it can place requests."""
         status = health_pb2.HealthCheckResponse
-        ready = self._membership.can_place and not self._serving.draining
+        ready = self._serving.placer.can_place and not self._serving.draining
         self._start(self._health.set("", status.SERVING))
         self._start(self._health.set(INFERENCE, status.SERVING if ready else status.NOT_SERVING))
 

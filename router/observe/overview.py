@@ -107,16 +107,17 @@ def _worker_status(
         total_pages=link.total_pages,
         load=link.load,
         active_requests=link.active,
-        connected=sorted(name for agent, name in agents.items() if link.reaches(agent)),
+        connected=sorted(name for agent, name in agents.items() if link.peers.reaches(agent)),
         fault=membership.fault(link),
         draining=link.draining or link.leaving,
         known_pages=len(link.cache),
-        read_tokens=link.read_tokens,
-        hit_tokens=link.hit_tokens,
+        read_tokens=link.prefix_hits.prompt_tokens,
+        hit_tokens=link.prefix_hits.cached_tokens,
         busy_share=link.busy.share,
         incarnation=welcome.incarnation if welcome else 0,
         misfits=[
-            pb.Misfit(worker_id=name, reason=reason) for name, reason in membership.misfits(link)
+            pb.Misfit(worker_id=name, reason=reason)
+            for name, reason in membership.pairs.misfits(link)
         ],
     )
 

@@ -27,11 +27,11 @@ class Topology:
     def of(cls, prefill: Sequence[WorkerLink], decode: Sequence[WorkerLink]) -> Topology:
         names = [(link.agent, link.worker_id) for link in decode]
         reaches = {
-            link.address: frozenset(name for agent, name in names if link.reaches(agent))
+            link.address: frozenset(name for agent, name in names if link.peers.reaches(agent))
             for link in prefill
         }
         mismatches = [
-            why for link in prefill for agent, _ in names if (why := link.mismatch(agent))
+            why for link in prefill for agent, _ in names if (why := link.peers.mismatch(agent))
         ]
         return cls(prefill, decode, reaches, mismatches)
 

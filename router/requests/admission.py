@@ -17,6 +17,7 @@ from baton.core.config import RouterConfig
 from baton.core.errors import BatonError, Exhausted, LayoutMismatch, Unavailable
 from baton.router.observe.metrics import RouterMetrics
 from baton.router.placement.placement import Placement, Suspicion
+from baton.router.placement.placer import Placer
 from baton.router.requests.retries import RetryState
 from baton.router.workers.link import WorkerLink
 from baton.router.workers.membership import Membership
@@ -102,9 +103,14 @@ class WaitQueue:
 
 class Admission:
     def __init__(
-        self, membership: Membership, config: RouterConfig, metrics: RouterMetrics
+        self,
+        membership: Membership,
+        placer: Placer,
+        config: RouterConfig,
+        metrics: RouterMetrics,
     ) -> None:
         self._membership = membership
+        self._placer = placer
         self._config = config
         self._metrics = metrics
         self._queue = WaitQueue(config.max_queued)
@@ -135,12 +141,12 @@ class Admission:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._config.placement_timeout):
                 await self._membership.wait_until(self._is_settled)
-        if obstacle := self._membership.obstacle:
+        if obstacle := self._placer.obstacle:
             raise obstacle
 
     def _is_settled(self) -> bool:
         """Whether waiting will not change whether requests can be placed."""
-        obstacle = self._membership.obstacle
+        obstacle = self._placer.obstacle
         return obstacle is None or isinstance(obstacle, LayoutMismatch)
 
     async def assign(self, order: int, state: RetryState) -> Assignment:
@@ -157,7 +163,7 @@ class Admission:
                 found = self._find(order, state)
                 if isinstance(found, Assignment):
                     self._queue.admitted(time.monotonic())
-                    self._membership.placed += 1
+                    self._placer.placed += 1
                     self._metrics.queued("router", time.monotonic() - began)
                     return found
                 deadline = self._deadline(found, began)
@@ -178,7 +184,7 @@ class Admission:
                 self._waiters[order].set()
 
     def _find(self, order: int, state: RetryState) -> Assignment | BatonError:
-        found = self._membership.choose(state.next_work, state.suspicion)
+        found = self._placer.choose(state.next_work, state.suspicion)
         if isinstance(found, BatonError):
             return self._with_retry(found)
         if order not in self._aside and order != self._queue.head:
@@ -192,7 +198,7 @@ class Admission:
 
     def _look(self) -> None:
         """A worker has come, gone or changed."""
-        if self._membership.obstacle is None:
+        if self._placer.obstacle is None:
             self._missing_since = None
         elif self._missing_since is None:
             self._missing_since = time.monotonic()

@@ -23,6 +23,7 @@ from baton.core.types import Work
 from baton.router.observe.ledger import AnswerLedger
 from baton.router.observe.metrics import RouterMetrics
 from baton.router.placement.placement import Placement, Suspicion
+from baton.router.placement.placer import Placer
 from baton.router.placement.worker_state import QueuedPrompt
 from baton.router.requests.admission import Admission, Assignment
 from baton.router.requests.attempt import Attempt, AttemptEnded, AttemptEvent, Send, Side, Tokens
@@ -52,11 +53,13 @@ class Dispatcher:
     def __init__(
         self,
         membership: Membership,
+        placer: Placer,
         admission: Admission,
         config: RouterConfig,
         metrics: RouterMetrics,
     ) -> None:
         self._membership = membership
+        self._placer = placer
         self._admission = admission
         self._config = config
         self._metrics = metrics
@@ -113,7 +116,7 @@ class Dispatcher:
         ledger: AnswerLedger | None = None,
     ) -> Running:
         inbox = Inbox(self._rounds)
-        feedback = Feedback(work, assignment, self._membership, self._metrics, ledger)
+        feedback = Feedback(work, assignment, self._placer, self._metrics, ledger)
         return Running(
             work, assignment, suspicion, inbox, feedback, self._config, self._admission.wake
         )
@@ -132,7 +135,7 @@ class Dispatcher:
     def _retry(self, state: RetryState, assignment: Assignment, ended: AttemptEnded) -> None:
         """Returns when there is another attempt; raises the request's error when there is not."""
         if isinstance(ended.error, WorkerLost) and assignment.prefill and assignment.decode:
-            self._membership.reconnect(assignment.prefill, assignment.decode)
+            self._membership.pairs.reconnect(assignment.prefill, assignment.decode)
         error = state.end(ended)
         if error is not None:
             raise error
@@ -179,12 +182,12 @@ class Running:
     @property
     def has_company(self) -> bool:
         """Whether other suspects are on its workers."""
-        return any(link.suspects for link in self._assignment.links)
+        return any(link.assigned.suspects for link in self._assignment.links)
 
     def start(self) -> None:
         self._cache.add_pending(self.attempt.work.page_keys)
         for link in self._assignment.links:
-            link.open(self.attempt.work.key, self._inbox)
+            link.open(self.attempt.work.key, self._inbox.put_nowait)
         self._count_suspect(+1)
         self._count()
         self._send(self.attempt.start())
@@ -254,8 +257,7 @@ class Running:
 
     def _count_suspect(self, change: int) -> None:
         for link in self._assignment.links:
-            link.suspects += change * (self._suspicion is not Suspicion.NONE)
-            link.alone += change * (self._suspicion is Suspicion.ALONE)
+            link.assigned.count_suspect(self._suspicion, change)
 
     def _count(self) -> None:
         attempt = self.attempt
@@ -271,7 +273,7 @@ class Running:
         elif not reading and self._prompt is not None:
             prompts.remove(self._prompt)
             self._prompt = None
-        self._assignment.responder.unanswered += unanswered - self._unanswered
+        self._assignment.responder.assigned.count_unanswered(unanswered - self._unanswered)
         answered = unanswered < self._unanswered
         self._unanswered = unanswered
         if answered:

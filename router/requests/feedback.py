@@ -8,28 +8,17 @@ placed.
 from __future__ import annotations
 
 import time
-from typing import Protocol
 
 from baton.core.types import Work
 from baton.router.observe.ledger import AnswerLedger
 from baton.router.observe.metrics import RouterMetrics
-from baton.router.placement.cost_model import CostModel
 from baton.router.placement.placement import Forecast
+from baton.router.placement.placer import Placer
 from baton.router.requests.admission import Assignment
 from baton.router.workers.link import WorkerLink
 from baton.v1 import worker_pb2 as pb
 
 SHORTEST_SECONDS = 1e-6
-
-
-class Cluster(Protocol):
-    """What a request's times are learned for, and beside."""
-
-    costs: CostModel
-
-    @property
-    def prefill_busy_seconds(self) -> float:
-        """For how long prefill workers have had something to read, summed over them."""
 
 
 class Feedback:
@@ -40,18 +29,18 @@ class Feedback:
         self,
         work: Work,
         assignment: Assignment,
-        cluster: Cluster,
+        placer: Placer,
         metrics: RouterMetrics,
         ledger: AnswerLedger | None = None,
     ) -> None:
         self._tokens = len(work.prompt_tokens)
         self._assignment = assignment
-        self._cluster = cluster
-        self._costs = cluster.costs
+        self._placer = placer
+        self._costs = placer.costs
         self._metrics = metrics
         self._ledger = ledger
         self._began = time.monotonic()
-        self._prefill_busy_seconds = cluster.prefill_busy_seconds
+        self._prefill_busy_seconds = placer.prefill_busy_seconds
         self._compute_seconds = 0.0
         self._read = False  # the prompt has been
 
@@ -115,7 +104,7 @@ class Feedback:
 
     def _busy_prefill(self) -> float:
         """How many prefill workers were at work on average, since the request was placed."""
-        busy = self._cluster.prefill_busy_seconds - self._prefill_busy_seconds
+        busy = self._placer.prefill_busy_seconds - self._prefill_busy_seconds
         return max(0.0, busy) / max(time.monotonic() - self._began, SHORTEST_SECONDS)
 
     def _note_read(self, cached_tokens: int, forecast: Forecast) -> None:
@@ -127,8 +116,7 @@ class Feedback:
     def _note_cached(self, where: str, link: WorkerLink | None, tokens: int) -> None:
         self._metrics.cached(where, tokens)
         if link is not None:
-            link.read_tokens += self._tokens
-            link.hit_tokens += tokens
+            link.prefix_hits.add(self._tokens, tokens)
 
     def _note_push(self, pushed: pb.Pushed) -> None:
         self._costs.note_push(

@@ -47,6 +47,7 @@ from baton.router.observe.demand import Demand
 from baton.router.observe.ledger import AnswerLedger, Ledgers, RequestLedger
 from baton.router.observe.metrics import RouterMetrics
 from baton.router.observe.trends import Trends
+from baton.router.placement.placer import Placer
 from baton.router.prompts.output_grammar import behind_thoughts, either, grammar_of
 from baton.router.prompts.prompt import read_prompt
 from baton.router.prompts.text import Text
@@ -63,14 +64,20 @@ Result = TypeVar("Result")
 
 class Serving:
     def __init__(
-        self, text: Text, membership: Membership, config: RouterConfig, metrics: RouterMetrics
+        self,
+        text: Text,
+        membership: Membership,
+        placer: Placer,
+        config: RouterConfig,
+        metrics: RouterMetrics,
     ) -> None:
         self.text = text
         self._membership = membership
+        self.placer = placer
         self._config = config
         self._metrics = metrics
-        self.admission = Admission(membership, config, metrics)
-        self.dispatcher = Dispatcher(membership, self.admission, config, metrics)
+        self.admission = Admission(membership, placer, config, metrics)
+        self.dispatcher = Dispatcher(membership, placer, self.admission, config, metrics)
         self._threads = ThreadPoolExecutor(config.text_threads, thread_name_prefix="text")
         self.active = 0
         self.idle = asyncio.Event()  # set while nothing is active
@@ -147,12 +154,12 @@ class Serving:
         self, request: Request, prepared: _Prepared, emit: Emit, index: int, ledger: AnswerLedger
     ) -> FinishReason:
         work = _work_for(prepared.work, index)
-        clock = AnswerClock(self._metrics, self.trends, self.demand, self._membership.costs, ledger)
+        clock = AnswerClock(self._metrics, self.trends, self.demand, self.placer.costs, ledger)
         maker = AnswerMaker(self.text, request, work, clock, emit, index, opened=prepared.opened)
         await self.dispatcher.run(work, ledger, maker)
-        clock.end(self._membership.page_size)
+        clock.end(self.placer.page_size)
         finished = maker.finished()
-        self._membership.costs.note_answer(finished.completion_tokens)
+        self.placer.costs.note_answer(finished.completion_tokens)
         emit(finished)
         return finished.reason
 
@@ -208,9 +215,9 @@ class Serving:
     def _check_deadline(self, request: Request, work: Work) -> None:
         """Refuses what its caller would wait for in vain, once times have been measured."""
         left = request.deadline - time.monotonic()
-        if left == math.inf or not self._membership.costs.knows_prompts:
+        if left == math.inf or not self.placer.costs.knows_prompts:
             return
-        needed = self._membership.soonest(work)
+        needed = self.placer.soonest(work)
         if needed > left:
             raise DeadlineExceeded(
                 f"the first token is predicted in {needed:.2f} seconds, and the deadline leaves"

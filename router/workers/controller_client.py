@@ -185,7 +185,7 @@ async def report(
 
 
 def _report(router_id: str, serving: Serving, membership: Membership) -> pb.RouterReport:
-    counts, costs = serving.demand.take(), membership.costs.costs
+    counts, costs = serving.demand.take(), serving.placer.costs.costs
     prefill, decode = list(membership.usable(Role.PREFILL)), list(membership.usable(Role.DECODE))
     pending = sum(link.prompts.queued_tokens for link in prefill)
     return pb.RouterReport(

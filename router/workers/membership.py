@@ -1,8 +1,8 @@
-"""The workers that a router knows: one link each, what they hold, and who can push to whom.
+"""The workers that a router knows: one link each, which pairs fit, and which agents have ended.
 
-member ─▶ link made, tries to attach ─▶ usable …
-no longer a member ─▶ leaving: what runs there goes on, nothing new comes,
-                      and past a bound its requests go on elsewhere ─▶ dropped
+member ─▶ link made, attaches ─▶ usable …
+no longer a member ─▶ leaving: runs what it has, gets nothing new; past drain_seconds its
+                      requests migrate ─▶ dropped
 """
 
 from __future__ import annotations
@@ -11,76 +11,62 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from operator import attrgetter
 
 from baton.core.config import Config
-from baton.core.errors import BatonError, InvalidRequest
+from baton.core.errors import InvalidRequest
 from baton.core.tls import node_identity
-from baton.core.types import Role, Work
-from baton.router.placement.cost_model import CostModel
-from baton.router.placement.placement import (
-    DecodeView,
-    FetchPages,
-    LocalPrefill,
-    Placement,
-    PrefillView,
-    Snapshot,
-    Strategy,
-    Suspicion,
-)
-from baton.router.placement.policy import choose
-from baton.router.placement.scorer import earliest_first_token
-from baton.router.placement.topology import Topology
-from baton.router.workers.ended_agents import EndedAgents
+from baton.core.types import Role
 from baton.router.workers.link import WorkerLink
 from baton.v1 import worker_pb2 as pb
 
 LEAVING_POLL_SECONDS = 0.1
+REMEMBERED_AGENTS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class CacheNames:
-    """What the names of cached pages are made with."""
+    """What page keys are made with."""
 
     root: bytes
     page_size: int
 
 
 class Membership:
+    """Keeps a link to every member, and notifies listeners of every change."""
+
     def __init__(self, router_id: str, model: str, config: Config) -> None:
         self._router_id = router_id
         self._model = model
-        self._config = config.router
-        self._drain_seconds = config.drain_seconds
+        self._config = config
         self._identity = node_identity(config)
-        self._strategy = Strategy(config.router.policy)
-        self._local = LocalPrefill(config.router.local_prefill)
-        self._fetch = FetchPages(config.router.fetch_pages)
         self._links: dict[str, WorkerLink] = {}  # by address
         self._tasks: dict[WorkerLink, asyncio.Task[None]] = {}
         self._listeners: list[Callable[[], None]] = []
-        self._agents: dict[str, str] = {}  # the last one seen, by worker
-        self._ended = EndedAgents()
-        # Made of the links when they are asked for; None after any change.
-        self._known_names: dict[str, WorkerLink] | None = None
-        self._known_topology: Topology | None = None
-        self.costs = CostModel()
-        self.placed = 0  # requests, so far
-        # When the last pair went, or None while there is one.
-        self._without_pair_since: float | None = time.monotonic()
-        asyncio.get_running_loop().call_later(self._config.local_prefill_after, self._tell)
+        self._report_listeners: list[Callable[[WorkerLink], None]] = []
+        self._known_names: dict[str, WorkerLink] | None = None  # None after any change
+        self._ended_agents = EndedAgents()
+        self.pairs = WorkerPairs(self)
 
     @property
     def links(self) -> Iterable[WorkerLink]:
-        """Every member's, and those of members that are leaving."""
+        """Every member's, and those of workers that are leaving."""
         return self._tasks.keys()
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """Has `listener` called whenever a worker has come, gone or changed."""
+        """Calls `listener` after every change, in the order of registration."""
         self._listeners.append(listener)
 
+    def listen_reports(self, listener: Callable[[WorkerLink], None]) -> None:
+        """Calls `listener` with the link after every Load."""
+        self._report_listeners.append(listener)
+
+    def notify(self) -> None:
+        self._known_names = None
+        for listener in list(self._listeners):
+            listener()
+
     async def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Returns when the condition, looked at after every change, holds."""
+        """Returns when the condition, checked after every change, holds."""
         changed = asyncio.Event()
         self._listeners.append(changed.set)
         try:
@@ -91,11 +77,11 @@ class Membership:
             self._listeners.remove(changed.set)
 
     def set_addresses(self, addresses: Iterable[str]) -> None:
-        """These workers, and no others, from now on. What runs elsewhere is not cut off."""
+        """Replaces the members. Requests on workers that leave are not cut off."""
         wanted = set(addresses)
         for address in self._links.keys() - wanted:
             link = self._links.pop(address)
-            link.leaving = True
+            link.leave()
             leaving = asyncio.create_task(self._see_off(link, self._tasks[link]))
             self._tasks[link] = leaving
         for address in wanted - self._links.keys():
@@ -103,23 +89,23 @@ class Membership:
                 address,
                 self._router_id,
                 self._model,
-                self._config,
-                self._on_change,
-                on_report=lambda link: self._topology.teach_step(link, self.costs),
-                on_lost=self._question_others,
+                self._config.router,
+                self._link_changed,
+                on_report=self._link_reported,
+                on_lost=self._ping_others,
                 identity=self._identity,
             )
             self._links[address] = link
             self._tasks[link] = asyncio.create_task(link.run())
-        self._tell()
+        self.notify()
 
     def note_ended(self, agents: Iterable[str]) -> None:
-        """The processes of these transport agents have ended, and workers must know."""
-        self._ended.add(agents)
-        self._ended.tell(self.links)
+        """The processes of these transport agents have ended; workers are told."""
+        self._ended_agents.add(agents)
+        self._ended_agents.announce(self.links)
 
     async def stop(self) -> None:
-        """Ends every link; the workers let go of what this router's requests hold."""
+        """Ends every link; the workers release what this router's requests hold."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -128,19 +114,18 @@ class Membership:
         self._tasks.clear()
 
     def usable(self, role: Role) -> Iterator[WorkerLink]:
-        """Links of workers of a role that new requests may go to."""
-        return (
-            link
-            for link in self.links
-            if link.role is role and link.usable and not self._namesake(link)
-        )
+        """Links of workers of a role that may get new requests."""
+        return (link for link in self.attached(role) if link.usable)
+
+    def attached(self, role: Role) -> Iterator[WorkerLink]:
+        return (link for link in self.links if link.role is role and not self._is_namesake(link))
 
     def find(self, worker_id: str) -> WorkerLink | None:
-        """The worker of that name, if it is attached."""
+        """The attached worker of that name."""
         return self._names.get(worker_id)
 
     def named(self, worker_id: str) -> WorkerLink:
-        """The same for a name that a person has typed."""
+        """The same for a name that a person typed; raises when there is none."""
         link = self.find(worker_id)
         if link is None:
             names = ", ".join(sorted(self._names)) or "nobody"
@@ -151,127 +136,26 @@ class Membership:
 
     @property
     def cache_names(self) -> CacheNames | None:
-        """How cached pages are named here; None when no worker has a cache."""
+        """None when no worker has a prefix cache."""
         for link in self.links:
             if link.welcome and link.welcome.cache_root:
                 return CacheNames(link.welcome.cache_root, link.welcome.pool.layout.page_size)
         return None
 
-    def choose(self, work: Work, suspicion: Suspicion = Suspicion.NONE) -> Placement | BatonError:
-        """Where a request that is so much suspected goes, or why it must wait."""
-        return choose(self._snapshot(work, suspicion), one_token=work.tokens_wanted == 1)
-
-    def soonest(self, work: Work) -> float:
-        """In how many seconds a request is predicted to have its first token, at best."""
-        return earliest_first_token(self._snapshot(work, Suspicion.NONE))
-
-    def _snapshot(self, work: Work, suspicion: Suspicion) -> Snapshot:
-        topology = self._topology
-        return Snapshot(
-            prefill=topology.prefill_views(work, suspicion),
-            decode=topology.decode_views(work, suspicion),
-            mismatches=topology.mismatches,
-            local_prefill=self._may_prefill_locally(),
-            local=self._local,
-            fetch=self._fetch,
-            strategy=self._strategy,
-            costs=self.costs.costs,
-            turn=self.placed,
-            prompt_tokens=len(work.prompt_tokens),
-            tokens_wanted=work.tokens_wanted,
-            page_size=topology.page_size,
-            page_bytes=topology.page_bytes,
-        )
-
-    @property
-    def prefill_busy_seconds(self) -> float:
-        """For how long prefill workers have had something to read, summed over them."""
-        return self._topology.prefill_busy_seconds
-
-    @property
-    def obstacle(self) -> BatonError | None:
-        """Why no request could be placed, if not now then after those before it."""
-        if self.has_pair:
-            return None
-        topology = self._topology
-        reaches = topology.reaches
-        snapshot = Snapshot(
-            [PrefillView(link.worker_id, 0, reaches[link.address]) for link in topology.prefill],
-            [DecodeView(link.worker_id, 0, 0) for link in topology.decode],
-            topology.mismatches,
-            self._may_prefill_locally(),
-            self._local,
-        )
-        found = choose(snapshot)
-        return found if isinstance(found, BatonError) else None
+    def context_length(self) -> int:
+        """The most tokens that every pair can hold; 0 when no worker is attached."""
+        return min((link.welcome.context_length for link in self.links if link.welcome), default=0)
 
     @property
     def does_without_prefill(self) -> bool:
-        """Whether decode workers may read prompts themselves when no prefill worker is left."""
-        return self._local is not LocalPrefill.NEVER
-
-    @property
-    def page_size(self) -> int:
-        """Tokens a page."""
-        return self._topology.page_size
-
-    def reconnect(self, prefill: WorkerLink, decode: WorkerLink) -> None:
-        """A push between two attached workers failed: have them connect anew."""
-        if prefill.welcome and decode.welcome:
-            prefill.ask_again(decode.agent)
-
-    @property
-    def can_place(self) -> bool:
-        """Whether a request could be placed, if not now then after those before it."""
-        return self.obstacle is None
-
-    @property
-    def has_pair(self) -> bool:
-        """Whether some prefill worker can push to some decode worker."""
-        agents = [link.agent for link in self.usable(Role.DECODE)]
-        prefill = self.usable(Role.PREFILL)
-        return any(link.reaches(agent) for link in prefill for agent in agents)
-
-    def context_length(self) -> int:
-        """The most tokens that any pair can hold; 0 when no worker is attached."""
-        return min((link.welcome.context_length for link in self.links if link.welcome), default=0)
+        """Whether local prefill may replace the last prefill worker."""
+        return self._config.router.local_prefill != "never"
 
     def fault(self, link: WorkerLink) -> str:
         """Why a worker cannot be used; empty when it can."""
-        if self._namesake(link):
+        if self._is_namesake(link):
             return f"another worker is called {link.worker_id} too"
-        return link.fault or link.load.fault or link.sick or self._misfit_with_all(link)
-
-    def misfits(self, link: WorkerLink) -> list[tuple[str, str]]:
-        """The attached workers of the other role that one can never exchange pages with, and
-        why."""
-        if link.role is Role.PREFILL:
-            found = ((other, link.mismatch(other.agent)) for other in self._attached(Role.DECODE))
-        else:
-            found = ((other, other.mismatch(link.agent)) for other in self._attached(Role.PREFILL))
-        return [(other.worker_id, why) for other, why in found if why]
-
-    def _misfit_with_all(self, link: WorkerLink) -> str:
-        """Why a prefill worker can push to nobody; empty when it can, or may yet."""
-        if link.role is not Role.PREFILL:
-            return ""
-        reasons = [link.mismatch(other.agent) for other in self.usable(Role.DECODE)]
-        return reasons[0] if reasons and all(reasons) else ""
-
-    def _may_prefill_locally(self) -> bool:
-        since = self._without_pair_since
-        waited = since is not None and time.monotonic() - since >= self._config.local_prefill_after
-        return waited and self.does_without_prefill
-
-    @property
-    def _topology(self) -> Topology:
-        if self._known_topology is None:
-            prefill, decode = self.usable(Role.PREFILL), self.usable(Role.DECODE)
-            by_name = attrgetter("worker_id")
-            self._known_topology = Topology.of(
-                sorted(prefill, key=by_name), sorted(decode, key=by_name)
-            )
-        return self._known_topology
+        return link.fault or link.load.fault or link.sick or self.pairs.misfit_with_all(link)
 
     @property
     def _names(self) -> dict[str, WorkerLink]:
@@ -283,12 +167,15 @@ class Membership:
                     self._known_names.setdefault(link.worker_id, link)
         return self._known_names
 
-    def _forget(self) -> None:
-        self._known_names = self._known_topology = None
+    def _is_namesake(self, link: WorkerLink) -> bool:
+        """Whether an earlier link is to another worker of the same name."""
+        if not link.welcome or link.leaving:
+            return False
+        return self.find(link.worker_id) is not link
 
     async def _see_off(self, link: WorkerLink, running: asyncio.Task[None]) -> None:
-        """Keeps a link until nothing of ours runs there; past the bound, moves it elsewhere."""
-        deadline = time.monotonic() + self._drain_seconds
+        """Keeps a link while requests run there; past the deadline, migrates them."""
+        deadline = time.monotonic() + self._config.drain_seconds
         try:
             while link.welcome and link.active:
                 await asyncio.sleep(LEAVING_POLL_SECONDS)
@@ -299,60 +186,105 @@ class Membership:
             await asyncio.gather(running, return_exceptions=True)
             del self._tasks[link]
 
-    def _question_others(self, lost: WorkerLink) -> None:
+    def _ping_others(self, lost: WorkerLink) -> None:
         for link in self.links:
             if link is not lost:
-                link.question()
+                link.fence()
 
-    def _on_change(self, link: WorkerLink) -> None:
-        self._forget()
-        self._note_restart(link)
-        self._ended.tell(self.links)
-        if link.welcome and link.role is Role.PREFILL:
-            self._connect(link, self._attached(Role.DECODE))
-        elif link.welcome:
-            for prefill in self._attached(Role.PREFILL):
-                self._connect(prefill, [link])
-        self._note_pair()
-        self._tell()
+    def _link_reported(self, link: WorkerLink) -> None:
+        for listener in self._report_listeners:
+            listener(link)
 
-    def _note_pair(self) -> None:
-        if self.has_pair:
-            self._without_pair_since = None
-        elif self._without_pair_since is None:
-            self._without_pair_since = time.monotonic()
-            # Somebody may wait for prefill on decode workers to be allowed.
-            loop = asyncio.get_running_loop()
-            loop.call_later(self._config.local_prefill_after, self._tell)
+    def _link_changed(self, link: WorkerLink) -> None:
+        self._known_names = None
+        if link.welcome and not link.leaving and not self._is_namesake(link):
+            self._ended_agents.note_start(link, self.links)
+        self._ended_agents.announce(self.links)
+        self.pairs.connect(link)
+        self.notify()
 
-    def _tell(self) -> None:
-        self._forget()
-        for listener in list(self._listeners):
-            listener()
 
-    def _attached(self, role: Role) -> Iterator[WorkerLink]:
-        return (link for link in self.links if link.role is role and not self._namesake(link))
+class WorkerPairs:
+    """Which prefill workers can push to which decode workers; has them connect."""
 
-    def _namesake(self, link: WorkerLink) -> bool:
-        """Whether an earlier live link is to a worker of the same name."""
-        if not link.welcome or link.leaving:
-            return False
-        return self.find(link.worker_id) is not link
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
 
-    def _note_restart(self, link: WorkerLink) -> None:
-        """A worker that is back with another agent: its earlier process can write no more."""
-        if not link.welcome or link.leaving or self._namesake(link):
+    @property
+    def any_usable(self) -> bool:
+        """Whether some prefill worker can push to some decode worker."""
+        agents = [link.agent for link in self._membership.usable(Role.DECODE)]
+        prefill = self._membership.usable(Role.PREFILL)
+        return any(link.peers.reaches(agent) for link in prefill for agent in agents)
+
+    def connect(self, link: WorkerLink) -> None:
+        """Connects an attached worker with those of the other role, once per process of each."""
+        if not link.welcome:
             return
-        before = self._agents.get(link.worker_id, link.agent)
-        self._agents[link.worker_id] = link.agent
-        alive = any(other.agent == before for other in self.links)
-        if before != link.agent and not alive:
-            self._ended.add([before])
+        if link.role is Role.PREFILL:
+            for decode in self._membership.attached(Role.DECODE):
+                link.connect(decode)
+        else:
+            for prefill in self._membership.attached(Role.PREFILL):
+                prefill.connect(link)
 
-    def _connect(self, prefill: WorkerLink, decode: Iterable[WorkerLink]) -> None:
-        """Has a prefill worker get ready to push, once per process start of the other."""
-        for link in decode:
-            if link.welcome and link.agent not in prefill.asked:
-                prefill.asked.add(link.agent)
-                connect = pb.Connect(worker_id=link.worker_id, pool=link.welcome.pool)
-                prefill.send(pb.RouterMessage(connect=connect))
+    def reconnect(self, prefill: WorkerLink, decode: WorkerLink) -> None:
+        """Connects two attached workers again, after a push between them failed."""
+        if prefill.welcome and decode.welcome:
+            prefill.disconnect(decode.agent)
+
+    def misfits(self, link: WorkerLink) -> list[tuple[str, str]]:
+        """The attached workers of the other role that the worker does not fit, and why."""
+        if link.role is Role.PREFILL:
+            decode = self._membership.attached(Role.DECODE)
+            found = ((other, link.peers.mismatch(other.agent)) for other in decode)
+        else:
+            prefill = self._membership.attached(Role.PREFILL)
+            found = ((other, other.peers.mismatch(link.agent)) for other in prefill)
+        return [(other.worker_id, why) for other, why in found if why]
+
+    def misfit_with_all(self, link: WorkerLink) -> str:
+        """Why a prefill worker can push to no decode worker; empty when it can, or may yet."""
+        if link.role is not Role.PREFILL:
+            return ""
+        decode = self._membership.usable(Role.DECODE)
+        reasons = [link.peers.mismatch(other.agent) for other in decode]
+        return reasons[0] if reasons and all(reasons) else ""
+
+
+class EndedAgents:
+    """The transport agents whose processes have ended, and which workers know.
+
+    A worker must know: it may hold pages that the dead process could still write to, and cannot
+    find out otherwise. It is told again on every new stream.
+    """
+
+    def __init__(self) -> None:
+        self._ended: dict[str, None] = {}  # oldest first
+        self._latest: dict[str, str] = {}  # agent of each worker, by name
+        self._announced: dict[WorkerLink, tuple[pb.Welcome, set[str]]] = {}
+
+    def add(self, agents: Iterable[str]) -> None:
+        self._ended.update(dict.fromkeys(agents))
+        for agent in list(self._ended)[:-REMEMBERED_AGENTS]:
+            del self._ended[agent]
+
+    def note_start(self, link: WorkerLink, links: Iterable[WorkerLink]) -> None:
+        """A worker that is back with another agent: its earlier process can write no more."""
+        before = self._latest.get(link.worker_id, link.agent)
+        self._latest[link.worker_id] = link.agent
+        if before != link.agent and not any(other.agent == before for other in links):
+            self.add([before])
+
+    def announce(self, links: Iterable[WorkerLink]) -> None:
+        """Sends each worker what it has not been sent on its stream. `links` are all."""
+        announced: dict[WorkerLink, tuple[pb.Welcome, set[str]]] = {}
+        for link in links:
+            if link.welcome is None:
+                continue
+            stream, known = self._announced.get(link, (None, set()))
+            new = self._ended.keys() - (known if stream is link.welcome else set())
+            for agent in new:
+                link.send(pb.RouterMessage(sender_gone=pb.SenderGone(agent=agent)))
+            announced[link] = (link.welcome, set(self._ended))
+        self._announced = announced

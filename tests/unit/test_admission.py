@@ -12,6 +12,7 @@ from baton.core.config import Config, RouterConfig
 from baton.core.errors import Unavailable
 from baton.core.types import AttemptKey, Sampling, Work
 from baton.router.observe.metrics import RouterMetrics
+from baton.router.placement.placer import Placer
 from baton.router.requests.admission import Admission, Assignment
 from baton.router.requests.retries import RetryLimits, RetryState
 from baton.router.workers.membership import Membership
@@ -40,15 +41,16 @@ async def assigned(admission: Admission) -> Assignment:
 
 async def waiting_behind_another(membership: Membership, address: str) -> asyncio.Task[Assignment]:
     """A request that has waited for its turn longer than it would wait for workers."""
-    admission = Admission(membership, CONFIG, RouterMetrics())
+    placer = Placer(membership, CONFIG)
+    admission = Admission(membership, placer, CONFIG, RouterMetrics())
     membership.set_addresses([address])
-    await membership.wait_until(lambda: membership.obstacle is None)
+    await membership.wait_until(lambda: placer.can_place)
     first = await assigned(admission)
-    first.responder.unanswered += 1
+    first.responder.assigned.count_unanswered(+1)
     waiting = asyncio.create_task(assigned(admission))
     await asyncio.sleep(PLACEMENT_SECONDS + 0.1)
     assert not waiting.done()
-    first.responder.unanswered -= 1
+    first.responder.assigned.count_unanswered(-1)
     return waiting
 
 
@@ -58,7 +60,7 @@ async def test_who_waits_for_its_turn_waits_for_a_worker_that_comes_back_too(
     worker = ScriptedWorker()
     waiting = await waiting_behind_another(membership, address := await worker.start())
     await worker.stop()
-    await membership.wait_until(lambda: membership.obstacle is not None)
+    await membership.wait_until(lambda: membership.find("decode-0") is None)
     again = ScriptedWorker()
     await again.start(port=int(address.rpartition(":")[2]))
     assert (await waiting).placement.decode == "decode-0"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import cast
 
 import pytest
 
@@ -9,6 +10,7 @@ from baton.core.types import AttemptKey, Sampling, Work
 from baton.router.observe.metrics import RouterMetrics
 from baton.router.placement.cost_model import CostModel, Costs
 from baton.router.placement.placement import FetchPlan, Forecast, Placement, Policy
+from baton.router.placement.placer import Placer
 from baton.router.requests.admission import Assignment
 from baton.router.requests.feedback import Feedback
 from baton.router.workers.health import StepPace
@@ -28,7 +30,7 @@ def link(name: str) -> WorkerLink:
 
 @dataclass
 class Known:
-    """A cluster as far as feedback knows it."""
+    """The part of a placer that feedback uses."""
 
     costs: CostModel = field(default_factory=CostModel)
     prefill_busy_seconds: float = 0.0
@@ -53,35 +55,37 @@ def step(cached: int) -> pb.StepTokens:
 def test_a_prefills_times_are_learned_for_what_it_computed() -> None:
     cluster, assignment = Known(), assigned(SPLIT)
     costs = cluster.costs
-    feedback = Feedback(WORK, assignment, cluster, RouterMetrics())
+    feedback = Feedback(WORK, assignment, cast(Placer, cluster), RouterMetrics())
     feedback.take(first(64))
     feedback.take(pb.WorkerMessage(pushed=pb.Pushed(bytes=10**6, seconds=2.0)))
     assert costs.costs.prefill_seconds(36, 64, 200) == pytest.approx(13.0, rel=0.01)
     assert costs.costs.transfer_seconds(10**6) == pytest.approx(2.0, rel=0.01)
     assert assignment.prefiller is assignment.prefill
-    assert (assignment.prefiller.hit_tokens, assignment.prefiller.read_tokens) == (64, 100)
+    hits = assignment.prefiller.prefix_hits
+    assert (hits.cached_tokens, hits.prompt_tokens) == (64, 100)
 
 
 def test_what_decode_had_is_counted_beside_what_prefill_had() -> None:
     assignment = assigned(SPLIT)
-    feedback = Feedback(WORK, assignment, Known(), RouterMetrics())
+    feedback = Feedback(WORK, assignment, cast(Placer, Known()), RouterMetrics())
     feedback.take(pb.WorkerMessage(reserved=pb.Reserved(cached_tokens=32)))
     assert assignment.prefill is not None
     assert assignment.decode is not None
-    assert (assignment.prefill.hit_tokens, assignment.decode.hit_tokens) == (0, 32)
+    assert [link.prefix_hits.cached_tokens for link in assignment.links] == [0, 32]
 
 
 def test_a_prompt_read_on_the_decode_worker_teaches_once() -> None:
     cluster, assignment = Known(), assigned(LOCAL)
     costs = cluster.costs
-    feedback = Feedback(WORK, assignment, cluster, RouterMetrics())
+    feedback = Feedback(WORK, assignment, cast(Placer, cluster), RouterMetrics())
     feedback.take_step(step(64))
     learned = costs.costs
     # What the worker says of its queue and its compute, as of prefill.
     assert learned.local_seconds(36, 64, 200, 3) == pytest.approx(13.0, rel=0.01)
     feedback.take_step(step(0))
     assert costs.costs == learned
-    assert (assignment.prefiller.hit_tokens, assignment.prefiller.read_tokens) == (64, 100)
+    hits = assignment.prefiller.prefix_hits
+    assert (hits.cached_tokens, hits.prompt_tokens) == (64, 100)
 
 
 def fetched(tokens: int) -> pb.WorkerMessage:
@@ -98,16 +102,16 @@ def test_a_fetch_is_learned_for_itself_whether_it_came_or_not(tokens: int) -> No
     assert assignment.prefill is not None
     pool = PoolAddress(page_bytes=10**6, layout=PoolLayout(page_size=16))
     assignment.prefill.welcome = pb.Welcome(pool=pool)
-    Feedback(WORK, assignment, cluster, RouterMetrics()).take(fetched(tokens))
+    Feedback(WORK, assignment, cast(Placer, cluster), RouterMetrics()).take(fetched(tokens))
     assert costs.costs.fetch_seconds(4 * 10**6) == pytest.approx(3.0, rel=0.01)
     assert costs.costs.prefill_seconds(36, 64) == pytest.approx(9.0, rel=0.01)
 
 
 def test_a_canary_teaches_nothing() -> None:
     cluster, assignment = Known(), assigned(Placement("p0", ""))
-    Feedback(WORK, assignment, cluster, RouterMetrics()).take(first(0))
+    Feedback(WORK, assignment, cast(Placer, cluster), RouterMetrics()).take(first(0))
     assert cluster.costs.costs == Costs()
-    assert assignment.prefiller.read_tokens == 0
+    assert assignment.prefiller.prefix_hits.prompt_tokens == 0
 
 
 def test_steps_that_follow_each_other_tell_a_workers_pace() -> None:

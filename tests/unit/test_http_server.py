@@ -52,6 +52,7 @@ class ScriptedServing:
         self.active = 0
         self.ended_by: list[str] = []
         self.ledgers = Ledgers()
+        self.placer = SimpleNamespace(can_place=False)
         self._events = events
         self._endless = endless
         self._pause = pause
@@ -81,7 +82,7 @@ async def served(
 ) -> AsyncIterator[str]:
     """The address of a server in front of `serving`, which asks for the keys in a file."""
     door = Door(cast(Serving, serving), "tiny", reader_buffer, KeyRing(keys))
-    membership = SimpleNamespace(can_place=False, context_length=lambda: 64)
+    membership = SimpleNamespace(context_length=lambda: 64)
     overview = cast(Overview, SimpleNamespace())
     server = HttpServer(
         door, cast(Membership, membership), overview, CollectorRegistry(), tls=TlsConfig()

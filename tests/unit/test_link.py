@@ -61,7 +61,7 @@ async def test_a_silent_worker_is_lost_and_told_to_its_requests() -> None:
     async with linked(worker) as link:
         await until(lambda: usable(link))
         inbox: asyncio.Queue[AttemptEvent] = asyncio.Queue()
-        link.open(KEY, inbox)
+        link.open(KEY, inbox.put_nowait)
         worker.answers_pings = worker.reports = False
         async with asyncio.timeout(10):
             lost = await inbox.get()
@@ -78,7 +78,7 @@ async def test_an_engine_that_hangs_with_work_is_lost_though_pings_are_answered(
     async with linked(worker) as link:
         await until(lambda: usable(link))
         inbox: asyncio.Queue[AttemptEvent] = asyncio.Queue()
-        link.open(KEY, inbox)
+        link.open(KEY, inbox.put_nowait)
         worker.reports = False
         async with asyncio.timeout(10):
             lost = await inbox.get()
@@ -103,7 +103,7 @@ async def test_a_draining_worker_gets_nothing_new_and_keeps_its_requests() -> No
     async with linked(worker) as link:
         await until(lambda: usable(link))
         inbox: asyncio.Queue[AttemptEvent] = asyncio.Queue()
-        link.open(KEY, inbox)
+        link.open(KEY, inbox.put_nowait)
         await worker.send(pb.WorkerMessage(draining=pb.Draining()))
         await until(lambda: unusable(link))
         tokens = pb.StepTokens(request_id="r", epoch=1, token_ids=[5])
@@ -126,7 +126,7 @@ async def test_a_message_of_another_epoch_reaches_nobody() -> None:
     async with linked(worker) as link:
         await until(lambda: usable(link))
         inbox: asyncio.Queue[AttemptEvent] = asyncio.Queue()
-        link.open(KEY, inbox)
+        link.open(KEY, inbox.put_nowait)
         for epoch in (0, 2, 1):
             first = pb.FirstToken(request_id="r", epoch=epoch, token=epoch)
             await worker.send(pb.WorkerMessage(first_token=first))
@@ -165,16 +165,17 @@ async def holds(link: WorkerLink, count: int) -> bool:
     return len(link.cache) == count
 
 
-async def test_who_is_to_be_alone_shares_no_worker_with_a_suspect() -> None:
+async def test_a_suspect_that_runs_alone_shares_no_worker_with_a_suspect() -> None:
     link = WorkerLink("nowhere", "router", "tiny", CONFIG, lambda link: None)
     rooms = {}
-    for suspects, alone in ((0, 0), (1, 0), (1, 1)):
-        link.suspects, link.alone = suspects, alone
-        rooms[suspects, alone] = [link.has_room(suspicion) for suspicion in Suspicion]
+    for suspect in Suspicion:
+        link.assigned.count_suspect(suspect, +1)
+        rooms[suspect] = [link.has_room(suspicion) for suspicion in Suspicion]
+        link.assigned.count_suspect(suspect, -1)
     assert rooms == {
-        (0, 0): [True, True, True],
-        (1, 0): [True, True, False],
-        (1, 1): [True, False, False],
+        Suspicion.NONE: [True, True, True],
+        Suspicion.SUSPECT: [True, True, False],
+        Suspicion.ALONE: [True, False, False],
     }
 
 

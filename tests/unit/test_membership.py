@@ -1,4 +1,4 @@
-"""What a router decides, from real streams to scripted workers."""
+"""Placements of a router with real streams to scripted workers."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from baton.core.errors import LayoutMismatch
 from baton.core.page_keys import page_keys
 from baton.core.types import AttemptKey, Role, Sampling, Work
 from baton.router.placement.placement import Placement, Policy, Reason, Suspicion
+from baton.router.placement.placer import Placer
 from baton.router.workers.membership import Membership
 from baton.v1 import worker_pb2 as pb
 
@@ -24,7 +25,7 @@ WORK = Work(AttemptKey("r", 1), PROMPT, Sampling(), 100, frozenset(), page_keys=
 @asynccontextmanager
 async def cluster(
     router: RouterConfig,
-) -> AsyncIterator[tuple[Membership, dict[str, ScriptedWorker]]]:
+) -> AsyncIterator[tuple[Membership, Placer, dict[str, ScriptedWorker]]]:
     """Two prefill and two decode workers, all connected."""
     workers = {
         f"{role.value}-{index}": ScriptedWorker(role, f"{role.value}-{index}")
@@ -32,6 +33,7 @@ async def cluster(
         for index in range(2)
     }
     membership = Membership("router", "tiny", Config(router=router))
+    placer = Placer(membership, router)
     membership.set_addresses([await worker.start() for worker in workers.values()])
     try:
         await until(lambda: attached(membership))
@@ -40,7 +42,7 @@ async def cluster(
                 connected = pb.Connected(worker_id=peer, agent=f"agent of {peer}")
                 await workers[name].send(pb.WorkerMessage(connected=connected))
         await until(lambda: connected_to_all(membership))
-        yield membership, workers
+        yield membership, placer, workers
     finally:
         await membership.stop()
         for worker in workers.values():
@@ -66,24 +68,24 @@ async def store(membership: Membership, worker: ScriptedWorker, keys: list[bytes
     await until(stored)
 
 
-def placed(membership: Membership, work: Work = WORK) -> Placement:
-    found = membership.choose(work)
+def placed(placer: Placer, work: Work = WORK) -> Placement:
+    found = placer.choose(work)
     assert isinstance(found, Placement)
     return found
 
 
-def in_turn(membership: Membership) -> list[Placement]:
+def in_turn(placer: Placer) -> list[Placement]:
     """Of several requests like WORK, one after the other."""
     chosen = []
-    for membership.placed in range(4):
-        chosen.append(placed(membership))
+    for placer.placed in range(4):
+        chosen.append(placed(placer))
     return chosen
 
 
 async def test_a_prompt_goes_where_its_beginning_is_cached() -> None:
-    async with cluster(RouterConfig(local_prefill="fallback")) as (membership, workers):
+    async with cluster(RouterConfig(local_prefill="fallback")) as (membership, placer, workers):
         await store(membership, workers["prefill-1"], KEYS)
-        for found in in_turn(membership):
+        for found in in_turn(placer):
             assert (found.prefill, found.code) == ("prefill-1", Reason.CACHED)
             # The last token is always computed.
             assert found.forecast is not None
@@ -91,29 +93,29 @@ async def test_a_prompt_goes_where_its_beginning_is_cached() -> None:
 
 
 async def test_prompts_that_go_on_alike_follow_one_that_is_on_its_way() -> None:
-    async with cluster(RouterConfig(local_prefill="fallback")) as (membership, _):
+    async with cluster(RouterConfig(local_prefill="fallback")) as (membership, placer, _):
         link = membership.find("prefill-1")
         assert link is not None
         link.cache.add_pending(KEYS)
-        assert {found.prefill for found in in_turn(membership)} == {"prefill-1"}
+        assert {found.prefill for found in in_turn(placer)} == {"prefill-1"}
         link.cache.remove_pending(KEYS)
-        assert {found.prefill for found in in_turn(membership)} == {"prefill-0", "prefill-1"}
+        assert {found.prefill for found in in_turn(placer)} == {"prefill-0", "prefill-1"}
 
 
 async def test_a_queue_that_is_longer_than_the_saving_moves_a_session_away() -> None:
-    async with cluster(RouterConfig(local_prefill="fallback")) as (membership, workers):
+    async with cluster(RouterConfig(local_prefill="fallback")) as (membership, placer, workers):
         await store(membership, workers["prefill-1"], KEYS)
         link = membership.find("prefill-1")
         assert link is not None
         prompt = link.prompts.add(500, 0)
-        found = placed(membership)
+        found = placed(placer)
         assert (found.prefill, found.code) == ("prefill-0", Reason.CACHE_BUSY)
         link.prompts.remove(prompt)
-        assert placed(membership).prefill == "prefill-1"
+        assert placed(placer).prefill == "prefill-1"
 
 
 async def test_a_worker_that_is_lost_holds_nothing() -> None:
-    async with cluster(RouterConfig(local_prefill="fallback")) as (membership, workers):
+    async with cluster(RouterConfig(local_prefill="fallback")) as (membership, placer, workers):
         await store(membership, workers["prefill-1"], KEYS)
         await workers["prefill-1"].stop()
 
@@ -121,17 +123,17 @@ async def test_a_worker_that_is_lost_holds_nothing() -> None:
             return membership.find("prefill-1") is None
 
         await until(alone)
-        found = placed(membership)
+        found = placed(placer)
         assert (found.prefill, found.code) == ("prefill-0", Reason.LEAST_TIME)
 
 
-async def test_who_has_lost_a_worker_goes_to_none_that_has_not_answered_since() -> None:
+async def test_a_request_that_lost_a_worker_goes_only_to_workers_that_answered_since() -> None:
     """A host takes all its workers along, and one is seen to go before the other."""
     router = RouterConfig(local_prefill="fallback", ping_seconds=0.05)
-    async with cluster(router) as (membership, workers):
+    async with cluster(router) as (membership, placer, workers):
 
         async def suspect_is_placed() -> bool:
-            return isinstance(membership.choose(WORK, Suspicion.SUSPECT), Placement)
+            return isinstance(placer.choose(WORK, Suspicion.SUSPECT), Placement)
 
         async def one_is_lost() -> bool:
             return membership.find("decode-0") is None
@@ -139,7 +141,7 @@ async def test_who_has_lost_a_worker_goes_to_none_that_has_not_answered_since() 
         workers["decode-1"].answers_pings = False
         await workers["decode-0"].stop()
         await until(one_is_lost)
-        assert placed(membership).decode == "decode-1"
+        assert placed(placer).decode == "decode-1"
         assert not await suspect_is_placed()
         workers["decode-1"].answers_pings = True
         await until(suspect_is_placed)
@@ -147,15 +149,15 @@ async def test_who_has_lost_a_worker_goes_to_none_that_has_not_answered_since() 
 
 async def test_the_configuration_says_how_workers_are_chosen() -> None:
     always = RouterConfig(policy="round_robin", local_prefill="always")
-    async with cluster(always) as (membership, workers):
+    async with cluster(always) as (membership, placer, workers):
         await store(membership, workers["decode-1"], KEYS)
-        chosen = in_turn(membership)
+        chosen = in_turn(placer)
         assert {(found.policy, found.prefill) for found in chosen} == {(Policy.LOCAL, "")}
         assert {found.decode for found in chosen} == {"decode-0", "decode-1"}
 
 
 async def test_only_pairs_that_fit_are_used_and_the_others_say_why() -> None:
-    async with cluster(RouterConfig(local_prefill="fallback")) as (membership, workers):
+    async with cluster(RouterConfig(local_prefill="fallback")) as (membership, placer, workers):
         why = "page_size is 16 here and 32 there"
         for name in ("prefill-0", "prefill-1"):
             mismatch = pb.Connected(
@@ -168,12 +170,12 @@ async def test_only_pairs_that_fit_are_used_and_the_others_say_why() -> None:
         links = {link.worker_id: link for link in membership.links}
 
         async def heard() -> bool:
-            return len(membership.misfits(links["decode-1"])) == 2
+            return len(membership.pairs.misfits(links["decode-1"])) == 2
 
         await until(heard)
-        assert {found.decode for found in in_turn(membership)} == {"decode-0"}
-        assert membership.misfits(links["prefill-0"]) == [("decode-1", why)]
-        assert not membership.misfits(links["decode-0"])
+        assert {found.decode for found in in_turn(placer)} == {"decode-0"}
+        assert membership.pairs.misfits(links["prefill-0"]) == [("decode-1", why)]
+        assert not membership.pairs.misfits(links["decode-0"])
         # They are of use all the same.
         assert not any(membership.fault(link) for link in links.values())
         await workers["decode-0"].stop()
@@ -183,4 +185,4 @@ async def test_only_pairs_that_fit_are_used_and_the_others_say_why() -> None:
 
         await until(alone)
         assert membership.fault(links["prefill-0"]) == why
-        assert isinstance(membership.choose(WORK), LayoutMismatch)
+        assert isinstance(placer.choose(WORK), LayoutMismatch)

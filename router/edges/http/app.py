@@ -150,7 +150,7 @@ class HttpApp:
     async def _ready(self, http: HttpRequest) -> Response:
         if self._door.serving.draining:
             raise Unavailable("this router is about to stop and takes no new requests")
-        if not self._membership.can_place:
+        if not self._door.serving.placer.can_place:
             raise Unavailable("no workers are ready")
         return _json({"status": "ready"})
 
