@@ -61,7 +61,7 @@ STAGES = (
     ("text", ("router/answers/", "codecs")),
     ("measure", ("metrics.py", "ledger.py", "feedback.py", "trends.py", "prometheus_client")),
     ("serve", ("router/requests/serving.py", "router/answers/answer_events.py")),
-    ("wait for clients", ("router/edges/reader.py",)),
+    ("wait for clients", ("router/edges/client_buffer.py",)),
     ("gRPC messages", ("router/edges/grpc", "grpc/")),
     ("server-sent events", ("router/edges/http", "json/", "starlette")),
     ("HTTP", ("uvicorn", "h11")),

@@ -8,7 +8,7 @@ from baton.cluster.member import Member
 from baton.cluster.planning import Planned
 from baton.core.types import Role
 from baton.core.wire import role_from, role_to
-from baton.router.edges.grpc.grpc_edge import answered
+from baton.rpc.statuses import unary
 from baton.v1 import cluster_pb2 as pb
 from baton.v1 import cluster_pb2_grpc
 
@@ -20,7 +20,7 @@ class Control(cluster_pb2_grpc.ControlServicer):
     def __init__(self, controller: Controller) -> None:
         self._controller = controller
 
-    @answered
+    @unary
     async def Scale(self, message: pb.ScaleRequest) -> pb.PoolsResponse:
         await self._controller.scale(
             prefill=message.prefill if message.HasField("prefill") else None,
@@ -28,11 +28,11 @@ class Control(cluster_pb2_grpc.ControlServicer):
         )
         return await self._pools()
 
-    @answered
+    @unary
     async def Pools(self, message: pb.PoolsRequest) -> pb.PoolsResponse:
         return await self._pools()
 
-    @answered
+    @unary
     async def Plan(self, message: pb.PlanRequest) -> pb.PlanResponse:
         planning = self._controller.planning
         if planning is None:
@@ -49,7 +49,7 @@ class Control(cluster_pb2_grpc.ControlServicer):
             changes=map(_round, reversed(planning.changes)),
         )
 
-    @answered
+    @unary
     async def PermitSwitch(self, message: pb.SwitchRoleRequest) -> pb.PermitSwitchResponse:
         self._controller.permit_switch(message.worker_id, role_from(message.role))
         return pb.PermitSwitchResponse()

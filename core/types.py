@@ -14,15 +14,6 @@ PROTOCOL = 4
 MAX_MESSAGE_BYTES = 64 * 2**20
 """The largest gRPC message that any part sends or takes."""
 
-MAX_TOP_LOGPROBS = 20
-"""The most of the likeliest tokens that are told with each token of an answer."""
-
-MAX_STRUCTURE = 128 * 2**10
-"""Characters of what an answer is asked to read as."""
-
-MAX_GRAMMAR = 4 * MAX_STRUCTURE
-"""Characters of the grammar that this becomes, for workers."""
-
 SEED_STRIDE = 0x9E3779B97F4A7C15
 """Between the seeds of two answers to one request: odd, and far from what people choose, so
 that neighbouring seeds share no answers."""

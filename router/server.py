@@ -20,6 +20,7 @@ from grpc_reflection.v1alpha import reflection
 from prometheus_client import start_http_server
 
 from baton.core import model_store
+from baton.core.bounds import MAX_REQUEST_BYTES
 from baton.core.config import Config
 from baton.core.errors import Internal
 from baton.core.process import StopSignal
@@ -32,11 +33,9 @@ from baton.core.tls import (
     node_identity,
 )
 from baton.core.types import MAX_MESSAGE_BYTES
-from baton.router.edges.callers import KeyRing
-from baton.router.edges.grpc.grpc_edge import AdminService, InferenceService
-from baton.router.edges.grpc.grpc_lock import KeyLock
-from baton.router.edges.grpc.grpc_messages import ReadMessages
-from baton.router.edges.grpc.parse import MAX_REQUEST_BYTES
+from baton.router.edges.auth import KeyRing
+from baton.router.edges.grpc.interceptors import ApiKeyInterceptor, DecodeInterceptor
+from baton.router.edges.grpc.servicers import AdminService, InferenceService
 from baton.router.observe.metrics import RouterMetrics
 from baton.router.observe.overview import Overview
 from baton.router.observe.spans import Spans
@@ -152,9 +151,9 @@ class RouterServer:
             # Without this a second router on the same port would share its calls.
             ("grpc.so_reuseport", 0),
         ]
-        interceptors: list[grpc.aio.ServerInterceptor] = [ReadMessages()]
-        if self._keys.locked:
-            interceptors.insert(0, KeyLock(self._keys))
+        interceptors: list[grpc.aio.ServerInterceptor] = [DecodeInterceptor()]
+        if self._keys.required:
+            interceptors.insert(0, ApiKeyInterceptor(self._keys))
         self._server = grpc.aio.server(options=options, interceptors=interceptors)
         limits = self._config.router
         inference = InferenceService(
@@ -207,7 +206,7 @@ class RouterServer:
     def _serve_metrics(self) -> None:
         router = self._config.router
         port = router.metrics_port
-        host = router.host if router.open_metrics or not self._keys.locked else "127.0.0.1"
+        host = router.host if router.open_metrics or not self._keys.required else "127.0.0.1"
         try:
             self._metrics_server, _ = start_http_server(
                 port, host, self._metrics.registry, *self._metrics_certificate()

@@ -6,17 +6,16 @@ the engine and with it everybody's requests.
 
 from __future__ import annotations
 
-import math
-
+from baton.core import bounds
+from baton.core.bounds import MAX_GRAMMAR, MAX_TOP_LOGPROBS
 from baton.core.errors import (
     InvalidGrammar,
     InvalidRequest,
-    InvalidSampling,
     PromptTooLong,
     TokenOutOfRange,
     Unavailable,
 )
-from baton.core.types import MAX_GRAMMAR, MAX_TOP_LOGPROBS, AttemptKey, Role, Work
+from baton.core.types import AttemptKey, Role, Work
 from baton.core.wire import failed_to
 from baton.v1 import worker_pb2 as pb
 
@@ -56,20 +55,13 @@ def check_work(work: Work, vocabulary_size: int) -> None:
         raise InvalidRequest(f"logprobs must be at most {MAX_TOP_LOGPROBS}", field="logprobs")
     if len(work.grammar) > MAX_GRAMMAR:
         raise InvalidGrammar(f"a grammar has at most {MAX_GRAMMAR} characters", field="grammar")
-    sampling = work.sampling
-    numbers = (
-        *(sampling.temperature, sampling.top_p, sampling.min_p, sampling.repetition_penalty),
-        *(sampling.presence_penalty, sampling.frequency_penalty),
-    )
-    biases = dict(sampling.logit_bias)
-    if max(biases, default=0) >= vocabulary_size:
+    biased = max(dict(work.sampling.logit_bias), default=0)
+    if biased >= vocabulary_size:
         raise TokenOutOfRange(
-            f"logit_bias names token {max(biases)}, outside the vocabulary of {vocabulary_size}",
+            f"logit_bias names token {biased}, outside the vocabulary of {vocabulary_size}",
             field="logit_bias",
         )
-    finite = all(map(math.isfinite, (*numbers, *biases.values())))
-    if not finite or sampling.repetition_penalty <= 0:
-        raise InvalidSampling("a sampling value is not a usable number", field="sampling")
+    bounds.checked(work.sampling)
 
 
 def check_context(tokens: int, context_length: int) -> None:

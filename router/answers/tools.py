@@ -7,8 +7,9 @@ import json
 import re
 from collections.abc import Sequence
 
+from baton.core.bounds import MAX_STRUCTURE
 from baton.core.errors import InvalidRequest
-from baton.core.types import MAX_STRUCTURE, ChatPrompt, Tool
+from baton.core.types import ChatPrompt, Tool
 
 MAX_TOOLS = 128
 _NAME = re.compile("[a-zA-Z0-9_-]{1,64}")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from baton.core.errors import UnknownRequest
 from baton.core.types import Role
-from baton.router.edges.callers import Caller
+from baton.router.edges.auth import Caller
 from baton.router.observe.diagnosis import diagnose
 from baton.router.observe.time_breakdown import request_timing
 from baton.router.observe.trends import BUCKET_SECONDS

@@ -10,8 +10,9 @@ import json
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from baton.core.bounds import MAX_STRUCTURE
 from baton.core.errors import InvalidGrammar, NotServed
-from baton.core.types import MAX_STRUCTURE, Structure
+from baton.core.types import Structure
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions

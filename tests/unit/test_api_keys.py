@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from baton.cli.app import app
 from baton.core.api_keys import make_key, read_keys, write_keys
 from baton.core.errors import Exhausted, InvalidConfig, InvalidRequest, Unauthenticated
-from baton.router.edges import callers
-from baton.router.edges.callers import Caller, KeyRing
+from baton.router.edges import auth
+from baton.router.edges.auth import Caller, KeyRing
 
 
 @pytest.fixture
@@ -61,14 +61,14 @@ def test_whoever_has_no_key_is_refused(file: Path, header: str) -> None:
 
 def test_without_a_file_everybody_may_call() -> None:
     ring = KeyRing("")
-    assert not ring.locked
-    assert ring.caller("").salted("salt") == "salt"
+    assert not ring.required
+    assert ring.caller("").salt("salt") == "salt"
 
 
 def test_a_key_that_is_taken_away_no_longer_counts(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(callers, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(auth, "RELOAD_SECONDS", 0.0)
     (alice, kept), (bob, gone) = make_key("alice"), make_key("bob")
     write_keys(file, [kept, gone])
     ring = KeyRing(str(file))
@@ -83,7 +83,7 @@ def test_a_key_that_is_taken_away_no_longer_counts(
 def test_a_broken_file_leaves_the_keys_as_they_were(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(callers, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(auth, "RELOAD_SECONDS", 0.0)
     secret, key = make_key("alice")
     write_keys(file, [key])
     ring = KeyRing(str(file))
@@ -117,30 +117,30 @@ def test_a_file_that_makes_no_sense_is_refused(file: Path, text: str) -> None:
 
 def test_salts_of_two_keys_never_meet() -> None:
     alice, bob = Caller(make_key("alice")[1]), Caller(make_key("bob")[1])
-    assert alice.salted("bob:") != bob.salted("")
-    assert alice.salted("") != bob.salted("")
+    assert alice.salt("bob:") != bob.salt("")
+    assert alice.salt("") != bob.salt("")
 
 
 def test_a_key_has_so_many_answers_at_once() -> None:
     caller = Caller(make_key("alice", concurrency=3)[1])
-    with caller.admitted(2), caller.admitted(1):
-        with pytest.raises(Exhausted) as refused, caller.admitted(1):
+    with caller.admit(2), caller.admit(1):
+        with pytest.raises(Exhausted) as refused, caller.admit(1):
             pass
         assert refused.value.retry_after
-    with caller.admitted(3):
+    with caller.admit(3):
         pass
-    with pytest.raises(InvalidRequest), caller.admitted(4):
+    with pytest.raises(InvalidRequest), caller.admit(4):
         pass
 
 
 def test_a_key_has_so_many_calls_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(callers.time, "monotonic", lambda: now)
+    monkeypatch.setattr(auth.time, "monotonic", lambda: now)
     caller = Caller(make_key("alice", rate=2.0)[1])
 
     def call(times: int) -> None:
         for _ in range(times):
-            with caller.admitted(1):
+            with caller.admit(1):
                 pass
 
     for pause, allowed in ((0.0, 1), (0.5, 1), (60.0, 2)):

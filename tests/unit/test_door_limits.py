@@ -12,7 +12,7 @@ import pytest_asyncio
 from front_door import front_door
 
 from baton import AsyncClient, Exhausted, InvalidRequest, PromptTooLong
-from baton.router.edges.grpc.parse import MAX_REQUEST_BYTES
+from baton.core.bounds import MAX_REQUEST_BYTES
 from baton.router.edges.http import connection
 from baton.router.edges.http.body import MAX_VALUES
 from baton.router.server import RouterServer
@@ -56,9 +56,9 @@ async def test_a_grpc_message_has_a_limit_too(door: RouterServer) -> None:
     async with AsyncClient(door.address) as client:
         with pytest.raises(Exhausted, match="larger than max"):
             await client.generate("x" * (MAX_REQUEST_BYTES + 1))
-        with pytest.raises(InvalidRequest, match="token ids"):
+        with pytest.raises(InvalidRequest, match="token_ids must have at most 2000000 entries"):
             await client.generate([1] * 2_000_001)
-        with pytest.raises(InvalidRequest, match="4096 messages"):
+        with pytest.raises(InvalidRequest, match=r"chat\.messages must have at most 4096 entries"):
             await client.chat([("user", "x")] * 4097)
         with pytest.raises(PromptTooLong):
             await client.generate([1] * 8192)

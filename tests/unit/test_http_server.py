@@ -25,7 +25,7 @@ from baton.core.config import Config, TlsConfig
 from baton.core.errors import Exhausted, Internal, SlowReader, Unavailable
 from baton.core.types import FinishReason, Request
 from baton.router.answers.answer_events import AnswerDelta, AnswerEvent, Emit, Finished, Started
-from baton.router.edges.callers import KeyRing
+from baton.router.edges.auth import KeyRing
 from baton.router.edges.http import static
 from baton.router.edges.http.endpoint import Door
 from baton.router.edges.http.server import HttpServer

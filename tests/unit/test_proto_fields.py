@@ -15,7 +15,7 @@ from proto_strategies import messages
 
 from baton.core.errors import InvalidRequest
 from baton.core.types import Request, Sampling
-from baton.router.edges.grpc.parse import parse_request
+from baton.router.edges.grpc.protobuf import parse_request
 from baton.v1 import cluster_pb2, inference_pb2
 from baton.v1.inference_pb2 import GenerateRequest
 
@@ -92,6 +92,6 @@ def test_every_call_ends_with_an_answer_or_an_error_of_the_callers(
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
 def test_what_is_no_message_is_refused(channel: grpc.Channel, method: object) -> None:
     path = f"/{method.containing_service.full_name}/{method.name}"  # type: ignore[attr-defined]
-    with pytest.raises(grpc.RpcError, match="cannot be read") as refused:
+    with pytest.raises(grpc.RpcError, match="cannot be decoded") as refused:
         list(channel.unary_stream(path, bytes, bytes)(b"\xff\xff", timeout=20))
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -15,8 +15,8 @@ from typing import NoReturn, TypeVar
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
+from baton.core.bounds import MAX_REQUEST_BYTES
 from baton.core.errors import Cancelled, InvalidRequest
-from baton.router.edges.grpc.parse import MAX_REQUEST_BYTES
 from baton.router.edges.http.fields import Json
 
 MAX_VALUES = 300_000

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from baton.core.bounds import MAX_MESSAGES, MAX_TOP_LOGPROBS
 from baton.core.errors import InvalidRequest, NotServed
-from baton.core.types import MAX_TOP_LOGPROBS, ChatPrompt, Message
-from baton.router.edges.grpc.parse import MAX_MESSAGES
+from baton.core.types import ChatPrompt, Message
 from baton.router.edges.http.answers import Piece
 from baton.router.edges.http.fields import (
     Field,

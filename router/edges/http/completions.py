@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from baton.core.bounds import MAX_PROMPT_TOKENS, MAX_TOP_LOGPROBS
 from baton.core.errors import InvalidRequest
-from baton.core.types import MAX_TOP_LOGPROBS, Prompt, TextPrompt, TokenPrompt
-from baton.router.edges.grpc.parse import MAX_PROMPT_TOKENS
+from baton.core.types import Prompt, TextPrompt, TokenPrompt
 from baton.router.edges.http.answers import Piece
 from baton.router.edges.http.fields import (
     TOKEN_ID_SCHEMA,

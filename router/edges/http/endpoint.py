@@ -24,14 +24,14 @@ from starlette.types import Receive, Scope, Send
 from baton.core.errors import Cancelled, Unavailable, UnknownModel
 from baton.core.types import Prompt, TextPrompt, TokenPrompt
 from baton.router.answers.answer_events import AnswerEvent, Emit, Started
-from baton.router.edges.callers import Caller, KeyRing
+from baton.router.edges.auth import Caller, KeyRing
+from baton.router.edges.client_buffer import ClientBuffer, buffered
 from baton.router.edges.http.answers import Api, Telling, server_sent
 from baton.router.edges.http.body import read_body
 from baton.router.edges.http.connection import CONNECTION, BoundedConnection
 from baton.router.edges.http.errors import problem
 from baton.router.edges.http.fields import Json
 from baton.router.edges.http.generation import MODEL, Asked
-from baton.router.edges.reader import AnswerBuffer, reading
 from baton.router.observe.ledger import RequestLedger
 from baton.router.requests.serving import Serving, gather_all
 
@@ -53,7 +53,7 @@ class Door:
     reader_buffer: int
     keys: KeyRing
     # Of the calls under way.
-    buffers: set[AnswerBuffer] = field(default_factory=set)
+    buffers: set[ClientBuffer] = field(default_factory=set)
 
     def check_model(self, body: Json) -> None:
         name = MODEL.of(body)
@@ -97,7 +97,7 @@ class GenerationEndpoint:
                 owner=caller.key.name,
                 traceparent=http.headers.get("traceparent", ""),
             )
-            with caller.admitted(answers), self._door.serving.ledgers.keep(ledger):
+            with caller.admit(answers), self._door.serving.ledgers.keep(ledger):
                 writer = _Writer(send, scope["state"][CONNECTION], ledger)
                 await _unless_gone(receive, self._answer(asked, ledger, writer))
         except Cancelled:
@@ -110,7 +110,7 @@ class GenerationEndpoint:
         self._door.check_model(body)
         asked = self._api.read(body, request_id)
         salted = (
-            dataclasses.replace(request, cache_salt=caller.salted(request.cache_salt))
+            dataclasses.replace(request, cache_salt=caller.salt(request.cache_salt))
             for request in asked.requests
         )
         return dataclasses.replace(asked, requests=tuple(salted))
@@ -133,7 +133,7 @@ class GenerationEndpoint:
         await writer.send({"type": "http.response.body", "body": last})
 
     async def _stream(
-        self, asked: Asked, telling: Telling, events: AnswerBuffer, writer: _Writer
+        self, asked: Asked, telling: Telling, events: ClientBuffer, writer: _Writer
     ) -> bytes:
         """Sends all but the last bytes of a stream, and returns these."""
         first = await _first_of_an_answer(telling, events)
@@ -149,9 +149,9 @@ class GenerationEndpoint:
         return telling.ending()
 
     @asynccontextmanager
-    async def _reading(self, asked: Asked, ledger: RequestLedger) -> AsyncIterator[AnswerBuffer]:
+    async def _reading(self, asked: Asked, ledger: RequestLedger) -> AsyncIterator[ClientBuffer]:
         make = functools.partial(self._make, asked, ledger)
-        async with reading(make, self._door.reader_buffer) as buffer:
+        async with buffered(make, self._door.reader_buffer) as buffer:
             self._door.buffers.add(buffer)
             try:
                 yield buffer
@@ -219,7 +219,7 @@ def _shifted(emit: Emit, places: int) -> Emit:
     return emit_shifted
 
 
-async def _first_of_an_answer(telling: Telling, events: AnswerBuffer) -> AnswerEvent:
+async def _first_of_an_answer(telling: Telling, events: ClientBuffer) -> AnswerEvent:
     """Until then, an error still has a status of its own."""
     async for event in events:
         if not isinstance(event, Started):

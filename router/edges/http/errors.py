@@ -26,7 +26,7 @@ from baton.core.errors import (
 )
 from baton.router.edges.http.answers import encode
 from baton.router.edges.http.fields import Json
-from baton.router.edges.public import scrubbed
+from baton.rpc.statuses import redact
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ def _of_ours(error: BatonError, request_id: str, prompt_field: str) -> Problem:
     status = translation(error).http
     message = error.message
     if status >= 500:
-        message = _nearest(_PUBLIC, error) or scrubbed(message)
+        message = _nearest(_PUBLIC, error) or redact(message)
         log.warning("request %s: %s: %s", request_id, error.reason, error.message)
     param = (
         prompt_field if error.field in _PROMPT_FIELDS else _RENAMED.get(error.field, error.field)

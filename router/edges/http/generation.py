@@ -12,17 +12,16 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton.core.errors import InvalidRequest
-from baton.core.types import Prompt, Request, Sampling
-from baton.router.edges.grpc.parse import (
+from baton.core.bounds import (
     MAX_ANSWERS,
     MAX_BIASES,
     MAX_CACHE_SALT,
-    MAX_STOP_LENGTH,
+    MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKENS,
-    MOST_BIAS,
 )
+from baton.core.errors import InvalidRequest
+from baton.core.types import Prompt, Request, Sampling
 from baton.router.edges.http.fields import (
     Biases,
     Field,
@@ -70,11 +69,11 @@ PRESENCE_PENALTY = Number(
 FREQUENCY_PENALTY = Number(
     "frequency_penalty", "Taken from a token's logit each time it occurs.", -2.0, 2.0, 0.0
 )
-LOGIT_BIAS = Biases("logit_bias", "By token id: what is added to its logit.", MAX_BIASES, MOST_BIAS)
+LOGIT_BIAS = Biases("logit_bias", "By token id: what is added to its logit.", MAX_BIASES, 100.0)
 SEED = Integer("seed", "The same seed gives the same answer. Absent: drawn.", -(2**63), 2**64 - 1)
 ANSWERS = Integer("n", "Answers to each prompt.", 1, MAX_ANSWERS, 1)
 STOP = Strings(
-    "stop", "The text is cut before the first of these.", MAX_STOP_STRINGS, MAX_STOP_LENGTH
+    "stop", "The text is cut before the first of these.", MAX_STOP_STRINGS, MAX_STOP_CHARACTERS
 )
 STOP_TOKEN_IDS = TokenIds("stop_token_ids", "Tokens that end the answer.", MAX_STOP_TOKENS)
 IGNORE_EOS = Flag("ignore_eos", "Go on past the model's end tokens.")

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton.core.errors import PermissionDenied, Unauthenticated
-from baton.router.edges.callers import KeyRing
+from baton.router.edges.auth import KeyRing
 from baton.router.edges.http.endpoint import request_id_of
 from baton.router.edges.http.errors import problem
 

@@ -8,7 +8,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from baton.core.proto_json import to_json
-from baton.router.edges.callers import KeyRing
+from baton.router.edges.auth import KeyRing
 from baton.router.edges.http.answers import encode
 from baton.router.edges.http.fields import Integer, Json
 from baton.router.observe.ledger import KEPT_REQUESTS

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 
+from baton.core.bounds import MAX_STRUCTURE
 from baton.core.errors import InvalidRequest, NotServed
-from baton.core.types import MAX_STRUCTURE, Structure
+from baton.core.types import Structure
 from baton.router.edges.http.fields import Field, Json, String, wrong_type
 from baton.router.edges.http.schemas import object_of
 from baton.router.prompts.output_grammar import ANY_OBJECT

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from baton.core.bounds import MAX_PROMPT_TOKENS
 from baton.core.errors import InvalidRequest
 from baton.core.types import Prompt, TextPrompt
-from baton.router.edges.grpc.parse import MAX_PROMPT_TOKENS
 from baton.router.edges.http.chat import read_messages
 from baton.router.edges.http.completions import MAX_PROMPT_CHARACTERS
 from baton.router.edges.http.fields import Flag, Json, TokenIds, Unserved, as_text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.core.errors import BatonError, Internal, InvalidRequest, Unavailable, WorkerLost
-from baton.router.edges.public import scrubbed, told
+from baton.rpc.statuses import redact, redact_error
 
 SECRETS = [
     "10.0.0.7:50051",
@@ -26,8 +26,8 @@ SECRETS = [
 @pytest.mark.parametrize("secret", SECRETS)
 def test_neither_addresses_nor_paths_are_told(secret: str) -> None:
     for text in (f"cannot reach {secret}", f"'{secret}' is gone", f"({secret}): it failed"):
-        assert secret not in scrubbed(text)
-        assert scrubbed(text) == text.replace(secret, "…")
+        assert secret not in redact(text)
+        assert redact(text) == text.replace(secret, "…")
 
 
 @pytest.mark.parametrize(
@@ -42,15 +42,15 @@ def test_neither_addresses_nor_paths_are_told(secret: str) -> None:
     ],
 )
 def test_everything_else_is(text: str) -> None:
-    assert scrubbed(text) == text
+    assert redact(text) == text
 
 
 @pytest.mark.parametrize("kind", [Internal, Unavailable, WorkerLost])
 def test_an_error_of_ours_keeps_its_kind_and_not_its_secrets(kind: type[BatonError]) -> None:
-    error = told(kind("no answer from 10.0.0.7:50051", retry_after=2.0))
+    error = redact_error(kind("no answer from 10.0.0.7:50051", retry_after=2.0))
     assert (type(error), error.message, error.retry_after) == (kind, "no answer from …", 2.0)
 
 
 def test_what_the_caller_did_wrong_is_told_in_full() -> None:
     error = InvalidRequest("there is no model '/models/tiny' here", field="model")
-    assert told(error) is error
+    assert redact_error(error) is error

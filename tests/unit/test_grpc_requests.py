@@ -4,7 +4,7 @@ import pytest
 
 from baton.core.errors import InvalidRequest
 from baton.core.types import ChatPrompt, Message, Sampling, TextPrompt, TokenPrompt
-from baton.router.edges.grpc.parse import parse_request
+from baton.router.edges.grpc.protobuf import parse_request
 from baton.v1 import inference_pb2 as pb
 
 

@@ -7,17 +7,17 @@ import pytest
 from baton.core.errors import Internal, SlowReader
 from baton.core.types import FinishReason
 from baton.router.answers.answer_events import AnswerDelta, AnswerEvent, Finished
-from baton.router.edges.reader import AnswerBuffer
+from baton.router.edges.client_buffer import ClientBuffer
 
 END = Finished(FinishReason.STOP, 1, 2, "")
 
 
-async def read(buffer: AnswerBuffer) -> list[AnswerEvent]:
+async def read(buffer: ClientBuffer) -> list[AnswerEvent]:
     return [event async for event in buffer]
 
 
 async def test_what_waits_is_joined() -> None:
-    buffer = AnswerBuffer(10)
+    buffer = ClientBuffer(10)
     for text in ("a", "b", "c"):
         buffer.put(AnswerDelta(text, [ord(text)]))
     buffer.put(END)
@@ -26,7 +26,7 @@ async def test_what_waits_is_joined() -> None:
 
 
 async def test_what_waits_is_joined_for_each_answer_by_itself() -> None:
-    buffer = AnswerBuffer(10)
+    buffer = ClientBuffer(10)
     for index, text in ((0, "a"), (1, "x"), (0, "b"), (1, "y")):
         buffer.put(AnswerDelta(text, [1], index))
     buffer.put(END)
@@ -35,7 +35,7 @@ async def test_what_waits_is_joined_for_each_answer_by_itself() -> None:
 
 
 async def test_the_limit_is_for_all_answers_together_and_counts_what_waits() -> None:
-    buffer = AnswerBuffer(3)
+    buffer = ClientBuffer(3)
     for _ in range(3):  # each read at once
         buffer.put(AnswerDelta("xx", [1, 1]))
         assert await anext(buffer) == AnswerDelta("xx", [1, 1])
@@ -45,7 +45,7 @@ async def test_the_limit_is_for_all_answers_together_and_counts_what_waits() -> 
 
 
 async def test_a_reader_that_waits_gets_each_piece() -> None:
-    buffer = AnswerBuffer(10)
+    buffer = ClientBuffer(10)
     reading = asyncio.create_task(read(buffer))
     for text in ("a", "b"):
         await asyncio.sleep(0)
@@ -56,7 +56,7 @@ async def test_a_reader_that_waits_gets_each_piece() -> None:
 
 
 async def test_more_than_the_limit_is_a_slow_reader() -> None:
-    buffer = AnswerBuffer(3)
+    buffer = ClientBuffer(3)
     for _ in range(3):
         buffer.put(AnswerDelta("x", [1]))
     with pytest.raises(SlowReader):
@@ -64,7 +64,7 @@ async def test_more_than_the_limit_is_a_slow_reader() -> None:
 
 
 async def test_an_error_comes_after_what_was_not_read() -> None:
-    buffer = AnswerBuffer(3)
+    buffer = ClientBuffer(3)
     buffer.put(AnswerDelta("x", [1]))
     buffer.close(Internal("broken"))
     assert await anext(buffer) == AnswerDelta("x", [1])
@@ -86,7 +86,7 @@ class Client:
 
 
 async def test_what_a_client_can_take_is_written_at_once() -> None:
-    buffer, client = AnswerBuffer(3), Client()
+    buffer, client = ClientBuffer(3), Client()
     buffer.write_now = client.write_now
     reading = asyncio.create_task(read(buffer))
     await asyncio.sleep(0)
@@ -98,7 +98,7 @@ async def test_what_a_client_can_take_is_written_at_once() -> None:
 
 
 async def test_nothing_overtakes_what_waits_or_is_being_written() -> None:
-    buffer, client = AnswerBuffer(9), Client()
+    buffer, client = ClientBuffer(9), Client()
     buffer.write_now = client.write_now
     taking = asyncio.create_task(anext(buffer))
     await asyncio.sleep(0)

@@ -1,8 +1,8 @@
-"""Between an answer as it is made and a client that reads it, at its own pace.
+"""Buffers an answer for a client that reads at its own pace.
 
-What the client can take is written at once, by whoever makes it. What it has not
-taken yet is joined into one piece an answer. Past the limit the client counts as
-gone: its answers end with SlowReader, and nobody else waits.
+What the client accepts is written at once, by the code that emits it. The rest is merged into one
+delta an answer. Past the limit the client counts as gone: its answers end with SlowReader, and
+nothing else waits for it.
 """
 
 from __future__ import annotations
@@ -16,38 +16,38 @@ from baton.core.errors import SlowReader
 from baton.router.answers.answer_events import AnswerDelta, AnswerEvent, Emit
 
 
-class AnswerBuffer:
-    """Written with `put` and `close`, read by iterating."""
+class ClientBuffer:
+    """Filled with `put` and `close`, drained by iterating."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._events: deque[AnswerEvent] = deque()
-        self._waiting = 0  # tokens
+        self._tokens = 0  # in `_events`
         self._closed = False
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
-        # Writes an event without waiting; False when that cannot be, and nothing is written.
+        # Writes an event without waiting, or returns False and writes nothing.
         self.write_now: Callable[[AnswerEvent], bool] = lambda event: False
 
     @property
-    def _reader_waits(self) -> bool:
-        """Whether the reader has written all that came, and is not called yet."""
+    def _drained(self) -> bool:
+        """Whether the consumer has written everything and waits for more."""
         return self._waiter is not None and not self._waiter.done()
 
     def put(self, event: AnswerEvent) -> None:
-        """Raises SlowReader when more than the limit's tokens would wait."""
-        if self._reader_waits and self.write_now(event):
+        """Raises SlowReader when more tokens than the limit would wait."""
+        if self._drained and self.write_now(event):
             return
         if isinstance(event, AnswerDelta):
-            self._join(event)
+            self._merge(event)
         else:
             self._events.append(event)
         self._wake()
 
-    def _join(self, delta: AnswerDelta) -> None:
-        if self._waiting and self._waiting + len(delta.token_ids) > self._limit:
-            raise SlowReader(f"{self._waiting} tokens of the answer were not read in time")
-        self._waiting += len(delta.token_ids)
+    def _merge(self, delta: AnswerDelta) -> None:
+        if self._tokens and self._tokens + len(delta.token_ids) > self._limit:
+            raise SlowReader(f"{self._tokens} tokens of the answer were not read in time")
+        self._tokens += len(delta.token_ids)
         for place, event in enumerate(self._events):
             if isinstance(event, AnswerDelta) and event.index == delta.index:
                 self._events[place] = AnswerDelta(
@@ -63,8 +63,8 @@ class AnswerBuffer:
         self._events.append(delta)
 
     def close(self, error: Exception | None = None) -> None:
-        """Nothing more comes. The reader gets `error` after what it has not read yet. What was
-        said first holds."""
+        """Ends the iteration after the buffered events, with `error` if given. The first call
+        counts."""
         if not self._closed:
             self._closed, self._error = True, error
         self._wake()
@@ -73,7 +73,7 @@ class AnswerBuffer:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def __aiter__(self) -> AnswerBuffer:
+    def __aiter__(self) -> ClientBuffer:
         return self
 
     async def __anext__(self) -> AnswerEvent:
@@ -81,35 +81,32 @@ class AnswerBuffer:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         if self._events:
-            return self._take()
+            event = self._events.popleft()
+            if isinstance(event, AnswerDelta):
+                self._tokens -= len(event.token_ids)
+            return event
         if self._error is not None:
             raise self._error
         raise StopAsyncIteration
 
-    def _take(self) -> AnswerEvent:
-        event = self._events.popleft()
-        if isinstance(event, AnswerDelta):
-            self._waiting -= len(event.token_ids)
-        return event
-
 
 @asynccontextmanager
-async def reading(
-    make: Callable[[Emit], Awaitable[None]], limit: int
-) -> AsyncIterator[AnswerBuffer]:
-    """An answer that is made at its own pace, however fast it is read. Leaving ends it."""
-    buffer = AnswerBuffer(limit)
-    making = asyncio.create_task(_fill(buffer, make(buffer.put)))
+async def buffered(
+    generate: Callable[[Emit], Awaitable[None]], limit: int
+) -> AsyncIterator[ClientBuffer]:
+    """Runs `generate` at its own pace. Leaving the context cancels it."""
+    buffer = ClientBuffer(limit)
+    filling = asyncio.create_task(_fill(buffer, generate(buffer.put)))
     try:
         yield buffer
     finally:
-        making.cancel()
-        await asyncio.gather(making, return_exceptions=True)
+        filling.cancel()
+        await asyncio.gather(filling, return_exceptions=True)
 
 
-async def _fill(buffer: AnswerBuffer, making: Awaitable[None]) -> None:
+async def _fill(buffer: ClientBuffer, generating: Awaitable[None]) -> None:
     try:
-        await making
+        await generating
         buffer.close()
-    except Exception as error:  # noqa: BLE001 whoever reads raises it
+    except Exception as error:  # noqa: BLE001 raised in the consumer
         buffer.close(error)

@@ -1,0 +1,74 @@
+"""Bounds of a request: one table for gRPC, HTTP (with its OpenAPI document) and workers.
+
+Sampling follows the OpenAI API where gRPC once differed: a temperature above 2 was accepted over
+gRPC (up to 100) and is now refused, since it leaves little but noise; top_p 0 was refused there
+and now keeps the likeliest token, as it does over HTTP.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from baton.core.errors import InvalidSampling
+from baton.core.types import Sampling
+
+MAX_REQUEST_BYTES = 8 * 2**20
+"""Of a gRPC message or an HTTP body: more than a million tokens, as text or as ids."""
+
+MAX_PROMPT_TOKENS = 2_000_000
+MAX_TOKEN_ID = 2**32 - 1
+MAX_MESSAGES = 4096
+MAX_ANSWERS = 16
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 1024
+MAX_STOP_TOKENS = 1024
+MAX_REQUEST_ID = 128
+MAX_CACHE_SALT = 256
+MAX_BIASES = 1024
+
+MAX_TOP_LOGPROBS = 20
+"""Alternatives returned with each token."""
+
+MAX_STRUCTURE = 128 * 2**10
+"""Characters of a JSON Schema, a regular expression or a Lark grammar."""
+
+MAX_GRAMMAR = 4 * MAX_STRUCTURE
+"""Characters of the llguidance grammar that it is compiled to."""
+
+
+class Range(NamedTuple):
+    """From `least` (excluded when `above`) to `most`."""
+
+    least: float
+    most: float
+    above: bool = False
+
+    def check(self, name: str, value: float, field: str) -> None:
+        # NaN compares false.
+        if self.least <= value <= self.most and not (self.above and value == self.least):
+            return
+        least = f"above {self.least:g}" if self.above else f"at least {self.least:g}"
+        raise InvalidSampling(
+            f"{name} must be {least} and at most {self.most:g}, not {value:g}", field=field
+        )
+
+
+SAMPLING = {
+    "temperature": Range(0.0, 2.0),
+    "top_p": Range(0.0, 1.0),
+    "min_p": Range(0.0, 1.0),
+    "repetition_penalty": Range(0.0, 100.0, above=True),
+    "presence_penalty": Range(-2.0, 2.0),
+    "frequency_penalty": Range(-2.0, 2.0),
+}
+LOGIT_BIAS = Range(-100.0, 100.0)
+
+
+def checked(sampling: Sampling, prefix: str = "") -> Sampling:
+    """Raises InvalidSampling with `prefix` before the field's name. top_p 0 becomes top_k 1."""
+    for name, bounds in SAMPLING.items():
+        bounds.check(name, getattr(sampling, name), prefix + name)
+    for token, bias in sampling.logit_bias:
+        LOGIT_BIAS.check(f"logit_bias of token {token}", bias, f"{prefix}logit_bias")
+    return sampling if sampling.top_p else replace(sampling, top_k=1, top_p=1.0)

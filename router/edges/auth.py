@@ -1,0 +1,128 @@
+"""API keys: who calls, and with which limits.
+
+The key file is checked for changes, so that an added or removed key takes effect within about a
+second, without a restart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from baton.core.api_keys import Key, digest_of, read_keys
+from baton.core.errors import Exhausted, InvalidConfig, InvalidRequest, Unauthenticated
+
+log = logging.getLogger(__name__)
+
+RELOAD_SECONDS = 1.0
+_SCHEME = "bearer "
+
+
+@dataclass(slots=True)
+class Caller:
+    """A key and its use in this router."""
+
+    key: Key
+    active: int = 0  # answers in progress
+    _tokens: float = 1.0  # token bucket of the key's call rate
+    _refilled: float = field(default_factory=lambda: time.monotonic())
+
+    @property
+    def admin(self) -> bool:
+        return self.key.admin
+
+    def salt(self, cache_salt: str) -> str:
+        """Scopes a cache salt to the key, so that keys share no cached pages. No key name has a
+        colon."""
+        return f"{self.key.name}:{cache_salt}" if self.key.name else cache_salt
+
+    @contextlib.contextmanager
+    def admit(self, answers: int) -> Iterator[None]:
+        """Counts `answers` as active. Raises when that exceeds the key's concurrency or rate."""
+        limit = self.key.concurrency
+        if 0 < limit < answers:
+            raise InvalidRequest(f"this API key allows {limit} concurrent answers", field="n")
+        if limit and self.active + answers > limit:
+            raise Exhausted(
+                f"this API key has {self.active} of {limit} concurrent answers in progress",
+                retry_after=1.0,
+            )
+        self._spend_token()
+        self.active += answers
+        try:
+            yield
+        finally:
+            self.active -= answers
+
+    def _spend_token(self) -> None:
+        rate = self.key.rate
+        if not rate:
+            return
+        now = time.monotonic()
+        self._tokens = min(max(1.0, rate), self._tokens + (now - self._refilled) * rate)
+        self._refilled = now
+        if self._tokens < 1:
+            raise Exhausted(
+                f"this API key allows {rate:g} calls a second",
+                retry_after=(1 - self._tokens) / rate,
+            )
+        self._tokens -= 1
+
+
+ANONYMOUS = Caller(Key("", "", admin=True))
+"""Every caller of a router without keys."""
+
+
+class KeyRing:
+    """The keys of one file and their callers. Without a file no key is required."""
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path) if path else None
+        self._callers: list[Caller] = []
+        self._modified = 0.0
+        self._checked = 0.0
+        if self._path:
+            self._load(self._path)
+
+    @property
+    def required(self) -> bool:
+        return self._path is not None
+
+    def caller(self, authorization: str) -> Caller:
+        """The caller that an Authorization header names; raises Unauthenticated."""
+        if self._path is None:
+            return ANONYMOUS
+        self._reload_if_changed(self._path)
+        if authorization[: len(_SCHEME)].lower() != _SCHEME:
+            raise Unauthenticated("an API key is missing: send it as Authorization: Bearer KEY")
+        digest = digest_of(authorization[len(_SCHEME) :].strip())
+        # Compares all keys, so that the time does not depend on which one matches.
+        found = [item for item in self._callers if hmac.compare_digest(digest, item.key.digest)]
+        if not found:
+            raise Unauthenticated("unknown API key")
+        return found[0]
+
+    def _reload_if_changed(self, path: Path) -> None:
+        now = time.monotonic()
+        if now - self._checked < RELOAD_SECONDS:
+            return
+        self._checked = now
+        try:
+            if path.stat().st_mtime != self._modified:
+                self._load(path)
+        except (OSError, InvalidConfig) as error:
+            log.error("cannot reload the API keys, keeping the old ones: %s", error)
+
+    def _load(self, path: Path) -> None:
+        """Keeps the counters of keys that stay."""
+        before = {item.key.name: item for item in self._callers}
+        keys = read_keys(path)
+        self._modified = path.stat().st_mtime
+        self._callers = [before.get(key.name, Caller(key)) for key in keys]
+        for caller, key in zip(self._callers, keys, strict=True):
+            caller.key = key

@@ -1,0 +1,236 @@
+"""Parses GenerateRequest into a Request, and builds GenerateResponse from events."""
+
+from __future__ import annotations
+
+import secrets
+import uuid
+from collections.abc import Sized
+
+from baton.core import bounds
+from baton.core.errors import InvalidRequest, InvalidSampling
+from baton.core.types import (
+    ChatPrompt,
+    Message,
+    Prompt,
+    Request,
+    Sampling,
+    Structure,
+    TextPrompt,
+    TokenPrompt,
+    Tool,
+    ToolCall,
+)
+from baton.core.wire import finish_to
+from baton.router.answers.answer_events import (
+    AnswerDelta,
+    AnswerEvent,
+    Finished,
+    ScoredToken,
+    Started,
+    TokenScore,
+)
+from baton.router.answers.tools import with_tools
+from baton.router.placement.placement import Placement
+from baton.rpc.statuses import redact
+from baton.v1 import inference_pb2 as pb
+
+
+def parse_request(message: pb.GenerateRequest) -> Request:
+    _check_length("request_id", message.request_id, bounds.MAX_REQUEST_ID)
+    _check_length("cache_salt", message.cache_salt, bounds.MAX_CACHE_SALT)
+    if message.HasField("max_tokens") and message.max_tokens < 1:
+        raise InvalidRequest("max_tokens must be at least 1", field="max_tokens")
+    if message.HasField("n") and not 1 <= message.n <= bounds.MAX_ANSWERS:
+        raise InvalidRequest(f"n must be 1 to {bounds.MAX_ANSWERS}, not {message.n}", field="n")
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(message, name) > bounds.MAX_TOP_LOGPROBS:
+            raise InvalidRequest(f"{name} must be at most {bounds.MAX_TOP_LOGPROBS}", field=name)
+    return Request(
+        request_id=message.request_id or uuid.uuid4().hex,
+        prompt=parse_prompt(message),
+        sampling=_parse_sampling(message.sampling),
+        max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
+        stop=_parse_stop(message),
+        stop_token_ids=frozenset(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        n=message.n or 1,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        structure=_parse_structure(message),
+        cache_salt=message.cache_salt,
+    )
+
+
+def _check_length(name: str, text: str, most: int) -> None:
+    if len(text) > most:
+        raise InvalidRequest(f"{name} must have at most {most} characters", field=name)
+
+
+def parse_prompt(message: pb.GenerateRequest | pb.TokenizeRequest) -> Prompt:
+    match message.WhichOneof("prompt"):
+        case "text":
+            return TextPrompt(message.text)
+        case "chat":
+            return _parse_chat(message.chat)
+        case "token_ids" if isinstance(message, pb.GenerateRequest):
+            _check_entries("token_ids", message.token_ids.ids, bounds.MAX_PROMPT_TOKENS)
+            return TokenPrompt(tuple(message.token_ids.ids))
+    raise InvalidRequest("a prompt is missing: set text, chat or token_ids", field="prompt")
+
+
+def _check_entries(name: str, entries: Sized, most: int) -> None:
+    if len(entries) > most:
+        raise InvalidRequest(f"{name} must have at most {most} entries", field=name)
+
+
+def _parse_chat(chat: pb.Chat) -> ChatPrompt:
+    if not chat.messages:
+        raise InvalidRequest("a chat needs at least one message", field="chat.messages")
+    _check_entries("chat.messages", chat.messages, bounds.MAX_MESSAGES)
+    for index, message in enumerate(chat.messages):
+        if not message.role:
+            field = f"chat.messages[{index}].role"
+            raise InvalidRequest(f"{field} is empty", field=field)
+    choice = chat.tool_choice
+    offered = choice.mode != pb.ToolChoice.MODE_NONE
+    must_call = choice.mode == pb.ToolChoice.MODE_REQUIRED
+    tools = tuple(Tool(each.name, each.description, each.parameters) for each in chat.tools)
+    return with_tools(
+        ChatPrompt(tuple(_parse_message(item) for item in chat.messages)),
+        tools if offered else (),
+        must_call=must_call,
+        tool_name=choice.name if must_call else "",
+        field="chat.tools",
+    )
+
+
+def _parse_message(item: pb.ChatMessage) -> Message:
+    return Message(
+        item.role,
+        item.content,
+        tuple(ToolCall(call.id, call.name, call.arguments) for call in item.tool_calls),
+        item.tool_call_id,
+        item.name,
+        item.reasoning,
+    )
+
+
+def _parse_structure(message: pb.GenerateRequest) -> Structure | None:
+    match message.WhichOneof("structure"):
+        case "json_schema":
+            return Structure("json_schema", message.json_schema)
+        case "regex":
+            return Structure("regex", message.regex)
+        case "grammar":
+            return Structure("lark", message.grammar)
+    return None
+
+
+def _parse_stop(message: pb.GenerateRequest) -> tuple[str, ...]:
+    _check_entries("stop", message.stop, bounds.MAX_STOP_STRINGS)
+    _check_entries("stop_token_ids", message.stop_token_ids, bounds.MAX_STOP_TOKENS)
+    most = bounds.MAX_STOP_CHARACTERS
+    if any(not 1 <= len(stop) <= most for stop in message.stop):
+        raise InvalidRequest(f"a stop string must have 1 to {most} characters", field="stop")
+    return tuple(message.stop)
+
+
+def _parse_sampling(message: pb.SamplingParameters) -> Sampling:
+    _check_biases(message)
+    given = {
+        name: getattr(message, name)
+        for name in bounds.SAMPLING
+        if message.HasField(name)  # type: ignore[arg-type]
+    }
+    sampling = Sampling(
+        **given,
+        top_k=message.top_k,
+        seed=message.seed if message.HasField("seed") else secrets.randbits(63),
+        logit_bias=tuple(sorted(message.logit_bias.items())),
+    )
+    return bounds.checked(sampling, "sampling.")
+
+
+def _check_biases(message: pb.SamplingParameters) -> None:
+    if len(message.logit_bias) > bounds.MAX_BIASES:
+        raise InvalidSampling(
+            f"logit_bias must have at most {bounds.MAX_BIASES} entries",
+            field="sampling.logit_bias",
+        )
+
+
+def response(event: AnswerEvent, model: str) -> pb.GenerateResponse:
+    if isinstance(event, AnswerDelta):
+        return _delta_response(event)
+    if isinstance(event, Finished):
+        return pb.GenerateResponse(finished=_finished(event))
+    return pb.GenerateResponse(started=_started(event, model))
+
+
+def _started(event: Started, model: str) -> pb.Started:
+    return pb.Started(
+        request_id=event.request_id,
+        model=model,
+        prompt_tokens=event.prompt_tokens,
+        prefill_worker=event.prefill_worker,
+        decode_worker=event.decode_worker,
+        seed=event.seed,
+        n=event.answers,
+    )
+
+
+def _finished(event: Finished) -> pb.Finished:
+    usage = pb.Usage(
+        prompt_tokens=event.prompt_tokens,
+        completion_tokens=event.completion_tokens,
+        cached_tokens=event.cached_tokens,
+        fetched_tokens=event.fetched_tokens,
+    )
+    return pb.Finished(
+        finish_reason=finish_to(event.reason),
+        usage=usage,
+        stop=event.stop,
+        placements=[_placement(item) for item in event.placements],
+        index=event.index,
+        seed=event.seed,
+    )
+
+
+def _delta_response(event: AnswerDelta) -> pb.GenerateResponse:
+    """Built for each token: setting fields one by one takes a third of the time."""
+    response = pb.GenerateResponse()
+    delta = response.delta
+    delta.text = event.text
+    delta.token_ids.extend(event.token_ids)
+    delta.index = event.index
+    delta.reasoning = event.reasoning
+    # Accessing an empty repeated field creates it.
+    if event.logprobs:
+        delta.logprobs.extend(map(_scored, event.logprobs))
+    for piece in event.tool_calls:
+        delta.tool_calls.add(
+            index=piece.index, id=piece.id, name=piece.name, arguments=piece.arguments
+        )
+    if event.prompt_logprobs:
+        delta.prompt_logprobs.extend(map(_scored, event.prompt_logprobs[1:]))
+    return response
+
+
+def _scored(token: ScoredToken) -> pb.TokenLogprobs:
+    return pb.TokenLogprobs(chosen=_score(token.chosen), top=map(_score, token.top))
+
+
+def _score(score: TokenScore) -> pb.TokenLogprob:
+    return pb.TokenLogprob(token_id=score.token_id, text=score.data, logprob=score.logprob or 0.0)
+
+
+def _placement(placement: Placement) -> pb.Placement:
+    forecast = placement.forecast
+    return pb.Placement(
+        prefill_worker=placement.prefill,
+        decode_worker=placement.decode,
+        policy=placement.policy.value,
+        reason=redact(placement.explanation),
+        reason_code=placement.code.value,
+        predicted_seconds=forecast.first_token_seconds if forecast else 0.0,
+    )
