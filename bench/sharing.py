@@ -30,7 +30,7 @@ from pathlib import Path
 import yaml
 
 from baton import AsyncClient
-from baton.worker import mps
+from baton.worker import resources
 from bench.processes import FREE_ROUTER, address_in, process
 
 WORDS = 30_000
@@ -157,7 +157,7 @@ def cluster(way: Way, options: argparse.Namespace, folder: Path) -> Iterator[str
         shared: dict[str, str] = {}
         if way.share:
             pipes = Path(running.enter_context(tempfile.TemporaryDirectory()))
-            shared = running.enter_context(mps.service(pipes))
+            shared = running.enter_context(resources.mps_service(pipes))
         workers = [("decode-0", "baton.decode_worker")]
         if way.split:
             workers.append(("prefill-0", "baton.prefill_worker"))

@@ -27,7 +27,7 @@ from baton.engine.engine import Engine
 from baton.engine.restore_costs import Tier
 from baton.engine.second_tier import SecondTier
 from baton.engine.sequence import Piece, Sequence
-from baton.worker.second_tier import open_second_tier
+from baton.worker.backend import open_second_tier
 
 PROMPT = 64
 ROUND_STEPS = 8

@@ -25,7 +25,7 @@ from baton.core.types import AttemptKey, Sampling, Work
 from baton.engine.engine import Engine
 from baton.engine.second_tier import SecondTier
 from baton.engine.sequence import Piece, Sequence
-from baton.worker.second_tier import open_second_tier
+from baton.worker.backend import open_second_tier
 
 CHUNK = 512
 REPEATS = 3

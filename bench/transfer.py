@@ -25,7 +25,7 @@ import numpy
 
 from baton.core.types import AttemptKey
 from baton.kv_transfer.nixl_transport import NixlTransport
-from baton.kv_transfer.thread import SHORTEST_PAUSE_SECONDS, TransferThread
+from baton.kv_transfer.transfer_thread import SHORTEST_PAUSE_SECONDS, TransferThread
 from baton.kv_transfer.transport import Noted, PoolMemory, WriteDone
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
 from bench import transfer_cuda, transfer_split

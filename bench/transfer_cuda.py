@@ -19,12 +19,11 @@ from functools import partial
 
 import torch
 
+from baton.cli.transfer_probe import MakeTransport, Measured, measure
 from baton.core.errors import BatonError
-from baton.kv_transfer.choose import choose_transport
-from baton.kv_transfer.digest import gpu_digest
 from baton.kv_transfer.nixl_transport import DEVICE_THREADS, NixlTransport
-from baton.kv_transfer.probe import MakeTransport, Measured, measure
-from baton.kv_transfer.routed import RoutedTransport
+from baton.kv_transfer.pool_digest import gpu_digest
+from baton.kv_transfer.routed_transport import RoutedTransport, choose_transport
 from baton.kv_transfer.transport import PoolMemory
 
 PAGE_BYTES = 2 << 20

@@ -17,11 +17,11 @@ from functools import partial
 from importlib import metadata
 from typing import Literal
 
+from baton.cli.transfer_probe import Measured, measure
 from baton.core import model_store
 from baton.core.config import Config, settle
 from baton.core.errors import BatonError
-from baton.kv_transfer.choose import choose_transport
-from baton.kv_transfer.probe import Measured, measure
+from baton.kv_transfer.routed_transport import choose_transport
 
 Verdict = Literal["ok", "warn", "fail"]
 

@@ -32,7 +32,7 @@ from baton.core.config import Config
 from baton.core.errors import BatonError
 from baton.core.process import StopSignal, settle_memory
 from baton.core.types import Role
-from baton.worker.cpu import claim_threads
+from baton.worker.resources import claim_threads
 
 if TYPE_CHECKING:
     from baton.router.server import RouterServer

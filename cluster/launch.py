@@ -44,7 +44,7 @@ from baton.core import config as configs
 from baton.core.config import Config, RouterConfig
 from baton.core.errors import DeadlineExceeded, InvalidConfig, Unavailable
 from baton.planner.sizing import Pools
-from baton.worker import mps
+from baton.worker import resources
 
 POLL_SECONDS = 0.1
 MEMBERS_SECONDS = 5.0
@@ -162,7 +162,7 @@ class Cluster:
         if self._config.prefill.gpu_share == 1 or self._config.device == "cpu":
             return {}
         folder = self._services.enter_context(tempfile.TemporaryDirectory())
-        return self._services.enter_context(mps.service(Path(folder)))
+        return self._services.enter_context(resources.mps_service(Path(folder)))
 
     def _make_controller(self, gpus: float) -> str:
         """The controller's address, for those on its node; its port is the same after a restart."""

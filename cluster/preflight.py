@@ -15,7 +15,7 @@ from baton.core.config import Config, RouterConfig
 from baton.core.errors import InvalidConfig, Unavailable
 from baton.core.tls import check_router, node_identity
 from baton.engine.architecture import Architecture, read_architecture
-from baton.worker.rank_settings import check_ranks
+from baton.worker.rank_process import check_ranks
 
 # Bytes of one K or V value; "auto" is told apart by the worker, which sees the device.
 _VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2}

@@ -51,7 +51,7 @@ class Overdue:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The push is over. It landed unless there is an `error`."""
+    """The push is over. It arrived unless there is an `error`."""
 
     error: BatonError | None
     bytes: int

@@ -21,18 +21,9 @@ from functools import partial
 
 from baton.core.errors import BatonError, LayoutMismatch, Unavailable
 from baton.core.types import AttemptKey, DeviceEvent
-from baton.kv_transfer.digest import PeerDigest
-from baton.kv_transfer.events import (
-    PagesWanted,
-    PeerConnected,
-    PeerDisconnected,
-    PushEnded,
-    PushFailed,
-    PushOverdue,
-    TransferEvent,
-)
-from baton.kv_transfer.layout import describe_mismatch
-from baton.kv_transfer.note import drained_note, introduction_note, key_of
+from baton.kv_transfer.notes import drained_note, introduction_note, key_of
+from baton.kv_transfer.pool_digest import PeerDigest
+from baton.kv_transfer.pool_layout import describe_mismatch
 from baton.kv_transfer.push_actions import (
     Action,
     Ended,
@@ -45,6 +36,15 @@ from baton.kv_transfer.push_actions import (
 )
 from baton.kv_transfer.sender import Sender
 from baton.kv_transfer.ticket import TICKET_VERSION, open_ticket
+from baton.kv_transfer.transfer_events import (
+    PagesWanted,
+    PeerConnected,
+    PeerDisconnected,
+    PushEnded,
+    PushFailed,
+    PushOverdue,
+    TransferEvent,
+)
 from baton.kv_transfer.transport import Transport
 from baton.v1.transfer_pb2 import Fetch, PoolAddress, PoolLayout, TransferNote
 

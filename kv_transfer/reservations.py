@@ -14,17 +14,8 @@ from dataclasses import dataclass
 
 from baton.core.errors import BatonError
 from baton.core.types import AttemptKey
-from baton.kv_transfer.digest import PeerDigest
-from baton.kv_transfer.events import (
-    Fetched,
-    Landed,
-    PagesDamaged,
-    ReservationFailed,
-    ReservationFreed,
-    ReservationOverdue,
-    TransferEvent,
-)
-from baton.kv_transfer.note import accepted_note, fetch_note, greeting_note, key_of, revoked_note
+from baton.kv_transfer.notes import accepted_note, fetch_note, greeting_note, key_of, revoked_note
+from baton.kv_transfer.pool_digest import PeerDigest
 from baton.kv_transfer.receiver import (
     Action,
     Fail,
@@ -32,15 +23,24 @@ from baton.kv_transfer.receiver import (
     HandOver,
     Overdue,
     Receiver,
+    ReceiverState,
     SendNote,
-    State,
+)
+from baton.kv_transfer.transfer_events import (
+    Arrived,
+    Fetched,
+    PagesDamaged,
+    ReservationFailed,
+    ReservationFreed,
+    ReservationOverdue,
+    TransferEvent,
 )
 from baton.kv_transfer.transport import Transport
-from baton.v1.transfer_pb2 import Landed as LandedNote
+from baton.v1.transfer_pb2 import Arrived as ArrivedNote
 from baton.v1.transfer_pb2 import PoolAddress, TransferNote
 
 REMEMBERED = 1024
-"""Reservations that landed and whose senders are told so again if they ask."""
+"""Reservations that arrived and whose senders are told so again if they ask."""
 
 _log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class Reservations:
         self._deliver = deliver
         self._clock = clock
         self._expected: dict[AttemptKey, _Expected] = {}
-        self._landed: OrderedDict[AttemptKey, None] = OrderedDict()
+        self._arrived: OrderedDict[AttemptKey, None] = OrderedDict()
         self._pools: dict[str, PoolAddress] = {}  # of senders that can be connected to
         self._reachable: set[str] = set()  # of these, those that beats are answered to
         self._lingering: dict[AttemptKey, float] = {}  # until when, after the sender's end
@@ -121,7 +121,7 @@ class Reservations:
 
     def release(self, key: AttemptKey) -> None:
         expected = self._expected.get(key)
-        if expected is None:  # it landed or was freed before the worker heard of it
+        if expected is None:  # it arrived or was freed before the worker heard of it
             self._deliver(ReservationFreed(key))
         else:
             self._perform(key, expected, expected.receiver.release(self._clock()))
@@ -144,7 +144,7 @@ class Reservations:
         its connection says that nothing does any more, or that is long ago."""
         until = self._clock() + self._linger_seconds
         for key, expected in self._of(agent):
-            if expected.receiver.state is State.RESERVED:
+            if expected.receiver.state is ReceiverState.RESERVED:
                 self._perform(key, expected, expected.receiver.sender_died())
             else:
                 self._lingering.setdefault(key, until)
@@ -192,27 +192,30 @@ class Reservations:
     def _answer_unknown(self, peer: str, key: AttemptKey, note: TransferNote) -> None:
         """A sender that goes on after its reservation has ended missed how it ended."""
         if not note.HasField("drained"):
-            landed = key in self._landed
-            self._send(peer, accepted_note(key) if landed else revoked_note(key))
+            arrived = key in self._arrived
+            self._send(peer, accepted_note(key) if arrived else revoked_note(key))
 
     def _hear(self, key: AttemptKey, expected: _Expected, note: TransferNote) -> list[Action]:
         match note.WhichOneof("kind"):
             case "beat":
                 return expected.receiver.beat(note.beat.number, self._clock())
-            case "landed":
-                damaged = self._damaged(key, expected, note.landed)
-                return expected.receiver.landed(note.landed, damaged, self._clock())
+            case "arrived":
+                damaged = self._damaged(key, expected, note.arrived)
+                return expected.receiver.arrived(note.arrived, damaged, self._clock())
             case "drained":
                 return expected.receiver.drained()
             case _:
                 return []
 
-    def _damaged(self, key: AttemptKey, expected: _Expected, note: LandedNote) -> list[int]:
+    def _damaged(self, key: AttemptKey, expected: _Expected, note: ArrivedNote) -> list[int]:
         """The places of pages that are not what the sender sent."""
         sent, pages = note.digests, expected.pages[: note.pages]
         if self._digest is None or len(sent) != len(pages):
             return []
-        if expected.receiver.state is not State.OPEN or note.round != expected.receiver.round:
+        if (
+            expected.receiver.state is not ReceiverState.OPEN
+            or note.round != expected.receiver.round
+        ):
             return []
         here = self._digest(expected.sender, pages)
         damaged = [place for place, digest in enumerate(here) if digest != sent[place]]
@@ -241,13 +244,13 @@ class Reservations:
 
     def _arrival(self, key: AttemptKey, expected: _Expected, arrived: HandOver) -> TransferEvent:
         if expected.asked_at is None:
-            return Landed(key, arrived.first_token)
+            return Arrived(key, arrived.first_token)
         return Fetched(key, arrived.pages, self._clock() - expected.asked_at)
 
     def _remember(self, key: AttemptKey) -> None:
-        self._landed[key] = None
-        if len(self._landed) > REMEMBERED:
-            self._landed.popitem(last=False)
+        self._arrived[key] = None
+        if len(self._arrived) > REMEMBERED:
+            self._arrived.popitem(last=False)
 
     def _send(self, peer: str, note: bytes) -> None:
         with suppress(BatonError):  # it is sent again, or asked for again

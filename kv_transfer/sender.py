@@ -1,9 +1,9 @@
 """One push: the sending side of moving one attempt's pages.
 
                  ticket            first lease           all pages and token #1
-    ┌─────────┐        ┌────────┐             ┌─────────┐            ┌─────────┐
-    │ WAITING │───────▶│ ASKING │────────────▶│ PUSHING │───────────▶│ LANDING │
-    └─────────┘        └────────┘             └─────────┘            └─────────┘
+    ┌─────────┐        ┌────────┐             ┌─────────┐            ┌───────────┐
+    │ WAITING │───────▶│ ASKING │────────────▶│ PUSHING │───────────▶│ FINISHING │
+    └─────────┘        └────────┘             └─────────┘            └───────────┘
          │                 │                       │         resend ▲ │   │ last write
          │                 │                       │                │ ▼   │ done
          │                 │                       │          ┌────────────┐
@@ -24,9 +24,9 @@ as long as the push does, and show the receiver that the sender is alive.
 Pages may become ready in any state; those that the receiver holds already, as its
 ticket says, are dropped. One write is under way at a time: what
 becomes ready meanwhile goes into the next one, so writes are few and large, and
-the write that carries the Landed note starts only when all earlier bytes are in
+the write that carries the Arrived note starts only when all earlier bytes are in
 place. When token #1 comes after the last page's write has started, the note
-follows alone. Landed is repeated until the receiver has accepted the pages or
+follows alone. Arrived is repeated until the receiver has accepted the pages or
 asked for damaged ones again.
 
 A prompt's pages are pushed this way to the decode worker; and back to the prefill
@@ -56,7 +56,7 @@ from baton.core.errors import (
     WorkerLost,
 )
 from baton.core.types import AttemptKey, DeviceEvent
-from baton.kv_transfer.note import beat_note, drained_note, landed_note
+from baton.kv_transfer.notes import arrived_note, beat_note, drained_note
 from baton.kv_transfer.push_actions import (
     Action,
     Ended,
@@ -77,17 +77,17 @@ MAX_WRITE_BYTES = 1 << 30
 """A longer write might keep a thread that copies by itself from its beats."""
 
 
-class State(enum.Enum):
+class SenderState(enum.Enum):
     WAITING = enum.auto()
     ASKING = enum.auto()
     PUSHING = enum.auto()
-    LANDING = enum.auto()
+    FINISHING = enum.auto()
     CONFIRMING = enum.auto()
     DRAINING = enum.auto()
     DONE = enum.auto()
 
 
-class Step(enum.Enum):
+class SenderStep(enum.Enum):
     """What moves a push from one state to another."""
 
     TICKET = enum.auto()
@@ -100,22 +100,22 @@ class Step(enum.Enum):
     DRAINED = enum.auto()
 
 
-TRANSITIONS: dict[tuple[State, Step], State] = {
-    (State.WAITING, Step.TICKET): State.ASKING,
-    (State.WAITING, Step.GIVE_UP): State.DRAINING,
-    (State.ASKING, Step.LEASE): State.PUSHING,
-    (State.ASKING, Step.GIVE_UP): State.DRAINING,
-    (State.PUSHING, Step.LAST_WRITE): State.LANDING,
-    (State.PUSHING, Step.GIVE_UP): State.DRAINING,
-    (State.LANDING, Step.WRITTEN): State.CONFIRMING,
-    (State.LANDING, Step.GIVE_UP): State.DRAINING,
-    (State.CONFIRMING, Step.RESEND): State.LANDING,
-    (State.CONFIRMING, Step.ACCEPTED): State.DONE,
-    (State.CONFIRMING, Step.GIVE_UP): State.DRAINING,
-    (State.DRAINING, Step.DRAINED): State.DONE,
+TRANSITIONS: dict[tuple[SenderState, SenderStep], SenderState] = {
+    (SenderState.WAITING, SenderStep.TICKET): SenderState.ASKING,
+    (SenderState.WAITING, SenderStep.GIVE_UP): SenderState.DRAINING,
+    (SenderState.ASKING, SenderStep.LEASE): SenderState.PUSHING,
+    (SenderState.ASKING, SenderStep.GIVE_UP): SenderState.DRAINING,
+    (SenderState.PUSHING, SenderStep.LAST_WRITE): SenderState.FINISHING,
+    (SenderState.PUSHING, SenderStep.GIVE_UP): SenderState.DRAINING,
+    (SenderState.FINISHING, SenderStep.WRITTEN): SenderState.CONFIRMING,
+    (SenderState.FINISHING, SenderStep.GIVE_UP): SenderState.DRAINING,
+    (SenderState.CONFIRMING, SenderStep.RESEND): SenderState.FINISHING,
+    (SenderState.CONFIRMING, SenderStep.ACCEPTED): SenderState.DONE,
+    (SenderState.CONFIRMING, SenderStep.GIVE_UP): SenderState.DRAINING,
+    (SenderState.DRAINING, SenderStep.DRAINED): SenderState.DONE,
 }
 
-_BEATING = (State.ASKING, State.PUSHING, State.LANDING, State.CONFIRMING)
+_BEATING = (SenderState.ASKING, SenderState.PUSHING, SenderState.FINISHING, SenderState.CONFIRMING)
 
 
 class Sender:
@@ -124,7 +124,7 @@ class Sender:
     def __init__(
         self, key: AttemptKey, peer: str, page_bytes: int, digest: Digest | None = None
     ) -> None:
-        self.state = State.WAITING
+        self.state = SenderState.WAITING
         self.peer = peer
         self._key = key
         self._page_bytes = page_bytes
@@ -152,27 +152,30 @@ class Sender:
     @property
     def deadline(self) -> float:
         """When `tick` has something to do; infinity when never."""
-        if self.state is State.DRAINING:
+        if self.state is SenderState.DRAINING:
             return self._lease.next_beat
         if self.state not in _BEATING or self._accepted:
             return math.inf
-        expires_at = self._expires_at if self.state is State.PUSHING else math.inf
+        expires_at = self._expires_at if self.state is SenderState.PUSHING else math.inf
         return min(self._lease.next_beat, self._lease.until, expires_at)
 
     @property
     def expects(self) -> bool:
         """Whether the transport should be asked often: an answer is to come soon."""
-        return self._writing is not None or self.state in (State.ASKING, State.CONFIRMING)
+        return self._writing is not None or self.state in (
+            SenderState.ASKING,
+            SenderState.CONFIRMING,
+        )
 
     def ticket(self, body: TicketBody, now: float) -> list[Action]:
         """The receiver's pages. Its time counts from here, since clocks differ."""
-        if self.state is not State.WAITING:
+        if self.state is not SenderState.WAITING:
             return []
         if AttemptKey(body.request_id, body.epoch) != self._key:
             return self.fail(Internal("the ticket is for another attempt"))
         if body.agent != self.peer:
             return self.fail(Internal("the ticket is another worker's"))
-        self._take(Step.TICKET)
+        self._take(SenderStep.TICKET)
         self._remote_pages = tuple(body.pages)
         self._to_drop = body.held_pages
         self._pages = self._without_held(self._pages)
@@ -201,8 +204,8 @@ class Sender:
         """The receiver has answered a beat."""
         if self.state not in _BEATING or not self._lease.renew(number):
             return []
-        if self.state is State.ASKING:
-            self._take(Step.LEASE)
+        if self.state is SenderState.ASKING:
+            self._take(SenderStep.LEASE)
         return self._advance(now)
 
     def revoked(self) -> list[Action]:
@@ -214,30 +217,30 @@ class Sender:
         """Pages arrived damaged. An order that was carried out before is dropped."""
         if resend.round != self._round + 1:
             return []
-        if self.state is State.LANDING:
+        if self.state is SenderState.FINISHING:
             self._resend = resend
-        if self.state is not State.CONFIRMING:
+        if self.state is not SenderState.CONFIRMING:
             return []
         if now >= self._lease.until:
             return self.tick(now)
         if not all(position < len(self._pages) for position in resend.positions):
             return self.fail(Internal("the receiving worker asks for pages that are not there"))
-        self._take(Step.RESEND)
+        self._take(SenderStep.RESEND)
         self._round, self._resend = resend.round, None
-        return [self._start_write(resend.positions, self._landed_note(), now)]
+        return [self._start_write(resend.positions, self._arrived_note(), now)]
 
     def accepted(self) -> list[Action]:
         """Every page is where it should be, and sound."""
         self._accepted = True
-        return self._end() if self.state is State.CONFIRMING else []
+        return self._end() if self.state is SenderState.CONFIRMING else []
 
     def write_done(self, now: float) -> list[Action]:
         self._bytes += self._page_bytes * len(self._end_write(now).local_pages)
-        if self.state is State.DRAINING:
+        if self.state is SenderState.DRAINING:
             return self._drain()
-        if self.state is not State.LANDING:
+        if self.state is not SenderState.FINISHING:
             return self._advance(now)
-        self._take(Step.WRITTEN)
+        self._take(SenderStep.WRITTEN)
         self._written_at = now
         if self._accepted:
             return self._end()
@@ -245,7 +248,7 @@ class Sender:
 
     def write_failed(self, error: BatonError, now: float) -> list[Action]:
         self._end_write(now)
-        return self._drain() if self.state is State.DRAINING else self.fail(error)
+        return self._drain() if self.state is SenderState.DRAINING else self.fail(error)
 
     def cancel(self) -> list[Action]:
         return self.fail(Cancelled("the request was cancelled"))
@@ -258,39 +261,39 @@ class Sender:
     def tick(self, now: float) -> list[Action]:
         if now < self.deadline:
             return []
-        if self.state is State.DRAINING:
+        if self.state is SenderState.DRAINING:
             self._lease.next_beat = math.inf
             return [Overdue()]
         if now >= self._lease.until:
             seconds = self._lease.seconds
             error = Unavailable(f"the receiving worker has been silent for {seconds:g} s")
             return [Silent(error), *self.fail(error)]
-        if self.state is State.PUSHING and now >= self._expires_at:
+        if self.state is SenderState.PUSHING and now >= self._expires_at:
             return self.fail(DeadlineExceeded("the ticket expired before all pages were sent"))
         return self._beat(now)
 
     def fail(self, error: BatonError) -> list[Action]:
         """Gives the push up. The first error is the one that is reported."""
-        if self.state in (State.DRAINING, State.DONE):
+        if self.state in (SenderState.DRAINING, SenderState.DONE):
             return []
-        self._take(Step.GIVE_UP)
+        self._take(SenderStep.GIVE_UP)
         self._error = error
         return [Fail(error)] if self._writing is not None else self._drain()
 
-    def _take(self, step: Step) -> None:
+    def _take(self, step: SenderStep) -> None:
         self.state = TRANSITIONS[self.state, step]
 
     def _beat(self, now: float) -> list[Action]:
         actions: list[Action] = []
-        if self.state is State.ASKING and self._lease.beats:
+        if self.state is SenderState.ASKING and self._lease.beats:
             actions.append(Introduce())  # the last beat went unanswered
-        if self.state is State.CONFIRMING:
-            actions.append(SendNote(self._landed_note()))
+        if self.state is SenderState.CONFIRMING:
+            actions.append(SendNote(self._arrived_note()))
         return [*actions, SendNote(beat_note(self._key, self._lease.beat(now)))]
 
     def _advance(self, now: float) -> list[Action]:
         """Starts the next write when there is something to write and none is under way."""
-        if self.state is not State.PUSHING or self._writing is not None:
+        if self.state is not SenderState.PUSHING or self._writing is not None:
             return []
         if now >= min(self._lease.until, self._expires_at):
             return self.tick(now)
@@ -302,8 +305,8 @@ class Sender:
             self._digests += self._digest(self._pages[new.start : new.stop])
         note = b""
         if self._first_token is not None and new.stop == len(self._pages):
-            self._take(Step.LAST_WRITE)
-            note = self._landed_note()
+            self._take(SenderStep.LAST_WRITE)
+            note = self._arrived_note()
         elif not new:
             return []
         self._started = new.stop
@@ -322,9 +325,9 @@ class Sender:
             return f"{ready} pages were made for {reserved} reserved ones"
         return ""
 
-    def _landed_note(self) -> bytes:
+    def _arrived_note(self) -> bytes:
         first_token = self._first_token or 0
-        return landed_note(self._key, first_token, len(self._pages), self._digests, self._round)
+        return arrived_note(self._key, first_token, len(self._pages), self._digests, self._round)
 
     def _start_write(self, positions: Sequence[int], note: bytes, now: float) -> StartWrite:
         self._write_began = now
@@ -341,11 +344,11 @@ class Sender:
         return ended
 
     def _end(self) -> list[Action]:
-        self._take(Step.ACCEPTED)
+        self._take(SenderStep.ACCEPTED)
         exposed = self._written_at - self._finished_at
         return [Ended(None, self._bytes, self._seconds, exposed)]
 
     def _drain(self) -> list[Action]:
-        self._take(Step.DRAINED)
+        self._take(SenderStep.DRAINED)
         ended = Ended(self._error, self._bytes, self._seconds, 0.0)
         return [ended] if self._peer_lost else [SendNote(drained_note(self._key)), ended]

@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable
 
 from baton.core.errors import BatonError
-from baton.kv_transfer.digest import PageDigest, choose_digest
-from baton.kv_transfer.heads import HeadRange
+from baton.kv_transfer.pool_digest import PageDigest, choose_digest
+from baton.kv_transfer.pool_layout import HeadRange
 from baton.kv_transfer.shard_channel import Channel, ChannelBroken, error_to, read_part
-from baton.kv_transfer.thread import IDLE_PAUSE_SECONDS, polling_pause
+from baton.kv_transfer.transfer_thread import IDLE_PAUSE_SECONDS, polling_pause
 from baton.kv_transfer.transport import (
     PeerLost,
     PoolMemory,

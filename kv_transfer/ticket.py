@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError
 
 from baton.core.errors import Internal, LayoutMismatch
 from baton.core.types import AttemptKey
-from baton.kv_transfer.layout import layout_hash
+from baton.kv_transfer.pool_layout import layout_hash
 from baton.v1.transfer_pb2 import PoolLayout, SealedTicket, TicketBody
 
 TICKET_VERSION = 3

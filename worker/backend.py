@@ -1,62 +1,68 @@
-"""What a worker computes and transfers with: its model, its pages, and the ways to other workers.
+"""A worker's engine, page pool, second tier and transfer thread.
 
-    load()       on the engine thread: the engine belongs to it from the first moment
-    take_over()  on the engine thread, after a change of roles
-    close()      when the last engine thread has ended
+    load()         on the engine thread, which owns the engine from then on
+    switch_role()  on the engine thread, after a role switch
+    close()        when the last engine thread has ended
 
-What it holds stays when the role changes; only the role is another one.
+All of it outlives a role switch; only the phase is replaced.
 """
 
 from __future__ import annotations
 
+import hashlib
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from baton.core import model_store, types
-from baton.core.config import Config, settle
-from baton.core.errors import WorkerLost
+from baton.core import model_store
+from baton.core.config import CacheConfig, Config, settle
+from baton.core.errors import InvalidConfig, WorkerLost
+from baton.core.types import Role
+from baton.engine.background import BackgroundThread
 from baton.engine.engine import Engine
 from baton.engine.gpu.settings import GpuSettings
-from baton.engine.page_memory import page_memory
-from baton.kv_transfer.choose import choose_transport
-from baton.kv_transfer.digest import choose_digest
-from baton.kv_transfer.heads import HeadRange
-from baton.kv_transfer.layout import cache_root
-from baton.kv_transfer.sharded import ShardedTransport
-from baton.kv_transfer.thread import TransferThread
-from baton.worker.cache_feed import CacheFeed
-from baton.worker.cpu import claim_threads, stand_back
-from baton.worker.engine_thread import Inbox, Wake
+from baton.engine.page_file import PageForm
+from baton.engine.page_memory import PageMemory, page_memory
+from baton.engine.second_tier import BATCH, SecondTier
+from baton.kv_transfer.pool_digest import choose_digest
+from baton.kv_transfer.pool_layout import LAYOUT_VERSION, HeadRange, cache_root
+from baton.kv_transfer.routed_transport import choose_transport
+from baton.kv_transfer.sharded_transport import ShardedTransport
+from baton.kv_transfer.transfer_thread import TransferThread
+from baton.kv_transfer.transport import PoolMemory
+from baton.v1.transfer_pb2 import PoolLayout
+from baton.worker.engine_thread import EngineInbox, Wake
 from baton.worker.metrics import WorkerMetrics
-from baton.worker.outbox import Outbox
-from baton.worker.phases import role_factory
-from baton.worker.pool_shape import pool_layout, pool_memory
+from baton.worker.outbox import CacheFeed, Outbox
+from baton.worker.phase import Phase, phase_factory
 from baton.worker.ranks import start_ranks
-from baton.worker.role import Role
-from baton.worker.second_tier import close_second_tier, open_second_tier
+from baton.worker.resources import claim_threads, lower_priority
 
 # For pages to be written to files.
 FLUSH_SECONDS = 5.0
 
-Progress = Callable[[str], None]
+ReportProgress = Callable[[str], None]
+MakeMemory = Callable[[Tensor, int], PageMemory]
 
 
 class Backend:
-    """There is an engine and a transfer thread from `load` on."""
+    """`engine` and `transfer` exist once `load` has returned."""
 
     def __init__(
         self,
         config: Config,
         worker_id: str,
-        inbox: Inbox,
+        inbox: EngineInbox,
         outbox: Outbox,
         metrics: WorkerMetrics,
         *,
-        progress: Progress,
+        progress: ReportProgress,
         on_lost: Callable[[WorkerLost], None],
     ) -> None:
-        """`on_lost` is called on any thread when a process that shares the model has ended."""
+        """`on_lost` is called, on any thread, when another rank has ended."""
         self._device = config.device
         if self._device == "auto":
             self._device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -67,31 +73,31 @@ class Backend:
         self._metrics = metrics
         self._progress = progress
         self._on_lost = on_lost
-        self._loading: dict[str, int] = {}  # tenths told, by what is loaded
+        self._tenths: dict[str, int] = {}  # reported, by what is being loaded
 
-    def load(self, role: types.Role) -> tuple[Role, CacheFeed]:
-        self._stand_back(role)
+    def load(self, role: Role) -> tuple[Phase, CacheFeed]:
+        self._lower_priority(role)
         self._load_engine(role)
         self.transfer = self._open_transfer()
         self._cache_feed = CacheFeed(self.engine.pool, self._outbox)
-        return self._make(role), self._cache_feed
+        return self._make_phase(role), self._cache_feed
 
-    def take_over(self, role: types.Role) -> tuple[Role, CacheFeed]:
-        self._stand_back(role)
+    def switch_role(self, role: Role) -> tuple[Phase, CacheFeed]:
+        self._lower_priority(role)
         threads = claim_threads(self._config, role, self.engine.split.size)
         gpu = self._ranks.settings.gpu if self._ranks else self._gpu_settings(role)
         self.engine.take_over(threads, gpu)
-        self._metrics.take_role(role)
-        return self._make(role), self._cache_feed
+        self._metrics.set_role(role)
+        return self._make_phase(role), self._cache_feed
 
     @property
     def keeps_thread(self) -> bool:
-        """Whether the thread that has run one role can run the other. What binds a thread, its
-        priority or its part of a GPU, cannot be taken from it again."""
+        """Whether one engine thread can run both roles. A thread's lowered priority, or its part
+        of a GPU, cannot be undone."""
         return self._device != "cpu" and self._config.prefill.gpu_share == 1
 
     def close(self, *, for_good: bool) -> None:
-        """Keeps the pages that are in files, unless the worker is not to come back."""
+        """Keeps the pages that are in files, unless the worker leaves for good."""
         close_second_tier(
             self.engine, self._config.cache, self._worker_id, FLUSH_SECONDS, for_good=for_good
         )
@@ -99,15 +105,15 @@ class Backend:
         if self._ranks:
             self._ranks.close()
 
-    def _make(self, role: types.Role) -> Role:
-        make = role_factory(role)
+    def _make_phase(self, role: Role) -> Phase:
+        make = phase_factory(role)
         return make(self.engine, self.transfer, self._outbox, self._metrics, self._config)
 
-    def _stand_back(self, role: types.Role) -> None:
-        if self._device == "cpu" and role is types.Role.DECODE:
-            stand_back(self._config.decode.nice)
+    def _lower_priority(self, role: Role) -> None:
+        if self._device == "cpu" and role is Role.DECODE:
+            lower_priority(self._config.decode.nice)
 
-    def _load_engine(self, role: types.Role) -> None:
+    def _load_engine(self, role: Role) -> None:
         config = self._config
         dtype = config.dtype
         if dtype == "auto":
@@ -161,18 +167,107 @@ class Backend:
         transfer.start()
         return transfer
 
-    def _gpu_settings(self, role: types.Role) -> GpuSettings:
-        """Ready for the steps of either role: the worker may change it."""
+    def _gpu_settings(self, role: Role) -> GpuSettings:
+        """Large enough for the steps of either role, which may be switched."""
         prefill, decode = self._config.prefill, self._config.decode
         return GpuSettings(
             memory_share=self._config.gpu_memory,
             max_batch=decode.max_batch,
             chunk_tokens=max(prefill.chunk_tokens, decode.chunk_tokens),
-            share=prefill.gpu_share if role is types.Role.PREFILL else 1.0,
+            share=prefill.gpu_share if role is Role.PREFILL else 1.0,
         )
 
     def _report_loading(self, what: str, done: float) -> None:
-        """Every tenth of it."""
-        if int(done * 10) > self._loading.get(what, 0):
-            self._loading[what] = int(done * 10)
+        """Reports every tenth."""
+        if int(done * 10) > self._tenths.get(what, 0):
+            self._tenths[what] = int(done * 10)
             self._progress(f"preparing {what}: {done:.0%}")
+
+
+def pool_memory(engine: Engine) -> PoolMemory:
+    """The memory of this rank's pages."""
+    kv = engine.kv
+    return PoolMemory(
+        base=kv.data_ptr(),
+        page_bytes=kv[0].nbytes,
+        total_pages=engine.pool.total,
+        device=kv.device.type,
+        device_id=kv.device.index or 0,
+    )
+
+
+def pool_layout(engine: Engine) -> PoolLayout:
+    """The layout of whole pages, over all ranks."""
+    model = engine.architecture
+    return PoolLayout(
+        version=LAYOUT_VERSION,
+        model=engine.fingerprint,
+        dtype=str(engine.kv.dtype).removeprefix("torch."),
+        page_size=engine.pool.page_size,
+        layers=model.layers,
+        kv_heads=model.kv_heads,
+        head_dim=model.head_dim,
+    )
+
+
+def open_second_tier(
+    engine: Engine,
+    config: CacheConfig,
+    worker_id: str,
+    wake: Callable[[], None],
+    make_memory: MakeMemory = page_memory,
+) -> None:
+    """Attaches a second tier to the pool where host memory or files are configured.
+
+    The pool's root must be set. `make_memory` makes rows of whole pages, over all ranks.
+    """
+    root, kv, ranks = engine.pool.root, engine.kv, engine.split.size
+    if root is None or not (config.host_memory or config.files):
+        return
+    page_bytes = kv[0].nbytes * ranks
+    if 0 < config.host_memory < page_bytes:
+        raise InvalidConfig(
+            f"{config.host_memory} bytes hold no page: one takes {page_bytes}",
+            field="cache.host_memory",
+        )
+    # Pages pass through host memory on their way to files.
+    rows = max(config.host_memory // page_bytes, BATCH if config.files else 0)
+    tier = SecondTier(engine.pool, make_memory(kv, rows), wake, BackgroundThread)
+    if config.files:
+        form = PageForm(
+            root=_files_root(root, ranks),
+            dtype=str(kv.dtype).removeprefix("torch."),
+            page_size=engine.pool.page_size,
+            page_bytes=page_bytes,
+        )
+        tier.open_files(_folder(config, form.root, worker_id), config.files_budget, form)
+
+
+def close_second_tier(
+    engine: Engine, config: CacheConfig, worker_id: str, seconds: float, *, for_good: bool
+) -> None:
+    """Writes pages to files for at most `seconds`; removes the files of a worker that leaves for
+    good, since no other worker would find them."""
+    tier, root = engine.pool.second_tier, engine.pool.root
+    if tier is None or root is None:
+        return
+    if not for_good:
+        tier.close(seconds)
+        return
+    if tier.files is not None:
+        tier.files.stop(seconds)  # no write may follow the removal
+    tier.close(0.0)
+    if config.files:
+        root = _files_root(root, engine.split.size)
+        shutil.rmtree(_folder(config, root, worker_id), ignore_errors=True)
+
+
+def _files_root(root: bytes, ranks: int) -> bytes:
+    """A file holds the heads rank after rank, so the number of ranks is part of its name."""
+    if ranks == 1:
+        return root
+    return hashlib.blake2b(root, digest_size=len(root), person=b"ranks-%d" % ranks).digest()
+
+
+def _folder(config: CacheConfig, root: bytes, worker_id: str) -> Path:
+    return Path(config.files).expanduser() / root.hex() / worker_id

@@ -13,11 +13,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from baton.kv_transfer.events import TransferEvent
+from baton.kv_transfer.transfer_events import TransferEvent
 from baton.v1 import worker_pb2 as pb
-from baton.worker.cache_feed import CacheFeed
-from baton.worker.outbox import Outbox
-from baton.worker.role import Role
+from baton.worker.outbox import CacheFeed, Outbox
+from baton.worker.phase import Phase
 
 IDLE_REPORT_SECONDS = 1.0
 BUSY_REPORT_SECONDS = 0.1
@@ -55,7 +54,7 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class Retire:
-    """As Drain; and then leave the engine, with nothing under way, to another role."""
+    """As Drain; and then leave the engine, with nothing under way, to another phase."""
 
     seconds: float
 
@@ -69,17 +68,17 @@ class Stop:
 
 
 Item = FromRouter | Attached | Detached | Drain | Retire | Wake | TransferEvent
-Inbox = queue.SimpleQueue[Item | Stop]
+EngineInbox = queue.SimpleQueue[Item | Stop]
 
 
-MakeRole = Callable[[], tuple[Role, CacheFeed]]
+MakePhase = Callable[[], tuple[Phase, CacheFeed]]
 
 
 class EngineThread(threading.Thread):
-    """Makes a role with `make_role`, says so with `on_ready`, and runs it until Stop.
+    """Makes a role with `make_phase`, says so with `on_ready`, and runs it until Stop.
 
     `on_drained` is called when nothing is left to do after Drain. After Retire,
-    `on_retired` is called with nothing, and the thread waits for `take_role` or `leave`;
+    `on_retired` is called with nothing, and the thread waits for `run_phase` or `leave`;
     or, when transfers do not end in time, it goes on as before, and says why. An exception
     that the role lets out ends the thread: its state can no longer be trusted.
     `on_failure` is then called with it.
@@ -87,8 +86,8 @@ class EngineThread(threading.Thread):
 
     def __init__(
         self,
-        make_role: MakeRole,
-        inbox: Inbox,
+        make_phase: MakePhase,
+        inbox: EngineInbox,
         outbox: Outbox,
         *,
         on_ready: Callable[[], object],
@@ -97,8 +96,8 @@ class EngineThread(threading.Thread):
         on_failure: Callable[[BaseException], object],
     ) -> None:
         super().__init__(name="engine", daemon=True)
-        self._roles: queue.SimpleQueue[MakeRole | None] = queue.SimpleQueue()
-        self._roles.put(make_role)
+        self._phases: queue.SimpleQueue[MakePhase | None] = queue.SimpleQueue()
+        self._phases.put(make_phase)
         self._inbox = inbox
         self._outbox = outbox
         self._on_ready = on_ready
@@ -122,20 +121,20 @@ class EngineThread(threading.Thread):
             return f"the engine has not moved for {stall_seconds:g} seconds"
         return self._fault
 
-    def take_role(self, make_role: MakeRole) -> None:
+    def run_phase(self, make_phase: MakePhase) -> None:
         """Goes on in another role, once it has retired from its own."""
-        self._roles.put(make_role)
+        self._phases.put(make_phase)
 
     def leave(self) -> None:
         """Ends, once it has retired."""
-        self._roles.put(None)
+        self._phases.put(None)
 
     def run(self) -> None:
         try:
-            while make_role := self._roles.get():
-                role, self._cache_feed = make_role()
-                self._begin(role)
-                self._serve(role)
+            while make_phase := self._phases.get():
+                phase, self._cache_feed = make_phase()
+                self._begin(phase)
+                self._serve(phase)
                 if not self._retired:
                     break
                 self._reported = math.inf
@@ -143,73 +142,73 @@ class EngineThread(threading.Thread):
         except BaseException as error:  # noqa: BLE001 the thread's edge: the process must know
             self._on_failure(error)
 
-    def _begin(self, role: Role) -> None:
+    def _begin(self, phase: Phase) -> None:
         self._retired = False
         self._busy_seconds = 0.0
         self._began = time.monotonic()
-        self._report(role, -math.inf)
+        self._report(phase, -math.inf)
         self._on_ready()
 
-    def _serve(self, role: Role) -> None:
+    def _serve(self, phase: Phase) -> None:
         busy = False
-        while not self._retired and self._take(role, wait=not busy):
+        while not self._retired and self._take(phase, wait=not busy):
             began = time.monotonic()
-            busy = role.step()
+            busy = phase.step()
             self._busy_seconds += (time.monotonic() - began) * busy
             self._outbox.flush()  # tokens first: a report may count all pages
-            self._report(role, BUSY_REPORT_SECONDS if busy else 0.0)
+            self._report(phase, BUSY_REPORT_SECONDS if busy else 0.0)
             self._cache_feed.publish(busy=busy)
             if self._draining:
-                self._go_on_draining(role)
+                self._go_on_draining(phase)
             self._outbox.flush()
 
-    def _take(self, role: Role, *, wait: bool) -> bool:
+    def _take(self, phase: Phase, *, wait: bool) -> bool:
         """Hands the role what is in the inbox. False after Stop."""
         try:
             item = self._inbox.get(block=wait, timeout=IDLE_REPORT_SECONDS)
             while True:
                 if isinstance(item, Stop):
                     return False
-                self._hand_over(role, item)
+                self._hand_over(phase, item)
                 item = self._inbox.get_nowait()
         except queue.Empty:
             return True
 
-    def _hand_over(self, role: Role, item: Item) -> None:
+    def _hand_over(self, phase: Phase, item: Item) -> None:
         match item:
             case FromRouter() if item.message.HasField("resync_cache"):
                 self._cache_feed.send_all(item.attachment)
             case FromRouter():
-                role.on_message(item.attachment, item.message, item.arrived)
+                phase.on_message(item.attachment, item.message, item.arrived)
             case Attached():
-                self._report(role, 0.0)
+                self._report(phase, 0.0)
                 self._cache_feed.send_all(item.attachment)
             case Detached():
-                role.on_detach(item.attachment)
+                phase.on_detach(item.attachment)
             case Drain() | Retire():
-                self._begin_draining(role, item)
+                self._begin_draining(phase, item)
             case Wake():
                 pass
             case _:
-                role.on_transfer(item)
+                phase.on_transfer(item)
 
-    def _begin_draining(self, role: Role, item: Drain | Retire) -> None:
+    def _begin_draining(self, phase: Phase, item: Drain | Retire) -> None:
         self._draining, self._retiring = True, isinstance(item, Retire)
         self._hand_back_at = time.monotonic() + item.seconds
         self._give_up_at = self._hand_back_at + HAND_BACK_SECONDS
-        role.drain()
+        phase.drain()
         self._outbox.broadcast(pb.WorkerMessage(draining=pb.Draining()))
 
-    def _go_on_draining(self, role: Role) -> None:
+    def _go_on_draining(self, phase: Phase) -> None:
         now = time.monotonic()
-        if role.settled if self._retiring else role.idle:
+        if phase.settled if self._retiring else phase.idle:
             self._end_draining()
         elif now >= self._hand_back_at:
             self._hand_back_at = math.inf
-            role.hand_back()
+            phase.hand_back()
         elif self._retiring and now >= self._give_up_at:
             self._draining = False
-            role.resume()
+            phase.resume()
             self._on_retired("transfers of its pages have not ended in time")
 
     def _end_draining(self) -> None:
@@ -218,11 +217,11 @@ class EngineThread(threading.Thread):
         if not self._retired:
             self._on_drained()
 
-    def _report(self, role: Role, interval: float) -> None:
+    def _report(self, phase: Phase, interval: float) -> None:
         now = time.monotonic()
         if now - self._reported >= interval:
             self._reported = now
-            load = role.load()
+            load = phase.load()
             load.busy_seconds, load.up_seconds = self._busy_seconds, now - self._began
             self._fault = load.fault
             self.requests = load.running + load.waiting

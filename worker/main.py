@@ -14,7 +14,7 @@ from baton.core.config import Config
 from baton.core.errors import BatonError
 from baton.core.process import set_up_logging, stop_on_signals
 from baton.core.types import Role
-from baton.worker.cpu import claim_threads
+from baton.worker.resources import claim_threads
 
 if TYPE_CHECKING:
     from baton.worker.server import WorkerServer

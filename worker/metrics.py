@@ -1,115 +1,155 @@
-"""What a worker measures of itself."""
+"""A worker's Prometheus metrics."""
 
 from __future__ import annotations
 
-from typing import TypeVar, cast
+import dataclasses
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from baton.core import metrics as names
 from baton.core.types import Role
 from baton.engine.page_pool import PagePool
+from baton.engine.restore_costs import Tier
+from baton.engine.second_tier import Counts, SecondTier
 from baton.v1 import worker_pb2 as pb
-from baton.worker.tier_metrics import TierMetrics
 
 _LABELS = ["worker", "role"]
-
-Metric = TypeVar("Metric", Counter, Gauge, Histogram)
+_COUNTERS = (
+    names.COMPUTED_TOKENS,
+    names.TRANSFER_BYTES,
+    names.TRANSFER_SECONDS,
+    names.DAMAGED_PAGES,
+    names.FETCHED_PAGES,
+    names.FAILED_FETCHES,
+    names.FETCH_SECONDS,
+)
+_CACHE_COUNTERS = (
+    names.CACHE_QUERIED_TOKENS,
+    names.CACHE_HIT_TOKENS,
+    names.CACHE_EVICTED_PAGES,
+)
+_GAUGES = (names.WAITING, names.RUNNING)
+_HISTOGRAMS = {
+    names.QUEUE_SECONDS: names.LATENCY_BUCKETS,
+    names.STEP_SECONDS: names.LATENCY_BUCKETS,
+    names.BATCH_SIZE: names.BATCH_BUCKETS,
+}
 
 
 class WorkerMetrics:
-    """Written by the engine thread, read by whoever scrapes the registry."""
+    """Written by the engine thread, scraped from any."""
 
     def __init__(self, worker_id: str, role: Role) -> None:
         self.registry = CollectorRegistry()
         self._worker_id = worker_id
-        self._known: dict[str, Counter | Gauge | Histogram] = {}  # by name, for all roles
-        self._counted = (0, 0, 0)  # what the cache's counters have been told
+        self._cache_counts = (0, 0, 0)  # as last reported
         self._tiers: TierMetrics | None = None  # once there is a second tier
-        self.take_role(role)
+        self._all_pages = self._gauge(names.PAGES, "state")
+        self._all_gauges = {name: self._gauge(name) for name in _GAUGES}
+        self._all_counters = {
+            name: Counter(name, names.HELP[name], _LABELS, registry=self.registry)
+            for name in (*_COUNTERS, *_CACHE_COUNTERS)
+        }
+        self._all_histograms = {
+            name: Histogram(
+                name, names.HELP[name], _LABELS, registry=self.registry, buckets=buckets
+            )
+            for name, buckets in _HISTOGRAMS.items()
+        }
+        self.set_role(role)
 
-    def take_role(self, role: Role) -> None:
-        """From here on all is measured of this role. What was counted of another one stays."""
-        for gauge in self._known.values():
-            if isinstance(gauge, Gauge):
-                gauge.clear()
-        if self._tiers is not None:
-            self._tiers.take_role(role)
+    def set_role(self, role: Role) -> None:
+        """Labels everything with this role from now on. Counts of the other role stay."""
+        for gauge in (self._all_pages, *self._all_gauges.values()):
+            gauge.clear()
         self._labels = {"worker": self._worker_id, "role": role.value}
-        self._pages = self._get(Gauge, names.PAGES, [*_LABELS, "state"])
-        self._waiting = self._gauge(names.WAITING)
-        self._running = self._gauge(names.RUNNING)
-        self._queue = self._histogram(names.QUEUE_SECONDS, names.LATENCY_BUCKETS)
-        self._step = self._histogram(names.STEP_SECONDS, names.LATENCY_BUCKETS)
-        self._batch = self._histogram(names.BATCH_SIZE, names.BATCH_BUCKETS)
-        self._tokens = self._counter(names.COMPUTED_TOKENS)
-        self._bytes = self._counter(names.TRANSFER_BYTES)
-        self._seconds = self._counter(names.TRANSFER_SECONDS)
-        self._damaged = self._counter(names.DAMAGED_PAGES)
-        self._fetched = self._counter(names.FETCHED_PAGES)
-        self._failed_fetches = self._counter(names.FAILED_FETCHES)
-        self._fetch_seconds = self._counter(names.FETCH_SECONDS)
-        self._looked_up = self._counter(names.CACHE_QUERIED_TOKENS)
-        self._found = self._counter(names.CACHE_HIT_TOKENS)
-        self._evicted = self._counter(names.CACHE_EVICTED_PAGES)
+        if self._tiers is not None:
+            self._tiers.set_labels(self._labels)
+        counters, histograms = self._all_counters.items(), self._all_histograms.items()
+        self._gauges = {
+            name: each.labels(**self._labels) for name, each in self._all_gauges.items()
+        }
+        self._counters = {name: each.labels(**self._labels) for name, each in counters}
+        self._histograms = {name: each.labels(**self._labels) for name, each in histograms}
 
     def damaged(self, pages: int) -> None:
-        self._damaged.inc(pages)
+        self._counters[names.DAMAGED_PAGES].inc(pages)
 
     def queued(self, seconds: float) -> None:
-        self._queue.observe(seconds)
+        self._histograms[names.QUEUE_SECONDS].observe(seconds)
 
     def step(self, requests: int, tokens: int, seconds: float) -> None:
-        self._batch.observe(requests)
-        self._tokens.inc(tokens)
-        self._step.observe(seconds)
+        self._histograms[names.BATCH_SIZE].observe(requests)
+        self._counters[names.COMPUTED_TOKENS].inc(tokens)
+        self._histograms[names.STEP_SECONDS].observe(seconds)
 
     def transferred(self, count: int, seconds: float) -> None:
-        self._bytes.inc(count)
-        self._seconds.inc(seconds)
+        self._counters[names.TRANSFER_BYTES].inc(count)
+        self._counters[names.TRANSFER_SECONDS].inc(seconds)
 
     def fetched(self, pages: int, seconds: float) -> None:
-        self._fetched.inc(pages)
-        self._fetch_seconds.inc(seconds)
+        self._counters[names.FETCHED_PAGES].inc(pages)
+        self._counters[names.FETCH_SECONDS].inc(seconds)
 
     def fetch_failed(self, seconds: float) -> None:
-        self._failed_fetches.inc()
-        self._fetch_seconds.inc(seconds)
+        self._counters[names.FAILED_FETCHES].inc()
+        self._counters[names.FETCH_SECONDS].inc(seconds)
 
     def load(self, load: pb.Load) -> None:
-        self._waiting.set(load.waiting)
-        self._running.set(load.running)
+        self._gauges[names.WAITING].set(load.waiting)
+        self._gauges[names.RUNNING].set(load.running)
         for state in ("free", "leased", "quarantined", "cached"):
-            self._pages.labels(**self._labels, state=state).set(getattr(load, f"{state}_pages"))
+            pages = self._all_pages.labels(**self._labels, state=state)
+            pages.set(getattr(load, f"{state}_pages"))
 
     def cache(self, pool: PagePool) -> None:
-        cache = pool.cache
-        counts = (
-            cache.looked_up * pool.page_size,
-            cache.found * pool.page_size,
-            cache.evictions,
-        )
-        counters = (self._looked_up, self._found, self._evicted)
-        for counter, now, before in zip(counters, counts, self._counted, strict=True):
-            counter.inc(now - before)
-        self._counted = counts
+        cache, size = pool.cache, pool.page_size
+        counts = (cache.looked_up * size, cache.found * size, cache.evictions)
+        for name, now, before in zip(_CACHE_COUNTERS, counts, self._cache_counts, strict=True):
+            self._counters[name].inc(now - before)
+        self._cache_counts = counts
         if pool.second_tier is not None:
             self._tiers = self._tiers or TierMetrics(self.registry, self._labels)
-            self._tiers.note(pool.second_tier)
+            self._tiers.update(pool.second_tier)
 
-    def _gauge(self, name: str) -> Gauge:
-        return self._get(Gauge, name, _LABELS).labels(**self._labels)
+    def _gauge(self, name: str, *labels: str) -> Gauge:
+        return Gauge(name, names.HELP[name], [*_LABELS, *labels], registry=self.registry)
 
-    def _counter(self, name: str) -> Counter:
-        return self._get(Counter, name, _LABELS).labels(**self._labels)
 
-    def _histogram(self, name: str, buckets: tuple[float, ...]) -> Histogram:
-        return self._get(Histogram, name, _LABELS, buckets=buckets).labels(**self._labels)
+class TierMetrics:
+    """Metrics of a worker's second tier."""
 
-    def _get(
-        self, kind: type[Metric], name: str, labels: list[str], **options: tuple[float, ...]
-    ) -> Metric:
-        if name not in self._known:
-            made = kind(name, names.HELP[name], labels, registry=self.registry, **options)  # type: ignore[arg-type]
-            self._known[name] = made
-        return cast(Metric, self._known[name])
+    def __init__(self, registry: CollectorRegistry, labels: dict[str, str]) -> None:
+        def gauge(name: str, *more: str) -> Gauge:
+            return Gauge(name, names.HELP[name], [*_LABELS, *more], registry=registry)
+
+        self._labels = labels
+        self._pages = gauge(names.TIER_PAGES, "tier")
+        self._bytes = gauge(names.TIER_BYTES, "tier")
+        self._failing = gauge(names.FILES_FAILING)
+        by_event = [*_LABELS, "tier", "event"]
+        self._events = Counter(
+            names.TIER_EVENTS, names.HELP[names.TIER_EVENTS], by_event, registry=registry
+        )
+        self._reported = {tier: Counts() for tier in Tier}
+
+    def set_labels(self, labels: dict[str, str]) -> None:
+        self._labels = labels
+        for gauge in (self._pages, self._bytes, self._failing):
+            gauge.clear()
+
+    def update(self, second: SecondTier) -> None:
+        self._set_size(Tier.HOST, len(second.host), second.host_bytes)
+        if second.files is not None:
+            self._set_size(Tier.FILES, len(second.files), second.files.size)
+            self._failing.labels(**self._labels).set(second.files.failing)
+        for tier, counts in second.counts.items():
+            now, before = dataclasses.asdict(counts), dataclasses.asdict(self._reported[tier])
+            for event, count in now.items():
+                counter = self._events.labels(**self._labels, tier=tier, event=event)
+                counter.inc(count - before[event])
+            self._reported[tier] = Counts(**now)
+
+    def _set_size(self, tier: Tier, pages: int, size: int) -> None:
+        self._pages.labels(**self._labels, tier=tier).set(pages)
+        self._bytes.labels(**self._labels, tier=tier).set(size)

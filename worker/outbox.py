@@ -1,20 +1,29 @@
-"""Messages from the engine thread to the routers.
+"""Messages from the engine thread to the routers, and the feed of prefix-cache changes.
 
-The engine thread collects them while it works and hands them over in one
-piece with `flush`; the event loop then sorts them into one queue a router.
+The engine thread collects messages while it works and hands them over in one
+batch with `flush`; the event loop sorts them into one queue per router.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 
+from baton.engine.page_pool import PagePool
 from baton.v1 import worker_pb2 as pb
 
 MAX_BACKLOG = 100_000
-"""Messages that may wait for one router before it is cut off."""
+"""Queued messages of one router beyond which it is disconnected."""
 
 CACHE_BACKLOG = 1_000
-"""Messages that may wait for one router before it is told nothing more about the cache."""
+"""Queued messages of one router beyond which it gets no cache events."""
+
+FEED_SECONDS = 0.05
+"""Interval between cache events while the engine is busy."""
+
+MOST_KEYS = 2048
+"""Changed keys that are sent before the interval is over."""
 
 
 class Outbox:
@@ -39,7 +48,7 @@ class Outbox:
     # Called by the event loop.
 
     def attach(self, attachment: int) -> asyncio.Queue[pb.WorkerMessage | None]:
-        """The queue of one router's stream. None in it means: cut off."""
+        """The queue of one router's stream. None in it ends the stream."""
         queue: asyncio.Queue[pb.WorkerMessage | None] = asyncio.Queue()
         self._queues[attachment] = queue
         return queue
@@ -47,12 +56,12 @@ class Outbox:
     def detach(self, attachment: int) -> None:
         self._queues.pop(attachment, None)
 
-    def tell_all(self, message: pb.WorkerMessage) -> None:
-        """After all that the engine thread has flushed."""
+    def broadcast_now(self, message: pb.WorkerMessage) -> None:
+        """Queues the message after everything that the engine thread has flushed."""
         self._sort([(None, message)])
 
     def close(self) -> None:
-        """Cuts every router off, once what is queued for it has been written."""
+        """Ends every stream once its queue has been written."""
         for queue in self._queues.values():
             queue.put_nowait(None)
 
@@ -67,9 +76,65 @@ class Outbox:
     def _put(self, attachment: int, message: pb.WorkerMessage) -> None:
         queue = self._queues[attachment]
         if queue.qsize() >= CACHE_BACKLOG and message.HasField("cache_events"):
-            return  # it will see the gap, and ask
+            return  # the router sees the gap in the numbers, and asks for a resync
         if queue.qsize() < MAX_BACKLOG:
             queue.put_nowait(message)
         else:
             self.detach(attachment)
             queue.put_nowait(None)
+
+
+class CacheFeed:
+    """Sends routers the changes of the prefix cache and the second tier.
+
+    Used by the engine thread, between steps. A router that missed a message sees a gap in the
+    numbers and asks for the whole cache.
+    """
+
+    def __init__(self, pool: PagePool, outbox: Outbox) -> None:
+        self._cache = pool.cache
+        self._second_tier = pool.second_tier
+        self._outbox = outbox
+        self._number = 0
+        self._published = -math.inf
+
+    def publish(self, *, busy: bool) -> None:
+        """Sends the changes, unless they are few and the engine is about to run a step."""
+        changed = self._changed
+        due = time.monotonic() - self._published >= FEED_SECONDS
+        if changed and (due or changed >= MOST_KEYS or not busy):
+            self._send_changes()
+
+    def send_all(self, attachment: int) -> None:
+        """Sends one router the whole cache. Later changes continue from it."""
+        if self._changed:
+            self._send_changes()
+        below = self._second_tier.keys if self._second_tier is not None else ()
+        whole = pb.CacheEvents(
+            number=self._number,
+            reset=True,
+            stored=self._cache.keys,
+            kept=(key for key in below if key not in self._cache),
+        )
+        self._outbox.send(attachment, pb.WorkerMessage(cache_events=whole))
+
+    @property
+    def _changed(self) -> int:
+        below = self._second_tier
+        return self._cache.changed + (below.changed if below is not None else 0)
+
+    def _send_changes(self) -> None:
+        changes = self._cache.take_changes()
+        events = pb.CacheEvents(stored=changes.stored)
+        if self._second_tier is None:
+            events.evicted.extend(changes.evicted)
+        else:
+            below = self._second_tier.take_changes()
+            for key in {**changes.evicted, **below.stored, **below.evicted}:
+                if key not in self._cache:
+                    (events.kept if key in self._second_tier else events.evicted).append(key)
+        if events.ByteSize():  # empty when pages were only copied to the second tier
+            self._number += 1
+            self._published = time.monotonic()
+            events.number = self._number
+            self._outbox.broadcast(pb.WorkerMessage(cache_events=events))

@@ -8,7 +8,7 @@ allows it, for tests, do ranks share one.
 
 Sockets lead to each of them: for steps, for transfers, and for copies to and from the second
 tier. They end when rank 0 does, however it ends, and so do the processes behind them
-(worker/rank.py).
+(worker/rank_process.py).
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from baton.engine.group import Group
 from baton.engine.page_memory import PageMemory
 from baton.engine.rank_memory import share_rows
 from baton.kv_transfer.shard_proxy import ShardProxy
-from baton.worker.cpu import claim_threads
-from baton.worker.rank_settings import (
+from baton.worker.rank_process import (
     LOADED,
     RankSettings,
     check_ranks,
     decode_error,
     rank_devices,
 )
+from baton.worker.resources import claim_threads
 
 log = logging.getLogger(__name__)
 
@@ -188,7 +188,7 @@ class Ranks:
         files = [] if settings.rows_file is None else [settings.rows_file]
         with their_steps, their_transfers, their_copies:
             process = subprocess.Popen(
-                [sys.executable, "-m", "baton.worker.rank", *map(str, inherited)],
+                [sys.executable, "-m", "baton.worker.rank_process", *map(str, inherited)],
                 pass_fds=inherited + files,
                 # Wherever this process found our packages, as under Ray.
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},

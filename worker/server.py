@@ -40,13 +40,13 @@ from baton.core.wire import role_to
 from baton.rpc import listen
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
-from baton.worker.backend import Backend, Progress
+from baton.worker.backend import Backend, ReportProgress
 from baton.worker.engine_thread import (
     HAND_BACK_SECONDS,
     Drain,
+    EngineInbox,
     EngineThread,
-    Inbox,
-    MakeRole,
+    MakePhase,
     Retire,
     Stop,
 )
@@ -68,7 +68,7 @@ class WorkerServer:
         config: Config,
         role: types.Role,
         worker_id: str,
-        progress: Progress = log.info,
+        progress: ReportProgress = log.info,
         on_role: Callable[[types.Role], None] = lambda role: None,
         on_leaving: Callable[[], None] = lambda: None,
     ) -> None:
@@ -81,7 +81,7 @@ class WorkerServer:
         self._on_role = on_role
         self._on_leaving = on_leaving
         self._incarnation = secrets.randbits(64)
-        self._inbox = Inbox()
+        self._inbox = EngineInbox()
         self._metrics = WorkerMetrics(worker_id, role)
         # Whether it was drained to be started again.
         self.restarts = False
@@ -113,10 +113,10 @@ class WorkerServer:
         await self._start_engine(lambda: self._backend.load(self._role))
         await self._serve(host, port)
 
-    async def _start_engine(self, make_role: MakeRole) -> None:
+    async def _start_engine(self, make_phase: MakePhase) -> None:
         loop = asyncio.get_running_loop()
         self._thread = EngineThread(
-            make_role,
+            make_phase,
             self._inbox,
             self._outbox,
             on_ready=lambda: loop.call_soon_threadsafe(self._engine_ready.set),
@@ -127,16 +127,16 @@ class WorkerServer:
         self._thread.start()
         await self._wait_for(self._engine_ready)
 
-    async def _hand_engine_over(self, make_role: MakeRole) -> None:
+    async def _hand_engine_over(self, make_phase: MakePhase) -> None:
         """To another role, once the one before has retired."""
         self._engine_ready.clear()
         if self._backend.keeps_thread:
-            self._thread.take_role(make_role)
+            self._thread.run_phase(make_phase)
             await self._wait_for(self._engine_ready)
         else:
             self._thread.leave()
             await asyncio.to_thread(self._thread.join)
-            await self._start_engine(make_role)
+            await self._start_engine(make_phase)
 
     @property
     def agent(self) -> str:
@@ -191,7 +191,7 @@ class WorkerServer:
         if self._drains:
             return
         if role is self._role:
-            self._tell_role(pb.RoleSwitched())
+            self._broadcast_role(pb.RoleSwitched())
         else:
             self._switching = asyncio.ensure_future(self._switch(role))
 
@@ -205,12 +205,12 @@ class WorkerServer:
         drained = time.monotonic()
         if not error:
             self._role = role
-            await self._hand_engine_over(lambda: self._backend.take_over(role))
+            await self._hand_engine_over(lambda: self._backend.switch_role(role))
             self._on_role(role)
         ended = time.monotonic()
         log.info("role %s: %s", role.value, error or f"taken in {ended - drained:.3f} s")
         self._switching = None
-        self._tell_role(
+        self._broadcast_role(
             pb.RoleSwitched(
                 drain_seconds=drained - began, switch_seconds=ended - drained, error=error
             )
@@ -221,9 +221,9 @@ class WorkerServer:
         if not self._retired.done():  # nobody waits any more when the process ends
             self._retired.set_result(why_not)
 
-    def _tell_role(self, switched: pb.RoleSwitched) -> None:
+    def _broadcast_role(self, switched: pb.RoleSwitched) -> None:
         switched.welcome.CopyFrom(self._welcome())
-        self._outbox.tell_all(pb.WorkerMessage(role_switched=switched))
+        self._outbox.broadcast_now(pb.WorkerMessage(role_switched=switched))
 
     @property
     def _drains(self) -> bool:

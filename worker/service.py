@@ -13,7 +13,7 @@ from baton.core.types import PROTOCOL, Role
 from baton.core.wire import is_role, role_from
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
-from baton.worker.engine_thread import Attached, Detached, FromRouter, Inbox
+from baton.worker.engine_thread import Attached, Detached, EngineInbox, FromRouter
 from baton.worker.outbox import Outbox
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
     def __init__(
         self,
-        inbox: Inbox,
+        inbox: EngineInbox,
         outbox: Outbox,
         welcome: Callable[[], pb.Welcome],
         on_drain: Callable[[bool], None],

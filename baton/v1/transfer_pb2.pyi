@@ -37,7 +37,7 @@ class PoolLayout(_message.Message):
     KV_HEADS_FIELD_NUMBER: _builtins.int
     HEAD_DIM_FIELD_NUMBER: _builtins.int
     version: _builtins.int
-    """The arrangement's own version; see kv_transfer/layout.py."""
+    """The arrangement's own version; see kv_transfer/pool_layout.py."""
     model: _builtins.str
     """A digest of the model's configuration and weights."""
     dtype: _builtins.str
@@ -364,7 +364,7 @@ class TransferNote(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
-    LANDED_FIELD_NUMBER: _builtins.int
+    ARRIVED_FIELD_NUMBER: _builtins.int
     DRAINED_FIELD_NUMBER: _builtins.int
     BEAT_FIELD_NUMBER: _builtins.int
     RENEWED_FIELD_NUMBER: _builtins.int
@@ -379,7 +379,7 @@ class TransferNote(_message.Message):
     epoch: _builtins.int
     """The attempt."""
     @_builtins.property
-    def landed(self) -> Global___Landed:
+    def arrived(self) -> Global___Arrived:
         """To the receiver: every page is in place."""
 
     @_builtins.property
@@ -427,7 +427,7 @@ class TransferNote(_message.Message):
         *,
         request_id: _builtins.str = ...,
         epoch: _builtins.int = ...,
-        landed: Global___Landed | None = ...,
+        arrived: Global___Arrived | None = ...,
         drained: Global___Drained | None = ...,
         beat: Global___Beat | None = ...,
         renewed: Global___Renewed | None = ...,
@@ -438,18 +438,18 @@ class TransferNote(_message.Message):
         greeting: Global___Greeting | None = ...,
         fetch: Global___Fetch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "beat", b"beat", "drained", b"drained", "fetch", b"fetch", "greeting", b"greeting", "introduction", b"introduction", "kind", b"kind", "landed", b"landed", "renewed", b"renewed", "resend", b"resend", "revoked", b"revoked"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "arrived", b"arrived", "beat", b"beat", "drained", b"drained", "fetch", b"fetch", "greeting", b"greeting", "introduction", b"introduction", "kind", b"kind", "renewed", b"renewed", "resend", b"resend", "revoked", b"revoked"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "beat", b"beat", "drained", b"drained", "epoch", b"epoch", "fetch", b"fetch", "greeting", b"greeting", "introduction", b"introduction", "kind", b"kind", "landed", b"landed", "renewed", b"renewed", "request_id", b"request_id", "resend", b"resend", "revoked", b"revoked"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "arrived", b"arrived", "beat", b"beat", "drained", b"drained", "epoch", b"epoch", "fetch", b"fetch", "greeting", b"greeting", "introduction", b"introduction", "kind", b"kind", "renewed", b"renewed", "request_id", b"request_id", "resend", b"resend", "revoked", b"revoked"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["landed", "drained", "beat", "renewed", "revoked", "resend", "accepted", "introduction", "greeting", "fetch"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["arrived", "drained", "beat", "renewed", "revoked", "resend", "accepted", "introduction", "greeting", "fetch"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
 Global___TransferNote: _TypeAlias = TransferNote  # noqa: Y015
 
 @_typing.final
-class Landed(_message.Message):
+class Arrived(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
@@ -484,7 +484,7 @@ class Landed(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Landed: _TypeAlias = Landed  # noqa: Y015
+Global___Arrived: _TypeAlias = Arrived  # noqa: Y015
 
 @_typing.final
 class Drained(_message.Message):

@@ -193,7 +193,7 @@ class WorkerMessage(_message.Message):
 
     @_builtins.property
     def pushed(self) -> Global___Pushed:
-        """From prefill: all pages of one attempt have landed."""
+        """From prefill: all pages of one attempt have arrived."""
 
     @_builtins.property
     def failed(self) -> Global___Failed:

@@ -2,7 +2,7 @@
 
 A green context owns some of the GPU's multiprocessors; what is launched in it
 runs there. Processes that share a GPU need NVIDIA's multi-process service to run
-at the same time at all (worker/mps.py). Its own way to divide a GPU, a
+at the same time at all (worker/resources.py). Its own way to divide a GPU, a
 percentage of threads for each process, is not used: with cuBLAS 13.0 most
 percentages leave parts of matrix products unwritten.
 """

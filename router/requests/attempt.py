@@ -197,7 +197,7 @@ class Attempt:
     def _step(self, step: pb.StepTokens) -> list[Action]:
         if not self.decoding:
             self.queued, self.decoding = False, True
-            # Its pages have landed: prefill is no longer needed.
+            # Its pages have arrived: prefill is no longer needed.
             self._held.discard(Side.PREFILL)
         finish = finish_from(step.finish_reason)
         tokens = Tokens(list(step.token_ids), finish, step.cached_tokens)

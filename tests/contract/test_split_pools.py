@@ -16,15 +16,15 @@ from transfer_workers import TransferWorker
 
 from baton.core.errors import Internal, WorkerLost
 from baton.core.types import AttemptKey
-from baton.kv_transfer.events import (
+from baton.kv_transfer.shard_proxy import ShardProxy
+from baton.kv_transfer.sharded_transport import PROBE, ShardedTransport
+from baton.kv_transfer.transfer_events import (
+    Arrived,
     Fetched,
-    Landed,
     PagesWanted,
     PeerConnected,
     PushEnded,
 )
-from baton.kv_transfer.shard_proxy import ShardProxy
-from baton.kv_transfer.sharded import PROBE, ShardedTransport
 from baton.kv_transfer.transport import Noted, PeerLost, TransportEvent, WriteDone, WriteFailed
 from baton.v1.transfer_pb2 import PoolAddress, PoolShard
 
@@ -69,7 +69,7 @@ def test_every_byte_of_a_page_goes_to_its_head_and_nowhere_else(
     for local, remote in pairs.items():
         source.set_page(local, sent[remote])
     peer = source.transport.connect(target.address)
-    number = source.transport.write(peer, list(pairs), list(pairs.values()), b"landed")
+    number = source.transport.write(peer, list(pairs), list(pairs.values()), b"arrived")
     poll_until(lambda: noted(target), source, target)
     poll_until(lambda: WriteDone(number) in source.events, source, target)
     untouched = bytes([UNTOUCHED]) * PAGE_BYTES
@@ -87,7 +87,7 @@ def test_a_page_has_the_same_digest_however_it_is_split(
     source.set_page(2, page[::-1])
     peer = source.transport.connect(target.address)
     back = target.transport.connect(source.address)
-    source.transport.write(peer, [1, 2], [7, 8], b"landed")
+    source.transport.write(peer, [1, 2], [7, 8], b"arrived")
     poll_until(lambda: noted(target), source, target)
     sent = source.sharded.digests(peer, [1, 2])
     assert sent[0] != sent[1]
@@ -129,7 +129,7 @@ def test_a_prompt_lands_in_a_pool_of_another_split_and_is_fetched_back(
     prefill.thread.open_push(push, decode.agent)
     prefill.thread.deliver_ticket(push, decode.reserve([20], prefill.agent, key=push))
     prefill.thread.finish_push(push, 77, [1])
-    assert decode.next(Landed) == Landed(push, 77)
+    assert decode.next(Arrived) == Arrived(push, 77)
     assert decode.pool.page(20) == content
     ended = prefill.next(PushEnded)
     assert (ended.error, ended.bytes) == (None, PAGE_BYTES)
@@ -180,7 +180,7 @@ def test_a_note_waits_for_the_pages_of_every_process(
     (first, gate), target = gated, pools("inprocess-cpu", 1)
     peer = first.connect(target.address)
     gate.open.clear()
-    number = first.write(peer, [1], [2], b"landed")
+    number = first.write(peer, [1], [2], b"arrived")
     for _ in range(20):
         assert first.poll() == []
         target.events += target.transport.poll()
@@ -190,7 +190,7 @@ def test_a_note_waits_for_the_pages_of_every_process(
     while WriteDone(number) not in events:
         events += first.poll()
     target.events += target.transport.poll()
-    assert noted(target) == [b"landed"]
+    assert noted(target) == [b"arrived"]
 
 
 def test_a_write_fails_only_when_no_process_writes_any_more(
@@ -239,7 +239,7 @@ def test_no_process_sends_pages_that_are_not_made_yet(pools: Pools) -> None:
     source, target = pools("nixl-cpu", 2), pools("nixl-cpu", 2)
     peer = source.transport.connect(target.address)
     made = Later()
-    source.transport.write(peer, [3], [5], b"landed", made)
+    source.transport.write(peer, [3], [5], b"arrived", made)
     poll_for(0.02, source, target)
     assert noted(target) == []
     assert target.page(5) == bytes([UNTOUCHED]) * PAGE_BYTES
@@ -285,7 +285,7 @@ def test_a_worker_is_gone_when_the_last_of_its_processes_was_killed() -> None:
         halves = [host.make_pool("nixl-cpu", PAGE_BYTES // 2) for host in (first, second)]
         whole = address_of(halves)
         peer = source.transport.connect(whole)
-        number = source.transport.write(peer, [7], [20], b"landed")
+        number = source.transport.write(peer, [7], [20], b"arrived")
         poll_until(lambda: WriteDone(number) in source.events, source, *halves)
         second.kill()
         source.transport.write(peer, [7], [20], b"never heard")
@@ -295,7 +295,7 @@ def test_a_worker_is_gone_when_the_last_of_its_processes_was_killed() -> None:
         first.kill()
         poll_until(lambda: PeerLost(peer, gone=True) in source.events, source)
     heard = {event.note for event in halves[0].events if isinstance(event, Noted)}
-    assert heard == {b"landed", PROBE}
+    assert heard == {b"arrived", PROBE}
     source.close()
 
 

@@ -16,9 +16,11 @@ from pools import NIXL, CpuBytes
 from transfer_workers import KEY, TransferWorker
 
 from baton.core.errors import Unavailable
-from baton.kv_transfer.digest import cpu_digest
-from baton.kv_transfer.events import (
-    Landed,
+from baton.kv_transfer.inprocess_transport import InProcessTransport
+from baton.kv_transfer.nixl_transport import NixlTransport
+from baton.kv_transfer.pool_digest import cpu_digest
+from baton.kv_transfer.transfer_events import (
+    Arrived,
     PagesDamaged,
     PeerConnected,
     PeerDisconnected,
@@ -28,8 +30,6 @@ from baton.kv_transfer.events import (
     ReservationFreed,
     ReservationOverdue,
 )
-from baton.kv_transfer.inprocess import InProcessTransport
-from baton.kv_transfer.nixl_transport import NixlTransport
 from baton.kv_transfer.transport import PagePart, PoolMemory, Transport
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
 
@@ -196,7 +196,7 @@ def test_a_damaged_page_is_sent_again_and_arrives_sound(times: int) -> None:
     damaged = 0
     while isinstance(event := decode.events.get(timeout=10), PagesDamaged):
         damaged += event.count
-    assert event == Landed(KEY, 77)
+    assert event == Arrived(KEY, 77)
     assert damaged == times
     assert (
         decode.bytes.read(4 * PAGE_BYTES, 2 * PAGE_BYTES) == b"\7" * PAGE_BYTES + b"\t" * PAGE_BYTES

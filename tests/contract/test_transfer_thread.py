@@ -18,10 +18,12 @@ from baton.core.errors import (
     WorkerLost,
 )
 from baton.core.types import AttemptKey
-from baton.kv_transfer.digest import choose_digest
-from baton.kv_transfer.events import (
+from baton.kv_transfer.inprocess_transport import InProcessTransport
+from baton.kv_transfer.pool_digest import choose_digest
+from baton.kv_transfer.ticket import TICKET_VERSION
+from baton.kv_transfer.transfer_events import (
+    Arrived,
     Fetched,
-    Landed,
     PagesWanted,
     PeerConnected,
     PeerDisconnected,
@@ -30,9 +32,7 @@ from baton.kv_transfer.events import (
     ReservationFreed,
     TransferCrashed,
 )
-from baton.kv_transfer.inprocess import InProcessTransport
-from baton.kv_transfer.thread import TransferThread
-from baton.kv_transfer.ticket import TICKET_VERSION
+from baton.kv_transfer.transfer_thread import TransferThread
 from baton.kv_transfer.transport import PoolMemory, Transport, TransportEvent
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
 
@@ -94,7 +94,7 @@ def test_a_prompt_lands_chunk_by_chunk(pair: tuple[Worker, Worker]) -> None:
     prefill.thread.deliver_ticket(KEY, decode.reserve([20, 21, 5, 6], prefill.agent))
     prefill.thread.push_pages(KEY, [3])
     prefill.thread.finish_push(KEY, 77, [9])
-    assert decode.next(Landed) == Landed(KEY, 77)
+    assert decode.next(Arrived) == Arrived(KEY, 77)
     assert decode.first_bytes() == {20: 1, 21: 2, 5: 3, 6: 9}
     ended = prefill.next(PushEnded)
     assert (ended.key, ended.error, ended.bytes) == (KEY, None, 4 * PAGE_BYTES)
@@ -111,8 +111,8 @@ def test_many_prompts_land_at_the_same_time(pair: tuple[Worker, Worker]) -> None
             key, decode.reserve([PAGES - 1 - page], prefill.agent, key=key)
         )
         prefill.thread.finish_push(key, page, [page])
-    landed = [decode.next(Landed) for _ in keys]
-    assert {(event.key, event.first_token) for event in landed} == {
+    arrived = [decode.next(Arrived) for _ in keys]
+    assert {(event.key, event.first_token) for event in arrived} == {
         (key, page) for page, key in enumerate(keys)
     }
     assert all(prefill.next(PushEnded).error is None for _ in keys)
@@ -163,7 +163,7 @@ def test_a_reservation_that_is_released_after_it_landed_is_freed(
     prefill.thread.deliver_ticket(KEY, decode.reserve([1], prefill.agent))
     prefill.thread.finish_push(KEY, 7, [0])
     prefill.next(PushEnded)
-    decode.next(Landed)
+    decode.next(Arrived)
     decode.thread.release_reservation(KEY)
     assert decode.next(ReservationFreed) == ReservationFreed(KEY)
 
@@ -234,7 +234,7 @@ def test_pages_pass_both_ways_for_the_same_attempt(pair: tuple[Worker, Worker]) 
     prefill.next(Fetched)
     decode.next(PushEnded)
     prefill.thread.finish_push(KEY, 7, [20])
-    assert decode.next(Landed) == Landed(KEY, 7)
+    assert decode.next(Arrived) == Arrived(KEY, 7)
     assert prefill.next(PushEnded).error is None
     assert decode.first_bytes() == {4: 4, 8: 4}
 
@@ -312,7 +312,7 @@ def test_a_worker_that_restarted_is_reached_through_its_new_agent(
     prefill.thread.open_push(KEY, new.agent)
     prefill.thread.deliver_ticket(KEY, new.reserve([1], prefill.agent))
     prefill.thread.finish_push(KEY, 7, [0])
-    assert new.next(Landed) == Landed(KEY, 7)
+    assert new.next(Arrived) == Arrived(KEY, 7)
 
 
 def test_connecting_to_a_pool_of_another_layout_says_what_differs(make_worker: Maker) -> None:

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from baton.core.errors import Internal
 from baton.core.types import AttemptKey, Role
-from baton.decode_worker.role import DecodeRole
+from baton.decode_worker.decode_phase import DecodePhase
 from baton.engine.page_pool import Lease
 from baton.engine.restore_costs import Tier
-from baton.kv_transfer.receiver import State
-from baton.prefill_worker.role import PrefillRole
+from baton.kv_transfer.receiver import ReceiverState
+from baton.prefill_worker.prefill_phase import PrefillPhase
 
 from .fabric import Write
 from .router import SimulatedRequest
@@ -38,7 +38,7 @@ class Checks:
         self._world.log(sender.agent, f"{key} lands in {write.remote_pages} of {receiver.agent}")
         if expected is None or expected.sender != sender.agent:
             raise Violation(f"{key} writes to {receiver.agent}, which does not expect it")
-        if expected.receiver.state not in (State.OPEN, State.QUARANTINED):
+        if expected.receiver.state not in (ReceiverState.OPEN, ReceiverState.QUARANTINED):
             raise Violation(f"{key} writes into a reservation that is {expected.receiver.state}")
         lease = _expected_in(receiver, key)
         if lease is None or lease.released or not set(write.remote_pages) <= set(lease.pages):
@@ -47,7 +47,7 @@ class Checks:
         for page in write.remote_pages:
             if pool.cache.knows(page) or pool._holders[page] != 1:
                 raise Violation(f"{key} writes into page {page}, which others may read")
-        if expected.receiver.state is State.QUARANTINED:
+        if expected.receiver.state is ReceiverState.QUARANTINED:
             what = "fetched" if receiver.kind is Role.PREFILL else "pushed"
             self._counts["writes into quarantine"] += 1
             self._counts[f"{what} into quarantine"] += 1
@@ -104,9 +104,9 @@ class Checks:
         held = {
             "pages": pool.leased,
             "requests": len(role._jobs),
-            "quarantines": len(role._leaving) if isinstance(role, DecodeRole) else 0,
-            "loans": len(role._loans._loans) if isinstance(role, DecodeRole) else 0,
-            "fetches": len(role._fetches._fetches) if isinstance(role, PrefillRole) else 0,
+            "quarantines": len(role._leaving) if isinstance(role, DecodePhase) else 0,
+            "loans": len(role._loans._loans) if isinstance(role, DecodePhase) else 0,
+            "fetches": len(role._fetches._fetches) if isinstance(role, PrefillPhase) else 0,
             "pushes": len(transfer._pushes._senders),
             "writes": len(transfer._pushes._writes)
             + sum(len(transport.writes) for transport in worker.transports),
@@ -120,7 +120,7 @@ class Checks:
 
 def _expected_in(worker: SimulatedWorker, key: AttemptKey) -> Lease | None:
     """The pages that wait for an attempt's to arrive: a prompt's, or those that are fetched."""
-    if isinstance(worker.role, PrefillRole):
+    if isinstance(worker.role, PrefillPhase):
         fetch = worker.role._fetches._fetches.get(key)
         return fetch.lease if fetch else None
     travelling = worker.role._scheduler._travelling.get(key)
@@ -129,7 +129,7 @@ def _expected_in(worker: SimulatedWorker, key: AttemptKey) -> Lease | None:
 
 def _sent_from(worker: SimulatedWorker, key: AttemptKey) -> Lease | None:
     """The pages that an attempt's push reads."""
-    if isinstance(worker.role, DecodeRole):
+    if isinstance(worker.role, DecodePhase):
         return worker.role._loans._loans.get(key)
     job = worker.role._jobs.get(key)
     return job.lease if job else None

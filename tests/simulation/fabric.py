@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from baton.core.errors import WorkerLost
 from baton.core.types import DeviceEvent
-from baton.kv_transfer.heads import HeadRange
+from baton.kv_transfer.pool_layout import HeadRange
 from baton.kv_transfer.transport import (
     Noted,
     PagePart,
@@ -55,7 +55,7 @@ class Write:
     remote_pages: tuple[int, ...]
     note: bytes
     after: DeviceEvent | None = None  # its pages are not read before
-    landed: bool = False
+    arrived: bool = False
 
     @property
     def cells(self) -> list[tuple[int, int]]:
@@ -126,15 +126,15 @@ class Fabric:
 
     def _abandon(self, write: Write) -> None:
         """The sender died: some, all or none of the bytes are there."""
-        if not write.landed and write.endpoint.alive and not write.endpoint.peer.dead:
+        if not write.arrived and write.endpoint.alive and not write.endpoint.peer.dead:
             self.on_landing(write)
             for local, remote in zip(write.local_pages, write.remote_pages, strict=True):
                 if self.world.chance(0.5):
                     write.copy(local, remote)
-        write.landed = True
+        write.arrived = True
 
     def land(self, write: Write) -> None:
-        if write.landed or not write.endpoint.alive:
+        if write.arrived or not write.endpoint.alive:
             return
         world, peer = self.world, write.endpoint.peer
         if peer.stalled and write.sender.waits_for_frozen:
@@ -144,7 +144,7 @@ class Fabric:
             if not write.sender.dead:  # else its step is never computed
                 world.after(world.delay(), lambda: self.land(write))
             return
-        write.landed = True
+        write.arrived = True
         if write.local_pages:
             self.on_landing(write)
         for local, remote in zip(write.local_pages, write.remote_pages, strict=True):
@@ -236,7 +236,7 @@ class SimulatedTransport:
         return number
 
     def poll(self) -> list[TransportEvent]:
-        lost = [each for each in self.writes.values() if not (each.endpoint.alive or each.landed)]
+        lost = [each for each in self.writes.values() if not (each.endpoint.alive or each.arrived)]
         for agent in dict.fromkeys(write.endpoint.peer.agent for write in lost):
             self._lose(agent)
         events, self._events = self._events, []
@@ -265,7 +265,7 @@ class SimulatedTransport:
         endpoint = self._endpoints.pop(peer, None)
         self._add(PeerLost(peer, endpoint.gone if endpoint else True))
         for write in list(self.writes.values()):
-            if write.endpoint.peer.agent == peer and not write.landed:
+            if write.endpoint.peer.agent == peer and not write.arrived:
                 self.end(write, WriteFailed(write.number, WorkerLost(f"{peer} is lost")))
         if endpoint is not None:
             endpoint.alive = False

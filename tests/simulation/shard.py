@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from baton.core.errors import Internal
 from baton.core.types import DeviceEvent
-from baton.kv_transfer.heads import HeadRange
+from baton.kv_transfer.pool_layout import HeadRange
 from baton.kv_transfer.transport import PagePart, PoolMemory, TransportEvent
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout, PoolShard
 

@@ -10,9 +10,8 @@ from baton.core.types import AttemptKey, Role, Sampling, Work
 from baton.core.wire import work_to
 from baton.engine.flight import Flight, Landed
 from baton.engine.sequence import Plan
-from baton.kv_transfer.events import Landed as PromptLanded
-from baton.kv_transfer.events import ReservationFreed
 from baton.kv_transfer.ticket import open_ticket
+from baton.kv_transfer.transfer_events import Arrived, ReservationFreed
 from baton.v1 import worker_pb2 as pb
 
 from .fabric import Fabric
@@ -149,8 +148,8 @@ def test_a_ticket_asks_only_for_what_is_not_there() -> None:
     first = decode.reserve("first", PROMPT)
     assert first.cached_tokens == 0
     assert len(open_ticket(first.ticket, LAYOUT).pages) == 3
-    assert decode.known == 0, "nothing has landed"
-    decode.role.on_transfer(PromptLanded(AttemptKey("first", 1), 7))
+    assert decode.known == 0, "nothing has arrived"
+    decode.role.on_transfer(Arrived(AttemptKey("first", 1), 7))
     assert decode.known == 2
     second = decode.reserve("second", PROMPT)
     body = open_ticket(second.ticket, LAYOUT)
@@ -163,12 +162,12 @@ def test_prompts_that_arrive_twice_are_kept_once() -> None:
         decode.reserve(name, PROMPT)
     assert decode.pool.leased == 6
     for name in ("one", "two"):
-        decode.role.on_transfer(PromptLanded(AttemptKey(name, 1), 7))
+        decode.role.on_transfer(Arrived(AttemptKey(name, 1), 7))
     assert decode.pool.leased == 4
     assert decode.pool.check_integrity() == ""
 
 
-def test_a_prompt_that_was_given_up_is_not_known_though_it_landed() -> None:
+def test_a_prompt_that_was_given_up_is_not_known_though_it_arrived() -> None:
     decode = Driven(Role.DECODE)
     decode.reserve("request", PROMPT)
     key = AttemptKey("request", 1)

@@ -7,10 +7,10 @@ import pytest
 from baton.core.errors import DeadlineExceeded
 from baton.core.types import AttemptKey, Role, Sampling, Work
 from baton.core.wire import work_to
-from baton.decode_worker.loans import MOST
-from baton.decode_worker.role import DecodeRole
+from baton.decode_worker.decode_phase import MOST_LOANS, DecodePhase
 from baton.engine.prefix_cache import KeyChain
-from baton.kv_transfer.events import (
+from baton.kv_transfer.ticket import make_ticket
+from baton.kv_transfer.transfer_events import (
     Fetched,
     PagesWanted,
     PushEnded,
@@ -19,8 +19,7 @@ from baton.kv_transfer.events import (
     ReservationFreed,
     ReservationOverdue,
 )
-from baton.kv_transfer.ticket import make_ticket
-from baton.prefill_worker.role import PrefillRole
+from baton.prefill_worker.prefill_phase import PrefillPhase
 from baton.v1 import worker_pb2 as pb
 
 from .engine import fingerprint
@@ -35,7 +34,7 @@ class Prefill(Driven):
 
     def __init__(self, pages: int = 12) -> None:
         super().__init__(Role.PREFILL, pages=pages)
-        assert isinstance(self.role, PrefillRole)
+        assert isinstance(self.role, PrefillPhase)
         self.fetches = self.role._fetches
 
     def ask_with_holder(self, name: str, prompt: list[int], pages: int = 9) -> None:
@@ -145,7 +144,7 @@ class Decode(Driven):
 
     def __init__(self) -> None:
         super().__init__(Role.DECODE)
-        assert isinstance(self.role, DecodeRole)
+        assert isinstance(self.role, DecodePhase)
         self.loans = self.role._loans
         self.answer("first", PROMPT)
 
@@ -180,9 +179,9 @@ def test_decode_lends_nothing_that_it_does_not_have() -> None:
 
 def test_decode_does_not_lend_without_end() -> None:
     decode = Decode()
-    for number in range(MOST + 1):
+    for number in range(MOST_LOANS + 1):
         decode.want(f"request {number}", PROMPT[:2])
-    assert len(decode.loans._loans) == MOST
+    assert len(decode.loans._loans) == MOST_LOANS
 
 
 def test_pages_that_a_stuck_write_reads_count_as_quarantined() -> None:

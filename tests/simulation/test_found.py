@@ -6,16 +6,16 @@ from baton.core.config import Config
 from baton.core.errors import Unavailable
 from baton.core.types import AttemptKey, Role, Sampling, Work
 from baton.core.wire import work_to
-from baton.kv_transfer.events import (
+from baton.kv_transfer.notes import beat_note, introduction_note
+from baton.kv_transfer.receiver import ReceiverState
+from baton.kv_transfer.transfer_events import (
     PeerConnected,
     ReservationFailed,
     ReservationFreed,
     ReservationOverdue,
     TransferEvent,
 )
-from baton.kv_transfer.note import beat_note, introduction_note
-from baton.kv_transfer.receiver import State
-from baton.kv_transfer.thread import LINGER_SECONDS, TransferThread
+from baton.kv_transfer.transfer_thread import LINGER_SECONDS, TransferThread
 from baton.kv_transfer.transport import Noted, PoolMemory
 from baton.v1 import worker_pb2 as pb
 
@@ -47,7 +47,7 @@ class Side:
         self.thread.step(0.0)
 
     @property
-    def reservation(self) -> State:
+    def reservation(self) -> ReceiverState:
         return self.thread._reservations._expected[KEY].receiver.state
 
 
@@ -61,7 +61,7 @@ def test_a_beat_that_cannot_be_answered_opens_nothing() -> None:
     _, prefill, decode = sides()
     decode.thread.expect(KEY, "prefill", [0], 60.0)
     decode.hear(prefill, beat_note(KEY, 1))
-    assert decode.reservation is State.RESERVED
+    assert decode.reservation is ReceiverState.RESERVED
     decode.thread.release_reservation(KEY)
     decode.thread.step(0.0)
     assert decode.events == [ReservationFreed(KEY)]
@@ -117,7 +117,7 @@ def test_what_a_dead_process_has_sent_is_waited_for() -> None:
     decode.thread.release_reservation(KEY)
     decode.thread.sender_died("prefill")
     pass_time(fabric, decode, LINGER_SECONDS - 1.0)
-    assert decode.reservation is State.QUARANTINED
+    assert decode.reservation is ReceiverState.QUARANTINED
     pass_time(fabric, decode, 2.0)
     assert decode.events[-1] == ReservationFreed(KEY)
 

@@ -11,28 +11,27 @@ import pytest
 
 from baton.core.errors import BatonError
 from baton.core.types import AttemptKey
-from baton.decode_worker.loans import Loans
-from baton.decode_worker.role import DecodeRole
-from baton.decode_worker.scheduler import DecodeScheduler, Reservation
+from baton.decode_worker.decode_phase import DecodePhase, Loans
+from baton.decode_worker.decode_scheduler import DecodeScheduler, Reservation
 from baton.engine.engine import Engine
 from baton.engine.flight import Flight, Landed
 from baton.engine.prefix_cache import PrefixCache
 from baton.engine.second_tier import Save, SecondTier
 from baton.engine.sequence import Piece, Plan
 from baton.kv_transfer import pushes, receiver, sender
-from baton.kv_transfer.events import Fetched, PagesWanted
-from baton.kv_transfer.note import drained_note, key_of
+from baton.kv_transfer.notes import drained_note, key_of
 from baton.kv_transfer.pushes import Pushes
 from baton.kv_transfer.receiver import Receiver
 from baton.kv_transfer.reservations import Reservations
 from baton.kv_transfer.sender import Sender
-from baton.prefill_worker.fetches import Fetch, Fetches
-from baton.prefill_worker.role import PrefillRole
+from baton.kv_transfer.transfer_events import Fetched, PagesWanted
+from baton.prefill_worker.prefill_jobs import Fetches, PromptFetch
+from baton.prefill_worker.prefill_phase import PrefillPhase
 from baton.router.requests.attempt import Action, Attempt, LinkLost
 from baton.v1 import worker_pb2 as pb
 from baton.v1.transfer_pb2 import Fetch as FetchNote
 from baton.v1.transfer_pb2 import Resend, TransferNote
-from baton.worker import flights
+from baton.worker import inflight_steps
 
 from . import worker as simulated
 from .cluster import Cluster
@@ -45,8 +44,8 @@ Patch = pytest.MonkeyPatch
 
 def free_at_once(patch: Patch) -> None:
     """Pages that a sender may write to are freed when they are not wanted any more."""
-    released = (receiver.State.OPEN, receiver.Step.RELEASED)
-    patch.setitem(receiver.TRANSITIONS, released, receiver.State.FREED)
+    released = (receiver.ReceiverState.OPEN, receiver.ReceiverStep.RELEASED)
+    patch.setitem(receiver.TRANSITIONS, released, receiver.ReceiverState.FREED)
 
 
 def let_quarantine_expire(patch: Patch) -> None:
@@ -57,15 +56,15 @@ def let_quarantine_expire(patch: Patch) -> None:
     def give_up(self: Receiver, now: float) -> list[receiver.Action]:
         actions = revoke(self, now)
         revoked[self] += bool(actions)
-        return self._take(receiver.Step.DRAINED) if revoked[self] > 5 else actions
+        return self._take(receiver.ReceiverStep.DRAINED) if revoked[self] > 5 else actions
 
     patch.setattr(Receiver, "_revoke", give_up)
 
 
 def write_without_a_lease(patch: Patch) -> None:
     """A ticket alone allows writes."""
-    ticket = (sender.State.WAITING, sender.Step.TICKET)
-    patch.setitem(sender.TRANSITIONS, ticket, sender.State.PUSHING)
+    ticket = (sender.SenderState.WAITING, sender.SenderStep.TICKET)
+    patch.setitem(sender.TRANSITIONS, ticket, sender.SenderState.PUSHING)
 
 
 def ignore_epochs(patch: Patch) -> None:
@@ -90,9 +89,9 @@ def say_drained_too_early(patch: Patch) -> None:
     """Drained is said while a write is under way."""
 
     def fail(self: Sender, error: BatonError) -> list[sender.Action]:
-        if self.state in (sender.State.DRAINING, sender.State.DONE):
+        if self.state in (sender.SenderState.DRAINING, sender.SenderState.DONE):
             return []
-        self._take(sender.Step.GIVE_UP)
+        self._take(sender.SenderStep.GIVE_UP)
         self._error = error
         if self._writing is None:
             return self._drain()
@@ -128,7 +127,7 @@ def break_the_neighbours_too(patch: Patch) -> None:
         except BatonError as error:
             return Landed([error] * len(plan))
 
-    patch.setattr(flights, "launch", launch)
+    patch.setattr(inflight_steps, "launch", launch)
 
 
 def use_damaged_pages(patch: Patch) -> None:
@@ -149,36 +148,36 @@ def send_again_twice(patch: Patch) -> None:
 
 def free_what_a_write_reads(patch: Patch) -> None:
     """Prefill frees a cancelled prompt's pages without waiting for its write."""
-    release = PrefillRole._release
+    release = PrefillPhase._release
 
-    def free(self: PrefillRole, key: AttemptKey) -> None:
+    def free(self: PrefillPhase, key: AttemptKey) -> None:
         job = self._jobs.get(key)
         release(self, key)
         if job is not None and job.push and key in self._jobs:
             self._forget(job)
 
-    patch.setattr(PrefillRole, "_release", free)
+    patch.setattr(PrefillPhase, "_release", free)
 
 
 def free_what_is_running(patch: Patch) -> None:
     """Decode lets go of a finished request's pages twice."""
-    let_go = DecodeRole._let_go
+    free = DecodePhase._free
 
-    def twice(self: DecodeRole, key: AttemptKey) -> None:
+    def twice(self: DecodePhase, key: AttemptKey) -> None:
         lease = self._leaving.get(key)
-        let_go(self, key)
+        free(self, key)
         if lease is not None:
             lease.release()
 
-    patch.setattr(DecodeRole, "_let_go", twice)
+    patch.setattr(DecodePhase, "_free", twice)
 
 
 def forget_to_free(patch: Patch) -> None:
     """Decode keeps the pages of a reservation that was given up."""
-    patch.setattr(DecodeRole, "_let_go", lambda self, key: self._leaving.pop(key, None))
+    patch.setattr(DecodePhase, "_free", lambda self, key: self._leaving.pop(key, None))
 
 
-def know_before_it_landed(patch: Patch) -> None:
+def know_before_it_arrived(patch: Patch) -> None:
     """Decode shares the pages of a prompt that is still on its way."""
     grant = DecodeScheduler.grant
 
@@ -220,7 +219,7 @@ def know_before_it_was_fetched(patch: Patch) -> None:
 
     def named(
         self: Fetches, key: AttemptKey, holder: pb.Holder, keys: Sequence[bytes]
-    ) -> Fetch | None:
+    ) -> PromptFetch | None:
         fetch = begin(self, key, holder, keys)
         if fetch is not None:
             fetch.lease.name(fetch.keys)
@@ -235,7 +234,7 @@ def free_what_is_being_fetched(patch: Patch) -> None:
 
     def free(self: Fetches, key: AttemptKey) -> None:
         fail(self, key)
-        self.let_go(key)
+        self.free(key)
 
     patch.setattr(Fetches, "fail", free)
 
@@ -346,7 +345,7 @@ MUTATIONS: list[Callable[[Patch], None]] = [
     forget_to_free,
     forget_token_one,
     repeat_token_one,
-    know_before_it_landed,
+    know_before_it_arrived,
     know_before_the_step_has_ended,
     evict_what_is_leased,
     count_held_pages_twice,

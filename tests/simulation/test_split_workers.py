@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from baton.core.errors import BatonError
-from baton.kv_transfer.sharded import ShardedTransport
+from baton.kv_transfer.sharded_transport import ShardedTransport
 
 from .cluster import Cluster
 

@@ -8,17 +8,16 @@ from typing import cast
 from baton.core.config import Config
 from baton.core.types import AttemptKey, Role
 from baton.core.wire import role_to
-from baton.decode_worker.role import DecodeRole
+from baton.decode_worker.decode_phase import DecodePhase
 from baton.engine.engine import Engine
 from baton.engine.page_pool import PagePool
-from baton.kv_transfer.events import Fetched, PagesDamaged, TransferEvent
-from baton.kv_transfer.heads import HeadRange
-from baton.kv_transfer.layout import cache_root
+from baton.kv_transfer.pool_layout import HeadRange, cache_root
 from baton.kv_transfer.shard_proxy import ShardProxy
-from baton.kv_transfer.sharded import ShardedTransport
-from baton.kv_transfer.thread import TransferThread
+from baton.kv_transfer.sharded_transport import ShardedTransport
+from baton.kv_transfer.transfer_events import Fetched, PagesDamaged, TransferEvent
+from baton.kv_transfer.transfer_thread import TransferThread
 from baton.kv_transfer.transport import PoolMemory
-from baton.prefill_worker.role import PrefillRole
+from baton.prefill_worker.prefill_phase import PrefillPhase
 from baton.v1 import worker_pb2 as pb
 from baton.v1.transfer_pb2 import PoolLayout
 from baton.worker.engine_thread import Detached, FromRouter
@@ -188,8 +187,8 @@ class SimulatedWorker:
             total_pages=self.engine.pool.total,
         )
 
-    def _make_role(self) -> PrefillRole | DecodeRole:
-        make = PrefillRole if self.kind is Role.PREFILL else DecodeRole
+    def _make_role(self) -> PrefillPhase | DecodePhase:
+        make = PrefillPhase if self.kind is Role.PREFILL else DecodePhase
         return make(
             cast(Engine, self.engine),
             self.transfer,

@@ -16,8 +16,8 @@ from pathlib import Path
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     [
-        "baton.prefill_worker.role",
-        "baton.decode_worker.role",
+        "baton.prefill_worker.prefill_phase",
+        "baton.decode_worker.decode_phase",
         "baton.worker.server",
         "baton.router.server",
         "nixl",

@@ -19,14 +19,14 @@ import numpy
 import numpy.typing
 import torch
 
-from baton.kv_transfer.choose import choose_transport
-from baton.kv_transfer.digest import choose_digest
-from baton.kv_transfer.heads import HeadRange
-from baton.kv_transfer.inprocess import InProcessTransport
+from baton.kv_transfer.inprocess_transport import InProcessTransport
 from baton.kv_transfer.nixl_transport import NixlTransport
+from baton.kv_transfer.pool_digest import choose_digest
+from baton.kv_transfer.pool_layout import HeadRange
+from baton.kv_transfer.routed_transport import choose_transport
 from baton.kv_transfer.shard_host import serve_shard
 from baton.kv_transfer.shard_proxy import ShardProxy
-from baton.kv_transfer.sharded import ShardedTransport
+from baton.kv_transfer.sharded_transport import ShardedTransport
 from baton.kv_transfer.transport import PoolMemory, SlicingTransport, Transport, TransportEvent
 from baton.v1.transfer_pb2 import PoolLayout
 

@@ -11,7 +11,7 @@ from engine_loop import KV_MEMORY
 from baton.core.errors import WorkerLost
 from baton.engine.engine import Engine
 from baton.engine.gpu.settings import GpuSettings
-from baton.worker.rank_settings import RankSettings
+from baton.worker.rank_process import RankSettings
 from baton.worker.ranks import Ranks
 
 

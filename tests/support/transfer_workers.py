@@ -6,10 +6,10 @@ import queue
 from typing import TypeVar
 
 from baton.core.types import AttemptKey
-from baton.kv_transfer.digest import PeerDigest
-from baton.kv_transfer.events import TransferEvent
-from baton.kv_transfer.thread import TransferThread
+from baton.kv_transfer.pool_digest import PeerDigest
 from baton.kv_transfer.ticket import make_ticket
+from baton.kv_transfer.transfer_events import TransferEvent
+from baton.kv_transfer.transfer_thread import TransferThread
 from baton.kv_transfer.transport import PoolMemory, Transport
 from baton.v1.transfer_pb2 import PoolLayout
 

@@ -8,8 +8,7 @@ from baton.core.page_keys import page_keys, salted_root
 from baton.engine.page_pool import PagePool
 from baton.router.placement.worker_state import CacheIndex
 from baton.v1 import worker_pb2 as pb
-from baton.worker.cache_feed import MOST_KEYS, CacheFeed
-from baton.worker.outbox import CACHE_BACKLOG, Outbox
+from baton.worker.outbox import CACHE_BACKLOG, MOST_KEYS, CacheFeed, Outbox
 
 Queue = asyncio.Queue[pb.WorkerMessage | None]
 

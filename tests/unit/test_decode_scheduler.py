@@ -5,7 +5,7 @@ import random
 import pytest
 
 from baton.core.types import AttemptKey, Sampling, Work
-from baton.decode_worker.scheduler import DecodeScheduler
+from baton.decode_worker.decode_scheduler import DecodeScheduler
 from baton.engine.page_pool import PagePool
 from baton.engine.sequence import Plan, Sequence
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.core.errors import LayoutMismatch
-from baton.kv_transfer.heads import HeadRange, links
+from baton.kv_transfer.pool_layout import HeadRange, links
 from baton.kv_transfer.transport import PagePart
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout, PoolShard
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from baton.prefill_worker.chunks import MOST, Chunks
+from baton.prefill_worker.prefill_jobs import MOST_CHUNKS, ChunkTimes
 from baton.router.observe.ledger import AnswerLedger, Ledgers, RequestLedger
 from baton.router.observe.time_breakdown import TRAILER_BYTES, answer_phases, answer_timing, trailer
 from baton.router.placement.placement import Placement, Policy
@@ -193,11 +193,11 @@ def test_a_trailer_fits_however_many_answers_there_are() -> None:
     assert timing_pb2.RequestTiming.FromString(packed).answers
 
 
-def test_chunks_are_joined_so_that_few_are_told() -> None:
-    chunks = Chunks()
+def test_chunk_times_are_joined_to_bound_their_number() -> None:
+    chunks = ChunkTimes()
     chunks.begin(16, 50.0)
     for number in range(1, 1001):
         chunks.end(16 + 8 * number, 50.0 + number)
-    assert len(chunks.tell()) <= MOST
-    assert sum(chunk.tokens for chunk in chunks.tell()) == 8000
-    assert sum(chunk.seconds for chunk in chunks.tell()) == pytest.approx(1000.0)
+    assert len(chunks.chunks) <= MOST_CHUNKS
+    assert sum(chunk.tokens for chunk in chunks.chunks) == 8000
+    assert sum(chunk.seconds for chunk in chunks.chunks) == pytest.approx(1000.0)

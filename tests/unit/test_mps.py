@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from baton.core.errors import InvalidConfig
-from baton.worker import mps
+from baton.worker import resources
 
 
 def install(folder: Path, monkeypatch: pytest.MonkeyPatch, *lines: str) -> Path:
     """A control program that notes how it was called; its notes."""
     notes = folder / "notes"
-    program = folder / mps.CONTROL
+    program = folder / resources.MPS_CONTROL
     note = f'echo "$CUDA_MPS_PIPE_DIRECTORY [$*] $(cat)" >> {notes}'
     program.write_text("\n".join(["#!/bin/sh", note, *lines]) + "\n")
     program.chmod(0o755)
@@ -28,7 +28,7 @@ def test_a_service_lasts_as_long_as_its_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notes = install(tmp_path, monkeypatch)
-    with mps.service(tmp_path / "pipes") as variables:
+    with resources.mps_service(tmp_path / "pipes") as variables:
         assert variables["CUDA_MPS_PIPE_DIRECTORY"] == str(tmp_path / "pipes")
         assert notes.read_text() == f"{tmp_path}/pipes [-d] \n"
     assert notes.read_text().splitlines()[1] == f"{tmp_path}/pipes [] quit -t 10"
@@ -38,7 +38,7 @@ def test_a_service_that_does_not_start_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(tmp_path, monkeypatch, "exit 1")
-    with pytest.raises(InvalidConfig, match=mps.CONTROL), mps.service(tmp_path):
+    with pytest.raises(InvalidConfig, match=resources.MPS_CONTROL), resources.mps_service(tmp_path):
         pass
 
 
@@ -46,5 +46,5 @@ def test_a_machine_without_the_service_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(InvalidConfig, match=mps.CONTROL), mps.service(tmp_path):
+    with pytest.raises(InvalidConfig, match=resources.MPS_CONTROL), resources.mps_service(tmp_path):
         pass

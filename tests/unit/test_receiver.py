@@ -7,7 +7,7 @@ import pytest
 
 from baton.core.errors import DeadlineExceeded, Internal, Unavailable, WorkerLost
 from baton.core.types import AttemptKey
-from baton.kv_transfer.note import accepted_note, renewed_note, resend_note, revoked_note
+from baton.kv_transfer.notes import accepted_note, renewed_note, resend_note, revoked_note
 from baton.kv_transfer.receiver import (
     MAX_ROUNDS,
     Action,
@@ -16,14 +16,14 @@ from baton.kv_transfer.receiver import (
     HandOver,
     Overdue,
     Receiver,
+    ReceiverState,
     SendNote,
-    State,
 )
-from baton.v1.transfer_pb2 import Landed
+from baton.v1.transfer_pb2 import Arrived
 
 KEY = AttemptKey("request", 2)
-LANDED = Landed(first_token=7, pages=4)
-MISFIT = Landed(first_token=7, pages=3)
+ARRIVED = Arrived(first_token=7, pages=4)
+MISFIT = Arrived(first_token=7, pages=3)
 ACCEPTED = SendNote(accepted_note(KEY))
 REVOKED = SendNote(revoked_note(KEY))
 
@@ -54,13 +54,13 @@ def error_of(actions: list[Action]) -> Exception:
 
 def test_landed_pages_are_handed_over_with_the_first_token_and_accepted() -> None:
     receiver = opened()
-    assert receiver.landed(LANDED, (), now=1.0) == [ACCEPTED, HandOver(7, 4)]
+    assert receiver.arrived(ARRIVED, (), now=1.0) == [ACCEPTED, HandOver(7, 4)]
     assert receiver.over
 
 
 def test_a_wrong_number_of_pages_fails_and_frees() -> None:
-    actions = opened().landed(MISFIT, (), now=1.0)
-    assert "3 pages landed where 4 were reserved" in str(error_of(actions))
+    actions = opened().arrived(MISFIT, (), now=1.0)
+    assert "3 pages arrived where 4 were reserved" in str(error_of(actions))
     assert actions[-1] == Free()
 
 
@@ -68,13 +68,13 @@ def test_a_wrong_number_of_pages_fails_and_frees() -> None:
 def test_of_pages_that_are_fetched_some_may_be_missing_at_the_end(pages: int, fits: bool) -> None:
     receiver = Receiver(KEY, 4, expires_at=100.0, lease_seconds=10.0, partial=True)
     receiver.beat(1, now=0.0)
-    actions = receiver.landed(Landed(pages=pages), (), now=1.0)
+    actions = receiver.arrived(Arrived(pages=pages), (), now=1.0)
     assert (actions == [ACCEPTED, HandOver(0, pages)]) is fits
-    assert receiver.state is (State.LANDED if fits else State.FREED)
+    assert receiver.state is (ReceiverState.ARRIVED if fits else ReceiverState.FREED)
 
 
 def test_pages_that_land_without_a_lease_fail_and_free() -> None:
-    assert isinstance(error_of(reserved().landed(LANDED, (), now=1.0)), Internal)
+    assert isinstance(error_of(reserved().arrived(ARRIVED, (), now=1.0)), Internal)
 
 
 @pytest.mark.parametrize("make", [reserved, opened])
@@ -109,14 +109,14 @@ def test_a_silent_sender_fails_the_reservation_and_its_lease_is_revoked() -> Non
     actions = receiver.tick(now=15.0)
     assert isinstance(error_of(actions), Unavailable)
     assert actions[-1] == REVOKED
-    assert receiver.state is State.QUARANTINED
+    assert receiver.state is ReceiverState.QUARANTINED
 
 
 def test_a_sender_that_only_beats_does_not_outlast_its_ticket() -> None:
     receiver = opened()
     receiver.beat(2, now=99.0)
     assert isinstance(error_of(receiver.tick(now=100.0)), DeadlineExceeded)
-    assert receiver.state is State.QUARANTINED
+    assert receiver.state is ReceiverState.QUARANTINED
 
 
 def test_no_time_ends_a_quarantine_and_the_sender_is_told_again_and_again() -> None:
@@ -125,16 +125,16 @@ def test_no_time_ends_a_quarantine_and_the_sender_is_told_again_and_again() -> N
     assert receiver.tick(now=3.0) == [Overdue(), REVOKED]
     assert receiver.tick(now=1e9) == [REVOKED]
     assert receiver.release(now=1e9) == [REVOKED]
-    assert receiver.state is State.QUARANTINED
+    assert receiver.state is ReceiverState.QUARANTINED
 
 
 def test_a_beat_in_quarantine_is_answered_with_the_revocation() -> None:
     assert quarantined().beat(2, now=2.0) == [REVOKED]
 
 
-@pytest.mark.parametrize("note", [LANDED, MISFIT])
-def test_pages_that_land_in_quarantine_are_freed_and_not_handed_over(note: Landed) -> None:
-    actions = quarantined().landed(note, (), now=2.0)
+@pytest.mark.parametrize("note", [ARRIVED, MISFIT])
+def test_pages_that_land_in_quarantine_are_freed_and_not_handed_over(note: Arrived) -> None:
+    actions = quarantined().arrived(note, (), now=2.0)
     assert actions[-1] == Free()
     assert not any(isinstance(action, HandOver | Fail) for action in actions)
 
@@ -146,59 +146,59 @@ def test_quarantine_ends_when_the_sender_is_done(event: str) -> None:
 
 def test_damaged_pages_are_asked_for_again_and_then_handed_over() -> None:
     receiver = opened()
-    assert receiver.landed(LANDED, [1, 3], now=1.0) == [SendNote(resend_note(KEY, [1, 3], 1))]
-    again = Landed(first_token=7, pages=4, round=1)
-    assert receiver.landed(again, (), now=2.0) == [ACCEPTED, HandOver(7, 4)]
+    assert receiver.arrived(ARRIVED, [1, 3], now=1.0) == [SendNote(resend_note(KEY, [1, 3], 1))]
+    again = Arrived(first_token=7, pages=4, round=1)
+    assert receiver.arrived(again, (), now=2.0) == [ACCEPTED, HandOver(7, 4)]
 
 
 def test_a_repeated_landed_of_an_earlier_round_only_repeats_the_order() -> None:
     receiver = opened()
-    receiver.landed(LANDED, [1], now=1.0)
-    assert receiver.landed(LANDED, (), now=2.0) == [SendNote(resend_note(KEY, [1], 1))]
-    assert receiver.state is State.OPEN
+    receiver.arrived(ARRIVED, [1], now=1.0)
+    assert receiver.arrived(ARRIVED, (), now=2.0) == [SendNote(resend_note(KEY, [1], 1))]
+    assert receiver.state is ReceiverState.OPEN
 
 
 def test_pages_that_stay_damaged_fail_and_are_quarantined() -> None:
     receiver = opened()
     for round in range(MAX_ROUNDS):
-        receiver.landed(Landed(first_token=7, pages=4, round=round), [1], now=1.0)
-    actions = receiver.landed(Landed(first_token=7, pages=4, round=MAX_ROUNDS), [1], now=1.0)
+        receiver.arrived(Arrived(first_token=7, pages=4, round=round), [1], now=1.0)
+    actions = receiver.arrived(Arrived(first_token=7, pages=4, round=MAX_ROUNDS), [1], now=1.0)
     assert isinstance(error_of(actions), Unavailable)
-    assert receiver.state is State.QUARANTINED
+    assert receiver.state is ReceiverState.QUARANTINED
 
 
 def test_quarantine_outlasts_a_landed_that_another_write_was_ordered_after() -> None:
     receiver = opened()
-    receiver.landed(LANDED, [1], now=1.0)
+    receiver.arrived(ARRIVED, [1], now=1.0)
     receiver.release(now=2.0)
-    assert receiver.landed(LANDED, (), now=3.0) == []
-    assert receiver.state is State.QUARANTINED
+    assert receiver.arrived(ARRIVED, (), now=3.0) == []
+    assert receiver.state is ReceiverState.QUARANTINED
 
 
 @pytest.mark.parametrize("event", ["drained", "sender_died"])
 def test_nothing_matters_once_the_pages_are_handed_over(event: str) -> None:
     receiver = opened()
-    receiver.landed(LANDED, (), now=1.0)
+    receiver.arrived(ARRIVED, (), now=1.0)
     assert getattr(receiver, event)() == []
     assert receiver.beat(2, now=1.0) == []
-    assert receiver.landed(LANDED, (), now=1.0) == []
+    assert receiver.arrived(ARRIVED, (), now=1.0) == []
     assert receiver.release(now=1.0) == []
     assert receiver.tick(now=999.0) == []
 
 
 def test_random_lives_free_written_pages_only_for_an_allowed_reason() -> None:
-    ends: set[tuple[State, str]] = set()
+    ends: set[tuple[ReceiverState, str]] = set()
     for seed in range(3000):
         draw = random.Random(seed)
         receiver, now, seen = reserved(), 0.0, list[type]()
         while not receiver.over:
             before, now = receiver.state, now + draw.random() * 8
-            note = Landed(first_token=7, pages=4, round=receiver.round)
+            note = Arrived(first_token=7, pages=4, round=receiver.round)
             inputs: dict[str, Callable[[], list[Action]]] = {
                 "beat": lambda r=receiver, at=now: r.beat(1, at),
-                "landed": lambda r=receiver, n=note, at=now: r.landed(n, (), at),
-                "damaged": lambda r=receiver, n=note, at=now: r.landed(n, [2], at),
-                "stale": lambda r=receiver, at=now: r.landed(Landed(round=9), (), at),
+                "arrived": lambda r=receiver, n=note, at=now: r.arrived(n, (), at),
+                "damaged": lambda r=receiver, n=note, at=now: r.arrived(n, [2], at),
+                "stale": lambda r=receiver, at=now: r.arrived(Arrived(round=9), (), at),
                 "drained": receiver.drained,
                 "sender_died": receiver.sender_died,
                 "released": lambda r=receiver, at=now: r.release(at),
@@ -212,14 +212,14 @@ def test_random_lives_free_written_pages_only_for_an_allowed_reason() -> None:
         assert seen.count(HandOver) + seen.count(Free) == 1
         assert seen.count(Fail) <= 1
         assert not {HandOver, Fail} <= set(seen)
-    assert {name for state, name in ends if state is State.QUARANTINED} == {
-        "landed",
+    assert {name for state, name in ends if state is ReceiverState.QUARANTINED} == {
+        "arrived",
         "damaged",
         "drained",
         "sender_died",
     }
-    assert {name for state, name in ends if state is State.OPEN} == {
-        "landed",
+    assert {name for state, name in ends if state is ReceiverState.OPEN} == {
+        "arrived",
         "drained",
         "sender_died",
     }

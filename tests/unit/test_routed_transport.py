@@ -9,10 +9,14 @@ from collections.abc import Iterator
 import pytest
 
 from baton.core.errors import InvalidConfig, LayoutMismatch, WorkerLost
-from baton.kv_transfer.choose import choose_transport, offered
-from baton.kv_transfer.inprocess import InProcessTransport
+from baton.kv_transfer.inprocess_transport import InProcessTransport
 from baton.kv_transfer.nixl_transport import NixlTransport
-from baton.kv_transfer.routed import Choice, RoutedTransport
+from baton.kv_transfer.routed_transport import (
+    RouteChoice,
+    RoutedTransport,
+    choose_transport,
+    offered,
+)
 from baton.kv_transfer.transport import Noted, PoolMemory, TransportEvent, WriteDone
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
 
@@ -69,7 +73,7 @@ def test_a_peer_is_reached_by_the_first_transport_that_leads_there(pools: Pools)
     source, _ = pools.make("inprocess", "nixl")
     _, address = pools.make("inprocess", "nixl")
     peer = source.connect(address)
-    assert source.chosen == {peer: Choice("inprocess", "")}
+    assert source.chosen == {peer: RouteChoice("inprocess", "")}
 
 
 def test_a_fallback_is_logged_with_its_reason(

@@ -13,12 +13,12 @@ from tiny_models import TINY_MODELS, VOCABULARY, generate_with_transformers, sav
 
 from baton.core.config import CacheConfig, Size
 from baton.core.types import AttemptKey, Sampling, Work
-from baton.decode_worker.scheduler import DecodeScheduler
+from baton.decode_worker.decode_scheduler import DecodeScheduler
 from baton.engine.engine import Engine
 from baton.engine.restore_costs import Tier
 from baton.engine.second_tier import SecondTier
 from baton.engine.sequence import Sequence
-from baton.worker.second_tier import open_second_tier
+from baton.worker.backend import open_second_tier
 
 PAGE = 4
 ANSWER = 8

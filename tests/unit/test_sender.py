@@ -14,7 +14,7 @@ from baton.core.errors import (
 )
 from baton.core.types import AttemptKey
 from baton.kv_transfer import sender as machine
-from baton.kv_transfer.note import beat_note, drained_note, landed_note
+from baton.kv_transfer.notes import arrived_note, beat_note, drained_note
 from baton.kv_transfer.push_actions import (
     Action,
     Ended,
@@ -25,13 +25,13 @@ from baton.kv_transfer.push_actions import (
     Silent,
     StartWrite,
 )
-from baton.kv_transfer.sender import Digest, Sender, State
+from baton.kv_transfer.sender import Digest, Sender, SenderState
 from baton.v1.transfer_pb2 import Resend, TicketBody
 
 KEY = AttemptKey("request", 2)
 PAGE_BYTES = 100
 REMOTE = [40, 41, 42, 43]
-LANDED = landed_note(KEY, 7, 4)
+ARRIVED = arrived_note(KEY, 7, 4)
 DRAINED = drained_note(KEY)
 
 
@@ -79,7 +79,7 @@ def confirming(digest: Digest | None = None) -> Sender:
     sender = pushing(digest=digest)
     sender.finish(7, [1, 2, 3, 4], finished_at=1.0, now=1.0)
     assert sender.write_done(now=2.0) == []
-    assert sender.state is State.CONFIRMING
+    assert sender.state is SenderState.CONFIRMING
     return sender
 
 
@@ -95,7 +95,7 @@ def test_pages_that_were_ready_before_the_ticket_go_out_as_one_write_with_the_no
     assert sender.pages_ready([1, 2], now=0.0) == []
     assert sender.finish(7, [3, 9], finished_at=1.0, now=1.0) == []
     assert sender.ticket(ticket(), now=2.0) == [beat(1)]
-    assert sender.renewed(1, now=2.1) == [write([1, 2, 3, 9], REMOTE, LANDED)]
+    assert sender.renewed(1, now=2.1) == [write([1, 2, 3, 9], REMOTE, ARRIVED)]
     assert sender.write_done(now=2.6) == []
     assert sender.accepted() == [Ended(None, 400, 0.5, 1.6)]
 
@@ -108,7 +108,7 @@ def test_pages_that_the_receiver_holds_are_not_written() -> None:
     assert sender.renewed(1, now=0.1) == []
     assert sender.pages_ready([3, 4], now=1.0) == [write([4], [41])]
     sender.write_done(now=2.0)
-    last = landed_note(KEY, 7, 2, [4, 5])
+    last = arrived_note(KEY, 7, 2, [4, 5])
     assert sender.finish(7, [5], finished_at=3.0, now=3.0) == [write([5], [42], last)]
     assert asked == [4, 5], "what does not move is not looked at"
 
@@ -140,7 +140,7 @@ def test_the_last_write_carries_the_note_and_starts_when_all_others_are_done() -
     sender = pushing()
     sender.pages_ready([1, 2, 3], now=1.0)
     assert sender.finish(7, [4], finished_at=2.0, now=2.0) == []
-    assert sender.write_done(now=3.0) == [write([4], [43], LANDED)]
+    assert sender.write_done(now=3.0) == [write([4], [43], ARRIVED)]
     assert sender.write_done(now=4.0) == []
     assert sender.accepted() == [Ended(None, 400, 3.0, 2.0)]
 
@@ -149,7 +149,7 @@ def test_a_first_token_that_comes_during_the_last_write_follows_it_alone() -> No
     sender = pushing()
     sender.pages_ready([1, 2, 3, 4], now=1.0)
     assert sender.finish(7, [], finished_at=2.0, now=2.0) == []
-    assert sender.write_done(now=3.0) == [write([], [], LANDED)]
+    assert sender.write_done(now=3.0) == [write([], [], ARRIVED)]
 
 
 def test_a_long_push_is_cut_into_writes_that_leave_time_to_beat(
@@ -160,7 +160,7 @@ def test_a_long_push_is_cut_into_writes_that_leave_time_to_beat(
     assert sender.finish(7, [1, 2, 3, 4], finished_at=1.0, now=1.0) == [
         write([1, 2, 3], REMOTE[:3])
     ]
-    assert sender.write_done(now=2.0) == [write([4], [43], LANDED)]
+    assert sender.write_done(now=2.0) == [write([4], [43], ARRIVED)]
 
 
 def test_a_push_beats_as_long_as_it_lasts() -> None:
@@ -230,7 +230,7 @@ def test_a_revoked_lease_ends_the_push_and_says_drained() -> None:
 
 def test_landed_is_repeated_until_it_is_accepted() -> None:
     sender = confirming()
-    assert sender.tick(now=2.0) == [SendNote(LANDED), beat(2)]
+    assert sender.tick(now=2.0) == [SendNote(ARRIVED), beat(2)]
     assert isinstance(sender.accepted()[0], Ended)
 
 
@@ -246,7 +246,7 @@ def test_acceptance_that_overtakes_the_end_of_the_write_counts() -> None:
 def test_damaged_pages_are_written_again_with_their_first_digests() -> None:
     sender = confirming(lambda pages: [90 + page for page in pages])
     (again,) = sender.resend(Resend(positions=[0, 2], round=1), now=3.0)
-    note = landed_note(KEY, 7, 4, [91, 92, 93, 94], round=1)
+    note = arrived_note(KEY, 7, 4, [91, 92, 93, 94], round=1)
     assert again == write([1, 3], [40, 42], note)
     assert sender.write_done(now=4.0) == []
     assert isinstance(sender.accepted()[0], Ended)
@@ -264,7 +264,7 @@ def test_an_order_to_resend_that_overtakes_the_end_of_the_write_is_kept() -> Non
     sender = pushing()
     sender.finish(7, [1, 2, 3, 4], finished_at=1.0, now=1.0)
     assert sender.resend(Resend(positions=[3], round=1), now=1.5) == []
-    assert sender.write_done(now=2.0) == [write([4], [43], landed_note(KEY, 7, 4, round=1))]
+    assert sender.write_done(now=2.0) == [write([4], [43], arrived_note(KEY, 7, 4, round=1))]
 
 
 def test_an_order_to_resend_what_was_never_sent_ends_the_push() -> None:
@@ -302,7 +302,7 @@ def test_a_push_that_is_cancelled_between_writes_says_drained_at_once() -> None:
 def test_a_push_that_is_cancelled_while_landing_ends_cancelled() -> None:
     sender = pushing()
     sender.finish(7, [1, 2, 3, 4], finished_at=1.0, now=1.0)
-    assert sender.state is State.LANDING
+    assert sender.state is SenderState.FINISHING
     assert isinstance(sender.cancel()[0], Fail)
     assert isinstance(error_of(sender.write_done(now=2.0)), Cancelled)
 

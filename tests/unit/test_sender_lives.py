@@ -8,9 +8,9 @@ import pytest
 
 from baton.core.errors import Internal
 from baton.core.types import AttemptKey
-from baton.kv_transfer.note import drained_note, read_note
+from baton.kv_transfer.notes import drained_note, read_note
 from baton.kv_transfer.push_actions import Action, Ended, Fail, SendNote, StartWrite
-from baton.kv_transfer.sender import Sender, State
+from baton.kv_transfer.sender import Sender, SenderState
 from baton.v1.transfer_pb2 import Resend, TicketBody
 
 KEY = AttemptKey("request", 2)
@@ -40,8 +40,8 @@ class Walk:
         possible += ["write_done"] * 3 + ["write_failed"] if self.writing else []
         possible += [] if self.ticketed else ["ticket"] * 2
         possible += [] if self.finished else ["pages", "finish"]
-        landed = self.finished and len(self.written) == self.total
-        return possible + (["accept", "accept", "resend"] if landed else [])
+        arrived = self.finished and len(self.written) == self.total
+        return possible + (["accept", "accept", "resend"] if arrived else [])
 
     def step(self) -> None:
         self.now += self.random.random()
@@ -72,8 +72,8 @@ class Walk:
         match note.WhichOneof("kind"):
             case "beat":
                 self.beats[note.beat.number] = self.now
-            case "landed":
-                assert len(self.written) == self.total, "landed means that all is written"
+            case "arrived":
+                assert len(self.written) == self.total, "arrived means that all is written"
             case _:
                 assert data == drained_note(KEY)
                 assert self.writing is None, "drained means that nothing is under way"
@@ -149,14 +149,14 @@ class Walk:
 
 @pytest.mark.parametrize("first_seed", range(0, 2000, 500))
 def test_random_lives_end_exactly_once_and_never_with_a_write_under_way(first_seed: int) -> None:
-    landed = 0
+    arrived = 0
     for seed in range(first_seed, first_seed + 500):
         walk = Walk(seed)
         while walk.ended is None:
             walk.step()
         if walk.ended.error is None:
-            landed += 1
+            arrived += 1
             assert walk.written == set(range(walk.total))
             assert walk.ended.bytes >= PAGE_BYTES * walk.total
-        assert walk.sender.state is State.DONE
-    assert 50 < landed < 450, "the walk visits both kinds of ends"
+        assert walk.sender.state is SenderState.DONE
+    assert 50 < arrived < 450, "the walk visits both kinds of ends"

@@ -20,7 +20,7 @@ from baton.engine.gpu.settings import GpuSettings
 from baton.engine.group import Group
 from baton.engine.sequence import Piece, Sequence
 from baton.engine.span import Span, decode, encode
-from baton.worker.rank_settings import (
+from baton.worker.rank_process import (
     RankSettings,
     check_ranks,
     decode_error,
@@ -155,7 +155,9 @@ def test_each_rank_has_a_gpu_of_its_own_unless_they_may_share() -> None:
     assert rank_devices(2, "cpu", 0, may_share=False) == ["cpu", "cpu"]
     assert rank_devices(2, "cuda", 4, may_share=True) == ["cuda:0", "cuda:1"]
     assert rank_devices(4, "cuda", 2, may_share=True) == ["cuda:0", "cuda:1"] * 2
-    with pytest.raises(InvalidConfig, match="on a GPU each, and this worker sees 1"):
+    with pytest.raises(
+        InvalidConfig, match="tensor_parallel 2 needs a GPU per rank, and this worker sees 1"
+    ):
         rank_devices(2, "cuda", 1, may_share=False)
     with pytest.raises(InvalidConfig, match="sees 0"):
         rank_devices(2, "cuda", 0, may_share=True)

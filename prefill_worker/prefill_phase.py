@@ -10,7 +10,7 @@ Pages are freed only after the transfer thread says that the push has ended,
 however it ends: until then a write may still be reading them.
 
 A prompt that begins with pages which another worker has may wait for these first
-(prefill_worker/fetches.py).
+(prefill_worker/prefill_jobs.py).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import time
 
 from baton.core.config import Config
 from baton.core.errors import BatonError, Exhausted, Internal
-from baton.core.types import AttemptKey, DeviceEvent, Logprobs, Role
-from baton.core.wire import failed_to, work_from
+from baton.core.types import AttemptKey, DeviceEvent, FinishReason, Logprobs, Role
+from baton.core.wire import failed_to, finish_to, logprobs_to, work_from
 from baton.engine.engine import Engine
 from baton.engine.sequence import Piece, Sequence
-from baton.kv_transfer.events import (
+from baton.kv_transfer.transfer_events import (
     Fetched,
     PagesDamaged,
     PagesWanted,
@@ -38,20 +38,17 @@ from baton.kv_transfer.events import (
     TransferCrashed,
     TransferEvent,
 )
-from baton.kv_transfer.thread import TransferThread
-from baton.prefill_worker.fetches import Fetches
-from baton.prefill_worker.job import Job
-from baton.prefill_worker.messages import first_token, peer_changed, push_ended
-from baton.prefill_worker.scheduler import PrefillScheduler
+from baton.kv_transfer.transfer_thread import TransferThread
+from baton.prefill_worker.prefill_jobs import Fetches, PrefillJob
+from baton.prefill_worker.prefill_scheduler import PrefillScheduler
 from baton.v1 import worker_pb2 as pb
-from baton.worker.admission import refusal
-from baton.worker.flights import Flights, Settled
+from baton.worker.inflight_steps import InflightSteps, Settled
 from baton.worker.metrics import WorkerMetrics
 from baton.worker.outbox import Outbox
-from baton.worker.standing import Standing
+from baton.worker.role_status import RoleStatus
 
 
-class PrefillRole:
+class PrefillPhase:
     def __init__(
         self,
         engine: Engine,
@@ -65,13 +62,13 @@ class PrefillRole:
         self._transfer = transfer
         self._outbox = outbox
         self._metrics = metrics
-        self._flights = Flights(engine, metrics)
-        self._standing = Standing(Role.PREFILL, engine, metrics, config)
+        self._steps = InflightSteps(engine, metrics)
+        self._status = RoleStatus(Role.PREFILL, engine, metrics, config)
         self._fetches = Fetches(engine.pool, transfer, metrics)
         self._scheduler = PrefillScheduler(
             engine.pool, config.prefill.chunk_tokens, self._fetches.coming
         )
-        self._jobs: dict[AttemptKey, Job] = {}
+        self._jobs: dict[AttemptKey, PrefillJob] = {}
 
     @property
     def idle(self) -> bool:
@@ -79,7 +76,7 @@ class PrefillRole:
 
     @property
     def settled(self) -> bool:
-        return self.idle and not self._flights.any and not self._fetches.pages
+        return self.idle and not self._steps.any and not self._fetches.pages
 
     def on_message(self, attachment: int, message: pb.RouterMessage, arrived: float) -> None:
         match message.WhichOneof("kind"):
@@ -94,28 +91,28 @@ class PrefillRole:
             case "sender_gone":
                 self._transfer.sender_died(message.sender_gone.agent)
             case "reserve":
-                self._outbox.send(attachment, refusal(message.reserve.work, Role.PREFILL))
+                self._outbox.send(attachment, self._status.refusal(message.reserve.work))
             case "compute":
-                self._outbox.send(attachment, refusal(message.compute.work, Role.PREFILL))
+                self._outbox.send(attachment, self._status.refusal(message.compute.work))
 
     def on_detach(self, attachment: int) -> None:
         for key in [key for key, job in self._jobs.items() if job.attachment == attachment]:
             self._release(key)
 
     def drain(self) -> None:
-        self._standing.draining = True
+        self._status.draining = True
 
     def resume(self) -> None:
-        self._standing.draining = False
+        self._status.draining = False
 
     def hand_back(self) -> None:
         for job in [job for job in self._jobs.values() if not job.released]:
-            self._fail(job, self._standing.drained())
+            self._fail(job, self._status.drained())
 
     def on_transfer(self, event: TransferEvent) -> None:
         match event:
             case PeerConnected() | PeerDisconnected():
-                self._outbox.broadcast(peer_changed(event))
+                self._outbox.broadcast(_peer_changed(event))
             case PushOverdue() if event.key in self._jobs:
                 self._jobs[event.key].overdue = True
             case PushFailed():
@@ -129,9 +126,9 @@ class PrefillRole:
             case ReservationFailed():
                 self._fetches.fail(event.key)
             case ReservationFreed():
-                self._fetches.let_go(event.key)
+                self._fetches.free(event.key)
             case ReservationOverdue():
-                self._fetches.note_overdue(event.key)
+                self._fetches.mark_overdue(event.key)
             case PagesWanted():  # asked before its router heard of a change of roles
                 self._transfer.decline(event.key, event.ticket)
             case PagesDamaged():
@@ -142,19 +139,19 @@ class PrefillRole:
     def step(self) -> bool:
         self._pool.advance()
         plan = self._scheduler.next()
-        if not plan and not self._flights.any:
+        if not plan and not self._steps.any:
             return self._break_deadlock()
         self._start(plan)
-        for settled in self._flights.advance(plan):
+        for settled in self._steps.advance(plan):
             self._commit(settled)
         self._push_ahead(plan)
         return True
 
     def load(self) -> pb.Load:
-        busy = self._jobs or self._flights.any
+        busy = self._jobs or self._steps.any
         leak = "" if busy else self._pool.check_integrity(held=len(self._fetches.pages))
         transfers = sum(job.delivered for job in self._jobs.values())
-        return self._standing.load(self._scheduler, self._quarantined, transfers, leak)
+        return self._status.load(self._scheduler, self._quarantined, transfers, leak)
 
     @property
     def _quarantined(self) -> int:
@@ -167,13 +164,13 @@ class PrefillRole:
         if work.key in self._jobs:
             return
         try:
-            self._standing.check(work, len(work.prompt_tokens), self._quarantined)
+            self._status.check(work, len(work.prompt_tokens), self._quarantined)
         except BatonError as error:
             self._outbox.send(attachment, failed_to(work.key, error))
             return
         push = bool(message.receiver)
         guide = self._engine.guide(work)
-        job = Job(attachment, work, push, arrived, guide=guide)
+        job = PrefillJob(attachment, work, push, arrived, guide=guide)
         self._jobs[work.key] = job
         keys = self._scheduler.add(work)
         if message.holder.pages and self._may_fetch(keys):
@@ -236,23 +233,25 @@ class PrefillRole:
         someone_will_leave |= self._pool.returning
         if not holders or someone_will_leave or not self._scheduler.cleared_waiting:
             return False
-        if self._fetches.any_under_way:
+        if self._fetches.coming:
             return False
         youngest = max(holders, key=lambda job: job.arrived)
         error = Exhausted("the prefill pool is full and decode has no room either; try again")
         self._fail(youngest, error, retry=True)
         return True
 
-    def _fail(self, job: Job, error: BatonError, *, retry: bool = False) -> None:
+    def _fail(self, job: PrefillJob, error: BatonError, *, retry: bool = False) -> None:
         self._outbox.send(job.attachment, failed_to(job.work.key, error, retry=retry))
         self._release(job.work.key)
 
-    def _emit(self, job: Job, sequence: Sequence, token: int, logprobs: Logprobs | None) -> None:
+    def _emit(
+        self, job: PrefillJob, sequence: Sequence, token: int, logprobs: Logprobs | None
+    ) -> None:
         """Sends token #1, then lets the last pages go."""
         key = job.work.key
         finish = sequence.append(token)
         self._scheduler.remove(key)
-        first = first_token(job, sequence, finish, logprobs, self._pool.page_size)
+        first = _first_token(job, sequence, finish, logprobs, self._pool.page_size)
         self._outbox.send(job.attachment, first)
         self._outbox.flush()
         if job.push and finish:
@@ -263,7 +262,7 @@ class PrefillRole:
 
     def _push_ahead(self, plan: list[Piece]) -> None:
         """Hands over what a device is still computing: it leaves without waiting for the host."""
-        end = self._flights.last_end
+        end = self._steps.last_end
         if not plan or end is None or not self._transfer.pushes_ahead:
             return
         for sequence in (piece.sequence for piece in plan):
@@ -273,7 +272,7 @@ class PrefillRole:
                 full = None if whole else sequence.computed // self._pool.page_size
                 self._push(job, sequence.lease.pages[:full], end)
 
-    def _push(self, job: Job, pages: list[int], after: DeviceEvent | None = None) -> None:
+    def _push(self, job: PrefillJob, pages: list[int], after: DeviceEvent | None = None) -> None:
         """Of a prompt's first pages, those that were not pushed before."""
         if job.push and len(pages) > job.pushed_pages:
             self._transfer.push_pages(job.work.key, pages[job.pushed_pages :], after)
@@ -299,11 +298,60 @@ class PrefillRole:
             return
         self._metrics.transferred(event.bytes, event.seconds)
         if not job.released:
-            self._outbox.send(job.attachment, push_ended(event))
+            self._outbox.send(job.attachment, _push_ended(event))
             self._scheduler.remove(event.key)
         self._forget(job)
 
-    def _forget(self, job: Job) -> None:
+    def _forget(self, job: PrefillJob) -> None:
         del self._jobs[job.work.key]
         if job.lease is not None:
             job.lease.release()
+
+
+def _first_token(
+    job: PrefillJob,
+    sequence: Sequence,
+    finish: FinishReason | None,
+    logprobs: Logprobs | None,
+    page_size: int,
+) -> pb.WorkerMessage:
+    """Token #1, with the time breakdown so far."""
+    first = pb.FirstToken(
+        request_id=job.work.key.request_id,
+        epoch=job.work.key.epoch,
+        token=sequence.tokens[-1],
+        finish_reason=finish_to(finish),
+        queue_seconds=job.started - job.arrived,
+        compute_seconds=time.monotonic() - job.started,
+        cached_tokens=sequence.cached_tokens,
+        restored_tokens=sequence.restored_tokens,
+        logprobs=logprobs_to(logprobs) if logprobs else None,
+        prompt_logprobs=map(logprobs_to, sequence.prompt_scores),
+        chunks=job.chunks.chunks,
+    )
+    if job.fetch is not None:
+        first.fetched_tokens = job.fetch.used(sequence.lease.found) * page_size
+        first.fetch_seconds = job.fetch.seconds
+    return pb.WorkerMessage(first_token=first)
+
+
+def _push_ended(event: PushEnded) -> pb.WorkerMessage:
+    if event.error is not None:
+        return failed_to(event.key, event.error)
+    pushed = pb.Pushed(
+        request_id=event.key.request_id,
+        epoch=event.key.epoch,
+        bytes=event.bytes,
+        seconds=event.seconds,
+        exposed_seconds=event.exposed_seconds,
+    )
+    return pb.WorkerMessage(pushed=pushed)
+
+
+def _peer_changed(event: PeerConnected | PeerDisconnected) -> pb.WorkerMessage:
+    connected = pb.Connected(worker_id=event.worker_id, agent=event.agent)
+    if isinstance(event, PeerDisconnected):
+        connected.lost = True
+    elif event.error is not None:
+        connected.error, connected.reason = event.error.message, event.error.reason
+    return pb.WorkerMessage(connected=connected)

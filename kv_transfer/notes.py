@@ -9,12 +9,12 @@ from google.protobuf.message import DecodeError
 from baton.core.types import AttemptKey
 from baton.v1.transfer_pb2 import (
     Accepted,
+    Arrived,
     Beat,
     Drained,
     Fetch,
     Greeting,
     Introduction,
-    Landed,
     PoolAddress,
     Renewed,
     Resend,
@@ -35,12 +35,12 @@ def beat_note(key: AttemptKey, number: int) -> bytes:
     return _note(key, TransferNote(beat=Beat(number=number)))
 
 
-def landed_note(
+def arrived_note(
     key: AttemptKey, first_token: int, pages: int, digests: Sequence[int] = (), round: int = 0
 ) -> bytes:
     """Every page is in place, after `round` times of sending damaged ones again."""
-    landed = Landed(first_token=first_token, pages=pages, digests=digests, round=round)
-    return _note(key, TransferNote(landed=landed))
+    arrived = Arrived(first_token=first_token, pages=pages, digests=digests, round=round)
+    return _note(key, TransferNote(arrived=arrived))
 
 
 def drained_note(key: AttemptKey) -> bytes:

@@ -1,8 +1,8 @@
 """What a transfer thread tells its worker.
 
 For each push exactly one PushEnded, and before it at most one PushFailed. For
-each reservation: at most one Landed or ReservationFailed; and, unless it landed,
-exactly one ReservationFreed. For each fetch the same, with Fetched for Landed.
+each reservation: at most one Arrived or ReservationFailed; and, unless it arrived,
+exactly one ReservationFreed. For each fetch the same, with Fetched for Arrived.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class PushFailed:
 
 @dataclass(frozen=True, slots=True)
 class PushEnded:
-    """A push is over and its pages may be freed. It landed unless there is an `error`."""
+    """A push is over and its pages may be freed. It arrived unless there is an `error`."""
 
     key: AttemptKey
     error: BatonError | None
@@ -52,7 +52,7 @@ class PushEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class Landed:
+class Arrived:
     """All pages of a reservation are in place and belong to the worker from now on."""
 
     key: AttemptKey
@@ -134,7 +134,7 @@ TransferEvent = (
     | PeerDisconnected
     | PushFailed
     | PushEnded
-    | Landed
+    | Arrived
     | Fetched
     | PagesDamaged
     | PagesWanted

@@ -25,12 +25,12 @@ from concurrent.futures import Future
 from functools import partial
 
 from baton.core.types import AttemptKey, DeviceEvent
-from baton.kv_transfer.digest import PeerDigest
-from baton.kv_transfer.events import TransferCrashed, TransferEvent
-from baton.kv_transfer.note import read_note
+from baton.kv_transfer.notes import read_note
+from baton.kv_transfer.pool_digest import PeerDigest
 from baton.kv_transfer.pushes import Pushes
 from baton.kv_transfer.reservations import Reservations
 from baton.kv_transfer.ticket import TICKET_VERSION
+from baton.kv_transfer.transfer_events import TransferCrashed, TransferEvent
 from baton.kv_transfer.transport import (
     Noted,
     PeerLost,
@@ -187,7 +187,7 @@ class TransferThread:
     def expect(
         self, key: AttemptKey, sender: str, pages: Sequence[int], expires_after_seconds: float
     ) -> None:
-        """`pages` wait for the agent `sender` -> Landed, or ReservationFailed and -Freed.
+        """`pages` wait for the agent `sender` -> Arrived, or ReservationFailed and -Freed.
 
         Must be called before the ticket leaves the worker.
         """
@@ -197,7 +197,7 @@ class TransferThread:
     def release_reservation(self, key: AttemptKey) -> None:
         """The reservation is not wanted any more -> ReservationFreed, once that is safe.
 
-        A Landed or ReservationFailed that was already on its way may come
+        A Arrived or ReservationFailed that was already on its way may come
         first; ignore it.
         """
         self._post(partial(self._reservations.release, key))
@@ -308,7 +308,7 @@ class TransferThread:
             self._reservations.connected(address)
 
     def _hear(self, peer: str, note: TransferNote) -> None:
-        if note.WhichOneof("kind") in ("beat", "landed", "drained"):
+        if note.WhichOneof("kind") in ("beat", "arrived", "drained"):
             self._reservations.noted(peer, note)
         else:
             self._pushes.noted(peer, note)

@@ -2,7 +2,7 @@
 
 The life of one attempt:
 
-    Reserve ─▶ waiting ─▶ travelling ─Landed─▶ running ─▶ last token, pages freed
+    Reserve ─▶ waiting ─▶ travelling ─Arrived─▶ running ─▶ last token, pages freed
                   │           │                   │
                Release     Release             Release ─▶ pages freed
                   │           │
@@ -12,7 +12,7 @@ The life of one attempt:
 
     Compute ─▶ running, its prompt read here: nobody sends pages
 
-Besides, prefill workers may fetch what is cached here (decode_worker/loans.py).
+Besides, prefill workers may fetch what is cached here (decode_worker/decode_phase.py).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from baton.core.config import Config
 from baton.core.errors import BatonError, Internal
 from baton.core.types import AttemptKey, FinishReason, Role, Work
 from baton.core.wire import failed_to, finish_to, logprobs_to, work_from
-from baton.decode_worker.loans import Loans
-from baton.decode_worker.scheduler import DecodeScheduler, Reservation
+from baton.decode_worker.decode_scheduler import DecodeScheduler, Reservation
 from baton.engine.engine import Engine
-from baton.engine.page_pool import Lease
+from baton.engine.page_pool import Lease, PagePool
 from baton.engine.sequence import Guide, Piece, Sequence
-from baton.kv_transfer.events import (
-    Landed,
+from baton.kv_transfer.ticket import make_ticket
+from baton.kv_transfer.transfer_events import (
+    Arrived,
     PagesDamaged,
     PagesWanted,
     PushEnded,
@@ -42,23 +42,24 @@ from baton.kv_transfer.events import (
     TransferCrashed,
     TransferEvent,
 )
-from baton.kv_transfer.thread import TransferThread
-from baton.kv_transfer.ticket import make_ticket
+from baton.kv_transfer.transfer_thread import TransferThread
 from baton.v1 import worker_pb2 as pb
-from baton.worker.admission import refusal
-from baton.worker.flights import Flights, Settled
+from baton.worker.inflight_steps import InflightSteps, Settled
 from baton.worker.metrics import WorkerMetrics
 from baton.worker.outbox import Outbox
-from baton.worker.standing import Standing
+from baton.worker.role_status import RoleStatus
+
+MOST_LOANS = 16
+"""Loans at once."""
 
 
 @dataclass(slots=True)
-class Job:
+class DecodeJob:
     attachment: int
     work: Work
     sender: str  # the transport agent that will push the pages
     arrived: float
-    landed: float = 0.0
+    pages_arrived: float = 0.0
     sequence: Sequence | None = None
     queue_seconds: float = 0.0
     admitted: float = 0.0  # when it was first in a batch
@@ -66,7 +67,7 @@ class Job:
     guide: Guide | None = None
 
 
-class DecodeRole:
+class DecodePhase:
     def __init__(
         self,
         engine: Engine,
@@ -80,14 +81,14 @@ class DecodeRole:
         self._transfer = transfer
         self._outbox = outbox
         self._metrics = metrics
-        self._flights = Flights(engine, metrics)
-        self._standing = Standing(Role.DECODE, engine, metrics, config)
+        self._steps = InflightSteps(engine, metrics)
+        self._status = RoleStatus(Role.DECODE, engine, metrics, config)
         self._scheduler = DecodeScheduler(
             engine.pool, config.decode.max_batch, config.decode.chunk_tokens
         )
         self._loans = Loans(engine.pool, transfer)
         self._ticket_seconds = config.decode.ticket_seconds
-        self._jobs: dict[AttemptKey, Job] = {}
+        self._jobs: dict[AttemptKey, DecodeJob] = {}
         # Pages of released reservations that their senders may still write to.
         self._leaving: dict[AttemptKey, Lease] = {}
         self._overdue: set[AttemptKey] = set()  # of these, those that stay for long
@@ -99,7 +100,7 @@ class DecodeRole:
     @property
     def settled(self) -> bool:
         transfers = self._leaving or self._loans.pages
-        return self.idle and not self._flights.any and not transfers
+        return self.idle and not self._steps.any and not transfers
 
     def on_message(self, attachment: int, message: pb.RouterMessage, arrived: float) -> None:
         match message.WhichOneof("kind"):
@@ -112,34 +113,34 @@ class DecodeRole:
             case "sender_gone":
                 self._transfer.sender_died(message.sender_gone.agent)
             case "prefill":
-                self._outbox.send(attachment, refusal(message.prefill.work, Role.DECODE))
+                self._outbox.send(attachment, self._status.refusal(message.prefill.work))
 
     def on_detach(self, attachment: int) -> None:
         for key in [key for key, job in self._jobs.items() if job.attachment == attachment]:
             self._release(key)
 
     def drain(self) -> None:
-        self._standing.draining = True
+        self._status.draining = True
 
     def resume(self) -> None:
-        self._standing.draining = False
+        self._status.draining = False
 
     def hand_back(self) -> None:
         for job in list(self._jobs.values()):
-            self._fail(job, self._standing.drained())
+            self._fail(job, self._status.drained())
 
     def on_transfer(self, event: TransferEvent) -> None:
         match event:
-            case Landed():
-                self._land(event)
+            case Arrived():
+                self._arrive(event)
             case ReservationFreed():
-                self._let_go(event.key)
+                self._free(event.key)
             case ReservationOverdue() if event.key in self._leaving:
                 self._overdue.add(event.key)
             case PagesWanted():
                 self._loans.answer(event)
             case PushOverdue():
-                self._loans.note_overdue(event.key)
+                self._loans.mark_overdue(event.key)
             case PushEnded():
                 self._loans.end(event.key)
             case PagesDamaged():
@@ -153,22 +154,22 @@ class DecodeRole:
         self._pool.advance()
         self._grant()
         plan = self._scheduler.next()
-        if not plan and not self._flights.any:
+        if not plan and not self._steps.any:
             return False
         self._admit(plan, time.monotonic())
         steps: defaultdict[int, list[pb.StepTokens]] = defaultdict(list)
-        for settled in self._flights.advance(plan):
+        for settled in self._steps.advance(plan):
             self._commit(settled, steps)
         for attachment, tokens in steps.items():
             self._outbox.send(attachment, pb.WorkerMessage(step=pb.Step(tokens=tokens)))
         return True
 
     def load(self) -> pb.Load:
-        busy = self._jobs or self._flights.any
+        busy = self._jobs or self._steps.any
         held = len(self._leaving_pages | self._loans.pages)
         leak = "" if busy else self._pool.check_integrity(held=held)
         transfers = self._scheduler.travelling
-        load = self._standing.load(self._scheduler, self._quarantined, transfers, leak)
+        load = self._status.load(self._scheduler, self._quarantined, transfers, leak)
         load.reading = self._scheduler.reading
         return load
 
@@ -188,25 +189,25 @@ class DecodeRole:
             return
         try:
             most = len(work.prompt_tokens) + work.tokens_wanted
-            self._standing.check(work, most, self._quarantined)
+            self._status.check(work, most, self._quarantined)
         except BatonError as error:
             self._outbox.send(attachment, failed_to(work.key, error))
             return
         guide = self._engine.guide(work)
         if isinstance(message, pb.Reserve):
-            self._jobs[work.key] = Job(attachment, work, message.sender, arrived, guide=guide)
+            self._jobs[work.key] = DecodeJob(attachment, work, message.sender, arrived, guide=guide)
             self._scheduler.reserve(work)
         else:
             sequence = self._scheduler.compute(work)
             sequence.take_guide(guide)
-            job = Job(attachment, work, "", arrived, landed=arrived, sequence=sequence)
+            job = DecodeJob(attachment, work, "", arrived, pages_arrived=arrived, sequence=sequence)
             self._jobs[work.key] = job
 
     def _grant(self) -> None:
         for reservation in self._scheduler.grant():
             self._send_ticket(self._jobs[reservation.work.key], reservation)
 
-    def _send_ticket(self, job: Job, reservation: Reservation) -> None:
+    def _send_ticket(self, job: DecodeJob, reservation: Reservation) -> None:
         key = job.work.key
         lease, pages = reservation.lease, reservation.awaited
         self._transfer.expect(key, job.sender, pages, self._ticket_seconds)
@@ -228,14 +229,14 @@ class DecodeRole:
         )
         self._outbox.send(job.attachment, pb.WorkerMessage(reserved=reserved))
 
-    def _land(self, event: Landed) -> None:
+    def _arrive(self, event: Arrived) -> None:
         if event.key in self._leaving:
-            self._let_go(event.key)
+            self._free(event.key)
             return
         job = self._jobs.get(event.key)
         if job is not None:
             job.sequence = self._scheduler.arrive(event.key, event.first_token)
-            job.landed = time.monotonic()
+            job.pages_arrived = time.monotonic()
             if job.sequence is not None:
                 job.sequence.take_guide(job.guide)
 
@@ -244,7 +245,7 @@ class DecodeRole:
             job = self._jobs[piece.sequence.work.key]
             if not job.admitted:
                 job.admitted = now
-                job.queue_seconds = now - job.landed
+                job.queue_seconds = now - job.pages_arrived
                 self._metrics.queued(job.queue_seconds)
 
     def _commit(self, settled: Settled, steps: defaultdict[int, list[pb.StepTokens]]) -> None:
@@ -266,7 +267,7 @@ class DecodeRole:
                 del self._jobs[job.work.key]
 
     def _step_tokens(
-        self, job: Job, settled: Settled, finish: FinishReason | None
+        self, job: DecodeJob, settled: Settled, finish: FinishReason | None
     ) -> pb.StepTokens:
         """Its last token; with the first, what came before."""
         sequence = settled.sequence
@@ -286,11 +287,11 @@ class DecodeRole:
                 message.prompt_logprobs.extend(map(logprobs_to, sequence.prompt_scores))
         return message
 
-    def _fail(self, job: Job, error: BatonError) -> None:
+    def _fail(self, job: DecodeJob, error: BatonError) -> None:
         self._outbox.send(job.attachment, failed_to(job.work.key, error))
         self._release(job.work.key)
 
-    def _lose(self, job: Job, error: BatonError | None) -> None:
+    def _lose(self, job: DecodeJob, error: BatonError | None) -> None:
         """A prompt will not arrive. Where prefill gave up, its own word is on its way to the
         router: token #1 that was the last, or an error. Ours could overtake it."""
         if error is None:
@@ -310,8 +311,52 @@ class DecodeRole:
             self._leaving[key] = reservation.lease
             self._transfer.release_reservation(key)
 
-    def _let_go(self, key: AttemptKey) -> None:
+    def _free(self, key: AttemptKey) -> None:
         self._overdue.discard(key)
         lease = self._leaving.pop(key, None)
         if lease is not None:
             lease.release()
+
+
+class Loans:
+    """Cached pages that are being pushed to a prefill worker which fetches them.
+
+        PagesWanted ─▶ lent ─PushEnded─▶ back in the cache
+             │
+             └─ not cached, or too many loans ─▶ declined
+
+    A loan is a lease, so lent pages are not evicted. It ends with its push.
+    """
+
+    def __init__(self, pool: PagePool, transfer: TransferThread) -> None:
+        self._pool = pool
+        self._transfer = transfer
+        self._loans: dict[AttemptKey, Lease] = {}
+        self._overdue: set[AttemptKey] = set()
+
+    @property
+    def pages(self) -> set[int]:
+        return {page for lease in self._loans.values() for page in lease.pages}
+
+    @property
+    def overdue_pages(self) -> set[int]:
+        """Pages that a cancelled write has been reading for too long."""
+        return {page for key in self._overdue for page in self._loans[key].pages}
+
+    def answer(self, wanted: PagesWanted) -> None:
+        lease = self._pool.hold(wanted.page_keys if len(self._loans) < MOST_LOANS else ())
+        if lease.pages:
+            self._loans[wanted.key] = lease
+            self._transfer.lend(wanted.key, wanted.peer, wanted.ticket, lease.pages)
+        else:
+            lease.release()
+            self._transfer.decline(wanted.key, wanted.ticket)
+
+    def end(self, key: AttemptKey) -> None:
+        self._overdue.discard(key)
+        if lease := self._loans.pop(key, None):
+            lease.release()
+
+    def mark_overdue(self, key: AttemptKey) -> None:
+        if key in self._loans:
+            self._overdue.add(key)

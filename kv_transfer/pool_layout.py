@@ -1,18 +1,28 @@
-"""Which heads of a page go from where to where, between two pools that split them.
+"""Whether two pools can exchange pages, and which bytes of a page go where.
 
-A page is [layer, k/v, token, kv_head, dim], in every shard: so what two shards
-have in common is, in each row of a token, one run of heads at either end. Where
-both hold the same heads a page is copied as a whole.
+Pages are copied byte for byte, so every field of `PoolLayout` must be equal on
+both sides. The layout's hash is part of each ticket.
+
+A page is [layer, k/v, token, kv_head, dim] in every shard. What two shards have in
+common is therefore one run of heads in each row of a token. Where both hold the
+same heads a page is copied as a whole.
+
+Version history of the layout:
+
+    1   [page, layer, k/v, token, kv_head, dim], one page contiguous
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from baton.core.errors import LayoutMismatch
 from baton.kv_transfer.transport import PagePart
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout, PoolShard
+
+LAYOUT_VERSION = 1
 
 
 class HeadRange(NamedTuple):
@@ -26,7 +36,7 @@ class HeadRange(NamedTuple):
         return self.first + self.size
 
 
-class Link(NamedTuple):
+class HeadLink(NamedTuple):
     """A shard of ours, and one of a peer's that some of its heads go to."""
 
     shard: int  # ours, by its rank
@@ -42,7 +52,7 @@ def shards_of(address: PoolAddress) -> list[PoolShard]:
     return [PoolShard(first_head=0, heads=address.layout.kv_heads, pool=address)]
 
 
-def links(ours: Sequence[HeadRange], page_bytes: int, address: PoolAddress) -> list[Link]:
+def links(ours: Sequence[HeadRange], page_bytes: int, address: PoolAddress) -> list[HeadLink]:
     """How pages get to a peer's pool: from which of our shards to which of its.
 
     `page_bytes` is what a whole page takes here. Links are in the order of their heads,
@@ -55,11 +65,13 @@ def links(ours: Sequence[HeadRange], page_bytes: int, address: PoolAddress) -> l
         )
     theirs = shards_of(address)
     if ours == [_heads(shard) for shard in theirs]:
-        return [Link(rank, shard.pool, shard.first_head, None) for rank, shard in enumerate(theirs)]
+        return [
+            HeadLink(rank, shard.pool, shard.first_head, None) for rank, shard in enumerate(theirs)
+        ]
     _check_split(theirs, address)
     head_bytes = page_bytes // _rows(address.layout) // address.layout.kv_heads
     return [
-        Link(
+        HeadLink(
             rank,
             shard.pool,
             max(mine.first, shard.first_head),
@@ -102,3 +114,32 @@ def _heads(shard: PoolShard) -> HeadRange:
 def _rows(layout: PoolLayout) -> int:
     """Rows a page: each holds the heads of one token, of one layer's keys or values."""
     return layout.layers * 2 * layout.page_size
+
+
+def layout_hash(layout: PoolLayout) -> bytes:
+    """A digest of the layout's values. It does not depend on how protobuf encodes them."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, value in _layout_fields(layout):
+        digest.update(f"{name}={value!r}\n".encode())
+    return digest.digest()
+
+
+def cache_root(layout: PoolLayout) -> bytes:
+    """The root of the keys of pages (core/page_keys.py): equal where pages can be exchanged."""
+    return hashlib.blake2b(layout_hash(layout), digest_size=16, person=b"baton-cache").digest()
+
+
+def describe_mismatch(ours: PoolLayout, theirs: PoolLayout) -> str:
+    """Names the fields that differ, with both values; empty when none does."""
+    differing = [
+        f"{name} is {our_value!r} here and {their_value!r} there"
+        for (name, our_value), (_, their_value) in zip(
+            _layout_fields(ours), _layout_fields(theirs), strict=True
+        )
+        if our_value != their_value
+    ]
+    return "; ".join(differing)
+
+
+def _layout_fields(layout: PoolLayout) -> list[tuple[str, int | str]]:
+    return [(field.name, getattr(layout, field.name)) for field in PoolLayout.DESCRIPTOR.fields]

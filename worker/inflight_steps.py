@@ -36,7 +36,7 @@ class _UnderWay:
     began: float
 
 
-class Flights:
+class InflightSteps:
     def __init__(self, engine: Engine, metrics: WorkerMetrics) -> None:
         self._engine = engine
         self._metrics = metrics

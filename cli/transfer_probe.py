@@ -20,7 +20,7 @@ from typing import Protocol, TypeVar
 import numpy
 
 from baton.core.errors import BatonError, Internal
-from baton.kv_transfer.routed import Choice, RoutedTransport
+from baton.kv_transfer.routed_transport import RouteChoice, RoutedTransport
 from baton.kv_transfer.transport import Noted, PoolMemory, WriteDone, WriteFailed
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
 
@@ -37,7 +37,7 @@ MakeTransport = Callable[[], RoutedTransport]
 class Measured:
     """Pushes of `bytes` bytes each."""
 
-    choice: Choice
+    choice: RouteChoice
     bytes: int
     written: list[float]  # seconds until the sender knows that all bytes are in place
     heard: list[float]  # seconds until the receiver hears the note

@@ -1,17 +1,26 @@
 """Several transports as one: each peer is reached by the first that leads there.
 
-All of them serve the same pool under the same agent name, and its address
-lists a route for each. Which one a peer is reached by, and why no better one,
-is logged when it is connected, and kept in `chosen`.
+    pool memory   configured   offered, best first
+    cpu           auto, nixl   nixl
+    cuda          auto         cuda_ipc, nixl
+    cuda          cuda_ipc     cuda_ipc
+    cuda          nixl         nixl
+
+All of them serve the same pool under the same agent name, and its address lists
+a route for each. A pair of workers uses the first that both offer and that
+connects them: CUDA IPC within a host, NIXL between hosts. The choice, and why no
+better one was possible, is logged on connect and kept in `chosen`. A transport
+that cannot be used at all is reported at the start, and the others are offered.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import uuid
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from baton.core.errors import BatonError, LayoutMismatch, WorkerLost
+from baton.core.errors import BatonError, InvalidConfig, LayoutMismatch, WorkerLost
 from baton.core.types import DeviceEvent
 from baton.kv_transfer.transport import (
     PagePart,
@@ -28,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class RouteChoice:
     """How a peer is reached."""
 
     transport: str
@@ -41,7 +50,7 @@ class RoutedTransport:
     def __init__(self, transports: dict[str, SlicingTransport]) -> None:
         self._transports = transports
         self._refusals: list[str] = []  # of transports that could not serve the pool
-        self.chosen: dict[str, Choice] = {}
+        self.chosen: dict[str, RouteChoice] = {}
 
     def register(self, memory: PoolMemory, layout: PoolLayout) -> PoolAddress:
         """Serves the pool over every transport that can; raises if none can."""
@@ -68,7 +77,7 @@ class RoutedTransport:
             except BatonError as error:
                 refusals.append(f"{name}: {error.message}")
             else:
-                self._choose(peer, Choice(name, "; ".join(refusals)))
+                self._choose(peer, RouteChoice(name, "; ".join(refusals)))
                 return peer
         raise WorkerLost(f"{address.agent} cannot be reached: {'; '.join(refusals)}")
 
@@ -115,7 +124,7 @@ class RoutedTransport:
             del self._transports[name]
             return None
 
-    def _choose(self, peer: str, choice: Choice) -> None:
+    def _choose(self, peer: str, choice: RouteChoice) -> None:
         self.chosen[peer] = choice
         because = f" ({choice.why})" if choice.why else ""
         _log.info("pages to %s travel over %s%s", peer, choice.transport, because)
@@ -133,3 +142,40 @@ class RoutedTransport:
     def _outer(self, name: str, number: int) -> int:
         """A transport's write number, made unlike those of all others."""
         return number * len(self._transports) + list(self._transports).index(name)
+
+
+def choose_transport(wanted: str, device: str) -> RoutedTransport:
+    """The transport of a worker with a pool on `device`; `wanted` as in the configuration.
+
+    Raises InvalidConfig when that is none.
+    """
+    agent = f"agent-{uuid.uuid4().hex}"
+    return RoutedTransport({name: _MAKERS[name](agent) for name in offered(wanted, device)})
+
+
+def offered(wanted: str, device: str) -> list[str]:
+    """The names of the transports that such a worker offers, the best first."""
+    if wanted == "cuda_ipc" and device != "cuda":
+        raise InvalidConfig(
+            f"transport cuda_ipc moves pages between GPUs, not in {device} memory",
+            field="transport",
+        )
+    if wanted != "auto":
+        return [wanted]
+    return ["cuda_ipc", "nixl"] if device == "cuda" else ["nixl"]
+
+
+def _nixl(agent: str) -> SlicingTransport:
+    from baton.kv_transfer.nixl_transport import NixlTransport
+
+    return NixlTransport(agent)
+
+
+def _cuda_ipc(agent: str) -> SlicingTransport:
+    # Imports torch and triton, which a worker on a CPU does without.
+    from baton.kv_transfer.cuda_ipc_transport import CudaIpcTransport
+
+    return CudaIpcTransport(agent)
+
+
+_MAKERS: dict[str, Callable[[str], SlicingTransport]] = {"nixl": _nixl, "cuda_ipc": _cuda_ipc}

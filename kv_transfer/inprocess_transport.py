@@ -36,7 +36,7 @@ from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
 _AGENTS: dict[str, InProcessTransport] = {}
 
 
-class Span(NamedTuple):
+class PageSpan(NamedTuple):
     """A run of pages that are neighbours on both sides: one piece to copy."""
 
     local: int
@@ -144,19 +144,19 @@ class InProcessTransport:
             return True
 
 
-def merge_spans(local_pages: Sequence[int], remote_pages: Sequence[int]) -> list[Span]:
+def merge_spans(local_pages: Sequence[int], remote_pages: Sequence[int]) -> list[PageSpan]:
     """Pairs the pages up, in order, in as few spans as possible."""
-    spans: list[Span] = []
+    spans: list[PageSpan] = []
     for local, remote in zip(local_pages, remote_pages, strict=True):
         last = spans[-1] if spans else None
         if last and (local, remote) == (last.local + last.pages, last.remote + last.pages):
             spans[-1] = last._replace(pages=last.pages + 1)
         else:
-            spans.append(Span(local, remote, 1))
+            spans.append(PageSpan(local, remote, 1))
     return spans
 
 
-def _copy(source: PoolMemory, target: PoolMemory, span: Span) -> None:
+def _copy(source: PoolMemory, target: PoolMemory, span: PageSpan) -> None:
     page_bytes = source.page_bytes
     ctypes.memmove(
         target.base + span.remote * page_bytes,

@@ -3,7 +3,7 @@
 To everyone else it is one transport that serves one pool. Within, each shard of
 the pool is served by a transport in the process that holds it, and pages go from
 every shard of ours straight to every shard of the peer's that has heads in common
-with it (kv_transfer/heads.py says which bytes). These pairs are links.
+with it (kv_transfer/pool_layout.py says which bytes). These pairs are links.
 
             ours                      the peer's
         shard 0 (heads 0-3) ─┬─▶ shard 0 (heads 0-7)    a write is done when all
@@ -34,8 +34,8 @@ from typing import Protocol
 
 from baton.core.errors import BatonError, WorkerLost
 from baton.core.types import DeviceEvent
-from baton.kv_transfer.digest import PageDigest, join_digests
-from baton.kv_transfer.heads import HeadRange, Link, links
+from baton.kv_transfer.pool_digest import PageDigest, join_digests
+from baton.kv_transfer.pool_layout import HeadLink, HeadRange, links
 from baton.kv_transfer.shard_proxy import ShardProxy
 from baton.kv_transfer.transport import (
     Noted,
@@ -85,14 +85,14 @@ _Part = tuple[int, int]
 """A part of a write: the rank of our shard, and the number that it has there."""
 
 
-def _places(planned: Sequence[Link]) -> list[_Place]:
+def _places(planned: Sequence[HeadLink]) -> list[_Place]:
     return [(link.shard, link.pool.agent) for link in planned]
 
 
 @dataclass(slots=True)
 class _Peer:
     total_pages: int
-    planned: list[Link]
+    planned: list[HeadLink]
     links: list[_Place] = field(init=False)  # the first one takes notes
     lost: bool = False
     broken: set[_Place] = field(default_factory=set)  # links that carry nothing any more
@@ -157,7 +157,7 @@ class ShardedTransport:
         if known is not None and not known.lost:
             return address.agent
         planned = links(self._heads, self._page_bytes, address)
-        connected: list[Link] = []
+        connected: list[HeadLink] = []
         try:
             for link in planned:
                 self._shards[link.shard].connect(link.pool, link.part)

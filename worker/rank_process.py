@@ -1,0 +1,228 @@
+"""One process of a worker that several share: `python -m baton.worker.rank_process STEPS TRANSFERS
+COPIES`, ranks 1 and up.
+
+The arguments are inherited sockets to rank 0, the worker itself (worker/ranks.py):
+
+    settings ─▶ load ─▶ LOADED, or the error ─▶ meet the others ─▶ steps, until the socket ends
+                                                               ├─▶ transfers, on a thread
+                                                               └─▶ copies, on another
+
+It lives as long as rank 0 keeps the first two open. Signals are left to rank 0.
+Imports no torch at the top: the number of threads must be set first, and the
+cluster checks a configuration without torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from baton.core.errors import BatonError, InvalidConfig, from_reason
+from baton.core.process import set_up_logging
+from baton.engine.architecture import Architecture
+from baton.engine.gpu.settings import GpuSettings
+from baton.engine.split import Split, check_split
+from baton.worker.resources import lower_priority, use_threads
+
+if TYPE_CHECKING:
+    from baton.engine.engine import Engine
+
+log = logging.getLogger(__name__)
+
+LOADED = b"loaded"
+"""Sent by a rank that is ready to follow steps."""
+
+# Until the steps' socket ends like the transfers'; a step may be waiting for a dead rank 0.
+GRACE_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class RankSettings:
+    """The arguments of Engine.load and of the process, sent by rank 0."""
+
+    rank: int
+    size: int
+    # A file that does not exist yet, in a folder that all ranks can write to.
+    meeting_point: str
+    folder: str
+    dtype: str
+    device: str
+    # Whether each rank has a GPU of its own.
+    own_devices: bool
+    # The inherited memory file of the second tier's rows; None without a second tier.
+    rows_file: int | None
+    page_size: int
+    kv_memory: int  # of all ranks
+    max_context: int | None
+    threads: int
+    nice: int
+    random_weights: bool
+    transport: str
+    log_level: str
+    gpu: GpuSettings
+
+    @property
+    def split(self) -> Split:
+        return Split(self.rank, self.size)
+
+    def encode(self) -> bytes:
+        return json.dumps(dataclasses.asdict(self)).encode()
+
+    @classmethod
+    def decode(cls, message: bytes) -> RankSettings:
+        values = json.loads(message)
+        return cls(**{**values, "gpu": GpuSettings(**values["gpu"])})
+
+
+def rank_devices(size: int, device: str, visible: int, *, may_share: bool) -> list[str]:
+    """The device of each rank: one of the `visible` GPUs each, in order.
+
+    Raises InvalidConfig where there are too few and they may not be shared.
+    """
+    if device == "cpu":
+        return ["cpu"] * size
+    if visible < size and not (visible and may_share):
+        raise InvalidConfig(
+            f"tensor_parallel {size} needs a GPU per rank, and this worker sees {visible}",
+            field="tensor_parallel",
+        )
+    return [f"cuda:{rank % visible}" for rank in range(size)]
+
+
+def check_ranks(size: int, model: Architecture, gpu_share: float = 1.0) -> None:
+    """Raises InvalidConfig when `size` processes cannot serve as one worker."""
+    if size == 1:
+        return
+    check_split(model, size)
+    if gpu_share < 1:
+        raise InvalidConfig(
+            "a split model takes its GPUs whole: gpu_share or tensor_parallel must be 1",
+            field="tensor_parallel",
+        )
+
+
+def encode_error(error: BatonError) -> bytes:
+    fields = {"reason": error.reason, "message": error.message, "field": error.field}
+    return json.dumps(fields).encode()
+
+
+def decode_error(answer: bytes) -> BatonError:
+    return from_reason(**json.loads(answer))
+
+
+def main() -> None:
+    """Exits with 0 when rank 0 closes the sockets, with 1 after an error."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    steps, transfers = Connection(int(sys.argv[1])), socket.socket(fileno=int(sys.argv[2]))
+    try:
+        _live(steps, transfers, Connection(int(sys.argv[3])))
+    except (EOFError, ConnectionError):
+        os._exit(0)
+    except BaseException:
+        log.exception("this rank has failed")
+        os._exit(1)
+
+
+def _live(steps: Connection, transfers: socket.socket, copies: Connection) -> None:
+    settings = RankSettings.decode(steps.recv_bytes())
+    set_up_logging(settings.log_level)
+    use_threads(settings.threads)
+    lower_priority(settings.nice)
+    try:
+        engine = _load(settings, lambda: steps.send_bytes(LOADED))
+    except BatonError as error:
+        steps.send_bytes(encode_error(error))
+        steps.recv_bytes()  # rank 0 closes the socket once it has reported the error
+        raise
+    serving = (transfers, engine, settings.transport)
+    threading.Thread(target=_serve_transfers, args=serving, name="transfer", daemon=True).start()
+    if settings.rows_file is not None:
+        copying = (copies, engine, settings.rows_file)
+        threading.Thread(target=_serve_copies, args=copying, name="copies", daemon=True).start()
+    while True:
+        engine.follow(steps.recv_bytes())
+
+
+def _load(settings: RankSettings, loaded: Callable[[], None]) -> Engine:
+    # Imported here: the number of threads must be set before torch is imported.
+    from baton.engine.engine import Engine
+    from baton.engine.group import Group
+
+    _use(settings.device)
+    group = Group(
+        settings.split,
+        Path(settings.meeting_point),
+        own_devices=settings.own_devices,
+        loaded=loaded,
+    )
+    return Engine.load(
+        Path(settings.folder),
+        dtype=settings.dtype,
+        device=settings.device,
+        page_size=settings.page_size,
+        kv_memory=settings.kv_memory,
+        max_context=settings.max_context,
+        threads=settings.threads,
+        random_weights=settings.random_weights,
+        gpu=settings.gpu,
+        group=group,
+    )
+
+
+def _use(device: str) -> None:
+    """Makes this the calling thread's device."""
+    import torch
+
+    if device != "cpu":
+        torch.cuda.set_device(device)
+
+
+def _serve_transfers(channel: socket.socket, engine: Engine, transport: str) -> None:
+    """Ends the process when rank 0 closes the socket, or when a transfer raises."""
+    from baton.kv_transfer.pool_layout import HeadRange
+    from baton.kv_transfer.routed_transport import choose_transport
+    from baton.kv_transfer.shard_host import serve_shard
+    from baton.worker.backend import pool_memory
+
+    heads = engine.kv.shape[4]
+    try:
+        _use(str(engine.kv.device))
+        chosen = choose_transport(transport, engine.kv.device.type)
+        own = HeadRange(engine.split.rank * heads, heads)
+        serve_shard(channel, chosen, pool_memory(engine), own)
+    except BaseException:
+        log.exception("the transfers of this rank have failed")
+        os._exit(1)
+    time.sleep(GRACE_SECONDS)
+    os._exit(0)
+
+
+def _serve_copies(first: Connection, engine: Engine, file: int) -> None:
+    """Ends the process when a copy raises. The loss of rank 0 is left to the other sockets."""
+    from baton.engine.rank_memory import follow_copies
+
+    try:
+        _use(str(engine.kv.device))
+        follow_copies(engine.kv, engine.split, file, first)
+    except (EOFError, ConnectionError):
+        return
+    except BaseException:
+        log.exception("the page copies of this rank have failed")
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()
