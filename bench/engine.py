@@ -21,7 +21,8 @@ from typing import Protocol
 from baton.core import model_store
 from baton.core.types import AttemptKey, Sampling, Work
 from baton.engine.engine import Engine
-from baton.engine.sequence import Piece, Plan, Sequence
+from baton.engine.sequence import Sequence
+from baton.engine.step import Chunk, Plan
 
 Prompts = list[list[int]]
 
@@ -58,10 +59,10 @@ class Ours:
         budget, plan = self._chunk, []
         for sequence in sequences:
             if sequence.generated == 0 and budget:
-                piece = Piece(sequence, min(budget, sequence.uncomputed))
+                piece = Chunk(sequence, min(budget, sequence.uncomputed))
                 budget -= piece.count
                 plan.append(piece)
-        return plan or [Piece(each, 1) for each in sequences if each.generated < count]
+        return plan or [Chunk(each, 1) for each in sequences if each.generated < count]
 
 
 class Transformers:

@@ -30,12 +30,12 @@ from torch import Tensor
 
 from baton.core.types import AttemptKey, Sampling, Work
 from baton.engine.architecture import Architecture, parse_architecture
-from baton.engine.flight import Flight
 from baton.engine.gpu.runner import GpuRunner
 from baton.engine.model import Model
 from baton.engine.page_pool import PagePool
-from baton.engine.random_model import random_model
-from baton.engine.sequence import Piece, Plan, Sequence
+from baton.engine.sequence import Sequence
+from baton.engine.step import Chunk, InFlightStep, Plan
+from baton.engine.weights import random_model
 from baton.kernels.linear import GatedLinear, Linear
 
 PAGE_SIZE = 16
@@ -81,7 +81,7 @@ class Bench:
         torch.cuda.synchronize()
         began = time.perf_counter()
         sequences = [self._submit(prompt, count) for prompt in prompts]
-        flights: deque[tuple[Plan, Flight]] = deque()
+        flights: deque[tuple[Plan, InFlightStep]] = deque()
         while plan := self._next(sequences, count):
             flights.append((plan, self.runner.launch(plan)))
             if len(flights) > 1:
@@ -103,14 +103,14 @@ class Bench:
         budget, plan = CHUNK, []
         for sequence in sequences:
             if sequence.computed < sequence.prompt_length and budget:
-                piece = Piece(sequence, min(budget, sequence.prompt_length - sequence.computed))
+                piece = Chunk(sequence, min(budget, sequence.prompt_length - sequence.computed))
                 budget -= piece.count
                 plan.append(piece)
         return plan or [
-            Piece(each, 1) for each in sequences if each.generated + each.expected < count
+            Chunk(each, 1) for each in sequences if each.generated + each.expected < count
         ]
 
-    def _settle(self, plan: Plan, flight: Flight) -> None:
+    def _settle(self, plan: Plan, flight: InFlightStep) -> None:
         for piece, token in zip(plan, flight.wait(), strict=True):
             if isinstance(token, int):
                 piece.sequence.append(token)

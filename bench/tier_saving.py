@@ -24,9 +24,10 @@ from baton.core import model_store
 from baton.core.config import CacheConfig, Size
 from baton.core.types import AttemptKey, Sampling, Work
 from baton.engine.engine import Engine
-from baton.engine.restore_costs import Tier
+from baton.engine.restoration import Tier
 from baton.engine.second_tier import SecondTier
-from baton.engine.sequence import Piece, Sequence
+from baton.engine.sequence import Sequence
+from baton.engine.step import Chunk
 from baton.worker.backend import open_second_tier
 
 PROMPT = 64
@@ -64,7 +65,7 @@ class Streams:
         if saving:
             self._engine.pool.advance()
         self._bring(pages)
-        plan = [Piece(sequence, 1) for sequence in self._sequences]
+        plan = [Chunk(sequence, 1) for sequence in self._sequences]
         self._run(plan)
         return time.perf_counter() - began
 
@@ -89,10 +90,10 @@ class Streams:
         work = Work(AttemptKey(f"stream-{index}", 1), prompt, Sampling(), steps, frozenset())
         pool = self._engine.pool
         sequence = Sequence(work, pool.acquire(pool.pages_for(PROMPT + steps)))
-        self._run([Piece(sequence, PROMPT)])
+        self._run([Chunk(sequence, PROMPT)])
         return sequence
 
-    def _run(self, plan: list[Piece]) -> None:
+    def _run(self, plan: list[Chunk]) -> None:
         for piece, token in zip(plan, self._engine.step(plan), strict=True):
             assert isinstance(token, int)
             piece.sequence.append(token)

@@ -24,7 +24,8 @@ from baton.core.config import CacheConfig, Size
 from baton.core.types import AttemptKey, Sampling, Work
 from baton.engine.engine import Engine
 from baton.engine.second_tier import SecondTier
-from baton.engine.sequence import Piece, Sequence
+from baton.engine.sequence import Sequence
+from baton.engine.step import Chunk
 from baton.worker.backend import open_second_tier
 
 CHUNK = 512
@@ -49,7 +50,7 @@ class Bench:
         with pool.acquire(pool.pages_for(len(tokens))) as lease:
             sequence = Sequence(work, lease, chain=pool.chain(""))
             while sequence.uncomputed and not sequence.expected:
-                self.engine.step([Piece(sequence, min(CHUNK, sequence.uncomputed))])
+                self.engine.step([Chunk(sequence, min(CHUNK, sequence.uncomputed))])
             sequence.settle(len(tokens))
         return sequence.chain.keys(tokens, len(tokens))
 
@@ -66,8 +67,8 @@ class Bench:
         with self.engine.pool.acquire(self.engine.pool.free) as lease:
             self.engine.kv[lease.pages] = 0
 
-    def bring_back(self, keys: list[bytes]) -> None:
-        assert self.engine.pool.bring_back(keys) == len(keys)
+    def restore_pages(self, keys: list[bytes]) -> None:
+        assert self.engine.pool.restore_pages(keys) == len(keys)
         self.rest()
 
     def contents(self, keys: list[bytes]) -> torch.Tensor:
@@ -94,7 +95,7 @@ def measure(bench: Bench, count: int, seed: int) -> dict[str, float]:
             for key in keys:
                 bench.tier.host.remove(key)
         bench.evict()
-        seconds[tier] = timed(lambda: bench.bring_back(keys))
+        seconds[tier] = timed(lambda: bench.restore_pages(keys))
         assert torch.equal(bench.contents(keys), made), f"{tier}: other bits came back"
     bench.evict()
     return seconds

@@ -28,7 +28,8 @@ from baton.core.wire import failed_to, finish_to, logprobs_to, work_from
 from baton.decode_worker.decode_scheduler import DecodeScheduler, Reservation
 from baton.engine.engine import Engine
 from baton.engine.page_pool import Lease, PagePool
-from baton.engine.sequence import Guide, Piece, Sequence
+from baton.engine.sequence import Guide, Sequence
+from baton.engine.step import Chunk
 from baton.kv_transfer.ticket import make_ticket
 from baton.kv_transfer.transfer_events import (
     Arrived,
@@ -199,7 +200,7 @@ class DecodePhase:
             self._scheduler.reserve(work)
         else:
             sequence = self._scheduler.compute(work)
-            sequence.take_guide(guide)
+            sequence.set_guide(guide)
             job = DecodeJob(attachment, work, "", arrived, pages_arrived=arrived, sequence=sequence)
             self._jobs[work.key] = job
 
@@ -238,9 +239,9 @@ class DecodePhase:
             job.sequence = self._scheduler.arrive(event.key, event.first_token)
             job.pages_arrived = time.monotonic()
             if job.sequence is not None:
-                job.sequence.take_guide(job.guide)
+                job.sequence.set_guide(job.guide)
 
-    def _admit(self, plan: list[Piece], now: float) -> None:
+    def _admit(self, plan: list[Chunk], now: float) -> None:
         for piece in plan:
             job = self._jobs[piece.sequence.work.key]
             if not job.admitted:

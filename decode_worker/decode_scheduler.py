@@ -28,7 +28,8 @@ from dataclasses import dataclass
 from baton.core.types import AttemptKey, Work
 from baton.engine.page_pool import Lease, PagePool
 from baton.engine.prefix_cache import KeyChain
-from baton.engine.sequence import Piece, Plan, Sequence, is_coming
+from baton.engine.sequence import Sequence, next_page_pending
+from baton.engine.step import Chunk, Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ class DecodeScheduler:
             room = len(self._running) + len(self._ready) + len(self._travelling)
             if self._pool.cost(pages, keys) + room > self._pool.free:
                 break
-            if self._pool.bring_back(keys):
+            if self._pool.restore_pages(keys):
                 continue
             del self._waiting[key]
             lease = self._pool.acquire(pages, keys)
@@ -119,7 +120,9 @@ class DecodeScheduler:
     def _first_waiting(self) -> _Waiting | None:
         """The oldest reservation that no pages are being brought back for."""
         waiting = self._waiting.values()
-        return next((each for each in waiting if not is_coming(each.keys, self._pool, ())), None)
+        return next(
+            (each for each in waiting if not next_page_pending(each.keys, self._pool, ())), None
+        )
 
     def arrive(self, key: AttemptKey, first_token: int) -> Sequence | None:
         """The prompt's pages are filled: the request may run. None when it is unknown."""
@@ -177,7 +180,7 @@ class DecodeScheduler:
             # A decoding request always gets its one token; only recomputing shares the budget.
             count = 1 if sequence.uncomputed == 1 else min(sequence.uncomputed, budget)
             if count:
-                plan.append(Piece(sequence, count))
+                plan.append(Chunk(sequence, count))
                 budget -= count if count > 1 else 0
         return plan
 
@@ -190,11 +193,11 @@ class DecodeScheduler:
             sequence = self._preempted[0]
             pages = self._pool.pages_for(len(sequence.tokens))
             keys = sequence.chain.to_find(sequence.tokens)
-            if is_coming(keys, self._pool, self._running):
+            if next_page_pending(keys, self._pool, self._running):
                 return
             if self._pool.cost(pages, keys) > self._pool.free:
                 return
-            if coming := self._pool.bring_back(keys):
+            if coming := self._pool.restore_pages(keys):
                 sequence.restored += coming
                 return
             self._preempted.pop(0)

@@ -1,7 +1,7 @@
 """One model on one device: its weights, its pages, and one step over many sequences.
 
-Several processes can run one model together, each with a part of it on a device of its own
-(engine/split.py): the engine of rank 0 is used as any other, and those of the others follow it.
+Several processes can run one model together, each with a part of it on its own device
+(engine/tensor_parallel.py): rank 0's engine is used as any other, and the others follow it.
 """
 
 from __future__ import annotations
@@ -20,22 +20,19 @@ from torch import Tensor
 
 from baton.core.errors import InvalidConfig
 from baton.core.types import Work
-from baton.engine.architecture import Architecture, read_architecture
+from baton.engine.architecture import Architecture, Split, read_architecture
 from baton.engine.checkpoint import checkpoint_files, digest_files
-from baton.engine.flight import Flight, Outcome
-from baton.engine.gpu.partition import confine
-from baton.engine.gpu.settings import GpuSettings
+from baton.engine.gpu.device import GpuSettings, confine
 from baton.engine.grammar import Grammars
-from baton.engine.group import Group
 from baton.engine.model import Model
 from baton.engine.page_pool import PagePool
-from baton.engine.random_model import random_model
 from baton.engine.runner import Runner
-from baton.engine.sequence import Guide, Plan
-from baton.engine.split import Split
-from baton.engine.weights import load_model
+from baton.engine.sequence import Guide
+from baton.engine.step import InFlightStep, Outcome, Plan
+from baton.engine.tensor_parallel import Group
+from baton.engine.weights import load_model, random_model
 
-Progress = Callable[[str, float], None]
+LoadProgress = Callable[[str, float], None]
 DEFAULT_GPU_SETTINGS = GpuSettings()
 WHOLE = Split()
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -44,7 +41,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class AnyRunner(Protocol):
     """Runs plans on one kind of device."""
 
-    def launch(self, plan: Plan) -> Flight: ...
+    def launch(self, plan: Plan) -> InFlightStep: ...
 
     def follow(self, step: bytes) -> None:
         """Runs this rank's part of a step that rank 0 runs."""
@@ -86,7 +83,7 @@ class Engine:
         threads: int | None = None,
         random_weights: bool = False,
         gpu: GpuSettings = DEFAULT_GPU_SETTINGS,
-        progress: Progress = lambda what, done: None,
+        progress: LoadProgress = lambda what, done: None,
         group: Group | None = None,
     ) -> Engine:
         """The model in `folder`, with `kv_memory` bytes of pages; on a GPU, 0 takes what is left.
@@ -131,7 +128,7 @@ class Engine:
         engine._grammars = Grammars(folder, architecture.vocabulary_size)
         return engine
 
-    def take_over(self, threads: int, gpu: GpuSettings = DEFAULT_GPU_SETTINGS) -> None:
+    def reconfigure(self, threads: int, gpu: GpuSettings = DEFAULT_GPU_SETTINGS) -> None:
         """The calling thread owns the engine from here on, for steps of another kind. Nothing is
         under way; weights and pages stay as they are.
 
@@ -153,7 +150,7 @@ class Engine:
         """What keeps an answer to its request's grammar; None when it has none."""
         return self._grammars.guide(work) if self._grammars else None
 
-    def launch(self, plan: Plan) -> Flight:
+    def launch(self, plan: Plan) -> InFlightStep:
         """Starts one forward for all pieces, and advances each sequence's `computed`.
 
         Where it runs beside the host, the next step can be planned and launched meanwhile.

@@ -13,17 +13,20 @@ so once, and it is tried again after `RETRY_SECONDS`.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import struct
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, KeysView
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton.core.page_keys import KEY_BYTES
-from baton.engine.background import Background
-from baton.engine.page_file import PageBytes, PageForm, read_page, remove_page, write_page
+import numpy
+import numpy.typing
+
+from baton.core.page_keys import KEY_BYTES, page_digest
 
 log = logging.getLogger(__name__)
 
@@ -58,20 +61,20 @@ class FileTier:
         folder: Path,
         budget: int,
         form: PageForm,
-        background: Background,
+        submit: Callable[[Callable[[], None]], None],
         post: Callable[[FileEvent], None],
     ) -> None:
         """Of `folder`, at most `budget` bytes are used. What is there is listed first."""
         self.capacity = budget // form.file_bytes
         self._folder = folder
         self._form = form
-        self._background = background
+        self._submit = submit
         self._post = post
         self._index: OrderedDict[bytes, None] = OrderedDict()  # the longest unused first
         self.pending = 1  # the list, and writes that nothing was heard of yet
         self._failing_until = 0.0
         self.failing = False
-        background.submit(self._list)
+        submit(self._list)
 
     # Called by the pool's thread.
 
@@ -101,7 +104,7 @@ class FileTier:
         """Has a page written, which must not change until it is. The keys that had to go."""
         self.pending += 1
         self._index[key] = None
-        self._background.submit(lambda: self._write(key, row, page))
+        self._submit(lambda: self._write(key, row, page))
         return self._shrink()
 
     def touch(self, keys: Iterable[bytes]) -> None:
@@ -113,7 +116,7 @@ class FileTier:
     def remove(self, key: bytes) -> None:
         if key in self._index:
             del self._index[key]
-            self._background.submit(lambda: remove_page(self._path(key)))
+            self._submit(lambda: remove_page(self._path(key)))
 
     def on_written(self, event: Written) -> bool:
         """False when a page that counted as written is not."""
@@ -148,9 +151,6 @@ class FileTier:
         elif self.failing:
             log.info("pages are kept in files again")
         self.failing = error is not None
-
-    def stop(self, seconds: float) -> None:
-        self._background.stop(seconds)
 
     # Called by whoever restores pages.
 
@@ -198,3 +198,81 @@ def _key_of(name: str) -> bytes | None:
     except ValueError:
         return None
     return key if len(key) == KEY_BYTES and key.hex() == name else None
+
+
+MAGIC = b"baton kv"
+VERSION = 1
+UNFINISHED = ".new"
+"""How the names of files end that are being written."""
+
+# Magic, version, root, dtype, tokens, bytes and key of the page, and its digest.
+_HEADER = struct.Struct("<8sI16s16sIQ16sI")
+
+PageBytes = numpy.typing.NDArray[numpy.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class PageForm:
+    """What all pages of a pool have in common."""
+
+    # Of the pages' keys: it stands for the model and for how pages are laid out.
+    root: bytes
+    dtype: str
+    page_size: int  # tokens
+    page_bytes: int
+
+    @property
+    def file_bytes(self) -> int:
+        return _HEADER.size + self.page_bytes
+
+    def header(self, key: bytes, page: PageBytes) -> bytes:
+        return _HEADER.pack(
+            MAGIC,
+            VERSION,
+            self.root,
+            self.dtype.encode(),
+            self.page_size,
+            self.page_bytes,
+            key,
+            page_digest(page),
+        )
+
+
+def write_page(path: Path, form: PageForm, key: bytes, page: PageBytes) -> None:
+    """Writes a page [bytes], or raises OSError and leaves nothing behind."""
+    unfinished = path.with_name(path.name + UNFINISHED)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with open(unfinished, "wb", opener=_open_privately) as file:
+            file.write(form.header(key, page))
+            file.write(page.data)
+        os.replace(unfinished, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        raise
+
+
+def read_page(path: Path, form: PageForm, key: bytes, into: PageBytes) -> bool:
+    """Fills `into` [bytes]. False, and the file is gone, when it is not that page of this form."""
+    try:
+        with open(path, "rb") as file:
+            header = file.read(_HEADER.size)
+            whole = file.readinto(into.data) == form.page_bytes and not file.read(1)
+        if whole and header == form.header(key, into):
+            os.utime(path)  # the least recently used go first, after a restart too
+            return True
+    except OSError:
+        pass
+    remove_page(path)
+    return False
+
+
+def remove_page(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def _open_privately(path: str, flags: int) -> int:
+    """What prompts say is for their owner's eyes."""
+    return os.open(path, flags, mode=0o600)

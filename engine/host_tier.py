@@ -12,8 +12,22 @@ Belongs to the pool's thread.
 
 from __future__ import annotations
 
+import mmap
+import os
+import threading
+import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, KeysView
+from collections.abc import Iterable, KeysView, Sequence
+from multiprocessing.connection import Connection
+from typing import Protocol
+
+import numpy
+import torch
+from torch import Tensor
+
+from baton.core.errors import InvalidConfig
+from baton.engine.architecture import Split
+from baton.engine.file_tier import PageBytes
 
 
 class HostTier:
@@ -87,3 +101,172 @@ class HostTier:
         if len(rows) + taken != self.rows or len(set(rows)) != len(rows):
             return f"of {self.rows} rows of host memory {len(set(rows)) + taken} are accounted for"
         return ""
+
+
+Move = tuple[int, int]
+"""A page and a row."""
+
+
+class PageMemory(Protocol):
+    @property
+    def staging(self) -> int:
+        """The row for what comes from files."""
+
+    def row(self, row: int) -> PageBytes:
+        """The bytes of a row."""
+
+    def save(self, moves: Sequence[Move]) -> None:
+        """Copies pages into rows."""
+
+    def restore(self, row: int, page: int) -> None:
+        """Copies a row into a page."""
+
+
+def page_memory(kv: Tensor, rows: int, room: PageBytes | None = None) -> PageMemory:
+    """For the pool `kv` [page, ...], with so many rows and the staging row; in `room`
+    [rows + 1, bytes], if it is given."""
+    try:
+        if room is None:
+            room = numpy.empty((rows + 1, kv[0].nbytes), numpy.uint8)
+        return CpuMemory(kv, room) if kv.device.type == "cpu" else CudaMemory(kv, room)
+    except (MemoryError, RuntimeError) as error:
+        raise InvalidConfig(
+            f"there is no host memory for {rows} pages: {error}", field="cache.host_memory"
+        ) from error
+
+
+class CpuMemory:
+    """A pool that is in host memory itself. Copies take one core, and let Python go on."""
+
+    def __init__(self, kv: Tensor, room: PageBytes) -> None:
+        self._pages: PageBytes = _bytes_of(kv).numpy()  # [page, bytes]
+        self._rows = room
+        self.staging = len(room) - 1
+
+    def row(self, row: int) -> PageBytes:
+        found: PageBytes = self._rows[row]
+        return found
+
+    def save(self, moves: Sequence[Move]) -> None:
+        for page, row in moves:
+            self._rows[row] = self._pages[page]
+
+    def restore(self, row: int, page: int) -> None:
+        self._pages[page] = self._rows[row]
+
+
+class CudaMemory:
+    """A GPU's pool. Page-locked rows, and a stream for each direction: steps go on meanwhile."""
+
+    def __init__(self, kv: Tensor, room: PageBytes) -> None:
+        self._pages = _bytes_of(kv)
+        # Locked in place: torch's own page-locked memory comes in powers of two.
+        self._rows = torch.from_numpy(room)
+        _lock(self._rows)
+        self._saving = torch.cuda.Stream(kv.device)  # type: ignore[no-untyped-call]
+        self._restoring = torch.cuda.Stream(kv.device)  # type: ignore[no-untyped-call]
+        self.staging = len(room) - 1
+
+    def row(self, row: int) -> PageBytes:
+        return self._rows[row].numpy()
+
+    def save(self, moves: Sequence[Move]) -> None:
+        with torch.cuda.stream(self._saving):
+            for page, row in moves:
+                self._rows[row].copy_(self._pages[page], non_blocking=True)
+        self._saving.synchronize()
+
+    def restore(self, row: int, page: int) -> None:
+        with torch.cuda.stream(self._restoring):
+            self._pages[page].copy_(self._rows[row], non_blocking=True)
+        self._restoring.synchronize()
+
+
+def _lock(memory: Tensor) -> None:
+    """For as long as it is there: what lies at its place next is locked anew. Its rows may lie
+    apart: what is between them is locked too."""
+    runtime, place = torch.cuda.cudart(), memory.data_ptr()  # type: ignore[no-untyped-call]
+    size = (len(memory) - 1) * memory.stride(0) + memory.shape[1]
+    torch.cuda.check_error(runtime.cudaHostRegister(place, size, 0))
+    weakref.finalize(memory, runtime.cudaHostUnregister, place)
+
+
+def _bytes_of(kv: Tensor) -> Tensor:
+    """The pool as [page, bytes]."""
+    return kv.view(len(kv), -1).view(torch.uint8)
+
+
+SAVE, RESTORE = 0, 1
+DONE = b"done"
+
+
+def share_rows(
+    kv: Tensor, split: Split, rows: int, file: int, others: Sequence[Connection]
+) -> RankMemory:
+    """On rank 0: makes the rows, in the empty memory file `file` that all ranks have, and has
+    the others use them. `kv` [page, ...] is rank 0's pool."""
+    os.ftruncate(file, (rows + 1) * split.size * kv[0].nbytes)
+    for other in others:
+        other.send_bytes(b"there are rows")
+    room = _room(file, kv, split)
+    own = page_memory(kv, rows, room[:, split.rank])
+    return RankMemory(own, room.reshape(rows + 1, -1), others)
+
+
+def follow_copies(kv: Tensor, split: Split, file: int, first: Connection) -> None:
+    """On another rank: copies as rank 0 says, until `first`, which leads to it, ends."""
+    first.recv_bytes()
+    room = _room(file, kv, split)
+    memory = page_memory(kv, len(room) - 1, room[:, split.rank])
+    while True:
+        kind, *numbers = numpy.frombuffer(first.recv_bytes(), numpy.int32).tolist()
+        moves = list(zip(numbers[::2], numbers[1::2], strict=True))
+        if kind == SAVE:
+            memory.save(moves)
+        for page, row in moves if kind == RESTORE else ():
+            memory.restore(row, page)
+        first.send_bytes(DONE)
+
+
+class RankMemory:
+    """Rank 0's memory, which has all ranks copy: one order after the other."""
+
+    def __init__(self, own: PageMemory, room: PageBytes, others: Sequence[Connection]) -> None:
+        """room [rows + 1, bytes of a whole page]."""
+        self._own = own
+        self._room = room
+        self._others = others
+        self._turn = threading.Lock()
+        self.staging = own.staging
+
+    def row(self, row: int) -> PageBytes:
+        found: PageBytes = self._room[row]
+        return found
+
+    def save(self, moves: Sequence[Move]) -> None:
+        with self._turn:
+            self._tell(SAVE, moves)
+            self._own.save(moves)
+            self._wait()
+
+    def restore(self, row: int, page: int) -> None:
+        with self._turn:
+            self._tell(RESTORE, [(page, row)])
+            self._own.restore(row, page)
+            self._wait()
+
+    def _tell(self, kind: int, moves: Sequence[Move]) -> None:
+        numbers = [kind, *(number for move in moves for number in move)]
+        message = numpy.array(numbers, numpy.int32).tobytes()
+        for other in self._others:
+            other.send_bytes(message)
+
+    def _wait(self) -> None:
+        for other in self._others:
+            other.recv_bytes()
+
+
+def _room(file: int, kv: Tensor, split: Split) -> PageBytes:
+    """[rows + 1, rank, bytes], in the memory that all ranks have."""
+    mapped = mmap.mmap(file, 0)
+    return numpy.frombuffer(mapped, numpy.uint8).reshape(-1, split.size, kv[0].nbytes)

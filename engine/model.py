@@ -9,14 +9,12 @@ from torch import Tensor
 
 from baton.engine.architecture import Architecture
 from baton.kernels.attention import ChunkReads, DecodeReads, chunk_attention, decode_attention
-from baton.kernels.cache import LayerCache
-from baton.kernels.linear import GatedLinear, Linear
-from baton.kernels.norm import RMSNorm
-from baton.kernels.rotary import rotate_and_write_
+from baton.kernels.cache import LayerCache, rotate_and_write_
+from baton.kernels.linear import GatedLinear, Linear, RMSNorm
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class ChunkRows:
     """One sequence's rows [start, end) of a batch, and what they read in layers of each window."""
 
     start: int
@@ -25,7 +23,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class StepBatch:
     """Everything about one step that does not differ between layers.
 
     Rows are tokens: first one for each decoding sequence, then the chunks.
@@ -36,7 +34,7 @@ class Batch:
     writes: Tensor  # [T, 2], rows of LayerCache.tokens
     decoding: int
     decode_reads: dict[int | None, DecodeReads]  # by window; empty when nothing decodes
-    chunks: list[Chunk]
+    chunks: list[ChunkRows]
     samples: Tensor  # [n], the rows whose logits are wanted, in order
     sample_reads: DecodeReads | None  # of those rows, in the last layer; None when there are none
 
@@ -72,7 +70,7 @@ class Model:
                 linear.pack()
         self.head.pack()
 
-    def forward(self, batch: Batch, caches: list[LayerCache]) -> Tensor:
+    def forward(self, batch: StepBatch, caches: list[LayerCache]) -> Tensor:
         """Writes the batch's keys and values, and returns what the last layer leaves of its
         samples, [n, hidden]."""
         hidden = self.embedding[batch.tokens]
@@ -82,7 +80,7 @@ class Model:
             hidden = self._finish(layer, hidden, attended)
         return self._last_layer(hidden, batch, caches[-1])
 
-    def _last_layer(self, hidden: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
+    def _last_layer(self, hidden: Tensor, batch: StepBatch, cache: LayerCache) -> Tensor:
         """What follows the last keys and values matters only to rows whose logits are wanted."""
         layer = self.layers[-1]
         query, _ = self._project(layer, hidden, batch, cache)
@@ -98,7 +96,7 @@ class Model:
         return self.head(hidden, self.norm)
 
     def _project(
-        self, layer: Layer, hidden: Tensor, batch: Batch, cache: LayerCache
+        self, layer: Layer, hidden: Tensor, batch: StepBatch, cache: LayerCache
     ) -> tuple[Tensor, Tensor]:
         """Queries [T, heads, dim] and [T, 2 * kv_heads, dim] keys and values, these also stored."""
         heads, kv_heads = self.architecture.heads, self.architecture.kv_heads
@@ -112,7 +110,7 @@ class Model:
         return qkv[:, :heads], qkv[:, heads:]
 
     def _attend(
-        self, layer: Layer, query: Tensor, keys_values: Tensor, batch: Batch, cache: LayerCache
+        self, layer: Layer, query: Tensor, keys_values: Tensor, batch: StepBatch, cache: LayerCache
     ) -> Tensor:
         """[T, heads * dim]."""
         parts = []

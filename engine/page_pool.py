@@ -28,7 +28,7 @@ Only the thread that owns the pool may call it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -37,7 +37,6 @@ import numpy.typing as npt
 
 from baton.core.errors import Exhausted, Internal
 from baton.core.page_keys import salted_root
-from baton.engine.free_pages import FreePages
 from baton.engine.prefix_cache import KeyChain, PrefixCache
 
 if TYPE_CHECKING:
@@ -220,13 +219,13 @@ class PagePool:
         if self.second_tier is not None:
             self.second_tier.advance()
 
-    def bring_back(self, keys: Sequence[bytes]) -> int:
+    def restore_pages(self, keys: Sequence[bytes]) -> int:
         """Has pages restored that go on where the cache ends; how many. They are soon found."""
-        return self.second_tier.bring_back(keys) if self.second_tier is not None else 0
+        return self.second_tier.restore_pages(keys) if self.second_tier is not None else 0
 
-    def is_coming(self, key: bytes) -> bool:
+    def is_restoring(self, key: bytes) -> bool:
         """Whether a page is being restored."""
-        return self.second_tier is not None and self.second_tier.is_coming(key)
+        return self.second_tier is not None and self.second_tier.is_restoring(key)
 
     def check_integrity(self, held: int | None = None) -> str:
         """Empty when every page is free, cached, or held by as many leases as it counts.
@@ -309,3 +308,72 @@ class PagePool:
                 self._holders[page] = 0
         self._free.add(lease._copies)
         lease._copies = {}
+
+
+class FreePages:
+    """At first, the pages from 0 to `total`."""
+
+    def __init__(self, total: int) -> None:
+        self._count = 0
+        self._ends: dict[int, int] = {}  # of runs [start, end), by start
+        self._starts: dict[int, int] = {}  # and by end
+        # The starts of runs of 2^(i-1) to 2^i - 1 pages are the keys of bucket i.
+        self._buckets: list[dict[int, None]] = [{} for _ in range(total.bit_length() + 1)]
+        if total:
+            self._insert(0, total)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[int]:
+        for start, end in self._ends.items():
+            yield from range(start, end)
+
+    def add(self, pages: Iterable[int]) -> None:
+        for start, end in merge_runs(sorted(pages)):
+            if start in self._starts:
+                start = self._remove(self._starts[start])[0]
+            if end in self._ends:
+                end = self._remove(end)[1]
+            self._insert(start, end)
+
+    def take(self, count: int) -> list[int]:
+        """`count` of the pages; there must be as many."""
+        pages: list[int] = []
+        while len(pages) < count:
+            start, end = self._remove(self._choose(count - len(pages)))
+            cut = min(end, start + count - len(pages))
+            pages += range(start, cut)
+            if cut < end:
+                self._insert(cut, end)
+        return pages
+
+    def _choose(self, wanted: int) -> int:
+        """The start of a run that surely holds `wanted` pages, or else of a long one."""
+        fitting = (wanted - 1).bit_length() + 1
+        for bucket in self._buckets[fitting:]:
+            if bucket:
+                return next(iter(bucket))
+        return next(next(iter(bucket)) for bucket in reversed(self._buckets) if bucket)
+
+    def _insert(self, start: int, end: int) -> None:
+        self._ends[start], self._starts[end] = end, start
+        self._buckets[(end - start).bit_length()][start] = None
+        self._count += end - start
+
+    def _remove(self, start: int) -> tuple[int, int]:
+        end = self._ends.pop(start)
+        del self._starts[end], self._buckets[(end - start).bit_length()][start]
+        self._count -= end - start
+        return start, end
+
+
+def merge_runs(pages: Iterable[int]) -> list[tuple[int, int]]:
+    """`pages` in their given order, as runs [start, end) of consecutive ids."""
+    runs: list[tuple[int, int]] = []
+    for page in pages:
+        if runs and runs[-1][1] == page:
+            runs[-1] = (runs[-1][0], page + 1)
+        else:
+            runs.append((page, page + 1))
+    return runs

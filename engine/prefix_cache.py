@@ -88,10 +88,10 @@ class PrefixCache:
 
     @property
     def changed(self) -> int:
-        """How many keys came or went since `take_changes`."""
+        """How many keys came or went since `drain_changes`."""
         return len(self._changes)
 
-    def take_changes(self) -> Changes:
+    def drain_changes(self) -> Changes:
         changes, self._changes = self._changes, Changes()
         return changes
 

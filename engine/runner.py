@@ -9,15 +9,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from baton.engine.flight import Flight, Landed, Outcome
-from baton.engine.group import Group
-from baton.engine.logprobs import score
-from baton.engine.model import Batch, Chunk, Model
-from baton.engine.prompt_logprobs import Wanted, score_prompts, wanted_rows
+from baton.engine.logprobs import Wanted, score, score_prompts, wanted_rows
+from baton.engine.model import ChunkRows, Model, StepBatch
 from baton.engine.rope import inverse_frequencies, rotations
 from baton.engine.sampler import Sampler
-from baton.engine.sequence import Plan
-from baton.engine.span import Span, decode, encode
+from baton.engine.step import (
+    ChunkInputs,
+    FinishedStep,
+    InFlightStep,
+    Outcome,
+    Plan,
+    decode_inputs,
+    encode_inputs,
+)
+from baton.engine.tensor_parallel import Group
 from baton.kernels.attention import (
     ChunkReads,
     DecodeReads,
@@ -49,9 +54,9 @@ class Runner:
         model.pack()
         prepare_decode_attention(shape.heads, self._caches[0])
 
-    def launch(self, plan: Plan) -> Flight:
+    def launch(self, plan: Plan) -> InFlightStep:
         """Runs the plan. On a CPU there is nothing to run beside it."""
-        return Landed(self.run(plan))
+        return FinishedStep(self.run(plan))
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> list[Outcome]:
@@ -63,7 +68,7 @@ class Runner:
         pieces = [plan[index] for index in order]
         spans = [piece.span(self._page_size) for piece in pieces]
         if self._group:
-            self._group.tell(encode(spans))
+            self._group.broadcast(encode_inputs(spans))
         hidden = self._forward(spans)
         wanted = wanted_rows(pieces)
         self._score_prompts(hidden, wanted)
@@ -96,9 +101,9 @@ class Runner:
     @torch.inference_mode()
     def follow(self, step: bytes) -> None:
         """Runs this rank's part of a step that rank 0 runs."""
-        self._forward(decode(step))
+        self._forward(decode_inputs(step))
 
-    def _forward(self, spans: list[Span]) -> Tensor:
+    def _forward(self, spans: list[ChunkInputs]) -> Tensor:
         """What the last layer leaves of the rows whose logits are wanted, [n, hidden]. On rank 0
         it returns when all ranks have written."""
         hidden = self._model.forward(self._batch(spans), self._caches)
@@ -106,7 +111,7 @@ class Runner:
             self._group.wait()  # no sum follows the last keys and values
         return hidden
 
-    def _batch(self, spans: list[Span]) -> Batch:
+    def _batch(self, spans: list[ChunkInputs]) -> StepBatch:
         decoding = sum(len(span.tokens) == 1 for span in spans)
         tokens: list[int] = []
         positions: list[int] = []
@@ -120,7 +125,7 @@ class Runner:
             pages += [span.pages[position // self._page_size] for position in inside]
         position = self._tensor(positions)
         decode_reads = self._by_window(spans[:decoding])
-        return Batch(
+        return StepBatch(
             tokens=self._tensor(tokens),
             rotation=rotations(position, self._frequencies, self._attention_factor),
             writes=token_rows(
@@ -133,14 +138,14 @@ class Runner:
             sample_reads=self._sample_reads(spans, decode_reads),
         )
 
-    def _by_window(self, decoding: list[Span]) -> dict[int | None, DecodeReads]:
+    def _by_window(self, decoding: list[ChunkInputs]) -> dict[int | None, DecodeReads]:
         if not decoding:
             return {}
         last = [span.start for span in decoding]
         return {window: self._decode_reads(decoding, last, window) for window in self._windows}
 
     def _sample_reads(
-        self, spans: list[Span], decode_reads: dict[int | None, DecodeReads]
+        self, spans: list[ChunkInputs], decode_reads: dict[int | None, DecodeReads]
     ) -> DecodeReads | None:
         """What the rows whose logits are wanted read in the last layer, each by itself."""
         window = self._model.layers[-1].window
@@ -152,15 +157,17 @@ class Runner:
         of, positions = [span for span, _ in wanted], [position for _, position in wanted]
         return self._decode_reads(of, positions, window)
 
-    def _chunks(self, spans: list[Span], row: int) -> list[Chunk]:
+    def _chunks(self, spans: list[ChunkInputs], row: int) -> list[ChunkRows]:
         chunks = []
         for span in spans:
             reads = {window: self._chunk_reads(span, window) for window in self._windows}
-            chunks.append(Chunk(row, row + len(span.tokens), reads))
+            chunks.append(ChunkRows(row, row + len(span.tokens), reads))
             row += len(span.tokens)
         return chunks
 
-    def _decode_reads(self, spans: list[Span], last: list[int], window: int | None) -> DecodeReads:
+    def _decode_reads(
+        self, spans: list[ChunkInputs], last: list[int], window: int | None
+    ) -> DecodeReads:
         """The pages that hold what the query at each of the positions `last` sees."""
         size = self._page_size
         first = [_first_visible(position, window) for position in last]
@@ -178,7 +185,7 @@ class Runner:
             longest=max(ends),
         )
 
-    def _chunk_reads(self, span: Span, window: int | None) -> ChunkReads:
+    def _chunk_reads(self, span: ChunkInputs, window: int | None) -> ChunkReads:
         """The pages that hold what any of the chunk's queries sees."""
         size, start, end = self._page_size, span.start, span.end
         masked = window is not None and window < end

@@ -12,7 +12,7 @@ meanwhile. Cached pages are copied before they are wanted, the longest idle firs
 one batch at a time: without files those that will soon be evicted, with files
 all. A page that is evicted before its turn is lost: nobody waits for a copy.
 
-Restoring: `bring_back` leases the pages that a prompt finds in the pool, and empty
+Restoring: `restore_pages` leases the pages that a prompt finds in the pool, and empty
 ones behind them; has these filled, names them, and gives all back. The prompt,
 which has waited, then finds them in the pool. Whatever becomes of it meanwhile,
 the pages are the restoration's. What cannot be read is computed; a restorer that
@@ -26,21 +26,54 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from baton.core.errors import Internal
-from baton.engine.background import Background
-from baton.engine.file_tier import FileEvent, FileTier, Listed, Written
-from baton.engine.host_tier import HostTier
-from baton.engine.page_file import PageBytes, PageForm
-from baton.engine.page_memory import PageMemory
+from baton.engine.file_tier import FileEvent, FileTier, Listed, PageBytes, PageForm, Written
+from baton.engine.host_tier import HostTier, PageMemory
 from baton.engine.page_pool import Lease, PagePool
 from baton.engine.prefix_cache import Changes
-from baton.engine.restoration import Restoration
-from baton.engine.restore_costs import RestoreCosts, Tier
+from baton.engine.restoration import Restoration, RestoreCosts, Tier
+
+Task = Callable[[], None]
+
+
+class Background(Protocol):
+    def submit(self, task: Task) -> None:
+        """Has `task` run, after all that were submitted before."""
+
+    def stop(self, seconds: float) -> None:
+        """Lets what was submitted end, for so long at most."""
+
+
+class BackgroundThread:
+    """A thread that does not keep its process alive. What a task raises ends it."""
+
+    def __init__(self, name: str, on_crash: Callable[[BaseException], None]) -> None:
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._on_crash = on_crash
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, task: Task) -> None:
+        self._tasks.put(task)
+
+    def stop(self, seconds: float) -> None:
+        self._tasks.put(None)
+        self._thread.join(seconds)
+
+    def _run(self) -> None:
+        try:
+            while task := self._tasks.get():
+                task()
+        except BaseException as error:  # noqa: BLE001 the thread's edge: its owner must know
+            self._on_crash(error)
+
 
 BATCH = 16
 """Pages that are saved at a time; in a small pool an eighth of it."""
@@ -52,7 +85,7 @@ MakeBackground = Callable[[str, Callable[[BaseException], None]], Background]
 
 
 @dataclass(slots=True)
-class Counts:
+class TierCounts:
     """Pages of one tier, counted from the start."""
 
     hits: int = 0  # found for a prompt
@@ -93,6 +126,7 @@ class SecondTier:
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._saver = make_background("save-pages", self._post)
         self._restorer = make_background("restore-pages", self._post)
+        self._writer: Background  # of files, where there are any
         self.ready_pages = pool.total // READY_SHARE
         self._batch = max(1, min(BATCH, pool.total // 8))
         self.host = HostTier(memory.staging)
@@ -103,13 +137,13 @@ class SecondTier:
         self._coming: set[bytes] = set()
         self._given_up: set[Restoration] = set()  # but not by their thread yet
         self._changes = Changes()
-        self._counts = {tier: Counts() for tier in Tier}
+        self._counts = {tier: TierCounts() for tier in Tier}
         self.costs = RestoreCosts(pool.page_size)
         pool.second_tier = pool.cache.below = self
 
     def open_files(self, folder: Path, budget: int, form: PageForm) -> None:
-        background = self._make_background("write-pages", self._post)
-        self.files = FileTier(folder, budget, form, background, self._post)
+        self._writer = self._make_background("write-pages", self._post)
+        self.files = FileTier(folder, budget, form, self._writer.submit, self._post)
 
     # What is there.
 
@@ -131,15 +165,15 @@ class SecondTier:
 
     @property
     def changed(self) -> int:
-        """How many keys came or went since `take_changes`."""
+        """How many keys came or went since `drain_changes`."""
         return len(self._changes)
 
-    def take_changes(self) -> Changes:
+    def drain_changes(self) -> Changes:
         changes, self._changes = self._changes, Changes()
         return changes
 
     @property
-    def counts(self) -> dict[Tier, Counts]:
+    def counts(self) -> dict[Tier, TierCounts]:
         self._counts[Tier.HOST].dropped = self._pool.cache.lost
         return self._counts
 
@@ -151,11 +185,11 @@ class SecondTier:
         saving = [self._saving.lease] if self._saving else []
         return saving + [job.lease for job in self._restoring]
 
-    def is_coming(self, key: bytes) -> bool:
+    def is_restoring(self, key: bytes) -> bool:
         """Whether this page is being brought back."""
         return key in self._coming
 
-    def bring_back(self, keys: Sequence[bytes]) -> int:
+    def restore_pages(self, keys: Sequence[bytes]) -> int:
         """Begins to restore what follows the pages of `keys` that the pool holds.
 
         How many pages that is: none where nothing is there, or computing it takes less.
@@ -203,12 +237,13 @@ class SecondTier:
         if self._saving is None:
             self._save(self._pool.cache.oldest_unsaved(self._how_many_to_save()))
 
-    def close(self, seconds: float) -> None:
-        """With files, saves what the pool holds, for so long at most. Then nothing is copied."""
+    def close(self, seconds: float, *, save: bool = True) -> None:
+        """Stops all copies within `seconds`; with files, saves what the pool holds first."""
         deadline = time.monotonic() + seconds
         if self.files is not None:
-            self._flush(self.files, deadline)
-            self.files.stop(max(0.0, deadline - time.monotonic()))
+            if save:
+                self._flush(self.files, deadline)
+            self._writer.stop(max(0.0, deadline - time.monotonic()))
         for background in (self._saver, self._restorer):
             background.stop(max(0.0, deadline - time.monotonic()))
 

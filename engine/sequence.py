@@ -1,4 +1,4 @@
-"""One request's tokens and pages, and the plan of one step over many of them."""
+"""One request while an engine works on it: its tokens, its pages and what it waits for."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from baton.core.errors import Internal
 from baton.core.types import FinishReason, Logprobs, Work
 from baton.engine.page_pool import Lease, PagePool
 from baton.engine.prefix_cache import KeyChain
-from baton.engine.span import Span
 
 
 class Guide(Protocol):
@@ -77,7 +75,7 @@ class Sequence:
         last = self.generated + self.expected >= self.work.max_tokens
         return last or self.work.sampling.penalizes or self.guide is not None
 
-    def take_guide(self, guide: Guide | None) -> None:
+    def set_guide(self, guide: Guide | None) -> None:
         """From now on only what the guide allows is sampled. It has seen no token yet."""
         self.guide = guide
         if guide is not None:
@@ -98,7 +96,7 @@ class Sequence:
         if computed // self.chain.page_size > self.lease.named:
             self.lease.name(self.chain.keys(self.tokens, computed))
 
-    def take_prompt_score(self, position: int, logprobs: Logprobs) -> None:
+    def add_prompt_score(self, position: int, logprobs: Logprobs) -> None:
         """How likely the token behind `position` was. What is computed again is known."""
         if position == len(self.prompt_scores):
             self.prompt_scores.append(logprobs)
@@ -116,60 +114,11 @@ class Sequence:
         return finish
 
 
-def is_coming(keys: list[bytes], pool: PagePool, sequences: Iterable[Sequence]) -> bool:
+def next_page_pending(keys: list[bytes], pool: PagePool, sequences: Iterable[Sequence]) -> bool:
     """Whether the first page that the cache lacks is being restored, or computed for one of
     `sequences`."""
     place = len(pool.cache.find(keys))
     if place == len(keys):
         return False
     key = keys[place]
-    return pool.is_coming(key) or any(each.will_name(place, key) for each in sequences)
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A sequence's share of one step: run tokens[computed : computed + count].
-
-    The lease's pages must already cover these positions. When the piece ends
-    with the sequence's last token, the step samples the token that follows.
-    """
-
-    sequence: Sequence
-    count: int
-
-    @property
-    def samples(self) -> bool:
-        return self.count == self.sequence.uncomputed
-
-    @property
-    def scored(self) -> range:
-        """The positions at which it is asked how likely the prompt's next token was."""
-        sequence = self.sequence
-        if sequence.work.prompt_logprobs is None:
-            return range(0)
-        start = max(sequence.computed, len(sequence.prompt_scores))
-        return range(start, min(sequence.computed + self.count, sequence.prompt_length - 1))
-
-    def check(self, page_size: int) -> None:
-        """Raises Internal when there is nothing to run, or no page to run it into."""
-        sequence = self.sequence
-        if not 0 < self.count <= sequence.uncomputed:
-            raise Internal(f"a piece of {self.count} of {sequence.uncomputed} tokens")
-        if sequence.computed + self.count > len(sequence.lease) * page_size:
-            raise Internal("a piece reaches past its sequence's pages")
-
-    def span(self, page_size: int) -> Span:
-        """What the model must know of it."""
-        start, end = self.sequence.computed, self.sequence.computed + self.count
-        pages = self.sequence.lease.pages[: -(-end // page_size)]
-        wanted = [*self.scored, end - 1] if self.samples else [*self.scored]
-        return Span(start, self.sequence.tokens[start:end], pages, wanted)
-
-    def depart(self) -> None:
-        """The step is under way: the sequence is as it will be when it ends."""
-        self.sequence.expected += self.samples
-        self.sequence.computed += self.count
-
-
-Plan = list[Piece]
-"""One step. The runner runs all pieces in one forward pass."""
+    return pool.is_restoring(key) or any(each.will_name(place, key) for each in sequences)

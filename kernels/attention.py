@@ -21,7 +21,7 @@ from baton.kernels.cache import LayerCache, by_heads, gather, page_rows
 from baton.kernels.cpu import compiler
 
 if TYPE_CHECKING:
-    from baton.kernels.cpu.paged import CompiledAttention
+    from baton.kernels.cpu.decode_attention import CompiledAttention
 
 BLOCK = 128
 """Tokens of a chunk whose queries are attended together; half of it for a short prompt."""
@@ -78,7 +78,7 @@ def prepare_decode_attention(heads: int, cache: LayerCache) -> None:
 def _compiled(heads: int, kv: Tensor) -> CompiledAttention | None:
     if not compiler.suits(kv):
         return None
-    from baton.kernels.cpu.paged import compiled_attention  # brings llvmlite along
+    from baton.kernels.cpu.decode_attention import compiled_attention  # brings llvmlite along
 
     return compiled_attention(heads, *kv.shape[2:])
 

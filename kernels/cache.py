@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from baton.kernels.cpu import compiler
+
 
 class LayerCache(NamedTuple):
     """One layer's keys and values, by page and by token."""
@@ -59,3 +61,32 @@ def by_heads(found: Tensor, cache: LayerCache, sequences: int, head_dim: int) ->
     """Gathered pages as [2, sequences, kv_heads, tokens, head_dim]."""
     kv_heads = cache.tokens.shape[1] // head_dim
     return found.view(2, sequences, -1, kv_heads, head_dim).transpose(2, 3)
+
+
+def rotate_and_write_(
+    qkv: Tensor, heads: int, rotation: Tensor | None, cache: LayerCache, rows: Tensor
+) -> None:
+    """Turns the queries and keys of qkv [T, heads + 2 * kv_heads, head_dim] by rotation
+    [T, 1, head_dim / 2], if there is one, and stores keys and values at rows [T, 2]."""
+    if compiler.suits(qkv) and qkv.shape[2] % 4 == 0:
+        from baton.kernels.cpu.rotation import rotate_and_write  # brings llvmlite along
+
+        rotate_and_write(qkv, heads, rotation, cache.tokens, rows)
+        return
+    kv_heads = (qkv.shape[1] - heads) // 2
+    if rotation is not None:
+        rotate_(qkv, heads + kv_heads, rotation)
+    write_(cache, rows, qkv[:, heads:])
+
+
+def rotate_(x: Tensor, heads: int, rotation: Tensor) -> None:
+    """Turns the first `heads` heads of x [T, all heads, head_dim] by rotation [T, 1, head_dim / 2].
+
+    A pair of neighbouring dimensions is one complex number.
+    """
+    pairs = x.view(*x.shape[:2], -1, 2)
+    if x.dtype == torch.float32:
+        torch.view_as_complex(pairs)[:, :heads].mul_(rotation)
+    else:
+        turned = torch.view_as_complex(pairs[:, :heads].float()) * rotation
+        pairs[:, :heads] = torch.view_as_real(turned)

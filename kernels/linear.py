@@ -6,18 +6,17 @@ of this in one pass; elsewhere they are torch's, one operation each.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton.kernels.activation import silu_and_multiply
 from baton.kernels.cpu import compiler
-from baton.kernels.norm import RMSNorm
 
 if TYPE_CHECKING:
-    from baton.kernels.cpu.panels import Panels
+    from baton.kernels.cpu.product import Panels
 
 
 class Linear:
@@ -80,7 +79,7 @@ class GatedLinear:
 def _panels(weight: Tensor, bias: Tensor | None) -> Panels | None:
     if not compiler.suits(weight):
         return None
-    from baton.kernels.cpu.panels import Panels, suits  # brings llvmlite along
+    from baton.kernels.cpu.product import Panels, suits  # brings llvmlite along
 
     return Panels(weight, bias) if suits(weight) else None
 
@@ -88,3 +87,31 @@ def _panels(weight: Tensor, bias: Tensor | None) -> Panels | None:
 def _shape_only(weight: Tensor) -> Tensor:
     """In the place of a weight whose numbers are in panels alone."""
     return torch.empty_like(weight, device="meta")
+
+
+class RMSNorm:
+    """x / sqrt(mean(x^2) + epsilon) * weight, over the last dimension."""
+
+    __slots__ = ("_floor", "_scaled", "epsilon", "weight")
+
+    def __init__(self, weight: Tensor, epsilon: float) -> None:
+        size = weight.shape[0]
+        self.weight = weight  # [size]
+        self.epsilon = epsilon
+        self._scaled = weight * math.sqrt(size)
+        self._floor = torch.tensor(math.sqrt(size * epsilon), device=weight.device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., size] -> the same shape."""
+        if x.dtype != torch.float32:
+            return functional.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
+        # hypot(|x|, sqrt(size * epsilon)) = sqrt(size) * sqrt(mean(x^2) + epsilon), in two
+        # operations instead of the five of the written formula.
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(self._floor)
+        return torch.div(x, length).mul_(self._scaled)
+
+
+def silu_and_multiply(gate_up: Tensor) -> Tensor:
+    """gate_up [T, 2 * size] -> silu(gate) * up, [T, size]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate).mul_(up)

@@ -49,7 +49,7 @@ def gpu_digest(memory: PoolMemory) -> PageDigest:
         raise InvalidConfig(
             f"pages of {memory.page_bytes} bytes have no digest on a GPU", field="page_digests"
         )
-    from baton.kernels.gpu.digest import digest_pages  # brings triton along
+    from baton.kernels.gpu.pages import digest_pages  # brings triton along
 
     device = torch.device(memory.device, memory.device_id)
     # Ahead of the engine's kernels, which would otherwise hold up pages that are ready.

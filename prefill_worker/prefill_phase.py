@@ -22,7 +22,8 @@ from baton.core.errors import BatonError, Exhausted, Internal
 from baton.core.types import AttemptKey, DeviceEvent, FinishReason, Logprobs, Role
 from baton.core.wire import failed_to, finish_to, logprobs_to, work_from
 from baton.engine.engine import Engine
-from baton.engine.sequence import Piece, Sequence
+from baton.engine.sequence import Sequence
+from baton.engine.step import Chunk
 from baton.kv_transfer.transfer_events import (
     Fetched,
     PagesDamaged,
@@ -193,12 +194,12 @@ class PrefillPhase:
             self._jobs[key].delivered = True
             self._scheduler.clear(key)
 
-    def _start(self, plan: list[Piece]) -> None:
+    def _start(self, plan: list[Chunk]) -> None:
         for piece in plan:
             job = self._jobs[piece.sequence.work.key]
             if job.lease is None:
                 job.lease = piece.sequence.lease
-                piece.sequence.take_guide(job.guide)
+                piece.sequence.set_guide(job.guide)
                 job.started = time.monotonic()
                 job.chunks.begin(piece.sequence.cached_tokens, job.started)
                 self._metrics.queued(job.started - job.arrived)
@@ -260,7 +261,7 @@ class PrefillPhase:
         elif job.push:
             self._transfer.finish_push(key, token, sequence.lease.pages[job.pushed_pages :])
 
-    def _push_ahead(self, plan: list[Piece]) -> None:
+    def _push_ahead(self, plan: list[Chunk]) -> None:
         """Hands over what a device is still computing: it leaves without waiting for the host."""
         end = self._steps.last_end
         if not plan or end is None or not self._transfer.pushes_ahead:

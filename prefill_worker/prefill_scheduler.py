@@ -26,7 +26,8 @@ from dataclasses import dataclass
 from baton.core.types import AttemptKey, Work
 from baton.engine.page_pool import PagePool
 from baton.engine.prefix_cache import KeyChain
-from baton.engine.sequence import Piece, Plan, Sequence, is_coming
+from baton.engine.sequence import Sequence, next_page_pending
+from baton.engine.step import Chunk, Plan
 
 LOOK_AHEAD = 8
 
@@ -96,7 +97,7 @@ class PrefillScheduler:
 
     def has_to_wait(self, keys: list[bytes]) -> bool:
         """Whether the first page that the cache lacks is being computed or fetched."""
-        if is_coming(keys, self._pool, self._started.values()):
+        if next_page_pending(keys, self._pool, self._started.values()):
             return True
         missing = keys[len(self._pool.cache.find(keys)) :] if self._coming else []
         return bool(missing) and missing[0] in self._coming
@@ -125,7 +126,7 @@ class PrefillScheduler:
         count = min(sequence.uncomputed, budget)
         if count == sequence.uncomputed and count >= 2 * LAST_TOKENS:
             count -= LAST_TOKENS
-        plan.append(Piece(sequence, count))
+        plan.append(Chunk(sequence, count))
         return count
 
     def _start_next(self) -> bool:
@@ -137,7 +138,7 @@ class PrefillScheduler:
         pages = self._pool.pages_for(len(work.prompt_tokens))
         if self._pool.cost(pages, keys) > self._pool.free:
             return False
-        if coming := self._pool.bring_back(keys):
+        if coming := self._pool.restore_pages(keys):
             prompt.restored += coming
             return self._start_next()
         self.remove(work.key)

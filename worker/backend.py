@@ -21,12 +21,11 @@ from baton.core import model_store
 from baton.core.config import CacheConfig, Config, settle
 from baton.core.errors import InvalidConfig, WorkerLost
 from baton.core.types import Role
-from baton.engine.background import BackgroundThread
 from baton.engine.engine import Engine
-from baton.engine.gpu.settings import GpuSettings
-from baton.engine.page_file import PageForm
-from baton.engine.page_memory import PageMemory, page_memory
-from baton.engine.second_tier import BATCH, SecondTier
+from baton.engine.file_tier import PageForm
+from baton.engine.gpu.device import GpuSettings
+from baton.engine.host_tier import PageMemory, page_memory
+from baton.engine.second_tier import BATCH, BackgroundThread, SecondTier
 from baton.kv_transfer.pool_digest import choose_digest
 from baton.kv_transfer.pool_layout import LAYOUT_VERSION, HeadRange, cache_root
 from baton.kv_transfer.routed_transport import choose_transport
@@ -86,7 +85,7 @@ class Backend:
         self._lower_priority(role)
         threads = claim_threads(self._config, role, self.engine.split.size)
         gpu = self._ranks.settings.gpu if self._ranks else self._gpu_settings(role)
-        self.engine.take_over(threads, gpu)
+        self.engine.reconfigure(threads, gpu)
         self._metrics.set_role(role)
         return self._make_phase(role), self._cache_feed
 
@@ -251,13 +250,8 @@ def close_second_tier(
     tier, root = engine.pool.second_tier, engine.pool.root
     if tier is None or root is None:
         return
-    if not for_good:
-        tier.close(seconds)
-        return
-    if tier.files is not None:
-        tier.files.stop(seconds)  # no write may follow the removal
-    tier.close(0.0)
-    if config.files:
+    tier.close(seconds, save=not for_good)
+    if for_good and config.files:
         root = _files_root(root, engine.split.size)
         shutil.rmtree(_folder(config, root, worker_id), ignore_errors=True)
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from baton.core.errors import BatonError
 from baton.core.types import DeviceEvent, Logprobs
 from baton.engine.engine import Engine
-from baton.engine.flight import Flight, Landed, Outcome, Scored
-from baton.engine.sequence import Plan, Sequence
+from baton.engine.sequence import Sequence
+from baton.engine.step import FinishedStep, InFlightStep, Outcome, Plan, Scored
 from baton.worker.metrics import WorkerMetrics
 
 
@@ -32,7 +32,7 @@ class Settled:
 class _UnderWay:
     plan: Plan
     computed: list[int]
-    flight: Flight
+    flight: InFlightStep
     began: float
 
 
@@ -58,7 +58,7 @@ class InflightSteps:
         """
         if plan:
             self._launch(plan)
-        runs_on = plan and not isinstance(self._under_way[-1].flight, Landed)
+        runs_on = plan and not isinstance(self._under_way[-1].flight, FinishedStep)
         keep = 1 if runs_on else 0
         settled: list[Settled] = []
         while len(self._under_way) > keep:
@@ -95,7 +95,7 @@ def _settled(sequence: Sequence, outcome: Outcome, computed: int) -> Settled:
     return Settled(sequence, outcome, computed)
 
 
-def launch(engine: Engine, plan: Plan) -> Flight:
+def launch(engine: Engine, plan: Plan) -> InFlightStep:
     """Launches a plan so that a request which breaks the engine breaks alone.
 
     A typed error (such as logits that are not numbers) leaves every sequence
@@ -105,5 +105,7 @@ def launch(engine: Engine, plan: Plan) -> Flight:
         return engine.launch(plan)
     except BatonError as error:
         if len(plan) == 1:
-            return Landed([error])
-        return Landed([outcome for piece in plan for outcome in launch(engine, [piece]).wait()])
+            return FinishedStep([error])
+        return FinishedStep(
+            [outcome for piece in plan for outcome in launch(engine, [piece]).wait()]
+        )

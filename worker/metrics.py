@@ -9,8 +9,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from baton.core import metrics as names
 from baton.core.types import Role
 from baton.engine.page_pool import PagePool
-from baton.engine.restore_costs import Tier
-from baton.engine.second_tier import Counts, SecondTier
+from baton.engine.restoration import Tier
+from baton.engine.second_tier import SecondTier, TierCounts
 from baton.v1 import worker_pb2 as pb
 
 _LABELS = ["worker", "role"]
@@ -131,7 +131,7 @@ class TierMetrics:
         self._events = Counter(
             names.TIER_EVENTS, names.HELP[names.TIER_EVENTS], by_event, registry=registry
         )
-        self._reported = {tier: Counts() for tier in Tier}
+        self._reported = {tier: TierCounts() for tier in Tier}
 
     def set_labels(self, labels: dict[str, str]) -> None:
         self._labels = labels
@@ -148,7 +148,7 @@ class TierMetrics:
             for event, count in now.items():
                 counter = self._events.labels(**self._labels, tier=tier, event=event)
                 counter.inc(count - before[event])
-            self._reported[tier] = Counts(**now)
+            self._reported[tier] = TierCounts(**now)
 
     def _set_size(self, tier: Tier, pages: int, size: int) -> None:
         self._pages.labels(**self._labels, tier=tier).set(pages)

@@ -124,12 +124,12 @@ class CacheFeed:
         return self._cache.changed + (below.changed if below is not None else 0)
 
     def _send_changes(self) -> None:
-        changes = self._cache.take_changes()
+        changes = self._cache.drain_changes()
         events = pb.CacheEvents(stored=changes.stored)
         if self._second_tier is None:
             events.evicted.extend(changes.evicted)
         else:
-            below = self._second_tier.take_changes()
+            below = self._second_tier.drain_changes()
             for key in {**changes.evicted, **below.stored, **below.evicted}:
                 if key not in self._cache:
                     (events.kept if key in self._second_tier else events.evicted).append(key)

@@ -31,9 +31,8 @@ from typing import TYPE_CHECKING
 
 from baton.core.errors import BatonError, InvalidConfig, from_reason
 from baton.core.process import set_up_logging
-from baton.engine.architecture import Architecture
-from baton.engine.gpu.settings import GpuSettings
-from baton.engine.split import Split, check_split
+from baton.engine.architecture import Architecture, Split, check_split
+from baton.engine.gpu.device import GpuSettings
 from baton.worker.resources import lower_priority, use_threads
 
 if TYPE_CHECKING:
@@ -159,7 +158,7 @@ def _live(steps: Connection, transfers: socket.socket, copies: Connection) -> No
 def _load(settings: RankSettings, loaded: Callable[[], None]) -> Engine:
     # Imported here: the number of threads must be set before torch is imported.
     from baton.engine.engine import Engine
-    from baton.engine.group import Group
+    from baton.engine.tensor_parallel import Group
 
     _use(settings.device)
     group = Group(
@@ -212,7 +211,7 @@ def _serve_transfers(channel: socket.socket, engine: Engine, transport: str) -> 
 
 def _serve_copies(first: Connection, engine: Engine, file: int) -> None:
     """Ends the process when a copy raises. The loss of rank 0 is left to the other sockets."""
-    from baton.engine.rank_memory import follow_copies
+    from baton.engine.host_tier import follow_copies
 
     try:
         _use(str(engine.kv.device))

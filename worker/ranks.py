@@ -35,10 +35,9 @@ from baton.core.config import Config
 from baton.core.errors import WorkerLost
 from baton.core.types import Role
 from baton.engine.architecture import read_architecture
-from baton.engine.gpu.settings import GpuSettings
-from baton.engine.group import Group
-from baton.engine.page_memory import PageMemory
-from baton.engine.rank_memory import share_rows
+from baton.engine.gpu.device import GpuSettings
+from baton.engine.host_tier import PageMemory, share_rows
+from baton.engine.tensor_parallel import Group
 from baton.kv_transfer.shard_proxy import ShardProxy
 from baton.worker.rank_process import (
     LOADED,

@@ -50,7 +50,7 @@ def mps_service(folder: Path) -> Iterator[dict[str, str]]:
     """Runs NVIDIA's multi-process service (MPS) while the block runs.
 
     Without it a GPU time-slices between processes; with it their kernels run side by side, each
-    within its part of the GPU (engine/gpu/partition.py). Yields the environment variables by
+    within its part of the GPU (engine/gpu/device.py). Yields the environment variables by
     which a process joins it, before CUDA starts.
     """
     variables = {MPS_FOLDER: str(folder), "CUDA_MPS_LOG_DIRECTORY": str(folder)}

@@ -6,12 +6,15 @@ Rows are tokens: first one for each decoding sequence, then the chunks.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from baton.engine.gpu.prompt_attention import LongChunk, takes
-from baton.engine.gpu.staging import Ints
-from baton.engine.sequence import Piece
+from baton.engine.step import Chunk
 from baton.kernels.gpu.chunk_attention import BLOCK_QUERIES
 
 
@@ -71,7 +74,7 @@ class Limits:
     library: bool  # whether the library's attention can run this model
 
 
-def step_arrays(pieces: list[Piece], slots: list[int], limits: Limits) -> StepArrays:
+def step_arrays(pieces: list[Chunk], slots: list[int], limits: Limits) -> StepArrays:
     """The arrays of one step. Single tokens must come first among the pieces."""
     page_size = limits.page_size
     decoding = min(sum(piece.count == 1 for piece in pieces), limits.decoding)
@@ -102,7 +105,7 @@ def step_arrays(pieces: list[Piece], slots: list[int], limits: Limits) -> StepAr
     )
 
 
-def _tokens(piece: Piece) -> list[int]:
+def _tokens(piece: Chunk) -> list[int]:
     sequence = piece.sequence
     if sequence.computed >= len(sequence.tokens):
         return [-1]
@@ -110,7 +113,7 @@ def _tokens(piece: Piece) -> list[int]:
     return known + [-1] * (piece.count - len(known))
 
 
-def _pages(piece: Piece, page_size: int) -> Ints:
+def _pages(piece: Chunk, page_size: int) -> Ints:
     """The page of each of the piece's tokens."""
     start, pages = piece.sequence.computed, piece.sequence.lease.pages
     if piece.count == 1:
@@ -125,3 +128,66 @@ def _blocks(first: int, start: int, count: int, slot: int) -> list[tuple[int, in
         (first + offset, start + offset, min(BLOCK_QUERIES, count - offset), slot)
         for offset in reversed(range(0, count, BLOCK_QUERIES))
     ]
+
+
+Ints = npt.NDArray[np.int32]
+
+
+def upload(array: Ints, device: torch.device) -> Tensor:
+    """The array on the device, in the order of its stream."""
+    return _pinned(array, device).to(device, non_blocking=True)
+
+
+def upload_into(target: Tensor, array: Ints) -> None:
+    """The array [m] at the start of target [n], int32."""
+    target[: array.size].copy_(_pinned(array, target.device), non_blocking=True)
+
+
+def download(values: Tensor) -> Tensor:
+    """The values as host memory, which is filled in the order of the stream."""
+    pinned = values.device.type == "cuda"
+    there = torch.empty(values.shape, dtype=values.dtype, pin_memory=pinned)
+    return there.copy_(values, non_blocking=True)
+
+
+def _pinned(array: Ints, device: torch.device) -> Tensor:
+    host = torch.from_numpy(array)
+    return host.pin_memory() if device.type == "cuda" else host
+
+
+HEAD = 6
+
+
+class StepMessage(NamedTuple):
+    arrays: StepArrays
+    pages: Ints  # [n, 2]: places in the page table, and what to put there
+    wanted: Ints  # [n], the rows that the last layer is run for
+
+
+def encode_step(step: StepMessage) -> bytes:
+    """How many rows, blocks, long chunks, decoding rows, pages and wanted rows; then all."""
+    arrays = step.arrays
+    head = [len(arrays.tokens), len(arrays.blocks), len(arrays.long), arrays.decoding]
+    head += [len(step.pages), len(step.wanted)]
+    for chunk in arrays.long:
+        head += [chunk.first, chunk.count, chunk.start, chunk.slot]
+    parts = (np.array(head, np.int32), arrays.joined(), step.pages.ravel(), step.wanted)
+    return np.concatenate(parts).astype(np.int32, copy=False).tobytes()
+
+
+def decode_step(message: bytes) -> StepMessage:
+    numbers = np.frombuffer(message, np.int32).copy()
+    rows, blocks, long, decoding, pages, wanted = numbers[:HEAD].tolist()
+    sizes = [HEAD, 4 * long, rows, rows, rows, rows, 4 * blocks, 2 * pages, wanted]
+    parts = np.split(numbers, np.cumsum(sizes)[:-1])
+    tokens, slots, positions, stores = parts[2:6]
+    arrays = StepArrays(
+        tokens=tokens,
+        slots=slots,
+        positions=positions,
+        stores=stores,
+        blocks=parts[6].reshape(-1, 4),
+        long=[LongChunk(*chunk) for chunk in parts[1].reshape(-1, 4).tolist()],
+        decoding=decoding,
+    )
+    return StepMessage(arrays, parts[7].reshape(-1, 2), parts[8])

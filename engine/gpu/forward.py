@@ -16,11 +16,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton.engine.model import Model
-from baton.engine.split_linear import SummedLinear
-from baton.kernels.gpu.activation import silu_and_multiply
-from baton.kernels.gpu.linear import Scaled, few_rows, few_rows_alone, few_rows_onto, squares_for
+from baton.engine.tensor_parallel import SummedLinear
+from baton.kernels.gpu.linear import (
+    Scaled,
+    few_rows,
+    few_rows_alone,
+    few_rows_onto,
+    silu_and_multiply,
+    squares_for,
+)
 from baton.kernels.gpu.norm import add_and_norm, add_and_scale, rms_norm
-from baton.kernels.gpu.step import embed
+from baton.kernels.gpu.tokens import embed
 from baton.kernels.linear import GatedLinear, Linear
 
 SPLIT_ROWS = range(65, 257)

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton.engine.architecture import Architecture
+from baton.kernels.gpu.chunk_attention import merge_attended
 from baton.kernels.gpu.decode_attention import HeadShape
-from baton.kernels.gpu.merge import merge_attended
 from baton.kernels.gpu.pages import gather_tokens
 
 LIBRARY_TOKENS = 512

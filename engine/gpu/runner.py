@@ -23,23 +23,32 @@ import torch
 from torch import Tensor
 
 from baton.engine.gpu import graphs, prompt_attention
-from baton.engine.gpu.attention import PagedAttention
-from baton.engine.gpu.batch import Limits, StepArrays, step_arrays
-from baton.engine.gpu.flight import GpuFlight
+from baton.engine.gpu.batch import (
+    Ints,
+    Limits,
+    StepArrays,
+    StepMessage,
+    decode_step,
+    download,
+    encode_step,
+    step_arrays,
+    upload,
+    upload_into,
+)
 from baton.engine.gpu.forward import few_rows_forward, logits_of, many_rows_forward
 from baton.engine.gpu.graphs import Recording
-from baton.engine.gpu.sampling import GpuSampler
+from baton.engine.gpu.paged_attention import PagedAttention
+from baton.engine.gpu.sampler import GpuSampler
 from baton.engine.gpu.slots import Slots
-from baton.engine.gpu.staging import Ints, download, upload, upload_into
-from baton.engine.gpu.step_message import Step, decode, encode
-from baton.engine.group import Group
-from baton.engine.logprobs import Scores, score
+from baton.engine.gpu.step import GpuInFlightStep
+from baton.engine.logprobs import PromptScores, Scores, Wanted, prompt_rows, score, score_prompts
 from baton.engine.model import Model
-from baton.engine.prompt_logprobs import PromptScores, Wanted, prompt_rows, score_prompts
-from baton.engine.sequence import Piece, Plan, Sequence
+from baton.engine.sequence import Sequence
+from baton.engine.step import Chunk, Plan
+from baton.engine.tensor_parallel import Group
 from baton.kernels.gpu.chunk_attention import BLOCK_QUERIES
 from baton.kernels.gpu.linear import MOST_ROWS
-from baton.kernels.gpu.step import begin, remember
+from baton.kernels.gpu.tokens import begin, remember
 
 SLOTS = 1024
 """Sequences that the device remembers, at least."""
@@ -138,7 +147,7 @@ class GpuRunner:
             progress((done + 1) / len(steps))
 
     @torch.inference_mode()
-    def launch(self, plan: Plan) -> GpuFlight:
+    def launch(self, plan: Plan) -> GpuInFlightStep:
         """Starts one forward for all pieces, and advances their sequences."""
         # Single tokens first: they are attended together.
         order = sorted(range(len(plan)), key=lambda index: plan[index].count > 1)
@@ -152,11 +161,11 @@ class GpuRunner:
         sequences = [plan[index].sequence for index in sampling]
         rows = _Rows(samples, sequences, prompt_rows(pieces))
         if self._group:
-            self._group.tell(encode(Step(arrays, new_pages, rows.all)))
+            self._group.broadcast(encode_step(StepMessage(arrays, new_pages, rows.all)))
         chosen = self._step(arrays, upload(new_pages, self._device), rows)
         prompt_scores = [each.moved(download) for each in chosen.prompt_scores]
         if not sampling:
-            return GpuFlight(plan, sampling, None, (), prompt_scores)
+            return GpuInFlightStep(plan, sampling, None, (), prompt_scores)
         where = upload(arrays.slots[samples], self._device)
         remember(chosen.tokens, where, self._slots.last_tokens)
         scores = [
@@ -165,12 +174,12 @@ class GpuRunner:
             )
             for each in chosen.scores
         ]
-        return GpuFlight(plan, sampling, download(chosen.tokens), scores, prompt_scores)
+        return GpuInFlightStep(plan, sampling, download(chosen.tokens), scores, prompt_scores)
 
     @torch.inference_mode()
     def follow(self, step: bytes) -> None:
         """Starts this rank's part of a step that rank 0 has started."""
-        arrays, new_pages, wanted = decode(step)
+        arrays, new_pages, wanted = decode_step(step)
         pages = upload(new_pages, self._device)
         if arrays.only_decodes:
             self._decoded(arrays, pages)
@@ -296,7 +305,7 @@ class GpuRunner:
         return normed
 
 
-def _sampled_rows(pieces: list[Piece]) -> Ints:
+def _sampled_rows(pieces: list[Chunk]) -> Ints:
     """The last row of each piece that samples."""
     ends: npt.NDArray[np.int64] = np.cumsum([piece.count for piece in pieces]) - 1
     return ends[[piece.samples for piece in pieces]].astype(np.int32)

@@ -17,15 +17,16 @@ from baton.core.errors import InvalidConfig
 from baton.core.types import AttemptKey, Sampling, Work
 from baton.engine.architecture import Architecture
 from baton.engine.gpu import prompt_attention
+from baton.engine.gpu.device import GpuSettings
 from baton.engine.gpu.graphs import PROMPT_ROWS
 from baton.engine.gpu.prompt_attention import LIBRARY_TOKENS
 from baton.engine.gpu.runner import SAMPLED_ROWS, GpuRunner
-from baton.engine.gpu.sampling import ADJUSTED_ROWS
-from baton.engine.gpu.settings import GpuSettings
-from baton.engine.group import Group
+from baton.engine.gpu.sampler import ADJUSTED_ROWS
 from baton.engine.model import Model
 from baton.engine.page_pool import PagePool
-from baton.engine.sequence import Piece, Sequence
+from baton.engine.sequence import Sequence
+from baton.engine.step import Chunk
+from baton.engine.tensor_parallel import Group
 from baton.kernels.gpu.sampling import FEW_ROWS
 
 LIBRARY_BYTES = 2 << 30
@@ -43,7 +44,7 @@ GROUP_BYTES = 1 << 30
 """What ranks send each other lies in buffers of NCCL's, which it takes when they meet."""
 
 
-class Chunk(NamedTuple):
+class RehearsedChunk(NamedTuple):
     """Tokens of a prompt that one step computes, and where they begin."""
 
     start: int
@@ -123,17 +124,20 @@ def _rehearse_steps(runner: GpuRunner, pool: PagePool, most: int, context: int) 
     """One of each kind that is not recorded, or whose end is not. `most` are the tokens of the
     largest."""
     for sampling in SAMPLINGS:
-        _rehearse(runner, pool, [Chunk(0, most)], sampling)
-        _rehearse(runner, pool, [Chunk(0, 1)] * min(FEW_ROWS + 1, pool.free), sampling)
+        _rehearse(runner, pool, [RehearsedChunk(0, most)], sampling)
+        _rehearse(runner, pool, [RehearsedChunk(0, 1)] * min(FEW_ROWS + 1, pool.free), sampling)
     # What goes on behind a cached beginning: it ends where the library's lengths do, or does not.
     for start in (pool.page_size, LIBRARY_TOKENS, LIBRARY_TOKENS + pool.page_size):
-        chunk = Chunk(start, min(most, LIBRARY_TOKENS + 1))
+        chunk = RehearsedChunk(start, min(most, LIBRARY_TOKENS + 1))
         if sum(chunk) <= min(context, pool.free * pool.page_size):
             _rehearse(runner, pool, [chunk])
 
 
 def _rehearse(
-    runner: GpuRunner, pool: PagePool, chunks: list[Chunk], sampling: Sampling = SAMPLINGS[0]
+    runner: GpuRunner,
+    pool: PagePool,
+    chunks: list[RehearsedChunk],
+    sampling: Sampling = SAMPLINGS[0],
 ) -> None:
     """Prompts that end with these chunks, in one step."""
     with contextlib.ExitStack() as leases:
@@ -143,5 +147,5 @@ def _rehearse(
                 AttemptKey("rehearsal", 0), [0] * (start + tokens), sampling, 1, frozenset()
             )
             lease = leases.enter_context(pool.acquire(pool.pages_for(start + tokens)))
-            plan.append(Piece(Sequence(work, lease, computed=start), tokens))
+            plan.append(Chunk(Sequence(work, lease, computed=start), tokens))
         runner.launch(plan).wait()

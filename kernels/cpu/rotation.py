@@ -13,9 +13,17 @@ from llvmlite import ir
 from torch import Tensor
 
 from baton.kernels.cpu import compiler
-from baton.kernels.cpu.arguments import Arguments
-from baton.kernels.cpu.code import LANES, POINTER, Count, Floats, Function, Memory, vector_of
 from baton.kernels.cpu.compiler import Library
+from baton.kernels.cpu.ir_builder import (
+    LANES,
+    POINTER,
+    Arguments,
+    Count,
+    Floats,
+    Function,
+    Memory,
+    vector_of,
+)
 
 
 class RotationArguments(ctypes.Structure):

@@ -49,7 +49,7 @@ def splits_for(batch: int, kv_heads: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Tiling:
+class AttentionTiling:
     tokens: int  # of a turn of a program's loop
     warps: int
     stages: int
@@ -58,12 +58,12 @@ class Tiling:
 MANY_PROGRAMS = 1024
 
 
-def tiling_for(programs: int, splits: int, block_d: int) -> Tiling:
+def tiling_for(programs: int, splits: int, block_d: int) -> AttentionTiling:
     """Many programs keep the memory busy by their number, when each is small; few by what each
     asks for at once; splits have to look further ahead than whole contexts."""
     if programs >= MANY_PROGRAMS:
-        return Tiling(16, 1, 3)
-    return Tiling(64 if block_d <= 128 else 32, 2, 3 if splits > 1 else 2)
+        return AttentionTiling(16, 1, 3)
+    return AttentionTiling(64 if block_d <= 128 else 32, 2, 3 if splits > 1 else 2)
 
 
 @dataclass(frozen=True, slots=True)

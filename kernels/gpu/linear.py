@@ -23,7 +23,7 @@ MOST_ROWS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Tiling:
+class LinearTiling:
     outputs: int  # of a program
     depth: int  # inputs a turn of its loop
     warps: int
@@ -33,17 +33,17 @@ class Tiling:
 STAGE_BYTES = 224 << 10
 """Of a multiprocessor's own memory, for what a program loads ahead."""
 
-NARROW = Tiling(64, 128, 4, 6)
-WIDE = Tiling(128, 128, 8, 3)
+NARROW = LinearTiling(64, 128, 4, 6)
+WIDE = LinearTiling(128, 128, 8, 3)
 """Both measured on an H200, for 1 to 32 rows of Llama 3.1 8B's shapes: docs/PERFORMANCE.md."""
 
 
-def tiling_for(outputs: int) -> Tiling:
+def tiling_for(outputs: int) -> LinearTiling:
     """Few outputs need small tiles to fill the chip; many are read best in large ones."""
     return NARROW if outputs < 8192 else WIDE
 
 
-def stages_for(tiling: Tiling, block_m: int, gated: bool, dtype: torch.dtype) -> int:
+def stages_for(tiling: LinearTiling, block_m: int, gated: bool, dtype: torch.dtype) -> int:
     """Turns that are loaded ahead: the tiling's, or as many as there is memory for."""
     turn = (tiling.outputs * (1 + gated) + block_m) * tiling.depth * dtype.itemsize
     return min(tiling.stages, STAGE_BYTES // turn)
@@ -214,3 +214,38 @@ def _few_rows(
         left = squares_pointer + program * rows + row
         tl.store(left, tl.sum(sums * sums, axis=0), mask=in_rows)
     tl.store(out_pointer + at, sums.to(dtype), mask=mask)
+
+
+GATE_BLOCK = 1024
+"""Elements of a program: with 4 warps, one 16-byte load of each half a thread."""
+
+
+def silu_and_multiply(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
+    """gate_up [T, 2 * size], whole rows -> silu(gate) * up, [T, size]."""
+    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    if out is None:
+        out = torch.empty((rows, size), dtype=gate_up.dtype, device=gate_up.device)
+    _silu_and_multiply[(rows, triton.cdiv(size, GATE_BLOCK))](
+        gate_up, out, gate_up.stride(0), out.stride(0), SIZE=size, BLOCK=GATE_BLOCK, num_warps=4
+    )
+    return out
+
+
+@triton.jit
+def _silu_and_multiply(
+    gate_up_pointer,
+    out_pointer,
+    gate_up_stride,
+    out_stride,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < SIZE
+    gate_at = gate_up_pointer + row * gate_up_stride + column
+    gate = tl.load(gate_at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_at + SIZE, mask=inside, other=0.0).to(tl.float32)
+    product = gate / (1.0 + tl.exp(-gate)) * up
+    out_at = out_pointer + row * out_stride + column
+    tl.store(out_at, product.to(out_pointer.dtype.element_ty), mask=inside)

@@ -10,7 +10,7 @@ from pools import CUDA
 from tiny_models import TINY_MODELS, save
 
 from baton.engine.engine import Engine
-from baton.engine.gpu.settings import GpuSettings
+from baton.engine.gpu.device import GpuSettings
 
 pytestmark = pytest.mark.skipif(not CUDA, reason="needs a CUDA GPU")
 
@@ -22,7 +22,7 @@ def test_steps_are_recorded_anew_without_touching_a_page_in_use(tmp_path: Path) 
     held = engine.pool.acquire(engine.pool.total - engine.pool.pages_for(engine.context_length))
     engine.kv.normal_()
     before = engine.kv[held.pages].clone()
-    engine.take_over(1, GpuSettings(max_batch=8))
+    engine.reconfigure(1, GpuSettings(max_batch=8))
     torch.cuda.synchronize()
     assert torch.equal(engine.kv[held.pages], before)
     held.release()

@@ -25,11 +25,12 @@ from torch import distributed
 from transformers import PreTrainedModel
 
 from baton.core.types import AttemptKey, Sampling, Work
+from baton.engine.architecture import Split
 from baton.engine.engine import Engine
-from baton.engine.gpu.settings import GpuSettings
-from baton.engine.group import Group
-from baton.engine.sequence import Piece, Sequence
-from baton.engine.split import Split
+from baton.engine.gpu.device import GpuSettings
+from baton.engine.sequence import Sequence
+from baton.engine.step import Chunk
+from baton.engine.tensor_parallel import Group
 
 pytestmark = pytest.mark.skipif(not CUDA, reason="needs a CUDA GPU")
 
@@ -160,7 +161,7 @@ def scored(engine: Engine) -> list[float]:
     work = Work(AttemptKey("test", 0), prompt, Sampling(), 1, frozenset(), prompt_logprobs=1)
     running = Sequence(work, engine.pool.acquire(engine.pool.pages_for(len(prompt) + 1)))
     for count in (550, 50, *[1] * 110):
-        engine.step([Piece(running, count)])
+        engine.step([Chunk(running, count)])
     running.lease.release()
     return [scores.logprob for scores in running.prompt_scores]
 

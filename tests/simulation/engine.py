@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 from baton.core.errors import Internal
 from baton.core.types import DeviceEvent, FinishReason, Work
-from baton.engine.flight import Flight, Landed, Outcome
 from baton.engine.page_pool import Lease, PagePool
-from baton.engine.sequence import Piece, Plan
+from baton.engine.step import Chunk, FinishedStep, InFlightStep, Outcome, Plan
 
 from .world import Violation
 
@@ -51,12 +50,12 @@ class SimulatedEngine:
     def guide(self, work: Work) -> None:
         """No request here has a grammar."""
 
-    def launch(self, plan: Plan) -> Flight:
+    def launch(self, plan: Plan) -> InFlightStep:
         for piece in plan:
             self._check(piece)
         runs = [_Run(piece) for piece in plan]
         if not self._runs_ahead:
-            return Landed([self.run(run) for run in runs])
+            return FinishedStep([self.run(run) for run in runs])
         self._under_way.append(_Flight(self, runs))
         return self._under_way[-1]
 
@@ -64,7 +63,7 @@ class SimulatedEngine:
         while not flight.outcomes:
             self._under_way.popleft().run()
 
-    def _check(self, piece: Piece) -> None:
+    def _check(self, piece: Chunk) -> None:
         sequence = piece.sequence
         breaks_at = self.breaks_at.get(sequence.work.key.request_id, self.context_length)
         if sequence.computed <= breaks_at < sequence.computed + piece.count:
@@ -96,7 +95,7 @@ class SimulatedEngine:
 class _Run:
     """A piece as it was when its step was launched."""
 
-    def __init__(self, piece: Piece) -> None:
+    def __init__(self, piece: Chunk) -> None:
         sequence = piece.sequence
         self.sequence = sequence
         self.lease = sequence.lease

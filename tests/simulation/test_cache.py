@@ -8,8 +8,7 @@ from baton.core.config import Config, settle
 from baton.core.errors import Internal
 from baton.core.types import AttemptKey, Role, Sampling, Work
 from baton.core.wire import work_to
-from baton.engine.flight import Flight, Landed
-from baton.engine.sequence import Plan
+from baton.engine.step import FinishedStep, InFlightStep, Plan
 from baton.kv_transfer.ticket import open_ticket
 from baton.kv_transfer.transfer_events import Arrived, ReservationFreed
 from baton.v1 import worker_pb2 as pb
@@ -121,8 +120,8 @@ def test_what_a_failed_step_wrote_or_read_is_forgotten(
     worker.answer("sound", [1, 2, 3])
     known = worker.known
 
-    def fail(plan: Plan) -> Flight:
-        return Landed([Internal("not finite")] * len(plan))
+    def fail(plan: Plan) -> InFlightStep:
+        return FinishedStep([Internal("not finite")] * len(plan))
 
     with monkeypatch.context() as patch:
         patch.setattr(worker.worker.engine, "launch", fail)

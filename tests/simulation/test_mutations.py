@@ -14,10 +14,9 @@ from baton.core.types import AttemptKey
 from baton.decode_worker.decode_phase import DecodePhase, Loans
 from baton.decode_worker.decode_scheduler import DecodeScheduler, Reservation
 from baton.engine.engine import Engine
-from baton.engine.flight import Flight, Landed
 from baton.engine.prefix_cache import PrefixCache
 from baton.engine.second_tier import Save, SecondTier
-from baton.engine.sequence import Piece, Plan
+from baton.engine.step import Chunk, FinishedStep, InFlightStep, Plan
 from baton.kv_transfer import pushes, receiver, sender
 from baton.kv_transfer.notes import drained_note, key_of
 from baton.kv_transfer.pushes import Pushes
@@ -121,11 +120,11 @@ def trust_a_silent_connection(patch: Patch) -> None:
 def break_the_neighbours_too(patch: Patch) -> None:
     """A request that cannot be computed takes the others of its step with it."""
 
-    def launch(engine: Engine, plan: Plan) -> Flight:
+    def launch(engine: Engine, plan: Plan) -> InFlightStep:
         try:
             return engine.launch(plan)
         except BatonError as error:
-            return Landed([error] * len(plan))
+            return FinishedStep([error] * len(plan))
 
     patch.setattr(inflight_steps, "launch", launch)
 
@@ -195,7 +194,7 @@ def know_before_the_step_has_ended(patch: Patch) -> None:
     """Pages are shared as soon as the step that fills them is launched."""
     depart = _Run.__init__
 
-    def named(self: _Run, piece: Piece) -> None:
+    def named(self: _Run, piece: Chunk) -> None:
         depart(self, piece)
         if self.end <= len(self.tokens):
             piece.sequence.settle(self.end)
@@ -292,15 +291,15 @@ def save_without_a_lease(patch: Patch) -> None:
 
 def know_before_it_is_restored(patch: Patch) -> None:
     """Pages are shared while they are on their way from the second tier."""
-    bring_back = SecondTier.bring_back
+    restore_pages = SecondTier.restore_pages
 
     def named(self: SecondTier, keys: Sequence[bytes]) -> int:
-        count = bring_back(self, keys)
+        count = restore_pages(self, keys)
         for job in self._restoring:
             job.lease.name(job.keys)
         return count
 
-    patch.setattr(SecondTier, "bring_back", named)
+    patch.setattr(SecondTier, "restore_pages", named)
 
 
 def repeat_token_one(patch: Patch) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from baton.engine.background import Task
-from baton.engine.page_file import PageBytes
-from baton.engine.page_memory import Move
+from baton.engine.file_tier import PageBytes
+from baton.engine.host_tier import Move
 from baton.engine.page_pool import PagePool
-from baton.engine.restore_costs import RestoreCosts, Tier
-from baton.engine.second_tier import SecondTier
+from baton.engine.restoration import RestoreCosts, Tier
+from baton.engine.second_tier import SecondTier, Task
 
 from .world import World
 

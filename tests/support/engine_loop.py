@@ -7,7 +7,8 @@ from pathlib import Path
 
 from baton.core.types import AttemptKey, Sampling, Work
 from baton.engine.engine import Engine
-from baton.engine.sequence import Piece, Sequence
+from baton.engine.sequence import Sequence
+from baton.engine.step import Chunk
 
 KV_MEMORY = 4 << 20
 
@@ -33,7 +34,7 @@ def serve(
         if step % join_every == 0 and len(sequences) < len(prompts):
             sequences.append(sequence(engine, prompts[len(sequences)], count))
         live = [each for each in sequences if each.generated < count]
-        plan = [Piece(each, min(chunk, each.uncomputed)) for each in live]
+        plan = [Chunk(each, min(chunk, each.uncomputed)) for each in live]
         shuffle(plan)
         for piece, token in zip(plan, engine.step(plan), strict=True):
             if token is not None:

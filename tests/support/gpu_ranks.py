@@ -10,10 +10,9 @@ from pathlib import Path
 
 import torch
 
-from baton.engine.architecture import read_architecture
+from baton.engine.architecture import Split, read_architecture
 from baton.engine.gpu.runner import GpuRunner
-from baton.engine.group import Group
-from baton.engine.split import Split
+from baton.engine.tensor_parallel import Group
 from baton.engine.weights import load_model
 
 END_SECONDS = 10.0

@@ -10,7 +10,7 @@ from engine_loop import KV_MEMORY
 
 from baton.core.errors import WorkerLost
 from baton.engine.engine import Engine
-from baton.engine.gpu.settings import GpuSettings
+from baton.engine.gpu.device import GpuSettings
 from baton.worker.rank_process import RankSettings
 from baton.worker.ranks import Ranks
 

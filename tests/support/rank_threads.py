@@ -11,9 +11,9 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from baton.engine.architecture import Split
 from baton.engine.engine import Engine
-from baton.engine.group import Group
-from baton.engine.split import Split
+from baton.engine.tensor_parallel import Group
 
 KV_MEMORY = 4 << 20
 

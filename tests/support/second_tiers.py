@@ -10,11 +10,10 @@ from pathlib import Path
 import torch
 
 from baton.core.page_keys import page_keys, salted_root
-from baton.engine.background import Task
-from baton.engine.page_file import PageForm
-from baton.engine.page_memory import page_memory
+from baton.engine.file_tier import PageForm
+from baton.engine.host_tier import page_memory
 from baton.engine.page_pool import Lease, PagePool
-from baton.engine.second_tier import SecondTier
+from baton.engine.second_tier import SecondTier, Task
 
 PAGE = 4
 ROOT = b"root of the keys"
@@ -102,7 +101,7 @@ class TieredPool:
 
     def found(self, text: str) -> str:
         """How much of a text the pool holds, after what can be brought back has been."""
-        self.pool.bring_back(keys(text))
+        self.pool.restore_pages(keys(text))
         self.settle()
         with self.compute(text) as lease:
             return text[: lease.found]

@@ -14,11 +14,9 @@ from tiny_models import TINY_MODELS, generate_with_transformers, save
 from torch import Tensor
 
 from baton.kernels.attention import DecodeReads, decode_attention
-from baton.kernels.cache import LayerCache, layer_caches, token_rows
+from baton.kernels.cache import LayerCache, layer_caches, rotate_and_write_, token_rows
 from baton.kernels.cpu import compiler
-from baton.kernels.linear import GatedLinear, Linear
-from baton.kernels.norm import RMSNorm
-from baton.kernels.rotary import rotate_and_write_
+from baton.kernels.linear import GatedLinear, Linear, RMSNorm
 
 compiled = pytest.mark.skipif(not compiler.available(), reason="needs 64-bit Arm")
 

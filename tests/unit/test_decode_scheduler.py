@@ -7,7 +7,8 @@ import pytest
 from baton.core.types import AttemptKey, Sampling, Work
 from baton.decode_worker.decode_scheduler import DecodeScheduler
 from baton.engine.page_pool import PagePool
-from baton.engine.sequence import Plan, Sequence
+from baton.engine.sequence import Sequence
+from baton.engine.step import Plan
 
 
 def work(name: str, prompt: int, answer: int = 8, salt: str = "") -> Work:

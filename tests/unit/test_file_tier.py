@@ -12,8 +12,8 @@ import pytest
 from second_tiers import FORM, TieredPool, keys
 
 from baton.engine import file_tier
-from baton.engine.page_file import UNFINISHED
-from baton.engine.restore_costs import Tier
+from baton.engine.file_tier import UNFINISHED
+from baton.engine.restoration import Tier
 
 
 def page_files(folder: Path) -> dict[str, Path]:
@@ -39,7 +39,7 @@ def restarted(folder: Path, files: int = 100) -> TieredPool:
 def test_pages_survive_a_restart_bit_by_bit(tmp_path: Path) -> None:
     saved(tmp_path)
     made = restarted(tmp_path)
-    assert sorted(made.tier.take_changes().stored) == sorted(keys("abcd"))
+    assert sorted(made.tier.drain_changes().stored) == sorted(keys("abcd"))
     assert made.found("abcd") == "abcd"
     assert made.tier.counts[Tier.FILES].restored == 4
 

@@ -11,10 +11,9 @@ from kernel_checks import assert_close, types_for
 from torch import Tensor
 
 from baton.engine.gpu.prompt_attention import LongChunk, long_chunk_attention
-from baton.kernels import twins
-from baton.kernels.gpu.chunk_attention import BLOCK_QUERIES, chunk_attention
+from baton.kernels import reference
+from baton.kernels.gpu.chunk_attention import BLOCK_QUERIES, chunk_attention, merge_attended
 from baton.kernels.gpu.decode_attention import HeadShape, SplitWorkspace, decode_attention
-from baton.kernels.gpu.merge import merge_attended
 
 LAYERS = 3
 
@@ -92,7 +91,7 @@ def test_decode_attention_is_its_twins(device: torch.device, heads: Heads, page_
         found, wanted = pool.blank(4), pool.blank(4)
         for attend, memory, out in (
             (decode_attention, pool.kv, found),
-            (twins.decode_attention, kv, wanted),
+            (reference.decode_attention, kv, wanted),
         ):
             attend(
                 qkv, pool.cos_sin, rows, positions, pool.table, memory[:, 1], heads.shape,
@@ -122,7 +121,7 @@ def test_chunk_attention_is_its_twins(device: torch.device, heads: Heads, page_s
         qkv, found, wanted = pool.qkv(row + 1), pool.blank(row + 1), pool.blank(row + 1)
         layer = pool.kv[:, 1]
         chunk_attention(qkv, pool.ints(*blocks), pool.table, layer, heads.shape, found)
-        twins.chunk_attention(qkv, pool.ints(*blocks), pool.table, layer, heads.shape, wanted)
+        reference.chunk_attention(qkv, pool.ints(*blocks), pool.table, layer, heads.shape, wanted)
         assert_close(found[:row], wanted[:row])
         assert found[row].isnan().all(), "a row of no block is left alone"
 
@@ -144,7 +143,7 @@ def test_the_librarys_attention_of_a_long_chunk_is_the_twin_of_ours(
         qkv, LongChunk(2, count, start, slot=1), pool.table, layer, heads.shape
     )
     wanted = pool.blank(count + 3)
-    twins.chunk_attention(
+    reference.chunk_attention(
         qkv, pool.ints((2, start, count, 1)), pool.table, layer, heads.shape, wanted
     )
     assert_close(found, wanted[2 : 2 + count])
@@ -159,7 +158,7 @@ def test_merged_parts_of_a_context_are_the_twins(
         attended, earlier = rows.transpose(1, 2)[:, None]
         weight, earlier_weight = 9 * torch.randn(2, 1, 3, tokens, 1, device=device)
         wanted, wanted_weight = attended.clone(), weight.clone()
-        twins.merge_attended(wanted, wanted_weight, earlier, earlier_weight)
+        reference.merge_attended(wanted, wanted_weight, earlier, earlier_weight)
         merge_attended(attended, weight, earlier, earlier_weight)
         assert_close(attended, wanted)
         assert_close(weight, wanted_weight)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from baton.engine.gpu.forward import SPLIT_ROWS, _is_split, _onto
-from baton.kernels import twins
+from baton.kernels import reference
 from baton.kernels.linear import Linear
 
 EPSILON = 1e-5
@@ -29,4 +29,4 @@ def test_a_product_is_added_to_the_residual_and_normed(
     normed = _onto(residual, linear, x, norm, EPSILON)
     assert _is_split(linear, x) == (rows in SPLIT_ROWS and not biased)
     torch.testing.assert_close(residual.double(), wanted, rtol=0.02, atol=0.25)
-    torch.testing.assert_close(normed, twins.rms_norm(residual, norm, EPSILON))
+    torch.testing.assert_close(normed, reference.rms_norm(residual, norm, EPSILON))

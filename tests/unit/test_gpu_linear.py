@@ -9,9 +9,9 @@ import torch
 from kernel_checks import assert_close, types_for
 from torch import Tensor
 
-from baton.kernels import twins
+from baton.kernels import reference
 from baton.kernels.gpu.linear import Scaled, few_rows, few_rows_alone, few_rows_onto, squares_for
-from baton.kernels.gpu.step import begin, embed, remember
+from baton.kernels.gpu.tokens import begin, embed, remember
 
 SHAPES = [(1, 128, 64), (3, 70, 100), (17, 256, 33)]
 
@@ -44,19 +44,19 @@ def test_a_sum_and_the_product_that_reads_it_are_their_twins(
         summed, target = residual.clone(), source.scaled(rows, hidden)
         few_rows_onto(x, down, residual, norm, target, down_bias)
         expected = source.scaled(rows, hidden)
-        twins.few_rows_onto(x, down, summed, norm, expected, down_bias)
+        reference.few_rows_onto(x, down, summed, norm, expected, down_bias)
         assert_close(residual, summed)
         assert_close(target.x, expected.x)
         assert_close(target.squares.sum(dim=0), expected.squares.sum(dim=0))
         alone, wanted = (torch.full_like(residual, math.nan) for _ in range(2))
         few_rows_alone(x, down, alone, down_bias)
-        assert_close(alone, twins.few_rows_alone(x, down, wanted, down_bias))
+        assert_close(alone, reference.few_rows_alone(x, down, wanted, down_bias))
         up = source.random(2 * inner, hidden)
         up_bias = source.random(2 * inner) if bias else None
         for gated, width in ((False, 2 * inner), (True, inner)):
             found, wanted = (torch.full((rows, width), math.nan).to(up) for _ in range(2))
             few_rows(target, up, found, up_bias, gated=gated)
-            twins.few_rows(target, up, wanted, up_bias, gated=gated)
+            reference.few_rows(target, up, wanted, up_bias, gated=gated)
             assert_close(found, wanted)
 
 
@@ -65,7 +65,7 @@ def test_embeddings_are_scaled_as_their_twin_does(device: torch.device) -> None:
     embedding, norm = source.random(50, 72), source.random(72)
     tokens = torch.tensor([3, 49, 0], dtype=torch.int32, device=device)
     results = []
-    for function in (embed, twins.embed):
+    for function in (embed, reference.embed):
         residual = torch.full((3, 72), math.nan, device=device)
         target = Scaled(residual.clone(), torch.full((1, 3), math.nan, device=device), 1e-5)
         function(tokens, embedding, norm, residual, target)
@@ -81,7 +81,7 @@ def test_a_step_finds_the_tokens_and_pages_of_the_one_before(device: torch.devic
     staged, rows = ints(7, -1, -1, 9), ints(0, 2, 1, 3)
     pages = ints((5, 60), (19, 61))
     results = []
-    for start, keep in ((begin, remember), (twins.begin, twins.remember)):
+    for start, keep in ((begin, remember), (reference.begin, reference.remember)):
         last, table = ints(10, -1, 12, 13), torch.zeros(4, 5, dtype=torch.int32, device=device)
         tokens = torch.full_like(staged, -5)
         start(staged, rows, last, tokens, table, pages)

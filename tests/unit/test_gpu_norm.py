@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.kernels import twins
-from baton.kernels.gpu.activation import silu_and_multiply
-from baton.kernels.gpu.linear import Scaled
+from baton.kernels import reference
+from baton.kernels.gpu.linear import Scaled, silu_and_multiply
 from baton.kernels.gpu.norm import add_and_norm, add_and_scale, rms_norm
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -37,7 +36,7 @@ def test_a_norm_is_its_twins(
     x, weight = random(device, dtype, rows, size), random(device, dtype, size)
     out = torch.full_like(x, math.nan)
     assert rms_norm(x, weight, EPSILON, out) is out
-    assert_close(out, twins.rms_norm(x, weight, EPSILON))
+    assert_close(out, reference.rms_norm(x, weight, EPSILON))
     assert torch.equal(rms_norm(x, weight, EPSILON), out)
 
 
@@ -46,7 +45,7 @@ def test_a_norm_reads_and_writes_rows_within_wider_ones(device: torch.device) ->
     weight = random(device, torch.bfloat16, 72)
     out = torch.full_like(wide, math.nan)
     rms_norm(wide[:, 16:88], weight, EPSILON, out[:, 16:88])
-    assert_close(out[:, 16:88], twins.rms_norm(wide[:, 16:88], weight, EPSILON))
+    assert_close(out[:, 16:88], reference.rms_norm(wide[:, 16:88], weight, EPSILON))
     assert out[:, :16].isnan().all()
     assert out[:, 88:].isnan().all()
 
@@ -54,7 +53,7 @@ def test_a_norm_reads_and_writes_rows_within_wider_ones(device: torch.device) ->
 def test_many_rows_are_normed(device: torch.device) -> None:
     """More than the few that are read with more warps."""
     x, weight = random(device, torch.float16, 257, 24), random(device, torch.float16, 24)
-    assert_close(rms_norm(x, weight, EPSILON), twins.rms_norm(x, weight, EPSILON))
+    assert_close(rms_norm(x, weight, EPSILON), reference.rms_norm(x, weight, EPSILON))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -65,7 +64,7 @@ def test_parts_are_added_before_they_are_normed(
     made, weight = random(device, dtype, parts, rows, size), random(device, dtype, size)
     residual, wanted = random(device, dtype, rows, size), random(device, dtype, rows, size)
     normed = add_and_norm(made, residual, weight, EPSILON)
-    wanted_norm = twins.add_and_norm(made, wanted, weight, EPSILON)
+    wanted_norm = reference.add_and_norm(made, wanted, weight, EPSILON)
     assert_close(residual, wanted)
     assert_close(normed, wanted_norm)
 
@@ -82,7 +81,7 @@ def test_a_part_is_added_and_left_scaled_with_its_squares(
         for _ in range(2)
     )
     add_and_scale(part, residual, weight, found)
-    twins.add_and_scale(part, wanted, weight, scaled)
+    reference.add_and_scale(part, wanted, weight, scaled)
     assert_close(residual, wanted)
     assert_close(found.x, scaled.x)
     torch.testing.assert_close(found.squares[0], residual.float().square().sum(dim=1))
@@ -101,7 +100,7 @@ def test_an_activation_is_its_twins(
     gate_up = random(device, dtype, rows, 2 * size)
     out = torch.full((rows, size), math.nan, dtype=dtype, device=device)
     assert silu_and_multiply(gate_up, out) is out
-    assert_close(out, twins.silu_and_multiply(gate_up))
+    assert_close(out, reference.silu_and_multiply(gate_up))
     assert torch.equal(silu_and_multiply(gate_up), out)
 
 

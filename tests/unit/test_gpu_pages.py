@@ -6,9 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.kernels import twins
-from baton.kernels.gpu.digest import BLOCK, digest_pages
-from baton.kernels.gpu.pages import COPY_BLOCK, copy_pages, copy_rows, gather_tokens
+from baton.kernels import reference
+from baton.kernels.gpu.pages import (
+    COPY_BLOCK,
+    DIGEST_BLOCK,
+    copy_pages,
+    copy_rows,
+    digest_pages,
+    gather_tokens,
+)
 
 POISON = 0x5A
 
@@ -33,7 +39,7 @@ def test_pages_arrive_whole_and_their_neighbours_stay(
     found = torch.full((13 * page_bytes + offset,), POISON, dtype=torch.uint8, device=device)
     wanted = found.clone()
     source_pages, target_pages = ids(device, 11, 7, dtype, 1), ids(device, 13, 7, dtype, 2)
-    for copy, target in ((copy_pages, found), (twins.copy_pages, wanted)):
+    for copy, target in ((copy_pages, found), (reference.copy_pages, wanted)):
         copy(
             source.data_ptr() + offset,
             target.data_ptr() + offset,
@@ -58,7 +64,7 @@ def test_rows_arrive_and_what_lies_between_them_stays(
     found = torch.full((13 * strides[1],), POISON, dtype=torch.uint8, device=device)
     wanted = found.clone()
     rows = ids(device, 11, 7, torch.int64, 1), ids(device, 13, 7, torch.int64, 2)
-    for copy, target in ((copy_rows, found), (twins.copy_rows, wanted)):
+    for copy, target in ((copy_rows, found), (reference.copy_rows, wanted)):
         copy(source.data_ptr(), target.data_ptr(), row_bytes, strides, *rows)
     assert torch.equal(found, wanted)
     there, here = found.view(13, -1), source.view(11, -1)
@@ -80,26 +86,26 @@ def test_gathered_tokens_are_the_pages_first(
         for _ in range(2)
     )
     gather_tokens(layer, pages, length, found[0], found[1])
-    twins.gather_tokens(layer, pages, length, wanted[0], wanted[1])
+    reference.gather_tokens(layer, pages, length, wanted[0], wanted[1])
     assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
     assert (found[:, length] == -7.0).all()
 
 
-@pytest.mark.parametrize("page_bytes", [4, 100, 4 * BLOCK, 8 * BLOCK + 16])
+@pytest.mark.parametrize("page_bytes", [4, 100, 4 * DIGEST_BLOCK, 8 * DIGEST_BLOCK + 16])
 def test_digests_of_pages_are_their_twins(device: torch.device, page_bytes: int) -> None:
     memory = random_bytes(device, 9 * page_bytes)
     pages = ids(device, 9, 5, torch.int32, seed=4)
     found, wanted = (torch.zeros(5, dtype=torch.int32, device=device) for _ in range(2))
     digest_pages(memory.data_ptr(), page_bytes, pages, found)
-    twins.digest_pages(memory.data_ptr(), page_bytes, pages, wanted)
+    reference.digest_pages(memory.data_ptr(), page_bytes, pages, wanted)
     assert torch.equal(found, wanted)
     assert len(set(found.tolist())) == 5
 
 
 def test_a_changed_bit_and_swapped_words_change_a_digest(device: torch.device) -> None:
-    page = random_bytes(device, 4 * BLOCK + 64).view(torch.int32)
+    page = random_bytes(device, 4 * DIGEST_BLOCK + 64).view(torch.int32)
     changed, swapped = page.clone(), page.clone()
-    changed[BLOCK + 7] ^= 1 << 31
+    changed[DIGEST_BLOCK + 7] ^= 1 << 31
     swapped[:16], swapped[16:32] = page[16:32], page[:16]
     digests = torch.zeros(3, dtype=torch.int32, device=device)
     first = torch.zeros(1, dtype=torch.int32, device=device)

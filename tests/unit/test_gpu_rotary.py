@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.kernels import twins
+from baton.kernels import reference
 from baton.kernels.gpu.rotary import rotate_and_store
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -48,7 +48,7 @@ class Case:
         """Runs the kernel and the twin on copies of the same memories, and compares those."""
         qkv, kv = self.qkv.clone(), self.kv.clone()
         for function, one_qkv, one_kv in (
-            (twins.rotate_and_store, qkv, kv),
+            (reference.rotate_and_store, qkv, kv),
             (rotate_and_store, self.qkv, self.kv),
         ):
             function(

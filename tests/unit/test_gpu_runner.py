@@ -13,13 +13,12 @@ from tiny_models import TINY_MODELS, VOCABULARY, save
 from baton.core.types import AttemptKey, Sampling, Work
 from baton.engine.architecture import read_architecture
 from baton.engine.engine import AnyRunner
-from baton.engine.flight import Flight, Landed
-from baton.engine.gpu.batch import StepArrays
+from baton.engine.gpu.batch import StepArrays, StepMessage, decode_step, encode_step
 from baton.engine.gpu.prompt_attention import LongChunk
-from baton.engine.gpu.step_message import Step, decode, encode
 from baton.engine.page_pool import PagePool
 from baton.engine.runner import Runner
-from baton.engine.sequence import Piece, Plan, Sequence
+from baton.engine.sequence import Sequence
+from baton.engine.step import Chunk, FinishedStep, InFlightStep, Plan
 from baton.engine.weights import load_model
 
 PAGES, PAGE_SIZE = 64, 4
@@ -51,18 +50,18 @@ def answers(
         )
         for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
     ]
-    under_way: list[tuple[Plan, Flight]] = []
+    under_way: list[tuple[Plan, InFlightStep]] = []
     joined = 1
     while any(each.generated < count for each in sequences):
         plan = [
-            Piece(each, min(chunk, each.uncomputed))
+            Chunk(each, min(chunk, each.uncomputed))
             for each in sequences[:joined]
             if each.generated < count and not each.planned_out
         ]
         joined += 1
         if plan:
             under_way.append((plan, runner.launch(plan)))
-        ahead = plan and not isinstance(under_way[-1][1], Landed)
+        ahead = plan and not isinstance(under_way[-1][1], FinishedStep)
         while len(under_way) > (1 if ahead else 0):
             settled, flight = under_way.pop(0)
             for piece, token in zip(settled, flight.wait(), strict=True):
@@ -102,12 +101,12 @@ def test_a_step_of_a_gpu_reads_back_as_it_was_sent() -> None:
     rows = [np.arange(3, dtype=np.int32) + start for start in (-1, 4, 8, 12)]
     blocks = np.array([[1, 0, 2, 5]], dtype=np.int32)
     long = [LongChunk(0, 600, 512, 3), LongChunk(600, 513, 0, 4)]
-    sent = Step(
+    sent = StepMessage(
         StepArrays(*rows, blocks=blocks, long=long, decoding=1),
         pages=np.array([[7, 8], [9, 10]], dtype=np.int32),
         wanted=np.array([2], dtype=np.int32),
     )
-    found = decode(encode(sent))
+    found = decode_step(encode_step(sent))
     assert np.array_equal(found.arrays.joined(), sent.arrays.joined())
     assert (found.arrays.long, found.arrays.decoding) == (long, 1)
     assert found.arrays.blocks.shape == (1, 4)
@@ -153,7 +152,7 @@ def begin(pool: PagePool, prompt: list[int], count: int, logprobs: int | None = 
 
 def step(runner: AnyRunner, sequences: list[Sequence]) -> None:
     """All that is left to compute of each, and what a worker does when that has ended."""
-    plan = [Piece(each, each.uncomputed) for each in sequences]
+    plan = [Chunk(each, each.uncomputed) for each in sequences]
     for each, token in zip(sequences, runner.launch(plan).wait(), strict=True):
         assert isinstance(token, int)
         each.settle(each.computed)

@@ -15,7 +15,7 @@ from baton.core.types import AttemptKey, Sampling, Work
 from baton.engine import sampler
 from baton.engine.page_pool import PagePool
 from baton.engine.sequence import Sequence
-from baton.kernels import twins
+from baton.kernels import reference
 from baton.kernels.gpu.sampling import CAPACITY, LOG2_E, argmax, load_weights, sample, uniform
 
 POISON = -77
@@ -62,7 +62,7 @@ class Settings:
 def assert_drawn_as_by_the_twin(logits: Tensor, settings: Settings) -> None:
     """Exactly, given the kernel's own weights: its exp may differ from torch's in the last bit."""
     temperatures, *filters = settings.columns
-    wanted = twins.draw(weigh(logits, temperatures), *filters)
+    wanted = reference.draw(weigh(logits, temperatures), *filters)
     found = torch.full_like(wanted, POISON)
     assert sample(logits, *settings.columns, found) is found
     assert found.tolist() == wanted.tolist()
@@ -88,11 +88,11 @@ def test_the_best_token_is_torchs(
     logits = random_logits(rows, size + 5, seed=size).to(device, dtype)[:, :size]
     out = torch.full((rows,), POISON, dtype=torch.int32, device=device)
     assert argmax(logits, out) is out
-    assert out.tolist() == twins.argmax(logits).tolist()
+    assert out.tolist() == reference.argmax(logits).tolist()
     assert argmax(logits).tolist() == out.tolist()
 
 
-@pytest.mark.parametrize("find", [argmax, twins.argmax])
+@pytest.mark.parametrize("find", [argmax, reference.argmax])
 def test_of_equals_the_lowest_token_is_the_best(find, device: torch.device) -> None:  # type: ignore[no-untyped-def]
     logits = torch.full((2, 7000), -5.0, device=device)
     logits[0, [6999, 3000, 3001, 1500]] = 2.0
@@ -102,7 +102,7 @@ def test_of_equals_the_lowest_token_is_the_best(find, device: torch.device) -> N
     assert find(logits).tolist() == [1500, 4000]
 
 
-@pytest.mark.parametrize("find", [argmax, twins.argmax])
+@pytest.mark.parametrize("find", [argmax, reference.argmax])
 def test_a_row_that_is_not_sound_has_no_best_token(find, device: torch.device) -> None:  # type: ignore[no-untyped-def]
     logits = random_logits(5, 3000, seed=1).to(device)
     logits[0, 2999] = math.nan
@@ -113,7 +113,7 @@ def test_a_row_that_is_not_sound_has_no_best_token(find, device: torch.device) -
     assert find(logits).tolist() == [-1, -1, -1, -1, 2999]
 
 
-@pytest.mark.parametrize("give", [uniform, twins.uniform])
+@pytest.mark.parametrize("give", [uniform, reference.uniform])
 def test_chances_are_the_engines(give, device: torch.device) -> None:  # type: ignore[no-untyped-def]
     numbers = random.Random(7)
     seeds = [0, -1, 2**63 - 1, -(2**63), *(numbers.randrange(-(2**63), 2**63) for _ in range(200))]
@@ -133,7 +133,7 @@ def test_the_twin_draws_what_the_engine_draws() -> None:
         work = Work(AttemptKey("request", 0), (1,) * (row + 1), one, 100, frozenset())
         sequences.append(Sequence(work, pool.acquire(0), [1] * (row + 1)))
         settings.chances[row] = sampler.uniform(one.seed, row + 1)
-    found = twins.sample(logits, *settings.columns).tolist()
+    found = reference.sample(logits, *settings.columns).tolist()
     assert found == sampler.Sampler(4099).sample(logits, sequences)
 
 
@@ -143,7 +143,7 @@ def test_weights_are_the_twins_but_for_the_last_bits(
 ) -> None:
     logits = random_logits(4, 3001, seed=3).to(device, dtype)
     temperatures = torch.tensor([0.3, 1.0, 1e-20, 100.0], device=device)
-    wanted = twins.weigh(logits, temperatures)
+    wanted = reference.weigh(logits, temperatures)
     torch.testing.assert_close(weigh(logits, temperatures), wanted, rtol=1e-5, atol=1.0)
 
 
@@ -214,8 +214,8 @@ def test_each_row_goes_by_its_own_settings(device: torch.device) -> None:
     logits[4, 17] = math.nan
     settings = Settings(samplings, device)
     found = sample(logits, *settings.columns).tolist()
-    best = twins.argmax(logits).tolist()
-    drawn = twins.draw(
+    best = reference.argmax(logits).tolist()
+    drawn = reference.draw(
         weigh(logits[1:2], settings.temperatures[1:2]),
         *(column[1:2] for column in settings.columns[1:]),
     )

@@ -19,9 +19,10 @@ from baton.core.errors import InvalidGrammar
 from baton.core.types import AttemptKey, ChatPrompt, Sampling, Structure, Tool, Work
 from baton.core.wire import work_from, work_to
 from baton.engine.engine import Engine
-from baton.engine.gpu.sampling import GpuSampler
+from baton.engine.gpu.sampler import GpuSampler
 from baton.engine.sampler import Sampler
-from baton.engine.sequence import Piece, Sequence
+from baton.engine.sequence import Sequence
+from baton.engine.step import Chunk
 from baton.router.answers.answer_format import AnswerFormat
 from baton.router.answers.tool_format import FORMATS, HERMES, ToolFormat
 from baton.router.answers.tool_parser import ToolCallParser
@@ -59,7 +60,7 @@ def work(structure: Structure, sampling: Sampling, answered: tuple[int, ...] = (
 
 def begin(engine: Engine, asked: Work) -> Sequence:
     made = Sequence(asked, engine.pool.acquire(engine.pool.pages_for(len(PROMPT) + MOST)))
-    made.take_guide(engine.guide(asked))
+    made.set_guide(engine.guide(asked))
     return made
 
 
@@ -67,7 +68,7 @@ def write(engine: Engine, sequences: list[Sequence]) -> list[str]:
     """The answers, all written together."""
     running = list(sequences)
     while running:
-        plan = [Piece(each, each.uncomputed) for each in running]
+        plan = [Chunk(each, each.uncomputed) for each in running]
         for each, token in zip(list(running), engine.step(plan), strict=True):
             assert isinstance(token, int), token
             if each.append(token) is not None:
@@ -138,8 +139,8 @@ def test_rows_without_a_grammar_are_not_held_to_anybodys(engine: Engine) -> None
     beside = Sequence(plain, engine.pool.acquire(engine.pool.pages_for(20)))
     guided = begin(engine, work(ANY_OBJECT, Sampling()))
     for _ in range(8):
-        alone.append(engine.step([Piece(alone, alone.uncomputed)])[0])  # type: ignore[arg-type]
-        plan = [Piece(guided, guided.uncomputed), Piece(beside, beside.uncomputed)]
+        alone.append(engine.step([Chunk(alone, alone.uncomputed)])[0])  # type: ignore[arg-type]
+        plan = [Chunk(guided, guided.uncomputed), Chunk(beside, beside.uncomputed)]
         for each, token in zip((guided, beside), engine.step(plan), strict=True):
             each.append(token)  # type: ignore[arg-type]
     assert beside.tokens == alone.tokens
@@ -195,7 +196,7 @@ def test_a_grammar_that_only_the_tokenizer_refuses_fails_its_request_alone(
 ) -> None:
     asked = work(Structure("lark", "start: <|no-such-token|>"), Sampling())
     with pytest.raises(InvalidGrammar, match="no-such-token"):
-        engine.step([Piece(begin(engine, asked), len(PROMPT))])
+        engine.step([Chunk(begin(engine, asked), len(PROMPT))])
 
 
 def test_the_grammar_travels() -> None:
@@ -213,7 +214,7 @@ def test_a_tokenizer_of_sentencepieces_alone_will_do(tmp_path: Path) -> None:
     )
     made = begin(model, asked)
     while not (made.generated and made.tokens[-1] == pieces.eos_id()):
-        (token,) = model.step([Piece(made, made.uncomputed)])
+        (token,) = model.step([Chunk(made, made.uncomputed)])
         assert isinstance(token, int)
         made.append(token)
     assert re.fullmatch(expression, pieces.decode(made.tokens[len(PROMPT) : -1]))

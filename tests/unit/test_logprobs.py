@@ -15,10 +15,10 @@ from tiny_models import TINY_MODELS, VOCABULARY, save
 from baton.core.types import AttemptKey, Logprobs, Sampling, Work
 from baton.core.wire import logprobs_from, logprobs_to, work_from, work_to
 from baton.engine.engine import Engine
-from baton.engine.flight import Scored
 from baton.engine.logprobs import LEAST, score
 from baton.engine.page_pool import PagePool
-from baton.engine.sequence import Piece, Sequence
+from baton.engine.sequence import Sequence
+from baton.engine.step import Chunk, Scored
 
 PROMPT = [5, 3, 8, 120, 44]
 WARM = Sampling(temperature=0.8, top_k=40, repetition_penalty=1.3, seed=4)
@@ -36,7 +36,7 @@ def test_probabilities_are_transformers_whatever_changes_the_choice(tmp_path: Pa
     silent = sequence(engine, Sampling(), None, 8)
     told: list[list[Logprobs]] = [[], []]
     for _ in range(8):
-        plan = [Piece(each, each.uncomputed) for each in (silent, *asking)]
+        plan = [Chunk(each, each.uncomputed) for each in (silent, *asking)]
         token, *scored = engine.step(plan)
         assert isinstance(token, int)
         silent.append(token)
@@ -65,7 +65,7 @@ def test_a_gpu_tells_what_a_cpu_tells(device: torch.device, tmp_path: Path) -> N
         for length, wanted in ((3, 2), (4, None), (6, 0)):
             made = begin(pool, PROMPT[:1] * length, 2, wanted)
             made.work = replace(made.work, prompt_logprobs=wanted)
-            plan.append(Piece(made, length))
+            plan.append(Chunk(made, length))
         told.append(runner.launch(plan).wait())
         prompts.append([each for piece in plan for each in piece.sequence.prompt_scores])
     (first, second, third), wanted_outcomes = told[1], told[0]

@@ -5,8 +5,7 @@ import random
 import pytest
 
 from baton.core.errors import Exhausted, Internal
-from baton.engine.free_pages import merge_runs
-from baton.engine.page_pool import Lease, PagePool
+from baton.engine.page_pool import Lease, PagePool, merge_runs
 
 
 def test_pages_come_as_neighbours_when_there_are_any() -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from baton.core.types import AttemptKey, Sampling, Work
 from baton.engine.page_pool import PagePool
-from baton.engine.sequence import Plan
+from baton.engine.step import Plan
 from baton.prefill_worker.prefill_scheduler import PrefillScheduler
 
 

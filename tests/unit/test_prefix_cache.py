@@ -196,12 +196,12 @@ def test_contents_that_may_be_wrong_are_forgotten_by_whomever_they_were_written(
 def test_changes_say_what_came_and_went_and_nothing_that_did_both() -> None:
     made = pool(3)
     filled(made, "ab").release()
-    changes = made.cache.take_changes()
+    changes = made.cache.drain_changes()
     assert (list(changes.stored), list(changes.evicted)) == (keys("ab"), [])
     made.acquire(2).release()
     filled(made, "xy").release()
     filled(made, "uvw").release()
-    changes = made.cache.take_changes()
+    changes = made.cache.drain_changes()
     assert (set(changes.stored), set(changes.evicted)) == (set(keys("uvw")), set(keys("ab")))
 
 
@@ -313,7 +313,7 @@ class Model:
             self.draw.choice(self.holders).lease.forget()
 
     def publish(self) -> None:
-        changes = self.pool.cache.take_changes()
+        changes = self.pool.cache.drain_changes()
         assert not changes.stored.keys() & changes.evicted.keys()
         assert changes.evicted.keys() <= self.told
         assert not changes.stored.keys() & self.told

@@ -13,7 +13,8 @@ from baton.core.types import AttemptKey, Logprobs, Sampling, Work
 from baton.core.wire import work_from, work_to
 from baton.engine.engine import Engine
 from baton.engine.page_pool import PagePool
-from baton.engine.sequence import Piece, Sequence
+from baton.engine.sequence import Sequence
+from baton.engine.step import Chunk
 
 LONG = [5, 3, 8, 120, 44, 7, 90, 91, 3, 8, 120, 1, 2, 60, 61, 62, 63, 14, 15]
 SHORT = [9, 8, 7]
@@ -30,7 +31,7 @@ def read(engine: Engine, sequences: list[Sequence], chunk: int) -> None:
     """Until each has its first token."""
     while any(each.generated == 0 for each in sequences):
         reading = [each for each in sequences if each.generated == 0]
-        plan = [Piece(each, min(chunk, each.uncomputed)) for each in reading]
+        plan = [Chunk(each, min(chunk, each.uncomputed)) for each in reading]
         for piece, token in zip(plan, engine.step(plan), strict=True):
             if isinstance(token, int):
                 piece.sequence.append(token)
@@ -60,7 +61,7 @@ def test_what_is_computed_again_is_told_once(tmp_path: Path) -> None:
     save(TINY_MODELS["llama"], tmp_path)
     engine = load(tmp_path, page_size=4)
     sequence = begin(engine.pool, LONG, 0)
-    engine.step([Piece(sequence, 8)])
+    engine.step([Chunk(sequence, 8)])
     first = list(sequence.prompt_scores)
     sequence.computed = 4  # preempted, and found again in part
     read(engine, [sequence], 6)
@@ -86,5 +87,5 @@ def test_the_wish_travels(wanted: int | None) -> None:
 def test_scores_come_in_order() -> None:
     sequence = begin(PagePool(8, 4), SHORT, 0)
     for position in (0, 0, 1):
-        sequence.take_prompt_score(position, Logprobs(-float(position)))
+        sequence.add_prompt_score(position, Logprobs(-float(position)))
     assert [each.logprob for each in sequence.prompt_scores] == [0.0, -1.0]

@@ -9,7 +9,7 @@ from second_tiers import PAGE, TieredPool, keys
 from baton.core.errors import Internal
 from baton.engine import second_tier
 from baton.engine.page_pool import Lease
-from baton.engine.restore_costs import RestoreCosts, Tier
+from baton.engine.restoration import RestoreCosts, Tier
 
 
 def full(rows: int = 8) -> TieredPool:
@@ -87,11 +87,11 @@ def test_a_prompt_waits_for_its_pages_and_then_finds_them() -> None:
     made = full()
     made.keep("x")
     made.settle()
-    assert made.pool.bring_back(keys("a")) == 1
-    assert made.pool.is_coming(keys("a")[0])
-    assert made.pool.bring_back(keys("a")) == 0, "it is under way"
+    assert made.pool.restore_pages(keys("a")) == 1
+    assert made.pool.is_restoring(keys("a")[0])
+    assert made.pool.restore_pages(keys("a")) == 0, "it is under way"
     made.settle()
-    assert not made.pool.is_coming(keys("a")[0])
+    assert not made.pool.is_restoring(keys("a")[0])
     with made.compute("a") as lease:
         assert lease.found == 1
 
@@ -104,7 +104,7 @@ def test_the_prefix_that_a_restoration_follows_stays_in_the_pool(tmp_path: Path)
     made.settle()
     held = len(made.pool.cache.find(keys("abcdef")))
     assert 0 < held < 6
-    assert made.pool.bring_back(keys("abcdef")) == 6 - held
+    assert made.pool.restore_pages(keys("abcdef")) == 6 - held
     with made.pool.acquire(2):  # would evict the prefix, which has been idle for the longest
         made.settle()
         assert made.found("abcdef") == "abcdef"
@@ -137,14 +137,14 @@ def test_what_is_forgotten_while_it_is_saved_is_not_kept(tmp_path: Path) -> None
 def test_a_restorer_that_stands_still_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     made = full()
     made.keep("xy")
-    assert made.pool.bring_back(keys("a")) == 1
+    assert made.pool.restore_pages(keys("a")) == 1
     with monkeypatch.context() as patch:
         patch.setattr(second_tier, "STALL_SECONDS", 0.0)
         made.pool.advance()
-    assert not made.pool.is_coming(keys("a")[0])
+    assert not made.pool.is_restoring(keys("a")[0])
     assert made.pool.check_integrity(held=0) == ""
     before = made.kv.clone()
-    assert made.pool.bring_back(keys("a")) == 0, "its thread may still stand still"
+    assert made.pool.restore_pages(keys("a")) == 0, "its thread may still stand still"
     made.backgrounds["restore-pages"].run()
     assert made.kv.equal(before), "no page is written once it was given up"
     made.settle()
@@ -177,17 +177,17 @@ def test_what_takes_longer_than_compute_is_computed() -> None:
     made.keep("xy")
     made.tier.costs.copies[Tier.HOST].note(1, 1.0)
     made.tier.costs.compute.note(PAGE, 0.1)
-    assert made.pool.bring_back(keys("a")) == 0
+    assert made.pool.restore_pages(keys("a")) == 0
     assert made.tier.counts[Tier.HOST].hits == 1
 
 
 def test_what_changed_is_told_once_and_with_its_last_state() -> None:
     made = full(rows=2)
-    changes = made.tier.take_changes()
+    changes = made.tier.drain_changes()
     assert len(changes.stored) == len(made.tier) == made.pool.kept
     made.keep("vwxyz")
     made.settle()
-    changes = made.tier.take_changes()
+    changes = made.tier.drain_changes()
     assert not changes.stored.keys() & changes.evicted.keys()
     assert set(made.tier.keys) >= changes.stored.keys()
 
@@ -217,7 +217,7 @@ def _do_something(draw: random.Random, made: TieredPool, leases: list[Lease]) ->
     text = "".join(draw.choices("ab", k=draw.randrange(1, 7)))
     match draw.choice(["prompt", "prompt", "release", "release", "copy", "copy", "step", "fail"]):
         case "prompt" if made.pool.cost(len(text), keys(text)) <= made.pool.free:
-            if not made.pool.bring_back(keys(text)):
+            if not made.pool.restore_pages(keys(text)):
                 leases.append(made.compute(text))
         case "release" if leases:
             leases.pop(draw.randrange(len(leases))).release()

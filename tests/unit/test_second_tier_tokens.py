@@ -15,7 +15,7 @@ from baton.core.config import CacheConfig, Size
 from baton.core.types import AttemptKey, Sampling, Work
 from baton.decode_worker.decode_scheduler import DecodeScheduler
 from baton.engine.engine import Engine
-from baton.engine.restore_costs import Tier
+from baton.engine.restoration import Tier
 from baton.engine.second_tier import SecondTier
 from baton.engine.sequence import Sequence
 from baton.worker.backend import open_second_tier

@@ -16,10 +16,10 @@ from baton.core.errors import InvalidCheckpoint, InvalidConfig
 from baton.core.types import AttemptKey, Sampling, Work
 from baton.engine.architecture import Architecture, read_architecture
 from baton.engine.engine import Engine
-from baton.engine.gpu.settings import GpuSettings
-from baton.engine.group import Group
-from baton.engine.sequence import Piece, Sequence
-from baton.engine.span import Span, decode, encode
+from baton.engine.gpu.device import GpuSettings
+from baton.engine.sequence import Sequence
+from baton.engine.step import Chunk, ChunkInputs, decode_inputs, encode_inputs
+from baton.engine.tensor_parallel import Group
 from baton.worker.rank_process import (
     RankSettings,
     check_ranks,
@@ -64,8 +64,8 @@ def test_ranks_hold_the_pages_of_the_whole_by_heads(tmp_path: Path) -> None:
         for engine in (whole, split.engine):
             # In two steps, of which the first samples nothing.
             running = sequence(engine, PROMPTS[2], 1)
-            engine.step([Piece(running, 30)])
-            engine.step([Piece(running, 10)])
+            engine.step([Chunk(running, 30)])
+            engine.step([Chunk(running, 10)])
             assert running.lease.pages == [0, 1, 2]
         assert split.engine.pool.total == whole.pool.total
         assert sum(part.kv.nbytes for part in parts) == whole.kv.nbytes
@@ -84,8 +84,8 @@ def test_prompts_are_scored_as_by_the_whole_model(tmp_path: Path) -> None:
 def _scored(engine: Engine) -> list[float]:
     work = Work(AttemptKey("test", 0), PROMPTS[2], Sampling(), 1, frozenset(), prompt_logprobs=1)
     running = Sequence(work, engine.pool.acquire(engine.pool.pages_for(len(PROMPTS[2]) + 1)))
-    engine.step([Piece(running, 25)])
-    engine.step([Piece(running, running.uncomputed)])
+    engine.step([Chunk(running, 25)])
+    engine.step([Chunk(running, running.uncomputed)])
     return [scores.logprob for scores in running.prompt_scores]
 
 
@@ -100,7 +100,7 @@ def _drawn(engine: Engine) -> list[int]:
     work = Work(AttemptKey("test", 0), PROMPTS[1], sampling, ANSWER, frozenset())
     running = Sequence(work, engine.pool.acquire(engine.pool.pages_for(len(PROMPTS[1]) + ANSWER)))
     while running.generated < ANSWER:
-        (token,) = engine.step([Piece(running, running.uncomputed)])
+        (token,) = engine.step([Chunk(running, running.uncomputed)])
         assert isinstance(token, int)
         running.append(token)
     return running.tokens
@@ -201,8 +201,8 @@ def test_a_sum_adds_the_parts_of_all_ranks(dtype: torch.dtype, tmp_path: Path) -
 
 
 def test_a_step_reads_back_as_it_was_sent() -> None:
-    spans = [Span(7, [3], [9, 4], [7]), Span(0, [5, 2**31 - 1, 1], [0], [])]
-    assert decode(encode(spans)) == spans
+    spans = [ChunkInputs(7, [3], [9, 4], [7]), ChunkInputs(0, [5, 2**31 - 1, 1], [0], [])]
+    assert decode_inputs(encode_inputs(spans)) == spans
 
 
 def test_an_error_of_a_rank_reads_back_as_it_was_sent() -> None:

@@ -8,14 +8,12 @@ import torch
 from torch import Tensor
 
 from baton.core.errors import Internal
-from baton.engine.flight import Outcome
-from baton.engine.logprobs import Scores
-from baton.engine.prompt_logprobs import PromptScores
+from baton.engine.logprobs import PromptScores, Scores
 from baton.engine.sampler import NOT_FINITE
-from baton.engine.sequence import Plan
+from baton.engine.step import Outcome, Plan
 
 
-class GpuFlight:
+class GpuInFlightStep:
     """Its sequences are already as they will be; their tokens come with `wait`.
 
     The pages it uses are pinned until then.

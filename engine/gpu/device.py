@@ -10,6 +10,7 @@ percentages leave parts of matrix products unwritten.
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,3 +39,11 @@ def confine(share: float, device: str) -> None:
     context.set_context()
     _contexts.append(context)
     log.info("computing on %d of the GPU's %d multiprocessors", count, total)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuSettings:
+    memory_share: float = 0.9  # of the GPU's memory, for weights, pages and work
+    max_batch: int = 256  # requests of a decode step
+    chunk_tokens: int = 8192  # prompt tokens of a step
+    share: float = 1.0  # of the GPU's multiprocessors
