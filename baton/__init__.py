@@ -1,11 +1,11 @@
-"""What a user imports.
+"""The public Python API.
 
     from baton import Client
 
     with Client("127.0.0.1:50051") as client:
         print(client.generate("Once upon a time", max_tokens=64).text)
 
-`AsyncClient` is the same for asyncio. Whatever goes wrong is a `BatonError`.
+`AsyncClient` is the same for asyncio. All errors are `BatonError`s.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ from baton.core.errors import (
 from baton.core.types import FinishReason, Message, Tool, ToolCall
 
 if TYPE_CHECKING:
-    from baton.async_client import AsyncClient, AsyncStream
-    from baton.client import Client, Stream
+    from baton.client import AsyncClient, AsyncStream, Client, Stream
     from baton.responses import (
         Answer,
         Choice,
@@ -96,23 +95,18 @@ __all__ = [
     "WorkerLost",
 ]
 
-# Found at first use: every process imports baton.v1, and only clients need grpc for it.
-_HOMES = {
-    "AsyncClient": "baton.async_client",
-    "AsyncStream": "baton.async_client",
-    "Answer": "baton.responses",
-    "Choice": "baton.responses",
-    "Delta": "baton.responses",
-    "Placement": "baton.responses",
-    "TokenLogprob": "baton.responses",
-    "TokenLogprobs": "baton.responses",
-    "Usage": "baton.responses",
-    "Client": "baton.client",
-    "Stream": "baton.client",
+# Imported at first use: server processes import baton.v1 alone, and need no client.
+_MODULES = {
+    "baton.client": ("AsyncClient", "AsyncStream", "Client", "Stream"),
+    "baton.responses": (
+        *("Answer", "Choice", "Delta", "Placement"),
+        *("TokenLogprob", "TokenLogprobs", "Usage"),
+    ),
 }
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(importlib.import_module(module), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

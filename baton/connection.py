@@ -1,14 +1,21 @@
-"""What both clients hold about a connection: where, how, as whom, and when it is ready."""
+"""A client's connection: its channel's options, API key, certificates, readiness and errors."""
 
 from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import grpc
+from google.protobuf import any_pb2
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
+from baton.core import errors
+from baton.core.errors import BatonError
 from baton.core.tls import CA, CLIENT, certificate_path, key_path, read_pem
 from baton.core.types import MAX_MESSAGE_BYTES
 from baton.v1 import cluster_pb2, worker_pb2
@@ -24,16 +31,19 @@ CALL_SECONDS = 30.0
 """The default timeout of every call that does not generate."""
 
 POLL_SECONDS = 0.2
-"""Between two looks at a cluster that is not ready."""
+"""Between two checks of a cluster that is not ready."""
+
+_DETAILS_KEY = "grpc-status-details-bin"
+_DOMAIN = "baton"
 
 CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    # A router that froze or was cut off says nothing: find out by asking.
+    # A router that froze or was cut off sends nothing: detect it by pings.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 10_000),
-    # A router that restarts is found again soon; gRPC's default grows to 2 minutes.
+    # Reconnect soon after a router's restart; gRPC's default backoff grows to 2 minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 ]
@@ -54,10 +64,10 @@ def why_not_ready(status: cluster_pb2.StatusResponse) -> str:
 
 
 class KeyedChannel:
-    """A channel, for sync or asyncio, whose calls all carry an API key.
+    """A channel, sync or asyncio, whose calls all carry an API key.
 
-    As metadata, since credentials of a call are not sent in the clear, and on one's own machine
-    a key may be.
+    As metadata: gRPC sends call credentials over TLS only, and on one machine a key may be sent
+    without.
     """
 
     def __init__(self, channel: Any, api_key: str) -> None:
@@ -74,15 +84,15 @@ class KeyedChannel:
 
 
 def with_key(channel: Channel, api_key: str | None) -> Channel:
-    """`channel` with the key that is given, or else the environment's, or else as it is."""
+    """`channel` with the given key, else the environment's, else unchanged."""
     found = os.environ.get(API_KEY_VARIABLE, "") if api_key is None else api_key
     return cast(Channel, KeyedChannel(channel, found)) if found else channel
 
 
 def tls_credentials(tls: str | Path | None) -> grpc.ChannelCredentials | None:
-    """Of the folder that is given, or else the environment's; None where there is neither.
+    """From the given folder, else the environment's; None without either.
 
-    The folder holds ca.pem and, where the router asks for it, client.pem and client.key.
+    The folder holds ca.pem and, where the router requires it, client.pem and client.key.
     """
     found = os.environ.get(TLS_VARIABLE, "") if tls is None else tls
     if not found:
@@ -93,3 +103,54 @@ def tls_credentials(tls: str | Path | None) -> grpc.ChannelCredentials | None:
         return grpc.ssl_channel_credentials(authority)
     key, certificate = key_path(folder, CLIENT), certificate_path(folder, CLIENT)
     return grpc.ssl_channel_credentials(authority, read_pem(key), read_pem(certificate))
+
+
+@contextmanager
+def translated(address: str) -> Iterator[None]:
+    """Raises any gRPC error of a call to `address` as a BatonError."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise from_rpc_error(error, address) from error
+
+
+def from_rpc_error(error: grpc.RpcError, address: str) -> BatonError:
+    """The error that the router packed into the trailer, else the nearest to gRPC's code."""
+    message = error.details() or error.code().name
+    info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+    details = _details(error)
+    if any(detail.Unpack(info) for detail in details) and info.domain == _DOMAIN:
+        any(detail.Unpack(retry) for detail in details)
+        return errors.from_reason(
+            info.reason,
+            message,
+            field=info.metadata.get("field", ""),
+            retry_after=retry.retry_delay.ToTimedelta().total_seconds(),
+        )
+    return _from_code(error.code(), message, address)
+
+
+def _from_code(code: grpc.StatusCode, message: str, address: str) -> BatonError:
+    match code:
+        case grpc.StatusCode.UNAVAILABLE:
+            advice = "start one with `baton serve`"
+            return errors.Unavailable(f"no Baton router answers at {address}; {advice}")
+        case grpc.StatusCode.DEADLINE_EXCEEDED:
+            return errors.DeadlineExceeded(f"{address} did not answer in time")
+        case grpc.StatusCode.CANCELLED:
+            return errors.Cancelled("the call was cancelled")
+        case grpc.StatusCode.INVALID_ARGUMENT:
+            return errors.InvalidRequest(message)
+        case grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return errors.Exhausted(message)
+    return errors.Internal(f"{address}: {message}")
+
+
+def _details(error: grpc.RpcError) -> list[any_pb2.Any]:
+    """The trailer's error details; empty if it has none or they cannot be parsed."""
+    trailer = cast(Iterable[tuple[str, bytes]], error.trailing_metadata() or ())
+    packed = [value for key, value in trailer if key == _DETAILS_KEY]
+    try:
+        return list(status_pb2.Status.FromString(b"".join(packed)).details)
+    except DecodeError:
+        return []

@@ -1,4 +1,4 @@
-"""What goes out: a caller's arguments as the messages of the API."""
+"""Builds the API's messages from a caller's arguments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class GenerateOptions(TypedDict, total=False):
     """The keyword arguments of every call that generates. None means unset."""
 
     model: str | None  # unset: the one model served
-    n: int | None  # how many answers, 1 to 16; unset: 1. All are in Answer.choices
+    n: int | None  # answers, 1 to 16; unset: 1. Answer.choices has all
     max_tokens: int | None  # unset: up to the end of the model's context
     temperature: float | None  # 0 or unset: greedy
     top_k: int | None  # keep the k most likely tokens; 0 keeps all
@@ -32,18 +32,25 @@ class GenerateOptions(TypedDict, total=False):
     seed: int | None  # unset: a fresh one, found in the answer
     stop: str | Sequence[str] | None  # strings that end the answer
     stop_token_ids: Sequence[int] | None
-    ignore_eos: bool | None  # go on past the model's end tokens
-    logprobs: int | None  # tell how likely tokens were, and 0 to 20 of the likeliest; unset: no
-    prompt_logprobs: int | None  # the same of the prompt's tokens but the first
-    # What the answer must read as; at most one of these.
+    ignore_eos: bool | None  # continue past the model's end tokens
+    logprobs: int | None  # return logprobs, with 0 to 20 of the likeliest tokens
+    prompt_logprobs: int | None  # the same for the prompt's tokens but the first
+    # Structured output; at most one of these.
     json_schema: str | Mapping[str, object] | None
     regex: str | None
     grammar: str | None  # Lark
-    tools: Sequence[Tool] | None  # that a chat may call; their calls are in Answer.tool_calls
+    tools: Sequence[Tool] | None  # for a chat; Answer.tool_calls has the calls
     tool_choice: str | None  # "auto", "none", "required", or the name of the one to call
-    cache_salt: str | None  # cached work is shared only among requests of the same salt
-    request_id: str | None  # a name for logs; unset: the router chooses
+    cache_salt: str | None  # requests share cached pages only under the same salt
+    request_id: str | None  # for logs; unset: the router chooses
     timeout: float | None  # seconds for the whole answer; unset: no limit
+
+
+_SAMPLING_FIELDS = [field.name for field in inference_pb2.SamplingParameters.DESCRIPTOR.fields]
+_PLAIN_FIELDS = (
+    *("model", "max_tokens", "stop_token_ids", "ignore_eos", "request_id"),
+    *("n", "cache_salt", "logprobs", "prompt_logprobs"),
+)
 
 
 def generate_request(
@@ -139,23 +146,19 @@ def _message(message: MessageLike) -> Message:
 def _with_options(
     request: inference_pb2.GenerateRequest, options: GenerateOptions
 ) -> inference_pb2.GenerateRequest:
-    _reject_unknown(options)
+    given = cast(Mapping[str, Any], options)
+    if unknown := given.keys() - GenerateOptions.__annotations__.keys():
+        raise TypeError(f"unexpected keyword argument {min(unknown)!r}")
     _set_structure(request, options)
     stop = options.get("stop") or ()
-    # The constructor takes None as unset, which assignment would not.
+    plain: dict[str, Any] = {name: given.get(name) for name in _PLAIN_FIELDS}
+    sampling = {name: given.get(name) for name in _SAMPLING_FIELDS}
+    # A constructor takes None as unset; assignment does not.
     request.MergeFrom(
         inference_pb2.GenerateRequest(
-            model=options.get("model") or "",
-            sampling=_sampling(options),
-            max_tokens=options.get("max_tokens"),
-            stop_token_ids=options.get("stop_token_ids"),
+            sampling=inference_pb2.SamplingParameters(**sampling),
             stop=[stop] if isinstance(stop, str) else stop,
-            ignore_eos=options.get("ignore_eos") or False,
-            request_id=options.get("request_id") or "",
-            n=options.get("n"),
-            cache_salt=options.get("cache_salt") or "",
-            logprobs=options.get("logprobs"),
-            prompt_logprobs=options.get("prompt_logprobs"),
+            **plain,
         )
     )
     return request
@@ -174,30 +177,9 @@ def _set_structure(request: inference_pb2.GenerateRequest, options: GenerateOpti
         request.grammar = grammar
 
 
-def _sampling(options: GenerateOptions) -> inference_pb2.SamplingParameters:
-    return inference_pb2.SamplingParameters(
-        temperature=options.get("temperature"),
-        top_k=options.get("top_k"),
-        top_p=options.get("top_p"),
-        min_p=options.get("min_p"),
-        repetition_penalty=options.get("repetition_penalty"),
-        presence_penalty=options.get("presence_penalty"),
-        frequency_penalty=options.get("frequency_penalty"),
-        seed=options.get("seed"),
-        logit_bias=options.get("logit_bias"),
-    )
-
-
-def _reject_unknown(options: GenerateOptions) -> None:
-    """`**options` takes any name, so the check that Python makes is made here."""
-    for name in cast(Mapping[str, object], options):
-        if name not in GenerateOptions.__annotations__:
-            raise TypeError(f"unexpected keyword argument {name!r}")
-
-
 @contextmanager
 def _numbers_checked() -> Iterator[None]:
-    """A number that its field cannot hold never reaches the router; it is as invalid."""
+    """Raises InvalidRequest for a number that its field cannot hold."""
     try:
         yield
     except ValueError as error:

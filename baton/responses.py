@@ -1,13 +1,19 @@
-"""What comes back: the values of an answer, and how a stream folds into them."""
+"""The values of an answer, and how a stream of messages becomes them."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from itertools import chain
 
 from baton.core.errors import Internal
 from baton.core.types import FinishReason, ToolCall
-from baton.v1 import inference_pb2
+from baton.v1 import inference_pb2, timing_pb2
+
+Metadata = Iterable[tuple[str, str | bytes]]
+
+_TIMING_KEY = "baton-timing-bin"
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,13 +21,13 @@ class TokenLogprob:
     """A token and the natural logarithm of its probability."""
 
     token_id: int
-    text: bytes  # what it stands for; maybe half a character
+    text: bytes  # may end within a character
     logprob: float
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """A token of an answer or a prompt, and the likeliest ones in its place, best first."""
+    """A token of an answer or a prompt, and the likeliest in its place, best first."""
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...]
@@ -29,79 +35,78 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The next piece of an answer. The text may lag behind the token ids."""
+    """What one message adds to an answer. The text may lag behind the token ids."""
 
     text: str
     token_ids: tuple[int, ...]
-    index: int = 0  # the answer that it belongs to, where there are several
-    logprobs: tuple[TokenLogprobs, ...] = ()  # one a token, where they are asked for
-    reasoning: str = ""  # what is thought, not said
+    index: int = 0  # of the answer, where there are several
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one a token, if requested
+    reasoning: str = ""  # text of the model's reasoning
     tool_calls: tuple[inference_pb2.ToolCallDelta, ...] = ()
-    # With an answer's first: one a token of the prompt but the first, where they are asked for.
+    # With an answer's first delta: one a prompt token but the first, if requested.
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """How many tokens a request took."""
+    """Token counts of a request."""
 
     prompt_tokens: int
     completion_tokens: int  # of all answers together
-    cached_tokens: int = 0  # of the prompt's, those that were not computed again
-    fetched_tokens: int = 0  # of the cached, those that one worker fetched from another
+    cached_tokens: int = 0  # of the prompt's, those not computed again
+    fetched_tokens: int = 0  # of the cached, those fetched from another worker
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where one attempt at an answer was made."""
+    """The workers of one attempt at an answer."""
 
-    prefill_worker: str  # empty when the decode worker read the prompt itself
-    decode_worker: str  # empty when the first token was known to be the last
+    prefill_worker: str  # empty for local prefill
+    decode_worker: str  # empty if the first token was the last
     policy: str  # "split", "local" or "prefill"
-    reason: str  # why there; after the first attempt, what ended the one before
+    reason: str  # why these; after a retry, what ended the last attempt
     reason_code: str = ""  # its stable name, such as "cached"
-    predicted_seconds: float = 0.0  # from there to the first token
+    predicted_seconds: float = 0.0  # from placement to the first token
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of several answers to the same request."""
+    """One of several answers to a request."""
 
     index: int
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
-    stop: str  # the stop string that ended the answer, where one did
-    seed: int  # alone, with this seed, the request has this answer
-    placements: tuple[Placement, ...]  # one an attempt: more than one when a worker was lost
-    logprobs: tuple[TokenLogprobs, ...] = ()  # one a token, where they are asked for
-    reasoning: str = ""  # what was thought, not said
-    tool_calls: tuple[ToolCall, ...] = ()  # what is to be called
-    # One a token of the prompt but the first, where they are asked for.
+    stop: str  # the stop string that ended the answer, if one did
+    seed: int  # a request with this seed and n=1 has this answer
+    placements: tuple[Placement, ...]  # one an attempt
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one a token, if requested
+    reasoning: str = ""  # text of the model's reasoning
+    tool_calls: tuple[ToolCall, ...] = ()  # requested by the model
+    # One a prompt token but the first, if requested.
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole answer, and how it came about. Where there are several, the first; `choices` has
-    them all, in order."""
+    """A whole answer; of several the first. `choices` has all, in order."""
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
-    stop: str  # the stop string that ended the answer, where one did
+    stop: str  # the stop string that ended the answer, if one did
     usage: Usage
     request_id: str
     model: str
-    seed: int  # the caller's, or the one that was drawn
+    seed: int  # the caller's, or one drawn at random
     prefill_worker: str
-    decode_worker: str  # empty when the first token was known to be the last
-    placements: tuple[Placement, ...]  # one an attempt: more than one when a worker was lost
+    decode_worker: str  # empty if the first token was the last
+    placements: tuple[Placement, ...]  # one an attempt
     choices: tuple[Choice, ...]
-    logprobs: tuple[TokenLogprobs, ...] = ()  # one a token, where they are asked for
-    reasoning: str = ""  # what was thought, not said
-    tool_calls: tuple[ToolCall, ...] = ()  # what is to be called
-    # One a token of the prompt but the first, where they are asked for.
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one a token, if requested
+    reasoning: str = ""  # text of the model's reasoning
+    tool_calls: tuple[ToolCall, ...] = ()  # requested by the model
+    # One a prompt token but the first, if requested.
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
@@ -113,12 +118,8 @@ class AnswerBuilder:
         self._choices: defaultdict[int, _ChoiceBuilder] = defaultdict(_ChoiceBuilder)
         self._finished = 0
 
-    @property
-    def complete(self) -> bool:
-        return 0 < self._started.n == self._finished
-
     def add(self, response: inference_pb2.GenerateResponse) -> Delta | None:
-        """Takes the next message, and gives its Delta where it is one."""
+        """Adds the next message; returns its Delta if it is one."""
         match response.WhichOneof("event"):
             case "started":
                 self._started = response.started
@@ -130,30 +131,26 @@ class AnswerBuilder:
         return None
 
     def answer(self) -> Answer:
-        """The answer, once the last message is in."""
+        """The answer, once the stream has ended."""
         if not self.complete:
             raise Internal("the router closed the stream before the end of the answer")
         started = self._started
         choices = [self._choices[index].choice(index) for index in range(started.n)]
-        first = choices[0]
+        first = {name: getattr(choices[0], name) for name in _SHARED_FIELDS}
         return Answer(
-            text=first.text,
-            token_ids=first.token_ids,
-            finish_reason=first.finish_reason,
-            stop=first.stop,
             usage=self._usage(),
             request_id=started.request_id,
             model=started.model,
             seed=started.seed,
             prefill_worker=started.prefill_worker,
             decode_worker=started.decode_worker,
-            placements=first.placements,
             choices=tuple(choices),
-            logprobs=first.logprobs,
-            reasoning=first.reasoning,
-            tool_calls=first.tool_calls,
-            prompt_logprobs=first.prompt_logprobs,
+            **first,
         )
+
+    @property
+    def complete(self) -> bool:
+        return 0 < self._started.n == self._finished
 
     def _usage(self) -> Usage:
         counts = [choice.finished.usage.completion_tokens for choice in self._choices.values()]
@@ -162,59 +159,56 @@ class AnswerBuilder:
         return Usage(prompt, answers, first.cached_tokens, first.fetched_tokens)
 
 
+_SHARED_FIELDS = {field.name for field in fields(Choice)} - {"index", "seed"}
+"""Those of an Answer that are its first choice's."""
+
+
 class _ChoiceBuilder:
-    """One answer, as its messages come."""
+    """One answer of a request, from its messages."""
 
     def __init__(self) -> None:
         self.finished = inference_pb2.Finished()
-        self._texts: list[str] = []
-        self._token_ids: list[int] = []
-        self._logprobs: list[TokenLogprobs] = []
-        self._thoughts: list[str] = []
-        self._calls: list[ToolCall] = []
-        self._prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+        self._deltas: list[Delta] = []
 
     def add(self, delta: inference_pb2.Delta) -> Delta:
-        self._texts.append(delta.text)
-        self._token_ids.extend(delta.token_ids)
-        logprobs = tuple(_logprobs(each) for each in delta.logprobs)
-        self._logprobs.extend(logprobs)
-        self._thoughts.append(delta.reasoning)
-        for piece in delta.tool_calls:
-            self._call(piece)
-        prompt_logprobs = tuple(_logprobs(each) for each in delta.prompt_logprobs)
-        self._prompt_logprobs += prompt_logprobs
-        return Delta(
+        made = Delta(
             delta.text,
             tuple(delta.token_ids),
             delta.index,
-            logprobs,
+            tuple(_logprobs(each) for each in delta.logprobs),
             delta.reasoning,
             tuple(delta.tool_calls),
-            prompt_logprobs,
+            tuple(_logprobs(each) for each in delta.prompt_logprobs),
         )
-
-    def _call(self, piece: inference_pb2.ToolCallDelta) -> None:
-        if piece.name:
-            self._calls.append(ToolCall(piece.id, piece.name, piece.arguments))
-        else:
-            last = self._calls[-1]
-            self._calls[-1] = ToolCall(last.id, last.name, last.arguments + piece.arguments)
+        self._deltas.append(made)
+        return made
 
     def choice(self, index: int) -> Choice:
+        deltas = self._deltas
         return Choice(
             index=index,
-            text="".join(self._texts),
-            token_ids=tuple(self._token_ids),
+            text="".join(delta.text for delta in deltas),
+            token_ids=tuple(chain.from_iterable(delta.token_ids for delta in deltas)),
             finish_reason=FinishReason(self.finished.finish_reason),
             stop=self.finished.stop,
             seed=self.finished.seed,
             placements=tuple(_placement(item) for item in self.finished.placements),
-            logprobs=tuple(self._logprobs),
-            reasoning="".join(self._thoughts),
-            tool_calls=tuple(self._calls),
-            prompt_logprobs=self._prompt_logprobs,
+            logprobs=tuple(chain.from_iterable(delta.logprobs for delta in deltas)),
+            reasoning="".join(delta.reasoning for delta in deltas),
+            tool_calls=_joined(chain.from_iterable(delta.tool_calls for delta in deltas)),
+            prompt_logprobs=tuple(chain.from_iterable(each.prompt_logprobs for each in deltas)),
         )
+
+
+def _joined(calls: Iterable[inference_pb2.ToolCallDelta]) -> tuple[ToolCall, ...]:
+    """A delta with a name starts a call; those without continue its arguments."""
+    joined: list[ToolCall] = []
+    for call in calls:
+        if call.name:
+            joined.append(ToolCall(call.id, call.name, call.arguments))
+        else:
+            joined[-1] = replace(joined[-1], arguments=joined[-1].arguments + call.arguments)
+    return tuple(joined)
 
 
 def _logprobs(item: inference_pb2.TokenLogprobs) -> TokenLogprobs:
@@ -226,11 +220,12 @@ def _logprob(item: inference_pb2.TokenLogprob) -> TokenLogprob:
 
 
 def _placement(item: inference_pb2.Placement) -> Placement:
-    return Placement(
-        item.prefill_worker,
-        item.decode_worker,
-        item.policy,
-        item.reason,
-        item.reason_code,
-        item.predicted_seconds,
-    )
+    return Placement(*(getattr(item, field.name) for field in fields(Placement)))
+
+
+def timing_of(trailer: Metadata) -> timing_pb2.RequestTiming:
+    """The ledger that a call's trailer ends with (router/observe/time_breakdown.py packs it)."""
+    for key, value in trailer:
+        if key == _TIMING_KEY and isinstance(value, bytes):
+            return timing_pb2.RequestTiming.FromString(value)
+    raise Internal("the call did not end with its timing")

@@ -1,0 +1,349 @@
+"""What both clients share: every call of the API, written once, as a coroutine.
+
+The asyncio client returns these coroutines. In the blocking one, whatever they await blocks the
+thread instead of suspending, so a coroutine runs to its end at once.
+"""
+
+# A timeout is gRPC's deadline, which the router sees; asyncio.timeout would keep it here.
+# ruff: noqa: ASYNC109
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+import types
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Concatenate,
+    Generic,
+    ParamSpec,
+    TypeVar,
+    Unpack,
+    overload,
+)
+
+from google.protobuf.message import Message
+
+from baton.connection import (
+    CALL_SECONDS,
+    DEFAULT_ADDRESS,
+    POLL_SECONDS,
+    tls_credentials,
+    translated,
+    why_not_ready,
+    with_key,
+)
+from baton.core.errors import DeadlineExceeded, Unavailable
+from baton.request_builder import (
+    GenerateOptions,
+    MessageLike,
+    chat_request,
+    detokenize_request,
+    generate_request,
+    role_request,
+    tokenize_request,
+)
+from baton.responses import Answer, AnswerBuilder, Delta
+from baton.v1 import cluster_pb2, inference_pb2, timing_pb2
+from baton.v1.cluster_pb2_grpc import AdminStub
+from baton.v1.inference_pb2_grpc import InferenceStub
+
+if TYPE_CHECKING:
+    from grpc import UnaryUnaryMultiCallable as Method
+
+    from baton.client import AsyncClient, AsyncStream, Client, Stream
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+Request = TypeVar("Request", bound=Message)
+Response = TypeVar("Response", bound=Message)
+Timeout = float | None
+
+
+def run_to_end(coroutine: Coroutine[Any, Any, Result]) -> Result:
+    """The result of a coroutine that never suspends."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]
+    raise RuntimeError("the coroutine has suspended")
+
+
+class shared(Generic[Arguments, Result]):  # noqa: N801  (a decorator)
+    """A coroutine method that runs to its end at once in blocking classes."""
+
+    def __init__(
+        self, method: Callable[Concatenate[Any, Arguments], Coroutine[Any, Any, Result]]
+    ) -> None:
+        self._method = method
+
+    @overload
+    def __get__(self, owner: Client | Stream, kind: object) -> Callable[Arguments, Result]: ...
+    @overload
+    def __get__(
+        self, owner: AsyncClient | AsyncStream, kind: object
+    ) -> Callable[Arguments, Coroutine[Any, Any, Result]]: ...
+    def __get__(self, owner: Any, kind: object) -> Any:
+        if owner is None:
+            return self._method
+        method = types.MethodType(self._method, owner)
+        if not owner.BLOCKING:
+            return method
+
+        @functools.wraps(method)
+        def blocking(*arguments: Arguments.args, **options: Arguments.kwargs) -> object:
+            return run_to_end(method(*arguments, **options))
+
+        return blocking
+
+
+class StreamCalls:
+    """An answer as it is generated: iterate for its Deltas, then get `answer`.
+
+    Deltas of several answers alternate as they arrive; `index` tells them apart.
+    """
+
+    BLOCKING: ClassVar[bool]
+
+    def __init__(self, call: Any, address: str) -> None:
+        self._call = call
+        self._address = address
+        self._builder = AnswerBuilder()
+
+    @property
+    def answer(self) -> Answer:
+        """The whole answer, once the iteration has ended."""
+        if not self._builder.complete:
+            raise RuntimeError("the answer is not complete; iterate to its end first")
+        return self._builder.answer()
+
+    def cancel(self) -> None:
+        """Cancels the request; the iteration raises Cancelled."""
+        self._call.cancel()
+
+    async def _receive(self) -> inference_pb2.GenerateResponse | None:
+        """The next message; None at a good end."""
+        raise NotImplementedError
+
+    async def _next(self) -> Delta | None:
+        """The next delta; None at the end of a complete answer."""
+        while (response := await self._receive()) is not None:
+            if (delta := self._builder.add(response)) is not None:
+                return delta
+        self._builder.answer()
+        return None
+
+    async def _read(self) -> Answer:
+        while await self._next() is not None:
+            pass
+        return self.answer
+
+    @shared
+    async def read(self) -> Answer:
+        """Iterates to the end and returns the whole answer."""
+        return await self._read()
+
+
+StreamType = TypeVar("StreamType", bound=StreamCalls)
+
+
+class ClientCalls(Generic[StreamType]):
+    """A connection to a Baton router. Every call raises a BatonError when it fails."""
+
+    BLOCKING: ClassVar[bool]
+    _channel: Any
+
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        api_key: str | None = None,
+        tls: str | Path | None = None,
+    ) -> None:
+        """By default, `api_key` is the environment's BATON_API_KEY, and `tls`, a folder of
+        certificates (see `baton certs`), its BATON_TLS."""
+        self.address = address
+        self._api_key = api_key
+        self._credentials = tls_credentials(tls)
+        self._connect()
+
+    def _connect(self) -> None:
+        """Opens the channel, if that needs no event loop."""
+
+    @cached_property
+    def _inference(self) -> InferenceStub:
+        stub: InferenceStub = InferenceStub(with_key(self._channel, self._api_key))
+        return stub
+
+    @cached_property
+    def _admin(self) -> AdminStub:
+        stub: AdminStub = AdminStub(with_key(self._channel, self._api_key))
+        return stub
+
+    def _stream(self, request: inference_pb2.GenerateRequest, timeout: Timeout) -> StreamType:
+        raise NotImplementedError
+
+    async def _call(
+        self, method: Method[Request, Response], request: Request, timeout: Timeout
+    ) -> Response:
+        with translated(self.address):
+            response: Any = method(request, timeout=timeout)
+            done: Response = response if self.BLOCKING else await response
+            return done
+
+    async def _whole(self, stream: StreamType) -> Answer:
+        try:
+            return await stream._read()
+        finally:
+            stream.cancel()
+
+    def stream(self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]) -> StreamType:
+        """Continues text, or token ids, delta by delta."""
+        return self._stream(generate_request(prompt, options), options.get("timeout"))
+
+    def stream_chat(
+        self, messages: Iterable[MessageLike], **options: Unpack[GenerateOptions]
+    ) -> StreamType:
+        """Answers a conversation delta by delta."""
+        return self._stream(chat_request(messages, options), options.get("timeout"))
+
+    @shared
+    async def generate(
+        self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]
+    ) -> Answer:
+        """Continues text, or token ids, and waits for the whole answer."""
+        return await self._whole(self.stream(prompt, **options))
+
+    @shared
+    async def chat(
+        self, messages: Iterable[MessageLike], **options: Unpack[GenerateOptions]
+    ) -> Answer:
+        """Answers a conversation, and waits for the whole answer."""
+        return await self._whole(self.stream_chat(messages, **options))
+
+    @shared
+    async def models(self, *, timeout: Timeout = CALL_SECONDS) -> list[inference_pb2.Model]:
+        """The models that the cluster serves."""
+        request = inference_pb2.ListModelsRequest()
+        return list((await self._call(self._inference.ListModels, request, timeout)).models)
+
+    @shared
+    async def tokenize(
+        self,
+        prompt: str | Iterable[MessageLike],
+        *,
+        model: str = "",
+        timeout: Timeout = CALL_SECONDS,
+    ) -> inference_pb2.TokenizeResponse:
+        """The `token_ids` of text or of a conversation, and a conversation's `rendered` text."""
+        request = tokenize_request(prompt, model)
+        return await self._call(self._inference.Tokenize, request, timeout)
+
+    @shared
+    async def detokenize(
+        self,
+        token_ids: Iterable[int],
+        *,
+        keep_special_tokens: bool = False,
+        model: str = "",
+        timeout: Timeout = CALL_SECONDS,
+    ) -> str:
+        """The text of token ids."""
+        request = detokenize_request(token_ids, keep_special_tokens, model)
+        return (await self._call(self._inference.Detokenize, request, timeout)).text
+
+    @shared
+    async def status(self, *, timeout: Timeout = CALL_SECONDS) -> cluster_pb2.StatusResponse:
+        """The router's view of the cluster now."""
+        return await self._call(self._admin.Status, cluster_pb2.StatusRequest(), timeout)
+
+    @shared
+    async def timing(
+        self, request_id: str, *, timeout: Timeout = CALL_SECONDS
+    ) -> timing_pb2.RequestTiming:
+        """The time breakdown of a recent request."""
+        request = cluster_pb2.TimingRequest(request_id=request_id)
+        return await self._call(self._admin.Timing, request, timeout)
+
+    @shared
+    async def recent(
+        self, limit: int = 0, *, timeout: Timeout = CALL_SECONDS
+    ) -> list[timing_pb2.RequestTiming]:
+        """The latest requests, newest first, without their phases."""
+        request = cluster_pb2.RecentRequest(limit=limit)
+        return list((await self._call(self._admin.Recent, request, timeout)).requests)
+
+    @shared
+    async def diagnose(self, *, timeout: Timeout = CALL_SECONDS) -> cluster_pb2.Diagnosis:
+        """The cluster's bottleneck, and what to change."""
+        return await self._call(self._admin.Diagnose, cluster_pb2.DiagnoseRequest(), timeout)
+
+    @shared
+    async def trends(self, *, timeout: Timeout = CALL_SECONDS) -> cluster_pb2.TrendsResponse:
+        """The last minutes, in steps of a few seconds."""
+        return await self._call(self._admin.Trends, cluster_pb2.TrendsRequest(), timeout)
+
+    @shared
+    async def drain(
+        self, worker_id: str, *, restart: bool = False, timeout: Timeout = CALL_SECONDS
+    ) -> None:
+        """Makes a worker accept nothing new, finish or migrate its requests, and exit.
+
+        With `restart` a new process replaces it, where something restarts workers.
+        """
+        request = cluster_pb2.DrainRequest(worker_id=worker_id, restart=restart)
+        await self._call(self._admin.Drain, request, timeout)
+
+    @shared
+    async def scale(
+        self,
+        prefill: int | None = None,
+        decode: int | None = None,
+        *,
+        timeout: Timeout = CALL_SECONDS,
+    ) -> cluster_pb2.PoolsResponse:
+        """Sets the wanted number of workers (None: unchanged); `pools` reports the progress."""
+        request = cluster_pb2.ScaleRequest(prefill=prefill, decode=decode)
+        return await self._call(self._admin.Scale, request, timeout)
+
+    @shared
+    async def pools(self, *, timeout: Timeout = CALL_SECONDS) -> cluster_pb2.PoolsResponse:
+        """The wanted number of workers, and the progress of each."""
+        return await self._call(self._admin.Pools, cluster_pb2.PoolsRequest(), timeout)
+
+    @shared
+    async def plan(self, *, timeout: Timeout = CALL_SECONDS) -> cluster_pb2.PlanResponse:
+        """The planner's latest decisions, with reasons."""
+        return await self._call(self._admin.Plan, cluster_pb2.PlanRequest(), timeout)
+
+    @shared
+    async def switch_role(
+        self, worker_id: str, role: str, *, timeout: Timeout = None
+    ) -> cluster_pb2.SwitchRoleResponse:
+        """Makes a worker finish or migrate its requests, and continue in another role."""
+        return await self._call(self._admin.SwitchRole, role_request(worker_id, role), timeout)
+
+    @shared
+    async def wait_ready(self, timeout: float = 60.0) -> None:
+        """Waits until the cluster can answer; DeadlineExceeded says what is missing."""
+        deadline = time.monotonic() + timeout
+        while missing := await self._missing(max(deadline - time.monotonic(), POLL_SECONDS)):
+            if time.monotonic() >= deadline:
+                raise DeadlineExceeded(f"not ready after {timeout:g} s: {missing}")
+            if self.BLOCKING:
+                time.sleep(POLL_SECONDS)  # noqa: ASYNC251
+            else:
+                await asyncio.sleep(POLL_SECONDS)
+
+    async def _missing(self, seconds: float) -> str:
+        try:
+            request = cluster_pb2.StatusRequest()
+            return why_not_ready(await self._call(self._admin.Status, request, seconds))
+        except (Unavailable, DeadlineExceeded) as error:
+            return error.message
