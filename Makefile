@@ -6,57 +6,61 @@ BIN := $(VENV)/bin
 # Flags for `baton serve`: make serve ARGS="--prefill 2 --decode 2"
 ARGS ?=
 
-.PHONY: serve test test-faults test-fleet test-page test-clients lint bench proto setup clean
+.DEFAULT_GOAL := help
+.PHONY: help serve test test-faults test-fleet test-page test-clients lint bench proto setup clean
 
-serve: setup
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1|/' | \
+		awk -F'|' '{printf "%-15s %s\n", $$1, $$2}'
+
+serve: setup ## start a small cluster on this machine; Ctrl-C stops it
 	@$(BIN)/baton serve $(ARGS)
 
-test: setup
+test: setup ## run the suite
 	@$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 
-# Signals at every process at every moment of a request; prints the table of docs/RELIABILITY.md.
-test-faults: setup
+# Prints the table of docs/RELIABILITY.md.
+test-faults: setup ## signal every process at every moment of a request; cut the network
 	@$(BIN)/python -m pytest -m 'faults or not faults' tests/cluster/test_fault_matrix.py \
 		tests/cluster/test_cut_network.py
 
-# Nodes that come and go, Ray's head without and with a Redis behind it, rolling restarts, two
-# versions side by side; prints the table of recoveries.
-test-fleet: setup
+# Loses and adds nodes, Ray's head without and with a Redis, restarts all workers, runs two versions
+# side by side; prints the table of recoveries.
+test-fleet: setup ## run clusters of several Ray nodes and of several versions
 	@command -v redis-server >/dev/null || \
 		echo "no redis-server: some tests are skipped (apt-get install redis-server)"
 	@$(BIN)/python -m pytest -m fleet tests/cluster
 
-# The page in a real browser: needs chromium (apt-get install chromium), and fetches playwright.
-# Screenshots come to build/pictures.
-test-page: setup
+# Installs playwright. Screenshots go to build/pictures.
+test-page: setup ## open the page in a real browser (apt-get install chromium)
 	@command -v chromium chromium-browser >/dev/null || \
 		{ echo "make test-page needs a browser: apt-get install chromium"; exit 1; }
 	@$(BIN)/python -m pip install --quiet --editable '.[page]'
 	@$(BIN)/python -m pytest tests/page --pictures build/pictures
 
-# Schemathesis on our own OpenAPI document, and LangChain; fetches both.
-test-clients: setup
+# Installs Schemathesis and LangChain.
+test-clients: setup ## run other people's clients: Schemathesis, LangChain, gRPC from Node.js
 	@$(BIN)/python -m pip install --quiet --editable '.[clients]'
 	@$(BIN)/python -m pytest tests/clients
 
-lint: $(VENV)/.installed
+lint: $(VENV)/.installed ## ruff and mypy --strict
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-bench: setup
+bench: setup ## print the tables of docs/PERFORMANCE.md for this machine's CPU
 	@$(BIN)/python -m bench.engine
 	@$(BIN)/python -m bench.transfer
 	@$(BIN)/python -m bench.index
 	@$(BIN)/python -m bench.router
 	@$(BIN)/python -m bench.serve
 
-proto: $(VENV)/.installed
+proto: $(VENV)/.installed ## regenerate baton/v1 from proto/
 	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m grpc_tools.protoc -Iproto \
 		--python_out=. --grpc_python_out=. --mypy_out=. --mypy_grpc_out=. \
 		proto/baton/v1/*.proto
 
-setup: $(VENV)/.installed
+setup: $(VENV)/.installed ## install into .venv and download the embedded model
 	@$(BIN)/baton model pull
 
 $(VENV)/.installed: pyproject.toml
@@ -65,5 +69,5 @@ $(VENV)/.installed: pyproject.toml
 	@$(BIN)/python -m pip install --quiet --editable '.[test,lint]'
 	@touch $@
 
-clean:
-	rm -rf $(VENV) *.egg-info
+clean: ## remove .venv and build files
+	rm -rf $(VENV) build dist *.egg-info

@@ -7,7 +7,7 @@ from typing import Any
 
 from kustomize import Manifest, containers, is_redis, named, pods
 
-# What docs/DEPLOY.md has the user make, and the token that the KubeRay operator makes.
+# What docs/OPERATIONS.md has the user make, and the token that the KubeRay operator makes.
 BROUGHT = {"baton-keys", "baton-authority", "baton-models", "baton-redis", "baton"}
 
 
