@@ -11,7 +11,7 @@ import socket
 import time
 from collections.abc import Sequence
 
-from baton.core.errors import Internal
+from baton.core.errors import WorkerLost
 from baton.core.types import DeviceEvent
 from baton.kv_transfer.shard_channel import Channel, ChannelBroken, error_from, write_part
 from baton.kv_transfer.transport import (
@@ -98,13 +98,13 @@ class ShardProxy:
         return list(self._wait("digests", ANSWER_SECONDS).digests.digests)
 
     def poll(self) -> list[TransportEvent]:
-        """Raises Internal when the other process is gone."""
+        """Raises WorkerLost when the other process is gone."""
         self._send_what_is_ready()
         self._have_polled()
         while not self._broken and (report := self._receive(0.0)):
             self._take(report)
         if self._broken:
-            raise Internal(f"a process with some of this worker's heads is gone: {self._broken}")
+            raise WorkerLost(f"a rank of this worker cannot be reached: {self._broken}")
         events, self._events = self._events, []
         return events
 
@@ -153,7 +153,7 @@ class ShardProxy:
                     return report
                 self._take(report)
         self._broken = self._broken or f"it has not answered for {seconds:g} seconds"
-        raise Internal(f"a process with some of this worker's heads is gone: {self._broken}")
+        raise WorkerLost(f"a rank of this worker cannot be reached: {self._broken}")
 
     def _take(self, report: pb.ShardReport) -> None:
         match report.WhichOneof("kind"):

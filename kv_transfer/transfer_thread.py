@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
+from baton.core.errors import WorkerLost
 from baton.core.types import AttemptKey, DeviceEvent
 from baton.kv_transfer.notes import read_note
 from baton.kv_transfer.pool_digest import PeerDigest
@@ -232,6 +233,8 @@ class TransferThread:
             while not self._stopped():
                 self.step(self._pause)
             self._transport.close()
+        except WorkerLost as error:  # a rank of this worker; the worker knows more about it
+            self._deliver(TransferCrashed(error.message))
         except Exception as error:  # noqa: BLE001 - the thread's edge: its worker must hear of it
             _log.exception("the transfer thread crashed")
             self._deliver(TransferCrashed(f"{type(error).__name__}: {error}"))

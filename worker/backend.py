@@ -37,7 +37,7 @@ from baton.worker.engine_thread import EngineInbox, Wake
 from baton.worker.metrics import WorkerMetrics
 from baton.worker.outbox import CacheFeed, Outbox
 from baton.worker.phase import Phase, phase_factory
-from baton.worker.ranks import start_ranks
+from baton.worker.ranks import EXIT_SECONDS, Ranks, start_ranks
 from baton.worker.resources import claim_threads, lower_priority
 
 # For pages to be written to files.
@@ -72,6 +72,7 @@ class Backend:
         self._metrics = metrics
         self._progress = progress
         self._on_lost = on_lost
+        self._ranks: Ranks | None = None
         self._tenths: dict[str, int] = {}  # reported, by what is being loaded
 
     def load(self, role: Role) -> tuple[Phase, CacheFeed]:
@@ -88,6 +89,13 @@ class Backend:
         self.engine.reconfigure(threads, gpu)
         self._metrics.set_role(role)
         return self._make_phase(role), self._cache_feed
+
+    def failure_reason(self, error: BaseException) -> BaseException:
+        """Why the worker ends: the loss of a rank, where that is the cause of `error`.
+
+        Steps and transfers fail before the exit status of a lost rank is known.
+        """
+        return (self._ranks.lost(EXIT_SECONDS) if self._ranks else None) or error
 
     @property
     def keeps_thread(self) -> bool:

@@ -1,14 +1,17 @@
-"""The other processes of a worker that several share: ranks 1 and up. Rank 0 is the worker.
+"""Ranks 1 and up: the other processes of a worker whose model is split. Rank 0 is the worker.
 
     start ─▶ each loads its part ─▶ all meet ─▶ follow steps and transfers ─▶ close
-                  └────────────────────────────┴─ one ends ─▶ `on_lost`: the worker cannot go on
+                  └────────────────────────────┴─ one ends ─▶ `on_lost`: the worker ends too
 
-On GPUs each rank takes one of those that the worker sees, in order; only where the operator
-allows it, for tests, do ranks share one.
+On GPUs each rank takes one of those that the worker sees, in order. Ranks share a GPU only
+where the configuration allows it, for tests.
 
-Sockets lead to each of them: for steps, for transfers, and for copies to and from the second
-tier. They end when rank 0 does, however it ends, and so do the processes behind them
+Rank 0 has three sockets to each rank: for steps, for transfers, and for copies to and from
+the second tier. They close when rank 0 ends, and the ranks end with them
 (worker/rank_process.py).
+
+A rank that ends is noticed in several places: its exit status, a step or a transfer that
+fails. `Ranks` alone decides on the reason: others ask `lost` before they report theirs.
 """
 
 from __future__ import annotations
@@ -24,6 +27,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -51,6 +57,9 @@ from baton.worker.resources import claim_threads
 log = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 5.0
+# Between the first failure that a lost rank causes and its exit status.
+EXIT_SECONDS = 2.0
+# For the worker to end by itself after a rank is lost.
 LOST_SECONDS = 5.0
 
 
@@ -62,7 +71,7 @@ def start_ranks(
     gpu: GpuSettings,
     on_lost: Callable[[WorkerLost], None],
 ) -> Ranks | None:
-    """The other ranks of a worker; None where it has none. `config` is settled.
+    """Starts the other ranks of a worker; None where it has none. `config` is settled.
 
     Raises InvalidConfig where they could not share its model.
     """
@@ -105,7 +114,7 @@ class Ranks:
     """Starts `settings.size` - 1 processes, which load while the caller loads rank 0's part.
 
     `settings` are rank 0's; `devices` has one for each rank. `on_lost` is called, on any thread,
-    when one of them ends by itself.
+    when a rank ends before `close`.
     """
 
     def __init__(
@@ -118,6 +127,7 @@ class Ranks:
     ) -> None:
         self._on_lost = on_lost
         self._closing = False
+        self._lost: Future[WorkerLost] = Future()  # the first rank that ended
         self._folder = tempfile.TemporaryDirectory(prefix="baton-ranks-")
         self._processes: list[subprocess.Popen[bytes]] = []
         self._steps: list[Connection] = []
@@ -141,33 +151,39 @@ class Ranks:
 
     @property
     def pids(self) -> list[int]:
-        """Of ranks 1, 2, …"""
+        """The process ids of ranks 1, 2, …"""
         return [process.pid for process in self._processes]
 
     def _wait_loaded(self) -> None:
-        """Returns when all have loaded; raises why one cannot."""
+        """Returns when all ranks have loaded; raises why one cannot."""
         for rank, steps in enumerate(self._steps, start=1):
             try:
                 answer = steps.recv_bytes()
             except (EOFError, ConnectionError):
-                raise WorkerLost(f"rank {rank} ended while it loaded") from None
+                unknown = WorkerLost(f"rank-{rank} of this worker has closed its socket")
+                raise self.lost(EXIT_SECONDS) or unknown from None
             if answer != LOADED:
                 raise decode_error(answer)
 
+    def lost(self, seconds: float = 0.0) -> WorkerLost | None:
+        """The first rank that has ended, waiting up to `seconds` for one to end."""
+        with suppress(FutureTimeout):
+            return self._lost.result(seconds)
+        return None
+
     def have_met(self) -> None:
-        """Nobody needs the meeting point any more, but for NCCL."""
+        """Removes the meeting point, which only NCCL needs any longer."""
         if not self.settings.own_devices:
             self._folder.cleanup()
 
     def page_memory(self, kv: Tensor, rows: int) -> PageMemory:
-        """For a second tier of so many rows, which hold the pages of all ranks; once. `kv` is
-        rank 0's pool."""
+        """Memory of `rows` whole pages for a second tier; once. `kv` is rank 0's pool."""
         file = self.settings.rows_file
         assert file is not None
         return share_rows(kv, self.settings.split, rows, file, self._copies)
 
     def close(self) -> None:
-        """Has the processes end, and waits for them."""
+        """Ends the processes and waits for them."""
         self._closing = True
         self.group.close()
         for shard in self.shards:
@@ -189,7 +205,7 @@ class Ranks:
             process = subprocess.Popen(
                 [sys.executable, "-m", "baton.worker.rank_process", *map(str, inherited)],
                 pass_fds=inherited + files,
-                # Wherever this process found our packages, as under Ray.
+                # The packages of this process, as under Ray.
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
         self._processes.append(process)
@@ -202,11 +218,14 @@ class Ranks:
 
     def _watch(self, name: str, process: subprocess.Popen[bytes]) -> None:
         code = process.wait()
-        if not self._closing:
-            error = WorkerLost(f"{name} of this worker has ended ({code})")
+        if self._closing:
+            return
+        error = WorkerLost(f"{name} of this worker has ended ({code})")
+        with suppress(InvalidStateError):  # another rank ended first
+            self._lost.set_result(error)
             log.error("%s", error)
             self._on_lost(error)
-            if self.settings.own_devices:
-                # A GPU waits for ever for the part of a rank that is gone, and so would we.
-                time.sleep(LOST_SECONDS)
-                os._exit(1)
+        if self.settings.own_devices:
+            # NCCL waits for a lost rank's part for ever, and so would this process.
+            time.sleep(LOST_SECONDS)
+            os._exit(1)

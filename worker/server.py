@@ -122,7 +122,9 @@ class WorkerServer:
             on_ready=lambda: loop.call_soon_threadsafe(self._engine_ready.set),
             on_drained=lambda: loop.call_soon_threadsafe(self._drained.set),
             on_retired=lambda why: loop.call_soon_threadsafe(self._note_retired, why),
-            on_failure=lambda error: loop.call_soon_threadsafe(self._fail, error),
+            on_failure=lambda error: loop.call_soon_threadsafe(
+                self._fail, self._backend.failure_reason(error)
+            ),
         )
         self._thread.start()
         await self._wait_for(self._engine_ready)

@@ -6,6 +6,8 @@ test_cut_network.py runs this file in namespaces of its own.
 from __future__ import annotations
 
 import asyncio
+import itertools
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -14,7 +16,6 @@ from processes import ProcessCluster
 from waiting import until
 
 from baton import Answer, AsyncClient
-from baton.core import metrics
 from baton.core.model_store import EMBEDDED
 from baton.v1.cluster_pb2 import WorkerStatus
 
@@ -62,34 +63,54 @@ async def connected(client: AsyncClient) -> bool:
 
 
 async def quarantined(client: AsyncClient) -> bool:
-    """Both sides hold pages for the write that is stuck."""
+    """Whether both sides hold pages for the stuck write."""
     return all(worker.load.quarantined_pages for worker in await workers(client))
+
+
+async def cut_during_a_push(
+    network: Network, cluster: ProcessCluster, client: AsyncClient, whole: int
+) -> asyncio.Task[Answer]:
+    """Cuts the network while a prompt's pages, of `whole` bytes, are being pushed; the request.
+
+    The prefill worker is frozen once a tenth of the bytes has passed. If a tenth is missing when
+    no more of them come, it was caught in time: the rest is pushed into the cut network.
+    """
+    prefill = cluster.workers["prefill-0"]
+    for attempt in itertools.count():
+        before = network.bytes_to(network.far)
+
+        async def is_under_way(before: int = before) -> bool:
+            return network.bytes_to(network.far) - before >= whole // 10
+
+        asking = asyncio.create_task(ask(client, f"cut-{attempt}"))
+        await until(is_under_way, pause=0.001)
+        prefill.send(signal.SIGSTOP)
+        await asyncio.sleep(0.3)  # what its kernel has taken still passes
+        in_time = network.bytes_to(network.far) - before < whole - whole // 10
+        if in_time:
+            network.cut()
+        prefill.send(signal.SIGCONT)
+        if in_time:
+            return asking
+        await asking
+    raise AssertionError("unreachable")
 
 
 async def test_answers_go_on_while_the_network_is_cut_and_nothing_is_left_when_it_is_mended(
     network: Network, cluster: ProcessCluster
 ) -> None:
-    def computed() -> float:
-        return cluster.metric("prefill-0", metrics.COMPUTED_TOKENS)
-
     async with AsyncClient(cluster.address) as client:
+        before = network.bytes_to(network.far)
         undisturbed = await ask(client, "undisturbed")
-        before = computed()
-        asking = asyncio.create_task(ask(client, "cut"))
+        whole = network.bytes_to(network.far) - before
 
-        async def is_under_way() -> bool:
-            return computed() - before >= 2 * CHUNK
-
-        await until(is_under_way)
-        network.cut()
-
-        survived = await asking
+        survived = await (await cut_during_a_push(network, cluster, client, whole))
         assert survived.token_ids == undisturbed.token_ids
         first, second = survived.placements
         assert (first.policy, second.policy) == ("split", "local")
         assert "has been silent for" in second.reason
 
-        # Whoever comes now does not try the pair; both workers are sound.
+        # New requests do not use the pair; both workers are sound.
         assert not await connected(client)
         await until(lambda: quarantined(client))
         assert [worker.fault for worker in await workers(client)] == ["", ""]

@@ -14,7 +14,7 @@ from pool_host import AnyPool, HostedPool, poll_until, pool_host
 from pools import KINDS, LAYOUT, PAGE_BYTES, PAGES, UNTOUCHED, Shard, SplitPool
 from transfer_workers import TransferWorker
 
-from baton.core.errors import Internal, WorkerLost
+from baton.core.errors import WorkerLost
 from baton.core.types import AttemptKey
 from baton.kv_transfer.shard_proxy import ShardProxy
 from baton.kv_transfer.sharded_transport import PROBE, ShardedTransport
@@ -265,7 +265,7 @@ def test_a_process_that_ends_takes_its_worker_along(
     peer = first.connect(target.address)
     gate.end.shutdown(socket.SHUT_RDWR)
     first.write(peer, [1], [2])
-    with pytest.raises(Internal, match="some of this worker's heads is gone"):
+    with pytest.raises(WorkerLost, match="a rank of this worker cannot be reached"):
         first.poll()
 
 

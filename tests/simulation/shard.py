@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from baton.core.errors import Internal
+from baton.core.errors import WorkerLost
 from baton.core.types import DeviceEvent
 from baton.kv_transfer.pool_layout import HeadRange
 from baton.kv_transfer.transport import PagePart, PoolMemory, TransportEvent
@@ -13,7 +13,7 @@ from baton.v1.transfer_pb2 import PoolAddress, PoolLayout, PoolShard
 from .fabric import CELL_BYTES, SimulatedTransport
 
 
-class RankLost(Internal):
+class RankLost(WorkerLost):
     """A process of the worker has ended."""
 
 

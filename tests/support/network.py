@@ -84,6 +84,14 @@ class Network:
         for host in (self.near, self.far):
             host.end()
 
+    def bytes_to(self, host: Host) -> int:
+        """All bytes that were sent to a host, from here and from the other one."""
+        for line in Path("/proc/net/dev").read_text().splitlines():
+            name, _, counts = line.partition(":")
+            if name.strip() == host.name:
+                return int(counts.split()[8])
+        raise AssertionError(f"there is no interface {host.name}")
+
     def cut(self) -> None:
         for host in (self.near, self.far):
             _ip(f"rule add iif {host.name} blackhole")

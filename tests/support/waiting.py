@@ -7,9 +7,11 @@ import time
 from collections.abc import Awaitable, Callable
 
 
-async def until(condition: Callable[[], Awaitable[bool]], seconds: float = 30.0) -> None:
-    """Returns when the condition holds."""
+async def until(
+    condition: Callable[[], Awaitable[bool]], seconds: float = 30.0, pause: float = 0.02
+) -> None:
+    """Returns when the condition holds, which is checked every `pause` seconds."""
     deadline = time.monotonic() + seconds
     while not await condition():
         assert time.monotonic() < deadline, "it did not become so in time"
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(pause)
