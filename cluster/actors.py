@@ -36,7 +36,7 @@ from baton.worker.resources import claim_threads
 
 if TYPE_CHECKING:
     from baton.router.server import RouterServer
-    from baton.worker.server import WorkerServer
+    from baton.worker.worker_server import WorkerServer
 
 log = logging.getLogger(__name__)
 
@@ -165,7 +165,7 @@ class WorkerActor(_ServerActor):
         assert self._member.role is not None
         claim_threads(self._config, self._member.role)
         # Imported here so that the controller hears from this process before torch is there.
-        from baton.worker.server import WorkerServer
+        from baton.worker.worker_server import WorkerServer
 
         server = WorkerServer(
             self._config,

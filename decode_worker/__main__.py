@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from baton.core.types import Role
-from baton.worker.main import main
+from baton.worker.standalone import main
 
 main(Role.DECODE)

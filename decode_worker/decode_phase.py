@@ -1,4 +1,4 @@
-"""The decode phase: hold pages for prompts on their way, then write answers.
+"""The decode phase: reserve pages for prompts, then compute their answers.
 
 The life of one attempt:
 
@@ -8,11 +8,11 @@ The life of one attempt:
                   │           │
               forgotten       └─▶ leaving: the sender may still write; the
                                   pages are freed when the transfer thread
-                                  says that no write can reach them
+                                  reports that no write can reach them
 
-    Compute ─▶ running, its prompt read here: nobody sends pages
+    Compute ─▶ running, with local prefill: no pages are pushed
 
-Besides, prefill workers may fetch what is cached here (decode_worker/decode_phase.py).
+Prefill workers may also fetch cached pages (`Loans`).
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from baton.kv_transfer.transfer_events import (
 )
 from baton.kv_transfer.transfer_thread import TransferThread
 from baton.v1 import worker_pb2 as pb
-from baton.worker.inflight_steps import InflightSteps, Settled
 from baton.worker.metrics import WorkerMetrics
 from baton.worker.outbox import Outbox
 from baton.worker.role_status import RoleStatus
+from baton.worker.step_pipeline import Settled, StepPipeline
 
 MOST_LOANS = 16
 """Loans at once."""
@@ -64,7 +64,7 @@ class DecodeJob:
     sequence: Sequence | None = None
     queue_seconds: float = 0.0
     admitted: float = 0.0  # when it was first in a batch
-    writing: bool = False  # a token has been sent
+    decoding: bool = False  # a token has been sent
     guide: Guide | None = None
 
 
@@ -82,7 +82,7 @@ class DecodePhase:
         self._transfer = transfer
         self._outbox = outbox
         self._metrics = metrics
-        self._steps = InflightSteps(engine, metrics)
+        self._steps = StepPipeline(engine, metrics)
         self._status = RoleStatus(Role.DECODE, engine, metrics, config)
         self._scheduler = DecodeScheduler(
             engine.pool, config.decode.max_batch, config.decode.chunk_tokens
@@ -92,7 +92,7 @@ class DecodePhase:
         self._jobs: dict[AttemptKey, DecodeJob] = {}
         # Pages of released reservations that their senders may still write to.
         self._leaving: dict[AttemptKey, Lease] = {}
-        self._overdue: set[AttemptKey] = set()  # of these, those that stay for long
+        self._overdue: set[AttemptKey] = set()  # those that stay for too long
 
     @property
     def idle(self) -> bool:
@@ -171,7 +171,7 @@ class DecodePhase:
         leak = "" if busy else self._pool.check_integrity(held=held)
         transfers = self._scheduler.travelling
         load = self._status.load(self._scheduler, self._quarantined, transfers, leak)
-        load.reading = self._scheduler.reading
+        load.prefilling = self._scheduler.prefilling
         return load
 
     @property
@@ -253,7 +253,7 @@ class DecodePhase:
         sequence, outcome = settled.sequence, settled.outcome
         job = self._jobs.get(sequence.work.key)
         if job is None or job.sequence is not sequence:
-            return  # over while its step was under way
+            return  # released while its step was in flight
         if isinstance(outcome, BatonError):
             sequence.lease.forget()
             self._fail(job, outcome)
@@ -262,7 +262,7 @@ class DecodePhase:
         if outcome is not None:
             finish = sequence.append(outcome)
             steps[job.attachment].append(self._step_tokens(job, settled, finish))
-            job.writing = True
+            job.decoding = True
             if finish:
                 self._scheduler.finish(sequence)
                 del self._jobs[job.work.key]
@@ -270,7 +270,7 @@ class DecodePhase:
     def _step_tokens(
         self, job: DecodeJob, settled: Settled, finish: FinishReason | None
     ) -> pb.StepTokens:
-        """Its last token; with the first, what came before."""
+        """Its last token; with the first one, the times until then."""
         sequence = settled.sequence
         message = pb.StepTokens(
             request_id=job.work.key.request_id,
@@ -279,7 +279,7 @@ class DecodePhase:
             finish_reason=finish_to(finish),
             logprobs=[logprobs_to(settled.logprobs)] if settled.logprobs else (),
         )
-        if not job.writing:
+        if not job.decoding:
             message.queue_seconds = job.queue_seconds
             message.compute_seconds = time.monotonic() - job.admitted
             if not job.sender:  # the prompt was computed here
@@ -293,8 +293,8 @@ class DecodePhase:
         self._release(job.work.key)
 
     def _lose(self, job: DecodeJob, error: BatonError | None) -> None:
-        """A prompt will not arrive. Where prefill gave up, its own word is on its way to the
-        router: token #1 that was the last, or an error. Ours could overtake it."""
+        """A prompt will not arrive. Without an error prefill gave up and tells the router itself:
+        token #1 was the last, or it failed. A message from here could overtake that."""
         if error is None:
             self._release(job.work.key)
         else:

@@ -4,18 +4,17 @@
                                                        ▲         │
                                   compute ─▶ preempted └─resume──┘ preempted
 
-A reservation takes the pages of its prompt and no more; a running request
-grows page by page. When the pool is full, the youngest arrived request gives
-its pages back and is computed again from its tokens when there is room
-(prompt and answer in one go, by the same forward pass), so nothing is lost and
-the oldest request always moves on. New reservations wait while a preempted
-request does. A request whose prompt is to be computed here comes in as if it
-had been preempted.
+A reservation takes the pages of its prompt; a running request grows page by
+page. When the pool is full, the youngest arrived request is preempted: it gives
+its pages back and is recomputed when there is room (prompt and answer in one
+forward pass). So no token is lost and the oldest request always advances. New
+reservations wait while a preempted request does. A request with local prefill
+starts as if it had been preempted.
 
-What the pool has cached is held by reference: of a reservation's pages only the
-others have to travel, and of a preempted request's only the others are computed
-again, one request after the other where they go on alike. Where either goes on in
-the second tier, it waits until those pages have been brought back.
+Cached pages are held by reference: only the other pages of a reservation are
+pushed, and only the other pages of a preempted request are recomputed, one
+request after the other where they continue alike. Pages in the second tier are
+restored first.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from baton.engine.step import Chunk, Plan
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Pages that wait for a prompt to arrive in them, behind those that were found here."""
+    """A prompt's pages: the cached ones, then those that prefill will push."""
 
     work: Work
     lease: Lease
@@ -81,8 +80,8 @@ class DecodeScheduler:
         return len(self._running)
 
     @property
-    def reading(self) -> int:
-        """Of those that run, the ones that have more to compute than their next token."""
+    def prefilling(self) -> int:
+        """Running requests that have more to compute than their next token."""
         return sum(each.uncomputed > 1 for each in self._running)
 
     @property
@@ -91,21 +90,21 @@ class DecodeScheduler:
 
     @property
     def queued_tokens(self) -> int:
-        """Tokens to be computed before requests that are here can write their next."""
-        reading = (*self._preempted, *self._running)
-        return sum(each.uncomputed for each in reading if each.uncomputed > 1)
+        """Tokens to compute before the requests here can emit their next one."""
+        requests = (*self._preempted, *self._running)
+        return sum(each.uncomputed for each in requests if each.uncomputed > 1)
 
     def reserve(self, work: Work) -> None:
         self._waiting[work.key] = _Waiting(work, self._pool.chain(work.cache_name))
 
     def grant(self) -> list[Reservation]:
-        """Reservations whose pages could be had now, oldest first."""
+        """Reservations that got their pages now, oldest first."""
         granted = []
         while not self._preempted and (first := self._first_waiting()):
             key, keys = first.work.key, first.keys
             pages = self._pool.pages_for(len(first.work.prompt_tokens))
-            # A page of room for each request that holds some, so that a new
-            # one is not paid for at once with a preemption.
+            # Leaves a page for each request to grow, so that a new one does not cause a
+            # preemption at once.
             room = len(self._running) + len(self._ready) + len(self._travelling)
             if self._pool.cost(pages, keys) + room > self._pool.free:
                 break
@@ -118,14 +117,14 @@ class DecodeScheduler:
         return granted
 
     def _first_waiting(self) -> _Waiting | None:
-        """The oldest reservation that no pages are being brought back for."""
+        """The oldest reservation that waits for no restore."""
         waiting = self._waiting.values()
         return next(
             (each for each in waiting if not next_page_pending(each.keys, self._pool, ())), None
         )
 
     def arrive(self, key: AttemptKey, first_token: int) -> Sequence | None:
-        """The prompt's pages are filled: the request may run. None when it is unknown."""
+        """The prompt's pages are in place: the request may run. None when it is unknown."""
         reservation = self._travelling.pop(key, None)
         if reservation is None:
             return None
@@ -144,7 +143,7 @@ class DecodeScheduler:
         return sequence
 
     def compute(self, work: Work) -> Sequence:
-        """A request whose prompt nobody sends: it is computed here, once there is room."""
+        """Adds a request with local prefill, computed once there is room."""
         lease = self._pool.acquire(0)
         lease.release()
         chain = self._pool.chain(work.cache_name)
@@ -153,7 +152,7 @@ class DecodeScheduler:
         return sequence
 
     def withdraw(self, key: AttemptKey) -> Reservation | None:
-        """Forgets a reservation that has not arrived. Its pages are the caller's to free."""
+        """Forgets a reservation that has not arrived. The caller frees its pages."""
         self._waiting.pop(key, None)
         return self._travelling.pop(key, None)
 
@@ -177,7 +176,7 @@ class DecodeScheduler:
         for sequence in self._running:
             if sequence.planned_out:
                 continue
-            # A decoding request always gets its one token; only recomputing shares the budget.
+            # A decoding request always gets its token; only prefill shares the budget.
             count = 1 if sequence.uncomputed == 1 else min(sequence.uncomputed, budget)
             if count:
                 plan.append(Chunk(sequence, count))
@@ -206,9 +205,9 @@ class DecodeScheduler:
             bisect.insort(self._running, sequence, key=_order)
 
     def _grow(self) -> bool:
-        """Gives every running request the pages of its next step, the oldest first.
+        """Gives every running request the pages of its next step, oldest first.
 
-        False when that takes pages which only come back when the steps under way have ended.
+        False when that needs pages which only come back when the in-flight steps have ended.
         """
         index = 0
         while index < len(self._running):

@@ -6,10 +6,10 @@ The life of one attempt:
                   │           │                            │
                   └───────────┴───────── Release ──────────┴─▶ push cancelled ─▶ pages freed
 
-Pages are freed only after the transfer thread says that the push has ended,
-however it ends: until then a write may still be reading them.
+Pages are freed only when the transfer thread reports the end of the push: until
+then a write may still read them.
 
-A prompt that begins with pages which another worker has may wait for these first
+A prompt may first wait for pages that are fetched from another worker's cache
 (prefill_worker/prefill_jobs.py).
 """
 
@@ -43,10 +43,10 @@ from baton.kv_transfer.transfer_thread import TransferThread
 from baton.prefill_worker.prefill_jobs import Fetches, PrefillJob
 from baton.prefill_worker.prefill_scheduler import PrefillScheduler
 from baton.v1 import worker_pb2 as pb
-from baton.worker.inflight_steps import InflightSteps, Settled
 from baton.worker.metrics import WorkerMetrics
 from baton.worker.outbox import Outbox
 from baton.worker.role_status import RoleStatus
+from baton.worker.step_pipeline import Settled, StepPipeline
 
 
 class PrefillPhase:
@@ -63,7 +63,7 @@ class PrefillPhase:
         self._transfer = transfer
         self._outbox = outbox
         self._metrics = metrics
-        self._steps = InflightSteps(engine, metrics)
+        self._steps = StepPipeline(engine, metrics)
         self._status = RoleStatus(Role.PREFILL, engine, metrics, config)
         self._fetches = Fetches(engine.pool, transfer, metrics)
         self._scheduler = PrefillScheduler(
@@ -130,7 +130,7 @@ class PrefillPhase:
                 self._fetches.free(event.key)
             case ReservationOverdue():
                 self._fetches.mark_overdue(event.key)
-            case PagesWanted():  # asked before its router heard of a change of roles
+            case PagesWanted():  # its router did not know of the role switch yet
                 self._transfer.decline(event.key, event.ticket)
             case PagesDamaged():
                 self._metrics.damaged(event.count)
@@ -156,7 +156,7 @@ class PrefillPhase:
 
     @property
     def _quarantined(self) -> int:
-        """Pages that a write which nobody wants has been reading or may reach for too long."""
+        """Pages that a cancelled write has been reading, or may reach, for too long."""
         overdue = (job.lease.pages for job in self._jobs.values() if job.overdue and job.lease)
         return len(self._fetches.overdue_pages.union(*overdue))
 
@@ -182,8 +182,8 @@ class PrefillPhase:
             self._scheduler.clear(work.key)
 
     def _may_fetch(self, keys: list[bytes]) -> bool:
-        """Only what is not coming anyway, and only where there is room for all that wait: what is
-        fetched must not hold them up."""
+        """Whether the pages are not coming anyway, and there is room for all waiting prompts: a
+        fetch must not delay them."""
         has_room = self._scheduler.waiting_pages <= self._pool.free
         return has_room and not self._scheduler.has_to_wait(keys)
 
@@ -208,7 +208,7 @@ class PrefillPhase:
         sequence, outcome = settled.sequence, settled.outcome
         job = self._jobs.get(sequence.work.key)
         if job is None or job.released or job.lease is not sequence.lease:
-            return  # over while its step was under way
+            return  # released while its step was in flight
         if isinstance(outcome, BatonError):
             sequence.lease.forget()
             self._fail(job, outcome)
@@ -223,21 +223,20 @@ class PrefillPhase:
             self._forget(job)
 
     def _break_deadlock(self) -> bool:
-        """Frees pages when nothing else will.
+        """Fails the youngest prompt that holds pages when nothing else frees any.
 
         Several routers may order the same two requests differently here and at
         decode. Then one prompt may fill this pool and wait for decode's pages,
         which decode holds for another prompt that waits for this pool.
         """
         holders = [job for job in self._jobs.values() if job.lease is not None]
-        someone_will_leave = any(job.delivered or job.released for job in holders)
-        someone_will_leave |= self._pool.returning
-        if not holders or someone_will_leave or not self._scheduler.cleared_waiting:
+        will_free = any(job.delivered or job.released for job in holders) or self._pool.returning
+        if not holders or will_free or not self._scheduler.cleared_waiting:
             return False
         if self._fetches.coming:
             return False
         youngest = max(holders, key=lambda job: job.arrived)
-        error = Exhausted("the prefill pool is full and decode has no room either; try again")
+        error = Exhausted("the prefill and decode pools are full; try again")
         self._fail(youngest, error, retry=True)
         return True
 
@@ -248,7 +247,7 @@ class PrefillPhase:
     def _emit(
         self, job: PrefillJob, sequence: Sequence, token: int, logprobs: Logprobs | None
     ) -> None:
-        """Sends token #1, then lets the last pages go."""
+        """Sends token #1, then pushes the last pages."""
         key = job.work.key
         finish = sequence.append(token)
         self._scheduler.remove(key)
@@ -262,19 +261,20 @@ class PrefillPhase:
             self._transfer.finish_push(key, token, sequence.lease.pages[job.pushed_pages :])
 
     def _push_ahead(self, plan: list[Chunk]) -> None:
-        """Hands over what a device is still computing: it leaves without waiting for the host."""
+        """Pushes pages that the device is still computing: the write waits for the device, not for
+        the host."""
         end = self._steps.last_end
         if not plan or end is None or not self._transfer.pushes_ahead:
             return
         for sequence in (piece.sequence for piece in plan):
             job = self._jobs.get(sequence.work.key)
             if job is not None and not job.released:
-                whole = sequence.expected  # its last piece: the rest of its last page too
+                whole = sequence.expected  # its last chunk: its last page too
                 full = None if whole else sequence.computed // self._pool.page_size
                 self._push(job, sequence.lease.pages[:full], end)
 
     def _push(self, job: PrefillJob, pages: list[int], after: DeviceEvent | None = None) -> None:
-        """Of a prompt's first pages, those that were not pushed before."""
+        """Pushes those of a prompt's first pages that were not pushed before."""
         if job.push and len(pages) > job.pushed_pages:
             self._transfer.push_pages(job.work.key, pages[job.pushed_pages :], after)
             job.pushed_pages = len(pages)

@@ -2,18 +2,17 @@
 
 First come, first served, in chunks: each step takes up to `chunk_tokens`
 prompt tokens from the oldest prompts, several prompts in one step where they
-fit. A prompt starts when the pool holds all of its pages; until then the ones
-behind it wait too, so none can be overtaken for ever.
+fit. A prompt starts when the pool has room for all of its pages; until then the
+prompts behind it wait too, so none is starved.
 
-Prompts that are cleared start before those that are not: a prompt whose pages
-decode is ready to take (or that goes nowhere) gives its own pages back as soon
-as it is computed, while another may have to keep them.
+Cleared prompts start first: a prompt whose ticket has arrived (or that is not
+pushed) frees its pages as soon as it is computed, while another may have to
+keep them.
 
-What the pool has cached of a prompt is not computed again. Nor is anything
-computed twice at once: a prompt that goes on like one that is being computed
-waits until it finds those pages in the cache, and meanwhile those behind it,
-up to `LOOK_AHEAD`, may start. The same holds for pages that are being fetched, or
-brought back from the second tier.
+Cached pages are not computed again, and no page is computed twice at once: a
+prompt that continues like one being computed waits to find those pages in the
+cache, and meanwhile the prompts behind it, up to `LOOK_AHEAD`, may start. The same
+holds for pages that are being fetched or restored.
 """
 
 from __future__ import annotations
@@ -32,17 +31,17 @@ from baton.engine.step import Chunk, Plan
 LOOK_AHEAD = 8
 
 LAST_TOKENS = 2048
-"""A long prompt's last piece. Pages travel while the next piece is computed; those of the last
-one have nothing to hide behind, so they should be few."""
+"""A long prompt's last chunk. The push of its pages hides behind no further compute, so they
+should be few."""
 
 
 @dataclass(slots=True)
 class _Prompt:
-    """One that waits."""
+    """A waiting prompt."""
 
     work: Work
     chain: KeyChain
-    restored: int = 0  # pages that the second tier was asked for
+    restored: int = 0  # pages requested from the second tier
 
     @property
     def keys(self) -> list[bytes]:
@@ -51,7 +50,7 @@ class _Prompt:
 
 class PrefillScheduler:
     def __init__(self, pool: PagePool, chunk_tokens: int, coming: Collection[bytes] = ()) -> None:
-        """`coming` are, at any time, the keys of pages that are being fetched."""
+        """`coming` holds the keys of pages that are being fetched at the moment."""
         self._pool = pool
         self._coming = coming
         self._chunk_tokens = chunk_tokens
@@ -76,23 +75,23 @@ class PrefillScheduler:
 
     @property
     def waiting_pages(self) -> int:
-        """Pages that those prompts may need which wait."""
+        """Pages that queued prompts may need."""
         lengths = (len(prompt.work.prompt_tokens) for prompt in self._waiting.values())
         return sum(map(self._pool.pages_for, lengths))
 
     def add(self, work: Work) -> list[bytes]:
-        """The keys of the pages that need not be computed where they are known."""
+        """Queues a prompt; the keys of its pages that may be found in a cache."""
         prompt = self._waiting[work.key] = _Prompt(work, self._pool.chain(work.cache_name))
         return prompt.keys
 
     def clear(self, key: AttemptKey) -> None:
-        """Nothing will keep this prompt's pages once it is computed."""
+        """This prompt's pages will be freed soon after it is computed."""
         if key in self._waiting:
             self._cleared.add(key)
 
     @property
     def cleared_waiting(self) -> bool:
-        """Whether a prompt waits that only needs pages here."""
+        """Whether a cleared prompt waits."""
         return bool(self._cleared)
 
     def has_to_wait(self, keys: list[bytes]) -> bool:
@@ -103,7 +102,7 @@ class PrefillScheduler:
         return bool(missing) and missing[0] in self._coming
 
     def remove(self, key: AttemptKey) -> Sequence | None:
-        """Forgets an attempt. The sequence, if it had started, is the caller's to free."""
+        """Forgets an attempt. The caller frees the sequence if it had started."""
         self._waiting.pop(key, None)
         self._cleared.discard(key)
         return self._started.pop(key, None)
@@ -130,7 +129,7 @@ class PrefillScheduler:
         return count
 
     def _start_next(self) -> bool:
-        """Moves a waiting prompt to the started ones, if its pages can be had."""
+        """Starts a waiting prompt if the pool has room for its pages."""
         prompt = self._choose()
         if prompt is None:
             return False
@@ -148,7 +147,7 @@ class PrefillScheduler:
         return True
 
     def _choose(self) -> _Prompt | None:
-        """The oldest prompt that has not to wait for another, a cleared one before others."""
+        """The oldest prompt that need not wait for another one, cleared prompts first."""
         cleared = (prompt for key, prompt in self._waiting.items() if key in self._cleared)
         others = (prompt for key, prompt in self._waiting.items() if key not in self._cleared)
         first = itertools.islice(itertools.chain(cleared, others), LOOK_AHEAD)

@@ -59,7 +59,7 @@ class Backend:
         metrics: WorkerMetrics,
         *,
         progress: ReportProgress,
-        on_lost: Callable[[WorkerLost], None],
+        on_lost: Callable[[WorkerLost], object],
     ) -> None:
         """`on_lost` is called, on any thread, when another rank has ended."""
         self._device = config.device

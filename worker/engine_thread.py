@@ -1,7 +1,7 @@
 """The thread that owns the device, the pool and the scheduler.
 
-Everything reaches it as a plain value through its inbox, and leaves through
-the outbox. It never waits for anything but its inbox, and only when idle.
+Plain values come in through its inbox, messages go out through the outbox. It
+waits for nothing but its inbox, and only when idle.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from baton.worker.phase import Phase
 
 IDLE_REPORT_SECONDS = 1.0
 BUSY_REPORT_SECONDS = 0.1
-# Beyond the time that requests are given to end: for them to be handed back, and for the
-# transfers of their pages to end.
+# After the drain time: for requests to be handed back, and their transfers to end.
 HAND_BACK_SECONDS = 5.0
 
 
@@ -29,13 +28,13 @@ HAND_BACK_SECONDS = 5.0
 class FromRouter:
     attachment: int
     message: pb.RouterMessage
-    # The engine hears of it between two steps, and it has waited since.
+    # The engine handles it between two steps; the time until then is queueing.
     arrived: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """A router is there, and waits for a first report."""
+    """A router has attached and waits for a first report."""
 
     attachment: int
 
@@ -47,20 +46,20 @@ class Detached:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Take nothing new; hand back what still runs after so many seconds."""
+    """Refuse new requests; hand the others back after `seconds`."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Retire:
-    """As Drain; and then leave the engine, with nothing under way, to another phase."""
+    """As Drain; then end the phase, with nothing in flight, so that another can start."""
 
     seconds: float
 
 
 class Wake:
-    """Something has ended that the role looks at before its next step."""
+    """Something has ended that the phase checks before its next step."""
 
 
 class Stop:
@@ -75,13 +74,12 @@ MakePhase = Callable[[], tuple[Phase, CacheFeed]]
 
 
 class EngineThread(threading.Thread):
-    """Makes a role with `make_phase`, says so with `on_ready`, and runs it until Stop.
+    """Makes a phase with `make_phase`, calls `on_ready`, and runs the phase until Stop.
 
-    `on_drained` is called when nothing is left to do after Drain. After Retire,
-    `on_retired` is called with nothing, and the thread waits for `run_phase` or `leave`;
-    or, when transfers do not end in time, it goes on as before, and says why. An exception
-    that the role lets out ends the thread: its state can no longer be trusted.
-    `on_failure` is then called with it.
+    `on_drained` is called when no request is left after Drain. After Retire, `on_retired` is
+    called with "", and the thread waits for `run_phase` or `leave`; or with an error, when
+    transfers do not end in time, and the phase continues. An exception of the phase ends the
+    thread, since its state is unknown, and `on_failure` is called with it.
     """
 
     def __init__(
@@ -116,17 +114,17 @@ class EngineThread(threading.Thread):
         self._give_up_at = math.inf
 
     def problem(self, stall_seconds: float) -> str:
-        """From any thread: why the engine cannot be used; empty when it can."""
+        """Why the engine cannot be used; empty when it can. May be called from any thread."""
         if time.monotonic() - self._reported > stall_seconds:
             return f"the engine has not moved for {stall_seconds:g} seconds"
         return self._fault
 
     def run_phase(self, make_phase: MakePhase) -> None:
-        """Goes on in another role, once it has retired from its own."""
+        """Runs another phase once this one has retired."""
         self._phases.put(make_phase)
 
     def leave(self) -> None:
-        """Ends, once it has retired."""
+        """Ends the thread once the phase has retired."""
         self._phases.put(None)
 
     def run(self) -> None:
@@ -139,7 +137,7 @@ class EngineThread(threading.Thread):
                     break
                 self._reported = math.inf
                 self._on_retired("")
-        except BaseException as error:  # noqa: BLE001 the thread's edge: the process must know
+        except BaseException as error:  # noqa: BLE001 the thread's edge: the process must end
             self._on_failure(error)
 
     def _begin(self, phase: Phase) -> None:
@@ -151,7 +149,7 @@ class EngineThread(threading.Thread):
 
     def _serve(self, phase: Phase) -> None:
         busy = False
-        while not self._retired and self._take(phase, wait=not busy):
+        while not self._retired and self._handle_inbox(phase, wait=not busy):
             began = time.monotonic()
             busy = phase.step()
             self._busy_seconds += (time.monotonic() - began) * busy
@@ -159,22 +157,22 @@ class EngineThread(threading.Thread):
             self._report(phase, BUSY_REPORT_SECONDS if busy else 0.0)
             self._cache_feed.publish(busy=busy)
             if self._draining:
-                self._go_on_draining(phase)
+                self._continue_draining(phase)
             self._outbox.flush()
 
-    def _take(self, phase: Phase, *, wait: bool) -> bool:
-        """Hands the role what is in the inbox. False after Stop."""
+    def _handle_inbox(self, phase: Phase, *, wait: bool) -> bool:
+        """Handles what is in the inbox. False after Stop."""
         try:
             item = self._inbox.get(block=wait, timeout=IDLE_REPORT_SECONDS)
             while True:
                 if isinstance(item, Stop):
                     return False
-                self._hand_over(phase, item)
+                self._handle(phase, item)
                 item = self._inbox.get_nowait()
         except queue.Empty:
             return True
 
-    def _hand_over(self, phase: Phase, item: Item) -> None:
+    def _handle(self, phase: Phase, item: Item) -> None:
         match item:
             case FromRouter() if item.message.HasField("resync_cache"):
                 self._cache_feed.send_all(item.attachment)
@@ -199,7 +197,7 @@ class EngineThread(threading.Thread):
         phase.drain()
         self._outbox.broadcast(pb.WorkerMessage(draining=pb.Draining()))
 
-    def _go_on_draining(self, phase: Phase) -> None:
+    def _continue_draining(self, phase: Phase) -> None:
         now = time.monotonic()
         if phase.settled if self._retiring else phase.idle:
             self._end_draining()
@@ -209,7 +207,7 @@ class EngineThread(threading.Thread):
         elif self._retiring and now >= self._give_up_at:
             self._draining = False
             phase.resume()
-            self._on_retired("transfers of its pages have not ended in time")
+            self._on_retired("transfers of its pages did not end in time")
 
     def _end_draining(self) -> None:
         self._draining = False

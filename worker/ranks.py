@@ -69,7 +69,7 @@ def start_ranks(
     device: str,
     dtype: str,
     gpu: GpuSettings,
-    on_lost: Callable[[WorkerLost], None],
+    on_lost: Callable[[WorkerLost], object],
 ) -> Ranks | None:
     """Starts the other ranks of a worker; None where it has none. `config` is settled.
 
@@ -121,7 +121,7 @@ class Ranks:
         self,
         settings: RankSettings,
         devices: Sequence[str],
-        on_lost: Callable[[WorkerLost], None],
+        on_lost: Callable[[WorkerLost], object],
         *,
         second_tier: bool = False,
     ) -> None:

@@ -3,10 +3,10 @@
 isort:skip_file
 Between a router and a worker: one long-lived bidirectional stream per pair.
 
-A router opens Attach once. It greets with Hello, the worker answers
-Welcome, and from then on the messages of all requests share the stream.
-An attempt is one try at one request: (request_id, epoch). A message about
-an attempt that the receiver does not know, or no longer knows, is dropped.
+A router opens Attach once and sends Hello; the worker answers Welcome. From
+then on the messages of all requests share the stream. An attempt is one try
+at one request: (request_id, epoch). A message about an unknown attempt is
+dropped.
 """
 
 from baton.v1 import inference_pb2 as _inference_pb2
@@ -37,19 +37,19 @@ class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType],
     ROLE_UNSPECIFIED: _Role.ValueType  # 0
     """Never sent."""
     ROLE_PREFILL: _Role.ValueType  # 1
-    """Reads prompts, makes K/V pages and the first token."""
+    """Computes prompts: their K/V pages and the first token."""
     ROLE_DECODE: _Role.ValueType  # 2
-    """Receives pages and writes the other tokens."""
+    """Receives pages and computes the other tokens."""
 
 class Role(_Role, metaclass=_RoleEnumTypeWrapper):
-    """What a worker does."""
+    """The phase that a worker serves."""
 
 ROLE_UNSPECIFIED: Role.ValueType  # 0
 """Never sent."""
 ROLE_PREFILL: Role.ValueType  # 1
-"""Reads prompts, makes K/V pages and the first token."""
+"""Computes prompts: their K/V pages and the first token."""
 ROLE_DECODE: Role.ValueType  # 2
-"""Receives pages and writes the other tokens."""
+"""Receives pages and computes the other tokens."""
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
 @_typing.final
@@ -74,7 +74,7 @@ class RouterMessage(_message.Message):
 
     @_builtins.property
     def connect(self) -> Global___Connect:
-        """To prefill: get ready to push pages to a decode worker."""
+        """To prefill: connect to a decode worker, to push pages to it."""
 
     @_builtins.property
     def prefill(self) -> Global___Prefill:
@@ -82,20 +82,20 @@ class RouterMessage(_message.Message):
 
     @_builtins.property
     def reserve(self) -> Global___Reserve:
-        """To decode: hold pages for a prompt that is on its way."""
+        """To decode: reserve pages for a prompt that prefill will push."""
 
     @_builtins.property
     def deliver(self) -> Global___Deliver:
-        """To prefill: where the pages of a prompt go."""
+        """To prefill: the ticket for a prompt's pages."""
 
     @_builtins.property
     def release(self) -> Global___Release:
-        """To either: this attempt is over, stop and free."""
+        """To either: this attempt is over; stop it and free its pages."""
 
     @_builtins.property
     def sender_gone(self) -> Global___SenderGone:
-        """To either: the process of a worker that may have pushed pages there has
-        ended.
+        """To either: the process of a worker that may have pushed pages to this one
+        has ended.
         """
 
     @_builtins.property
@@ -104,25 +104,23 @@ class RouterMessage(_message.Message):
 
     @_builtins.property
     def ping(self) -> Global___Ping:
-        """To either: are you there? Answered by the event loop, whatever the
-        engine does meanwhile.
-        """
+        """To either: answered by the event loop, whatever the engine does."""
 
     @_builtins.property
     def drain(self) -> Global___Drain:
-        """To either: take nothing new, finish or hand back what runs, then exit;
-        for good, or to be started again.
+        """To either: refuse new requests, finish or hand back the others, then exit,
+        for good or to be restarted.
         """
 
     @_builtins.property
     def resync_cache(self) -> Global___ResyncCache:
-        """To either: send all keys of the prefix cache once more, since some
-        CacheEvents did not arrive.
+        """To either: send all keys of the prefix cache again, since some CacheEvents
+        did not arrive.
         """
 
     @_builtins.property
     def switch_role(self) -> Global___SwitchRole:
-        """To either: take nothing new, finish or hand back what runs, then go on in
+        """To either: refuse new requests, finish or hand back the others, then serve
         another role, in the same process and with the same pool. Answered with
         RoleSwitched, to all routers.
         """
@@ -183,7 +181,7 @@ class WorkerMessage(_message.Message):
 
     @_builtins.property
     def reserved(self) -> Global___Reserved:
-        """From decode: pages are held; here is the ticket."""
+        """From decode: pages are reserved; carries the ticket."""
 
     @_builtins.property
     def step(self) -> Global___Step:
@@ -197,12 +195,12 @@ class WorkerMessage(_message.Message):
 
     @_builtins.property
     def failed(self) -> Global___Failed:
-        """From either: this attempt failed; the worker holds nothing of it."""
+        """From either: this attempt failed; the worker holds nothing for it."""
 
     @_builtins.property
     def load(self) -> Global___Load:
-        """From either: how busy the worker is. Sent when it changes, and at
-        intervals as a sign of life.
+        """From either: how busy the worker is. Sent when that changes, and
+        periodically as a heartbeat.
         """
 
     @_builtins.property
@@ -211,15 +209,15 @@ class WorkerMessage(_message.Message):
 
     @_builtins.property
     def draining(self) -> Global___Draining:
-        """From either: place nothing new here; what runs goes on."""
+        """From either: it refuses new requests; running ones continue."""
 
     @_builtins.property
     def cache_events(self) -> Global___CacheEvents:
-        """From either: which pages came into its prefix cache, left it, or are gone."""
+        """From either: changes of its prefix cache."""
 
     @_builtins.property
     def role_switched(self) -> Global___RoleSwitched:
-        """From either: a change of roles has come to its end."""
+        """From either: a role switch has ended."""
 
     def __init__(
         self,
@@ -286,32 +284,32 @@ class Welcome(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     CACHE_ROOT_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
-    """The worker's name, as the cluster calls it."""
+    """The worker's name in the cluster."""
     incarnation: _builtins.int
-    """Drawn at random when the process starts: tells a restart from a
+    """Drawn at random when the process starts: distinguishes a restart from a
     reconnect.
     """
     role: Global___Role.ValueType
-    """What the worker does."""
+    """Its role."""
     protocol: _builtins.int
     """The protocol's version."""
     model: _builtins.str
     """The model's name."""
     context_length: _builtins.int
     """The most tokens of prompt and answer that the model and this worker's
-    pool can hold for one request.
+    pool allow for one request.
     """
     total_pages: _builtins.int
     """Pages in the pool."""
     draining: _builtins.bool
-    """Whether it takes nothing new, as after Draining."""
+    """Whether it refuses new requests, as after Draining."""
     cache_root: _builtins.bytes
-    """The root of the keys in CacheEvents; see core/page_keys.py. Workers that
-    can use each other's pages have the same. Empty when there is no cache.
+    """The root of the keys in CacheEvents; see core/page_keys.py. Equal for
+    workers that can exchange pages. Empty without a cache.
     """
     @_builtins.property
     def pool(self) -> _transfer_pb2.PoolAddress:
-        """Where its pages are reached, and how they are laid out."""
+        """The address and layout of its pages."""
 
     def __init__(
         self,
@@ -371,8 +369,8 @@ class Drain(_message.Message):
 
     RESTART_FIELD_NUMBER: _builtins.int
     restart: _builtins.bool
-    """Whether a fresh process is to take the worker's place, where something
-    starts workers again. Otherwise it leaves for good.
+    """Whether the worker is to be restarted, where something does that.
+    Otherwise it leaves for good.
     """
     def __init__(
         self,
@@ -393,7 +391,7 @@ class SwitchRole(_message.Message):
 
     ROLE_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
-    """What the worker is to do from then on."""
+    """The new role."""
     def __init__(
         self,
         *,
@@ -416,15 +414,15 @@ class RoleSwitched(_message.Message):
     SWITCH_SECONDS_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     drain_seconds: _builtins.float
-    """From being told to nothing being left of its requests and transfers."""
+    """From the command to the end of the last request and transfer."""
     switch_seconds: _builtins.float
-    """From then to being ready in the other role."""
+    """From then to being ready in the new role."""
     error: _builtins.str
-    """Why it goes on in the role that it had; empty when it does not."""
+    """Why it keeps its role; empty when it does not."""
     @_builtins.property
     def welcome(self) -> Global___Welcome:
-        """What the worker is from now on, as at the stream's start. Its incarnation
-        and its pool are those that it had.
+        """As at the stream's start, with the new role. Incarnation and pool are
+        unchanged.
         """
 
     def __init__(
@@ -475,9 +473,9 @@ Global___ResyncCache: _TypeAlias = ResyncCache  # noqa: Y015
 
 @_typing.final
 class CacheEvents(_message.Message):
-    """What changed in a worker's prefix cache since the message before. A worker
-    sends the whole cache after Welcome, and when it is asked to; whatever a
-    router misses or hears late costs a worse placement, never a wrong answer.
+    """Changes of a worker's prefix cache since the last message. A worker sends the
+    whole cache after Welcome and after ResyncCache. A lost or late message costs
+    a worse placement, never a wrong answer.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -489,27 +487,25 @@ class CacheEvents(_message.Message):
     KEPT_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """Counts the messages of one worker's process, the same for all its routers.
-    One that does not follow the last by 1 means that some were lost: only a
-    reset, which may carry any number, makes the rest known again.
+    A gap means that messages were lost: only a reset, which may have any
+    number, makes the cache known again.
     """
     reset: _builtins.bool
-    """Whether `stored` is all that the cache holds, and what was known before is
-    to be forgotten.
-    """
+    """Whether `stored` is the whole cache and replaces what was known before."""
     @_builtins.property
     def stored(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Keys of pages that are there now (core/page_keys.py), a parent before its
-        children. A prefix is there as far as the keys of all its pages are.
+        """Keys of pages that are cached now (core/page_keys.py), a parent before its
+        children. A prefix is cached as far as all its pages are.
         """
 
     @_builtins.property
     def evicted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Keys of pages that are gone. No key is in two lists."""
+        """Keys of evicted pages. No key is in two lists."""
 
     @_builtins.property
     def kept(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Keys of pages that are not in the pool now but in host memory or files: they
-        can be brought back, which takes longer than to find them in the pool.
+        """Keys of pages that are not in the pool but in the second tier (host memory
+        or files), from which they can be restored.
         """
 
     def __init__(
@@ -567,7 +563,7 @@ class Connected(_message.Message):
     worker_id: _builtins.str
     """The decode worker's name, from Connect."""
     agent: _builtins.str
-    """Its incarnation's agent, from Connect."""
+    """Its transport agent, from Connect."""
     error: _builtins.str
     """Empty when pages can be pushed there; else why not."""
     reason: _builtins.str
@@ -575,7 +571,7 @@ class Connected(_message.Message):
     two pools cannot exchange pages.
     """
     lost: _builtins.bool
-    """Set when an earlier connection broke: to use the pair, ask again."""
+    """Set when an earlier connection broke: send Connect again to use the pair."""
     def __init__(
         self,
         *,
@@ -595,7 +591,7 @@ Global___Connected: _TypeAlias = Connected  # noqa: Y015
 
 @_typing.final
 class Sampling(_message.Message):
-    """How to choose tokens, with every value settled by the router."""
+    """How to sample tokens; the router has set every value."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -643,10 +639,10 @@ class Sampling(_message.Message):
     frequency_penalty: _builtins.float
     """0 changes nothing."""
     seed: _builtins.int
-    """Keys the randomness, together with the position."""
+    """With the position, the key of the random number."""
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
-        """By token id: what is added to its logit, after all penalties."""
+        """Added to a token's logit after all penalties, by token id."""
 
     def __init__(
         self,
@@ -689,7 +685,7 @@ class Work(_message.Message):
     request_id: _builtins.str
     """The request's name, unique among the router's live requests."""
     epoch: _builtins.int
-    """Which try at the request this is, from 1."""
+    """Counts the attempts at the request, from 1."""
     max_tokens: _builtins.int
     """The most tokens of the answer, answer_tokens included."""
     answer_tokens: _builtins.int
@@ -697,26 +693,24 @@ class Work(_message.Message):
     cache_salt: _builtins.str
     """Requests share cached pages only with those of the same salt."""
     logprobs: _builtins.int
-    """Set where each token is to come with its log probability: how many of the
-    likeliest tokens to tell with it.
+    """Set where each token's log probability is wanted: how many of the likeliest
+    tokens to report with it.
     """
     grammar: _builtins.str
-    """What the answer must read as: a grammar in llguidance's own form (JSON).
-    Empty: any text.
+    """The grammar of the answer, in llguidance's own form (JSON). Empty allows any
+    text.
     """
     prompt_logprobs: _builtins.int
-    """The same as logprobs, of the prompt's tokens from its second on. Such a
-    prompt is computed whole, whatever is cached.
+    """As logprobs, for the prompt's tokens from the second on. Such a prompt is
+    computed whole, whatever is cached.
     """
     @_builtins.property
     def prompt_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """What is to be read: the prompt and, after it, what earlier attempts have
-        already answered.
-        """
+        """The prompt and, after it, the answer of earlier attempts."""
 
     @_builtins.property
     def sampling(self) -> Global___Sampling:
-        """How to choose tokens."""
+        """How to sample tokens."""
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -754,8 +748,8 @@ Global___Work: _TypeAlias = Work  # noqa: Y015
 
 @_typing.final
 class Logprobs(_message.Message):
-    """How likely one token was, in natural logarithms of the model's own
-    probabilities: before temperature, penalties and biases.
+    """A token's log probability: the natural logarithm of the model's own
+    probability, before temperature, penalties and biases.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -767,11 +761,11 @@ class Logprobs(_message.Message):
     """The token's own."""
     @_builtins.property
     def top_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The likeliest tokens, best first: as many as the request asks for."""
+        """The likeliest tokens, best first, as many as requested."""
 
     @_builtins.property
     def top_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Theirs, in the same order."""
+        """Their log probabilities, in the same order."""
 
     def __init__(
         self,
@@ -796,8 +790,8 @@ class Prefill(_message.Message):
     RECEIVER_FIELD_NUMBER: _builtins.int
     HOLDER_FIELD_NUMBER: _builtins.int
     receiver: _builtins.str
-    """The transport agent of the decode worker that the pages will go to, once a
-    Deliver has come. Empty when only token #1 is wanted.
+    """The transport agent of the decode worker that gets the pages, once a Deliver
+    has arrived. Empty when only token #1 is wanted.
     """
     @_builtins.property
     def work(self) -> Global___Work:
@@ -805,8 +799,8 @@ class Prefill(_message.Message):
 
     @_builtins.property
     def holder(self) -> Global___Holder:
-        """Who else has pages of the prompt, where fetching them is predicted to take
-        less than computing them.
+        """A worker with cached pages of the prompt, where fetching them is predicted
+        to take less time than computing them.
         """
 
     def __init__(
@@ -834,9 +828,9 @@ class Holder(_message.Message):
     agent: _builtins.str
     """Its transport agent."""
     pages: _builtins.int
-    """How many pages at the prompt's front it has, as far as the router knows."""
+    """How many of the prompt's first pages it has, as far as the router knows."""
     seconds: _builtins.float
-    """How long the prompt may wait for them: what they are predicted to save."""
+    """How long the prompt may wait for them: the predicted saving."""
     def __init__(
         self,
         *,
@@ -906,7 +900,7 @@ class SenderGone(_message.Message):
 
     AGENT_FIELD_NUMBER: _builtins.int
     agent: _builtins.str
-    """Its transport agent: no write of its can reach any page any more."""
+    """Its transport agent."""
     def __init__(
         self,
         *,
@@ -934,12 +928,12 @@ class Reserved(_message.Message):
     epoch: _builtins.int
     """The attempt."""
     ticket: _builtins.bytes
-    """A sealed ticket (kv_transfer/ticket.py): pass it on as it is."""
+    """A sealed ticket (kv_transfer/ticket.py), passed on unchanged."""
     queue_seconds: _builtins.float
     """How long the request waited for pages."""
     cached_tokens: _builtins.int
-    """Of prompt_tokens, how many at the front are in this worker's cache: their
-    pages do not travel.
+    """How many of the first prompt_tokens are in this worker's cache: their pages
+    are not pushed.
     """
     def __init__(
         self,
@@ -1040,27 +1034,27 @@ class FirstToken(_message.Message):
     compute_seconds: _builtins.float
     """From the first chunk's start to the token."""
     cached_tokens: _builtins.int
-    """Of prompt_tokens, how many at the front were in this worker's cache and
-    not computed.
+    """How many of the first prompt_tokens were in this worker's cache and not
+    computed.
     """
     fetched_tokens: _builtins.int
-    """Of cached_tokens, how many were fetched from another worker's cache for this
+    """How many of cached_tokens were fetched from another worker's cache for this
     prompt.
     """
     fetch_seconds: _builtins.float
-    """How long they were on their way, or were waited for in vain. 0 when none
-    were asked for.
+    """How long the fetch took, or the prompt waited for it in vain. 0 without a
+    fetch.
     """
     restored_tokens: _builtins.int
-    """Of cached_tokens, how many had to be brought back from host memory or files."""
+    """How many of cached_tokens were restored from the second tier."""
     @_builtins.property
     def logprobs(self) -> Global___Logprobs:
-        """How likely the token was, where the request asks for it."""
+        """The token's log probability, where requested."""
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Logprobs]:
-        """How likely the prompt's tokens were, from its second on, where the request
-        asks for it.
+        """The log probabilities of the prompt's tokens from the second on, where
+        requested.
         """
 
     @_builtins.property
@@ -1111,7 +1105,7 @@ class Pushed(_message.Message):
     """Time during which at least one write was under way."""
     exposed_seconds: _builtins.float
     """From the end of compute to the end of the last write: the part of the
-    transfer that nothing hid.
+    transfer that is not hidden behind compute.
     """
     def __init__(
         self,
@@ -1171,28 +1165,28 @@ class StepTokens(_message.Message):
     epoch: _builtins.int
     """The attempt."""
     finish_reason: _inference_pb2.FinishReason.ValueType
-    """Set with the last tokens. The worker holds nothing of the attempt any
+    """Set with the last tokens. The worker holds nothing for the attempt any
     more.
     """
     queue_seconds: _builtins.float
-    """With the first tokens: how long the request waited, arrived, for a place
-    in the batch.
+    """With the first tokens: how long the arrived request waited for a place in
+    the batch.
     """
     cached_tokens: _builtins.int
-    """With the first tokens of a Compute: of prompt_tokens, how many at the front
-    were in this worker's cache and not computed.
+    """With the first tokens of a Compute: how many of the first prompt_tokens were
+    in this worker's cache and not computed.
     """
     compute_seconds: _builtins.float
     """With the first tokens: from the place in the batch to the token."""
     restored_tokens: _builtins.int
-    """Of cached_tokens, how many had to be brought back from host memory or files."""
+    """How many of cached_tokens were restored from the second tier."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The new tokens, oldest first."""
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Logprobs]:
-        """How likely each of token_ids was, where the request asks for it."""
+        """The log probability of each of token_ids, where requested."""
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Logprobs]:
@@ -1272,17 +1266,17 @@ class Load(_message.Message):
     BUSY_SECONDS_FIELD_NUMBER: _builtins.int
     UP_SECONDS_FIELD_NUMBER: _builtins.int
     TRANSFERS_FIELD_NUMBER: _builtins.int
-    READING_FIELD_NUMBER: _builtins.int
+    PREFILLING_FIELD_NUMBER: _builtins.int
     free_pages: _builtins.int
-    """Pages that can be handed out at once, those of cached_pages included."""
+    """Pages that can be allocated at once, cached_pages included."""
     leased_pages: _builtins.int
     """Pages held by requests."""
     quarantined_pages: _builtins.int
     """Pages held only because a remote write may still reach them."""
     cached_pages: _builtins.int
-    """Pages that hold a prefix which no request uses now: some of free_pages."""
+    """Pages of free_pages that hold a cached prefix."""
     waiting: _builtins.int
-    """Requests that wait: for pages or for compute."""
+    """Requests that wait for pages or compute."""
     running: _builtins.int
     """Requests in the current batch."""
     queued_tokens: _builtins.int
@@ -1290,15 +1284,15 @@ class Load(_message.Message):
     fault: _builtins.str
     """Empty when the worker is sound; else what is wrong with it."""
     kept_pages: _builtins.int
-    """Pages in its host memory and files, from where they can be brought back."""
+    """Pages in the second tier: host memory and files."""
     busy_seconds: _builtins.float
-    """Seconds in which the engine has computed, since the process started."""
+    """Seconds that the engine has computed since the process started."""
     up_seconds: _builtins.float
     """Seconds since then, by the same clock."""
     transfers: _builtins.int
-    """Requests whose pages are on their way, out of prefill or into decode."""
-    reading: _builtins.int
-    """Of running, those on a decode worker whose prompt it is still reading itself."""
+    """Requests whose pages are under way, out of prefill or into decode."""
+    prefilling: _builtins.int
+    """How many of running a decode worker still prefills locally."""
     def __init__(
         self,
         *,
@@ -1314,11 +1308,11 @@ class Load(_message.Message):
         busy_seconds: _builtins.float = ...,
         up_seconds: _builtins.float = ...,
         transfers: _builtins.int = ...,
-        reading: _builtins.int = ...,
+        prefilling: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_seconds", b"busy_seconds", "cached_pages", b"cached_pages", "fault", b"fault", "free_pages", b"free_pages", "kept_pages", b"kept_pages", "leased_pages", b"leased_pages", "quarantined_pages", b"quarantined_pages", "queued_tokens", b"queued_tokens", "reading", b"reading", "running", b"running", "transfers", b"transfers", "up_seconds", b"up_seconds", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_seconds", b"busy_seconds", "cached_pages", b"cached_pages", "fault", b"fault", "free_pages", b"free_pages", "kept_pages", b"kept_pages", "leased_pages", b"leased_pages", "prefilling", b"prefilling", "quarantined_pages", b"quarantined_pages", "queued_tokens", b"queued_tokens", "running", b"running", "transfers", b"transfers", "up_seconds", b"up_seconds", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

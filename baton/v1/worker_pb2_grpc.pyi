@@ -3,10 +3,10 @@
 isort:skip_file
 Between a router and a worker: one long-lived bidirectional stream per pair.
 
-A router opens Attach once. It greets with Hello, the worker answers
-Welcome, and from then on the messages of all requests share the stream.
-An attempt is one try at one request: (request_id, epoch). A message about
-an attempt that the receiver does not know, or no longer knows, is dropped.
+A router opens Attach once and sends Hello; the worker answers Welcome. From
+then on the messages of all requests share the stream. An attempt is one try
+at one request: (request_id, epoch). A message about an unknown attempt is
+dropped.
 """
 
 from baton.v1 import worker_pb2 as _worker_pb2

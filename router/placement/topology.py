@@ -68,11 +68,11 @@ class Topology:
                 has_room=link.has_room(suspicion),
                 cached_tokens=_cached_tokens(link, work, size),
                 kept_tokens=_kept_tokens(link, work, size),
-                running=link.load.running - link.load.reading,
+                running=link.load.running - link.load.prefilling,
                 waiting=link.load.waiting,
                 leased_pages=link.load.leased_pages,
                 pending_tokens=link.prompts.queued_tokens,
-                reading=link.load.reading,
+                reading=link.load.prefilling,
             )
             for link in self.decode
         ]

@@ -30,7 +30,7 @@ from baton.router.requests.attempt import Action, Attempt, LinkLost
 from baton.v1 import worker_pb2 as pb
 from baton.v1.transfer_pb2 import Fetch as FetchNote
 from baton.v1.transfer_pb2 import Resend, TransferNote
-from baton.worker import inflight_steps
+from baton.worker import step_pipeline
 
 from . import worker as simulated
 from .cluster import Cluster
@@ -126,7 +126,7 @@ def break_the_neighbours_too(patch: Patch) -> None:
         except BatonError as error:
             return FinishedStep([error] * len(plan))
 
-    patch.setattr(inflight_steps, "launch", launch)
+    patch.setattr(step_pipeline, "launch", launch)
 
 
 def use_damaged_pages(patch: Patch) -> None:

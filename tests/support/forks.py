@@ -18,7 +18,7 @@ _context.set_forkserver_preload(
     [
         "baton.prefill_worker.prefill_phase",
         "baton.decode_worker.decode_phase",
-        "baton.worker.server",
+        "baton.worker.worker_server",
         "baton.router.server",
         "nixl",
     ]

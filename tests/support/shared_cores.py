@@ -227,11 +227,11 @@ class Cluster:
             worker_id=worker.name,
             requests=max(worker.active, load.running + load.waiting),
             free_pages=100_000,
-            running=load.running - load.reading,
+            running=load.running - load.prefilling,
             waiting=load.waiting,
             leased_pages=load.leased_pages,
             pending_tokens=worker.prompts.queued_tokens,
-            reading=load.reading,
+            reading=load.prefilling,
         )
 
     def _hear_first(self, request: Request, reader: Worker, queue: float, compute: float) -> None:
@@ -353,7 +353,7 @@ class Cluster:
         pages = sum(-(-request.tokens // PAGE_SIZE) for request in worker.writing)
         load = pb.Load(
             running=len(worker.writing) + len(worker.reading),
-            reading=len(worker.reading) if worker.decodes else 0,
+            prefilling=len(worker.reading) if worker.decodes else 0,
             queued_tokens=sum(request.tokens - request.read for request in worker.reading),
             leased_pages=pages,
         )

@@ -1,20 +1,19 @@
 """A whole worker in one process: event loop, engine thread, transfer thread.
 
 start()        loads the model, makes the pool reachable, serves; then `address` is known
-serve_until()  waits for the word to stop, or a router's Drain; finishes or hands back what
-               runs; then ends the streams, the engine thread and the transfers, in that
-               order; raises when the engine can no longer be trusted
+serve_until()  waits for the stop signal or a router's Drain; finishes or hands back the
+               requests; then ends the streams, the engine thread and the transfers, in
+               that order; raises when the engine has failed
 
-A router may have it change its role meanwhile:
+A router may switch its role meanwhile:
 
-    serving ─SwitchRole─▶ draining ─nothing left─▶ the other role on the same engine ─▶ serving
+    serving ─SwitchRole─▶ draining ─nothing left─▶ the other phase on the same engine ─▶ serving
        ▲                      │
-       └── as before ─────────┘ transfers that do not end
+       └── same role ─────────┘ transfers that do not end
 
-The process, its engine, its pool and what the pool has cached, its transports and
-its streams to routers stay. On a whole GPU the engine thread stays too, with all that
-the libraries have prepared for it; elsewhere each role has a thread of its own
-(`Backend.keeps_thread`).
+The process, its engine, pool, prefix cache, transports and streams to routers stay.
+On a whole GPU the engine thread stays too, with what the libraries have prepared for
+it; elsewhere each phase has a thread of its own (`Backend.keeps_thread`).
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import start_http_server
 
-from baton.core import model_store, types
+from baton.core import model_store
 from baton.core.config import Config
-from baton.core.errors import Internal, WorkerLost
+from baton.core.errors import Internal
 from baton.core.process import StopSignal
 from baton.core.tls import check_worker, node_identity
-from baton.core.types import MAX_MESSAGE_BYTES, PROTOCOL
+from baton.core.types import MAX_MESSAGE_BYTES, PROTOCOL, Role
 from baton.core.wire import role_to
 from baton.rpc import listen
 from baton.v1 import worker_pb2 as pb
@@ -52,13 +51,13 @@ from baton.worker.engine_thread import (
 )
 from baton.worker.metrics import WorkerMetrics
 from baton.worker.outbox import Outbox
-from baton.worker.service import WorkerService
+from baton.worker.worker_service import WorkerService
 
 log = logging.getLogger(__name__)
 
 WORKER = pb.DESCRIPTOR.services_by_name["Worker"].full_name
 HEALTH_SECONDS = 1.0
-# For the routers to take what is queued for them, and for writes under way to end.
+# For queued messages to reach the routers.
 GRACE_SECONDS = 2.0
 
 
@@ -66,14 +65,14 @@ class WorkerServer:
     def __init__(
         self,
         config: Config,
-        role: types.Role,
+        role: Role,
         worker_id: str,
         progress: ReportProgress = log.info,
-        on_role: Callable[[types.Role], None] = lambda role: None,
+        on_role: Callable[[Role], None] = lambda role: None,
         on_leaving: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_role` is called when the worker has taken up another role, and `on_leaving` when it
-        is told to drain and end for good."""
+        """`on_role` is called after a role switch, `on_leaving` when the worker is told to drain
+        and leave for good."""
         self._config = config
         self._role = role
         self._worker_id = worker_id
@@ -83,11 +82,11 @@ class WorkerServer:
         self._incarnation = secrets.randbits(64)
         self._inbox = EngineInbox()
         self._metrics = WorkerMetrics(worker_id, role)
-        # Whether it was drained to be started again.
+        # Whether it was drained to be restarted.
         self.restarts = False
 
     async def start(self, host: str, port: int) -> None:
-        """Loads, connects and serves. When this returns, the worker takes requests."""
+        """Loads the model and serves. When this returns, the worker accepts requests."""
         check_worker(self._config, host)
         loop = asyncio.get_running_loop()
         self._failure: asyncio.Future[None] = loop.create_future()
@@ -97,10 +96,6 @@ class WorkerServer:
         self._retired: asyncio.Future[str] = loop.create_future()
         self._switching: asyncio.Task[None] | None = None
         self._outbox = Outbox(loop)
-
-        def lose(error: WorkerLost) -> None:
-            loop.call_soon_threadsafe(self._fail, error)
-
         self._backend = Backend(
             self._config,
             self._worker_id,
@@ -108,7 +103,7 @@ class WorkerServer:
             self._outbox,
             self._metrics,
             progress=self._progress,
-            on_lost=lose,
+            on_lost=lambda error: loop.call_soon_threadsafe(self._fail, error),
         )
         await self._start_engine(lambda: self._backend.load(self._role))
         await self._serve(host, port)
@@ -121,7 +116,7 @@ class WorkerServer:
             self._outbox,
             on_ready=lambda: loop.call_soon_threadsafe(self._engine_ready.set),
             on_drained=lambda: loop.call_soon_threadsafe(self._drained.set),
-            on_retired=lambda why: loop.call_soon_threadsafe(self._note_retired, why),
+            on_retired=lambda why: loop.call_soon_threadsafe(self._set_retired, why),
             on_failure=lambda error: loop.call_soon_threadsafe(
                 self._fail, self._backend.failure_reason(error)
             ),
@@ -130,7 +125,7 @@ class WorkerServer:
         await self._wait_for(self._engine_ready)
 
     async def _hand_engine_over(self, make_phase: MakePhase) -> None:
-        """To another role, once the one before has retired."""
+        """Starts the next phase once the last one has retired."""
         self._engine_ready.clear()
         if self._backend.keeps_thread:
             self._thread.run_phase(make_phase)
@@ -147,17 +142,17 @@ class WorkerServer:
 
     @property
     def requests(self) -> int:
-        """How many it has, running or waiting."""
+        """Requests running or waiting."""
         return self._thread.requests
 
     def serve_metrics(self, host: str, port: int) -> str:
-        """Serves Prometheus metrics; the address, "host:port"."""
+        """Serves Prometheus metrics and returns their address, "host:port"."""
         server, _ = start_http_server(port, addr=host, registry=self._metrics.registry)
         return f"{host}:{server.server_port}"
 
     async def serve_until(self, stopping: StopSignal) -> None:
-        """Serves until it is asked to stop, or a router has it drained; then lets requests under
-        way end, for so long, and has the rest go on elsewhere."""
+        """Serves until the stop signal or a router's Drain; then finishes requests for
+        `drain_seconds` and hands the rest back to their routers."""
         await self._wait_for(stopping.requested, self._drain_asked)
         await self._drain(stopping)
         self._outbox.close()
@@ -174,7 +169,7 @@ class WorkerServer:
             self._failure.result()
 
     def drain(self, restart: bool = False) -> None:
-        """Has `serve_until` return when what runs has ended or was handed back."""
+        """Makes `serve_until` return once all requests have ended or were handed back."""
         self.restarts = restart
         self._drain_asked.set()
         if not restart:
@@ -187,18 +182,18 @@ class WorkerServer:
         limit = self._config.drain_seconds + HAND_BACK_SECONDS
         await stopping.wait_at_most(limit, self._drained)
 
-    def switch(self, role: types.Role) -> None:
-        """Begins to change the role. Once at a time, and not when the process is to end: whoever
-        asks hears how the first one ends."""
-        if self._drains:
+    def switch(self, role: Role) -> None:
+        """Starts a role switch. Ignored during another one, whose outcome all routers hear, and
+        while the process drains."""
+        if self._draining:
             return
         if role is self._role:
             self._broadcast_role(pb.RoleSwitched())
         else:
             self._switching = asyncio.ensure_future(self._switch(role))
 
-    async def _switch(self, role: types.Role) -> None:
-        log.info("changing the role to %s", role.value)
+    async def _switch(self, role: Role) -> None:
+        log.info("switching to role %s", role.value)
         began = time.monotonic()
         self._retired = asyncio.get_running_loop().create_future()
         await self._report_health()
@@ -210,7 +205,8 @@ class WorkerServer:
             await self._hand_engine_over(lambda: self._backend.switch_role(role))
             self._on_role(role)
         ended = time.monotonic()
-        log.info("role %s: %s", role.value, error or f"taken in {ended - drained:.3f} s")
+        outcome = f"not taken: {error}" if error else f"taken in {ended - drained:.3f} s"
+        log.info("role %s %s", role.value, outcome)
         self._switching = None
         self._broadcast_role(
             pb.RoleSwitched(
@@ -219,8 +215,8 @@ class WorkerServer:
         )
         await self._report_health()
 
-    def _note_retired(self, why_not: str) -> None:
-        if not self._retired.done():  # nobody waits any more when the process ends
+    def _set_retired(self, why_not: str) -> None:
+        if not self._retired.done():  # it is cancelled when the process ends
             self._retired.set_result(why_not)
 
     def _broadcast_role(self, switched: pb.RoleSwitched) -> None:
@@ -228,8 +224,8 @@ class WorkerServer:
         self._outbox.broadcast_now(pb.WorkerMessage(role_switched=switched))
 
     @property
-    def _drains(self) -> bool:
-        """Whether nothing new is taken, to end or to change the role."""
+    def _draining(self) -> bool:
+        """Whether new requests are refused, to end or to switch the role."""
         return self._drain_asked.is_set() or self._switching is not None
 
     async def _watch_health(self) -> None:
@@ -238,15 +234,16 @@ class WorkerServer:
             await asyncio.sleep(HEALTH_SECONDS)
 
     async def _report_health(self) -> None:
-        """The process lives; it is ready while its own engine is sound and it takes requests."""
+        """Reports the process as live, and as ready while its engine is sound and it accepts
+        requests."""
         status = health_pb2.HealthCheckResponse
         problem = self._thread.problem(self._config.router.engine_stall_seconds)
-        ready = not problem and not self._drains
+        ready = not problem and not self._draining
         await self._health.set("", status.SERVING)
         await self._health.set(WORKER, status.SERVING if ready else status.NOT_SERVING)
 
     async def _wait_for(self, *events: asyncio.Event) -> None:
-        """Returns when an event is set; raises when the engine thread fails before."""
+        """Returns when an event is set; raises if the worker fails first."""
         waiting = [asyncio.ensure_future(event.wait()) for event in events]
         first: set[asyncio.Future[Any]] = {*waiting, self._failure}
         await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
@@ -264,7 +261,7 @@ class WorkerServer:
         options = [
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-            # Routers ask whether we are there while a long step runs.
+            # Routers ping while a long step runs.
             ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ]
         self._server = grpc.aio.server(options=options)
@@ -297,6 +294,6 @@ class WorkerServer:
             context_length=engine.context_length,
             pool=self._backend.transfer.pool_address,
             total_pages=engine.pool.total,
-            draining=self._drains,
+            draining=self._draining,
             cache_root=engine.pool.root or b"",
         )

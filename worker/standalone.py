@@ -17,17 +17,17 @@ from baton.core.types import Role
 from baton.worker.resources import claim_threads
 
 if TYPE_CHECKING:
-    from baton.worker.server import WorkerServer
+    from baton.worker.worker_server import WorkerServer
 
 
 def main(role: Role) -> None:
-    """Runs until SIGTERM or SIGINT, which drain it; a second one ends it at once."""
+    """Runs until SIGTERM or SIGINT, which drain the worker; a second one ends it at once."""
     arguments = _parse(role)
     try:
         config = configs.load(arguments.config)
         set_up_logging(config.log_level)
         claim_threads(config, role)
-        from baton.worker.server import WorkerServer
+        from baton.worker.worker_server import WorkerServer
 
         worker_id = arguments.name or f"{role.value}-0"
         server = WorkerServer(config, role, worker_id)
@@ -38,10 +38,10 @@ def main(role: Role) -> None:
 
 def _parse(role: Role) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=f"{role.value}_worker", description=__doc__)
-    parser.add_argument("--config", type=Path, help="a YAML file; the defaults when not given")
+    parser.add_argument("--config", type=Path, help="a YAML file (default: the built-in defaults)")
     parser.add_argument("--name", help=f"the worker's name, unique in the cluster ({role.value}-0)")
-    parser.add_argument("--port", type=int, help=f"instead of the file's {role.value}.port")
-    parser.add_argument("--metrics-port", type=int, help="serve Prometheus metrics there")
+    parser.add_argument("--port", type=int, help=f"overrides {role.value}.port")
+    parser.add_argument("--metrics-port", type=int, help="serve Prometheus metrics on this port")
     return parser.parse_args()
 
 

@@ -22,7 +22,7 @@ Context = grpc.aio.ServicerContext[pb.RouterMessage, pb.WorkerMessage]
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
-    """Answers pings here, on the event loop; what the engine must know goes to its inbox."""
+    """Answers pings on the event loop and passes the other messages to the engine's inbox."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         on_drain: Callable[[bool], None],
         on_switch: Callable[[Role], None],
     ) -> None:
-        """`on_drain` is told whether a fresh process is to follow."""
+        """`on_drain` is called with whether the worker is to be restarted."""
         self._inbox = inbox
         self._outbox = outbox
         self._welcome = welcome
@@ -57,23 +57,23 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         try:
             await context.write(pb.WorkerMessage(welcome=self._welcome()))
             self._inbox.put(Attached(attachment))
-            await self._converse(attachment, requests, queue, context)
+            await self._exchange(attachment, requests, queue, context)
         finally:
             self._outbox.detach(attachment)
             self._inbox.put(Detached(attachment))
             log.info("router %s detached", hello.hello.router_id)
 
-    async def _converse(
+    async def _exchange(
         self,
         attachment: int,
         requests: AsyncIterator[pb.RouterMessage],
         queue: asyncio.Queue[pb.WorkerMessage | None],
         context: Context,
     ) -> None:
-        """Reads and writes until either side ends."""
+        """Receives and sends until either side ends."""
         tasks = [
-            asyncio.ensure_future(self._read(attachment, requests, queue)),
-            asyncio.ensure_future(self._write(queue, context)),
+            asyncio.ensure_future(self._receive(attachment, requests, queue)),
+            asyncio.ensure_future(self._send(queue, context)),
         ]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -83,7 +83,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             for task in tasks:
                 task.cancel()
 
-    async def _read(
+    async def _receive(
         self,
         attachment: int,
         requests: AsyncIterator[pb.RouterMessage],
@@ -100,6 +100,6 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 case _:
                     self._inbox.put(FromRouter(attachment, message))
 
-    async def _write(self, queue: asyncio.Queue[pb.WorkerMessage | None], context: Context) -> None:
+    async def _send(self, queue: asyncio.Queue[pb.WorkerMessage | None], context: Context) -> None:
         while (message := await queue.get()) is not None:
             await context.write(message)

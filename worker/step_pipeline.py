@@ -1,0 +1,102 @@
+"""The engine's in-flight steps: launched in order, settled in order.
+
+On a GPU one step stays in flight while the host settles the one before, so the
+device never waits for a plan.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from baton.core.errors import BatonError
+from baton.core.types import DeviceEvent, Logprobs
+from baton.engine.engine import Engine
+from baton.engine.sequence import Sequence
+from baton.engine.step import FinishedStep, InFlightStep, Plan, Scored
+from baton.worker.metrics import WorkerMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What a step did for one sequence."""
+
+    sequence: Sequence
+    outcome: int | BatonError | None
+    computed: int  # tokens whose K/V is in the sequence's pages since
+    logprobs: Logprobs | None = None  # of the token, where the sequence asks for it
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    plan: Plan
+    computed: list[int]  # as in Settled, by chunk of the plan
+    step: InFlightStep
+    began: float
+
+
+class StepPipeline:
+    def __init__(self, engine: Engine, metrics: WorkerMetrics) -> None:
+        self._engine = engine
+        self._metrics = metrics
+        self._launched: deque[_Launched] = deque()
+
+    @property
+    def any(self) -> bool:
+        return bool(self._launched)
+
+    @property
+    def last_end(self) -> DeviceEvent | None:
+        """When the step launched last will have ended; None if the device is idle."""
+        return self._launched[-1].step.ended if self._launched else None
+
+    def advance(self, plan: Plan) -> list[Settled]:
+        """Launches the plan's step and settles those before it. Without a plan, settles all."""
+        if plan:
+            began = time.monotonic()
+            step = launch(self._engine, plan)
+            computed = [chunk.sequence.computed for chunk in plan]
+            self._launched.append(_Launched(plan, computed, step, began))
+        in_flight = plan and not isinstance(self._launched[-1].step, FinishedStep)
+        settled: list[Settled] = []
+        while len(self._launched) > (1 if in_flight else 0):
+            settled += self._settle(self._launched.popleft())
+        return settled
+
+    def _settle(self, launched: _Launched) -> list[Settled]:
+        plan, outcomes = launched.plan, launched.step.wait()
+        seconds = time.monotonic() - launched.began
+        self._metrics.step(len(plan), sum(chunk.count for chunk in plan), seconds)
+        self._observe_compute(plan, seconds)
+        settled = []
+        for chunk, outcome, computed in zip(plan, outcomes, launched.computed, strict=True):
+            if isinstance(outcome, Scored):
+                done = Settled(chunk.sequence, outcome.token, computed, outcome.logprobs)
+            else:
+                done = Settled(chunk.sequence, outcome, computed)
+            settled.append(done)
+        return settled
+
+    def _observe_compute(self, plan: Plan, seconds: float) -> None:
+        """Updates the cost of computing prompts, which the second tier compares with its own."""
+        tier = self._engine.pool.second_tier
+        tokens = sum(chunk.count for chunk in plan if chunk.count > 1)
+        if tier is not None and tokens >= self._engine.pool.page_size:
+            tier.costs.compute.note(tokens, seconds)
+
+
+def launch(engine: Engine, plan: Plan) -> InFlightStep:
+    """Launches a plan so that a request which breaks the engine fails alone.
+
+    A typed error (such as logits that are not numbers) leaves every sequence
+    as it was, so each chunk of a failed step is tried again by itself.
+    """
+    try:
+        return engine.launch(plan)
+    except BatonError as error:
+        if len(plan) == 1:
+            return FinishedStep([error])
+        return FinishedStep(
+            [outcome for chunk in plan for outcome in launch(engine, [chunk]).wait()]
+        )
