@@ -60,7 +60,7 @@ STAGES = (
     ("attempts", ("attempt.py", "dispatch.py", "retries.py", "wire.py")),
     ("text", ("router/answers/", "codecs")),
     ("measure", ("metrics.py", "ledger.py", "feedback.py", "trends.py", "prometheus_client")),
-    ("serve", ("router/requests/serving.py", "router/answers/answer_events.py")),
+    ("serve", ("router/requests/serving.py",)),
     ("wait for clients", ("router/edges/client_buffer.py",)),
     ("gRPC messages", ("router/edges/grpc", "grpc/")),
     ("server-sent events", ("router/edges/http", "json/", "starlette")),

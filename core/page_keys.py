@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,17 @@ def page_keys(parent: bytes, tokens: Sequence[int], page_size: int) -> list[byte
         parent = blake2b(parent + page, digest_size=KEY_BYTES).digest()
         keys.append(parent)
     return keys
+
+
+@dataclass(frozen=True, slots=True)
+class PageNaming:
+    """What the keys of a cluster's cached pages are made with."""
+
+    root: bytes
+    page_size: int
+
+    def keys(self, tokens: Sequence[int], salt: str) -> list[bytes]:
+        return page_keys(salted_root(self.root, salt), tokens, self.page_size)
 
 
 def page_digest(page: NDArray[numpy.uint8]) -> int:

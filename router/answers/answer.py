@@ -1,69 +1,242 @@
-"""An answer's text, as its tokens come in."""
+"""One answer: turns its tokens into the text, reasoning, tool calls and log probabilities that its
+edge gets.
+
+    Tokens ─▶ ledger ─▶ detokenizer ─▶ stop strings ─▶ splitter ─▶ AnswerDelta
+
+Runs for every token, in plain calls: the delta is emitted before `push` returns.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
 
-from baton.core.types import FinishReason, Logprobs
+from baton.core.errors import InvalidRequest
+from baton.core.types import ChatPrompt, FinishReason, Logprobs, Request, Work
+from baton.router.answers.answer_events import (
+    AnswerDelta,
+    Emit,
+    Finished,
+    ScoredToken,
+    Started,
+    TokenScore,
+)
+from baton.router.answers.answer_format import AnswerFormat
 from baton.router.answers.detokenizer import Detokenizer
-from baton.router.answers.stop_strings import StopStrings
+from baton.router.answers.splitters import (
+    ContentSplitter,
+    ReasoningSplitter,
+    Splitter,
+    held_back,
+)
+from baton.router.answers.tool_calls import ToolCallSplitter
+from baton.router.observe.ledger import AnswerLedger
+from baton.router.observe.trends import TokenTimes
+from baton.router.placement.placement import Placement
+from baton.router.prompts.text import Text
 from baton.router.requests.attempt import Tokens
 
 
-@dataclass(slots=True)
-class TextDelta:
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    # One a token, where they are asked for.
-    logprobs: list[Logprobs] = field(default_factory=list)
+class StopStrings:
+    """Cuts an answer before its first stop string: the one that starts earliest.
+
+    A match waits while an earlier start is open: with "bc" and "abcd", after "abc" the next
+    character decides whether the text ends before "bc" or before "abcd". Of stop strings with the
+    same start, the longest within the text so far is the hit.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        if not all(stops):
+            raise InvalidRequest("a stop string must not be empty", field="stop")
+        self.hit = ""
+        self._stops = sorted(stops, key=len, reverse=True)
+        self._held = ""
+
+    def push(self, text: str, *, last: bool = False) -> str:
+        """Returns the text that no stop string can reach any more: all of it when it is the
+        last."""
+        if self.hit:
+            return ""
+        text = self._held + text
+        sure = len(text) if last else len(text) - held_back(text, self._stops)
+        starts = [(text.find(stop), stop) for stop in self._stops if stop in text]
+        if starts and (first := min(starts, key=itemgetter(0)))[0] <= sure:
+            sure, self.hit = first
+        self._held = text[sure:]
+        return text[:sure]
 
 
 class AnswerText:
-    """Folds tokens into text; `finish` is set once the answer is over.
+    """Turns tokens into text; `finish` is set once the answer is over.
 
-    The token that ends an answer counts as one of its tokens but adds no text.
-    After a stop string, tokens that came with it are dropped.
+    The token that ends an answer counts as one of its tokens but adds no text. Tokens after a
+    stop string are dropped.
     """
 
-    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str]) -> None:
+    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str]) -> None:
         self._detokenizer = detokenizer
-        self._stops = StopStrings(stop)
+        self._stops = StopStrings(stops) if stops else None
         self.finish: FinishReason | None = None
-        self.stop = ""
-        self.count = 0
+        self.count = 0  # tokens of the answer
 
-    def push(self, tokens: Tokens) -> TextDelta:
-        """What the new tokens add."""
-        if self._stops.idle:
-            return self._push_all(tokens)
-        delta = TextDelta()
-        last = len(tokens.token_ids) - 1
-        for index, token in enumerate(tokens.token_ids):
-            delta.token_ids.append(token)
-            delta.logprobs += tokens.logprobs[index : index + 1]
-            self.count += 1
-            ends_answer = tokens.finish is FinishReason.STOP and index == last
-            if not ends_answer:
-                delta.text += self._stops.push(self._detokenizer.push([token]))[0]
-            if self._stops.hit:
-                self._end(FinishReason.STOP)
-                return delta
-        if tokens.finish:
-            delta.text += self._stops.push(self._detokenizer.flush())[0] + self._stops.flush()
-            self._end(tokens.finish)
-        return delta
+    @property
+    def stop(self) -> str:
+        """The stop string that ended the answer."""
+        return self._stops.hit if self._stops else ""
 
-    def _push_all(self, tokens: Tokens) -> TextDelta:
-        """Without stop strings, tokens need not be looked at one by one."""
-        ends_answer = tokens.finish is FinishReason.STOP
-        text = self._detokenizer.push(tokens.token_ids[:-1] if ends_answer else tokens.token_ids)
-        self.count += len(tokens.token_ids)
-        if tokens.finish:
-            text += self._detokenizer.flush()
-            self._end(tokens.finish)
-        return TextDelta(text, tokens.token_ids, list(tokens.logprobs))
+    def push(self, tokens: list[int], finish: FinishReason | None) -> str:
+        """Returns the text that the tokens add."""
+        with_text = tokens[:-1] if finish is FinishReason.STOP else tokens
+        if self._stops is not None:
+            return self._push_each(self._stops, len(tokens), with_text, finish)
+        self.count += len(tokens)
+        self.finish = finish
+        text = self._detokenizer.push(with_text)
+        return text + self._detokenizer.flush() if finish else text
 
-    def _end(self, reason: FinishReason) -> None:
-        self.finish = FinishReason.STOP if self._stops.hit else reason
-        self.stop = self._stops.hit or ""
+    def _push_each(
+        self, stops: StopStrings, count: int, with_text: list[int], finish: FinishReason | None
+    ) -> str:
+        """One token at a time, to know which one completes a stop string."""
+        text = ""
+        for seen, token in enumerate(with_text, start=1):
+            text += stops.push(self._detokenizer.push([token]))
+            if stops.hit:
+                self.count += seen
+                self.finish = FinishReason.STOP
+                return text
+        self.count += count
+        if finish:
+            text += stops.push(self._detokenizer.flush(), last=True)
+            self.finish = FinishReason.STOP if stops.hit else finish
+        return text
+
+
+class Answer:
+    """Gets placements and tokens from the dispatcher, and emits events."""
+
+    def __init__(
+        self,
+        text: Text,
+        request: Request,
+        work: Work,
+        index: int,
+        emit: Emit,
+        *,
+        thinking: bool,
+        ledger: AnswerLedger,
+        times: TokenTimes,
+        on_first_token: Callable[[AnswerLedger], None],
+    ) -> None:
+        """`thinking` when the prompt ends within the reasoning."""
+        chat = request.prompt if isinstance(request.prompt, ChatPrompt) else None
+        self.ledger = ledger
+        self._model = text
+        self._request = request
+        self._work = work
+        self._index = index
+        self._emit = emit
+        self._times = times
+        self._on_first_token = on_first_token
+        self._splitter = splitter_for(text.answers, chat, thinking=thinking)
+        markers = not isinstance(self._splitter, ContentSplitter)
+        self._text = AnswerText(text.detokenizer(markers=markers), request.stop)
+        self._called = False  # a tool
+        self._placements: list[Placement] = []
+        self._cached: tuple[int, int] | None = None  # of the first attempt with tokens
+
+    def placed(self, placement: Placement) -> None:
+        """An attempt begins."""
+        self.ledger.place(placement)
+        self._placements.append(placement)
+        if len(self._placements) == 1:
+            started = Started(
+                request_id=self._request.request_id,
+                prompt_tokens=len(self._work.prompt_tokens),
+                prefill_worker=placement.prefill,
+                decode_worker=placement.decode,
+                seed=self._request.sampling.seed,
+                answers=self._request.n,
+            )
+            self._emit(started)
+
+    def push(self, tokens: Tokens) -> bool:
+        """Emits what the tokens add. Returns whether more are wanted."""
+        ids, count = tokens.token_ids, self._text.count
+        self._measure(len(ids))
+        text = self._text.push(ids, tokens.finish)
+        over = self._text.finish is not None
+        self.ledger.note_text(finished=over)
+        count = self._text.count - count
+        delta = AnswerDelta("", ids if count == len(ids) else ids[:count], self._index)
+        self._splitter.push(text, delta)
+        if over:
+            self._splitter.flush(delta)
+        if delta.tool_calls:
+            self._called = True
+        if tokens.logprobs:
+            delta.logprobs = self._scored(delta.token_ids, tokens.logprobs[:count])
+        if self._cached is None:
+            self._cached = tokens.cached_tokens, tokens.fetched_tokens
+            delta.prompt_logprobs = self._scored_prompt(tokens)
+        self._emit(delta)
+        return not over
+
+    def finished(self) -> Finished:
+        """The event that ends the answer."""
+        text = self._text
+        assert text.finish is not None
+        called = self._called and text.finish is FinishReason.STOP
+        return Finished(
+            FinishReason.TOOL_CALLS if called else text.finish,
+            len(self._work.prompt_tokens),
+            text.count,
+            text.stop,
+            tuple(self._placements),
+            self._index,
+            self._work.sampling.seed,
+            *(self._cached or (0, 0)),
+        )
+
+    def _measure(self, count: int) -> None:
+        ledger, before = self.ledger, self.ledger.last
+        ledger.note_tokens(count)
+        if before:
+            self._times.add(count, (ledger.last - before) / count, ledger.last)
+        else:
+            self._times.add_first(count, ledger.last)
+            self._on_first_token(ledger)
+
+    def _scored_prompt(self, first: Tokens) -> tuple[ScoredToken, ...]:
+        """The prompt's log probabilities, which come with the first tokens; none for its first
+        token."""
+        if self._request.prompt_logprobs is None:
+            return ()
+        begin, *rest = self._work.prompt_tokens
+        unscored = ScoredToken(TokenScore(begin, self._model.token_bytes(begin), None), ())
+        return (unscored, *self._scored(rest, first.prompt_logprobs))
+
+    def _scored(
+        self, tokens: Iterable[int], logprobs: Iterable[Logprobs]
+    ) -> tuple[ScoredToken, ...]:
+        token_bytes = self._model.token_bytes
+        return tuple(
+            ScoredToken(
+                TokenScore(token, token_bytes(token), each.logprob),
+                tuple(
+                    TokenScore(top, token_bytes(top), logprob)
+                    for top, logprob in zip(each.top_token_ids, each.top_logprobs, strict=True)
+                ),
+            )
+            for token, each in zip(tokens, logprobs, strict=True)
+        )
+
+
+def splitter_for(form: AnswerFormat, chat: ChatPrompt | None, *, thinking: bool) -> Splitter:
+    """The splitter of one answer; without a chat, all text is content."""
+    splitter: Splitter = ContentSplitter()
+    if chat and chat.tools:
+        splitter = ToolCallSplitter(form.tools, {tool.name for tool in chat.tools})
+    if chat and form.reasoning:
+        splitter = ReasoningSplitter(thinking=thinking, content=splitter)
+    return splitter

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from baton.core.types import FinishReason
 from baton.router.placement.placement import Placement
@@ -12,10 +12,8 @@ from baton.router.placement.placement import Placement
 @dataclass(frozen=True, slots=True)
 class TokenScore:
     token_id: int
-    # What the token stands for: UTF-8, maybe half a character.
-    data: bytes
-    # None for a prompt's first token, which nothing stands before.
-    logprob: float | None
+    data: bytes  # the token's text in UTF-8, possibly part of a character
+    logprob: float | None  # None for a prompt's first token
 
     @property
     def text(self) -> str:
@@ -24,15 +22,15 @@ class TokenScore:
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
-    """A token of an answer or a prompt, and the likeliest in its place, best first."""
+    """A token of an answer or a prompt, and the likeliest tokens at its position, best first."""
 
     chosen: TokenScore
     top: tuple[TokenScore, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ToolCallDelta:
-    """A call, as it comes: its id and name first, then pieces of its arguments."""
+    """Part of a tool call: its id and name first, then its arguments as they come."""
 
     index: int
     id: str = ""
@@ -50,18 +48,17 @@ class Started:
     answers: int = 1
 
 
-@dataclass(slots=True)  # one a token: to freeze it would take as long again as to make it
+@dataclass(slots=True)  # made for every token: freezing it would double the cost
 class AnswerDelta:
     text: str
     token_ids: list[int]
     index: int = 0
-    # One a token, where they are asked for.
-    logprobs: list[ScoredToken] = field(default_factory=list)
-    # What is thought, and what is called, neither of which is said.
+    # One per token, where requested.
+    logprobs: tuple[ScoredToken, ...] = ()
     reasoning: str = ""
-    tool_calls: list[ToolCallDelta] = field(default_factory=list)
-    # With an answer's first: one a token of the prompt, where they are asked for.
-    prompt_logprobs: list[ScoredToken] = field(default_factory=list)
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+    # With an answer's first delta: one per token of the prompt, where requested.
+    prompt_logprobs: tuple[ScoredToken, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

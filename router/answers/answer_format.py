@@ -1,65 +1,172 @@
-"""How a model writes what is not plain answer: its thoughts, and its calls of tools."""
+"""How a model writes reasoning and tool calls, and how its chat template shows that.
+
+hermes        <tool_call>{"name": …, "arguments": {…}}</tool_call>, one after the other
+llama3        {"name": …, "parameters": {…}}, the whole answer; several separated by ;
+              with or without <|python_tag|> in front
+mistral       [TOOL_CALLS][{"name": …, "arguments": {…}}, …]
+mistral-args  [TOOL_CALLS]name[ARGS]{…}, one after the other, as newer Mistral models write;
+              some write [CALL_ID] and an id before [ARGS]
+"""
 
 from __future__ import annotations
 
+import json
+import secrets
+import string
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from baton.core.types import ChatPrompt, Request, Structure
-from baton.router.answers.parts import Chained, Plain, Splitter
-from baton.router.answers.reasoning import CLOSER, OPENER, ReasoningSplitter
-from baton.router.answers.tool_format import FORMATS, HERMES, SpecialId, ToolFormat, tool_format_of
-from baton.router.answers.tool_parser import ToolCallParser
+from baton.core.types import ChatPrompt, Request, Structure, Tool
+from baton.router.answers.splitters import END_THINK, THINK
+from baton.router.prompts.output_grammar import ONE_LINE
+
+SpecialId = Callable[[str], int | None]
+"""The id of a special token, which no text encodes to; None for any other text."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    name: str
+    opener: str  # before calls
+    closer: str  # after each call, or after all
+    arguments: str  # key of the arguments
+    separator: str = ""  # between two calls
+    listed: bool = False  # calls are a JSON list
+    bare: bool = False  # an answer that begins with { is a call
+    divider: str = ""  # between name and arguments, where they are no JSON object
+    id_mark: str = ""  # before an id between the two
+    short_ids: bool = False  # templates accept only ids of nine letters and digits
+    signs: tuple[str, ...] = ()  # strings in a chat template that show the format
+
+    def new_id(self) -> str:
+        if self.short_ids:
+            return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+        return f"call_{secrets.token_hex(12)}"
+
+    def grammar(self, tools: Sequence[Tool], special_id: SpecialId) -> str:
+        """One call of one of the tools, in llguidance's Lark."""
+        opener = _literal(self.opener, special_id)
+        if self.divider:
+            return self._named_grammar(tools, opener, _literal(self.divider, special_id))
+        call = _json(self._call_schema(tools))
+        if self.bare:
+            return f"start: {call}"
+        if self.listed:
+            return f'start: {opener} "[" call "]"\ncall: {call}'
+        return f'start: {opener} "\\n" call "\\n" {json.dumps(self.closer)}\ncall: {call}'
+
+    def _named_grammar(self, tools: Sequence[Tool], opener: str, divider: str) -> str:
+        calls = [
+            f"call_{index}: {json.dumps(tool.name)} {divider} arguments_{index}\n"
+            f"arguments_{index}: {_json(json.loads(tool.parameters))}"
+            for index, tool in enumerate(tools)
+        ]
+        names = " | ".join(f"call_{index}" for index in range(len(tools)))
+        return "\n".join((f"start: {opener} ({names})", *calls))
+
+    def _call_schema(self, tools: Sequence[Tool]) -> dict[str, object]:
+        calls: list[dict[str, object]] = [
+            {
+                "type": "object",
+                "properties": {
+                    "name": {"const": tool.name},
+                    self.arguments: json.loads(tool.parameters),
+                },
+                "required": ["name", self.arguments],
+                "additionalProperties": False,
+            }
+            for tool in tools
+        ]
+        return calls[0] if len(calls) == 1 else {"anyOf": calls}
+
+
+def _literal(marker: str, special_id: SpecialId) -> str:
+    token = special_id(marker)
+    return json.dumps(marker) if token is None else f"<[{token}]>"
+
+
+def _json(schema: dict[str, object]) -> str:
+    return f"%json {json.dumps({**schema, 'x-guidance': ONE_LINE})}"
+
+
+HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>", "arguments", signs=("<tool_call>",))
+LLAMA3 = ToolFormat(
+    "llama3",
+    "<|python_tag|>",
+    "",
+    "parameters",
+    separator=";",
+    bare=True,
+    signs=("<|python_tag|>", "ipython"),
+)
+MISTRAL = ToolFormat(
+    "mistral",
+    "[TOOL_CALLS]",
+    "",
+    "arguments",
+    separator=",",
+    listed=True,
+    short_ids=True,
+    signs=("[TOOL_CALLS]",),
+)
+MISTRAL_ARGS = ToolFormat(
+    "mistral-args",
+    "[TOOL_CALLS]",
+    "",
+    "arguments",
+    divider="[ARGS]",
+    id_mark="[CALL_ID]",
+    short_ids=True,
+    signs=("[ARGS]",),
+)
+
+# A template has the first format whose sign it contains.
+FORMATS = {each.name: each for each in (HERMES, LLAMA3, MISTRAL_ARGS, MISTRAL)}
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
     tools: ToolFormat
-    thinks: bool
+    reasoning: bool
 
     @property
-    def marks(self) -> tuple[str, ...]:
-        """Tokens that must be seen as text, though they may be special."""
-        thoughts = (OPENER, CLOSER) if self.thinks else ()
-        return (*self.tools.marks, *thoughts)
+    def markers(self) -> tuple[str, ...]:
+        """Tokens that the splitters need as text, even where they are special."""
+        tools = self.tools
+        reasoning = (THINK, END_THINK) if self.reasoning else ()
+        return (tools.opener, tools.closer, tools.divider, tools.id_mark, *reasoning)
 
-    def is_open(self, rendered: str) -> bool:
-        """Whether a prompt ends within the thoughts."""
-        return self.thinks and rendered.rstrip().endswith(OPENER)
-
-    def splitter(self, chat: ChatPrompt | None, *, opened: bool) -> Splitter:
-        """For one answer; without a chat it is plain text."""
-        if chat is None:
-            return Plain()
-        thoughts = ReasoningSplitter(opened=opened) if self.thinks else None
-        calls = ToolCallParser(self.tools, _names(chat)) if chat.tools else None
-        if thoughts and calls:
-            return Chained(thoughts, calls)
-        return thoughts or calls or Plain()
+    def opens_reasoning(self, rendered: str) -> bool:
+        """Whether a prompt ends within the reasoning."""
+        return self.reasoning and rendered.rstrip().endswith(THINK)
 
     def structures(self, request: Request, special_id: SpecialId) -> list[Structure]:
-        """What an answer may read as: any one of these, or anything where there are none."""
-        chat, asked = request.prompt, request.structure
+        """What an answer must follow: any one of these, or nothing where the list is empty."""
+        chat, wanted = request.prompt, request.structure
         if not isinstance(chat, ChatPrompt) or not chat.tools:
-            return [asked] if asked else []
+            return [wanted] if wanted else []
         if chat.must_call:
             return [self.forced_call(chat, special_id)]
-        return [self.forced_call(chat, special_id), asked] if asked else []
+        return [self.forced_call(chat, special_id), wanted] if wanted else []
 
     def forced_call(self, chat: ChatPrompt, special_id: SpecialId) -> Structure:
-        """What an answer that calls a tool, and does nothing else, reads as: one call."""
+        """The structure of an answer that is exactly one tool call."""
         wanted = [tool for tool in chat.tools if chat.tool_name in ("", tool.name)]
         return Structure("lark", self.tools.grammar(wanted, special_id))
 
 
-PLAIN = AnswerFormat(HERMES, thinks=False)
+PLAIN = AnswerFormat(HERMES, reasoning=False)
 
 
-def answer_format(template: str, tools: str, thoughts: str) -> AnswerFormat:
-    """As a chat template shows it, or as it is configured."""
+def answer_format(template: str, tools: str, reasoning: str) -> AnswerFormat:
+    """The format as configured, or as the chat template shows it where that is "auto"."""
     form = tool_format_of(template) if tools == "auto" else FORMATS[tools]
-    thinks = OPENER in template or CLOSER in template if thoughts == "auto" else thoughts == "on"
-    return AnswerFormat(form, thinks)
+    shown = THINK in template or END_THINK in template
+    return AnswerFormat(form, shown if reasoning == "auto" else reasoning == "on")
 
 
-def _names(chat: ChatPrompt) -> set[str]:
-    return {tool.name for tool in chat.tools}
+def tool_format_of(template: str) -> ToolFormat:
+    """The tool format that a chat template shows; the most common one where it shows none."""
+    return next(
+        (each for each in FORMATS.values() if any(sign in template for sign in each.signs)), HERMES
+    )

@@ -1,15 +1,17 @@
-"""Text from tokens that arrive a few at a time.
+"""Turns tokens into text while they arrive.
 
-The pieces that a Detokenizer hands out, joined, are exactly what decoding all
-tokens at once gives, without special tokens. It never hands out part of a
-character, and a token's cost does not grow with the answer.
+The texts that a Detokenizer returns, joined, are exactly what decoding all tokens at once gives,
+without special tokens. It never returns part of a character, and a token's cost does not grow
+with the answer.
 
-Tokenizers come in two kinds. A byte-level one (GPT-2, Llama 3, Qwen) has a
-token stand for some bytes: these go through an incremental UTF-8 decoder. The
-others (SentencePiece: Llama 2, Gemma, Mistral) decode token by token, with two
-exceptions. The first token may lose its leading space: so a few tokens of what
-was already handed out are decoded again as context. And a run of byte tokens
-such as <0xE2> stands or falls as a whole: so a run is held until it ends.
+Tokenizers come in two kinds. In a byte-level one (GPT-2, Llama 3, Qwen) a token is some bytes:
+they go through an incremental UTF-8 decoder. The others (SentencePiece: Llama 2, Gemma, Mistral)
+decode token by token, with two exceptions. The first token may lose its leading space: so the last
+tokens are decoded again as context. And a run of byte tokens such as <0xE2> is valid or invalid as
+a whole: so a run is held back until it ends.
+
+tokenizers' own DecodeStream is neither exact (it has no flush, and drops what never becomes valid
+UTF-8) nor able to show some special tokens and hide others.
 """
 
 from __future__ import annotations
@@ -33,15 +35,15 @@ class Detokenizer(Protocol):
         ...
 
     def flush(self) -> str:
-        """What is left when no more tokens come; half a character becomes U+FFFD."""
+        """What is left after the last token; half a character becomes U+FFFD."""
         ...
 
 
 def detokenizer_factory(
     tokenizer: Tokenizer, hidden: frozenset[int] | None = None
 ) -> Callable[[], Detokenizer]:
-    """Makes detokenizers that share what can be known of the tokenizer beforehand. `hidden` are
-    the tokens that have no text: all special ones where nothing else is said."""
+    """Returns a maker of detokenizers that share what is known of the tokenizer. `hidden` tokens
+    have no text: all special ones by default."""
     hidden = special_ids(tokenizer) if hidden is None else hidden
     steps = _decoder_steps(tokenizer)
     if steps == ["ByteLevel"]:
@@ -69,37 +71,21 @@ class NoText:
 
 
 class TokenBytes(dict[int, bytes]):
-    """The bytes that each token of a byte-level tokenizer stands for, found at first use."""
+    """The bytes of each token by itself, looked up at first use; special tokens as they are
+    written. Hidden and unknown tokens have none."""
 
-    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, hidden: frozenset[int] = frozenset()) -> None:
         super().__init__()
         self._tokenizer = tokenizer
         self._hidden = hidden
+        byte_level = tokenizer is not None and "ByteLevel" in _decoder_steps(tokenizer)
+        self._bytes_of = _unmap_bytes if byte_level else _sentence_piece_bytes
 
     def __missing__(self, token_id: int) -> bytes:
-        token = None if token_id in self._hidden else self._tokenizer.id_to_token(token_id)
-        found = _unmap_bytes(token) if token is not None else b""
-        self[token_id] = found
-        return found
-
-
-class EveryTokensBytes(dict[int, bytes]):
-    """The bytes that each token stands for by itself, found at first use; special ones as they
-    are written."""
-
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        super().__init__()
-        self._tokenizer = tokenizer
-        self._byte_level = tokenizer is not None and "ByteLevel" in _decoder_steps(tokenizer)
-
-    def __missing__(self, token_id: int) -> bytes:
-        token = self._tokenizer.id_to_token(token_id) if self._tokenizer else None
-        if token is None:
-            found = b""
-        elif self._byte_level:
-            found = _unmap_bytes(token)
-        else:
-            found = _sentence_piece_bytes(token)
+        token = None
+        if self._tokenizer is not None and token_id not in self._hidden:
+            token = self._tokenizer.id_to_token(token_id)
+        found = b"" if token is None else self._bytes_of(token)
         self[token_id] = found
         return found
 
@@ -123,7 +109,7 @@ class WindowDetokenizer:
         self._tokenizer = tokenizer
         self._hidden = hidden
         self._byte_ids = byte_ids
-        # Tokens of context, whose text is _seen, and then those not handed out yet.
+        # Context tokens, whose text is _seen, and then those not returned yet.
         self._window: list[int] = []
         self._seen = ""
 
@@ -132,23 +118,23 @@ class WindowDetokenizer:
         self._window += fresh
         if not fresh or fresh[-1] in self._byte_ids:
             return ""
-        return self._take()
+        return self._new_text()
 
     def flush(self) -> str:
-        return self._take()
+        return self._new_text()
 
     def _shows(self, token_id: int) -> bool:
         return token_id not in self._hidden and self._tokenizer.id_to_token(token_id) is not None
 
-    def _take(self) -> str:
+    def _new_text(self) -> str:
         text = self._tokenizer.decode(self._window)
         fresh = text[len(self._seen) :]
         self._shrink_window(text)
         return fresh
 
     def _shrink_window(self, text: str) -> None:
-        """Keeps the shortest context that has text; without text it would not be one:
-        the next token would count as the first and lose its space."""
+        """Keeps the shortest context that has text: after one without, the next token would count
+        as the first and lose its space."""
         for width in (1, 2):
             seen = self._tokenizer.decode(self._window[-width:])
             if seen:
@@ -171,11 +157,8 @@ def _byte_token_ids(tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The character that byte-level vocabularies write for each byte.
-
-    Bytes that print as Latin-1 stand for themselves; the others take the
-    characters from U+0100 on, in order.
-    """
+    """The character that byte-level vocabularies write for each byte: itself where it prints as
+    Latin-1; the others are U+0100 and following, in order."""
     printing = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printing]
     return {chr(byte): byte for byte in printing} | {
@@ -187,7 +170,7 @@ _BYTE_OF = _byte_alphabet()
 
 
 def _unmap_bytes(token: str) -> bytes:
-    """A token outside the alphabet, such as one added later, stands for its own text."""
+    """A token outside the alphabet, such as an added one, is its own text."""
     if all(character in _BYTE_OF for character in token):
         return bytes(_BYTE_OF[character] for character in token)
     return token.encode()

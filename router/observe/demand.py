@@ -36,8 +36,8 @@ class Demand:
         """A request has come, whether it is let in or not."""
         self._counts.arrivals += answers
 
-    def read(self, ledger: AnswerLedger, costs: Costs) -> None:
-        """A prompt has been read: token #1 is there."""
+    def prefilled(self, ledger: AnswerLedger, costs: Costs) -> None:
+        """A prompt has been prefilled: its first token is here."""
         counts = self._counts
         remote = ledger.placement is not None and ledger.placement.prefill
         missing = ledger.prompt_tokens - ledger.cached_tokens
@@ -48,7 +48,7 @@ class Demand:
         counts.overhead_seconds += max(0.0, ledger.first - ledger.arrived - known - queued)
 
     def answer(self, ledger: AnswerLedger, page_size: int) -> None:
-        """An answer has ended well."""
+        """An answer is complete."""
         counts = self._counts
         counts.answers += 1
         counts.answer_tokens += ledger.tokens

@@ -98,26 +98,30 @@ class AnswerLedger:
         else:
             self.lost_before += time.monotonic() - self.placed
 
-    def hear(self, message: pb.WorkerMessage) -> None:
-        """What a worker says of its times. Of attempts after the first token it changes nothing."""
-        if self.attempts > 1 and self.first:
-            return
-        match message.WhichOneof("kind"):
-            case "reserved":
-                self.reserve_seconds = time.monotonic() - self.placed
-            case "first_token":
-                first = message.first_token
-                self.prefill_wait, self.prefill_seconds = first.queue_seconds, first.compute_seconds
-                self.chunks, self.cached_tokens = first.chunks, first.cached_tokens
-                self.fetch_seconds = first.fetch_seconds
-            case "pushed":
-                pushed = message.pushed
-                self.bytes, self.push_seconds = pushed.bytes, pushed.seconds
-                self.exposed_seconds = pushed.exposed_seconds
+    @property
+    def _is_settled(self) -> bool:
+        """Whether the first token came in an earlier attempt: later ones change nothing."""
+        return self.attempts > 1 and self.first > 0.0
 
-    def hear_step(self, step: pb.StepTokens) -> None:
-        """The same, of a step."""
-        if self.second or (self.attempts > 1 and self.first):
+    def note_reserved(self) -> None:
+        if not self._is_settled:
+            self.reserve_seconds = time.monotonic() - self.placed
+
+    def note_first_token(self, first: pb.FirstToken) -> None:
+        if self._is_settled:
+            return
+        self.prefill_wait, self.prefill_seconds = first.queue_seconds, first.compute_seconds
+        self.chunks, self.cached_tokens = first.chunks, first.cached_tokens
+        self.fetch_seconds = first.fetch_seconds
+
+    def note_pushed(self, pushed: pb.Pushed) -> None:
+        if not self._is_settled:
+            self.bytes, self.push_seconds = pushed.bytes, pushed.seconds
+            self.exposed_seconds = pushed.exposed_seconds
+
+    def note_step(self, step: pb.StepTokens) -> None:
+        """A worker's times of a step; only those of the first steps are kept."""
+        if self.second or self._is_settled:
             return
         if self.placement is None or self.placement.prefill:
             self.admit_seconds = self.admit_seconds or step.queue_seconds
@@ -126,8 +130,8 @@ class AnswerLedger:
             self.prefill_wait, self.prefill_seconds = step.queue_seconds, step.compute_seconds
             self.cached_tokens = step.cached_tokens
 
-    def take(self, tokens: int) -> None:
-        """New tokens are here."""
+    def note_tokens(self, tokens: int) -> None:
+        """New tokens have come."""
         now = time.monotonic()
         if not self.first:
             self.first = now
@@ -143,8 +147,8 @@ class AnswerLedger:
         self.last = now
         self.tokens += tokens
 
-    def tell(self, *, finished: bool) -> None:
-        """Their text is made."""
+    def note_text(self, *, finished: bool) -> None:
+        """Their text is ready."""
         now = self.last_text = time.monotonic()
         self.text_seconds += now - self.last
         if not self.first_text:

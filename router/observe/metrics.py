@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import bisect
-import itertools
-import math
 from collections.abc import Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from baton.core import metrics as names
 from baton.core.errors import BatonError
+from baton.router.observe.trends import TokenTimes
 from baton.router.placement.placement import Placement
 from baton.router.workers.link import WorkerLink
 from baton.v1 import worker_pb2 as pb
@@ -62,18 +54,14 @@ class RouterMetrics:
     def queued(self, phase: str, seconds: float) -> None:
         self._queue.labels(phase=phase).observe(seconds)
 
-    def attempt_event(self, event: pb.WorkerMessage) -> None:
-        """What a worker says of its times."""
-        match event.WhichOneof("kind"):
-            case "reserved":
-                self.queued("reserve", event.reserved.queue_seconds)
-            case "first_token":
-                self.queued("prefill", event.first_token.queue_seconds)
-                self._prefill.observe(event.first_token.compute_seconds)
-            case "pushed":
-                self._bytes.inc(event.pushed.bytes)
-                self._seconds.inc(event.pushed.seconds)
-                self._exposed.observe(event.pushed.exposed_seconds)
+    def prefilled(self, first: pb.FirstToken) -> None:
+        self.queued("prefill", first.queue_seconds)
+        self._prefill.observe(first.compute_seconds)
+
+    def pushed(self, pushed: pb.Pushed) -> None:
+        self._bytes.inc(pushed.bytes)
+        self._seconds.inc(pushed.seconds)
+        self._exposed.observe(pushed.exposed_seconds)
 
     def cached(self, where: str, tokens: int) -> None:
         """So many tokens of a prompt were cached, by its "reader" or on its "decode" worker."""
@@ -96,35 +84,6 @@ class RouterMetrics:
         return Histogram(
             name, names.HELP[name], labels, buckets=names.LATENCY_BUCKETS, registry=self.registry
         )
-
-
-class TokenTimes(Collector):
-    """What is counted for every token, so it has to be cheap: no locks, and only the event loop
-    writes."""
-
-    def __init__(self) -> None:
-        self._bounds = (*names.LATENCY_BUCKETS, math.inf)
-        self._counts = [0] * len(self._bounds)
-        self._seconds = 0.0
-        self._tokens = 0
-
-    def first(self, count: int) -> None:
-        """An answer begins with so many."""
-        self._tokens += count
-
-    def more(self, count: int, gap: float) -> None:
-        """So many, each `gap` seconds after the one before."""
-        self._tokens += count
-        self._counts[bisect.bisect_left(self._bounds, gap)] += count
-        self._seconds += gap * count
-
-    def collect(self) -> Iterable[Metric]:
-        bounds = map(floatToGoString, self._bounds)
-        buckets = list(zip(bounds, itertools.accumulate(self._counts), strict=True))
-        gaps = HistogramMetricFamily(names.ITL_SECONDS, names.HELP[names.ITL_SECONDS])
-        gaps.add_metric([], buckets, self._seconds)
-        help_text = names.HELP[names.GENERATION_TOKENS]
-        return [gaps, CounterMetricFamily(names.GENERATION_TOKENS, help_text, self._tokens)]
 
 
 class _WorkerGauges(Collector):

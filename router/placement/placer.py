@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from operator import attrgetter
 
 from baton.core.config import RouterConfig
-from baton.core.errors import BatonError
+from baton.core.errors import BatonError, DeadlineExceeded
 from baton.core.types import Role, Work
 from baton.router.placement.cost_model import CostModel
 from baton.router.placement.placement import (
@@ -43,13 +44,20 @@ class Placer:
         membership.listen(self._membership_changed)
         membership.listen_reports(lambda link: self._topology.teach_step(link, self.costs))
 
-    def choose(self, work: Work, suspicion: Suspicion = Suspicion.NONE) -> Placement | BatonError:
-        """Returns the placement, or why the request must wait."""
-        return choose(self._snapshot(work, suspicion), one_token=work.tokens_wanted == 1)
-
-    def soonest(self, work: Work) -> float:
-        """The shortest predicted time to the first token, in seconds."""
-        return earliest_first_token(self._snapshot(work, Suspicion.NONE))
+    def choose(
+        self, work: Work, suspicion: Suspicion = Suspicion.NONE, seconds_left: float = math.inf
+    ) -> Placement | BatonError:
+        """Returns the placement, or why the request must wait. DeadlineExceeded: its first token
+        is predicted later than in `seconds_left`."""
+        snapshot = self._snapshot(work, suspicion)
+        if seconds_left < math.inf and self.costs.knows_prompts:
+            needed = earliest_first_token(snapshot)
+            if needed > seconds_left:
+                return DeadlineExceeded(
+                    f"the first token is predicted in {needed:.2f} seconds, and the deadline"
+                    f" leaves {max(seconds_left, 0):.2f}"
+                )
+        return choose(snapshot, one_token=work.tokens_wanted == 1)
 
     def _snapshot(self, work: Work, suspicion: Suspicion) -> Snapshot:
         topology = self._topology
@@ -72,7 +80,7 @@ class Placer:
     @property
     def obstacle(self) -> BatonError | None:
         """Why no request can be placed, even after those before it; None when one can."""
-        if self._membership.pairs.any_usable:
+        if self._without_pair_since is None:
             return None
         topology = self._topology
         reaches = topology.reaches

@@ -1,12 +1,15 @@
 """A model's chat template: Jinja that comes with the model and is not trusted.
 
-It runs in a sandbox, with the names and filters that transformers gives its
-templates, so that a conversation reads the same here.
+It runs in Jinja's immutable sandbox, bounded in time and memory, with the names and filters that
+transformers gives its templates, so that a chat renders the same. A thread cannot be stopped from
+outside: a check of the time is compiled into every loop and macro.
 """
 
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
@@ -15,11 +18,21 @@ from jinja2 import TemplateError, TemplateSyntaxError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from baton.core.errors import InvalidConfig, InvalidRequest
 from baton.core.types import Message, Tool, ToolCall
-from baton.router.prompts.template_sandbox import MAX_RENDERED, TemplateSandbox
+
+MAX_RENDERED = 16_000_000
+"""Characters. Several times what the longest contexts hold."""
+
+RENDER_SECONDS = 5.0
+"""Half a million messages take less."""
+
+_LARGEST_POWER = 64
+_render_deadline = threading.local()
 
 # What an expression inside a template can raise besides Jinja's own errors.
 _TEMPLATE_ERRORS = (
@@ -37,15 +50,14 @@ class ChatTemplate:
     """`special_tokens` are the names a template may use, such as bos_token, and their text."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        self._sandbox = _sandbox()
         try:
-            self._template = self._sandbox.from_string(source)
+            self._template = _sandbox().from_string(source)
         except TemplateSyntaxError as error:
             raise InvalidConfig(f"the model's chat template is broken: {error}") from error
         self._special_tokens = special_tokens
 
     def render(self, messages: Iterable[Message], tools: Sequence[Tool] = ()) -> str:
-        """The conversation as text that ends where the assistant's answer begins."""
+        """The chat as text that ends where the assistant's answer begins."""
         pieces = self._template.generate(
             **self._special_tokens,
             messages=[_message(message) for message in messages],
@@ -53,11 +65,11 @@ class ChatTemplate:
             documents=None,
             add_generation_prompt=True,
         )
+        _render_deadline.at = time.monotonic() + RENDER_SECONDS
         try:
-            with self._sandbox.limited():
-                return _join(pieces)
+            return _join(pieces)
         except _TEMPLATE_ERRORS as error:
-            # Its own words, and Jinja's; Python's would be about us.
+            # The template's own message or Jinja's; Python's would be about our code.
             why = f": {error}" if isinstance(error, TemplateError) else ""
             raise InvalidRequest(
                 f"the model's chat template refuses the messages{why}", field="chat.messages"
@@ -65,17 +77,15 @@ class ChatTemplate:
 
 
 def _message(message: Message) -> dict[str, object]:
-    """What templates look at, and only what is there: they ask which keys there are."""
-    told: dict[str, object] = {"role": message.role, "content": message.content}
-    if message.tool_calls:
-        told["tool_calls"] = [_call(call) for call in message.tool_calls]
-    if message.reasoning:
-        told["reasoning_content"] = message.reasoning
-    if message.tool_call_id:
-        told["tool_call_id"] = message.tool_call_id
-    if message.name:
-        told["name"] = message.name
-    return told
+    """Only the keys that are set: templates test which ones exist."""
+    optional: dict[str, object] = {
+        "tool_calls": [_call(call) for call in message.tool_calls],
+        "reasoning_content": message.reasoning,
+        "tool_call_id": message.tool_call_id,
+        "name": message.name,
+    }
+    present = {key: value for key, value in optional.items() if value}
+    return {"role": message.role, "content": message.content, **present}
 
 
 def _call(call: ToolCall) -> dict[str, object]:
@@ -120,8 +130,38 @@ def _sandbox() -> TemplateSandbox:
     return made
 
 
+class TemplateSandbox(ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset({"*", "**"})
+
+    def check_time(self) -> None:
+        if time.monotonic() > _render_deadline.at:
+            raise TemplateError(f"it takes longer than {RENDER_SECONDS:g} seconds")
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = super()._parse(source, name, filename)
+        found: list[Any] = list(tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)))
+        for node in found:
+            check = nodes.Call(nodes.EnvironmentAttribute("check_time"), [], [], None, None)
+            node.body.insert(0, nodes.ExprStmt(check, lineno=node.lineno))
+        return tree
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Refuses operators that make much out of little, at once."""
+        if operator == "**" and isinstance(right, int) and right > _LARGEST_POWER:
+            raise TemplateError("a power is too large")
+        if operator == "*" and max(_repeated(left, right), _repeated(right, left)) > MAX_RENDERED:
+            raise TemplateError("a repetition is too long")
+        return super().call_binop(context, operator, left, right)
+
+
+def _repeated(sequence: object, times: object) -> int:
+    """The length of a repeated sequence; 0 for other operands."""
+    is_one = isinstance(sequence, str | bytes | list | tuple) and isinstance(times, int)
+    return len(sequence) * times if is_one else 0  # type: ignore[arg-type, operator]
+
+
 class _GenerationTag(Extension):
-    """{% generation %} marks an answer for training. Here its body is all that matters."""
+    """{% generation %} marks an answer for training; here only its body matters."""
 
     tags = {"generation"}  # noqa: RUF012 - as the base class declares it
 
@@ -132,7 +172,7 @@ class _GenerationTag(Extension):
 
 
 class _GuardedNamespace(Namespace):
-    """Jinja's namespace, less the names through which Python's internals can be reached."""
+    """Jinja's namespace without the names that lead to Python's internals."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""From the structure that a caller asks for to a grammar that workers can follow.
+"""Turns the structure that a request asks for into a grammar that workers follow.
 
-Both sides use llguidance: here a grammar is only looked at, so that a fault is
-told at once and by name; workers compile it for their tokenizer.
+Both sides use llguidance: the router only validates a grammar, so that an error is reported at
+once and by name; workers compile it for their tokenizer.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 ANY_OBJECT = Structure("json_schema", '{"type": "object"}')
 
-# JSON on one line. With whitespace as it likes, a model that has nothing to say may write it
-# for ever.
+# JSON on one line: with free white space, some models write it without end.
 ONE_LINE: JsonCompileOptions = {
     "whitespace_flexible": False,
     "item_separator": ", ?",
@@ -28,13 +27,13 @@ ONE_LINE: JsonCompileOptions = {
 }
 
 KEPT_GRAMMARS = 256
-"""Sound ones that need not be looked at again."""
+"""Validated grammars that are remembered."""
 
 
 def grammar_of(structure: Structure) -> str:
-    """The structure in llguidance's own words, once it is known to be sound."""
+    """The structure in llguidance's own form. Raises InvalidGrammar when it is not valid."""
     if len(structure.source) > MAX_STRUCTURE:
-        raise _unsound(structure, f"it has more than {MAX_STRUCTURE} characters")
+        raise _invalid(structure, f"it has more than {MAX_STRUCTURE} characters")
     return _checked(structure)
 
 
@@ -53,34 +52,34 @@ def _checked(structure: Structure) -> str:
             case "lark":
                 grammar = LLMatcher.grammar_from_lark(structure.source)
     except ValueError as error:
-        raise _unsound(structure, str(error)) from None
+        raise _invalid(structure, str(error)) from None
     is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar)
     if is_error:
-        raise _unsound(structure, messages[0].strip())
+        raise _invalid(structure, messages[0].strip())
     return grammar
 
 
-def behind_thoughts(grammar: str) -> str:
-    """The same grammar for an answer that begins within the model's thoughts."""
-    start = "start: thoughts /\\n{0,2}/ @answer\nthoughts[lazy]: /(.|\\n)*<\\/think>/"
+def after_reasoning(grammar: str) -> str:
+    """The grammar for an answer that begins within the model's reasoning."""
+    start = "start: reasoning /\\n{0,2}/ @answer\nreasoning[lazy]: /(.|\\n)*<\\/think>/"
     return json.dumps({"grammars": [{"lark_grammar": start}, *_parts(grammar, "answer")]})
 
 
 def either(call: str, answer: str) -> str:
-    """A grammar for what follows one of two."""
+    """A grammar for an answer that follows one of two."""
     start = {"lark_grammar": "start: @call | @structured"}
     return json.dumps({"grammars": [start, *_parts(call, "call"), *_parts(answer, "structured")]})
 
 
 def _parts(grammar: str, name: str) -> list[dict[str, object]]:
-    """What a grammar is made of, its start under a name."""
-    # Lark is handed on as it is written, everything else as JSON.
+    """The grammars that a grammar is made of, its start under a name."""
+    # Lark stays as it is written; everything else is JSON.
     if grammar[:1] != "{":
         return [{"lark_grammar": grammar, "name": name}]
     first, *others = json.loads(grammar)["grammars"]
     return [{**first, "name": name}, *others]
 
 
-def _unsound(structure: Structure, fault: str) -> InvalidGrammar:
+def _invalid(structure: Structure, fault: str) -> InvalidGrammar:
     field = "grammar" if structure.kind == "lark" else structure.kind
     return InvalidGrammar(f"{field} cannot be used: {fault}", field=field)

@@ -1,37 +1,60 @@
-"""Everything between text and tokens, for one model.
+"""Text to tokens and back, for one model.
 
-Prompts of any kind become token ids, token ids become text. Calls are safe
-from several threads at once; a Detokenizer belongs to one answer. A model
-without a tokenizer takes token ids and answers with them, without text.
+Prompts of any kind become token ids, token ids become text. Calls are safe from several threads
+at once; a Detokenizer belongs to one answer. A model without a tokenizer takes token ids and
+answers with them, without text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from baton.core.errors import InvalidRequest, PromptTooLong, TokenOutOfRange
-from baton.core.types import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from baton.core import model_store
+from baton.core.errors import (
+    InvalidConfig,
+    InvalidRequest,
+    PromptTooLong,
+    TokenOutOfRange,
+    UnsupportedModel,
+)
+from baton.core.page_keys import PageNaming
+from baton.core.types import ChatPrompt, Prompt, Request, TextPrompt
 from baton.router.answers.answer_format import PLAIN, AnswerFormat, answer_format
 from baton.router.answers.detokenizer import (
     Detokenizer,
-    EveryTokensBytes,
     NoText,
+    TokenBytes,
     detokenizer_factory,
     special_ids,
 )
 from baton.router.prompts.chat_template import ChatTemplate
-from baton.router.prompts.text_files import TextFiles
+
+SPECIAL_TOKEN_NAMES = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+
+Json = dict[str, object]
 
 
 @dataclass(frozen=True, slots=True)
-class Rendered:
-    """A chat as its template writes it, special tokens included."""
-
-    text: str
+class TokenizedPrompt:
+    tokens: list[int]
+    page_keys: list[bytes]  # empty where no worker has a prefix cache
+    thinking: bool  # the prompt ends within the model's reasoning
+    template_seconds: float
+    tokenize_seconds: float
 
 
 class Text:
@@ -48,14 +71,14 @@ class Text:
         self.answers = answers
         self._tokenizer = tokenizer
         self._chat_template = chat_template
-        # In characters; a byte-level vocabulary writes at least one a character.
+        # In characters; byte-level vocabularies write at least one per character.
         vocabulary = tokenizer.get_vocab() if tokenizer else {"": 0}
         self._longest_token = max(map(len, vocabulary))
         self._special_ids = special_ids(tokenizer) if tokenizer else frozenset[int]()
         self._make_detokenizer = self._factory(frozenset())
-        marks = {self.special_id(mark) for mark in answers.marks} - {None}
-        self._make_marking_detokenizer = self._factory(frozenset(filter(None, marks)))
-        self._token_bytes = EveryTokensBytes(tokenizer)
+        markers = {self.special_id(marker) for marker in answers.markers} - {None}
+        self._make_marking_detokenizer = self._factory(frozenset(filter(None, markers)))
+        self._token_bytes = TokenBytes(tokenizer)
         self.eos_token_ids = eos_token_ids
         self.vocabulary_size = vocabulary_size
 
@@ -65,9 +88,9 @@ class Text:
         return detokenizer_factory(self._tokenizer, self._special_ids - shown)
 
     @classmethod
-    def load(cls, folder: Path, tools: str = "auto", thoughts: str = "auto") -> Text:
-        """From a Hugging Face model folder. `tools` and `thoughts` are how the model writes these,
-        where its template does not say: router.tool_format and router.reasoning."""
+    def load(cls, folder: Path, tools: str = "auto", reasoning: str = "auto") -> Text:
+        """From a Hugging Face model folder. `tools` and `reasoning` are router.tool_format and
+        router.reasoning of the configuration."""
         files = TextFiles(folder)
         tokenizer = files.tokenizer()
         source = files.chat_template()
@@ -76,29 +99,47 @@ class Text:
             None if source is None else ChatTemplate(source, files.special_tokens()),
             files.eos_token_ids(tokenizer),
             files.vocabulary_size(),
-            answer_format(source or "", tools, thoughts),
+            answer_format(source or "", tools, reasoning),
         )
 
     @property
     def has_chat_template(self) -> bool:
         return self._chat_template is not None
 
-    def encode(self, prompt: Prompt | Rendered, most_tokens: int | None = None) -> list[int]:
-        """The prompt's token ids. Plain text gets the model's special tokens (such as BOS);
-        a chat has those that its template writes; token ids pass as they are.
+    def prepare(
+        self, request: Request, most_tokens: int, naming: PageNaming | None
+    ) -> TokenizedPrompt:
+        """Renders and tokenizes a request's prompt, and computes its page keys."""
+        began = time.monotonic()
+        chat = request.prompt if isinstance(request.prompt, ChatPrompt) else None
+        text = self.render(chat) if chat else ""
+        rendered = time.monotonic()
+        if chat:
+            tokens = self._tokenize(text, most_tokens, add_special_tokens=False)
+        else:
+            tokens = self.encode(request.prompt, most_tokens)
+        keys = naming.keys(tokens[:most_tokens], request.cache_salt) if naming else []
+        return TokenizedPrompt(
+            tokens,
+            keys,
+            thinking=chat is not None and self.answers.opens_reasoning(text),
+            template_seconds=rendered - began,
+            tokenize_seconds=time.monotonic() - rendered,
+        )
 
-        Text that cannot fit `most_tokens` tokens, however it is cut, is refused
-        before the time is spent on cutting it.
+    def encode(self, prompt: Prompt, most_tokens: int | None = None) -> list[int]:
+        """The prompt's token ids. Plain text gets the model's special tokens (such as BOS); a chat
+        has those that its template writes; token ids pass unchanged.
+
+        Text that cannot fit into `most_tokens` tokens is refused before it is tokenized.
         """
         match prompt:
             case TextPrompt(text):
                 return self._tokenize(text, most_tokens, add_special_tokens=True)
             case ChatPrompt():
-                return self.encode(Rendered(self.render(prompt)), most_tokens)
-            case Rendered(text):
-                return self._tokenize(text, most_tokens, add_special_tokens=False)
-            case TokenPrompt(token_ids):
-                return list(token_ids)
+                return self._tokenize(self.render(prompt), most_tokens, add_special_tokens=False)
+            case _:
+                return list(prompt.token_ids)
 
     def render(self, chat: ChatPrompt) -> str:
         """The chat as the text that the model sees."""
@@ -107,7 +148,7 @@ class Text:
         return self._chat_template.render(chat.messages, chat.tools)
 
     def decode(self, ids: Sequence[int], keep_special: bool = False) -> str:
-        """The text of whole `ids`. Ids that the tokenizer does not know add nothing."""
+        """The text of complete `ids`. Ids that the tokenizer does not know add nothing."""
         if self._tokenizer is None:
             return ""
         try:
@@ -118,18 +159,18 @@ class Text:
             ) from error
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What one token stands for by itself, a special one too."""
+        """The bytes of one token by itself, special or not."""
         return self._token_bytes[token_id]
 
     def special_id(self, token: str) -> int | None:
-        """The id of what is one special token; None for anything else."""
+        """The id of a special token; None for any other text."""
         found = self._tokenizer.token_to_id(token) if self._tokenizer else None
         return found if found in self._special_ids else None
 
-    def detokenizer(self, *, marks: bool = False) -> Detokenizer:
-        """For one answer; its text comes without special tokens, but for the marks of thoughts
-        and tool calls where they are wanted."""
-        return self._make_marking_detokenizer() if marks else self._make_detokenizer()
+    def detokenizer(self, *, markers: bool = False) -> Detokenizer:
+        """For one answer. Its text has no special tokens, except the markers of reasoning and tool
+        calls where wanted."""
+        return self._make_marking_detokenizer() if markers else self._make_detokenizer()
 
     def _tokenize(
         self, text: str, most_tokens: int | None, *, add_special_tokens: bool
@@ -149,3 +190,84 @@ class Text:
                 f"the prompt holds half a character at {error.start}", field="prompt"
             ) from error
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+
+class TextFiles:
+    """What a model folder's JSON files say about text. A missing file counts as empty."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._tokenizer_config = _read_json(folder / "tokenizer_config.json")
+        self._generation_config = _read_json(folder / "generation_config.json")
+        config = _read_json(folder / "config.json")
+        # A multimodal model keeps its language model's part apart.
+        inner = config.get("text_config")
+        self._config = {**config, **inner} if isinstance(inner, dict) else config
+
+    def tokenizer(self) -> Tokenizer | None:
+        """As in tokenizer.json, but without truncation and padding."""
+        if (self._folder / "tokenizer.json").is_file():
+            made = Tokenizer.from_file(str(self._folder / "tokenizer.json"))
+        elif (self._folder / model_store.SENTENCEPIECE_FILE).is_file():
+            made = Tokenizer.from_str(model_store.convert_sentencepiece(self._folder))
+        else:
+            return None
+        made.no_truncation()
+        made.no_padding()
+        return made
+
+    def special_tokens(self) -> dict[str, str]:
+        """The text of bos_token, eos_token and so on, of those that are set."""
+        written = {name: self._tokenizer_config.get(name) for name in SPECIAL_TOKEN_NAMES}
+        return {name: text for name, token in written.items() if (text := _token_text(token))}
+
+    def chat_template(self) -> str | None:
+        alone = self._folder / "chat_template.jinja"
+        if alone.is_file():
+            return alone.read_text(encoding="utf-8")
+        legacy = _read_json(self._folder / "chat_template.json")
+        template = self._tokenizer_config.get("chat_template") or legacy.get("chat_template")
+        if isinstance(template, list):
+            return dict(_named_templates(template)).get("default")
+        return template if isinstance(template, str) else None
+
+    def eos_token_ids(self, tokenizer: Tokenizer | None) -> frozenset[int]:
+        """The generation config's end tokens, or else the model config's; and always the
+        tokenizer's own, with which chat models close a turn."""
+        written = self._generation_config.get("eos_token_id", self._config.get("eos_token_id"))
+        ids = set(written if isinstance(written, list) else [written])
+        if tokenizer is not None:
+            ids.add(tokenizer.token_to_id(self.special_tokens().get("eos_token", "")))
+        return frozenset(ids - {None})
+
+    def vocabulary_size(self) -> int:
+        """The model's number of token ids; the tokenizer may use fewer."""
+        size = self._config.get("vocab_size")
+        if not isinstance(size, int):
+            raise UnsupportedModel(f"{self._folder}/config.json does not say vocab_size")
+        return size
+
+
+def _read_json(path: Path) -> Json:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise InvalidConfig(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise InvalidConfig(f"{path} does not hold a JSON object")
+    return content
+
+
+def _token_text(token: object) -> str:
+    """A special token is written as its text or as an object that holds it."""
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else ""
+
+
+def _named_templates(templates: list[object]) -> Iterator[tuple[str, str]]:
+    for entry in templates:
+        match entry:
+            case {"name": str(name), "template": str(source)}:
+                yield name, source

@@ -1,7 +1,7 @@
-"""Lets requests through to the workers, one after the other, as there is room for them.
+"""Admits requests to workers in order of arrival, as there is room for them.
 
-A worker is sent a few requests beyond those that it has begun or promised pages
-for; all others wait here, where they are seen, counted and bounded.
+A worker gets a few requests beyond those that it has begun or reserved pages for; all others wait
+here, visible, counted and bounded.
 """
 
 from __future__ import annotations
@@ -10,11 +10,18 @@ import asyncio
 import bisect
 import contextlib
 import itertools
+import math
 import time
 from dataclasses import dataclass
 
 from baton.core.config import RouterConfig
-from baton.core.errors import BatonError, Exhausted, LayoutMismatch, Unavailable
+from baton.core.errors import (
+    BatonError,
+    DeadlineExceeded,
+    Exhausted,
+    LayoutMismatch,
+    Unavailable,
+)
 from baton.router.observe.metrics import RouterMetrics
 from baton.router.placement.placement import Placement, Suspicion
 from baton.router.placement.placer import Placer
@@ -24,8 +31,10 @@ from baton.router.workers.membership import Membership
 
 SHORTEST_RETRY_SECONDS = 1.0
 LONGEST_RETRY_SECONDS = 60.0
-# Of the time between two admissions, how much the latest one says.
+# Weight of the latest interval between two admissions.
 LATEST_SHARE = 0.2
+# Errors that waiting does not change.
+FINAL = (LayoutMismatch, DeadlineExceeded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +44,7 @@ class Assignment:
     placement: Placement
     prefill: WorkerLink | None
     decode: WorkerLink | None
-    # The worker that has pages which the prefill worker is to fetch.
-    holder: WorkerLink | None = None
+    holder: WorkerLink | None = None  # has pages that the prefill worker is to fetch
 
     @property
     def links(self) -> list[WorkerLink]:
@@ -44,21 +52,17 @@ class Assignment:
 
     @property
     def prefiller(self) -> WorkerLink:
-        """The worker that reads the prompt."""
-        link = self.prefill or self.decode
-        assert link is not None
-        return link
+        """The worker that prefills the prompt."""
+        return self.links[0]
 
     @property
     def responder(self) -> WorkerLink:
-        """The worker whose answer says that the request no longer waits there."""
-        link = self.decode or self.prefill
-        assert link is not None
-        return link
+        """The worker whose first message ends the request's wait there."""
+        return self.links[-1]
 
 
 class WaitQueue:
-    """Requests that wait for a worker with room, in order of arrival. A retried request keeps its
+    """Requests that wait for a worker with room, in order of arrival. A retry keeps its request's
     place and is never refused. No I/O and no clock."""
 
     def __init__(self, limit: int) -> None:
@@ -95,7 +99,7 @@ class WaitQueue:
             self._waiting.remove(order)
 
     def admitted(self, now: float) -> None:
-        """The head has been assigned its workers."""
+        """The head has its workers."""
         if self._admitted_at is not None:
             self._interval += LATEST_SHARE * (now - self._admitted_at - self._interval)
         self._admitted_at = now
@@ -114,14 +118,14 @@ class Admission:
         self._config = config
         self._metrics = metrics
         self._queue = WaitQueue(config.max_queued)
-        # Suspects may have to wait for each other. They stand aside, so that others do not wait
-        # for them, and look first.
-        self._aside: set[int] = set()
+        # Suspects may have to wait for each other. They wait beside the queue, so that others do
+        # not wait for them, and are looked at first.
+        self._suspects: set[int] = set()
         self._orders = itertools.count()
         self._waiters: dict[int, asyncio.Event] = {}
-        # Since when there have been no workers to place requests on; None while there are.
+        # Since when no request can be placed; None while one can.
         self._missing_since: float | None = None
-        membership.listen(self._look)
+        membership.listen(self._membership_changed)
 
     @property
     def queued(self) -> int:
@@ -129,84 +133,86 @@ class Admission:
 
     @property
     def retry_after(self) -> float:
-        """Seconds after which a request that is refused now may be let in."""
+        """Seconds after which a request that is refused now may be admitted."""
         return self._queue.retry_after
 
     def arrive(self) -> int:
-        """A request's place among all others, for as long as it lives."""
+        """A request's place in the order of arrival, for all its attempts."""
         return next(self._orders)
 
     async def wait_ready(self) -> None:
         """Returns when there are workers to place requests on; raises why there are none."""
+        if self._placer.obstacle is None:
+            return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._config.placement_timeout):
-                await self._membership.wait_until(self._is_settled)
+                await self._membership.wait_until(self._is_final)
         if obstacle := self._placer.obstacle:
             raise obstacle
 
-    def _is_settled(self) -> bool:
+    def _is_final(self) -> bool:
         """Whether waiting will not change whether requests can be placed."""
         obstacle = self._placer.obstacle
         return obstacle is None or isinstance(obstacle, LayoutMismatch)
 
-    async def assign(self, order: int, state: RetryState) -> Assignment:
-        """Waits for workers with room. The caller counts the request on them at once."""
+    async def assign(self, order: int, state: RetryState, deadline: float = math.inf) -> Assignment:
+        """Waits for workers with room. The caller counts the request on them at once. A request
+        whose first token is predicted after the deadline is refused, unless it is a retry."""
         began = time.monotonic()
+        left = math.inf if state.is_retry else deadline - began
         if state.suspicion is Suspicion.NONE:
             self._queue.join(order, retry=state.is_retry)
         else:
-            self._aside.add(order)
+            self._suspects.add(order)
         waiter = self._waiters[order] = asyncio.Event()
         self._count()
         try:
             while True:
-                found = self._find(order, state)
+                found = self._find(order, state, left)
                 if isinstance(found, Assignment):
                     self._queue.admitted(time.monotonic())
                     self._placer.placed += 1
                     self._metrics.queued("router", time.monotonic() - began)
                     return found
-                deadline = self._deadline(found, began)
-                _raise_if_final(found, deadline - time.monotonic())
-                await _wait(waiter, deadline)
+                give_up_at = self._give_up_at(found, began)
+                if isinstance(found, FINAL) or give_up_at <= time.monotonic():
+                    raise found
+                await _wait(waiter, give_up_at)
+                left = math.inf
         finally:
             self._queue.leave(order)
-            self._aside.discard(order)
+            self._suspects.discard(order)
             del self._waiters[order]
             self._count()
-            # Only once the caller has been counted: it runs before the next in line does.
+            # Later, when the caller has been counted on its workers.
             asyncio.get_running_loop().call_soon(self.wake)
 
     def wake(self) -> None:
-        """Something changed: who stands aside looks again, and then the first in line."""
-        for order in (*sorted(self._aside), self._queue.head):
+        """Something changed: suspects look again, and then the head of the queue."""
+        for order in (*sorted(self._suspects), self._queue.head):
             if order is not None:
                 self._waiters[order].set()
 
-    def _find(self, order: int, state: RetryState) -> Assignment | BatonError:
-        found = self._placer.choose(state.next_work, state.suspicion)
-        if isinstance(found, BatonError):
-            return self._with_retry(found)
-        if order not in self._aside and order != self._queue.head:
-            return self._with_retry(Exhausted("requests that came earlier are still waiting"))
-        names = found.prefill, found.decode, found.fetch.holder if found.fetch else ""
-        return Assignment(found, *map(self._membership.find, names))
+    def _find(self, order: int, state: RetryState, seconds_left: float) -> Assignment | BatonError:
+        found = self._placer.choose(state.work, state.suspicion, seconds_left)
+        if not isinstance(found, BatonError):
+            if order in self._suspects or order == self._queue.head:
+                names = found.prefill, found.decode, found.fetch.holder if found.fetch else ""
+                return Assignment(found, *map(self._membership.find, names))
+            found = Exhausted("requests that came earlier are still waiting")
+        found.retry_after = self._queue.retry_after
+        return found
 
-    def _with_retry(self, error: BatonError) -> BatonError:
-        error.retry_after = self._queue.retry_after
-        return error
-
-    def _look(self) -> None:
-        """A worker has come, gone or changed."""
+    def _membership_changed(self) -> None:
         if self._placer.obstacle is None:
             self._missing_since = None
         elif self._missing_since is None:
             self._missing_since = time.monotonic()
         self.wake()
 
-    def _deadline(self, obstacle: BatonError, began: float) -> float:
-        """Until when a request waits that has waited since `began`. Workers that go while it
-        waits for its turn have as long to come back as if it had come just then."""
+    def _give_up_at(self, obstacle: BatonError, began: float) -> float:
+        """Until when a request waits that has waited since `began`. Workers lost while it waits
+        have as long to come back as if it had just arrived."""
         latest = began + self._config.queue_timeout
         if not isinstance(obstacle, Unavailable):
             return latest
@@ -217,14 +223,9 @@ class Admission:
         self._metrics.queued_requests.set(self.queued)
 
 
-def _raise_if_final(obstacle: BatonError, remaining: float) -> None:
-    if isinstance(obstacle, LayoutMismatch) or remaining <= 0:
-        raise obstacle
-
-
-async def _wait(event: asyncio.Event, deadline: float) -> None:
-    """Returns when the event is set anew, or at the deadline."""
+async def _wait(event: asyncio.Event, until: float) -> None:
+    """Returns when the event is set anew, or at `until`."""
     event.clear()
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(deadline - time.monotonic()):
+        async with asyncio.timeout(until - time.monotonic()):
             await event.wait()

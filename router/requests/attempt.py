@@ -122,7 +122,7 @@ class Attempt:
         prefill = pb.Prefill(work=work, receiver=self._decode_agent, holder=self._holder())
         return [*sends, self._hold(Side.PREFILL, pb.RouterMessage(prefill=prefill))]
 
-    def take(self, event: AttemptEvent) -> list[Action]:
+    def handle(self, event: AttemptEvent) -> list[Action]:
         """What an event leads to, in order."""
         if isinstance(event, pb.StepTokens):
             return self._step(event)
@@ -217,3 +217,14 @@ class Attempt:
 def _ended(failed: pb.Failed) -> AttemptEnded:
     error = failed_from(failed)
     return AttemptEnded(error, retry=failed.retry, hearsay=isinstance(error, WorkerLost))
+
+
+def merged(tokens: list[Tokens]) -> Tokens:
+    """Several as one, as if they had come in one message."""
+    if len(tokens) == 1:
+        return tokens[0]
+    return tokens[0]._replace(
+        token_ids=[token_id for each in tokens for token_id in each.token_ids],
+        finish=tokens[-1].finish,
+        logprobs=tuple(scores for each in tokens for scores in each.logprobs),
+    )

@@ -1,11 +1,11 @@
-"""One request's life on the workers: attempts, until one of them reaches the end.
+"""Runs one answer on the workers: attempts, until one of them reaches the end.
 
 place ─▶ attempt (router/requests/attempt.py) ─▶ last token
   ▲         │
-  └─────────┘ a worker was lost, drained or out of room: go on elsewhere, behind
-              what was emitted (router/requests/retries.py)
+  └─────────┘ a worker was lost, drained or out of pages: retry after the last emitted token
+              (router/requests/retries.py)
 
-What is decided is decided there, without I/O; here it is carried out.
+Attempt and retries decide, without I/O; the dispatcher carries out.
 """
 
 from __future__ import annotations
@@ -15,18 +15,26 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable
-from typing import Protocol
 
 from baton.core.config import RouterConfig
 from baton.core.errors import WorkerLost
 from baton.core.types import Work
+from baton.router.answers.answer import Answer
 from baton.router.observe.ledger import AnswerLedger
 from baton.router.observe.metrics import RouterMetrics
-from baton.router.placement.placement import Placement, Suspicion
+from baton.router.placement.placement import Suspicion
 from baton.router.placement.placer import Placer
 from baton.router.placement.worker_state import QueuedPrompt
 from baton.router.requests.admission import Admission, Assignment
-from baton.router.requests.attempt import Attempt, AttemptEnded, AttemptEvent, Send, Side, Tokens
+from baton.router.requests.attempt import (
+    Attempt,
+    AttemptEnded,
+    AttemptEvent,
+    Send,
+    Side,
+    Tokens,
+    merged,
+)
 from baton.router.requests.feedback import Feedback
 from baton.router.requests.inbox import Inbox, Rounds
 from baton.router.requests.retries import RetryLimits, RetryState
@@ -36,17 +44,7 @@ from baton.v1 import worker_pb2 as pb
 log = logging.getLogger(__name__)
 
 HEARSAY_SECONDS = 0.5
-"""How long a dead worker's own stream may take to show what others say of it."""
-
-
-class Listener(Protocol):
-    """Whom a request is carried out for."""
-
-    def place(self, placement: Placement) -> None:
-        """An attempt begins there."""
-
-    def take(self, tokens: Tokens) -> bool:
-        """Tokens of the answer are here. Whether more are wanted."""
+"""How long a lost worker's own stream may take to confirm what another worker reported."""
 
 
 class Dispatcher:
@@ -66,63 +64,56 @@ class Dispatcher:
         self._rounds = Rounds()
         self._limits = RetryLimits(config.max_worker_deaths, config.max_attempts)
 
-    async def run(self, work: Work, ledger: AnswerLedger, listener: Listener) -> None:
-        """Tells the listener of each attempt's placement, and of the tokens, until it wants no
-        more. Cancelling this cancels the request."""
+    async def run(self, work: Work, deadline: float, answer: Answer) -> None:
+        """Reports each attempt's placement and pushes its tokens until the answer is complete.
+        Cancelling this cancels the request."""
         state = RetryState(work, self._limits)
         order = self._admission.arrive()
 
-        def emit(tokens: Tokens) -> bool:
-            state.emit(tokens)
-            return listener.take(tokens)
+        def push(tokens: Tokens) -> bool:
+            state.emitted(tokens)
+            return answer.push(tokens)
 
         while True:
-            assignment = await self._admission.assign(order, state)
-            running = self._run(
-                state.begin(assignment.placement), assignment, state.suspicion, ledger
-            )
+            assignment = await self._admission.assign(order, state, deadline)
+            work = state.begin(assignment.placement)
+            running = self._running(work, assignment, state.suspicion, answer.ledger)
             try:
                 running.start()
-                ledger.place(state.placements[-1])
                 self._metrics.placed(state.placements[-1])
-                listener.place(state.placements[-1])
-                ended = await running.follow(emit)
+                answer.placed(state.placements[-1])
+                ended = await running.drain(push)
             finally:
                 running.release()
             if ended is None:
                 return
             self._retry(state, assignment, await self._confirmed(running, ended))
             await asyncio.sleep(state.delay)
-            ledger.lose()
+            answer.ledger.lose()
 
     async def probe(self, work: Work, assignment: Assignment, seconds: float) -> str:
-        """Has given workers make one token. What went wrong; empty when nothing did."""
-        running = self._run(work, assignment, Suspicion.NONE)
+        """Makes one token on the given workers. Returns what went wrong, or an empty string."""
+        running = self._running(work, assignment, Suspicion.NONE, AnswerLedger(0.0))
         try:
             running.start()
             async with asyncio.timeout(seconds):
-                ended = await running.follow(lambda tokens: False)
+                ended = await running.drain(lambda tokens: False)
             return ended.error.message if ended else ""
         except TimeoutError:
             return f"no token within {seconds:g} seconds"
         finally:
             running.release()
 
-    def _run(
-        self,
-        work: Work,
-        assignment: Assignment,
-        suspicion: Suspicion,
-        ledger: AnswerLedger | None = None,
-    ) -> Running:
-        inbox = Inbox(self._rounds)
+    def _running(
+        self, work: Work, assignment: Assignment, suspicion: Suspicion, ledger: AnswerLedger
+    ) -> RunningAttempt:
         feedback = Feedback(work, assignment, self._placer, self._metrics, ledger)
-        return Running(
-            work, assignment, suspicion, inbox, feedback, self._config, self._admission.wake
+        return RunningAttempt(
+            work, assignment, suspicion, self._rounds, feedback, self._config, self._admission.wake
         )
 
-    async def _confirmed(self, running: Running, ended: AttemptEnded) -> AttemptEnded:
-        """How an attempt ended. Where that is hearsay, whether a worker died of those it had."""
+    async def _confirmed(self, running: RunningAttempt, ended: AttemptEnded) -> AttemptEnded:
+        """Waits, where a worker reported another as lost, for that one's own stream to end."""
         if not ended.hearsay:
             return ended
         with contextlib.suppress(TimeoutError):
@@ -133,32 +124,32 @@ class Dispatcher:
         )
 
     def _retry(self, state: RetryState, assignment: Assignment, ended: AttemptEnded) -> None:
-        """Returns when there is another attempt; raises the request's error when there is not."""
+        """Raises the request's error unless there is another attempt."""
         if isinstance(ended.error, WorkerLost) and assignment.prefill and assignment.decode:
             self._membership.pairs.reconnect(assignment.prefill, assignment.decode)
         error = state.end(ended)
         if error is not None:
             raise error
         self._metrics.retried(ended.error)
-        log.warning("a request goes on elsewhere: %s", ended.error.message)
+        log.warning("retrying a request: %s", ended.error.message)
 
 
-class Running:
-    """An attempt under way: its inbox, and what it counts for on its workers."""
+class RunningAttempt:
+    """An attempt with its inbox and the capacity that it holds on its workers."""
 
     def __init__(
         self,
         work: Work,
         assignment: Assignment,
         suspicion: Suspicion,
-        inbox: Inbox,
+        rounds: Rounds,
         feedback: Feedback,
         config: RouterConfig,
         on_room: Callable[[], None],
     ) -> None:
-        """`on_room` is called when a worker may be sent another request in place of this one."""
-        self._inbox = inbox
-        self._emit: Callable[[Tokens], bool] = lambda tokens: True
+        """`on_room` is called when a worker may get another request in place of this one."""
+        self._inbox = Inbox(rounds, self._handle)
+        self._push: Callable[[Tokens], bool] = lambda tokens: True
         self._ended: AttemptEnded | None = None
         self._config = config
         self._assignment = assignment
@@ -166,17 +157,18 @@ class Running:
         self._on_room = on_room
         self._suspicion = suspicion
         self._links = {Side.PREFILL: assignment.prefill, Side.DECODE: assignment.decode}
-        self._prompt: QueuedPrompt | None = None  # until it has been read
+        self._prompt: QueuedPrompt | None = None  # until it is prefilled
         self._unanswered = 0
-        self._cache = assignment.prefiller.cache  # that of the process which reads the prompt
+        # The index of this process of the worker: a new process gets a new one.
+        self._cache = assignment.prefiller.cache
         self._agents = [link.agent for link in assignment.links]
         workers = assignment.prefill, assignment.decode, assignment.holder
         agents = [link.agent if link else "" for link in workers]
-        self.attempt = Attempt(work, assignment.placement, *agents)
+        self._attempt = Attempt(work, assignment.placement, *agents)
 
     @property
     def has_lost_a_worker(self) -> bool:
-        """Whether the process of one of its workers is gone, or cannot be reached."""
+        """Whether the process of one of its workers ended or cannot be reached."""
         return [link.agent for link in self._assignment.links] != self._agents
 
     @property
@@ -185,42 +177,43 @@ class Running:
         return any(link.assigned.suspects for link in self._assignment.links)
 
     def start(self) -> None:
-        self._cache.add_pending(self.attempt.work.page_keys)
+        self._cache.add_pending(self._attempt.work.page_keys)
         for link in self._assignment.links:
-            link.open(self.attempt.work.key, self._inbox.put_nowait)
+            link.open(self._attempt.work.key, self._inbox.put)
         self._count_suspect(+1)
         self._count()
-        self._send(self.attempt.start())
+        self._send(self._attempt.start())
 
-    async def follow(self, emit: Callable[[Tokens], bool]) -> AttemptEnded | None:
-        """Has `emit` called with the tokens as they come, until it wants no more. How the attempt
-        ended, if it did before."""
-        self._emit = emit
-        if not await self._inbox.follow(self):
-            return self.attempt.time_out(self.patience)
+    async def drain(self, push: Callable[[Tokens], bool]) -> AttemptEnded | None:
+        """Calls `push` with tokens as they come, until it returns False. Returns how the attempt
+        ended where it ended before."""
+        self._push = push
+        if not await self._inbox.drain(self._patience):
+            return self._attempt.time_out(self._patience)
         return self._ended
 
     @property
-    def patience(self) -> float:
-        """Until decode writes, the request may just be waiting for its turn."""
+    def _patience(self) -> float:
+        """Before its first decode step, the request may just be queued."""
         config = self._config
-        return config.stall_timeout if self.attempt.decoding else config.first_token_timeout
+        return config.stall_timeout if self._attempt.decoding else config.first_token_timeout
 
-    def take(self, events: list[AttemptEvent]) -> bool:
-        """Passes on the tokens that events bring, if they do."""
+    def _handle(self, events: list[AttemptEvent]) -> float:
         tokens = self._tokens(events)
-        if tokens is not None and not self._emit(tokens):
-            # Whatever came behind the last that is wanted.
-            self._ended = None
-            return False
-        return self._ended is None
+        if tokens is not None and not self._push(tokens):
+            self._ended = None  # whatever came after the last wanted token
+            return 0.0
+        return 0.0 if self._ended else self._patience
 
     def _tokens(self, events: list[AttemptEvent]) -> Tokens | None:
-        """Does what events lead to, up to what ends the attempt."""
+        """Carries out what the events lead to, up to the attempt's end."""
         tokens: list[Tokens] = []
         for event in events:
-            self._learn(event)
-            for action in self.attempt.take(event):
+            if isinstance(event, pb.StepTokens):
+                self._feedback.note_step(event)
+            elif isinstance(event, pb.WorkerMessage):
+                self._feedback.note(event)
+            for action in self._attempt.handle(event):
                 if isinstance(action, Tokens):
                     tokens.append(action)
                 elif isinstance(action, AttemptEnded):
@@ -231,22 +224,16 @@ class Running:
                 break
         if self._unanswered or self._prompt is not None:
             self._count()
-        return joined(tokens) if tokens else None
-
-    def _learn(self, event: AttemptEvent) -> None:
-        if isinstance(event, pb.StepTokens):
-            self._feedback.take_step(event)
-        elif isinstance(event, pb.WorkerMessage):
-            self._feedback.take(event)
+        return merged(tokens) if tokens else None
 
     def release(self) -> None:
-        """Lets go of whatever the workers still hold."""
-        self._send(self.attempt.release())
+        """Releases whatever the workers still hold."""
+        self._send(self._attempt.release())
         for link in self._assignment.links:
-            link.close(self.attempt.work.key)
-        self._cache.remove_pending(self.attempt.work.page_keys)
+            link.close(self._attempt.work.key)
+        self._cache.remove_pending(self._attempt.work.page_keys)
         self._count_suspect(-1)
-        self._count_as(reading=False, unanswered=0)
+        self._count_as(prefilling=False, unanswered=0)
         self._on_room()
 
     def _send(self, sends: list[Send]) -> None:
@@ -260,17 +247,17 @@ class Running:
             link.assigned.count_suspect(self._suspicion, change)
 
     def _count(self) -> None:
-        attempt = self.attempt
-        read = attempt.started if attempt.placement.prefill else attempt.decoding
-        self._count_as(reading=not read, unanswered=int(attempt.queued))
+        attempt = self._attempt
+        prefilled = attempt.started if attempt.placement.prefill else attempt.decoding
+        self._count_as(prefilling=not prefilled, unanswered=int(attempt.queued))
 
-    def _count_as(self, *, reading: bool, unanswered: int) -> None:
+    def _count_as(self, *, prefilling: bool, unanswered: int) -> None:
         prompts = self._assignment.prefiller.prompts
-        if reading and self._prompt is None:
-            forecast = self.attempt.placement.forecast
+        if prefilling and self._prompt is None:
+            forecast = self._attempt.placement.forecast
             cached = forecast.cached_tokens if forecast else 0
-            self._prompt = prompts.add(len(self.attempt.work.prompt_tokens), cached)
-        elif not reading and self._prompt is not None:
+            self._prompt = prompts.add(len(self._attempt.work.prompt_tokens), cached)
+        elif not prefilling and self._prompt is not None:
             prompts.remove(self._prompt)
             self._prompt = None
         self._assignment.responder.assigned.count_unanswered(unanswered - self._unanswered)
@@ -278,14 +265,3 @@ class Running:
         self._unanswered = unanswered
         if answered:
             self._on_room()
-
-
-def joined(tokens: list[Tokens]) -> Tokens:
-    """What came together, as if it had come at once."""
-    if len(tokens) == 1:
-        return tokens[0]
-    return tokens[0]._replace(
-        token_ids=[token_id for each in tokens for token_id in each.token_ids],
-        finish=tokens[-1].finish,
-        logprobs=tuple(scores for each in tokens for scores in each.logprobs),
-    )

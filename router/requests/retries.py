@@ -44,7 +44,9 @@ class RetryState:
         self.placements: list[Placement] = []
         self.deaths = 0
         self.delay = 0.0  # seconds to wait before the next attempt
-        self._work = work
+        # The next attempt. Made once, since a prompt may be long.
+        self.work = work
+        self._first_work = work
         self._limits = limits
         self._emitted: list[int] = []
         self._reason = ""  # why there is another attempt
@@ -58,35 +60,17 @@ class RetryState:
         return Suspicion.SUSPECT if self.deaths else Suspicion.NONE
 
     @property
-    def next_work(self) -> Work:
-        """The next attempt."""
-        work = self._work
-        return dataclasses.replace(
-            work,
-            key=AttemptKey(work.key.request_id, work.key.epoch + len(self.placements)),
-            prompt_tokens=[*work.prompt_tokens, *self._emitted],
-            answer_tokens=len(self._emitted),
-            # They come with the first token.
-            prompt_logprobs=None if self._emitted else work.prompt_logprobs,
-        )
-
-    @property
-    def tokens_wanted(self) -> int:
-        return self._work.max_tokens - len(self._emitted)
-
-    @property
     def is_retry(self) -> bool:
         return bool(self.placements)
 
     def begin(self, placement: Placement) -> Work:
         """The next attempt starts there."""
-        work = self.next_work
         if self._reason:
             placement = dataclasses.replace(placement, reason=self._reason, code=Reason.RETRY)
         self.placements.append(placement)
-        return work
+        return self.work
 
-    def emit(self, tokens: Tokens) -> None:
+    def emitted(self, tokens: Tokens) -> None:
         self._emitted += tokens.token_ids
 
     def end(self, ended: AttemptEnded) -> BatonError | None:
@@ -100,7 +84,21 @@ class RetryState:
             if self._alone or not ended.company:
                 return _poison(self.deaths, ended.error)
             self._alone = True
-        return ended.error if len(self.placements) >= self._limits.attempts else None
+        if len(self.placements) >= self._limits.attempts:
+            return ended.error
+        self.work = self._next_work()
+        return None
+
+    def _next_work(self) -> Work:
+        first = self._first_work
+        return dataclasses.replace(
+            first,
+            key=AttemptKey(first.key.request_id, first.key.epoch + len(self.placements)),
+            prompt_tokens=[*first.prompt_tokens, *self._emitted],
+            answer_tokens=len(self._emitted),
+            # The prompt's log probabilities come with the first token.
+            prompt_logprobs=None if self._emitted else first.prompt_logprobs,
+        )
 
     def _next_delay(self, error: BatonError) -> float:
         """Who was refused for lack of room lets others go first, a little longer each time."""

@@ -1,29 +1,24 @@
-"""One request from text to text: what every edge (gRPC, HTTP) calls.
+"""Serves one request from text to text: what every edge (gRPC, HTTP) calls.
 
-Between the edge and the dispatcher: the prompt becomes tokens, the tokens become
-text, stop strings end the answer (router/answers/answer_maker.py), and the times are
-measured (router/observe/ledger.py). Tokens are pushed: whatever a worker's message adds to
-an answer is emitted to the edge before the next answer's turn comes. Several answers
-to one request share its prompt's tokens and its fate; each is dispatched by itself,
-may be tried again by itself, and has a seed of its own.
+Between edge and dispatcher: the prompt becomes tokens (router/prompts/text.py), the tokens of each
+answer become text (router/answers/answer.py), and times are measured (router/observe/ledger.py).
+Tokens are pushed: what a worker's message adds to an answer is emitted to the edge before the next
+answer's turn. The `n` answers to a request share its prompt's tokens; each is dispatched and
+retried by itself, with a seed of its own, and the first error ends them all.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import math
-import time
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TypeVar
 
 from baton.core.config import RouterConfig
 from baton.core.errors import (
     BatonError,
-    DeadlineExceeded,
     Exhausted,
     Internal,
     InvalidGrammar,
@@ -32,32 +27,22 @@ from baton.core.errors import (
     TokenOutOfRange,
     Unavailable,
 )
-from baton.core.types import (
-    AttemptKey,
-    ChatPrompt,
-    FinishReason,
-    Prompt,
-    Request,
-    Work,
-)
-from baton.router.answers.answer_clock import AnswerClock
+from baton.core.types import AttemptKey, ChatPrompt, FinishReason, Prompt, Request, Work
+from baton.router.answers.answer import Answer
 from baton.router.answers.answer_events import AnswerEvent, Emit, Started
-from baton.router.answers.answer_maker import AnswerMaker
 from baton.router.observe.demand import Demand
 from baton.router.observe.ledger import AnswerLedger, Ledgers, RequestLedger
 from baton.router.observe.metrics import RouterMetrics
 from baton.router.observe.trends import Trends
 from baton.router.placement.placer import Placer
-from baton.router.prompts.output_grammar import behind_thoughts, either, grammar_of
-from baton.router.prompts.prompt import read_prompt
-from baton.router.prompts.text import Text
+from baton.router.prompts.output_grammar import after_reasoning, either, grammar_of
+from baton.router.prompts.text import Text, TokenizedPrompt
 from baton.router.requests.admission import Admission
 from baton.router.requests.dispatch import Dispatcher
 from baton.router.workers.membership import Membership
 
 GRAMMAR_SECONDS = 5.0
-"""How long a structure may take to read. Most take a millisecond."""
-
+"""How long the check of a structure may take. Most take a millisecond."""
 
 Result = TypeVar("Result")
 
@@ -84,24 +69,24 @@ class Serving:
         self.idle.set()
         self.finished = 0
         self.ledgers = Ledgers()
-        self.trends = Trends()
+        self.trends = Trends(metrics.tokens)
         self.demand = Demand()
-        self.draining = False  # no new requests are taken
+        self.draining = False  # no new requests are accepted
 
     async def generate(
         self, request: Request, ledger: RequestLedger, emit: Emit, place: int = 0
     ) -> None:
-        """Tells of the answers as they are made. Cancelling this cancels the request.
+        """Emits the answers as they are made. Cancelling this cancels the request.
 
-        `place` is the request's among those that the ledger's call has.
+        `place` is the request's among those of the ledger's call.
         """
         self.demand.arrive(request.n)
-        self._let_in(request.n)
+        self._check_capacity(request.n)
         outcome = "CANCELLED"
         self._count(+request.n)
+        entries = ledger.answers[place * request.n : (place + 1) * request.n]
         try:
-            entries = ledger.answers[place * request.n : (place + 1) * request.n]
-            reasons = await self._answers(request, entries, emit)
+            reasons = await self._generate(request, entries, emit)
             outcome = reasons[-1].name
         except Exception as error:
             outcome = error.reason if isinstance(error, BatonError) else Internal.reason
@@ -111,80 +96,107 @@ class Serving:
             self.finished += 1
             ledger.outcome = outcome
             self._metrics.requests.labels(outcome=outcome).inc()
+            if any(entry.attempts for entry in entries):
+                self._metrics.prompt_tokens.inc(entries[0].prompt_tokens)
 
-    def _let_in(self, answers: int) -> None:
+    def _check_capacity(self, answers: int) -> None:
         if self.draining:
-            raise Unavailable("this router is about to stop and takes no new requests")
+            raise Unavailable("this router is about to stop and accepts no new requests")
         if self.active + answers > self._config.max_requests:
             self._metrics.requests.labels(outcome=Exhausted.reason).inc()
             raise Exhausted(
-                f"{self.active} requests are under way already; try again later",
+                f"{self.active} requests are running already; try again later",
                 retry_after=self.admission.retry_after,
             )
 
     async def tokenize(self, prompt: Prompt) -> tuple[list[int], str]:
-        """The prompt's tokens and, for a chat, the text that they were made of."""
+        """Returns the prompt's tokens and, for a chat, the rendered text."""
         rendered = ""
         if isinstance(prompt, ChatPrompt):
-            rendered = await self._off_loop(self.text.render, prompt)
-        return await self._off_loop(self.text.encode, prompt), rendered
+            rendered = await self._in_thread(self.text.render, prompt)
+        return await self._in_thread(self.text.encode, prompt), rendered
 
     async def decode(self, token_ids: list[int], keep_special: bool) -> str:
-        return await self._off_loop(self.text.decode, token_ids, keep_special)
+        return await self._in_thread(self.text.decode, token_ids, keep_special)
 
-    async def _off_loop(self, work: Callable[..., Result], *arguments: object) -> Result:
-        """Runs what takes long for a long text in a thread, so that other requests go on."""
+    async def _in_thread(self, work: Callable[..., Result], *arguments: object) -> Result:
+        """Runs what takes long for a long text in a thread, so that the loop stays free."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, work, *arguments)
 
-    async def _answers(
+    async def _generate(
         self, request: Request, entries: Sequence[AnswerLedger], emit: Emit
     ) -> list[FinishReason]:
-        """Why each answer to the request has ended."""
-        prepared = await self._prepare(request, entries)
-        self._check_deadline(request, prepared.work)
-        self._metrics.prompt_tokens.inc(len(prepared.work.prompt_tokens))
+        """Returns each answer's finish reason."""
+        # The context length is known once a worker is attached.
+        await self.admission.wait_ready()
+        context = self._membership.context_length()
+        prompt = await self._in_thread(
+            self.text.prepare, request, context, self._membership.page_naming
+        )
+        for entry in entries:
+            entry.prepare(prompt.template_seconds, prompt.tokenize_seconds, len(prompt.tokens))
+        self._check_tokens(request, prompt.tokens, context)
+        grammar = await self._grammar(request, thinking=prompt.thinking)
+        work = self._work(request, prompt, context, grammar)
         if request.n > 1:
             emit = _started_once(emit)
         return await gather_all(
-            [self._answer(request, prepared, emit, *entry) for entry in enumerate(entries)]
+            [
+                self._answer(request, _work_of(work, index), index, entry, emit, prompt.thinking)
+                for index, entry in enumerate(entries)
+            ]
         )
 
     async def _answer(
-        self, request: Request, prepared: _Prepared, emit: Emit, index: int, ledger: AnswerLedger
+        self,
+        request: Request,
+        work: Work,
+        index: int,
+        ledger: AnswerLedger,
+        emit: Emit,
+        thinking: bool,
     ) -> FinishReason:
-        work = _work_for(prepared.work, index)
-        clock = AnswerClock(self._metrics, self.trends, self.demand, self.placer.costs, ledger)
-        maker = AnswerMaker(self.text, request, work, clock, emit, index, opened=prepared.opened)
-        await self.dispatcher.run(work, ledger, maker)
-        clock.end(self.placer.page_size)
-        finished = maker.finished()
+        answer = Answer(
+            self.text,
+            request,
+            work,
+            index,
+            emit,
+            thinking=thinking,
+            ledger=ledger,
+            times=self._metrics.tokens,
+            on_first_token=self._note_first_token,
+        )
+        await self.dispatcher.run(work, request.deadline, answer)
+        self._note_answer(ledger)
+        finished = answer.finished()
         self.placer.costs.note_answer(finished.completion_tokens)
         emit(finished)
         return finished.reason
 
-    async def _prepare(self, request: Request, entries: Sequence[AnswerLedger]) -> _Prepared:
-        """What workers are to do, for the first answer."""
-        # Workers report how much they hold, so some must be there.
-        await self.admission.wait_ready()
-        context = self._membership.context_length()
-        read = await self._off_loop(
-            read_prompt, self.text, request, context, self._membership.cache_names
-        )
-        tokens = read.tokens
-        for entry in entries:
-            entry.prepare(read.template_seconds, read.tokenize_seconds, len(tokens))
-        self._check(tokens, context)
-        self._check_biases(request)
-        grammar = await self._grammar(request, opened=read.opened)
-        room = context - len(tokens)
+    def _note_first_token(self, ledger: AnswerLedger) -> None:
+        self._metrics.ttft.observe(ledger.first - ledger.arrived)
+        self.trends.first_token(ledger)
+        self.demand.prefilled(ledger, self.placer.costs.costs)
+
+    def _note_answer(self, ledger: AnswerLedger) -> None:
+        """Only complete answers count."""
+        self._metrics.e2e.observe(ledger.last - ledger.arrived)
+        if ledger.tokens > 1:
+            self._metrics.tpot.observe((ledger.last - ledger.first) / (ledger.tokens - 1))
+        self.trends.answer(ledger)
+        self.demand.answer(ledger, self.placer.page_size)
+
+    def _work(self, request: Request, prompt: TokenizedPrompt, context: int, grammar: str) -> Work:
+        room = context - len(prompt.tokens)
         stops = request.stop_token_ids
         if grammar or not request.ignore_eos:
             stops |= self.text.eos_token_ids
-        work = Work(
+        return Work(
             # The caller's request_id need not be unique; the workers' key must be.
             key=AttemptKey(uuid.uuid4().hex, 1),
-            prompt_tokens=tokens,
+            prompt_tokens=prompt.tokens,
             sampling=request.sampling,
             max_tokens=min(request.max_tokens or room, room),
             stop_token_ids=stops,
@@ -192,13 +204,12 @@ class Serving:
             logprobs=request.logprobs,
             grammar=grammar,
             prompt_logprobs=request.prompt_logprobs,
-            # What is cached is of no use where all is to be scored.
-            page_keys=read.page_keys if request.prompt_logprobs is None else (),
+            # Cached pages are useless where every token of the prompt is scored.
+            page_keys=prompt.page_keys if request.prompt_logprobs is None else (),
         )
-        return _Prepared(work, read.opened)
 
-    async def _grammar(self, request: Request, *, opened: bool) -> str:
-        """What answers must read as; empty where they may be anything."""
+    async def _grammar(self, request: Request, *, thinking: bool) -> str:
+        """The grammar that answers must follow; empty where there is none."""
         structures = self.text.answers.structures(request, self.text.special_id)
         if not structures:
             return ""
@@ -206,25 +217,14 @@ class Serving:
             raise InvalidGrammar("this model has no end token, which structured answers need")
         try:
             async with asyncio.timeout(GRAMMAR_SECONDS):
-                grammars = [await self._off_loop(grammar_of, each) for each in structures]
+                grammars = [await self._in_thread(grammar_of, each) for each in structures]
         except TimeoutError:
-            raise InvalidGrammar("the structure took too long to read", field="grammar") from None
+            raise InvalidGrammar("the structure took too long to check", field="grammar") from None
         grammar = either(*grammars) if len(grammars) == 2 else grammars[0]
-        return behind_thoughts(grammar) if opened else grammar
+        return after_reasoning(grammar) if thinking else grammar
 
-    def _check_deadline(self, request: Request, work: Work) -> None:
-        """Refuses what its caller would wait for in vain, once times have been measured."""
-        left = request.deadline - time.monotonic()
-        if left == math.inf or not self.placer.costs.knows_prompts:
-            return
-        needed = self.placer.soonest(work)
-        if needed > left:
-            raise DeadlineExceeded(
-                f"the first token is predicted in {needed:.2f} seconds, and the deadline leaves"
-                f" {max(left, 0):.2f}"
-            )
-
-    def _check(self, tokens: list[int], context: int) -> None:
+    def _check_tokens(self, request: Request, tokens: list[int], context: int) -> None:
+        size = self.text.vocabulary_size
         if not tokens:
             raise InvalidRequest("the prompt is empty", field="prompt")
         if len(tokens) >= context:
@@ -233,14 +233,10 @@ class Serving:
                 f" holds {context - 1}",
                 field="prompt",
             )
-        if max(tokens) >= self.text.vocabulary_size:
+        if max(tokens) >= size:
             raise TokenOutOfRange(
-                f"token id {max(tokens)} is outside the vocabulary of {self.text.vocabulary_size}",
-                field="token_ids",
+                f"token id {max(tokens)} is outside the vocabulary of {size}", field="token_ids"
             )
-
-    def _check_biases(self, request: Request) -> None:
-        size = self.text.vocabulary_size
         outside = [token for token, _ in request.sampling.logit_bias if token >= size]
         if outside:
             raise TokenOutOfRange(
@@ -257,14 +253,8 @@ class Serving:
         self._metrics.active.set(self.active)
 
 
-@dataclass(frozen=True, slots=True)
-class _Prepared:
-    work: Work
-    opened: bool
-
-
 def _started_once(emit: Emit) -> Emit:
-    """The first answer that is placed starts the request."""
+    """Emits Started for the first answer that is placed, and for no other."""
     started = False
 
     def emit_once(event: AnswerEvent) -> None:
@@ -276,8 +266,8 @@ def _started_once(emit: Emit) -> Emit:
     return emit_once
 
 
-def _work_for(work: Work, index: int) -> Work:
-    """The same work for another answer: with a name and a seed of its own."""
+def _work_of(work: Work, index: int) -> Work:
+    """The work of one answer, with a key and a seed of its own."""
     key = AttemptKey(f"{work.key.request_id}#{index}", work.key.epoch)
     return dataclasses.replace(work, key=key, sampling=work.sampling.for_answer(index))
 

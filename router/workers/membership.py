@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 
 from baton.core.config import Config
 from baton.core.errors import InvalidRequest
+from baton.core.page_keys import PageNaming
 from baton.core.tls import node_identity
 from baton.core.types import Role
 from baton.router.workers.link import WorkerLink
@@ -21,14 +21,6 @@ from baton.v1 import worker_pb2 as pb
 
 LEAVING_POLL_SECONDS = 0.1
 REMEMBERED_AGENTS = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class CacheNames:
-    """What page keys are made with."""
-
-    root: bytes
-    page_size: int
 
 
 class Membership:
@@ -135,11 +127,11 @@ class Membership:
         return link
 
     @property
-    def cache_names(self) -> CacheNames | None:
+    def page_naming(self) -> PageNaming | None:
         """None when no worker has a prefix cache."""
         for link in self.links:
             if link.welcome and link.welcome.cache_root:
-                return CacheNames(link.welcome.cache_root, link.welcome.pool.layout.page_size)
+                return PageNaming(link.welcome.cache_root, link.welcome.pool.layout.page_size)
         return None
 
     def context_length(self) -> int:

@@ -78,7 +78,7 @@ class SimulatedRequest:
         return self.work.key.request_id
 
     def receive(self, tokens: Tokens) -> None:
-        self.retries.emit(tokens)
+        self.retries.emitted(tokens)
         self.received += tokens.token_ids
         if self.received != self.expected[: len(self.received)]:
             raise Violation(f"{self.name} received {self.received}, expected {self.expected}")
@@ -252,7 +252,7 @@ class SimulatedRouter:
         if request.outcome or self.dead:
             return
         self._note_pair()
-        placed = choose(self._snapshot(), one_token=request.retries.tokens_wanted == 1)
+        placed = choose(self._snapshot(), one_token=request.retries.work.tokens_wanted == 1)
         if isinstance(placed, Placement):
             self._begin(request, placed)
         elif self._world.now - request.waits_since > PLACEMENT_SECONDS:
@@ -304,7 +304,7 @@ class SimulatedRouter:
 
     def _take(self, request: SimulatedRequest, attempt: Attempt, event: AttemptEvent) -> None:
         request.events += 1
-        actions: list[Action] = attempt.take(event)
+        actions: list[Action] = attempt.handle(event)
         for action in actions:
             if isinstance(action, Tokens):
                 self._world.log(self.name, f"{attempt.work.key} emits {action.token_ids}")

@@ -27,12 +27,12 @@ class Letters:
         return held
 
 
-def fold(answer: AnswerText, *events: Tokens) -> tuple[str, list[int]]:
+def push_all(answer: AnswerText, *events: Tokens) -> tuple[str, list[int]]:
     text, tokens = "", []
     for event in events:
-        delta = answer.push(event)
-        text += delta.text
-        tokens += delta.token_ids
+        before = answer.count
+        text += answer.push(event.token_ids, event.finish)
+        tokens += event.token_ids[: answer.count - before]
     return text, tokens
 
 
@@ -40,32 +40,32 @@ def tokens(*ids: int, finish: FinishReason | None = None) -> Tokens:
     return Tokens(list(ids), finish)
 
 
-def test_what_the_detokenizer_holds_comes_with_the_end() -> None:
+def test_the_end_flushes_the_detokenizer() -> None:
     answer = AnswerText(Letters(), [])
-    assert fold(answer, tokens(1), tokens(2, finish=FinishReason.LENGTH)) == ("ab", [1, 2])
+    assert push_all(answer, tokens(1), tokens(2, finish=FinishReason.LENGTH)) == ("ab", [1, 2])
     assert (answer.finish, answer.count) == (FinishReason.LENGTH, 2)
 
 
 def test_the_token_that_ends_an_answer_has_no_text() -> None:
     answer = AnswerText(Letters(), [])
-    assert fold(answer, tokens(1, 9, finish=FinishReason.STOP)) == ("a", [1, 9])
+    assert push_all(answer, tokens(1, 9, finish=FinishReason.STOP)) == ("a", [1, 9])
     assert answer.finish is FinishReason.STOP
 
 
 def test_tokens_after_a_stop_string_are_dropped() -> None:
     answer = AnswerText(Letters(), ["b"])
-    assert fold(answer, tokens(1, 2, 3, 1, 1)) == ("a", [1, 2, 3])
+    assert push_all(answer, tokens(1, 2, 3, 1, 1)) == ("a", [1, 2, 3])
     assert (answer.finish, answer.stop, answer.count) == (FinishReason.STOP, "b", 3)
 
 
-def test_a_stop_string_in_the_last_held_text_still_counts() -> None:
+def test_a_stop_string_is_found_in_flushed_text() -> None:
     answer = AnswerText(Letters(), ["c"])
-    assert fold(answer, tokens(1, 3, finish=FinishReason.LENGTH)) == ("a", [1, 3])
+    assert push_all(answer, tokens(1, 3, finish=FinishReason.LENGTH)) == ("a", [1, 3])
     assert (answer.finish, answer.stop) == (FinishReason.STOP, "c")
 
 
 @pytest.mark.parametrize("stop", [["ab"], ["bc", "ab"]])
 def test_a_stop_string_may_straddle_messages(stop: list[str]) -> None:
     answer = AnswerText(Letters(), stop)
-    text, _ = fold(answer, tokens(3), tokens(1), tokens(2), tokens(3), tokens(3))
+    text, _ = push_all(answer, tokens(3), tokens(1), tokens(2), tokens(3), tokens(3))
     assert (text, answer.stop) == ("c", "ab")

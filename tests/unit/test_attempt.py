@@ -56,7 +56,7 @@ def pushed() -> pb.WorkerMessage:
 
 
 def feed(made: Attempt, *events: AttemptEvent) -> list[Action]:
-    return [action for event in events for action in made.take(event)]
+    return [action for event in events for action in made.handle(event)]
 
 
 def kinds(sends: list[Send]) -> list[tuple[Side, str | None]]:

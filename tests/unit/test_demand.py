@@ -30,7 +30,7 @@ def ledger(prefill: str = "prefill-0") -> AnswerLedger:
 
 def test_a_prompt_counts_with_what_it_costs_beyond_what_was_cached() -> None:
     demand = Demand()
-    demand.read(ledger(), COSTS)
+    demand.prefilled(ledger(), COSTS)
     counts = demand.take()
     assert counts.prompt_seconds == [pytest.approx(0.1 + 40 * 0.01)]
     assert counts.overhead_seconds == pytest.approx(1.5 - 0.2 - 0.3 - 0.6)
@@ -38,7 +38,7 @@ def test_a_prompt_counts_with_what_it_costs_beyond_what_was_cached() -> None:
 
 def test_a_prompt_that_a_decode_worker_reads_costs_prefill_nothing() -> None:
     demand = Demand()
-    demand.read(ledger(prefill=""), COSTS)
+    demand.prefilled(ledger(prefill=""), COSTS)
     assert demand.take().prompt_seconds == [0.0]
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from baton.router.observe.diagnosis import diagnose
 from baton.router.observe.ledger import AnswerLedger
-from baton.router.observe.trends import BUCKET_SECONDS, KEPT_BUCKETS, Histogram, Trends
+from baton.router.observe.trends import BUCKET_SECONDS, KEPT_BUCKETS, Histogram, TokenTimes, Trends
 from baton.router.workers.health import BusyShare
 from baton.v1 import cluster_pb2 as pb
 
@@ -111,13 +111,15 @@ def test_percentiles_are_within_a_few_percent() -> None:
 
 def test_traffic_is_that_of_the_last_minute() -> None:
     now = [1000.0]
-    trends = Trends(lambda: now[0])
+    times = TokenTimes()
+    trends = Trends(times, lambda: now[0])
     ledger = AnswerLedger(0.0, first=2.0, prefill_seconds=1.5, prompt_tokens=100, tokens=10)
     trends.answer(ledger)
     now[0] += 50.0
     trends.answer(ledger)
-    trends.first_token(2.0)
-    trends.next_tokens(9, 0.1)
+    trends.first_token(ledger)
+    times.add_first(1, now[0])
+    times.add(9, 0.1, now[0])
     told = trends.traffic()
     assert (told.answers, told.prompt_tokens, told.output_tokens) == (2, 200, 10)
     assert told.prefill_seconds == pytest.approx(1.5)
@@ -128,12 +130,30 @@ def test_traffic_is_that_of_the_last_minute() -> None:
 
 def test_the_series_has_quiet_times_too_and_no_more_than_is_kept() -> None:
     now = [1000.0]
-    trends = Trends(lambda: now[0])
-    trends.first_token(1.0)
+    times = TokenTimes()
+    trends = Trends(times, lambda: now[0])
+    times.add_first(1, now[0])
     now[0] += 5 * BUCKET_SECONDS
     assert [point.output_tokens for point in trends.series()] == [1, 0, 0, 0, 0]
     now[0] += 2 * KEPT_BUCKETS * BUCKET_SECONDS
     assert len(trends.series()) == KEPT_BUCKETS - 1
+
+
+def test_tokens_count_in_the_bucket_in_which_they_came() -> None:
+    now = [1000.0]
+    times = TokenTimes()
+    trends = Trends(times, lambda: now[0])
+    gaps = [1e-7, 0.001, 0.0123, 0.05, 0.3, 7.0]
+    expected = Histogram()
+    for gap in gaps:
+        times.add(2, gap, now[0])
+        expected.note(gap, 2)
+        now[0] += BUCKET_SECONDS
+    points = trends.series()
+    assert [point.output_tokens for point in points] == [2] * len(gaps)
+    for share in (0.1, 0.5, 0.9):
+        assert trends.traffic().itl == expected.spread()
+        assert points[2].itl.percentile(share) == pytest.approx(0.0123, rel=0.03)
 
 
 def test_a_busy_share_is_of_the_last_seconds() -> None:

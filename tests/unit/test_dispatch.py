@@ -1,17 +1,16 @@
 from __future__ import annotations
 
 from baton.core.types import FinishReason, Logprobs
-from baton.router.requests.attempt import Tokens
-from baton.router.requests.dispatch import joined
+from baton.router.requests.attempt import Tokens, merged
 
 
 def scores(token: int) -> tuple[Logprobs, ...]:
     return (Logprobs(-0.5 * token, (token,), (-0.5 * token,)),)
 
 
-def test_tokens_that_came_together_keep_all_that_came_with_each() -> None:
+def test_merged_tokens_keep_everything() -> None:
     first = Tokens([7], None, 16, scores(7), 8)
     rest = [Tokens([8], None, 0, scores(8)), Tokens([9], FinishReason.STOP, 0, scores(9))]
     together = Tokens([7, 8, 9], FinishReason.STOP, 16, scores(7) + scores(8) + scores(9), 8)
-    assert joined([first, *rest]) == together
-    assert joined([first]) is first
+    assert merged([first, *rest]) == together
+    assert merged([first]) is first

@@ -7,6 +7,7 @@ import pytest
 
 from baton.core.config import RouterConfig
 from baton.core.types import AttemptKey, Sampling, Work
+from baton.router.observe.ledger import AnswerLedger
 from baton.router.observe.metrics import RouterMetrics
 from baton.router.placement.cost_model import CostModel, Costs
 from baton.router.placement.placement import FetchPlan, Forecast, Placement, Policy
@@ -55,9 +56,9 @@ def step(cached: int) -> pb.StepTokens:
 def test_a_prefills_times_are_learned_for_what_it_computed() -> None:
     cluster, assignment = Known(), assigned(SPLIT)
     costs = cluster.costs
-    feedback = Feedback(WORK, assignment, cast(Placer, cluster), RouterMetrics())
-    feedback.take(first(64))
-    feedback.take(pb.WorkerMessage(pushed=pb.Pushed(bytes=10**6, seconds=2.0)))
+    feedback = Feedback(WORK, assignment, cast(Placer, cluster), RouterMetrics(), AnswerLedger(0.0))
+    feedback.note(first(64))
+    feedback.note(pb.WorkerMessage(pushed=pb.Pushed(bytes=10**6, seconds=2.0)))
     assert costs.costs.prefill_seconds(36, 64, 200) == pytest.approx(13.0, rel=0.01)
     assert costs.costs.transfer_seconds(10**6) == pytest.approx(2.0, rel=0.01)
     assert assignment.prefiller is assignment.prefill
@@ -67,8 +68,8 @@ def test_a_prefills_times_are_learned_for_what_it_computed() -> None:
 
 def test_what_decode_had_is_counted_beside_what_prefill_had() -> None:
     assignment = assigned(SPLIT)
-    feedback = Feedback(WORK, assignment, cast(Placer, Known()), RouterMetrics())
-    feedback.take(pb.WorkerMessage(reserved=pb.Reserved(cached_tokens=32)))
+    feedback = Feedback(WORK, assignment, cast(Placer, Known()), RouterMetrics(), AnswerLedger(0.0))
+    feedback.note(pb.WorkerMessage(reserved=pb.Reserved(cached_tokens=32)))
     assert assignment.prefill is not None
     assert assignment.decode is not None
     assert [link.prefix_hits.cached_tokens for link in assignment.links] == [0, 32]
@@ -77,12 +78,12 @@ def test_what_decode_had_is_counted_beside_what_prefill_had() -> None:
 def test_a_prompt_read_on_the_decode_worker_teaches_once() -> None:
     cluster, assignment = Known(), assigned(LOCAL)
     costs = cluster.costs
-    feedback = Feedback(WORK, assignment, cast(Placer, cluster), RouterMetrics())
-    feedback.take_step(step(64))
+    feedback = Feedback(WORK, assignment, cast(Placer, cluster), RouterMetrics(), AnswerLedger(0.0))
+    feedback.note_step(step(64))
     learned = costs.costs
     # What the worker says of its queue and its compute, as of prefill.
     assert learned.local_seconds(36, 64, 200, 3) == pytest.approx(13.0, rel=0.01)
-    feedback.take_step(step(0))
+    feedback.note_step(step(0))
     assert costs.costs == learned
     hits = assignment.prefiller.prefix_hits
     assert (hits.cached_tokens, hits.prompt_tokens) == (64, 100)
@@ -102,14 +103,18 @@ def test_a_fetch_is_learned_for_itself_whether_it_came_or_not(tokens: int) -> No
     assert assignment.prefill is not None
     pool = PoolAddress(page_bytes=10**6, layout=PoolLayout(page_size=16))
     assignment.prefill.welcome = pb.Welcome(pool=pool)
-    Feedback(WORK, assignment, cast(Placer, cluster), RouterMetrics()).take(fetched(tokens))
+    Feedback(WORK, assignment, cast(Placer, cluster), RouterMetrics(), AnswerLedger(0.0)).note(
+        fetched(tokens)
+    )
     assert costs.costs.fetch_seconds(4 * 10**6) == pytest.approx(3.0, rel=0.01)
     assert costs.costs.prefill_seconds(36, 64) == pytest.approx(9.0, rel=0.01)
 
 
 def test_a_canary_teaches_nothing() -> None:
     cluster, assignment = Known(), assigned(Placement("p0", ""))
-    Feedback(WORK, assignment, cast(Placer, cluster), RouterMetrics()).take(first(0))
+    Feedback(WORK, assignment, cast(Placer, cluster), RouterMetrics(), AnswerLedger(0.0)).note(
+        first(0)
+    )
     assert cluster.costs.costs == Costs()
     assert assignment.prefiller.prefix_hits.prompt_tokens == 0
 

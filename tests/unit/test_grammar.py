@@ -23,10 +23,10 @@ from baton.engine.gpu.sampler import GpuSampler
 from baton.engine.sampler import Sampler
 from baton.engine.sequence import Sequence
 from baton.engine.step import Chunk
-from baton.router.answers.answer_format import AnswerFormat
-from baton.router.answers.tool_format import FORMATS, HERMES, ToolFormat
-from baton.router.answers.tool_parser import ToolCallParser
-from baton.router.prompts.output_grammar import ANY_OBJECT, behind_thoughts, either, grammar_of
+from baton.router.answers.answer_events import AnswerDelta
+from baton.router.answers.answer_format import FORMATS, HERMES, AnswerFormat, ToolFormat
+from baton.router.answers.tool_calls import ToolCallSplitter
+from baton.router.prompts.output_grammar import ANY_OBJECT, after_reasoning, either, grammar_of
 
 PROMPT = [3, 50, 7]
 MOST = 600
@@ -235,12 +235,14 @@ def test_a_forced_call_is_one_that_its_parser_reads(
 ) -> None:
     bounded = Tool(ADD.name, parameters=ADD.parameters[:-1] + ', "additionalProperties": false}')
     chat = ChatPrompt((), (bounded, SAY), must_call=True, tool_name=name)
-    structure = AnswerFormat(form, thinks=False).forced_call(chat, lambda mark: None)
+    structure = AnswerFormat(form, reasoning=False).forced_call(chat, lambda mark: None)
     for seed in range(4):
         warm = Sampling(temperature=1.0, seed=seed)
         (answer,) = write(engine, [begin(engine, work(structure, warm))])
-        parser = ToolCallParser(form, {"add", "say"})
-        parts = parser.push(answer) + parser.flush()
+        parser = ToolCallSplitter(form, {"add", "say"})
+        parts = AnswerDelta("", [])
+        parser.push(answer, parts)
+        parser.flush(parts)
         assert parts.text == ""
         named, *pieces = parts.tool_calls
         assert named.name in ({name} if name else {"add", "say"})
@@ -264,28 +266,30 @@ def test_an_answer_calls_a_tool_or_keeps_to_its_structure(
         "lark": 'start: "{" "\\"a\\": " ("1" | "2") "}"',
     }
     chat = ChatPrompt((), (SAY,))
-    call = grammar_of(AnswerFormat(form, thinks=False).forced_call(chat, lambda mark: None))
+    call = grammar_of(AnswerFormat(form, reasoning=False).forced_call(chat, lambda mark: None))
     asked = work(Structure(kind, source[kind]), Sampling())
     for first in (form.opener[0], "{"):
         liked = ((TOKENIZER.token_to_id(first), 50.0),)
         sampling = Sampling(temperature=1.0, seed=1, logit_bias=liked)
         tried = replace(asked, sampling=sampling, grammar=either(call, asked.grammar))
         (answer,) = write(engine, [begin(engine, tried)])
-        parser = ToolCallParser(form, {"say"})
-        parts = parser.push(answer) + parser.flush()
+        parser = ToolCallSplitter(form, {"say"})
+        parts = AnswerDelta("", [])
+        parser.push(answer, parts)
+        parser.flush(parts)
         assert bool(parts.tool_calls) != bool(parts.text)
         assert parts.tool_calls or json.loads(parts.text)["a"] in (1, 2)
         assert form.bare or bool(parts.tool_calls) == (first != "{")
 
 
-def test_a_structure_may_come_behind_thoughts(engine: Engine) -> None:
+def test_a_structure_may_come_after_reasoning(engine: Engine) -> None:
     regex = work(Structure("regex", "[ab]{2}"), Sampling(temperature=1.0, seed=3))
     lark = work(Structure("lark", 'start: "c"'), Sampling(temperature=1.0, seed=4))
     ends = TOKENIZER.encode("</think>").ids
     for asked, answer in ((regex, "[ab]{2}"), (lark, "c")):
         thoughtful = replace(
             asked,
-            grammar=behind_thoughts(asked.grammar),
+            grammar=after_reasoning(asked.grammar),
             prompt_tokens=[*PROMPT, *TOKENIZER.encode("Hm, {").ids, *ends],
             answer_tokens=len(TOKENIZER.encode("Hm, {").ids) + len(ends),
         )

@@ -154,8 +154,8 @@ def score(text: str, logprob: float) -> TokenScore:
 
 HALF = TokenScore(7, "é".encode()[:1], -3.0)
 SCORED = [
-    AnswerDelta("a", [1], 0, [ScoredToken(score("a", -0.5), (score("a", -0.5), HALF))]),
-    AnswerDelta("", [2], 0, [ScoredToken(score("bc", -4.0), (score("d", -0.25),))]),
+    AnswerDelta("a", [1], 0, (ScoredToken(score("a", -0.5), (score("a", -0.5), HALF)),)),
+    AnswerDelta("", [2], 0, (ScoredToken(score("bc", -4.0), (score("d", -0.25),)),)),
     finished(0, 2),
 ]
 
@@ -199,12 +199,24 @@ def test_a_completion_tells_how_likely_its_tokens_were() -> None:
 CALLED = [
     AnswerDelta("", [1], 0, reasoning="Hm"),
     AnswerDelta("", [2], 0, reasoning="."),
-    AnswerDelta("", [3], 0, tool_calls=[ToolCallDelta(0, "c1", "f")]),
+    AnswerDelta("", [3], 0, tool_calls=(ToolCallDelta(0, "c1", "f"),)),
     AnswerDelta(
-        "", [4], 0, tool_calls=[ToolCallDelta(0, arguments="{"), ToolCallDelta(0, arguments="}")]
+        "",
+        [4],
+        0,
+        tool_calls=(
+            ToolCallDelta(0, arguments="{"),
+            ToolCallDelta(0, arguments="}"),
+        ),
     ),
     AnswerDelta(
-        "", [5], 0, tool_calls=[ToolCallDelta(1, "c2", "g"), ToolCallDelta(1, arguments="{}")]
+        "",
+        [5],
+        0,
+        tool_calls=(
+            ToolCallDelta(1, "c2", "g"),
+            ToolCallDelta(1, arguments="{}"),
+        ),
     ),
     finished(0, 5, FinishReason.TOOL_CALLS),
 ]
@@ -313,9 +325,16 @@ ECHOED: list[AnswerEvent] = [
     started(2),
     # The prompt's first token is no part of its text.
     AnswerDelta(
-        "a", [1], 0, [scored("a", -2.0)], prompt_logprobs=[scored("<s>", None), scored("p", -1)]
+        "a",
+        [1],
+        0,
+        (scored("a", -2.0),),
+        prompt_logprobs=(
+            scored("<s>", None),
+            scored("p", -1),
+        ),
     ),
-    AnswerDelta("b", [3], 0, [scored("b", -3.0)]),
+    AnswerDelta("b", [3], 0, (scored("b", -3.0),)),
     finished(0, 2),
 ]
 

@@ -1,4 +1,4 @@
-"""How what workers say reaches those who follow an attempt."""
+"""How events of an attempt reach its handler."""
 
 from __future__ import annotations
 
@@ -18,110 +18,118 @@ def token(number: int) -> pb.StepTokens:
     return pb.StepTokens(token_ids=[number])
 
 
-class Follower:
-    """Keeps what it takes, until it has `wanted` events."""
+class Handler:
+    """Keeps the events it handles, until it has `wanted` of them."""
 
     def __init__(
-        self, wanted: int, patience: float = 5.0, on_take: Callable[[], None] = lambda: None
+        self, wanted: int, patience: float = 5.0, on_call: Callable[[], None] = lambda: None
     ) -> None:
         self.patience = patience
-        self.taken: list[list[AttemptEvent]] = []
+        self.handled: list[list[AttemptEvent]] = []
         self._wanted = wanted
-        self._on_take = on_take
+        self._on_call = on_call
 
-    def take(self, events: list[AttemptEvent]) -> bool:
-        self._on_take()
-        self.taken.append(events)
-        return sum(map(len, self.taken)) < self._wanted
+    def __call__(self, events: list[AttemptEvent]) -> float:
+        self._on_call()
+        self.handled.append(events)
+        return self.patience if sum(map(len, self.handled)) < self._wanted else 0.0
 
 
-async def test_what_has_come_is_taken_together_and_in_order() -> None:
-    inbox, follower = Inbox(Rounds()), Follower(2)
+def inbox_of(handler: Handler, rounds: Rounds | None = None) -> Inbox:
+    return Inbox(rounds or Rounds(), handler)
+
+
+async def test_waiting_events_are_handled_together_and_in_order() -> None:
+    handler = Handler(2)
+    inbox = inbox_of(handler)
     events: list[AttemptEvent] = [token(1), token(2)]
     for event in events:
-        inbox.put_nowait(event)
-    assert await inbox.follow(follower)
-    assert follower.taken == [events]
+        inbox.put(event)
+    assert await inbox.drain(handler.patience)
+    assert handler.handled == [events]
 
 
-async def test_a_follower_is_called_with_what_comes_until_it_wants_no_more() -> None:
-    inbox, follower = Inbox(Rounds()), Follower(2)
-    following = asyncio.ensure_future(inbox.follow(follower))
+async def test_a_handler_is_called_until_it_ends_the_draining() -> None:
+    handler = Handler(2)
+    inbox = inbox_of(handler)
+    draining = asyncio.ensure_future(inbox.drain(handler.patience))
     for number in range(2):
         await asyncio.sleep(0.01)
-        inbox.put_nowait(token(number))
-    assert await following
-    inbox.put_nowait(token(2))
+        inbox.put(token(number))
+    assert await draining
+    inbox.put(token(2))
     await asyncio.sleep(0.01)
-    assert follower.taken == [[token(0)], [token(1)]]
+    assert handler.handled == [[token(0)], [token(1)]]
 
 
-async def test_followers_are_called_one_after_the_other_in_one_turn_of_the_loop() -> None:
+async def test_handlers_run_one_after_the_other_in_one_iteration_of_the_loop() -> None:
     rounds = Rounds()
-    pairs = [(Inbox(rounds), Follower(1)) for _ in range(3)]
-    tasks = [asyncio.ensure_future(inbox.follow(follower)) for inbox, follower in pairs]
+    handlers = [Handler(1) for _ in range(3)]
+    pairs = [(inbox_of(handler, rounds), handler) for handler in handlers]
+    tasks = [asyncio.ensure_future(inbox.drain(handler.patience)) for inbox, handler in pairs]
     await asyncio.sleep(0)
     for inbox, _ in pairs:
-        inbox.put_nowait(token(1))
+        inbox.put(token(1))
     await asyncio.sleep(0)
-    assert [follower.taken for _, follower in pairs] == [[[token(1)]]] * 3
+    assert [handler.handled for _, handler in pairs] == [[[token(1)]]] * 3
     await asyncio.gather(*tasks)
 
 
-async def test_following_ends_when_nothing_comes_for_so_long() -> None:
-    inbox, follower = Inbox(Rounds()), Follower(9, patience=0.2)
-    following = asyncio.ensure_future(inbox.follow(follower))
+async def test_draining_ends_when_no_event_comes_in_time() -> None:
+    handler = Handler(9, patience=0.2)
+    inbox = inbox_of(handler)
+    draining = asyncio.ensure_future(inbox.drain(handler.patience))
     await asyncio.sleep(0)
     # The timer is set for the first wait, which is longer.
-    follower.patience = 0.01
+    handler.patience = 0.01
     began = time.monotonic()
-    inbox.put_nowait(token(1))
-    assert not await following
+    inbox.put(token(1))
+    assert not await draining
     assert time.monotonic() - began < 0.2
 
 
-async def test_a_wait_that_something_ended_begins_anew() -> None:
-    inbox, follower = Inbox(Rounds()), Follower(3, patience=0.3)
-    following = asyncio.ensure_future(inbox.follow(follower))
+async def test_an_event_restarts_the_wait() -> None:
+    handler = Handler(3, patience=0.3)
+    inbox = inbox_of(handler)
+    draining = asyncio.ensure_future(inbox.drain(handler.patience))
     for number in range(3):
         await asyncio.sleep(0.2)
-        inbox.put_nowait(token(number))
-    assert await following
+        inbox.put(token(number))
+    assert await draining
 
 
-async def test_what_a_follower_raises_ends_the_following() -> None:
+async def test_an_error_of_the_handler_ends_the_draining() -> None:
     def refuse() -> None:
         raise SlowReader("too slow")
 
-    inbox = Inbox(Rounds())
-    inbox.put_nowait(token(1))
+    inbox = inbox_of(Handler(1, on_call=refuse))
+    inbox.put(token(1))
     with pytest.raises(SlowReader):
-        await inbox.follow(Follower(1, on_take=refuse))
+        await inbox.drain(5.0)
 
 
-async def test_while_a_round_takes_long_what_comes_waits_together() -> None:
+async def test_events_that_come_during_a_long_round_are_handled_together() -> None:
     rounds = Rounds()
-    pairs = [
-        # What passing a token on costs.
-        (Inbox(rounds), Follower(3, on_take=lambda: time.sleep(0.02)))
-        for _ in range(2)
-    ]
-    tasks = [asyncio.ensure_future(inbox.follow(follower)) for inbox, follower in pairs]
+    # What emitting a token costs.
+    handlers = [Handler(3, on_call=lambda: time.sleep(0.02)) for _ in range(2)]
+    pairs = [(inbox_of(handler, rounds), handler) for handler in handlers]
+    tasks = [asyncio.ensure_future(inbox.drain(handler.patience)) for inbox, handler in pairs]
     await asyncio.sleep(0)
     for number in range(3):
         for inbox, _ in pairs:
-            inbox.put_nowait(token(number))
+            inbox.put(token(number))
         await asyncio.sleep(0.005 if number else 0)
     await asyncio.gather(*tasks)
-    assert [follower.taken for _, follower in pairs] == [[[token(0)], [token(1), token(2)]]] * 2
+    assert [handler.handled for _, handler in pairs] == [[[token(0)], [token(1), token(2)]]] * 2
 
 
-async def test_following_that_is_given_up_takes_no_more() -> None:
-    inbox, follower = Inbox(Rounds()), Follower(9)
-    following = asyncio.ensure_future(inbox.follow(follower))
+async def test_a_cancelled_drain_handles_no_more() -> None:
+    handler = Handler(9)
+    inbox = inbox_of(handler)
+    draining = asyncio.ensure_future(inbox.drain(handler.patience))
     await asyncio.sleep(0)
-    inbox.put_nowait(token(1))
-    following.cancel()
+    inbox.put(token(1))
+    draining.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await following
-    assert not follower.taken
+        await draining
+    assert not handler.handled

@@ -152,7 +152,7 @@ def test_what_a_decode_worker_says_of_a_prompt_it_read_itself_is_prefill() -> No
     ledger = AnswerLedger(time.monotonic())
     ledger.place(LOCAL)
     step = pb.StepTokens(queue_seconds=2.0, compute_seconds=3.0, cached_tokens=16)
-    ledger.hear_step(step)
+    ledger.note_step(step)
     told = (ledger.prefill_wait, ledger.prefill_seconds, ledger.cached_tokens)
     assert told == (2.0, 3.0, 16)
 
@@ -160,12 +160,12 @@ def test_what_a_decode_worker_says_of_a_prompt_it_read_itself_is_prefill() -> No
 def test_an_attempt_after_the_first_token_does_not_change_how_that_came() -> None:
     ledger = AnswerLedger(time.monotonic())
     ledger.place(SPLIT)
-    ledger.hear(pb.WorkerMessage(first_token=pb.FirstToken(compute_seconds=2.0)))
-    ledger.take(1)
+    ledger.note_first_token(pb.FirstToken(compute_seconds=2.0))
+    ledger.note_tokens(1)
     ledger.lose()
     ledger.place(LOCAL)
-    ledger.hear(pb.WorkerMessage(first_token=pb.FirstToken(compute_seconds=9.0)))
-    ledger.take(1)
+    ledger.note_first_token(pb.FirstToken(compute_seconds=9.0))
+    ledger.note_tokens(1)
     assert (ledger.prefill_seconds, ledger.placement, ledger.attempts) == (2.0, SPLIT, 2)
     assert ledger.lost_after == pytest.approx(ledger.last - ledger.first)
 

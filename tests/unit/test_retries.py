@@ -31,8 +31,8 @@ def test_the_first_attempt_is_the_request_itself() -> None:
 def test_the_next_attempt_goes_on_behind_what_was_emitted() -> None:
     request = retry_state()
     request.begin(SOMEWHERE)
-    request.emit(Tokens([7], None))
-    request.emit(Tokens([8, 9], None))
+    request.emitted(Tokens([7], None))
+    request.emitted(Tokens([8, 9], None))
     assert request.end(DEATH) is None
     work = request.begin(SOMEWHERE)
     assert (work.key, work.prompt_tokens) == (("r", 2), [1, 2, 3, 7, 8, 9])

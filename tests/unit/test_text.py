@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from baton.core import model_store
 from baton.core.errors import InvalidConfig, InvalidRequest, TokenOutOfRange, UnsupportedModel
 from baton.core.types import ChatPrompt, Message, TextPrompt, TokenPrompt
-from baton.router.answers.tool_format import HERMES, MISTRAL
+from baton.router.answers.answer_format import HERMES, MISTRAL
 from baton.router.prompts.text import Text
 
 TEXTS = [
@@ -102,7 +102,7 @@ def test_ids_that_no_tokenizer_can_have_are_refused(text: Text) -> None:
 
 def test_loading_text_imports_no_torch(folder: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from router.text import Text;"
+        "import sys; from pathlib import Path; from baton.router.prompts.text import Text;"
         "Text.load(Path(sys.argv[1]));"
         "print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )
@@ -247,9 +247,9 @@ def test_marks_of_calls_and_thoughts_are_text_only_where_they_are_wanted(tmp_pat
     text = Text.load(tmp_path)
     ids = tokenizer.encode("<think>a[TOOL_CALLS]b<|end|>").ids
     assert text.detokenizer().push(ids) == "ab"
-    assert text.detokenizer(marks=True).push(ids) == "<think>a[TOOL_CALLS]b"
-    assert (text.answers.tools, text.answers.thinks) == (MISTRAL, True)
-    assert text.answers.is_open(text.render(ChatPrompt((Message("user", "hi"),))))
+    assert text.detokenizer(markers=True).push(ids) == "<think>a[TOOL_CALLS]b"
+    assert (text.answers.tools, text.answers.reasoning) == (MISTRAL, True)
+    assert text.answers.opens_reasoning(text.render(ChatPrompt((Message("user", "hi"),))))
     configured = Text.load(tmp_path, "hermes", "off")
-    assert (configured.answers.tools, configured.answers.thinks) == (HERMES, False)
-    assert not configured.answers.is_open("<think>")
+    assert (configured.answers.tools, configured.answers.reasoning) == (HERMES, False)
+    assert not configured.answers.opens_reasoning("<think>")

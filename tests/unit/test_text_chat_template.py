@@ -10,7 +10,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from baton.core.errors import InvalidConfig, InvalidRequest
 from baton.core.types import Message, Tool, ToolCall
-from baton.router.prompts import template_sandbox
+from baton.router.prompts import chat_template
 from baton.router.prompts.chat_template import MAX_RENDERED, ChatTemplate
 
 CHAT = (
@@ -150,7 +150,7 @@ ENDLESS = {
 
 @pytest.mark.parametrize("case", ENDLESS)
 def test_a_template_has_so_much_time(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_sandbox, "RENDER_SECONDS", 0.1)
+    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 0.1)
     template = ChatTemplate(ENDLESS[case], {})
     with pytest.raises(InvalidRequest, match=r"longer than 0\.1 seconds"):
         template.render([Message("user", "x")] * 20)

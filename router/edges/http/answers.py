@@ -110,7 +110,7 @@ class Telling:
         self._around: dict[int, tuple[bytes, bytes]] = {}
         self._texts: defaultdict[int, list[str]] = defaultdict(list)
         self._scores: defaultdict[int, list[ScoredToken]] = defaultdict(list)
-        self._prompt_scores: dict[int, list[ScoredToken]] = {}
+        self._prompt_scores: dict[int, tuple[ScoredToken, ...]] = {}
         self._offsets: defaultdict[int, int] = defaultdict(int)
         self._thoughts: defaultdict[int, list[str]] = defaultdict(list)
         self._calls: defaultdict[int, list[ToolCallDelta]] = defaultdict(list)
@@ -197,7 +197,7 @@ class Telling:
         before, _, behind = chunk.partition(encode_basestring(_SOME_TEXT).encode())
         return before, behind
 
-    def _scores_of(self, delta: AnswerDelta) -> list[ScoredToken]:
+    def _scores_of(self, delta: AnswerDelta) -> tuple[ScoredToken, ...]:
         """Those that stand with its text, behind the prompt's where it is part of it."""
         if not (delta.prompt_logprobs and self._asked.echo and self._asked.scored):
             return delta.logprobs

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from baton.router.answers.parts import Chained, Parts, Splitter
-from baton.router.answers.reasoning import ReasoningSplitter
-from baton.router.answers.tool_format import (
+from baton.router.answers.answer_events import AnswerDelta, ToolCallDelta
+from baton.router.answers.answer_format import (
     FORMATS,
     HERMES,
     LLAMA3,
@@ -17,21 +16,34 @@ from baton.router.answers.tool_format import (
     ToolFormat,
     tool_format_of,
 )
-from baton.router.answers.tool_parser import ToolCallParser
+from baton.router.answers.splitters import ContentSplitter, ReasoningSplitter, Splitter
+from baton.router.answers.tool_calls import ToolCallSplitter
 
 TOOLS = {"get_weather", "add"}
 
 Calls = list[tuple[str, str]]
 
 
-def run(splitter: Splitter, pieces: list[str]) -> Parts:
-    parts = Parts()
-    for piece in pieces:
-        parts += splitter.push(piece)
-    return parts + splitter.flush()
+def push(splitter: Splitter, text: str) -> AnswerDelta:
+    delta = AnswerDelta("", [])
+    splitter.push(text, delta)
+    return delta
 
 
-def calls_of(parts: Parts) -> Calls:
+def run(splitter: Splitter, pieces: list[str]) -> AnswerDelta:
+    """The deltas of all pieces in one."""
+    whole = AnswerDelta("", [])
+    deltas = [push(splitter, piece) for piece in pieces]
+    deltas.append(AnswerDelta("", []))
+    splitter.flush(deltas[-1])
+    for delta in deltas:
+        whole.text += delta.text
+        whole.reasoning += delta.reasoning
+        whole.tool_calls += delta.tool_calls
+    return whole
+
+
+def calls_of(parts: AnswerDelta) -> Calls:
     """Names and arguments; each call has its id and name in its first piece, and there alone."""
     found: Calls = []
     ids = set()
@@ -203,17 +215,16 @@ RECORDED: dict[str, tuple[ToolFormat, str, str, Calls]] = {
 def test_calls_are_found_however_the_text_is_cut(case: str) -> None:
     form, text, said, calls = RECORDED[case]
     for pieces in cuts(text):
-        parts = run(ToolCallParser(form, TOOLS), pieces)
+        parts = run(ToolCallSplitter(form, TOOLS), pieces)
         assert (parts.text, calls_of(parts)) == (said, calls), pieces
 
 
 def test_arguments_stream_as_they_come() -> None:
-    parser = ToolCallParser(HERMES, TOOLS)
-    assert not parser.push('<tool_call>{"name": "ad').tool_calls
-    (named,) = parser.push('d", "argum').tool_calls
+    parser = ToolCallSplitter(HERMES, TOOLS)
+    assert not push(parser, '<tool_call>{"name": "ad').tool_calls
+    (named,) = push(parser, 'd", "argum').tool_calls
     assert (named.name, named.arguments) == ("add", "")
-    pieces = parser.push('ents": {"a": 1').tool_calls
-    assert "".join(piece.arguments for piece in pieces) == '{"a": 1'
+    assert push(parser, 'ents": {"a": 1').tool_calls == (ToolCallDelta(0, arguments='{"a": 1'),)
 
 
 @pytest.mark.parametrize(
@@ -252,13 +263,14 @@ THOUGHTS: dict[str, tuple[bool, str, str, str]] = {
 def test_thoughts_are_parted_from_the_answer_however_the_text_is_cut(case: str) -> None:
     opened, text, thought, said = THOUGHTS[case]
     for pieces in cuts(text):
-        parts = run(ReasoningSplitter(opened=opened), pieces)
+        parts = run(ReasoningSplitter(thinking=opened, content=ContentSplitter()), pieces)
         assert (parts.reasoning, parts.text) == (thought, said), pieces
 
 
 def test_a_call_after_thoughts_is_a_call_and_one_among_them_is_not() -> None:
     call = '<tool_call>{"name": "add"}</tool_call>'
     for pieces in cuts(f"<think>Maybe {call}?</think>\n{call}"):
-        parts = run(Chained(ReasoningSplitter(opened=False), ToolCallParser(HERMES, TOOLS)), pieces)
+        calls = ToolCallSplitter(HERMES, TOOLS)
+        parts = run(ReasoningSplitter(thinking=False, content=calls), pieces)
         assert parts.reasoning == f"Maybe {call}?"
         assert (parts.text, calls_of(parts)) == ("", [NOTHING])
