@@ -1,1 +1,1 @@
-"""Where every figure in the README comes from."""
+"""The source of every figure in docs/PERFORMANCE.md and docs/PLANNING.md."""

@@ -1,4 +1,4 @@
-"""Processes of ours: started as the README does, or forked from one that has imported torch.
+"""Processes of ours: started as a user does, or forked from one that has imported torch.
 
 Two seconds a process is most of what starting a small cluster takes, so most tests fork.
 """

@@ -1,4 +1,4 @@
-"""A cluster of real processes on loopback, started without Ray, as the README shows."""
+"""A cluster of real processes on loopback, started without Ray, as docs/OPERATIONS.md shows."""
 
 from __future__ import annotations
 
