@@ -25,7 +25,7 @@ from baton.core.config import CacheConfig, Size
 from baton.core.types import AttemptKey, Sampling, Work
 from baton.engine.engine import Engine
 from baton.engine.restoration import Tier
-from baton.engine.second_tier import SecondTier
+from baton.engine.second_tier import SecondTier, second_tier_of
 from baton.engine.sequence import Sequence
 from baton.engine.step import Chunk
 from baton.worker.backend import open_second_tier
@@ -51,7 +51,7 @@ class Streams:
 
     @property
     def _tier(self) -> SecondTier:
-        tier = self._engine.pool.second_tier
+        tier = second_tier_of(self._engine.pool)
         assert tier is not None
         return tier
 
@@ -63,7 +63,7 @@ class Streams:
         """The seconds of one."""
         began = time.perf_counter()
         if saving:
-            self._engine.pool.advance()
+            self._engine.pool.lower.advance()
         self._bring(pages)
         plan = [Chunk(sequence, 1) for sequence in self._sequences]
         self._run(plan)
@@ -75,7 +75,7 @@ class Streams:
         deadline = time.monotonic() + WAIT_SECONDS
         while self._tier.leases or (files is not None and files.pending):
             assert time.monotonic() < deadline, "pages are still being copied"
-            self._engine.pool.advance()
+            self._engine.pool.lower.advance()
             time.sleep(0.001)
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from baton.core import model_store
 from baton.core.config import CacheConfig, Size
 from baton.core.types import AttemptKey, Sampling, Work
 from baton.engine.engine import Engine
-from baton.engine.second_tier import SecondTier
+from baton.engine.second_tier import SecondTier, second_tier_of
 from baton.engine.sequence import Sequence
 from baton.engine.step import Chunk
 from baton.worker.backend import open_second_tier
@@ -40,8 +40,9 @@ class Bench:
 
     @property
     def tier(self) -> SecondTier:
-        assert self.engine.pool.second_tier is not None
-        return self.engine.pool.second_tier
+        tier = second_tier_of(self.engine.pool)
+        assert tier is not None
+        return tier
 
     def compute(self, tokens: list[int]) -> list[bytes]:
         """The keys of the prompt's full pages, which the pool holds then."""
@@ -57,18 +58,18 @@ class Bench:
     def rest(self) -> None:
         """Lets all copies end."""
         assert self.tier.files is not None
-        self.engine.pool.advance()
+        self.engine.pool.lower.advance()
         while self.engine.pool.returning or self.tier.files.pending:
             assert self.woken.wait(WAIT_SECONDS)
             self.woken.clear()
-            self.engine.pool.advance()
+            self.engine.pool.lower.advance()
 
     def evict(self) -> None:
         with self.engine.pool.acquire(self.engine.pool.free) as lease:
             self.engine.kv[lease.pages] = 0
 
     def restore_pages(self, keys: list[bytes]) -> None:
-        assert self.engine.pool.restore_pages(keys) == len(keys)
+        assert self.engine.pool.lower.restore_pages(keys) == len(keys)
         self.rest()
 
     def contents(self, keys: list[bytes]) -> torch.Tensor:

@@ -152,7 +152,7 @@ class DecodePhase:
                 raise Internal(f"the transfer thread stopped: {event.reason}")
 
     def step(self) -> bool:
-        self._pool.advance()
+        self._pool.lower.advance()
         self._grant()
         plan = self._scheduler.next()
         if not plan and not self._steps.any:

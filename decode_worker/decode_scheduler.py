@@ -108,7 +108,7 @@ class DecodeScheduler:
             room = len(self._running) + len(self._ready) + len(self._travelling)
             if self._pool.cost(pages, keys) + room > self._pool.free:
                 break
-            if self._pool.restore_pages(keys):
+            if self._pool.lower.restore_pages(keys):
                 continue
             del self._waiting[key]
             lease = self._pool.acquire(pages, keys)
@@ -196,7 +196,7 @@ class DecodeScheduler:
                 return
             if self._pool.cost(pages, keys) > self._pool.free:
                 return
-            if coming := self._pool.restore_pages(keys):
+            if coming := self._pool.lower.restore_pages(keys):
                 sequence.restored += coming
                 return
             self._preempted.pop(0)

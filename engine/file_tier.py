@@ -2,13 +2,19 @@
 
     FOLDER/<root of the keys>/<worker>/<first byte of the key>/<key>
 
-The index, oldest first, belongs to the pool's thread. Files are written, listed
-and removed by a thread of their own, in the order in which that was asked for;
-what became of it comes back through `post`. Reading is for whoever restores.
+The index, oldest first, belongs to the pool's thread. A thread of its own lists, writes and
+removes files in the order of requests and reports results through `post`. The restoring
+thread reads.
 
-A file that is in the index may be missing or damaged: it is then not found when
-it is read, and that costs a miss. When files cannot be written, a warning says
-so once, and it is tried again after `RETRY_SECONDS`.
+A file is a header, then the page. The header holds everything that gives the bytes meaning
+(the form and the page's key) and their digest. A file appears under its name only when it
+is complete. One that is missing, damaged, truncated, or of another model or version is a
+miss and is removed. When files cannot be written, one warning is logged and writes are
+retried after `RETRY_SECONDS`.
+
+Version history of the format:
+
+    1   header as `_HEADER`, then the page
 """
 
 from __future__ import annotations
@@ -31,13 +37,40 @@ from baton.core.page_keys import KEY_BYTES, page_digest
 log = logging.getLogger(__name__)
 
 MOST_WRITES = 64
-"""Pages that may wait to be written; others are not taken meanwhile."""
+"""Pages that may wait to be written; further pages are refused meanwhile."""
 RETRY_SECONDS = 60.0
+MAGIC = b"baton kv"
+VERSION = 1
+UNFINISHED = ".new"
+"""Suffix of files that are being written."""
+
+# Magic, version, root, dtype, tokens, bytes and key of the page, and its digest.
+_HEADER = struct.Struct("<8sI16s16sIQ16sI")
+
+PageBytes = numpy.typing.NDArray[numpy.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class PageForm:
+    """What all pages of a pool have in common."""
+
+    root: bytes  # of the page keys: stands for the model and the layout
+    dtype: str
+    page_size: int  # tokens
+    page_bytes: int
+
+    @property
+    def file_bytes(self) -> int:
+        return _HEADER.size + self.page_bytes
+
+    def header(self, key: bytes, page: PageBytes) -> bytes:
+        form = self.root, self.dtype.encode(), self.page_size, self.page_bytes
+        return _HEADER.pack(MAGIC, VERSION, *form, key, page_digest(page))
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A page is in its file, or why it is not."""
+    """A page is in its file, or why not."""
 
     key: bytes
     row: int
@@ -64,14 +97,14 @@ class FileTier:
         submit: Callable[[Callable[[], None]], None],
         post: Callable[[FileEvent], None],
     ) -> None:
-        """Of `folder`, at most `budget` bytes are used. What is there is listed first."""
+        """Uses at most `budget` bytes of `folder`. Lists what is there first."""
         self.capacity = budget // form.file_bytes
         self._folder = folder
         self._form = form
         self._submit = submit
         self._post = post
         self._index: OrderedDict[bytes, None] = OrderedDict()  # the longest unused first
-        self.pending = 1  # the list, and writes that nothing was heard of yet
+        self.pending = 1  # the list, and writes without a result yet
         self._failing_until = 0.0
         self.failing = False
         submit(self._list)
@@ -94,21 +127,21 @@ class FileTier:
         return len(self._index) * self._form.file_bytes
 
     @property
-    def takes_pages(self) -> bool:
+    def accepts_pages(self) -> bool:
         """Whether a page can be written now."""
         if self.pending >= MOST_WRITES or not self.capacity:
             return False
         return not self.failing or time.monotonic() >= self._failing_until
 
     def write(self, key: bytes, row: int, page: PageBytes) -> list[bytes]:
-        """Has a page written, which must not change until it is. The keys that had to go."""
+        """Starts to write a page, which must not change meanwhile. Returns the evicted keys."""
         self.pending += 1
         self._index[key] = None
         self._submit(lambda: self._write(key, row, page))
         return self._shrink()
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """These were used, the last of them most recently."""
+        """Marks pages as used, the last of them most recently."""
         for key in keys:
             if key in self._index:
                 self._index.move_to_end(key)
@@ -116,34 +149,33 @@ class FileTier:
     def remove(self, key: bytes) -> None:
         if key in self._index:
             del self._index[key]
-            self._submit(lambda: remove_page(self._path(key)))
+            self._submit(lambda: _unlink(self._path(key)))
 
     def on_written(self, event: Written) -> bool:
-        """False when a page that counted as written is not."""
-        self.pending -= 1
-        self._note(event.error)
+        """False when a page in the index was not written."""
+        self._settle(event.error)
         if event.error is None or event.key not in self._index:
             return True
         del self._index[event.key]
         return False
 
     def on_listed(self, event: Listed) -> list[bytes]:
-        """The keys that had to go."""
-        self.pending -= 1
-        self._note(event.error)
+        """Returns the evicted keys."""
+        self._settle(event.error)
         listed = OrderedDict.fromkeys(event.keys)
         listed.update(self._index)
         self._index = listed
         return self._shrink()
 
     def _shrink(self) -> list[bytes]:
-        gone = []
+        evicted = []
         while len(self._index) > self.capacity:
-            gone.append(next(iter(self._index)))
-            self.remove(gone[-1])
-        return gone
+            evicted.append(next(iter(self._index)))
+            self.remove(evicted[-1])
+        return evicted
 
-    def _note(self, error: OSError | None) -> None:
+    def _settle(self, error: OSError | None) -> None:
+        self.pending -= 1
         if error is not None:
             self._failing_until = time.monotonic() + RETRY_SECONDS
             if not self.failing:
@@ -152,37 +184,55 @@ class FileTier:
             log.info("pages are kept in files again")
         self.failing = error is not None
 
-    # Called by whoever restores pages.
+    # Called by the restoring thread.
 
     def read(self, key: bytes, into: PageBytes) -> bool:
-        """Fills `into` with a page. False when its file is not there, or not sound."""
-        return read_page(self._path(key), self._form, key, into)
+        """Fills `into` [bytes]. False when the file is not that page; it is then removed."""
+        path = self._path(key)
+        try:
+            with open(path, "rb") as file:
+                header = file.read(_HEADER.size)
+                whole = file.readinto(into.data) == self._form.page_bytes and not file.read(1)
+            if whole and header == self._form.header(key, into):
+                os.utime(path)  # keeps the order of use across a restart
+                return True
+        except OSError:
+            pass
+        _unlink(path)
+        return False
 
-    # Called by the files' own thread.
+    # Called by the writing thread.
 
     def _list(self) -> None:
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            found = sorted(self._sound_files())
+            found = sorted(self._page_files())
         except OSError as error:
             self._post(Listed([], error))
         else:
             self._post(Listed([key for _, key in found], None))
 
-    def _sound_files(self) -> Iterable[tuple[float, bytes]]:
-        """When each was last used, and its key. What cannot be a page of ours is removed."""
+    def _page_files(self) -> Iterable[tuple[float, bytes]]:
+        """Time of last use and key of each file. Files that cannot be pages are removed."""
         for folder in os.scandir(self._folder):
             for entry in os.scandir(folder) if folder.is_dir() else ():
                 key, state = _key_of(entry.name), entry.stat()
                 if key is None or state.st_size != self._form.file_bytes:
-                    remove_page(Path(entry.path))
+                    _unlink(Path(entry.path))
                 else:
                     yield state.st_mtime, key
 
     def _write(self, key: bytes, row: int, page: PageBytes) -> None:
+        path = self._path(key)
+        unfinished = path.with_name(path.name + UNFINISHED)
         try:
-            write_page(self._path(key), self._form, key, page)
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with open(unfinished, "wb", opener=_open_privately) as file:
+                file.write(self._form.header(key, page))
+                file.write(page.data)
+            os.replace(unfinished, path)
         except OSError as error:
+            _unlink(unfinished)
             self._post(Written(key, row, error))
         else:
             self._post(Written(key, row, None))
@@ -200,79 +250,11 @@ def _key_of(name: str) -> bytes | None:
     return key if len(key) == KEY_BYTES and key.hex() == name else None
 
 
-MAGIC = b"baton kv"
-VERSION = 1
-UNFINISHED = ".new"
-"""How the names of files end that are being written."""
-
-# Magic, version, root, dtype, tokens, bytes and key of the page, and its digest.
-_HEADER = struct.Struct("<8sI16s16sIQ16sI")
-
-PageBytes = numpy.typing.NDArray[numpy.uint8]
-
-
-@dataclass(frozen=True, slots=True)
-class PageForm:
-    """What all pages of a pool have in common."""
-
-    # Of the pages' keys: it stands for the model and for how pages are laid out.
-    root: bytes
-    dtype: str
-    page_size: int  # tokens
-    page_bytes: int
-
-    @property
-    def file_bytes(self) -> int:
-        return _HEADER.size + self.page_bytes
-
-    def header(self, key: bytes, page: PageBytes) -> bytes:
-        return _HEADER.pack(
-            MAGIC,
-            VERSION,
-            self.root,
-            self.dtype.encode(),
-            self.page_size,
-            self.page_bytes,
-            key,
-            page_digest(page),
-        )
-
-
-def write_page(path: Path, form: PageForm, key: bytes, page: PageBytes) -> None:
-    """Writes a page [bytes], or raises OSError and leaves nothing behind."""
-    unfinished = path.with_name(path.name + UNFINISHED)
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with open(unfinished, "wb", opener=_open_privately) as file:
-            file.write(form.header(key, page))
-            file.write(page.data)
-        os.replace(unfinished, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            unfinished.unlink()
-        raise
-
-
-def read_page(path: Path, form: PageForm, key: bytes, into: PageBytes) -> bool:
-    """Fills `into` [bytes]. False, and the file is gone, when it is not that page of this form."""
-    try:
-        with open(path, "rb") as file:
-            header = file.read(_HEADER.size)
-            whole = file.readinto(into.data) == form.page_bytes and not file.read(1)
-        if whole and header == form.header(key, into):
-            os.utime(path)  # the least recently used go first, after a restart too
-            return True
-    except OSError:
-        pass
-    remove_page(path)
-    return False
-
-
-def remove_page(path: Path) -> None:
+def _unlink(path: Path) -> None:
     with contextlib.suppress(OSError):
         path.unlink()
 
 
 def _open_privately(path: str, flags: int) -> int:
-    """What prompts say is for their owner's eyes."""
+    """Prompts are for their owner's eyes only."""
     return os.open(path, flags, mode=0o600)

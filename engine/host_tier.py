@@ -1,13 +1,16 @@
-"""Which row of host memory holds which page: the index of the second tier's memory.
+"""Rows of host memory that hold pages: their index, and the copies from and to the pool.
 
-    free ─take─▶ being filled ─store─▶ held ─take of another, remove─▶ free
-                      └────────give_back────────────────────────────────▲
+The life of a row:
 
-Rows are taken from the free ones, then from the page that has been unused for
-the longest. A row that is being copied from is pinned: it is not taken, and a
-page that is removed meanwhile leaves it when the last pin goes.
+    free ─allocate─▶ being filled ─store─▶ held ─allocate for another, remove─▶ free
+                          └───────────────────────free──────────────────────────▲
 
-Belongs to the pool's thread.
+Where several ranks share a worker's model, a row is memory that all of them map:
+
+    a row   [rank, bytes]: a whole page, as the heads of rank 0, then those of rank 1, …
+
+Rank 0 decides which page goes to which row and sends that to the others over sockets; each
+rank copies its own heads. Only rank 0 reads or writes whole rows, as for files.
 """
 
 from __future__ import annotations
@@ -29,14 +32,23 @@ from baton.core.errors import InvalidConfig
 from baton.engine.architecture import Split
 from baton.engine.file_tier import PageBytes
 
+SAVE, RESTORE = 0, 1
+DONE = b"done"
+
+Move = tuple[int, int]
+"""A page and a row."""
+
 
 class HostTier:
+    """The index of rows. The longest unused page makes room; pinned rows are being copied from
+    and are neither reused nor freed. Owned by the pool's thread."""
+
     def __init__(self, rows: int) -> None:
         self.rows = rows
         self._free = list(range(rows))
         self._held: OrderedDict[bytes, int] = OrderedDict()  # the longest unused first
         self._pins: Counter[int] = Counter()
-        self._removed: set[int] = set()  # pinned, and without a page since
+        self._removed: set[int] = set()  # pinned rows whose page was removed
 
     def __len__(self) -> int:
         return len(self._held)
@@ -51,8 +63,8 @@ class HostTier:
     def find(self, key: bytes) -> int | None:
         return self._held.get(key)
 
-    def take(self) -> tuple[int, bytes | None] | None:
-        """A row to fill, and the key of the page that had to leave it. None when all are busy."""
+    def allocate(self) -> tuple[int, bytes | None] | None:
+        """A row to fill, and the key of the page evicted from it. None when all are busy."""
         if self._free:
             return self._free.pop(), None
         for key, row in self._held.items():
@@ -62,15 +74,15 @@ class HostTier:
         return None
 
     def store(self, key: bytes, row: int) -> None:
-        """The row that was taken holds the page from now on."""
+        """Records that an allocated row holds this page."""
         self._held[key] = row
 
-    def give_back(self, row: int) -> None:
-        """The row that was taken is not needed."""
+    def free(self, row: int) -> None:
+        """Returns an allocated row unused."""
         self._free.append(row)
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """These were used, the last of them most recently."""
+        """Marks pages as used, the last of them most recently."""
         for key in keys:
             if key in self._held:
                 self._held.move_to_end(key)
@@ -95,22 +107,22 @@ class HostTier:
                 self._removed.remove(row)
                 self._free.append(row)
 
-    def check(self, taken: int) -> str:
-        """Empty when every row is free, held, removed while pinned, or one of those `taken`."""
+    def check(self, allocated: int) -> str:
+        """Empty when every row is free, held, removed while pinned, or `allocated`."""
         rows = [*self._free, *self._held.values(), *self._removed]
-        if len(rows) + taken != self.rows or len(set(rows)) != len(rows):
-            return f"of {self.rows} rows of host memory {len(set(rows)) + taken} are accounted for"
+        found = len(set(rows)) + allocated
+        if len(rows) + allocated != self.rows or len(set(rows)) != len(rows):
+            return f"of {self.rows} rows of host memory {found} are accounted for"
         return ""
 
 
-Move = tuple[int, int]
-"""A page and a row."""
-
-
 class PageMemory(Protocol):
+    """Copies between a pool's pages and rows. `save` and `restore` return when the bytes are
+    there; each may have a thread of its own, beside the engine's."""
+
     @property
     def staging(self) -> int:
-        """The row for what comes from files."""
+        """One more row than asked for, through which pages come from files."""
 
     def row(self, row: int) -> PageBytes:
         """The bytes of a row."""
@@ -123,20 +135,20 @@ class PageMemory(Protocol):
 
 
 def page_memory(kv: Tensor, rows: int, room: PageBytes | None = None) -> PageMemory:
-    """For the pool `kv` [page, ...], with so many rows and the staging row; in `room`
-    [rows + 1, bytes], if it is given."""
+    """Memory for the pool `kv` [page, ...]: `rows` rows and the staging row, in `room`
+    [rows + 1, bytes] if given."""
     try:
         if room is None:
             room = numpy.empty((rows + 1, kv[0].nbytes), numpy.uint8)
         return CpuMemory(kv, room) if kv.device.type == "cpu" else CudaMemory(kv, room)
     except (MemoryError, RuntimeError) as error:
         raise InvalidConfig(
-            f"there is no host memory for {rows} pages: {error}", field="cache.host_memory"
+            f"no host memory for {rows} pages: {error}", field="cache.host_memory"
         ) from error
 
 
 class CpuMemory:
-    """A pool that is in host memory itself. Copies take one core, and let Python go on."""
+    """For a pool in host memory. Copies use one core and release Python's lock."""
 
     def __init__(self, kv: Tensor, room: PageBytes) -> None:
         self._pages: PageBytes = _bytes_of(kv).numpy()  # [page, bytes]
@@ -156,7 +168,7 @@ class CpuMemory:
 
 
 class CudaMemory:
-    """A GPU's pool. Page-locked rows, and a stream for each direction: steps go on meanwhile."""
+    """For a GPU's pool: page-locked rows, and a stream per direction beside the steps."""
 
     def __init__(self, kv: Tensor, room: PageBytes) -> None:
         self._pages = _bytes_of(kv)
@@ -182,54 +194,8 @@ class CudaMemory:
         self._restoring.synchronize()
 
 
-def _lock(memory: Tensor) -> None:
-    """For as long as it is there: what lies at its place next is locked anew. Its rows may lie
-    apart: what is between them is locked too."""
-    runtime, place = torch.cuda.cudart(), memory.data_ptr()  # type: ignore[no-untyped-call]
-    size = (len(memory) - 1) * memory.stride(0) + memory.shape[1]
-    torch.cuda.check_error(runtime.cudaHostRegister(place, size, 0))
-    weakref.finalize(memory, runtime.cudaHostUnregister, place)
-
-
-def _bytes_of(kv: Tensor) -> Tensor:
-    """The pool as [page, bytes]."""
-    return kv.view(len(kv), -1).view(torch.uint8)
-
-
-SAVE, RESTORE = 0, 1
-DONE = b"done"
-
-
-def share_rows(
-    kv: Tensor, split: Split, rows: int, file: int, others: Sequence[Connection]
-) -> RankMemory:
-    """On rank 0: makes the rows, in the empty memory file `file` that all ranks have, and has
-    the others use them. `kv` [page, ...] is rank 0's pool."""
-    os.ftruncate(file, (rows + 1) * split.size * kv[0].nbytes)
-    for other in others:
-        other.send_bytes(b"there are rows")
-    room = _room(file, kv, split)
-    own = page_memory(kv, rows, room[:, split.rank])
-    return RankMemory(own, room.reshape(rows + 1, -1), others)
-
-
-def follow_copies(kv: Tensor, split: Split, file: int, first: Connection) -> None:
-    """On another rank: copies as rank 0 says, until `first`, which leads to it, ends."""
-    first.recv_bytes()
-    room = _room(file, kv, split)
-    memory = page_memory(kv, len(room) - 1, room[:, split.rank])
-    while True:
-        kind, *numbers = numpy.frombuffer(first.recv_bytes(), numpy.int32).tolist()
-        moves = list(zip(numbers[::2], numbers[1::2], strict=True))
-        if kind == SAVE:
-            memory.save(moves)
-        for page, row in moves if kind == RESTORE else ():
-            memory.restore(row, page)
-        first.send_bytes(DONE)
-
-
 class RankMemory:
-    """Rank 0's memory, which has all ranks copy: one order after the other."""
+    """Rank 0's memory: all ranks copy, one order after the other."""
 
     def __init__(self, own: PageMemory, room: PageBytes, others: Sequence[Connection]) -> None:
         """room [rows + 1, bytes of a whole page]."""
@@ -245,17 +211,17 @@ class RankMemory:
 
     def save(self, moves: Sequence[Move]) -> None:
         with self._turn:
-            self._tell(SAVE, moves)
+            self._send(SAVE, moves)
             self._own.save(moves)
             self._wait()
 
     def restore(self, row: int, page: int) -> None:
         with self._turn:
-            self._tell(RESTORE, [(page, row)])
+            self._send(RESTORE, [(page, row)])
             self._own.restore(row, page)
             self._wait()
 
-    def _tell(self, kind: int, moves: Sequence[Move]) -> None:
+    def _send(self, kind: int, moves: Sequence[Move]) -> None:
         numbers = [kind, *(number for move in moves for number in move)]
         message = numpy.array(numbers, numpy.int32).tobytes()
         for other in self._others:
@@ -266,7 +232,48 @@ class RankMemory:
             other.recv_bytes()
 
 
-def _room(file: int, kv: Tensor, split: Split) -> PageBytes:
-    """[rows + 1, rank, bytes], in the memory that all ranks have."""
+def share_rows(
+    kv: Tensor, split: Split, rows: int, file: int, others: Sequence[Connection]
+) -> RankMemory:
+    """On rank 0: makes the rows in the empty memory file `file` that all ranks have, for the
+    pool `kv` [page, ...], and lets the others map them."""
+    os.ftruncate(file, (rows + 1) * split.size * kv[0].nbytes)
+    for other in others:
+        other.send_bytes(b"rows")
+    room = _map_rows(file, kv, split)
+    own = page_memory(kv, rows, room[:, split.rank])
+    return RankMemory(own, room.reshape(rows + 1, -1), others)
+
+
+def follow_copies(kv: Tensor, split: Split, file: int, first: Connection) -> None:
+    """On another rank: copies as rank 0 orders, until the connection `first` ends."""
+    first.recv_bytes()
+    room = _map_rows(file, kv, split)
+    memory = page_memory(kv, len(room) - 1, room[:, split.rank])
+    while True:
+        kind, *numbers = numpy.frombuffer(first.recv_bytes(), numpy.int32).tolist()
+        moves = list(zip(numbers[::2], numbers[1::2], strict=True))
+        if kind == SAVE:
+            memory.save(moves)
+        for page, row in moves if kind == RESTORE else ():
+            memory.restore(row, page)
+        first.send_bytes(DONE)
+
+
+def _map_rows(file: int, kv: Tensor, split: Split) -> PageBytes:
+    """[rows + 1, rank, bytes], in memory that all ranks share."""
     mapped = mmap.mmap(file, 0)
     return numpy.frombuffer(mapped, numpy.uint8).reshape(-1, split.size, kv[0].nbytes)
+
+
+def _lock(memory: Tensor) -> None:
+    """Page-locks memory for its lifetime, with the gaps between its rows."""
+    runtime, place = torch.cuda.cudart(), memory.data_ptr()  # type: ignore[no-untyped-call]
+    size = (len(memory) - 1) * memory.stride(0) + memory.shape[1]
+    torch.cuda.check_error(runtime.cudaHostRegister(place, size, 0))
+    weakref.finalize(memory, runtime.cudaHostUnregister, place)
+
+
+def _bytes_of(kv: Tensor) -> Tensor:
+    """The pool as [page, bytes]."""
+    return kv.view(len(kv), -1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""Who holds which page. The life of a page:
+"""Which lease holds which page. The life of a page:
 
               acquire, extend                     last release,
     ┌──────┐                  ┌────────┐          contents known  ┌────────┐
@@ -7,20 +7,17 @@
         ▲        last release,     │     acquire of the same contents  │
         │       contents unknown   │                                   │
         └──────────────────────────┴───────────────────────────────────┘
-                                           evicted: a page is wanted, and none is free
+                                           evicted: a page is needed, and none is free
 
-The pool hands out pages as leases. A lease has one owner and is released once;
-a second release raises. A step that runs beside the host pins the leases it
-uses: pages released meanwhile come back when it has ended.
+A lease has one owner and is released once; a second release raises. A step in flight pins
+its leases: pages released meanwhile return when the step has ended.
 
-A page is named once it is full, will not be written again and the step or
-transfer that filled it has ended. From then on others may lease it as well, to
-read it, and it outlives its leases. Only the cached are ever evicted: what is
-leased (computed, read, sent, or waiting for what a remote writes) stays. Which
-contents are known, and which of the cached goes first: engine/prefix_cache.py.
-Where the evicted go, and come back from: engine/second_tier.py.
+A page is named once it is full and the step or transfer that filled it has ended; it is
+never written again. Others may then lease it to read, and it outlives its leases. Only
+cached pages are evicted. engine/prefix_cache.py indexes known contents and orders eviction;
+engine/second_tier.py keeps evicted pages.
 
-`free` counts what can be handed out at once: the free and the cached.
+`free` counts pages that can be leased at once: the free and the cached.
 
 Only the thread that owns the pool may call it.
 """
@@ -29,8 +26,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -39,15 +34,12 @@ from baton.core.errors import Exhausted, Internal
 from baton.core.page_keys import salted_root
 from baton.engine.prefix_cache import KeyChain, PrefixCache
 
-if TYPE_CHECKING:
-    from baton.engine.second_tier import SecondTier
-
 
 class Lease:
-    """Pages held by one owner. Grows with `extend`, ends with `release`.
+    """Pages held by one owner.
 
-    The first `found` were leased for what they hold and must not be written;
-    the first `named` are complete.
+    The first `found` were leased for their contents and must not be written; the first
+    `named` are complete.
     """
 
     __slots__ = ("_copies", "_pins", "_pool", "found", "named", "pages", "released")
@@ -56,13 +48,13 @@ class Lease:
         self._pool = pool
         self.pages = pages
         self.found = self.named = found
-        self._copies: dict[int, bytes] = {}  # named pages whose keys have other pages
+        self._copies: dict[int, bytes] = {}  # named pages whose key belongs to another page
         self.released = False
         self._pins = 0
 
     @property
     def pinned(self) -> bool:
-        """Whether a step under way reads or writes the pages."""
+        """Whether a step in flight uses the pages."""
         return self._pins > 0
 
     def pin(self) -> None:
@@ -77,27 +69,27 @@ class Lease:
         """Adds `count` pages at the end, or raises Exhausted and changes nothing."""
         if self.released:
             raise Internal("a released lease cannot grow")
-        self.pages.extend(self._pool._take(count))
+        self.pages.extend(self._pool._allocate(count))
 
     def name(self, keys: Sequence[bytes]) -> None:
-        """The pages with these keys, counted from the first, are complete from now on."""
+        """Declares the pages of these keys, counted from the first, complete."""
         for page, key in zip(self.pages[self.named : len(keys)], keys[self.named :], strict=True):
             if not self._pool.cache.store(key, page):
                 self._copies[page] = key
         self.named = max(self.named, len(keys))
 
     def share_copies(self) -> None:
-        """Takes the known page in place of each copy. Only before a step uses the lease."""
+        """Replaces each copy by the known page. Only before a step uses the lease."""
         self._pool._share_copies(self)
 
     def forget(self) -> None:
-        """Whatever the pages hold is not to be used again, whoever wrote it."""
+        """Drops the named pages' contents from all tiers."""
         for page in self.pages[: self.named]:
             self._pool._forget(page)
         self._copies = {}
 
     def release(self) -> None:
-        """Gives all pages back, at once or when the last pin goes."""
+        """Returns all pages, at once or with the last unpin."""
         if self.released:
             raise Internal("a lease was released twice")
         self.released = True
@@ -110,34 +102,58 @@ class Lease:
     def __enter__(self) -> Lease:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if not self.released:
             self.release()
+
+
+class LowerTier:
+    """What a pool asks of the tier behind it. This one keeps nothing."""
+
+    @property
+    def leases(self) -> list[Lease]:
+        """Leases of pages being copied."""
+        return []
+
+    def __len__(self) -> int:
+        return 0
+
+    def advance(self) -> None:
+        """Settles finished copies and starts others. Never waits."""
+
+    def restore_pages(self, keys: Sequence[bytes]) -> int:
+        """Starts to restore the pages that follow those the pool knows; returns how many."""
+        return 0
+
+    def is_restoring(self, key: bytes) -> bool:
+        return False
+
+    def forget(self, key: bytes) -> None:
+        """Drops a page whose contents must not be used again."""
+
+    def check(self) -> str:
+        """Empty when the tier's state is consistent; else what is wrong."""
+        return ""
 
 
 class PagePool:
     """`total` pages, numbered from 0, of `page_size` tokens each."""
 
     def __init__(self, total: int, page_size: int, root: bytes | None = None) -> None:
-        """`root` is that of the pages' keys; without one nothing is cached."""
+        """`root` is the root of page keys; without one nothing is cached."""
         self.total = total
         self.page_size = page_size
         self.root = root
         self.cache = PrefixCache()
-        self.second_tier: SecondTier | None = None
+        self.lower = LowerTier()
         self._free = FreePages(total)
         self._holders = [0] * total  # leases, by page
         self._leases: set[Lease] = set()
-        self._changed = True  # since the pages were last counted one by one
+        self._changed = True  # since the last full count of pages
 
     @property
     def free(self) -> int:
-        """Pages that can be handed out, the cached among them."""
+        """Pages that can be leased, including the cached."""
         return len(self._free) + self.cache.idle
 
     @property
@@ -146,105 +162,78 @@ class PagePool:
 
     @property
     def cached(self) -> int:
-        """Pages that hold known contents and that nobody has leased."""
+        """Unleased pages with known contents."""
         return self.cache.idle
 
     @property
     def kept(self) -> int:
         """Pages in the second tier."""
-        return len(self.second_tier) if self.second_tier is not None else 0
+        return len(self.lower)
 
     @property
     def ready(self) -> int:
-        """Of the free, those that hold nothing which would be lost."""
+        """Free pages whose reuse loses nothing."""
         return self.free - self.cache.unsaved
 
     @property
     def returning(self) -> bool:
-        """Whether pages come back when the steps and copies under way have ended."""
-        copied = self.second_tier is not None and bool(self.second_tier.leases)
-        return copied or any(lease.released for lease in self._leases)
+        """Whether pages return when the steps and copies in flight have ended."""
+        return bool(self.lower.leases) or any(lease.released for lease in self._leases)
 
     def pages_for(self, tokens: int) -> int:
-        """How many pages hold `tokens` tokens."""
         return -(-tokens // self.page_size)
 
     def chain(self, salt: str) -> KeyChain:
-        """Makes the keys of a request that shares pages with those of the same salt."""
+        """Makes page keys for a request; requests with the same salt share pages."""
         root = None if self.root is None else salted_root(self.root, salt)
         return KeyChain(root, self.page_size)
 
     def cost(self, count: int, keys: Sequence[bytes] = ()) -> int:
-        """How many of the free pages `acquire` would take: all that nobody else has leased."""
+        """Free pages that `acquire` would use: known pages that others lease cost nothing."""
         return count - sum(self._holders[page] > 0 for page in self.cache.find(keys))
 
     def acquire(self, count: int, keys: Sequence[bytes] = ()) -> Lease:
-        """A lease of `count` pages, or Exhausted.
-
-        `keys` are those of its first pages: as many as are known are shared.
-        """
-        cost = self.cost(count, keys)
-        if cost > self.free:
-            raise Exhausted(f"{cost} pages wanted, {self.free} of {self.total} free")
+        """A lease of `count` pages, or Exhausted. Known pages of `keys` are shared."""
+        self._require(self.cost(count, keys))
         found = self.cache.find(keys)
         self.cache.looked_up += len(keys)
         self.cache.found += len(found)
         return self.lease(found, count - len(found))
 
     def lease(self, known: list[int], more: int = 0) -> Lease:
-        """A lease of known pages, to read them, and `more` behind them; these must be free."""
+        """A lease of known pages to read, and of `more` free pages behind them."""
         for page in known:
             self._hold(page)
-        lease = Lease(self, known + self._take(more), len(known))
-        self._leases.add(lease)
-        return lease
+        return self._make_lease(known + self._allocate(more), len(known))
 
     def hold(self, keys: Sequence[bytes]) -> Lease:
-        """A lease of the known pages at the front of `keys`, for a transfer: no request looked
-        for them, and none is counted as found."""
+        """A lease of the known prefix of `keys` for a transfer; not counted as a cache lookup."""
         return self.lease(self.cache.find(keys))
 
     def lease_idle(self, pages: list[int]) -> Lease:
-        """A lease of idle pages, to copy them; they are evicted when they would have been."""
+        """A lease of idle pages for a copy; their order of eviction does not change."""
         for page in pages:
             self.cache.copy(page)
             self._holders[page] += 1
         self._changed = True
-        lease = Lease(self, pages, len(pages))
-        self._leases.add(lease)
-        return lease
-
-    def advance(self) -> None:
-        """Before each step: has the second tier go on."""
-        if self.second_tier is not None:
-            self.second_tier.advance()
-
-    def restore_pages(self, keys: Sequence[bytes]) -> int:
-        """Has pages restored that go on where the cache ends; how many. They are soon found."""
-        return self.second_tier.restore_pages(keys) if self.second_tier is not None else 0
-
-    def is_restoring(self, key: bytes) -> bool:
-        """Whether a page is being restored."""
-        return self.second_tier is not None and self.second_tier.is_restoring(key)
+        return self._make_lease(pages, len(pages))
 
     def check_integrity(self, held: int | None = None) -> str:
         """Empty when every page is free, cached, or held by as many leases as it counts.
 
-        `held` is how many pages the owner knows of, beside those that the second tier copies;
-        more are a leak.
+        `held` is how many pages the owner knows of, without those the second tier copies.
         """
         leased = self._leased_by_owner() if held is not None else 0
         if held is not None and held != leased:
             return f"{leased} pages are leased, but the owner knows of {held}"
         if not self._changed:
             return ""
-        below = self.second_tier.check() if self.second_tier is not None else ""
-        problem = self._count_pages() or self.cache.check() or below
+        problem = self._count_pages() or self.cache.check() or self.lower.check()
         self._changed = bool(problem)
         return problem
 
     def _leased_by_owner(self) -> int:
-        copied = self.second_tier.leases if self.second_tier is not None else []
+        copied = self.lower.leases
         if not copied:
             return self.leased
         leases = self._leases.difference(copied)
@@ -261,25 +250,32 @@ class PagePool:
         return ""
 
     def _occurrences(self, pages: Iterable[int]) -> npt.NDArray[np.int64]:
-        """How often each page is among `pages`."""
         return np.bincount(np.fromiter(pages, np.int64), minlength=self.total)
 
     def _forget(self, page: int) -> None:
         key = self.cache.forget(page)
-        if key is not None and self.second_tier is not None:
-            self.second_tier.forget(key)
+        if key is not None:
+            self.lower.forget(key)
+
+    def _make_lease(self, pages: list[int], found: int) -> Lease:
+        lease = Lease(self, pages, found)
+        self._leases.add(lease)
+        return lease
 
     def _hold(self, page: int) -> None:
         self.cache.wake(page)
         self._holders[page] += 1
         self._changed = True
 
-    def _take(self, count: int) -> list[int]:
+    def _require(self, count: int) -> None:
         if count > self.free:
-            raise Exhausted(f"{count} pages wanted, {self.free} of {self.total} free")
+            raise Exhausted(f"{count} pages requested, {self.free} of {self.total} free")
+
+    def _allocate(self, count: int) -> list[int]:
+        self._require(count)
         if count > len(self._free):
             self._free.add(self.cache.evict(count - len(self._free)))
-        pages = self._free.take(count)
+        pages = self._free.allocate(count)
         for page in pages:
             self._holders[page] = 1
         self._changed = True
@@ -288,7 +284,7 @@ class PagePool:
     def _give_back(self, lease: Lease) -> None:
         self._leases.remove(lease)
         freed = []
-        # Backwards, for the cache to keep a prefix longer than what follows it.
+        # Backwards, so that the cache keeps a prefix longer than what follows it.
         for page in reversed(lease.pages):
             key = lease._copies.get(page)
             if key is not None and not self.cache.store(key, page):
@@ -311,7 +307,12 @@ class PagePool:
 
 
 class FreePages:
-    """At first, the pages from 0 to `total`."""
+    """Free pages as runs of neighbours, at first one run of all `total`.
+
+    Several pages allocated together are neighbours where possible, so that a transfer merges
+    them into few descriptors. Runs are in buckets by length, each twice as wide as the one
+    before: allocation looks at a few buckets, however many runs there are.
+    """
 
     def __init__(self, total: int) -> None:
         self._count = 0
@@ -337,8 +338,8 @@ class FreePages:
                 end = self._remove(end)[1]
             self._insert(start, end)
 
-    def take(self, count: int) -> list[int]:
-        """`count` of the pages; there must be as many."""
+    def allocate(self, count: int) -> list[int]:
+        """`count` pages; there must be as many."""
         pages: list[int] = []
         while len(pages) < count:
             start, end = self._remove(self._choose(count - len(pages)))
@@ -349,7 +350,7 @@ class FreePages:
         return pages
 
     def _choose(self, wanted: int) -> int:
-        """The start of a run that surely holds `wanted` pages, or else of a long one."""
+        """The start of a run that holds `wanted` pages, or else of a long one."""
         fitting = (wanted - 1).bit_length() + 1
         for bucket in self._buckets[fitting:]:
             if bucket:
@@ -369,7 +370,7 @@ class FreePages:
 
 
 def merge_runs(pages: Iterable[int]) -> list[tuple[int, int]]:
-    """`pages` in their given order, as runs [start, end) of consecutive ids."""
+    """`pages` in order, as runs [start, end) of consecutive ids."""
     runs: list[tuple[int, int]] = []
     for page in pages:
         if runs and runs[-1][1] == page:

@@ -1,15 +1,12 @@
-"""Which pages hold known contents: the index of a pool's prefix cache.
+"""The index of a pool's prefix cache: which pages hold known contents.
 
-A page that is full and will not change any more is stored under its key
-(core/page_keys.py), whether a lease holds it or not. Known pages that no lease
-holds are idle; the one that has been idle for the longest is evicted first. A
-lease gives its pages back from the last to the first, so what follows a prefix
-is evicted before the prefix: leaves go first, without a tree.
+A full page is stored under its key (core/page_keys.py), leased or not. Known pages without
+a lease are idle; the longest idle is evicted first. A lease returns its pages from the last
+to the first, so what follows a prefix is evicted before the prefix: leaves go first, without
+a tree. With a second tier, idle pages that it does not hold are unsaved.
 
-Idle pages that are not in the second tier are unsaved, where there is one.
-
-What changes is written down for routers, as the difference to what they were
-told last. Belongs to the pool, and to its thread.
+Changes since the last report to routers are collected as a difference.
+Owned by the pool and its thread.
 """
 
 from __future__ import annotations
@@ -34,16 +31,16 @@ class Changes:
         return len(self.stored) + len(self.evicted)
 
     def store(self, key: bytes) -> None:
-        if key in self.evicted:
-            del self.evicted[key]
-        else:
-            self.stored[key] = None
+        self._move(key, self.evicted, self.stored)
 
     def evict(self, key: bytes) -> None:
-        if key in self.stored:
-            del self.stored[key]
+        self._move(key, self.stored, self.evicted)
+
+    def _move(self, key: bytes, opposite: dict[bytes, None], target: dict[bytes, None]) -> None:
+        if key in opposite:
+            del opposite[key]
         else:
-            self.evicted[key] = None
+            target[key] = None
 
 
 class PrefixCache:
@@ -51,16 +48,15 @@ class PrefixCache:
         self._pages: dict[bytes, int] = {}
         self._keys: dict[int, bytes] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # the longest idle first
-        # Of these, in the same order. The copied have a lease that reads them and keep their place.
-        self._unsaved: OrderedDict[int, None] = OrderedDict()
-        self._copied: set[int] = set()
+        self._unsaved: OrderedDict[int, None] = OrderedDict()  # idle pages, in the same order
+        self._copied: set[int] = set()  # idle pages that a copy leases; they keep their order
         self._changes = Changes()
-        self.below: Container[bytes] | None = None  # what the second tier holds
-        # Counted from the start.
-        self.looked_up = 0  # pages
+        self.below: Container[bytes] | None = None  # keys in the second tier
+        # Totals since the start, in pages.
+        self.looked_up = 0
         self.found = 0
         self.evictions = 0
-        self.lost = 0  # of these, the unsaved
+        self.lost = 0  # evicted while unsaved
 
     def __contains__(self, key: object) -> bool:
         return key in self._pages
@@ -83,12 +79,12 @@ class PrefixCache:
 
     @property
     def keys(self) -> list[bytes]:
-        """Of all known pages, a parent before its children."""
+        """Keys of all known pages, a parent before its children."""
         return list(self._pages)
 
     @property
     def changed(self) -> int:
-        """How many keys came or went since `drain_changes`."""
+        """Keys that came or went since `drain_changes`."""
         return len(self._changes)
 
     def drain_changes(self) -> Changes:
@@ -105,11 +101,8 @@ class PrefixCache:
             pages.append(page)
         return pages
 
-    def knows(self, page: int) -> bool:
-        return page in self._keys
-
     def store(self, key: bytes, page: int) -> bool:
-        """Remembers a page that a lease holds. False when the key has another page already."""
+        """Stores a leased page. False when the key already has another page."""
         if self._pages.setdefault(key, page) != page:
             return False
         self._keys[page] = key
@@ -117,7 +110,7 @@ class PrefixCache:
         return True
 
     def forget(self, page: int) -> bytes | None:
-        """The contents of a page that a lease holds are not to be used again. Its key, if any."""
+        """Drops a leased page's contents; returns its key, if it had one."""
         key = self._keys.pop(page, None)
         if key is not None:
             del self._pages[key]
@@ -125,18 +118,18 @@ class PrefixCache:
         return key
 
     def wake(self, page: int) -> None:
-        """A lease takes a known page."""
+        """Marks a known page as leased."""
         self._idle.pop(page, None)
         self._unsaved.pop(page, None)
         self._copied.discard(page)
 
     def copy(self, page: int) -> None:
-        """A lease takes an idle page, but does not count as use."""
+        """Marks an idle page as leased by a copy, which is no use of it."""
         self._unsaved.pop(page, None)
         self._copied.add(page)
 
     def rest(self, page: int) -> bool:
-        """The last lease gives a page back. False when it is not known, and so free."""
+        """Marks a page as unleased. False when its contents are unknown, so that it is free."""
         self._copied.discard(page)
         if page not in self._keys:
             return False
@@ -146,24 +139,24 @@ class PrefixCache:
         return True
 
     def touch(self, key: bytes) -> None:
-        """Somebody has used a copy of the key's page up to now."""
+        """Counts the end of a copy's use as use of the key's page."""
         page = self._pages[key]
         for order in (self._idle, self._unsaved):
             if page in order:
                 order.move_to_end(page)
 
     def oldest_unsaved(self, count: int) -> list[tuple[bytes, int]]:
-        """Keys and pages of those that have been idle for the longest."""
+        """Keys and pages of the longest idle."""
         return [(self._keys[page], page) for page in itertools.islice(self._unsaved, count)]
 
     def unsave(self, key: bytes) -> None:
-        """The second tier does not hold this page any more."""
+        """Notes that the second tier no longer holds this page."""
         page = self._pages.get(key)
         if page is not None and page in self._idle and page not in self._copied:
             self._unsaved[page] = None
 
     def evict(self, count: int) -> list[int]:
-        """The `count` pages that have been idle for the longest, which hold nothing now."""
+        """Evicts the `count` longest idle pages and returns them."""
         pages = list(itertools.islice((p for p in self._idle if p not in self._copied), count))
         before = len(self._unsaved)
         for page in pages:
@@ -175,7 +168,7 @@ class PrefixCache:
         return pages
 
     def check(self) -> str:
-        """Empty when the index agrees with itself; else what is wrong."""
+        """Empty when the index is consistent; else what is wrong."""
         pages = map(self._pages.get, self._keys.values())
         if len(self._pages) != len(self._keys) or not all(map(eq, pages, self._keys)):
             return "a key and its page do not know each other"
@@ -187,7 +180,7 @@ class PrefixCache:
 
 
 class KeyChain:
-    """The keys of one request's pages, hashed as its tokens come, each once."""
+    """The keys of one request's pages, each hashed once as its tokens come."""
 
     __slots__ = ("_keys", "_root", "page_size")
 
@@ -198,7 +191,7 @@ class KeyChain:
         self._keys: list[bytes] = []
 
     def keys(self, tokens: Sequence[int], length: int) -> list[bytes]:
-        """Of the pages that the first `length` tokens fill. `tokens` only ever grow."""
+        """Keys of the pages that the first `length` tokens fill. `tokens` may only grow."""
         known, full = len(self._keys), length // self.page_size
         if full > known and self._root is not None:
             parent = self._keys[-1] if known else self._root
@@ -207,9 +200,9 @@ class KeyChain:
         return self._keys[:full]
 
     def to_find(self, tokens: Sequence[int]) -> list[bytes]:
-        """Of the pages that may be taken from a cache: the last token is always computed."""
+        """Keys of the pages that a cache may provide: the last token is always computed."""
         return self.keys(tokens, len(tokens) - 1)
 
     def names(self, place: int, key: bytes) -> bool:
-        """Whether its page number `place` has this key, as far as it was asked for."""
+        """Whether page number `place` has this key, as far as keys were made."""
         return place < len(self._keys) and self._keys[place] == key

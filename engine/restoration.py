@@ -1,10 +1,10 @@
-"""Pages on their way from the second tier into leased pages of the pool.
+"""Pages on their way from the second tier into leased pages of the pool, and what that costs.
 
-    under way ─▶ ended: the first `done` pages are there
-        └─ cancel ─▶ as ended, and no other page is written any more
+    under way ─▶ ended: the first `done` pages are restored
+        └─ cancel ─▶ as ended, and no further page is written
 
-The pool's thread makes it, may cancel it and settles it; `run` is for the thread
-that copies. Pages are brought back in order, up to the first that cannot be.
+The pool's thread makes a restoration, may cancel it and settles it; `run` is called by the
+copying thread. Pages are restored in order, up to the first that cannot be.
 """
 
 from __future__ import annotations
@@ -12,31 +12,49 @@ from __future__ import annotations
 import enum
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from baton.engine.file_tier import PageBytes
+from baton.engine.file_tier import FileTier
 from baton.engine.host_tier import PageMemory
 from baton.engine.page_pool import Lease
 
-ReadFile = Callable[[bytes, PageBytes], bool]
-"""Fills the second with the page of the first, if there is a sound file."""
+KEEP = 0.9
+"""Weight of earlier measurements when a new one comes."""
+FADE = 0.99
+"""A tier found too slow is assumed a little faster each time, so that it is tried again."""
+
+
+class Tier(enum.StrEnum):
+    """Where a page outside the pool is. The values are metric labels."""
+
+    HOST = "host"
+    FILES = "files"
+
+
+@dataclass(slots=True)
+class TierCounts:
+    """Pages of one tier, counted from the start."""
+
+    hits: int = 0  # found for a prompt
+    restored: int = 0
+    stored: int = 0
+    evicted: int = 0  # to make room for others
+    dropped: int = 0  # left the tier above before they could be stored
+    damaged: int = 0
 
 
 @dataclass(eq=False)
 class Restoration:
-    # Of the lease's pages, from the first; those of `rows` are brought back.
-    keys: Sequence[bytes]
+    keys: Sequence[bytes]  # of the lease's pages; the last len(rows) are restored
     lease: Lease
-    # Where each page to be brought back is; None where it is in a file.
-    rows: Sequence[int | None]
-    moved: float = field(default_factory=time.monotonic)  # when it began, or the last page came
+    rows: Sequence[int | None]  # where each page to restore is; None: in a file
+    moved: float = field(default_factory=time.monotonic)  # start, or time of the last page
     done: int = 0
-    damaged: bool = False  # the page after those could not be read
+    damaged: bool = False  # the page after the `done` ones could not be read
     seconds: dict[Tier, float] = field(default_factory=lambda: dict.fromkeys(Tier, 0.0))
     _cancelled: bool = False
-    # Held while a page of the lease is written.
-    _writing: threading.Lock = field(default_factory=threading.Lock)
+    _writing: threading.Lock = field(default_factory=threading.Lock)  # held for each page
 
     @property
     def found(self) -> int:
@@ -45,7 +63,7 @@ class Restoration:
 
     @property
     def missing(self) -> Sequence[bytes]:
-        """The keys of the pages to be brought back."""
+        """Keys of the pages to restore."""
         return self.keys[self.found :]
 
     @property
@@ -53,15 +71,15 @@ class Restoration:
         return [Tier.FILES if row is None else Tier.HOST for row in self.rows]
 
     def cancel(self) -> None:
-        """When this returns, no page of the lease is written any more."""
+        """After this returns no page of the lease is written."""
         with self._writing:
             self._cancelled = True
 
-    def run(self, memory: PageMemory, read_file: ReadFile) -> None:
+    def run(self, memory: PageMemory, files: FileTier | None) -> None:
         pages = self.lease.pages[self.found :]
         for key, row, page, tier in zip(self.missing, self.rows, pages, self.tiers, strict=True):
             began = time.monotonic()
-            if row is None and not read_file(key, memory.row(memory.staging)):
+            if row is None and (files is None or not files.read(key, memory.row(memory.staging))):
                 self.damaged = True
                 return
             with self._writing:
@@ -73,21 +91,8 @@ class Restoration:
             self.seconds[tier] += self.moved - began
 
 
-KEEP = 0.9
-"""What a measurement counts for, once another has come."""
-FADE = 0.99
-"""A tier that is found too slow is believed a little faster each time: it is tried again."""
-
-
-class Tier(enum.StrEnum):
-    """Where a page is that is not in the pool. The values are labels of metrics."""
-
-    HOST = "host"
-    FILES = "files"
-
-
-class Pace:
-    """Seconds a unit."""
+class UnitCost:
+    """Seconds per unit; recent measurements count the most."""
 
     def __init__(self) -> None:
         self._units = 0.0
@@ -102,7 +107,7 @@ class Pace:
         """0 before the first measurement."""
         return self._seconds / self._units if self._units else 0.0
 
-    def note(self, units: int, seconds: float) -> None:
+    def add(self, units: int, seconds: float) -> None:
         if units:
             self._units = KEEP * self._units + units
             self._seconds = KEEP * self._seconds + seconds
@@ -112,13 +117,18 @@ class Pace:
 
 
 class RestoreCosts:
+    """Compares measured costs: copying a page from each tier, and computing a prompt token.
+
+    What was never measured is tried.
+    """
+
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
-        self.compute = Pace()  # tokens
-        self.copies = {tier: Pace() for tier in Tier}  # pages
+        self.compute = UnitCost()  # tokens
+        self.copies = {tier: UnitCost() for tier in Tier}  # pages
 
     def pays(self, tiers: list[Tier], queued: list[Tier]) -> bool:
-        """Whether pages of these tiers, behind those queued, come sooner than by compute."""
+        """Whether pages of these tiers, behind those queued, arrive sooner than by compute."""
         if not self.compute.known:
             return True
         copy = sum(self.copies[tier].each for tier in (*queued, *tiers))

@@ -1,4 +1,4 @@
-"""Where pages go that are evicted from the pool, and come back from.
+"""The tier behind the page pool: evicted pages in host memory and files.
 
     ┌──────────────────┐ save  ┌─────────────────────┐ write ┌─────────────┐
     │ the pool's pages │──────▶│ rows of host memory │──────▶│    files    │
@@ -7,19 +7,19 @@
               ▲        restore                                      │
               └─────────────────────────────────────────────────────┘
 
-Saving: a copy reads only pages that it holds a lease on, so nothing writes them
-meanwhile. Cached pages are copied before they are wanted, the longest idle first,
-one batch at a time: without files those that will soon be evicted, with files
-all. A page that is evicted before its turn is lost: nobody waits for a copy.
+Saving: a copy reads only pages that it leases, so nothing writes them meanwhile. Cached pages
+are copied before they are evicted, the longest idle first, one batch at a time: without files
+only those that will soon be evicted, with files all. A page evicted before its turn is lost;
+nothing waits for a copy.
 
-Restoring: `restore_pages` leases the pages that a prompt finds in the pool, and empty
-ones behind them; has these filled, names them, and gives all back. The prompt,
-which has waited, then finds them in the pool. Whatever becomes of it meanwhile,
-the pages are the restoration's. What cannot be read is computed; a restorer that
-stands still for `STALL_SECONDS` is not waited for.
+Restoring: `restore_pages` leases the pages that a prompt finds in the pool and free ones
+behind them, has these filled, names them and releases all. The prompt, which has waited,
+then finds them in the pool. The pages belong to the restoration, whatever becomes of the
+prompt. What cannot be read is computed; a restoring thread without progress for
+`STALL_SECONDS` is not waited for.
 
-Copies run on threads of their own. The pool's thread, to which all of this
-belongs, hears of them in `advance`, before each step; `wake` has it look.
+Copies run on threads of their own. The pool's thread, which owns all of this, settles them
+in `advance`, before each step; `wake` makes it look.
 """
 
 from __future__ import annotations
@@ -34,25 +34,32 @@ from pathlib import Path
 from typing import Protocol
 
 from baton.core.errors import Internal
-from baton.engine.file_tier import FileEvent, FileTier, Listed, PageBytes, PageForm, Written
+from baton.engine.file_tier import FileEvent, FileTier, Listed, PageForm, Written
 from baton.engine.host_tier import HostTier, PageMemory
-from baton.engine.page_pool import Lease, PagePool
+from baton.engine.page_pool import Lease, LowerTier, PagePool
 from baton.engine.prefix_cache import Changes
-from baton.engine.restoration import Restoration, RestoreCosts, Tier
+from baton.engine.restoration import Restoration, RestoreCosts, Tier, TierCounts
+
+BATCH = 16
+"""Pages saved at a time; in a small pool an eighth of it."""
+READY_SHARE = 4
+"""Without files, one in READY_SHARE of the pool's pages can be reused without a loss."""
+STALL_SECONDS = 1.0
 
 Task = Callable[[], None]
 
 
 class Background(Protocol):
-    def submit(self, task: Task) -> None:
-        """Has `task` run, after all that were submitted before."""
+    """Runs tasks beside the engine thread, one after the other."""
+
+    def submit(self, task: Task) -> None: ...
 
     def stop(self, seconds: float) -> None:
-        """Lets what was submitted end, for so long at most."""
+        """Waits at most `seconds` for the submitted tasks."""
 
 
 class BackgroundThread:
-    """A thread that does not keep its process alive. What a task raises ends it."""
+    """A thread that does not keep its process alive. An exception in a task ends it."""
 
     def __init__(self, name: str, on_crash: Callable[[BaseException], None]) -> None:
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
@@ -75,25 +82,7 @@ class BackgroundThread:
             self._on_crash(error)
 
 
-BATCH = 16
-"""Pages that are saved at a time; in a small pool an eighth of it."""
-READY_SHARE = 4
-"""Without files, one in so many of the pool's pages can be had without a loss."""
-STALL_SECONDS = 1.0
-
 MakeBackground = Callable[[str, Callable[[BaseException], None]], Background]
-
-
-@dataclass(slots=True)
-class TierCounts:
-    """Pages of one tier, counted from the start."""
-
-    hits: int = 0  # found for a prompt
-    restored: int = 0
-    stored: int = 0
-    evicted: int = 0  # to make room for others
-    dropped: int = 0  # that left the tier above before they could be stored
-    damaged: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,14 +93,11 @@ class Save:
     lease: Lease
     rows: Sequence[int]
 
-    def run(self, memory: PageMemory) -> None:
-        memory.save(list(zip(self.lease.pages, self.rows, strict=True)))
-
 
 Event = Save | Restoration | FileEvent | BaseException
 
 
-class SecondTier:
+class SecondTier(LowerTier):
     def __init__(
         self,
         pool: PagePool,
@@ -126,7 +112,7 @@ class SecondTier:
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._saver = make_background("save-pages", self._post)
         self._restorer = make_background("restore-pages", self._post)
-        self._writer: Background  # of files, where there are any
+        self._writer: Background  # with files
         self.ready_pages = pool.total // READY_SHARE
         self._batch = max(1, min(BATCH, pool.total // 8))
         self.host = HostTier(memory.staging)
@@ -135,23 +121,23 @@ class SecondTier:
         self._saving: Save | None = None
         self._restoring: dict[Restoration, None] = {}
         self._coming: set[bytes] = set()
-        self._given_up: set[Restoration] = set()  # but not by their thread yet
+        self._abandoned: set[Restoration] = set()  # but still running
         self._changes = Changes()
         self._counts = {tier: TierCounts() for tier in Tier}
         self.costs = RestoreCosts(pool.page_size)
-        pool.second_tier = pool.cache.below = self
+        pool.lower = pool.cache.below = self
 
     def open_files(self, folder: Path, budget: int, form: PageForm) -> None:
         self._writer = self._make_background("write-pages", self._post)
         self.files = FileTier(folder, budget, form, self._writer.submit, self._post)
 
-    # What is there.
+    # Contents.
 
     def __contains__(self, key: object) -> bool:
         return key in self.host or (self.files is not None and key in self.files)
 
     def __len__(self) -> int:
-        """How many pages there are, those in both tiers once."""
+        """Pages; one that is in both tiers counts once."""
         return self._pages
 
     @property
@@ -165,7 +151,7 @@ class SecondTier:
 
     @property
     def changed(self) -> int:
-        """How many keys came or went since `drain_changes`."""
+        """Keys that came or went since `drain_changes`."""
         return len(self._changes)
 
     def drain_changes(self) -> Changes:
@@ -177,27 +163,22 @@ class SecondTier:
         self._counts[Tier.HOST].dropped = self._pool.cache.lost
         return self._counts
 
-    # What the pool and the schedulers ask.
+    # For the pool and the schedulers.
 
     @property
     def leases(self) -> list[Lease]:
-        """Of pages that are being copied."""
         saving = [self._saving.lease] if self._saving else []
         return saving + [job.lease for job in self._restoring]
 
     def is_restoring(self, key: bytes) -> bool:
-        """Whether this page is being brought back."""
         return key in self._coming
 
     def restore_pages(self, keys: Sequence[bytes]) -> int:
-        """Begins to restore what follows the pages of `keys` that the pool holds.
-
-        How many pages that is: none where nothing is there, or computing it takes less.
-        """
+        """Returns 0 where nothing is kept, or computing it takes less time."""
         known = self._pool.cache.find(keys)
         rows = list(self._rows(keys[len(known) :]))
         job_keys = keys[: len(known) + len(rows)]
-        if not rows or self._given_up or not self._pays(rows):
+        if not rows or self._abandoned or not self._pays(rows):
             return 0
         if self._pool.cost(len(job_keys), keys) > self._pool.free:
             return 0
@@ -207,44 +188,42 @@ class SecondTier:
                 self.host.pin(row)
         self._restoring[job] = None
         self._coming.update(job.missing)
-        self._restorer.submit(lambda: self._restore(job))
+        self._restorer.submit(lambda: self._run_restoration(job))
         return len(rows)
 
     def forget(self, key: bytes) -> None:
-        """What this page holds is not to be used again."""
         if key in self:
             self.host.remove(key)
             if self.files is not None:
                 self.files.remove(key)
-            self._note_absent(key)
+            self._note_removed(key)
 
     def check(self) -> str:
-        """Empty when all of it agrees with itself; else what is wrong."""
         missing = {key for job in self._restoring for key in job.missing}
         if missing != self._coming:
             return "a page counts as coming from the second tier and is not"
         if len(self.keys) != self._pages:
             return f"the second tier has {len(self.keys)} pages and counts {self._pages}"
-        return self.host.check(taken=len(self._saving.rows) if self._saving else 0)
+        return self.host.check(allocated=len(self._saving.rows) if self._saving else 0)
 
     # The loop.
 
     def advance(self) -> None:
-        """Takes notice of copies that have ended, and begins others. Never waits."""
         while not self._events.empty():
             self._settle(self._events.get())
-        self._give_up_what_stalls()
+        self._abandon_stalled()
         if self._saving is None:
-            self._save(self._pool.cache.oldest_unsaved(self._how_many_to_save()))
+            self._save(self._pool.cache.oldest_unsaved(self._pages_to_save()))
 
     def close(self, seconds: float, *, save: bool = True) -> None:
         """Stops all copies within `seconds`; with files, saves what the pool holds first."""
         deadline = time.monotonic() + seconds
+        backgrounds = [self._saver, self._restorer]
         if self.files is not None:
             if save:
                 self._flush(self.files, deadline)
-            self._writer.stop(max(0.0, deadline - time.monotonic()))
-        for background in (self._saver, self._restorer):
+            backgrounds.insert(0, self._writer)
+        for background in backgrounds:
             background.stop(max(0.0, deadline - time.monotonic()))
 
     def _flush(self, files: FileTier, deadline: float) -> None:
@@ -255,7 +234,7 @@ class SecondTier:
             self.advance()
 
     def _post(self, event: Event) -> None:
-        """From any thread."""
+        """Called from any thread."""
         self._events.put(event)
         self._wake()
 
@@ -263,45 +242,45 @@ class SecondTier:
         match event:
             case Save():
                 self._end_save(event)
-            case Restoration() if event in self._given_up:
-                self._given_up.remove(event)
+            case Restoration() if event in self._abandoned:
+                self._abandoned.remove(event)
             case Restoration():
                 self._end_restoration(event)
             case Written():
                 self._end_write(event)
             case Listed():
-                self._take_listed(event)
+                self._end_listing(event)
             case BaseException():
                 raise Internal(f"a thread that copies pages stopped: {event!r}")
 
     # Saving.
 
-    def _how_many_to_save(self) -> int:
+    def _pages_to_save(self) -> int:
         cache = self._pool.cache
-        files = self.files if self.files is not None and self.files.takes_pages else None
-        # Whoever wants pages finds some, also while others are copied.
+        files = self.files if self.files is not None and self.files.accepts_pages else None
+        # Leaves pages to allocate while others are copied.
         wanted = min(self._batch, self._pool.free // 2)
         if files is None:
             wanted = min(wanted, self.ready_pages - self._pool.ready)
-        # What is saved must not push out what was saved a moment ago.
+        # New saves must not evict recent ones.
         room = max(self.host.rows, files.capacity if files else 0)
         return max(0, min(wanted, -(-room // 2) - (cache.idle - cache.unsaved)))
 
     def _save(self, batch: list[tuple[bytes, int]]) -> None:
-        """`batch` has the keys of idle pages, and the pages."""
+        """Starts to save idle pages, given with their keys."""
         rows: list[int] = []
-        while len(rows) < len(batch) and (taken := self.host.take()):
-            row, gone = taken
+        while len(rows) < len(batch) and (allocated := self.host.allocate()):
+            row, evicted = allocated
             rows.append(row)
-            if gone is not None:
-                self._note_evicted(Tier.HOST, gone)
+            if evicted is not None:
+                self._note_evicted(Tier.HOST, evicted)
         if rows:
             keys, pages = zip(*batch[: len(rows)], strict=True)
             save = self._saving = Save(keys, self._pool.lease_idle(list(pages)), rows)
             self._saver.submit(lambda: self._run_save(save))
 
     def _run_save(self, save: Save) -> None:
-        save.run(self._memory)
+        self._memory.save(list(zip(save.lease.pages, save.rows, strict=True)))
         self._post(save)
 
     def _end_save(self, save: Save) -> None:
@@ -310,49 +289,48 @@ class SecondTier:
             if self._pool.cache.find([key]) == [page]:
                 self._store(key, row)
             else:
-                self.host.give_back(row)  # forgotten meanwhile
+                self.host.free(row)  # forgotten meanwhile
         save.lease.release()
 
     def _store(self, key: bytes, row: int) -> None:
         if key not in self:
-            self._note_new(key)
+            self._note_added(key)
         self.host.store(key, row)
         self._counts[Tier.HOST].stored += 1
         if self.files is None or key in self.files:
             return
-        if not self.files.takes_pages:
+        if not self.files.accepts_pages:
             self._counts[Tier.FILES].dropped += 1
             return
         self.host.pin(row)
-        for gone in self.files.write(key, row, self._memory.row(row)):
-            self._note_evicted(Tier.FILES, gone)
+        for evicted in self.files.write(key, row, self._memory.row(row)):
+            self._note_evicted(Tier.FILES, evicted)
 
     def _end_write(self, event: Written) -> None:
         assert self.files is not None
         self.host.unpin(event.row)
         if not self.files.on_written(event):
-            self._note_absent(event.key)
+            self._note_removed(event.key)
         self._counts[Tier.FILES].stored += event.error is None
 
-    def _take_listed(self, event: Listed) -> None:
+    def _end_listing(self, event: Listed) -> None:
         assert self.files is not None
         new = [key for key in event.keys if key not in self]
-        gone = self.files.on_listed(event)
-        self._counts[Tier.FILES].evicted += len(gone)
+        self._counts[Tier.FILES].evicted += len(self.files.on_listed(event))
         for key in new:
             if key in self.files:
-                self._note_new(key)
+                self._note_added(key)
 
-    def _note_new(self, key: bytes) -> None:
+    def _note_added(self, key: bytes) -> None:
         self._pages += 1
         self._changes.store(key)
 
     def _note_evicted(self, tier: Tier, key: bytes) -> None:
         self._counts[tier].evicted += 1
-        self._note_absent(key)
+        self._note_removed(key)
 
-    def _note_absent(self, key: bytes) -> None:
-        """A key has left one tier; perhaps it was the last that it was in."""
+    def _note_removed(self, key: bytes) -> None:
+        """A key has left one tier; perhaps the last that held it."""
         if key not in self:
             self._pages -= 1
             self._changes.evict(key)
@@ -361,7 +339,7 @@ class SecondTier:
     # Restoring.
 
     def _rows(self, keys: Sequence[bytes]) -> Iterator[int | None]:
-        """Where the pages of the longest prefix of `keys` are that is here; None is a file."""
+        """Rows of the longest kept prefix of `keys`; None for a page in a file."""
         for key in keys:
             if key not in self or key in self._coming or key in self._pool.cache:
                 return
@@ -374,12 +352,9 @@ class SecondTier:
         queued = [tier for job in self._restoring for tier in job.tiers[job.done :]]
         return self.costs.pays(tiers, queued)
 
-    def _restore(self, job: Restoration) -> None:
-        job.run(self._memory, self._read_file)
+    def _run_restoration(self, job: Restoration) -> None:
+        job.run(self._memory, self.files)
         self._post(job)
-
-    def _read_file(self, key: bytes, into: PageBytes) -> bool:
-        return self.files is not None and self.files.read(key, into)
 
     def _end_restoration(self, job: Restoration) -> None:
         del self._restoring[job]
@@ -389,14 +364,10 @@ class SecondTier:
                 self.host.unpin(row)
         job.lease.name(job.keys[: job.found + job.done])
         job.lease.release()
-        self._learn(job)
-
-    def _learn(self, job: Restoration) -> None:
-        """From a restoration that has ended."""
         came = job.tiers[: job.done]
         for tier in Tier:
             self._counts[tier].restored += came.count(tier)
-            self.costs.copies[tier].note(came.count(tier), job.seconds[tier])
+            self.costs.copies[tier].add(came.count(tier), job.seconds[tier])
         used = job.missing[: job.done][::-1]
         self.host.touch(used)
         if self.files is not None:
@@ -405,11 +376,15 @@ class SecondTier:
             self._counts[Tier.FILES].damaged += 1
             self.forget(job.missing[job.done])
 
-    def _give_up_what_stalls(self) -> None:
+    def _abandon_stalled(self) -> None:
         if not self._restoring:
             return
         if time.monotonic() - max(job.moved for job in self._restoring) > STALL_SECONDS:
             for job in list(self._restoring):
                 job.cancel()
-                self._given_up.add(job)
+                self._abandoned.add(job)
                 self._end_restoration(job)
+
+
+def second_tier_of(pool: PagePool) -> SecondTier | None:
+    return pool.lower if isinstance(pool.lower, SecondTier) else None

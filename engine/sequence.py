@@ -121,4 +121,4 @@ def next_page_pending(keys: list[bytes], pool: PagePool, sequences: Iterable[Seq
     if place == len(keys):
         return False
     key = keys[place]
-    return pool.is_restoring(key) or any(each.will_name(place, key) for each in sequences)
+    return pool.lower.is_restoring(key) or any(each.will_name(place, key) for each in sequences)

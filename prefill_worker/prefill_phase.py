@@ -138,7 +138,7 @@ class PrefillPhase:
                 raise Internal(f"the transfer thread stopped: {event.reason}")
 
     def step(self) -> bool:
-        self._pool.advance()
+        self._pool.lower.advance()
         plan = self._scheduler.next()
         if not plan and not self._steps.any:
             return self._break_deadlock()

@@ -137,7 +137,7 @@ class PrefillScheduler:
         pages = self._pool.pages_for(len(work.prompt_tokens))
         if self._pool.cost(pages, keys) > self._pool.free:
             return False
-        if coming := self._pool.restore_pages(keys):
+        if coming := self._pool.lower.restore_pages(keys):
             prompt.restored += coming
             return self._start_next()
         self.remove(work.key)

@@ -25,7 +25,7 @@ from baton.engine.engine import Engine
 from baton.engine.file_tier import PageForm
 from baton.engine.gpu.device import GpuSettings
 from baton.engine.host_tier import PageMemory, page_memory
-from baton.engine.second_tier import BATCH, BackgroundThread, SecondTier
+from baton.engine.second_tier import BATCH, BackgroundThread, SecondTier, second_tier_of
 from baton.kv_transfer.pool_digest import choose_digest
 from baton.kv_transfer.pool_layout import LAYOUT_VERSION, HeadRange, cache_root
 from baton.kv_transfer.routed_transport import choose_transport
@@ -255,7 +255,7 @@ def close_second_tier(
 ) -> None:
     """Writes pages to files for at most `seconds`; removes the files of a worker that leaves for
     good, since no other worker would find them."""
-    tier, root = engine.pool.second_tier, engine.pool.root
+    tier, root = second_tier_of(engine.pool), engine.pool.root
     if tier is None or root is None:
         return
     tier.close(seconds, save=not for_good)

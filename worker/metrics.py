@@ -9,8 +9,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from baton.core import metrics as names
 from baton.core.types import Role
 from baton.engine.page_pool import PagePool
-from baton.engine.restoration import Tier
-from baton.engine.second_tier import SecondTier, TierCounts
+from baton.engine.restoration import Tier, TierCounts
+from baton.engine.second_tier import SecondTier, second_tier_of
 from baton.v1 import worker_pb2 as pb
 
 _LABELS = ["worker", "role"]
@@ -108,9 +108,9 @@ class WorkerMetrics:
         for name, now, before in zip(_CACHE_COUNTERS, counts, self._cache_counts, strict=True):
             self._counters[name].inc(now - before)
         self._cache_counts = counts
-        if pool.second_tier is not None:
+        if (second_tier := second_tier_of(pool)) is not None:
             self._tiers = self._tiers or TierMetrics(self.registry, self._labels)
-            self._tiers.update(pool.second_tier)
+            self._tiers.update(second_tier)
 
     def _gauge(self, name: str, *labels: str) -> Gauge:
         return Gauge(name, names.HELP[name], [*_LABELS, *labels], registry=self.registry)

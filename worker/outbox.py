@@ -11,6 +11,7 @@ import math
 import time
 
 from baton.engine.page_pool import PagePool
+from baton.engine.second_tier import second_tier_of
 from baton.v1 import worker_pb2 as pb
 
 MAX_BACKLOG = 100_000
@@ -93,7 +94,7 @@ class CacheFeed:
 
     def __init__(self, pool: PagePool, outbox: Outbox) -> None:
         self._cache = pool.cache
-        self._second_tier = pool.second_tier
+        self._second_tier = second_tier_of(pool)
         self._outbox = outbox
         self._number = 0
         self._published = -math.inf

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from baton.core.errors import BatonError
 from baton.core.types import DeviceEvent, Logprobs
 from baton.engine.engine import Engine
+from baton.engine.second_tier import second_tier_of
 from baton.engine.sequence import Sequence
 from baton.engine.step import FinishedStep, InFlightStep, Plan, Scored
 from baton.worker.metrics import WorkerMetrics
@@ -80,10 +81,10 @@ class StepPipeline:
 
     def _observe_compute(self, plan: Plan, seconds: float) -> None:
         """Updates the cost of computing prompts, which the second tier compares with its own."""
-        tier = self._engine.pool.second_tier
+        tier = second_tier_of(self._engine.pool)
         tokens = sum(chunk.count for chunk in plan if chunk.count > 1)
         if tier is not None and tokens >= self._engine.pool.page_size:
-            tier.costs.compute.note(tokens, seconds)
+            tier.costs.compute.add(tokens, seconds)
 
 
 def launch(engine: Engine, plan: Plan) -> InFlightStep:

@@ -9,6 +9,7 @@ from baton.core.types import AttemptKey, Role
 from baton.decode_worker.decode_phase import DecodePhase
 from baton.engine.page_pool import Lease
 from baton.engine.restoration import Tier
+from baton.engine.second_tier import second_tier_of
 from baton.kv_transfer.receiver import ReceiverState
 from baton.prefill_worker.prefill_phase import PrefillPhase
 
@@ -45,7 +46,7 @@ class Checks:
             raise Violation(f"{key} writes into pages of {receiver.agent} that it does not hold")
         pool = receiver.engine.pool
         for page in write.remote_pages:
-            if pool.cache.knows(page) or pool._holders[page] != 1:
+            if page in pool.cache.known_pages or pool._holders[page] != 1:
                 raise Violation(f"{key} writes into page {page}, which others may read")
         if expected.receiver.state is ReceiverState.QUARANTINED:
             what = "fetched" if receiver.kind is Role.PREFILL else "pushed"
@@ -81,7 +82,7 @@ class Checks:
             cache = worker.engine.pool.cache
             self._counts["pages found"] += cache.found
             self._counts["evictions"] += cache.evictions
-            tier = worker.engine.pool.second_tier
+            tier = second_tier_of(worker.engine.pool)
             if tier is not None:
                 self._counts["pages restored"] += tier.counts[Tier.HOST].restored
             for key in cache.keys:

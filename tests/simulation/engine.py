@@ -84,7 +84,7 @@ class SimulatedEngine:
         return token
 
     def _check_write(self, page: int) -> None:
-        if self.pool.cache.knows(page) or self.pool._holders[page] != 1:
+        if page in self.pool.cache.known_pages or self.pool._holders[page] != 1:
             raise Violation(f"a step writes into page {page}, which others may read")
 
     def _find(self, lease: Lease, position: int) -> tuple[list[int], int]:

@@ -93,15 +93,15 @@ class TieredPool:
 
     def settle(self) -> None:
         """Lets all copies end, and those that follow from them."""
-        self.pool.advance()
+        self.pool.lower.advance()
         while any(background.tasks for background in self.backgrounds.values()):
             for background in self.backgrounds.values():
                 background.run()
-            self.pool.advance()
+            self.pool.lower.advance()
 
     def found(self, text: str) -> str:
         """How much of a text the pool holds, after what can be brought back has been."""
-        self.pool.restore_pages(keys(text))
+        self.pool.lower.restore_pages(keys(text))
         self.settle()
         with self.compute(text) as lease:
             return text[: lease.found]

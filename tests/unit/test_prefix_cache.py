@@ -263,7 +263,7 @@ class Model:
         holder = self.draw.choice(self.holders)
         if holder.written < len(holder.lease):
             page = holder.lease.pages[holder.written]
-            assert not self.pool.cache.knows(page), "a known page is written"
+            assert page not in self.pool.cache.known_pages, "a known page is written"
             assert sum(page in other.lease.pages for other in self.holders) == 1
             holder.written += 1
             self.memory[page] = holder.text[: holder.written]

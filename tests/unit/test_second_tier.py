@@ -51,7 +51,7 @@ def test_nothing_is_copied_while_there_are_empty_pages() -> None:
 def test_a_page_that_is_wanted_before_it_is_saved_is_lost_and_nobody_waits() -> None:
     made = TieredPool(pages=8)
     made.keep("abcdefgh")
-    made.pool.advance()
+    made.pool.lower.advance()
     assert made.backgrounds["save-pages"].tasks, "a copy has begun, and not ended"
     assert made.pool.free == 7
     with made.pool.acquire(7):
@@ -66,7 +66,7 @@ def test_half_of_what_is_free_can_be_had_while_pages_are_copied() -> None:
     made = TieredPool(pages=80, rows=80)
     made.keep("abcdefgh")
     with made.pool.acquire(72):
-        made.pool.advance()
+        made.pool.lower.advance()
         assert (made.pool.free, made.pool.leased) == (4, 76)
         with made.pool.acquire(4):
             made.settle()
@@ -77,7 +77,7 @@ def test_pages_that_are_being_saved_count_as_returning() -> None:
     made = TieredPool(pages=8)
     made.keep("abcdefgh")
     assert not made.pool.returning
-    made.pool.advance()
+    made.pool.lower.advance()
     assert made.pool.returning
     made.settle()
     assert not made.pool.returning
@@ -87,11 +87,11 @@ def test_a_prompt_waits_for_its_pages_and_then_finds_them() -> None:
     made = full()
     made.keep("x")
     made.settle()
-    assert made.pool.restore_pages(keys("a")) == 1
-    assert made.pool.is_restoring(keys("a")[0])
-    assert made.pool.restore_pages(keys("a")) == 0, "it is under way"
+    assert made.pool.lower.restore_pages(keys("a")) == 1
+    assert made.pool.lower.is_restoring(keys("a")[0])
+    assert made.pool.lower.restore_pages(keys("a")) == 0, "it is under way"
     made.settle()
-    assert not made.pool.is_restoring(keys("a")[0])
+    assert not made.pool.lower.is_restoring(keys("a")[0])
     with made.compute("a") as lease:
         assert lease.found == 1
 
@@ -104,7 +104,7 @@ def test_the_prefix_that_a_restoration_follows_stays_in_the_pool(tmp_path: Path)
     made.settle()
     held = len(made.pool.cache.find(keys("abcdef")))
     assert 0 < held < 6
-    assert made.pool.restore_pages(keys("abcdef")) == 6 - held
+    assert made.pool.lower.restore_pages(keys("abcdef")) == 6 - held
     with made.pool.acquire(2):  # would evict the prefix, which has been idle for the longest
         made.settle()
         assert made.found("abcdef") == "abcdef"
@@ -126,7 +126,7 @@ def test_what_a_failed_step_has_read_is_not_brought_back(tmp_path: Path) -> None
 def test_what_is_forgotten_while_it_is_saved_is_not_kept(tmp_path: Path) -> None:
     made = TieredPool(folder=tmp_path)
     made.keep("ab")
-    made.pool.advance()
+    made.pool.lower.advance()
     with made.compute("ab") as lease:
         lease.forget()
     made.settle()
@@ -137,14 +137,14 @@ def test_what_is_forgotten_while_it_is_saved_is_not_kept(tmp_path: Path) -> None
 def test_a_restorer_that_stands_still_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     made = full()
     made.keep("xy")
-    assert made.pool.restore_pages(keys("a")) == 1
+    assert made.pool.lower.restore_pages(keys("a")) == 1
     with monkeypatch.context() as patch:
         patch.setattr(second_tier, "STALL_SECONDS", 0.0)
-        made.pool.advance()
-    assert not made.pool.is_restoring(keys("a")[0])
+        made.pool.lower.advance()
+    assert not made.pool.lower.is_restoring(keys("a")[0])
     assert made.pool.check_integrity(held=0) == ""
     before = made.kv.clone()
-    assert made.pool.restore_pages(keys("a")) == 0, "its thread may still stand still"
+    assert made.pool.lower.restore_pages(keys("a")) == 0, "its thread may still stand still"
     made.backgrounds["restore-pages"].run()
     assert made.kv.equal(before), "no page is written once it was given up"
     made.settle()
@@ -155,19 +155,19 @@ def test_a_thread_that_fails_is_not_overlooked() -> None:
     made = TieredPool(pages=8)
     made.tier._post(OSError("gone"))
     with pytest.raises(Internal, match="gone"):
-        made.pool.advance()
+        made.pool.lower.advance()
 
 
 def test_pages_are_computed_where_that_takes_less_and_now_and_then_tried_again() -> None:
     costs = RestoreCosts(PAGE)
     page = [Tier.HOST]
     assert costs.pays(page, []), "nothing was measured"
-    costs.copies[Tier.HOST].note(10, 1.0)
+    costs.copies[Tier.HOST].add(10, 1.0)
     assert costs.pays(page, []), "nothing to compare with"
-    costs.compute.note(10 * PAGE, 1.1)
+    costs.compute.add(10 * PAGE, 1.1)
     assert costs.pays(page, [])
     assert not costs.pays(page, page), "another one is before it"
-    costs.compute.note(1000 * PAGE, 90.0)
+    costs.compute.add(1000 * PAGE, 90.0)
     assert not costs.pays(page, [])
     assert any(costs.pays(page, []) for _ in range(20))
 
@@ -175,9 +175,9 @@ def test_pages_are_computed_where_that_takes_less_and_now_and_then_tried_again()
 def test_what_takes_longer_than_compute_is_computed() -> None:
     made = full()
     made.keep("xy")
-    made.tier.costs.copies[Tier.HOST].note(1, 1.0)
-    made.tier.costs.compute.note(PAGE, 0.1)
-    assert made.pool.restore_pages(keys("a")) == 0
+    made.tier.costs.copies[Tier.HOST].add(1, 1.0)
+    made.tier.costs.compute.add(PAGE, 0.1)
+    assert made.pool.lower.restore_pages(keys("a")) == 0
     assert made.tier.counts[Tier.HOST].hits == 1
 
 
@@ -217,13 +217,13 @@ def _do_something(draw: random.Random, made: TieredPool, leases: list[Lease]) ->
     text = "".join(draw.choices("ab", k=draw.randrange(1, 7)))
     match draw.choice(["prompt", "prompt", "release", "release", "copy", "copy", "step", "fail"]):
         case "prompt" if made.pool.cost(len(text), keys(text)) <= made.pool.free:
-            if not made.pool.restore_pages(keys(text)):
+            if not made.pool.lower.restore_pages(keys(text)):
                 leases.append(made.compute(text))
         case "release" if leases:
             leases.pop(draw.randrange(len(leases))).release()
         case "copy":
             draw.choice(list(made.backgrounds.values())).run(draw.randrange(1, 4))
         case "step":
-            made.pool.advance()
+            made.pool.lower.advance()
         case "fail" if leases and draw.random() < 0.2:
             leases[-1].forget()

@@ -16,7 +16,7 @@ from baton.core.types import AttemptKey, Sampling, Work
 from baton.decode_worker.decode_scheduler import DecodeScheduler
 from baton.engine.engine import Engine
 from baton.engine.restoration import Tier
-from baton.engine.second_tier import SecondTier
+from baton.engine.second_tier import SecondTier, second_tier_of
 from baton.engine.sequence import Sequence
 from baton.worker.backend import open_second_tier
 
@@ -64,8 +64,9 @@ class Server:
 
     @property
     def tier(self) -> SecondTier:
-        assert self.pool.second_tier is not None
-        return self.pool.second_tier
+        tier = second_tier_of(self.pool)
+        assert tier is not None
+        return tier
 
     def ask(self, together: int = 1) -> list[list[int]]:
         """The answers to all prompts, so many at a time."""
@@ -82,7 +83,7 @@ class Server:
         while self.pool.returning or (self.tier.files is not None and self.tier.files.pending):
             assert self._woken.wait(WAKE_SECONDS)
             self._woken.clear()
-            self.pool.advance()
+            self.pool.lower.advance()
 
     def _compute(self, prompt: list[int]) -> Sequence:
         work = Work(AttemptKey(str(prompt), 1), prompt, Sampling(), ANSWER, frozenset())
@@ -90,7 +91,7 @@ class Server:
 
     def _step(self) -> None:
         self._woken.clear()
-        self.pool.advance()
+        self.pool.lower.advance()
         plan = self._scheduler.next()
         if not plan:
             assert self._woken.wait(WAKE_SECONDS), "nothing is copied, and nothing can run"
@@ -116,7 +117,7 @@ def test_tokens_do_not_depend_on_what_is_cached(
     server = Server(oracle.folder, pages, cache)
     for _ in range(3):
         assert server.ask(together) == oracle.answers
-    if server.pool.second_tier is not None:
+    if second_tier_of(server.pool) is not None:
         server.rest()
         assert server.tier.counts[Tier.HOST].restored
     assert server.pool.check_integrity(held=0) == ""
