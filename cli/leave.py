@@ -23,7 +23,7 @@ def leave(
 ) -> None:
     """Have the workers of a machine finish or hand back what runs, and start elsewhere."""
     with edge():
-        from baton.cluster.leave import leave as leave_node
+        from baton.cluster.stopping import leave_node
 
         left = leave_node(ray_address, host, wait)
     if as_json:

@@ -21,7 +21,7 @@ from baton.core.config import Config
 
 if TYPE_CHECKING:
     from baton.cluster.launch import Cluster
-    from baton.cluster.member import Member
+    from baton.cluster.members import Member
 
 # How often a serving cluster is looked at, to tell of processes that start again.
 _WATCH_SECONDS = 1.0

@@ -5,9 +5,8 @@
                        │         └─drained, to restart─┐
                        └─────────┴─error─▶ failed ─────┴▶ the process ends ─Ray─▶ constructor
 
-A server runs on an event loop of its own, in a thread that the constructor
-starts. Ray restarts a dead actor by calling its constructor again, and the new
-process finds its way back by telling the controller its new address.
+A server runs on its own event loop, in a thread that the constructor starts. Ray restarts a dead
+actor by calling its constructor again; the new process reports its new address to the controller.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from typing import TYPE_CHECKING
 import ray
 import uvloop
 
-from baton.cluster import store
-from baton.cluster.joining import whole
-from baton.cluster.member import CONTROLLER, DRAINED, DRAINING, Member
+from baton.cluster.members import CONTROLLER, DRAINED, DRAINING, Member
+from baton.cluster.preflight import describe_wait, gpus_of, within_share
+from baton.cluster.ray_session import complete, find_actor, load_fleet
 from baton.core import config as configs
 from baton.core.config import Config
 from baton.core.errors import BatonError
@@ -40,20 +39,25 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Beyond the time that requests are given to end.
 STOP_SECONDS = 10.0
-TELL_SECONDS = 1.0
-# Before a process ends that Ray starts again: time to tell, and no hurry to fail again.
+"""Beyond the time that requests have to finish."""
+
+REPORT_SECONDS = 1.0
+
 RETRY_SECONDS = 1.0
+"""Before a process ends that Ray restarts: time to report, and no hurry to fail again."""
+
+CONCURRENCY = 2
+"""Concurrent calls to one actor: `hurry` comes while `stop` runs."""
 
 
 class _ServerActor:
-    """Runs `_serve` on an event loop of its own; the process ends if that fails."""
+    """Runs `_serve` on its own event loop; the process ends if that fails."""
 
     def __init__(self, tree: dict[str, object], member: Member) -> None:
         self._config = configs.parse(tree)
         self._member = dataclasses.replace(member, pid=os.getpid())
-        # By name: a handle among the arguments could not be relied on at a restart.
+        # By name: a handle among the arguments may be stale after a restart.
         self._controller = ray.get_actor(CONTROLLER)
         self._loop = uvloop.new_event_loop()
         self._stopping = StopSignal()
@@ -63,47 +67,44 @@ class _ServerActor:
         self._thread.start()
 
     def stop(self) -> None:
-        """Lets requests come to their end, for so long, and ends the server in order; returns
-        when it has let go of everything.
-
-        One that does not serve yet holds nothing that others could miss: it is left to be killed.
-        """
+        """Finishes requests within drain_seconds, and ends the server; returns when it has
+        released everything. One that does not serve yet holds nothing, and may be killed."""
         if self._serving:
             self._loop.call_soon_threadsafe(self._stopping.requested.set)
             self._thread.join(self._config.drain_seconds + STOP_SECONDS)
 
     def hurry(self) -> None:
-        """Has a server that is stopping wait for nothing."""
+        """Ends a stopping server without waiting for requests."""
         self._loop.call_soon_threadsafe(self._stopping.immediate.set)
 
     def _run(self) -> None:
         try:
-            again = self._loop.run_until_complete(self._live())
+            restart = self._loop.run_until_complete(self._live())
         except BaseException as error:
-            log.exception("this process can no longer be trusted and ends")
-            self._tell(progress="failed", address="", error=_reason(error))
-            again = True
-        if again:
+            log.exception("this process failed and ends")
+            self._report(progress="failed", address="", error=_reason(error))
+            restart = True
+        if restart:
             time.sleep(RETRY_SECONDS)
             os._exit(1)
 
     async def _live(self) -> bool:
-        telling = asyncio.ensure_future(self._keep_telling())
+        reporting = asyncio.ensure_future(self._keep_reporting())
         try:
             return await self._serve()
         finally:
-            telling.cancel()
+            reporting.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await telling
+                await reporting
 
-    async def _keep_telling(self) -> None:
-        """For a controller that was started again, and knows nobody."""
+    async def _keep_reporting(self) -> None:
+        """For a restarted controller, which knows no member."""
         while True:
-            await asyncio.sleep(TELL_SECONDS)
-            self._tell()
+            await asyncio.sleep(REPORT_SECONDS)
+            self._report()
 
-    def _tell(self, **changes: str | Role) -> None:
-        """Tells the controller how far this process is; does not wait for it."""
+    def _report(self, **changes: str | Role) -> None:
+        """Reports this process to the controller, without waiting for it."""
         requests = self._requests()
         self._member = dataclasses.replace(self._member, requests=requests, **changes)  # type: ignore[arg-type]
         self._controller.update.remote(self._member)
@@ -112,13 +113,12 @@ class _ServerActor:
         return 0
 
     async def _serve(self) -> bool:
-        """Serves to the end; whether a fresh process is to take this one's place."""
+        """Serves to the end. Returns whether a fresh process replaces this one."""
         raise NotImplementedError
 
 
 def sized_for(config: Config, role: Role, made_for: Role) -> Config:
-    """`config` with workers of a role of as many processes as one of the role that it was made
-    for: it has their GPUs, whatever it does since."""
+    """`config` with as many ranks for `role` as for `made_for`, whose GPUs the worker has."""
     size = config.pool(made_for).tensor_parallel
     if role is Role.PREFILL:
         prefill = dataclasses.replace(config.prefill, tensor_parallel=size)
@@ -132,24 +132,24 @@ class WorkerActor(_ServerActor):
 
     def __init__(self, tree: dict[str, object], member: Member) -> None:
         self._server: WorkerServer | None = None
-        # The role that it was made for, or has changed to before it was started again.
+        # The role it was made for, or has switched to before a restart.
         assert member.role is not None
-        role = store.load().workers.get(member.worker_id, member.role)
+        role = load_fleet().workers.get(member.worker_id, member.role)
         config = sized_for(configs.parse(tree), role, member.role)
         super().__init__(configs.dump(config), dataclasses.replace(member, role=role))
 
     def drain(self) -> None:
-        """Has the worker take nothing new and, when what runs has ended, leave for good."""
+        """Takes nothing new, finishes what runs, and ends for good."""
         self._loop.call_soon_threadsafe(self._begin_draining)
 
     def restart(self) -> None:
-        """Has the worker take nothing new, finish or hand back what runs, and start again as a
-        fresh process, on a node of Ray's choice."""
+        """Takes nothing new, finishes or hands back what runs, and restarts as a fresh process,
+        on a node that Ray chooses."""
         if self._server is not None:
             self._loop.call_soon_threadsafe(self._server.drain, True)
 
     def switch_role(self, role: Role) -> None:
-        """Has the worker go on in another role, once what runs has ended or been handed back."""
+        """Switches the role once what runs is finished or handed back."""
         if self._server is not None:
             self._loop.call_soon_threadsafe(self._server.switch, role)
 
@@ -161,28 +161,28 @@ class WorkerActor(_ServerActor):
         return self._server.requests if self._server else 0
 
     async def _serve(self) -> bool:
-        self._tell(progress="importing torch")
+        self._report(progress="importing torch")
         assert self._member.role is not None
         claim_threads(self._config, self._member.role)
-        # Imported here so that the controller hears from this process before torch is there.
+        # Imported after the first report: torch takes seconds.
         from baton.worker.worker_server import WorkerServer
 
         server = WorkerServer(
             self._config,
             self._member.role,
             self._member.worker_id,
-            progress=lambda text: self._tell(progress=text),
-            on_role=lambda role: self._tell(role=role),
-            on_leaving=lambda: self._tell(progress=DRAINING),
+            progress=lambda text: self._report(progress=text),
+            on_role=lambda role: self._report(role=role),
+            on_leaving=lambda: self._report(progress=DRAINING),
         )
         await server.start(self._member.host or ray.util.get_node_ip_address(), 0)
         self._server = server
         self._serving = True
-        self._tell(progress="ready", address=server.address, agent=server.agent)
+        self._report(progress="ready", address=server.address, agent=server.agent)
         await server.serve_until(self._stopping)
         if self._stopping.requested.is_set():
             return False
-        self._tell(progress="restarting" if server.restarts else DRAINED, address="", agent="")
+        self._report(progress="restarting" if server.restarts else DRAINED, address="", agent="")
         return server.restarts
 
 
@@ -191,26 +191,26 @@ class RouterActor(_ServerActor):
 
     def __init__(self, tree: dict[str, object], member: Member, controller_address: str) -> None:
         """The controller is on the same node, which may have another address after a restart."""
-        self._controller_address = whole(controller_address)
+        self._controller_address = complete(controller_address)
         super().__init__(tree, member)
 
     async def _serve(self) -> bool:
         from baton.router.server import RouterServer
 
-        self._tell(progress="loading the tokenizer")
+        self._report(progress="loading the tokenizer")
         server = RouterServer(self._config, self._member.worker_id)
         await server.start(self._controller_address)
         settle_memory()
         self._serving = True
-        self._tell(progress="waiting for workers")
-        waiting = asyncio.ensure_future(self._tell_when_ready(server))
+        self._report(progress="waiting for workers")
+        waiting = asyncio.ensure_future(self._report_when_ready(server))
         await server.serve_until(self._stopping)
         waiting.cancel()
         return False
 
-    async def _tell_when_ready(self, server: RouterServer) -> None:
+    async def _report_when_ready(self, server: RouterServer) -> None:
         await server.wait_ready()
-        self._tell(
+        self._report(
             progress="ready",
             address=server.address,
             http=server.http_address,
@@ -218,6 +218,55 @@ class RouterActor(_ServerActor):
         )
 
 
+class WorkerActors:
+    """Makes worker actors. They are detached: they outlive the process that made them, which may
+    be the command that started the cluster or an earlier controller. Blocks on Ray's head, so
+    not for an event loop."""
+
+    def __init__(self, config: Config, gpus: float, *, joined: bool) -> None:
+        """`gpus` are those of one process of a worker, where the configuration names no number.
+        On a joined Ray, workers may be on any node, and listen at its address."""
+        self._config = config
+        self._gpus = gpus
+        self._joined = joined
+
+    def waits_for(self, role: Role) -> str:
+        """Why a worker of this role has no process yet."""
+        pool = self._config.pool(role)
+        wanted = {"GPU": gpus_of(self._config, role, self._gpus), **pool.resources}
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        return describe_wait({name: amount for name, amount in wanted.items() if amount}, nodes)
+
+    def make(self, name: str, role: Role) -> None:
+        """Ray restarts a worker that dies, always. An existing one stays."""
+        gpus = gpus_of(self._config, role, self._gpus)
+        actor = ray.remote(WorkerActor).options(
+            name=name,
+            lifetime="detached",
+            get_if_exists=True,
+            max_restarts=-1,
+            max_concurrency=CONCURRENCY,
+            num_cpus=0,
+            num_gpus=gpus,
+            resources=dict(self._config.pool(role).resources),
+            scheduling_strategy="SPREAD",
+        )
+        host = "" if self._joined else self._config.pool(role).host
+        config = within_share(self._config, gpus)
+        actor.remote(configs.dump(config), Member(name, role, host))
+
+
+def drain(name: str) -> None:
+    """Drains the worker of that name, for good."""
+    if actor := find_actor(name):
+        actor.drain.remote()
+
+
+def switch_role(name: str, role: Role) -> None:
+    if actor := find_actor(name):
+        actor.switch_role.remote(role)
+
+
 def _reason(error: BaseException) -> str:
-    """In one line: what an operator needs, or what a developer needs to look further."""
+    """One line: for an operator, or for a developer to look further."""
     return error.message if isinstance(error, BatonError) else f"{type(error).__name__}: {error}"

@@ -1,34 +1,31 @@
-"""The workers that a cluster is to have, by name.
+"""The wanted workers, by name, and the pending role switches. No I/O.
 
     wanted ─scaled down─▶ retiring ─drained─▶ forgotten
        └─drained by an operator─▲
 
-What is decided here, the controller carries out. A pool's wanted number is the
-count of its wanted workers, so there is nothing that could disagree with it: a
-worker that changes its role changes both pools' numbers, and one that an
-operator drains is wanted no more. Names are given once.
+A pool's wanted number is the count of its wanted workers, so nothing can disagree with it: a
+worker that switches its role changes both pools' numbers, and one that an operator drains is no
+longer wanted. Names are never reused.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from baton.core.types import Role
-from baton.planner.sizing import NONE, Pools
+from baton.planner.sizing import NONE, Pools, other
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """A value: each method gives another one."""
+    """A value: each method returns another one."""
 
     workers: Mapping[str, Role]
-    # Of the workers, those that are wanted no more and still finish what they run.
-    retiring: frozenset[str] = frozenset()
-    # How many names of each role have been given, ever.
-    named: Pools = NONE
+    retiring: frozenset[str] = frozenset()  # workers that drain and are no longer wanted
+    named: Pools = NONE  # names given so far, of each role
 
     @classmethod
     def of(cls, wanted: Pools) -> Fleet:
@@ -40,7 +37,7 @@ class Fleet:
         return Pools(count[Role.PREFILL], count[Role.DECODE])
 
     def scaled(self, wanted: Pools, spare: Sequence[str] = ()) -> Fleet:
-        """With so many workers. Where these are fewer, those that are first in `spare` retire."""
+        """With `wanted` workers. Where there are too many, the first in `spare` retire."""
         fleet = self
         for role in (Role.PREFILL, Role.DECODE):
             fleet = fleet._grown(role, wanted.of(role) - fleet.wanted.of(role))
@@ -48,15 +45,15 @@ class Fleet:
         return fleet
 
     def switched(self, name: str, role: Role) -> Fleet:
-        """The worker has taken up another role."""
+        """The worker has switched its role."""
         return replace(self, workers={**self.workers, name: role})
 
     def retired(self, name: str) -> Fleet:
-        """The worker is wanted no more, and still finishes what it runs."""
+        """The worker drains and is no longer wanted."""
         return replace(self, retiring=self.retiring | {name})
 
     def without(self, name: str) -> Fleet:
-        """The worker has ended, and is not to come back."""
+        """The worker has ended, and must not come back."""
         workers = {other: role for other, role in self.workers.items() if other != name}
         return replace(self, workers=workers, retiring=self.retiring - {name})
 
@@ -73,7 +70,7 @@ class Fleet:
 
 
 def dump(fleet: Fleet) -> str:
-    """As text that `parse` reads back."""
+    """As text for `parse`."""
     return json.dumps(
         {
             "workers": {name: role.value for name, role in fleet.workers.items()},
@@ -87,3 +84,41 @@ def parse(text: str | bytes) -> Fleet:
     tree = json.loads(text)
     workers = {name: Role(role) for name, role in tree["workers"].items()}
     return Fleet(workers, frozenset(tree["retiring"]), Pools(*tree["named"]))
+
+
+class RoleSwitches:
+    """The workers that are about to switch their roles.
+
+        begun ─the worker reports its new role, or has ended─▶ over
+          └────neither within `seconds`──────────────────────▶ over: it keeps its role
+
+    The controller permits every switch, so that two routers which are asked at the same moment
+    cannot take the last two workers of a role.
+    """
+
+    def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
+        """`seconds` is the time limit for draining and switching."""
+        self._seconds = seconds
+        self._clock = clock
+        self._pending: dict[str, tuple[Role, float]] = {}  # new role, and deadline
+
+    def begin(self, name: str, role: Role) -> None:
+        self._pending[name] = role, self._clock() + self._seconds
+
+    def names(self, fleet: Fleet) -> set[str]:
+        """The workers of the fleet that have not switched yet."""
+        now = self._clock()
+        self._pending = {
+            name: (role, deadline)
+            for name, (role, deadline) in self._pending.items()
+            if fleet.workers.get(name) is other(role) and now < deadline
+        }
+        return set(self._pending)
+
+    def expected(self, fleet: Fleet) -> Pools:
+        """The wanted workers of each pool, with pending switches counted as done."""
+        wanted = fleet.wanted
+        for name in self.names(fleet) - fleet.retiring:
+            role, _ = self._pending[name]
+            wanted = wanted.with_more(role, 1).with_more(other(role), -1)
+        return wanted

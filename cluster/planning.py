@@ -1,48 +1,62 @@
-"""The live planner: what routers report, round by round, and what is decided on it.
+"""The live planner: collects routers' reports, decides once a round, and acts on it.
 
     routers ─Report, once a second─▶ window, backlog, costs ─round─▶ plan() ─▶ Decision
                                                                                 │ planner.act
-                                         the controller: roles, new workers, drains ◀┘
+                                FleetManager: role switches, new workers, drains ◀┘
 
-Deciding is planner/sizing.py's, the same as in the simulator. Nothing here is on a
-request's path, and nothing is done here: the controller does it.
+planner/sizing.py decides, as in the simulator. Nothing here is on a request's path.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import ray
+
+from baton.cluster.actors import switch_role
+from baton.cluster.fleet_manager import FleetManager
 from baton.core.config import Config, settle
-from baton.planner.sizing import Decision, Goals, Observation, PlannerState, Pools, plan
+from baton.core.errors import BatonError
+from baton.planner.sizing import (
+    NONE,
+    Decision,
+    Goals,
+    Observation,
+    PlannerState,
+    Pools,
+    Switch,
+    other,
+    plan,
+)
 from baton.planner.traffic_window import TrafficWindow
 from baton.router.placement.cost_model import STEP_PRIOR, Costs
 from baton.v1 import cluster_pb2
 
-REMEMBERED = 100
-"""Decisions that changed something, or would have."""
+log = logging.getLogger(__name__)
 
-SILENT_SECONDS = 5.0
-"""A router that has not reported for so long is gone, and what waits there with it."""
+REMEMBERED_ROUNDS = 100
+"""Rounds that changed something, or would have."""
+
+ROUTER_SILENT_SECONDS = 5.0
+"""A router that has not reported for this long is gone, and its queue with it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedRound:
     """A decision, and when it was made (Unix time)."""
 
     at: float
     decision: Decision
 
 
-@dataclass(frozen=True, slots=True)
-class _Heard:
-    at: float
-    report: cluster_pb2.RouterReport
+class PlanRounds:
+    """What routers reported in each round, and the decisions."""
 
-
-class Planning:
     def __init__(self, config: Config, *, gpus: bool) -> None:
         """`gpus` says whether workers have any, where the configuration leaves that open."""
         device = ("cuda" if gpus else "cpu") if config.device == "auto" else config.device
@@ -58,15 +72,17 @@ class Planning:
         self.round_seconds = settings.round_seconds
         self._max_batch = settle(config, device).decode.max_batch
         self._window = TrafficWindow(settings.round_seconds)
-        self._heard: dict[str, _Heard] = {}  # the last of each router
+        # The last report of each router, and when it came.
+        self._reports: dict[str, tuple[float, cluster_pb2.RouterReport]] = {}
         self._prompts, self._overhead_seconds = 0, 0.0  # of this round
-        self._overhead = 0.0  # of the last round that had prompts, for one
+        self._overhead = 0.0  # a prompt, in the last round that had any
         self._state = PlannerState()
-        self.last: Planned | None = None
-        self.changes: deque[Planned] = deque(maxlen=REMEMBERED)
+        self.last: PlannedRound | None = None
+        self.changes: deque[PlannedRound] = deque(maxlen=REMEMBERED_ROUNDS)
 
-    def report(self, report: cluster_pb2.RouterReport, now: float) -> None:
-        """A router tells what it has seen since it told before."""
+    def report(self, report: cluster_pb2.RouterReport, now: float | None = None) -> None:
+        """A router's traffic since its last report."""
+        now = time.monotonic() if now is None else now
         window = self._window
         window.arrived(now, report.arrivals)
         for seconds in report.prompt_seconds:
@@ -74,31 +90,33 @@ class Planning:
         window.answered(report.answers, report.answer_tokens, report.page_tokens)
         self._prompts += len(report.prompt_seconds)
         self._overhead_seconds += report.overhead_seconds
-        self._heard[report.router_id] = _Heard(now, report)
+        self._reports[report.router_id] = now, report
 
-    def round(self, have: Pools, now: float, clock: Callable[[], float] = time.time) -> Decision:
-        """Ends a round: what to do about it, with so many workers that serve or soon will."""
+    def end(self, have: Pools, now: float, clock: Callable[[], float] = time.time) -> Decision:
+        """Ends a round and decides. `have` counts the workers that serve or soon will."""
         decision, self._state = plan(self._observe(have, now), self._state, self.goals)
         before = self.last.decision.missing if self.last else 0
-        self.last = Planned(clock(), decision)
+        self.last = PlannedRound(clock(), decision)
         if decision.is_news(before):
             self.changes.append(self.last)
         return decision
 
     @property
     def has_news(self) -> bool:
-        """Whether the last round's decision is worth telling."""
+        """Whether the last round's decision is worth logging."""
         return bool(self.changes) and self.changes[-1] is self.last
 
     def _observe(self, have: Pools, now: float) -> Observation:
-        self._heard = {
-            name: heard for name, heard in self._heard.items() if now - heard.at <= SILENT_SECONDS
+        self._reports = {
+            name: (at, report)
+            for name, (at, report) in self._reports.items()
+            if now - at <= ROUTER_SILENT_SECONDS
         }
-        reports = [heard.report for heard in self._heard.values()]
+        reports = [report for _, report in self._reports.values()]
         if self._prompts:
             self._overhead = self._overhead_seconds / self._prompts
         self._prompts, self._overhead_seconds = 0, 0.0
-        # Of what workers tell, every router has heard; each has a line of its own.
+        # Every router reports the workers' waiting requests; each has its own queue.
         waiting = max((each.waiting for each in reports), default=0)
         return Observation(
             have=have,
@@ -113,9 +131,53 @@ class Planning:
 
 
 def _costs(reports: list[cluster_pb2.RouterReport]) -> Costs:
-    """As the busiest router has learned them: it has measured most."""
+    """The busiest router's estimates: it has measured most."""
     known = [each for each in reports if len(each.step_costs) == len(STEP_PRIOR)]
     if not known:
         return Costs()
     busiest = max(known, key=lambda each: each.answer_tokens)
     return Costs(step=tuple(busiest.step_costs))
+
+
+class LivePlanner:
+    """Acts on the decisions.
+
+    A worker that switches its role counts in its new pool from the moment it is told. New workers
+    become actors at once: an actor that waits for a place is what Ray's autoscaler adds nodes
+    for. Workers only go by draining.
+    """
+
+    def __init__(self, manager: FleetManager, rounds: PlanRounds) -> None:
+        self._manager = manager
+        self._rounds = rounds
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(self._rounds.round_seconds)
+            decision = self._rounds.end(self._manager.expected, time.monotonic())
+            if self._rounds.has_news:
+                log.info("plan: %s (%s)", decision.summary, "; ".join(decision.reasons))
+            if decision.changes and self._rounds.acts:
+                await self._act(decision)
+
+    async def _act(self, decision: Decision) -> None:
+        manager = self._manager
+        try:
+            if decision.switch:
+                await self._switch(decision.switch)
+            # The fleet counts switching workers in their old pool: none may be drained there.
+            drain = NONE if manager.is_switching else decision.drain
+            if decision.add != NONE or drain != NONE:
+                wanted, add = manager.fleet.wanted, decision.add
+                await manager.scale(
+                    prefill=wanted.prefill + add.prefill - drain.prefill,
+                    decode=wanted.decode + add.decode - drain.decode,
+                )
+        except (BatonError, ray.exceptions.RayError) as error:
+            log.warning("the plan could not be carried out: %s", error)
+
+    async def _switch(self, switch: Switch) -> None:
+        """Switches the least busy workers."""
+        for name in self._manager.serving(other(switch.to))[: switch.count]:
+            self._manager.permit_switch(name, switch.to)
+            await asyncio.to_thread(switch_role, name, switch.to)

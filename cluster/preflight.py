@@ -1,27 +1,34 @@
-"""What can be known to be wrong before anything is started: told at once, in one line."""
+"""What is checked and decided before anything starts: errors come at once, in one line."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import random
 import socket
+from collections.abc import Iterable, Mapping
 
 import grpc
 
+from baton.core import config as configs
 from baton.core import model_store
 from baton.core.config import Config, RouterConfig
 from baton.core.errors import InvalidConfig, Unavailable
 from baton.core.tls import check_router, node_identity
+from baton.core.types import Role
 from baton.engine.architecture import Architecture, read_architecture
 from baton.worker.rank_process import check_ranks
 
-# Bytes of one K or V value; "auto" is told apart by the worker, which sees the device.
+# Bytes of one K or V value; the worker, which sees the device, resolves "auto".
 _VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2}
 
 # Above those of Ray's workers, below those that Linux gives to connections.
-_UNASKED_PORTS = range(24_000, 32_768)
+_FREE_PORTS = range(24_000, 32_768)
+
+# Of sums of GPU shares.
+_ROUNDING = 1e-6
 
 _CONNECT_SECONDS = 3.0
 _GET_CLUSTER_ID = "/ray.rpc.NodeInfoGcsService/GetClusterId"
@@ -64,9 +71,68 @@ def _check_planner(config: Config) -> None:
         )
 
 
+def gpus_per_rank(config: Config, total: float, *, joined: bool) -> float:
+    """GPUs of each process of a worker: one, or an equal share where there are fewer.
+
+    Raises InvalidConfig when a Ray of our own, which does not grow, has too few.
+    """
+    if config.device == "cuda" and not total and not (joined and _names_gpus(config)):
+        raise InvalidConfig(
+            "device is cuda, but Ray sees no GPU; where it adds nodes that have some, say how many"
+            " each worker wants (prefill.gpus, decode.gpus)",
+            field="device",
+        )
+    if config.device == "cpu":
+        return 0.0
+    ranks = sum(pool.workers * pool.tensor_parallel for pool in (config.prefill, config.decode))
+    # The same number on each GPU: shares that sum up to all GPUs might fit on none.
+    share = 1 / math.ceil(ranks / total) if total else 0.0
+    wanted = sum(config.pool(role).workers * gpus_of(config, role, share) for role in Role)
+    if wanted > total + _ROUNDING and not joined:
+        raise InvalidConfig(
+            f"the workers want {wanted:g} GPUs, and there are {total:g}; fewer workers, or a"
+            " smaller tensor_parallel, want less",
+            field="gpus",
+        )
+    return share
+
+
+def _names_gpus(config: Config) -> bool:
+    return bool(config.prefill.gpus and config.decode.gpus)
+
+
+def gpus_of(config: Config, role: Role, share: float) -> float:
+    """GPUs that a worker of this role asks Ray for, of one node, since it is one actor. `share`
+    is that of one process."""
+    pool = config.pool(role)
+    if pool.gpus is not None:
+        return pool.gpus
+    if pool.tensor_parallel == 1 or not share:
+        return share
+    if share < 1 and config.ranks_share_gpus:
+        return min(1.0, share * pool.tensor_parallel)
+    return float(pool.tensor_parallel)
+
+
+def within_share(config: Config, gpus: float) -> Config:
+    """`config` for a worker with `gpus`: with a part of one, it uses a part of the memory."""
+    if config.gpu_memory or not 0 < gpus < 1:
+        return config
+    return dataclasses.replace(config, gpu_memory=configs.GPU_MEMORY * gpus)
+
+
+def describe_wait(wanted: Mapping[str, float], nodes: Iterable[Mapping[str, float]]) -> str:
+    """What a worker waits for that wants these resources of one node; `nodes` are the totals."""
+    for node in nodes:
+        if all(node.get(name, 0.0) >= amount for name, amount in wanted.items()):
+            return "waiting for a place"
+    asked = ", ".join(f"{name}: {amount:g}" for name, amount in wanted.items())
+    return f"waiting for a node that has {asked}: none has"
+
+
 def check_ports(router: RouterConfig) -> None:
-    """Raises InvalidConfig if routers could not listen: takes all ports for a moment, so that two
-    that are the same are found too."""
+    """Raises InvalidConfig if routers cannot listen. Holds all ports at once, so that duplicates
+    are found too."""
     with contextlib.ExitStack() as held:
         for index in range(router.count):
             ports = numbered(router, index)
@@ -75,7 +141,7 @@ def check_ports(router: RouterConfig) -> None:
 
 
 def take_port(host: str, port: int, field: str) -> socket.socket:
-    """Listens on the port that `field` of the configuration names; 0 is any that is free."""
+    """Listens on the port that `field` of the configuration names; 0 is any free one."""
     try:
         return _listen(host, port)
     except (OSError, OverflowError) as error:
@@ -86,7 +152,7 @@ def take_port(host: str, port: int, field: str) -> socket.socket:
 
 
 def numbered(router: RouterConfig, index: int) -> RouterConfig:
-    """The settings of one of several routers. Ports that are 0 stay 0."""
+    """The settings of one of several routers: its own ports, except those that are 0."""
     return dataclasses.replace(
         router,
         port=router.port and router.port + index,
@@ -101,16 +167,15 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def free_port(host: str) -> int:
-    """A port of `host` that nobody listens on, nor gets before it is used without asking for it
-    by number."""
-    for port in random.sample(_UNASKED_PORTS, len(_UNASKED_PORTS)):
+    """A port that nobody listens on, outside the ranges from which ports are assigned."""
+    for port in random.sample(_FREE_PORTS, len(_FREE_PORTS)):
         with contextlib.suppress(OSError), _listen(host, port):
             return port
-    raise Unavailable(f"no port of {host} from {_UNASKED_PORTS[0]} to {_UNASKED_PORTS[-1]} is free")
+    raise Unavailable(f"no port of {host} from {_FREE_PORTS[0]} to {_FREE_PORTS[-1]} is free")
 
 
 def check_ray(address: str) -> None:
-    """Raises if a Ray at `address` cannot be joined; Ray itself would try for long, and aloud."""
+    """Raises if no Ray at `address` can be joined; Ray itself would retry for long, and log it."""
     if address == "auto":
         return
     host, _, port = address.rpartition(":")

@@ -1,30 +1,37 @@
-"""Ends every actor of a cluster, in order: of the Ray namespace that this process is in.
+"""Ends a cluster, or moves the workers of a node elsewhere before the node goes.
 
-Workers come and go with the pools, so who is there is asked of Ray.
+To leave a node:
+
+1. Ray is told that the node goes, and places nothing there.
+2. Each worker there drains and ends. The workers of all clusters on this Ray are asked.
+3. Ray restarts it on another node: one with room, or one that is added for it.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import ray
+from ray.core.generated import autoscaler_pb2
 
-from baton.cluster import store
-from baton.cluster.joining import PREFIX, clusters, join
-from baton.cluster.member import CONTROLLER, is_router, is_worker
-from baton.cluster.worker_actors import find, kill
-from baton.core.errors import InvalidRequest, Unavailable
+from baton.cluster.members import CONTROLLER, Member, is_router, is_worker
+from baton.cluster.ray_session import PREFIX, clear_store, clusters, find_actor, join, kill_actor
+from baton.core.errors import DeadlineExceeded, InvalidRequest, Unavailable
 
 POLL_SECONDS = 0.1
-# For a process to say that it is there.
+LEAVE_POLL_SECONDS = 0.2
+# For an actor's process to answer.
 ANSWER_SECONDS = 5.0
 
+_PREEMPTED = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
 
-def stop_everything(seconds: float, hurry: threading.Event) -> None:
-    """Gives routers, and then workers, so many seconds to let requests come to their end; none
-    once `hurry` is set. Leaves Ray."""
+
+def stop_cluster(seconds: float, hurry: threading.Event) -> None:
+    """Ends every actor of the joined namespace, and leaves Ray. Gives routers, then workers,
+    `seconds` each to finish their requests; none once `hurry` is set."""
     try:
         _stop_all(seconds, hurry)
     except ray.exceptions.RayError as error:
@@ -34,21 +41,22 @@ def stop_everything(seconds: float, hurry: threading.Event) -> None:
 
 
 def stop_detached(address: str, name: str, seconds: float, hurry: threading.Event) -> str:
-    """Stops a cluster on the Ray at `address`, the only one where `name` is empty; its name."""
+    """Stops a cluster on the Ray at `address`, the only one where `name` is empty. Returns its
+    name."""
     join(address, PREFIX)
     found = clusters()
     ray.shutdown()
     try:
-        name = meant(name, found)
+        name = select_cluster(name, found)
     except InvalidRequest as error:
         raise InvalidRequest(f"{error.message} (on the Ray at {address})") from None
     join(address, name)
-    stop_everything(seconds, hurry)
+    stop_cluster(seconds, hurry)
     return name
 
 
-def meant(name: str, found: list[str]) -> str:
-    """Which of the clusters that were found is called so, as `--name` had it or as Ray has it."""
+def select_cluster(name: str, found: list[str]) -> str:
+    """The cluster called `name`, with or without the prefix; the only one where it is empty."""
     if not found:
         raise InvalidRequest("no cluster is there")
     if not name and len(found) > 1:
@@ -60,16 +68,16 @@ def meant(name: str, found: list[str]) -> str:
 
 
 def _stop_all(seconds: float, hurry: threading.Event) -> None:
-    # It would start again what ends.
-    kill(CONTROLLER)
+    # It would restart what ends.
+    kill_actor(CONTROLLER)
     names = ray.util.list_named_actors()
     # Routers first: their requests need the workers.
     _stop([name for name in names if is_router(name)], seconds, hurry)
     _stop([name for name in names if is_worker(name)], seconds, hurry)
-    # With those that have no process yet.
+    # Those without a process too.
     for name in ray.util.list_named_actors():
-        kill(name)
-    store.forget()
+        kill_actor(name)
+    clear_store()
 
 
 def _stop(names: list[str], seconds: float, hurry: threading.Event) -> None:
@@ -86,10 +94,68 @@ def _stop(names: list[str], seconds: float, hurry: threading.Event) -> None:
 
 
 def _running(names: list[str]) -> list[Any]:
-    """The actors that have a process: Ray may still look for a place for others."""
-    actors = [actor for actor in map(find, names) if actor]
+    """The actors that have a process: Ray may still be placing others."""
+    actors = [actor for actor in map(find_actor, names) if actor]
     answers = {actor.__ray_ready__.remote(): actor for actor in actors}
     if not answers:
         return []
     given, _ = ray.wait(list(answers), num_returns=len(answers), timeout=ANSWER_SECONDS)
     return [answers[answer] for answer in given]
+
+
+def leave_node(ray_address: str, host: str, seconds: float) -> list[str]:
+    """Moves the workers at `host` elsewhere, this node's where it is empty. Returns their names
+    once none serves there.
+
+    Raises DeadlineExceeded when one still does after `seconds`.
+    """
+    deadline = time.monotonic() + seconds
+    join(ray_address, PREFIX)
+    try:
+        host = host or str(ray.util.get_node_ip_address())
+        _close_nodes(host, seconds)
+        return _drain(host, deadline)
+    finally:
+        ray.shutdown()
+
+
+def _close_nodes(host: str, seconds: float) -> None:
+    """Tells Ray that the nodes of a host go in `seconds`; it places nothing there."""
+    nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeManagerAddress"] == host]
+    if not nodes:
+        raise InvalidRequest(f"no node of this Ray is at {host}")
+    gcs = ray._raylet.GcsClient(address=ray.get_runtime_context().gcs_address)
+    gone_at = int((time.time() + seconds) * 1000)
+    for node in nodes:
+        accepted, reason = gcs.drain_node(node["NodeID"], _PREEMPTED, "baton leave", gone_at)
+        if not accepted:
+            raise Unavailable(f"Ray keeps using {host}: {reason}")
+
+
+def _drain(host: str, deadline: float) -> list[str]:
+    drained: list[str] = []
+    for actor, member in _serving(host):
+        actor.restart.remote()
+        drained.append(member.worker_id)
+    while any(_serving(host)):
+        if time.monotonic() >= deadline:
+            raise DeadlineExceeded(f"workers at {host} still finish their requests")
+        time.sleep(LEAVE_POLL_SECONDS)
+    return drained
+
+
+def _serving(host: str) -> Iterator[tuple[Any, Member]]:
+    """The workers that serve at a host, of every cluster."""
+    for namespace in clusters():
+        for member in _members(namespace):
+            if member.role and member.address.rpartition(":")[0] == host:
+                yield ray.get_actor(member.worker_id, namespace), member
+
+
+def _members(namespace: str) -> list[Member]:
+    try:
+        controller = ray.get_actor(CONTROLLER, namespace)
+        found: list[Member] = ray.get(controller.members.remote(), timeout=ANSWER_SECONDS)
+    except (ValueError, ray.exceptions.RayError) as error:
+        raise Unavailable(f"the controller of {namespace} does not answer: {error}") from error
+    return found

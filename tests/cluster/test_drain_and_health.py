@@ -16,7 +16,7 @@ from waiting import until
 
 import baton
 from baton import Answer, AsyncClient, AsyncStream
-from baton.cluster.membership import Membership
+from baton.cluster.controller import MembershipService
 from baton.core import metrics
 from baton.core.types import Role
 from baton.core.wire import role_to
@@ -200,7 +200,7 @@ async def test_an_idle_worker_makes_a_token_now_and_then(tiny: Path, tmp_path: P
             assert not any(worker.fault for worker in (await client.status()).workers)
 
 
-async def publish(membership: Membership, cluster: ProcessCluster, *names: str) -> None:
+async def publish(membership: MembershipService, cluster: ProcessCluster, *names: str) -> None:
     workers = [
         cluster_pb2.Member(
             worker_id=name,
@@ -216,7 +216,7 @@ async def publish(membership: Membership, cluster: ProcessCluster, *names: str) 
 async def test_a_worker_that_is_no_longer_a_member_keeps_or_hands_over_its_requests(
     tiny: Path, tmp_path: Path, drain_seconds: float
 ) -> None:
-    membership = Membership()
+    membership = MembershipService()
     server = grpc.aio.server()
     cluster_pb2_grpc.add_MembershipServicer_to_server(membership, server)
     controller = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"

@@ -1,8 +1,11 @@
-"""Which workers a cluster is to have, as pools are scaled, workers change roles and leave."""
+"""The wanted workers, as pools are scaled and workers switch roles or leave."""
 
 from __future__ import annotations
 
-from baton.cluster.fleet import Fleet, dump, parse
+import pytest
+from clocks import Clock
+
+from baton.cluster.fleet import Fleet, RoleSwitches, dump, parse
 from baton.core.types import Role
 from baton.planner.sizing import Pools
 
@@ -77,3 +80,41 @@ def test_a_worker_that_changes_its_role_is_wanted_in_its_new_pool() -> None:
 def test_a_fleet_is_read_back_as_it_was() -> None:
     kept = fleet(2, 2).scaled(Pools(1, 3), ["prefill-1"]).switched("decode-0", Role.PREFILL)
     assert parse(dump(kept)) == kept
+
+
+FLEET = Fleet.of(Pools(2, 2))
+
+
+@pytest.fixture
+def switches(clock: Clock) -> RoleSwitches:
+    begun = RoleSwitches(10.0, clock)
+    begun.begin("decode-0", Role.PREFILL)
+    return begun
+
+
+def test_a_worker_that_switches_counts_in_its_new_pool(switches: RoleSwitches) -> None:
+    assert switches.names(FLEET) == {"decode-0"}
+    assert switches.expected(FLEET) == Pools(3, 1)
+
+
+def test_a_switch_is_over_once_the_worker_has_its_new_role(switches: RoleSwitches) -> None:
+    switched = FLEET.switched("decode-0", Role.PREFILL)
+    assert not switches.names(switched)
+    assert switches.expected(switched) == switched.wanted == Pools(3, 1)
+
+
+def test_a_switch_is_over_once_the_worker_is_gone(switches: RoleSwitches) -> None:
+    left = FLEET.without("decode-0")
+    assert not switches.names(left)
+    assert switches.expected(left) == Pools(2, 1)
+
+
+def test_a_worker_that_takes_too_long_keeps_its_role(switches: RoleSwitches, clock: Clock) -> None:
+    clock.now = 10.0
+    assert not switches.names(FLEET)
+    assert switches.expected(FLEET) == Pools(2, 2)
+
+
+def test_a_retiring_worker_counts_in_no_pool(switches: RoleSwitches) -> None:
+    retiring = FLEET.scaled(Pools(2, 1), ["decode-0"])
+    assert switches.expected(retiring) == Pools(2, 1)

@@ -1,11 +1,11 @@
-"""How many GPUs a worker asks Ray for."""
+"""What a worker asks Ray for, and what it waits for."""
 
 from __future__ import annotations
 
 import pytest
 
 from baton.cluster.actors import sized_for
-from baton.cluster.worker_actors import gpus_of, gpus_per_rank, within_share
+from baton.cluster.preflight import describe_wait, gpus_of, gpus_per_rank, within_share
 from baton.core.config import Config, DecodeConfig, PrefillConfig, settle
 from baton.core.errors import InvalidConfig
 from baton.core.types import Role
@@ -79,3 +79,16 @@ def test_a_worker_that_has_changed_its_role_comes_back_with_the_gpus_that_it_has
     assert sized_for(config, Role.DECODE, Role.PREFILL).decode.tensor_parallel == 2
     assert sized_for(config, Role.PREFILL, Role.DECODE).prefill.tensor_parallel == 4
     assert sized_for(config, Role.DECODE, Role.DECODE) == config
+
+
+NODES = [{"GPU": 2.0, "CPU": 8.0}, {"baton_decode": 1.0}]
+
+
+def test_a_worker_that_a_node_could_take_waits_for_its_turn() -> None:
+    assert describe_wait({"GPU": 2.0}, NODES) == "waiting for a place"
+    assert describe_wait({}, NODES) == "waiting for a place"
+
+
+def test_a_worker_that_no_node_could_take_says_what_it_wants() -> None:
+    words = describe_wait({"GPU": 2.0, "baton_decode": 1.0}, NODES)
+    assert words == "waiting for a node that has GPU: 2, baton_decode: 1: none has"

@@ -1,10 +1,10 @@
-"""What the live planner makes of routers' reports."""
+"""Decisions of the live planner from routers' reports."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from baton.cluster.planning import SILENT_SECONDS, Planning
+from baton.cluster.planning import ROUTER_SILENT_SECONDS, PlanRounds
 from baton.core.config import Config, DecodeConfig, PlannerConfig, PrefillConfig
 from baton.core.types import Role
 from baton.planner.sizing import Decision, Pools
@@ -33,14 +33,14 @@ def report(router: str = "r", arrivals: int = 4, seconds: float = 0.1) -> Router
     )
 
 
-def decide(*reports: RouterReport, have: Pools = HAVE, rounds: int = 1) -> Decision:
+def decide(*reports: RouterReport, have: Pools = HAVE, count: int = 1) -> Decision:
     """After rounds of ten seconds in each of which these came."""
-    planning = Planning(CONFIG, gpus=False)
-    for second in range(10 * rounds):
+    rounds = PlanRounds(CONFIG, gpus=False)
+    for second in range(10 * count):
         for each in reports:
-            planning.report(each, float(second))
+            rounds.report(each, float(second))
         if second % 10 == 9:
-            decision = planning.round(have, float(second))
+            decision = rounds.end(have, float(second))
     return decision
 
 
@@ -65,51 +65,51 @@ def test_what_workers_tell_every_router_counts_once_and_each_line_for_itself() -
     one, two = report("a"), report("b")
     for each in (one, two):
         each.waiting, each.queued_requests = 30, 10
-    planning = Planning(CONFIG, gpus=False)
+    rounds = PlanRounds(CONFIG, gpus=False)
     for each in (one, two):
-        planning.report(each, 0.0)
-    assert planning._observe(HAVE, 1.0).waiting == 30 + 2 * 10
+        rounds.report(each, 0.0)
+    assert rounds._observe(HAVE, 1.0).waiting == 30 + 2 * 10
 
 
 def test_a_router_that_is_gone_waits_for_nothing() -> None:
-    planning = Planning(CONFIG, gpus=False)
+    rounds = PlanRounds(CONFIG, gpus=False)
     last = report()
     last.queued_seconds = 100.0
-    planning.report(last, 0.0)
-    assert planning._observe(HAVE, SILENT_SECONDS).queued_seconds == 100.0
-    assert planning._observe(HAVE, SILENT_SECONDS + 1.0).queued_seconds == 0.0
+    rounds.report(last, 0.0)
+    assert rounds._observe(HAVE, ROUTER_SILENT_SECONDS).queued_seconds == 100.0
+    assert rounds._observe(HAVE, ROUTER_SILENT_SECONDS + 1.0).queued_seconds == 0.0
 
 
 def test_no_more_workers_than_at_the_start_are_asked_for_unless_allowed() -> None:
     config = Config(prefill=PrefillConfig(workers=3), planner=PlannerConfig(enabled=True))
-    assert Planning(config, gpus=False).goals.most_workers == 4
+    assert PlanRounds(config, gpus=False).goals.most_workers == 4
 
 
 def test_what_is_missing_is_told_once_as_long_as_it_stays_so() -> None:
     config = dataclasses.replace(
         CONFIG, planner=dataclasses.replace(CONFIG.planner, most_workers=4)
     )
-    planning = Planning(config, gpus=False)
+    rounds = PlanRounds(config, gpus=False)
     for second in range(30):
-        planning.report(report(arrivals=40, seconds=0.2), float(second))
+        rounds.report(report(arrivals=40, seconds=0.2), float(second))
         if second % 10 == 9:
-            planning.round(Pools(3, 1), float(second))
-    assert [bool(each.decision.missing) for each in planning.changes] == [True]
+            rounds.end(Pools(3, 1), float(second))
+    assert [bool(each.decision.missing) for each in rounds.changes] == [True]
 
 
 def test_decisions_that_change_something_are_remembered_with_their_reasons() -> None:
-    planning = Planning(CONFIG, gpus=False)
+    rounds = PlanRounds(CONFIG, gpus=False)
     for second in range(10):
-        planning.report(report(arrivals=12, seconds=0.2), float(second))
-    planning.round(HAVE, 10.0, clock=lambda: 1234.0)
-    (planned,) = planning.changes
+        rounds.report(report(arrivals=12, seconds=0.2), float(second))
+    rounds.end(HAVE, 10.0, clock=lambda: 1234.0)
+    (planned,) = rounds.changes
     assert planned.at == 1234.0
     assert planned.decision.reasons
 
 
 def test_an_idle_cluster_keeps_the_least_of_each_role() -> None:
     settings = dataclasses.replace(CONFIG.planner, least_prefill=1, least_decode=2)
-    planning = Planning(dataclasses.replace(CONFIG, planner=settings), gpus=False)
-    decisions = [planning.round(Pools(3, 3), 10.0 * number) for number in range(40)]
+    rounds = PlanRounds(dataclasses.replace(CONFIG, planner=settings), gpus=False)
+    decisions = [rounds.end(Pools(3, 3), 10.0 * number) for number in range(40)]
     (drained,) = [decision for decision in decisions if decision.changes][:1]
     assert drained.drain == Pools(2, 1)

@@ -1,10 +1,10 @@
-"""Which cluster is meant by a name."""
+"""Which cluster a name selects."""
 
 from __future__ import annotations
 
 import pytest
 
-from baton.cluster.stopping import meant
+from baton.cluster.stopping import select_cluster
 from baton.core.errors import InvalidRequest
 
 TWO = ["baton-blue", "baton-green"]
@@ -12,11 +12,11 @@ TWO = ["baton-blue", "baton-green"]
 
 @pytest.mark.parametrize("name", ["green", "baton-green"])
 def test_a_cluster_is_called_as_it_was_started_or_as_ray_has_it(name: str) -> None:
-    assert meant(name, TWO) == "baton-green"
+    assert select_cluster(name, TWO) == "baton-green"
 
 
 def test_the_only_cluster_needs_no_name() -> None:
-    assert meant("", ["baton-1f"]) == "baton-1f"
+    assert select_cluster("", ["baton-1f"]) == "baton-1f"
 
 
 @pytest.mark.parametrize(
@@ -29,4 +29,4 @@ def test_the_only_cluster_needs_no_name() -> None:
 )
 def test_a_name_that_leaves_it_open_is_refused(name: str, found: list[str], words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
-        meant(name, found)
+        select_cluster(name, found)

@@ -1,0 +1,172 @@
+"""Decides every change of the fleet, and saves it before anything acts on it.
+
+members ─report, once a second─▶ FleetManager ◀─ operators, the planner
+                                      │ Fleet
+                                      ▼
+                        controller.py: makes, drains and ends actors
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+
+import ray
+
+from baton.cluster import ray_session
+from baton.cluster.fleet import Fleet, RoleSwitches
+from baton.cluster.members import DRAINED, DRAINING, Member, MemberTable
+from baton.core.config import Config
+from baton.core.errors import InvalidRequest, RoleRefused, Unavailable
+from baton.core.types import Role
+from baton.planner.sizing import Pools, other
+
+REMEMBERED_WORKERS = 256
+"""Drained workers that operators are shown."""
+
+LEARNING_SECONDS = 5.0
+"""How long a controller that has just started waits for the members it expects."""
+
+SWITCH_SECONDS = 30.0
+"""Beyond `drain_seconds`: a worker that has not switched by then keeps its role."""
+
+MAX_WORKERS = 1024
+"""Of a pool: more is a typing error."""
+
+
+class FleetManager:
+    def __init__(self, config: Config) -> None:
+        self._does_without_prefill = config.router.local_prefill != "never"
+        self._switches = RoleSwitches(config.drain_seconds + SWITCH_SECONDS, time.monotonic)
+        self._learned_at = time.monotonic() + LEARNING_SECONDS
+        self._drained: deque[Member] = deque(maxlen=REMEMBERED_WORKERS)
+        self._changing = asyncio.Lock()
+        self.changed = asyncio.Event()  # set after each change, and when a worker drains
+        self.fleet = ray_session.load_fleet()
+        self.members = MemberTable()
+        self.waits: dict[Role, str] = {}  # what workers without a process wait for
+
+    @property
+    def has_learned(self) -> bool:
+        """Whether every worker has reported since the start, or has had the time to."""
+        return self.is_past_learning or self.members.names >= self.fleet.workers.keys()
+
+    @property
+    def is_past_learning(self) -> bool:
+        return time.monotonic() >= self._learned_at
+
+    def all_members(self) -> list[Member]:
+        """Members, workers that have not reported yet, and workers that drained lately."""
+        awaited = [
+            Member(name, role, host="", progress=self.waits.get(role, "starting"))
+            for name, role in self.fleet.workers.items()
+            if name not in self.members.names
+        ]
+        return [*self.members.current, *awaited, *self._drained]
+
+    async def scale(self, *, prefill: int | None = None, decode: int | None = None) -> None:
+        """Changes the number of workers; None leaves a pool as it is. Surplus workers drain.
+        Returns when the change is saved."""
+        try:
+            await self.change(lambda fleet: self._scaled(fleet, prefill, decode))
+        except ray.exceptions.RayError as error:
+            raise Unavailable(f"Ray's head cannot be reached: {error}") from error
+
+    def _scaled(self, fleet: Fleet, prefill: int | None, decode: int | None) -> Fleet:
+        now = fleet.wanted
+        wanted = Pools(
+            now.prefill if prefill is None else prefill, now.decode if decode is None else decode
+        )
+        for role in Role:
+            # A pool may have lost its last worker to a role switch, or to an operator.
+            if wanted.of(role) != now.of(role) and not 1 <= wanted.of(role) <= MAX_WORKERS:
+                raise InvalidRequest(
+                    f"{wanted.of(role)} {role} workers cannot be: 1 to {MAX_WORKERS} can",
+                    field=role.value,
+                )
+        switching = self._switches.names(fleet)
+        if switching and now.beyond(wanted).total:
+            names = ", ".join(sorted(switching))
+            raise Unavailable(f"{names} may still change its role: nobody can be drained now")
+        return fleet.scaled(wanted, self._spare())
+
+    def permit_switch(self, name: str, role: Role) -> None:
+        """Permits a worker's role switch, and counts it in its new pool from now on; raises when
+        it is the last of its old one."""
+        if not self.has_learned:
+            raise Unavailable("the controller has just started: try again in some seconds")
+        # Local prefill replaces the last prefill worker.
+        replaced = role is Role.DECODE and self._does_without_prefill
+        if not replaced and not set(self.serving(other(role))) - {name}:
+            raise RoleRefused(
+                f"{name} is the last {other(role).value} worker that serves and is to stay one;"
+                " without it no request could be served"
+            )
+        self._switches.begin(name, role)
+
+    @property
+    def is_switching(self) -> bool:
+        return bool(self._switches.names(self.fleet))
+
+    @property
+    def expected(self) -> Pools:
+        """Workers that serve or start, with pending role switches counted as done."""
+        return self._switches.expected(self.fleet)
+
+    def serving(self, role: Role) -> list[str]:
+        """Workers of a role that serve and stay in it, the least busy first."""
+        fleet = self.fleet
+        going = fleet.retiring | self._switches.names(fleet)
+        return [
+            name
+            for name in self._spare()
+            if fleet.workers[name] is role and name not in going and self.members.serves(name)
+        ]
+
+    def _spare(self) -> list[str]:
+        """Workers in the order in which they can be spared: those that do not serve, those with
+        few requests, then the youngest."""
+
+        def cost(name: str) -> tuple[bool, int, int]:
+            members = self.members
+            return members.serves(name), members.requests(name), -int(name.rpartition("-")[2])
+
+        return sorted(self.fleet.workers, key=cost)
+
+    async def change(self, step: Callable[[Fleet], Fleet]) -> None:
+        """Saves a change, then acts on it. Completes even if the caller is cancelled."""
+        await asyncio.shield(self._change(step))
+
+    async def _change(self, step: Callable[[Fleet], Fleet]) -> None:
+        async with self._changing:
+            fleet = step(self.fleet)
+            await asyncio.to_thread(ray_session.save_fleet, fleet)
+            self.fleet = fleet
+        self.changed.set()
+
+    async def forget(self, name: str) -> None:
+        """The worker must not come back."""
+        await self.change(lambda fleet: fleet.without(name))
+        self.members.forget(name)
+
+    async def follow_members(self) -> None:
+        """Workers drain and switch roles by themselves: the fleet follows."""
+        for name, role in self.fleet.workers.items():
+            member = self.members.find(name)
+            if not member:
+                continue
+            if member.progress == DRAINED:
+                await self.forget(name)
+                self._drained.append(member)
+            elif member.progress == DRAINING and name not in self.fleet.retiring:
+                await self._retire(name)
+            elif member.role and member.role is not role:
+                await self._switch(name, member.role)
+
+    async def _retire(self, name: str) -> None:
+        await self.change(lambda fleet: fleet.retired(name))
+
+    async def _switch(self, name: str, role: Role) -> None:
+        await self.change(lambda fleet: fleet.switched(name, role))

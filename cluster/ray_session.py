@@ -1,0 +1,129 @@
+"""Joins or starts Ray, and stores a cluster's state in Ray's key-value store.
+
+Each cluster has its own Ray namespace. A restarted controller loads the fleet from the store, and
+a restarted worker its role. The store lives as long as Ray's head, or as the Redis behind it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.experimental import internal_kv
+
+from baton.cluster import fleet as fleets
+from baton.cluster.fleet import Fleet
+from baton.cluster.preflight import check_ray
+from baton.core.errors import Unavailable
+
+PREFIX = "baton-"
+"""Of every cluster's Ray namespace."""
+
+# Nothing of ours goes through Ray's object store; this is its minimum.
+_OBJECT_STORE_BYTES = 80 * 2**20
+_QUIET = {"log_to_driver": False, "configure_logging": False}
+_FLEET, _START = "fleet", "start"  # keys in the store
+
+
+def join(address: str, namespace: str) -> str:
+    """Returns the folder of Ray's logs on this machine."""
+    _silence_ray()
+    check_ray(address)
+    try:
+        context = ray.init(address, namespace=namespace, **_QUIET)
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        raise Unavailable(f"cannot join Ray at {address}: {error}") from error
+    return _log_folder(context)
+
+
+def start(namespace: str, processes: int) -> str:
+    """Starts a Ray that ends with this process and prepares a number of processes. Returns the
+    folder of its logs."""
+    _silence_ray()
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # By default Ray's workers yield to everything else on the machine.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    context = ray.init(
+        "local",
+        namespace=namespace,
+        include_dashboard=False,
+        object_store_memory=_OBJECT_STORE_BYTES,
+        # Our actors ask for none; Ray prepares as many processes while it starts.
+        num_cpus=processes,
+        **_QUIET,
+    )
+    return _log_folder(context)
+
+
+def complete(address: str) -> str:
+    """Adds this node's host to an address that has none, such as ":51000"."""
+    host = str(ray.util.get_node_ip_address()) if address.startswith(":") else ""
+    return host + address
+
+
+def clusters() -> list[str]:
+    """The namespaces of all clusters on the joined Ray."""
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    namespaces = {str(actor["namespace"]) for actor in actors}
+    return sorted(name for name in namespaces if name.startswith(PREFIX))
+
+
+def find_actor(name: str) -> Any | None:
+    try:
+        return ray.get_actor(name)
+    except ValueError:
+        return None
+
+
+def kill_actor(name: str) -> None:
+    """Ends an actor, if it is there; Ray does not restart it."""
+    if actor := find_actor(name):
+        ray.kill(actor)
+
+
+@dataclass(frozen=True, slots=True)
+class StartRecord:
+    """A cluster's configuration when it was started, and its controller's address."""
+
+    tree: dict[str, object]
+    controller: str
+
+
+def save_fleet(fleet: Fleet) -> None:
+    internal_kv._internal_kv_put(_FLEET, fleets.dump(fleet), namespace=_namespace())
+
+
+def load_fleet() -> Fleet:
+    return fleets.parse(internal_kv._internal_kv_get(_FLEET, namespace=_namespace()))
+
+
+def save_start(start: StartRecord) -> None:
+    text = json.dumps([start.tree, start.controller])
+    internal_kv._internal_kv_put(_START, text, namespace=_namespace())
+
+
+def load_start() -> StartRecord | None:
+    text = internal_kv._internal_kv_get(_START, namespace=_namespace())
+    return StartRecord(*json.loads(text)) if text else None
+
+
+def clear_store() -> None:
+    for key in (_FLEET, _START):
+        internal_kv._internal_kv_del(key, namespace=_namespace())
+
+
+def _namespace() -> str:
+    return str(ray.get_runtime_context().namespace)
+
+
+def _silence_ray() -> None:
+    """Ray would announce that it authenticates its processes, and leaves the signals to us."""
+    logging.getLogger("ray").setLevel(logging.ERROR)
+
+
+def _log_folder(context: Any) -> str:
+    return f"{context.address_info['session_dir']}/logs"
