@@ -74,7 +74,9 @@ class Bench:
             prefill, decode, both = map(address_in, logs)
             routers = [
                 running.enter_context(
-                    process(self._folder, name, "router", "--config", self.config(name, workers))
+                    process(
+                        self._folder, name, "baton.router", "--config", self.config(name, workers)
+                    )
                 )
                 for name, workers in (("split", [prefill, decode]), ("colocated", [both]))
             ]

@@ -25,7 +25,7 @@ def main() -> None:
 
     signal.signal(signal.SIGUSR1, begin)
     signal.signal(signal.SIGUSR2, end)
-    runpy.run_module("router", run_name="__main__")
+    runpy.run_module("baton.router", run_name="__main__")
 
 
 if __name__ == "__main__":

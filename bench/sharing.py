@@ -180,7 +180,7 @@ def cluster(way: Way, options: argparse.Namespace, folder: Path) -> Iterator[str
         addresses = [address_in(log) for log in logs]
         config = _config(folder / "router.yaml", way, options, addresses)
         yield address_in(
-            running.enter_context(process(folder, "router", "router", "--config", config))
+            running.enter_context(process(folder, "router", "baton.router", "--config", config))
         )
 
 

@@ -95,7 +95,7 @@ def router(
     `settings` are those of the configuration's section."""
     tree = {**shape.tree(), "router": {**FREE_ROUTER, **settings}, "members": {"workers": members}}
     config = _write(folder / f"{name}.yaml", tree)
-    with process(folder, name, "router", "--config", config) as log:
+    with process(folder, name, "baton.router", "--config", config) as log:
         address = address_in(log)
         with Client(address) as client:
             _wait_whole(client, shape)
