@@ -25,6 +25,7 @@ import numpy
 
 from baton.core.types import AttemptKey
 from baton.kv_transfer.nixl_transport import NixlTransport
+from baton.kv_transfer.transfer_events import ExpectPages
 from baton.kv_transfer.transfer_thread import SHORTEST_PAUSE_SECONDS, TransferThread
 from baton.kv_transfer.transport import Noted, PoolMemory, WriteDone
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
@@ -85,7 +86,7 @@ def _bench_thread() -> None:
     thread = TransferThread(NixlTransport(), pool.memory, LAYOUT, lambda event: None)
     thread.start()
     print(f"transfer thread, idle: {_cpu_share():.2%} of a core")
-    thread.expect(AttemptKey("bench", 1), "nobody", [0], 60.0)
+    thread.post(ExpectPages(AttemptKey("bench", 1), "nobody", [0], 60.0))
     print(f"transfer thread, one reservation open: {_cpu_share():.2%} of a core")
     thread.stop()
 

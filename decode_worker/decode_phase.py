@@ -33,13 +33,18 @@ from baton.engine.step import Chunk
 from baton.kv_transfer.ticket import make_ticket
 from baton.kv_transfer.transfer_events import (
     Arrived,
+    DeliverTicket,
+    ExpectPages,
+    LendPages,
     PagesDamaged,
     PagesWanted,
     PushEnded,
     PushOverdue,
+    ReleaseReservation,
     ReservationFailed,
     ReservationFreed,
     ReservationOverdue,
+    SenderDied,
     TransferCrashed,
     TransferEvent,
 )
@@ -112,7 +117,7 @@ class DecodePhase:
             case "release":
                 self._release(AttemptKey(message.release.request_id, message.release.epoch))
             case "sender_gone":
-                self._transfer.sender_died(message.sender_gone.agent)
+                self._transfer.post(SenderDied(message.sender_gone.agent))
             case "prefill":
                 self._outbox.send(attachment, self._status.refusal(message.prefill.work))
 
@@ -211,7 +216,7 @@ class DecodePhase:
     def _send_ticket(self, job: DecodeJob, reservation: Reservation) -> None:
         key = job.work.key
         lease, pages = reservation.lease, reservation.awaited
-        self._transfer.expect(key, job.sender, pages, self._ticket_seconds)
+        self._transfer.post(ExpectPages(key, job.sender, pages, self._ticket_seconds))
         ticket = make_ticket(
             key,
             agent=self._transfer.pool_address.agent,
@@ -310,7 +315,7 @@ class DecodePhase:
         reservation = self._scheduler.withdraw(key)
         if reservation is not None:
             self._leaving[key] = reservation.lease
-            self._transfer.release_reservation(key)
+            self._transfer.post(ReleaseReservation(key))
 
     def _free(self, key: AttemptKey) -> None:
         self._overdue.discard(key)
@@ -348,10 +353,10 @@ class Loans:
         lease = self._pool.hold(wanted.page_keys if len(self._loans) < MOST_LOANS else ())
         if lease.pages:
             self._loans[wanted.key] = lease
-            self._transfer.lend(wanted.key, wanted.peer, wanted.ticket, lease.pages)
+            self._transfer.post(LendPages(wanted.key, wanted.peer, wanted.ticket, lease.pages))
         else:
             lease.release()
-            self._transfer.decline(wanted.key, wanted.ticket)
+            self._transfer.post(DeliverTicket(wanted.key, wanted.ticket))
 
     def end(self, key: AttemptKey) -> None:
         self._overdue.discard(key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 
@@ -22,29 +23,37 @@ from baton.v1.transfer_pb2 import (
     TransferNote,
 )
 
+
+@dataclass(frozen=True, slots=True)
+class SendNote:
+    """An action of a sender or receiver: send a note to the peer."""
+
+    note: bytes
+
+
 # From the sender to the receiver.
 
 
 def introduction_note(pool: PoolAddress) -> bytes:
-    """How the receiver reaches the sender with its own notes."""
+    """The sender's address, for notes back."""
     return TransferNote(introduction=Introduction(pool=pool)).SerializeToString()
 
 
 def beat_note(key: AttemptKey, number: int) -> bytes:
-    """The sender is alive and wants to go on."""
+    """The sender is alive and wants its lease renewed."""
     return _note(key, TransferNote(beat=Beat(number=number)))
 
 
 def arrived_note(
     key: AttemptKey, first_token: int, pages: int, digests: Sequence[int] = (), round: int = 0
 ) -> bytes:
-    """Every page is in place, after `round` times of sending damaged ones again."""
+    """Every page is in place, after `round` rounds of resending."""
     arrived = Arrived(first_token=first_token, pages=pages, digests=digests, round=round)
     return _note(key, TransferNote(arrived=arrived))
 
 
 def drained_note(key: AttemptKey) -> bytes:
-    """The push is over, and none of its writes is under way."""
+    """The push has ended, and none of its writes is under way."""
     return _note(key, TransferNote(drained=Drained()))
 
 
@@ -52,7 +61,7 @@ def drained_note(key: AttemptKey) -> bytes:
 
 
 def fetch_note(key: AttemptKey, ticket: bytes, page_keys: Sequence[bytes]) -> bytes:
-    """Pages with these keys are wanted, where the ticket says."""
+    """Pages with these keys are wanted, under the ticket."""
     return _note(key, TransferNote(fetch=Fetch(ticket=ticket, page_keys=page_keys)))
 
 
@@ -81,8 +90,8 @@ def accepted_note(key: AttemptKey) -> bytes:
     return _note(key, TransferNote(accepted=Accepted()))
 
 
-def read_note(data: bytes) -> TransferNote | None:
-    """None when the bytes are no note of a kind that this version knows."""
+def parse_note(data: bytes) -> TransferNote | None:
+    """None when the bytes are no note of a known kind."""
     note = TransferNote()
     try:
         note.ParseFromString(data)

@@ -1,11 +1,11 @@
-"""All pushes of one worker: carries out what their senders decide.
+"""All pushes of one worker: performs the actions of their senders.
 
-A decode worker counts as connected once it has answered: a network that is cut
-swallows what is sent into it without an error. One that does not answer its
-pushes any more has to be connected anew.
+A decode worker counts as connected once it has answered an introduction: a cut
+network swallows notes without an error. One that stops answering its pushes has
+to be connected again.
 
-What prefill fetches from a cache is pushed too, from decode to prefill, over the
-connection that prefill's introduction has made.
+Fetched pages are pushes too, from decode to prefill, over the connection that
+prefill's introduction has made.
 
 Used by the transfer thread alone.
 """
@@ -20,44 +20,34 @@ from dataclasses import dataclass
 from functools import partial
 
 from baton.core.errors import BatonError, LayoutMismatch, Unavailable
-from baton.core.types import AttemptKey, DeviceEvent
-from baton.kv_transfer.notes import drained_note, introduction_note, key_of
+from baton.core.types import AttemptKey
+from baton.kv_transfer.notes import SendNote, drained_note, introduction_note, key_of
 from baton.kv_transfer.pool_digest import PeerDigest
 from baton.kv_transfer.pool_layout import describe_mismatch
-from baton.kv_transfer.push_actions import (
-    Action,
-    Ended,
-    Fail,
-    Introduce,
-    Overdue,
-    SendNote,
-    Silent,
-    StartWrite,
-)
-from baton.kv_transfer.sender import Sender
+from baton.kv_transfer.sender import Introduce, PeerSilent, Sender, SenderAction, StartWrite
 from baton.kv_transfer.ticket import TICKET_VERSION, open_ticket
 from baton.kv_transfer.transfer_events import (
+    ConnectPeer,
+    LendPages,
     PagesWanted,
     PeerConnected,
     PeerDisconnected,
     PushEnded,
-    PushFailed,
-    PushOverdue,
     TransferEvent,
 )
 from baton.kv_transfer.transport import Transport
-from baton.v1.transfer_pb2 import Fetch, PoolAddress, PoolLayout, TransferNote
+from baton.v1.transfer_pb2 import Fetch, PoolAddress, TransferNote
 
 ANSWER_SECONDS = 5.0
 """How long a decode worker may take to answer an introduction."""
 INTRODUCTIONS_PER_ANSWER = 5
 REMEMBERED = 4096
-"""Fetches that are not answered again when their note comes twice."""
+"""Fetches whose repeated notes are dropped."""
 
 
 @dataclass(slots=True)
 class _Meeting:
-    """A decode worker that was introduced to and has not answered yet."""
+    """A decode worker that has not answered its introduction yet."""
 
     worker_id: str
     until: float
@@ -69,7 +59,7 @@ class _Meeting:
 
 
 class Pushes:
-    """The open pushes, the writes under way, and the decode workers they may go to."""
+    """The open pushes, their writes, and the decode workers they may go to."""
 
     def __init__(
         self,
@@ -106,8 +96,9 @@ class Pushes:
         meetings = (meeting.deadline for meeting in self._meetings.values())
         return min((*senders, *meetings), default=math.inf)
 
-    def connect(self, worker_id: str, address: PoolAddress, in_use: Collection[str] = ()) -> bool:
-        """Whether notes can be sent there. `in_use` are agents that others still talk to."""
+    def connect(self, command: ConnectPeer, in_use: Collection[str] = ()) -> bool:
+        """Whether notes can be sent there. `in_use` are agents that others still need."""
+        worker_id, address = command.worker_id, command.address
         try:
             agent = self._connect(address)
         except BatonError as error:
@@ -122,18 +113,18 @@ class Pushes:
         digest = partial(self._digest, peer) if self._digest else None
         self._senders[key] = Sender(key, peer, self._address.page_bytes, digest)
 
-    def lend(self, key: AttemptKey, peer: str, sealed: bytes, pages: Sequence[int]) -> None:
-        """Pushes pages that are there already, to the first of the ticket's."""
-        self.begin(key, peer)
+    def lend(self, command: LendPages) -> None:
+        """Pushes cached pages to the first of the ticket's."""
+        self.begin(command.key, command.peer)
         now = self._clock()
-        self._senders[key].finish(0, pages, now, now)
-        self.ticket(key, sealed, pages=len(pages))
+        self._senders[command.key].finish(0, command.pages, now, now)
+        self.ticket(command.key, command.ticket, pages=len(command.pages))
 
     def ticket(self, key: AttemptKey, sealed: bytes, pages: int | None = None) -> None:
-        """Where a push goes: to all pages of the ticket, or to so many of the first."""
+        """The ticket of a push, which fills all of its pages, or the first `pages`."""
         sender = self._senders.get(key)
         try:
-            body = open_ticket(sealed, self._layout)
+            body = open_ticket(sealed, self._address.layout)
         except BatonError as error:
             if sender is not None:
                 self._perform(key, sender, sender.fail(error))
@@ -142,32 +133,24 @@ class Pushes:
             body.pages[:] = body.pages[:pages]
             self._perform(key, sender, sender.ticket(body, self._clock()))
         else:
-            # The push is over, or never was: the receiver need not wait for it.
+            # The push has ended, or never began: the receiver need not wait for it.
             self._send(body.agent, drained_note(key))
 
-    def pages(self, key: AttemptKey, pages: Sequence[int], after: DeviceEvent | None) -> None:
+    def apply(self, key: AttemptKey, act: Callable[[Sender], list[SenderAction]]) -> None:
+        """Gives an open push its next input."""
         if sender := self._senders.get(key):
-            self._perform(key, sender, sender.pages_ready(pages, self._clock(), after))
-
-    def finish(
-        self, key: AttemptKey, first_token: int, pages: Sequence[int], finished_at: float
-    ) -> None:
-        if sender := self._senders.get(key):
-            actions = sender.finish(first_token, pages, finished_at, self._clock())
-            self._perform(key, sender, actions)
-
-    def cancel(self, key: AttemptKey) -> None:
-        if sender := self._senders.get(key):
-            self._perform(key, sender, sender.cancel())
+            self._perform(key, sender, act(sender))
 
     def cancel_all(self) -> None:
         for key in list(self._senders):
-            self.cancel(key)
+            self.apply(key, Sender.cancel)
 
-    def noted(self, peer: str, note: TransferNote) -> None:
-        """A receiver's note. One of an unknown attempt matches nothing."""
+    def on_note(self, peer: str, note: TransferNote) -> None:
+        """Handles a receiver's note. One of an unknown attempt changes nothing."""
         if note.HasField("greeting"):
-            self._meet(peer)
+            # A late answer connects the worker all the same.
+            if meeting := self._meetings.pop(peer, None):
+                self._deliver(PeerConnected(meeting.worker_id, peer, None))
             return
         key = key_of(note)
         if note.HasField("fetch"):
@@ -175,9 +158,9 @@ class Pushes:
             return
         sender = self._senders.get(key)
         if sender is not None and sender.peer == peer:
-            self._perform(key, sender, self._hear(sender, note))
+            self._perform(key, sender, self._input(sender, note))
         elif note.HasField("revoked"):
-            # Its push is over; the receiver may have missed that.
+            # Its push has ended, which the receiver may have missed.
             self._send(peer, drained_note(key))
 
     def write_done(self, write: int) -> None:
@@ -191,9 +174,8 @@ class Pushes:
             self._perform(key, sender, sender.write_failed(error, self._clock()))
 
     def peer_lost(self, peer: str) -> None:
-        for key, sender in list(self._senders.items()):
-            if sender.peer == peer:
-                self._perform(key, sender, sender.peer_lost())
+        for key in self._keys_to(peer):
+            self.apply(key, Sender.peer_lost)
         self._part_from(peer)
 
     def tick(self) -> None:
@@ -206,15 +188,14 @@ class Pushes:
                 self._part_from(agent)
             elif now >= meeting.introduce_at:
                 meeting.introduce_at = now + ANSWER_SECONDS / INTRODUCTIONS_PER_ANSWER
-                self._introduce(agent)
+                self._send(agent, introduction_note(self._address))
 
-    @property
-    def _layout(self) -> PoolLayout:
-        return self._address.layout
+    def _keys_to(self, peer: str) -> list[AttemptKey]:
+        return [key for key, sender in self._senders.items() if sender.peer == peer]
 
     def _connect(self, address: PoolAddress) -> str:
-        if mismatch := describe_mismatch(self._layout, address.layout):
-            raise LayoutMismatch(f"the pools are laid out differently: {mismatch}")
+        if mismatch := describe_mismatch(self._address.layout, address.layout):
+            raise LayoutMismatch(f"the pools have different layouts: {mismatch}")
         if address.ticket_version != TICKET_VERSION:
             raise LayoutMismatch(
                 f"tickets have version {TICKET_VERSION} here and {address.ticket_version} there"
@@ -222,7 +203,7 @@ class Pushes:
         return self._transport.connect(address)
 
     def _replace_agent(self, worker_id: str, agent: str, in_use: Collection[str]) -> None:
-        """A worker that restarted has a new agent; the old one is forgotten once it is idle."""
+        """A restarted worker has a new agent; the old one is disconnected once it is idle."""
         self._workers[agent] = worker_id
         kept = {agent, *in_use, *(sender.peer for sender in self._senders.values())}
         for old in [old for old, name in self._workers.items() if name == worker_id]:
@@ -232,7 +213,7 @@ class Pushes:
                 self._transport.disconnect(old)
 
     def _ask(self, key: AttemptKey, peer: str, fetch: Fetch) -> None:
-        """Only once: a push is over when it has ended, and the receiver may not know it yet."""
+        """Reports a fetch once: its push may have ended before the receiver's last note."""
         if key in self._asked:
             return
         self._asked[key] = None
@@ -240,13 +221,8 @@ class Pushes:
             self._asked.popitem(last=False)
         self._deliver(PagesWanted(key, peer, fetch.ticket, tuple(fetch.page_keys)))
 
-    def _meet(self, peer: str) -> None:
-        """It has answered. One that did so late is connected all the same."""
-        if meeting := self._meetings.pop(peer, None):
-            self._deliver(PeerConnected(meeting.worker_id, peer, None))
-
     def _part_from(self, peer: str) -> None:
-        """To push there again, it has to be connected anew."""
+        """Forgets a decode worker, which has to be connected again."""
         met = self._meetings.pop(peer, None) is None
         worker_id = self._workers.pop(peer, None)
         if worker_id is None:
@@ -256,16 +232,12 @@ class Pushes:
         self._deliver(ended if met else PeerConnected(worker_id, peer, error))
 
     def _fall_silent(self, peer: str, error: BatonError) -> None:
-        """What one push has found out holds for all of them."""
+        """One push has found the peer silent; all pushes to it fail."""
         self._part_from(peer)
-        for key, sender in list(self._senders.items()):
-            if sender.peer == peer:
-                self._perform(key, sender, sender.fail(error))
+        for key in self._keys_to(peer):
+            self.apply(key, lambda sender: sender.fail(error))
 
-    def _introduce(self, peer: str) -> None:
-        self._send(peer, introduction_note(self._address))
-
-    def _hear(self, sender: Sender, note: TransferNote) -> list[Action]:
+    def _input(self, sender: Sender, note: TransferNote) -> list[SenderAction]:
         match note.WhichOneof("kind"):
             case "renewed":
                 return sender.renewed(note.renewed.number, self._clock())
@@ -278,7 +250,7 @@ class Pushes:
             case _:
                 return []
 
-    def _perform(self, key: AttemptKey, sender: Sender, actions: Sequence[Action]) -> None:
+    def _perform(self, key: AttemptKey, sender: Sender, actions: Sequence[SenderAction]) -> None:
         for action in actions:
             match action:
                 case StartWrite():
@@ -286,17 +258,13 @@ class Pushes:
                 case SendNote():
                     self._send_for(key, sender, action.note)
                 case Introduce():
-                    self._introduce(sender.peer)
-                case Silent():
+                    self._send(sender.peer, introduction_note(self._address))
+                case PeerSilent():
                     self._fall_silent(sender.peer, action.error)
-                case Fail():
-                    self._deliver(PushFailed(key, action.error))
-                case Overdue():
-                    self._deliver(PushOverdue(key))
-                case Ended():
-                    del self._senders[key]
-                    times = action.seconds, action.exposed_seconds
-                    self._deliver(PushEnded(key, action.error, action.bytes, *times))
+                case event:
+                    if isinstance(event, PushEnded):
+                        del self._senders[key]
+                    self._deliver(event)
 
     def _start_write(self, key: AttemptKey, sender: Sender, write: StartWrite) -> None:
         try:
@@ -309,12 +277,12 @@ class Pushes:
             self._writes[number] = key
 
     def _send_for(self, key: AttemptKey, sender: Sender, note: bytes) -> None:
-        """A note of a push. Where it cannot even leave, the push fails unless it is over."""
+        """Sends a note of a push, which fails if the note cannot be sent."""
         try:
             self._transport.write(sender.peer, (), (), note)
         except BatonError as error:
             self._perform(key, sender, sender.fail(error))
 
     def _send(self, peer: str, note: bytes) -> None:
-        with suppress(BatonError):  # nobody is left to tell, or it will be asked for again
+        with suppress(BatonError):  # the peer is lost, or will ask again
             self._transport.write(peer, (), (), note)

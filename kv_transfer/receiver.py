@@ -15,20 +15,19 @@
         │ FREED: drained, sender dead, misfit  │
         └──────────────────────────────────────┘
 
-A sender writes only under a lease, which it asks for with a beat. Until one has
-come, the pages are untouched and can be freed at once. From then on the sender
-may be writing, so pages that are not wanted any more are quarantined until one
-of these is sure:
+A sender writes only under a lease, which it requests with a beat. Before the first
+beat the pages are untouched and can be freed at once. From then on the sender may
+be writing, so unwanted pages are quarantined until one of these is certain:
 
-- the sender says that nothing is under way (Drained), or that it is done (Arrived)
-- the sender is dead, or cut off in such a way that none of its writes arrives
+- the sender reports that no write is under way (Drained), or that all are done (Arrived)
+- the sender is dead, or cut off so that none of its writes can arrive
 
-No time is long enough to prove either: a frozen sender may thaw. In quarantine
-the sender is told again and again that its lease is revoked, which finds out
-both: a live one answers Drained, and a dead one cannot be reached.
+No timeout proves either: a frozen sender may thaw. In quarantine the sender is
+told repeatedly that its lease is revoked, which finds out both: a live sender
+answers Drained, and a dead one cannot be reached.
 
-A reservation for a prompt is filled as a whole. One for pages that are fetched from
-a cache may be `partial`: what the holder does not have stays empty.
+A prompt's reservation is filled as a whole. A fetch may be filled in part, with
+what the holder has cached.
 
 The machine does no I/O and reads no clock. It says when pages may be freed; the
 thread that owns the pool frees them.
@@ -39,16 +38,28 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from baton.core.errors import BatonError, DeadlineExceeded, Internal, Unavailable, WorkerLost
 from baton.core.types import AttemptKey
-from baton.kv_transfer.notes import accepted_note, renewed_note, resend_note, revoked_note
+from baton.kv_transfer.notes import (
+    SendNote,
+    accepted_note,
+    renewed_note,
+    resend_note,
+    revoked_note,
+)
+from baton.kv_transfer.transfer_events import (
+    Arrived,
+    Fetched,
+    ReservationFailed,
+    ReservationFreed,
+    ReservationOverdue,
+)
 from baton.v1.transfer_pb2 import Arrived as ArrivedNote
 
 REVOKES_PER_LEASE = 5
 MAX_ROUNDS = 3
-"""How often damaged pages are asked for again."""
+"""How often damaged pages are requested again."""
 
 
 class ReceiverState(enum.Enum):
@@ -60,7 +71,7 @@ class ReceiverState(enum.Enum):
 
 
 class ReceiverStep(enum.Enum):
-    """What moves a reservation from one state to another."""
+    """An input that moves a reservation to another state."""
 
     BEAT = enum.auto()
     ARRIVED = enum.auto()
@@ -98,39 +109,9 @@ TRANSITIONS: dict[tuple[ReceiverState, ReceiverStep], ReceiverState] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class SendNote:
-    """Send a note to the sender. No answer is wanted."""
-
-    note: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class HandOver:
-    """So many pages, counted from the first, are in place; they and token #1 go to the engine."""
-
-    first_token: int
-    pages: int
-
-
-@dataclass(frozen=True, slots=True)
-class Fail:
-    """Nothing usable will land. Without an error, the sender gave up and says why."""
-
-    error: BatonError | None
-
-
-@dataclass(frozen=True, slots=True)
-class Free:
-    """No write can reach the pages any more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Overdue:
-    """The sender has been told for a while that the pages are not wanted, and has not answered."""
-
-
-Action = SendNote | HandOver | Fail | Free | Overdue
+ReceiverAction = (
+    SendNote | Arrived | Fetched | ReservationFailed | ReservationFreed | ReservationOverdue
+)
 
 
 class Receiver:
@@ -142,24 +123,24 @@ class Receiver:
         pages: int,
         expires_at: float,
         lease_seconds: float,
-        *,
-        partial: bool = False,
+        fetched_since: float | None = None,
     ) -> None:
+        """`fetched_since` is when a fetch was requested; None for a prompt's reservation."""
         self.state = ReceiverState.RESERVED
         self._key = key
         self._pages = pages
-        self._fewest = 1 if partial else pages
+        self._fetched_since = fetched_since
         self._expires_at = expires_at
         self._lease_seconds = lease_seconds
-        self._silent_at = math.inf  # when the sender has been silent for too long
+        self._silent_at = math.inf  # when the sender has been silent for a lease
         self._revoke_at = math.inf
-        self._overdue = False  # it was said that the sender takes its time
-        self.round = 0  # how often damaged pages were asked for again
-        self._damaged: Sequence[int] = ()  # the pages of the last such round
+        self._overdue = False  # ReservationOverdue was reported
+        self.round = 0  # of resending damaged pages
+        self._damaged: Sequence[int] = ()  # their positions in the last round
 
     @property
     def over(self) -> bool:
-        """Whether no input matters any more."""
+        """Whether further inputs change nothing."""
         return self.state in (ReceiverState.ARRIVED, ReceiverState.FREED)
 
     @property
@@ -175,83 +156,94 @@ class Receiver:
             case _:
                 return math.inf
 
-    def beat(self, number: int, now: float) -> list[Action]:
-        """The sender is alive and wants a lease, or wants it renewed."""
+    def beat(self, number: int, now: float) -> list[ReceiverAction]:
+        """The sender is alive and requests a lease or its renewal."""
         if self.over:
             return []
-        self._take(ReceiverStep.BEAT)
+        self._move(ReceiverStep.BEAT)
         if self.state is ReceiverState.QUARANTINED:
             return [SendNote(revoked_note(self._key))]
         self._silent_at = now + self._lease_seconds
         return [SendNote(renewed_note(self._key, number))]
 
-    def arrived(self, note: ArrivedNote, damaged: Sequence[int], now: float) -> list[Action]:
-        """The sender says that all pages are in place; those in `damaged` are not what it sent."""
+    def arrived(
+        self, note: ArrivedNote, damaged: Sequence[int], now: float
+    ) -> list[ReceiverAction]:
+        """The sender has written all pages; those at positions `damaged` arrived damaged."""
         if self.over:
             return []
         if note.round != self.round:
-            # Damaged pages are being written again, or the order to do so was lost.
+            # Damaged pages are being written again, or the Resend was lost.
             return [self._resend()] if self.state is ReceiverState.OPEN else []
         if self.state is ReceiverState.RESERVED:
-            return self._take(ReceiverStep.MISFIT, Internal("pages arrived that no lease allowed"))
-        if not self._fewest <= note.pages <= self._pages:
+            return self._move(ReceiverStep.MISFIT, Internal("pages arrived without a lease"))
+        fewest = self._pages if self._fetched_since is None else 1
+        if not fewest <= note.pages <= self._pages:
             message = f"{note.pages} pages arrived where {self._pages} were reserved"
-            return self._take(ReceiverStep.MISFIT, Internal(message))
+            return self._move(ReceiverStep.MISFIT, Internal(message))
         if self.state is ReceiverState.OPEN and damaged:
             return self._ask_again(damaged, now)
-        self._take(ReceiverStep.ARRIVED)
+        self._move(ReceiverStep.ARRIVED)
         if self.state is ReceiverState.ARRIVED:
-            return [SendNote(accepted_note(self._key)), HandOver(note.first_token, note.pages)]
-        return [SendNote(revoked_note(self._key)), Free()]
+            return [SendNote(accepted_note(self._key)), self._arrival(note, now)]
+        return [SendNote(revoked_note(self._key)), ReservationFreed(self._key)]
 
-    def drained(self) -> list[Action]:
+    def drained(self) -> list[ReceiverAction]:
         wanted = self.state in (ReceiverState.RESERVED, ReceiverState.OPEN)
-        return [*([Fail(None)] if wanted else []), *self._take(ReceiverStep.DRAINED)]
+        return [
+            *([ReservationFailed(self._key, None)] if wanted else []),
+            *self._move(ReceiverStep.DRAINED),
+        ]
 
-    def sender_died(self) -> list[Action]:
-        return self._take(ReceiverStep.SENDER_DIED, WorkerLost("the sending worker is lost"))
+    def sender_died(self) -> list[ReceiverAction]:
+        return self._move(ReceiverStep.SENDER_DIED, WorkerLost("the sending worker is lost"))
 
-    def release(self, now: float) -> list[Action]:
+    def release(self, now: float) -> list[ReceiverAction]:
         """The reservation is not wanted any more."""
-        return self._take(ReceiverStep.RELEASED) + self._revoke(now)
+        return self._move(ReceiverStep.RELEASED) + self._revoke(now)
 
-    def tick(self, now: float) -> list[Action]:
+    def tick(self, now: float) -> list[ReceiverAction]:
         if now < self.deadline:
             return []
         if self.state is ReceiverState.QUARANTINED:
             overdue, self._overdue = not self._overdue, True
-            return [*([Overdue()] if overdue else []), *self._revoke(now)]
+            return [*([ReservationOverdue(self._key)] if overdue else []), *self._revoke(now)]
         if now >= self._expires_at:
             error = DeadlineExceeded("the pages did not arrive before the ticket expired")
-            return self._take(ReceiverStep.EXPIRED, error) + self._revoke(now)
+            return self._move(ReceiverStep.EXPIRED, error) + self._revoke(now)
         silence = f"the sending worker has been silent for {self._lease_seconds:g} s"
-        return self._take(ReceiverStep.SILENT, Unavailable(silence)) + self._revoke(now)
+        return self._move(ReceiverStep.SILENT, Unavailable(silence)) + self._revoke(now)
 
-    def _ask_again(self, damaged: Sequence[int], now: float) -> list[Action]:
+    def _arrival(self, note: ArrivedNote, now: float) -> ReceiverAction:
+        if self._fetched_since is None:
+            return Arrived(self._key, note.first_token)
+        return Fetched(self._key, note.pages, now - self._fetched_since)
+
+    def _ask_again(self, damaged: Sequence[int], now: float) -> list[ReceiverAction]:
         if self.round == MAX_ROUNDS:
-            error = Unavailable(f"pages were damaged on their way {MAX_ROUNDS + 1} times")
-            return self._take(ReceiverStep.DAMAGED, error) + self._revoke(now)
+            error = Unavailable(f"pages arrived damaged {MAX_ROUNDS + 1} times")
+            return self._move(ReceiverStep.DAMAGED, error) + self._revoke(now)
         self.round += 1
         self._damaged = damaged
         return [self._resend()]
 
-    def _resend(self) -> Action:
+    def _resend(self) -> ReceiverAction:
         return SendNote(resend_note(self._key, self._damaged, self.round))
 
-    def _revoke(self, now: float) -> list[Action]:
+    def _revoke(self, now: float) -> list[ReceiverAction]:
         if self.state is not ReceiverState.QUARANTINED:
             return []
         self._revoke_at = now + self._lease_seconds / REVOKES_PER_LEASE
         return [SendNote(revoked_note(self._key))]
 
-    def _take(self, step: ReceiverStep, error: BatonError | None = None) -> list[Action]:
-        """Moves; tells of `error` if it is news, and of pages that became free."""
+    def _move(self, step: ReceiverStep, error: BatonError | None = None) -> list[ReceiverAction]:
+        """Changes the state; reports a first error, and pages that became free."""
         if self.over:
             return []
         before, self.state = self.state, TRANSITIONS[self.state, step]
-        actions: list[Action] = []
+        actions: list[ReceiverAction] = []
         if error is not None and before is not ReceiverState.QUARANTINED:
-            actions.append(Fail(error))
+            actions.append(ReservationFailed(self._key, error))
         if self.state is ReceiverState.FREED:
-            actions.append(Free())
+            actions.append(ReservationFreed(self._key))
         return actions

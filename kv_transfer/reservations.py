@@ -1,4 +1,4 @@
-"""All reservations of one worker: carries out what their receivers decide.
+"""All reservations of one worker: performs the actions of their receivers.
 
 Used by the transfer thread alone.
 """
@@ -14,25 +14,23 @@ from dataclasses import dataclass
 
 from baton.core.errors import BatonError
 from baton.core.types import AttemptKey
-from baton.kv_transfer.notes import accepted_note, fetch_note, greeting_note, key_of, revoked_note
-from baton.kv_transfer.pool_digest import PeerDigest
-from baton.kv_transfer.receiver import (
-    Action,
-    Fail,
-    Free,
-    HandOver,
-    Overdue,
-    Receiver,
-    ReceiverState,
+from baton.kv_transfer.notes import (
     SendNote,
+    accepted_note,
+    fetch_note,
+    greeting_note,
+    key_of,
+    revoked_note,
 )
+from baton.kv_transfer.pool_digest import PeerDigest
+from baton.kv_transfer.receiver import Receiver, ReceiverAction, ReceiverState
 from baton.kv_transfer.transfer_events import (
     Arrived,
+    ExpectPages,
     Fetched,
+    FetchPages,
     PagesDamaged,
-    ReservationFailed,
     ReservationFreed,
-    ReservationOverdue,
     TransferEvent,
 )
 from baton.kv_transfer.transport import Transport
@@ -40,7 +38,7 @@ from baton.v1.transfer_pb2 import Arrived as ArrivedNote
 from baton.v1.transfer_pb2 import PoolAddress, TransferNote
 
 REMEMBERED = 1024
-"""Reservations that arrived and whose senders are told so again if they ask."""
+"""Arrived reservations, whose senders get Accepted again if they ask."""
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +48,6 @@ class _Expected:
     sender: str  # the agent that may write
     pages: tuple[int, ...]
     receiver: Receiver
-    asked_at: float | None = None  # for pages that are fetched
 
 
 class Reservations:
@@ -73,9 +70,9 @@ class Reservations:
         self._clock = clock
         self._expected: dict[AttemptKey, _Expected] = {}
         self._arrived: OrderedDict[AttemptKey, None] = OrderedDict()
-        self._pools: dict[str, PoolAddress] = {}  # of senders that can be connected to
-        self._reachable: set[str] = set()  # of these, those that beats are answered to
-        self._lingering: dict[AttemptKey, float] = {}  # until when, after the sender's end
+        self._pools: dict[str, PoolAddress] = {}  # the addresses of senders
+        self._reachable: set[str] = set()  # senders whose beats are answered
+        self._lingering: dict[AttemptKey, float] = {}  # when an ended sender's may be freed
 
     @property
     def open(self) -> bool:
@@ -92,42 +89,36 @@ class Reservations:
         """The agents that may write."""
         return {expected.sender for expected in self._expected.values()}
 
-    def expect(self, key: AttemptKey, sender: str, pages: Sequence[int], expires_at: float) -> None:
-        receiver = Receiver(key, len(pages), expires_at, self._lease_seconds)
-        self._expected[key] = _Expected(sender, tuple(pages), receiver)
+    def expect(self, command: ExpectPages, now: float) -> None:
+        pages, expires_at = tuple(command.pages), now + command.seconds
+        receiver = Receiver(command.key, len(pages), expires_at, self._lease_seconds)
+        self._expected[command.key] = _Expected(command.sender, pages, receiver)
 
-    def fetch(
-        self,
-        key: AttemptKey,
-        holder: str,
-        ticket: bytes,
-        pages: Sequence[int],
-        page_keys: Sequence[bytes],
-        expires_at: float,
-    ) -> None:
-        """Has `holder` push what it has of these keys to `pages`, as the ticket allows."""
-        receiver = Receiver(key, len(pages), expires_at, self._lease_seconds, partial=True)
-        expected = _Expected(holder, tuple(pages), receiver, self._clock())
-        self._expected[key] = expected
+    def fetch(self, command: FetchPages, now: float) -> None:
+        """Asks the holder to push its cached pages of the keys."""
+        key, pages = command.key, tuple(command.pages)
+        receiver = Receiver(key, len(pages), now + command.seconds, self._lease_seconds, now)
+        expected = self._expected[key] = _Expected(command.holder, pages, receiver)
         try:
-            self._transport.write(holder, (), (), fetch_note(key, ticket, page_keys))
-        except BatonError:  # it was never asked
+            note = fetch_note(key, command.ticket, command.page_keys)
+            self._transport.write(command.holder, (), (), note)
+        except BatonError:  # the holder was never asked
             self._perform(key, expected, receiver.sender_died())
 
     def connected(self, pool: PoolAddress) -> None:
-        """This side has connected to a worker that it may fetch from."""
+        """This worker has connected to a peer that it may fetch from."""
         self._pools[pool.agent] = pool
         self._reachable.add(pool.agent)
 
     def release(self, key: AttemptKey) -> None:
         expected = self._expected.get(key)
-        if expected is None:  # it arrived or was freed before the worker heard of it
+        if expected is None:  # its last event is on its way to the worker
             self._deliver(ReservationFreed(key))
         else:
             self._perform(key, expected, expected.receiver.release(self._clock()))
 
     def introduced(self, peer: str, pool: PoolAddress) -> None:
-        """A sender says how it is reached. Without that its beats cannot be answered."""
+        """Connects to a sender, so that its beats can be answered."""
         if pool.agent != peer:
             return
         self._pools[peer] = pool
@@ -140,8 +131,8 @@ class Reservations:
             self._send(peer, greeting_note())
 
     def sender_died(self, agent: str) -> None:
-        """A sender's process has ended, as others say. What it had sent may still arrive, until
-        its connection says that nothing does any more, or that is long ago."""
+        """A router reports the end of a sender's process. What it had sent may still arrive, until
+        the connection is lost too or `linger_seconds` have passed."""
         until = self._clock() + self._linger_seconds
         for key, expected in self._of(agent):
             if expected.receiver.state is ReceiverState.RESERVED:
@@ -150,17 +141,17 @@ class Reservations:
                 self._lingering.setdefault(key, until)
 
     def sender_lost(self, agent: str, *, gone: bool) -> None:
-        """An agent cannot be sent notes any more, until it introduces itself again."""
+        """An agent cannot be reached any more, until it introduces itself again."""
         self._reachable.discard(agent)
         if gone:
             self._pools.pop(agent, None)
             for key, expected in self._of(agent):
                 self._perform(key, expected, expected.receiver.sender_died())
 
-    def noted(self, peer: str, note: TransferNote) -> None:
-        """A sender's note. One of an unknown attempt, such as an older epoch, lands nowhere.
+    def on_note(self, peer: str, note: TransferNote) -> None:
+        """Handles a sender's note. One of an unknown attempt changes nothing.
 
-        A beat that cannot be answered opens nothing; the sender will introduce itself again.
+        A beat that cannot be answered is dropped; the sender will introduce itself again.
         """
         if note.HasField("beat") and peer not in self._reachable:
             return
@@ -169,7 +160,7 @@ class Reservations:
         if expected is None:
             self._answer_unknown(peer, key, note)
         elif expected.sender == peer:
-            self._perform(key, expected, self._hear(key, expected, note))
+            self._perform(key, expected, self._input(key, expected, note))
 
     def tick(self) -> None:
         now = self._clock()
@@ -184,18 +175,20 @@ class Reservations:
         return [item for item in self._expected.items() if item[1].sender == sender]
 
     def _reach(self, agent: str) -> None:
-        """Connects to a sender that was lost but may live, to hear how its push has ended."""
+        """Connects to a lost sender that may be alive, to learn how its push ended."""
         if agent in self._pools and agent not in self._reachable:
             with suppress(BatonError):
                 self._transport.connect(self._pools[agent])
 
     def _answer_unknown(self, peer: str, key: AttemptKey, note: TransferNote) -> None:
-        """A sender that goes on after its reservation has ended missed how it ended."""
+        """Answers a sender that missed how its reservation ended."""
         if not note.HasField("drained"):
             arrived = key in self._arrived
             self._send(peer, accepted_note(key) if arrived else revoked_note(key))
 
-    def _hear(self, key: AttemptKey, expected: _Expected, note: TransferNote) -> list[Action]:
+    def _input(
+        self, key: AttemptKey, expected: _Expected, note: TransferNote
+    ) -> list[ReceiverAction]:
         match note.WhichOneof("kind"):
             case "beat":
                 return expected.receiver.beat(note.beat.number, self._clock())
@@ -208,7 +201,7 @@ class Reservations:
                 return []
 
     def _damaged(self, key: AttemptKey, expected: _Expected, note: ArrivedNote) -> list[int]:
-        """The places of pages that are not what the sender sent."""
+        """The positions of pages that arrived damaged."""
         sent, pages = note.digests, expected.pages[: note.pages]
         if self._digest is None or len(sent) != len(pages):
             return []
@@ -218,34 +211,25 @@ class Reservations:
         ):
             return []
         here = self._digest(expected.sender, pages)
-        damaged = [place for place, digest in enumerate(here) if digest != sent[place]]
+        damaged = [at for at, digest in enumerate(here) if digest != sent[at]]
         if damaged:
             _log.warning("%d pages of %s arrived damaged", len(damaged), key)
             self._deliver(PagesDamaged(key, len(damaged)))
         return damaged
 
-    def _perform(self, key: AttemptKey, expected: _Expected, actions: Sequence[Action]) -> None:
+    def _perform(
+        self, key: AttemptKey, expected: _Expected, actions: Sequence[ReceiverAction]
+    ) -> None:
         if expected.receiver.over:
             del self._expected[key]
             self._lingering.pop(key, None)
         for action in actions:
-            match action:
-                case SendNote():
-                    self._send(expected.sender, action.note)
-                case HandOver():
-                    self._remember(key)
-                    self._deliver(self._arrival(key, expected, action))
-                case Fail():
-                    self._deliver(ReservationFailed(key, action.error))
-                case Overdue():
-                    self._deliver(ReservationOverdue(key))
-                case Free():
-                    self._deliver(ReservationFreed(key))
-
-    def _arrival(self, key: AttemptKey, expected: _Expected, arrived: HandOver) -> TransferEvent:
-        if expected.asked_at is None:
-            return Arrived(key, arrived.first_token)
-        return Fetched(key, arrived.pages, self._clock() - expected.asked_at)
+            if isinstance(action, SendNote):
+                self._send(expected.sender, action.note)
+                continue
+            if isinstance(action, Arrived | Fetched):
+                self._remember(key)
+            self._deliver(action)
 
     def _remember(self, key: AttemptKey) -> None:
         self._arrived[key] = None
@@ -253,5 +237,5 @@ class Reservations:
             self._arrived.popitem(last=False)
 
     def _send(self, peer: str, note: bytes) -> None:
-        with suppress(BatonError):  # it is sent again, or asked for again
+        with suppress(BatonError):  # it is repeated, or requested again
             self._transport.write(peer, (), (), note)

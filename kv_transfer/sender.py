@@ -16,29 +16,27 @@
                                    no write under way              └──────┘
 
 A ticket alone allows nothing. The sender beats, the receiver answers, and from
-when the beat was sent the sender holds a lease: only under it does a write
-start. So a receiver that never answered knows that its pages are untouched, and
-one that stops answering knows that, soon, no further write starts. Beats go on
-as long as the push does, and show the receiver that the sender is alive.
+when the beat was sent the sender holds a lease: writes start only under it. So a
+receiver that never answered knows that its pages are untouched, and one that
+stops answering knows that soon no further write starts. Beats continue as long
+as the push does, and show the receiver that the sender is alive.
 
-Pages may become ready in any state; those that the receiver holds already, as its
-ticket says, are dropped. One write is under way at a time: what
-becomes ready meanwhile goes into the next one, so writes are few and large, and
-the write that carries the Arrived note starts only when all earlier bytes are in
-place. When token #1 comes after the last page's write has started, the note
-follows alone. Arrived is repeated until the receiver has accepted the pages or
-asked for damaged ones again.
+Pages may become ready in any state; those that the receiver holds already, by
+its ticket, are dropped. One write is in flight at a time: pages that become ready
+meanwhile go into the next one, so writes are few and large, and the write that
+carries the Arrived note starts only when all earlier bytes are in place. When
+token #1 comes after the last page's write has started, the note follows alone.
+Arrived is repeated until the receiver has accepted the pages or asked for damaged
+ones again.
 
-A prompt's pages are pushed this way to the decode worker; and back to the prefill
-worker, those that it fetches from a cache: all are ready from the start then, and
-token #1 means nothing.
+A prefill worker's fetch is such a push too, from the holder: all pages are ready
+from the start, and token #1 means nothing.
 
-A push that is given up tells the receiver Drained once nothing is under way,
-ticket or no ticket: one may be on its way. Only when it has Ended may its pages
-be freed.
+A failed push sends Drained once no write is under way, with or without a ticket:
+one may be on its way. Its pages may be freed only at PushEnded.
 
 The machine does no I/O and reads no clock: inputs carry the time and return
-what to do.
+actions.
 """
 
 from __future__ import annotations
@@ -46,6 +44,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from baton.core.errors import (
     BatonError,
@@ -56,25 +55,16 @@ from baton.core.errors import (
     WorkerLost,
 )
 from baton.core.types import AttemptKey, DeviceEvent
-from baton.kv_transfer.notes import arrived_note, beat_note, drained_note
-from baton.kv_transfer.push_actions import (
-    Action,
-    Ended,
-    Fail,
-    Introduce,
-    Overdue,
-    SendNote,
-    Silent,
-    StartWrite,
-)
-from baton.kv_transfer.write_lease import WriteLease
+from baton.kv_transfer.notes import SendNote, arrived_note, beat_note, drained_note
+from baton.kv_transfer.ticket import WriteLease
+from baton.kv_transfer.transfer_events import PushEnded, PushFailed, PushOverdue
 from baton.v1.transfer_pb2 import Resend, TicketBody
 
 Digest = Callable[[Sequence[int]], list[int]]
-"""Of some of our pages, as the receiver will make them; none where there can be none."""
+"""Digests of local pages, as the receiver will compute them; empty where that is impossible."""
 
 MAX_WRITE_BYTES = 1 << 30
-"""A longer write might keep a thread that copies by itself from its beats."""
+"""A longer write could delay the beats, where the transfer thread copies itself."""
 
 
 class SenderState(enum.Enum):
@@ -88,7 +78,7 @@ class SenderState(enum.Enum):
 
 
 class SenderStep(enum.Enum):
-    """What moves a push from one state to another."""
+    """An input that moves a push to another state."""
 
     TICKET = enum.auto()
     LEASE = enum.auto()
@@ -118,6 +108,31 @@ TRANSITIONS: dict[tuple[SenderState, SenderStep], SenderState] = {
 _BEATING = (SenderState.ASKING, SenderState.PUSHING, SenderState.FINISHING, SenderState.CONFIRMING)
 
 
+@dataclass(frozen=True, slots=True)
+class StartWrite:
+    """Write pages and then the note, if any. Answer with write_done or write_failed."""
+
+    local_pages: tuple[int, ...]
+    remote_pages: tuple[int, ...]
+    note: bytes
+    after: DeviceEvent | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Introduce:
+    """Send the receiver our address again."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerSilent:
+    """The receiver has not answered for a lease: no push to it can succeed now."""
+
+    error: BatonError
+
+
+SenderAction = StartWrite | SendNote | Introduce | PeerSilent | PushFailed | PushOverdue | PushEnded
+
+
 class Sender:
     """The state of one push. Every input returns the actions it leads to."""
 
@@ -129,16 +144,16 @@ class Sender:
         self._key = key
         self._page_bytes = page_bytes
         self._digest = digest
-        self._pages: list[int] = []  # complete local ones, in the prompt's order, to be written
-        self._to_drop = 0  # pages to come that the receiver holds already
-        self._digests: list[int] = []  # one a page whose write has started, or none at all
+        self._pages: list[int] = []  # local ones to write, in the prompt's order
+        self._to_drop = 0  # pages to come that the receiver holds
+        self._digests: list[int] = []  # of the pages whose write has started, or empty
         self._after: DeviceEvent | None = None  # when all of them are complete
-        self._started = 0  # of the pages, how many are written or being written
+        self._started = 0  # pages written or being written
         self._remote_pages: Sequence[int] = ()
         self._first_token: int | None = None
-        self._round = 0  # how often damaged pages were sent again
+        self._round = 0  # of resending damaged pages
         self._accepted = False
-        self._resend: Resend | None = None  # came before the last write was known to be done
+        self._resend: Resend | None = None  # came before the last write was done
         self._lease = WriteLease()
         self._expires_at = math.inf
         self._finished_at = self._written_at = math.inf
@@ -161,21 +176,21 @@ class Sender:
 
     @property
     def expects(self) -> bool:
-        """Whether the transport should be asked often: an answer is to come soon."""
+        """Whether to poll often: an answer is expected soon."""
         return self._writing is not None or self.state in (
             SenderState.ASKING,
             SenderState.CONFIRMING,
         )
 
-    def ticket(self, body: TicketBody, now: float) -> list[Action]:
-        """The receiver's pages. Its time counts from here, since clocks differ."""
+    def ticket(self, body: TicketBody, now: float) -> list[SenderAction]:
+        """The receiver's pages. Its expiry counts from now, since clocks differ."""
         if self.state is not SenderState.WAITING:
             return []
         if AttemptKey(body.request_id, body.epoch) != self._key:
             return self.fail(Internal("the ticket is for another attempt"))
         if body.agent != self.peer:
             return self.fail(Internal("the ticket is another worker's"))
-        self._take(SenderStep.TICKET)
+        self._move(SenderStep.TICKET)
         self._remote_pages = tuple(body.pages)
         self._to_drop = body.held_pages
         self._pages = self._without_held(self._pages)
@@ -185,36 +200,35 @@ class Sender:
 
     def pages_ready(
         self, pages: Sequence[int], now: float, after: DeviceEvent | None = None
-    ) -> list[Action]:
-        """More local pages are complete, or will be after a moment that no page given before
-        waits for longer; they follow those given before."""
+    ) -> list[SenderAction]:
+        """More local pages are complete, or will be at `after`, which no earlier page outlasts."""
         self._pages += self._without_held(pages)
         self._after = after or self._after
         return self._advance(now)
 
     def finish(
         self, first_token: int, pages: Sequence[int], finished_at: float, now: float
-    ) -> list[Action]:
-        """`pages` are the last ones; compute was over at `finished_at`."""
+    ) -> list[SenderAction]:
+        """`pages` are the last ones; compute ended at `finished_at`."""
         self._first_token = first_token
         self._finished_at = finished_at
         return self.pages_ready(pages, now)
 
-    def renewed(self, number: int, now: float) -> list[Action]:
-        """The receiver has answered a beat."""
+    def renewed(self, number: int, now: float) -> list[SenderAction]:
+        """The receiver answered a beat."""
         if self.state not in _BEATING or not self._lease.renew(number):
             return []
         if self.state is SenderState.ASKING:
-            self._take(SenderStep.LEASE)
+            self._move(SenderStep.LEASE)
         return self._advance(now)
 
-    def revoked(self) -> list[Action]:
+    def revoked(self) -> list[SenderAction]:
         if self._accepted:
             return []
-        return self.fail(Unavailable("the receiving worker does not want the pages any more"))
+        return self.fail(Unavailable("the receiving worker has revoked the lease"))
 
-    def resend(self, resend: Resend, now: float) -> list[Action]:
-        """Pages arrived damaged. An order that was carried out before is dropped."""
+    def resend(self, resend: Resend, now: float) -> list[SenderAction]:
+        """Pages arrived damaged. A repeated note is dropped."""
         if resend.round != self._round + 1:
             return []
         if self.state is SenderState.FINISHING:
@@ -224,75 +238,75 @@ class Sender:
         if now >= self._lease.until:
             return self.tick(now)
         if not all(position < len(self._pages) for position in resend.positions):
-            return self.fail(Internal("the receiving worker asks for pages that are not there"))
-        self._take(SenderStep.RESEND)
+            return self.fail(Internal("the receiving worker asks for pages that were not sent"))
+        self._move(SenderStep.RESEND)
         self._round, self._resend = resend.round, None
         return [self._start_write(resend.positions, self._arrived_note(), now)]
 
-    def accepted(self) -> list[Action]:
-        """Every page is where it should be, and sound."""
+    def accepted(self) -> list[SenderAction]:
+        """All pages arrived undamaged."""
         self._accepted = True
         return self._end() if self.state is SenderState.CONFIRMING else []
 
-    def write_done(self, now: float) -> list[Action]:
+    def write_done(self, now: float) -> list[SenderAction]:
         self._bytes += self._page_bytes * len(self._end_write(now).local_pages)
         if self.state is SenderState.DRAINING:
             return self._drain()
         if self.state is not SenderState.FINISHING:
             return self._advance(now)
-        self._take(SenderStep.WRITTEN)
+        self._move(SenderStep.WRITTEN)
         self._written_at = now
         if self._accepted:
             return self._end()
         return self.resend(self._resend, now) if self._resend else []
 
-    def write_failed(self, error: BatonError, now: float) -> list[Action]:
+    def write_failed(self, error: BatonError, now: float) -> list[SenderAction]:
         self._end_write(now)
         return self._drain() if self.state is SenderState.DRAINING else self.fail(error)
 
-    def cancel(self) -> list[Action]:
+    def cancel(self) -> list[SenderAction]:
         return self.fail(Cancelled("the request was cancelled"))
 
-    def peer_lost(self) -> list[Action]:
-        """The receiver is gone. A write under way still ends with write_failed."""
+    def peer_lost(self) -> list[SenderAction]:
+        """The receiver is lost. A write under way still ends with write_failed."""
         self._peer_lost = True
         return self.fail(WorkerLost(f"the receiving worker's agent {self.peer} is lost"))
 
-    def tick(self, now: float) -> list[Action]:
+    def tick(self, now: float) -> list[SenderAction]:
         if now < self.deadline:
             return []
         if self.state is SenderState.DRAINING:
             self._lease.next_beat = math.inf
-            return [Overdue()]
+            return [PushOverdue(self._key)]
         if now >= self._lease.until:
             seconds = self._lease.seconds
             error = Unavailable(f"the receiving worker has been silent for {seconds:g} s")
-            return [Silent(error), *self.fail(error)]
+            return [PeerSilent(error), *self.fail(error)]
         if self.state is SenderState.PUSHING and now >= self._expires_at:
             return self.fail(DeadlineExceeded("the ticket expired before all pages were sent"))
         return self._beat(now)
 
-    def fail(self, error: BatonError) -> list[Action]:
-        """Gives the push up. The first error is the one that is reported."""
+    def fail(self, error: BatonError) -> list[SenderAction]:
+        """Ends the push. Only the first error is reported."""
         if self.state in (SenderState.DRAINING, SenderState.DONE):
             return []
-        self._take(SenderStep.GIVE_UP)
+        self._move(SenderStep.GIVE_UP)
         self._error = error
-        return [Fail(error)] if self._writing is not None else self._drain()
+        return [PushFailed(self._key, error)] if self._writing is not None else self._drain()
 
-    def _take(self, step: SenderStep) -> None:
+    def _move(self, step: SenderStep) -> None:
         self.state = TRANSITIONS[self.state, step]
 
-    def _beat(self, now: float) -> list[Action]:
-        actions: list[Action] = []
+    def _beat(self, now: float) -> list[SenderAction]:
+        actions: list[SenderAction] = []
         if self.state is SenderState.ASKING and self._lease.beats:
             actions.append(Introduce())  # the last beat went unanswered
         if self.state is SenderState.CONFIRMING:
             actions.append(SendNote(self._arrived_note()))
         return [*actions, SendNote(beat_note(self._key, self._lease.beat(now)))]
 
-    def _advance(self, now: float) -> list[Action]:
-        """Starts the next write when there is something to write and none is under way."""
+    def _advance(self, now: float) -> list[SenderAction]:
+        """Starts the next write when pages are ready and no write is under way."""
         if self.state is not SenderState.PUSHING or self._writing is not None:
             return []
         if now >= min(self._lease.until, self._expires_at):
@@ -305,7 +319,7 @@ class Sender:
             self._digests += self._digest(self._pages[new.start : new.stop])
         note = b""
         if self._first_token is not None and new.stop == len(self._pages):
-            self._take(SenderStep.LAST_WRITE)
+            self._move(SenderStep.LAST_WRITE)
             note = self._arrived_note()
         elif not new:
             return []
@@ -343,12 +357,12 @@ class Sender:
         self._seconds += now - self._write_began
         return ended
 
-    def _end(self) -> list[Action]:
-        self._take(SenderStep.ACCEPTED)
+    def _end(self) -> list[SenderAction]:
+        self._move(SenderStep.ACCEPTED)
         exposed = self._written_at - self._finished_at
-        return [Ended(None, self._bytes, self._seconds, exposed)]
+        return [PushEnded(self._key, None, self._bytes, self._seconds, exposed)]
 
-    def _drain(self) -> list[Action]:
-        self._take(SenderStep.DRAINED)
-        ended = Ended(self._error, self._bytes, self._seconds, 0.0)
+    def _drain(self) -> list[SenderAction]:
+        self._move(SenderStep.DRAINED)
+        ended = PushEnded(self._key, self._error, self._bytes, self._seconds, 0.0)
         return [ended] if self._peer_lost else [SendNote(drained_note(self._key)), ended]

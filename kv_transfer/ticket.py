@@ -1,8 +1,8 @@
-"""The ticket: a decode worker's leave to write into pages it has reserved.
+"""The ticket, by which a receiver lets a sender write into reserved pages, and the write lease.
 
-A sealed ticket carries its version and the digest of the receiver's layout in
-front of the body. Both are checked before the body is decoded, so a sender of
-another version or layout never reads page ids it would misunderstand.
+A sealed ticket carries its version and the hash of the receiver's layout in front
+of the body. Both are checked before the body is decoded, so a sender of another
+version or layout never misinterprets page ids.
 
 Version history:
 
@@ -24,6 +24,7 @@ from baton.kv_transfer.pool_layout import layout_hash
 from baton.v1.transfer_pb2 import PoolLayout, SealedTicket, TicketBody
 
 TICKET_VERSION = 3
+BEATS_PER_LEASE = 5
 
 
 def make_ticket(
@@ -36,10 +37,7 @@ def make_ticket(
     lease_seconds: float,
     layout: PoolLayout,
 ) -> bytes:
-    """The sealed ticket for `pages` of the pool that transport agent `agent` serves.
-
-    They take a prompt's pages from number `held_pages` on.
-    """
+    """A sealed ticket for `pages` of an agent's pool: a prompt's pages from `held_pages` on."""
     body = TicketBody(
         request_id=key.request_id,
         epoch=key.epoch,
@@ -59,23 +57,22 @@ def seal(body: TicketBody, layout: PoolLayout) -> bytes:
 
 
 def open_ticket(sealed: bytes, layout: PoolLayout) -> TicketBody:
-    """The body of a ticket for pools laid out as `layout`.
+    """The body of a ticket for pools of this layout.
 
-    Raises LayoutMismatch for another version or layout, Internal for bytes
-    that are no ticket, or one that cannot be kept to.
+    Raises LayoutMismatch for another version or layout, Internal for an invalid ticket.
     """
     envelope = SealedTicket()
     _parse(envelope, sealed)
     if envelope.version != TICKET_VERSION:
         raise LayoutMismatch(
-            f"the ticket has version {envelope.version}, this worker reads {TICKET_VERSION}"
+            f"the ticket has version {envelope.version}, this worker uses {TICKET_VERSION}"
         )
     if envelope.layout_hash != layout_hash(layout):
-        raise LayoutMismatch("the ticket is for a pool that is laid out differently")
+        raise LayoutMismatch("the ticket is for a pool with another layout")
     body = TicketBody()
     _parse(body, envelope.body)
     if not all(map(math.isfinite, (body.expires_after_seconds, body.lease_seconds))):
-        raise Internal("the ticket's times are not numbers")
+        raise Internal("the ticket's times are not finite")
     return body
 
 
@@ -83,4 +80,29 @@ def _parse(message: SealedTicket | TicketBody, data: bytes) -> None:
     try:
         message.ParseFromString(data)
     except DecodeError as error:
-        raise Internal(f"the ticket cannot be read: {error}") from error
+        raise Internal(f"the ticket cannot be parsed: {error}") from error
+
+
+class WriteLease:
+    """Until when a sender may start writes: extended by answered beats. Reads no clock."""
+
+    def __init__(self, seconds: float = 0.0, until: float = math.inf) -> None:
+        self.seconds = seconds
+        self.until = until  # before the first answer: how long to wait for it
+        self.next_beat = math.inf
+        self.beats = 0
+        self._sent: dict[int, float] = {}  # unanswered beats, and when they were sent
+
+    def beat(self, now: float) -> int:
+        self.beats += 1
+        self._sent[self.beats] = now
+        self.next_beat = now + self.seconds / BEATS_PER_LEASE
+        return self.beats
+
+    def renew(self, number: int) -> bool:
+        """False when the answer is to no unanswered beat."""
+        if number not in self._sent:
+            return False
+        self.until = max(self.until, self._sent[number] + self.seconds)
+        self._sent = {beat: sent for beat, sent in self._sent.items() if beat > number}
+        return True

@@ -1,21 +1,158 @@
-"""What a transfer thread tells its worker.
+"""The commands that a worker posts to its transfer thread, and the events that come back.
 
-For each push exactly one PushEnded, and before it at most one PushFailed. For
-each reservation: at most one Arrived or ReservationFailed; and, unless it arrived,
-exactly one ReservationFreed. For each fetch the same, with Fetched for Arrived.
+For each push there is exactly one PushEnded, and before it at most one PushFailed.
+For each reservation there is at most one Arrived or ReservationFailed and, unless
+it arrived, exactly one ReservationFreed. The same holds for each fetch, with
+Fetched instead of Arrived.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.core.errors import BatonError
-from baton.core.types import AttemptKey
+from baton.core.types import AttemptKey, DeviceEvent
+from baton.v1.transfer_pb2 import PoolAddress
+
+# Commands, on a prefill worker.
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectPeer:
+    """Prepares pushes to a decode worker -> PeerConnected."""
+
+    worker_id: str
+    address: PoolAddress
+
+
+@dataclass(frozen=True, slots=True)
+class OpenPush:
+    """Begins a push to the agent `peer` -> exactly one PushEnded, in the end."""
+
+    key: AttemptKey
+    peer: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeliverTicket:
+    """The ticket of a push. Without an open push the receiver gets Drained: this declines
+    PagesWanted."""
+
+    key: AttemptKey
+    ticket: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PushPages:
+    """More local pages, in the prompt's order. They are complete now, on a GPU too; or, where
+    `TransferThread.pushes_ahead`, once `after` has passed."""
+
+    key: AttemptKey
+    pages: Sequence[int]
+    after: DeviceEvent | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FinishPush:
+    """Compute has ended, and `pages` are the last ones."""
+
+    key: AttemptKey
+    first_token: int
+    pages: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CancelPush:
+    """Starts no more writes; PushEnded comes when those under way have ended."""
+
+    key: AttemptKey
+
+
+@dataclass(frozen=True, slots=True)
+class FetchPages:
+    """Asks the agent `holder` to fill the first of `pages`, which the ticket is for, with its
+    cached pages of `page_keys` -> Fetched, or ReservationFailed and -Freed.
+
+    Fails after `seconds`.
+    """
+
+    key: AttemptKey
+    holder: str
+    ticket: bytes
+    pages: Sequence[int]
+    page_keys: Sequence[bytes]
+    seconds: float
+
+
+# On a decode worker.
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectPages:
+    """`pages` wait for the agent `sender` -> Arrived, or ReservationFailed and -Freed.
+
+    Must be posted before the ticket leaves the worker.
+    """
+
+    key: AttemptKey
+    sender: str
+    pages: Sequence[int]
+    seconds: float  # until the ticket expires
+
+
+@dataclass(frozen=True, slots=True)
+class LendPages:
+    """Answers PagesWanted with pages for the first of its keys -> exactly one PushEnded, in the
+    end."""
+
+    key: AttemptKey
+    peer: str
+    ticket: bytes
+    pages: Sequence[int]
+
+
+# On either.
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseReservation:
+    """A reservation or fetch is not wanted any more -> ReservationFreed, once that is safe.
+
+    An event that was already on its way may come first; ignore it.
+    """
+
+    key: AttemptKey
+
+
+@dataclass(frozen=True, slots=True)
+class SenderDied:
+    """A sender's process is known to have ended -> ReservationFreed for all its pages, once
+    nothing that it had sent can arrive any more."""
+
+    agent: str
+
+
+TransferCommand = (
+    ConnectPeer
+    | OpenPush
+    | DeliverTicket
+    | PushPages
+    | FinishPush
+    | CancelPush
+    | FetchPages
+    | ExpectPages
+    | LendPages
+    | ReleaseReservation
+    | SenderDied
+)
+
+# Events.
 
 
 @dataclass(frozen=True, slots=True)
 class PeerConnected:
-    """The answer to `connect`. `error` is None when pages can be pushed there."""
+    """Answers ConnectPeer. `error` is None when pages can be pushed there."""
 
     worker_id: str
     agent: str
@@ -32,7 +169,7 @@ class PeerDisconnected:
 
 @dataclass(frozen=True, slots=True)
 class PushFailed:
-    """A push was given up while a write was under way. Its pages are freed only at PushEnded."""
+    """A push has failed during a write. Its pages may be freed only at PushEnded."""
 
     key: AttemptKey
     error: BatonError
@@ -40,7 +177,7 @@ class PushFailed:
 
 @dataclass(frozen=True, slots=True)
 class PushEnded:
-    """A push is over and its pages may be freed. It arrived unless there is an `error`."""
+    """A push has ended and its pages may be freed. All pages arrived unless there is an `error`."""
 
     key: AttemptKey
     error: BatonError | None
@@ -61,18 +198,18 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """Pages that were asked for are in place and belong to the worker from now on."""
+    """Fetched pages are in place and belong to the worker from now on."""
 
     key: AttemptKey
     pages: int
-    """How many, counted from the first: what the other side had."""
+    """How many, counted from the first."""
     seconds: float
-    """Since they were asked for."""
+    """Since the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class PagesDamaged:
-    """Pages arrived that are not what was sent. They are being sent again, or the push fails."""
+    """Pages arrived damaged. They are sent again, or the push fails."""
 
     key: AttemptKey
     count: int
@@ -80,9 +217,9 @@ class PagesDamaged:
 
 @dataclass(frozen=True, slots=True)
 class ReservationFailed:
-    """Nothing usable will land. The pages may be freed only at ReservationFreed, which follows.
+    """Nothing usable will arrive. The pages may be freed only at ReservationFreed, which follows.
 
-    There is no `error` when the sender gave up: its worker says why, or was told to.
+    Without an `error` the sender gave up, and its worker reports why.
     """
 
     key: AttemptKey
@@ -98,23 +235,22 @@ class ReservationFreed:
 
 @dataclass(frozen=True, slots=True)
 class PushOverdue:
-    """A push was given up, and a write still reads its pages though there was time to end.
-    PushEnded follows, one day."""
+    """A push has failed, and a write still reads its pages after a while. PushEnded follows."""
 
     key: AttemptKey
 
 
 @dataclass(frozen=True, slots=True)
 class ReservationOverdue:
-    """Pages that are not wanted any more are still held, since the sender has not let go of
-    them though there was time. ReservationFreed follows, one day."""
+    """Pages that are not wanted any more are still in quarantine after a while.
+    ReservationFreed follows."""
 
     key: AttemptKey
 
 
 @dataclass(frozen=True, slots=True)
 class PagesWanted:
-    """A peer wants to fetch cached pages. Comes once a fetch. Answer with `lend` or `decline`."""
+    """A peer wants to fetch cached pages; once per fetch. Post LendPages or DeliverTicket."""
 
     key: AttemptKey
     peer: str  # its agent
@@ -124,7 +260,7 @@ class PagesWanted:
 
 @dataclass(frozen=True, slots=True)
 class TransferCrashed:
-    """The transfer thread has stopped on a fault of its own; no more events will come."""
+    """The transfer thread has stopped; no more events follow."""
 
     reason: str
 

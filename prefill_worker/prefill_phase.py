@@ -25,7 +25,12 @@ from baton.engine.engine import Engine
 from baton.engine.sequence import Sequence
 from baton.engine.step import Chunk
 from baton.kv_transfer.transfer_events import (
+    CancelPush,
+    ConnectPeer,
+    DeliverTicket,
     Fetched,
+    FinishPush,
+    OpenPush,
     PagesDamaged,
     PagesWanted,
     PeerConnected,
@@ -33,9 +38,11 @@ from baton.kv_transfer.transfer_events import (
     PushEnded,
     PushFailed,
     PushOverdue,
+    PushPages,
     ReservationFailed,
     ReservationFreed,
     ReservationOverdue,
+    SenderDied,
     TransferCrashed,
     TransferEvent,
 )
@@ -82,7 +89,7 @@ class PrefillPhase:
     def on_message(self, attachment: int, message: pb.RouterMessage, arrived: float) -> None:
         match message.WhichOneof("kind"):
             case "connect":
-                self._transfer.connect(message.connect.worker_id, message.connect.pool)
+                self._transfer.post(ConnectPeer(message.connect.worker_id, message.connect.pool))
             case "prefill":
                 self._accept(attachment, message.prefill, arrived)
             case "deliver":
@@ -90,7 +97,7 @@ class PrefillPhase:
             case "release":
                 self._release(AttemptKey(message.release.request_id, message.release.epoch))
             case "sender_gone":
-                self._transfer.sender_died(message.sender_gone.agent)
+                self._transfer.post(SenderDied(message.sender_gone.agent))
             case "reserve":
                 self._outbox.send(attachment, self._status.refusal(message.reserve.work))
             case "compute":
@@ -131,7 +138,7 @@ class PrefillPhase:
             case ReservationOverdue():
                 self._fetches.mark_overdue(event.key)
             case PagesWanted():  # its router did not know of the role switch yet
-                self._transfer.decline(event.key, event.ticket)
+                self._transfer.post(DeliverTicket(event.key, event.ticket))
             case PagesDamaged():
                 self._metrics.damaged(event.count)
             case TransferCrashed():
@@ -177,7 +184,7 @@ class PrefillPhase:
         if message.holder.pages and self._may_fetch(keys):
             job.fetch = self._fetches.begin(work.key, message.holder, keys)
         if push:
-            self._transfer.open_push(work.key, message.receiver)
+            self._transfer.post(OpenPush(work.key, message.receiver))
         else:
             self._scheduler.clear(work.key)
 
@@ -189,7 +196,7 @@ class PrefillPhase:
 
     def _deliver(self, message: pb.Deliver) -> None:
         key = AttemptKey(message.request_id, message.epoch)
-        self._transfer.deliver_ticket(key, message.ticket)
+        self._transfer.post(DeliverTicket(key, message.ticket))
         if key in self._jobs:
             self._jobs[key].delivered = True
             self._scheduler.clear(key)
@@ -256,9 +263,9 @@ class PrefillPhase:
         self._outbox.flush()
         if job.push and finish:
             job.released = True
-            self._transfer.cancel_push(key)
+            self._transfer.post(CancelPush(key))
         elif job.push:
-            self._transfer.finish_push(key, token, sequence.lease.pages[job.pushed_pages :])
+            self._transfer.post(FinishPush(key, token, sequence.lease.pages[job.pushed_pages :]))
 
     def _push_ahead(self, plan: list[Chunk]) -> None:
         """Pushes pages that the device is still computing: the write waits for the device, not for
@@ -276,7 +283,7 @@ class PrefillPhase:
     def _push(self, job: PrefillJob, pages: list[int], after: DeviceEvent | None = None) -> None:
         """Pushes those of a prompt's first pages that were not pushed before."""
         if job.push and len(pages) > job.pushed_pages:
-            self._transfer.push_pages(job.work.key, pages[job.pushed_pages :], after)
+            self._transfer.post(PushPages(job.work.key, pages[job.pushed_pages :], after))
             job.pushed_pages = len(pages)
 
     def _release(self, key: AttemptKey) -> None:
@@ -289,7 +296,7 @@ class PrefillPhase:
         if sequence is not None:
             job.lease = sequence.lease
         if job.push:
-            self._transfer.cancel_push(key)
+            self._transfer.post(CancelPush(key))
         else:
             self._forget(job)
 

@@ -71,7 +71,7 @@ async def test_workers_of_two_layouts_serve_side_by_side(tiny: Path, tmp_path: P
                 await load.more(24)
             assert load.pairs == SAME_VERSION
             found = await misfits(client)
-            reason = "the pools are laid out differently: page_size is 32 here and 16 there"
+            reason = "the pools have different layouts: page_size is 32 here and 16 there"
             assert found["prefill-1"] == {"decode-0": reason}
             assert found["decode-0"] == {"prefill-1": reason}
             assert not any(worker.fault for worker in (await client.status()).workers)

@@ -20,7 +20,13 @@ from baton.kv_transfer.shard_proxy import ShardProxy
 from baton.kv_transfer.sharded_transport import PROBE, ShardedTransport
 from baton.kv_transfer.transfer_events import (
     Arrived,
+    ConnectPeer,
+    DeliverTicket,
     Fetched,
+    FetchPages,
+    FinishPush,
+    LendPages,
+    OpenPush,
     PagesWanted,
     PeerConnected,
     PushEnded,
@@ -112,7 +118,7 @@ class Worker(TransferWorker):
 def workers(request: pytest.FixtureRequest) -> Iterator[tuple[Worker, Worker]]:
     """A prefill worker that is connected to a decode worker."""
     prefill, decode = (Worker(shards) for shards in request.param)
-    prefill.thread.connect("decode-0", decode.thread.pool_address)
+    prefill.thread.post(ConnectPeer("decode-0", decode.thread.pool_address))
     assert prefill.next(PeerConnected).error is None
     yield prefill, decode
     for worker in (prefill, decode):
@@ -126,17 +132,17 @@ def test_a_prompt_lands_in_a_pool_of_another_split_and_is_fetched_back(
     push, back = AttemptKey("request", 1), AttemptKey("fetch", 1)
     content = random.Random(1).randbytes(PAGE_BYTES)
     prefill.pool.set_page(1, content)
-    prefill.thread.open_push(push, decode.agent)
-    prefill.thread.deliver_ticket(push, decode.reserve([20], prefill.agent, key=push))
-    prefill.thread.finish_push(push, 77, [1])
+    prefill.thread.post(OpenPush(push, decode.agent))
+    prefill.thread.post(DeliverTicket(push, decode.reserve([20], prefill.agent, key=push)))
+    prefill.thread.post(FinishPush(push, 77, [1]))
     assert decode.next(Arrived) == Arrived(push, 77)
     assert decode.pool.page(20) == content
     ended = prefill.next(PushEnded)
     assert (ended.error, ended.bytes) == (None, PAGE_BYTES)
     ticket = prefill.ticket([9], back)
-    prefill.thread.fetch(back, decode.agent, ticket, [9], [b"key"], 10.0)
+    prefill.thread.post(FetchPages(back, decode.agent, ticket, [9], [b"key"], 10.0))
     wanted = decode.next(PagesWanted)
-    decode.thread.lend(back, wanted.peer, wanted.ticket, [20])
+    decode.thread.post(LendPages(back, wanted.peer, wanted.ticket, [20]))
     assert prefill.next(Fetched).pages == 1
     assert prefill.pool.page(9) == content
 

@@ -21,11 +21,17 @@ from baton.kv_transfer.nixl_transport import NixlTransport
 from baton.kv_transfer.pool_digest import cpu_digest
 from baton.kv_transfer.transfer_events import (
     Arrived,
+    ConnectPeer,
+    DeliverTicket,
+    FinishPush,
+    OpenPush,
     PagesDamaged,
     PeerConnected,
     PeerDisconnected,
     PushEnded,
     PushFailed,
+    PushPages,
+    ReleaseReservation,
     ReservationFailed,
     ReservationFreed,
     ReservationOverdue,
@@ -53,9 +59,9 @@ class Worker(TransferWorker):
     def begin_push(self, receiver: PoolAddress, ticket: bytes) -> None:
         """Sends one page of two; the other is still to be computed."""
         self.bytes.fill(0, PAGE_BYTES, 7)
-        self.thread.open_push(KEY, receiver.agent)
-        self.thread.deliver_ticket(KEY, ticket)
-        self.thread.push_pages(KEY, [0])
+        self.thread.post(OpenPush(KEY, receiver.agent))
+        self.thread.post(DeliverTicket(KEY, ticket))
+        self.thread.post(PushPages(KEY, [0]))
 
     def wait_for_page(self, page: int) -> None:
         while self.bytes.read(page * PAGE_BYTES, 1) != b"\7":
@@ -80,7 +86,7 @@ def other_process(serve: Callable[[Connection], None]) -> Iterator[tuple[int, Co
 def serve_prefill(pipe: Connection) -> None:
     worker = Worker(NixlTransport())
     receiver = PoolAddress.FromString(pipe.recv_bytes())
-    worker.thread.connect("decode", receiver)
+    worker.thread.post(ConnectPeer("decode", receiver))
     worker.next(PeerConnected)
     pipe.send_bytes(worker.agent.encode())
     worker.begin_push(receiver, pipe.recv_bytes())
@@ -116,7 +122,7 @@ def test_pages_of_a_killed_sender_are_freed_though_nobody_says_that_it_died(
     with other_process(serve_prefill) as (pid, pipe):
         begin(decode, pipe)
         os.kill(pid, signal.SIGKILL)
-        decode.thread.release_reservation(KEY)
+        decode.thread.post(ReleaseReservation(KEY))
         # A process takes a moment to die.
         while isinstance(event := decode.events.get(timeout=20), ReservationOverdue):
             pass
@@ -129,7 +135,7 @@ def test_pages_of_a_frozen_sender_stay_in_quarantine_until_it_thaws(decode: Work
         begin(decode, pipe)
         os.kill(pid, signal.SIGSTOP)
         assert isinstance(decode.next(ReservationFailed).error, Unavailable)
-        decode.thread.release_reservation(KEY)
+        decode.thread.post(ReleaseReservation(KEY))
         decode.next(ReservationOverdue)
         with pytest.raises(queue.Empty):
             decode.events.get(timeout=2 * LEASE_SECONDS)
@@ -142,7 +148,7 @@ def test_a_push_to_a_frozen_receiver_fails_when_its_lease_lapses() -> None:
     prefill = Worker(NixlTransport())
     with other_process(serve_decode) as (pid, pipe):
         receiver = PoolAddress.FromString(pipe.recv_bytes())
-        prefill.thread.connect("decode", receiver)
+        prefill.thread.post(ConnectPeer("decode", receiver))
         prefill.next(PeerConnected)
         pipe.send_bytes(prefill.agent.encode())
         prefill.begin_push(receiver, pipe.recv_bytes())
@@ -181,11 +187,11 @@ class Damaging(InProcessTransport):
 
 def push_two_pages(decode: Worker) -> Worker:
     prefill = Worker(InProcessTransport())
-    prefill.thread.connect("decode", decode.thread.pool_address)
+    prefill.thread.post(ConnectPeer("decode", decode.thread.pool_address))
     prefill.next(PeerConnected)
     prefill.bytes.fill(PAGE_BYTES, PAGE_BYTES, 9)
     prefill.begin_push(decode.thread.pool_address, decode.reserve([4, 5], prefill.agent))
-    prefill.thread.finish_push(KEY, 77, [1])
+    prefill.thread.post(FinishPush(KEY, 77, [1]))
     return prefill
 
 

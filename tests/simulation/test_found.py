@@ -9,10 +9,14 @@ from baton.core.wire import work_to
 from baton.kv_transfer.notes import beat_note, introduction_note
 from baton.kv_transfer.receiver import ReceiverState
 from baton.kv_transfer.transfer_events import (
+    ConnectPeer,
+    ExpectPages,
     PeerConnected,
+    ReleaseReservation,
     ReservationFailed,
     ReservationFreed,
     ReservationOverdue,
+    SenderDied,
     TransferEvent,
 )
 from baton.kv_transfer.transfer_thread import LINGER_SECONDS, TransferThread
@@ -59,10 +63,10 @@ def sides() -> tuple[Fabric, Side, Side]:
 
 def test_a_beat_that_cannot_be_answered_opens_nothing() -> None:
     _, prefill, decode = sides()
-    decode.thread.expect(KEY, "prefill", [0], 60.0)
+    decode.thread.post(ExpectPages(KEY, "prefill", [0], 60.0))
     decode.hear(prefill, beat_note(KEY, 1))
     assert decode.reservation is ReceiverState.RESERVED
-    decode.thread.release_reservation(KEY)
+    decode.thread.post(ReleaseReservation(KEY))
     decode.thread.step(0.0)
     assert decode.events == [ReservationFreed(KEY)]
 
@@ -70,7 +74,7 @@ def test_a_beat_that_cannot_be_answered_opens_nothing() -> None:
 def test_a_lost_connection_is_not_replaced_before_its_loss_is_told() -> None:
     fabric, prefill, decode = sides()
     introduction = introduction_note(prefill.thread.pool_address)
-    decode.thread.expect(KEY, "prefill", [0], 60.0)
+    decode.thread.post(ExpectPages(KEY, "prefill", [0], 60.0))
     decode.hear(prefill, introduction)
     fabric.cut(prefill.transport, decode.transport)
     # The first answer finds the connection broken, and the loss frees the
@@ -93,14 +97,14 @@ def pass_time(fabric: Fabric, side: Side, seconds: float) -> None:
 
 def test_a_decode_worker_counts_as_connected_once_it_has_answered() -> None:
     fabric, prefill, decode = sides()
-    prefill.thread.connect("decode0", decode.thread.pool_address)
+    prefill.thread.post(ConnectPeer("decode0", decode.thread.pool_address))
     pass_time(fabric, prefill, 4.0)
     assert prefill.events == []
     pass_time(fabric, prefill, 2.0)
     [silent] = prefill.events
     assert isinstance(silent, PeerConnected)
     assert isinstance(silent.error, Unavailable)
-    prefill.thread.connect("decode0", decode.thread.pool_address)
+    prefill.thread.post(ConnectPeer("decode0", decode.thread.pool_address))
     prefill.thread.step(0.0)
     fabric.world.run(until=fabric.world.now + 60.0)
     for side in (decode, prefill):
@@ -112,10 +116,10 @@ def test_a_decode_worker_counts_as_connected_once_it_has_answered() -> None:
 
 def test_what_a_dead_process_has_sent_is_waited_for() -> None:
     fabric, prefill, decode = sides()
-    decode.thread.expect(KEY, "prefill", [0], 6000.0)
+    decode.thread.post(ExpectPages(KEY, "prefill", [0], 6000.0))
     decode.hear(prefill, introduction_note(prefill.thread.pool_address), beat_note(KEY, 1))
-    decode.thread.release_reservation(KEY)
-    decode.thread.sender_died("prefill")
+    decode.thread.post(ReleaseReservation(KEY))
+    decode.thread.post(SenderDied("prefill"))
     pass_time(fabric, decode, LINGER_SECONDS - 1.0)
     assert decode.reservation is ReceiverState.QUARANTINED
     pass_time(fabric, decode, 2.0)

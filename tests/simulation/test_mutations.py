@@ -52,10 +52,10 @@ def let_quarantine_expire(patch: Patch) -> None:
     revoke = Receiver._revoke
     revoked: Counter[Receiver] = Counter()
 
-    def give_up(self: Receiver, now: float) -> list[receiver.Action]:
+    def give_up(self: Receiver, now: float) -> list[receiver.ReceiverAction]:
         actions = revoke(self, now)
         revoked[self] += bool(actions)
-        return self._take(receiver.ReceiverStep.DRAINED) if revoked[self] > 5 else actions
+        return self._move(receiver.ReceiverStep.DRAINED) if revoked[self] > 5 else actions
 
     patch.setattr(Receiver, "_revoke", give_up)
 
@@ -68,15 +68,15 @@ def write_without_a_lease(patch: Patch) -> None:
 
 def ignore_epochs(patch: Patch) -> None:
     """A note of an earlier attempt counts for a later one."""
-    hear = Reservations.noted
+    handle = Reservations.on_note
 
-    def noted(self: Reservations, peer: str, note: TransferNote) -> None:
+    def on_note(self: Reservations, peer: str, note: TransferNote) -> None:
         if key_of(note) not in self._expected:
             later = [key for key in self._expected if key.request_id == note.request_id]
             note.epoch = max((key.epoch for key in later), default=note.epoch)
-        hear(self, peer, note)
+        handle(self, peer, note)
 
-    patch.setattr(Reservations, "noted", noted)
+    patch.setattr(Reservations, "on_note", on_note)
 
 
 def never_say_drained(patch: Patch) -> None:
@@ -87,14 +87,14 @@ def never_say_drained(patch: Patch) -> None:
 def say_drained_too_early(patch: Patch) -> None:
     """Drained is said while a write is under way."""
 
-    def fail(self: Sender, error: BatonError) -> list[sender.Action]:
+    def fail(self: Sender, error: BatonError) -> list[sender.SenderAction]:
         if self.state in (sender.SenderState.DRAINING, sender.SenderState.DONE):
             return []
-        self._take(sender.SenderStep.GIVE_UP)
+        self._move(sender.SenderStep.GIVE_UP)
         self._error = error
         if self._writing is None:
             return self._drain()
-        return [sender.SendNote(drained_note(self._key)), sender.Fail(error)]
+        return [sender.SendNote(drained_note(self._key)), sender.PushFailed(self._key, error)]
 
     patch.setattr(Sender, "fail", fail)
 
@@ -137,7 +137,7 @@ def send_again_twice(patch: Patch) -> None:
     """An order to write pages again that comes twice is carried out twice."""
     carry_out = Sender.resend
 
-    def resend(self: Sender, order: Resend, now: float) -> list[sender.Action]:
+    def resend(self: Sender, order: Resend, now: float) -> list[sender.SenderAction]:
         if order.round == self._round:
             self._round -= 1
         return carry_out(self, order, now)

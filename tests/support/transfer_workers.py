@@ -8,7 +8,7 @@ from typing import TypeVar
 from baton.core.types import AttemptKey
 from baton.kv_transfer.pool_digest import PeerDigest
 from baton.kv_transfer.ticket import make_ticket
-from baton.kv_transfer.transfer_events import TransferEvent
+from baton.kv_transfer.transfer_events import ExpectPages, TransferEvent
 from baton.kv_transfer.transfer_thread import TransferThread
 from baton.kv_transfer.transport import PoolMemory, Transport
 from baton.v1.transfer_pb2 import PoolLayout
@@ -62,5 +62,5 @@ class TransferWorker:
         self, pages: list[int], sender: str, *, expires: float = 30.0, key: AttemptKey = KEY
     ) -> bytes:
         """The ticket that lets the agent `sender` write into `pages`."""
-        self.thread.expect(key, sender, pages, expires)
+        self.thread.post(ExpectPages(key, sender, pages, expires))
         return self.ticket(pages, key, expires)

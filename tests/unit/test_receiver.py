@@ -7,23 +7,26 @@ import pytest
 
 from baton.core.errors import DeadlineExceeded, Internal, Unavailable, WorkerLost
 from baton.core.types import AttemptKey
-from baton.kv_transfer.notes import accepted_note, renewed_note, resend_note, revoked_note
-from baton.kv_transfer.receiver import (
-    MAX_ROUNDS,
-    Action,
-    Fail,
-    Free,
-    HandOver,
-    Overdue,
-    Receiver,
-    ReceiverState,
+from baton.kv_transfer.notes import (
     SendNote,
+    accepted_note,
+    renewed_note,
+    resend_note,
+    revoked_note,
 )
-from baton.v1.transfer_pb2 import Arrived
+from baton.kv_transfer.receiver import MAX_ROUNDS, Receiver, ReceiverAction, ReceiverState
+from baton.kv_transfer.transfer_events import (
+    Arrived,
+    Fetched,
+    ReservationFailed,
+    ReservationFreed,
+    ReservationOverdue,
+)
+from baton.v1.transfer_pb2 import Arrived as ArrivedNote
 
 KEY = AttemptKey("request", 2)
-ARRIVED = Arrived(first_token=7, pages=4)
-MISFIT = Arrived(first_token=7, pages=3)
+ARRIVED = ArrivedNote(first_token=7, pages=4)
+MISFIT = ArrivedNote(first_token=7, pages=3)
 ACCEPTED = SendNote(accepted_note(KEY))
 REVOKED = SendNote(revoked_note(KEY))
 
@@ -46,52 +49,52 @@ def quarantined() -> Receiver:
     return receiver
 
 
-def error_of(actions: list[Action]) -> Exception:
-    (fail,) = [action for action in actions if isinstance(action, Fail)]
+def error_of(actions: list[ReceiverAction]) -> Exception:
+    (fail,) = [action for action in actions if isinstance(action, ReservationFailed)]
     assert fail.error is not None
     return fail.error
 
 
-def test_landed_pages_are_handed_over_with_the_first_token_and_accepted() -> None:
+def test_arrived_pages_are_reported_with_the_first_token_and_accepted() -> None:
     receiver = opened()
-    assert receiver.arrived(ARRIVED, (), now=1.0) == [ACCEPTED, HandOver(7, 4)]
+    assert receiver.arrived(ARRIVED, (), now=1.0) == [ACCEPTED, Arrived(KEY, 7)]
     assert receiver.over
 
 
 def test_a_wrong_number_of_pages_fails_and_frees() -> None:
     actions = opened().arrived(MISFIT, (), now=1.0)
     assert "3 pages arrived where 4 were reserved" in str(error_of(actions))
-    assert actions[-1] == Free()
+    assert actions[-1] == ReservationFreed(KEY)
 
 
 @pytest.mark.parametrize(("pages", "fits"), [(0, False), (1, True), (4, True), (5, False)])
 def test_of_pages_that_are_fetched_some_may_be_missing_at_the_end(pages: int, fits: bool) -> None:
-    receiver = Receiver(KEY, 4, expires_at=100.0, lease_seconds=10.0, partial=True)
+    receiver = Receiver(KEY, 4, expires_at=100.0, lease_seconds=10.0, fetched_since=0.5)
     receiver.beat(1, now=0.0)
-    actions = receiver.arrived(Arrived(pages=pages), (), now=1.0)
-    assert (actions == [ACCEPTED, HandOver(0, pages)]) is fits
+    actions = receiver.arrived(ArrivedNote(pages=pages), (), now=1.0)
+    assert (actions == [ACCEPTED, Fetched(KEY, pages, 0.5)]) is fits
     assert receiver.state is (ReceiverState.ARRIVED if fits else ReceiverState.FREED)
 
 
-def test_pages_that_land_without_a_lease_fail_and_free() -> None:
+def test_pages_that_arrive_without_a_lease_fail_and_free() -> None:
     assert isinstance(error_of(reserved().arrived(ARRIVED, (), now=1.0)), Internal)
 
 
 @pytest.mark.parametrize("make", [reserved, opened])
 def test_a_sender_that_died_fails_and_frees(make: Callable[[], Receiver]) -> None:
     fail, free = make().sender_died()
-    assert isinstance(fail, Fail)
+    assert isinstance(fail, ReservationFailed)
     assert isinstance(fail.error, WorkerLost)
-    assert free == Free()
+    assert free == ReservationFreed(KEY)
 
 
 @pytest.mark.parametrize("make", [reserved, opened])
 def test_a_sender_that_gave_up_frees_and_says_itself_why(make: Callable[[], Receiver]) -> None:
-    assert make().drained() == [Fail(None), Free()]
+    assert make().drained() == [ReservationFailed(KEY, None), ReservationFreed(KEY)]
 
 
 def test_a_reservation_that_no_sender_asked_for_is_freed_at_once() -> None:
-    assert reserved().release(now=1.0) == [Free()]
+    assert reserved().release(now=1.0) == [ReservationFreed(KEY)]
 
 
 def test_a_reservation_that_no_sender_asked_for_expires_and_is_freed() -> None:
@@ -99,7 +102,7 @@ def test_a_reservation_that_no_sender_asked_for_expires_and_is_freed() -> None:
     assert receiver.deadline == 100.0
     actions = receiver.tick(now=100.0)
     assert isinstance(error_of(actions), DeadlineExceeded)
-    assert actions[-1] == Free()
+    assert actions[-1] == ReservationFreed(KEY)
 
 
 def test_a_silent_sender_fails_the_reservation_and_its_lease_is_revoked() -> None:
@@ -122,7 +125,7 @@ def test_a_sender_that_only_beats_does_not_outlast_its_ticket() -> None:
 def test_no_time_ends_a_quarantine_and_the_sender_is_told_again_and_again() -> None:
     receiver = quarantined()
     assert receiver.deadline == 3.0
-    assert receiver.tick(now=3.0) == [Overdue(), REVOKED]
+    assert receiver.tick(now=3.0) == [ReservationOverdue(KEY), REVOKED]
     assert receiver.tick(now=1e9) == [REVOKED]
     assert receiver.release(now=1e9) == [REVOKED]
     assert receiver.state is ReceiverState.QUARANTINED
@@ -133,22 +136,22 @@ def test_a_beat_in_quarantine_is_answered_with_the_revocation() -> None:
 
 
 @pytest.mark.parametrize("note", [ARRIVED, MISFIT])
-def test_pages_that_land_in_quarantine_are_freed_and_not_handed_over(note: Arrived) -> None:
+def test_pages_that_arrive_in_quarantine_are_freed_and_not_reported(note: ArrivedNote) -> None:
     actions = quarantined().arrived(note, (), now=2.0)
-    assert actions[-1] == Free()
-    assert not any(isinstance(action, HandOver | Fail) for action in actions)
+    assert actions[-1] == ReservationFreed(KEY)
+    assert not any(isinstance(action, Arrived | ReservationFailed) for action in actions)
 
 
 @pytest.mark.parametrize("event", ["drained", "sender_died"])
 def test_quarantine_ends_when_the_sender_is_done(event: str) -> None:
-    assert getattr(quarantined(), event)() == [Free()]
+    assert getattr(quarantined(), event)() == [ReservationFreed(KEY)]
 
 
 def test_damaged_pages_are_asked_for_again_and_then_handed_over() -> None:
     receiver = opened()
     assert receiver.arrived(ARRIVED, [1, 3], now=1.0) == [SendNote(resend_note(KEY, [1, 3], 1))]
-    again = Arrived(first_token=7, pages=4, round=1)
-    assert receiver.arrived(again, (), now=2.0) == [ACCEPTED, HandOver(7, 4)]
+    again = ArrivedNote(first_token=7, pages=4, round=1)
+    assert receiver.arrived(again, (), now=2.0) == [ACCEPTED, Arrived(KEY, 7)]
 
 
 def test_a_repeated_landed_of_an_earlier_round_only_repeats_the_order() -> None:
@@ -161,8 +164,8 @@ def test_a_repeated_landed_of_an_earlier_round_only_repeats_the_order() -> None:
 def test_pages_that_stay_damaged_fail_and_are_quarantined() -> None:
     receiver = opened()
     for round in range(MAX_ROUNDS):
-        receiver.arrived(Arrived(first_token=7, pages=4, round=round), [1], now=1.0)
-    actions = receiver.arrived(Arrived(first_token=7, pages=4, round=MAX_ROUNDS), [1], now=1.0)
+        receiver.arrived(ArrivedNote(first_token=7, pages=4, round=round), [1], now=1.0)
+    actions = receiver.arrived(ArrivedNote(first_token=7, pages=4, round=MAX_ROUNDS), [1], now=1.0)
     assert isinstance(error_of(actions), Unavailable)
     assert receiver.state is ReceiverState.QUARANTINED
 
@@ -193,12 +196,12 @@ def test_random_lives_free_written_pages_only_for_an_allowed_reason() -> None:
         receiver, now, seen = reserved(), 0.0, list[type]()
         while not receiver.over:
             before, now = receiver.state, now + draw.random() * 8
-            note = Arrived(first_token=7, pages=4, round=receiver.round)
-            inputs: dict[str, Callable[[], list[Action]]] = {
+            note = ArrivedNote(first_token=7, pages=4, round=receiver.round)
+            inputs: dict[str, Callable[[], list[ReceiverAction]]] = {
                 "beat": lambda r=receiver, at=now: r.beat(1, at),
                 "arrived": lambda r=receiver, n=note, at=now: r.arrived(n, (), at),
                 "damaged": lambda r=receiver, n=note, at=now: r.arrived(n, [2], at),
-                "stale": lambda r=receiver, at=now: r.arrived(Arrived(round=9), (), at),
+                "stale": lambda r=receiver, at=now: r.arrived(ArrivedNote(round=9), (), at),
                 "drained": receiver.drained,
                 "sender_died": receiver.sender_died,
                 "released": lambda r=receiver, at=now: r.release(at),
@@ -209,9 +212,9 @@ def test_random_lives_free_written_pages_only_for_an_allowed_reason() -> None:
             seen += [type(action) for action in actions]
             if receiver.over:
                 ends.add((before, name))
-        assert seen.count(HandOver) + seen.count(Free) == 1
-        assert seen.count(Fail) <= 1
-        assert not {HandOver, Fail} <= set(seen)
+        assert seen.count(Arrived) + seen.count(ReservationFreed) == 1
+        assert seen.count(ReservationFailed) <= 1
+        assert not {Arrived, ReservationFailed} <= set(seen)
     assert {name for state, name in ends if state is ReceiverState.QUARANTINED} == {
         "arrived",
         "damaged",

@@ -14,18 +14,17 @@ from baton.core.errors import (
 )
 from baton.core.types import AttemptKey
 from baton.kv_transfer import sender as machine
-from baton.kv_transfer.notes import arrived_note, beat_note, drained_note
-from baton.kv_transfer.push_actions import (
-    Action,
-    Ended,
-    Fail,
+from baton.kv_transfer.notes import SendNote, arrived_note, beat_note, drained_note
+from baton.kv_transfer.sender import (
+    Digest,
     Introduce,
-    Overdue,
-    SendNote,
-    Silent,
+    PeerSilent,
+    Sender,
+    SenderAction,
+    SenderState,
     StartWrite,
 )
-from baton.kv_transfer.sender import Digest, Sender, SenderState
+from baton.kv_transfer.transfer_events import PushEnded, PushFailed, PushOverdue
 from baton.v1.transfer_pb2 import Resend, TicketBody
 
 KEY = AttemptKey("request", 2)
@@ -83,9 +82,9 @@ def confirming(digest: Digest | None = None) -> Sender:
     return sender
 
 
-def error_of(actions: list[Action]) -> BatonError:
+def error_of(actions: list[SenderAction]) -> BatonError:
     ended = actions[-1]
-    assert isinstance(ended, Ended)
+    assert isinstance(ended, PushEnded)
     assert ended.error is not None
     return ended.error
 
@@ -97,7 +96,7 @@ def test_pages_that_were_ready_before_the_ticket_go_out_as_one_write_with_the_no
     assert sender.ticket(ticket(), now=2.0) == [beat(1)]
     assert sender.renewed(1, now=2.1) == [write([1, 2, 3, 9], REMOTE, ARRIVED)]
     assert sender.write_done(now=2.6) == []
-    assert sender.accepted() == [Ended(None, 400, 0.5, 1.6)]
+    assert sender.accepted() == [PushEnded(KEY, None, 400, 0.5, 1.6)]
 
 
 def test_pages_that_the_receiver_holds_are_not_written() -> None:
@@ -142,7 +141,7 @@ def test_the_last_write_carries_the_note_and_starts_when_all_others_are_done() -
     assert sender.finish(7, [4], finished_at=2.0, now=2.0) == []
     assert sender.write_done(now=3.0) == [write([4], [43], ARRIVED)]
     assert sender.write_done(now=4.0) == []
-    assert sender.accepted() == [Ended(None, 400, 3.0, 2.0)]
+    assert sender.accepted() == [PushEnded(KEY, None, 400, 3.0, 2.0)]
 
 
 def test_a_first_token_that_comes_during_the_last_write_follows_it_alone() -> None:
@@ -179,7 +178,7 @@ def test_a_lease_counts_from_when_the_answered_beat_was_sent() -> None:
     assert sender.renewed(2, now=9.0) == []
     sender.tick(now=11.0)
     silent, note, ended = sender.tick(now=12.0)
-    assert isinstance(silent, Silent)
+    assert isinstance(silent, PeerSilent)
     assert note == SendNote(DRAINED)
     assert isinstance(error_of([ended]), Unavailable)
 
@@ -195,7 +194,7 @@ def test_an_old_answer_does_not_shorten_a_lease() -> None:
 
 def test_no_write_starts_under_a_lapsed_lease_even_before_the_tick() -> None:
     actions = pushing().pages_ready([1], now=10.0)
-    assert isinstance(actions[0], Silent)
+    assert isinstance(actions[0], PeerSilent)
     assert actions[1] == SendNote(DRAINED)
     assert isinstance(error_of(actions), Unavailable)
 
@@ -204,9 +203,9 @@ def test_a_lease_that_lapses_during_a_write_fails_at_once_and_ends_with_the_writ
     sender = pushing()
     sender.pages_ready([1], now=1.0)
     _, fail = sender.tick(now=10.0)
-    assert isinstance(fail, Fail)
+    assert isinstance(fail, PushFailed)
     assert isinstance(fail.error, Unavailable)
-    assert sender.tick(now=11.0) == [Overdue()]
+    assert sender.tick(now=11.0) == [PushOverdue(KEY)]
     assert sender.deadline == math.inf
     actions = sender.write_done(now=99.0)
     assert actions[0] == SendNote(DRAINED)
@@ -231,7 +230,7 @@ def test_a_revoked_lease_ends_the_push_and_says_drained() -> None:
 def test_landed_is_repeated_until_it_is_accepted() -> None:
     sender = confirming()
     assert sender.tick(now=2.0) == [SendNote(ARRIVED), beat(2)]
-    assert isinstance(sender.accepted()[0], Ended)
+    assert isinstance(sender.accepted()[0], PushEnded)
 
 
 def test_acceptance_that_overtakes_the_end_of_the_write_counts() -> None:
@@ -240,7 +239,7 @@ def test_acceptance_that_overtakes_the_end_of_the_write_counts() -> None:
     assert sender.accepted() == []
     assert sender.deadline == math.inf
     assert sender.revoked() == []
-    assert sender.write_done(now=2.0) == [Ended(None, 400, 1.0, 1.0)]
+    assert sender.write_done(now=2.0) == [PushEnded(KEY, None, 400, 1.0, 1.0)]
 
 
 def test_damaged_pages_are_written_again_with_their_first_digests() -> None:
@@ -249,7 +248,7 @@ def test_damaged_pages_are_written_again_with_their_first_digests() -> None:
     note = arrived_note(KEY, 7, 4, [91, 92, 93, 94], round=1)
     assert again == write([1, 3], [40, 42], note)
     assert sender.write_done(now=4.0) == []
-    assert isinstance(sender.accepted()[0], Ended)
+    assert isinstance(sender.accepted()[0], PushEnded)
 
 
 def test_an_order_to_resend_is_carried_out_once() -> None:
@@ -284,7 +283,7 @@ def test_a_push_that_is_cancelled_before_its_ticket_ends_at_once() -> None:
 def test_a_cancelled_push_waits_for_its_write_and_then_says_drained() -> None:
     sender = pushing()
     sender.pages_ready([1], now=1.0)
-    assert isinstance(sender.cancel()[0], Fail)
+    assert isinstance(sender.cancel()[0], PushFailed)
     assert sender.pages_ready([2], now=1.5) == []
     assert sender.finish(7, [3, 4], finished_at=1.6, now=1.6) == []
     actions = sender.write_done(now=2.0)
@@ -303,7 +302,7 @@ def test_a_push_that_is_cancelled_while_landing_ends_cancelled() -> None:
     sender = pushing()
     sender.finish(7, [1, 2, 3, 4], finished_at=1.0, now=1.0)
     assert sender.state is SenderState.FINISHING
-    assert isinstance(sender.cancel()[0], Fail)
+    assert isinstance(sender.cancel()[0], PushFailed)
     assert isinstance(error_of(sender.write_done(now=2.0)), Cancelled)
 
 
@@ -318,7 +317,7 @@ def test_a_failed_write_ends_the_push_with_its_error_and_says_drained() -> None:
 def test_a_lost_peer_ends_the_push_without_a_note_once_its_write_has_failed() -> None:
     sender = pushing()
     sender.pages_ready([1], now=1.0)
-    assert isinstance(sender.peer_lost()[0], Fail)
+    assert isinstance(sender.peer_lost()[0], PushFailed)
     actions = sender.write_failed(WorkerLost("gone"), now=2.0)
     assert len(actions) == 1
     assert isinstance(error_of(actions), WorkerLost)

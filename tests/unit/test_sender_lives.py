@@ -8,9 +8,9 @@ import pytest
 
 from baton.core.errors import Internal
 from baton.core.types import AttemptKey
-from baton.kv_transfer.notes import drained_note, read_note
-from baton.kv_transfer.push_actions import Action, Ended, Fail, SendNote, StartWrite
-from baton.kv_transfer.sender import Sender, SenderState
+from baton.kv_transfer.notes import SendNote, drained_note, parse_note
+from baton.kv_transfer.sender import Sender, SenderAction, SenderState, StartWrite
+from baton.kv_transfer.transfer_events import PushEnded, PushFailed
 from baton.v1.transfer_pb2 import Resend, TicketBody
 
 KEY = AttemptKey("request", 2)
@@ -32,7 +32,7 @@ class Walk:
         self.beats: dict[int, float] = {}
         self.writing: StartWrite | None = None
         self.written: set[int] = set()
-        self.ended: Ended | None = None
+        self.ended: PushEnded | None = None
 
     def inputs(self) -> list[str]:
         possible = ["cancel", "lose", "revoke"] if self.random.random() < 0.1 else []
@@ -49,7 +49,7 @@ class Walk:
         for action in getattr(self, name)():
             self.check(action)
 
-    def check(self, action: Action) -> None:
+    def check(self, action: SenderAction) -> None:
         assert self.ended is None, "nothing follows the end"
         match action:
             case StartWrite():
@@ -59,15 +59,15 @@ class Walk:
                 self.writing = action
             case SendNote():
                 self.check_note(action.note)
-            case Fail():
+            case PushFailed():
                 assert self.writing is not None
                 self.given_up = True
-            case Ended():
+            case PushEnded():
                 assert self.writing is None, "no end with a write under way"
                 self.ended = action
 
     def check_note(self, data: bytes) -> None:
-        note = read_note(data)
+        note = parse_note(data)
         assert note is not None
         match note.WhichOneof("kind"):
             case "beat":
@@ -80,7 +80,7 @@ class Walk:
                 assert not self.lost
                 self.given_up = True
 
-    def ticket(self) -> list[Action]:
+    def ticket(self) -> list[SenderAction]:
         self.ticketed = True
         body = TicketBody(
             request_id=KEY.request_id,
@@ -92,18 +92,18 @@ class Walk:
         )
         return self.sender.ticket(body, self.now)
 
-    def renew(self) -> list[Action]:
+    def renew(self) -> list[SenderAction]:
         if not self.beats:
             return []
         number = self.random.choice(list(self.beats))
         self.lease_until = max(self.lease_until, self.beats[number] + LEASE_SECONDS)
         return self.sender.renewed(number, self.now)
 
-    def pages(self) -> list[Action]:
+    def pages(self) -> list[SenderAction]:
         count = self.random.randint(0, self.total - self.given)
         return self.sender.pages_ready(self.take(count), self.now)
 
-    def finish(self) -> list[Action]:
+    def finish(self) -> list[SenderAction]:
         self.finished = True
         return self.sender.finish(7, self.take(self.total - self.given), self.now, self.now)
 
@@ -111,7 +111,7 @@ class Walk:
         self.given += count
         return list(range(self.given - count, self.given))
 
-    def write_done(self) -> list[Action]:
+    def write_done(self) -> list[SenderAction]:
         assert self.writing is not None
         local, remote = self.writing.local_pages, self.writing.remote_pages
         assert [100 + page for page in local] == list(remote)
@@ -119,28 +119,28 @@ class Walk:
         self.writing = None
         return self.sender.write_done(self.now)
 
-    def write_failed(self) -> list[Action]:
+    def write_failed(self) -> list[SenderAction]:
         self.writing, self.given_up = None, True
         return self.sender.write_failed(Internal("broken"), self.now)
 
-    def accept(self) -> list[Action]:
+    def accept(self) -> list[SenderAction]:
         return self.sender.accepted()
 
-    def resend(self) -> list[Action]:
+    def resend(self) -> list[SenderAction]:
         self.round += self.random.randint(0, 1)
         positions = [self.random.randrange(self.total)]
         return self.sender.resend(Resend(positions=positions, round=self.round), self.now)
 
-    def tick(self) -> list[Action]:
+    def tick(self) -> list[SenderAction]:
         return self.sender.tick(self.now)
 
-    def revoke(self) -> list[Action]:
+    def revoke(self) -> list[SenderAction]:
         return self.sender.revoked()
 
-    def cancel(self) -> list[Action]:
+    def cancel(self) -> list[SenderAction]:
         return self.sender.cancel()
 
-    def lose(self) -> list[Action]:
+    def lose(self) -> list[SenderAction]:
         if not self.ticketed:
             return []
         self.lost = True

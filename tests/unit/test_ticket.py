@@ -62,7 +62,7 @@ def test_a_ticket_for_another_layout_is_refused(other: PoolLayout) -> None:
 
 def test_the_version_is_checked_before_the_layout_and_the_body() -> None:
     sealed = SealedTicket(version=99, layout_hash=b"?", body=b"\xff").SerializeToString()
-    with pytest.raises(LayoutMismatch, match="version 99, this worker reads 3"):
+    with pytest.raises(LayoutMismatch, match="version 99, this worker uses 3"):
         open_ticket(sealed, LAYOUT)
 
 
@@ -80,7 +80,7 @@ def test_bytes_that_are_no_ticket_are_a_typed_error(garbage: bytes) -> None:
 
 def test_a_body_that_cannot_be_decoded_is_a_typed_error() -> None:
     envelope = SealedTicket(version=3, layout_hash=layout_hash(LAYOUT), body=b"\xff")
-    with pytest.raises(Internal, match="cannot be read"):
+    with pytest.raises(Internal, match="cannot be parsed"):
         open_ticket(envelope.SerializeToString(), LAYOUT)
 
 
