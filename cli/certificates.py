@@ -1,7 +1,7 @@
 """Certificates for development: two authorities, a node and a client (core/tls.py).
 
-Keys are of elliptic curves (P-256). An authority that is there already is used again, so that
-more nodes, or new certificates, fit those that were made before.
+Keys are elliptic curves (P-256). An existing authority is used again, so that new nodes and
+certificates fit the old ones.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Authority:
 
 
 def make_certificates(folder: Path, hosts: Sequence[str], days: int) -> None:
-    """Fills `folder`. `hosts` are the names and addresses that nodes are called by."""
+    """Fills `folder`. `hosts` are the names and addresses of nodes."""
     folder.mkdir(parents=True, exist_ok=True)
     nodes = _authority(folder, CA, "Baton development CA", days)
     clients = _authority(folder, CLIENTS_CA, "Baton development CA for clients", days)
@@ -46,10 +46,12 @@ def _authority(folder: Path, name: str, title: str, days: int) -> Authority:
         return Authority(certificate, key)
     key = ec.generate_private_key(ec.SECP256R1())
     subject = _named(title)
-    builder = _builder(subject, subject, key, days)
-    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-    builder = builder.add_extension(_usage(signs=True), critical=True)
-    certificate = builder.sign(key, hashes.SHA256())
+    certificate = (
+        _builder(subject, subject, key, days)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_usage(signs=True), critical=True)
+        .sign(key, hashes.SHA256())
+    )
     _write(folder, name, certificate, key)
     return Authority(certificate, key)
 
@@ -63,13 +65,14 @@ def _issue(
     days: int,
 ) -> None:
     key = ec.generate_private_key(ec.SECP256R1())
-    builder = _builder(_named(f"baton {name}"), authority.certificate.subject, key, days)
-    no_authority = x509.BasicConstraints(ca=False, path_length=None)
-    builder = builder.add_extension(no_authority, critical=True)
-    builder = builder.add_extension(_usage(signs=False), critical=True)
-    builder = builder.add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
     issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.key.public_key())
-    builder = builder.add_extension(issuer, critical=False)
+    builder = (
+        _builder(_named(f"baton {name}"), authority.certificate.subject, key, days)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(signs=False), critical=True)
+        .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
+        .add_extension(issuer, critical=False)
+    )
     if hosts:
         names = x509.SubjectAlternativeName([_host(host) for host in hosts])
         builder = builder.add_extension(names, critical=False)
@@ -93,16 +96,15 @@ def _builder(
 
 
 def _usage(*, signs: bool) -> x509.KeyUsage:
+    unused = (
+        *("content_commitment", "key_encipherment", "data_encipherment"),
+        *("key_agreement", "encipher_only", "decipher_only"),
+    )
     return x509.KeyUsage(
         digital_signature=not signs,
         key_cert_sign=signs,
         crl_sign=signs,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        encipher_only=False,
-        decipher_only=False,
+        **dict.fromkeys(unused, False),
     )
 
 
@@ -120,7 +122,7 @@ def _host(host: str) -> x509.GeneralName:
 def _write(
     folder: Path, name: str, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey
 ) -> None:
-    """Only its owner may read the key."""
+    """The key is readable by its owner alone."""
     path = key_path(folder, name)
     path.touch(mode=0o600)
     path.chmod(0o600)

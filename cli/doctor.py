@@ -1,34 +1,70 @@
-"""`baton doctor`: whether this host can serve, and how pages would travel on it."""
+"""`baton doctor`: whether this host can serve, and how pages travel on it.
+
+A check finds one thing, and says what to do about it:
+
+ok    it works
+warn  it works, but less well than it could, or only in part
+fail  a cluster with this configuration would not run here
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from baton.cli import options
-from baton.cli.edge import edge
-from baton.cli.terminal import print_json
+from baton.cli.terminal import AsJson, edge, print_json
 from baton.core import config as configs
+from baton.core import model_store
+from baton.core.config import Config, settle
+from baton.core.errors import BatonError
 
 if TYPE_CHECKING:
-    from baton.cli.doctor_checks import Check
+    from baton.cli.transfer_probe import Measured
+
+Verdict = Literal["ok", "warn", "fail"]
 
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
+
+SHARED_MEMORY = "/dev/shm"
+LEAST_SHARED_BYTES = 512 << 20
+
+# Page bytes, pages and pushes, as of a small and a large model.
+_PROBES = {"cpu": (64 << 10, 256, 10), "cuda": (2 << 20, 128, 20)}
+
+_ADVICE = {
+    "auto": "install nixl for CPU memory; on a GPU see that nothing else fills its memory",
+    "nixl": "install nixl; it brings its own UCX",
+    "cuda_ipc": "set transport: auto to fall back on NIXL",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    verdict: Verdict
+    subject: str
+    finding: str
+    advice: str = ""
 
 
 def doctor(
     config: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The cluster's YAML file.")
     ] = None,
-    as_json: options.AsJson = False,
+    as_json: AsJson = False,
 ) -> None:
     """Check this host: devices, packages, model, ports, and how fast pages travel."""
     with edge():
-        from baton.cli.doctor_checks import run_checks
-
         checks = []
         for check in run_checks(configs.load(config)):
             checks.append(check)
@@ -44,3 +80,149 @@ def _print(check: Check) -> None:
     typer.echo(f"{verdict}{check.subject:13}{check.finding}")
     if check.advice:
         typer.echo(f"{'':18}{check.advice}")
+
+
+def run_checks(config: Config) -> Iterator[Check]:
+    """Every check, each yielded when it is done."""
+    yield from check_packages()
+    device, found = check_device(config)
+    yield found
+    yield check_memory(config, device)
+    yield check_model(config)
+    yield from check_ports(config)
+    yield check_shared_memory()
+    yield from check_transports(config, device)
+
+
+def check_packages() -> Iterator[Check]:
+    python = ".".join(str(part) for part in sys.version_info[:3])
+    yield Check("ok", "python", python)
+    yield _package("torch", "fail", "no worker runs without it: install Baton's dependencies")
+    yield _package("triton", "warn", "workers on a GPU need it")
+    yield _package("ray", "warn", "`baton serve` needs it; workers can be started one by one")
+    yield _package("nixl", "warn", "workers on a CPU, and on several hosts, need it")
+
+
+def _package(name: str, verdict: Verdict, advice: str) -> Check:
+    try:
+        return Check("ok", name, metadata.version(name))
+    except metadata.PackageNotFoundError:
+        return Check(verdict, name, "not installed", advice)
+
+
+def check_device(config: Config) -> tuple[str, Check]:
+    """The device that workers would use, and its description."""
+    import torch
+
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    if config.device == "cuda" and not names:
+        return "cpu", Check(
+            "fail", "device", "device is cuda, and torch sees no GPU", _gpu_advice()
+        )
+    if config.device == "cpu" or not names:
+        return "cpu", Check("ok", "device", f"CPU, {os.cpu_count()} cores")
+    return "cuda", Check("ok", "device", f"{len(names)} GPU: {', '.join(names)}")
+
+
+def _gpu_advice() -> str:
+    import torch
+
+    if torch.version.cuda is None:
+        return "this torch is built for CPUs: install one that is built for CUDA"
+    return f"torch is built for CUDA {torch.version.cuda}: check nvidia-smi and the driver"
+
+
+def check_memory(config: Config, device: str) -> Check:
+    """Whether the page pools of one worker of each role fit. Weights come on top."""
+    settled = settle(config, device)
+    wanted = settled.prefill.kv_memory + settled.decode.kv_memory
+    free = _free_device_bytes() if device == "cuda" else _free_host_bytes()
+    finding = f"a pool of each role takes {_gib(wanted)}, and {_gib(free)} are free"
+    if wanted < free:
+        return Check("ok", "pools", finding)
+    return Check("warn", "pools", finding, "lower prefill.kv_memory or decode.kv_memory")
+
+
+def _free_device_bytes() -> int:
+    import torch
+
+    free, _ = torch.cuda.mem_get_info()
+    return int(free)
+
+
+def _free_host_bytes() -> int:
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def check_model(config: Config) -> Check:
+    try:
+        return Check("ok", "model", str(model_store.locate(config.model)))
+    except BatonError as error:
+        return Check("fail", "model", error.message)
+
+
+def check_ports(config: Config) -> Iterator[Check]:
+    router = config.router
+    ports = {
+        "port": router.port,
+        "http_port": router.http_port,
+        "metrics_port": router.metrics_port,
+    }
+    for name, port in ports.items():
+        where = f"{router.host}:{port} (router.{name})"
+        try:
+            with contextlib.closing(socket.create_server((router.host, port))):
+                yield Check("ok", "port", f"{where} is free")
+        except OSError as error:
+            reason = error.strerror or str(error)
+            advice = "a router runs there already, or choose another"
+            yield Check("fail", "port", f"cannot listen on {where}: {reason}", advice)
+
+
+def check_shared_memory() -> Check:
+    """Ray's object store and UCX both live there."""
+    try:
+        found = os.statvfs(SHARED_MEMORY)
+    except OSError as error:
+        return Check("warn", "shm", f"{SHARED_MEMORY}: {error.strerror}", "mount a tmpfs there")
+    free = found.f_bavail * found.f_frsize
+    finding = f"{SHARED_MEMORY} has {_gib(free)} free"
+    if free >= LEAST_SHARED_BYTES:
+        return Check("ok", "shm", finding)
+    return Check("warn", "shm", finding, "give a container more with --shm-size")
+
+
+def check_transports(config: Config, device: str) -> Iterator[Check]:
+    """Pushes pages from this process to another, as two workers would."""
+    yield _probe(config.transport, device, "transport", "fail")
+    if device == "cuda" and config.transport == "auto":
+        yield _probe("nixl", device, "other hosts", "warn")
+
+
+def _probe(wanted: str, device: str, subject: str, verdict: Verdict) -> Check:
+    """`verdict` is for the case that no page can be moved."""
+    from baton.cli.transfer_probe import measure
+    from baton.kv_transfer.routed_transport import choose_transport
+
+    page_bytes, pages, pushes = _PROBES[device]
+    make_transport = partial(choose_transport, wanted, device)
+    try:
+        measured = measure(
+            make_transport, device, page_bytes=page_bytes, pages=pages, pushes=pushes
+        )
+    except (BatonError, RuntimeError) as error:  # RuntimeError: torch's, as when memory is short
+        return Check(verdict, subject, f"no pages over {wanted}: {error}", _ADVICE[wanted])
+    return Check("ok", subject, _describe(measured, device, page_bytes))
+
+
+def _describe(measured: Measured, device: str, page_bytes: int) -> str:
+    memory = "GPU" if device == "cuda" else "CPU"
+    reason = measured.choice.why or f"the best there is for {memory} memory of one host"
+    return (
+        f"two workers here use {measured.choice.transport} ({reason}):"
+        f" {measured.gigabytes_per_second:.1f} GB/s in scattered pages of {page_bytes >> 10} KiB"
+    )
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"

@@ -1,18 +1,19 @@
-"""One streamed call to a server that speaks the OpenAI API, and its times."""
+"""Streamed calls to a server of the OpenAI API, with their times, in closed or open loop."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import ssl
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
 
-from baton.cli.load_shapes import Load
+from baton.cli.load_test import Load
 from baton.connection import TLS_VARIABLE
 from baton.core.errors import BatonError, Unavailable
 from baton.core.tls import CA, CLIENT, certificate_path, key_path
@@ -20,11 +21,11 @@ from baton.core.tls import CA, CLIENT, certificate_path, key_path
 
 @dataclass(slots=True)
 class Call:
-    """What came of a call. Times are seconds after its start."""
+    """A call's result. Times are seconds after its start."""
 
     began: float  # after the start of the run
     ttft: float = 0.0
-    gaps: list[float] = field(default_factory=list)  # between pieces of the answer
+    gaps: list[float] = field(default_factory=list)  # between deltas of the answer
     seconds: float = 0.0
     prompt_tokens: int = 0
     output_tokens: int = 0
@@ -36,9 +37,13 @@ class Call:
         return (self.seconds - self.ttft) / max(self.output_tokens - 1, 1)
 
 
+Ended = Callable[[Call], None]
+"""Called with each call that has ended."""
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server, and how it is asked."""
+    """A server, and the options of its requests."""
 
     url: str
     model: str
@@ -71,12 +76,12 @@ class Target:
 
 
 def base_url(url: str) -> str:
-    """With or without the /v1 that clients of the API are used to."""
+    """Accepts a URL with or without /v1."""
     return f"{url.rstrip('/').removesuffix('/v1')}/v1/"
 
 
 def served_model(url: str, api_key: str) -> str:
-    """The first model that the server names."""
+    """The server's first model."""
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         response = httpx.get(f"{url}models", headers=headers, timeout=10.0, verify=_trusted(url))
@@ -91,7 +96,7 @@ def served_model(url: str, api_key: str) -> str:
 
 
 def _trusted(url: str) -> ssl.SSLContext | bool:
-    """Whoever the system trusts and, where BATON_TLS names a folder, the cluster's authority."""
+    """The system's authorities and, if BATON_TLS names a folder, the cluster's."""
     folder = os.environ.get(TLS_VARIABLE, "")
     if not folder or not url.startswith("https:"):
         return True
@@ -103,7 +108,7 @@ def _trusted(url: str) -> ssl.SSLContext | bool:
 
 
 async def ask(client: httpx.AsyncClient, target: Target, load: Load, began: float) -> Call:
-    """Sends one request and reads its answer. What goes wrong is the call's error."""
+    """Sends one request and receives its answer. A failure is the call's `error`."""
     call = Call(began)
     start = time.perf_counter()
     try:
@@ -112,7 +117,7 @@ async def ask(client: httpx.AsyncClient, target: Target, load: Load, began: floa
                 await response.aread()
                 call.error = _problem(response)
             else:
-                await _read(call, response, start)
+                await _receive(call, response, start)
     except httpx.HTTPError as error:
         call.error = type(error).__name__
     call.seconds = time.perf_counter() - start
@@ -121,27 +126,27 @@ async def ask(client: httpx.AsyncClient, target: Target, load: Load, began: floa
     return call
 
 
-async def _read(call: Call, response: httpx.Response, start: float) -> None:
+async def _receive(call: Call, response: httpx.Response, start: float) -> None:
     last = 0.0
-    pieces = 0
+    deltas = 0
     async for event in _events(response):
         if "error" in event:
             call.error = str(event["error"])
             return
         if _has_text(event):
             now = time.perf_counter()
-            if pieces:
+            if deltas:
                 call.gaps.append(now - last)
             else:
                 call.ttft = now - start
             last = now
-            pieces += 1
+            deltas += 1
         usage = event.get("usage")
         if isinstance(usage, dict):
             call.prompt_tokens = usage["prompt_tokens"]
             call.output_tokens = usage["completion_tokens"]
-    # A server that counts no tokens sends one in each piece.
-    call.output_tokens = call.output_tokens or pieces
+    # A server that counts no tokens sends one in each delta.
+    call.output_tokens = call.output_tokens or deltas
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[dict[str, object]]:
@@ -163,3 +168,36 @@ def _problem(response: httpx.Response) -> str:
         return f"{response.status_code}: {response.json()['error']['message']}"
     except (ValueError, LookupError, TypeError):
         return str(response.status_code)
+
+
+async def closed_loop(
+    target: Target, loads: Sequence[Load], concurrency: int, ended: Ended
+) -> list[Call]:
+    """Keeps `concurrency` requests running until all are answered."""
+    waiting = iter(loads)
+    calls: list[Call] = []
+    start = time.perf_counter()
+
+    async def user(client: httpx.AsyncClient) -> None:
+        for load in waiting:
+            call = await ask(client, target, load, time.perf_counter() - start)
+            calls.append(call)
+            ended(call)
+
+    async with target.client() as client:
+        await asyncio.gather(*(user(client) for _ in range(min(concurrency, len(loads)))))
+    return calls
+
+
+async def open_loop(target: Target, loads: Sequence[Load], ended: Ended) -> list[Call]:
+    """Sends each at its time, however many are running."""
+    start = time.perf_counter()
+
+    async def send(client: httpx.AsyncClient, load: Load) -> Call:
+        await asyncio.sleep(load.at_seconds - (time.perf_counter() - start))
+        call = await ask(client, target, load, load.at_seconds)
+        ended(call)
+        return call
+
+    async with target.client() as client:
+        return list(await asyncio.gather(*(send(client, load) for load in loads)))

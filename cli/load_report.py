@@ -1,10 +1,10 @@
-"""What a run came to: percentiles, rates, goodput; as a table, as JSON, as a picture."""
+"""A run's percentiles, rates and goodput, as a table, as JSON and as a plot."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Group, RenderableType
@@ -18,7 +18,7 @@ from baton.core.metrics import PERCENTILES, Spread
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What an answer must keep to count as good; 0 asks for nothing."""
+    """Limits of a good answer; 0 sets none."""
 
     ttft_seconds: float = 0.0
     tpot_seconds: float = 0.0
@@ -31,7 +31,7 @@ class Objective:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class LoadReport:
     requests: int
     failed: int
     errors: dict[str, int]
@@ -48,7 +48,7 @@ class Report:
     goodput_per_second: float
 
     @classmethod
-    def of(cls, calls: Sequence[Call], objective: Objective) -> Report:
+    def of(cls, calls: Sequence[Call], objective: Objective) -> LoadReport:
         done = [call for call in calls if not call.error]
         seconds = max((call.began + call.seconds for call in calls), default=0.0)
         scale = 1 / seconds if seconds else 0.0
@@ -71,18 +71,15 @@ class Report:
             goodput_per_second=good * scale,
         )
 
-    def fields(self) -> dict[str, object]:
-        return asdict(self)
 
-
-def render(report: Report, objective: Objective) -> RenderableType:
+def render(report: LoadReport, objective: Objective) -> RenderableType:
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
     table.add_column("")
     for name in ("mean", *(f"p{percent}" for percent in PERCENTILES)):
         table.add_column(name, justify="right")
     rows = {
         "time to first token": report.ttft,
-        "between pieces (ITL)": report.itl,
+        "between deltas (ITL)": report.itl,
         "per token (TPOT)": report.tpot,
         "end to end": report.e2e,
     }
@@ -92,7 +89,7 @@ def render(report: Report, objective: Objective) -> RenderableType:
     return Group(_headline(report), "", table, "", *_goodput(report, objective), *_errors(report))
 
 
-def _headline(report: Report) -> Text:
+def _headline(report: LoadReport) -> Text:
     return Text(
         f"{report.requests - report.failed} of {report.requests} answered in"
         f" {report.seconds:.1f} s: {report.requests_per_second:.2f} requests a second,"
@@ -102,7 +99,7 @@ def _headline(report: Report) -> Text:
     )
 
 
-def _goodput(report: Report, objective: Objective) -> list[Text]:
+def _goodput(report: LoadReport, objective: Objective) -> list[Text]:
     wanted = []
     if objective.ttft_seconds:
         wanted.append(f"TTFT ≤ {_time(objective.ttft_seconds)}")
@@ -119,7 +116,7 @@ def _goodput(report: Report, objective: Objective) -> list[Text]:
     ]
 
 
-def _errors(report: Report) -> list[Text]:
+def _errors(report: LoadReport) -> list[Text]:
     return [Text(f"{count} x {error}", style="red") for error, count in report.errors.items()]
 
 
@@ -128,11 +125,11 @@ def _time(seconds: float) -> str:
 
 
 def plot(calls: Sequence[Call], path: Path) -> None:
-    """How the times spread, and how the first tokens came over the run."""
+    """Draws the distributions of times, and TTFT and TPOT over the run."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
-        raise InvalidConfig("a picture needs matplotlib: install baton-llm[plot]") from None
+        raise InvalidConfig("a plot needs matplotlib: install baton-llm[plot]") from None
     done = [call for call in calls if not call.error]
     figure = Figure(figsize=(11, 4), layout="constrained")
     spread, course = figure.subplots(1, 2)

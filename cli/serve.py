@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from baton.cli.edge import edge
+from baton.cli.terminal import edge
 from baton.cluster import preflight
 from baton.core import config as configs
 from baton.core import model_store

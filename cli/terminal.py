@@ -1,18 +1,77 @@
-"""Where tables, drawings and JSON go."""
+"""What commands share: exit codes, output, waiting, and options.
+
+Exit codes:
+
+0    success
+1    failure; one line on stderr says why
+2    wrong usage
+130  Ctrl-C
+"""
 
 from __future__ import annotations
 
 import enum
+import functools
+import inspect
 import json
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
+from google.protobuf.message import Message
+
+from baton import BatonError, Client, DeadlineExceeded, Unavailable
+from baton.core.proto_json import to_json
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
 
 _PIPE_WIDTH = 160
-"""Columns where there is no terminal to fit, so that a pipe sees whole cells."""
+"""Columns where there is no terminal to fit, so that a pipe gets whole cells."""
+
+_POLL_SECONDS = 0.2
+
+Seen = TypeVar("Seen")
+Command = TypeVar("Command", bound=Callable[..., None])
+
+Address = Annotated[str, typer.Option(metavar="HOST:PORT", help="The router's address.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@contextmanager
+def edge() -> Iterator[None]:
+    """Turns what a command raises into its exit code."""
+    try:
+        yield
+    except BatonError as error:
+        complain(error.message)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+@contextmanager
+def connected(address: str) -> Iterator[Client]:
+    """A client, within `edge`."""
+    with edge(), Client(address) as client:
+        yield client
+
+
+def complain(message: str) -> None:
+    """Prints an error on one line."""
+    typer.echo(f"baton: {' '.join(message.split())}", err=True)
+
+
+def note(text: str) -> None:
+    """Prints to stderr, so that stdout stays clean for pipes."""
+    typer.secho(text, err=True, dim=True)
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    for line in lines:
+        typer.echo(line)
 
 
 def console() -> Console:
@@ -24,11 +83,83 @@ def console() -> Console:
     return made
 
 
+def refresh(draw: Callable[[], RenderableType], seconds: float, *, screen: bool = False) -> None:
+    """Redraws until Ctrl-C. An error is drawn too: a router may come back."""
+    from rich.live import Live
+    from rich.text import Text
+
+    target = console()
+    with Live(console=target, auto_refresh=False, screen=screen and target.is_terminal) as live:
+        while True:
+            try:
+                frame = draw()
+            except BatonError as error:
+                frame = Text(error.message, style="red")
+            live.update(frame, refresh=True)
+            time.sleep(seconds)
+
+
 def print_json(value: object, *, in_a_line: bool = False) -> None:
-    """For scripts: on stdout, whole and alone."""
+    """For scripts: messages, enums and plain values, on stdout."""
     indent = None if in_a_line else 2
-    typer.echo(json.dumps(value, indent=indent, ensure_ascii=False, default=_name))
+    typer.echo(json.dumps(value, indent=indent, ensure_ascii=False, default=_json_value))
 
 
-def _name(value: enum.Enum) -> str:
-    return value.name.lower()
+def _json_value(value: Message | enum.Enum) -> object:
+    return to_json(value) if isinstance(value, Message) else value.name.lower()
+
+
+def print_result(fields: object, text: str, as_json: bool) -> None:
+    if as_json:
+        print_json(fields)
+    else:
+        typer.echo(text)
+
+
+def wait_for(look: Callable[[], Seen], lack: Callable[[Seen], str], seconds: float) -> Seen:
+    """Polls `look` until its result lacks nothing; DeadlineExceeded has what it still lacks.
+
+    A router or controller that is unavailable is asked again.
+    """
+    deadline = time.monotonic() + seconds
+    noted = ""
+    while True:
+        try:
+            seen = look()
+        except Unavailable as error:
+            missing = error.message
+            if missing != noted:
+                note(missing)
+            noted = missing
+        else:
+            missing, noted = lack(seen), ""
+            if not missing:
+                return seen
+        if time.monotonic() >= deadline:
+            raise DeadlineExceeded(missing)
+        time.sleep(_POLL_SECONDS)
+
+
+def with_flags(flags: Mapping[str, Any]) -> Callable[[Command], Command]:
+    """Adds optional flags to a command, which gets their values in its `**options`.
+
+    `flags` has a type for each name. In the help they come before the command's keyword-only
+    flags.
+    """
+
+    def decorate(command: Command) -> Command:
+        kinds = inspect.Parameter
+        own = list(inspect.signature(command, eval_str=True).parameters.values())
+        first = [each for each in own if each.kind is kinds.POSITIONAL_OR_KEYWORD]
+        last = [each for each in own if each.kind is kinds.KEYWORD_ONLY]
+        added = [
+            kinds(name, kinds.KEYWORD_ONLY, default=None, annotation=annotation)
+            for name, annotation in flags.items()
+        ]
+        # A copy: typer also looks at annotations, of which the command keeps its own.
+        shown = functools.wraps(command)(lambda *given, **named: command(*given, **named))
+        shown.__signature__ = inspect.Signature([*first, *added, *last])  # type: ignore[attr-defined]
+        shown.__annotations__ = {}
+        return shown  # type: ignore[return-value]
+
+    return decorate

@@ -1,4 +1,4 @@
-"""Draws the ledger of a request: a bar a phase, on the time from its arrival to its end."""
+"""Draws a request's time breakdown: a bar for each phase, from arrival to end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from baton.v1 import timing_pb2 as pb
 
 BAR_WIDTH = 48
 
-# What is shown of each kind: its name, and a colour for who is at work.
+# Each kind's name, and a colour for the process at work.
 _KINDS = {
     pb.PHASE_KIND_PARSE: ("parse", "cyan"),
     pb.PHASE_KIND_TEMPLATE: ("template", "cyan"),
@@ -29,19 +29,19 @@ _KINDS = {
     pb.PHASE_KIND_DECODE: ("decode", "blue"),
     pb.PHASE_KIND_DETOKENIZE: ("detokenize", "cyan"),
     pb.PHASE_KIND_WRITE: ("write", "cyan"),
-    pb.PHASE_KIND_RETRY: ("lost and tried again", "red"),
+    pb.PHASE_KIND_RETRY: ("lost and retried", "red"),
     pb.PHASE_KIND_NETWORK: ("network, other", "dim"),
 }
 
 
 def waterfall(request: pb.RequestTiming) -> RenderableType:
-    """The whole request, answer by answer."""
+    """Answer by answer."""
     drawn = [_answer(answer, len(request.answers)) for answer in request.answers]
     return Group(_headline(request), *drawn)
 
 
 def request_table(requests: Sequence[pb.RequestTiming]) -> Table:
-    """One row a request."""
+    """One row for each request."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("request", overflow="fold")
     for name in ("age", "outcome", "workers"):
@@ -85,15 +85,8 @@ def _answer(answer: pb.AnswerTiming, answers: int) -> RenderableType:
     table.add_column(overflow="fold")
     for phase in answer.phases:
         table.add_row(*_phase_cells(phase, answer))
-    parts: list[RenderableType] = [
-        Text(""),
-        _placement(answer, answers),
-        Text(""),
-        table,
-        Text(""),
-        _sums(answer),
-    ]
-    return Group(*parts, *_chunks(answer))
+    placement = _placement(answer, answers)
+    return Group("", placement, "", table, "", _sums(answer), *_chunks(answer))
 
 
 def _placement(answer: pb.AnswerTiming, answers: int) -> Text:
@@ -121,7 +114,7 @@ def _phase_cells(phase: pb.Phase, answer: pb.AnswerTiming) -> list[RenderableTyp
 
 
 def _bar(phase: pb.Phase, total: float, colour: str) -> Text:
-    """At least one character wide, and never beyond the end."""
+    """At least one character wide, never beyond the end."""
     scale = BAR_WIDTH / total if total else 0.0
     start = min(int(phase.start_seconds * scale), BAR_WIDTH - 1)
     end = min(max(round((phase.start_seconds + phase.seconds) * scale), start + 1), BAR_WIDTH)
@@ -143,12 +136,12 @@ def _sums(answer: pb.AnswerTiming) -> Text:
 def _chunks(answer: pb.AnswerTiming) -> list[Text]:
     if len(answer.chunks) < 2:
         return []
-    told = ", ".join(f"{each.tokens} in {time_text(each.seconds)}" for each in answer.chunks)
-    return [Text(f"prefill's chunks: {told}", style="dim")]
+    chunks = ", ".join(f"{each.tokens} in {time_text(each.seconds)}" for each in answer.chunks)
+    return [Text(f"prefill's chunks: {chunks}", style="dim")]
 
 
 def time_text(seconds: float) -> str:
-    """In the unit that people would say it in."""
+    """In microseconds, milliseconds or seconds."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.0f} µs"
     if seconds < 1.0:

@@ -32,11 +32,11 @@ from typing import TYPE_CHECKING
 from baton.core.errors import BatonError, InvalidConfig, from_reason
 from baton.core.process import set_up_logging
 from baton.engine.architecture import Architecture, Split, check_split
-from baton.engine.gpu.device import GpuSettings
 from baton.worker.resources import lower_priority, use_threads
 
 if TYPE_CHECKING:
     from baton.engine.engine import Engine
+    from baton.engine.gpu.device import GpuSettings
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +81,9 @@ class RankSettings:
 
     @classmethod
     def decode(cls, message: bytes) -> RankSettings:
+        # Imported here, as the engine is: the command line uses this module's checks without torch.
+        from baton.engine.gpu.device import GpuSettings
+
         values = json.loads(message)
         return cls(**{**values, "gpu": GpuSettings(**values["gpu"])})
 

@@ -192,7 +192,7 @@ def test_the_planner_says_what_it_sees(serve: Serve) -> None:
         for prompt in PROMPTS:
             answer(serve, prompt)
         told = serve.ask("plan").splitlines()
-    assert told[0].startswith("the planner only tells what it would do")
+    assert told[0].startswith("the planner only reports what it would do")
     assert "now" in told[1]
     assert any("answers/s" in line for line in told)
 

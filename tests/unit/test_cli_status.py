@@ -8,8 +8,7 @@ import pytest
 from command_line import Terminal, run
 from scripted_router import ScriptedRouter
 
-from baton.cli.status_table import BAR_WIDTH, duration, page_bar
-from baton.cli.top_picture import sparkline
+from baton.cli.status_view import BAR_WIDTH, duration, page_bar, sparkline
 from baton.v1 import worker_pb2
 
 

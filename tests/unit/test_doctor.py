@@ -9,9 +9,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from baton.cli import doctor_checks
+from baton.cli import doctor
 from baton.cli.app import app
-from baton.cli.doctor_checks import check_device, check_memory, check_ports, check_transports
+from baton.cli.doctor import check_device, check_memory, check_ports, check_transports
 from baton.core.config import parse
 
 
@@ -40,7 +40,7 @@ def test_doctor_fails_when_the_model_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # What the model is missing from need not be measured.
-    monkeypatch.setattr(doctor_checks, "check_transports", lambda config, device: iter(()))
+    monkeypatch.setattr(doctor, "check_transports", lambda config, device: iter(()))
     file = tmp_path / "baton.yaml"
     file.write_text(yaml.safe_dump({"model": str(tmp_path), "router": {"port": 0}}))
     result = CliRunner().invoke(app, ["doctor", "--config", str(file)])

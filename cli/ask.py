@@ -1,0 +1,270 @@
+"""`baton generate` and `baton chat`: answers in the terminal or for a pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+import time
+from collections.abc import Iterator
+from typing import Annotated, Any, cast
+
+import typer
+
+from baton import Answer, BatonError, Client, InvalidRequest, Message, Stream
+from baton.cli.terminal import Address, complain, connected, note, print_json, with_flags
+from baton.connection import DEFAULT_ADDRESS
+from baton.request_builder import GenerateOptions
+
+System = Annotated[str | None, typer.Option(metavar="TEXT", help="The system message.")]
+
+SAMPLING = {
+    "max_tokens": Annotated[
+        int | None, typer.Option(min=1, help="Most tokens to generate. (default: what fits)")
+    ],
+    "temperature": Annotated[
+        float | None, typer.Option(help="0 chooses the likeliest token each time. (default: 0)")
+    ],
+    "top_k": Annotated[int | None, typer.Option(min=0, help="Sample from the k likeliest tokens.")],
+    "top_p": Annotated[
+        float | None, typer.Option(help="Sample from the likeliest tokens up to this probability.")
+    ],
+    "min_p": Annotated[
+        float | None,
+        typer.Option(help="Sample from tokens this likely, relative to the likeliest."),
+    ],
+    "repetition_penalty": Annotated[
+        float | None, typer.Option(help="Above 1 avoids tokens of the prompt and the answer.")
+    ],
+    "seed": Annotated[
+        int | None,
+        typer.Option(min=0, help="The same seed gives the same answer. (default: random)"),
+    ],
+}
+
+GENERATION = SAMPLING | {
+    "presence_penalty": Annotated[
+        float | None, typer.Option(help="Above 0 avoids tokens of the answer.")
+    ],
+    "frequency_penalty": Annotated[
+        float | None, typer.Option(help="Above 0 avoids tokens by how often the answer has them.")
+    ],
+    "stop": Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="Ends the answer. Repeatable.")
+    ],
+    "timeout": Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Give up after this long.")
+    ],
+}
+
+_CHAT_HELP = """\
+/help         this text
+/reset        forget the conversation, keep the system message
+/system TEXT  set the system message; without TEXT, remove it
+/exit         leave, as Ctrl-D does
+Ctrl-C        stop the current answer"""
+
+
+class Playback:
+    """An answer as it arrives, with its times. `text` has what came, also after a failure."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._start = time.perf_counter()
+        self.text = ""
+        self.ttft_seconds = 0.0
+        self.total_seconds = 0.0
+
+    def read(self) -> Answer:
+        for _ in self._texts():
+            pass
+        return self._stream.answer
+
+    def print(self) -> Answer:
+        """Prints each delta at once, and ends the last line."""
+        try:
+            for text in self._texts():
+                _write(text)
+        finally:
+            if self.text and not self.text.endswith("\n"):
+                _write("\n")
+        return self._stream.answer
+
+    def _texts(self) -> Iterator[str]:
+        for delta in self._stream:
+            self.ttft_seconds = self.ttft_seconds or time.perf_counter() - self._start
+            self.text += delta.text
+            yield delta.text
+        self.total_seconds = time.perf_counter() - self._start
+
+    def note_summary(self) -> None:
+        """In a terminal: count and rate of the tokens."""
+        if not sys.stderr.isatty():
+            return
+        count = self._stream.answer.usage.completion_tokens
+        seconds = self.total_seconds - self.ttft_seconds
+        # The first token belongs to prefill; the rate is that of the others.
+        rate = f", {(count - 1) / seconds:.1f} tokens/s" if count > 1 and seconds > 0 else ""
+        note(f"{count} tokens{rate}, first after {self.ttft_seconds * 1000:.0f} ms")
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+@with_flags(GENERATION)
+def generate(
+    prompt: Annotated[
+        str | None, typer.Argument(help="The prompt; - or none reads it from stdin.")
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as plain text.")] = False,
+    system: System = None,
+    n: Annotated[int, typer.Option("--n", min=1, help="Number of answers.")] = 1,
+    *,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Continue past the model's end tokens.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object at the end.")
+    ] = False,
+    address: Address = DEFAULT_ADDRESS,
+    **options: Any,
+) -> None:
+    """Answer one prompt.
+
+    The prompt is a user's message if the model has a chat template, else plain text to continue.
+    Only the answer goes to stdout; several are printed when all are complete, each under a line
+    with its number.
+    """
+    wanted = cast(GenerateOptions, options | {"n": n, "ignore_eos": ignore_eos})
+    show = _show_json if as_json else _show_text if n == 1 else _show_all
+    with (
+        connected(address) as client,
+        _start(client, _read_prompt(prompt), raw, system, wanted) as stream,
+    ):
+        show(Playback(stream))
+
+
+def _read_prompt(argument: str | None) -> str:
+    if argument is None and sys.stdin.isatty():
+        raise typer.BadParameter("give a prompt, or pipe one in", param_hint="PROMPT")
+    if argument is None or argument == "-":
+        return sys.stdin.read().removesuffix("\n")
+    return argument
+
+
+def _start(
+    client: Client, prompt: str, raw: bool, system: str | None, wanted: GenerateOptions
+) -> Stream:
+    if not raw and any(model.has_chat_template for model in client.models()):
+        opening = [] if system is None else [Message("system", system)]
+        return client.stream_chat([*opening, Message("user", prompt)], **wanted)
+    if system is not None:
+        raise typer.BadParameter("needs a chat, and this is plain text", param_hint="--system")
+    return client.stream(prompt, **wanted)
+
+
+def _show_text(playback: Playback) -> None:
+    playback.print()
+    playback.note_summary()
+
+
+def _show_all(playback: Playback) -> None:
+    for choice in playback.read().choices:
+        typer.echo(f"--- {choice.index} ---")
+        typer.echo(choice.text.removesuffix("\n"))
+    playback.note_summary()
+
+
+def _show_json(playback: Playback) -> None:
+    fields = dataclasses.asdict(playback.read()) | {
+        "ttft_seconds": round(playback.ttft_seconds, 6),
+        "total_seconds": round(playback.total_seconds, 6),
+    }
+    print_json(fields, in_a_line=True)
+
+
+@with_flags(SAMPLING)
+def chat(system: System = None, *, address: Address = DEFAULT_ADDRESS, **options: Any) -> None:
+    """Talk to the model. /help lists the commands of a conversation."""
+    with connected(address) as client:
+        names = [model.name for model in client.models() if model.has_chat_template]
+        if not names:
+            raise InvalidRequest("the model has no chat template; use `baton generate --raw`")
+        if sys.stdin.isatty():
+            note(f"{names[0]} at {address}; /help for help, Ctrl-D to leave")
+        _converse(Conversation(client, system or "", cast(GenerateOptions, options)))
+
+
+class Conversation:
+    """The messages so far, and the system message above them."""
+
+    def __init__(self, client: Client, system: str, wanted: GenerateOptions) -> None:
+        self._client = client
+        self._wanted = wanted
+        self._history: list[Message] = []
+        self.system = system
+
+    def reset(self) -> None:
+        self._history.clear()
+
+    def ask(self, text: str) -> None:
+        """Prints the answer to `text`. Ctrl-C cuts it short; the part that came is kept."""
+        question = Message("user", text)
+        opening = [Message("system", self.system)] if self.system else []
+        messages = [*opening, *self._history, question]
+        with self._client.stream_chat(messages, **self._wanted) as stream:
+            playback = Playback(stream)
+            with contextlib.suppress(KeyboardInterrupt):
+                playback.print()
+        if playback.text:
+            self._history += [question, Message("assistant", playback.text)]
+
+
+def _converse(conversation: Conversation) -> None:
+    interactive = sys.stdin.isatty()
+    for line in _typed_lines() if interactive else map(str.strip, sys.stdin):
+        if line == "/exit":
+            return
+        if line.startswith("/"):
+            _command(conversation, line)
+        elif line:
+            _ask(conversation, line, interactive)
+
+
+def _ask(conversation: Conversation, line: str, interactive: bool) -> None:
+    try:
+        conversation.ask(line)
+    except BatonError as error:
+        if not interactive:
+            raise
+        complain(error.message)
+
+
+def _command(conversation: Conversation, line: str) -> None:
+    name, _, text = line.partition(" ")
+    match name:
+        case "/help":
+            note(_CHAT_HELP)
+        case "/reset":
+            conversation.reset()
+        case "/system":
+            conversation.system = text.strip()
+        case _:
+            complain(f"there is no {name}; /help lists the commands")
+
+
+def _typed_lines() -> Iterator[str]:
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (gives `input` line editing and history)
+    while True:
+        try:
+            line = input("> ")
+        except EOFError:
+            typer.echo()
+            return
+        except KeyboardInterrupt:
+            typer.echo()
+            continue
+        yield line.strip()

@@ -1,0 +1,116 @@
+"""`baton keys` and `baton certs`: what `baton serve --keys` and `--tls` use."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from baton.cli.terminal import AsJson, edge, note, print_json, print_lines, print_result
+from baton.core.api_keys import Key, make_key, read_keys, write_keys
+from baton.core.errors import InvalidConfig
+
+keys = typer.Typer(help="Make, list and remove API keys.", no_args_is_help=True)
+
+File = Annotated[Path, typer.Option("--file", metavar="FILE", help="The file of keys.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="The key's name.")]
+DEFAULT_FILE = Path("keys.yaml")
+
+_OWN_HOSTS = ("localhost", "127.0.0.1", "::1")
+
+
+@keys.command()
+def add(
+    name: Name,
+    rate: Annotated[float, typer.Option(min=0.0, help="Calls a second. (default: no limit)")] = 0.0,
+    concurrency: Annotated[
+        int, typer.Option(min=0, help="Concurrent answers. (default: no limit)")
+    ] = 0,
+    admin: Annotated[
+        bool, typer.Option("--admin", help="May also drain workers and see others' requests.")
+    ] = False,
+    file: File = DEFAULT_FILE,
+    as_json: AsJson = False,
+) -> None:
+    """Make a key and print it, once: the file keeps only its digest."""
+    with edge():
+        known = _known(file)
+        if any(key.name == name for key in known):
+            raise InvalidConfig(f"{file} has a key called {name} already")
+        secret, key = make_key(name, rate=rate, concurrency=concurrency, admin=admin)
+        write_keys(file, [*known, key])
+        print_result({"key": secret, **_fields(key)}, secret, as_json)
+        note(f"{name} is in {file}; serve with --keys {file}")
+
+
+@keys.command("list")
+def show(file: File = DEFAULT_FILE, as_json: AsJson = False) -> None:
+    """Print every key's name and limits."""
+    with edge():
+        found = read_keys(file)
+    if as_json:
+        print_json([_fields(key) for key in found])
+    else:
+        print_lines(map(_described, found))
+
+
+@keys.command()
+def remove(name: Name, file: File = DEFAULT_FILE, as_json: AsJson = False) -> None:
+    """Remove a key. Running routers refuse it within about a second."""
+    with edge():
+        known = _known(file)
+        left = [key for key in known if key.name != name]
+        if len(left) == len(known):
+            raise InvalidConfig(f"{file} has no key called {name}")
+        write_keys(file, left)
+        if as_json:
+            print_json({"name": name, "removed": True})
+        note(f"{name} is no longer in {file}")
+
+
+def _known(file: Path) -> list[Key]:
+    return read_keys(file) if file.exists() else []
+
+
+def _fields(key: Key) -> dict[str, object]:
+    """Without the digest. 0 sets no limit."""
+    return {name: value for name, value in asdict(key).items() if name != "digest"}
+
+
+def _described(key: Key) -> str:
+    limits = [
+        f"{key.rate:g} calls a second" if key.rate else "",
+        f"{key.concurrency} answers at once" if key.concurrency else "",
+        "admin" if key.admin else "",
+    ]
+    return f"{key.name:<20} {', '.join(filter(None, limits)) or 'no limits'}"
+
+
+def certs(
+    folder: Annotated[Path, typer.Argument(help="The target. (default: certs)")] = Path("certs"),
+    host: Annotated[
+        list[str] | None,
+        typer.Option(help="Another name or address of a node. Repeatable."),
+    ] = None,
+    days: Annotated[int, typer.Option(min=1, help="Days of validity.")] = 365,
+    as_json: AsJson = False,
+) -> None:
+    """Make certificates for development. An existing authority is used again."""
+    with edge():
+        from baton.cli.certificates import make_certificates
+
+        hosts = dict.fromkeys((*_OWN_HOSTS, socket.gethostname(), *(host or ())))
+        make_certificates(folder, list(hosts), days)
+    text = (
+        f"{folder} has certificates for {', '.join(hosts)}.\n\n"
+        f"  serve        baton serve --tls {folder}\n"
+        f"  ask          BATON_TLS={folder} baton generate …\n"
+        f"  curl         curl --cacert {folder}/ca.pem https://…\n\n"
+        f"Clients need ca.pem and, with --client-certificates, client.pem and client.key.\n"
+        f"Nodes need ca.pem, node.pem, node.key and clients-ca.pem. ca.key and\n"
+        f"clients-ca.key sign certificates: keep them to yourself."
+    )
+    print_result({"folder": str(folder), "hosts": list(hosts)}, text, as_json)
