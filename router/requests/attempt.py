@@ -1,13 +1,12 @@
-"""One try at a request, on one pair of workers.
+"""One try at an answer, on one pair of workers.
 
     start ─▶ Reserve to decode, Prefill to prefill, at the same moment
           ─▶ ticket from decode, passed on to prefill
-          ─▶ token #1 from prefill, straight to the caller
-          ─▶ tokens from decode until one of them is the last
+          ─▶ token #1 from prefill, emitted at once
+          ─▶ tokens from decode, up to the last
 
-Where one token is wanted, prefill alone is asked; where no prefill worker can
-help, decode alone (Compute). However it ends, `release` lets go of what is
-still held on either side.
+Where one token is wanted, only prefill is used; for a local prefill, only decode (Compute). However
+it ends, `release` releases what is still held on either side.
 
 No I/O and no clock: every input returns what to do.
 """
@@ -32,52 +31,43 @@ class Side(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send this to the attempt's worker on that side."""
+    """Send the message to the attempt's worker on that side."""
 
     side: Side
     message: pb.RouterMessage
 
 
 class Tokens(NamedTuple):
-    """New tokens of an answer; `finish` is set with the last."""
+    """New tokens of an answer."""
 
     token_ids: list[int]
-    finish: FinishReason | None
-    # With an attempt's first: of its prompt, what was cached where it was read.
-    cached_tokens: int = 0
-    # How likely each of them was, where the request asks for it.
-    logprobs: tuple[Logprobs, ...] = ()
-    # Of cached_tokens, what was fetched from another worker's cache.
-    fetched_tokens: int = 0
-    # With an attempt's first: how likely the prompt's tokens were, from its second on.
+    finish: FinishReason | None  # set with the last
+    cached_tokens: int = 0  # of the prompt, with an attempt's first tokens
+    logprobs: tuple[Logprobs, ...] = ()  # one per token, where requested
+    fetched_tokens: int = 0  # of cached_tokens, fetched from another worker's cache
+    # With an attempt's first tokens, where requested: from the prompt's second token on.
     prompt_logprobs: tuple[Logprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptEnded:
-    """The attempt is over without the answer's end."""
+    """The attempt ended before the answer did."""
 
     error: BatonError
-    # Whether another attempt may succeed.
-    retry: bool
-    # Whether a worker died, or counts as dead.
-    death: bool = False
-    # Whether other suspects were there, each of which may have killed it.
-    company: bool = False
-    # Whether a worker says that another one is lost, which its own stream will show if it is so.
-    hearsay: bool = False
+    retry: bool  # another attempt may succeed
+    death: bool = False  # a worker died, or counts as dead
+    company: bool = False  # other suspects were there, each of which may have killed it
+    hearsay: bool = False  # a worker reports another as lost, whose own stream is to confirm it
 
 
 @dataclass(frozen=True, slots=True)
 class LinkLost:
-    """A worker can no longer be reached, or is no longer to be used."""
+    """A worker cannot be reached, or must not be used any more."""
 
     worker_id: str
     reason: str
-    # False when the worker lives on, but not for us.
     died: bool = True
-    # Whether several requests were there that had lost a worker before.
-    company: bool = False
+    company: bool = False  # several suspects were there
 
 
 # A worker's message about one attempt, its part of a step, or the end of a link.
@@ -86,7 +76,7 @@ Action = Send | Tokens | AttemptEnded
 
 
 class Attempt:
-    """What one try at a request holds on its workers, and how far it is."""
+    """How far an attempt is, and what it holds on its workers."""
 
     def __init__(
         self,
@@ -98,18 +88,16 @@ class Attempt:
     ) -> None:
         self.work = work
         self.placement = placement
-        self.queued = True  # no worker has begun or promised anything yet
+        self.queued = True  # no worker has begun it or reserved pages
         self.decoding = False  # a token of decode has come
-        # Whether no token #1 of prefill is to come any more.
-        self.started = not placement.prefill
+        self.started = not placement.prefill  # no token #1 of prefill is to come
         self._prefill_agent = prefill_agent
         self._decode_agent = decode_agent
         self._holder_agent = holder_agent
-        # Whether tokens come with how likely they were. Looking for it takes longer than the rest.
+        # Looking for log probabilities takes longer than the rest of a step.
         self._scored = not (work.logprobs is None and work.prompt_logprobs is None)
         self._held: set[Side] = set()
-        # Tokens of decode that overtook token #1 on their way here.
-        self._early: list[Tokens] = []
+        self._early: list[Tokens] = []  # of decode, which overtook token #1
 
     def start(self) -> list[Send]:
         work = work_to(self.work)
@@ -123,35 +111,34 @@ class Attempt:
         return [*sends, self._hold(Side.PREFILL, pb.RouterMessage(prefill=prefill))]
 
     def handle(self, event: AttemptEvent) -> list[Action]:
-        """What an event leads to, in order."""
+        """Returns what an event leads to, in order."""
         if isinstance(event, pb.StepTokens):
             return self._step(event)
         if isinstance(event, LinkLost):
             return self._lose(event)
         match event.WhichOneof("kind"):
             case "reserved":
-                return self._pass_on(event.reserved)
+                return self._deliver(event.reserved)
             case "first_token":
                 return self._first(event.first_token)
             case "pushed":
                 self._held.discard(Side.PREFILL)
             case "failed":
-                return [_ended(event.failed)]
+                error = failed_from(event.failed)
+                hearsay = isinstance(error, WorkerLost)
+                return [AttemptEnded(error, event.failed.retry, hearsay=hearsay)]
         return []
 
     def time_out(self, seconds: float) -> AttemptEnded:
-        """Nothing has come for `seconds`, which is too long."""
+        """No event has come for `seconds`."""
         return AttemptEnded(DeadlineExceeded(f"no token within {seconds:g} seconds"), retry=False)
 
     def release(self) -> list[Send]:
-        """Lets go of whatever the workers still hold."""
-        key = self.work.key
-        sends = []
-        for side in sorted(self._held, key=lambda side: side.value):
-            release = pb.Release(request_id=key.request_id, epoch=key.epoch)
-            sends.append(Send(side, pb.RouterMessage(release=release)))
+        """Releases whatever the workers still hold."""
+        held = sorted(self._held, key=lambda side: side.value)
         self._held.clear()
-        return sends
+        release = pb.Release(request_id=self.work.key.request_id, epoch=self.work.key.epoch)
+        return [Send(side, pb.RouterMessage(release=release)) for side in held]
 
     def _holder(self) -> pb.Holder | None:
         fetch = self.placement.fetch
@@ -165,7 +152,7 @@ class Attempt:
 
     def _lose(self, lost: LinkLost) -> list[Action]:
         side = Side.PREFILL if lost.worker_id == self.placement.prefill else Side.DECODE
-        # Prefill holds nothing once decode writes, but its token #1 may still be on its way.
+        # Prefill holds nothing once decode runs, but its token #1 may still be on its way.
         awaited = side is Side.PREFILL and not self.started
         if side not in self._held and not awaited:
             return []
@@ -174,7 +161,8 @@ class Attempt:
         error = WorkerLost(f"worker {lost.worker_id} was lost: {lost.reason}")
         return [AttemptEnded(error, retry=True, death=lost.died, company=lost.company)]
 
-    def _pass_on(self, reserved: pb.Reserved) -> list[Action]:
+    def _deliver(self, reserved: pb.Reserved) -> list[Action]:
+        """Passes the ticket on to prefill."""
         self.queued = False
         deliver = pb.Deliver(
             request_id=reserved.request_id, epoch=reserved.epoch, ticket=reserved.ticket
@@ -189,10 +177,15 @@ class Attempt:
         if finish or not self.placement.decode:
             self.queued = False
             self._held.discard(Side.PREFILL)
-        logprobs = (logprobs_from(first.logprobs),) if first.HasField("logprobs") else ()
-        prompt = tuple(map(logprobs_from, first.prompt_logprobs))
-        found = first.cached_tokens, logprobs, first.fetched_tokens, prompt
-        return [Tokens([first.token], finish, *found), *self._early]
+        tokens = Tokens(
+            [first.token],
+            finish,
+            first.cached_tokens,
+            (logprobs_from(first.logprobs),) if first.HasField("logprobs") else (),
+            first.fetched_tokens,
+            tuple(map(logprobs_from, first.prompt_logprobs)),
+        )
+        return [tokens, *self._early]
 
     def _step(self, step: pb.StepTokens) -> list[Action]:
         if not self.decoding:
@@ -212,11 +205,6 @@ class Attempt:
             return [tokens]
         self._early.append(tokens)
         return []
-
-
-def _ended(failed: pb.Failed) -> AttemptEnded:
-    error = failed_from(failed)
-    return AttemptEnded(error, retry=failed.retry, hearsay=isinstance(error, WorkerLost))
 
 
 def merged(tokens: list[Tokens]) -> Tokens:

@@ -37,7 +37,7 @@ from baton.router.requests.attempt import (
 )
 from baton.router.requests.feedback import Feedback
 from baton.router.requests.inbox import Inbox, Rounds
-from baton.router.requests.retries import RetryLimits, RetryState
+from baton.router.requests.retries import RetryState
 from baton.router.workers.membership import Membership
 from baton.v1 import worker_pb2 as pb
 
@@ -62,12 +62,14 @@ class Dispatcher:
         self._config = config
         self._metrics = metrics
         self._rounds = Rounds()
-        self._limits = RetryLimits(config.max_worker_deaths, config.max_attempts)
 
     async def run(self, work: Work, deadline: float, answer: Answer) -> None:
         """Reports each attempt's placement and pushes its tokens until the answer is complete.
         Cancelling this cancels the request."""
-        state = RetryState(work, self._limits)
+        config = self._config
+        state = RetryState(
+            work, max_deaths=config.max_worker_deaths, max_attempts=config.max_attempts
+        )
         order = self._admission.arrive()
 
         def push(tokens: Tokens) -> bool:

@@ -1,16 +1,16 @@
-"""One request over all of its attempts.
+"""One answer over all of its attempts.
 
     begin ─▶ attempt ─▶ finished
       ▲         │
       └─ retry ─┴─▶ failed: the request's own fault, or too many deaths or attempts
 
-What has been emitted stays emitted: the next attempt reads prompt and answer
-together and goes on behind them. Sampling is keyed by position and penalties
-know where the answer begins, so the tokens are those of an undisturbed run.
+What was emitted stays emitted: the next attempt prefills prompt and answer together and continues
+after them. Sampling is keyed by position and penalties know where the answer begins, so the tokens
+are those of an undisturbed run.
 
-A request that kills workers must fail, and those that merely were there must
-not. One that has lost its share of workers in the company of other suspects
-gets one more attempt, on workers that have no other suspect.
+A request that kills workers must fail, and those that merely were there must not. One that lost
+its share of workers in the company of other suspects gets one more attempt, on workers without
+another suspect.
 
 No I/O and no clock.
 """
@@ -18,7 +18,6 @@ No I/O and no clock.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 
 from baton.core.errors import BatonError, Exhausted, PoisonRequest
 from baton.core.types import AttemptKey, Work
@@ -29,27 +28,20 @@ SHORTEST_DELAY_SECONDS = 0.02
 LONGEST_DELAY_SECONDS = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class RetryLimits:
-    # Attempts that may end in a worker's death; with the last of them the request fails.
-    deaths: int
-    # Attempts in all.
-    attempts: int
-
-
 class RetryState:
-    """What was emitted, what went wrong, and whether there is another attempt."""
+    """What was emitted, what failed, and whether there is another attempt."""
 
-    def __init__(self, work: Work, limits: RetryLimits) -> None:
+    def __init__(self, work: Work, *, max_deaths: int, max_attempts: int) -> None:
+        """With its `max_deaths`-th attempt that ends in a worker's death, the request fails."""
+        self.work = work  # of the next attempt; made once, since a prompt may be long
         self.placements: list[Placement] = []
         self.deaths = 0
         self.delay = 0.0  # seconds to wait before the next attempt
-        # The next attempt. Made once, since a prompt may be long.
-        self.work = work
         self._first_work = work
-        self._limits = limits
+        self._max_deaths = max_deaths
+        self._max_attempts = max_attempts
         self._emitted: list[int] = []
-        self._reason = ""  # why there is another attempt
+        self._reason = ""  # of the next attempt
         self._refusals = 0
         self._alone = False
 
@@ -74,17 +66,20 @@ class RetryState:
         self._emitted += tokens.token_ids
 
     def end(self, ended: AttemptEnded) -> BatonError | None:
-        """An attempt ended. The request's error, or None when there is another attempt."""
+        """An attempt ended. Returns the request's error, or None when there is another attempt."""
         self.deaths += ended.death
         self._reason = ended.error.message
         self.delay = self._next_delay(ended.error)
         if not ended.retry:
             return ended.error
-        if ended.death and self.deaths >= self._limits.deaths:
+        if ended.death and self.deaths >= self._max_deaths:
             if self._alone or not ended.company:
-                return _poison(self.deaths, ended.error)
+                return PoisonRequest(
+                    f"{self.deaths} workers were lost while they ran this request, so it is not"
+                    f" retried; the last: {ended.error.message}"
+                )
             self._alone = True
-        if len(self.placements) >= self._limits.attempts:
+        if len(self.placements) >= self._max_attempts:
             return ended.error
         self.work = self._next_work()
         return None
@@ -101,15 +96,8 @@ class RetryState:
         )
 
     def _next_delay(self, error: BatonError) -> float:
-        """Who was refused for lack of room lets others go first, a little longer each time."""
+        """Backs off exponentially after a refusal for lack of pages."""
         if not isinstance(error, Exhausted):
             return 0.0
         self._refusals += 1
         return min(SHORTEST_DELAY_SECONDS * 2.0**self._refusals, LONGEST_DELAY_SECONDS)
-
-
-def _poison(deaths: int, last: BatonError) -> PoisonRequest:
-    return PoisonRequest(
-        f"{deaths} workers were lost while they ran this request, so it is not tried again;"
-        f" the last: {last.message}"
-    )

@@ -21,14 +21,14 @@ from baton.router.requests.attempt import (
     Side,
     Tokens,
 )
-from baton.router.requests.retries import RetryLimits, RetryState
+from baton.router.requests.retries import RetryState
 from baton.v1 import worker_pb2 as pb
 
 from .engine import reference
 from .streams import Stream
 from .world import Violation, World
 
-LIMITS = RetryLimits(deaths=2, attempts=8)
+MAX_DEATHS, MAX_ATTEMPTS = 2, 8
 PLACEMENT_SECONDS = 20.0
 PLACEMENT_POLL_SECONDS = 0.25
 LOCAL_PREFILL_AFTER = 2.0
@@ -65,7 +65,7 @@ class SimulatedRequest:
 
     def __init__(self, work: Work) -> None:
         self.work = work
-        self.retries = RetryState(work, LIMITS)
+        self.retries = RetryState(work, max_deaths=MAX_DEATHS, max_attempts=MAX_ATTEMPTS)
         self.expected = reference(work)
         self.received: list[int] = []
         self.attempt: Attempt | None = None

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from baton.core.errors import DeadlineExceeded, Exhausted, Internal, Unavailable, WorkerLost
-from baton.core.types import AttemptKey, FinishReason, Sampling, Work
+from baton.core.types import AttemptKey, FinishReason, Logprobs, Sampling, Work
 from baton.core.wire import failed_to, finish_to
 from baton.router.placement.placement import FetchPlan, Placement, Policy
 from baton.router.requests.attempt import (
@@ -15,6 +15,7 @@ from baton.router.requests.attempt import (
     Send,
     Side,
     Tokens,
+    merged,
 )
 from baton.v1 import worker_pb2 as pb
 
@@ -209,3 +210,15 @@ def test_it_counts_as_queued_until_a_worker_has_begun_or_promised_pages(
     made = started(placement)
     feed(made, *events)
     assert made.queued is queued
+
+
+def scores(token: int) -> tuple[Logprobs, ...]:
+    return (Logprobs(-0.5 * token, (token,), (-0.5 * token,)),)
+
+
+def test_merged_tokens_keep_everything() -> None:
+    first = Tokens([7], None, 16, scores(7), 8)
+    rest = [Tokens([8], None, 0, scores(8)), Tokens([9], FinishReason.STOP, 0, scores(9))]
+    together = Tokens([7, 8, 9], FinishReason.STOP, 16, scores(7) + scores(8) + scores(9), 8)
+    assert merged([first, *rest]) == together
+    assert merged([first]) is first

@@ -6,7 +6,7 @@ from baton.core.errors import Exhausted, Internal, PoisonRequest, Unavailable, W
 from baton.core.types import AttemptKey, Sampling, Work
 from baton.router.placement.placement import Placement, Suspicion
 from baton.router.requests.attempt import AttemptEnded, Tokens
-from baton.router.requests.retries import RetryLimits, RetryState
+from baton.router.requests.retries import RetryState
 
 SOMEWHERE = Placement("p0", "d0")
 DEATH = AttemptEnded(WorkerLost("worker d0 was lost"), retry=True, death=True)
@@ -20,7 +20,7 @@ FINAL = AttemptEnded(Internal("logits"), retry=False)
 
 def retry_state(deaths: int = 2, attempts: int = 5) -> RetryState:
     work = Work(AttemptKey("r", 1), [1, 2, 3], Sampling(seed=9), 10, frozenset({4}))
-    return RetryState(work, RetryLimits(deaths, attempts))
+    return RetryState(work, max_deaths=deaths, max_attempts=attempts)
 
 
 def test_the_first_attempt_is_the_request_itself() -> None:
@@ -28,7 +28,17 @@ def test_the_first_attempt_is_the_request_itself() -> None:
     assert (work.key, work.prompt_tokens, work.answer_tokens) == (("r", 1), [1, 2, 3], 0)
 
 
-def test_the_next_attempt_goes_on_behind_what_was_emitted() -> None:
+def test_looking_at_the_next_attempt_copies_no_prompt() -> None:
+    work = Work(AttemptKey("r", 1), [1, 2, 3], Sampling(), 10, frozenset())
+    request = RetryState(work, max_deaths=2, max_attempts=5)
+    assert request.begin(SOMEWHERE) is request.work is work
+    request.emitted(Tokens([7], None))
+    request.end(DRAINED)
+    retried = request.work
+    assert request.begin(SOMEWHERE) is request.work is retried
+
+
+def test_a_retry_continues_after_the_emitted_tokens() -> None:
     request = retry_state()
     request.begin(SOMEWHERE)
     request.emitted(Tokens([7], None))
@@ -40,7 +50,7 @@ def test_the_next_attempt_goes_on_behind_what_was_emitted() -> None:
     assert (work.sampling.seed, work.stop_token_ids) == (9, {4})
 
 
-def test_placements_say_why_each_attempt_was_made() -> None:
+def test_placements_give_the_reason_of_each_attempt() -> None:
     request = retry_state()
     request.begin(SOMEWHERE)
     request.end(DEATH)
@@ -69,7 +79,7 @@ def test_placements_say_why_each_attempt_was_made() -> None:
         ([DEATH, FINAL], Internal),
     ],
 )
-def test_which_ends_are_the_last(ends: list[AttemptEnded], error: type[Exception] | None) -> None:
+def test_which_ends_are_final(ends: list[AttemptEnded], error: type[Exception] | None) -> None:
     request = retry_state()
     outcome = None
     for ended in ends:
@@ -79,7 +89,7 @@ def test_which_ends_are_the_last(ends: list[AttemptEnded], error: type[Exception
     assert type(outcome) is (error or type(None))
 
 
-def test_a_refused_request_waits_longer_each_time_and_a_lost_one_not_at_all() -> None:
+def test_a_refused_request_backs_off_and_a_lost_one_does_not() -> None:
     request = retry_state(attempts=100)
     delays = []
     for ended in (DEATH, FULL, FULL, FULL, *[FULL] * 20):
@@ -90,7 +100,7 @@ def test_a_refused_request_waits_longer_each_time_and_a_lost_one_not_at_all() ->
     assert 0.0 < delays[1] < delays[2] < delays[3] < delays[-1] == 1.0
 
 
-def test_who_lost_workers_among_other_suspects_is_tried_alone() -> None:
+def test_a_request_that_lost_workers_among_suspects_is_retried_alone() -> None:
     request = retry_state()
     seen = [request.suspicion]
     for _ in range(2):
