@@ -1,1 +1,24 @@
-"""The front door: edges, text, policy, dispatch. No torch."""
+"""The router: takes requests at its edges, runs them on workers, streams answers. No torch.
+
+The rooms, in the order in which a request passes them:
+
+    edges      gRPC and HTTP: authenticate, parse, write answers at the client's pace
+    requests   serve one request: wait queue, attempts, retries
+    prompts    chat template, tokenizer, output grammar
+    placement  choose workers: snapshot, policy, scorer, cost model
+    workers    a link per worker, membership, health, the controller
+    answers    tokens to text: detokenizer, stop strings, reasoning, tool calls
+    observe    ledger, metrics, trends, diagnosis
+
+The files that a gRPC request passes, in order:
+
+    edges/grpc/servicers.py, edges/auth.py, edges/grpc/protobuf.py
+    requests/serving.py, prompts/text.py
+    requests/dispatch.py, requests/admission.py, placement/placer.py, placement/policy.py
+    requests/attempt.py, workers/link.py
+
+and its tokens, on their way back:
+
+    workers/link.py, requests/inbox.py, requests/dispatch.py, requests/attempt.py
+    answers/answer.py, edges/client_buffer.py, edges/grpc/servicers.py
+"""

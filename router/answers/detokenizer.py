@@ -40,13 +40,12 @@ class Detokenizer(Protocol):
 
 
 def detokenizer_factory(
-    tokenizer: Tokenizer, hidden: frozenset[int] | None = None
+    tokenizer: Tokenizer | None, hidden: frozenset[int]
 ) -> Callable[[], Detokenizer]:
     """Returns a maker of detokenizers that share what is known of the tokenizer. `hidden` tokens
-    have no text: all special ones by default."""
-    hidden = special_ids(tokenizer) if hidden is None else hidden
+    have no text; without a tokenizer, none has."""
     steps = _decoder_steps(tokenizer)
-    if steps == ["ByteLevel"]:
+    if tokenizer is None or steps == ["ByteLevel"]:
         token_bytes = TokenBytes(tokenizer, hidden)
         return lambda: ByteLevelDetokenizer(token_bytes)
     if "ByteLevel" in steps:
@@ -55,19 +54,9 @@ def detokenizer_factory(
     return lambda: WindowDetokenizer(tokenizer, hidden, byte_ids)
 
 
-def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    added = tokenizer.get_added_tokens_decoder()
+def special_ids(tokenizer: Tokenizer | None) -> frozenset[int]:
+    added = tokenizer.get_added_tokens_decoder() if tokenizer else {}
     return frozenset(token_id for token_id, token in added.items() if token.special)
-
-
-class NoText:
-    """For a model without a tokenizer: tokens have no text."""
-
-    def push(self, ids: Iterable[int]) -> str:
-        return ""
-
-    def flush(self) -> str:
-        return ""
 
 
 class TokenBytes(dict[int, bytes]):
@@ -78,7 +67,7 @@ class TokenBytes(dict[int, bytes]):
         super().__init__()
         self._tokenizer = tokenizer
         self._hidden = hidden
-        byte_level = tokenizer is not None and "ByteLevel" in _decoder_steps(tokenizer)
+        byte_level = "ByteLevel" in _decoder_steps(tokenizer)
         self._bytes_of = _unmap_bytes if byte_level else _sentence_piece_bytes
 
     def __missing__(self, token_id: int) -> bytes:
@@ -143,9 +132,9 @@ class WindowDetokenizer:
         self._seen = text
 
 
-def _decoder_steps(tokenizer: Tokenizer) -> list[str]:
-    """The kinds of the tokenizer's decoding steps, in order."""
-    if tokenizer.decoder is None:
+def _decoder_steps(tokenizer: Tokenizer | None) -> list[str]:
+    """The types of the tokenizer's decoding steps, in order."""
+    if tokenizer is None or tokenizer.decoder is None:
         return []
     state = json.loads(tokenizer.decoder.__getstate__())
     return [step["type"] for step in state.get("decoders", [state])]

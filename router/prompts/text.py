@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +28,6 @@ from baton.core.types import ChatPrompt, Prompt, Request, TextPrompt
 from baton.router.answers.answer_format import PLAIN, AnswerFormat, answer_format
 from baton.router.answers.detokenizer import (
     Detokenizer,
-    NoText,
     TokenBytes,
     detokenizer_factory,
     special_ids,
@@ -74,18 +73,14 @@ class Text:
         # In characters; byte-level vocabularies write at least one per character.
         vocabulary = tokenizer.get_vocab() if tokenizer else {"": 0}
         self._longest_token = max(map(len, vocabulary))
-        self._special_ids = special_ids(tokenizer) if tokenizer else frozenset[int]()
-        self._make_detokenizer = self._factory(frozenset())
-        markers = {self.special_id(marker) for marker in answers.markers} - {None}
-        self._make_marking_detokenizer = self._factory(frozenset(filter(None, markers)))
+        self._special_ids = special_ids(tokenizer)
+        self._make_detokenizer = detokenizer_factory(tokenizer, self._special_ids)
+        markers = {self.special_id(marker) for marker in answers.markers}
+        hidden = frozenset(self._special_ids - markers)
+        self._make_marking_detokenizer = detokenizer_factory(tokenizer, hidden)
         self._token_bytes = TokenBytes(tokenizer)
         self.eos_token_ids = eos_token_ids
         self.vocabulary_size = vocabulary_size
-
-    def _factory(self, shown: frozenset[int]) -> Callable[[], Detokenizer]:
-        if self._tokenizer is None:
-            return NoText
-        return detokenizer_factory(self._tokenizer, self._special_ids - shown)
 
     @classmethod
     def load(cls, folder: Path, tools: str = "auto", reasoning: str = "auto") -> Text:

@@ -56,33 +56,33 @@ class Dispatcher:
         config: RouterConfig,
         metrics: RouterMetrics,
     ) -> None:
+        self.placer = placer
+        self.admission = admission
+        self.config = config
+        self.metrics = metrics
+        self.rounds = Rounds()
         self._membership = membership
-        self._placer = placer
-        self._admission = admission
-        self._config = config
-        self._metrics = metrics
-        self._rounds = Rounds()
 
     async def run(self, work: Work, deadline: float, answer: Answer) -> None:
         """Reports each attempt's placement and pushes its tokens until the answer is complete.
         Cancelling this cancels the request."""
-        config = self._config
+        config = self.config
         state = RetryState(
             work, max_deaths=config.max_worker_deaths, max_attempts=config.max_attempts
         )
-        order = self._admission.arrive()
+        order = self.admission.arrive()
 
         def push(tokens: Tokens) -> bool:
             state.emitted(tokens)
             return answer.push(tokens)
 
         while True:
-            assignment = await self._admission.assign(order, state, deadline)
+            assignment = await self.admission.assign(order, state, deadline)
             work = state.begin(assignment.placement)
-            running = self._running(work, assignment, state.suspicion, answer.ledger)
+            running = RunningAttempt(self, work, assignment, state.suspicion, answer.ledger)
             try:
                 running.start()
-                self._metrics.placed(state.placements[-1])
+                self.metrics.placed(state.placements[-1])
                 answer.placed(state.placements[-1])
                 ended = await running.drain(push)
             finally:
@@ -95,7 +95,7 @@ class Dispatcher:
 
     async def probe(self, work: Work, assignment: Assignment, seconds: float) -> str:
         """Makes one token on the given workers. Returns what went wrong, or an empty string."""
-        running = self._running(work, assignment, Suspicion.NONE, AnswerLedger(0.0))
+        running = RunningAttempt(self, work, assignment, Suspicion.NONE, AnswerLedger(0.0))
         try:
             running.start()
             async with asyncio.timeout(seconds):
@@ -105,14 +105,6 @@ class Dispatcher:
             return f"no token within {seconds:g} seconds"
         finally:
             running.release()
-
-    def _running(
-        self, work: Work, assignment: Assignment, suspicion: Suspicion, ledger: AnswerLedger
-    ) -> RunningAttempt:
-        feedback = Feedback(work, assignment, self._placer, self._metrics, ledger)
-        return RunningAttempt(
-            work, assignment, suspicion, self._rounds, feedback, self._config, self._admission.wake
-        )
 
     async def _confirmed(self, running: RunningAttempt, ended: AttemptEnded) -> AttemptEnded:
         """Waits, where a worker reported another as lost, for that one's own stream to end."""
@@ -132,7 +124,7 @@ class Dispatcher:
         error = state.end(ended)
         if error is not None:
             raise error
-        self._metrics.retried(ended.error)
+        self.metrics.retried(ended.error)
         log.warning("retrying a request: %s", ended.error.message)
 
 
@@ -141,23 +133,21 @@ class RunningAttempt:
 
     def __init__(
         self,
+        dispatcher: Dispatcher,
         work: Work,
         assignment: Assignment,
         suspicion: Suspicion,
-        rounds: Rounds,
-        feedback: Feedback,
-        config: RouterConfig,
-        on_room: Callable[[], None],
+        ledger: AnswerLedger,
     ) -> None:
-        """`on_room` is called when a worker may get another request in place of this one."""
-        self._inbox = Inbox(rounds, self._handle)
+        self._inbox = Inbox(dispatcher.rounds, self._handle)
+        self._feedback = Feedback(work, assignment, dispatcher.placer, dispatcher.metrics, ledger)
+        self._config = dispatcher.config
+        # When a worker may get another request in place of this one.
+        self._on_room = dispatcher.admission.wake
+        self._assignment = assignment
+        self._suspicion = suspicion
         self._push: Callable[[Tokens], bool] = lambda tokens: True
         self._ended: AttemptEnded | None = None
-        self._config = config
-        self._assignment = assignment
-        self._feedback = feedback
-        self._on_room = on_room
-        self._suspicion = suspicion
         self._links = {Side.PREFILL: assignment.prefill, Side.DECODE: assignment.decode}
         self._prompt: QueuedPrompt | None = None  # until it is prefilled
         self._unanswered = 0

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from baton.core import model_store
 from baton.core.errors import UnsupportedModel
-from baton.router.answers.detokenizer import Detokenizer, detokenizer_factory
+from baton.router.answers.detokenizer import Detokenizer, detokenizer_factory, special_ids
 
 TEXTS = [
     "",
@@ -78,6 +78,10 @@ def words() -> Tokenizer:
 ALL = [embedded, llama_2, gemma, metaspace, words]
 
 
+def factory_of(tokenizer: Tokenizer) -> Callable[[], Detokenizer]:
+    return detokenizer_factory(tokenizer, special_ids(tokenizer))
+
+
 def stream(detokenizer: Detokenizer, pieces: list[list[int]]) -> list[str]:
     return [*(detokenizer.push(piece) for piece in pieces), detokenizer.flush()]
 
@@ -96,7 +100,7 @@ def split(ids: list[int], chooser: random.Random) -> list[list[int]]:
 @pytest.mark.parametrize("make", ALL, ids=lambda make: make.__name__)
 def test_random_tokens_stream_to_what_they_decode_to(make: Callable[[], Tokenizer]) -> None:
     tokenizer = make()
-    factory = detokenizer_factory(tokenizer)
+    factory = factory_of(tokenizer)
     chooser = random.Random(0)
     size = tokenizer.get_vocab_size()
     for _ in range(1500):
@@ -110,7 +114,7 @@ def test_random_tokens_stream_to_what_they_decode_to(make: Callable[[], Tokenize
 @pytest.mark.parametrize("make", [llama_2, gemma], ids=lambda make: make.__name__)
 def test_texts_written_in_byte_tokens_stream_whole(make: Callable[[], Tokenizer]) -> None:
     tokenizer = make()
-    factory = detokenizer_factory(tokenizer)
+    factory = factory_of(tokenizer)
     chooser = random.Random(1)
     for text in TEXTS:
         ids = tokenizer.encode(text.replace(" ", "▁"), add_special_tokens=False).ids
@@ -121,7 +125,7 @@ def test_texts_written_in_byte_tokens_stream_whole(make: Callable[[], Tokenizer]
 def test_the_embedded_model_streams_texts_whole(text: str) -> None:
     tokenizer = embedded()
     ids = tokenizer.encode(text).ids
-    pieces = stream(detokenizer_factory(tokenizer)(), [[token] for token in ids])
+    pieces = stream(factory_of(tokenizer)(), [[token] for token in ids])
     assert "".join(pieces) == text
 
 
@@ -133,7 +137,7 @@ def test_random_bytes_become_the_same_replacement_characters() -> None:
         )
     )
     made.decoder = decoders.ByteLevel()
-    factory = detokenizer_factory(made)
+    factory = factory_of(made)
     chooser = random.Random(2)
     for _ in range(5000):
         ids = [chooser.randrange(256) for _ in range(chooser.randrange(12))]
@@ -145,14 +149,14 @@ def test_a_character_is_never_handed_out_in_part() -> None:
     text = "日本語😀한국어👨‍👩‍👧ß"
     ids = tokenizer.encode(text).ids
     assert len(ids) > len(text)
-    pieces = stream(detokenizer_factory(tokenizer)(), [[token] for token in ids])
+    pieces = stream(factory_of(tokenizer)(), [[token] for token in ids])
     assert not any("\ufffd" in piece for piece in pieces)
 
 
 def test_half_a_character_at_the_end_is_replaced() -> None:
     tokenizer = embedded()
     ids = tokenizer.encode("ok 😀").ids[:-1]
-    pieces = stream(detokenizer_factory(tokenizer)(), [[token] for token in ids])
+    pieces = stream(factory_of(tokenizer)(), [[token] for token in ids])
     assert pieces[-1] == "\ufffd"
     assert "".join(pieces) == tokenizer.decode(ids)
 
@@ -160,14 +164,14 @@ def test_half_a_character_at_the_end_is_replaced() -> None:
 def test_text_comes_out_with_the_token_that_completes_it() -> None:
     tokenizer = llama_2()
     ids = [tokenizer.token_to_id(t) for t in ("▁ab", "▁a", "b", "<0xE7>", "<0x95>", "<0x8C>", ".")]
-    pieces = stream(detokenizer_factory(tokenizer)(), [[token] for token in ids])
+    pieces = stream(factory_of(tokenizer)(), [[token] for token in ids])
     assert pieces == ["ab", " a", "b", "", "", "", "界.", ""]
 
 
 def test_special_tokens_leave_no_text() -> None:
     tokenizer = embedded()
     ids = [1, *tokenizer.encode("Hi").ids, 2]
-    assert "".join(stream(detokenizer_factory(tokenizer)(), [ids])) == "Hi"
+    assert "".join(stream(factory_of(tokenizer)(), [ids])) == "Hi"
 
 
 @pytest.mark.parametrize("make", [embedded, llama_2], ids=lambda make: make.__name__)
@@ -175,11 +179,11 @@ def test_a_long_answer_streams_whole(make: Callable[[], Tokenizer]) -> None:
     tokenizer = make()
     chooser = random.Random(3)
     ids = [chooser.randrange(tokenizer.get_vocab_size()) for _ in range(20_000)]
-    pieces = stream(detokenizer_factory(tokenizer)(), [[token] for token in ids])
+    pieces = stream(factory_of(tokenizer)(), [[token] for token in ids])
     assert "".join(pieces) == tokenizer.decode(ids)
 
 
 def test_an_unknown_mixture_of_decoders_is_refused() -> None:
     tokenizer = sentencepiece_like(decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()]))
     with pytest.raises(UnsupportedModel, match="ByteLevel, Fuse"):
-        detokenizer_factory(tokenizer)
+        factory_of(tokenizer)
