@@ -1,7 +1,7 @@
 # Baton on CPUs, with the embedded model. From the repository's root:
 #     docker build --file deploy/docker/cpu.Dockerfile --tag registry.example/baton:0.1.0-cpu .
 FROM python:3.12.11-slim-bookworm AS build
-# Where torch without CUDA comes from, on machines whose default brings CUDA along.
+# An index with a torch without CUDA, for machines whose default includes CUDA.
 ARG PIP_EXTRA_INDEX_URL=""
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 XDG_CACHE_HOME=/opt/baton/cache
 RUN python -m venv /opt/baton
@@ -23,7 +23,7 @@ COPY cli cli
 RUN /opt/baton/bin/pip install ".[server]" && /opt/baton/bin/baton model pull
 
 FROM python:3.12.11-slim-bookworm
-# procps: pgrep, with which a pod's preStop waits. wget: health checks, here and Ray's.
+# procps: pgrep, for a pod's preStop. wget: health checks, here and Ray's.
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends procps tini wget \
     && rm -rf /var/lib/apt/lists/* \

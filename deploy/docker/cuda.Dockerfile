@@ -24,8 +24,8 @@ COPY cli cli
 RUN /opt/baton/bin/pip install ".[server]"
 
 FROM nvidia/cuda:13.0.1-base-ubuntu24.04
-# gcc and Python's headers: Triton compiles what launches its kernels. The verbs: NIXL over RDMA.
-# procps: pgrep, with which a pod's preStop waits. wget: health checks, here and Ray's.
+# gcc and Python's headers: Triton compiles its launchers. The verbs: NIXL over RDMA.
+# procps: pgrep, for a pod's preStop. wget: health checks, here and Ray's.
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends \
         gcc libc6-dev python3.12 python3.12-dev \
@@ -39,7 +39,7 @@ ENV PATH=/opt/baton/bin:$PATH NVIDIA_DRIVER_CAPABILITIES=compute,utility \
 USER 10001:10001
 WORKDIR /tmp
 EXPOSE 50051 8000 9400
-# A large model takes its time to load.
+# A large model takes minutes to load.
 HEALTHCHECK --start-period=600s --interval=10s --timeout=3s --retries=3 \
     CMD wget -q -O /dev/null http://127.0.0.1:8000/health \
         || wget -q -O /dev/null --no-check-certificate https://127.0.0.1:8000/health
