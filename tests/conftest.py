@@ -1,4 +1,4 @@
-"""What the whole suite relies on."""
+"""Shared by the whole suite."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-# A suite that a shell started in the background inherits an ignored Ctrl-C, and so would the
-# processes it starts. Several tests press it.
+# A suite started in the background inherits an ignored SIGINT, and passes it on to its processes.
+# Several tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Triton decides when a kernel is defined whether it compiles it or interprets it, so this must
-# stand before any test imports kernels.
+# Triton decides when a kernel is defined whether it compiles it or interprets it, so this must come
+# before any test imports kernels.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-# One core for each of the processes that share the suite. Threads that wait for one another
-# stand still whenever one of them does.
+# One core for each of the processes that share the suite. Threads that wait for each other
+# stall when one of them does.
 torch.set_num_threads(1)
 
 FOLDERS = ("simulation", "cluster", "contract", "unit", "gpu", "page", "clients")
@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
-    """Where xdist is installed: who runs what."""
+    """With xdist: which process runs which test."""
     from shares import Shares
 
     return Shares(config, log)

@@ -32,13 +32,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def idle(embedded: ProcessCluster) -> Iterator[ProcessCluster]:
-    """The same cluster; the test must leave its pools empty."""
+    """The embedded cluster; the test must leave its pools empty."""
     yield embedded
     embedded.wait_idle()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """The tables of the fault matrix and of recoveries, where they ran."""
+    """Prints the fault matrix and the recovery table, where they ran."""
     for title, table in (("fault matrix", fault_table), ("recoveries", recoveries)):
         if table.ROWS:
             terminalreporter.section(title)

@@ -41,7 +41,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="session")
 def pictures(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where screenshots go: --pictures, or a folder of pytest's."""
+    """Where screenshots go: --pictures, or pytest's temporary folder."""
     given = request.config.getoption("--pictures")
     folder = Path(given) if given else tmp_path_factory.mktemp("pictures")
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""`baton …`, in this process or in a terminal of its own."""
+"""Runs `baton …` in this process or in a terminal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def run(router: ScriptedRouter, *arguments: str, stdin: str = "") -> Result:
 
 
 class Terminal:
-    """A command that runs in a terminal of its own."""
+    """A command in its own terminal."""
 
     def __init__(self, *arguments: str) -> None:
         self._screen, inside = pty.openpty()
@@ -44,7 +44,7 @@ class Terminal:
         self.process.send_signal(signal.SIGINT)
 
     def wait_for(self, text: str) -> None:
-        """Reads on until `text` is shown, and forgets what came up to it."""
+        """Reads until `text` is shown, and drops everything up to it."""
         deadline = time.monotonic() + 20
         while text not in self.shown:
             ready, _, _ = select.select([self._screen], [], [], deadline - time.monotonic())

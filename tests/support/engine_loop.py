@@ -1,4 +1,4 @@
-"""The smallest loop that serves prompts with an engine, and how its batches are mixed."""
+"""The smallest loop that serves prompts with an engine, in mixed batches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def load(folder: Path, page_size: int = 16, **options: str) -> Engine:
 
 
 def sequence(engine: Engine, prompt: list[int], count: int) -> Sequence:
-    """A greedy request with pages for its whole life."""
+    """A greedy request with pages for prompt and answer."""
     work = Work(AttemptKey("test", 0), prompt, Sampling(), count, frozenset())
     return Sequence(work, engine.pool.acquire(engine.pool.pages_for(len(prompt) + count)))
 
@@ -26,7 +26,7 @@ def sequence(engine: Engine, prompt: list[int], count: int) -> Sequence:
 def serve(
     engine: Engine, prompts: list[list[int]], count: int, chunk: int, join_every: int = 2
 ) -> list[list[int]]:
-    """The answers. A prompt joins every few steps; all that are in run together, in any order."""
+    """The answers. A prompt joins every few steps; all active ones run together, in any order."""
     shuffle = random.Random(chunk).shuffle
     sequences: list[Sequence] = []
     step = 0

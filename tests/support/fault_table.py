@@ -1,4 +1,4 @@
-"""What each cell of the fault matrix came to, for the table at the end of a run."""
+"""The outcome of each cell of the fault matrix, printed as a table after the run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Row:
     signal: str
     target: str
     moment: str
-    outcomes: tuple[tuple[str, str], ...]  # of each request: its kind, and what came of it
+    outcomes: tuple[tuple[str, str], ...]  # of each request: its kind and its outcome
     moved: int  # answers that took more than one attempt
     seconds: float  # from the signal to the last request's end
 

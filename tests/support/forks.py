@@ -1,6 +1,6 @@
-"""Processes of ours: started as a user does, or forked from one that has imported torch.
+"""Baton's processes: started as a user does, or forked from one that has imported torch.
 
-Two seconds a process is most of what starting a small cluster takes, so most tests fork.
+Importing takes two seconds a process, most of a small cluster's start, so most tests fork.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _context.set_forkserver_preload(
 
 
 class Started:
-    """`python -m …`, behind a command that runs it or none."""
+    """`python -m …`, optionally run by another command."""
 
     def __init__(self, before: Sequence[str], arguments: list[str], log: Path) -> None:
         with log.open("w") as output:
@@ -42,7 +42,7 @@ class Started:
         return self._popen.poll()
 
     def wait(self, seconds: float) -> int | None:
-        """Its exit code, if it ends in that time."""
+        """The exit code, or None if it has not ended in that time."""
         try:
             return self._popen.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -50,7 +50,7 @@ class Started:
 
 
 class Forked:
-    """What `python -m …` would be, computing on one core."""
+    """The same as `python -m …`, on one core."""
 
     def __init__(self, arguments: list[str], log: Path) -> None:
         settings = (arguments, log, dict(os.environ))
@@ -68,9 +68,9 @@ class Forked:
 
 
 def _start(process: multiprocessing.process.BaseProcess) -> None:
-    """The first call starts the process that is forked, with this environment."""
+    """The first call starts the process to fork, with this environment."""
     before = os.environ.get("OMP_NUM_THREADS")
-    # Torch reads it once, as it is imported.
+    # Torch reads it once, at import.
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
         process.start()

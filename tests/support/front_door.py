@@ -23,7 +23,7 @@ LETTER = 81
 async def front_door(
     tree: dict[str, object] | None = None, *, step_seconds: float = 0.0, **settings: object
 ) -> AsyncIterator[RouterServer]:
-    """`settings` are the router's, and `tree` what else a configuration may hold."""
+    """`settings` are the router's section, `tree` the rest of the configuration."""
     pace = Pace(LETTER, step_seconds)
     pace.go.set()
     workers = [
@@ -50,7 +50,7 @@ async def front_door(
 
 @contextmanager
 def front_door_beside(tree: dict[str, object] | None = None) -> Iterator[RouterServer]:
-    """The same for tests that are not of asyncio: on a thread of its own."""
+    """The same on its own thread, for tests without asyncio."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()

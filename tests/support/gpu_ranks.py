@@ -1,4 +1,4 @@
-"""The GPU's runner, alone or as two ranks that share a device: on a GPU, or interpreted."""
+"""The GPU runner, alone or as two ranks on one device: on a GPU, or interpreted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ END_SECONDS = 10.0
 def gpu_runner(
     folder: Path, device: str, pages: int, page_size: int, group: Group | None = None
 ) -> GpuRunner:
-    """Over poisoned pages. With a group, which it has meet: one rank of it."""
+    """A runner over poisoned pages. With a group, which it connects: one rank of it."""
     whole = read_architecture(folder)
     model = load_model(folder, whole, torch.float32, device, group=group)
     if group:
@@ -37,7 +37,7 @@ def gpu_runner(
 def two_ranks(
     folder: Path, device: str, pages: int, page_size: int, workspace: Path
 ) -> Iterator[GpuRunner]:
-    """Rank 0 of two; the other one follows it in a process of its own."""
+    """Rank 0 of two; rank 1 follows it in its own process."""
     here, there = multiprocessing.Pipe()
     arguments = (folder, device, pages, page_size, workspace / "meeting", there)
     process = multiprocessing.get_context("spawn").Process(target=_follow, args=arguments)

@@ -1,4 +1,4 @@
-"""What the HTTP API reads in a body that says hello, and more."""
+"""Bodies of the HTTP API: a greeting, with any further fields."""
 
 from __future__ import annotations
 

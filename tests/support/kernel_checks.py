@@ -1,4 +1,4 @@
-"""How results of GPU kernels are compared with those of their twins."""
+"""Compares results of GPU kernels with their reference in torch."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 def types_for(device: torch.device, *on_a_gpu: torch.dtype) -> list[torch.dtype]:
-    """float32, and the others where kernels are compiled: the interpreter is slow, and
-    multiplies no bfloat16."""
+    """float32, and the others where kernels are compiled: the interpreter is slow and has no
+    bfloat16 products."""
     return [torch.float32, *(on_a_gpu if device.type == "cuda" else ())]
 
 

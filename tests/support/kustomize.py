@@ -1,7 +1,7 @@
-"""Renders our kustomizations as `kubectl kustomize` does, as far as they go.
+"""Renders deploy/kubernetes as `kubectl kustomize` does.
 
-Known are: resources, components, patches in JSON (RFC 6902), configMapGenerator with files,
-images, namespace. Anything else is refused, so that nothing is left out in silence.
+Supported: resources, components, JSON patches (RFC 6902), configMapGenerator with files, images,
+namespace. Anything else raises, so that nothing is left out silently.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def render(folder: Path) -> list[Manifest]:
 
 
 def _build(folder: Path, below: list[Manifest]) -> list[Manifest]:
-    """What the kustomization makes, together with `below`, which a component changes."""
+    """Renders a kustomization on top of `below`, which a component changes."""
     tree = yaml.safe_load((folder / "kustomization.yaml").read_text())
     assert tree.keys() <= KNOWN, f"{folder}: {tree.keys() - KNOWN} is not known here"
     manifests = [*below]
@@ -125,7 +125,7 @@ def containers(pod: Manifest) -> list[Manifest]:
 
 
 def named(items: list[Manifest], name: str) -> Manifest:
-    """The one item of that name."""
+    """The item with that name."""
     (found,) = [item for item in items if item["name"] == name]
     return found
 

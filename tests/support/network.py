@@ -4,8 +4,8 @@ namespaces are permitted.
     near ── 10.77.1.0/24 ── here ── 10.77.2.0/24 ── far
 
 `here` is the namespace of this process, which must be one of its own: start it with ENTER in
-front. It forwards between the two hosts until the network is cut; then what they send to each
-other vanishes without a word, while both are still reached from here.
+front. It forwards between the two hosts until the network is cut; then packets between them
+are dropped silently, while both can still be reached from here.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from pathlib import Path
 from types import TracebackType
 
 ENTER = ["unshare", "--map-root-user", "--net", "--mount", "--mount-proc"]
-# Everything that runs there ends with it.
+# All processes in there end with it.
 ENTER += ["--pid", "--fork", "--kill-child"]
 
 
 def why_not() -> str:
-    """Why namespaces cannot be had here; empty when they can."""
+    """Why namespaces are not available; empty when they are."""
     probe = "ip link add near type veth peer name far && mount -t sysfs sysfs /sys"
     try:
         run = subprocess.run([*ENTER, "sh", "-c", probe], capture_output=True, text=True)
@@ -30,13 +30,13 @@ def why_not() -> str:
 
 
 class Host:
-    """A network namespace that is reached at `address`."""
+    """A network namespace at `address`."""
 
     def __init__(self, name: str, number: int) -> None:
         self.name = name
         self.subnet = f"10.77.{number}"
         self.address = f"{self.subnet}.2"
-        # Where the kernel can, it retries every second, and a mended network is soon in use.
+        # Where the kernel supports it, TCP retries every second, so a mended network is soon used.
         hurry = "(echo 1000 > /proc/sys/net/ipv4/tcp_rto_max_ms) 2> /dev/null"
         # The processes of a host see its interfaces, and no others, in /sys.
         show = "mount -t sysfs sysfs /sys && echo ready && exec sleep infinity"
@@ -48,7 +48,7 @@ class Host:
 
     @property
     def enter(self) -> list[str]:
-        """What to put in front of a command to run it on this host."""
+        """The prefix of a command that runs it on this host."""
         return ["nsenter", "--target", str(self._holder.pid), "--net", "--mount", "--wd"]
 
     def end(self) -> None:
@@ -85,7 +85,7 @@ class Network:
             host.end()
 
     def bytes_to(self, host: Host) -> int:
-        """All bytes that were sent to a host, from here and from the other one."""
+        """All bytes sent to a host, from here and from the other host."""
         for line in Path("/proc/net/dev").read_text().splitlines():
             name, _, counts = line.partition(":")
             if name.strip() == host.name:

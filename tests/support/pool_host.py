@@ -1,7 +1,6 @@
-"""Pools in another process, driven from this one as if they were here.
+"""Pools in another process, driven from this one.
 
-One process hosts the pools of all tests of a module, for starting one takes
-seconds where it needs a GPU.
+One process hosts the pools of all tests of a module, since starting one with a GPU takes seconds.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ STUCK_SECONDS = 30.0
 
 
 class PoolHost:
-    """Another process. `make_pool` makes a pool there."""
+    """Another process; `make_pool` makes a pool there."""
 
     def __init__(self, pipe: Connection, process: SpawnProcess) -> None:
         self._pipe = pipe
@@ -45,13 +44,13 @@ class PoolHost:
         return answer
 
     def kill(self) -> None:
-        """Returns when the process is no more."""
+        """Returns when the process has ended."""
         self._process.kill()
         self._process.join()
 
 
 class HostedPool:
-    """A `Pool` of another process, which is also its own transport."""
+    """A `Pool` of another process that is also its own transport."""
 
     def __init__(self, host: PoolHost, number: int, kind: str, page_bytes: int) -> None:
         self._host = host
@@ -114,7 +113,7 @@ def pool_host() -> Iterator[PoolHost]:
 
 
 def _serve(pipe: Connection) -> None:
-    """The other process: carries out calls until told to stop."""
+    """The other process: executes calls until it is told to stop."""
     pools: dict[int, Pool] = {}
     while (call := pipe.recv()) is not None:
         number, method, arguments = call

@@ -1,4 +1,4 @@
-"""Pools of memory and the transports that serve them, for suites that hold for each of them.
+"""Pools of memory and their transports, for suites that every transport passes.
 
 A kind is a transport and the memory it serves. On a machine without a GPU only
 the kinds of CPU memory exist; NIXL's only where NIXL is installed.
@@ -169,9 +169,9 @@ class Pool:
 
 
 class SplitPool(Pool):
-    """A pool of a kind with its heads split evenly into so many shards, as one.
+    """A pool whose heads are split evenly into shards.
 
-    Each shard but the first is driven through a socket, as if it were in another process.
+    Each shard but the first is driven through a socket, as from another process.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class SplitPool(Pool):
 
 
 class Shard:
-    """Some heads of a pool, and the transport that serves them."""
+    """Some heads of a pool and their transport."""
 
     def __init__(self, kind: str, rank: int, shards: int, page_bytes: int = PAGE_BYTES) -> None:
         own_bytes = page_bytes // shards
@@ -220,7 +220,7 @@ class Shard:
         return numpy.frombuffer(self.bytes.read(page * size, size), numpy.uint8).reshape(ROWS, -1)
 
     def serve(self) -> socket.socket:
-        """Serves the shard on a thread; the end to drive it by."""
+        """Serves the shard on a thread; returns the socket that drives it."""
         here, there = socket.socketpair()
         arguments = (there, self.transport, self.memory, self.heads)
         self._thread = threading.Thread(target=serve_shard, args=arguments, daemon=True)

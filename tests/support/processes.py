@@ -28,13 +28,12 @@ STOP_SECONDS = 30.0
 
 
 class Process:
-    """One of our processes; its output goes to a file."""
+    """One process of the cluster; its output goes to a file."""
 
     def __init__(
         self, workspace: Path, name: str, arguments: list[str], before: Sequence[str] | None = None
     ) -> None:
-        """`before` is a command that runs the rest of its line, such as nsenter; None means that
-        it may be a fork, which computes on one core."""
+        """`before` is a command prefix such as nsenter; None allows a fork, which uses one core."""
         self.name = name
         self._log = workspace / f"{name}.log"
         self._log.write_text("")
@@ -82,9 +81,9 @@ class Process:
 class ProcessCluster:
     """`prefill` + `decode` workers and a router, all serving `model`.
 
-    `tree` is the YAML configuration; `per_worker` changes it for single workers, and `before`
-    has them run under other commands. The router follows a `controller` where its address is
-    given, and else knows all workers.
+    `tree` is the YAML configuration; `per_worker` overrides it for single workers, and `before`
+    prefixes their commands. The router follows a `controller` if its address is given, else it
+    knows all workers.
     """
 
     def __init__(
@@ -101,12 +100,12 @@ class ProcessCluster:
         controller: str = "",
     ) -> None:
         self._workspace = workspace
-        # On any device: in float32 a token does not depend on what else is in its batch.
+        # In float32 a token does not depend on its batch, on any device.
         self._tree: dict[str, object] = {"model": str(model), "dtype": "float32", **(tree or {})}
-        # What else runs on the machine is other tests, not prompts for the same users.
+        # Other load on the machine is other tests, not prompts of the same users.
         self._tree["decode"] = {"nice": 0, **self._section("decode")}
         self._per_worker = per_worker or {}
-        # By reference: who has it can have a worker start again otherwise.
+        # Kept by reference: a test may change how a worker starts again.
         self._before = {} if before is None else before
         self._wait_ready = wait_ready
         self._controller = controller
@@ -149,7 +148,7 @@ class ProcessCluster:
         return self._before.get(name, None if on_one_core else ())
 
     def restart(self, name: str) -> None:
-        """A worker that has ended comes back where it was, as under Ray."""
+        """Starts an ended worker again at its address, as Ray does."""
         port = int(self.workers[name].wait_for(r"ready on \S+:(\d+)"))
         self.workers[name].wait()
         role, _, index = name.partition("-")
@@ -162,7 +161,7 @@ class ProcessCluster:
         return Client(self.address)
 
     def metric(self, worker: str, name: str) -> float:
-        """A number that a worker measures of itself."""
+        """One of a worker's own metrics."""
         return scrape(self.workers[worker].wait_for(r"metrics on (\S+)"))[name]
 
     def wait_idle(self, seconds: float = 20.0) -> list[cluster_pb2.WorkerStatus]:
@@ -178,7 +177,7 @@ class ProcessCluster:
 
     def start_router(self) -> None:
         addresses = [worker.wait_for(r"ready on (\S+)") for worker in self.workers.values()]
-        # Nearly every test wants its prompts to travel, however short they are.
+        # Nearly every test needs a transfer, even for short prompts.
         defaults = {
             "port": 0,
             "http_port": 0,
@@ -229,8 +228,7 @@ _ports = itertools.count(20_000 + 2_000 * int(os.environ.get("PYTEST_XDIST_WORKE
 
 
 def free_port() -> int:
-    """A port that the kernel gives to nobody who does not ask for it by number: a worker that is
-    started again finds it free."""
+    """A port outside the kernel's ephemeral range: a restarted worker finds it free."""
     for port in _ports:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
@@ -239,7 +237,7 @@ def free_port() -> int:
 
 
 def scrape(address: str, label: str = "") -> dict[str, float]:
-    """What a process measures, by name, and summed over labels; with `label`, by its value too."""
+    """A process's metrics by name, summed over labels; with `label`, by its value too."""
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as response:
         lines = response.read().decode().splitlines()
     totals: defaultdict[str, float] = defaultdict(float)

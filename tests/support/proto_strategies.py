@@ -1,4 +1,4 @@
-"""Any message of a kind: every field absent, ordinary, or at the edge of what its type holds."""
+"""Hypothesis strategies for any message: each field absent, ordinary or at its type's limits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=9)
 
 
 def messages(descriptor: Descriptor, depth: int = 4) -> st.SearchStrategy[Message]:
-    """`depth` is how far messages may hold others, which may hold their own kind."""
+    """`depth` limits nested messages, which may be recursive."""
     fields = {
         field.name: _field(field, depth - 1)
         for field in descriptor.fields

@@ -1,4 +1,4 @@
-"""Random JSON Schemas whose every answer ends: whatever repeats is bounded."""
+"""Random JSON Schemas whose answers all end: repetition is bounded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Schema = dict[str, object]
 
 
 def random_schema(draw: random.Random, depth: int = 2) -> Schema:
-    """An object, as clients ask for it."""
+    """A schema of an object."""
     return _object(draw, depth)
 
 

@@ -1,4 +1,4 @@
-"""A model that two processes share: rank 0 here, and a worker's own rank 1 in another."""
+"""A model on two ranks: rank 0 here, a worker's real rank 1 in another process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from baton.worker.ranks import Ranks
 
 
 class Leader:
-    """On a GPU both ranks share it."""
+    """Rank 0. On a GPU both ranks share the device."""
 
     def __init__(
         self,
@@ -65,8 +65,7 @@ class Leader:
         )
 
     def check_rows(self, engine: Engine) -> None:
-        """A page goes into a row of the second tier as both ranks' parts, and another is made
-        of it."""
+        """Saves a page to a second-tier row from both ranks, and restores another from it."""
         memory = self.ranks.page_memory(engine.kv, 4)
         memory.save([(0, 3), (1, 1)])
         own = engine.kv[0].cpu().view(torch.uint8).numpy().tobytes()

@@ -1,4 +1,4 @@
-"""An engine whose ranks are threads of this process: real parts and real sums, soon started."""
+"""An engine whose ranks are threads: real weight shares and sums, with a quick start."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ KV_MEMORY = 4 << 20
 
 @dataclass(frozen=True)
 class SplitEngine:
-    """`engine` is rank 0's, `others` follow it."""
+    """`engine` is rank 0; `others` follow it."""
 
     engine: Engine
     others: list[Engine]
 
 
 def groups(size: int, folder: Path) -> tuple[list[Group], list[Connection]]:
-    """A group as each of its ranks sees it, and where ranks 1 and up hear of steps."""
+    """The group as seen by each rank, and the connections on which ranks 1 and up receive steps."""
     pipes = [Pipe() for _ in range(1, size)]
     meeting_point = folder / "meeting"
     first = Group(Split(0, size), meeting_point, [here for here, _ in pipes])
@@ -39,7 +39,7 @@ def groups(size: int, folder: Path) -> tuple[list[Group], list[Connection]]:
 def split_engine(
     model: Path, size: int, workspace: Path, page_size: int = 16, **options: str
 ) -> Iterator[SplitEngine]:
-    """The model in `model`, shared by `size` ranks."""
+    """The model in `model`, split over `size` ranks."""
     made, steps = groups(size, workspace)
 
     def load(group: Group) -> Engine:

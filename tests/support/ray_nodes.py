@@ -1,7 +1,7 @@
 """A Ray of several nodes on this machine, and a Redis behind its head.
 
-Every node is what one `ray start` starts, in a session of its own: a node dies when all of its
-session is killed at once. Each has an address of its own, of those that lead to this machine.
+Every node is what one `ray start` starts, in its own session: a node dies when its whole session
+is killed at once. Each has its own loopback address.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Kept = TypeVar("Kept", bound=Command)
 
 HEAD = "127.0.0.1"
 RAY = str(Path(sys.executable).with_name("ray"))
-# As a user would say it; the token is otherwise one file for all of a user's clusters.
+# As a user would set it; otherwise one token file serves all of a user's clusters.
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
 OPTIONS = ["--num-cpus=1", "--object-store-memory=83886080"]
 OPTIONS += ["--disable-usage-stats", "--dashboard-agent-listen-port=0"]
@@ -53,7 +53,7 @@ HEAD_STARTS = 3
 
 
 class Node(Command):
-    """What one `ray start` has started; the command itself has ended."""
+    """The processes of one `ray start`; the command itself has ended."""
 
     def __init__(
         self, workspace: Path, host: str, options: list[str], environment: dict[str, str]
@@ -93,7 +93,7 @@ class Redis(Command):
 
 
 def why_no_redis() -> str:
-    """Why there can be no Redis here; empty when there can."""
+    """Why there is no Redis; empty when there is."""
     if shutil.which("redis-server"):
         return ""
     return "needs redis-server (apt-get install redis-server)"
@@ -103,7 +103,7 @@ class RayNodes:
     """A head and any number of other nodes, by name."""
 
     def __init__(self, *, redis: bool = False, most_nodes: int = 0) -> None:
-        """Ray's own autoscaler adds up to `most_nodes`, with a slot each, as they are asked for."""
+        """Ray's autoscaler adds up to `most_nodes` nodes with a slot each on demand."""
         # Not pytest's folder: Ray has sockets there, whose paths must be short.
         self._workspace = Path(tempfile.mkdtemp(prefix="ray-"))
         self._wants_redis = redis
@@ -136,9 +136,11 @@ class RayNodes:
         self.end()
 
     def start_head(self) -> None:
-        """Also one that has died before, at its address. As whatever looks after a head does, it
-        tries again: Ray gives up when its node has not registered within 30 s."""
-        # Ray would find nodes of ours on this machine, and take them for a head.
+        """Starts the head at its address, also again after its death.
+
+        Retries as a supervisor would: Ray gives up when its node has not registered within 30 s.
+        """
+        # Ray would take other nodes of ours on this machine for a head.
         (self._workspace / "ray_current_cluster").unlink(missing_ok=True)
         options = ["--head", f"--port={self.port}", "--include-dashboard=false"]
         options.append(f"--temp-dir={self._workspace}")
@@ -153,25 +155,24 @@ class RayNodes:
         self._add("head", HEAD, options)
 
     def add(self, name: str, slots: int) -> Node:
-        """A node with room for so many workers: Ray takes a slot for a GPU, our configuration for
-        a CPU."""
+        """A node with capacity for `slots` workers: a GPU to Ray, a CPU in our configuration."""
         host = f"127.0.0.{next(self._hosts)}"
         return self._add(name, host, [f"--address={self.address}", f"--num-gpus={slots}"])
 
     def _autoscaling(self) -> Path:
-        """A file for Ray's autoscaler. Nodes are processes here, of the head's session."""
+        """The autoscaler's file. Its nodes are processes of the head's session."""
         gcs = f"{get_node_ip_address()}:{self.port}"
         node = {"CPU": 1, "GPU": 1, "object_store_memory": 83886080}
         commands = ["initialization", "setup", "head_setup", "worker_setup"]
         commands += ["head_start_ray", "worker_start_ray"]
         tree: dict[str, object] = {
             "cluster_name": "fake",
-            # Nobody has to log in to a node here, to set it up or to see whether it is well.
+            # No login is needed to set up or check a node here.
             "provider": {
                 "type": "external",
                 "module": f"{FakeMultiNodeProvider.__module__}.{FakeMultiNodeProvider.__name__}",
                 "gcs_address": gcs,
-                "launch_multiple": True,  # else it starts one, however many are asked of it
+                "launch_multiple": True,  # else it starts one at a time
                 "disable_node_updaters": True,
                 "disable_launch_config_check": True,
             },
@@ -192,26 +193,26 @@ class RayNodes:
         return path
 
     def added(self) -> int:
-        """Nodes that the autoscaler has added and not taken away."""
+        """Nodes that the autoscaler has added and not removed."""
         lines = self.nodes["head"].processes().values()
         return sum("raylet/raylet " in line for line in lines) - 1
 
     def kill(self, name: str) -> None:
-        """As when a machine loses its power: nobody there says goodbye."""
+        """Kills all processes at once, as a power loss does."""
         self._end(self.nodes.pop(name))
         if name == "head" and self._gcs_again is not None:
             self._end(self._gcs_again)
             self._gcs_again = None
 
     def kill_gcs(self) -> None:
-        """Ends Ray's directory and store. Everything else on the head lives on."""
+        """Kills Ray's directory and store; everything else on the head lives on."""
         pid = self.nodes["head"].find("gcs_server")
         self._gcs = _read(pid, "cmdline")
         self._gcs_environment = dict(item.split("=", 1) for item in _read(pid, "environ"))
         os.kill(pid, signal.SIGKILL)
 
     def restart_gcs(self) -> None:
-        """Starts it just as it was."""
+        """Starts it again with the same command."""
         command = Command(self._workspace / "gcs", self._gcs, self._gcs_environment)
         self._gcs_again = self._keep(command)
         _wait_listening(self.port)

@@ -1,4 +1,4 @@
-"""How long what was lost took to come back: collected while tests run, printed at their end."""
+"""Recovery times: collected while tests run, printed at the end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ HEADER += ["|---|---|---|---|---|"]
 
 
 def note(what: str, seconds: float, load: SteadyLoad) -> None:
-    """`seconds` is from what happened until the cluster is whole again."""
+    """`seconds` is from the event until the cluster is whole again."""
     ROWS.append(
         f"| {what} | {seconds:.1f} s | {load.answers} | {load.moved} | {load.longest:.1f} s |"
     )

@@ -1,4 +1,4 @@
-"""A real gRPC server that speaks the client API from a script, in place of a router."""
+"""A real gRPC server that plays a router from a script."""
 
 # The services' methods are named in the proto.
 
@@ -30,18 +30,18 @@ class ScriptedRouter(InferenceServicer, AdminServicer):
     def __init__(self, port: int = 0) -> None:
         self.pieces = ["Once", " upon", " a time"]
         self.error: BatonError | None = None  # raised after the pieces
-        self.hang = False  # wait for the caller to go away after the pieces
+        self.hang = False  # wait for the client to disconnect after the pieces
         self.unfinished = False  # end the stream without Finished
         self.has_chat_template = True
         self.status = cluster_status()
-        self.drained: list[str] = []  # the workers that were to be drained
-        self.scaled: list[tuple[int, int]] = []  # what the pools were to be
-        # What they are, or why that cannot be told, one answer after the other.
+        self.drained: list[str] = []  # workers to drain
+        self.scaled: list[tuple[int, int]] = []  # requested pool sizes
+        # Pool states or errors, one per call.
         self.pools: list[cluster_pb2.PoolsResponse | BatonError] = [cluster_pb2.PoolsResponse()]
         self.plan = cluster_pb2.PlanResponse()
-        self.switched: list[tuple[str, int]] = []  # the workers that were to change their role
+        self.switched: list[tuple[str, int]] = []  # workers to switch
         self.requests: list[inference_pb2.GenerateRequest] = []
-        self.over = threading.Event()  # set when a Generate call has ended, however
+        self.over = threading.Event()  # set when a Generate call has ended
         self._server = grpc.server(futures.ThreadPoolExecutor(4), options=SERVER_OPTIONS)
         add_InferenceServicer_to_server(self, self._server)
         add_AdminServicer_to_server(self, self._server)
@@ -170,7 +170,7 @@ def finished(tokens: int, index: int, seed: int) -> inference_pb2.Finished:
 
 
 def pools(**progress: str) -> cluster_pb2.PoolsResponse:
-    """One prefill and two decode workers are wanted; those given are there, so far."""
+    """One prefill and two decode workers are wanted; the given ones are up."""
     workers = [
         cluster_pb2.PooledWorker(
             worker_id=name.replace("_", "-"),

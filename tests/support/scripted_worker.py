@@ -1,4 +1,4 @@
-"""A real gRPC server that speaks a worker's side of Attach as a test tells it to."""
+"""A real gRPC server that plays a worker's side of Attach from a script."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
 
 
 class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
-    """Welcomes routers; answers pings and reports its load for as long as it is told to."""
+    """Welcomes routers; answers pings and reports its load until it is told not to."""
 
     def __init__(self, role: Role = Role.DECODE, name: str = "", model: str = "tiny") -> None:
         self.name = name or f"{role.value}-0"
@@ -31,7 +31,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         self._writing = asyncio.Lock()
 
     async def start(self, port: int = 0) -> str:
-        """Its address, once it serves."""
+        """Returns its address once it serves."""
         self._server = grpc.aio.server()
         worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server)
         port = self._server.add_insecure_port(f"127.0.0.1:{port}")
@@ -47,7 +47,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         await self._write(self._context, message)
 
     async def become(self, role: Role) -> None:
-        """Tells the router that attached last of another role."""
+        """Reports another role to the router that attached last."""
         self._role = role
         switched = pb.RoleSwitched(welcome=self._welcome(), drain_seconds=0.1, switch_seconds=0.01)
         await self.send(pb.WorkerMessage(role_switched=switched))

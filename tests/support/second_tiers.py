@@ -1,4 +1,4 @@
-"""Pools with a second tier whose copies run when a test says so."""
+"""Pools with a second tier whose copies a test runs step by step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FORM = PageForm(ROOT, "float32", PAGE, PAGE_BYTES)
 
 
 class ManualBackground:
-    """Runs tasks in their order, when asked to."""
+    """Runs tasks in order, on demand."""
 
     def __init__(self) -> None:
         self.tasks: deque[Task] = deque()
@@ -34,7 +34,7 @@ class ManualBackground:
         self.run()
 
     def run(self, count: int | None = None) -> None:
-        """The first `count`, or all."""
+        """Runs the first `count` tasks, or all."""
         left = len(self.tasks) if count is None else count
         while self.tasks and left:
             self.tasks.popleft()()
@@ -44,7 +44,7 @@ class ManualBackground:
 class TieredPool:
     """A pool of pages, a second tier of `rows` and, with a folder, of `files` files.
 
-    A page's contents follow from its key, so that one which holds anything else is seen.
+    A page's contents follow from its key, so wrong contents are detected.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class TieredPool:
         return self.pool.check_integrity()
 
     def compute(self, text: str) -> Lease:
-        """A lease of the text's pages; what is not found is written."""
+        """A lease on the text's pages; missing ones are written."""
         chain = keys(text)
         lease = self.pool.acquire(len(chain), chain)
         self.check(lease, chain)
@@ -78,7 +78,7 @@ class TieredPool:
         return lease
 
     def check(self, lease: Lease, chain: Sequence[bytes]) -> None:
-        """What was found is what was asked for, bit by bit."""
+        """Checks the pages' contents bit by bit."""
         for page, key in list(zip(lease.pages, chain, strict=False))[: lease.found]:
             assert torch.equal(self.kv[page], contents(key))
 
@@ -92,7 +92,7 @@ class TieredPool:
         lease.release()
 
     def settle(self) -> None:
-        """Lets all copies end, and those that follow from them."""
+        """Runs all copies and those that follow."""
         self.pool.lower.advance()
         while any(background.tasks for background in self.backgrounds.values()):
             for background in self.backgrounds.values():
@@ -100,7 +100,7 @@ class TieredPool:
             self.pool.lower.advance()
 
     def found(self, text: str) -> str:
-        """How much of a text the pool holds, after what can be brought back has been."""
+        """How much of a text the pool holds after all possible restores."""
         self.pool.lower.restore_pages(keys(text))
         self.settle()
         with self.compute(text) as lease:

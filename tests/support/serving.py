@@ -1,4 +1,4 @@
-"""`baton serve` as a user runs it: a command with a session of its own, and all it starts."""
+"""`baton serve` as a user runs it: a command in its own session, and all it starts."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ BATON = str(Path(sys.executable).with_name("baton"))
 FREE_PORTS = ["--port", "0", "--http-port", "0", "--metrics-port", "0"]
 START_SECONDS = 120.0
 STOP_SECONDS = 30.0
-# What the kernel may take to clear away processes that were killed.
+# How long the kernel may take to reap killed processes.
 GONE_SECONDS = 5.0
 
 
 class Command:
-    """A command of ours in a session of its own. Its stdout and stderr go to files."""
+    """A command in its own session. Its stdout and stderr go to files."""
 
     def __init__(
         self, workspace: Path, arguments: list[str], environment: dict[str, str] | None = None
@@ -62,7 +62,7 @@ class Command:
         raise AssertionError(f"{pattern!r} did not come:\n{self.stdout}\n{self.stderr}")
 
     def send(self, number: signal.Signals) -> None:
-        """SIGINT goes to the whole group: so a terminal tells Ctrl-C to all in the foreground."""
+        """SIGINT goes to the whole group, as a terminal's Ctrl-C does."""
         if number is signal.SIGINT:
             os.killpg(self.pid, number)
         else:
@@ -73,7 +73,7 @@ class Command:
         return self._popen.wait(STOP_SECONDS)
 
     def processes(self) -> dict[int, str]:
-        """Every live process of the session, by what it calls itself.
+        """Every live process of the session, by its title.
 
         Ray moves its processes to other groups and other parents, but not to other sessions.
         """
@@ -87,7 +87,7 @@ class Command:
             time.sleep(0.05)
 
     def end(self) -> None:
-        """Clears everything away, whatever state it is in."""
+        """Kills everything that is left."""
         while left := self.processes():
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
@@ -118,7 +118,7 @@ class Serve(Command):
         environment: dict[str, str] | None = None,
         modest: bool = True,
     ) -> None:
-        """`modest` workers share the machine with other tests, if no file is given."""
+        """`modest` workers use few resources beside other tests, if no file is given."""
         if modest and "--config" not in flags:
             flags = ("--config", str(_modest(workspace)), *flags)
         super().__init__(workspace, [BATON, "serve", *FREE_PORTS, *flags], environment)
@@ -148,17 +148,17 @@ class Serve(Command):
         return Client(self.address)
 
     def ask(self, *arguments: str) -> str:
-        """What `baton …`, asked of this cluster, prints."""
+        """The output of `baton …` against this cluster."""
         command = [BATON, *arguments, "--address", self.address]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
     def actor(self, title: str) -> int:
-        """The process of an actor that has this title, such as "RouterActor"."""
+        """The process of the actor with this title, such as "RouterActor"."""
         (pid,) = [pid for pid, line in self.processes().items() if line == f"ray::{title}"]
         return pid
 
     def worker(self, name: str) -> int:
-        """The process of a worker, found by the port that it listens on."""
+        """The process of a worker, found by its port."""
         with self.client() as client:
             addresses = {
                 item.member.worker_id: item.member.address for item in client.status().workers
@@ -168,7 +168,7 @@ class Serve(Command):
         return pid
 
     def wait_pools(self, prefill: int, decode: int) -> None:
-        """Returns when the controller answers that so many workers are wanted, and all serve."""
+        """Returns when the controller reports these wanted sizes and all workers serve."""
         deadline = time.monotonic() + START_SECONDS
         with self.client() as client:
             while not _are_pools(client, prefill, decode):
@@ -207,7 +207,7 @@ def _is_whole(worker: cluster_pb2.WorkerStatus) -> bool:
 
 
 def run(workspace: Path, *flags: str) -> Command:
-    """A `baton serve` that ends by itself, ended."""
+    """Runs a `baton serve` that ends by itself."""
     command = Command(workspace, [BATON, "serve", *flags])
     try:
         command.wait()
@@ -266,7 +266,7 @@ def _open_files(pid: int) -> set[str]:
 
 
 def thread_ticks(pid: int) -> dict[int, int]:
-    """The CPU time that each thread of a process has had, in the kernel's ticks."""
+    """The CPU time of each thread of a process, in kernel ticks."""
     ticks = {}
     for entry in Path(f"/proc/{pid}/task").iterdir():
         fields = (entry / "stat").read_text().rpartition(")")[2].split()

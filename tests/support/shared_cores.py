@@ -1,9 +1,9 @@
-"""Two pools of workers in virtual time, on devices of their own or on cores that all share.
+"""Two pools of workers in virtual time, on separate devices or on shared cores.
 
 Every engine runs one step after the other: prefill the prompts that wait, decode a row for each
 answer and, where it is sent prompts itself, chunks of these in the same steps. A step costs
 seconds of a core. Where there are fewer cores than engines at work, prefill goes first and
-decode shares what is left, as processes do of which one kind stands aside.
+decode shares what is left, as processes with a lower priority do.
 
 The policy, the cost model and the queues are the router's own; it knows of the workers what a
 router does: reports now and then, and how long things took.
@@ -42,7 +42,7 @@ LEAST_SHARE = 0.015
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What things take, in seconds."""
+    """Costs in seconds."""
 
     # A forward pass however few rows it has, and each of its rows.
     forward: float
@@ -83,7 +83,7 @@ class Request:
 
 
 class Worker:
-    """An engine, and what the router knows of it."""
+    """An engine, and the router's view of it."""
 
     def __init__(self, name: str, chunk: int, clock: Callable[[], float], *, decodes: bool) -> None:
         self.name = name
@@ -140,7 +140,7 @@ class Cluster:
         self._placed = 0
 
     def run(self, arrivals: Sequence[float], tokens: int, answer_tokens: int) -> list[Request]:
-        """Requests that come at these times from now on, once all are answered."""
+        """Runs requests that arrive at these times, until all are answered."""
         began = self._now
         requests = [Request(began + at, tokens, answer_tokens) for at in arrivals]
         for request in requests:
@@ -164,7 +164,7 @@ class Cluster:
         self._at(self._now + seconds, action)
 
     def _advance(self) -> None:
-        """To the next event, or to the end of the step that ends first."""
+        """Advances to the next event or the end of the first step."""
         working = [worker for worker in self._workers.values() if worker.step]
         rates = dict(self._rates(working))
         ends = min(
@@ -182,7 +182,7 @@ class Cluster:
         self._end_step(worker)
 
     def _rates(self, working: Sequence[Worker]) -> Iterator[tuple[str, float]]:
-        """Of a core, what each engine gets."""
+        """The share of a core that each engine gets."""
         first = [worker for worker in working if not worker.decodes]
         rest = [worker for worker in working if worker.decodes]
         cores = self.hardware.cores
@@ -255,7 +255,7 @@ class Cluster:
             )
 
     def _busy_prefill(self, request: Request) -> float:
-        """How many prefill workers were at work on average, since a request was placed."""
+        """Average number of busy prefill workers since a request was placed."""
         busy = self._prefill_busy_seconds - request.prefill_busy
         return busy / (self._now - request.placed)
 
@@ -367,7 +367,7 @@ class Calibration:
 
 
 def calibrate(hardware: Hardware, tokens: int, answer_tokens: int) -> Calibration:
-    """What the split cluster does with prompts of one length."""
+    """The capacity of the split cluster for prompts of one length."""
     cluster = Cluster(hardware, LocalPrefill.NEVER)
     alone = cluster.run([0.0], tokens, answer_tokens)[0]
     burst = cluster.run([0.0] * BURST, tokens, answer_tokens)

@@ -1,4 +1,4 @@
-"""Which tests stay together when several processes share the suite."""
+"""Distributes tests over the processes that share the suite."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ RAY = ("test_ray", "test_serve", "test_scale")
 
 
 class Shares(LoadScopeScheduling):
-    """Tests of a file that starts clusters stay together; all others go to who is free."""
+    """Tests of a file that starts clusters stay together; all others go to a free process."""
 
     def _split_scope(self, nodeid: str) -> str:
         path = Path(nodeid.partition("::")[0])

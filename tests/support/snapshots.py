@@ -1,4 +1,4 @@
-"""Clusters as the router's policy sees them, with costs that are known."""
+"""Snapshots of clusters for the policy, with known costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that never stop coming, each answer held to the undisturbed one, token by token."""
+"""A constant load; each answer must equal the undisturbed one, token by token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from baton import AsyncClient
 
 AT_ONCE = 4
 ANSWER_TOKENS = 120
-# Between two requests of one asker: processes that start need the machine too.
+# Between two requests of one client: starting processes need the machine too.
 PAUSE_SECONDS = 0.3
 
 
@@ -23,7 +23,7 @@ class Question:
     seed: int
 
 
-# Greedy ones and sampled ones, of one page and of several.
+# Greedy and sampled, of one page and of several.
 QUESTIONS = [
     Question(tuple(range(1 + shift, 1 + shift + length)), temperature, seed=shift)
     for shift, length, temperature in ((0, 5, 0.0), (7, 40, 0.0), (3, 9, 0.9), (11, 70, 0.9))
@@ -31,13 +31,13 @@ QUESTIONS = [
 
 
 class SteadyLoad:
-    """Several requests at once, from entering to leaving. Leaving raises the first thing that
-    was wrong: an error, or an answer that is not the undisturbed one."""
+    """Sends several requests at once while its block runs. Leaving raises the first problem: an
+    error, or an answer that differs from the undisturbed one."""
 
     def __init__(
         self, *addresses: str, at_once: int = AT_ONCE, pause: float = PAUSE_SECONDS
     ) -> None:
-        """Routers, which are asked in turn, by so many askers that pause after each answer."""
+        """`askers` clients use the routers in turn and pause after each answer."""
         self._at_once, self._pause = at_once, pause
         self._clients = [AsyncClient(address) for address in addresses]
         self._asked = itertools.count()
@@ -47,7 +47,7 @@ class SteadyLoad:
         self.answers = 0
         self.moved = 0  # answers that took more than one attempt
         self.longest = 0.0  # seconds between two tokens, or before the first
-        self.pairs: set[tuple[str, str]] = set()  # who read and who wrote
+        self.pairs: set[tuple[str, str]] = set()  # prefill and decode workers
 
     async def __aenter__(self) -> SteadyLoad:
         for question in QUESTIONS:
@@ -71,7 +71,7 @@ class SteadyLoad:
             raise wrong[0]
 
     def start_anew(self) -> None:
-        """Counts from now on."""
+        """Resets the counts."""
         self.answers = self.moved = 0
         self.longest = 0.0
         self.pairs = set()
@@ -80,7 +80,7 @@ class SteadyLoad:
         return self._expected[question]
 
     async def more(self, answers: int = 2 * AT_ONCE) -> None:
-        """Returns when so many more answers are complete."""
+        """Returns when `count` more answers are complete."""
         wanted = self.answers + answers
         while self.answers < wanted:
             for task in self._tasks:
@@ -98,7 +98,7 @@ class SteadyLoad:
             await asyncio.sleep(self._pause)
 
     async def _ask(self, client: AsyncClient, question: Question, salt: str = "") -> list[int]:
-        """With a salt of its own a prompt is computed and sent, however often it was before."""
+        """Its own salt has each prompt computed and transferred every time."""
         tokens: list[int] = []
         last = time.monotonic()
         async with client.stream(

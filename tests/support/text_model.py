@@ -1,4 +1,4 @@
-"""Tiny models with random weights that read and write text: bytes, and a few words."""
+"""Tiny models with random weights and a tokenizer of bytes and a few words."""
 
 from __future__ import annotations
 

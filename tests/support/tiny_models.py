@@ -31,13 +31,13 @@ _SHAPE = {
 
 @dataclass(frozen=True)
 class TinyModel:
-    """A family and what its config says beyond the common shape."""
+    """A model family and its settings beyond the common shape."""
 
     family: str
     settings: dict[str, object] = field(default_factory=dict)
 
     def changed(self, **changes: object) -> TinyModel:
-        """The same model with some settings changed: a feature switched off, say."""
+        """The same model with some settings changed."""
         return TinyModel(self.family, {**self.settings, **changes})
 
 

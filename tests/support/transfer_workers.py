@@ -20,7 +20,7 @@ Event = TypeVar("Event", bound=TransferEvent)
 
 
 class TransferWorker:
-    """Serves `memory`; what its thread delivers waits in a queue."""
+    """Serves `memory`; its thread's events wait in a queue."""
 
     def __init__(
         self,

@@ -1,5 +1,4 @@
-"""A scripted router, and who talks to it: clients, and commands in a terminal; a clock; and what
-`kubectl` would apply."""
+"""A scripted router with clients and terminals; a clock; the rendered overlays."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ def terminal(router: ScriptedRouter, request: pytest.FixtureRequest) -> Iterator
 
 @pytest.fixture
 def closed_port() -> int:
-    """One that nobody listens on."""
+    """A port without a listener."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
