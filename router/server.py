@@ -1,8 +1,8 @@
 """A whole router in one process.
 
 start()        loads the tokenizer, attaches to the workers, serves
-serve_until()  waits for the word to stop, lets the requests under way end (for so long),
-               then ends the calls and the links
+serve_until()  waits for the stop signal, finishes requests within drain_seconds, then ends calls
+               and links
 """
 
 from __future__ import annotations
@@ -53,8 +53,24 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# For what a client has not read when its answer is complete.
 GRACE_SECONDS = 2.0
+"""For clients to receive the end of complete answers."""
+
+GRPC_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # Ends connections that are silent, and finds peers that are gone.
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_connection_idle_ms", 600_000),
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.ping_timeout_ms", 20_000),
+    # Clients ping while they wait for a token.
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    # Without this a second router on the same port would share its calls.
+    ("grpc.so_reuseport", 0),
+]
+
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 ADMIN = cluster_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 
@@ -67,10 +83,9 @@ class RouterServer:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self, controller: str = "") -> None:
-        """Serves on the configured port. Members come from the controller at that address, or
-        from the configuration."""
+        """Serves on the configured port. The controller at that address provides the members, or
+        the configuration."""
         check_router(self._config)
-        self._identity = door_identity(self._config)
         self._keys = KeyRing(self._config.router.keys)
         model = model_store.model_name(self._config)
         folder = model_store.locate(self._config.model)
@@ -82,80 +97,53 @@ class RouterServer:
         self._serving = Serving(text, self._membership, placer, router, self._metrics)
         self._membership.listen(self._report_health)
         self._metrics.watch(self._membership.links)
-        self._spans = self._trace(model)
-        await self._serve(model, ControllerClient(controller, node_identity(self._config)))
+        self._spans: Spans | None = None
+        if endpoint := router.otlp_endpoint:
+            self._spans = Spans(endpoint, model, self._router_id)
+            self._serving.ledgers.listen(self._spans.send)
+        identity = node_identity(self._config)
+        await self._serve_grpc(model, ControllerClient(controller, identity))
         self._http = self._serve_http(model)
         self._serve_metrics()
         self._membership.set_addresses(self._config.members.workers)
         if controller:
-            identity = node_identity(self._config)
             self._start(follow(controller, self._membership, identity))
             self._start(
                 report(controller, self._router_id, self._serving, self._membership, identity)
             )
-        if seconds := self._config.router.canary_seconds:
+        if seconds := router.canary_seconds:
             self._start(run_canary(self._membership, self._serving.dispatcher, seconds))
-
-    def _trace(self, model: str) -> Spans | None:
-        """None where traces go nowhere."""
-        endpoint = self._config.router.otlp_endpoint
-        if not endpoint:
-            return None
-        spans = Spans(endpoint, model, self._router_id)
-        self._serving.ledgers.listen(spans.send)
-        return spans
 
     async def wait_ready(self) -> None:
         """Returns when some prefill worker can push to some decode worker."""
         await self._membership.wait_until(lambda: self._membership.pairs.any_usable)
 
     async def serve_until(self, stopping: StopSignal) -> None:
-        """Serves until it is asked to stop, and then until its requests have ended, or the time
-        for that has; what is left is then cancelled, and its workers told."""
+        """Serves until the stop signal, then finishes requests within drain_seconds, and cancels
+        what is left on the workers."""
         await stopping.requested.wait()
-        await self._drain(stopping)
+        self._serving.draining = True
+        self._report_health()
+        await stopping.wait_at_most(self._config.drain_seconds, self._serving.idle)
         for task in self._tasks:
             task.cancel()
-        await self._stop_serving()
+        calls = [self._server.stop(grace=0.0 if self._serving.active else GRACE_SECONDS)]
+        if self._http:
+            calls.append(self._http.stop(GRACE_SECONDS))
+        await asyncio.gather(*calls)
         await self._membership.stop()
         self._metrics_server.shutdown()
         if self._spans:
             await asyncio.to_thread(self._spans.close)
 
-    async def _stop_serving(self) -> None:
-        calls = self._server.stop(grace=0.0 if self._serving.active else GRACE_SECONDS)
-        if self._http:
-            await asyncio.gather(calls, self._http.stop(GRACE_SECONDS))
-        else:
-            await calls
-
-    async def _drain(self, stopping: StopSignal) -> None:
-        self._serving.draining = True
-        self._report_health()
-        await stopping.wait_at_most(self._config.drain_seconds, self._serving.idle)
-
-    async def _serve(self, model: str, controller: ControllerClient) -> None:
-        options = [
-            ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
-            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-            # More than may run: one call too many is refused, and does not wait in its client.
-            ("grpc.max_concurrent_streams", 2 * self._config.router.max_requests + 100),
-            # Whoever connects is to say something, and whoever is gone without a word is found.
-            ("grpc.server_handshake_timeout_ms", 10_000),
-            ("grpc.max_connection_idle_ms", 600_000),
-            ("grpc.keepalive_time_ms", 60_000),
-            ("grpc.keepalive_timeout_ms", 20_000),
-            ("grpc.http2.ping_timeout_ms", 20_000),
-            # Clients ask whether we are there while they wait for a token.
-            ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-            # Without this a second router on the same port would share its calls.
-            ("grpc.so_reuseport", 0),
-        ]
+    async def _serve_grpc(self, model: str, controller: ControllerClient) -> None:
+        limits = self._config.router
+        # More streams than may run: one call too many is refused, instead of waiting in its client.
+        streams = ("grpc.max_concurrent_streams", 2 * limits.max_requests + 100)
         interceptors: list[grpc.aio.ServerInterceptor] = [DecodeInterceptor()]
         if self._keys.required:
             interceptors.insert(0, ApiKeyInterceptor(self._keys))
-        self._server = grpc.aio.server(options=options, interceptors=interceptors)
-        limits = self._config.router
+        self._server = grpc.aio.server(options=[*GRPC_OPTIONS, streams], interceptors=interceptors)
         inference = InferenceService(
             self._serving, self._membership, self._keys, model, limits.reader_buffer
         )
@@ -168,20 +156,17 @@ class RouterServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (INFERENCE, ADMIN, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
-        self.address = self._bind()
+        host, port = limits.host, limits.port
+        try:
+            bound = listen(self._server, f"{host}:{port}", door_identity(self._config))
+        except RuntimeError:
+            raise Internal(f"cannot listen on {host}:{port}; is the port taken?") from None
+        self.address = f"{host}:{bound}"
         self._report_health()
         await self._server.start()
 
-    def _bind(self) -> str:
-        host, port = self._config.router.host, self._config.router.port
-        try:
-            bound = listen(self._server, f"{host}:{port}", self._identity)
-        except RuntimeError:
-            raise Internal(f"cannot listen on {host}:{port}; is the port taken?") from None
-        return f"{host}:{bound}"
-
     def _serve_http(self, model: str) -> HttpServer | None:
-        """None where what it needs is not installed."""
+        """None when a library for HTTP is not installed."""
         self.http_address = ""
         try:
             from baton.router.edges.http.endpoint import Door
@@ -207,29 +192,24 @@ class RouterServer:
         router = self._config.router
         port = router.metrics_port
         host = router.host if router.open_metrics or not self._keys.required else "127.0.0.1"
+        folder = Path(self._config.tls.folder)
+        tls = (certificate_path(folder, NODE), key_path(folder, NODE))
+        pem = map(str, tls) if self._config.tls.folder else ()
         try:
-            self._metrics_server, _ = start_http_server(
-                port, host, self._metrics.registry, *self._metrics_certificate()
-            )
+            self._metrics_server, _ = start_http_server(port, host, self._metrics.registry, *pem)
         except OSError:
             raise Internal(f"cannot serve metrics on {host}:{port}; is the port taken?") from None
         self.metrics_address = f"{host}:{self._metrics_server.server_port}"
 
-    def _metrics_certificate(self) -> tuple[str | None, str | None]:
-        if not self._config.tls.folder:
-            return None, None
-        folder = Path(self._config.tls.folder)
-        return str(certificate_path(folder, NODE)), str(key_path(folder, NODE))
-
     def _report_health(self) -> None:
-        """The process lives whatever its workers do; it is ready when it can place requests."""
+        """The process is live without workers; it is ready when it can place requests."""
         status = health_pb2.HealthCheckResponse
         ready = self._serving.placer.can_place and not self._serving.draining
         self._start(self._health.set("", status.SERVING))
         self._start(self._health.set(INFERENCE, status.SERVING if ready else status.NOT_SERVING))
 
     def _start(self, work: Coroutine[None, None, None]) -> None:
-        """Runs in the background; kept until it is done, as the event loop would not."""
+        """Runs in the background. The event loop holds only a weak reference to a task."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

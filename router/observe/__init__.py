@@ -1,0 +1,1 @@
+"""Measures requests: ledgers while they run; metrics, trends and spans from them."""

@@ -1,8 +1,8 @@
-"""What holds a cluster back, and what to change: a pure function of what was measured.
+"""What limits a cluster, and what to change: a pure function of measurements.
 
-A cluster is bound by what its requests wait for. Where they hardly wait, it keeps
-up, or has nothing to do. Decode's engines compute whenever there is an answer to
-write, however small the batch, so their being busy alone means nothing.
+A cluster is bound by what its requests wait for. Where they hardly wait, it keeps up or is idle.
+Decode engines compute whenever there is an answer to continue, however small the batch, so busy
+decode engines alone mean nothing.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ from typing import TypeAlias
 from baton.v1 import cluster_pb2 as pb
 
 IDLE_SHARE = 0.1
-"""Engines that compute less than this have hardly anything to do."""
+"""Engines that are busy less than this are idle."""
 BUSY_SHARE = 0.85
-"""Engines that compute more than this have no time left."""
+"""Engines that are busy more than this have no time left."""
 FELT_SHARE = 0.15
-"""A wait matters where it is this share of the time to the first token."""
+"""A wait matters when it is this share of the TTFT."""
 FULL_SHARE = 0.1
 """A pool with fewer free pages than this is full."""
 LARGE_BATCH = 8
-"""With so many requests in a step, fewer would take less time."""
+"""With this many requests in a step, a smaller batch would take less time."""
 TARGET_SHARE = 0.7
-"""How busy prefill should be, so that what comes in bursts does not wait."""
+"""How busy prefill should be, so that bursts do not wait."""
 FEW_CACHED = 0.05
 
 Bound: TypeAlias = pb.Bound.ValueType
+Advise: TypeAlias = Callable[[pb.Traffic, pb.PoolLoad, pb.PoolLoad], list[str]]
 
 
 def diagnose(
@@ -66,12 +67,10 @@ def _bound(traffic: pb.Traffic, prefill: pb.PoolLoad, decode: pb.PoolLoad, queue
 def _waits(
     traffic: pb.Traffic, prefill: pb.PoolLoad, decode: pb.PoolLoad
 ) -> list[tuple[float, Bound]]:
-    """What an answer waited for, on average. In the router it waits for the pool that has no
-    room."""
-    at_prefill, at_decode = traffic.prefill_wait_seconds, traffic.reserve_seconds
-    at_decode += traffic.admit_seconds
-    full = decode.free_share < FULL_SHARE or decode.waiting > prefill.waiting
-    if full:
+    """Average waits of an answer. In the router's queue it waits for the pool without room."""
+    at_prefill = traffic.prefill_wait_seconds
+    at_decode = traffic.reserve_seconds + traffic.admit_seconds
+    if decode.free_share < FULL_SHARE or decode.waiting > prefill.waiting:
         at_decode += traffic.queue_seconds
     else:
         at_prefill += traffic.queue_seconds
@@ -95,17 +94,26 @@ def _evidence(
     if not traffic.answers:
         return lines
     seconds = max(traffic.seconds, 1.0)
-    cached = traffic.cached_tokens / max(traffic.prompt_tokens, 1)
     return [
         f"last {traffic.seconds:.0f} s: {traffic.answers / seconds:.2f} answers a second,"
-        f" {traffic.prompt_tokens / seconds:,.0f} prompt tokens a second ({cached:.0%} cached),"
+        f" {traffic.prompt_tokens / seconds:,.0f} prompt tokens a second"
+        f" ({_cached_share(traffic):.0%} cached),"
         f" {traffic.output_tokens / seconds:,.0f} generated",
         f"prompts of {_lengths(traffic.prompt_length)} tokens, answers of"
         f" {_lengths(traffic.output_length)}",
         f"time to the first token {_times(traffic.ttft)}; between tokens {_times(traffic.itl)}",
-        f"of {_ms(traffic.ttft_seconds)} to the first token on average: {_parts(traffic)}",
+        f"of {_ms(traffic.ttft_seconds)} to the first token on average:"
+        f" {_ms(traffic.queue_seconds)} in the router's queue,"
+        f" {_ms(traffic.prefill_wait_seconds)} in prefill's,"
+        f" {_ms(traffic.prefill_seconds)} computing; after it {_ms(traffic.reserve_seconds)} for"
+        f" decode's pages, {_ms(traffic.exposed_seconds)} for the transfer,"
+        f" {_ms(traffic.admit_seconds)} for a place in a batch",
         *lines,
     ]
+
+
+def _cached_share(traffic: pb.Traffic) -> float:
+    return traffic.cached_tokens / max(traffic.prompt_tokens, 1)
 
 
 def _pool(pool: pb.PoolLoad) -> str:
@@ -124,18 +132,15 @@ def _times(spread: pb.Spread) -> str:
     return f"{_ms(spread.p50)} (p50), {_ms(spread.p90)} (p90), {_ms(spread.p99)} (p99)"
 
 
-def _parts(traffic: pb.Traffic) -> str:
-    return (
-        f"{_ms(traffic.queue_seconds)} in the router's queue,"
-        f" {_ms(traffic.prefill_wait_seconds)} in prefill's,"
-        f" {_ms(traffic.prefill_seconds)} computing; after it {_ms(traffic.reserve_seconds)} for"
-        f" decode's pages, {_ms(traffic.exposed_seconds)} for the transfer,"
-        f" {_ms(traffic.admit_seconds)} for a place in a batch"
-    )
-
-
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:,.1f} ms" if seconds < 1.0 else f"{seconds:,.2f} s"
+
+
+def _switch_one(name: str, pool: pb.PoolLoad) -> list[str]:
+    """Advice to take a worker from the other pool, where that is hardly busy."""
+    if pool.workers < 2 or pool.busy_share >= TARGET_SHARE / 2:
+        return []
+    return [f"or move one over: {name}'s {pool.workers} compute {pool.busy_share:.0%} of the time"]
 
 
 def _for_workers(traffic: pb.Traffic, prefill: pb.PoolLoad, decode: pb.PoolLoad) -> list[str]:
@@ -149,18 +154,13 @@ def _for_prefill(traffic: pb.Traffic, prefill: pb.PoolLoad, decode: pb.PoolLoad)
     needed = round(prefill.workers * max(prefill.busy_share, BUSY_SHARE) / TARGET_SHARE + 0.5)
     advice = [
         f"run {max(needed, prefill.workers + 1)} prefill workers instead of {prefill.workers}"
-        " (prefill.workers)"
+        " (prefill.workers)",
+        *_switch_one("decode", decode),
     ]
-    if decode.workers > 1 and decode.busy_share < TARGET_SHARE / 2:
+    if _cached_share(traffic) < FEW_CACHED:
         advice.append(
-            f"or move one over: decode's {decode.workers} compute {decode.busy_share:.0%} of the"
-            " time"
-        )
-    cached = traffic.cached_tokens / max(traffic.prompt_tokens, 1)
-    if cached < FEW_CACHED:
-        advice.append(
-            f"only {cached:.0%} of the prompt tokens were cached: put what prompts have in common"
-            " at their front, under one cache_salt, or give prefill more kv_memory"
+            f"only {_cached_share(traffic):.0%} of the prompt tokens were cached: put what prompts"
+            " have in common at their front, under one cache_salt, or give prefill more kv_memory"
         )
     if traffic.prompt_length.p99 > 8 * max(traffic.prompt_length.p50, 1.0):
         advice.append(
@@ -178,16 +178,12 @@ def _for_decode(traffic: pb.Traffic, prefill: pb.PoolLoad, decode: pb.PoolLoad) 
         )
     elif decode.waiting:
         advice.append("requests wait though pages are free: raise decode.max_batch")
-    advice.append(
+    return [
+        *advice,
         f"run {decode.workers + 1} decode workers instead of {decode.workers} (decode.workers):"
-        f" each step now serves {decode.running / decode.workers:.0f} requests"
-    )
-    if prefill.workers > 1 and prefill.busy_share < TARGET_SHARE / 2:
-        advice.append(
-            f"or move one over: prefill's {prefill.workers} compute {prefill.busy_share:.0%} of"
-            " the time"
-        )
-    return advice
+        f" each step now serves {decode.running / decode.workers:.0f} requests",
+        *_switch_one("prefill", prefill),
+    ]
 
 
 def _for_transfer(traffic: pb.Traffic, prefill: pb.PoolLoad, decode: pb.PoolLoad) -> list[str]:
@@ -204,11 +200,10 @@ def _for_nothing(traffic: pb.Traffic, prefill: pb.PoolLoad, decode: pb.PoolLoad)
     return []
 
 
-Advise = Callable[[pb.Traffic, pb.PoolLoad, pb.PoolLoad], list[str]]
 _VERDICTS: dict[Bound, tuple[str, Advise]] = {
     pb.BOUND_WORKERS: ("a pool has no worker that can be used", _for_workers),
     pb.BOUND_IDLE: ("the cluster is idle", _for_nothing),
-    pb.BOUND_NONE: ("both pools keep up with what comes", _for_nothing),
+    pb.BOUND_NONE: ("both pools keep up with the load", _for_nothing),
     pb.BOUND_PREFILL: ("the cluster is bound by prefill", _for_prefill),
     pb.BOUND_DECODE: ("the cluster is bound by decode", _for_decode),
     pb.BOUND_TRANSFER: ("the cluster is bound by the transfer of pages", _for_transfer),

@@ -1,13 +1,12 @@
-"""Where each request's time goes: marks on the router's clock, and durations that workers tell.
+"""Where each request's time goes: marks on the router's clock, and durations that workers report.
 
     arrived ── parsed ── ready ── placed ── first ── first_text ── first_written
                                               │
         ended ── last_text ── last ── second ─┘
 
-Marks are made as things happen, and cut a request's time into segments: whatever
-is known of a segment, its parts sum to the whole. Workers tell durations, which
-cut a segment further (router/observe/time_breakdown.py); so no two clocks are compared. A ledger
-is of fixed size, however long the answer.
+Marks cut a request's time into segments; durations from workers cut a segment further
+(router/observe/time_breakdown.py). So the parts always sum to the whole, and no two clocks are
+compared. A ledger has a fixed size, however long the answer.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ MAX_TRACEPARENT = 64
 
 @dataclass(slots=True)
 class AnswerLedger:
-    """One answer's. Marks are 0 until they are made; all are of time.monotonic()."""
+    """Of one answer. Marks are 0 until they are made, and of time.monotonic()."""
 
     arrived: float
     parsed: float = 0.0
@@ -53,8 +52,8 @@ class AnswerLedger:
     lost_after: float = 0.0  # from a token to the next, where an attempt ended between them
     reserve_seconds: float = 0.0  # from the placement to the ticket
 
-    # Told by workers, of the attempt that brought the first token.
-    prefill_wait: float = 0.0  # that for fetched pages included
+    # Reported by workers, of the attempt that brought the first token.
+    prefill_wait: float = 0.0  # includes the wait for fetched pages
     fetch_seconds: float = 0.0
     prefill_seconds: float = 0.0
     chunks: Sequence[timing_pb2.Chunk] = ()
@@ -69,12 +68,17 @@ class AnswerLedger:
     cached_tokens: int = 0
     tokens: int = 0
     bytes: int = 0
-    finished: bool = False  # whether the answer is whole
+    finished: bool = False  # the answer is complete
     _recovering: bool = False
 
     @property
+    def queue_seconds(self) -> float:
+        """In the router's queue, before the first token."""
+        return max(self.placed - self.ready - self.lost_before, 0.0)
+
+    @property
     def exposed_reserve(self) -> float:
-        """What of the wait for decode's pages was left when the first token came."""
+        """The wait for decode's pages that was left when the first token came."""
         return max(self.placed + self.reserve_seconds - self.first, 0.0)
 
     def prepare(self, template_seconds: float, tokenize_seconds: float, tokens: int) -> None:
@@ -92,7 +96,7 @@ class AnswerLedger:
             self.reserve_seconds = 0.0
 
     def lose(self) -> None:
-        """An attempt has ended, and another may begin."""
+        """An attempt has failed, and another may begin."""
         if self.first:
             self._recovering = True
         else:
@@ -156,7 +160,7 @@ class AnswerLedger:
         self.finished = finished
 
     def write(self, began: float) -> None:
-        """What there was of the answer has been written to the client."""
+        """The answer so far has been written to the client."""
         now = time.monotonic()
         self.write_seconds += now - began
         if not self.first_written and self.first:
@@ -167,15 +171,15 @@ class AnswerLedger:
 
 @dataclass(slots=True)
 class RequestLedger:
-    """One call's: an entry an answer, those to all of its prompts counted through."""
+    """Of one call: an entry for each answer to each of its prompts."""
 
     request_id: str
     arrived: float
     answers: list[AnswerLedger]
-    owner: str = ""  # the API key's name, where keys are asked for
+    owner: str = ""  # the API key's name, where keys are required
     arrived_at: float = field(default_factory=time.time)
     outcome: str = ""
-    traceparent: str = ""  # the caller's trace (W3C), where it has sent one
+    traceparent: str = ""  # the caller's trace (W3C), where it sent one
     ended: float = 0.0
 
     @classmethod
@@ -188,7 +192,7 @@ class RequestLedger:
         owner: str = "",
         traceparent: str = "",
     ) -> RequestLedger:
-        """For a call that came at `arrived` and has now been read."""
+        """For a call that came at `arrived` and has now been parsed."""
         parsed = time.monotonic()
         entries = [AnswerLedger(arrived, parsed) for _ in range(answers)]
         trace = traceparent[:MAX_TRACEPARENT]
@@ -196,11 +200,11 @@ class RequestLedger:
 
     @property
     def name(self) -> tuple[str, str]:
-        """Two callers may call their requests alike."""
+        """Request ids are unique for one owner only."""
         return self.owner, self.request_id
 
     def end(self) -> None:
-        """The last byte has been written. What was said first holds."""
+        """The last byte has been written. The first call counts."""
         if not self.ended:
             self.ended = time.monotonic()
             alone = len(self.answers) == 1
@@ -209,7 +213,7 @@ class RequestLedger:
 
 
 class Ledgers:
-    """Of the latest requests, those under way included."""
+    """Of the latest requests, running ones included."""
 
     def __init__(self, limit: int = KEPT_REQUESTS) -> None:
         self._limit = limit
@@ -218,8 +222,8 @@ class Ledgers:
 
     @contextmanager
     def keep(self, ledger: RequestLedger) -> Iterator[RequestLedger]:
-        """Leaving ends it. One that was refused at the door is forgotten, so that in an overload
-        those that were served stay."""
+        """Ends the ledger on exit. A refused request is dropped, so that in an overload those
+        that were served stay."""
         self._kept.pop(ledger.name, None)
         self._kept[ledger.name] = ledger
         if len(self._kept) > self._limit:
@@ -234,11 +238,11 @@ class Ledgers:
                 del self._kept[ledger.name]
 
     def listen(self, listener: Callable[[RequestLedger], None]) -> None:
-        """Has `listener` called with each request that has been served, when it ends."""
+        """Calls `listener` with each served request when it ends."""
         self._listener = listener
 
     def find(self, request_id: str, owner: str | None = None) -> RequestLedger | None:
-        """The latest of this name, of one owner or of any."""
+        """The latest request with this id, of one owner or of any."""
         if owner is not None:
             return self._kept.get((owner, request_id))
         newest_first = reversed(self._kept.values())

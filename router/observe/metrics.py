@@ -1,4 +1,4 @@
-"""What a router measures: every request's times, with the field's own definitions."""
+"""A router's Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class RouterMetrics:
         self._seconds = self._counter(names.TRANSFER_SECONDS)
 
     def watch(self, links: Iterable[WorkerLink]) -> None:
-        """Repeats the workers' own gauges, so that one scrape shows the cluster."""
+        """Adds the workers' gauges, so that one scrape shows the cluster."""
         self.registry.register(_WorkerGauges(links))
 
     def queued(self, phase: str, seconds: float) -> None:
@@ -64,11 +64,11 @@ class RouterMetrics:
         self._exposed.observe(pushed.exposed_seconds)
 
     def cached(self, where: str, tokens: int) -> None:
-        """So many tokens of a prompt were cached, by its "reader" or on its "decode" worker."""
+        """Cached tokens of a prompt, on the worker that prefills ("reader") or on "decode"."""
         self._cached.labels(where=where).inc(tokens)
 
     def forecast(self, predicted: float, measured: float) -> None:
-        """How a predicted time to token #1 compares with what it took."""
+        """Compares a predicted TTFT with the measured one."""
         self._forecast.observe(predicted / max(measured, 1e-6))
 
     def placed(self, placement: Placement) -> None:

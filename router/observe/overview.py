@@ -1,4 +1,4 @@
-"""What an operator is told, over gRPC and HTTP alike."""
+"""What operators see of a router, over gRPC and HTTP."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Overview:
         )
 
     def public_status(self) -> pb.StatusResponse:
-        """Without addresses and paths, which are for those who run it."""
+        """Without addresses and paths, which are for admins."""
         status = self.status()
         for worker in status.workers:
             worker.member.address = ""
@@ -66,7 +66,7 @@ class Overview:
         )
 
     def timing(self, request_id: str, caller: Caller) -> timing_pb2.RequestTiming:
-        """Of the caller's own request; an admin is told of everybody's."""
+        """Of one of the caller's own requests; an admin sees all."""
         owner = None if caller.admin else caller.key.name
         ledger = self._serving.ledgers.find(request_id, owner)
         if ledger is None:
@@ -83,9 +83,9 @@ class Overview:
     def trends(self) -> pb.TrendsResponse:
         points = [
             pb.TrendPoint(
-                answers=bucket.answers,
-                prompt_tokens=bucket.prompt_tokens,
-                output_tokens=bucket.output_tokens,
+                answers=bucket.sums.answers,
+                prompt_tokens=bucket.sums.prompt_tokens,
+                output_tokens=bucket.sums.output_tokens,
                 ttft=bucket.ttft.spread(),
                 itl=bucket.itl.spread(),
             )

@@ -1,8 +1,7 @@
 """OpenTelemetry: each request as a trace, its phases as spans, sent to an OTLP endpoint.
 
-Made of a request's ledger when it has ended, so that nothing is added while it runs; sent by a
-thread of the SDK's. The libraries are the extra `otlp`, imported only where an endpoint is
-configured.
+Spans are made from a request's ledger when it has ended, and sent by a thread of the SDK. The
+libraries are the extra `otlp`, imported only where an endpoint is configured.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ _GOOD = ("stop", "length")
 
 class Spans:
     def __init__(self, endpoint: str, model: str, router_id: str) -> None:
-        """`endpoint` is a collector's, such as http://127.0.0.1:4318."""
+        """`endpoint` is a collector, such as http://127.0.0.1:4318."""
         self._model = model
         self._provider = _provider(f"{endpoint.rstrip('/')}/v1/traces", router_id)
         self._tracer = self._provider.get_tracer("baton")
 
     def send(self, ledger: RequestLedger) -> None:
-        """A request that has ended."""
+        """Sends a request that has ended."""
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
         timing = request_timing(ledger)
@@ -49,7 +48,7 @@ class Spans:
         span.end(_at(timing, timing.end_to_end_seconds))
 
     def close(self) -> None:
-        """Sends what is left. May take some seconds where nobody answers."""
+        """Sends what is left; takes some seconds when the collector does not answer."""
         self._provider.shutdown()
 
     def _send_phases(
@@ -103,7 +102,7 @@ def _provider(url: str, router_id: str) -> TracerProvider:
 
 
 def _parent(traceparent: str) -> Context:
-    """The caller's trace, where it has sent one; an empty context begins a new trace."""
+    """The caller's trace, where it sent one; an empty context begins a new trace."""
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
     return TraceContextTextMapPropagator().extract({"traceparent": traceparent})

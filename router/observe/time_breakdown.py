@@ -1,9 +1,8 @@
 """From a ledger to its phases: what a request's time is made of.
 
-Each segment between two marks is cut into the parts that are known of it, in the
-order in which they happen; what is left is the segment's own. Nothing is counted
-twice: a part that reaches back before its segment went on behind other phases
-there, and only what is left of it counts.
+Each segment between two marks is cut into its known parts, in the order in which they happen; the
+rest of a segment has a kind of its own. Nothing counts twice: a part that began before its
+segment ran hidden behind other phases, and only its remainder counts.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from baton.v1 import timing_pb2 as pb
 KEY = "baton-timing-bin"
 """Of the trailer that holds a RequestTiming."""
 
-# What clients take of metadata in all is 8 KiB by default.
 TRAILER_BYTES = 6 * 2**10
+"""Clients accept 8 KiB of metadata by default."""
 
 SHORTEST_SECONDS = 1e-7
-"""Shorter phases are left out: they are rounding."""
+"""Shorter phases are rounding errors, and left out."""
 
 Kind: TypeAlias = pb.PhaseKind.ValueType
 
@@ -33,19 +32,19 @@ class Part(NamedTuple):
 
 
 class _Timeline:
-    """Phases laid one behind the other, from the arrival on."""
+    """Consecutive phases, from the arrival on."""
 
     def __init__(self, origin: float) -> None:
         self._origin = origin
         self.at = origin
         self.phases: list[pb.Phase] = []
-        self._sealed = 0  # so many phases grow no more
+        self._sealed = 0  # phases that grow no more
 
     def cut(
         self, until: float, rest: Kind, *parts: Part, since: float = 0.0, worker: str = ""
     ) -> None:
-        """Goes on to the mark `until`: first the parts, which began at `since`, then the rest,
-        which is a worker's where one is given."""
+        """Advances to the mark `until`: first the parts, which began at `since`, then the rest,
+        with its worker."""
         until = max(until, self.at)
         start = since or self.at
         for part in parts:
@@ -55,13 +54,16 @@ class _Timeline:
         self._add(rest, until, worker)
 
     def seal(self) -> None:
-        """No phase goes on across this."""
+        """No phase extends across this mark."""
         self._sealed = len(self.phases)
 
     def hide(self, kind: Kind, start: float, seconds: float, worker: str) -> None:
-        """Something that went on behind other phases."""
+        """Adds a phase that ran behind others."""
         if seconds > SHORTEST_SECONDS:
-            self.phases.append(_phase(kind, start - self._origin, seconds, worker, hidden=True))
+            self._append(kind, start, seconds, worker, hidden=True)
+
+    def total(self, kind: Kind) -> float:
+        return sum(phase.seconds for phase in self.phases if phase.kind == kind)
 
     def _add(self, kind: Kind, end: float, worker: str) -> None:
         seconds = end - self.at
@@ -71,12 +73,20 @@ class _Timeline:
         if last and (last.kind, last.worker) == (kind, worker):
             last.seconds += seconds
         else:
-            self.phases.append(_phase(kind, self.at - self._origin, seconds, worker))
+            self._append(kind, self.at, seconds, worker)
         self.at = end
+
+    def _append(
+        self, kind: Kind, start: float, seconds: float, worker: str, *, hidden: bool = False
+    ) -> None:
+        start -= self._origin
+        self.phases.append(
+            pb.Phase(kind=kind, start_seconds=start, seconds=seconds, worker=worker, hidden=hidden)
+        )
 
 
 def request_timing(ledger: RequestLedger, *, phases: bool = True) -> pb.RequestTiming:
-    """A request as it is now; without `phases`, only its figures."""
+    """A request so far; without `phases`, only its figures."""
     answers = [
         answer_timing(answer, index, phases=phases) for index, answer in enumerate(ledger.answers)
     ]
@@ -91,7 +101,7 @@ def request_timing(ledger: RequestLedger, *, phases: bool = True) -> pb.RequestT
 
 
 def trailer(ledger: RequestLedger) -> bytes:
-    """A RequestTiming that fits a trailer: where there are too many answers, the last are cut."""
+    """A RequestTiming that fits a trailer, if need be without the last answers."""
     timing = request_timing(ledger)
     while timing.ByteSize() > TRAILER_BYTES:
         del timing.answers[-1]
@@ -121,20 +131,28 @@ def answer_timing(ledger: AnswerLedger, index: int, *, phases: bool = True) -> p
 
 
 def answer_phases(ledger: AnswerLedger, end: float) -> list[pb.Phase]:
-    """All phases of an answer, up to `end`; those that are hidden come last."""
+    """All phases of an answer, up to `end`; hidden ones come last."""
     line = _Timeline(ledger.arrived)
-    _cut_prompt(line, ledger, end)
+    prefill, decode = _workers(ledger)
+    _cut_prompt(line, ledger, end, prefill)
     if ledger.first:
-        _cut_first_token(line, ledger)
-        _cut_second_token(line, ledger)
-        _cut_later_tokens(line, ledger, end)
-        _hide(line, ledger)
+        line.cut(ledger.first_text, pb.PHASE_KIND_DETOKENIZE)
+        line.cut(_first_shown(ledger), pb.PHASE_KIND_WRITE)
+        line.seal()
+        _cut_second_token(line, ledger, prefill, decode)
+        _cut_later_tokens(line, ledger, end, decode)
+        _hide(line, ledger, prefill, decode)
     return line.phases
 
 
-def _cut_prompt(line: _Timeline, ledger: AnswerLedger, end: float) -> None:
+def _workers(ledger: AnswerLedger) -> tuple[str, str]:
+    """The worker that prefills the prompt, and the one that decodes."""
+    placement = ledger.placement
+    return (placement.prefill or placement.decode, placement.decode) if placement else ("", "")
+
+
+def _cut_prompt(line: _Timeline, ledger: AnswerLedger, end: float, prefill: str) -> None:
     """Up to the first token."""
-    reader = _reader(ledger)
     fetch = min(ledger.fetch_seconds, ledger.prefill_wait)
     line.cut(ledger.parsed or end, pb.PHASE_KIND_PARSE)
     line.cut(
@@ -148,30 +166,22 @@ def _cut_prompt(line: _Timeline, ledger: AnswerLedger, end: float) -> None:
     line.cut(
         ledger.first or end,
         pb.PHASE_KIND_NETWORK,
-        Part(pb.PHASE_KIND_FETCH, fetch, reader),
-        Part(pb.PHASE_KIND_PREFILL_WAIT, ledger.prefill_wait - fetch, reader),
-        Part(pb.PHASE_KIND_PREFILL, ledger.prefill_seconds, reader),
+        Part(pb.PHASE_KIND_FETCH, fetch, prefill),
+        Part(pb.PHASE_KIND_PREFILL_WAIT, ledger.prefill_wait - fetch, prefill),
+        Part(pb.PHASE_KIND_PREFILL, ledger.prefill_seconds, prefill),
     )
 
 
-def _cut_first_token(line: _Timeline, ledger: AnswerLedger) -> None:
-    """Up to the first token in the client's hands."""
-    line.cut(ledger.first_text, pb.PHASE_KIND_DETOKENIZE)
-    line.cut(_first_shown(ledger), pb.PHASE_KIND_WRITE)
-    line.seal()
-
-
-def _cut_second_token(line: _Timeline, ledger: AnswerLedger) -> None:
-    """The way of the pages, which began with the first token, at the latest."""
+def _cut_second_token(line: _Timeline, ledger: AnswerLedger, prefill: str, decode: str) -> None:
+    """The transfer, which began with the first token at the latest."""
     if not ledger.second:
         return
     reserve = ledger.exposed_reserve
-    decode = ledger.placement.decode if ledger.placement else ""
     line.cut(
         ledger.second,
         pb.PHASE_KIND_NETWORK if ledger.admit_seconds else pb.PHASE_KIND_DECODE,
         Part(pb.PHASE_KIND_RESERVE, reserve, decode),
-        Part(pb.PHASE_KIND_TRANSFER, ledger.exposed_seconds - reserve, _reader(ledger)),
+        Part(pb.PHASE_KIND_TRANSFER, ledger.exposed_seconds - reserve, prefill),
         Part(pb.PHASE_KIND_ADMIT, ledger.admit_seconds, decode),
         Part(pb.PHASE_KIND_FIRST_DECODE, ledger.first_decode_seconds, decode),
         since=ledger.first,
@@ -179,12 +189,11 @@ def _cut_second_token(line: _Timeline, ledger: AnswerLedger) -> None:
     )
 
 
-def _cut_later_tokens(line: _Timeline, ledger: AnswerLedger, end: float) -> None:
+def _cut_later_tokens(line: _Timeline, ledger: AnswerLedger, end: float, worker: str) -> None:
     """Up to the end: the rest of the answer, then its last bytes."""
     text = max(ledger.text_seconds - (ledger.first_text - ledger.first), 0.0)
     text -= ledger.last_text - ledger.last
     decode = max(ledger.last - line.at - ledger.lost_after - max(text, 0.0), 0.0)
-    worker = ledger.placement.decode if ledger.placement else ""
     line.cut(
         ledger.last,
         pb.PHASE_KIND_NETWORK,
@@ -199,31 +208,16 @@ def _cut_later_tokens(line: _Timeline, ledger: AnswerLedger, end: float) -> None
         line.cut(end, pb.PHASE_KIND_DECODE, worker=worker)
 
 
-def _hide(line: _Timeline, ledger: AnswerLedger) -> None:
-    placement = ledger.placement
-    decode = placement.decode if placement else ""
+def _hide(line: _Timeline, ledger: AnswerLedger, prefill: str, decode: str) -> None:
     reserve = ledger.reserve_seconds - ledger.exposed_reserve
     line.hide(pb.PHASE_KIND_RESERVE, ledger.placed, reserve, decode)
-    shown = sum(each.seconds for each in line.phases if each.kind == pb.PHASE_KIND_TRANSFER)
-    moving = ledger.push_seconds - shown
+    moving = ledger.push_seconds - line.total(pb.PHASE_KIND_TRANSFER)
     began = max(ledger.first - moving, ledger.placed)
-    line.hide(pb.PHASE_KIND_TRANSFER, began, moving, _reader(ledger))
-    written = sum(each.seconds for each in line.phases if each.kind == pb.PHASE_KIND_WRITE)
-    start = ledger.first_written or ledger.last_text
-    line.hide(pb.PHASE_KIND_WRITE, start, ledger.write_seconds - written, "")
+    line.hide(pb.PHASE_KIND_TRANSFER, began, moving, prefill)
+    writing = ledger.write_seconds - line.total(pb.PHASE_KIND_WRITE)
+    line.hide(pb.PHASE_KIND_WRITE, ledger.first_written or ledger.last_text, writing, "")
 
 
 def _first_shown(ledger: AnswerLedger) -> float:
-    """When the first token was written to the client; when it was ready, where it is not yet."""
+    """When the first token was written to the client, or was ready where it is not yet."""
     return ledger.first_written or ledger.first_text or ledger.first
-
-
-def _reader(ledger: AnswerLedger) -> str:
-    placement = ledger.placement
-    return (placement.prefill or placement.decode) if placement else ""
-
-
-def _phase(
-    kind: Kind, start: float, seconds: float, worker: str, *, hidden: bool = False
-) -> pb.Phase:
-    return pb.Phase(kind=kind, start_seconds=start, seconds=seconds, worker=worker, hidden=hidden)

@@ -1,4 +1,5 @@
-"""Trends: lengths, times and rates of the last minutes, in buckets of a few seconds.
+"""Trends: lengths, times and rates of the last minutes, in buckets of a few seconds; and the demand
+that routers report to the planner.
 
 A bucket has counters and sparse histograms whose bins grow by 5%, so that percentiles over any
 number of buckets are sums of bins, within 3% of the exact value. Only as many buckets are kept as
@@ -22,12 +23,13 @@ from prometheus_client.utils import floatToGoString
 
 from baton.core import metrics as names
 from baton.router.observe.ledger import AnswerLedger
+from baton.router.placement.cost_model import Costs
 from baton.v1 import cluster_pb2 as pb
 
 BUCKET_SECONDS = 2.0
 KEPT_BUCKETS = 150
 WINDOW_SECONDS = 60.0
-"""What a diagnosis looks at."""
+"""The time that a diagnosis covers."""
 
 _GROWTH = math.log(1.05)
 _LEAST = 1e-6
@@ -40,7 +42,7 @@ def _bin(value: float) -> int:
 
 
 class Histogram:
-    """Of positive numbers of any size."""
+    """Of positive numbers."""
 
     __slots__ = ("_bins",)
 
@@ -74,39 +76,29 @@ class Histogram:
 
 @dataclass(slots=True)
 class Bucket:
-    """Some seconds."""
+    """A few seconds."""
 
     number: int
-    answers: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    bytes: int = 0
-    # Sums over the answers that ended.
-    queue: float = 0.0
-    prefill_wait: float = 0.0
-    prefill: float = 0.0
-    reserve: float = 0.0
-    exposed: float = 0.0
-    admit: float = 0.0
-    transfer: float = 0.0
-    first: float = 0.0
+    sums: pb.Traffic = field(default_factory=pb.Traffic)  # those in _SUMS, over complete answers
     ttft: Histogram = field(default_factory=Histogram)
     itl: Histogram = field(default_factory=Histogram)
-    prompts: Histogram = field(default_factory=Histogram)
-    outputs: Histogram = field(default_factory=Histogram)
+    prompt_length: Histogram = field(default_factory=Histogram)
+    output_length: Histogram = field(default_factory=Histogram)
 
     def add(self, other: Bucket) -> None:
         for name in _SUMS:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+            setattr(self.sums, name, getattr(self.sums, name) + getattr(other.sums, name))
         for name in _HISTOGRAMS:
             getattr(self, name).add(getattr(other, name))
 
 
-_COUNTS = ("answers", "prompt_tokens", "cached_tokens", "output_tokens", "bytes")
-_SECONDS = ("queue", "prefill_wait", "prefill", "reserve", "exposed", "admit", "transfer", "first")
-_SUMS = (*_COUNTS, *_SECONDS)
-_HISTOGRAMS = ("ttft", "itl", "prompts", "outputs")
+_HISTOGRAMS = ("ttft", "itl", "prompt_length", "output_length")
+_MEANS = tuple(
+    f"{part}_seconds"
+    for part in ("queue", "prefill_wait", "prefill", "reserve", "exposed", "admit", "ttft")
+)
+_COUNTS = ("answers", "prompt_tokens", "cached_tokens", "output_tokens", "transferred_bytes")
+_SUMS = (*_COUNTS, *_MEANS, "transfer_seconds")
 
 
 # Where a bin ends, or one of Prometheus' buckets; and by interval between two bounds, its bin.
@@ -123,9 +115,9 @@ class TokenTimes(Collector):
         self._tokens = 0
         self._gaps = [0] * len(_GAP_BINS)
         self._gap_seconds = 0.0
-        # What `take` has returned so far.
-        self._taken_tokens = 0
-        self._taken_gaps = list(self._gaps)
+        # What `drain` has returned so far.
+        self._drained_tokens = 0
+        self._drained_gaps = list(self._gaps)
         # Called before tokens are counted at `bucket_end` or later; sets the next end.
         self.on_bucket_end: Callable[[], object] = lambda: None
         self.bucket_end = math.inf
@@ -144,10 +136,10 @@ class TokenTimes(Collector):
         self._gaps[bisect_left(_GAP_BOUNDS, gap)] += count
         self._gap_seconds += gap * count
 
-    def take(self) -> tuple[int, list[tuple[int, int]]]:
+    def drain(self) -> tuple[int, list[tuple[int, int]]]:
         """Tokens, and bins of gaps with their counts, since this was last called."""
-        tokens, self._taken_tokens = self._tokens - self._taken_tokens, self._tokens
-        before, self._taken_gaps = self._taken_gaps, list(self._gaps)
+        tokens, self._drained_tokens = self._tokens - self._drained_tokens, self._tokens
+        before, self._drained_gaps = self._drained_gaps, list(self._gaps)
         changes = zip(_GAP_BINS, self._gaps, before, strict=True)
         return tokens, [(number, now - then) for number, now, then in changes if now > then]
 
@@ -177,52 +169,41 @@ class Trends:
     def answer(self, ledger: AnswerLedger) -> None:
         """An answer is complete."""
         bucket = self._bucket()
-        bucket.answers += 1
-        bucket.prompt_tokens += ledger.prompt_tokens
-        bucket.cached_tokens += ledger.cached_tokens
-        bucket.bytes += ledger.bytes
-        bucket.queue += max(ledger.placed - ledger.ready - ledger.lost_before, 0.0)
-        bucket.prefill_wait += ledger.prefill_wait
-        bucket.prefill += ledger.prefill_seconds
-        bucket.reserve += ledger.exposed_reserve
-        bucket.exposed += max(ledger.exposed_seconds - ledger.exposed_reserve, 0.0)
-        bucket.admit += ledger.admit_seconds
-        bucket.transfer += ledger.push_seconds
-        bucket.first += ledger.first - ledger.arrived
-        bucket.prompts.note(ledger.prompt_tokens)
-        bucket.outputs.note(ledger.tokens)
+        sums = bucket.sums
+        sums.answers += 1
+        sums.prompt_tokens += ledger.prompt_tokens
+        sums.cached_tokens += ledger.cached_tokens
+        sums.transferred_bytes += ledger.bytes
+        sums.queue_seconds += ledger.queue_seconds
+        sums.prefill_wait_seconds += ledger.prefill_wait
+        sums.prefill_seconds += ledger.prefill_seconds
+        sums.reserve_seconds += ledger.exposed_reserve
+        sums.exposed_seconds += max(ledger.exposed_seconds - ledger.exposed_reserve, 0.0)
+        sums.admit_seconds += ledger.admit_seconds
+        sums.transfer_seconds += ledger.push_seconds
+        sums.ttft_seconds += ledger.first - ledger.arrived
+        bucket.prompt_length.note(ledger.prompt_tokens)
+        bucket.output_length.note(ledger.tokens)
 
     def traffic(self) -> pb.Traffic:
         """Of the last minute, or since the start where that is later."""
         self._fold()
         now = self._clock()
         oldest = int((now - WINDOW_SECONDS) / BUCKET_SECONDS) + 1
-        total = _total(bucket for bucket in self._buckets if bucket.number >= oldest)
-        answers = max(total.answers, 1)
-        return pb.Traffic(
-            seconds=min(WINDOW_SECONDS, now - self._began),
-            answers=total.answers,
-            prompt_tokens=total.prompt_tokens,
-            cached_tokens=total.cached_tokens,
-            output_tokens=total.output_tokens,
-            prompt_length=total.prompts.spread(),
-            output_length=total.outputs.spread(),
-            ttft=total.ttft.spread(),
-            itl=total.itl.spread(),
-            queue_seconds=total.queue / answers,
-            prefill_wait_seconds=total.prefill_wait / answers,
-            prefill_seconds=total.prefill / answers,
-            reserve_seconds=total.reserve / answers,
-            exposed_seconds=total.exposed / answers,
-            admit_seconds=total.admit / answers,
-            ttft_seconds=total.first / answers,
-            transferred_bytes=total.bytes,
-            transfer_seconds=total.transfer,
-        )
+        total = Bucket(0)
+        for bucket in self._buckets:
+            if bucket.number >= oldest:
+                total.add(bucket)
+        traffic = total.sums
+        traffic.seconds = min(WINDOW_SECONDS, now - self._began)
+        for name in _MEANS:
+            setattr(traffic, name, getattr(traffic, name) / max(traffic.answers, 1))
+        for name in _HISTOGRAMS:
+            getattr(traffic, name).CopyFrom(getattr(total, name).spread())
+        return traffic
 
     def series(self) -> list[Bucket]:
-        """Every bucket of the last minutes that is over, the oldest first; those in which
-        nothing happened too."""
+        """All complete buckets of the last minutes, empty ones included, the oldest first."""
         self._fold()
         now = int(self._clock() / BUCKET_SECONDS)
         first = max(now - KEPT_BUCKETS + 1, int(self._began / BUCKET_SECONDS))
@@ -241,13 +222,42 @@ class Trends:
         """Adds the tokens counted since to the last bucket, which is theirs: TokenTimes asks for
         the next bucket before it counts a token there."""
         if self._buckets:
-            tokens, gaps = self._times.take()
-            self._buckets[-1].output_tokens += tokens
+            tokens, gaps = self._times.drain()
+            self._buckets[-1].sums.output_tokens += tokens
             self._buckets[-1].itl.note_bins(gaps)
 
 
-def _total(buckets: Iterable[Bucket]) -> Bucket:
-    total = Bucket(0)
-    for bucket in buckets:
-        total.add(bucket)
-    return total
+class Demand:
+    """The traffic of this router, counted for the planner since the last report. No clock."""
+
+    def __init__(self) -> None:
+        self._counts = pb.RouterReport()
+
+    def arrive(self, answers: int) -> None:
+        """A request has arrived, admitted or not."""
+        self._counts.arrivals += answers
+
+    def prefilled(self, ledger: AnswerLedger, costs: Costs) -> None:
+        """A prompt has been prefilled: its first token is here. Its cost for a prefill worker is
+        estimated; 0 for a local prefill."""
+        counts = self._counts
+        remote = ledger.placement is not None and ledger.placement.prefill
+        missing = ledger.prompt_tokens - ledger.cached_tokens
+        seconds = costs.prefill_seconds(missing, ledger.cached_tokens) if remote else 0.0
+        counts.prompt_seconds.append(seconds)
+        known = ledger.prefill_wait + ledger.prefill_seconds + ledger.lost_before
+        overhead = ledger.first - ledger.arrived - known - ledger.queue_seconds
+        counts.overhead_seconds += max(0.0, overhead)
+
+    def answer(self, ledger: AnswerLedger, page_size: int) -> None:
+        """An answer is complete."""
+        counts = self._counts
+        counts.answers += 1
+        counts.answer_tokens += ledger.tokens
+        pages = (ledger.prompt_tokens + ledger.tokens / 2) / page_size
+        counts.page_tokens += ledger.tokens * pages
+
+    def drain(self) -> pb.RouterReport:
+        """Returns the counts since the last call, in a report to complete."""
+        counts, self._counts = self._counts, pb.RouterReport()
+        return counts

@@ -30,10 +30,9 @@ from baton.core.errors import (
 from baton.core.types import AttemptKey, ChatPrompt, FinishReason, Prompt, Request, Work
 from baton.router.answers.answer import Answer
 from baton.router.answers.answer_events import AnswerEvent, Emit, Started
-from baton.router.observe.demand import Demand
 from baton.router.observe.ledger import AnswerLedger, Ledgers, RequestLedger
 from baton.router.observe.metrics import RouterMetrics
-from baton.router.observe.trends import Trends
+from baton.router.observe.trends import Demand, Trends
 from baton.router.placement.placer import Placer
 from baton.router.prompts.output_grammar import after_reasoning, either, grammar_of
 from baton.router.prompts.text import Text, TokenizedPrompt

@@ -1,0 +1,1 @@
+"""The workers that a router knows: links, health, membership, and the controller."""

@@ -181,24 +181,16 @@ async def report(
                 message = _report(router_id, serving, membership)
                 await stub.Report(message, timeout=REPORT_CALL_SECONDS)
             except grpc.aio.AioRpcError:
-                serving.demand.take()
+                serving.demand.drain()  # what came meanwhile would look like a burst
 
 
 def _report(router_id: str, serving: Serving, membership: Membership) -> pb.RouterReport:
-    counts, costs = serving.demand.take(), serving.placer.costs.costs
+    report, costs = serving.demand.drain(), serving.placer.costs.costs
     prefill, decode = list(membership.usable(Role.PREFILL)), list(membership.usable(Role.DECODE))
-    pending = sum(link.prompts.queued_tokens for link in prefill)
-    return pb.RouterReport(
-        router_id=router_id,
-        arrivals=counts.arrivals,
-        prompt_seconds=counts.prompt_seconds,
-        overhead_seconds=counts.overhead_seconds,
-        answers=counts.answers,
-        answer_tokens=counts.answer_tokens,
-        page_tokens=counts.page_tokens,
-        step_costs=costs.step,
-        queued_seconds=costs.wait_seconds(pending),
-        queued_requests=serving.admission.queued,
-        waiting=sum(link.load.waiting for link in decode),
-        decode_pages=min((link.total_pages for link in decode), default=0),
-    )
+    report.router_id = router_id
+    report.step_costs.extend(costs.step)
+    report.queued_seconds = costs.wait_seconds(sum(link.prompts.queued_tokens for link in prefill))
+    report.queued_requests = serving.admission.queued
+    report.waiting = sum(link.load.waiting for link in decode)
+    report.decode_pages = min((link.total_pages for link in decode), default=0)
+    return report

@@ -1,13 +1,14 @@
-"""What a router counts of what is asked of it."""
+"""The traffic that a router counts for the planner."""
 
 from __future__ import annotations
 
 import pytest
 
-from baton.router.observe.demand import Counts, Demand
 from baton.router.observe.ledger import AnswerLedger
+from baton.router.observe.trends import Demand
 from baton.router.placement.cost_model import Costs
 from baton.router.placement.placement import Placement, Policy
+from baton.v1.cluster_pb2 import RouterReport
 
 COSTS = Costs(prefill=(0.1, 0.01, 0.0, 0.01, 0.0))
 
@@ -28,30 +29,30 @@ def ledger(prefill: str = "prefill-0") -> AnswerLedger:
     )
 
 
-def test_a_prompt_counts_with_what_it_costs_beyond_what_was_cached() -> None:
+def test_a_prompt_counts_with_its_cost_without_cached_tokens() -> None:
     demand = Demand()
     demand.prefilled(ledger(), COSTS)
-    counts = demand.take()
+    counts = demand.drain()
     assert counts.prompt_seconds == [pytest.approx(0.1 + 40 * 0.01)]
     assert counts.overhead_seconds == pytest.approx(1.5 - 0.2 - 0.3 - 0.6)
 
 
-def test_a_prompt_that_a_decode_worker_reads_costs_prefill_nothing() -> None:
+def test_a_local_prefill_costs_prefill_workers_nothing() -> None:
     demand = Demand()
     demand.prefilled(ledger(prefill=""), COSTS)
-    assert demand.take().prompt_seconds == [0.0]
+    assert demand.drain().prompt_seconds == [0.0]
 
 
 def test_an_answer_counts_with_the_pages_that_it_held() -> None:
     demand = Demand()
     demand.answer(ledger(), page_size=16)
-    counts = demand.take()
+    counts = demand.drain()
     assert (counts.answers, counts.answer_tokens) == (1, 8)
     assert counts.page_tokens == pytest.approx(8 * (100 + 4) / 16)
 
 
-def test_what_was_taken_is_forgotten() -> None:
+def test_drained_counts_are_forgotten() -> None:
     demand = Demand()
     demand.arrive(3)
-    assert demand.take().arrivals == 3
-    assert demand.take() == Counts()
+    assert demand.drain().arrivals == 3
+    assert demand.drain() == RouterReport()

@@ -120,10 +120,14 @@ def test_traffic_is_that_of_the_last_minute() -> None:
     trends.first_token(ledger)
     times.add_first(1, now[0])
     times.add(9, 0.1, now[0])
-    told = trends.traffic()
-    assert (told.answers, told.prompt_tokens, told.output_tokens) == (2, 200, 10)
-    assert told.prefill_seconds == pytest.approx(1.5)
-    assert told.itl.p99 == pytest.approx(0.1, rel=0.1)
+    recent = trends.traffic()
+    assert (recent.answers, recent.prompt_tokens, recent.output_tokens) == (
+        2,
+        200,
+        10,
+    )
+    assert recent.prefill_seconds == pytest.approx(1.5)
+    assert recent.itl.p99 == pytest.approx(0.1, rel=0.1)
     now[0] += 30.0
     assert trends.traffic().answers == 1
 
@@ -134,7 +138,7 @@ def test_the_series_has_quiet_times_too_and_no_more_than_is_kept() -> None:
     trends = Trends(times, lambda: now[0])
     times.add_first(1, now[0])
     now[0] += 5 * BUCKET_SECONDS
-    assert [point.output_tokens for point in trends.series()] == [1, 0, 0, 0, 0]
+    assert [point.sums.output_tokens for point in trends.series()] == [1, 0, 0, 0, 0]
     now[0] += 2 * KEPT_BUCKETS * BUCKET_SECONDS
     assert len(trends.series()) == KEPT_BUCKETS - 1
 
@@ -150,7 +154,7 @@ def test_tokens_count_in_the_bucket_in_which_they_came() -> None:
         expected.note(gap, 2)
         now[0] += BUCKET_SECONDS
     points = trends.series()
-    assert [point.output_tokens for point in points] == [2] * len(gaps)
+    assert [point.sums.output_tokens for point in points] == [2] * len(gaps)
     for share in (0.1, 0.5, 0.9):
         assert trends.traffic().itl == expected.spread()
         assert points[2].itl.percentile(share) == pytest.approx(0.0123, rel=0.03)
