@@ -66,9 +66,14 @@ LOGIT_BIAS = Range(-100.0, 100.0)
 
 
 def checked(sampling: Sampling, prefix: str = "") -> Sampling:
-    """Raises InvalidSampling with `prefix` before the field's name. top_p 0 becomes top_k 1."""
+    """Normalized. Raises InvalidSampling with `prefix` before the field's name."""
     for name, bounds in SAMPLING.items():
         bounds.check(name, getattr(sampling, name), prefix + name)
     for token, bias in sampling.logit_bias:
         LOGIT_BIAS.check(f"logit_bias of token {token}", bias, f"{prefix}logit_bias")
+    return normalized(sampling)
+
+
+def normalized(sampling: Sampling) -> Sampling:
+    """top_p 0 becomes top_k 1."""
     return sampling if sampling.top_p else replace(sampling, top_k=1, top_p=1.0)

@@ -49,7 +49,7 @@ from baton.rpc import listen
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 if TYPE_CHECKING:
-    from baton.router.edges.http.server import HttpServer
+    from baton.router.edges.http.http_server import HttpServer
 
 log = logging.getLogger(__name__)
 
@@ -169,22 +169,23 @@ class RouterServer:
         """None when a library for HTTP is not installed."""
         self.http_address = ""
         try:
-            from baton.router.edges.http.endpoint import Door
-            from baton.router.edges.http.server import HttpServer
+            from baton.router.edges.http.app import HttpApp
+            from baton.router.edges.http.endpoint import HttpContext
+            from baton.router.edges.http.http_server import HttpServer
         except ModuleNotFoundError as missing:
             library = str(missing.name).partition(".")[0]
             log.warning("%s is not installed: gRPC is served, HTTP is not", library)
             return None
         limits = self._config.router
-        door = Door(self._serving, model, limits.reader_buffer, self._keys)
-        server = HttpServer(
-            door,
+        context = HttpContext(self._serving, model, limits.reader_buffer, self._keys)
+        app = HttpApp(
+            context,
             self._membership,
             self._overview,
             self._metrics.registry,
             open_metrics=limits.open_metrics,
-            tls=self._config.tls,
         )
+        server = HttpServer(app.app, context.end_calls, self._config.tls)
         self.http_address = server.start(limits.host, limits.http_port)
         return server
 

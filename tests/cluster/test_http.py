@@ -15,8 +15,9 @@ import openai
 import pytest
 from processes import ProcessCluster, scrape
 
+import baton
 from baton.core import metrics
-from baton.router.edges.http.generation import READ, UNSERVED
+from baton.router.edges.http.generation_request import GenerationRequest
 
 MODEL = "SmolLM2-135M-Instruct"
 ANSWER = "The capital of France is Paris."
@@ -230,25 +231,28 @@ def test_tokens_go_there_and_back(http: httpx.Client, idle: ProcessCluster) -> N
 def test_it_tells_of_itself(http: httpx.Client, idle: ProcessCluster) -> None:
     assert http.get("/health").json() == {"status": "ok"}
     assert http.get("/ready").json() == {"status": "ready"}
+    assert http.get("/version").json() == {"version": baton.__version__}
     assert scrape(idle.http).keys() == scrape(idle.metrics).keys()
-    paths = http.get("/openapi.json").json()["paths"]
+    document = http.get("/openapi.json").json()
+    assert document["info"]["version"] == baton.__version__
+    paths = document["paths"]
     assert {"/v1/chat/completions", "/tokenize", "/metrics"} < paths.keys()
 
 
 def test_answers_and_errors_are_as_the_document_says(http: httpx.Client) -> None:
     document = http.get("/openapi.json").json()
     calls = [
-        (http.get("/v1/models"), "Models"),
-        (http.get(f"/v1/models/{MODEL}"), "Model"),
-        (http.get("/ready"), "Status"),
+        (http.get("/v1/models"), "ModelList"),
+        (http.get(f"/v1/models/{MODEL}"), "ModelObject"),
+        (http.get("/ready"), "HealthStatus"),
         (http.post("/tokenize", json={"prompt": "x"}), "TokenizeAnswer"),
         (http.post("/detokenize", json={"tokens": [5]}), "DetokenizeAnswer"),
         (http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2}), "CompletionAnswer"),
-        (http.post("/v1/completions", json={}), "Error"),
-        (http.get("/v1/models/nothing"), "Error"),
-        (http.get("/nowhere"), "Error"),
-        (http.get("/health/"), "Error"),
-        (http.get("/v1/completions"), "Error"),
+        (http.post("/v1/completions", json={}), "ErrorBody"),
+        (http.get("/v1/models/nothing"), "ErrorBody"),
+        (http.get("/nowhere"), "ErrorBody"),
+        (http.get("/health/"), "ErrorBody"),
+        (http.get("/v1/completions"), "ErrorBody"),
     ]
     for response, name in calls:
         schema = {**document, "$ref": f"#/components/schemas/{name}"}
@@ -299,8 +303,18 @@ def test_a_body_without_a_length_is_bounded_too(http: httpx.Client) -> None:
 
 VALUES: list[object] = [None, True, -1, 0, 3, 1.5, -1e300, "", "x", "\u0000", "9" * 400]
 VALUES += [[], [[]], {}, {"a": []}, [1, "x"]]
-NAMES = [field.name for field in (*READ, *UNSERVED)] + ["messages", "prompt", "tokens"]
-NAMES += ["tools", "tool_choice", "response_format", "logprobs", "top_logprobs", "echo"]
+NAMES = [*GenerationRequest.model_fields, *GenerationRequest.unserved]
+NAMES += [
+    "messages",
+    "prompt",
+    "tokens",
+    "tools",
+    "tool_choice",
+    "response_format",
+    "logprobs",
+    "top_logprobs",
+    "echo",
+]
 PATHS = ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize", "/v1/embeddings"]
 
 

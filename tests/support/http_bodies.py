@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+from baton.core.proto_json import Json
 from baton.core.types import Request
-from baton.router.edges.http.chat import ChatApi
-from baton.router.edges.http.completions import CompletionsApi
-from baton.router.edges.http.fields import Json
-from baton.router.edges.http.generation import Asked
+from baton.router.edges.http.generation_request import ParsedCall
+from baton.router.edges.http.openai_answers import ChatApi, CompletionsApi
 
 HELLO: Json = {"messages": [{"role": "user", "content": "Hello"}]}
 
 
-def chat(**fields: object) -> Asked:
-    return ChatApi().read({**HELLO, **fields}, "id")
+def chat(**fields: object) -> ParsedCall:
+    return ChatApi().parse({**HELLO, **fields}, "id", str)
 
 
-def completion(**fields: object) -> Asked:
-    return CompletionsApi().read({"prompt": "Hello", **fields}, "id")
+def completion(**fields: object) -> ParsedCall:
+    return CompletionsApi().parse({"prompt": "Hello", **fields}, "id", str)
 
 
-def request(asked: Asked) -> Request:
-    (only,) = asked.requests
+def request(call: ParsedCall) -> Request:
+    (only,) = call.requests
     return only

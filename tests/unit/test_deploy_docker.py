@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from baton.core.config import RouterConfig
-from baton.router.edges.http.lock import OPEN
+from baton.router.edges.http.app import OPEN_PATHS
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -84,7 +84,7 @@ def test_its_health_check_asks_what_a_router_answers(instructions: list[tuple[st
     (check,) = of(instructions, "HEALTHCHECK")
     found = re.findall(r"https?://127\.0\.0\.1:(\d+)(/\w+)", check)
     assert set(found) == {(str(RouterConfig().http_port), "/health")}
-    assert "/health" in OPEN
+    assert "/health" in OPEN_PATHS
 
 
 def test_it_exposes_the_ports_of_a_router(instructions: list[tuple[str, str]]) -> None:

@@ -20,7 +20,7 @@ from baton.cli.app import app
 from baton.core import config as configs
 from baton.core import tls
 from baton.core.config import Config
-from baton.router.edges.http.lock import OPEN
+from baton.router.edges.http.app import OPEN_PATHS
 from baton.router.server import GRACE_SECONDS
 
 ROOT = Path(__file__).parents[2]
@@ -133,7 +133,7 @@ def test_its_probes_ask_what_a_router_answers(overlay: list[Manifest], tmp_path:
             # The kubelet speaks no TLS over gRPC.
             assert (probe["grpc"], scheme) == ({"port": config.router.port}, "HTTP")
             continue
-        assert probe["httpGet"]["path"] in OPEN
+        assert probe["httpGet"]["path"] in OPEN_PATHS
         assert probe["httpGet"]["port"] == "http"
         assert probe["httpGet"].get("scheme", "HTTP") == scheme
     assert router["livenessProbe"]["httpGet"]["path"] == "/health"

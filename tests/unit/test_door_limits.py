@@ -13,7 +13,7 @@ from front_door import front_door
 
 from baton import AsyncClient, Exhausted, InvalidRequest, PromptTooLong
 from baton.core.bounds import MAX_REQUEST_BYTES
-from baton.router.edges.http import connection
+from baton.router.edges.http import http_server
 from baton.router.edges.http.body import MAX_VALUES
 from baton.router.server import RouterServer
 
@@ -88,7 +88,7 @@ HEAD = b"GET /health HTTP/1.1\r\nhost: x\r\n"
 async def test_a_head_that_does_not_end_is_not_waited_for(
     door: RouterServer, monkeypatch: pytest.MonkeyPatch, head: bytes
 ) -> None:
-    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(http_server, "HEAD_SECONDS", 0.3)
     await until_closed(door, head)
     await until_closed(door, head, *[b"a"] * 1000)
 
@@ -96,13 +96,13 @@ async def test_a_head_that_does_not_end_is_not_waited_for(
 async def test_a_second_head_has_a_bound_too(
     door: RouterServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(http_server, "HEAD_SECONDS", 0.3)
     await until_closed(door, HEAD + b"\r\n", *[b"G"] * 1000)
 
 
 async def test_connections_beyond_the_limit_are_closed(
     door: RouterServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "MAX_CONNECTIONS", 0)
+    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 0)
     with pytest.raises(httpx.TransportError):
         await post(door, b"{}")

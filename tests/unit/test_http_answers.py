@@ -1,4 +1,4 @@
-"""Events as they are told over HTTP, and errors."""
+"""Answers and errors as HTTP returns them."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from baton.core.errors import (
     UnknownModel,
     WorkerLost,
 )
+from baton.core.proto_json import Json
 from baton.core.types import FinishReason
 from baton.router.answers.answer_events import (
     AnswerDelta,
@@ -32,11 +33,9 @@ from baton.router.answers.answer_events import (
     TokenScore,
     ToolCallDelta,
 )
-from baton.router.edges.http.answers import Api, Telling
-from baton.router.edges.http.chat import ChatApi
-from baton.router.edges.http.completions import CompletionsApi
-from baton.router.edges.http.errors import problem
-from baton.router.edges.http.fields import Json
+from baton.router.edges.http.answer_renderer import AnswerRenderer
+from baton.router.edges.http.http_errors import error_response
+from baton.router.edges.http.openai_answers import ChatApi, CompletionsApi, OpenAiApi
 from baton.router.edges.http.openapi import document
 
 SECRET = "/home/someone 10.0.0.7:5100"
@@ -61,22 +60,24 @@ EVENTS: list[AnswerEvent] = [
 ]
 
 
-def telling(api: Api, **fields: object) -> Telling:
+def renderer_of(api: OpenAiApi, **fields: object) -> AnswerRenderer:
     body: Json = {"prompt": "p", "messages": [{"role": "user", "content": "p"}], "n": 2, **fields}
-    return Telling(api, api.read(body, "id"), "tiny", ["p" if fields.get("echo") else ""])
+    return AnswerRenderer(
+        api, api.parse(body, "id", str), "tiny", ["p" if fields.get("echo") else ""]
+    )
 
 
-def whole(api: Api, **fields: object) -> Json:
-    told = telling(api, **fields)
+def whole(api: OpenAiApi, **fields: object) -> Json:
+    renderer = renderer_of(api, **fields)
     for event in EVENTS:
-        told.note(event)
-    answer: Json = json.loads(told.whole())
+        renderer.collect(event)
+    answer: Json = json.loads(renderer.whole())
     return answer
 
 
-def chunks(api: Api, **fields: object) -> list[Json]:
-    told = telling(api, stream=True, **fields)
-    sent = b"".join(told.chunk(event) for event in EVENTS) + told.ending()
+def chunks(api: OpenAiApi, **fields: object) -> list[Json]:
+    renderer = renderer_of(api, stream=True, **fields)
+    sent = b"".join(renderer.chunk(event) for event in EVENTS) + renderer.ending()
     *events, done, rest = sent.decode().split("\n\n")
     assert (done, rest) == ("data: [DONE]", "")
     return [json.loads(event.removeprefix("data: ")) for event in events]
@@ -87,7 +88,7 @@ def check(content: object, name: str) -> None:
     jsonschema.validate(content, {**document(), "$ref": f"#/components/schemas/{name}"})
 
 
-def test_a_chat_is_told_whole() -> None:
+def test_a_chat_is_rendered_whole() -> None:
     answer = whole(ChatApi())
     check(answer, "ChatAnswer")
     assert answer["choices"] == [
@@ -107,12 +108,12 @@ def test_a_chat_is_told_whole() -> None:
     }
 
 
-def test_a_chat_is_told_in_chunks() -> None:
-    told = chunks(ChatApi())
-    for chunk in told:
+def test_a_chat_is_rendered_in_chunks() -> None:
+    rendered = chunks(ChatApi())
+    for chunk in rendered:
         check(chunk, "ChatChunk")
         assert "usage" not in chunk
-    choices = [chunk["choices"][0] for chunk in told]  # type: ignore[index]
+    choices = [chunk["choices"][0] for chunk in rendered]  # type: ignore[index]
     assert [(item["index"], item["delta"], item["finish_reason"]) for item in choices] == [
         (0, {"role": "assistant", "content": "a"}, None),
         (1, {"role": "assistant", "content": "x"}, None),
@@ -130,7 +131,7 @@ def test_usage_comes_in_a_last_chunk_of_its_own() -> None:
     check(last, "ChatChunk")
 
 
-def test_a_completion_is_told_whole_and_in_chunks() -> None:
+def test_a_completion_is_rendered_whole_and_in_chunks() -> None:
     answer = whole(CompletionsApi())
     check(answer, "CompletionAnswer")
     assert [item["text"] for item in answer["choices"]] == ["ab", "x"]  # type: ignore[attr-defined]
@@ -160,17 +161,17 @@ SCORED = [
 ]
 
 
-def test_a_chat_tells_how_likely_its_tokens_were() -> None:
-    told = telling(ChatApi(), n=1, logprobs=True, top_logprobs=2)
+def test_a_chat_returns_logprobs() -> None:
+    renderer = renderer_of(ChatApi(), n=1, logprobs=True, top_logprobs=2)
     for event in SCORED:
-        told.note(event)
-    answer = json.loads(told.whole())
+        renderer.collect(event)
+    answer = json.loads(renderer.whole())
     check(answer, "ChatAnswer")
     first, second = answer["choices"][0]["logprobs"]["content"]
     assert (first["token"], first["logprob"], first["bytes"]) == ("a", -0.5, [97])
     assert first["top_logprobs"][1] == {"token": "\ufffd", "logprob": -3.0, "bytes": [0xC3]}
     assert (second["token"], [item["token"] for item in second["top_logprobs"]]) == ("bc", ["d"])
-    streamed = telling(ChatApi(), n=1, stream=True, logprobs=True, top_logprobs=2)
+    streamed = renderer_of(ChatApi(), n=1, stream=True, logprobs=True, top_logprobs=2)
     chunks = [json.loads(streamed.chunk(event)[len("data: ") :]) for event in SCORED]
     for chunk in chunks:
         check(chunk, "ChatChunk")
@@ -179,11 +180,11 @@ def test_a_chat_tells_how_likely_its_tokens_were() -> None:
     assert [len(item["content"]) if item else None for item in contents] == [1, 1, None]
 
 
-def test_a_completion_tells_how_likely_its_tokens_were() -> None:
-    told = telling(CompletionsApi(), n=1, logprobs=2)
+def test_a_completion_returns_logprobs() -> None:
+    renderer = renderer_of(CompletionsApi(), n=1, logprobs=2)
     for event in SCORED:
-        told.note(event)
-    answer = json.loads(told.whole())
+        renderer.collect(event)
+    answer = json.loads(renderer.whole())
     check(answer, "CompletionAnswer")
     assert answer["choices"][0]["logprobs"] == {
         "tokens": ["a", "bc"],
@@ -191,7 +192,7 @@ def test_a_completion_tells_how_likely_its_tokens_were() -> None:
         "top_logprobs": [{"a": -0.5, "\ufffd": -3.0}, {"d": -0.25, "bc": -4.0}],
         "text_offset": [0, 1],
     }
-    streamed = telling(CompletionsApi(), n=1, stream=True, logprobs=2)
+    streamed = renderer_of(CompletionsApi(), n=1, stream=True, logprobs=2)
     chunks = [json.loads(streamed.chunk(event)[len("data: ") :]) for event in SCORED[:2]]
     assert [chunk["choices"][0]["logprobs"]["text_offset"] for chunk in chunks] == [[0], [1]]
 
@@ -222,11 +223,11 @@ CALLED = [
 ]
 
 
-def test_thoughts_and_calls_are_told_whole() -> None:
-    told = telling(ChatApi(), n=1)
+def test_reasoning_and_tool_calls_are_rendered_whole() -> None:
+    renderer = renderer_of(ChatApi(), n=1)
     for event in CALLED:
-        told.note(event)
-    answer = json.loads(told.whole())
+        renderer.collect(event)
+    answer = json.loads(renderer.whole())
     check(answer, "ChatAnswer")
     (choice,) = answer["choices"]
     assert choice["finish_reason"] == "tool_calls"
@@ -242,9 +243,9 @@ def test_thoughts_and_calls_are_told_whole() -> None:
     }
 
 
-def test_thoughts_and_calls_are_told_in_chunks() -> None:
-    told = telling(ChatApi(), n=1, stream=True)
-    chunks = [json.loads(told.chunk(event)[len("data: ") :]) for event in CALLED]
+def test_reasoning_and_tool_calls_are_rendered_in_chunks() -> None:
+    renderer = renderer_of(ChatApi(), n=1, stream=True)
+    chunks = [json.loads(renderer.chunk(event)[len("data: ") :]) for event in CALLED]
     for chunk in chunks:
         check(chunk, "ChatChunk")
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
@@ -263,8 +264,8 @@ def test_thoughts_and_calls_are_told_in_chunks() -> None:
 
 
 def test_an_answer_without_text_has_a_role_all_the_same() -> None:
-    told = telling(ChatApi(), stream=True, n=1)
-    chunk = json.loads(told.chunk(finished(0, 1)).decode().removeprefix("data: "))
+    renderer = renderer_of(ChatApi(), stream=True, n=1)
+    chunk = json.loads(renderer.chunk(finished(0, 1)).decode().removeprefix("data: "))
     assert chunk["choices"][0]["delta"] == {"role": "assistant", "content": ""}
 
 
@@ -281,13 +282,11 @@ def test_an_answer_without_text_has_a_role_all_the_same() -> None:
         (DeadlineExceeded("m", field="n"), 504, "server_error", "deadline_exceeded"),
     ],
 )
-def test_an_error_is_told_as_the_api_tells_it(
-    error: BatonError, status: int, kind: str, code: str
-) -> None:
-    told = problem(error, "id")
-    check(told.body, "Error")
-    assert told.status == status
-    assert told.body == {"error": {"message": "m", "type": kind, "param": "n", "code": code}}
+def test_an_error_has_the_apis_shape(error: BatonError, status: int, kind: str, code: str) -> None:
+    response = error_response(error, "id")
+    check(response.body, "ErrorBody")
+    assert response.status == status
+    assert response.body == {"error": {"message": "m", "type": kind, "param": "n", "code": code}}
 
 
 @pytest.mark.parametrize(
@@ -300,20 +299,20 @@ def test_an_error_is_told_as_the_api_tells_it(
         RuntimeError(SECRET),
     ],
 )
-def test_what_is_inside_stays_inside(error: Exception) -> None:
-    told = problem(error, "id")
-    assert told.status in (500, 503)
-    assert not set(SECRET.split()) & set(json.dumps(told.body).split())
-    assert b"home" not in json.dumps(told.body).encode()
+def test_internal_details_are_not_returned(error: Exception) -> None:
+    response = error_response(error, "id")
+    assert response.status in (500, 503)
+    assert not set(SECRET.split()) & set(json.dumps(response.body).split())
+    assert b"home" not in json.dumps(response.body).encode()
 
 
-def test_the_prompt_has_each_endpoints_own_name() -> None:
+def test_param_names_the_prompt_as_the_endpoint_does() -> None:
     error = InvalidRequest("the prompt is empty", field="prompt")
-    assert problem(error, "id", "messages").body["error"]["param"] == "messages"  # type: ignore[index]
+    assert error_response(error, "id", "messages").body["error"]["param"] == "messages"  # type: ignore[index]
 
 
-def test_whoever_is_to_wait_is_told_how_long_in_whole_seconds() -> None:
-    assert problem(Exhausted("m", retry_after=1.2), "id").headers == {"retry-after": "2"}
+def test_retry_after_is_in_whole_seconds() -> None:
+    assert error_response(Exhausted("m", retry_after=1.2), "id").headers == {"retry-after": "2"}
 
 
 def scored(text: str, logprob: float | None) -> ScoredToken:
@@ -340,16 +339,16 @@ ECHOED: list[AnswerEvent] = [
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_echo_has_the_prompts_probabilities_before_the_answers(stream: bool) -> None:
+def test_an_echo_has_the_prompts_logprobs_before_the_answers(stream: bool) -> None:
     fields = {"n": 1, "echo": True, "logprobs": 1, "prompt_logprobs": 1, "stream": stream}
-    told = telling(CompletionsApi(), **fields)
+    renderer = renderer_of(CompletionsApi(), **fields)
     if stream:
-        sent = [told.chunk(event) for event in ECHOED]
+        sent = [renderer.chunk(event) for event in ECHOED]
         answers = [json.loads(each.removeprefix(b"data: ")) for each in sent if each]
     else:
         for event in ECHOED:
-            told.note(event)
-        answers = [json.loads(told.whole())]
+            renderer.collect(event)
+        answers = [json.loads(renderer.whole())]
     for answer in answers:
         check(answer, "CompletionAnswer")
     choices = [answer["choices"][0] for answer in answers]

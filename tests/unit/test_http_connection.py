@@ -5,7 +5,7 @@ from __future__ import annotations
 import h11
 import pytest
 
-from baton.router.edges.http.connection import ChunkingConnection
+from baton.router.edges.http.http_server import ChunkingConnection
 
 CONTENT = [b"data: a\n\n", b"", b"x" * 300]
 LENGTH = [(b"content-length", str(sum(map(len, CONTENT))).encode())]

@@ -11,6 +11,7 @@ from http_bodies import HELLO, chat, completion, request
 from jsonschema import Draft202012Validator
 
 from baton.core.errors import BatonError, InvalidRequest, InvalidSampling, NotServed
+from baton.core.proto_json import Json
 from baton.core.types import (
     ChatPrompt,
     Message,
@@ -18,16 +19,15 @@ from baton.core.types import (
     Sampling,
     Structure,
 )
-from baton.router.edges.http.fields import Json
-from baton.router.edges.http.generation import Asked
+from baton.router.edges.http.generation_request import ParsedCall
 from baton.router.edges.http.openapi import document
 from baton.router.prompts.output_grammar import ANY_OBJECT
 
 
 def test_what_is_not_set_is_as_the_api_says() -> None:
-    asked = chat()
-    assert (asked.stream, asked.include_usage, asked.echo, asked.n) == (False, False, False, 1)
-    plain = request(asked)
+    call = chat()
+    assert (call.stream, call.include_usage, call.echo, call.n) == (False, False, False, 1)
+    plain = request(call)
     assert plain == Request("id", ChatPrompt((Message("user", "Hello"),)), plain.sampling, None)
     assert plain.sampling == Sampling(temperature=1.0, seed=plain.sampling.seed)
     assert request(completion()).max_tokens == 16
@@ -40,8 +40,8 @@ def test_null_is_as_if_it_were_not_set() -> None:
 
 
 def test_a_seed_is_drawn_anew_for_every_prompt() -> None:
-    asked = completion(prompt=["same", "same"])
-    first, second = (request.sampling.seed for request in asked.requests)
+    call = completion(prompt=["same", "same"])
+    first, second = (request.sampling.seed for request in call.requests)
     assert first != second
 
 
@@ -157,7 +157,7 @@ WRONG: list[tuple[Json, str, type[BatonError]]] = [
 @pytest.mark.parametrize(("given", "field", "error"), WRONG)
 @pytest.mark.parametrize("read", [chat, completion])
 def test_a_wrong_field_is_refused_by_name(
-    read: type[Asked], given: Json, field: str, error: type[BatonError]
+    read: type[ParsedCall], given: Json, field: str, error: type[BatonError]
 ) -> None:
     with pytest.raises(error) as refused:
         read(**given)  # type: ignore[arg-type]
@@ -272,6 +272,6 @@ def test_a_structure_that_is_none_or_two_is_refused(given: Json) -> None:
     assert refused.value.field.startswith("response_format")
 
 
-def test_usage_is_asked_for_with_the_stream() -> None:
+def test_usage_is_call_for_with_the_stream() -> None:
     assert chat(stream=True, stream_options={"include_usage": True}).include_usage
     assert not chat(stream=True, stream_options={}).include_usage

@@ -6,6 +6,7 @@ import pytest
 from http_bodies import HELLO, chat, completion, request
 
 from baton.core.errors import InvalidRequest
+from baton.core.proto_json import Json
 from baton.core.types import (
     ChatPrompt,
     Message,
@@ -15,8 +16,7 @@ from baton.core.types import (
     Tool,
     ToolCall,
 )
-from baton.router.edges.http.fields import Json
-from baton.router.edges.http.tokens import read_prompt
+from baton.router.edges.http.chat_request import TokenizeRequest
 
 
 @pytest.mark.parametrize(
@@ -91,11 +91,15 @@ def test_prompts_times_answers_are_bounded() -> None:
 
 
 def test_what_is_tokenized_is_a_chat_or_a_text() -> None:
-    assert read_prompt(HELLO) == ChatPrompt((Message("user", "Hello"),))
-    assert read_prompt({"prompt": "Hello"}) == TextPrompt("Hello")
+    assert tokenized(HELLO) == ChatPrompt((Message("user", "Hello"),))
+    assert tokenized({"prompt": "Hello"}) == TextPrompt("Hello")
     for wrong in ({}, {"prompt": [1]}, {"prompt": "x", "add_special_tokens": False}):
         with pytest.raises(InvalidRequest):
-            read_prompt(wrong)
+            tokenized(wrong)
+
+
+def tokenized(body: Json) -> Prompt:
+    return TokenizeRequest.parse(body).to_prompt()
 
 
 WEATHER: Json = {
@@ -170,6 +174,6 @@ def test_calls_and_their_results_are_messages() -> None:
 
 
 def test_tools_count_when_a_chat_is_tokenized() -> None:
-    prompt = read_prompt({**HELLO, "tools": [WEATHER]})
+    prompt = tokenized({**HELLO, "tools": [WEATHER]})
     assert isinstance(prompt, ChatPrompt)
     assert prompt.tools == (TOOL,)

@@ -20,15 +20,17 @@ import pytest
 from prometheus_client import CollectorRegistry
 from waiting import until
 
+import baton
 from baton.core.api_keys import make_key, write_keys
 from baton.core.config import Config, TlsConfig
 from baton.core.errors import Exhausted, Internal, SlowReader, Unavailable
 from baton.core.types import FinishReason, Request
 from baton.router.answers.answer_events import AnswerDelta, AnswerEvent, Emit, Finished, Started
+from baton.router.edges import http as http_edge
 from baton.router.edges.auth import KeyRing
-from baton.router.edges.http import static
-from baton.router.edges.http.endpoint import Door
-from baton.router.edges.http.server import HttpServer
+from baton.router.edges.http.app import HttpApp
+from baton.router.edges.http.endpoint import HttpContext
+from baton.router.edges.http.http_server import HttpServer
 from baton.router.observe.ledger import Ledgers, RequestLedger
 from baton.router.observe.overview import Overview
 from baton.router.requests.serving import Serving
@@ -81,12 +83,11 @@ async def served(
     serving: ScriptedServing, reader_buffer: int = 100, keys: str = ""
 ) -> AsyncIterator[str]:
     """The address of a server in front of `serving`, which asks for the keys in a file."""
-    door = Door(cast(Serving, serving), "tiny", reader_buffer, KeyRing(keys))
+    context = HttpContext(cast(Serving, serving), "tiny", reader_buffer, KeyRing(keys))
     membership = SimpleNamespace(context_length=lambda: 64)
     overview = cast(Overview, SimpleNamespace())
-    server = HttpServer(
-        door, cast(Membership, membership), overview, CollectorRegistry(), tls=TlsConfig()
-    )
+    app = HttpApp(context, cast(Membership, membership), overview, CollectorRegistry())
+    server = HttpServer(app.app, context.end_calls, TlsConfig())
     address = server.start("127.0.0.1", 0)
     try:
         yield address
@@ -144,7 +145,7 @@ async def test_the_page_may_load_nothing_from_elsewhere_and_all_it_names_is_ther
 
 
 def test_every_file_that_a_script_of_the_page_imports_is_installed() -> None:
-    folder = Path(static.__file__).with_name("page")
+    folder = Path(http_edge.__file__).with_name("page")
     for script in folder.glob("*.js"):
         for name in re.findall(r'from "\./([^"]+)"', script.read_text()):
             assert (folder / name).is_file()
@@ -160,6 +161,14 @@ async def test_the_page_opens_without_a_key_and_what_it_reads_does_not(tmp_path:
             (await client.get(path)).status_code for path in ("/", "/page/main.js", "/v1/cluster")
         ]
     assert statuses == [200, 200, 401]
+
+
+async def test_the_version_is_that_of_the_package() -> None:
+    async with client_of(ScriptedServing()) as client:
+        version = (await client.get("/version")).json()
+        document = (await client.get("/openapi.json")).json()
+    assert version == {"version": baton.__version__}
+    assert document["info"]["version"] == baton.__version__
 
 
 async def test_an_error_in_a_stream_is_an_event_that_ends_it() -> None:

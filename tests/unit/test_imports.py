@@ -45,7 +45,8 @@ def imports_of(path: Path) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            yield node.module
+            version = node.module == "baton" and node.names[0].name == "__version__"
+            yield "" if version else node.module  # every package may import the version
 
 
 def sources(package: str) -> list[Path]:

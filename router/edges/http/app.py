@@ -1,11 +1,15 @@
-"""All routes of the HTTP front door, and the endpoints that generate nothing."""
+"""Routes of the HTTP edge, API keys in front of them, the page, and the endpoints that generate
+nothing."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
+from importlib import resources
 
+from google.protobuf.message import Message
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -13,25 +17,74 @@ from starlette.middleware import Middleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from baton.core.errors import NotServed, TokenOutOfRange, Unavailable, UnknownModel
+from baton import __version__
+from baton.core.errors import (
+    InvalidRequest,
+    NotServed,
+    PermissionDenied,
+    TokenOutOfRange,
+    Unauthenticated,
+    Unavailable,
+    UnknownModel,
+)
+from baton.core.proto_json import Json, to_json
 from baton.core.types import Prompt
-from baton.router.edges.http.answers import encode
-from baton.router.edges.http.body import read_body
-from baton.router.edges.http.chat import ChatApi
-from baton.router.edges.http.completions import CompletionsApi
-from baton.router.edges.http.endpoint import Door, GenerationEndpoint, request_id_of
-from baton.router.edges.http.errors import problem
-from baton.router.edges.http.fields import Json
-from baton.router.edges.http.lock import OPEN, KeyLock
+from baton.router.edges.auth import KeyRing
+from baton.router.edges.http.answer_renderer import encode
+from baton.router.edges.http.body import parse_body
+from baton.router.edges.http.chat_request import DetokenizeRequest, TokenizeRequest
+from baton.router.edges.http.endpoint import GenerationEndpoint, HttpContext, request_id_of
+from baton.router.edges.http.http_errors import error_response
+from baton.router.edges.http.openai_answers import ChatApi, CompletionsApi
 from baton.router.edges.http.openapi import document
-from baton.router.edges.http.overview import OverviewApi
-from baton.router.edges.http.static import Page
-from baton.router.edges.http.tokens import KEEP_SPECIAL, TOKENS, read_prompt
-from baton.router.observe.overview import Overview
+from baton.router.edges.http.request_model import shown
+from baton.router.observe.ledger import KEPT_REQUESTS
+from baton.router.observe.overview import RECENT_REQUESTS, Overview
 from baton.router.workers.membership import Membership
 
+OPEN_PATHS = ("/health", "/ready")
+"""Need no API key, like the page, which asks for one where the router does."""
+
+_ADMIN_PATHS = ("/v1/requests",)
+_PAGE_TYPES = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
+# Nothing from other hosts, nothing inline, and no frame around it.
+_PAGE_HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self';"
+    " img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none';"
+    " frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cache-control": "no-cache",
+}
+
 Endpoint = Callable[[HttpRequest], Awaitable[Response]]
+
+
+class ApiKeyMiddleware:
+    def __init__(self, app: ASGIApp, keys: KeyRing, open_paths: Collection[str]) -> None:
+        self._app = app
+        self._keys = keys
+        self._open = open_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in self._open:
+            http = HttpRequest(scope)
+            try:
+                caller = self._keys.caller(http.headers.get("authorization", ""))
+                if scope["path"] in _ADMIN_PATHS and not caller.admin:
+                    raise PermissionDenied("this needs an admin's API key")
+            except (Unauthenticated, PermissionDenied) as error:
+                await (await _refuse(http, error))(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
 
 def answered(endpoint: Endpoint, prompt_field: str = "prompt") -> Endpoint:
@@ -42,7 +95,7 @@ def answered(endpoint: Endpoint, prompt_field: str = "prompt") -> Endpoint:
         try:
             response = await endpoint(http)
         except Exception as error:  # noqa: BLE001 the edge of the process
-            return problem(error, request_id, prompt_field).response(request_id)
+            return error_response(error, request_id, prompt_field).response(request_id)
         response.headers["x-request-id"] = request_id
         return response
 
@@ -54,103 +107,122 @@ class HttpApp:
 
     def __init__(
         self,
-        door: Door,
+        context: HttpContext,
         membership: Membership,
         overview: Overview,
         registry: CollectorRegistry,
         *,
         open_metrics: bool = False,
     ) -> None:
-        self._door = door
-        self._overview = OverviewApi(overview, door.keys)
+        self._context = context
+        self._overview = overview
         self._membership = membership
         self._registry = registry
         self._created = int(time.time())
         self._document = encode(document())
-        self._page = Page()
-        open_paths = (*OPEN, *self._page.paths, *(("/metrics",) if open_metrics else ()))
+        page = _page_routes()
+        open_paths = [*OPEN_PATHS, *(route.path for route in page)]
+        if open_metrics:
+            open_paths.append("/metrics")
         self.app = Starlette(
-            routes=self._routes(),
-            middleware=[Middleware(KeyLock, keys=door.keys, open_paths=open_paths)],
-            exception_handlers={HTTPException: _refused},
+            routes=[*self._routes(), *page],
+            middleware=[Middleware(ApiKeyMiddleware, keys=context.keys, open_paths=open_paths)],
+            exception_handlers={HTTPException: _refuse},
         )
-        # A redirect would name this host as the caller called it.
+        # A redirect would contain the host name that the caller used.
         self.app.router.redirect_slashes = False
 
     def _routes(self) -> list[Route]:
-        chat = GenerationEndpoint(ChatApi(), self._door)
-        completions = GenerationEndpoint(CompletionsApi(), self._door)
-        overview = self._overview
+        chat = GenerationEndpoint(ChatApi(), self._context)
+        completions = GenerationEndpoint(CompletionsApi(), self._context)
         return [
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/embeddings", answered(_embeddings), methods=["POST"]),
             Route("/v1/models", answered(self._models)),
             Route("/v1/models/{name:path}", answered(self._model, "model")),
-            Route("/v1/cluster", answered(overview.cluster)),
-            Route("/v1/diagnosis", answered(overview.diagnosis)),
-            Route("/v1/trends", answered(overview.trends)),
-            Route("/v1/requests", answered(overview.recent)),
-            Route("/v1/requests/{request_id:path}/timing", answered(overview.timing)),
+            Route("/v1/cluster", answered(self._cluster)),
+            Route("/v1/diagnosis", answered(self._diagnosis)),
+            Route("/v1/trends", answered(self._trends)),
+            Route("/v1/requests", answered(self._recent)),
+            Route("/v1/requests/{request_id:path}/timing", answered(self._timing)),
             Route("/tokenize", answered(self._tokenize), methods=["POST"]),
             Route("/detokenize", answered(self._detokenize, "tokens"), methods=["POST"]),
             Route("/health", answered(_health)),
             Route("/ready", answered(self._ready)),
+            Route("/version", answered(_version)),
             Route("/metrics", answered(self._metrics)),
             Route("/openapi.json", answered(self._openapi)),
-            *self._page.routes,
         ]
 
     async def _models(self, http: HttpRequest) -> Response:
-        return _json({"object": "list", "data": [self._described()]})
+        return _json({"object": "list", "data": [self._model_object()]})
 
     async def _model(self, http: HttpRequest) -> Response:
         name = http.path_params["name"]
-        if name != self._door.model:
+        if name != self._context.model:
             raise UnknownModel(f"there is no model {name!r} here", field="model")
-        return _json(self._described())
+        return _json(self._model_object())
 
-    def _described(self) -> Json:
+    def _model_object(self) -> Json:
         return {
-            "id": self._door.model,
+            "id": self._context.model,
             "object": "model",
             "created": self._created,
             "owned_by": "baton",
             "max_model_len": self._membership.context_length(),
         }
 
+    async def _cluster(self, http: HttpRequest) -> Response:
+        return _message(self._overview.public_status())
+
+    async def _diagnosis(self, http: HttpRequest) -> Response:
+        return _message(self._overview.diagnosis())
+
+    async def _trends(self, http: HttpRequest) -> Response:
+        return _message(self._overview.trends())
+
+    async def _recent(self, http: HttpRequest) -> Response:
+        found = self._overview.recent(_limit(http.query_params.get("limit")))
+        return _json({"object": "list", "data": [to_json(timing) for timing in found]})
+
+    async def _timing(self, http: HttpRequest) -> Response:
+        caller = self._context.keys.caller(http.headers.get("authorization", ""))
+        return _message(self._overview.timing(http.path_params["request_id"], caller))
+
     async def _tokenize(self, http: HttpRequest) -> Response:
-        prompt = await read_body(http, self._read_prompt)
-        tokens, rendered = await self._door.serving.tokenize(prompt)
-        told: Json = {
+        prompt = await parse_body(http, self._parse_tokenize)
+        tokens, rendered = await self._context.serving.tokenize(prompt)
+        answer: Json = {
             "tokens": tokens,
             "count": len(tokens),
             "max_model_len": self._membership.context_length(),
         }
-        return _json({**told, "rendered": rendered} if rendered else told)
+        return _json({**answer, "rendered": rendered} if rendered else answer)
 
-    def _read_prompt(self, body: Json) -> Prompt:
-        self._door.check_model(body)
-        return read_prompt(body)
+    def _parse_tokenize(self, body: Json) -> Prompt:
+        self._context.check_model(body)
+        return TokenizeRequest.parse(body).to_prompt()
 
     async def _detokenize(self, http: HttpRequest) -> Response:
-        tokens, keep_special = await read_body(http, self._read_tokens)
-        return _json({"prompt": await self._door.serving.decode(tokens, keep_special)})
+        request = await parse_body(http, self._parse_detokenize)
+        text = await self._context.serving.decode(list(request.tokens), request.keep_special_tokens)
+        return _json({"prompt": text})
 
-    def _read_tokens(self, body: Json) -> tuple[list[int], bool]:
-        self._door.check_model(body)
-        tokens = list(TOKENS.of(body))
-        size = self._door.serving.text.vocabulary_size
-        if tokens and max(tokens) >= size:
+    def _parse_detokenize(self, body: Json) -> DetokenizeRequest:
+        self._context.check_model(body)
+        request = DetokenizeRequest.parse(body)
+        size = self._context.serving.text.vocabulary_size
+        if (last := max(request.tokens, default=0)) >= size:
             raise TokenOutOfRange(
-                f"token id {max(tokens)} is outside the vocabulary of {size}", field="tokens"
+                f"token id {last} is outside the vocabulary of {size}", field="tokens"
             )
-        return tokens, KEEP_SPECIAL.of(body)
+        return request
 
     async def _ready(self, http: HttpRequest) -> Response:
-        if self._door.serving.draining:
+        if self._context.serving.draining:
             raise Unavailable("this router is about to stop and takes no new requests")
-        if not self._door.serving.placer.can_place:
+        if not self._context.serving.placer.can_place:
             raise Unavailable("no workers are ready")
         return _json({"status": "ready"})
 
@@ -166,15 +238,55 @@ async def _health(http: HttpRequest) -> Response:
     return _json({"status": "ok"})
 
 
+async def _version(http: HttpRequest) -> Response:
+    return _json({"version": __version__})
+
+
 async def _embeddings(http: HttpRequest) -> Response:
     raise NotServed("embeddings are not served here; this cluster generates text")
 
 
-async def _refused(http: HttpRequest, error: Exception) -> Response:
-    """No such path, or not with this method."""
+async def _refuse(http: HttpRequest, error: Exception) -> Response:
+    """Also where there is no such path, or not with this method."""
     request_id = request_id_of(http)
-    return problem(error, request_id).response(request_id)
+    return error_response(error, request_id).response(request_id)
+
+
+def _limit(given: str | None) -> int:
+    if given is None:
+        return RECENT_REQUESTS
+    if not given.isdecimal() or not 1 <= int(given[:9]) <= KEPT_REQUESTS:
+        raise InvalidRequest(
+            f"limit must be 1 to {KEPT_REQUESTS}, not {shown(given)}", field="limit"
+        )
+    return int(given)
+
+
+def _message(message: Message) -> Response:
+    return _json(to_json(message))
 
 
 def _json(content: Json) -> Response:
     return Response(encode(content), media_type="application/json")
+
+
+def _page_routes() -> list[Route]:
+    """The page's files, kept in memory."""
+    routes = []
+    for entry in resources.files(__package__).joinpath("page").iterdir():
+        endpoint = _file_endpoint(entry.read_bytes(), _PAGE_TYPES[entry.name.rpartition(".")[2]])
+        routes.append(Route(f"/page/{entry.name}", endpoint))
+        if entry.name == "index.html":
+            routes.append(Route("/", endpoint))
+    return routes
+
+
+def _file_endpoint(content: bytes, media_type: str) -> Endpoint:
+    headers = {**_PAGE_HEADERS, "etag": f'"{hashlib.sha256(content).hexdigest()[:16]}"'}
+
+    async def endpoint(http: HttpRequest) -> Response:
+        if http.headers.get("if-none-match") == headers["etag"]:
+            return Response(None, 304, headers)
+        return Response(content, headers=headers, media_type=media_type)
+
+    return endpoint

@@ -1,9 +1,8 @@
 """One call that generates, from its body to its last byte.
 
-A call that fails before its first token is answered with the error's status.
-After that the status is sent, and an error is a server-sent event called
-"error", which ends the stream. When the client goes away, or does not read,
-the call is cancelled on every worker.
+A call that fails before its first token is answered with the error's status. After that the
+status is sent, and an error is a server-sent event called "error", which ends the stream. When the
+client disconnects, or does not read, the call is cancelled on every worker.
 """
 
 from __future__ import annotations
@@ -22,16 +21,17 @@ from starlette.requests import Request as HttpRequest
 from starlette.types import Receive, Scope, Send
 
 from baton.core.errors import Cancelled, Unavailable, UnknownModel
+from baton.core.proto_json import Json
 from baton.core.types import Prompt, TextPrompt, TokenPrompt
 from baton.router.answers.answer_events import AnswerEvent, Emit, Started
 from baton.router.edges.auth import Caller, KeyRing
 from baton.router.edges.client_buffer import ClientBuffer, buffered
-from baton.router.edges.http.answers import Api, Telling, server_sent
-from baton.router.edges.http.body import read_body
-from baton.router.edges.http.connection import CONNECTION, BoundedConnection
-from baton.router.edges.http.errors import problem
-from baton.router.edges.http.fields import Json
-from baton.router.edges.http.generation import MODEL, Asked
+from baton.router.edges.http.answer_renderer import AnswerRenderer, server_sent
+from baton.router.edges.http.body import parse_body
+from baton.router.edges.http.generation_request import MAX_NAME, ParsedCall
+from baton.router.edges.http.http_errors import error_response
+from baton.router.edges.http.http_server import CONNECTION, BoundedConnection
+from baton.router.edges.http.openai_answers import OpenAiApi
 from baton.router.observe.ledger import RequestLedger
 from baton.router.requests.serving import Serving, gather_all
 
@@ -40,37 +40,38 @@ _JSON_HEADERS = ((b"content-type", b"application/json"),)
 _STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-)  # proxies are to pass events on at once
+    (b"x-accel-buffering", b"no"),  # for proxies
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
+class HttpContext:
     """What calls need of the router."""
 
     serving: Serving
     model: str
     reader_buffer: int
     keys: KeyRing
-    # Of the calls under way.
+    # Of the calls in progress.
     buffers: set[ClientBuffer] = field(default_factory=set)
 
     def check_model(self, body: Json) -> None:
-        name = MODEL.of(body)
-        if name not in ("", self.model):
+        """Runs before the body is validated, which refuses what is no name."""
+        name = body.get("model") or self.model
+        if name != self.model and isinstance(name, str) and len(name) <= MAX_NAME:
             raise UnknownModel(
                 f"there is no model {name!r} here; this cluster serves {self.model!r}",
                 field="model",
             )
 
     def end_calls(self) -> None:
-        """Tells every client whose call is under way that it ends here."""
+        """Ends every call in progress with an error."""
         for buffer in self.buffers:
             buffer.close(Unavailable("this router stops"))
 
 
 def request_id_of(http: HttpRequest, prefix: str = "") -> str:
-    """The caller's name for its request, or one of ours."""
+    """The caller's id of its request, or a new one."""
     given = http.headers.get("x-request-id", "")
     return given if _REQUEST_ID.fullmatch(given) else f"{prefix}{uuid.uuid4().hex}"
 
@@ -78,18 +79,18 @@ def request_id_of(http: HttpRequest, prefix: str = "") -> str:
 class GenerationEndpoint:
     """An ASGI application: chats or completions, as `api` shapes them."""
 
-    def __init__(self, api: Api, door: Door) -> None:
+    def __init__(self, api: OpenAiApi, context: HttpContext) -> None:
         self._api = api
-        self._door = door
+        self._context = context
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived = time.monotonic()
         http = HttpRequest(scope, receive)
         request_id = request_id_of(http, self._api.id_prefix)
         try:
-            caller = self._door.keys.caller(http.headers.get("authorization", ""))
-            asked = await read_body(http, lambda body: self._read(body, request_id, caller))
-            answers = asked.n * len(asked.requests)
+            caller = self._context.keys.caller(http.headers.get("authorization", ""))
+            call = await parse_body(http, lambda body: self._parse(body, request_id, caller))
+            answers = call.n * len(call.requests)
             ledger = RequestLedger.begin(
                 request_id,
                 arrived,
@@ -97,112 +98,112 @@ class GenerationEndpoint:
                 owner=caller.key.name,
                 traceparent=http.headers.get("traceparent", ""),
             )
-            with caller.admit(answers), self._door.serving.ledgers.keep(ledger):
+            with caller.admit(answers), self._context.serving.ledgers.keep(ledger):
                 writer = _Writer(send, scope["state"][CONNECTION], ledger)
-                await _unless_gone(receive, self._answer(asked, ledger, writer))
+                await _until_disconnect(receive, self._answer(call, ledger, writer))
         except Cancelled:
             return
         except Exception as error:  # noqa: BLE001 the edge of the process
-            response = problem(error, request_id, self._api.prompt_field).response(request_id)
-            await response(scope, receive, send)
+            failed = error_response(error, request_id, self._api.prompt_field)
+            await failed.response(request_id)(scope, receive, send)
 
-    def _read(self, body: Json, request_id: str, caller: Caller) -> Asked:
-        self._door.check_model(body)
-        asked = self._api.read(body, request_id)
-        salted = (
-            dataclasses.replace(request, cache_salt=caller.salt(request.cache_salt))
-            for request in asked.requests
-        )
-        return dataclasses.replace(asked, requests=tuple(salted))
+    def _parse(self, body: Json, request_id: str, caller: Caller) -> ParsedCall:
+        self._context.check_model(body)
+        return self._api.parse(body, request_id, caller.salt)
 
-    async def _answer(self, asked: Asked, ledger: RequestLedger, writer: _Writer) -> None:
-        """Everything is let go of before the last bytes are sent: with them the call is over."""
-        openings = [await self._opening(request.prompt, asked) for request in asked.requests]
-        telling = Telling(self._api, asked, self._door.model, openings)
-        async with self._reading(asked, ledger) as events:
-            if asked.stream:
-                last = await self._stream(asked, telling, events, writer)
+    async def _answer(self, call: ParsedCall, ledger: RequestLedger, writer: _Writer) -> None:
+        """Releases everything before it sends the last bytes: with them the call is over."""
+        openings = [await self._opening(request.prompt, call) for request in call.requests]
+        renderer = AnswerRenderer(self._api, call, self._context.model, openings)
+        async with self._buffered(call, ledger) as events:
+            if call.stream:
+                last = await self._stream(call, renderer, events, writer)
             else:
                 async for event in events:
-                    telling.note(event)
-                last = telling.whole()
-        if not asked.stream:
+                    renderer.collect(event)
+                last = renderer.whole()
+        if not call.stream:
             length = str(len(last)).encode()
-            headers = (*_JSON_HEADERS, (b"content-length", length))
-            await _start(writer.send, asked.request_id, headers)
+            await writer.start(call.request_id, (*_JSON_HEADERS, (b"content-length", length)))
         await writer.send({"type": "http.response.body", "body": last})
 
     async def _stream(
-        self, asked: Asked, telling: Telling, events: ClientBuffer, writer: _Writer
+        self, call: ParsedCall, renderer: AnswerRenderer, events: ClientBuffer, writer: _Writer
     ) -> bytes:
         """Sends all but the last bytes of a stream, and returns these."""
-        first = await _first_of_an_answer(telling, events)
-        await _start(writer.send, asked.request_id, _STREAM_HEADERS)
+        first = await _first_delta(renderer, events)
+        await writer.start(call.request_id, _STREAM_HEADERS)
         try:
-            await writer.write(first, telling.chunk(first))
-            events.write_now = functools.partial(writer.write_now, telling)
+            await writer.write(first, renderer.chunk(first))
+            events.write_now = functools.partial(writer.write_now, renderer)
             async for event in events:
-                await writer.write(event, telling.chunk(event))
+                await writer.write(event, renderer.chunk(event))
         except Exception as error:  # noqa: BLE001 the edge of the process
-            told = problem(error, asked.request_id, self._api.prompt_field)
-            return server_sent(told.body, "error")
-        return telling.ending()
+            failed = error_response(error, call.request_id, self._api.prompt_field)
+            return server_sent(failed.body, "error")
+        return renderer.ending()
 
     @asynccontextmanager
-    async def _reading(self, asked: Asked, ledger: RequestLedger) -> AsyncIterator[ClientBuffer]:
-        make = functools.partial(self._make, asked, ledger)
-        async with buffered(make, self._door.reader_buffer) as buffer:
-            self._door.buffers.add(buffer)
+    async def _buffered(
+        self, call: ParsedCall, ledger: RequestLedger
+    ) -> AsyncIterator[ClientBuffer]:
+        generate = functools.partial(self._generate, call, ledger)
+        async with buffered(generate, self._context.reader_buffer) as buffer:
+            self._context.buffers.add(buffer)
             try:
                 yield buffer
             finally:
-                self._door.buffers.discard(buffer)
+                self._context.buffers.discard(buffer)
 
-    async def _make(self, asked: Asked, ledger: RequestLedger, emit: Emit) -> None:
-        """All answers to all prompts, counted through."""
-        generate = self._door.serving.generate
+    async def _generate(self, call: ParsedCall, ledger: RequestLedger, emit: Emit) -> None:
+        """All answers to all prompts, numbered consecutively."""
+        generate = self._context.serving.generate
         await gather_all(
             [
-                generate(request, ledger, _shifted(emit, place * asked.n), place)
-                for place, request in enumerate(asked.requests)
+                generate(request, ledger, _shifted(emit, place * call.n), place)
+                for place, request in enumerate(call.requests)
             ]
         )
 
-    async def _opening(self, prompt: Prompt, asked: Asked) -> str:
+    async def _opening(self, prompt: Prompt, call: ParsedCall) -> str:
         match prompt:
-            case TextPrompt(text) if asked.echo:
+            case TextPrompt(text) if call.echo:
                 return text
-            case TokenPrompt(token_ids) if asked.echo:
-                return await self._door.serving.decode(list(token_ids), keep_special=True)
+            case TokenPrompt(token_ids) if call.echo:
+                return await self._context.serving.decode(list(token_ids), keep_special=True)
         return ""
 
 
 @dataclass(frozen=True, slots=True)
 class _Writer:
-    """Sends what there is of answers, and notes how long that took."""
+    """Sends a response and records how long writes took."""
 
     send: Send
     connection: BoundedConnection
     ledger: RequestLedger
+
+    async def start(self, request_id: str, headers: tuple[tuple[bytes, bytes], ...]) -> None:
+        named = (*headers, (b"x-request-id", request_id.encode()))
+        await self.send({"type": "http.response.start", "status": 200, "headers": named})
 
     async def write(self, event: AnswerEvent, content: bytes) -> None:
         if not content:
             return
         began = time.monotonic()
         await self.send({"type": "http.response.body", "body": content, "more_body": True})
-        self._note(event, began)
+        self._record(event, began)
 
-    def write_now(self, telling: Telling, event: AnswerEvent) -> bool:
-        """The same, where the client keeps up; else False."""
+    def write_now(self, renderer: AnswerRenderer, event: AnswerEvent) -> bool:
+        """The same without waiting, if the client keeps up; else False."""
         if not self.connection.keeps_up:
             return False
-        if content := telling.chunk(event):
+        if content := renderer.chunk(event):
             began = time.monotonic()
             self.connection.write_now(content)
-            self._note(event, began)
+            self._record(event, began)
         return True
 
-    def _note(self, event: AnswerEvent, began: float) -> None:
+    def _record(self, event: AnswerEvent, began: float) -> None:
         if not isinstance(event, Started):
             self.ledger.answers[event.index].write(began)
 
@@ -219,35 +220,30 @@ def _shifted(emit: Emit, places: int) -> Emit:
     return emit_shifted
 
 
-async def _first_of_an_answer(telling: Telling, events: ClientBuffer) -> AnswerEvent:
-    """Until then, an error still has a status of its own."""
+async def _first_delta(renderer: AnswerRenderer, events: ClientBuffer) -> AnswerEvent:
+    """Until it, an error still has a status of its own."""
     async for event in events:
         if not isinstance(event, Started):
             return event
-        telling.chunk(event)
+        renderer.chunk(event)
     raise AssertionError("an answer ended before it began")
 
 
-async def _unless_gone(receive: Receive, work: Coroutine[None, None, None]) -> None:
-    """Does the work; cancels it and raises Cancelled when the client goes away."""
+async def _until_disconnect(receive: Receive, work: Coroutine[None, None, None]) -> None:
+    """Runs `work`; cancels it and raises Cancelled when the client disconnects."""
     working = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_gone(receive))
+    disconnect = asyncio.ensure_future(_disconnect(receive))
     try:
-        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((working, disconnect), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise Cancelled("the client went away")
+            raise Cancelled("the client disconnected")
         working.result()
     finally:
         working.cancel()
-        gone.cancel()
-        await asyncio.gather(working, gone, return_exceptions=True)
+        disconnect.cancel()
+        await asyncio.gather(working, disconnect, return_exceptions=True)
 
 
-async def _gone(receive: Receive) -> None:
+async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _start(send: Send, request_id: str, headers: tuple[tuple[bytes, bytes], ...]) -> None:
-    named = (*headers, (b"x-request-id", request_id.encode()))
-    await send({"type": "http.response.start", "status": 200, "headers": named})

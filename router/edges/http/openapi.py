@@ -1,28 +1,81 @@
-"""The OpenAPI document: made of the fields that read the bodies, so that both say the same."""
+"""The OpenAPI document, made from the models that validate bodies and the types of answers."""
 
 from __future__ import annotations
 
-from google.protobuf.message import Message
+from typing import Literal, NotRequired
 
-from baton.core.proto_json import json_schema
-from baton.router.edges.http import (
-    chat,
-    completions,
-    generation,
-    logprobs,
-    overview,
-    structure,
-    tokens,
-    tools,
+from pydantic import TypeAdapter
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode
+from typing_extensions import TypedDict
+
+from baton import __version__
+from baton.core.proto_json import Json, json_schema
+from baton.router.edges.http.chat_request import (
+    ChatRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
 )
-from baton.router.edges.http.fields import TOKEN_ID_SCHEMA, Field, Json
-from baton.router.edges.http.schemas import described, exact, list_of, object_of, or_null
+from baton.router.edges.http.generation_request import CompletionRequest
+from baton.router.edges.http.http_errors import ErrorBody
+from baton.router.edges.http.openai_answers import ChatAnswer, ChatChunk, CompletionAnswer
+from baton.router.observe.ledger import KEPT_REQUESTS
+from baton.router.observe.overview import RECENT_REQUESTS
 from baton.v1 import cluster_pb2, timing_pb2
 
-TITLE = "Baton"
-VERSION = "1"
+_STRING: Json = {"type": "string"}
+_COMPONENT = "#/components/schemas/{model}"
+_STATUSES = {
+    "400": "A field is wrong or not served.",
+    "401": "The API key is missing or unknown.",
+    "404": "No such model or request.",
+    "408": "The body did not arrive in time.",
+    "413": "The body is too large.",
+    "415": "The body is not JSON.",
+    "429": "Too many requests; Retry-After says when to try again.",
+    "500": "The server failed.",
+    "503": "No worker can take the request now.",
+    "504": "The request took too long.",
+}
 
-# Told as core/proto_json.py writes them.
+
+class ModelObject(TypedDict):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(TypedDict):
+    object: Literal["list"]
+    data: list[ModelObject]
+
+
+class TokenizeAnswer(TypedDict):
+    tokens: list[int]
+    count: int
+    max_model_len: int
+    rendered: NotRequired[str]
+
+
+class DetokenizeAnswer(TypedDict):
+    prompt: str
+
+
+class HealthStatus(TypedDict):
+    status: str
+
+
+class Version(TypedDict):
+    version: str
+
+
+_REQUESTS = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+_ANSWERS = (
+    *(ChatAnswer, ChatChunk, CompletionAnswer, ModelList, TokenizeAnswer, DetokenizeAnswer),
+    *(HealthStatus, Version, ErrorBody),
+)
+# Rendered by core/proto_json.py.
 _MESSAGES = (
     cluster_pb2.StatusResponse,
     cluster_pb2.Diagnosis,
@@ -30,28 +83,11 @@ _MESSAGES = (
     timing_pb2.RequestTiming,
 )
 
-_INTEGER: Json = {"type": "integer"}
-_STRING: Json = {"type": "string"}
-_FINISH: Json = {"enum": ["stop", "length", "tool_calls"]}
-# What no status of its own is written for.
-_ERROR_STATUSES = {
-    "400": "A field is wrong or not served.",
-    "401": "The API key is missing or not known.",
-    "404": "No such model or request.",
-    "408": "The body did not arrive in time.",
-    "413": "The body is too large.",
-    "415": "The body is not JSON.",
-    "429": "Too much is asked at once; Retry-After says when to try again.",
-    "500": "The server failed.",
-    "503": "No worker can take it now.",
-    "504": "It took too long.",
-}
-
 
 def document() -> Json:
     return {
         "openapi": "3.1.0",
-        "info": {"title": TITLE, "version": VERSION},
+        "info": {"title": "Baton", "version": __version__},
         "paths": _paths(),
         "components": {"schemas": _schemas()},
     }
@@ -62,197 +98,90 @@ def _paths() -> Json:
         "/v1/chat/completions": _post("ChatRequest", "ChatAnswer", "ChatChunk"),
         "/v1/completions": _post("CompletionRequest", "CompletionAnswer", "CompletionAnswer"),
         "/v1/embeddings": {"post": {"responses": _errors("400")}},
-        "/v1/models": _get("Models"),
-        "/v1/models/{name}": _named(_get("Model", "404")),
+        "/v1/models": _get("ModelList"),
+        "/v1/models/{name}": {**_get("ModelObject", "404"), **_parameter("name")},
         "/v1/cluster": _get("StatusResponse"),
         "/v1/diagnosis": _get("Diagnosis"),
         "/v1/trends": _get("TrendsResponse"),
-        "/v1/requests": _with_query(_get("Requests", "400"), overview.LIMIT),
-        "/v1/requests/{request_id}/timing": _named(_get("RequestTiming", "404"), "request_id"),
+        "/v1/requests": {**_get("RequestList", "400"), **_LIMIT},
+        "/v1/requests/{request_id}/timing": {
+            **_get("RequestTiming", "404"),
+            **_parameter("request_id"),
+        },
         "/tokenize": _post("TokenizeRequest", "TokenizeAnswer"),
         "/detokenize": _post("DetokenizeRequest", "DetokenizeAnswer"),
-        "/health": _get("Status"),
-        "/ready": _get("Status", "503"),
+        "/health": _get("HealthStatus"),
+        "/ready": _get("HealthStatus", "503"),
+        "/version": _get("Version"),
         "/metrics": {"get": {"responses": {"200": _content("text/plain", _STRING)}}},
         "/openapi.json": {"get": {"responses": {"200": _content("application/json", {})}}},
     }
 
 
 def _schemas() -> Json:
+    timings = {"type": "array", "items": _reference("RequestTiming")}
     return {
-        "ChatRequest": object_of(
-            {
-                "messages": chat.MESSAGES_SCHEMA,
-                "tools": tools.TOOLS_SCHEMA,
-                "tool_choice": tools.CHOICE_SCHEMA,
-                **_generation(),
-            },
-            required=["messages"],
-            fields=(*chat.READ, *chat.UNSERVED),
-        ),
-        "CompletionRequest": object_of(
-            {"prompt": completions.PROMPT_SCHEMA, **_generation()},
-            required=["prompt"],
-            fields=(*completions.READ, *completions.UNSERVED),
-        ),
-        "ChatAnswer": _answer("chat.completion", _CHAT_CHOICE, whole=True),
-        "ChatChunk": _answer("chat.completion.chunk", _CHAT_DELTA),
-        "CompletionAnswer": _answer("text_completion", _COMPLETION_CHOICE),
-        "Usage": _USAGE,
-        "Model": _MODEL,
-        "Models": exact({"object": {"const": "list"}, "data": list_of(_reference("Model"))}),
-        "TokenizeRequest": object_of(
-            {
-                "prompt": {"type": ["string", "null"]},
-                "messages": or_null(chat.MESSAGES_SCHEMA),
-                "tools": tools.TOOLS_SCHEMA,
-                "tool_choice": tools.CHOICE_SCHEMA,
-            },
-            fields=(generation.MODEL, tokens.ADD_SPECIAL),
-        ),
-        "TokenizeAnswer": object_of(
-            {
-                "tokens": list_of(TOKEN_ID_SCHEMA),
-                "count": _INTEGER,
-                "max_model_len": _INTEGER,
-                "rendered": _STRING,
-            },
-            required=["tokens", "count", "max_model_len"],
-        ),
-        "DetokenizeRequest": object_of(
-            {}, fields=(generation.MODEL, tokens.TOKENS, tokens.KEEP_SPECIAL)
-        ),
-        "DetokenizeAnswer": exact({"prompt": _STRING}),
-        **_messages(*_MESSAGES),
-        "Requests": exact(
-            {"object": {"const": "list"}, "data": list_of(_reference("RequestTiming"))}
-        ),
-        "Status": exact({"status": _STRING}),
-        "Error": _ERROR,
+        **_definitions(_REQUESTS),
+        **{
+            name: {**schema, "additionalProperties": False}
+            for name, schema in _definitions(_ANSWERS).items()
+        },
+        **{message.DESCRIPTOR.name: json_schema(message) for message in _MESSAGES},
+        "RequestList": {
+            "type": "object",
+            "properties": {"object": {"const": "list"}, "data": timings},
+            "required": ["object", "data"],
+            "additionalProperties": False,
+        },
     }
 
 
-def _messages(*messages: type[Message]) -> Json:
-    return {message.DESCRIPTOR.name: json_schema(message) for message in messages}
+class _Untitled(GenerateJsonSchema):
+    def field_title_should_be_set(self, schema: object) -> bool:
+        return False
 
 
-def _generation() -> Json:
-    return {
-        "stream_options": generation.STREAM_OPTIONS_SCHEMA,
-        "response_format": structure.FORMAT_SCHEMA,
-        **described(generation.READ),
-        **described(generation.UNSERVED),
-    }
+def _definitions(types: tuple[type, ...]) -> dict[str, Json]:
+    inputs: list[tuple[type, JsonSchemaMode, TypeAdapter[object]]] = [
+        (each, "validation", TypeAdapter(each)) for each in types
+    ]
+    _, schemas = TypeAdapter.json_schemas(
+        inputs, ref_template=_COMPONENT, schema_generator=_Untitled
+    )
+    definitions: dict[str, Json] = schemas["$defs"]
+    return definitions
 
 
 def _reference(name: str) -> Json:
-    return {"$ref": f"#/components/schemas/{name}"}
+    return {"$ref": _COMPONENT.format(model=name)}
 
 
-def _answer(kind: str, choice: Json, *, whole: bool = False) -> Json:
-    """A chunk has the usage only in the end, and only where it is asked for."""
-    usage = _reference("Usage")
-    properties = {
-        "id": _STRING,
-        "object": {"const": kind},
-        "created": _INTEGER,
-        "model": _STRING,
-        "choices": list_of(choice),
-    }
-    if whole:
-        return exact({**properties, "usage": usage})
-    with_usage = {**properties, "usage": or_null(usage)}
-    return {**exact(with_usage), "required": list(properties)}
-
-
-def _choice(properties: Json, logprobs: Json, finish: Json) -> Json:
-    common: Json = {"index": _INTEGER, "logprobs": logprobs, "finish_reason": finish}
-    return exact({**properties, **common})
-
-
-_MESSAGE = object_of(
-    {
-        "role": {"const": "assistant"},
-        "content": or_null(_STRING),
-        "refusal": {"type": "null"},
-        "reasoning_content": _STRING,
-        "tool_calls": tools.CALLS_SCHEMA,
-    },
-    required=["role", "content", "refusal"],
-)
-_DELTA = object_of(
-    {
-        "role": {"const": "assistant"},
-        "content": or_null(_STRING),
-        "reasoning_content": _STRING,
-        "tool_calls": tools.CALL_DELTAS_SCHEMA,
-    }
-)
-_CHAT_CHOICE = _choice({"message": _MESSAGE}, logprobs.CHAT_SCHEMA, _FINISH)
-_CHAT_DELTA = _choice({"delta": _DELTA}, logprobs.CHAT_SCHEMA, or_null(_FINISH))
-_COMPLETION_CHOICE = object_of(
-    {
-        "index": _INTEGER,
-        "text": _STRING,
-        "logprobs": logprobs.COMPLETION_SCHEMA,
-        "finish_reason": or_null(_FINISH),
-        "prompt_logprobs": logprobs.PROMPT_SCHEMA,
-    },
-    required=["index", "text", "logprobs", "finish_reason"],
-)
-
-_USAGE = exact(
-    {
-        "prompt_tokens": _INTEGER,
-        "completion_tokens": _INTEGER,
-        "total_tokens": _INTEGER,
-        "prompt_tokens_details": exact({"cached_tokens": _INTEGER}),
-    }
-)
-
-_MODEL = exact(
-    {
-        "id": _STRING,
-        "object": {"const": "model"},
-        "created": _INTEGER,
-        "owned_by": _STRING,
-        "max_model_len": _INTEGER,
-    }
-)
-
-_ERROR = exact(
-    {
-        "error": exact(
-            {
-                "message": _STRING,
-                "type": _STRING,
-                "param": or_null(_STRING),
-                "code": or_null(_STRING),
-            }
-        )
-    }
-)
+def _content(kind: str, schema: Json) -> Json:
+    return {"description": "The answer.", "content": {kind: {"schema": schema}}}
 
 
 def _post(request: str, answer: str, chunk: str = "") -> Json:
-    content = {"application/json": {"schema": _reference(answer)}}
+    content: Json = {"application/json": {"schema": _reference(answer)}}
     if chunk:
         content["text/event-stream"] = {"schema": _event(chunk)}
-    body = {"required": True, "content": {"application/json": {"schema": _reference(request)}}}
+    body: Json = {
+        "required": True,
+        "content": {"application/json": {"schema": _reference(request)}},
+    }
     success: Json = {"200": {"description": "The answer.", "content": content}}
-    return {"post": {"requestBody": body, "responses": {**success, **_errors(*_ERROR_STATUSES)}}}
+    return {"post": {"requestBody": body, "responses": {**success, **_errors(*_STATUSES)}}}
 
 
 def _event(chunk: str) -> Json:
     """One server-sent event."""
-    told: Json = {
+    data: Json = {
         "type": "string",
         "contentMediaType": "application/json",
         "contentSchema": _reference(chunk),
         "description": "In an event called error, an error.",
     }
-    data: Json = {"anyOf": [{"const": "[DONE]"}, told]}
-    return object_of({"data": data, "event": _STRING}, required=["data"])
+    properties = {"data": {"anyOf": [{"const": "[DONE]"}, data]}, "event": _STRING}
+    return {"type": "object", "properties": properties, "required": ["data"]}
 
 
 def _get(answer: str, *errors: str) -> Json:
@@ -260,22 +189,27 @@ def _get(answer: str, *errors: str) -> Json:
     return {"get": {"responses": {**success, **_errors(*errors)}}}
 
 
-def _named(path: Json, name: str = "name") -> Json:
-    parameter = {"name": name, "in": "path", "required": True, "schema": _STRING}
-    return {**path, "parameters": [parameter]}
-
-
-def _with_query(path: Json, field: Field) -> Json:
-    parameter = {"name": field.name, "in": "query", "schema": field.schema}
-    return {**path, "parameters": [parameter]}
-
-
-def _content(kind: str, schema: Json) -> Json:
-    return {"description": "The answer.", "content": {kind: {"schema": schema}}}
-
-
 def _errors(*statuses: str) -> Json:
-    content = {"application/json": {"schema": _reference("Error")}}
-    return {
-        status: {"description": _ERROR_STATUSES[status], "content": content} for status in statuses
-    }
+    content = {"application/json": {"schema": _reference("ErrorBody")}}
+    return {status: {"description": _STATUSES[status], "content": content} for status in statuses}
+
+
+def _parameter(name: str) -> Json:
+    parameter = {"name": name, "in": "path", "required": True, "schema": _STRING}
+    return {"parameters": [parameter]}
+
+
+_LIMIT: Json = {
+    "parameters": [
+        {
+            "name": "limit",
+            "in": "query",
+            "schema": {
+                "type": "integer",
+                "minimum": 1,
+                "maximum": KEPT_REQUESTS,
+                "default": RECENT_REQUESTS,
+            },
+        }
+    ]
+}

@@ -1,0 +1,253 @@
+"""The bodies of /v1/chat/completions, /tokenize and /detokenize: messages, tools, tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Annotated, ClassVar, Literal, get_args
+
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    model_validator,
+    with_config,
+)
+from typing_extensions import TypedDict
+
+from baton.core import bounds
+from baton.core.errors import InvalidRequest, NotServed
+from baton.core.types import ChatPrompt, Message, Prompt, TextPrompt, Tool, ToolCall
+from baton.router.answers.tools import MAX_TOOLS, with_tools
+from baton.router.edges.http.generation_request import (
+    MAX_PROMPT_CHARACTERS,
+    GenerationRequest,
+    Name,
+    ParsedCall,
+    Text,
+    TopLogprobs,
+)
+from baton.router.edges.http.request_model import (
+    RequestModel,
+    StrictModel,
+    Unserved,
+    about,
+    invalid,
+    shown,
+    token_ids,
+)
+
+MAX_TOOL_CHARACTERS = 1_000_000
+ToolText = Annotated[str, Field(max_length=MAX_TOOL_CHARACTERS)]
+
+
+@with_config(ConfigDict(strict=True))
+class TextPart(TypedDict):
+    """A dictionary, which is validated in a third of a model's time: there may be thousands."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class CalledFunction(StrictModel):
+    name: ToolText
+    arguments: ToolText
+
+
+class AssistantCall(StrictModel):
+    id: ToolText
+    function: CalledFunction
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_a_function(cls, call: object) -> object:
+        if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
+            raise invalid("must be a call of a function")
+        return call
+
+    def to_call(self) -> ToolCall:
+        return ToolCall(self.id, self.function.name, self.function.arguments)
+
+
+Content = Annotated[
+    Annotated[Text, Tag("<text>")]
+    | Annotated[list[TextPart], Field(fail_fast=True), Tag("<parts>")],
+    Discriminator(lambda value: "<parts>" if isinstance(value, list) else "<text>"),
+]
+# Chat templates know no developer, which is what OpenAI's newer models call the system.
+_TEMPLATE_ROLES = {"developer": "system"}
+
+
+class ChatMessage(StrictModel):
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Content | None = None
+    tool_calls: Annotated[list[AssistantCall], Field(fail_fast=True)] | None = None
+    function_call: object = about("Not served: functions are called tools now.")
+    tool_call_id: Name | None = about("The call that a tool message answers.")
+    name: Name | None = about("A tool's name; ignored elsewhere.")
+    reasoning_content: Text | None = about("The assistant's reasoning.")
+
+    def to_message(self, place: int) -> Message:
+        """Raises what the fields together get wrong; `place` is the message's."""
+        content = self.content
+        if self.role == "function" or self.function_call:
+            path = f"messages[{place}]"
+            raise NotServed(f"{path} is about functions, which are called tools now", field=path)
+        if content is None and not self.tool_calls:
+            raise _invalid(place, "content", "must be a string, not null")
+        if isinstance(content, list):
+            content = "\n".join(part["text"] for part in content)
+            if len(content) > MAX_PROMPT_CHARACTERS:
+                raise _invalid(
+                    place, "content", f"must have at most {MAX_PROMPT_CHARACTERS} characters"
+                )
+        tool = self.role == "tool"
+        if tool and not self.tool_call_id:
+            raise _invalid(place, "tool_call_id", "is missing: which call is answered?")
+        return Message(
+            _TEMPLATE_ROLES.get(self.role, self.role),
+            content or "",
+            tuple(call.to_call() for call in self.tool_calls) if self.tool_calls else (),
+            (self.tool_call_id or "") if tool else "",
+            (self.name or "") if tool else "",
+            self.reasoning_content or "",
+        )
+
+
+def _invalid(place: int, field: str, message: str) -> InvalidRequest:
+    path = f"messages[{place}].{field}"
+    return InvalidRequest(f"{path} {message}", field=path)
+
+
+class FunctionTool(RequestModel):
+    name: ToolText = Field(json_schema_extra={"pattern": "^[a-zA-Z0-9_-]{1,64}$"})
+    description: ToolText = ""
+    parameters: dict[str, object] = Field({})
+
+
+class ChatTool(StrictModel):
+    type: Literal["function"]
+    function: FunctionTool
+
+    def tool(self) -> Tool:
+        parameters = self.function.parameters
+        return Tool(
+            self.function.name,
+            self.function.description,
+            json.dumps(parameters) if parameters else "",
+        )
+
+
+class NamedFunction(StrictModel):
+    name: ToolText
+
+
+class NamedChoice(StrictModel):
+    function: NamedFunction
+
+
+ToolMode = Literal["none", "auto", "required"]
+
+
+def _tool_choice(choice: object) -> object:
+    named = isinstance(choice, dict) and isinstance(choice.get("function"), dict)
+    if not named and choice not in get_args(ToolMode):
+        raise invalid(f"must be none, auto, required or a function, not {shown(choice)}")
+    return choice
+
+
+ToolChoice = Annotated[
+    Annotated[ToolMode, Tag("<mode>")] | Annotated[NamedChoice, Tag("<function>")],
+    Discriminator(lambda choice: "<function>" if isinstance(choice, dict) else "<mode>"),
+    BeforeValidator(_tool_choice),
+]
+
+
+class Conversation(RequestModel):
+    """Messages and tools, as chats and /tokenize accept them."""
+
+    tools: Annotated[list[ChatTool], Field(fail_fast=True, max_length=MAX_TOOLS)] = about(
+        "Functions that the model may ask the caller to call.", ()
+    )
+    tool_choice: ToolChoice | None = about(
+        "Whether a tool is called: as the model likes (auto), never, or exactly one."
+    )
+
+    def chat_prompt(self, messages: list[ChatMessage]) -> ChatPrompt:
+        """The model sees no tools that it may not call."""
+        chat = ChatPrompt(
+            tuple(message.to_message(place) for place, message in enumerate(messages))
+        )
+        choice = self.tool_choice
+        if choice is None:
+            choice = "auto" if self.tools and "tool_choice" not in self.model_fields_set else "none"
+        if choice == "none" or (choice == "auto" and not self.tools):
+            return chat
+        name = choice.function.name if isinstance(choice, NamedChoice) else ""
+        tools = [tool.tool() for tool in self.tools]
+        must_call = choice != "auto"
+        return with_tools(chat, tools, must_call=must_call, tool_name=name, field="tool_choice")
+
+
+Messages = Annotated[
+    list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=bounds.MAX_MESSAGES)
+]
+_FUNCTIONS = "functions, which are called tools now"
+_TEMPLATES = "changes of the chat template"
+
+
+class ChatRequest(Conversation, GenerationRequest):
+    messages: Messages
+    logprobs: bool = about("Return each token's log probability.", False)
+    top_logprobs: TopLogprobs | None = about("Alternatives returned with each; needs logprobs.")
+
+    unserved: ClassVar[dict[str, Unserved]] = {
+        **GenerationRequest.unserved,
+        "prompt_logprobs": Unserved("log probabilities of a chat's prompt"),
+        "functions": Unserved(_FUNCTIONS, ([],)),
+        "function_call": Unserved(_FUNCTIONS, ("none",)),
+        "modalities": Unserved("answers that are not text", (["text"],)),
+        "audio": Unserved("answers that are not text"),
+        "web_search_options": Unserved("searches"),
+        "reasoning_effort": Unserved("a choice of how long to think", ("none",)),
+        "verbosity": Unserved("a choice of how much to say", ("medium",)),
+        "chat_template": Unserved(_TEMPLATES),
+        "chat_template_kwargs": Unserved(_TEMPLATES, ({},)),
+        "add_generation_prompt": Unserved(_TEMPLATES, (True,)),
+        "continue_final_message": Unserved(_TEMPLATES, (False,)),
+        "documents": Unserved(_TEMPLATES, ([],)),
+    }
+
+    def call(self, request_id: str, salt: Callable[[str], str]) -> ParsedCall:
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs to be true", field="top_logprobs")
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        prompt = self.chat_prompt(self.messages)
+        return self._call(request_id, salt, [prompt], logprobs=logprobs)
+
+
+class TokenizeRequest(Conversation):
+    model: Name = ""
+    prompt: Text | None = None
+    messages: Messages | None = about("Instead of a prompt.")
+
+    unserved: ClassVar[dict[str, Unserved]] = {
+        "add_special_tokens": GenerationRequest.unserved["add_special_tokens"]
+    }
+
+    def to_prompt(self) -> Prompt:
+        if self.messages is not None:
+            return self.chat_prompt(self.messages)
+        if self.prompt is None:
+            raise InvalidRequest("a prompt is missing: set prompt or messages", field="prompt")
+        return TextPrompt(self.prompt)
+
+
+class DetokenizeRequest(RequestModel):
+    model: Name = ""
+    tokens: Annotated[tuple[int, ...], token_ids(bounds.MAX_PROMPT_TOKENS)] = about(
+        "The token ids to decode.", ()
+    )
+    keep_special_tokens: bool = about("Leave special tokens in the text.", False)

@@ -1,0 +1,349 @@
+"""The fields that chats and completions share, and the body of /v1/completions."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import (
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationInfo,
+    field_validator,
+)
+
+from baton.core import bounds
+from baton.core.errors import InvalidRequest
+from baton.core.types import (
+    Prompt,
+    Request,
+    Sampling,
+    Structure,
+    TextPrompt,
+    TokenPrompt,
+)
+from baton.router.edges.http.request_model import (
+    RequestModel,
+    TokenId,
+    Unserved,
+    about,
+    invalid,
+    shown,
+    token_ids,
+)
+from baton.router.prompts.output_grammar import ANY_OBJECT
+
+DEFAULT_COMPLETION_TOKENS = 16
+"""The API's own default of /v1/completions."""
+
+MAX_CHOICES = 128
+"""Prompts times answers to each."""
+
+MAX_PROMPT_CHARACTERS = 8_000_000
+MAX_NAME = 1024
+
+Text = Annotated[str, Field(max_length=MAX_PROMPT_CHARACTERS)]
+Name = Annotated[str, Field(max_length=MAX_NAME)]
+StopString = Annotated[str, Field(min_length=1, max_length=bounds.MAX_STOP_CHARACTERS)]
+Bias = Annotated[float, Field(ge=bounds.LOGIT_BIAS.least, le=bounds.LOGIT_BIAS.most)]
+TokenKey = Annotated[str, Field(pattern="^[0-9]{1,10}$")]
+TokenCount = Annotated[int, Field(ge=1, le=2**32 - 1)]
+TopLogprobs = Annotated[int, Field(ge=0, le=bounds.MAX_TOP_LOGPROBS)]
+
+
+def _sampling(name: str, default: float, description: str) -> Any:
+    """A field with the bounds of core/bounds.py."""
+    least, most, above = bounds.SAMPLING[name]
+    return about(description, default, le=most, **{"gt" if above else "ge": least})
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedCall:
+    """One call: what to generate and how to return it."""
+
+    request_id: str
+    # One for each prompt; they differ in prompt and seed only.
+    requests: tuple[Request, ...]
+    stream: bool
+    include_usage: bool
+    # Answers begin with their prompt.
+    echo: bool = False
+    # The prompt's log probabilities are returned apart from the answer's.
+    prompt_scored: bool = False
+
+    @property
+    def n(self) -> int:
+        """Answers to each prompt."""
+        return self.requests[0].n
+
+    @property
+    def scored(self) -> bool:
+        """Whether each token is returned with its log probability."""
+        return self.requests[0].logprobs is not None
+
+
+class JsonSchemaFormat(RequestModel):
+    # Followed whether it is marked strict or not.
+    json_schema: dict[str, object] | None = Field(None, alias="schema")
+
+
+class ResponseFormat(RequestModel):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = Field(None, validate_default=True)
+
+    @field_validator("json_schema", mode="wrap")
+    @classmethod
+    def _schema_of_its_type(cls, value: Any, validate: Any, info: ValidationInfo) -> Any:
+        """Ignored for other types."""
+        if info.data.get("type") != "json_schema":
+            return None
+        if value is None:
+            raise invalid("must be an object, not null")
+        return validate(value)
+
+    @property
+    def structure(self) -> Structure | None:
+        if self.type == "text":
+            return None
+        if self.json_schema is None or self.json_schema.json_schema is None:
+            return ANY_OBJECT
+        return Structure("json_schema", json.dumps(self.json_schema.json_schema))
+
+
+class StreamOptions(RequestModel):
+    include_usage: bool = about("Send the usage in a last chunk without choices.", False)
+
+
+def _as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+def _bounded_biases(value: object) -> object:
+    """Checks the size first: each wrong entry would be one error."""
+    if isinstance(value, dict) and len(value) > bounds.MAX_BIASES:
+        raise invalid(f"must have at most {bounds.MAX_BIASES} entries")
+    return value
+
+
+_STOP_LIST = Annotated[list[StopString], Field(fail_fast=True, max_length=bounds.MAX_STOP_STRINGS)]
+_STRUCTURED = "answers of a given structure"
+
+
+class GenerationRequest(RequestModel):
+    """The fields that chats and completions share."""
+
+    model: Name = about("As /v1/models names it. Absent: the one that is served.", "")
+    max_tokens: TokenCount | None = about("The most tokens of one answer.")
+    max_completion_tokens: TokenCount | None = about(
+        "The newer name of max_tokens; takes precedence."
+    )
+    temperature: float = _sampling("temperature", 1.0, "0 takes the most likely token.")
+    top_p: float = _sampling(
+        "top_p", 1.0, "Keep the smallest set of tokens whose probability reaches this; 0 keeps one."
+    )
+    top_k: int = about("Keep the k most likely tokens; 0 or -1 keeps all.", 0, ge=-1, le=2**32 - 1)
+    min_p: float = _sampling(
+        "min_p", 0.0, "Keep tokens at least this fraction as likely as the likeliest."
+    )
+    repetition_penalty: float = _sampling(
+        "repetition_penalty", 1.0, "Makes every token of prompt and answer less likely."
+    )
+    presence_penalty: float = _sampling(
+        "presence_penalty", 0.0, "Subtracted from the logit of every token of the answer."
+    )
+    frequency_penalty: float = _sampling(
+        "frequency_penalty", 0.0, "Subtracted from a token's logit each time it occurs."
+    )
+    logit_bias: Annotated[dict[TokenKey, Bias], BeforeValidator(_bounded_biases)] | None = about(
+        "By token id: added to its logit.",
+        json_schema_extra={"additionalProperties": False, "maxProperties": bounds.MAX_BIASES},
+    )
+    seed: int | None = about(
+        "The same seed gives the same answer. Absent: drawn.", ge=-(2**63), le=2**64 - 1
+    )
+    n: int = about("Answers to each prompt.", 1, ge=1, le=bounds.MAX_ANSWERS)
+    stop: Annotated[
+        _STOP_LIST, BeforeValidator(_as_list, json_schema_input_type=StopString | _STOP_LIST)
+    ] = about("The text is cut before the first of these.", ())
+    stop_token_ids: Annotated[tuple[int, ...], token_ids(bounds.MAX_STOP_TOKENS)] = about(
+        "Tokens that end the answer.", ()
+    )
+    ignore_eos: bool = about("Continue past the model's end tokens.", False)
+    cache_salt: str = about(
+        "Cached pages are shared only among requests of one salt.",
+        "",
+        max_length=bounds.MAX_CACHE_SALT,
+    )
+    response_format: ResponseFormat | None = about(
+        "The answer's structure; at most one of this, regex and grammar."
+    )
+    regex: str = about(
+        "The whole answer matches this regular expression.", "", max_length=bounds.MAX_STRUCTURE
+    )
+    grammar: str = about(
+        "The answer is a sentence of this grammar, in llguidance's Lark.",
+        "",
+        max_length=bounds.MAX_STRUCTURE,
+    )
+    stream: bool = about("Send the answer as server-sent events.", False)
+    stream_options: StreamOptions | None = about("Only together with stream.")
+    user: Name = about("Ignored.", "")
+
+    unserved: ClassVar[dict[str, Unserved]] = {
+        "bad_words": Unserved("biases", ([],)),
+        "allowed_token_ids": Unserved("biases", ([],)),
+        "structured_outputs": Unserved(_STRUCTURED, ({},)),
+        "guided_json": Unserved(_STRUCTURED),
+        "guided_regex": Unserved(_STRUCTURED),
+        "guided_choice": Unserved(_STRUCTURED),
+        "guided_grammar": Unserved(_STRUCTURED),
+        "use_beam_search": Unserved("beam search", (False,)),
+        "min_tokens": Unserved("a least number of tokens", (0,)),
+        "truncate_prompt_tokens": Unserved("truncated prompts"),
+        "add_special_tokens": Unserved("prompts without special tokens", (True,)),
+        "skip_special_tokens": Unserved("answers with special tokens", (True,)),
+        "include_stop_str_in_output": Unserved("answers with their stop string", (False,)),
+    }
+
+    @field_validator("stream_options")
+    @classmethod
+    def _only_with_stream(
+        cls, options: StreamOptions | None, info: ValidationInfo
+    ) -> StreamOptions | None:
+        if options and not info.data.get("stream"):
+            raise invalid("needs stream to be true")
+        return options
+
+    def _call(
+        self,
+        request_id: str,
+        salt: Callable[[str], str],
+        prompts: list[Prompt],
+        *,
+        default_tokens: int | None = None,
+        echo: bool = False,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+    ) -> ParsedCall:
+        request = Request(
+            request_id=request_id,
+            prompt=prompts[0],
+            sampling=self._sampling(),
+            max_tokens=self.max_completion_tokens or self.max_tokens or default_tokens,
+            stop=tuple(self.stop),
+            stop_token_ids=frozenset(self.stop_token_ids),
+            ignore_eos=self.ignore_eos,
+            n=self.n,
+            cache_salt=salt(self.cache_salt),
+            structure=self._structure(),
+            logprobs=logprobs,
+            prompt_logprobs=logprobs if echo and prompt_logprobs is None else prompt_logprobs,
+        )
+        others = (
+            dataclasses.replace(request, prompt=prompt, sampling=self._sampling())
+            for prompt in prompts[1:]
+        )
+        usage = self.stream_options is not None and self.stream_options.include_usage
+        scored = prompt_logprobs is not None
+        return ParsedCall(request_id, (request, *others), self.stream, usage, echo, scored)
+
+    def _sampling(self) -> Sampling:
+        return bounds.normalized(
+            Sampling(
+                temperature=self.temperature,
+                top_k=max(self.top_k, 0),
+                top_p=self.top_p,
+                min_p=self.min_p,
+                repetition_penalty=self.repetition_penalty,
+                presence_penalty=self.presence_penalty,
+                frequency_penalty=self.frequency_penalty,
+                seed=secrets.randbits(63) if self.seed is None else self.seed % 2**64,
+                logit_bias=self._biases() if self.logit_bias else (),
+            )
+        )
+
+    def _biases(self) -> tuple[tuple[int, float], ...]:
+        biases = {int(token): bias for token, bias in (self.logit_bias or {}).items()}
+        if max(biases, default=0) > bounds.MAX_TOKEN_ID:
+            raise InvalidRequest(
+                f"logit_bias must have token ids as its keys, not {max(biases)}", field="logit_bias"
+            )
+        return tuple(sorted(biases.items()))
+
+    def _structure(self) -> Structure | None:
+        given = [Structure("regex", self.regex)] if self.regex else []
+        if self.grammar:
+            given.append(Structure("lark", self.grammar))
+        if self.response_format and (structure := self.response_format.structure):
+            given.append(structure)
+        if len(given) > 1:
+            raise InvalidRequest(
+                "at most one of response_format, regex and grammar", field="response_format"
+            )
+        return given[0] if given else None
+
+
+_TokenPrompt = Annotated[tuple[int, ...], token_ids(bounds.MAX_PROMPT_TOKENS)]
+_OnePrompt = Annotated[
+    Annotated[Text, Tag("<text>")] | Annotated[_TokenPrompt, Tag("<tokens>")],
+    Discriminator(lambda value: "<tokens>" if isinstance(value, list) else "<text>"),
+]
+_SomeText = Annotated[str, Field(min_length=1)]
+_SomeTokens = Annotated[list[TokenId], Field(min_length=1)]
+_PromptInput = (
+    _SomeText
+    | _SomeTokens
+    | Annotated[list[_SomeText | _SomeTokens], Field(min_length=1, max_length=MAX_CHOICES)]
+)
+
+
+def _as_prompts(value: object) -> object:
+    if not isinstance(value, str | list):
+        raise invalid(
+            f"must be a string, a list of token ids, or a list of either, not {shown(value)}"
+        )
+    several = isinstance(value, list) and (not value or isinstance(value[0], str | list))
+    return value if several else [value]
+
+
+class CompletionRequest(GenerationRequest):
+    prompt: Annotated[
+        list[_OnePrompt],
+        Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True),
+        BeforeValidator(_as_prompts, json_schema_input_type=_PromptInput),
+    ]
+    echo: bool = about("Begin each answer with its prompt, and logprobs with its tokens'.", False)
+    logprobs: TopLogprobs | None = about(
+        "Return each token's log probability and those of this many alternatives."
+    )
+    prompt_logprobs: TopLogprobs | None = about("The same for the prompt's tokens.")
+
+    unserved: ClassVar[dict[str, Unserved]] = {
+        **GenerationRequest.unserved,
+        "best_of": Unserved("a choice among more answers than are returned", (1,)),
+        "suffix": Unserved("text after the answer", ("",)),
+    }
+
+    def call(self, request_id: str, salt: Callable[[str], str]) -> ParsedCall:
+        if len(self.prompt) * self.n > MAX_CHOICES:
+            raise InvalidRequest(
+                f"prompts times n must be at most {MAX_CHOICES} answers", field="prompt"
+            )
+        return self._call(
+            request_id,
+            salt,
+            [
+                TextPrompt(each) if isinstance(each, str) else TokenPrompt(each)
+                for each in self.prompt
+            ],
+            default_tokens=DEFAULT_COMPLETION_TOKENS,
+            echo=self.echo,
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+        )

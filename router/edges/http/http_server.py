@@ -1,0 +1,174 @@
+"""Uvicorn on the router's event loop, with bounds on what a client may do without a request.
+
+start()  listens
+stop()   takes no more calls, ends those in progress and closes
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h11
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from baton.core.config import TlsConfig
+from baton.core.errors import Internal
+from baton.core.tls import CLIENTS_CA, NODE, certificate_path, key_path
+
+HEAD_SECONDS = 10.0
+"""From a connection's start, or the first byte after an answer, to the end of the next request's
+head. Uvicorn closes an idle connection sooner."""
+
+MAX_CONNECTIONS = 4096
+MAX_HEAD_BYTES = 64 * 2**10
+
+SEND_BYTES = 128 * 2**10
+"""What the kernel buffers for one client. Beyond it tokens wait where they are counted."""
+
+CONNECTION = "connection"
+"""Key of a call's BoundedConnection in its scope's state."""
+
+
+class ChunkingConnection(h11.Connection):
+    """Frames the chunks of a body itself: they change no state, and there is one a token."""
+
+    _chunked = False  # a chunked body is being sent
+
+    def send(self, event: h11.Event) -> bytes | None:  # type: ignore[override]
+        if self._chunked and type(event) is h11.Data:
+            return self.frame(event.data)
+        self._chunked = False
+        sent = super().send(event)
+        if sent and type(event) is h11.Response:
+            self._chunked = b"\r\ntransfer-encoding: chunked\r\n" in sent.lower()
+        return sent
+
+    def frame(self, body: bytes) -> bytes:
+        """The bytes to send for more of a body."""
+        if not self._chunked:
+            return super().send(h11.Data(data=body)) or b""
+        # An empty chunk would end the body.
+        return b"%x\r\n%b\r\n" % (len(body), body) if body else b""
+
+
+class BoundedConnection(H11Protocol):
+    """Uvicorn's protocol, which would wait for ever for the rest of a head."""
+
+    conn: ChunkingConnection
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.conn = ChunkingConnection(h11.SERVER, MAX_HEAD_BYTES)
+        if transport.get_extra_info("sslcontext") is None:
+            # Writes to the kernel at once, not in the loop's next turn. Under TLS, where records
+            # are made first, writing would pause and not resume.
+            transport.set_write_buffer_limits(high=0)
+        self.app_state = {**self.app_state, CONNECTION: self}
+        if len(self.connections) > MAX_CONNECTIONS:
+            transport.abort()
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    @property
+    def keeps_up(self) -> bool:
+        """Whether the client is connected and has received all that was written."""
+        return not (self.flow.write_paused or self.cycle.disconnected)
+
+    def write_now(self, content: bytes) -> None:
+        """Sends more of the current body to a client that keeps up."""
+        self.transport.write(self.conn.frame(content))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        """Bytes of an unfinished head do not restart the timer."""
+        waiting = self.cycle is None or self.cycle.response_complete
+        if not waiting:
+            self._stop_timer()
+        elif self._timer is None:
+            self._timer = self.loop.call_later(HEAD_SECONDS, self.transport.close)
+
+    def _stop_timer(self) -> None:
+        if self._timer:
+            self._timer.cancel()
+            self._timer = None
+
+
+class HttpServer:
+    """Serves `app`; `end_calls` is called when it stops."""
+
+    def __init__(self, app: ASGIApp, end_calls: Callable[[], None], tls: TlsConfig) -> None:
+        self._end_calls = end_calls
+        config = uvicorn.Config(
+            app,
+            http=BoundedConnection,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            **_tls_options(tls),
+        )
+        self._server = _Server(config)
+
+    def start(self, host: str, port: int) -> str:
+        """Returns the address."""
+        self._socket = _listen(host, port)
+        self._serving = asyncio.create_task(self._server.serve([self._socket]))
+        return f"{host}:{self._socket.getsockname()[1]}"
+
+    async def stop(self, grace: float) -> None:
+        """Calls in progress get an error. What clients have not read after `grace` seconds is
+        lost."""
+        self._end_calls()
+        self._server.config.timeout_graceful_shutdown = grace  # type: ignore[assignment]
+        self._server.should_exit = True
+        await self._serving
+
+
+def _tls_options(tls: TlsConfig) -> dict[str, Any]:
+    if not tls.folder:
+        return {}
+    folder = Path(tls.folder)
+    options: dict[str, Any] = {
+        "ssl_certfile": certificate_path(folder, NODE),
+        "ssl_keyfile": key_path(folder, NODE),
+    }
+    if tls.client_certificates:
+        options["ssl_ca_certs"] = str(certificate_path(folder, CLIENTS_CA))
+        options["ssl_cert_reqs"] = ssl.CERT_REQUIRED
+    return options
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the router."""
+
+    def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
+        return contextlib.nullcontext()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listening = socket.create_server((host, port), family=family)
+    except OSError:
+        raise Internal(f"cannot listen on {host}:{port}; is the port taken?") from None
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
+    listening.setblocking(False)
+    return listening

@@ -1,0 +1,201 @@
+"""Base of the models of request bodies: strict types, our own errors, OpenAPI schemas.
+
+A null field counts as absent. Unknown fields are ignored, as clients of the OpenAI API expect:
+they send what other servers understand. Fields that would change the answer and are not served
+are refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, ClassVar, NamedTuple, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from baton.core.bounds import MAX_TOKEN_ID, SAMPLING
+from baton.core.errors import InvalidRequest, InvalidSampling, NotServed
+from baton.core.proto_json import Json
+
+# Errors of their items name the list or object, not the item.
+_FLAT = {"stop", "logit_bias", "prompt"}
+_OUT_OF_RANGE = {"greater_than", "greater_than_equal", "less_than_equal", "float_type"}
+# Null is not the same as absent.
+_MEANINGFUL_NULLS = {"tool_choice"}
+_SHOWN_CHARACTERS = 40
+_MESSAGES = {
+    "missing": "is missing",
+    "string_type": "must be a string, not {value}",
+    "string_unicode": "is not valid Unicode",
+    "string_too_long": "must have at most {max_length} characters",
+    "string_too_short": "must not be empty",
+    "string_pattern_mismatch": "must have token ids as its keys, not {value}",
+    "too_long": "must have at most {max_length} entries",
+    "too_short": "must not be empty",
+    "int_type": "must be an integer, not {value}",
+    "float_type": "must be a number, not {value}",
+    "bool_type": "must be true or false, not {value}",
+    "list_type": "must be a list, not {value}",
+    "dict_type": "must be an object, not {value}",
+    "model_type": "must be an object, not {value}",
+    "literal_error": "must be {expected}, not {value}",
+    "greater_than": "must be above {gt}, not {value}",
+    "greater_than_equal": "must be at least {ge}, not {value}",
+    "less_than_equal": "must be at most {le}, not {value}",
+}
+
+
+class Unserved(NamedTuple):
+    """A field that is not served: only values that ask for nothing pass."""
+
+    feature: str
+    harmless: tuple[object, ...] = ()
+
+    def check(self, name: str, value: object) -> None:
+        # Compared with their types: 0 is not false.
+        if (type(value), value) not in ((type(item), item) for item in self.harmless):
+            raise NotServed(f"{name} is not served: {self.feature}", field=name)
+
+    @property
+    def schema(self) -> Json:
+        return {"enum": [*self.harmless, None], "description": f"Not served: {self.feature}."}
+
+
+def _document(schema: dict[str, Any], model: type[BaseModel]) -> None:
+    """Completes a model's JSON schema: optional fields may be null, unserved ones are listed."""
+    assert issubclass(model, RequestModel)
+    properties = schema["properties"]
+    null = {"type": "null"}
+    for name, field in properties.items():
+        if name not in schema.get("required", ()) and null not in field.get("anyOf", ()):
+            notes = {key: field.pop(key) for key in ("description", "default") if key in field}
+            properties[name] = {"anyOf": [field, null], **notes}
+    properties.update({name: field.schema for name, field in model.unserved.items()})
+
+
+class StrictModel(BaseModel):
+    """An object of required fields."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+
+class RequestModel(StrictModel):
+    model_config = ConfigDict(json_schema_extra=_document)
+    unserved: ClassVar[dict[str, Unserved]] = {}
+
+    @classmethod
+    def parse(cls, body: object) -> Self:
+        """Raises InvalidRequest with the path of the first wrong field."""
+        try:
+            return cls.model_validate(body)
+        except ValidationError as error:
+            raise _refusal(error.errors(include_url=False)[0]) from None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _normalize(cls, body: object) -> object:
+        """Drops nulls and makes 5.0 an integer, which a number field accepts as well."""
+        if not isinstance(body, dict):
+            return body
+        given = {}
+        for name, value in body.items():
+            if value is None and name not in _MEANINGFUL_NULLS:
+                continue
+            if name in cls.unserved:
+                cls.unserved[name].check(name, value)
+            given[name] = int(value) if type(value) is float and value.is_integer() else value
+        return given
+
+
+def about(description: str, default: object = None, **constraints: Any) -> Any:
+    return Field(default, description=description, **constraints)
+
+
+def invalid(message: str) -> PydanticCustomError:
+    """An error of a validator; `message` follows the field's path."""
+    return PydanticCustomError("invalid", "{message}", {"message": message})
+
+
+def _refusal(error: ErrorDetails) -> InvalidRequest:
+    place, value = error["loc"], error["input"]
+    if place and place[0] in _FLAT:
+        place = place[:1]
+    field = path = _path(place)
+    kind = InvalidRequest
+    if place and place[-1] == "type":
+        # Of a part, a tool or a response format: another type is a feature that is not served.
+        kind, field = NotServed, path if place[0] == "messages" else str(place[0])
+    elif error["type"] in _OUT_OF_RANGE and field in (*SAMPLING, "logit_bias"):
+        kind = InvalidSampling if type(value) in (int, float) else InvalidRequest
+    return kind(f"{path} {_message(error)}", field=field)
+
+
+def _message(error: ErrorDetails) -> str:
+    value = error["input"]
+    if error["type"] == "float_type" and type(value) is int:
+        return "is too large"
+    template = _MESSAGES.get(error["type"])
+    if template is None:
+        return error["msg"]
+    details = {
+        key: f"{item:g}" if isinstance(item, float) else item
+        for key, item in error.get("ctx", {}).items()
+    }
+    return template.format(value=shown(value), **details)
+
+
+def _path(place: tuple[int | str, ...]) -> str:
+    """As in messages[0].content. Tags of unions are in angle brackets and not part of it."""
+    path = ""
+    for part in place:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif not part.startswith("<"):
+            path += f".{part}" if path else part
+    return path
+
+
+def shown(value: object) -> str:
+    """A value in an error message: as JSON, shortened."""
+    if isinstance(value, list):
+        return "a list"
+    if isinstance(value, dict):
+        return "an object"
+    text = json.dumps(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
+
+
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
+
+
+def token_ids(most: int) -> PlainValidator:
+    """Validates a list of token ids. There may be a million: they are checked one by one only if
+    one is wrong."""
+
+    def parse(value: object) -> tuple[int, ...]:
+        if not isinstance(value, list):
+            raise invalid(f"must be a list of token ids, not {shown(value)}")
+        if len(value) > most:
+            raise invalid(f"must have at most {most} entries")
+        if set(map(type, value)) == {int} and min(value) >= 0 and max(value) <= MAX_TOKEN_ID:
+            return tuple(value)
+        return tuple(map(_token_id, value))
+
+    return PlainValidator(
+        parse, json_schema_input_type=Annotated[list[TokenId], Field(max_length=most)]
+    )
+
+
+def _token_id(value: object) -> int:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if type(value) is not int or not 0 <= value <= MAX_TOKEN_ID:
+        raise invalid(f"must hold token ids from 0 to {MAX_TOKEN_ID}, not {shown(value)}")
+    return value
