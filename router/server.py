@@ -34,8 +34,12 @@ from baton.core.tls import (
 )
 from baton.core.types import MAX_MESSAGE_BYTES
 from baton.router.edges.auth import KeyRing
-from baton.router.edges.grpc.interceptors import ApiKeyInterceptor, DecodeInterceptor
-from baton.router.edges.grpc.servicers import AdminService, InferenceService
+from baton.router.edges.grpc.servicers import (
+    AdminService,
+    ApiKeyInterceptor,
+    DecodeInterceptor,
+    InferenceService,
+)
 from baton.router.observe.metrics import RouterMetrics
 from baton.router.observe.overview import Overview
 from baton.router.observe.spans import Spans

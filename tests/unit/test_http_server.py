@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
+from unittest.mock import MagicMock
 
 import httpx
 import openai
@@ -85,7 +86,7 @@ async def served(
     """The address of a server in front of `serving`, which asks for the keys in a file."""
     context = HttpContext(cast(Serving, serving), "tiny", reader_buffer, KeyRing(keys))
     membership = SimpleNamespace(context_length=lambda: 64)
-    overview = cast(Overview, SimpleNamespace())
+    overview = cast(Overview, MagicMock())
     app = HttpApp(context, cast(Membership, membership), overview, CollectorRegistry())
     server = HttpServer(app.app, context.end_calls, TlsConfig())
     address = server.start("127.0.0.1", 0)

@@ -141,16 +141,16 @@ class HttpApp:
             Route("/v1/embeddings", answered(_embeddings), methods=["POST"]),
             Route("/v1/models", answered(self._models)),
             Route("/v1/models/{name:path}", answered(self._model, "model")),
-            Route("/v1/cluster", answered(self._cluster)),
-            Route("/v1/diagnosis", answered(self._diagnosis)),
-            Route("/v1/trends", answered(self._trends)),
+            Route("/v1/cluster", _messages(self._overview.public_status)),
+            Route("/v1/diagnosis", _messages(self._overview.diagnosis)),
+            Route("/v1/trends", _messages(self._overview.trends)),
             Route("/v1/requests", answered(self._recent)),
             Route("/v1/requests/{request_id:path}/timing", answered(self._timing)),
             Route("/tokenize", answered(self._tokenize), methods=["POST"]),
             Route("/detokenize", answered(self._detokenize, "tokens"), methods=["POST"]),
-            Route("/health", answered(_health)),
+            Route("/health", _constant({"status": "ok"})),
             Route("/ready", answered(self._ready)),
-            Route("/version", answered(_version)),
+            Route("/version", _constant({"version": __version__})),
             Route("/metrics", answered(self._metrics)),
             Route("/openapi.json", answered(self._openapi)),
         ]
@@ -173,22 +173,13 @@ class HttpApp:
             "max_model_len": self._membership.context_length(),
         }
 
-    async def _cluster(self, http: HttpRequest) -> Response:
-        return _message(self._overview.public_status())
-
-    async def _diagnosis(self, http: HttpRequest) -> Response:
-        return _message(self._overview.diagnosis())
-
-    async def _trends(self, http: HttpRequest) -> Response:
-        return _message(self._overview.trends())
-
     async def _recent(self, http: HttpRequest) -> Response:
         found = self._overview.recent(_limit(http.query_params.get("limit")))
         return _json({"object": "list", "data": [to_json(timing) for timing in found]})
 
     async def _timing(self, http: HttpRequest) -> Response:
         caller = self._context.keys.caller(http.headers.get("authorization", ""))
-        return _message(self._overview.timing(http.path_params["request_id"], caller))
+        return _json(to_json(self._overview.timing(http.path_params["request_id"], caller)))
 
     async def _tokenize(self, http: HttpRequest) -> Response:
         prompt = await parse_body(http, self._parse_tokenize)
@@ -234,12 +225,11 @@ class HttpApp:
         return Response(self._document, media_type="application/json")
 
 
-async def _health(http: HttpRequest) -> Response:
-    return _json({"status": "ok"})
+def _constant(content: Json) -> Endpoint:
+    async def endpoint(http: HttpRequest) -> Response:
+        return _json(content)
 
-
-async def _version(http: HttpRequest) -> Response:
-    return _json({"version": __version__})
+    return answered(endpoint)
 
 
 async def _embeddings(http: HttpRequest) -> Response:
@@ -262,8 +252,11 @@ def _limit(given: str | None) -> int:
     return int(given)
 
 
-def _message(message: Message) -> Response:
-    return _json(to_json(message))
+def _messages(get: Callable[[], Message]) -> Endpoint:
+    async def endpoint(http: HttpRequest) -> Response:
+        return _json(to_json(get()))
+
+    return answered(endpoint)
 
 
 def _json(content: Json) -> Response:

@@ -117,29 +117,26 @@ class TokenUsage(TypedDict):
     prompt_tokens_details: CachedTokens
 
 
-class ChatAnswer(TypedDict):
+class AnswerHead(TypedDict):
     id: str
-    object: Literal["chat.completion"]
     created: int
     model: str
+
+
+class ChatAnswer(AnswerHead):
+    object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: TokenUsage
 
 
-class ChatChunk(TypedDict):
-    id: str
+class ChatChunk(AnswerHead):
     object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
     choices: list[ChatChunkChoice]
     usage: NotRequired[TokenUsage | None]
 
 
-class CompletionAnswer(TypedDict):
-    id: str
+class CompletionAnswer(AnswerHead):
     object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[CompletionChoice]
     usage: NotRequired[TokenUsage | None]
 
