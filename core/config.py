@@ -1,8 +1,8 @@
-"""The configuration: frozen, typed, read once.
+"""The configuration: frozen, typed, loaded once.
 
-One YAML file describes a cluster, and every process of it may be given the
-same file. Flags override single values by their dotted path. An unknown key,
-a wrong type or a value out of range raises InvalidConfig and names the key.
+One YAML file describes a cluster; every process may get the same file. Flags of `baton serve`
+override single keys. An unknown key, a wrong type or a value out of range raises InvalidConfig
+with the key's name. docs/CONFIGURATION.md is generated from this file (docs/make_configuration.py).
 """
 
 from __future__ import annotations
@@ -10,273 +10,329 @@ from __future__ import annotations
 import dataclasses
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from baton.core.config_tree import Size as Size
-from baton.core.config_tree import build, plain, read_yaml, set_dotted
+from baton.core.config_values import (
+    NICENESS,
+    NOT_NEGATIVE,
+    PORT,
+    POSITIVE,
+    SHARE,
+    SHARE_OR_NONE,
+    Check,
+    build,
+    key,
+    one_of,
+    plain,
+    read_yaml,
+    set_dotted,
+)
+from baton.core.config_values import Size as Size
 from baton.core.types import Role
 
 GPU_MEMORY = 0.9
-"""The share of its GPU's memory that a worker takes unless told otherwise."""
+"""The share of its GPU's memory that a worker uses by default."""
 
-
-def _positive(value: float) -> str:
-    return "" if value > 0 else "must be above 0"
-
-
-def _not_negative(value: float) -> str:
-    return "" if value >= 0 else "must be 0 or more"
-
-
-def _share(value: float) -> str:
-    return "" if 0 < value <= 1 else "must be above 0 and at most 1"
-
-
-def _share_or_none(value: float) -> str:
-    return "" if 0 <= value <= 1 else "must be from 0 to 1"
-
-
-def _port(value: int) -> str:
-    return "" if 0 <= value <= 65535 else "must be a port, 0 to 65535"
-
-
-def _niceness(value: int) -> str:
-    return "" if 0 <= value <= 19 else "must be from 0 to 19"
-
-
-def _one_of(*names: str) -> typing.Callable[[str], str]:
-    return lambda value: "" if value in names else f"must be one of {', '.join(names)}"
-
-
-def _ray_resources(value: Mapping[str, float]) -> str:
-    """Of those that Ray would refuse only when a worker is made."""
-    if named := value.keys() & {"CPU", "GPU", "memory", "object_store_memory"}:
-        return f"must not name {min(named)}, which Ray counts by itself; GPUs are in `gpus`"
-    if too_little := [name for name, amount in value.items() if amount < 1e-4]:
-        return f"must have 0.0001 or more of {too_little[0]}"
-    return ""
-
-
-def _checked(default: object, check: typing.Callable[[typing.Any], str]) -> typing.Any:
-    return field(default=default, metadata={"check": check})
+_RAY_COUNTS = {"CPU", "GPU", "memory", "object_store_memory"}
+_RESOURCES: Check = (
+    lambda value: not value.keys() & _RAY_COUNTS and all(n >= 1e-4 for n in value.values()),
+    "must have 0.0001 or more of each name, and not CPU, GPU or memory, which Ray counts itself"
+    " (GPUs are in `gpus`)",
+)
+_GPUS = "GPUs of one worker; unset uses one for each of its processes if the cluster has any."
+_THREADS = "CPU threads of one worker; unset uses all cores."
+_WORKER_PORT = "0 chooses a free port; processes started one by one need a fixed one."
+_WORKER_HOST = "Where workers listen."
+_KV_MEMORY = (
+    'K/V memory of each worker, such as "2GiB"; 0 chooses by device: 1 GiB, or on a GPU all that'
+    " `gpu_memory` leaves."
+)
+_PLACED = "Resources of a Ray node that one worker needs, such as {baton_prefill: 1}."
+_RANKS = "Processes that share the model in each worker; on GPUs each has its own GPU of one node."
 
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
-    """The front door."""
+    """The routers, where clients connect."""
 
-    # Under `baton serve`: the ports of each further one are one more.
-    count: int = _checked(1, _positive)
-    host: str = "127.0.0.1"
-    port: int = _checked(50051, _port)
-    http_port: int = _checked(8000, _port)
-    metrics_port: int = _checked(9400, _port)
-    # A file of API keys (`baton keys add`); empty asks nobody for one.
-    keys: str = ""
-    # Where there are keys: whether metrics can be had without one. If not, the
-    # metrics port is open to this machine alone.
-    open_metrics: bool = False
-    # Requests under way at once, waiting or not; further ones are refused.
-    max_requests: int = _checked(1024, _positive)
-    # Of these, how many may wait for a worker with room, and for how long each.
-    max_queued: int = _checked(512, _positive)
-    queue_timeout: float = _checked(600.0, _positive)
-    # Requests that one worker is sent before it has begun, or promised pages to, those before.
-    worker_backlog: int = _checked(16, _positive)
-    # How long a request waits for workers when there are none.
-    placement_timeout: float = _checked(30.0, _positive)
-    # Attempts of one request that may end in a worker's death; then it fails.
-    max_worker_deaths: int = _checked(2, _positive)
-    # Attempts of one request in all.
-    max_attempts: int = _checked(8, _positive)
-    # How workers are chosen: by predicted time, which knows what they have
-    # cached, by load alone, or in turn.
-    policy: str = _checked("kv_aware", _one_of("kv_aware", "least_loaded", "round_robin"))
-    # When decode workers read prompts themselves: "auto" when that is predicted
-    # to take less, and when no prefill worker has been there for some seconds;
-    # "fallback" only then; "never", or "always".
-    local_prefill: str = _checked("auto", _one_of("auto", "fallback", "never", "always"))
-    local_prefill_after: float = _checked(2.0, _not_negative)
-    # When a prefill worker fetches what a decode worker holds of a prompt and it does not: "auto"
-    # when that is predicted to take less than computing it; "never", or "always".
-    fetch_pages: str = _checked("auto", _one_of("auto", "never", "always"))
-    # From placement to token #1.
-    first_token_timeout: float = _checked(600.0, _positive)
-    # Between two tokens.
-    stall_timeout: float = _checked(120.0, _positive)
-    # Tokens that may wait for a client which does not read; then it is cut off.
-    reader_buffer: int = _checked(4096, _positive)
-    # Workers are asked this often whether they are there, and count as lost
-    # when nothing has come from them for `frozen_seconds`, or when their engine
-    # has work and has not reported for `engine_stall_seconds`.
-    ping_seconds: float = _checked(0.5, _positive)
-    frozen_seconds: float = _checked(3.0, _positive)
-    engine_stall_seconds: float = _checked(60.0, _positive)
-    # An idle worker makes one token this often, to show that it can; 0 never.
-    canary_seconds: float = _checked(30.0, _not_negative)
-    # Where traces of requests go (OTLP over HTTP), such as http://127.0.0.1:4318; empty nowhere.
-    otlp_endpoint: str = ""
-    # Threads that tokenize and render templates.
-    text_threads: int = _checked(2, _positive)
-    # How the model writes tool calls; "auto" is as its chat template shows it.
-    tool_format: str = _checked(
-        "auto", _one_of("auto", "hermes", "llama3", "mistral", "mistral-args")
+    count: int = key(1, "Routers; each has ports one above the last.", POSITIVE, "--routers")
+    host: str = key("127.0.0.1", "Where the router listens.", flag="--host")
+    port: int = key(50051, "The gRPC port.", PORT, "--port")
+    http_port: int = key(8000, "The HTTP port.", PORT, "--http-port")
+    metrics_port: int = key(9400, "The Prometheus port.", PORT, "--metrics-port")
+    keys: str = key(
+        "", "A file of API keys (`baton keys add`); empty requires none.", None, "--keys"
     )
-    # Whether what the model thinks (<think>…</think>) is parted from what it
-    # says; "auto" is as its chat template shows it.
-    reasoning: str = _checked("auto", _one_of("auto", "on", "off"))
+    open_metrics: bool = key(
+        False,
+        "With keys: serve metrics without one. Else the metrics port is open to this host only.",
+    )
+    max_requests: int = key(1024, "Running and queued requests; more are refused.", POSITIVE)
+    max_queued: int = key(512, "Requests that may wait for capacity.", POSITIVE)
+    queue_timeout: float = key(600.0, "Seconds that a request may wait for capacity.", POSITIVE)
+    worker_backlog: int = key(
+        16,
+        "Requests sent to one worker before it has started, or reserved pages for, earlier ones.",
+        POSITIVE,
+    )
+    placement_timeout: float = key(
+        30.0, "Seconds to wait for workers when there are none.", POSITIVE
+    )
+    max_worker_deaths: int = key(
+        2, "Attempts of one request that may end in a worker's death; then it fails.", POSITIVE
+    )
+    max_attempts: int = key(8, "Attempts of one request in all.", POSITIVE)
+    policy: str = key(
+        "kv_aware",
+        "Placement: by predicted time with cached pages (kv_aware), by load alone (least_loaded),"
+        " or in turn (round_robin).",
+        one_of("kv_aware", "least_loaded", "round_robin"),
+    )
+    local_prefill: str = key(
+        "auto",
+        "When decode workers prefill prompts themselves: auto if predicted to be faster, or if no"
+        " prefill worker has been available for `local_prefill_after`; fallback only for the"
+        " latter; never; always.",
+        one_of("auto", "fallback", "never", "always"),
+    )
+    local_prefill_after: float = key(
+        2.0, "Seconds without a prefill worker before decode workers prefill.", NOT_NEGATIVE
+    )
+    fetch_pages: str = key(
+        "auto",
+        "When a prefill worker fetches a prompt's cached pages from a decode worker: auto if"
+        " predicted to be faster than computing them; never; always.",
+        one_of("auto", "never", "always"),
+    )
+    first_token_timeout: float = key(600.0, "Seconds from placement to the first token.", POSITIVE)
+    stall_timeout: float = key(120.0, "Seconds between two tokens.", POSITIVE)
+    reader_buffer: int = key(
+        4096, "Tokens buffered for a client that reads slowly; then it is disconnected.", POSITIVE
+    )
+    ping_seconds: float = key(0.5, "Between two heartbeats of a worker.", POSITIVE)
+    frozen_seconds: float = key(
+        3.0, "A worker that sent nothing for this long counts as lost.", POSITIVE
+    )
+    engine_stall_seconds: float = key(
+        60.0, "So does a worker whose engine has work and reported nothing for this long.", POSITIVE
+    )
+    canary_seconds: float = key(
+        30.0,
+        "How often an idle worker generates a token to prove that it can; 0 never.",
+        NOT_NEGATIVE,
+    )
+    otlp_endpoint: str = key(
+        "",
+        "OTLP/HTTP collector of request traces, such as http://127.0.0.1:4318; empty sends none.",
+    )
+    text_threads: int = key(2, "Threads that tokenize and render templates.", POSITIVE)
+    tool_format: str = key(
+        "auto",
+        "The model's format of tool calls; auto derives it from the chat template.",
+        one_of("auto", "hermes", "llama3", "mistral", "mistral-args"),
+    )
+    reasoning: str = key(
+        "auto",
+        "Whether reasoning (<think>…</think>) is separated from content; auto derives it from the"
+        " chat template.",
+        one_of("auto", "on", "off"),
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
-    """The pool that reads prompts."""
+    """The prefill pool."""
 
-    workers: int = _checked(1, _positive)
-    host: str = "127.0.0.1"
-    # 0 takes a free port; processes started one by one want a fixed one.
-    port: int = _checked(0, _port)
-    # Memory for pages; 0 chooses by device: 1 GiB, or on a GPU all that
-    # `gpu_memory` leaves.
-    kv_memory: Size = _checked(Size(0), _not_negative)
-    # Prompt tokens computed in one step; 0 chooses by device: 512, or 8,192 on a GPU.
-    chunk_tokens: int = _checked(0, _not_negative)
-    # CPU threads of one worker; unset takes all cores.
-    threads: int | None = _checked(None, _positive)
-    # GPUs of one worker; unset takes one for each of its processes where the cluster has any.
-    gpus: float | None = None
-    # What else a worker takes of a Ray node, such as {baton_prefill: 1}: it is placed only where
-    # there is so much of it left.
-    resources: Mapping[str, float] = field(default_factory=dict, metadata={"check": _ray_resources})
-    # Processes that share a worker's model, each with some heads; on GPUs each has one of its
-    # own, of one node. Pools may differ.
-    tensor_parallel: int = _checked(1, _positive)
-    # The share of a GPU's multiprocessors that one worker computes on. Below 1 where
-    # both pools share a GPU: the rest is always free for decode (docs/PERFORMANCE.md).
-    gpu_share: float = _checked(1.0, _share)
+    workers: int = key(1, "Prefill workers.", POSITIVE, "--prefill")
+    host: str = key("127.0.0.1", _WORKER_HOST)
+    port: int = key(0, _WORKER_PORT, PORT)
+    kv_memory: Size = key(Size(0), _KV_MEMORY, NOT_NEGATIVE, "--kv-memory")
+    chunk_tokens: int = key(
+        0,
+        "Prompt tokens in one step; 0 chooses by device: 512, or 8,192 on a GPU.",
+        NOT_NEGATIVE,
+        "--chunk-tokens",
+    )
+    threads: int | None = key(None, _THREADS, POSITIVE)
+    gpus: float | None = key(None, _GPUS)
+    resources: Mapping[str, float] = key(dict, _PLACED, _RESOURCES)
+    tensor_parallel: int = key(1, _RANKS, POSITIVE, "--tensor-parallel")
+    gpu_share: float = key(
+        1.0,
+        "Share of a GPU's multiprocessors that one worker uses. Below 1 where both pools share a"
+        " GPU: the rest stays free for decode (docs/PERFORMANCE.md).",
+        SHARE,
+        "--gpu-share",
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """The pool that writes answers."""
+    """The decode pool."""
 
-    workers: int = _checked(1, _positive)
-    host: str = "127.0.0.1"
-    port: int = _checked(0, _port)
-    kv_memory: Size = _checked(Size(0), _not_negative)
-    # Requests in one step; 0 chooses by device: 64, or 256 on a GPU.
-    max_batch: int = _checked(0, _not_negative)
-    # Tokens recomputed in one step for requests that lost their pages; 0
-    # chooses by device: 256, or 2,048 on a GPU.
-    chunk_tokens: int = _checked(0, _not_negative)
-    # On a CPU: how far decode's threads stand back for other processes, 0 to 19.
-    # Where both pools share cores, prompts then run at full speed, and answers
-    # are written together rather than a few at a time.
-    nice: int = _checked(19, _niceness)
-    # How long reserved pages wait for a prompt to arrive.
-    ticket_seconds: float = _checked(600.0, _positive)
-    threads: int | None = _checked(None, _positive)
-    gpus: float | None = None
-    resources: Mapping[str, float] = field(default_factory=dict, metadata={"check": _ray_resources})
-    tensor_parallel: int = _checked(1, _positive)
+    workers: int = key(1, "Decode workers.", POSITIVE, "--decode")
+    host: str = key("127.0.0.1", _WORKER_HOST)
+    port: int = key(0, _WORKER_PORT, PORT)
+    kv_memory: Size = key(Size(0), _KV_MEMORY, NOT_NEGATIVE, "--kv-memory")
+    max_batch: int = key(
+        0,
+        "Requests in one step; 0 chooses by device: 64, or 256 on a GPU.",
+        NOT_NEGATIVE,
+        "--max-batch",
+    )
+    chunk_tokens: int = key(
+        0,
+        "Prompt tokens in one step (local prefill, and requests that lost their pages); 0 chooses"
+        " by device: 256, or 2,048 on a GPU.",
+        NOT_NEGATIVE,
+    )
+    nice: int = key(
+        19,
+        "On a CPU: niceness of decode's threads. Where both pools share cores, prefill then runs at"
+        " full speed, and decode in larger batches.",
+        NICENESS,
+    )
+    ticket_seconds: float = key(600.0, "Seconds that reserved pages wait for a prompt.", POSITIVE)
+    threads: int | None = key(None, _THREADS, POSITIVE)
+    gpus: float | None = key(None, _GPUS)
+    resources: Mapping[str, float] = key(dict, _PLACED, _RESOURCES)
+    tensor_parallel: int = key(1, _RANKS, POSITIVE, "--tensor-parallel")
 
 
 @dataclass(frozen=True, slots=True)
 class TlsConfig:
-    """Certificates (core/tls.py): for clients, and among the cluster's own processes."""
+    """Certificates for clients and among the cluster's processes (core/tls.py)."""
 
-    # A folder as `baton certs` makes it; empty speaks in the clear.
-    folder: str = ""
-    # Whether clients must show a certificate.
-    client_certificates: bool = False
+    folder: str = key(
+        "", "A folder of certificates (`baton certs`); empty uses no TLS.", None, "--tls"
+    )
+    client_certificates: bool = key(
+        False, "Require a certificate of clients.", flag="--client-certificates"
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """Where pages go that have no room in a pool any more; a budget is one worker's."""
+    """The second tier: pages that were evicted from a pool. Budgets are one worker's."""
 
-    # Memory of the host. 0, the default, takes none: on a CPU, a larger
-    # `kv_memory` does the same and better.
-    host_memory: Size = _checked(Size(0), _not_negative)
-    # A folder for files, which a worker that is started again finds; none when empty.
-    files: str = ""
-    files_budget: Size = _checked(Size(16 * 2**30), _not_negative)
+    host_memory: Size = key(
+        Size(0), "Host memory. On a CPU a larger `kv_memory` is better.", NOT_NEGATIVE
+    )
+    files: str = key("", "A folder for files, which outlive the worker; empty writes none.")
+    files_budget: Size = key(Size(16 * 2**30), "Most bytes of these files.", NOT_NEGATIVE)
 
 
 @dataclass(frozen=True, slots=True)
 class ControllerConfig:
-    """Who tells routers which workers there are, under Ray."""
+    """The controller, which tells routers their workers, under Ray."""
 
-    # 0 takes a free port; routers outside Ray, which follow it, want a fixed one.
-    port: int = _checked(0, _port)
+    port: int = key(0, "0 chooses a free port; routers outside Ray need a fixed one.", PORT)
 
 
 @dataclass(frozen=True, slots=True)
 class PlannerConfig:
-    """Who changes the pools by what is asked of them, under Ray."""
+    """The planner, which adapts the pools to the load, under Ray."""
 
-    enabled: bool = False
-    # Whether it does what it decides, or only tells.
-    act: bool = True
-    # The objectives: seconds to the first token, and between two tokens.
-    ttft: float = _checked(4.0, _positive)
-    itl: float = _checked(0.05, _positive)
-    # Workers of both pools together; 0 allows no more than the cluster is started with.
-    most_workers: int = _checked(0, _not_negative)
-    # Workers of each pool that are kept, however little is asked of them.
-    least_prefill: int = _checked(1, _positive)
-    least_decode: int = _checked(1, _positive)
-    # Between two decisions. Each looks at the last six rounds.
-    round_seconds: float = _checked(10.0, _positive)
+    enabled: bool = key(False, "Adapt the pools to the load; see `baton plan`.", flag="--plan")
+    act: bool = key(True, "Carry decisions out, instead of only reporting them.")
+    ttft: float = key(4.0, "Objective: seconds to the first token.", POSITIVE)
+    itl: float = key(0.05, "Objective: seconds between two tokens.", POSITIVE)
+    most_workers: int = key(
+        0,
+        "Workers of both pools together; 0 allows as many as the cluster starts with.",
+        NOT_NEGATIVE,
+    )
+    least_prefill: int = key(1, "Prefill workers to keep without load.", POSITIVE)
+    least_decode: int = key(1, "Decode workers to keep without load.", POSITIVE)
+    round_seconds: float = key(
+        10.0, "Between two decisions. Each looks at the last six rounds.", POSITIVE
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class MembersConfig:
-    """Addresses of workers, for a router that no controller tells."""
+    """A fixed membership, for a router without a controller."""
 
-    workers: tuple[str, ...] = ()
+    workers: tuple[str, ...] = key((), "Addresses of workers.")
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
     """A whole cluster."""
 
-    # "embedded", or a Hugging Face folder.
-    model: str = "embedded"
-    # The name that clients use; empty takes the folder's.
-    model_name: str = ""
-    dtype: str = _checked("auto", _one_of("auto", "float32", "bfloat16", "float16"))
-    device: str = _checked("auto", _one_of("auto", "cpu", "cuda"))
-    # How pages travel between workers; "auto" takes CUDA IPC within a host of
-    # GPUs, and NIXL elsewhere.
-    transport: str = _checked("auto", _one_of("auto", "nixl", "cuda_ipc"))
-    # The share of a GPU's memory that one worker takes for weights, pages and work; 0 takes 0.9,
-    # or where Ray gives it a part of a GPU, 0.9 of that part.
-    gpu_memory: float = _checked(0.0, _share_or_none)
-    # Whether the processes of one worker (`tensor_parallel`) may share a GPU where it sees too
-    # few. For tests: what they exchange then goes through host memory, and is slow.
-    ranks_share_gpus: bool = False
-    # "files", or "random" for a worker that is only measured: of the model's
-    # folder it then needs no weights.
-    weights: str = _checked("files", _one_of("files", "random"))
-    # Tokens a page of K/V.
-    page_size: int = _checked(16, _positive)
-    # Whether workers keep the pages of prompts and answers for those that begin alike.
-    prefix_cache: bool = True
-    # A shorter context than the model's.
-    max_context: int | None = _checked(None, _positive)
-    # How long a process that is told to stop lets its requests run on. Those of
-    # a worker then go on elsewhere.
-    drain_seconds: float = _checked(20.0, _not_negative)
-    # The largest share of a pool that may wait in quarantine for writes of lost
-    # peers; with more, a worker takes nothing new.
-    quarantine_share: float = _checked(0.5, _share)
-    # A digest of each page, made where the page is and checked where it arrives;
-    # "auto" is on where pools are in CPU memory.
-    page_digests: str = _checked("auto", _one_of("auto", "on", "off"))
-    # Whether other machines may reach a router without keys, or workers without TLS.
-    insecure: bool = False
-    log_level: str = _checked("info", _one_of("debug", "info", "warning", "error"))
+    model: str = key("embedded", "A Hugging Face folder, or the embedded model.", flag="--model")
+    model_name: str = key(
+        "", "The model's name for clients; empty uses its folder's.", flag="--model-name"
+    )
+    dtype: str = key(
+        "auto",
+        "float32, bfloat16 or float16; auto chooses by device.",
+        one_of("auto", "float32", "bfloat16", "float16"),
+        "--dtype",
+    )
+    device: str = key(
+        "auto",
+        "cpu or cuda; auto uses GPUs if there are any.",
+        one_of("auto", "cpu", "cuda"),
+        "--device",
+    )
+    transport: str = key(
+        "auto",
+        "How pages travel: nixl or cuda_ipc; auto uses CUDA IPC between GPUs of one host, else"
+        " NIXL.",
+        one_of("auto", "nixl", "cuda_ipc"),
+    )
+    gpu_memory: float = key(
+        0.0,
+        "Share of a GPU's memory that a worker uses for weights, pages and work; 0 uses 0.9, or 0.9"
+        " of the part of a GPU that Ray gives it.",
+        SHARE_OR_NONE,
+        "--gpu-memory",
+    )
+    ranks_share_gpus: bool = key(
+        False,
+        "Let a worker's processes (`tensor_parallel`) share a GPU. For tests: they then exchange"
+        " data through host memory, which is slow.",
+    )
+    weights: str = key(
+        "files",
+        "files, or random for measurements, which needs no weights in the model's folder.",
+        one_of("files", "random"),
+    )
+    page_size: int = key(16, "Tokens of a page.", POSITIVE, "--page-size")
+    prefix_cache: bool = key(True, "Keep pages of prompts and answers for later prompts.")
+    max_context: int | None = key(
+        None, "A shorter context than the model's.", POSITIVE, "--max-context"
+    )
+    drain_seconds: float = key(
+        20.0,
+        "Seconds that a stopping process lets its requests run. A worker's then migrate.",
+        NOT_NEGATIVE,
+    )
+    quarantine_share: float = key(
+        0.5,
+        "Largest share of a pool in quarantine for writes of lost peers; above it a worker accepts"
+        " nothing new.",
+        SHARE,
+    )
+    page_digests: str = key(
+        "auto",
+        "Checksums of pages, verified on arrival: on, off, or auto, which is on for pools in CPU"
+        " memory.",
+        one_of("auto", "on", "off"),
+    )
+    insecure: bool = key(
+        False,
+        "Allow other machines to reach a router without keys, or workers without TLS.",
+        flag="--insecure",
+    )
+    log_level: str = key(
+        "info",
+        "debug, info, warning or error.",
+        one_of("debug", "info", "warning", "error"),
+        "--log-level",
+    )
     tls: TlsConfig = TlsConfig()
     router: RouterConfig = RouterConfig()
     prefill: PrefillConfig = PrefillConfig()
@@ -292,7 +348,7 @@ class Config:
 
 
 def settle(config: Config, device: str) -> Config:
-    """`config` with every value that is to be chosen by device chosen for "cpu" or "cuda"."""
+    """`config` with the values that are chosen by device, for "cpu" or "cuda"."""
     gpu = device == "cuda"
     memory = Size(0 if gpu else 2**30)
     prefill, decode = config.prefill, config.decode
@@ -314,7 +370,7 @@ def settle(config: Config, device: str) -> Config:
 
 
 def load(path: Path | None, overrides: Mapping[str, object] | None = None) -> Config:
-    """The configuration in `path` (the defaults when None), with dotted `overrides` on top."""
+    """The configuration in `path` (None: the defaults), with dotted `overrides` on top."""
     tree = read_yaml(path) if path else {}
     for dotted, value in (overrides or {}).items():
         set_dotted(tree, dotted, value)
@@ -322,10 +378,10 @@ def load(path: Path | None, overrides: Mapping[str, object] | None = None) -> Co
 
 
 def parse(tree: Mapping[str, object]) -> Config:
-    """The configuration that a parsed YAML document describes."""
-    return typing.cast(Config, build(Config, tree, ""))
+    """The configuration of a parsed YAML document."""
+    return typing.cast(Config, build(Config, tree))
 
 
 def dump(config: Config) -> dict[str, object]:
-    """`config` as plain values that `parse` reads back."""
+    """Plain values that `parse` turns back into `config`."""
     return typing.cast(dict[str, object], plain(dataclasses.asdict(config)))

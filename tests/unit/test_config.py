@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+import runpy
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from baton.core import config
+from baton.core.config_values import keys_of
 from baton.core.errors import InvalidConfig
 from baton.core.tls import check_router
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_the_defaults_are_one_worker_of_each_role() -> None:
@@ -42,7 +46,7 @@ def test_what_is_dumped_reads_back_the_same() -> None:
         ({"prefill": {"resources": "baton"}}, ["prefill.resources", "names and numbers"]),
         ({"decode": {"resources": {"baton": "1"}}}, ["decode.resources.baton", "float"]),
         ({"decode": {"resources": {"GPU": 1}}}, ["decode.resources", "GPU", "gpus"]),
-        ({"decode": {"resources": {"baton": -1}}}, ["decode.resources", "0.0001 or more of baton"]),
+        ({"decode": {"resources": {"baton": -1}}}, ["decode.resources", "0.0001 or more", "baton"]),
         ({"decode": {"max_batch": -1}}, ["decode.max_batch", "0 or more"]),
         ({"prefill": {"kv_memory": "1 GB/s"}}, ["prefill.kv_memory", "1GiB"]),
         ({"dtype": "int4"}, ["dtype", "bfloat16"]),
@@ -88,3 +92,22 @@ def test_a_router_that_others_can_reach_wants_keys_or_a_word(
     check_router(config.parse({"router": {"host": host, "keys": "keys.yaml"}, **settings}))
     with pytest.raises(InvalidConfig, match="nothing is locked") if refused else nullcontext():
         check_router(config.parse({"router": {"host": host}, **settings}))
+
+
+def test_the_configuration_page_is_generated_from_the_keys() -> None:
+    page = runpy.run_path(str(DOCS / "make_configuration.py"))["page"]()
+    made_by = "python docs/make_configuration.py > docs/CONFIGURATION.md"
+    assert (DOCS / "CONFIGURATION.md").read_text() == page, made_by
+
+
+def test_every_key_has_a_meaning() -> None:
+    for key in keys_of(config.Config):
+        assert key.meaning.endswith("."), key.path
+
+
+def test_a_flag_that_several_keys_share_means_the_same() -> None:
+    meanings: dict[str, set[str]] = {}
+    for key in keys_of(config.Config):
+        meanings.setdefault(key.flag, set()).add(key.meaning)
+    shared = {flag for flag, found in meanings.items() if flag and len(found) > 1}
+    assert shared == set()
