@@ -3,7 +3,7 @@
 Tells a router of a million cached pages on 16 workers, through the messages that
 workers send, and prints the memory that it takes, how long a prompt of 8,192
 tokens is hashed and looked up, and how long events, a reset and a full garbage
-collection take. Then, how long the policy takes to choose among 64 + 64 workers.
+collection take. Then, how long the policy takes to choose among 1 + 1 to 64 + 64 workers.
 """
 
 from __future__ import annotations
@@ -15,9 +15,16 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from baton.core.page_keys import KEY_BYTES, page_keys
-from baton.router.placement.placement import DecodeView, LocalPrefill, PrefillView, Snapshot
+from baton.router.placement.placement import (
+    DecodeColumns,
+    LocalPrefill,
+    PrefillColumns,
+    Snapshot,
+    columns_of,
+)
 from baton.router.placement.policy import choose
 from baton.router.placement.worker_state import CacheIndex
 from baton.v1 import worker_pb2 as pb
@@ -28,7 +35,7 @@ PAGE_SIZE = 16
 PROMPT_TOKENS = 8192
 EVENT_PAGES = 32
 REPEATS = 200
-POOL_WORKERS = 64
+POOL_WORKERS = (1, 2, 4, 8, 16, 64)
 
 
 def main() -> None:
@@ -86,25 +93,31 @@ def _bench_events(worker: CacheIndex) -> None:
 
 
 def _bench_choice() -> None:
+    for count in POOL_WORKERS:
+        snapshot = _cluster(count)
+        _report(f"choose among {count} + {count} workers", partial(choose, snapshot))
+
+
+def _cluster(count: int) -> Snapshot:
     draw = random.Random(1)
-    names = frozenset(f"decode-{index}" for index in range(POOL_WORKERS))
+    names = [f"decode-{index}" for index in range(count)]
     prefill = [
-        PrefillView(f"prefill-{index}", draw.randrange(5000), names, True, 16 * draw.randrange(512))
-        for index in range(POOL_WORKERS)
+        (draw.randrange(5000), True, 16 * draw.randrange(PROMPT_TOKENS // 16), 0)
+        for _ in range(count)
     ]
     decode = [
-        DecodeView(name, draw.randrange(30), 1000, True, 16 * draw.randrange(512))
-        for name in sorted(names)
+        (draw.randrange(30), 1000, True, 16 * draw.randrange(PROMPT_TOKENS // 16), *[0] * 6)
+        for _ in range(count)
     ]
-    snapshot = Snapshot(
-        prefill,
-        decode,
+    reaches = [frozenset(names)] * count
+    return Snapshot(
+        PrefillColumns([f"prefill-{i}" for i in range(count)], reaches, *columns_of(prefill)),
+        DecodeColumns(names, *columns_of(decode)),
         local=LocalPrefill.AUTO,
         prompt_tokens=PROMPT_TOKENS,
         tokens_wanted=100,
         page_bytes=2 << 20,
     )
-    _report(f"choose among {POOL_WORKERS} + {POOL_WORKERS} workers", lambda: choose(snapshot))
 
 
 def _report(what: str, work: Callable[[], object], repeats: int = REPEATS) -> None:

@@ -83,7 +83,7 @@ class Profile:
             transfer=self.transfer,
             exposed=self.exposed,
             step=self.step,
-            disturbed=self._disturbed,
+            interfered=self._interfered,
             answer_tokens=answer_tokens,
         )
 
@@ -92,7 +92,7 @@ class Profile:
         return SharedCores(self.shared_cores, self.decode_weight)
 
     @property
-    def _disturbed(self) -> float:
+    def _interfered(self) -> float:
         """Of the time that a prefill worker is busy, what decoding loses."""
         once, _, _, busy = self.step
         return busy / (once + busy) if busy else 0.0

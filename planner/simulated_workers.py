@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from baton.planner.simulation_report import TimeHistogram
 from baton.planner.trace import Arrival
 from baton.router.placement.cost_model import Costs
+from baton.router.placement.placement import DecodeColumns, PrefillColumns, column_of
 
-Column = NDArray[numpy.int64]
+Array = NDArray[numpy.int64]
 
 TINY = 1e-6
 """Of a step: what sums of times may be off by."""
@@ -59,7 +60,11 @@ class WorkerPool:
 
     def __init__(self, cached_blocks: int) -> None:
         self.caches = BlockCaches(cached_blocks)
-        self.active: Column = numpy.zeros(0, dtype=numpy.int64)
+        self.active: Array = numpy.zeros(0, dtype=numpy.int64)
+        # Their names, for the policy.
+        self.active_ids: list[str] = []
+        self.all_active: frozenset[str] = frozenset()
+        self._none = self._all = self.active  # a column of 0, and of 1
         self.began: list[float] = []
         self.ended: list[float] = []
         self.busy_seconds: list[float] = []
@@ -75,12 +80,26 @@ class WorkerPool:
         self.ended.append(math.inf)
         self.busy_seconds.append(0.0)
         self.caches.add_worker(index)
-        self.active = numpy.append(self.active, index)
+        self._set_active(numpy.append(self.active, index))
         return index
 
     def retire(self, index: int) -> None:
         """Sends it nothing more."""
-        self.active = self.active[self.active != index]
+        self._set_active(self.active[self.active != index])
+
+    def _set_active(self, indices: Array) -> None:
+        self.active = indices
+        self.active_ids = list(map(str, indices.tolist()))
+        self.all_active = frozenset(self.active_ids)
+        self._none, self._all = 0 * indices, 0 * indices + 1
+
+    def _of_active(self, column: Array) -> Array:
+        return column if len(self.active) == self.size else column[self.active]
+
+    def cached_tokens(self, blocks: Sequence[int], block_tokens: int, most: int) -> Array:
+        """Tokens at the front of a prompt that each active worker has cached, `most` at most."""
+        held = self._of_active(self.caches.leading(blocks, self.size))
+        return numpy.minimum(held * block_tokens, most)
 
     def end(self, index: int, now: float) -> None:
         self.ended[index] = now
@@ -96,7 +115,7 @@ class PrefillPool(WorkerPool):
 
     def __init__(self, cached_blocks: int) -> None:
         super().__init__(cached_blocks)
-        self.pending: Column = numpy.zeros(0, dtype=numpy.int64)
+        self.pending: Array = numpy.zeros(0, dtype=numpy.int64)
         self.prompts: list[int] = []
         self.free_at: list[float] = []
         # Those that no step has begun to end.
@@ -128,6 +147,12 @@ class PrefillPool(WorkerPool):
         self.prompts[index] += 1
         self.busy_seconds[index] += request.compute_seconds
         self.free_at[index] = max(now, self.free_at[index]) + request.compute_seconds
+
+    def columns(self, cached: Array, reached: frozenset[str]) -> PrefillColumns:
+        """As the policy sees the active workers: with room, and connected to all others."""
+        reaches = [reached] * len(cached)
+        columns = self._of_active(self.pending), self._all, cached, self._none
+        return PrefillColumns(self.active_ids, reaches, *map(column_of, columns))
 
     def begin_step(self, index: int, chunk_tokens: int) -> tuple[float, list[SimulatedRequest]]:
         """How long it takes, and the prompts that it completes."""
@@ -162,16 +187,38 @@ class DecodePool(WorkerPool):
     def __init__(self, cached_blocks: int) -> None:
         super().__init__(cached_blocks)
         self.workers: list[DecodeBatch] = []
-        self.requests: Column = numpy.zeros(0, dtype=numpy.int64)
-        self.running: Column = numpy.zeros(0, dtype=numpy.int64)
-        self.waiting: Column = numpy.zeros(0, dtype=numpy.int64)
-        self.leased: Column = numpy.zeros(0, dtype=numpy.int64)
+        self.requests: Array = numpy.zeros(0, dtype=numpy.int64)
+        self.running: Array = numpy.zeros(0, dtype=numpy.int64)
+        self.waiting: Array = numpy.zeros(0, dtype=numpy.int64)
+        self.leased: Array = numpy.zeros(0, dtype=numpy.int64)
 
     def add(self, now: float) -> int:
         for name in ("requests", "running", "waiting", "leased"):
             setattr(self, name, numpy.append(getattr(self, name), 0))
         self.workers.append(DecodeBatch(at=now))
         return super().add(now)
+
+    def columns(self, cached: Array, pages: int, backlog: int) -> DecodeColumns:
+        """As the policy sees the active workers, with pools of `pages`: nothing is prefilled
+        there, or saved in a second tier."""
+        none, waiting, leased = (
+            self._none,
+            self._of_active(self.waiting),
+            self._of_active(self.leased),
+        )
+        columns = (
+            self._of_active(self.requests),
+            pages - leased,
+            (waiting < backlog).astype(numpy.int64),
+            cached,
+            self._of_active(self.running),
+            waiting,
+            leased,
+            none,
+            none,
+            none,
+        )
+        return DecodeColumns(self.active_ids, *map(column_of, columns))
 
     def is_empty(self, index: int) -> bool:
         return not self.requests[index]

@@ -21,10 +21,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy
-
+from baton.core.errors import BatonError
 from baton.core.types import Role
-from baton.planner.placing import Ask, choose_pair
 from baton.planner.profile import Profile
 from baton.planner.simulated_workers import (
     DecodeBatch,
@@ -47,6 +45,8 @@ from baton.planner.sizing import (
 from baton.planner.trace import BLOCK, Arrival
 from baton.planner.traffic_window import ROUND_SECONDS, TrafficWindow
 from baton.router.placement.cost_model import ANSWER_PRIOR, ANSWER_RATE
+from baton.router.placement.placement import FetchPages, LocalPrefill, Placement, Snapshot
+from baton.router.placement.policy import choose
 
 IDLE = PoolUse(0.0, 0.0)
 
@@ -145,12 +145,12 @@ class Simulator:
     def _place(self, arrival: Arrival) -> bool:
         if arrival.answer_tokens > 1 and not self._decode.has_room(self._setup.worker_backlog):
             return False
-        ask = self._ask(arrival)
-        pair = choose_pair(ask, self._prefill, self._decode)
-        if pair is None:
+        snapshot = self.snapshot(arrival)
+        placement = choose(snapshot, one_token=arrival.answer_tokens == 1)
+        if isinstance(placement, BatonError):
             return False
         self._placed += 1
-        request = self._flight(arrival, ask, *pair)
+        request = self._begin(arrival, snapshot, placement)
         self._tally.prompt_tokens += arrival.prompt_tokens
         self._tally.cached_tokens += request.cached_tokens
         if self._setup.plans:
@@ -166,39 +166,38 @@ class Simulator:
             self._disturb()
         return True
 
-    def _ask(self, arrival: Arrival) -> Ask:
-        profile = self._profile
-        return Ask(
+    def snapshot(self, arrival: Arrival) -> Snapshot:
+        """What the policy decides on. Decode workers never prefill here, nor lend pages."""
+        setup, profile = self._setup, self._profile
+        # A prompt's last token is always computed.
+        most = (arrival.prompt_tokens - 1) // profile.page_size * profile.page_size
+        prefill, decode = (
+            pool.cached_tokens(arrival.blocks, setup.block_tokens, most)
+            for pool in (self._prefill, self._decode)
+        )
+        return Snapshot(
+            self._prefill.columns(prefill, self._decode.all_active),
+            self._decode.columns(decode, profile.decode_pages, setup.worker_backlog),
+            local=LocalPrefill.NEVER,
+            fetch=FetchPages.NEVER,
+            costs=self._costs,
+            turn=self._placed,
             prompt_tokens=arrival.prompt_tokens,
             tokens_wanted=arrival.answer_tokens,
-            prefill_cached=self._cached(self._prefill, arrival),
-            decode_cached=self._cached(self._decode, arrival),
-            turn=self._placed,
-            costs=self._costs,
             page_size=profile.page_size,
             page_bytes=profile.page_bytes,
-            pool_pages=profile.decode_pages,
-            backlog=self._setup.worker_backlog,
         )
 
-    def _cached(self, pool: WorkerPool, arrival: Arrival) -> Any:
-        """Of the prompt, what each active worker need not compute: never its last token."""
-        size = self._profile.page_size
-        most = (arrival.prompt_tokens - 1) // size * size
-        blocks = pool.caches.leading(arrival.blocks, pool.size)
-        if len(pool.active) < pool.size:
-            blocks = blocks[pool.active]
-        return numpy.minimum(blocks * self._setup.block_tokens, most)
-
-    def _flight(self, arrival: Arrival, ask: Ask, prefill: int, decode: int) -> SimulatedRequest:
-        size = self._profile.page_size
-        cached = int(ask.prefill_cached[self._prefill.active.searchsorted(prefill)])
+    def _begin(
+        self, arrival: Arrival, snapshot: Snapshot, placement: Placement
+    ) -> SimulatedRequest:
+        size, prefill, decode = self._profile.page_size, placement.prefill, placement.decode
+        cached = int(snapshot.prefill.cached_tokens[snapshot.prefill.worker_ids.index(prefill)])
         missing = arrival.prompt_tokens - cached
-        request = SimulatedRequest(
-            arrival, prefill, decode, cached, self._costs.prefill_seconds(missing, cached)
-        )
-        if decode >= 0:
-            held = int(ask.decode_cached[self._decode.active.searchsorted(decode)])
+        seconds = self._costs.prefill_seconds(missing, cached)
+        request = SimulatedRequest(arrival, int(prefill), int(decode or -1), cached, seconds)
+        if decode:
+            held = int(snapshot.decode.cached_tokens[snapshot.decode.worker_ids.index(decode)])
             request.moved_pages = -(-(arrival.prompt_tokens - held) // size)
             request.prompt_pages = -(-arrival.prompt_tokens // size)
             request.pages = -(-(arrival.prompt_tokens + arrival.answer_tokens) // size)

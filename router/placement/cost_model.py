@@ -15,6 +15,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy
+
 from baton.router.placement.online_fit import Disturbance, OnlineFit
 
 # Coefficients in seconds, for the features named beside them.
@@ -40,6 +42,13 @@ def _as_local(prefill: tuple[float, ...]) -> tuple[float, ...]:
     return (*prefill, BESIDE_SHARE * prefill[1], BUSY_SHARE * prefill[1])
 
 
+def larger(one: float, other: float) -> float:
+    """Of two numbers, or of each in an array and a number."""
+    if isinstance(one, numpy.ndarray):
+        return numpy.maximum(one, other)
+    return one if one > other else other
+
+
 @dataclass(frozen=True, slots=True)
 class Costs:
     """What is believed at one moment. All times in seconds."""
@@ -54,7 +63,7 @@ class Costs:
     fetch: tuple[float, ...] = (TRANSFER_PRIOR[0] + STEP_PRIOR[0], TRANSFER_PRIOR[1])
     step: tuple[float, ...] = STEP_PRIOR
     # What a second of a prefill worker's compute adds to the time of each request that is decoded.
-    disturbed: float = DISTURBANCE_PRIOR
+    interfered: float = DISTURBANCE_PRIOR
     answer_tokens: float = ANSWER_PRIOR
 
     def prefill_seconds(
@@ -97,12 +106,12 @@ class Costs:
     def transfer_seconds(self, size: int) -> float:
         """For which a push of so many bytes is under way."""
         once, each = self.transfer
-        return once + each * size if size else 0.0
+        return (once + each * size) * (size > 0)
 
     def exposed_seconds(self, size: int, compute_seconds: float) -> float:
         """From the end of a prompt's compute to the arrival of its last page."""
         once, each = self.exposed
-        return once + each * max(0.0, self.transfer_seconds(size) - compute_seconds)
+        return once + each * larger(self.transfer_seconds(size) - compute_seconds, 0.0)
 
     def fetch_seconds(self, size: int) -> float:
         """From asking another worker for so many bytes of pages to their arrival."""
@@ -124,17 +133,15 @@ class Costs:
 
     def room_seconds(self, waiting: int, requests: int, pages: int) -> float:
         """Until `waiting` requests have found room, one place for each answer that ends."""
-        if not waiting:
-            return 0.0
         one_answer = self.answer_tokens * self.step_seconds(requests, pages)
-        return waiting * one_answer / max(requests, 1)
+        return waiting * one_answer / (requests + (requests == 0))
 
-    def disturbance(self, seconds: float, running: int, reading: int = 0) -> float:
-        """What compute of so many seconds on a prefill worker adds to the time of requests on
-        decode workers: `running` that are decoded, and `reading` where prompts are read too.
-        Nothing where they share no hardware."""
+    def interference(self, decoding: int, prefilling: int = 0) -> float:
+        """Seconds that a second of compute on a prefill worker adds to requests on decode workers:
+        `decoding` on those that only decode, `prefilling` on those that prefill too. 0 where the
+        pools share no hardware."""
         each, slower = self.local[1], self.local[6]
-        return seconds * (running * self.disturbed + reading * slower / (each + slower))
+        return decoding * self.interfered + prefilling * slower / (each + slower)
 
 
 class CostModel:
@@ -246,7 +253,7 @@ class CostModel:
             exposed=self._hidden.coefficients + self._beyond.coefficients,
             fetch=self._fetch.coefficients if self._fetch else fetch,
             step=step,
-            disturbed=self._disturbance.share,
+            interfered=self._disturbance.share,
             answer_tokens=self._answer_tokens,
         )
 

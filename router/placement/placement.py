@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy
+from numpy.typing import NDArray
+
 from baton.router.placement.cost_model import Costs
 
 
@@ -87,79 +90,86 @@ REASON_TEXTS = {
 }
 
 
-# Tuples: a snapshot of a large cluster has many, and is made for each request.
+Column = Sequence[int] | NDArray[numpy.int64]
+"""A number for each worker of a pool: a list, or an array where there are many."""
+
+MANY_WORKERS = 20
+"""From which on arrays are faster than lists."""
 
 
-class PrefillView(NamedTuple):
-    """A prefill worker that can be used, as the router sees it."""
-
-    worker_id: str
-    # Prompt tokens that wait there: the worker's word, or what this router
-    # sent and has not had back, whichever is more.
-    pending_tokens: int
-    # Decode workers that it can push to.
-    reaches: frozenset[str]
-    # Whether it may be sent this request.
-    has_room: bool = True
-    # Of this request's prompt, the tokens at its front that it has cached.
-    cached_tokens: int = 0
-    # Of these, the tokens that it has to bring back from host memory or files.
-    kept_tokens: int = 0
+def columns_of(rows: Sequence[tuple[int, ...]]) -> Sequence[Column]:
+    """Transposes rows, one for each worker."""
+    if len(rows) < MANY_WORKERS:
+        return [list(column) for column in zip(*rows, strict=True)]
+    return list(numpy.array(rows, dtype=numpy.int64).T)
 
 
-class DecodeView(NamedTuple):
-    """A decode worker that can be used, as the router sees it."""
+def column_of(values: NDArray[numpy.int64]) -> Column:
+    """An array, or the list that is faster for few workers."""
+    return values.tolist() if len(values) < MANY_WORKERS else values
 
-    worker_id: str
+
+@dataclass(slots=True)
+class PrefillColumns:
+    """The usable prefill workers, as the router sees them for one request."""
+
+    worker_ids: Sequence[str] = ()
+    # Of the decode workers below, those that each can push to.
+    reaches: Sequence[frozenset[str]] = ()
+    # Prompt tokens that wait there.
+    pending_tokens: Column = ()
+    # Whether each may be sent this request.
+    has_room: Column = ()
+    # Tokens at the front of this prompt that it has cached, and those of them that it must
+    # restore from the second tier.
+    cached_tokens: Column = ()
+    saved_tokens: Column = ()
+
+
+@dataclass(slots=True)
+class DecodeColumns:
+    """The usable decode workers, as the router sees them for one request."""
+
+    worker_ids: Sequence[str] = ()
     # Requests there, running or waiting.
-    requests: int
-    free_pages: int
-    # Whether it may be sent this request before it has promised pages to those
-    # it was sent.
-    has_room: bool = True
-    cached_tokens: int = 0
-    # Of the requests, those that are being decoded, and those that wait for pages or a place in
-    # the batch. The rest is being read there, or is on its way.
-    running: int = 0
-    waiting: int = 0
-    leased_pages: int = 0
-    # Prompt tokens that it has yet to read itself.
-    pending_tokens: int = 0
-    kept_tokens: int = 0
-    # Requests whose prompts it is reading.
-    reading: int = 0
-
-    @property
-    def near_tokens(self) -> int:
-        """What it has cached and need not bring back: others may fetch it."""
-        return self.cached_tokens - self.kept_tokens
+    requests: Column = ()
+    free_pages: Column = ()
+    # Whether each may be sent this request before it has reserved pages for earlier ones.
+    has_room: Column = ()
+    cached_tokens: Column = ()
+    # Requests being decoded, and those that wait for pages or a place in the batch. The others
+    # are being prefilled, or on their way.
+    running: Column = ()
+    waiting: Column = ()
+    leased_pages: Column = ()
+    # Prompt tokens that wait for local prefill.
+    pending_tokens: Column = ()
+    saved_tokens: Column = ()
+    # Requests in local prefill.
+    prefilling: Column = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    prefill: Sequence[PrefillView] = ()
-    decode: Sequence[DecodeView] = ()
+    """The cluster and the request that one choice is made on."""
+
+    prefill: PrefillColumns = field(default_factory=PrefillColumns)
+    decode: DecodeColumns = field(default_factory=DecodeColumns)
     # Why pairs of attached workers cannot exchange pages, where they cannot.
     mismatches: Sequence[str] = ()
-    # Whether decode workers may read prompts themselves where no prefill worker can.
+    # Whether decode workers may prefill where no prefill worker can.
     local_prefill: bool = False
-    # Whether they may read others too, or are to read all.
+    # Whether they may prefill other prompts too, or must prefill all.
     local: LocalPrefill = LocalPrefill.FALLBACK
     fetch: FetchPages = FetchPages.AUTO
     strategy: Strategy = Strategy.KV_AWARE
     costs: Costs = field(default_factory=Costs)
-    # Counts placements: of equal workers another one is taken each time.
+    # Counts placements: of equal workers another one is chosen each time.
     turn: int = 0
-    # The request: its length, and how many tokens are still wanted.
     prompt_tokens: int = 1
     tokens_wanted: int = 1
     page_size: int = 16
     page_bytes: int = 0
-
-    @property
-    def busy_prefill(self) -> int:
-        """Prefill workers that have something to read."""
-        return sum(view.pending_tokens > 0 for view in self.prefill)
 
 
 class FetchPlan(NamedTuple):

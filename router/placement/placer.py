@@ -1,30 +1,108 @@
-"""Places requests: keeps what a snapshot of the cluster needs, and asks the policy."""
+"""Places requests: builds a snapshot of the cluster for each choice, and asks the policy."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 
 from baton.core.config import RouterConfig
-from baton.core.errors import BatonError, DeadlineExceeded
+from baton.core.errors import BatonError, DeadlineExceeded, LayoutMismatch
 from baton.core.types import Role, Work
 from baton.router.placement.cost_model import CostModel
 from baton.router.placement.placement import (
-    DecodeView,
+    DecodeColumns,
     FetchPages,
     LocalPrefill,
     Placement,
-    PrefillView,
+    PrefillColumns,
     Snapshot,
     Strategy,
     Suspicion,
+    columns_of,
 )
-from baton.router.placement.policy import choose
+from baton.router.placement.policy import choose, why_no_pair
 from baton.router.placement.scorer import earliest_first_token
-from baton.router.placement.topology import Topology
+from baton.router.workers.link import WorkerLink
 from baton.router.workers.membership import Membership
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """The usable workers, and which can push to which. Rebuilt after each change."""
+
+    prefill: Sequence[WorkerLink]
+    decode: Sequence[WorkerLink]
+    prefill_ids: Sequence[str]
+    decode_ids: Sequence[str]
+    # By prefill worker, the decode workers that it can push to.
+    reaches: Sequence[frozenset[str]]
+    # Why pairs can never exchange pages.
+    mismatches: Sequence[str]
+    # Tokens and bytes of a page; 1 and 0 without decode workers.
+    page_size: int
+    page_bytes: int
+
+    @classmethod
+    def of(cls, membership: Membership) -> Topology:
+        by_name = attrgetter("worker_id")
+        prefill = sorted(membership.usable(Role.PREFILL), key=by_name)
+        decode = sorted(membership.usable(Role.DECODE), key=by_name)
+        pairs = [(link.peers, other) for link in prefill for other in decode]
+        return cls(
+            prefill,
+            decode,
+            [link.worker_id for link in prefill],
+            [link.worker_id for link in decode],
+            [
+                frozenset(other.worker_id for other in decode if link.peers.reaches(other.agent))
+                for link in prefill
+            ],
+            [why for peers, other in pairs if (why := peers.mismatch(other.agent))],
+            decode[0].pool.layout.page_size or 1 if decode else 1,
+            decode[0].pool.page_bytes if decode else 0,
+        )
+
+    def prefill_columns(self, work: Work, suspicion: Suspicion) -> PrefillColumns:
+        rows = [
+            (link.prompts.queued_tokens, link.has_room(suspicion), *self._cached(link, work))
+            for link in self.prefill
+        ]
+        return PrefillColumns(self.prefill_ids, self.reaches, *columns_of(rows))
+
+    def decode_columns(self, work: Work, suspicion: Suspicion) -> DecodeColumns:
+        rows = []
+        for link in self.decode:
+            load = link.load
+            running, waiting, prefilling = load.running, load.waiting, load.prefilling
+            cached, saved = self._cached(link, work)
+            rows.append(
+                (
+                    max(link.active, running + waiting),
+                    load.free_pages,
+                    link.has_room(suspicion),
+                    cached,
+                    running - prefilling,
+                    waiting,
+                    load.leased_pages,
+                    link.prompts.queued_tokens,
+                    saved,
+                    prefilling,
+                )
+            )
+        return DecodeColumns(self.decode_ids, *columns_of(rows))
+
+    def _cached(self, link: WorkerLink, work: Work) -> tuple[int, int]:
+        """Tokens of the prompt that the worker need not compute, never the last one; and those of
+        them that it must restore."""
+        size, cache, keys = self.page_size, link.cache, work.page_keys
+        cached = size * min(cache.leading(keys), (len(work.prompt_tokens) - 1) // size)
+        if not cache.has_saved:
+            return cached, 0
+        return cached, max(0, cached - size * cache.leading_in_pool(keys))
 
 
 class Placer:
@@ -42,7 +120,7 @@ class Placer:
         self._without_pair_since: float | None = None
         self._note_pair()
         membership.listen(self._membership_changed)
-        membership.listen_reports(lambda link: self._topology.teach_step(link, self.costs))
+        membership.listen_reports(self._note_step)
 
     def choose(
         self, work: Work, suspicion: Suspicion = Suspicion.NONE, seconds_left: float = math.inf
@@ -59,11 +137,37 @@ class Placer:
                 )
         return choose(snapshot, one_token=work.tokens_wanted == 1)
 
+    @property
+    def obstacle(self) -> BatonError | None:
+        """Why no request can be placed, even after those before it; None when one can."""
+        if self._without_pair_since is None:
+            return None
+        topology = self._topology
+        if topology.decode and self._local is LocalPrefill.ALWAYS:
+            return None
+        why = why_no_pair(topology.prefill_ids, topology.decode_ids, topology.mismatches)
+        local = bool(topology.decode) and self._may_prefill_locally()
+        return None if local and not isinstance(why, LayoutMismatch) else why
+
+    @property
+    def can_place(self) -> bool:
+        return self.obstacle is None
+
+    @property
+    def prefill_busy_seconds(self) -> float:
+        """How long prefill workers have had queued prompts, summed over them."""
+        return sum(link.prompts.busy_seconds for link in self._topology.prefill)
+
+    @property
+    def page_size(self) -> int:
+        """Tokens a page."""
+        return self._topology.page_size
+
     def _snapshot(self, work: Work, suspicion: Suspicion) -> Snapshot:
         topology = self._topology
         return Snapshot(
-            prefill=topology.prefill_views(work, suspicion),
-            decode=topology.decode_views(work, suspicion),
+            prefill=topology.prefill_columns(work, suspicion),
+            decode=topology.decode_columns(work, suspicion),
             mismatches=topology.mismatches,
             local_prefill=self._may_prefill_locally(),
             local=self._local,
@@ -78,44 +182,21 @@ class Placer:
         )
 
     @property
-    def obstacle(self) -> BatonError | None:
-        """Why no request can be placed, even after those before it; None when one can."""
-        if self._without_pair_since is None:
-            return None
-        topology = self._topology
-        reaches = topology.reaches
-        snapshot = Snapshot(
-            [PrefillView(link.worker_id, 0, reaches[link.address]) for link in topology.prefill],
-            [DecodeView(link.worker_id, 0, 0) for link in topology.decode],
-            topology.mismatches,
-            self._may_prefill_locally(),
-            self._local,
-        )
-        found = choose(snapshot)
-        return found if isinstance(found, BatonError) else None
-
-    @property
-    def can_place(self) -> bool:
-        return self.obstacle is None
-
-    @property
-    def prefill_busy_seconds(self) -> float:
-        """How long prefill workers have had queued prompts, summed over them."""
-        return self._topology.prefill_busy_seconds
-
-    @property
-    def page_size(self) -> int:
-        """Tokens a page."""
-        return self._topology.page_size
-
-    @property
     def _topology(self) -> Topology:
         if self._known_topology is None:
-            by_name = attrgetter("worker_id")
-            prefill = sorted(self._membership.usable(Role.PREFILL), key=by_name)
-            decode = sorted(self._membership.usable(Role.DECODE), key=by_name)
-            self._known_topology = Topology.of(prefill, decode)
+            self._known_topology = Topology.of(self._membership)
         return self._known_topology
+
+    def _note_step(self, link: WorkerLink) -> None:
+        """The cost model learns how long a decode worker's recent steps took."""
+        stretch = link.pace.drain(self.prefill_busy_seconds, time.monotonic())
+        # Steps with local prefill teach nothing about the others.
+        if stretch is None or not link.prompts.was_empty:
+            return
+        # Right after a prefill worker has joined, more busy seconds may be new than have passed.
+        busy = min(stretch.busy_prefill, len(self._topology.prefill))
+        load = link.load
+        self.costs.note_step(load.running, load.leased_pages, busy, stretch.seconds, stretch.steps)
 
     def _may_prefill_locally(self) -> bool:
         since = self._without_pair_since

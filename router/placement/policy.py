@@ -1,15 +1,16 @@
-"""Which workers serve a request: a pure function of a snapshot.
+"""Chooses the workers that serve a request: a pure function of a snapshot.
 
-Of the pairs that are connected and have room, the one with the least predicted
-time (router/placement/scorer.py). Where reading the prompt on the decode worker itself is
-predicted to take less, it is read there.
+Of the pairs that are connected and have room, the one with the least predicted time
+(router/placement/scorer.py); or a decode worker alone, where local prefill is predicted to take
+less.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from baton.core.errors import BatonError, Exhausted, LayoutMismatch, Unavailable
 from baton.router.placement.placement import (
-    DecodeView,
     LocalPrefill,
     Placement,
     Policy,
@@ -19,104 +20,112 @@ from baton.router.placement.placement import (
 )
 from baton.router.placement.scorer import (
     Pair,
-    answering,
+    PrefillEstimate,
+    best_local,
     best_pair,
-    local_forecast,
-    ranked_local,
-    ranked_prefill,
+    best_prefill,
+    estimate_prefill,
+    forecast_local,
+    rows_with_room,
+    score_answers,
 )
 
 
 def choose(snapshot: Snapshot, *, one_token: bool = False) -> Placement | BatonError:
     """Where a request goes, or why it must wait.
 
-    Exhausted: there are workers, but none with room. LayoutMismatch: waiting
-    will not help. Any other Unavailable: workers are missing, and may come.
+    Exhausted: there are workers, but none with room. LayoutMismatch: waiting will not help. Any
+    other Unavailable: workers are missing, and may come.
     """
-    if snapshot.local is LocalPrefill.ALWAYS and snapshot.decode:
+    if snapshot.local is LocalPrefill.ALWAYS and snapshot.decode.worker_ids:
         return _local(snapshot, Reason.LOCAL_ONLY)
     placed = _prefill_only(snapshot) if one_token else _split(snapshot)
     # A pool that cannot push is an operator's mistake, to be seen and not hidden.
     missing = isinstance(placed, Unavailable) and not isinstance(placed, LayoutMismatch)
-    if missing and snapshot.local_prefill and snapshot.decode:
+    if missing and snapshot.local_prefill and snapshot.decode.worker_ids:
         return _local(snapshot, Reason.NO_PREFILL, str(placed))
     return placed
 
 
 def _prefill_only(snapshot: Snapshot) -> Placement | BatonError:
-    if not snapshot.prefill:
-        return _why_none(snapshot)
-    free = [view for view in snapshot.prefill if view.has_room]
+    workers = snapshot.prefill
+    if not workers.worker_ids:
+        return why_no_pair((), snapshot.decode.worker_ids, snapshot.mismatches)
+    free = rows_with_room(workers.has_room)
     if not free:
         return _full("prefill")
-    chosen = ranked_prefill(snapshot, free)[0].view
+    estimate = estimate_prefill(snapshot)
+    row = best_prefill(snapshot, estimate, free)
     return Placement(
-        chosen.view.worker_id,
+        workers.worker_ids[row],
         "",
         Policy.PREFILL,
         code=Reason.ONE_TOKEN,
-        forecast=chosen.forecast(),
-        fetch=chosen.fetch,
+        forecast=estimate.forecast(snapshot, row),
+        fetch=estimate.fetches.get(row),
     )
 
 
 def _split(snapshot: Snapshot) -> Placement | BatonError:
-    names = {view.worker_id for view in snapshot.decode}
-    connected = [view for view in snapshot.prefill if not names.isdisjoint(view.reaches)]
-    if not connected:
-        return _why_none(snapshot)
-    prefill = [view for view in connected if view.has_room]
-    decode = [view for view in snapshot.decode if view.has_room]
-    answers = answering(snapshot, decode)
-    pair = best_pair(snapshot, prefill, decode, answers)
+    workers, others = snapshot.prefill, snapshot.decode
+    if not any(workers.reaches):
+        return why_no_pair(workers.worker_ids, others.worker_ids, snapshot.mismatches)
+    prefill = [row for row in rows_with_room(workers.has_room) if workers.reaches[row]]
+    decode = rows_with_room(others.has_room)
+    estimate, answers = estimate_prefill(snapshot), score_answers(snapshot)
+    pair = best_pair(snapshot, estimate, answers, prefill, decode)
     if pair is None:
         return _full("decode" if prefill else "prefill")
     if snapshot.strategy is Strategy.KV_AWARE and snapshot.local is LocalPrefill.AUTO:
-        local = ranked_local(snapshot, decode, answers)[0]
-        if local.cost < pair.cost:
-            return _place_local(snapshot, local.view, Reason.LOCAL_FASTER)
+        cost, row = best_local(snapshot, answers, decode)
+        if cost < pair.cost:
+            return _place_local(snapshot, row, Reason.LOCAL_FASTER)
     return Placement(
-        pair.prefill.view.worker_id,
-        pair.decode.worker_id,
-        code=_split_reason(snapshot, pair),
-        forecast=pair.prefill.forecast(),
-        fetch=pair.prefill.fetch,
+        workers.worker_ids[pair.prefill],
+        others.worker_ids[pair.decode],
+        code=_split_reason(snapshot, estimate, pair),
+        forecast=estimate.forecast(snapshot, pair.prefill),
+        fetch=estimate.fetches.get(pair.prefill),
     )
 
 
 def _local(snapshot: Snapshot, code: Reason, reason: str = "") -> Placement | BatonError:
-    free = [view for view in snapshot.decode if view.has_room]
+    free = rows_with_room(snapshot.decode.has_room)
     if not free:
         return _full("decode")
-    chosen = ranked_local(snapshot, free, answering(snapshot, free))[0].view
-    return _place_local(snapshot, chosen, code, reason)
+    _, row = best_local(snapshot, score_answers(snapshot), free)
+    return _place_local(snapshot, row, code, reason)
 
 
-def _place_local(snapshot: Snapshot, view: DecodeView, code: Reason, reason: str = "") -> Placement:
-    forecast = local_forecast(snapshot, view)
-    return Placement("", view.worker_id, Policy.LOCAL, reason, code, forecast)
+def _place_local(snapshot: Snapshot, row: int, code: Reason, reason: str = "") -> Placement:
+    name, forecast = snapshot.decode.worker_ids[row], forecast_local(snapshot, row)
+    return Placement("", name, Policy.LOCAL, reason, code, forecast)
 
 
-def _split_reason(snapshot: Snapshot, pair: Pair) -> Reason:
+def _split_reason(snapshot: Snapshot, estimate: PrefillEstimate, pair: Pair) -> Reason:
     if snapshot.strategy is not Strategy.KV_AWARE:
         return Reason(snapshot.strategy.value)
-    if pair.prefill.fetch:
+    if pair.prefill in estimate.fetches:
         return Reason.FETCHED
-    if any(view.cached_tokens > pair.prefill.cached_tokens for view in snapshot.prefill):
+    cached = estimate.cached_tokens[pair.prefill]
+    if max(snapshot.prefill.cached_tokens) > cached:
         return Reason.CACHE_BUSY
-    cached = pair.prefill.cached_tokens or pair.decode.cached_tokens
-    return Reason.CACHED if cached else Reason.LEAST_TIME
+    reused = cached or snapshot.decode.cached_tokens[pair.decode]
+    return Reason.CACHED if reused else Reason.LEAST_TIME
 
 
 def _full(role: str) -> Exhausted:
     return Exhausted(f"every {role} worker is full")
 
 
-def _why_none(snapshot: Snapshot) -> Unavailable:
-    if not snapshot.prefill:
+def why_no_pair(
+    prefill: Sequence[str], decode: Sequence[str], mismatches: Sequence[str]
+) -> Unavailable:
+    """Of these workers no prefill worker can push to a decode worker."""
+    if not prefill:
         return Unavailable("no prefill worker is ready")
-    if not snapshot.decode:
+    if not decode:
         return Unavailable("no decode worker is ready")
-    if snapshot.mismatches:
-        return LayoutMismatch(snapshot.mismatches[0])
+    if mismatches:
+        return LayoutMismatch(mismatches[0])
     return Unavailable("no prefill worker is connected to a decode worker yet")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from baton.core.errors import BatonError, Cancelled, WorkerLost
 from baton.core.types import AttemptKey, Role, Work
 from baton.core.wire import role_from
-from baton.router.placement.placement import DecodeView, FetchPlan, Placement, PrefillView, Snapshot
+from baton.router.placement.placement import FetchPlan, Placement, Snapshot
 from baton.router.placement.policy import choose
 from baton.router.requests.attempt import (
     Action,
@@ -23,6 +23,7 @@ from baton.router.requests.attempt import (
 )
 from baton.router.requests.retries import RetryState
 from baton.v1 import worker_pb2 as pb
+from tests.support.snapshots import DecodeView, PrefillView, cluster
 
 from .engine import reference
 from .streams import Stream
@@ -222,12 +223,12 @@ class SimulatedRouter:
         return (link for link in self.links.values() if link.is_role(role))
 
     def _note_pair(self) -> None:
-        if any(view.reaches for view in self._snapshot().prefill):
+        if any(self._snapshot().prefill.reaches):
             self._no_pair_since = self._world.now
 
     def _snapshot(self) -> Snapshot:
         decode = list(self._attached(Role.DECODE))
-        return Snapshot(
+        return cluster(
             prefill=[
                 PrefillView(
                     link.worker_id,

@@ -19,17 +19,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from baton.router.placement.cost_model import CostModel
-from baton.router.placement.placement import (
-    DecodeView,
-    LocalPrefill,
-    Placement,
-    PrefillView,
-    Snapshot,
-)
+from baton.router.placement.placement import LocalPrefill, Placement, Snapshot
 from baton.router.placement.policy import choose
 from baton.router.placement.worker_state import PromptQueue, QueuedPrompt
 from baton.router.workers.health import StepPace
 from baton.v1 import worker_pb2 as pb
+
+from .snapshots import DecodeView, PrefillView, cluster
 
 REPORT_SECONDS = 0.1
 PAGE_SIZE = 16
@@ -206,7 +202,7 @@ class Cluster:
 
     def _snapshot(self, request: Request) -> Snapshot:
         names = frozenset(worker.name for worker in self._decode)
-        return Snapshot(
+        return cluster(
             prefill=[
                 PrefillView(worker.name, worker.prompts.queued_tokens, names)
                 for worker in self._prefill
@@ -231,7 +227,7 @@ class Cluster:
             waiting=load.waiting,
             leased_pages=load.leased_pages,
             pending_tokens=worker.prompts.queued_tokens,
-            reading=load.prefilling,
+            prefilling=load.prefilling,
         )
 
     def _hear_first(self, request: Request, reader: Worker, queue: float, compute: float) -> None:

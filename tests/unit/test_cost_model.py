@@ -128,7 +128,7 @@ def test_prefill_disturbs_decode_as_far_as_was_seen(slowdown: float, share: floa
         busy = draw.randint(0, 1)
         model.note_step(4, 100, busy, 0.03 + slowdown * busy)
     # Four requests, each of which a second of prefill takes so much of.
-    assert model.costs.disturbance(1.0, 4) == pytest.approx(4 * share, abs=0.3)
+    assert model.costs.interference(4) == pytest.approx(4 * share, abs=0.3)
 
 
 def test_steps_that_stand_still_for_a_prompt_count_with_their_seconds() -> None:
@@ -138,7 +138,7 @@ def test_steps_that_stand_still_for_a_prompt_count_with_their_seconds() -> None:
             model.note_step(4, 100, 0.0, 0.05)
         model.note_step(4, 100, 1.0, 2.0)  # an outlier to a fit of steps
     assert model.costs.step_seconds(4, 100) == pytest.approx(0.05, rel=0.2)
-    assert model.costs.disturbance(1.0, 1) > 0.9
+    assert model.costs.interference(1) > 0.9
 
 
 def test_what_has_not_been_measured_for_long_is_taken_to_cost_what_the_other_does() -> None:
@@ -157,4 +157,4 @@ def test_prompts_read_beside_busy_prefill_workers_say_what_they_take_alone() -> 
         tokens, busy = draw.randint(10, 500), draw.random() * 2
         model.note_local(tokens, 0, 0, 0, tokens * (0.002 + 0.004 * busy), 0, busy)
     assert model.costs.local_seconds(200, 0) == pytest.approx(0.4, rel=0.25)
-    assert model.costs.disturbance(1.0, 0, 3) == pytest.approx(3 * 2 / 3, rel=0.15)
+    assert model.costs.interference(0, 3) == pytest.approx(3 * 2 / 3, rel=0.15)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from snapshots import asked, decode, placed, prefill
+from snapshots import asked, cluster, decode, placed, prefill
 
 from baton.core.errors import Unavailable
 from baton.router.placement.cost_model import CostModel
@@ -25,17 +25,17 @@ from baton.router.placement.policy import choose
     ("snapshot", "pages"),
     [
         # 62 pages of 160 KB take 0.1 s, computing them 1 s.
-        (Snapshot([prefill("p0")], [decode("d0", cached=992)]), 62),
+        (cluster([prefill("p0")], [decode("d0", cached=992)]), 62),
         # What is here is not fetched again.
-        (Snapshot([prefill("p0", cached=960)], [decode("d0", cached=992)]), 62),
-        (Snapshot([prefill("p0", cached=992)], [decode("d0", cached=992)]), 0),
+        (cluster([prefill("p0", cached=960)], [decode("d0", cached=992)]), 62),
+        (cluster([prefill("p0", cached=992)], [decode("d0", cached=992)]), 0),
         # A page takes longer to ask for than to compute.
-        (Snapshot([prefill("p0", cached=976)], [decode("d0", cached=992)]), 0),
+        (cluster([prefill("p0", cached=976)], [decode("d0", cached=992)]), 0),
         # Unless others are computed meanwhile.
-        (Snapshot([prefill("p0", 100, cached=976)], [decode("d0", cached=992)]), 62),
-        (Snapshot([prefill("p0", 0, frozenset({"d1"}))], [decode("d0", cached=992)]), None),
+        (cluster([prefill("p0", 100, cached=976)], [decode("d0", cached=992)]), 62),
+        (cluster([prefill("p0", 0, frozenset({"d1"}))], [decode("d0", cached=992)]), None),
         # The answer need not be written where the pages are.
-        (Snapshot([prefill("p0")], [decode("d0", 9, cached=992, room=False), decode("d1")]), 62),
+        (cluster([prefill("p0")], [decode("d0", 9, cached=992, room=False), decode("d1")]), 62),
     ],
 )
 def test_pages_are_fetched_where_that_is_predicted_to_take_less_than_computing_them(
@@ -51,7 +51,7 @@ def test_pages_are_fetched_where_that_is_predicted_to_take_less_than_computing_t
 
 
 def test_a_prompt_waits_for_what_it_fetches_as_long_as_that_saves() -> None:
-    found = placed(asked(Snapshot([prefill("p0", cached=160)], [decode("d0", cached=992)]), 1000))
+    found = placed(asked(cluster([prefill("p0", cached=160)], [decode("d0", cached=992)]), 1000))
     assert found.fetch == FetchPlan("d0", 62, 832, pytest.approx(0.832))
     assert found.forecast is not None
     assert found.forecast.first_token_seconds == pytest.approx(0.02 + 0.0832 + 0.008)
@@ -59,8 +59,8 @@ def test_a_prompt_waits_for_what_it_fetches_as_long_as_that_saves() -> None:
 
 
 def test_what_prefill_keeps_in_its_second_tier_is_fetched_with_what_follows_it() -> None:
-    keeps = prefill("p0")._replace(cached_tokens=320, kept_tokens=160)
-    found = placed(asked(Snapshot([keeps], [decode("d0", cached=992)]), 1000))
+    keeps = prefill("p0")._replace(cached_tokens=320, saved_tokens=160)
+    found = placed(asked(cluster([keeps], [decode("d0", cached=992)]), 1000))
     assert found.fetch is not None
     assert (found.fetch.pages, found.fetch.tokens) == (62, 832)
 
@@ -78,7 +78,7 @@ def test_what_prefill_keeps_in_its_second_tier_is_fetched_with_what_follows_it()
 def test_the_mode_says_whether_pages_are_fetched(
     mode: FetchPages, cached: int, fetched: bool
 ) -> None:
-    snapshot = Snapshot([prefill("p0", cached=cached)], [decode("d0", cached=992)])
+    snapshot = cluster([prefill("p0", cached=cached)], [decode("d0", cached=992)])
     assert (placed(asked(snapshot, 1000, fetch=mode)).fetch is not None) is fetched
 
 
@@ -89,27 +89,27 @@ AUTO = LocalPrefill.AUTO
     ("snapshot", "tokens", "policy", "code"),
     [
         # An idle decode worker is spared the transfer.
-        (Snapshot([prefill("p0", 50)], [decode("d0")]), 64, Policy.LOCAL, Reason.LOCAL_FASTER),
+        (cluster([prefill("p0", 50)], [decode("d0")]), 64, Policy.LOCAL, Reason.LOCAL_FASTER),
         # One with answers to write is spared the prompt.
-        (Snapshot([prefill("p0", 50)], [decode("d0", 4)]), 64, Policy.SPLIT, Reason.LEAST_TIME),
+        (cluster([prefill("p0", 50)], [decode("d0", 4)]), 64, Policy.SPLIT, Reason.LEAST_TIME),
         # Unless it has all but the last words of it.
         (
-            Snapshot([prefill("p0")], [decode("d0", 4, cached=992)]),
+            cluster([prefill("p0")], [decode("d0", 4, cached=992)]),
             1000,
             Policy.LOCAL,
             Reason.LOCAL_FASTER,
         ),
         # A prefill worker that has the prompt too is as fast, and disturbs nobody.
         (
-            Snapshot([prefill("p0", cached=992)], [decode("d0", 4, cached=992)]),
+            cluster([prefill("p0", cached=992)], [decode("d0", 4, cached=992)]),
             1000,
             Policy.SPLIT,
             Reason.CACHED,
         ),
         # Long prompts wait neither behind others there,
-        (Snapshot([prefill("p0")], [decode("d0", 1, pending=800)]), 500, Policy.SPLIT, None),
+        (cluster([prefill("p0")], [decode("d0", 1, pending=800)]), 500, Policy.SPLIT, None),
         # nor do they when prefill is hopelessly behind.
-        (Snapshot([prefill("p0", 9000)], [decode("d0", 1)]), 500, Policy.LOCAL, None),
+        (cluster([prefill("p0", 9000)], [decode("d0", 1)]), 500, Policy.LOCAL, None),
     ],
 )
 def test_prompts_are_read_where_that_is_predicted_to_take_less(
@@ -127,7 +127,7 @@ def test_the_first_prompt_that_comes_again_is_read_where_it_is_cached(seconds: f
     """Of prefill nothing is known yet but what decode has shown."""
     costs = CostModel()
     costs.note_local(64, 0, 0, 0, seconds)
-    snapshot = Snapshot([prefill("p0")], [decode("d0", cached=48)], costs=costs.costs, local=AUTO)
+    snapshot = cluster([prefill("p0")], [decode("d0", cached=48)], costs=costs.costs, local=AUTO)
     found = placed(dataclasses.replace(snapshot, prompt_tokens=64, page_bytes=160_000))
     assert (found.policy, found.decode) == (Policy.LOCAL, "d0")
 
@@ -142,5 +142,5 @@ def test_the_first_prompt_that_comes_again_is_read_where_it_is_cached(seconds: f
     ],
 )
 def test_the_mode_says_who_may_read_prompts(mode: LocalPrefill, policy: Policy) -> None:
-    snapshot = Snapshot([prefill("p0", 50)], [decode("d0")], local=mode)
+    snapshot = cluster([prefill("p0", 50)], [decode("d0")], local=mode)
     assert placed(asked(snapshot, 64, local=mode)).policy is policy
