@@ -63,7 +63,7 @@ VLLM = {  # vLLM 0.26.0 on the same GPU, Llama 3.1 8B's shape: ms, ms a step, to
 
 
 class Bench:
-    """An engine without a worker around it, and the plainest loop that keeps it busy."""
+    """An engine without a worker, and the simplest loop that keeps it busy."""
 
     def __init__(self, shape: Architecture) -> None:
         self.model = random_model(shape, torch.bfloat16, "cuda")
@@ -172,7 +172,7 @@ def _busy(bench: Bench, prompts: list[list[int]]) -> float:
         for event in profile.events() or []
         if event.device_type.name == "CUDA"
     )
-    # The last half: nothing but decoding.
+    # The last half: decode only.
     kernels = kernels[len(kernels) // 2 :]
     covered, end = 0.0, kernels[0][0]
     for start, stop in kernels:
@@ -182,7 +182,7 @@ def _busy(bench: Bench, prompts: list[list[int]]) -> float:
 
 
 class Floors:
-    """What the hardware needs at least, measured part by part."""
+    """The least time the hardware needs, measured part by part."""
 
     def __init__(self, bench: Bench) -> None:
         self._model: Model = bench.model
@@ -256,7 +256,7 @@ def _event_ms(run: Callable[[], object]) -> float:
 
 
 def _read_rate() -> float:
-    """Bytes a second that the memory gives up at most."""
+    """The memory's highest read rate, bytes a second."""
     values = torch.empty(1 << 30, dtype=torch.float32, device="cuda").normal_()
     values.sum()
     return values.nbytes / min(_event_ms(lambda: values.sum()) for _ in range(8)) * 1e3

@@ -1,4 +1,4 @@
-"""What disaggregation adds to a first token: two worker processes against one, one front door.
+"""What disaggregation adds to a first token: two worker processes against one, through a router.
 
     python -m bench.handoff --model FOLDER [--random-weights] [--lengths 512 2048 8192]
 

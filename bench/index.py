@@ -1,4 +1,4 @@
-"""What the router's knowledge of prefix caches costs: `python -m bench.index`.
+"""The cost of the router's cache index: `python -m bench.index`.
 
 Tells a router of a million cached pages on 16 workers, through the messages that
 workers send, and prints the memory that it takes, how long a prompt of 8,192
@@ -63,7 +63,7 @@ def _worker(pages: int) -> CacheIndex:
 
 
 def _events(number: int, pages: int, *, reset: bool = False) -> pb.CacheEvents:
-    """As it arrives: parsed from bytes."""
+    """Parsed from bytes, as it arrives."""
     keys = random.randbytes(pages * KEY_BYTES)
     stored = [keys[start : start + KEY_BYTES] for start in range(0, len(keys), KEY_BYTES)]
     message = pb.CacheEvents(number=number, reset=reset, stored=stored)

@@ -34,12 +34,12 @@ CONTEXT_LENGTH = 8192
 
 @dataclass(slots=True)
 class Pace:
-    """Shared by all workers, and changed between two measurements."""
+    """Shared by all workers; changed between measurements."""
 
     token: int
-    # Between two steps of one worker; 0 steps as fast as they are taken.
+    # Seconds between two steps of one worker; 0 is as fast as possible.
     step_seconds: float = 0.0
-    # No step is made before.
+    # No step before this time.
     go: asyncio.Event = field(default_factory=asyncio.Event)
     # When each token of a stream was sent, from its second on.
     sent: defaultdict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -53,7 +53,7 @@ class _Answer:
 
 class InstantWorker(worker_pb2_grpc.WorkerServicer):
     def __init__(self, role: Role, name: str, model: str, pace: Pace, phase: float = 0.0) -> None:
-        """`phase` is the share of a step by which this worker's steps come after the first's."""
+        """`phase` is the share of a step by which this worker lags the first."""
         self._role = role
         self._name = name
         self._model = model
@@ -144,11 +144,11 @@ class InstantWorker(worker_pb2_grpc.WorkerServicer):
             await self._write(context, pb.WorkerMessage(step=self._step()))
 
     async def _await_step(self) -> None:
-        """Steps that are missed are not made up for."""
+        """Missed steps are not repeated."""
         if step := self._pace.step_seconds:
             now = time.monotonic()
             due = _next_due(now, step, self._phase)
-            # A timer may have woken us too early for the last one.
+            # A timer may fire slightly too early.
             self._due = due + step if due - self._due < step / 2 else due
             await asyncio.sleep(self._due - now)
 
@@ -175,7 +175,7 @@ class InstantWorker(worker_pb2_grpc.WorkerServicer):
         while True:
             load = pb.Load(free_pages=1_000_000, running=len(self._answers))
             await self._write(context, pb.WorkerMessage(load=load))
-            # Workers that share no process do not report together.
+            # Workers in separate processes do not report together.
             now = time.monotonic()
             await asyncio.sleep(_next_due(now, LOAD_SECONDS, self._phase) - now)
 
@@ -197,8 +197,7 @@ class InstantWorker(worker_pb2_grpc.WorkerServicer):
 
 
 def _next_due(now: float, interval: float, phase: float) -> float:
-    """When something is due next that is so every `interval` seconds, `phase` of one later than
-    others."""
+    """The next due time of an event every `interval` seconds, shifted by `phase` of one."""
     return (math.ceil(now / interval - phase) + phase) * interval
 
 

@@ -1,4 +1,4 @@
-"""What the planner changed, live and in the simulator, and whether that is the same."""
+"""Compares the planner's changes, live and in the simulator."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from baton.v1 import cluster_pb2
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A decision that changed something, or could not."""
+    """A decision to change something, whether it succeeded or not."""
 
     # Since the first request was due.
     seconds: float
@@ -22,7 +22,7 @@ class Change:
 
     @property
     def done(self) -> str:
-        """What was changed, without what could not be; empty when nothing was."""
+        """The changes that succeeded; empty when none did."""
         parts = self.words.removeprefix(NOTHING).split(", ")
         return ", ".join(part for part in parts if not part.endswith(WANTED))
 
@@ -38,7 +38,7 @@ def simulated_change(planned: TimedDecision) -> Change:
 
 
 def agreement(live: Sequence[Change], simulated: Sequence[Change]) -> str:
-    """Whether both changed the same in the same order, and how far apart in time."""
+    """Whether both made the same changes in the same order, and how far apart in time."""
     one, other = ([each for each in changes if each.done] for changes in (live, simulated))
     if [each.done for each in one] != [each.done for each in other]:
         return "the changes are NOT the same"

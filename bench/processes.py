@@ -1,4 +1,4 @@
-"""Processes of ours that a benchmark starts, without Ray."""
+"""Baton's processes as a benchmark starts them, without Ray."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def process(
     *arguments: str,
     variables: Mapping[str, str] | None = None,
 ) -> Iterator[Path]:
-    """A process of ours, ended when the block is; its log."""
+    """Starts a process that ends with the block; yields its log."""
     log = folder / f"{name}.log"
     with log.open("w") as output:
         popen = subprocess.Popen(
@@ -47,7 +47,7 @@ def process(
 
 
 def address_in(log: Path) -> str:
-    """Where the process of this log is ready."""
+    """The address in the log of a ready process."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         if match := re.search(r"ready(?:: gRPC)? on (\S+:\d+)", log.read_text()):

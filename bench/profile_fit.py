@@ -1,4 +1,4 @@
-"""From the timings of live requests to what a worker costs: a profile for the simulator.
+"""Fits a profile for the simulator to the timings of live requests.
 
 What each push took is told, and from when to when each part of a prompt was computed; those of
 several prompts that were computed in one step share its time by their tokens. A decode step's time
@@ -35,7 +35,7 @@ Samples = list[tuple[tuple[float, ...], float]]
 
 @dataclass(frozen=True, slots=True)
 class PoolShape:
-    """What the workers were configured with."""
+    """The workers' configuration."""
 
     page_size: int
     page_bytes: int
@@ -48,7 +48,7 @@ class PoolShape:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A stretch of one answer's life on a worker, in seconds of the router's clock."""
+    """A time span of one answer on a worker, on the router's clock."""
 
     worker: str
     began: float
@@ -64,7 +64,7 @@ class Span:
         return self.began < moment < self.ended
 
     def cut(self, others: Iterable[Span]) -> Iterator[tuple[float, float]]:
-        """The parts in which none of the others begins or ends: its middle, and its seconds."""
+        """Parts without a start or end of another span: middle and seconds."""
         edges = {edge for each in others for edge in (each.began, each.ended)}
         inside = sorted({self.began, self.ended, *filter(self.covers, edges)})
         for began, ended in itertools.pairwise(inside):
@@ -74,7 +74,7 @@ class Span:
 def fit_profile(
     timings: Sequence[pb.RequestTiming], ttfts: Sequence[float], shape: PoolShape
 ) -> Profile:
-    """`ttfts` are the clients' own."""
+    """`ttfts` are measured by the clients."""
     answers = [timing.answers[0] for timing in timings]
     reading = [_chunks(each, shape.page_size) for each in timings]
     spans = [chunk for chunks in reading for chunk in chunks]
@@ -119,7 +119,7 @@ def _fit_prompts(prompts: Samples) -> tuple[tuple[float, ...], float]:
 
 
 def _fit(prior: Sequence[float], samples: Samples) -> tuple[float, ...]:
-    """The coefficients, at a pace at which all samples together take what they took."""
+    """The coefficients, scaled so that all samples together take their measured time."""
     fit = OnlineFit(prior, MEMORY)
     for features, seconds in samples:
         fit.note(features, seconds)
@@ -129,7 +129,7 @@ def _fit(prior: Sequence[float], samples: Samples) -> tuple[float, ...]:
 
 
 def _prompt(answer: pb.AnswerTiming, beside: float) -> tuple[float, ...]:
-    """`beside` is how many other prefill workers were busy meanwhile."""
+    """`beside` is the number of other busy prefill workers."""
     missing = answer.prompt_tokens - answer.cached_tokens
     looks = missing * (answer.cached_tokens + missing / 2)
     return 1.0, float(missing), looks, missing * beside
@@ -149,7 +149,7 @@ def _exposed(answer: pb.AnswerTiming) -> tuple[tuple[float, ...], float]:
 
 
 def own_seconds(span: Span, spans: Sequence[Span]) -> float:
-    """What of a stretch was its own: where others overlap on the same worker, all share."""
+    """The span's own seconds: overlapping spans on the same worker share the time."""
     there = [each for each in spans if each.worker == span.worker]
     return sum(
         seconds * span.tokens / sum(each.tokens for each in there if each.covers(middle))
@@ -158,7 +158,7 @@ def own_seconds(span: Span, spans: Sequence[Span]) -> float:
 
 
 def busy_beside(chunks: Sequence[Span], busy: Sequence[Span]) -> float:
-    """How many workers other than theirs were busy while these were computed, on average."""
+    """Average number of other busy workers during these spans."""
     others = [each for each in busy if each.worker != chunks[0].worker]
     parts = [part for chunk in chunks for part in chunk.cut(others)]
     common = sum(seconds * sum(each.covers(middle) for each in others) for middle, seconds in parts)
@@ -166,7 +166,7 @@ def busy_beside(chunks: Sequence[Span], busy: Sequence[Span]) -> float:
 
 
 def merged(spans: Sequence[Span]) -> list[Span]:
-    """When each worker was busy, overlapping stretches as one."""
+    """When each worker was busy; overlapping spans are merged."""
     found: list[Span] = []
     for span in sorted(spans, key=lambda each: (each.worker, each.began)):
         last = found[-1] if found else None
@@ -180,7 +180,7 @@ def merged(spans: Sequence[Span]) -> list[Span]:
 def _steps(
     timings: Sequence[pb.RequestTiming], reading: Sequence[Span], shape: PoolShape
 ) -> Iterable[tuple[tuple[float, ...], float]]:
-    """`reading` is when prefill workers were busy."""
+    """`reading` has the busy spans of prefill workers."""
     found = [_span(each, pb.PHASE_KIND_DECODE, shape.page_size) for each in timings]
     writing = [each for each in found if each]
     for timing, own in zip(timings, found, strict=True):
@@ -193,7 +193,7 @@ def _steps(
 def computed(
     own: Span, writing: Sequence[Span], reading: Sequence[Span], cores: SharedCores
 ) -> tuple[tuple[float, ...], float]:
-    """For how many seconds an answer's worker had a core, and what a step was like meanwhile."""
+    """The seconds in which an answer's worker had a core, and its steps meanwhile."""
     total = 0.0
     sums: tuple[float, ...] = (0.0, 0.0, 0.0)
     for middle, seconds in own.cut([*writing, *reading]):
@@ -208,7 +208,7 @@ def computed(
 
 
 def _chunks(timing: pb.RequestTiming, page_size: int) -> list[Span]:
-    """The parts of a prompt, as they were computed."""
+    """The chunks of a prompt."""
     whole = _span(timing, pb.PHASE_KIND_PREFILL, page_size)
     if not whole:
         return []
@@ -222,7 +222,7 @@ def _chunks(timing: pb.RequestTiming, page_size: int) -> list[Span]:
 
 
 def _span(timing: pb.RequestTiming, kind: pb.PhaseKind.ValueType, page_size: int) -> Span | None:
-    """All phases of a kind, as one stretch."""
+    """All phases of a kind, as one span."""
     answer = timing.answers[0]
     phases = [each for each in answer.phases if each.kind == kind and not each.hidden]
     if not phases:

@@ -1,4 +1,4 @@
-"""As little of gRPC over HTTP/2 as it takes to read many answers with almost no work.
+"""The least of gRPC over HTTP/2 that reads many answers with almost no work.
 
 Windows never close, headers are sent literally, and those that come are not read. Whoever
 uses it owns the socket and reads from it.
@@ -42,7 +42,7 @@ class GrpcConnection:
         return len(self._names)
 
     def call(self, name: int, message: bytes) -> None:
-        """Begins a call; `name` is what its answers come with."""
+        """Begins a call; its answers carry `name`."""
         number, self._next = self._next, self._next + 2
         self._names[number] = name
         content = struct.pack(">BI", 0, len(message)) + message
@@ -52,7 +52,7 @@ class GrpcConnection:
         )
 
     def take(self, data: bytes) -> list[tuple[int, bytes]]:
-        """The messages that these bytes complete, with the names of their calls."""
+        """The messages completed by these bytes, with the names of their calls."""
         messages: list[tuple[int, bytes]] = []
         data, at = self._rest + data, 0
         while (begin := at + FRAME_HEAD) <= len(data):

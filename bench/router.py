@@ -50,10 +50,10 @@ PREFILL_WORKERS = 2
 DECODE_WORKERS = 8
 MANY_DECODE_WORKERS = 64
 FIRST_STREAM = 1000  # as a token id
-SETTLE_SECONDS = 0.5  # from when all answers have begun to when they go on
+SETTLE_SECONDS = 0.5  # from the start of all answers to their continuation
 TICK = os.sysconf("SC_CLK_TCK")
 
-# Where a function's time is counted: by the first of these that its file's path holds.
+# The stage of a function: the first whose path prefix is in its file's path.
 STAGES = (
     ("read the workers' messages", ("router/workers/",)),
     ("wait for workers", ("router/requests/inbox.py",)),
@@ -68,7 +68,7 @@ STAGES = (
     ("event loop", ("asyncio", "uvloop")),
 )
 OTHER = "everything else"
-# Of the event loop's, which waits in there.
+# The event loop waits in these.
 IDLE = ("asyncio/runners.py", "run")
 
 
@@ -95,7 +95,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """From when every stream had its first token to when all had their last."""
+    """Measured from every stream's first token to the last token of all."""
 
     tokens: int
     messages: int
@@ -141,14 +141,14 @@ class Router:
 
     @property
     def cpu_seconds(self) -> float:
-        """Of all its threads, so far."""
+        """CPU seconds of all its threads."""
         text = Path(f"/proc/{self._process.pid}/stat").read_text()
         user, system = text.rpartition(")")[2].split()[11:13]
         return (int(user) + int(system)) / TICK
 
     @contextlib.contextmanager
     def profiled(self) -> Iterator[None]:
-        """While it is, where it is to be."""
+        """Profiles the router into this file during the block."""
         if self._profile:
             self._profile.unlink(missing_ok=True)
             self._process.send_signal(signal.SIGUSR1)
@@ -165,7 +165,7 @@ class Router:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What one router is measured with."""
+    """The set-up that measures one router."""
 
     edge: str
     router: Router
@@ -212,7 +212,7 @@ def _delays(arrivals: dict[int, Arrivals], pace: Pace) -> list[float]:
 
 @contextlib.asynccontextmanager
 async def instant_workers(model: str, pace: Pace, decoders: int) -> AsyncIterator[list[str]]:
-    """Their addresses."""
+    """Starts workers; yields their addresses."""
     prefill = [
         InstantWorker(Role.PREFILL, f"prefill-{index}", model, pace)
         for index in range(PREFILL_WORKERS)
@@ -264,7 +264,7 @@ async def report(arguments: argparse.Namespace, folder: Path, clients: Clients) 
             async with setting.bench(workers) as bench:
                 for load in alike:
                     print(f"  {load!s:<46}{await bench.measure(load)}", flush=True)
-        # What costs many tokens a message, and what one.
+        # The cost with many tokens a message, and with one.
         for load in (asked[0], asked[3]):
             profile = folder / "profile"
             async with setting.bench(load.workers, profile) as bench:
@@ -290,7 +290,7 @@ class Setting:
 
     @contextlib.asynccontextmanager
     async def bench(self, workers: int, profile: Path | None = None) -> AsyncIterator[Bench]:
-        """A router and so many decode workers."""
+        """A router and `workers` decode workers."""
         model = model_store.model_name(Config(model=self.model))
         async with instant_workers(model, self.pace, workers) as addresses:
             path = self.folder / "router.yaml"
@@ -298,7 +298,7 @@ class Setting:
             router = await asyncio.to_thread(Router, path, 0, profile)
             bench = Bench(self.edge, router, self.clients, self.pace)
             try:
-                # For what is made at first use.
+                # Warm up what is made at first use.
                 await bench.measure(Load(STREAMS, 0, 20))
                 yield bench
             finally:
@@ -315,7 +315,7 @@ def print_stages(profile: Path, outcome: Outcome) -> None:
         if path != "~":
             seconds[stage_of(path)] += own
             continue
-        # A function of C's is its callers' time.
+        # A C function's time belongs to its callers.
         for (caller, _, _), (_, _, share, _) in callers.items():
             seconds[stage_of(caller)] += share
     total = sum(seconds.values())

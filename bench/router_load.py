@@ -1,7 +1,7 @@
 """Clients that read many answers at once, over gRPC or as server-sent events.
 
-They live in a process of their own and do next to nothing. When bytes came is what the
-kernel says, so that a client which is late to read them makes no difference.
+They run in their own process and do next to nothing. Arrival times are the kernel's, so a late
+read makes no difference.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Arrivals:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What clients are to do: read one answer of so many tokens for each stream."""
+    """The clients' task: read one answer of `tokens` tokens for each stream."""
 
     edge: str
     address: str
@@ -71,7 +71,7 @@ class Clients:
         self._pipe.recv()
 
     def finish(self) -> dict[int, Arrivals]:
-        """By stream, when all have ended."""
+        """Arrivals by stream, once all have ended."""
         arrivals: dict[int, Arrivals] = self._pipe.recv()
         return arrivals
 
@@ -92,12 +92,12 @@ class Source(Protocol):
     def open_streams(self) -> int: ...
 
     def take(self, data: bytes) -> list[tuple[int, int]]:
-        """Streams, and how many tokens of each these bytes complete, one entry a message."""
+        """Streams and their completed tokens in these bytes, one entry a message."""
         ...
 
 
 def _read(reading: Reading, pipe: Connection) -> dict[int, Arrivals]:
-    """What came before nothing came for long."""
+    """Reads until nothing has come for a while."""
     arrivals: defaultdict[int, Arrivals] = defaultdict(Arrivals)
     begun = False
     with selectors.DefaultSelector() as selector:
@@ -120,7 +120,7 @@ def _read(reading: Reading, pipe: Connection) -> dict[int, Arrivals]:
 def _receive(
     connection: socket.socket, source: Source, arrivals: defaultdict[int, Arrivals]
 ) -> bool:
-    """Whether there is more to come."""
+    """Returns whether more is to come."""
     data, ancillary, _, _ = connection.recvmsg(2**18, 64)
     if not data:
         return False
@@ -141,7 +141,7 @@ def _age(ancillary: Sequence[tuple[int, int, bytes]]) -> float:
 
 
 def _connect(reading: Reading) -> list[tuple[socket.socket, Source]]:
-    """Every request is on its way."""
+    """Returns when every request has been sent."""
     host, _, port = reading.address.rpartition(":")
     connect = _connect_grpc if reading.edge == "gRPC" else _connect_http
     return connect((host, int(port)), reading)
@@ -197,14 +197,14 @@ def _connect_http(address: tuple[str, int], reading: Reading) -> list[tuple[sock
 
 @dataclass(slots=True)
 class _Events:
-    """A stream of events, each of whose letters is a token."""
+    """A stream of events; each letter is a token."""
 
     stream: int
     open_streams: int = 1
     rest: bytes = b""
 
     def take(self, data: bytes) -> list[tuple[int, int]]:
-        """What is cut in the middle of an event waits for the rest."""
+        """A partial event waits for the rest."""
         whole, cut, self.rest = (self.rest + data).rpartition(b"\n\n")
         if (cut and whole.endswith(b"[DONE]")) or whole.startswith(b"HTTP/1.1 4"):
             self.open_streams = 0

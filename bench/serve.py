@@ -31,7 +31,7 @@ THREADS = 2
 
 
 class AloneEngine:
-    """bench.engine's engine, in a process of its own."""
+    """bench.engine's engine, in its own process."""
 
     def __init__(self, model: str) -> None:
         context = multiprocessing.get_context("spawn")
@@ -66,7 +66,7 @@ class WholeCluster:
         self.seconds(random_prompts(2, 64), 4)
 
     def seconds(self, prompts: Prompts, count: int) -> float:
-        """All prompts at once, until the last token of the last answer."""
+        """Seconds from sending all prompts to the last token."""
         began = time.perf_counter()
         with ThreadPoolExecutor(len(prompts)) as threads:
             answers = list(threads.map(lambda prompt: self._ask(prompt, count), prompts))
@@ -75,7 +75,7 @@ class WholeCluster:
         return taken
 
     def first_token_seconds(self, prompt: list[int], count: int) -> float:
-        """Until the first token of an answer of `count` tokens, which is read to its end."""
+        """Seconds to the first token of an answer of `count` tokens, which is read to its end."""
         began = time.perf_counter()
         with self._client.stream(prompt, max_tokens=count, ignore_eos=True) as stream:
             next(stream)

@@ -1,4 +1,4 @@
-"""Both phases on one GPU: how much reading prompts disturbs running answers, way by way.
+"""Both phases on one GPU: how much prefill disturbs running answers, for each way of sharing.
 
     python -m bench.sharing --model FOLDER [--random-weights] [--ways colocated sliced 60 …]
 
@@ -69,7 +69,7 @@ class Measured:
 
 
 class Streams:
-    """Answers that are being written; the gaps between their tokens."""
+    """Running answers, and the gaps between their tokens."""
 
     def __init__(self, client: AsyncClient, count: int, answer: int) -> None:
         self._client = client
@@ -97,14 +97,14 @@ class Streams:
             self._all_started.set()
 
     async def started(self) -> None:
-        """All have their first token, or one has failed, which is raised."""
+        """Returns when all have their first token; raises if one failed."""
         waiting = asyncio.create_task(self._all_started.wait())
         ended, _ = await asyncio.wait([waiting, *self.tasks], return_when=asyncio.FIRST_COMPLETED)
         for task in ended:
             task.result()
 
     async def during(self, seconds: float) -> list[float]:
-        """The gaps of the next seconds."""
+        """The gaps during the next seconds."""
         self.gaps.clear()
         await asyncio.sleep(seconds)
         return list(self.gaps)
@@ -142,7 +142,7 @@ async def measure(address: str, options: argparse.Namespace) -> Measured:
 
 
 async def _arrivals(client: AsyncClient, options: argparse.Namespace) -> list[float]:
-    """Prompts at a steady rate, whatever became of those before."""
+    """Sends prompts at a steady rate, an open loop."""
     asked = []
     for _ in range(int(options.seconds * options.rate)):
         asked.append(asyncio.create_task(first_token(client, options.prompt)))
@@ -152,7 +152,7 @@ async def _arrivals(client: AsyncClient, options: argparse.Namespace) -> list[fl
 
 @contextlib.contextmanager
 def cluster(way: Way, options: argparse.Namespace, folder: Path) -> Iterator[str]:
-    """The address of a router whose workers share the GPU this way."""
+    """A cluster whose workers share the GPU this way; yields the router's address."""
     with contextlib.ExitStack() as running:
         shared: dict[str, str] = {}
         if way.share:

@@ -74,7 +74,7 @@ class Live:
 
 
 def chosen_profile(live: Live, options: argparse.Namespace) -> Profile:
-    """The live run's own, which is saved where that is asked for, or the one that is given."""
+    """The given profile, or the live run's own, saved on request."""
     if options.save:
         live.profile.save(options.save)
     if options.profile:
@@ -140,7 +140,7 @@ def arrivals_of(requests: Sequence[TimedRequest], page_size: int) -> list[Arriva
 def print_comparison(
     outcomes: Sequence[Outcome], objective: Objective, predicted: SimulationReport
 ) -> None:
-    """Errors of times are shares of what was measured; those of shares are percentage points."""
+    """Errors of times are relative; errors of shares are percentage points."""
     measured = summarize(outcomes, objective, predicted.seconds)
     print(f"{'':<22}{'measured':>12}{'predicted':>12}{'error':>14}")
     for title, spread, other in (

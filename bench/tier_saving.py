@@ -1,4 +1,4 @@
-"""What saving pages to the second tier costs the answers that are being written.
+"""What saving pages to the second tier costs running answers.
 
     python -m bench.tier_saving [--model FOLDER] [--streams 4] [--pages 1 4 16]
 
@@ -38,7 +38,7 @@ WAIT_SECONDS = 60.0
 
 
 class Streams:
-    """Answers that are written together, and pages that come beside them."""
+    """Answers that decode together, and pages that are saved beside them."""
 
     def __init__(self, engine: Engine, count: int, steps: int) -> None:
         self._engine = engine
@@ -56,11 +56,11 @@ class Streams:
         return tier
 
     def fill(self) -> None:
-        """Has every free page hold something."""
+        """Fills every free page."""
         self._bring(self._engine.pool.free)
 
     def step(self, pages: int, *, saving: bool) -> float:
-        """The seconds of one."""
+        """Runs one step; returns its seconds."""
         began = time.perf_counter()
         if saving:
             self._engine.pool.lower.advance()
@@ -70,7 +70,7 @@ class Streams:
         return time.perf_counter() - began
 
     def rest(self) -> None:
-        """Lets copies end."""
+        """Waits for all copies."""
         files = self._tier.files
         deadline = time.monotonic() + WAIT_SECONDS
         while self._tier.leases or (files is not None and files.pending):

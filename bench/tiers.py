@@ -1,4 +1,4 @@
-"""What it takes to bring a prompt's pages back, against computing them again.
+"""Restoring a prompt's pages, against computing them again.
 
     python -m bench.tiers [--model FOLDER] [--device cuda] [--random-weights] [--tokens N …]
 
@@ -45,7 +45,7 @@ class Bench:
         return tier
 
     def compute(self, tokens: list[int]) -> list[bytes]:
-        """The keys of the prompt's full pages, which the pool holds then."""
+        """Computes the prompt; returns the keys of its full pages."""
         pool = self.engine.pool
         work = Work(AttemptKey("prompt", 1), tokens, Sampling(), 1, frozenset())
         with pool.acquire(pool.pages_for(len(tokens))) as lease:
@@ -56,7 +56,7 @@ class Bench:
         return sequence.chain.keys(tokens, len(tokens))
 
     def rest(self) -> None:
-        """Lets all copies end."""
+        """Waits for all copies."""
         assert self.tier.files is not None
         self.engine.pool.lower.advance()
         while self.engine.pool.returning or self.tier.files.pending:

@@ -59,7 +59,7 @@ TRACE_OBJECTIVE = Objective(ttft=4.0, itl=0.25)
 
 
 def chosen_requests(options: argparse.Namespace, seed: int) -> list[TimedRequest]:
-    """The slice that the options ask for, ready to be sent."""
+    """The requests of the chosen slice."""
     synthesis = Synthesis(options.scale, options.speed, seed)
     trace = read_trace(options.trace)
     if options.slice == "window":
@@ -84,7 +84,7 @@ def replay_seeds(options: argparse.Namespace) -> None:
 
 
 def replay_policies(options: argparse.Namespace, seed: int) -> Verdict | None:
-    """What is to be said of one slice; None where not all policies ran."""
+    """The verdict on one slice; None where not all policies ran."""
     requests = chosen_requests(options, seed)
     prompts = [request.prompt for request in requests]
     tokens = sum(map(len, prompts))
@@ -116,13 +116,13 @@ async def _measure(
     async with AsyncClient(door.address) as client:
         await warm_up(client, FreshPrompts(seed))
         outcomes = await replay(client, requests)
-    # The prompts of the warm-up are too fresh to be held anywhere.
+    # The prompts of the warm-up are cached nowhere yet.
     return summarize(outcomes, objective, requests[-1].seconds, door.decode_cached_tokens())
 
 
 @contextlib.contextmanager
 def cluster(options: argparse.Namespace, settings: dict[str, object]) -> Iterator[Door]:
-    """The live cluster that the options name, or else a fresh one."""
+    """The live cluster of the options, or a fresh one."""
     if options.address:
         yield Door(options.address)
         return

@@ -50,14 +50,14 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """Where a router is reached."""
+    """A router's addresses."""
 
     address: str
     # Empty when it is not known.
     metrics: str = ""
 
     def decode_cached_tokens(self) -> int | None:
-        """Prompt tokens since it started that did not move, as decode had them."""
+        """Prompt tokens not transferred since the start, since decode had them cached."""
         if not self.metrics:
             return None
         with urllib.request.urlopen(f"http://{self.metrics}/metrics", timeout=10) as response:
@@ -72,7 +72,7 @@ class Door:
 
 @contextlib.contextmanager
 def workers(shape: Shape, folder: Path) -> Iterator[list[str]]:
-    """Fresh workers; their addresses."""
+    """Starts workers; yields their addresses."""
     config = _write(folder / "workers.yaml", shape.tree())
     names = [f"{Role.PREFILL}-{index}" for index in range(shape.prefill)]
     names += [f"{Role.DECODE}-{index}" for index in range(shape.decode)]
@@ -107,7 +107,7 @@ def _module(name: str) -> str:
 
 
 def _write(path: Path, tree: Mapping[str, object]) -> str:
-    # A key that is not known is better said here than in the log of a process that ended.
+    # An unknown key is better reported here than in the log of an ended process.
     configs.parse(tree)
     path.write_text(yaml.safe_dump(dict(tree)))
     return str(path)

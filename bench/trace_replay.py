@@ -1,4 +1,4 @@
-"""Sends requests at their times, whatever became of those before, and notes how each fared."""
+"""Sends requests at their times, an open loop, and records each outcome."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ WARM_UP_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How one request fared. Times are seconds since it was due."""
+    """The outcome of one request. Times are seconds since it was due."""
 
     prompt_tokens: int
     # One a token of the answer.
     token_seconds: tuple[float, ...] = ()
     # Prompt tokens that were not computed.
     cached_tokens: int = 0
-    # Whether the decode worker read the prompt.
+    # Whether the decode worker prefilled the prompt.
     local: bool = False
-    # Why it was placed where it was.
+    # The placement's reason.
     reason_code: str = ""
-    # Why there is no answer, where there is none.
+    # The error, if there is no answer.
     error: str = ""
 
     @property
@@ -59,7 +59,7 @@ async def replay(client: AsyncClient, requests: Sequence[TimedRequest]) -> list[
 async def answer_at_once(
     client: AsyncClient, prompts: Sequence[tuple[int, ...]], answer_tokens: int
 ) -> list[Outcome]:
-    """The outcomes of prompts that are sent together; whoever asks cannot go on without them."""
+    """The outcomes of prompts sent together; blocks until all have ended."""
     outcomes = await replay(
         client, [TimedRequest(0.0, prompt, answer_tokens) for prompt in prompts]
     )
@@ -69,7 +69,7 @@ async def answer_at_once(
 
 
 async def warm_up(client: AsyncClient, prompts: FreshPrompts) -> None:
-    """Has every worker run, and the router measure, some steps."""
+    """Runs some steps on every worker, so that the router has measured them."""
     for _ in range(2):
         await answer_at_once(client, [prompts.draw(WARM_UP_TOKENS) for _ in range(4)], 4)
 
@@ -93,7 +93,7 @@ async def _ask(client: AsyncClient, request: TimedRequest, due: float) -> Outcom
 
 
 def _spread(before: Sequence[float], now: float, count: int) -> list[float]:
-    """When each of `count` tokens that came together would have come one by one."""
+    """Times of `count` tokens that arrived together, spread over the gap before."""
     last = before[-1] if before else now
     return [last + (now - last) * (place + 1) / count for place in range(count)]
 

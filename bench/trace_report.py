@@ -1,4 +1,4 @@
-"""What the outcomes of a run amount to, and the tables that say so."""
+"""Summaries of a run's outcomes, and their tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ENOUGH_HITS = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What a good answer keeps to, in seconds: its first token, and its mean gap between tokens."""
+    """The objective of a good answer in seconds: TTFT and mean ITL."""
 
     ttft: float
     itl: float
@@ -41,9 +41,9 @@ class Summary:
     prompt_tokens: int
     # Of the prompt tokens, those that were not computed.
     cached_tokens: int
-    # Those that the decode worker had when another one read the prompt, where that is known.
+    # Those cached at the decode worker when another worker prefilled, where known.
     decode_cached_tokens: int | None
-    # Prompts that the decode worker read.
+    # Prompts that the decode worker prefilled.
     local: int
     reasons: Counter[str]
     ttft: Spread
@@ -87,7 +87,7 @@ def summarize(
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Of one run of all policies: whether knowing what workers hold has paid."""
+    """Whether the cache index has paid, in one run of all policies."""
 
     # kv_aware's hit rate, as a share of what one infinite cache would have.
     share_of_infinite: float

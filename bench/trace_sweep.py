@@ -29,7 +29,7 @@ SLACK = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """What is swept, and how long."""
+    """The points of the sweep and their durations."""
 
     lengths: Sequence[int]
     # Shares of what the cluster can do.
@@ -43,16 +43,16 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What the split cluster does with prompts of one length."""
+    """The capacity of the split cluster for prompts of one length."""
 
     requests_per_second: float
-    # What a request takes that is alone.
+    # Seconds of a single request.
     alone: Objective
 
 
 @dataclass(frozen=True, slots=True)
 class Repeats:
-    """What the repeats of one measurement found."""
+    """The results of one measurement's repeats."""
 
     values: tuple[float, ...]
 
@@ -62,7 +62,7 @@ class Repeats:
 
     @property
     def noise(self) -> float:
-        """Half of what lies between the lowest and the highest."""
+        """Half the range."""
         return (max(self.values) - min(self.values)) / 2
 
     def __str__(self) -> str:
@@ -86,7 +86,7 @@ class Sweep:
         self._random = random.Random(seed)
 
     async def warm_up(self) -> None:
-        """Every mode answers every length, so that each router has measured what it goes by."""
+        """Every mode answers every length, so that each router has measured its costs."""
         for client in self._clients.values():
             for length in self._grid.lengths:
                 await self._at_once(client, length, 2)

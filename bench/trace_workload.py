@@ -1,4 +1,4 @@
-"""What a trace asks for: cutting a slice of it, and tokens that share as it says.
+"""Cuts a slice of a trace and makes tokens that share prefixes as it says.
 
 A trace names the blocks of 512 tokens that a prompt is made of; equal ids mean equal blocks
 after equal beginnings. Here each id becomes the first tokens of a random sequence that the
@@ -34,7 +34,7 @@ class TimedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Synthesis:
-    """How requests of a trace become requests to send."""
+    """Turns a trace's requests into requests to send."""
 
     scale: Fraction
     speed: float
@@ -81,7 +81,7 @@ class Synthesis:
 
 
 def with_loads(requests: Sequence[TimedRequest], loads: Sequence[float]) -> list[TimedRequest]:
-    """The same, so many times as dense for equal parts of the time, one after the other."""
+    """The same requests, with the density multiplied for equal parts of the time."""
     part = requests[-1].seconds / sum(loads)
     # When each part begins: as they come, and as they are to be sent.
     comes = [part * sum(loads[:index]) for index in range(len(loads))]

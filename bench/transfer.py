@@ -1,4 +1,4 @@
-"""What it costs to move pages: `python -m bench.transfer`.
+"""The cost of moving pages: `python -m bench.transfer`.
 
 Writes a pool of 64 MiB from this process into another one over NIXL, on CPU
 memory, and compares the rate with a copy within one process. Also: what a
@@ -120,7 +120,7 @@ class _Source:
 
 @contextmanager
 def _pair(page_bytes: int) -> Iterator[tuple[_Source, str]]:
-    """A source in this process, connected to a pool in another one."""
+    """A source in this process, connected to a pool in another."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=_echo, args=(there, page_bytes), daemon=True)

@@ -1,4 +1,4 @@
-"""What it costs to move pages between two processes on a GPU: `python -m bench.transfer --cuda`.
+"""The cost of moving pages between two processes on a GPU: `python -m bench.transfer --cuda`.
 
 A push is 8,192 tokens of a model with Llama-3.1-8B's shape: 1 GiB, as 512 pages
 of 2 MiB in a random order at both ends. Beside it stands a plain copy of as many

@@ -1,4 +1,4 @@
-"""What it costs to move pages between pools that split their heads: `bench.transfer --split`.
+"""The cost of moving pages between pools that split their heads: `bench.transfer --split`.
 
 Pages as those of Llama 8B: 8 heads of 128 numbers of 2 bytes, 16 tokens, 32 layers. One
 process of a worker writes to one of another's over NIXL, on CPU memory: what they have in

@@ -1,4 +1,4 @@
-"""Chats of several turns: what prefill saves that fetches what decode has written.
+"""Chats of several turns: what prefill saves by fetching pages from decode.
 
     python -m bench.turns [--model MODEL] [--chats N] [--turns N] [--prompt N] [--answer N]
 
@@ -58,7 +58,7 @@ def _parse() -> argparse.Namespace:
 
 
 def _measure(mode: str, arguments: argparse.Namespace) -> list[list[Turn]]:
-    """The chats, one after the other, on a fresh cluster."""
+    """Runs the chats one after the other on a fresh cluster."""
     shape = Shape(arguments.model, 1, 1, arguments.threads, arguments.kv_memory, page_size=16)
     settings = {"local_prefill": "never", "fetch_pages": mode}
     prompts = FreshPrompts(seed=1)
