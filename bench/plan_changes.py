@@ -29,7 +29,7 @@ class Change:
 
 def live_change(made: cluster_pb2.PlannedRound, began_at: float) -> Change:
     have = Pools(made.have_prefill, made.have_decode)
-    return Change(made.at - began_at, made.words, have, made.reasons)
+    return Change(made.at - began_at, made.summary, have, made.reasons)
 
 
 def simulated_change(planned: TimedDecision) -> Change:

@@ -160,7 +160,7 @@ def _plan_lines(
 
 def _round_lines(made: cluster_pb2.PlannedRound, when: str) -> Iterator[str]:
     have = f"{made.have_prefill} + {made.have_decode} workers"
-    yield typer.style(f"{when:>10}  {made.words}", bold=True) + f"  ({have})"
+    yield typer.style(f"{when:>10}  {made.summary}", bold=True) + f"  ({have})"
     yield from (f"            {reason}" for reason in made.reasons)
 
 

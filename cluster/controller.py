@@ -26,7 +26,7 @@ from baton.cluster import ray_session
 from baton.cluster.actors import WorkerActors, drain
 from baton.cluster.fleet_manager import LEARNING_SECONDS, FleetManager
 from baton.cluster.members import CONTROLLER, DRAINING, Member, is_worker
-from baton.cluster.planning import LivePlanner, PlannedRound, PlanRounds
+from baton.cluster.planning import LivePlanner, PlanRounds
 from baton.cluster.preflight import gpus_of
 from baton.core import config as configs
 from baton.core.tls import Identity, node_identity
@@ -244,20 +244,7 @@ class ControlService(cluster_pb2_grpc.ControlServicer):
 
     @unary
     async def Plan(self, message: pb.PlanRequest) -> pb.PlanResponse:
-        rounds = self._rounds
-        if rounds is None:
-            return pb.PlanResponse()
-        return pb.PlanResponse(
-            enabled=True,
-            acts=rounds.acts,
-            ttft=rounds.goals.ttft,
-            itl=rounds.goals.itl,
-            most_workers=rounds.goals.most_workers,
-            least_prefill=rounds.goals.least.prefill,
-            least_decode=rounds.goals.least.decode,
-            last=_round(rounds.last) if rounds.last else None,
-            changes=map(_round, reversed(rounds.changes)),
-        )
+        return self._rounds.describe() if self._rounds else pb.PlanResponse()
 
     @unary
     async def PermitSwitch(self, message: pb.SwitchRoleRequest) -> pb.PermitSwitchResponse:
@@ -275,19 +262,6 @@ class ControlService(cluster_pb2_grpc.ControlServicer):
                 for name, role in fleet.workers.items()
             ],
         )
-
-
-def _round(planned: PlannedRound) -> pb.PlannedRound:
-    decision = planned.decision
-    return pb.PlannedRound(
-        at=planned.at,
-        words=decision.summary,
-        reasons=decision.reasons,
-        have_prefill=decision.have.prefill,
-        have_decode=decision.have.decode,
-        need_prefill=decision.need.prefill,
-        need_decode=decision.need.decode,
-    )
 
 
 def _worker(member: Member, role: Role, retiring: bool) -> pb.PooledWorker:

@@ -14,7 +14,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import ray
 
@@ -35,7 +34,7 @@ from baton.planner.sizing import (
 )
 from baton.planner.traffic_window import TrafficWindow
 from baton.router.placement.cost_model import STEP_PRIOR, Costs
-from baton.v1 import cluster_pb2
+from baton.v1 import cluster_pb2 as pb
 
 log = logging.getLogger(__name__)
 
@@ -44,14 +43,6 @@ REMEMBERED_ROUNDS = 100
 
 ROUTER_SILENT_SECONDS = 5.0
 """A router that has not reported for this long is gone, and its queue with it."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedRound:
-    """A decision, and when it was made (Unix time)."""
-
-    at: float
-    decision: Decision
 
 
 class PlanRounds:
@@ -73,14 +64,15 @@ class PlanRounds:
         self._max_batch = settle(config, device).decode.max_batch
         self._window = TrafficWindow(settings.round_seconds)
         # The last report of each router, and when it came.
-        self._reports: dict[str, tuple[float, cluster_pb2.RouterReport]] = {}
+        self._reports: dict[str, tuple[float, pb.RouterReport]] = {}
         self._prompts, self._overhead_seconds = 0, 0.0  # of this round
         self._overhead = 0.0  # a prompt, in the last round that had any
         self._state = PlannerState()
-        self.last: PlannedRound | None = None
-        self.changes: deque[PlannedRound] = deque(maxlen=REMEMBERED_ROUNDS)
+        self._missing = 0  # workers, after the last round
+        self._last: pb.PlannedRound | None = None
+        self._changes: deque[pb.PlannedRound] = deque(maxlen=REMEMBERED_ROUNDS)
 
-    def report(self, report: cluster_pb2.RouterReport, now: float | None = None) -> None:
+    def report(self, report: pb.RouterReport, now: float | None = None) -> None:
         """A router's traffic since its last report."""
         now = time.monotonic() if now is None else now
         window = self._window
@@ -95,16 +87,33 @@ class PlanRounds:
     def end(self, have: Pools, now: float, clock: Callable[[], float] = time.time) -> Decision:
         """Ends a round and decides. `have` counts the workers that serve or soon will."""
         decision, self._state = plan(self._observe(have, now), self._state, self.goals)
-        before = self.last.decision.missing if self.last else 0
-        self.last = PlannedRound(clock(), decision)
-        if decision.is_news(before):
-            self.changes.append(self.last)
+        self._last = pb.PlannedRound(
+            at=clock(),
+            summary=decision.summary,
+            reasons=decision.reasons,
+            have_prefill=have.prefill,
+            have_decode=have.decode,
+            need_prefill=decision.need.prefill,
+            need_decode=decision.need.decode,
+        )
+        if decision.is_news(self._missing):
+            self._changes.append(self._last)
+            log.info("plan: %s (%s)", decision.summary, "; ".join(decision.reasons))
+        self._missing = decision.missing
         return decision
 
-    @property
-    def has_news(self) -> bool:
-        """Whether the last round's decision is worth logging."""
-        return bool(self.changes) and self.changes[-1] is self.last
+    def describe(self) -> pb.PlanResponse:
+        return pb.PlanResponse(
+            enabled=True,
+            acts=self.acts,
+            ttft=self.goals.ttft,
+            itl=self.goals.itl,
+            most_workers=self.goals.most_workers,
+            least_prefill=self.goals.least.prefill,
+            least_decode=self.goals.least.decode,
+            last=self._last,
+            changes=reversed(self._changes),
+        )
 
     def _observe(self, have: Pools, now: float) -> Observation:
         self._reports = {
@@ -130,7 +139,7 @@ class PlanRounds:
         )
 
 
-def _costs(reports: list[cluster_pb2.RouterReport]) -> Costs:
+def _costs(reports: list[pb.RouterReport]) -> Costs:
     """The busiest router's estimates: it has measured most."""
     known = [each for each in reports if len(each.step_costs) == len(STEP_PRIOR)]
     if not known:
@@ -155,8 +164,6 @@ class LivePlanner:
         while True:
             await asyncio.sleep(self._rounds.round_seconds)
             decision = self._rounds.end(self._manager.expected, time.monotonic())
-            if self._rounds.has_news:
-                log.info("plan: %s (%s)", decision.summary, "; ".join(decision.reasons))
             if decision.changes and self._rounds.acts:
                 await self._act(decision)
 

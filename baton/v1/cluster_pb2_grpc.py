@@ -51,14 +51,14 @@ class MembershipServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Watch(self, request, context):
-        """The members now, and again whenever they change.
+        """The members, now and after each change.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Report(self, request, context):
-        """What a router has seen, about once a second: for the planner.
+        """A router's traffic, about once a second, for the planner.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -144,8 +144,7 @@ class Membership(object):
 
 
 class ControlStub(object):
-    """How many workers there are: what a router passes on of Admin's calls of the
-    same names, or asks before it carries them out.
+    """The pools. Routers pass on Admin's calls of the same names, and ask for permission to switch.
     """
 
     def __init__(self, channel):
@@ -177,19 +176,18 @@ class ControlStub(object):
 
 
 class ControlServicer(object):
-    """How many workers there are: what a router passes on of Admin's calls of the
-    same names, or asks before it carries them out.
+    """The pools. Routers pass on Admin's calls of the same names, and ask for permission to switch.
     """
 
     def Scale(self, request, context):
-        """Has the pools be of another size. Returns when that is decided.
+        """Scales the pools. Returns when the change is decided.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Pools(self, request, context):
-        """The pools, at this moment.
+        """The pools now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -203,8 +201,8 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def PermitSwitch(self, request, context):
-        """Agrees to the change of a worker's role, which the router then carries out.
-        Refused where nobody of its old role would be left.
+        """Permits a role switch, which the router then carries out. Refused for the
+        last worker of a role.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -242,8 +240,7 @@ def add_ControlServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Control(object):
-    """How many workers there are: what a router passes on of Admin's calls of the
-    same names, or asks before it carries them out.
+    """The pools. Routers pass on Admin's calls of the same names, and ask for permission to switch.
     """
 
     @staticmethod
@@ -420,30 +417,30 @@ class AdminServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Status(self, request, context):
-        """What a router knows of the cluster, at this moment.
+        """The cluster as a router sees it now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Has a worker take nothing new, finish or hand back what runs, and exit.
-        Returns when the worker has been told.
+        """Drains a worker: it takes nothing new, finishes or hands back what runs,
+        and exits. Returns when the worker has been told.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Scale(self, request, context):
-        """Has the pools be of another size: new workers start, and those that are too
-        many drain. Returns when that is decided. Needs a controller.
+        """Scales the pools: new workers start, surplus workers drain. Returns when
+        the change is decided. Needs a controller.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Pools(self, request, context):
-        """The pools, at this moment. Needs a controller.
+        """The pools now. Needs a controller.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -457,8 +454,8 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SwitchRole(self, request, context):
-        """Has a worker take nothing new, finish or hand back what runs, and go on in
-        another role, with its weights and its pages kept. Returns when it has.
+        """Drains a worker and switches its role; it keeps its weights and pages.
+        Returns when it has switched.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -479,7 +476,7 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Diagnose(self, request, context):
-        """What holds the cluster back, and what to change.
+        """What limits the cluster, and what to change.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

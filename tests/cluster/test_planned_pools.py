@@ -75,7 +75,7 @@ def serving(address: str) -> tuple[int, int]:
 def decided(address: str) -> list[str]:
     """What was changed, the latest first."""
     with Client(address) as client:
-        return [change.words for change in client.plan().changes]
+        return [change.summary for change in client.plan().changes]
 
 
 async def until(condition: Callable[[], bool], load: SteadyLoad) -> float:

@@ -163,8 +163,8 @@ def test_plan_shows_the_decisions_and_their_reasons(router: ScriptedRouter) -> N
     router.plan.enabled = router.plan.acts = True
     router.plan.ttft, router.plan.itl, router.plan.most_workers = 2.0, 0.05, 4
     router.plan.least_prefill, router.plan.least_decode = 1, 2
-    router.plan.last.words = "no change"
-    made = router.plan.changes.add(words="switch 1 from decode to prefill", have_prefill=1)
+    router.plan.last.summary = "no change"
+    made = router.plan.changes.add(summary="switch 1 from decode to prefill", have_prefill=1)
     made.reasons.append("decode can spare 1")
     lines = run(router, "plan").stdout.splitlines()
     assert lines[0] == (
@@ -180,7 +180,7 @@ def test_plan_shows_the_decisions_and_their_reasons(router: ScriptedRouter) -> N
 
 def test_plan_says_which_workers_are_not_there_yet(router: ScriptedRouter) -> None:
     router.plan.enabled = True
-    router.plan.last.words = "no change"
+    router.plan.last.summary = "no change"
     router.pools = [pools(prefill_0="ready", decode_0="ready", decode_1="waiting for a place")]
     lines = run(router, "plan").stdout.splitlines()
     assert [line.strip() for line in lines[2:]] == ["decode-1: waiting for a place"]
