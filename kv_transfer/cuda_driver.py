@@ -1,8 +1,7 @@
-"""CUDA memory that other processes of the host can map, through the driver's own library.
+"""CUDA memory shared between processes of a host, through the driver's own library.
 
-The driver belongs to the machine, not to a Python package, so this works with
-any build of torch. The calling thread must have a CUDA context: torch gives it
-one with `torch.cuda.set_device` and the first stream.
+Works with any build of torch. The calling thread must have a CUDA context, which
+it gets from `torch.cuda.set_device` and its first stream.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
 
 class DriverError(Exception):
-    """What the driver answered, in its words."""
+    """An error of the CUDA driver, with its message."""
 
 
 class SharedMemory(NamedTuple):
-    """Memory as another process is told of it."""
+    """How another process maps some memory."""
 
     handle: bytes  # of the whole allocation
     offset: int  # where in it the memory begins
@@ -31,7 +30,7 @@ class _Handle(ctypes.Structure):
 
 
 def share(address: int) -> SharedMemory:
-    """A handle of the allocation that `address` is in. torch may have put more into it."""
+    """Shares the allocation that contains `address`, with whatever else torch has in it."""
     base, size = ctypes.c_uint64(), ctypes.c_size_t()
     _call(
         "cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address)
@@ -44,7 +43,7 @@ def share(address: int) -> SharedMemory:
 def map_shared(handle: bytes) -> int:
     """The address, in this process, of an allocation that another process shares."""
     if len(handle) != ctypes.sizeof(_Handle):
-        raise DriverError(f"a handle of {len(handle)} bytes is none")
+        raise DriverError(f"a handle cannot have {len(handle)} bytes")
     base = ctypes.c_uint64()
     _call(
         "cuIpcOpenMemHandle_v2",
@@ -56,7 +55,7 @@ def map_shared(handle: bytes) -> int:
 
 
 def unmap_shared(base: int) -> None:
-    """Ends what `map_shared` began. No kernel may be using the memory any more."""
+    """Undoes `map_shared`. No kernel may use the memory any more."""
     _call("cuIpcCloseMemHandle", ctypes.c_uint64(base))
 
 
@@ -73,5 +72,5 @@ def _call(name: str, *arguments: object) -> None:
     if code != 0:
         text = ctypes.c_char_p()
         _driver().cuGetErrorString(code, ctypes.byref(text))
-        words = text.value.decode() if text.value else "unknown error"
-        raise DriverError(f"{name}: {words} ({code})")
+        message = text.value.decode() if text.value else "unknown error"
+        raise DriverError(f"{name}: {message} ({code})")

@@ -1,8 +1,8 @@
 """A transport between workers of one host whose pools are on GPUs: one kernel a write.
 
 `connect` maps the peer's pool into this process once. A write is then one
-kernel that copies all its pages, on a stream of the transport's own; notes
-travel over a local socket.
+kernel that copies all its pages, on the transport's own stream; notes go over a
+local socket.
 
 A write's life:
 
@@ -10,18 +10,18 @@ A write's life:
                                         │
                                         └──▶ the peer has gone ──▶ WriteFailed
 
-- A copy of pages that the engine is still making is launched at once, and the
-  GPU itself starts it when they are there: the host is not on its way.
-- The note leaves only after the event: the bytes are then in the peer's memory
-  for every kernel that starts later, on any stream and in any process.
-- A peer that has gone is told at once, by its socket. A copy into its memory
-  that is under way cannot be stopped, and need not be: our mapping keeps the
-  memory allocated until we close it, which is after the last copy's event.
-- A peer's own last copies may still run when its socket closes: a killed
-  process loses its GPU only after its files. It counts as gone a second later.
-- Within one process nothing is mapped: the peer's address is as good here.
-- Workers on two GPUs of a host can use it where one GPU can reach the other's
-  memory, also where the other GPU is hidden from this process.
+- A copy of pages that the engine is still computing is launched at once; the GPU
+  starts it when they are complete, without the host.
+- The note is sent only after the event: the bytes are then visible to every later
+  kernel, on any stream and in any process.
+- A lost peer is found at once, by its socket. A running copy into its memory cannot
+  be stopped, and need not be: the mapping keeps the memory allocated until it is
+  closed, after the last copy's event.
+- A peer's own last copies may still run when its socket closes: a killed process
+  loses its GPU after its files. It counts as gone a second later.
+- Within one process nothing is mapped.
+- Two GPUs of a host can use it where one can reach the other's memory, also where
+  the other GPU is hidden from this process.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ from baton.kv_transfer.transport import (
     WriteFailed,
     check_page_size,
     check_pages,
-    check_told,
+    check_polled,
     pool_address,
     route_metadata,
 )
 from baton.v1.transfer_pb2 import CudaIpcRoute, PoolAddress, PoolLayout
 
 AFTERMATH_SECONDS = 1.0
-"""How long copies of a process may run after its end: they take milliseconds."""
+"""How long copies may run after the end of their process: they take milliseconds."""
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PROCESS = uuid.uuid4().hex
@@ -69,10 +69,10 @@ _PROCESS = uuid.uuid4().hex
 @dataclass(slots=True)
 class _Peer:
     agent: str
-    base: int  # where its page 0 is in this process
+    base: int  # the address of its page 0 in this process
     page_bytes: int
     total_pages: int
-    mapping: int | None  # what to unmap in the end; None within one process
+    mapping: int | None  # to unmap in the end; None within one process
     part: PagePart | None = None  # what is copied of its pages; None for all
     gone: bool = False
 
@@ -114,9 +114,9 @@ class CudaIpcTransport:
             raise InvalidConfig(f"the CUDA IPC transport cannot serve {memory.device} memory")
         torch.cuda.set_device(memory.device_id)
         self._device = torch.device("cuda", memory.device_id)
-        # Ahead of the engine's kernels, which would otherwise hold up pages that are ready.
+        # High priority, so that ready pages do not wait for the engine's kernels.
         self._stream = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
-        # For copies that wait for the engine: pages that are ready must not queue up behind them.
+        # For copies that wait for the engine, so that ready pages do not queue behind them.
         self._later = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
         shared = _share(memory)
         self._warm_up(memory)
@@ -136,10 +136,10 @@ class CudaIpcTransport:
         peer = address.agent
         if peer in self._peers:
             return peer
-        check_told(self._events, peer)
+        check_polled(self._events, peer)
         memory, notes = self._registered
         check_page_size(memory, address, part)
-        route = _read_route(address)
+        route = _parse_route(address)
         _check_reach(route, peer, memory.device_id)
         notes.connect(peer, route.socket)
         try:
@@ -211,7 +211,7 @@ class CudaIpcTransport:
         return self._memory, self._notes
 
     def _warm_up(self, memory: PoolMemory) -> None:
-        """Compiles the kernel now rather than in the first write."""
+        """Compiles the kernel before the first write."""
         scratch = torch.zeros(2 * memory.page_bytes, dtype=torch.uint8, device=self._device)
         torch.cuda.current_stream().synchronize()
         own = dataclasses.replace(memory, base=scratch.data_ptr())
@@ -228,25 +228,25 @@ class CudaIpcTransport:
     ) -> _Copy:
         count = len(local_pages)
         stream = self._stream if after is None else self._later
-        # Both lists begin at multiples of 16 bytes, or the kernel would be compiled once more.
+        # Both lists begin at multiples of 16 bytes; otherwise the kernel is compiled again.
         page_ids = torch.empty((2, count + count % 2), dtype=torch.int64, pin_memory=True)
         page_ids[:, :count] = torch.tensor([list(local_pages), list(remote_pages)])
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
             local, remote = page_ids.to(self._device, non_blocking=True)[:, :count]
-            if isinstance(after, torch.cuda.Event):  # every moment of a GPU's is one
+            if isinstance(after, torch.cuda.Event):  # on a GPU every DeviceEvent is one
                 stream.wait_event(after)
             _launch(own, peer, local, remote)
             copied.record(stream)
         return _Copy(copied, (local, remote))
 
     def _settle(self, number: int, notes: NoteSocket) -> None:
-        """Ends a write if its copy is over and its note is sent."""
+        """Ends a write if its copy is done and its note is sent."""
         write = self._writes[number]
         if write.copy is not None and not write.copy.is_over:
             return
         try:
-            if not self._tell(write, notes):
+            if not self._send_note(write, notes):
                 return
         except WorkerLost as error:
             self._lose(write.peer.agent)
@@ -256,8 +256,8 @@ class CudaIpcTransport:
         del self._writes[number]
         self._unmap_when_idle(write.peer)
 
-    def _tell(self, write: _Write, notes: NoteSocket) -> bool:
-        """Whether the peer has been sent all that it must hear."""
+    def _send_note(self, write: _Write, notes: NoteSocket) -> bool:
+        """Whether the write's note, if any, has been sent."""
         if write.peer.gone:
             raise WorkerLost(f"{write.peer.agent} has gone")
         return not write.note or notes.send(write.peer.agent, write.note)
@@ -285,7 +285,7 @@ def _share(memory: PoolMemory) -> cuda_driver.SharedMemory:
         ) from error
 
 
-def _read_route(address: PoolAddress) -> CudaIpcRoute:
+def _parse_route(address: PoolAddress) -> CudaIpcRoute:
     try:
         return CudaIpcRoute.FromString(route_metadata(address, "cuda_ipc"))
     except DecodeError as error:
@@ -293,7 +293,7 @@ def _read_route(address: PoolAddress) -> CudaIpcRoute:
 
 
 def _launch(own: PoolMemory, peer: _Peer, local: Tensor, remote: Tensor) -> None:
-    """Starts the copy of pages local [n] to remote [n], or of the peer's part of them."""
+    """Starts the copy of pages local [n] to remote [n], or of the peer's part of each."""
     part = peer.part
     if part is None:
         copy_pages(own.base, peer.base, own.page_bytes, local, remote)
@@ -321,24 +321,24 @@ def _map_peer(route: CudaIpcRoute, address: PoolAddress, part: PagePart | None) 
 
 
 def _check_reach(route: CudaIpcRoute, peer: str, device_id: int) -> None:
-    """Raises WorkerLost, saying why, when the peer's memory is known to be out of reach."""
+    """Raises WorkerLost when the peer's memory is known to be out of reach."""
     if route.host != host_identity():
         raise WorkerLost(f"{peer} is on another host")
     visible = [_gpu_uuid(index) for index in range(torch.cuda.device_count())]
     if route.gpu not in visible:
-        return  # as under Ray, which hides the GPUs of others; the driver knows when it maps them
+        return  # Ray hides the GPUs of other workers; the driver checks when it maps them
     other = visible.index(route.gpu)
     if other != device_id and not torch.cuda.can_device_access_peer(device_id, other):
         raise WorkerLost(f"GPU {device_id} cannot reach the memory of GPU {other}, where {peer} is")
 
 
 def host_identity() -> str:
-    """The same for all processes of a host, in any container, until its next boot."""
+    """Equal for all processes of a host, in any container, until its next boot."""
     return _BOOT_ID.read_text().strip()
 
 
 def _process_identity() -> str:
-    # The number tells a forked child from its parent.
+    # The pid distinguishes a forked child from its parent.
     return f"{_PROCESS}-{os.getpid()}"
 
 

@@ -1,7 +1,7 @@
 """A transport between workers of one process: a copy, and a queue of notes.
 
-All agents of the process are in one table. A write copies while it holds the
-peer's lock, so a peer never closes, and frees its memory, under a copy.
+All agents of the process are in one table. A write holds the peer's lock while it
+copies, so that the peer cannot close and free its memory meanwhile.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import itertools
 import threading
 import uuid
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy
 import numpy.typing
@@ -28,20 +27,12 @@ from baton.kv_transfer.transport import (
     WriteFailed,
     check_page_size,
     check_pages,
-    check_told,
+    check_polled,
     pool_address,
 )
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
 
 _AGENTS: dict[str, InProcessTransport] = {}
-
-
-class PageSpan(NamedTuple):
-    """A run of pages that are neighbours on both sides: one piece to copy."""
-
-    local: int
-    remote: int
-    pages: int
 
 
 class InProcessTransport:
@@ -53,7 +44,7 @@ class InProcessTransport:
         self._memory: PoolMemory | None = None
         self._peers: dict[str, tuple[InProcessTransport, PagePart | None]] = {}
         self._events: list[TransportEvent] = []
-        # Guards the memory and the events: peers copy into one and append to the other.
+        # Guards the memory and the events, which peers write to.
         self._lock = threading.Lock()
 
     def register(self, memory: PoolMemory, layout: PoolLayout) -> PoolAddress:
@@ -65,7 +56,7 @@ class InProcessTransport:
 
     def connect(self, address: PoolAddress, part: PagePart | None = None) -> str:
         with self._lock:
-            check_told(self._events, address.agent)
+            check_polled(self._events, address.agent)
         check_page_size(self._own_memory, address, part)
         peer = _AGENTS.get(address.agent)
         if peer is None:
@@ -85,7 +76,7 @@ class InProcessTransport:
         after: DeviceEvent | None = None,
     ) -> int:
         if after is not None and not after.query():
-            raise Internal("a copy between CPU pools waits for no device")
+            raise Internal("a copy between CPU pools cannot wait for a device")
         memory = self._own_memory
         if peer not in self._peers:
             raise WorkerLost(f"not connected to {peer}")
@@ -129,53 +120,20 @@ class InProcessTransport:
         pages: Sequence[int],
         note: bytes,
     ) -> bool:
-        """Called by a peer: takes its pages and its note. False when this agent is closed."""
+        """Called by a peer: copies its pages, queues its note. False when this agent is closed."""
         with self._lock:
             if self._memory is None:
                 return False
             check_pages(source_pages, source.total_pages, pages, self._memory.total_pages)
-            if part is None:
-                for span in merge_spans(source_pages, pages):
-                    _copy(source, self._memory, span)
-            else:
-                _copy_part(source, self._memory, part, source_pages, pages)
+            if pages:
+                part = part or PagePart(1, source.page_bytes, 0, 0)
+                found = _rows(source, part.rows)[:, :, part.local_offset :]
+                into = _rows(self._memory, part.rows)[:, :, part.remote_offset :]
+                for local, remote in zip(source_pages, pages, strict=True):
+                    into[remote, :, : part.row_bytes] = found[local, :, : part.row_bytes]
             if note:
                 self._events.append(Noted(sender, note))
             return True
-
-
-def merge_spans(local_pages: Sequence[int], remote_pages: Sequence[int]) -> list[PageSpan]:
-    """Pairs the pages up, in order, in as few spans as possible."""
-    spans: list[PageSpan] = []
-    for local, remote in zip(local_pages, remote_pages, strict=True):
-        last = spans[-1] if spans else None
-        if last and (local, remote) == (last.local + last.pages, last.remote + last.pages):
-            spans[-1] = last._replace(pages=last.pages + 1)
-        else:
-            spans.append(PageSpan(local, remote, 1))
-    return spans
-
-
-def _copy(source: PoolMemory, target: PoolMemory, span: PageSpan) -> None:
-    page_bytes = source.page_bytes
-    ctypes.memmove(
-        target.base + span.remote * page_bytes,
-        source.base + span.local * page_bytes,
-        span.pages * page_bytes,
-    )
-
-
-def _copy_part(
-    source: PoolMemory,
-    target: PoolMemory,
-    part: PagePart,
-    source_pages: Sequence[int],
-    pages: Sequence[int],
-) -> None:
-    found = _rows(source, part.rows)[:, :, part.local_offset :]
-    into = _rows(target, part.rows)[:, :, part.remote_offset :]
-    for local, remote in zip(source_pages, pages, strict=True):
-        into[remote, :, : part.row_bytes] = found[local, :, : part.row_bytes]
 
 
 def _rows(memory: PoolMemory, rows: int) -> numpy.typing.NDArray[numpy.uint8]:

@@ -2,25 +2,23 @@
 
 What NIXL 1.5 does, and what follows from it here:
 
-- Its progress thread spins on a whole core. It stays off; `poll` makes the
-  progress instead, and costs about 2 us.
-- A list of pages prepared once per peer lets a transfer be made from page
-  numbers alone, and NIXL merges neighbours itself. Making one takes 30 us for
-  64 pages, against 110 us from addresses.
-- On CPU memory of the same host `transfer` copies before it returns. It lets
-  other Python threads run meanwhile. A pool in huge pages is copied 1.4 times
-  as fast.
-- The note of a transfer leaves after its bytes have been flushed to the peer.
+- Its progress thread spins on a whole core, so it stays off; `poll` makes progress
+  instead, at about 2 us.
+- With a page list prepared once per peer, a transfer is made from page numbers
+  alone, and NIXL merges neighbours. That takes 30 us for 64 pages, against 110 us
+  from addresses.
+- On CPU memory of one host `transfer` copies before it returns, without the GIL.
+  A pool in huge pages is copied 1.4 times as fast.
+- The note of a transfer is sent after its bytes have been flushed to the peer.
   Without a note a transfer is done only then, too.
-- Nothing withdraws a transfer: not releasing its handle, not removing the
-  peer. A write ends when NIXL says so.
-- On GPU memory a descriptor costs 11 us of a CPU's time, whatever its size.
-  Threads of NIXL's share the descriptors of a large write; they sleep
-  between writes.
-- Two processes are wired up by the first message between them, which takes
-  both of them several polls. So `connect` sends one.
-- A part of a page is a descriptor for each of its rows. Between processes of a
-  host each is a system call of 2 us; to make them from addresses takes 0.1 us.
+- Nothing cancels a transfer: neither releasing its handle nor removing the peer.
+  A write ends when NIXL says so.
+- On GPU memory a descriptor costs 11 us of CPU time, whatever its size. NIXL's
+  threads share the descriptors of a large write and sleep between writes.
+- The first message between two processes connects them, which takes several polls
+  of both. So `connect` sends one.
+- A part of a page takes a descriptor per row: between processes of a host a system
+  call of 2 us each, and 0.1 us to make it.
 """
 
 from __future__ import annotations
@@ -49,20 +47,20 @@ from baton.kv_transfer.transport import (
     WriteFailed,
     check_page_size,
     check_pages,
-    check_told,
+    check_polled,
     pool_address,
     route_metadata,
 )
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
 
-_GREETING = b"\0"
+_HELLO = b"\0"
 _MEMORY_KINDS = {"cpu": "DRAM", "cuda": "VRAM"}
 
 DEVICE_THREADS = {"cpu": 0, "cuda": 4}
-"""Threads that share a write's descriptors. On CPU memory the copy itself is the cost."""
+"""Threads that share a write's descriptors. On CPU memory the copy itself dominates."""
 
 SPLIT_DESCRIPTORS = 32
-"""From how many descriptors on a write is shared out."""
+"""From this many descriptors on, threads share a write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +78,13 @@ class _Write:
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """A write that is yet to start."""
+    """A write that has not started yet."""
 
     peer: str
     local_pages: Sequence[int]
     remote_pages: Sequence[int]
     note: bytes
-    after: DeviceEvent | None  # until when its pages are still being made
+    after: DeviceEvent | None  # when its pages are complete
 
     @property
     def may_start(self) -> bool:
@@ -97,7 +95,7 @@ class NixlTransport:
     """Serves one pool through one NIXL agent."""
 
     def __init__(self, agent: str = "", threads: int | None = None) -> None:
-        """`threads` share the descriptors of a write; unset takes what suits the memory."""
+        """`threads` share the descriptors of a write; by default as many as suit the memory."""
         self.agent = agent or f"nixl-{uuid.uuid4().hex}"
         self._threads = threads
         # NIXL's errors have no base class of their own. Known once NIXL is imported.
@@ -132,7 +130,7 @@ class NixlTransport:
         peer = address.agent
         if peer in self._peers:
             return peer
-        check_told(self._events, peer)
+        check_polled(self._events, peer)
         check_page_size(self._own_memory, address, part)
         metadata = route_metadata(address, "nixl")
         pages = (address.base, address.page_bytes, address.total_pages)
@@ -140,14 +138,14 @@ class NixlTransport:
         with self._translated(f"connect to {peer}"):
             self._engine.add_remote_agent(metadata)
             prepared = self._prepare(peer, memory) if part is None else None
-            self._engine.send_notif(peer, _GREETING)
+            self._engine.send_notif(peer, _HELLO)
         self._peers[peer] = _Peer(memory, part, prepared)
         return peer
 
     def disconnect(self, peer: str) -> None:
         known = self._peers.pop(peer, None)
         if known is not None:
-            with suppress(*self._errors):  # it may have removed itself when it broke off
+            with suppress(*self._errors):  # it may have removed itself when it broke
                 if known.pages is not None:
                     known.pages.release()
                 self._engine.remove_remote_agent(peer)
@@ -175,13 +173,13 @@ class NixlTransport:
 
     def poll(self) -> list[TransportEvent]:
         for number in [number for number, order in self._held.items() if order.may_start]:
-            if order := self._held.pop(number, None):  # else it failed with its peer just now
+            if order := self._held.pop(number, None):  # else it has just failed with its peer
                 self._try_start(number, order)
         for number in list(self._writes):
             self._check(number)
         events, self._events = self._events, []
         for peer, notes in self._engine.get_new_notifs().items():
-            events += [Noted(peer, note) for note in notes if note != _GREETING]
+            events += [Noted(peer, note) for note in notes if note != _HELLO]
         return events
 
     def close(self) -> None:
@@ -290,7 +288,7 @@ class NixlTransport:
         others = [other for other in self._writes if other != number]
         others = [other for other in others if self._writes[other].peer == peer]
         gone = isinstance(error.__cause__, self._gone_errors)
-        # Any other error says nothing about the peer's other writes, which end by themselves.
+        # Other errors say nothing about the peer's other writes, which end by themselves.
         lost = isinstance(error, WorkerLost) and (gone or not others)
         if lost:
             self._events.append(PeerLost(peer, gone))
@@ -320,11 +318,11 @@ class NixlTransport:
 
 
 def _import_nixl() -> Any:
-    """NIXL, with its notes on every start-up step silenced. Without NIXL: InvalidConfig."""
+    """NIXL, with its start-up messages silenced. Raises InvalidConfig where it is missing."""
     try:
         nixl = importlib.import_module("nixl")
     except ImportError as error:
-        raise InvalidConfig(f"the nixl transport needs NIXL, which is missing: {error}") from error
+        raise InvalidConfig(f"the nixl transport needs NIXL: {error}") from error
     logging.getLogger("nixl").setLevel(logging.WARNING)
     return nixl
 

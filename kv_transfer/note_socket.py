@@ -1,9 +1,9 @@
-"""Notes between processes of one host, and which of them are alive.
+"""Notes between processes of one host, and detection of lost peers.
 
-Every agent listens on a Unix socket in the abstract namespace, under a name
-that nobody can guess, and takes connections of its own user only. A connection
-carries notes one way; a long one takes several packets. The kernel closes it
-when either process ends, however it ends, which is how a lost peer is found.
+Every agent listens on a Unix socket in the abstract namespace, under a random
+name, and accepts connections of its own user only. A connection carries notes one
+way; a long note takes several packets. The kernel closes it when either process
+ends, which is how a lost peer is found.
 
 Nothing here blocks. Used by one thread.
 """
@@ -26,7 +26,7 @@ from baton.kv_transfer.transport import Noted
 from baton.v1.transfer_pb2 import LocalNote
 
 PIECE_BYTES = 1 << 15
-"""The most of a note in one packet; well below what a socket's buffer takes by default."""
+"""The most bytes of a note in one packet; well below a socket's default buffer."""
 
 _PACKET_BYTES = 2 * PIECE_BYTES
 _CREDENTIALS = struct.Struct("3i")  # pid, user, group
@@ -43,14 +43,14 @@ class _Peer:
 
 @dataclass(slots=True)
 class _Sender:
-    """Somebody who sends notes to us."""
+    """An agent that sends notes to us."""
 
     connection: socket.socket
     begun: bytearray = field(default_factory=bytearray)  # the pieces of a note so far
 
 
 class NoteSocket:
-    """Where one agent hears notes, and its connections to the agents that it sends notes to."""
+    """One agent's listening socket, and its connections to the agents it sends notes to."""
 
     def __init__(self, agent: str) -> None:
         self._agent = agent
@@ -64,7 +64,7 @@ class NoteSocket:
         self._poller.register(self._listener, select.EPOLLIN)
 
     def connect(self, peer: str, name: str) -> None:
-        """Reaches the agent that listens as `name`. Raises WorkerLost when none does."""
+        """Connects to the agent that listens as `name`. Raises WorkerLost when none does."""
         connection = _new_socket()
         try:
             connection.connect(_address(name))
@@ -77,13 +77,13 @@ class NoteSocket:
         self._peers[peer] = _Peer(connection)
 
     def disconnect(self, peer: str) -> None:
-        """Closes the connection to a peer. An unknown one is fine."""
+        """Closes the connection to a peer, if there is one."""
         known = self._peers.pop(peer, None)
         if known is not None:
             self._drop(known.connection)
 
     def alive(self, peer: str) -> bool:
-        """Whether a connected peer is there at this moment."""
+        """Whether a connected peer is alive at this moment."""
         try:
             ended = not self._peers[peer].connection.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -93,7 +93,7 @@ class NoteSocket:
         return not ended
 
     def send(self, peer: str, note: bytes) -> bool:
-        """Whether the note is on its way; else the peer is behind with reading: try again.
+        """Whether the note was accepted; otherwise the peer's buffer is full: try again.
 
         Raises WorkerLost when the peer has gone.
         """
@@ -105,7 +105,7 @@ class NoteSocket:
         return True
 
     def poll(self) -> tuple[list[Noted], list[str]]:
-        """The notes that have come, and the connected peers that have gone."""
+        """The received notes, and the connected peers that are gone."""
         notes: list[Noted] = []
         ended: set[int] = set()
         for descriptor, _ in self._poller.poll(0):
@@ -116,13 +116,13 @@ class NoteSocket:
             else:
                 ended.add(descriptor)
         for peer, known in self._peers.items():
-            with suppress(WorkerLost):  # the poller tells of it
+            with suppress(WorkerLost):  # the poller reports it
                 self._flush(peer, known)
         gone = [peer for peer, known in self._peers.items() if known.connection.fileno() in ended]
         return notes, gone
 
     def close(self) -> None:
-        """Ends every connection, which tells the peers. Closing twice is fine."""
+        """Ends every connection, which the peers notice. May be repeated."""
         senders = [sender.connection for sender in self._senders.values()]
         peers = [peer.connection for peer in self._peers.values()]
         for connection in (*senders, *peers, self._listener):
@@ -132,7 +132,7 @@ class NoteSocket:
         self._poller.close()
 
     def _flush(self, peer: str, known: _Peer) -> bool:
-        """Whether no packet is waiting any more. Raises WorkerLost when the peer has gone."""
+        """Sends waiting packets; whether all are sent. Raises WorkerLost when the peer has gone."""
         try:
             while known.waiting:
                 known.connection.send(known.waiting[0])
@@ -144,7 +144,7 @@ class NoteSocket:
         return True
 
     def _accept(self) -> list[Noted]:
-        """Takes every connection that waits, and what came with it."""
+        """Accepts all pending connections, and returns the notes received on them."""
         notes: list[Noted] = []
         with suppress(BlockingIOError):
             while True:
@@ -164,7 +164,7 @@ class NoteSocket:
         return self._read(sender)
 
     def _read(self, sender: _Sender) -> list[Noted]:
-        """All that a sender has sent. Forgets a sender that has ended."""
+        """All notes that a sender has sent. Forgets a sender that has ended."""
         notes: list[Noted] = []
         with suppress(BlockingIOError):
             while packet := _receive(sender.connection):
@@ -191,7 +191,7 @@ def _check_user(connection: socket.socket) -> None:
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(raw)
     if user != os.geteuid():
-        raise PermissionError(1, "it belongs to another user")
+        raise PermissionError(1, "the peer belongs to another user")
 
 
 def _packets(agent: str, note: bytes) -> list[bytes]:
@@ -216,7 +216,7 @@ def _receive(connection: socket.socket) -> bytes:
 
 
 def _assemble(sender: _Sender, packet: bytes) -> list[Noted]:
-    """The note that `packet` completes, if it does."""
+    """The note that `packet` completes, if any."""
     try:
         piece = LocalNote.FromString(packet)
     except DecodeError:  # not one of ours

@@ -1,11 +1,11 @@
-"""Digests of a pool's pages: whether what arrived is what was sent.
+"""Digests of a pool's pages, to detect pages that arrive damaged.
 
-A CPU makes them as core/page_keys.py says. A GPU digests its pages itself, in
-another way: two pools of which one is in CPU memory cannot check each other.
+CPU pools use core/page_keys.py. GPU pools use a kernel with another algorithm, so a
+CPU pool and a GPU pool cannot check each other.
 
-Where pools split a page's heads differently, each shard digests those parts of its
-pages that it has in common with a shard of the other side's. Of these a page's
-digest is made, at either end the same. A GPU digests whole pages only.
+Where two pools split the heads differently, each shard digests the parts of its
+pages that it has in common with a shard of the peer's; a page's digest combines
+these, equally at both ends. A GPU digests whole pages only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from baton.core.page_keys import page_digest
 from baton.kv_transfer.transport import PagePart, PoolMemory
 
 PeerDigest = Callable[[str, Sequence[int]], list[int]]
-"""The digests of some pages that come from a peer, or go there; none where there can be none."""
+"""Digests of pages that come from a peer, or go there; empty where that is impossible."""
 
 _SHARE = struct.Struct(">II")  # a shard's first head, and its digest
 
@@ -33,18 +33,17 @@ class PageDigest(Protocol):
     """Digests the pages of one pool, or one shard."""
 
     def __call__(self, ids: Sequence[int], part: PagePart | None = None) -> list[int]:
-        """32 bits for each page, or for our `part` of it; none where there can be none."""
+        """32 bits for each page, or its `part`; empty where that is impossible."""
 
 
 def choose_digest(setting: str, memory: PoolMemory) -> PageDigest | None:
-    """What the configuration's `page_digests` means for a pool: "auto", "on" or "off"."""
+    """The digest of a pool for a configured `page_digests`: "auto", "on" or "off"."""
     if setting == "off" or (setting == "auto" and memory.device != "cpu"):
         return None
     return cpu_digest(memory) if memory.device == "cpu" else gpu_digest(memory)
 
 
 def gpu_digest(memory: PoolMemory) -> PageDigest:
-    """Digests of a pool in a GPU's memory."""
     if memory.page_bytes % 4:
         raise InvalidConfig(
             f"pages of {memory.page_bytes} bytes have no digest on a GPU", field="page_digests"
@@ -52,7 +51,7 @@ def gpu_digest(memory: PoolMemory) -> PageDigest:
     from baton.kernels.gpu.pages import digest_pages  # brings triton along
 
     device = torch.device(memory.device, memory.device_id)
-    # Ahead of the engine's kernels, which would otherwise hold up pages that are ready.
+    # A high-priority stream, so that digests do not wait for the engine's kernels.
     stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     def digests(ids: Sequence[int], part: PagePart | None = None) -> list[int]:
@@ -64,12 +63,12 @@ def gpu_digest(memory: PoolMemory) -> PageDigest:
             digest_pages(memory.base, memory.page_bytes, pages, found)
             return [digest & 0xFFFFFFFF for digest in found.tolist()]
 
-    digests([0])  # compiles it
+    digests([0])  # compiles the kernel
     return digests
 
 
 def cpu_digest(memory: PoolMemory) -> PageDigest:
-    """Digests of a pool in CPU memory, which must stay allocated while they are used."""
+    """The memory must stay allocated while the digest is used."""
     whole = memoryview((ctypes.c_uint8 * memory.size).from_address(memory.base)).cast("B")
     pages = numpy.frombuffer(whole, dtype=numpy.uint8).reshape(-1, memory.page_bytes)
 
@@ -84,9 +83,9 @@ def cpu_digest(memory: PoolMemory) -> PageDigest:
 
 
 def join_digests(first_heads: Sequence[int], parts: Sequence[Sequence[int]]) -> list[int]:
-    """The digests of pages, from those of their parts, each given by its first head.
+    """Combines the digests of pages' parts, each identified by its first head.
 
-    None when a part has none. A page that is one part has that part's digest.
+    Empty when a part has none. A page that is one part has that part's digest.
     """
     if len(parts) == 1 or not all(parts):
         return list(parts[0]) if len(parts) == 1 else []

@@ -26,7 +26,7 @@ LAYOUT_VERSION = 1
 
 
 class HeadRange(NamedTuple):
-    """Neighbouring key/value heads, as the unsplit model counts them."""
+    """A run of key/value heads, as the unsplit model numbers them."""
 
     first: int
     size: int
@@ -37,7 +37,7 @@ class HeadRange(NamedTuple):
 
 
 class HeadLink(NamedTuple):
-    """A shard of ours, and one of a peer's that some of its heads go to."""
+    """A shard of ours and one of a peer's with heads in common."""
 
     shard: int  # ours, by its rank
     pool: PoolAddress  # the peer's
@@ -53,11 +53,10 @@ def shards_of(address: PoolAddress) -> list[PoolShard]:
 
 
 def links(ours: Sequence[HeadRange], page_bytes: int, address: PoolAddress) -> list[HeadLink]:
-    """How pages get to a peer's pool: from which of our shards to which of its.
+    """The links from our shards to a peer's, in the order of their heads.
 
-    `page_bytes` is what a whole page takes here. Links are in the order of their heads,
-    so the first one is from the first shard to the first. Raises LayoutMismatch where the
-    peer's shards are no split of such pages.
+    `page_bytes` is the size of a whole page here. Raises LayoutMismatch where the peer's shards
+    are no split of such pages.
     """
     if address.page_bytes != page_bytes:
         raise LayoutMismatch(
@@ -86,7 +85,7 @@ def links(ours: Sequence[HeadRange], page_bytes: int, address: PoolAddress) -> l
 def _part(
     layout: PoolLayout, head_bytes: int, mine: HeadRange, theirs: HeadRange
 ) -> PagePart | None:
-    """What two shards have in common."""
+    """The part of a page that two shards have in common; None for all of it."""
     if mine == theirs:
         return None
     first, end = max(mine.first, theirs.first), min(mine.end, theirs.end)
@@ -117,7 +116,7 @@ def _rows(layout: PoolLayout) -> int:
 
 
 def layout_hash(layout: PoolLayout) -> bytes:
-    """A digest of the layout's values. It does not depend on how protobuf encodes them."""
+    """A digest of the layout's values, independent of the protobuf encoding."""
     digest = hashlib.blake2b(digest_size=16)
     for name, value in _layout_fields(layout):
         digest.update(f"{name}={value!r}\n".encode())
@@ -125,12 +124,12 @@ def layout_hash(layout: PoolLayout) -> bytes:
 
 
 def cache_root(layout: PoolLayout) -> bytes:
-    """The root of the keys of pages (core/page_keys.py): equal where pages can be exchanged."""
+    """The root of page keys (core/page_keys.py): equal where pages can be exchanged."""
     return hashlib.blake2b(layout_hash(layout), digest_size=16, person=b"baton-cache").digest()
 
 
 def describe_mismatch(ours: PoolLayout, theirs: PoolLayout) -> str:
-    """Names the fields that differ, with both values; empty when none does."""
+    """The fields that differ, with both values; empty when none does."""
     differing = [
         f"{name} is {our_value!r} here and {their_value!r} there"
         for (name, our_value), (_, their_value) in zip(

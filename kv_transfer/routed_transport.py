@@ -41,7 +41,7 @@ class RouteChoice:
     """How a peer is reached."""
 
     transport: str
-    why: str  # what kept us from the transports before it; empty for the first
+    why: str  # why no better transport was possible; empty for the best
 
 
 class RoutedTransport:
@@ -119,7 +119,7 @@ class RoutedTransport:
         except BatonError as error:
             if len(self._transports) == 1:
                 raise
-            _log.warning("pages will not travel over %s: %s", name, error.message)
+            _log.warning("transport %s is not available: %s", name, error.message)
             self._refusals.append(f"{name}: {error.message}")
             del self._transports[name]
             return None
@@ -127,7 +127,7 @@ class RoutedTransport:
     def _choose(self, peer: str, choice: RouteChoice) -> None:
         self.chosen[peer] = choice
         because = f" ({choice.why})" if choice.why else ""
-        _log.info("pages to %s travel over %s%s", peer, choice.transport, because)
+        _log.info("pages to %s go over %s%s", peer, choice.transport, because)
 
     def _translated(self, name: str, event: TransportEvent) -> TransportEvent:
         match event:
@@ -140,21 +140,21 @@ class RoutedTransport:
         return event
 
     def _outer(self, name: str, number: int) -> int:
-        """A transport's write number, made unlike those of all others."""
+        """Makes a transport's write number unique among all transports."""
         return number * len(self._transports) + list(self._transports).index(name)
 
 
 def choose_transport(wanted: str, device: str) -> RoutedTransport:
-    """The transport of a worker with a pool on `device`; `wanted` as in the configuration.
+    """The transport of a worker with a pool on `device`; `wanted` is the configured name.
 
-    Raises InvalidConfig when that is none.
+    Raises InvalidConfig when there is none.
     """
     agent = f"agent-{uuid.uuid4().hex}"
     return RoutedTransport({name: _MAKERS[name](agent) for name in offered(wanted, device)})
 
 
 def offered(wanted: str, device: str) -> list[str]:
-    """The names of the transports that such a worker offers, the best first."""
+    """The names of the transports that such a worker offers, best first."""
     if wanted == "cuda_ipc" and device != "cuda":
         raise InvalidConfig(
             f"transport cuda_ipc moves pages between GPUs, not in {device} memory",
@@ -172,7 +172,7 @@ def _nixl(agent: str) -> SlicingTransport:
 
 
 def _cuda_ipc(agent: str) -> SlicingTransport:
-    # Imports torch and triton, which a worker on a CPU does without.
+    # Imports triton, which a worker on a CPU does not need.
     from baton.kv_transfer.cuda_ipc_transport import CudaIpcTransport
 
     return CudaIpcTransport(agent)

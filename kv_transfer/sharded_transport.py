@@ -1,26 +1,25 @@
-"""The transport of a worker whose heads are split among several processes.
+"""A transport for pools whose heads are split among several processes.
 
-To everyone else it is one transport that serves one pool. Within, each shard of
-the pool is served by a transport in the process that holds it, and pages go from
-every shard of ours straight to every shard of the peer's that has heads in common
-with it (kv_transfer/pool_layout.py says which bytes). These pairs are links.
+It serves one pool. Each shard of the pool is served by a transport in the process
+that holds it, and pages go from every shard of ours directly to every shard of
+the peer's that has heads in common with it (kv_transfer/pool_layout.py says which
+bytes). These pairs are links.
 
             ours                      the peer's
         shard 0 (heads 0-3) ─┬─▶ shard 0 (heads 0-7)    a write is done when all
         shard 1 (heads 4-7) ─┘                          its parts are
 
-- Notes travel between the first shards. One that goes with pages is sent when
-  the parts on all links are done; with one link only, along with the pages.
-- A peer is lost as a whole: when one link breaks. Its writes fail when the last
-  of their parts has ended, on whichever link.
-- A peer is gone when all links are: no process of its has a way left to write
-  here. Nobody else sends anything over the links between other shards, so once a
-  peer is lost they are probed, until they break too or the peer is connected anew.
+- Where neither side is split, calls and events pass straight through.
+- Notes go between the first shards. A note of a write is sent when its parts on
+  all links are done; with one link only, with the pages.
+- A peer is lost as a whole when one link breaks. Its writes fail when the last of
+  their parts has ended, on any link.
+- A peer is gone when all links are: no process of it can write here any more.
+  Nothing else is sent over the links between other shards, so once a peer is lost
+  they are probed until they break too or the peer is connected again.
 - A page's digest is made of those of the parts that go over each link, which both
-  ends know, so it does not matter how either splits the heads.
-- A process of our own that ends makes `poll` raise: see kv_transfer/shard_proxy.py.
-
-A worker with all heads in one process uses it too, since its peers may split them.
+  ends know, however either splits the heads.
+- When a process of ours ends, `poll` raises: see kv_transfer/shard_process.py.
 """
 
 from __future__ import annotations
@@ -30,16 +29,14 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from baton.core.errors import BatonError, WorkerLost
 from baton.core.types import DeviceEvent
 from baton.kv_transfer.pool_digest import PageDigest, join_digests
 from baton.kv_transfer.pool_layout import HeadLink, HeadRange, links
-from baton.kv_transfer.shard_proxy import ShardProxy
+from baton.kv_transfer.shard_process import ShardProxy
 from baton.kv_transfer.transport import (
     Noted,
-    PagePart,
     PeerLost,
     PoolMemory,
     SlicingTransport,
@@ -51,38 +48,17 @@ from baton.kv_transfer.transport import (
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout, PoolShard
 
 PROBE_SECONDS = 0.2
-"""Between two probes of a lost peer's links."""
+"""Interval of probes over a lost peer's links."""
 
 PROBE = b"\1"
-"""A note that says nothing. No note of a transfer thread's reads like it."""
-
-
-class _Shard(Protocol):
-    """What is asked of the transport of each shard, here or in another process."""
-
-    def connect(self, address: PoolAddress, part: PagePart | None = None) -> str: ...
-
-    def disconnect(self, peer: str) -> None: ...
-
-    def write(
-        self,
-        peer: str,
-        local_pages: Sequence[int],
-        remote_pages: Sequence[int],
-        note: bytes = b"",
-        after: DeviceEvent | None = None,
-    ) -> int: ...
-
-    def poll(self) -> list[TransportEvent]: ...
-
-    def close(self) -> None: ...
+"""An empty note, unlike any of a transfer thread."""
 
 
 _Place = tuple[int, str]
-"""Where a link is: the rank of our shard, and the agent of the peer's."""
+"""A link: the rank of our shard, and the agent of the peer's."""
 
 _Part = tuple[int, int]
-"""A part of a write: the rank of our shard, and the number that it has there."""
+"""A part of a write: the rank of our shard, and its number there."""
 
 
 def _places(planned: Sequence[HeadLink]) -> list[_Place]:
@@ -112,9 +88,9 @@ class _Write:
 
 
 class ShardedTransport:
-    """Serves one pool: a shard with `heads` over `own`, and the others in their processes.
+    """Serves one pool: a shard with `heads` over `own`, and `others` in their processes.
 
-    `digest` is that of our own shard's pages.
+    `digest` digests the pages of our own shard. Write numbers of its own are negative.
     """
 
     def __init__(
@@ -127,20 +103,21 @@ class ShardedTransport:
     ) -> None:
         self._own = own
         self._others = others
-        self._shards: list[_Shard] = [own, *others]
+        self._shards: list[SlicingTransport | ShardProxy] = [own, *others]
         self._heads = [heads]
         self._digest = digest
         self._clock = clock
         self._total_pages = 0
         self._page_bytes = 0  # of a page as all shards hold it together
-        self._peers: dict[str, _Peer] = {}
+        self._unsplit: set[str] = set()  # connected peers, where neither side is split
+        self._peers: dict[str, _Peer] = {}  # the other connected peers
         self._writes: dict[int, _Write] = {}
         self._parts: dict[_Part, int] = {}  # the writes that parts under way belong to
-        self._numbers = itertools.count(1)
+        self._numbers = itertools.count(-1, -1)
         self._events: list[TransportEvent] = []
 
     def register(self, memory: PoolMemory, layout: PoolLayout) -> PoolAddress:
-        """`memory` is that of our own shard, `layout` that of the whole pool."""
+        """`memory` is our own shard's, `layout` the whole pool's."""
         address = self._own.register(memory, layout)
         self._total_pages, self._page_bytes = memory.total_pages, memory.page_bytes
         if not self._others:
@@ -153,6 +130,10 @@ class ShardedTransport:
         return _whole_address(shards, layout, self._page_bytes)
 
     def connect(self, address: PoolAddress) -> str:
+        if not (self._others or address.shards):
+            peer = self._own.connect(address)
+            self._unsplit.add(peer)
+            return peer
         known = self._peers.get(address.agent)
         if known is not None and not known.lost:
             return address.agent
@@ -170,6 +151,9 @@ class ShardedTransport:
         return address.agent
 
     def disconnect(self, peer: str) -> None:
+        if peer in self._unsplit:
+            self._unsplit.remove(peer)
+            self._own.disconnect(peer)
         if known := self._peers.pop(peer, None):
             self._disconnect(known.links)
 
@@ -181,6 +165,8 @@ class ShardedTransport:
         note: bytes = b"",
         after: DeviceEvent | None = None,
     ) -> int:
+        if peer in self._unsplit:
+            return self._own.write(peer, local_pages, remote_pages, note, after)
         known = self._peers.get(peer)
         if known is None or known.lost:
             raise WorkerLost(f"not connected to {peer}")
@@ -198,6 +184,8 @@ class ShardedTransport:
 
     def digests(self, peer: str, pages: Sequence[int]) -> list[int]:
         """The digests of pages of this pool that go to a peer, or came from there."""
+        if self._digest is not None and peer in self._unsplit:
+            return self._digest(pages)
         if self._digest is None or peer not in self._peers:
             return []
         planned = self._peers[peer].planned
@@ -215,7 +203,7 @@ class ShardedTransport:
     def poll(self) -> list[TransportEvent]:
         for rank, shard in enumerate(self._shards):
             for event in shard.poll():
-                self._take(rank, event)
+                self._handle(rank, event)
         self._probe()
         events, self._events = self._events, []
         return events
@@ -223,7 +211,7 @@ class ShardedTransport:
     def close(self) -> None:
         for shard in self._shards:
             shard.close()
-        for table in (self._peers, self._writes, self._parts):
+        for table in (self._peers, self._writes, self._parts, self._unsplit):
             table.clear()
 
     def _disconnect(self, places: Sequence[_Place]) -> None:
@@ -239,7 +227,7 @@ class ShardedTransport:
         note: bytes,
         after: DeviceEvent | None = None,
     ) -> None:
-        """Starts a part of a write, unless one before it could not be."""
+        """Starts a part of a write, unless an earlier part failed."""
         write, (shard, agent) = self._writes[number], place
         if write.error is not None:
             return
@@ -251,21 +239,24 @@ class ShardedTransport:
             self._parts[shard, part] = number
             write.parts += 1
 
-    def _take(self, rank: int, event: TransportEvent) -> None:
+    def _handle(self, rank: int, event: TransportEvent) -> None:
         match event:
-            case WriteDone(number):
+            case WriteDone(number) if (rank, number) in self._parts:
                 self._end_part((rank, number), None)
-            case WriteFailed(number, error):
+            case WriteFailed(number, error) if (rank, number) in self._parts:
                 self._end_part((rank, number), error)
-            case PeerLost(agent, gone):
-                self._break((rank, agent), gone=gone)
-            case Noted(_, note) if note != PROBE:
+            case PeerLost(agent, gone) if name := self._peer_of((rank, agent)):
+                self._break(name, (rank, agent), gone=gone)
+            case PeerLost(agent):
+                self._unsplit.discard(agent)
+                self._events.append(event)
+            case Noted(_, note) if note == PROBE:
+                pass
+            case _:  # of a peer where nothing is split, or the end of a probe
                 self._events.append(event)
 
     def _end_part(self, part: _Part, error: BatonError | None) -> None:
-        number = self._parts.pop(part, None)
-        if number is None:  # it was a probe
-            return
+        number = self._parts.pop(part)
         write = self._writes[number]
         write.parts -= 1
         write.error = write.error or error
@@ -273,7 +264,7 @@ class ShardedTransport:
             self._advance(number, write)
 
     def _advance(self, number: int, write: _Write) -> None:
-        """All parts have ended: the note is next, if it has not left yet."""
+        """All parts have ended: sends the note, if it was not sent yet, or ends the write."""
         note, write.note = write.note, b""
         if note and write.error is None:
             self._begin(number, self._peers[write.peer].links[0], (), (), note)
@@ -283,11 +274,11 @@ class ShardedTransport:
         failed = write.error
         self._events.append(WriteDone(number) if failed is None else WriteFailed(number, failed))
 
-    def _break(self, place: _Place, *, gone: bool) -> None:
-        """A link is broken. The whole peer is lost with the first, and gone with the last."""
-        name = next((name for name, peer in self._peers.items() if place in peer.links), None)
-        if name is None:
-            return
+    def _peer_of(self, place: _Place) -> str | None:
+        return next((name for name, peer in self._peers.items() if place in peer.links), None)
+
+    def _break(self, name: str, place: _Place, *, gone: bool) -> None:
+        """A link is broken. The peer is lost with the first, and gone with the last."""
         peer = self._peers[name]
         peer.broken.add(place)
         if gone:
@@ -301,7 +292,7 @@ class ShardedTransport:
             del self._peers[name]
 
     def _fail_writes(self, peer: str) -> None:
-        """Writes to a lost peer have failed, and will be told so when their parts have ended."""
+        """Writes to a lost peer fail, once their parts have ended."""
         for write in self._writes.values():
             if write.peer == peer and write.error is None:
                 write.error = WorkerLost(f"{peer} is lost")
@@ -312,12 +303,12 @@ class ShardedTransport:
             if peer.lost and now >= peer.probe_at:
                 peer.probe_at = now + PROBE_SECONDS
                 for shard, agent in set(peer.links) - peer.broken:
-                    with suppress(BatonError):  # the shard tells of it when it is polled
+                    with suppress(BatonError):  # the shard reports it when polled
                         self._shards[shard].write(agent, (), (), PROBE)
 
 
 def _whole_address(shards: Sequence[PoolShard], layout: PoolLayout, page_bytes: int) -> PoolAddress:
-    """How peers reach a pool that is split."""
+    """The address of a split pool."""
     first = PoolAddress()
     first.CopyFrom(shards[0].pool)
     for shard in shards:

@@ -1,23 +1,21 @@
-"""What every way of moving pages between two pools can do.
+"""The interface of all transports.
 
-A transport serves one pool. It writes pages of its own pool into the pool of a
-peer, and hears the notes that peers attach to their writes. One thread drives
-it, from `register` to `close`; `write` may block while bytes are copied.
+A transport serves one pool. It writes pages of its own pool into a peer's pool,
+and receives the notes that peers attach to their writes. One thread drives it,
+from `register` to `close`; `write` may block while bytes are copied. A
+`SlicingTransport` can copy a part of each page, for pools whose heads are split
+differently.
 
-Where two pools split a model's heads differently, only some heads of a page go
-from one memory to another: a `SlicingTransport` copies a part of each page.
+It guarantees:
 
-What a caller may rely on:
-
-- Writes are not ordered among themselves. A note is: the peer hears it only
-  when all bytes of the write that carries it are in place.
-- Every accepted write ends in exactly one WriteDone or WriteFailed. Either
-  way no byte of it is under way any more.
-- When a peer is found lost, PeerLost comes first, then WriteFailed for each of
-  its writes under way. The peer is forgotten; connect again to reach it, which
-  is refused until its PeerLost has been polled.
-- A peer that is frozen or silently cut off is not found lost. Deadlines are
-  the caller's.
+- Writes are not ordered. A note is delivered only when all bytes of its write are
+  in place.
+- Every accepted write ends in exactly one WriteDone or WriteFailed. Either way no
+  byte of it is in flight any more.
+- When a peer is lost, PeerLost comes first, then WriteFailed for each of its
+  writes in flight. Connect again to reach it, which is refused until its PeerLost
+  has been polled.
+- A frozen or silently cut-off peer is not detected. Deadlines are the caller's.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from baton.v1.transfer_pb2 import PoolAddress, PoolLayout, Route
 
 @dataclass(frozen=True, slots=True)
 class PoolMemory:
-    """The memory of a pool: `total_pages` pages of `page_bytes`, one after the other."""
+    """The memory of a pool: `total_pages` contiguous pages of `page_bytes`."""
 
     base: int  # the address of the first byte
     page_bytes: int
@@ -48,7 +46,7 @@ class PoolMemory:
 
 @dataclass(frozen=True, slots=True)
 class PagePart:
-    """What is copied of each page, where a page is `rows` rows of equal length at either end."""
+    """The bytes copied of each page, which is `rows` rows of equal length at either end."""
 
     rows: int
     row_bytes: int  # copied of each row
@@ -69,7 +67,7 @@ class WriteFailed:
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """A peer's note. `peer` is the agent that sent it."""
+    """A note of the agent `peer`."""
 
     peer: str
     note: bytes
@@ -77,8 +75,8 @@ class Noted:
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """A peer cannot be reached any more. If it is `gone`, none of its own writes into this
-    pool arrives any more either: its process has ended, or the connection that both used."""
+    """A peer cannot be reached any more. If it is `gone`, its own writes cannot arrive any more
+    either: its process has ended, or the shared connection."""
 
     peer: str
     gone: bool = True
@@ -88,7 +86,7 @@ TransportEvent = WriteDone | WriteFailed | Noted | PeerLost
 
 
 class Transport(Protocol):
-    """Moves pages. See the module's docstring for what holds across its methods."""
+    """Moves pages. The module's docstring lists its guarantees."""
 
     def register(self, memory: PoolMemory, layout: PoolLayout) -> PoolAddress:
         """Starts the transport and makes the pool reachable; once, before anything else.
@@ -104,7 +102,7 @@ class Transport(Protocol):
         """
 
     def disconnect(self, peer: str) -> None:
-        """Forgets a peer that no write is under way to. An unknown one is fine."""
+        """Forgets a peer without writes in flight, if it is known."""
 
     def write(
         self,
@@ -116,25 +114,22 @@ class Transport(Protocol):
     ) -> int:
         """Starts copying pages, pair by pair, and returns the write's number.
 
-        Pages that are neighbours on both sides travel as one piece. Without
-        pages only the note is sent. No page is read before the moment `after`
-        has passed. Raises WorkerLost when the peer is not connected, Internal
-        when a page is outside of its pool.
+        Without pages only the note is sent. No page is read before the event `after`. Raises
+        WorkerLost when the peer is not connected, Internal when a page is outside of its pool.
         """
 
     def poll(self) -> list[TransportEvent]:
-        """What has happened since the last call. Never blocks.
+        """The events since the last call. Never blocks.
 
-        Some transports progress only here, for their peers' sake too: call it
-        now and then even when nothing is expected.
+        Some transports progress only here, also for their peers: call it periodically.
         """
 
     def close(self) -> None:
-        """Lets go of the memory and of all peers. Closing twice is fine."""
+        """Releases the memory and all peers. May be repeated."""
 
 
 class SlicingTransport(Transport, Protocol):
-    """A transport that can be told, peer by peer, to copy only a part of each page."""
+    """A transport that can copy a part of each page, chosen per peer."""
 
     def connect(self, address: PoolAddress, part: PagePart | None = None) -> str:
         """As `Transport.connect`. With a `part` pages may differ in size; those who write
@@ -144,7 +139,7 @@ class SlicingTransport(Transport, Protocol):
 def check_pages(
     local_pages: Sequence[int], local_total: int, remote_pages: Sequence[int], remote_total: int
 ) -> None:
-    """Raises Internal when the pages do not pair up, or one is outside of its pool."""
+    """Raises Internal unless the pages pair up and are inside of their pools."""
     if len(local_pages) != len(remote_pages):
         raise Internal(f"{len(local_pages)} pages do not fit into {len(remote_pages)}")
     for pages, total in ((local_pages, local_total), (remote_pages, remote_total)):
@@ -152,16 +147,15 @@ def check_pages(
             raise Internal(f"pages {min(pages)} to {max(pages)} leave a pool of {total}")
 
 
-def check_told(events: Sequence[TransportEvent], peer: str) -> None:
-    """Raises WorkerLost while a peer's loss is among the events that nobody has polled: that
-    would seem to be about its next connection."""
+def check_polled(events: Sequence[TransportEvent], peer: str) -> None:
+    """Raises WorkerLost while a peer's PeerLost has not been polled: it would seem to be about the
+    next connection."""
     if any(isinstance(event, PeerLost) and event.peer == peer for event in events):
         raise WorkerLost(f"the connection to {peer} has just been lost")
 
 
 def check_page_size(memory: PoolMemory, address: PoolAddress, part: PagePart | None = None) -> None:
-    """Raises LayoutMismatch when a peer's pages are to be copied whole and are not as large
-    as ours."""
+    """Raises LayoutMismatch when whole pages are copied and the peer's differ in size."""
     if part is None and address.page_bytes != memory.page_bytes:
         raise LayoutMismatch(
             f"a page is {memory.page_bytes} bytes here and {address.page_bytes} bytes "
@@ -172,7 +166,7 @@ def check_page_size(memory: PoolMemory, address: PoolAddress, part: PagePart | N
 def pool_address(
     transport: str, agent: str, metadata: bytes, memory: PoolMemory, layout: PoolLayout
 ) -> PoolAddress:
-    """How peers reach `memory` through `agent`, by one transport."""
+    """The address of `memory` over one transport."""
     return PoolAddress(
         agent=agent,
         base=memory.base,
@@ -186,7 +180,7 @@ def pool_address(
 
 
 def route_metadata(address: PoolAddress, transport: str) -> bytes:
-    """What `transport` needs to reach the pool. Raises WorkerLost where it does not lead there."""
+    """The pool's route metadata. Raises WorkerLost where the transport does not lead there."""
     for route in address.routes:
         if route.transport == transport:
             return route.metadata

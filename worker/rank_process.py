@@ -19,7 +19,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -128,9 +127,8 @@ def main() -> None:
     """Exits with 0 when rank 0 closes the sockets, with 1 after an error."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    steps, transfers = Connection(int(sys.argv[1])), socket.socket(fileno=int(sys.argv[2]))
     try:
-        _live(steps, transfers, Connection(int(sys.argv[3])))
+        _live(*(Connection(int(handle)) for handle in sys.argv[1:4]))
     except (EOFError, ConnectionError):
         os._exit(0)
     except BaseException:
@@ -138,7 +136,7 @@ def main() -> None:
         os._exit(1)
 
 
-def _live(steps: Connection, transfers: socket.socket, copies: Connection) -> None:
+def _live(steps: Connection, transfers: Connection, copies: Connection) -> None:
     settings = RankSettings.decode(steps.recv_bytes())
     set_up_logging(settings.log_level)
     use_threads(settings.threads)
@@ -192,11 +190,11 @@ def _use(device: str) -> None:
         torch.cuda.set_device(device)
 
 
-def _serve_transfers(channel: socket.socket, engine: Engine, transport: str) -> None:
+def _serve_transfers(transfers: Connection, engine: Engine, transport: str) -> None:
     """Ends the process when rank 0 closes the socket, or when a transfer raises."""
     from baton.kv_transfer.pool_layout import HeadRange
     from baton.kv_transfer.routed_transport import choose_transport
-    from baton.kv_transfer.shard_host import serve_shard
+    from baton.kv_transfer.shard_process import serve_shard
     from baton.worker.backend import pool_memory
 
     heads = engine.kv.shape[4]
@@ -204,7 +202,7 @@ def _serve_transfers(channel: socket.socket, engine: Engine, transport: str) -> 
         _use(str(engine.kv.device))
         chosen = choose_transport(transport, engine.kv.device.type)
         own = HeadRange(engine.split.rank * heads, heads)
-        serve_shard(channel, chosen, pool_memory(engine), own)
+        serve_shard(transfers, chosen, pool_memory(engine), own)
     except BaseException:
         log.exception("the transfers of this rank have failed")
         os._exit(1)

@@ -44,7 +44,7 @@ from baton.engine.architecture import read_architecture
 from baton.engine.gpu.device import GpuSettings
 from baton.engine.host_tier import PageMemory, share_rows
 from baton.engine.tensor_parallel import Group
-from baton.kv_transfer.shard_proxy import ShardProxy
+from baton.kv_transfer.shard_process import ShardProxy
 from baton.worker.rank_process import (
     LOADED,
     RankSettings,
@@ -211,7 +211,7 @@ class Ranks:
         self._processes.append(process)
         self._steps.append(Connection(steps.detach()))
         self._copies.append(Connection(copies.detach()))
-        self.shards.append(ShardProxy(transfers))
+        self.shards.append(ShardProxy(Connection(transfers.detach())))
         self._steps[-1].send_bytes(settings.encode())
         name = f"rank-{settings.rank}"
         threading.Thread(target=self._watch, args=(name, process), name=name, daemon=True).start()

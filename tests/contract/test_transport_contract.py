@@ -11,7 +11,7 @@ from pool_host import AnyPool, PoolHost, poll_until, pool_host
 from pools import KINDS, LAYOUT, NIXL, PAGE_BYTES, PAGES, UNTOUCHED, Pool, SplitPool
 
 from baton.core.errors import Internal, LayoutMismatch, WorkerLost
-from baton.kv_transfer.inprocess_transport import InProcessTransport, PageSpan, merge_spans
+from baton.kv_transfer.inprocess_transport import InProcessTransport
 from baton.kv_transfer.transport import Noted, PeerLost, WriteDone, WriteFailed
 
 Maker = Callable[..., AnyPool]
@@ -207,11 +207,6 @@ def test_closing_twice_is_fine_and_leaves_the_peer_working(make_pool: Maker) -> 
     source.transport.close()
     source.transport.close()
     write(third, target, [0], [0])
-
-
-def test_neighbouring_pages_merge_into_one_span() -> None:
-    spans = merge_spans([1, 2, 3, 7, 8, 5], [4, 5, 6, 7, 9, 10])
-    assert spans == [PageSpan(1, 4, 3), PageSpan(7, 7, 1), PageSpan(8, 9, 1), PageSpan(5, 10, 1)]
 
 
 @pytest.mark.skipif(not NIXL, reason="needs NIXL (pip install nixl, on Linux)")

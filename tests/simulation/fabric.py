@@ -22,7 +22,7 @@ from baton.kv_transfer.transport import (
     TransportEvent,
     WriteDone,
     WriteFailed,
-    check_told,
+    check_polled,
     pool_address,
 )
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
@@ -199,7 +199,7 @@ class SimulatedTransport:
 
     def connect(self, address: PoolAddress, part: PagePart | None = None) -> str:
         peer = self._fabric.agents[address.agent]
-        check_told(self._events, address.agent)
+        check_polled(self._events, address.agent)
         if address.agent not in self._endpoints:
             if peer.dead:
                 raise WorkerLost(f"{address.agent} is dead")

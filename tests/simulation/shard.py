@@ -18,7 +18,7 @@ class RankLost(WorkerLost):
 
 
 class SimulatedShard:
-    """In the place of kv_transfer/shard_proxy.py."""
+    """In the place of `ShardProxy`."""
 
     def __init__(self, transport: SimulatedTransport, heads: HeadRange | None) -> None:
         self._transport = transport

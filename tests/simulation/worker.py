@@ -12,7 +12,7 @@ from baton.decode_worker.decode_phase import DecodePhase
 from baton.engine.engine import Engine
 from baton.engine.page_pool import PagePool
 from baton.kv_transfer.pool_layout import HeadRange, cache_root
-from baton.kv_transfer.shard_proxy import ShardProxy
+from baton.kv_transfer.shard_process import ShardProxy
 from baton.kv_transfer.sharded_transport import ShardedTransport
 from baton.kv_transfer.transfer_events import Fetched, PagesDamaged, TransferEvent
 from baton.kv_transfer.transfer_thread import TransferThread
@@ -176,7 +176,8 @@ class SimulatedWorker:
         """The push that a write on its way belongs to."""
         number = write.number
         if self.sharded:
-            number = self.sharded._parts[self.transports.index(write.sender), number]
+            part = self.transports.index(write.sender), number
+            number = self.sharded._parts.get(part, number)
         return self.transfer._pushes._writes[number]
 
     def welcome(self) -> pb.Welcome:

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import Connection
 from typing import Protocol
 
 import numpy
@@ -24,8 +25,7 @@ from baton.kv_transfer.nixl_transport import NixlTransport
 from baton.kv_transfer.pool_digest import choose_digest
 from baton.kv_transfer.pool_layout import HeadRange
 from baton.kv_transfer.routed_transport import choose_transport
-from baton.kv_transfer.shard_host import serve_shard
-from baton.kv_transfer.shard_proxy import ShardProxy
+from baton.kv_transfer.shard_process import ShardProxy, serve_shard
 from baton.kv_transfer.sharded_transport import ShardedTransport
 from baton.kv_transfer.transport import PoolMemory, SlicingTransport, Transport, TransportEvent
 from baton.v1.transfer_pb2 import PoolLayout
@@ -180,7 +180,7 @@ class SplitPool(Pool):
         self.page_bytes = page_bytes
         self.shards = [Shard(kind, rank, shards, page_bytes) for rank in range(shards)]
         own, *others = self.shards
-        self.proxies = [ShardProxy(shard.serve()) for shard in others]
+        self.proxies = [ShardProxy(Connection(shard.serve().detach())) for shard in others]
         digest = choose_digest("auto", own.memory)
         self.sharded = ShardedTransport(own.transport, own.heads, self.proxies, digest)
         self.transport = self.sharded
@@ -222,7 +222,7 @@ class Shard:
     def serve(self) -> socket.socket:
         """Serves the shard on a thread; returns the socket that drives it."""
         here, there = socket.socketpair()
-        arguments = (there, self.transport, self.memory, self.heads)
+        arguments = (Connection(there.detach()), self.transport, self.memory, self.heads)
         self._thread = threading.Thread(target=serve_shard, args=arguments, daemon=True)
         self._thread.start()
         return here

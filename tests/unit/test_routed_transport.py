@@ -85,7 +85,7 @@ def test_a_fallback_is_logged_with_its_reason(
         peer = source.connect(address)
     assert source.chosen[peer].transport == "nixl"
     assert "inprocess: no agent agent-1 in this process" in source.chosen[peer].why
-    assert f"pages to {peer} travel over nixl (inprocess: no agent" in caplog.text
+    assert f"pages to {peer} go over nixl (inprocess: no agent" in caplog.text
 
 
 def test_a_peer_that_no_transport_leads_to_is_refused_with_every_reason(pools: Pools) -> None:
@@ -123,7 +123,7 @@ def test_a_transport_that_cannot_serve_the_pool_is_left_out_with_a_warning(
     address = transport.register(memory, PoolLayout(version=1))
     transport.close()
     assert [route.transport for route in address.routes] == ["nixl"]
-    assert "will not travel over cuda_ipc" in caplog.text
+    assert "transport cuda_ipc is not available" in caplog.text
 
 
 @pytest.mark.parametrize(
