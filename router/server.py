@@ -173,8 +173,8 @@ class RouterServer:
         """None when a library for HTTP is not installed."""
         self.http_address = ""
         try:
-            from baton.router.edges.http.app import HttpApp
             from baton.router.edges.http.endpoint import HttpContext
+            from baton.router.edges.http.http_app import HttpApp
             from baton.router.edges.http.http_server import HttpServer
         except ModuleNotFoundError as missing:
             library = str(missing.name).partition(".")[0]

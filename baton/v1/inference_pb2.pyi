@@ -430,12 +430,14 @@ class SamplingParameters(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     LOGIT_BIAS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
-    """0 is greedy: the most likely token. Above 0 divides the logits. Unset: 0."""
+    """0 is greedy: the most likely token. Above 0 divides the logits. At most 2.
+    Unset: 0.
+    """
     top_k: _builtins.int
     """Keep only the k most likely tokens. 0 keeps all. Unset: 0."""
     top_p: _builtins.float
-    """Keep the smallest set of tokens whose probability reaches this, in (0, 1].
-    Unset: 1.
+    """Keep the smallest set of tokens whose probability reaches this, in [0, 1];
+    0 keeps one token. Unset: 1.
     """
     min_p: _builtins.float
     """Keep tokens at least this fraction as likely as the most likely one, in

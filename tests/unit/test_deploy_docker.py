@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from baton.core.config import RouterConfig
-from baton.router.edges.http.app import OPEN_PATHS
+from baton.router.edges.http.http_app import OPEN_PATHS
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

@@ -20,7 +20,7 @@ from baton.cli.app import app
 from baton.core import config as configs
 from baton.core import tls
 from baton.core.config import Config
-from baton.router.edges.http.app import OPEN_PATHS
+from baton.router.edges.http.http_app import OPEN_PATHS
 from baton.router.server import GRACE_SECONDS
 
 ROOT = Path(__file__).parents[2]

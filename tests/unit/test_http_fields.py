@@ -1,10 +1,11 @@
-"""What bodies of HTTP calls may hold, field by field."""
+"""Fields of HTTP bodies."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import re
+from typing import Any
 
 import pytest
 from http_bodies import HELLO, chat, completion, request
@@ -24,7 +25,7 @@ from baton.router.edges.http.openapi import document
 from baton.router.prompts.output_grammar import ANY_OBJECT
 
 
-def test_what_is_not_set_is_as_the_api_says() -> None:
+def test_defaults_are_those_of_the_api() -> None:
     call = chat()
     assert (call.stream, call.include_usage, call.echo, call.n) == (False, False, False, 1)
     plain = request(call)
@@ -33,7 +34,7 @@ def test_what_is_not_set_is_as_the_api_says() -> None:
     assert request(completion()).max_tokens == 16
 
 
-def test_null_is_as_if_it_were_not_set() -> None:
+def test_null_is_the_same_as_absent() -> None:
     names = ["temperature", "max_tokens", "n", "stop", "stream", "tools", "logprobs"]
     plain, empty = chat(seed=1), chat(**dict.fromkeys(names), seed=1)
     assert plain == empty
@@ -45,58 +46,58 @@ def test_a_seed_is_drawn_anew_for_every_prompt() -> None:
     assert first != second
 
 
-@pytest.mark.parametrize(
-    ("given", "changed"),
-    [
-        ({"temperature": 0}, {"temperature": 0.0}),
-        ({"temperature": 2}, {"temperature": 2.0}),
-        ({"top_p": 0.5}, {"top_p": 0.5}),
-        ({"top_p": 0}, {"top_k": 1}),
-        ({"top_k": -1}, {}),
-        ({"top_k": 5.0}, {"top_k": 5}),
-        ({"min_p": 0.1}, {"min_p": 0.1}),
-        ({"repetition_penalty": 1.3}, {"repetition_penalty": 1.3}),
-        ({"presence_penalty": -2}, {"presence_penalty": -2.0}),
-        ({"frequency_penalty": 2}, {"frequency_penalty": 2.0}),
-        ({"seed": -1}, {"seed": 2**64 - 1}),
-        ({"seed": 0}, {"seed": 0}),
-        ({"logit_bias": {"7": -100, "5": 1.5}}, {"logit_bias": ((5, 1.5), (7, -100.0))}),
-        ({"logit_bias": {}}, {}),
-    ],
-)
-def test_sampling_is_read(given: Json, changed: dict[str, float]) -> None:
+SAMPLING: list[tuple[Json, dict[str, Any]]] = [
+    ({"temperature": 0}, {"temperature": 0.0}),
+    ({"temperature": 2}, {"temperature": 2.0}),
+    ({"top_p": 0.5}, {"top_p": 0.5}),
+    ({"top_p": 0}, {"top_k": 1}),
+    ({"top_k": -1}, {}),
+    ({"top_k": 5.0}, {"top_k": 5}),
+    ({"min_p": 0.1}, {"min_p": 0.1}),
+    ({"repetition_penalty": 1.3}, {"repetition_penalty": 1.3}),
+    ({"presence_penalty": -2}, {"presence_penalty": -2.0}),
+    ({"frequency_penalty": 2}, {"frequency_penalty": 2.0}),
+    ({"seed": -1}, {"seed": 2**64 - 1}),
+    ({"seed": 0}, {"seed": 0}),
+    ({"logit_bias": {"7": -100, "5": 1.5}}, {"logit_bias": ((5, 1.5), (7, -100.0))}),
+    ({"logit_bias": {}}, {}),
+]
+
+
+@pytest.mark.parametrize(("given", "changed"), SAMPLING)
+def test_sampling_is_parsed(given: Json, changed: dict[str, float]) -> None:
     expected = dataclasses.replace(Sampling(temperature=1.0, seed=7), **changed)  # type: ignore[arg-type]
     assert request(chat(**{"seed": 7, **given})).sampling == expected
 
 
-@pytest.mark.parametrize(
-    ("given", "changed"),
-    [
-        ({"max_tokens": 5}, {"max_tokens": 5}),
-        ({"max_completion_tokens": 6}, {"max_tokens": 6}),
-        ({"max_tokens": 5, "max_completion_tokens": 6}, {"max_tokens": 6}),
-        ({"stop": "a"}, {"stop": ("a",)}),
-        ({"stop": ["a", "b"]}, {"stop": ("a", "b")}),
-        ({"stop": []}, {}),
-        ({"stop_token_ids": [3, 3, 4]}, {"stop_token_ids": frozenset({3, 4})}),
-        ({"ignore_eos": True}, {"ignore_eos": True}),
-        ({"n": 16}, {"n": 16}),
-        ({"cache_salt": "mine"}, {"cache_salt": "mine"}),
-        ({"user": "someone", "no_such_field": {"a": 1}, "metadata": {}, "store": True}, {}),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"}, {}),
-        ({"response_format": {"type": "text"}, "logit_bias": {}, "logprobs": False}, {}),
-        ({"logprobs": True}, {"logprobs": 0}),
-        ({"response_format": {"type": "json_object"}}, {"structure": ANY_OBJECT}),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": 1}}}},
-            {"structure": Structure("json_schema", '{"const": 1}')},
-        ),
-        ({"regex": "a+"}, {"structure": Structure("regex", "a+")}),
-        ({"grammar": 'start: "a"'}, {"structure": Structure("lark", 'start: "a"')}),
-        ({"logprobs": True, "top_logprobs": 20}, {"logprobs": 20}),
-    ],
-)
-def test_the_rest_is_read(given: Json, changed: Json) -> None:
+OTHER: list[tuple[Json, dict[str, Any]]] = [
+    ({"max_tokens": 5}, {"max_tokens": 5}),
+    ({"max_completion_tokens": 6}, {"max_tokens": 6}),
+    ({"max_tokens": 5, "max_completion_tokens": 6}, {"max_tokens": 6}),
+    ({"stop": "a"}, {"stop": ("a",)}),
+    ({"stop": ["a", "b"]}, {"stop": ("a", "b")}),
+    ({"stop": []}, {}),
+    ({"stop_token_ids": [3, 3, 4]}, {"stop_token_ids": frozenset({3, 4})}),
+    ({"ignore_eos": True}, {"ignore_eos": True}),
+    ({"n": 16}, {"n": 16}),
+    ({"cache_salt": "mine"}, {"cache_salt": "mine"}),
+    ({"user": "someone", "no_such_field": {"a": 1}, "metadata": {}, "store": True}, {}),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"}, {}),
+    ({"response_format": {"type": "text"}, "logit_bias": {}, "logprobs": False}, {}),
+    ({"logprobs": True}, {"logprobs": 0}),
+    ({"response_format": {"type": "json_object"}}, {"structure": ANY_OBJECT}),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": 1}}}},
+        {"structure": Structure("json_schema", '{"const": 1}')},
+    ),
+    ({"regex": "a+"}, {"structure": Structure("regex", "a+")}),
+    ({"grammar": 'start: "a"'}, {"structure": Structure("lark", 'start: "a"')}),
+    ({"logprobs": True, "top_logprobs": 20}, {"logprobs": 20}),
+]
+
+
+@pytest.mark.parametrize(("given", "changed"), OTHER)
+def test_other_fields_are_parsed(given: Json, changed: Json) -> None:
     assert request(chat(seed=1, **given)) == dataclasses.replace(request(chat(seed=1)), **changed)  # type: ignore[arg-type]
 
 
@@ -183,6 +184,12 @@ def test_the_document_says_what_is_refused(name: str, given: Json) -> None:
     assert not validator.is_valid({**good, **given})
 
 
+@pytest.mark.parametrize("given", [given for given, _ in SAMPLING + OTHER])
+def test_the_document_allows_what_is_accepted(given: Json) -> None:
+    validator = Draft202012Validator({**document(), "$ref": "#/components/schemas/ChatRequest"})
+    assert validator.is_valid({**HELLO, **given})
+
+
 def test_the_document_is_made_of_schemas() -> None:
     components = document()["components"]
     assert isinstance(components, dict)
@@ -202,7 +209,7 @@ def test_the_document_is_made_of_schemas() -> None:
         ({"continue_final_message": True}, "continue_final_message"),
     ],
 )
-def test_what_chats_do_not_serve_is_refused_by_name(given: Json, field: str) -> None:
+def test_unserved_chat_fields_are_refused_by_name(given: Json, field: str) -> None:
     with pytest.raises(NotServed) as refused:
         chat(**given)
     assert refused.value.field == field
@@ -213,13 +220,13 @@ def test_what_chats_do_not_serve_is_refused_by_name(given: Json, field: str) -> 
     [({"logprobs": 3}, "logprobs"), ({"top_logprobs": 3}, "top_logprobs")]
     + [({"logprobs": True, "top_logprobs": number}, "top_logprobs") for number in (-1, 21, "3")],
 )
-def test_a_chat_asks_for_probabilities_with_a_flag_and_a_number(given: Json, field: str) -> None:
+def test_a_chats_logprobs_are_a_flag_and_a_number(given: Json, field: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         chat(**given)
     assert refused.value.field == field
 
 
-def test_a_completion_asks_for_probabilities_with_a_number() -> None:
+def test_a_completions_logprobs_are_a_number() -> None:
     assert [request(completion(logprobs=number)).logprobs for number in (None, 0, 5)] == [
         *(None, 0, 5)
     ]
@@ -239,11 +246,11 @@ def test_a_completion_asks_for_probabilities_with_a_number() -> None:
         ({"logprobs": 2, "echo": True, "prompt_logprobs": 5}, 5),
     ],
 )
-def test_a_completion_asks_for_those_of_its_prompt(given: Json, wanted: int | None) -> None:
+def test_a_completion_has_logprobs_of_its_prompt(given: Json, wanted: int | None) -> None:
     assert request(completion(**given)).prompt_logprobs == wanted
 
 
-def test_a_chat_does_not_ask_for_those() -> None:
+def test_a_chat_has_no_logprobs_of_its_prompt() -> None:
     with pytest.raises(NotServed, match="prompt_logprobs"):
         chat(prompt_logprobs=0)
 
@@ -251,7 +258,7 @@ def test_a_chat_does_not_ask_for_those() -> None:
 @pytest.mark.parametrize(
     ("given", "field"), [({"best_of": 2}, "best_of"), ({"suffix": "x"}, "suffix")]
 )
-def test_what_completions_do_not_serve_is_refused_by_name(given: Json, field: str) -> None:
+def test_unserved_completion_fields_are_refused_by_name(given: Json, field: str) -> None:
     with pytest.raises(NotServed) as refused:
         completion(**given)
     assert refused.value.field == field
@@ -266,12 +273,12 @@ def test_what_completions_do_not_serve_is_refused_by_name(given: Json, field: st
         {"regex": "a", "grammar": "b"},
     ],
 )
-def test_a_structure_that_is_none_or_two_is_refused(given: Json) -> None:
+def test_an_invalid_structure_or_two_are_refused(given: Json) -> None:
     with pytest.raises(InvalidRequest) as refused:
         chat(**given)
     assert refused.value.field.startswith("response_format")
 
 
-def test_usage_is_call_for_with_the_stream() -> None:
+def test_include_usage_is_parsed() -> None:
     assert chat(stream=True, stream_options={"include_usage": True}).include_usage
     assert not chat(stream=True, stream_options={}).include_usage

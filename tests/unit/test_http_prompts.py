@@ -1,4 +1,4 @@
-"""What bodies of HTTP calls may hold as a prompt: messages, texts, tokens and tools."""
+"""Prompts of HTTP bodies: messages, texts, tokens and tools."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from baton.router.edges.http.chat_request import TokenizeRequest
         ),
     ],
 )
-def test_a_message_is_read(message: Json, read: Message) -> None:
+def test_a_message_is_parsed(message: Json, read: Message) -> None:
     assert request(chat(messages=[message])).prompt == ChatPrompt((read,))
 
 
@@ -90,7 +90,7 @@ def test_prompts_times_answers_are_bounded() -> None:
         completion(prompt=["a"] * 9, n=16)
 
 
-def test_what_is_tokenized_is_a_chat_or_a_text() -> None:
+def test_tokenize_takes_a_chat_or_a_text() -> None:
     assert tokenized(HELLO) == ChatPrompt((Message("user", "Hello"),))
     assert tokenized({"prompt": "Hello"}) == TextPrompt("Hello")
     for wrong in ({}, {"prompt": [1]}, {"prompt": "x", "add_special_tokens": False}):
@@ -127,7 +127,7 @@ TOOL = Tool("get_weather", "Tells it.", PARAMETERS)
         ),
     ],
 )
-def test_tools_are_read_with_the_choice_among_them(choice: object, expected: object) -> None:
+def test_tools_are_parsed_with_their_choice(choice: object, expected: object) -> None:
     prompt = request(chat(tools=[WEATHER], tool_choice=choice)).prompt
     assert isinstance(prompt, ChatPrompt)
     assert (prompt.tools, prompt.must_call, prompt.tool_name) == expected
@@ -153,7 +153,7 @@ def test_tools_may_be_called_where_nothing_is_chosen() -> None:
         {"tool_choice": "required"},
     ],
 )
-def test_tools_that_cannot_be_are_refused(given: Json) -> None:
+def test_invalid_tools_are_refused(given: Json) -> None:
     with pytest.raises(InvalidRequest) as refused:
         chat(**given)
     assert refused.value.field.startswith("tool")
@@ -173,7 +173,7 @@ def test_calls_and_their_results_are_messages() -> None:
     )
 
 
-def test_tools_count_when_a_chat_is_tokenized() -> None:
+def test_tokenize_includes_tools() -> None:
     prompt = tokenized({**HELLO, "tools": [WEATHER]})
     assert isinstance(prompt, ChatPrompt)
     assert prompt.tools == (TOOL,)

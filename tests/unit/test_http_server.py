@@ -29,8 +29,8 @@ from baton.core.types import FinishReason, Request
 from baton.router.answers.answer_events import AnswerDelta, AnswerEvent, Emit, Finished, Started
 from baton.router.edges import http as http_edge
 from baton.router.edges.auth import KeyRing
-from baton.router.edges.http.app import HttpApp
 from baton.router.edges.http.endpoint import HttpContext
+from baton.router.edges.http.http_app import HttpApp
 from baton.router.edges.http.http_server import HttpServer
 from baton.router.observe.ledger import Ledgers, RequestLedger
 from baton.router.observe.overview import Overview

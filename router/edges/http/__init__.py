@@ -1,7 +1,7 @@
 """The HTTP edge, in the shapes that clients of the OpenAI API know, as a call passes it.
 
 http_server         uvicorn on the router's event loop, one bounded connection a client
-app                 API keys, routes, the page at /, and the endpoints that generate nothing
+http_app            API keys, routes, the page at /, and the endpoints that generate nothing
 endpoint            one call that generates, from its body to its last byte
 body                receives and decodes a body within limits
 request_model       base of all bodies: strict types, errors with the field's path

@@ -24,9 +24,9 @@ from baton.router.answers.tools import MAX_TOOLS, with_tools
 from baton.router.edges.http.generation_request import (
     MAX_PROMPT_CHARACTERS,
     GenerationRequest,
-    Name,
     ParsedCall,
-    Text,
+    PromptText,
+    ShortText,
     TopLogprobs,
 )
 from baton.router.edges.http.request_model import (
@@ -48,7 +48,7 @@ class TextPart(TypedDict):
     """A dictionary, which is validated in a third of a model's time: there may be thousands."""
 
     type: Literal["text"]
-    text: Text
+    text: PromptText
 
 
 class CalledFunction(StrictModel):
@@ -72,7 +72,7 @@ class AssistantCall(StrictModel):
 
 
 Content = Annotated[
-    Annotated[Text, Tag("<text>")]
+    Annotated[PromptText, Tag("<text>")]
     | Annotated[list[TextPart], Field(fail_fast=True), Tag("<parts>")],
     Discriminator(lambda value: "<parts>" if isinstance(value, list) else "<text>"),
 ]
@@ -85,9 +85,9 @@ class ChatMessage(StrictModel):
     content: Content | None = None
     tool_calls: Annotated[list[AssistantCall], Field(fail_fast=True)] | None = None
     function_call: object = about("Not served: functions are called tools now.")
-    tool_call_id: Name | None = about("The call that a tool message answers.")
-    name: Name | None = about("A tool's name; ignored elsewhere.")
-    reasoning_content: Text | None = about("The assistant's reasoning.")
+    tool_call_id: ShortText | None = about("The call that a tool message answers.")
+    name: ShortText | None = about("A tool's name; ignored elsewhere.")
+    reasoning_content: PromptText | None = about("The assistant's reasoning.")
 
     def to_message(self, place: int) -> Message:
         """Raises what the fields together get wrong; `place` is the message's."""
@@ -165,8 +165,8 @@ ToolChoice = Annotated[
 ]
 
 
-class Conversation(RequestModel):
-    """Messages and tools, as chats and /tokenize accept them."""
+class ToolFields(RequestModel):
+    """Tools, as chats and /tokenize accept them."""
 
     tools: Annotated[list[ChatTool], Field(fail_fast=True, max_length=MAX_TOOLS)] = about(
         "Functions that the model may ask the caller to call.", ()
@@ -198,7 +198,7 @@ _FUNCTIONS = "functions, which are called tools now"
 _TEMPLATES = "changes of the chat template"
 
 
-class ChatRequest(Conversation, GenerationRequest):
+class ChatRequest(ToolFields, GenerationRequest):
     messages: Messages
     logprobs: bool = about("Return each token's log probability.", False)
     top_logprobs: TopLogprobs | None = about("Alternatives returned with each; needs logprobs.")
@@ -228,9 +228,9 @@ class ChatRequest(Conversation, GenerationRequest):
         return self._call(request_id, salt, [prompt], logprobs=logprobs)
 
 
-class TokenizeRequest(Conversation):
-    model: Name = ""
-    prompt: Text | None = None
+class TokenizeRequest(ToolFields):
+    model: ShortText = ""
+    prompt: PromptText | None = None
     messages: Messages | None = about("Instead of a prompt.")
 
     unserved: ClassVar[dict[str, Unserved]] = {
@@ -246,7 +246,7 @@ class TokenizeRequest(Conversation):
 
 
 class DetokenizeRequest(RequestModel):
-    model: Name = ""
+    model: ShortText = ""
     tokens: Annotated[tuple[int, ...], token_ids(bounds.MAX_PROMPT_TOKENS)] = about(
         "The token ids to decode.", ()
     )

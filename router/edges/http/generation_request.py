@@ -48,8 +48,8 @@ MAX_CHOICES = 128
 MAX_PROMPT_CHARACTERS = 8_000_000
 MAX_NAME = 1024
 
-Text = Annotated[str, Field(max_length=MAX_PROMPT_CHARACTERS)]
-Name = Annotated[str, Field(max_length=MAX_NAME)]
+PromptText = Annotated[str, Field(max_length=MAX_PROMPT_CHARACTERS)]
+ShortText = Annotated[str, Field(max_length=MAX_NAME)]
 StopString = Annotated[str, Field(min_length=1, max_length=bounds.MAX_STOP_CHARACTERS)]
 Bias = Annotated[float, Field(ge=bounds.LOGIT_BIAS.least, le=bounds.LOGIT_BIAS.most)]
 TokenKey = Annotated[str, Field(pattern="^[0-9]{1,10}$")]
@@ -131,6 +131,12 @@ def _bounded_biases(value: object) -> object:
     return value
 
 
+_BIAS_SCHEMA = {"additionalProperties": False, "maxProperties": bounds.MAX_BIASES}
+Biases = Annotated[
+    dict[TokenKey, Bias],
+    BeforeValidator(_bounded_biases),
+    Field(json_schema_extra=_BIAS_SCHEMA),
+]
 _STOP_LIST = Annotated[list[StopString], Field(fail_fast=True, max_length=bounds.MAX_STOP_STRINGS)]
 _STRUCTURED = "answers of a given structure"
 
@@ -138,7 +144,7 @@ _STRUCTURED = "answers of a given structure"
 class GenerationRequest(RequestModel):
     """The fields that chats and completions share."""
 
-    model: Name = about("As /v1/models names it. Absent: the one that is served.", "")
+    model: ShortText = about("As /v1/models names it. Absent: the one that is served.", "")
     max_tokens: TokenCount | None = about("The most tokens of one answer.")
     max_completion_tokens: TokenCount | None = about(
         "The newer name of max_tokens; takes precedence."
@@ -160,10 +166,7 @@ class GenerationRequest(RequestModel):
     frequency_penalty: float = _sampling(
         "frequency_penalty", 0.0, "Subtracted from a token's logit each time it occurs."
     )
-    logit_bias: Annotated[dict[TokenKey, Bias], BeforeValidator(_bounded_biases)] | None = about(
-        "By token id: added to its logit.",
-        json_schema_extra={"additionalProperties": False, "maxProperties": bounds.MAX_BIASES},
-    )
+    logit_bias: Biases | None = about("By token id: added to its logit.")
     seed: int | None = about(
         "The same seed gives the same answer. Absent: drawn.", ge=-(2**63), le=2**64 - 1
     )
@@ -193,7 +196,7 @@ class GenerationRequest(RequestModel):
     )
     stream: bool = about("Send the answer as server-sent events.", False)
     stream_options: StreamOptions | None = about("Only together with stream.")
-    user: Name = about("Ignored.", "")
+    user: ShortText = about("Ignored.", "")
 
     unserved: ClassVar[dict[str, Unserved]] = {
         "bad_words": Unserved("biases", ([],)),
@@ -291,7 +294,7 @@ class GenerationRequest(RequestModel):
 
 _TokenPrompt = Annotated[tuple[int, ...], token_ids(bounds.MAX_PROMPT_TOKENS)]
 _OnePrompt = Annotated[
-    Annotated[Text, Tag("<text>")] | Annotated[_TokenPrompt, Tag("<tokens>")],
+    Annotated[PromptText, Tag("<text>")] | Annotated[_TokenPrompt, Tag("<tokens>")],
     Discriminator(lambda value: "<tokens>" if isinstance(value, list) else "<text>"),
 ]
 _SomeText = Annotated[str, Field(min_length=1)]

@@ -81,7 +81,7 @@ def _document(schema: dict[str, Any], model: type[BaseModel]) -> None:
 
 
 class StrictModel(BaseModel):
-    """An object of required fields."""
+    """Validated without Python code. Null is refused unless a field allows it."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 

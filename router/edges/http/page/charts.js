@@ -16,7 +16,7 @@ export function showTrends(trends) {
       { name: "p50", colour: "--decode", of: (point) => point.itl.p50 },
       { name: "p99", colour: "--transfer", of: (point) => point.itl.p99 },
     ], time),
-    chart("Tokens a second", points, [
+    chart("Tokens per second", points, [
       { name: "tokens/s", colour: "--decode", of: (point) => point.output_tokens / each, always: true },
     ], (value) => (value ? count(value) : "0"), true),
   );

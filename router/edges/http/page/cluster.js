@@ -19,7 +19,7 @@ export function showCluster(status) {
 export function showDiagnosis(diagnosis) {
   const verdict = document.getElementById("verdict");
   const open = verdict.querySelector("details")?.open ?? false;
-  const evidence = element("details", "", element("summary", "", "the numbers behind it"), bullets(diagnosis.evidence));
+  const evidence = element("details", "", element("summary", "", "evidence"), bullets(diagnosis.evidence));
   evidence.open = open;
   verdict.className = `verdict ${TONES[diagnosis.bound] ?? ""}`;
   const advice = diagnosis.advice.length ? [bullets(diagnosis.advice)] : [];
@@ -37,7 +37,7 @@ function bullets(lines) {
 function router(status) {
   const fact = (name, value) => element("span", "", element("b", "", value), ` ${name}`);
   return element(
-    "div", "router", element("strong", "", "Router"), fact("under way", count(status.active_requests)),
+    "div", "router", element("strong", "", "Router"), fact("in progress", count(status.active_requests)),
     fact(`of ${count(status.queue_limit)} queued`, count(status.queued_requests)),
     fact("finished", count(status.finished_requests)),
     ...(status.draining ? [element("span", "not-ok", "draining")] : []),

@@ -8,10 +8,10 @@ const GOOD = new Set(["stop", "length"]);
 // What each phase is called, and who is at work.
 const PHASES = {
   parse: ["parse", "router"], template: ["template", "router"], tokenize: ["tokenize", "router"],
-  queue: ["queue at the router", "wait"], prefill_wait: ["wait for prefill", "wait"], prefill: ["prefill", "prefill"],
+  queue: ["router queue", "wait"], prefill_wait: ["wait for prefill", "wait"], prefill: ["prefill", "prefill"],
   fetch: ["fetch cached pages", "transfer"], reserve: ["reserve pages", "transfer"], transfer: ["transfer", "transfer"], admit: ["wait for a batch", "wait"],
   first_decode: ["first decode step", "decode"], decode: ["decode", "decode"], detokenize: ["detokenize", "router"],
-  write: ["write", "router"], retry: ["lost and tried again", "lost"], network: ["network, other", "other"],
+  write: ["write", "router"], retry: ["lost and retried", "lost"], network: ["network, other", "other"],
 };
 
 export function showRequests(requests) {
@@ -19,7 +19,7 @@ export function showRequests(requests) {
   const focused = rows.contains(document.activeElement) ? document.activeElement.dataset.id : null;
   const none = document.getElementById("no-requests");
   none.hidden = requests !== null && requests.length > 0;
-  none.textContent = requests ? "No requests yet." : "Only an admin's API key sees who asked what.";
+  none.textContent = requests ? "No requests yet." : "Only an admin's API key shows requests.";
   rows.replaceChildren(...(requests ?? []).map(row));
   if (focused) rows.querySelector(`[data-id="${CSS.escape(focused)}"]`)?.focus();
 }
@@ -47,7 +47,7 @@ function row(request) {
   const number = (text) => element("td", "number", text);
   return element(
     "tr", "", element("td", "", open), element("td", "", age(Date.now() / 1000 - request.arrived_at)),
-    element("td", outcomeClass(request.outcome), request.outcome || "under way"),
+    element("td", outcomeClass(request.outcome), request.outcome || "in progress"),
     element("td", "", workers(first)), number(count(first.prompt_tokens)), number(count(first.cached_tokens)),
     number(count(answered)), number(time(request.ttft_seconds)), number(time(request.end_to_end_seconds)),
   );
@@ -64,13 +64,13 @@ function workers(answer) {
 function fall(answer, timing) {
   const each = answer.completion_tokens > 1 ? (answer.end_to_end_seconds - answer.ttft_seconds) / (answer.completion_tokens - 1) : 0;
   const tiles = [
-    ["outcome", timing.outcome || "under way"], ["first token", time(answer.ttft_seconds)],
-    ["in all", time(answer.end_to_end_seconds)], ["a token", time(each)], ["longest gap", time(answer.longest_gap_seconds)],
+    ["outcome", timing.outcome || "in progress"], ["first token", time(answer.ttft_seconds)],
+    ["total", time(answer.end_to_end_seconds)], ["per token", time(each)], ["longest gap", time(answer.longest_gap_seconds)],
     ["prompt", `${count(answer.prompt_tokens)} (${count(answer.cached_tokens)} cached)`], ["answer", count(answer.completion_tokens)],
-    ["workers", workers(answer)], ["placed", `${answer.policy} (${answer.reason_code})`],
+    ["workers", workers(answer)], ["placement", `${answer.policy} (${answer.reason_code})`],
   ];
   if (answer.attempts > 1) tiles.push(["attempts", answer.attempts]);
-  if (answer.transferred_bytes) tiles.push(["moved", `${(answer.transferred_bytes / 2 ** 20).toFixed(1)} MiB`]);
+  if (answer.transferred_bytes) tiles.push(["transferred", `${(answer.transferred_bytes / 2 ** 20).toFixed(1)} MiB`]);
   if (answer.chunks.length > 1) tiles.push(["chunks", answer.chunks.length]);
   const title = timing.answers.length > 1 ? [element("h3", "", `Answer ${answer.index}`)] : [];
   return [
