@@ -1,27 +1,27 @@
-"""What a model is, read from its config.json.
+"""What a model is, parsed from its config.json.
 
-Each supported family has one entry in FAMILIES: what it always has and what it
-assumes where its config.json is silent. A config that asks for anything else
-is refused, never approximated. Code that ships with a model is never run.
+Each supported family has one row in FAMILIES: what it always has and what it assumes where
+config.json is silent. A config that asks for anything else is refused, never approximated.
+Code that ships with a model is never run.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from baton.core.errors import InvalidConfig, ModelNotFound, UnsupportedModel
+from baton.core.errors import InvalidConfig, UnsupportedModel
+from baton.engine.model_config import ModelConfig
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """How positions turn queries and keys. Fields that a kind does not use are neutral."""
+    """How positions rotate queries and keys. Fields that a kind does not use are neutral."""
 
     kind: RopeKind
     theta: float
@@ -37,7 +37,7 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """The shape of a model. `windows` and `rotates` have one entry a layer."""
+    """The shape of a model. `windows` and `rotates` have one entry per layer."""
 
     family: str
     layers: int
@@ -70,15 +70,15 @@ class Family:
     theta: float = 10_000.0
     tied_embeddings: bool = False
     qkv_bias: bool = False
-    reads_attention_bias: bool = False
-    reads_mlp_bias: bool = False
+    attention_bias_key: bool = False
+    mlp_bias_key: bool = False
     query_key_norm: bool = False
     windows: Literal["none", "all", "late", "unrotated"] = "none"
     skips_rotation: bool = False
 
 
 FAMILIES = {
-    "llama": Family("LlamaForCausalLM", None, 2048, reads_attention_bias=True, reads_mlp_bias=True),
+    "llama": Family("LlamaForCausalLM", None, 2048, attention_bias_key=True, mlp_bias_key=True),
     "mistral": Family("MistralForCausalLM", 8, 131_072, windows="all"),
     "qwen2": Family("Qwen2ForCausalLM", 32, 32_768, qkv_bias=True, windows="late"),
     "qwen3": Family(
@@ -86,7 +86,7 @@ FAMILIES = {
         32,
         32_768,
         head_dim=128,
-        reads_attention_bias=True,
+        attention_bias_key=True,
         query_key_norm=True,
         windows="late",
     ),
@@ -96,8 +96,8 @@ FAMILIES = {
         32_768,
         theta=2_000_000.0,
         tied_embeddings=True,
-        reads_attention_bias=True,
-        reads_mlp_bias=True,
+        attention_bias_key=True,
+        mlp_bias_key=True,
         windows="unrotated",
         skips_rotation=True,
     ),
@@ -111,36 +111,36 @@ def read_architecture(folder: Path) -> Architecture:
     return parse_architecture(folder / "config.json")
 
 
-def parse_architecture(config: Path) -> Architecture:
+def parse_architecture(path: Path) -> Architecture:
     """The architecture that a Hugging Face config file describes, or UnsupportedModel."""
-    settings = read_settings(config)
-    name = settings.text("model_type", "")
-    family = _family(settings, name)
-    _refuse_what_we_cannot_run(settings)
-    hidden, heads = settings.integer("hidden_size"), settings.integer("num_attention_heads")
-    layers = settings.integer("num_hidden_layers")
-    context_length = settings.integer("max_position_embeddings", family.context_length)
-    rope = _rope(settings, family, context_length)
-    rotates = _rotates(settings, family, layers)
-    attention_bias = family.reads_attention_bias and settings.flag("attention_bias", False)
+    config = ModelConfig.read(path)
+    name = config.text("model_type", "")
+    family = _family(config, name)
+    _refuse_what_we_cannot_run(config)
+    hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    layers = config.integer("num_hidden_layers")
+    context_length = config.integer("max_position_embeddings", family.context_length)
+    rope = _rope(config, family, context_length)
+    rotates = _rotates(config, family, layers)
+    attention_bias = family.attention_bias_key and config.flag("attention_bias", False)
     architecture = Architecture(
         family=name,
         layers=layers,
         hidden=hidden,
-        intermediate=settings.integer("intermediate_size"),
+        intermediate=config.integer("intermediate_size"),
         heads=heads,
-        kv_heads=settings.integer("num_key_value_heads", _kv_heads(settings, family, heads)),
-        head_dim=settings.integer("head_dim", family.head_dim or hidden // max(heads, 1)),
-        vocabulary_size=settings.integer("vocab_size"),
+        kv_heads=config.integer("num_key_value_heads", _kv_heads(config, family, heads)),
+        head_dim=config.integer("head_dim", family.head_dim or hidden // max(heads, 1)),
+        vocabulary_size=config.integer("vocab_size"),
         context_length=_extended_context(rope, context_length),
-        norm_epsilon=settings.number("rms_norm_eps", 1e-6),
+        norm_epsilon=config.number("rms_norm_eps", 1e-6),
         rope=rope,
-        windows=_windows(settings, family, rotates),
+        windows=_windows(config, family, rotates),
         rotates=rotates,
-        tied_embeddings=settings.flag("tie_word_embeddings", family.tied_embeddings),
+        tied_embeddings=config.flag("tie_word_embeddings", family.tied_embeddings),
         qkv_bias=family.qkv_bias or attention_bias,
         output_bias=attention_bias,
-        mlp_bias=family.reads_mlp_bias and settings.flag("mlp_bias", False),
+        mlp_bias=family.mlp_bias_key and config.flag("mlp_bias", False),
         query_key_norm=family.query_key_norm,
     )
     _check_shape(architecture)
@@ -148,15 +148,15 @@ def parse_architecture(config: Path) -> Architecture:
 
 
 def supported() -> str:
-    """The families that can be run, for people."""
+    """The supported families, for error messages."""
     return ", ".join(f"{name} ({family.class_name})" for name, family in FAMILIES.items())
 
 
-def _family(settings: Settings, name: str) -> Family:
+def _family(config: ModelConfig, name: str) -> Family:
     family = FAMILIES.get(name)
     if family is None:
         raise UnsupportedModel(f"model type {name!r} is not supported; supported: {supported()}")
-    classes = settings.items("architectures")
+    classes = config.items("architectures")
     if classes and classes != [family.class_name]:
         raise UnsupportedModel(
             f"architecture {classes} of model type {name!r} is not supported; "
@@ -165,29 +165,29 @@ def _family(settings: Settings, name: str) -> Family:
     return family
 
 
-def _refuse_what_we_cannot_run(settings: Settings) -> None:
-    if "quantization_config" in settings:
-        method = settings.nested("quantization_config").text("quant_method", "unknown")
+def _refuse_what_we_cannot_run(config: ModelConfig) -> None:
+    if "quantization_config" in config:
+        method = config.nested("quantization_config").text("quant_method", "unknown")
         raise UnsupportedModel(f"quantized checkpoints are not supported (method {method!r})")
-    activation = settings.text("hidden_act", "silu")
+    activation = config.text("hidden_act", "silu")
     if activation != "silu":
         raise UnsupportedModel(f"activation {activation!r} is not supported; supported: silu")
 
 
-def _kv_heads(settings: Settings, family: Family, heads: int) -> int:
-    """The number of key heads where the config does not say: null means one a query head."""
-    if family.kv_heads is None or settings.states("num_key_value_heads"):
+def _kv_heads(config: ModelConfig, family: Family, heads: int) -> int:
+    """Default number of key heads: null means one per query head."""
+    if family.kv_heads is None or config.is_null("num_key_value_heads"):
         return heads
     return family.kv_heads
 
 
-def _rope(settings: Settings, family: Family, context_length: int) -> Rope:
-    scaling = settings.nested("rope_scaling" if "rope_scaling" in settings else "rope_parameters")
+def _rope(config: ModelConfig, family: Family, context_length: int) -> Rope:
+    scaling = config.nested("rope_scaling" if "rope_scaling" in config else "rope_parameters")
     if scaling.has_nested():
         raise UnsupportedModel("RoPE parameters that differ between layers are not supported")
-    if max(abs(1.0 - each.number("partial_rotary_factor", 1.0)) for each in (settings, scaling)):
+    if max(abs(1.0 - each.number("partial_rotary_factor", 1.0)) for each in (config, scaling)):
         raise UnsupportedModel("partial rotary embeddings are not supported")
-    theta = scaling.number("rope_theta", settings.number("rope_theta", family.theta))
+    theta = scaling.number("rope_theta", config.number("rope_theta", family.theta))
     name = scaling.text("rope_type", scaling.text("type", "default"))
     kind = next((kind for kind in ROPE_KINDS if kind == name), None)
     if kind is None:
@@ -199,7 +199,7 @@ def _rope(settings: Settings, family: Family, context_length: int) -> Rope:
     if kind == "linear":
         return Rope(kind, theta, factor=scaling.number("factor"))
     original = scaling.integer("original_max_position_embeddings", context_length)
-    original = settings.integer("original_max_position_embeddings", original)
+    original = config.integer("original_max_position_embeddings", original)
     if kind == "llama3":
         return Rope(
             kind,
@@ -212,7 +212,7 @@ def _rope(settings: Settings, family: Family, context_length: int) -> Rope:
     return _yarn(scaling, theta, original, context_length)
 
 
-def _yarn(scaling: Settings, theta: float, original: int, context_length: int) -> Rope:
+def _yarn(scaling: ModelConfig, theta: float, original: int, context_length: int) -> Rope:
     factor = scaling.number("factor", context_length / original)
     return Rope(
         "yarn",
@@ -226,8 +226,8 @@ def _yarn(scaling: Settings, theta: float, original: int, context_length: int) -
     )
 
 
-def _yarn_attention(scaling: Settings, factor: float) -> float:
-    """YaRN's correction of the attention's temperature, where the config does not state it."""
+def _yarn_attention(scaling: ModelConfig, factor: float) -> float:
+    """YaRN's default correction of the attention temperature."""
 
     def correction(scale: float) -> float:
         return 1.0 if factor <= 1.0 else 0.1 * scale * math.log(factor) + 1.0
@@ -246,51 +246,51 @@ def _extended_context(rope: Rope, context_length: int) -> int:
     return max(context_length, int(rope.original_context * rope.factor))
 
 
-def _rotates(settings: Settings, family: Family, layers: int) -> tuple[bool, ...]:
+def _rotates(config: ModelConfig, family: Family, layers: int) -> tuple[bool, ...]:
     if not family.skips_rotation:
         return (True,) * layers
-    stated = settings.items("no_rope_layers")
+    stated = config.items("no_rope_layers")
     if stated:
         if len(stated) < layers:
             raise InvalidConfig(f"no_rope_layers names {len(stated)} of {layers} layers")
         return tuple(bool(rotates) for rotates in stated[:layers])
-    interval = settings.integer("no_rope_layer_interval", 4)
+    interval = config.integer("no_rope_layer_interval", 4)
     return tuple((layer + 1) % interval != 0 for layer in range(layers))
 
 
 def _windows(
-    settings: Settings, family: Family, rotates: tuple[bool, ...]
+    config: ModelConfig, family: Family, rotates: tuple[bool, ...]
 ) -> tuple[int | None, ...]:
     if family.windows == "none":
         return (None,) * len(rotates)
     if family.windows == "all":
-        return (_mistral_window(settings),) * len(rotates)
-    window = _window(settings, family)
-    if "layer_types" in settings:
-        return _windows_by_type(settings.items("layer_types"), window, len(rotates))
-    if window is None or not settings.flag("use_sliding_window", False):
+        return (_mistral_window(config),) * len(rotates)
+    window = _window(config, family)
+    if "layer_types" in config:
+        return _windows_by_type(config.items("layer_types"), window, len(rotates))
+    if window is None or not config.flag("use_sliding_window", False):
         return (None,) * len(rotates)
     if family.windows == "unrotated":
         return tuple(None if rotated else window for rotated in rotates)
-    first = settings.integer("max_window_layers", 28)
+    first = config.integer("max_window_layers", 28)
     return tuple(window if layer >= first else None for layer in range(len(rotates)))
 
 
-def _mistral_window(settings: Settings) -> int | None:
-    if "layer_types" in settings:
+def _mistral_window(config: ModelConfig) -> int | None:
+    if "layer_types" in config:
         raise UnsupportedModel("Mistral models whose layers differ are not supported")
-    if settings.states("sliding_window") and "sliding_window" not in settings:
+    if config.is_null("sliding_window"):
         return None
-    return settings.integer("sliding_window", 4096)
+    return config.integer("sliding_window", 4096)
 
 
-def _window(settings: Settings, family: Family) -> int | None:
-    if family.windows == "late" and not settings.flag("use_sliding_window", False):
+def _window(config: ModelConfig, family: Family) -> int | None:
+    if family.windows == "late" and not config.flag("use_sliding_window", False):
         return None
-    if "sliding_window" in settings:
-        return settings.integer("sliding_window")
-    stated_as_null = settings.states("sliding_window") or family.windows == "unrotated"
-    return None if stated_as_null else 4096
+    if "sliding_window" in config:
+        return config.integer("sliding_window")
+    null = config.is_null("sliding_window") or family.windows == "unrotated"
+    return None if null else 4096
 
 
 def _windows_by_type(
@@ -316,93 +316,23 @@ def _check_shape(architecture: Architecture) -> None:
         raise InvalidConfig(f"a head size of {architecture.head_dim} cannot be rotated in pairs")
 
 
-class Settings:
-    """A JSON object. A value of null counts as absent; a value of the wrong kind raises."""
-
-    def __init__(self, values: dict[str, object], name: str) -> None:
-        self._values = values
-        self._name = name
-
-    def __contains__(self, key: str) -> bool:
-        return self._values.get(key) is not None
-
-    def states(self, key: str) -> bool:
-        """Whether `key` is there at all, be it as null."""
-        return key in self._values
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise self._wrong(key, "a whole number", value)
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self._wrong(key, "a number", value)
-        return float(value)
-
-    def flag(self, key: str, default: bool) -> bool:
-        value = self._get(key, default)
-        if not isinstance(value, bool):
-            raise self._wrong(key, "true or false", value)
-        return value
-
-    def text(self, key: str, default: str | None = None) -> str:
-        value = self._get(key, default)
-        if not isinstance(value, str):
-            raise self._wrong(key, "a string", value)
-        return value
-
-    def items(self, key: str) -> list[object]:
-        value = self._get(key, [])
-        if not isinstance(value, list):
-            raise self._wrong(key, "a list", value)
-        return value
-
-    def nested(self, key: str) -> Settings:
-        value = self._get(key, {})
-        if not isinstance(value, dict):
-            raise self._wrong(key, "an object", value)
-        return Settings(value, f"{self._name}.{key}")
-
-    def has_nested(self) -> bool:
-        return any(isinstance(value, dict) for value in self._values.values())
-
-    def _get(self, key: str, default: object) -> object:
-        value = self._values.get(key)
-        if value is not None:
-            return value
-        if default is None:
-            raise InvalidConfig(f"{self._name} lacks {key!r}", field=key)
-        return default
-
-    def _wrong(self, key: str, kind: str, value: object) -> InvalidConfig:
-        return InvalidConfig(f"{self._name}: {key!r} must be {kind}, not {value!r}", field=key)
-
-
-def read_settings(path: Path) -> Settings:
-    """The JSON object in the file at `path`."""
-    if not path.is_file():
-        raise ModelNotFound(f"no model in {path.parent}: it has no config.json")
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InvalidConfig(f"{path} is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise InvalidConfig(f"{path} does not hold an object")
-    return Settings(values, "config.json")
-
-
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The share of process number `rank` of `size`."""
+    """The share of process `rank` of `size` that run one model.
+
+    cut by outputs   query, key, value, gate, up: a rank computes its own heads and columns
+    cut by inputs    output, down: the ranks' products are summed (engine/tensor_parallel.py)
+    whole            embeddings and norms, on each rank; the head, on rank 0, which samples
+
+    A rank's pages hold the keys and values of its own heads, under the same page ids on all
+    ranks, so rank 0's pool keeps the books for all.
+    """
 
     rank: int = 0
     size: int = 1
 
     def of(self, whole: Architecture) -> Architecture:
-        """What one rank runs. Raises InvalidConfig where a model cannot be shared evenly."""
+        """What one rank runs. Raises InvalidConfig where a model cannot be split evenly."""
         check_split(whole, self.size)
         return dataclasses.replace(
             whole,
@@ -415,7 +345,7 @@ class Split:
 def check_split(whole: Architecture, size: int) -> None:
     """Raises InvalidConfig when `size` ranks cannot share a model evenly.
 
-    Key heads are not repeated: there are never more ranks than key heads.
+    Key heads are not repeated, so there are never more ranks than key heads.
     """
     counts = {
         "key heads": whole.kv_heads,

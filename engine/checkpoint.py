@@ -1,7 +1,7 @@
-"""Tensors of a safetensors checkpoint, read once, each straight to where it is used.
+"""Tensors of a safetensors checkpoint, each read once, straight into its final buffer.
 
-Files are memory-mapped: a tensor's bytes are first touched by the copy into
-its final buffer, which also converts its type.
+Files are memory-mapped: the copy into the buffer, which also converts the type, is the first
+to touch a tensor's bytes.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,52 +23,58 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _SAMPLES = 16
 _SAMPLE_BYTES = 4096
 
+Arrange = Callable[[Tensor], Tensor]
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+
+class Cut(NamedTuple):
     """A part of a tensor: it begins at `start` of the `whole` size of one dimension."""
 
     dimension: int
     start: int
     whole: int
 
+    def whole_shape(self, part: Tensor) -> torch.Size:
+        shape = list(part.shape)
+        shape[self.dimension] = self.whole
+        return torch.Size(shape)
+
+    def of(self, tensor: Tensor, part: Tensor) -> Tensor:
+        """As large as `part`."""
+        return tensor.narrow(self.dimension, self.start, part.shape[self.dimension])
+
 
 class Checkpoint:
-    """The tensors of the model in `folder`. `copy` takes each of them once."""
+    """The tensors of the model in `folder`; each can be copied once."""
 
     def __init__(self, folder: Path, progress: Callable[[float], None] | None = None) -> None:
-        self.files = checkpoint_files(folder)
-        self._opened = [_open(file) for file in self.files]
-        self._remaining = {name: file for file in self._opened for name in _names(file)}
+        opened = [_open(file) for file in checkpoint_files(folder)]
+        self._remaining = {name: file for file in opened for name in _names(file)}
         self._count = len(self._remaining)
         self._progress = progress
 
     def copy(
-        self,
-        name: str,
-        target: Tensor,
-        arrange: Callable[[Tensor], Tensor] | None = None,
-        cut: Cut | None = None,
+        self, name: str, target: Tensor, arrange: Arrange | None = None, cut: Cut | None = None
     ) -> None:
-        """Copies the tensor `name`, or a part of it, rearranged by `arrange`, into `target`."""
-        tensor = self._take(name)
+        """Copies the tensor `name`, or the part `cut`, rearranged, into `target`."""
+        file = self._remaining.pop(name, None)
+        if file is None:
+            raise InvalidCheckpoint(f"tensor {name} is missing from the checkpoint")
+        tensor: Tensor = file.get_tensor(name)  # type: ignore[no-untyped-call]
         if tensor.dtype not in FLOATS:
             raise InvalidCheckpoint(f"tensor {name} is {tensor.dtype}, not a float")
-        shape = list(target.shape)
-        if cut:
-            shape[cut.dimension] = cut.whole
-        if list(tensor.shape) != shape:
+        shape = cut.whole_shape(target) if cut else target.shape
+        if tensor.shape != shape:
             raise InvalidCheckpoint(
-                f"tensor {name} has shape {list(tensor.shape)}, config.json asks for {shape}"
+                f"tensor {name} has shape {list(tensor.shape)}, config.json asks for {list(shape)}"
             )
         if cut:
-            tensor = tensor.narrow(cut.dimension, cut.start, target.shape[cut.dimension])
+            tensor = cut.of(tensor, target)
         target.copy_(arrange(tensor) if arrange else tensor)
         if self._progress:
             self._progress(1.0 - len(self._remaining) / self._count)
 
     def skip(self, name: str) -> None:
-        """Says that a tensor `name`, if it is there, has no use."""
+        """Marks a tensor, if present, as not needed."""
         self._remaining.pop(name, None)
 
     def finish(self) -> None:
@@ -78,13 +84,6 @@ class Checkpoint:
             raise InvalidCheckpoint(
                 f"config.json has no place for tensor {unused[0]} ({len(unused)} such tensors)"
             )
-
-    def _take(self, name: str) -> Tensor:
-        file = self._remaining.pop(name, None)
-        if file is None:
-            raise InvalidCheckpoint(f"tensor {name} is missing from the checkpoint")
-        tensor: Tensor = file.get_tensor(name)  # type: ignore[no-untyped-call]
-        return tensor
 
 
 def checkpoint_files(folder: Path) -> list[Path]:

@@ -66,7 +66,6 @@ class Engine:
         self.context_length = architecture.context_length
         self.fingerprint = ""
         self._grammars: Grammars | None = None
-        # Makes a runner for other steps of the same model.
         self._make_runner: Callable[[GpuSettings], AnyRunner] | None = None
         self._gpu = DEFAULT_GPU_SETTINGS  # what the runner was made for
 
@@ -86,12 +85,12 @@ class Engine:
         progress: LoadProgress = lambda what, done: None,
         group: Group | None = None,
     ) -> Engine:
-        """The model in `folder`, with `kv_memory` bytes of pages; on a GPU, 0 takes what is left.
+        """Loads the model in `folder`, with `kv_memory` bytes of pages; on a GPU, 0 takes the
+        rest of its memory.
 
-        `threads` sets how many threads torch uses in this process. `progress`
-        is told what is being done, and the fraction of it that is. With a `group` this is the
-        part of one rank, `kv_memory` is that of all ranks together, and the group meets when
-        this rank has its weights.
+        `threads` sets torch's threads in this process. `progress` receives the current task and
+        its completed fraction. With a `group` this is one rank's part, `kv_memory` is that of
+        all ranks together, and the ranks connect once this one has its weights.
         """
         if threads is not None:
             torch.set_num_threads(threads)
@@ -107,20 +106,22 @@ class Engine:
         if random_weights:
             model = random_model(architecture, kind, device, group)
         else:
-            reading = partial(progress, "weights")
-            model = load_model(folder, architecture, kind, device, reading, group)
+            loading = partial(progress, "weights")
+            model = load_model(folder, architecture, kind, device, loading, group)
         context = min(architecture.context_length, max_context or architecture.context_length)
         if not kv_memory:
-            kv_memory = _memory_left(gpu, part, context, kind, device, group) * split.size
+            from baton.engine.gpu.start import memory_for_pages  # imports triton
+
+            kv_memory = memory_for_pages(gpu, part, context, kind, device, group) * split.size
             _check_holds_a_page(kv_memory, page_bytes)
         pages = kv_memory // page_bytes
         if group:
-            group.meet(torch.device(device))
+            group.connect(torch.device(device))
             pages = group.least(pages)
         pool = PagePool(pages, page_size)
         context = min(context, pool.total * page_size)
         kv = torch.zeros(_kv_shape(part, pool.total, page_size), dtype=kind, device=device)
-        make = partial(_runner, model, kv, pool, context, partial(progress, "steps"), group)
+        make = partial(_make_runner, model, kv, pool, context, partial(progress, "steps"), group)
         engine = cls(make(gpu), architecture, pool, kv, split)
         engine._make_runner, engine._gpu = make, gpu
         engine.context_length = context
@@ -129,44 +130,44 @@ class Engine:
         return engine
 
     def reconfigure(self, threads: int, gpu: GpuSettings = DEFAULT_GPU_SETTINGS) -> None:
-        """The calling thread owns the engine from here on, for steps of another kind. Nothing is
-        under way; weights and pages stay as they are.
+        """Hands the engine to the calling thread, for another role's steps. No step may be in
+        flight; weights and pages stay.
 
-        On a GPU, other settings have its steps recorded anew: those recorded before are of the
-        part of it that `confine` had given them.
+        On a GPU, other settings record all steps anew: recorded steps keep the share of the GPU
+        that `confine` gave them.
         """
         torch.set_num_threads(threads)
         if self.kv.device.type == "cpu" or self._make_runner is None or gpu == self._gpu:
             return
-        assert self.split.size == 1, "ranks have one setting for both roles"
+        assert self.split.size == 1, "ranks have the same settings for both roles"
         self._gpu = gpu
         if gpu.share < 1:
             confine(gpu.share, str(self.kv.device))
-        del self._runner  # its memory first
+        del self._runner  # frees its memory first
         torch.cuda.empty_cache()
         self._runner = self._make_runner(gpu)
 
     def guide(self, work: Work) -> Guide | None:
-        """What keeps an answer to its request's grammar; None when it has none."""
+        """Keeps an answer to its request's grammar; None without one."""
         return self._grammars.guide(work) if self._grammars else None
 
     def launch(self, plan: Plan) -> InFlightStep:
-        """Starts one forward for all pieces, and advances each sequence's `computed`.
+        """Starts one forward for all chunks and advances each sequence's `computed`.
 
-        Where it runs beside the host, the next step can be planned and launched meanwhile.
+        On a GPU the next step can be planned and launched meanwhile.
         """
         return self._runner.launch(plan)
 
     def step(self, plan: Plan) -> list[Outcome]:
-        """Runs all pieces in one forward, and returns what that did when it has ended."""
+        """Runs all chunks in one forward and waits for the outcomes."""
         return self.launch(plan).wait()
 
     def follow(self, step: bytes) -> None:
-        """On a rank other than 0: runs its part of a step that rank 0 has told its group of."""
+        """On a rank other than 0: runs its part of a step that rank 0 broadcast."""
         self._runner.follow(step)
 
 
-def _runner(
+def _make_runner(
     model: Model,
     kv: Tensor,
     pool: PagePool,
@@ -177,40 +178,20 @@ def _runner(
 ) -> AnyRunner:
     if kv.device.type == "cpu":
         return Runner(model, kv, group)
-    from baton.engine.gpu.start import start_runner  # brings triton along
+    from baton.engine.gpu.start import start_runner  # imports triton
 
     return start_runner(model, kv, pool, context, gpu, progress, group)
 
 
-def _memory_left(
-    gpu: GpuSettings,
-    shape: Architecture,
-    context: int,
-    dtype: torch.dtype,
-    device: str,
-    group: Group | None,
-) -> int:
-    from baton.engine.gpu.start import memory_for_pages
-
-    return memory_for_pages(gpu, shape, context, dtype, device, group)
-
-
 def fingerprint(folder: Path, architecture: Architecture, random_weights: bool = False) -> str:
-    """Equal for the same model on any machine; different, as good as always, for another."""
+    """Equal for the same model on any machine; different for any other, but for collisions."""
     shape = json.dumps(dataclasses.asdict(architecture), sort_keys=True)
     files = b"random" if random_weights else digest_files(checkpoint_files(folder))
     return hashlib.sha256(shape.encode() + files).hexdigest()
 
 
-def _kv_shape(architecture: Architecture, pages: int, page_size: int) -> tuple[int, ...]:
-    return (
-        pages,
-        architecture.layers,
-        2,
-        page_size,
-        architecture.kv_heads,
-        architecture.head_dim,
-    )
+def _kv_shape(shape: Architecture, pages: int, page_size: int) -> tuple[int, ...]:
+    return (pages, shape.layers, 2, page_size, shape.kv_heads, shape.head_dim)
 
 
 def _page_bytes(architecture: Architecture, page_size: int, dtype: torch.dtype) -> int:

@@ -1,10 +1,9 @@
 """Which tokens may come next in an answer that must keep to a grammar.
 
-A grammar is compiled, and each mask is made, in threads beside the engine's: a
-mask is begun when the token before it is known, and waited for when the next
-one is sampled. What a guide knows follows from the answer's tokens alone, so an
-answer that goes on elsewhere is guided there by compiling the grammar and
-following its tokens again.
+Grammars are compiled and masks made in threads beside the engine's: a mask is started when
+the token before it is known, and waited for when the next one is sampled. A guide's state
+follows from the answer's tokens alone, so another worker can continue it by compiling the
+grammar and following the tokens again.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ Mask = npt.NDArray[np.uint8]
 
 THREADS = 4
 KEPT_GRAMMARS = 64
-"""Compiled ones, for requests that ask for the same structure."""
+"""Compiled grammars kept for requests with the same structure."""
 
 MASK_SECONDS = 10.0
-"""The longest that a step waits. The compiler's own limits end it long before."""
+"""The longest that a step waits; the compiler's own limits are far shorter."""
 
 
 class Grammars:
@@ -48,7 +47,7 @@ class Grammars:
         self._loading = threading.Lock()
 
     def guide(self, work: Work) -> TokenGuide | None:
-        """Begins to compile the request's grammar; None when it has none."""
+        """Starts to compile the request's grammar; None without one."""
         if not work.grammar:
             return None
         if work.grammar not in self._compiled:
@@ -85,12 +84,12 @@ class Grammars:
 
 
 class TokenGuide:
-    """Follows one answer. Owned by the engine's thread; its work is done in others, in order."""
+    """Follows one answer. Owned by the engine's thread; others do its work, in order."""
 
     def __init__(
         self, threads: ThreadPoolExecutor, compiled: Future[LLMatcher], ends: frozenset[int]
     ) -> None:
-        """`ends` are the tokens that end the answer: allowed where the grammar is satisfied."""
+        """`ends` are the stop tokens: allowed where the grammar accepts."""
         self._threads = threads
         self._ends = ends
         self._matcher: Future[LLMatcher] = threads.submit(lambda: compiled.result().deep_copy())
@@ -108,7 +107,7 @@ class TokenGuide:
             raise Exhausted("the grammar took too long to say what may come next") from None
 
     def _next(self, before: Future[Mask] | None, tokens: list[int]) -> Mask:
-        # Threads take work in order, so what this waits for has begun.
+        # Threads start work in order, so what this waits for has started.
         if before is not None:
             before.result()
         matcher = self._matcher.result()
@@ -124,7 +123,7 @@ class TokenGuide:
 
 
 def _tokenizer_text(folder: Path) -> str:
-    """As a tokenizer.json has it."""
+    """In the format of tokenizer.json."""
     if (folder / "tokenizer.json").is_file():
         return (folder / "tokenizer.json").read_text(encoding="utf-8")
     if (folder / model_store.SENTENCEPIECE_FILE).is_file():
@@ -133,7 +132,7 @@ def _tokenizer_text(folder: Path) -> str:
 
 
 def _end_token(folder: Path) -> int | None:
-    """A token that never is text: the first of the model's end tokens."""
+    """A token that is never text: the first of the model's end tokens."""
     for name in ("generation_config.json", "config.json"):
         if (folder / name).is_file():
             written = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")

@@ -1,7 +1,11 @@
-"""How likely sampled tokens were, for the sequences that ask for it.
+"""Log probabilities of sampled tokens and of prompts, for the requests that ask for them.
 
-The probabilities are the model's own: of the logits as they are, before
-temperature, penalties and biases. Other rows of the step are not touched.
+They are the model's own: of the logits before temperature, penalties and biases. Rows of
+other requests are not touched.
+
+A token's row gives the probability of the next token. Most prompt rows are computed for their
+keys and values alone; where a request asks for its prompt's, all its rows reach the end of
+the model and are scored a few at a time.
 """
 
 from __future__ import annotations
@@ -18,29 +22,29 @@ from baton.engine.sequence import Sequence
 from baton.engine.step import Chunk, Scored
 
 GROUP = 32
-"""Rows that are scored together: each takes some 16 bytes a token of the vocabulary."""
+"""Rows scored together: each takes some 16 bytes per token of the vocabulary."""
 
 LEAST = -9999.0
-"""What stands for a token that cannot be, since JSON knows no infinities."""
+"""Stands for an impossible token, since JSON has no infinities."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Of some rows of a step, wherever the step runs."""
+    """Scores of some rows of a step, on its device or the host."""
 
-    rows: list[int]  # places among those that sample, or that are scored together
-    wanted: list[int]  # likeliest tokens that each is to be told
-    tokens: Tensor  # [n, 1 + most], int32: the one that came, then the likeliest
+    rows: list[int]  # places among the sampled rows, or among those scored together
+    wanted: list[int]  # number of likeliest tokens that each row asks for
+    tokens: Tensor  # [n, 1 + most], int32: the actual token, then the likeliest
     logprobs: Tensor  # [n, 1 + most], float32
 
-    def read(self) -> Iterator[tuple[int, Scored]]:
-        """By row. The step must have ended."""
-        told = zip(
-            self.rows, self.wanted, self.tokens.tolist(), self.logprobs.tolist(), strict=True
-        )
-        for row, wanted, (token, *top), (logprob, *others) in told:
-            likeliest = Logprobs(logprob, tuple(top[:wanted]), tuple(others[:wanted]))
-            yield row, Scored(token, likeliest)
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Scores:
+        return replace(self, tokens=move(self.tokens), logprobs=move(self.logprobs))
+
+    def by_row(self) -> Iterator[tuple[int, Scored]]:
+        """The step must have ended."""
+        values = (self.rows, self.wanted, self.tokens.tolist(), self.logprobs.tolist())
+        for row, wanted, (token, *top), (logprob, *others) in zip(*values, strict=True):
+            yield row, Scored(token, Logprobs(logprob, tuple(top[:wanted]), tuple(others[:wanted])))
 
 
 def score(
@@ -64,74 +68,71 @@ def score(
 
 
 def score_rows(logits: Tensor, tokens: Tensor, rows: list[int], wanted: list[int]) -> Scores:
-    """logits [n, V] and tokens [n]; the rows are called `rows`."""
+    """logits [n, V] and tokens [n] of the rows `rows`."""
     scores = logits.float()
     likeliest = scores.topk(min(max(wanted), scores.shape[1]), dim=-1).indices
-    # A token that could not be sampled is -1, and its row is thrown away.
-    told = torch.cat((tokens.clamp(min=0).long()[:, None], likeliest), dim=-1)
-    logprobs = scores.gather(-1, told) - scores.logsumexp(dim=-1, keepdim=True)
-    return Scores(rows, wanted, told.int(), logprobs.clamp(min=LEAST))
+    # A token that could not be sampled is -1; its row is dropped.
+    chosen = torch.cat((tokens.clamp(min=0).long()[:, None], likeliest), dim=-1)
+    logprobs = scores.gather(-1, chosen) - scores.logsumexp(dim=-1, keepdim=True)
+    return Scores(rows, wanted, chosen.int(), logprobs.clamp(min=LEAST))
 
 
-class Wanted(NamedTuple):
-    """A row of a step whose logits are wanted: to sample from, or to score a prompt's token."""
+class WantedRow(NamedTuple):
+    """A row of a step whose logits are needed: to sample from, or to score a prompt's token."""
 
-    piece: Chunk
+    chunk: Chunk
     position: int
     row: int
     samples: bool
 
     @property
     def next_token(self) -> int:
-        return self.piece.sequence.tokens[self.position + 1]
+        return self.chunk.sequence.tokens[self.position + 1]
 
 
-def wanted_rows(pieces: list[Chunk]) -> list[Wanted]:
+def wanted_rows(chunks: list[Chunk]) -> list[WantedRow]:
     """In the order of the step's rows."""
-    wanted: list[Wanted] = []
+    wanted: list[WantedRow] = []
     row = 0
-    for piece in pieces:
-        start = piece.sequence.computed
-        wanted += [Wanted(piece, place, row + place - start, False) for place in piece.scored]
-        row += piece.count
-        if piece.samples:
-            wanted.append(Wanted(piece, start + piece.count - 1, row - 1, True))
+    for chunk in chunks:
+        start = chunk.sequence.computed
+        wanted += [WantedRow(chunk, place, row + place - start, False) for place in chunk.scored]
+        row += chunk.count
+        if chunk.samples:
+            wanted.append(WantedRow(chunk, start + chunk.count - 1, row - 1, True))
     return wanted
 
 
-def prompt_rows(pieces: list[Chunk]) -> list[Wanted]:
-    """Of these, those that do not sample."""
-    if all(piece.sequence.work.prompt_logprobs is None for piece in pieces):
+def prompt_rows(chunks: list[Chunk]) -> list[WantedRow]:
+    """The wanted rows that do not sample."""
+    if all(chunk.sequence.work.prompt_logprobs is None for chunk in chunks):
         return []
-    return [each for each in wanted_rows(pieces) if not each.samples]
+    return [each for each in wanted_rows(chunks) if not each.samples]
 
 
-@dataclass(frozen=True, slots=True)
-class PromptScores:
-    """Of some rows of prompts, wherever the step runs."""
+class PromptScores(NamedTuple):
+    """Scores of some rows of prompts."""
 
-    wanted: list[Wanted]
+    wanted: list[WantedRow]
     scores: Scores
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> PromptScores:
-        scores = self.scores
-        there = replace(scores, tokens=move(scores.tokens), logprobs=move(scores.logprobs))
-        return PromptScores(self.wanted, there)
+        return PromptScores(self.wanted, self.scores.moved(move))
 
-    def keep(self) -> None:
-        """Tells the sequences. The step must have ended."""
-        for place, scored in self.scores.read():
+    def store(self) -> None:
+        """Adds the scores to their sequences. The step must have ended."""
+        for place, scored in self.scores.by_row():
             wanted = self.wanted[place]
-            wanted.piece.sequence.add_prompt_score(wanted.position, scored.logprobs)
+            wanted.chunk.sequence.add_prompt_score(wanted.position, scored.logprobs)
 
 
 def score_prompts(
-    wanted: list[Wanted], logits_of: Callable[[slice], Tensor]
+    wanted: list[WantedRow], logits_of: Callable[[slice], Tensor]
 ) -> Iterator[PromptScores]:
     """`logits_of` makes the logits [n, V] of some of the rows `wanted`."""
     for start in range(0, len(wanted), GROUP):
         some = wanted[start : start + GROUP]
         logits = logits_of(slice(start, start + GROUP))
         tokens = torch.tensor([each.next_token for each in some], device=logits.device)
-        most = [each.piece.sequence.work.prompt_logprobs or 0 for each in some]
+        most = [each.chunk.sequence.work.prompt_logprobs or 0 for each in some]
         yield PromptScores(some, score_rows(logits, tokens, list(range(len(some))), most))

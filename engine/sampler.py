@@ -1,26 +1,25 @@
 """Chooses each sequence's next token from its logits.
 
-A row's token depends on that row's logits and its sequence alone, never on
-the batch around it, the worker or the number of threads. Two things see to it:
+A row's token depends on that row's logits and its sequence alone, never on the batch around
+it, the worker or the number of threads:
 
-- One uniform number per token, made from (seed, position) by `uniform`: no
-  generator has state that a batch, a restart or a handoff could shift.
-- Probabilities become whole numbers (`WEIGHT_ONE` stands for the most probable
-  token) before they are added up. Sums of integers do not depend on the order
-  of addition, which parallel sums over floats do.
+- One uniform number per token, made from (seed, position) by `uniform`: no generator has
+  state that a batch, a restart or a handoff could shift.
+- Probabilities become whole numbers (`WEIGHT_ONE` is the most probable token's) before they
+  are summed. Sums of integers do not depend on the order of addition; those of floats do.
 
-A drawing row goes through: penalties, biases, what its grammar rules out,
-temperature, top-k, top-p, min-p, and one draw by walking the weights in order of
-token id. The three filters all say the same kind of thing, the least weight
-that may still be drawn; tokens of equal weight stay or go together, so a tie at
-the border keeps all of it. A row with temperature 0 or top-k 1 takes the best
-token, of equals the one with the lowest id.
+A drawn row passes: penalties, biases, its grammar's mask, temperature, top-k, top-p, min-p,
+and one draw by walking the weights in order of token id. Each filter sets the least weight
+that may be drawn; tokens of equal weight stay or go together, so a tie at the border keeps
+all of it. A row with temperature 0 or top-k 1 takes the best token, of equals the one with
+the lowest id.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -36,10 +35,10 @@ WEIGHT_ONE = 2.0**40
 and small enough that 2**22 weights add up within 63 bits."""
 
 NUCLEUS_WIDTH = 1024
-"""How many heavy tokens top-p looks at before it sorts the whole vocabulary."""
+"""Heavy tokens that top-p looks at before it sorts the whole vocabulary."""
 
 COLDEST = 1e-10
-"""Least temperature that divides: float32 holds it, and it leaves only ties."""
+"""Least divisor: float32 represents it, and it leaves only ties."""
 
 NOT_FINITE = "the model's logits are not finite"
 
@@ -63,15 +62,15 @@ class Sampler:
         scores = logits.to(torch.float32, copy=True)
         adjust(scores, sequences)
         tokens = _best(scores)
-        drawing = [row for row, s in enumerate(sequences) if not takes_best(s.work.sampling)]
+        drawing = [row for row, s in enumerate(sequences) if not is_greedy(s.work.sampling)]
         if drawing:
             tokens[drawing] = _draw(scores[drawing], [sequences[row] for row in drawing])
         return tokens.tolist()
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1), the same on every machine: SplitMix64's output number
-    `position` when it starts from the mixed seed, cut to the 53 bits a float holds."""
+    """In [0, 1), the same on every machine: output number `position` of SplitMix64, started
+    from the mixed seed, cut to the 53 bits of a float."""
     state = _mix(seed & MASK_64) + (position + 1) * GOLDEN_GAMMA
     return (_mix(state & MASK_64) >> 11) * 2.0**-53
 
@@ -83,85 +82,62 @@ def _mix(word: int) -> int:
     return word ^ (word >> 31)
 
 
-def takes_best(sampling: Sampling) -> bool:
-    """Whether nothing is drawn."""
+def is_greedy(sampling: Sampling) -> bool:
+    """Whether the best token is taken, without a draw."""
     return sampling.greedy or sampling.top_k == 1
 
 
 def is_adjusted(sequence: Sequence) -> bool:
-    """Whether its logits are changed before anything is chosen."""
+    """Whether its logits are changed before a token is chosen."""
     sampling = sequence.work.sampling
     return sampling.penalizes or bool(sampling.logit_bias) or sequence.guide is not None
 
 
 def adjust(scores: Tensor, sequences: list[Sequence]) -> None:
     """Changes scores [B, V], float32, in place, on any device."""
-    _penalize(scores, sequences)
-    _bias(scores, sequences)
-    _rule_out(scores, sequences)
+    for applies, part_of, change in _ADJUSTMENTS:
+        rows = [row for row, each in enumerate(sequences) if applies(each.work.sampling)]
+        if rows:
+            parts = [part_of(sequences[row]) for row in rows]
+            change(scores, *_cells(rows, parts, scores.device))
+    for row_scores, each in zip(scores, sequences, strict=True):
+        if each.guide is not None:
+            allowed = to_device(torch.from_numpy(each.guide.mask()), scores.device)
+            row_scores.masked_fill_(allowed[: len(row_scores)] == 0, -math.inf)
 
 
 def _is_plain(sequence: Sequence) -> bool:
-    return takes_best(sequence.work.sampling) and not is_adjusted(sequence)
+    return is_greedy(sequence.work.sampling) and not is_adjusted(sequence)
 
 
 def _best(scores: Tensor) -> Tensor:
     """scores: [B, V] -> [B], the best token of each row."""
-    # max passes a NaN on, so the best scores tell whether all are sound.
+    # max propagates NaN, so the best scores show whether all are finite.
     values, tokens = scores.max(dim=-1)
     if not math.isfinite(sum(values.tolist())):
         raise Internal(NOT_FINITE)
     return tokens
 
 
-def _penalize(scores: Tensor, sequences: list[Sequence]) -> None:
-    """Changes scores: [B, V] in place, in the rows that ask for it."""
-    rows = [row for row, s in enumerate(sequences) if s.work.sampling.penalizes]
-    if rows:
-        _apply_repetition(scores, _Cells.of(rows, [_repeated(sequences[row]) for row in rows]))
-        _add(scores, _Cells.of(rows, [_answered(sequences[row]) for row in rows]))
-
-
-def _bias(scores: Tensor, sequences: list[Sequence]) -> None:
-    rows = [row for row, each in enumerate(sequences) if each.work.sampling.logit_bias]
-    if rows:
-        _add(scores, _Cells.of(rows, [_biases(sequences[row]) for row in rows]))
-
-
-def _rule_out(scores: Tensor, sequences: list[Sequence]) -> None:
-    """Leaves only the tokens that guides allow. They are few, and each is changed in place."""
-    for row, each in zip(scores, sequences, strict=True):
-        if each.guide is not None:
-            allowed = to_device(torch.from_numpy(each.guide.mask()), scores.device)
-            row.masked_fill_(allowed[: len(row)] == 0, -math.inf)
-
-
-class _Cells(NamedTuple):
-    """Some tokens of some rows, with a number for each. All [N]; no cell occurs twice."""
-
-    rows: npt.NDArray[np.int64]
-    tokens: npt.NDArray[np.int64]
-    numbers: npt.NDArray[np.float32]
-
-    @classmethod
-    def of(cls, rows: list[int], parts: list[_Part]) -> _Cells:
-        tokens, numbers = zip(*parts, strict=True)
-        repeated = np.repeat(np.asarray(rows), [len(part) for part in tokens])
-        return cls(repeated, np.concatenate(tokens), np.concatenate(numbers).astype(np.float32))
-
-    def on(self, device: torch.device) -> list[Tensor]:
-        """Rows, tokens and numbers there, without waiting for the device."""
-        return [to_device(torch.from_numpy(part), device) for part in self]
+def _cells(rows: list[int], parts: list[_Part], device: torch.device) -> list[Tensor]:
+    """Rows, tokens and numbers of some cells of the scores, [N] each; no cell occurs twice."""
+    tokens, numbers = zip(*parts, strict=True)
+    cells = (
+        np.repeat(np.asarray(rows), [len(part) for part in tokens]),
+        np.concatenate(tokens),
+        np.concatenate(numbers).astype(np.float32),
+    )
+    return [to_device(torch.from_numpy(part), device) for part in cells]
 
 
 def _repeated(sequence: Sequence) -> _Part:
-    """Every token of prompt and answer, once, with the repetition penalty."""
+    """Each token of prompt and answer once, with the repetition penalty."""
     tokens = np.unique(np.asarray(sequence.tokens, dtype=np.int64))
     return tokens, np.full(len(tokens), sequence.work.sampling.repetition_penalty)
 
 
 def _answered(sequence: Sequence) -> _Part:
-    """Every token of the answer, with what its presence and its count add, which is negative."""
+    """Each token of the answer, with its negated presence and frequency penalty."""
     answer = np.asarray(sequence.tokens[sequence.prompt_length :], dtype=np.int64)
     tokens, counts = np.unique(answer, return_counts=True)
     sampling = sequence.work.sampling
@@ -173,15 +149,23 @@ def _biases(sequence: Sequence) -> _Part:
     return np.asarray(tokens, dtype=np.int64), np.asarray(biases)
 
 
-def _apply_repetition(scores: Tensor, cells: _Cells) -> None:
-    rows, tokens, penalties = cells.on(scores.device)
+def _apply_repetition(scores: Tensor, rows: Tensor, tokens: Tensor, penalties: Tensor) -> None:
     before = scores[rows, tokens]
     scores[rows, tokens] = torch.where(before > 0, before / penalties, before * penalties)
 
 
-def _add(scores: Tensor, cells: _Cells) -> None:
-    rows, tokens, numbers = cells.on(scores.device)
+def _add(scores: Tensor, rows: Tensor, tokens: Tensor, numbers: Tensor) -> None:
     scores[rows, tokens] += numbers
+
+
+_ADJUSTMENTS: tuple[
+    tuple[Callable[[Sampling], object], Callable[[Sequence], _Part], Callable[..., None]], ...
+] = (
+    (lambda sampling: sampling.penalizes, _repeated, _apply_repetition),
+    (lambda sampling: sampling.penalizes, _answered, _add),
+    (lambda sampling: sampling.logit_bias, _biases, _add),
+)
+"""Which requests it applies to, which tokens it changes, and how; in order."""
 
 
 def _draw(scores: Tensor, sequences: list[Sequence]) -> Tensor:
@@ -265,5 +249,5 @@ def _column(values: list[float], device: torch.device) -> Tensor:
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """`host` there, in the order of the device's stream."""
+    """Copies in the order of the device's stream, without waiting."""
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

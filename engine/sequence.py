@@ -1,4 +1,4 @@
-"""One request while an engine works on it: its tokens, its pages and what it waits for."""
+"""One request while an engine works on it: its tokens, its pages, and what is sampled."""
 
 from __future__ import annotations
 
@@ -18,37 +18,27 @@ class Guide(Protocol):
     """Knows which tokens may come next in one answer."""
 
     def follow(self, tokens: list[int]) -> None:
-        """The answer goes on with these."""
+        """Appends tokens to the answer."""
 
     def mask(self) -> npt.NDArray[np.uint8]:
-        """One number a token: 0 where it may not come next."""
+        """One number per token: 0 where it may not come next."""
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request while an engine works on it.
-
-    tokens holds the prompt and what has been generated. K/V of
-    tokens[:computed] are in the lease's pages; the rest must still be run.
-    """
+    """`tokens` holds the prompt and the generated tokens. Keys and values of tokens[:computed]
+    are in the lease's pages; the rest must still be run."""
 
     work: Work
     lease: Lease
     tokens: list[int] = field(default_factory=list)
     computed: int = 0
-    # Its place among the requests of its worker: older is smaller.
-    order: int = 0
-    # Tokens that steps under way will sample: they count as there, though only
-    # the device knows them yet.
-    expected: int = 0
-    # Pages that the second tier was asked for.
-    restored: int = 0
-    # The keys of its pages; they have none where nothing is cached.
-    chain: KeyChain = field(default_factory=KeyChain)
-    # Where only some tokens may come next.
+    order: int = 0  # among its worker's requests: older is smaller
+    expected: int = 0  # tokens that steps in flight will sample; only the device knows them yet
+    restored: int = 0  # pages requested from the second tier
+    chain: KeyChain = field(default_factory=KeyChain)  # without keys where nothing is cached
     guide: Guide | None = None
-    # Where that is asked for: how likely the prompt's tokens were, from its second on.
-    prompt_scores: list[Logprobs] = field(default_factory=list)
+    prompt_scores: list[Logprobs] = field(default_factory=list)  # from the second token on
 
     def __post_init__(self) -> None:
         if not self.tokens:
@@ -56,7 +46,7 @@ class Sequence:
 
     @property
     def prompt_length(self) -> int:
-        """Without what earlier attempts answered, which counts as generated."""
+        """Without the tokens of earlier attempts, which count as generated."""
         return len(self.work.prompt_tokens) - self.work.answer_tokens
 
     @property
@@ -69,44 +59,44 @@ class Sequence:
 
     @property
     def planned_out(self) -> bool:
-        """Whether no step can be planned before the host has seen what those under way sample."""
+        """Whether the next step needs the tokens that steps in flight sample."""
         if not self.expected:
             return False
         last = self.generated + self.expected >= self.work.max_tokens
         return last or self.work.sampling.penalizes or self.guide is not None
 
     def set_guide(self, guide: Guide | None) -> None:
-        """From now on only what the guide allows is sampled. It has seen no token yet."""
+        """Restricts sampling to what the guide allows. It must not have seen a token yet."""
         self.guide = guide
         if guide is not None:
             guide.follow(self.tokens[self.prompt_length :])
 
     @property
     def cached_tokens(self) -> int:
-        """Of its tokens, how many at the front were found in the cache."""
+        """Tokens at the front that were found in the cache."""
         return self.lease.found * self.chain.page_size
 
     @property
     def restored_tokens(self) -> int:
-        """Of these, how many the second tier had."""
+        """The cached tokens that came from the second tier."""
         return min(self.restored, self.lease.found) * self.chain.page_size
 
     def settle(self, computed: int) -> None:
-        """K/V of tokens[:computed] are there for good: pages that they fill may be shared."""
+        """Declares keys and values of tokens[:computed] final: full pages may be shared."""
         if computed // self.chain.page_size > self.lease.named:
             self.lease.name(self.chain.keys(self.tokens, computed))
 
     def add_prompt_score(self, position: int, logprobs: Logprobs) -> None:
-        """How likely the token behind `position` was. What is computed again is known."""
+        """Scores the token after `position`; ignored when computed again."""
         if position == len(self.prompt_scores):
             self.prompt_scores.append(logprobs)
 
     def will_name(self, place: int, key: bytes) -> bool:
-        """Whether its page number `place` is still to be computed, and to have this key."""
+        """Whether its page number `place` is still to be computed, and will have this key."""
         return place >= self.lease.named and self.chain.names(place, key)
 
     def append(self, token: int) -> FinishReason | None:
-        """Adds a generated token; says whether it is the last."""
+        """Adds a generated token; returns the finish reason if it is the last."""
         self.tokens.append(token)
         finish = self.work.finish_reason(token, self.generated)
         if self.guide is not None and finish is None:

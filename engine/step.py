@@ -1,4 +1,4 @@
-"""One step over many sequences: the plan, what each chunk needs, and the outcome."""
+"""One step over many sequences: its plan, the model's inputs, and its outcome."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from baton.engine.sequence import Sequence
 class Chunk:
     """A sequence's share of one step: run tokens[computed : computed + count].
 
-    The lease's pages must already cover these positions. When the piece ends
-    with the sequence's last token, the step samples the token that follows.
+    The lease's pages must cover these positions. When the chunk ends with the sequence's last
+    token, the step samples the next one.
     """
 
     sequence: Sequence
@@ -30,7 +30,7 @@ class Chunk:
 
     @property
     def scored(self) -> range:
-        """The positions at which it is asked how likely the prompt's next token was."""
+        """Positions at which the request asks for the log probability of its next token."""
         sequence = self.sequence
         if sequence.work.prompt_logprobs is None:
             return range(0)
@@ -38,50 +38,57 @@ class Chunk:
         return range(start, min(sequence.computed + self.count, sequence.prompt_length - 1))
 
     def check(self, page_size: int) -> None:
-        """Raises Internal when there is nothing to run, or no page to run it into."""
+        """Raises Internal when there is nothing to run, or no page for it."""
         sequence = self.sequence
         if not 0 < self.count <= sequence.uncomputed:
-            raise Internal(f"a piece of {self.count} of {sequence.uncomputed} tokens")
+            raise Internal(f"a chunk of {self.count} of {sequence.uncomputed} tokens")
         if sequence.computed + self.count > len(sequence.lease) * page_size:
-            raise Internal("a piece reaches past its sequence's pages")
+            raise Internal("a chunk reaches past its sequence's pages")
 
-    def span(self, page_size: int) -> ChunkInputs:
-        """What the model must know of it."""
+    def inputs(self, page_size: int) -> ChunkInputs:
         start, end = self.sequence.computed, self.sequence.computed + self.count
         pages = self.sequence.lease.pages[: -(-end // page_size)]
         wanted = [*self.scored, end - 1] if self.samples else [*self.scored]
         return ChunkInputs(start, self.sequence.tokens[start:end], pages, wanted)
 
-    def depart(self) -> None:
-        """The step is under way: the sequence is as it will be when it ends."""
+    def launched(self) -> None:
+        """Advances the sequence to where the step in flight will leave it."""
         self.sequence.expected += self.samples
         self.sequence.computed += self.count
 
 
 Plan = list[Chunk]
-"""One step. The runner runs all pieces in one forward pass."""
+"""One step. The runner runs all chunks in one forward pass."""
+
+
+def row_order(plan: Plan) -> list[int]:
+    """Indices of the chunks in the order of a step's rows: single tokens first, since they are
+    attended together."""
+    return sorted(range(len(plan)), key=lambda index: plan[index].count > 1)
 
 
 class Scored(NamedTuple):
-    """A sampled token of a sequence that wants to know how likely its tokens are."""
+    """A sampled token of a sequence that asks for log probabilities."""
 
     token: int
     logprobs: Logprobs
 
 
 Outcome = int | Scored | BatonError | None
-"""What a step did for one piece: sampled a token, failed it, or just computed it."""
+"""What a step did for one chunk: sampled a token, failed it, or just computed it."""
 
 
 class InFlightStep(Protocol):
+    """A step that has been launched and may still be running."""
+
     @property
     def ended(self) -> DeviceEvent | None:
-        """When the device has done it; None where it was done when its launch returned."""
+        """Its end on the device; None where it had ended when its launch returned."""
 
     def wait(self) -> list[Outcome]:
-        """What the step did for each piece, in the plan's order. Returns when it has ended.
+        """Waits for the outcome of each chunk, in the plan's order. Called once.
 
-        Called once. The tokens are the caller's to append, before it plans another step.
+        The caller appends the tokens before it plans another step.
         """
 
 
@@ -98,25 +105,25 @@ class FinishedStep:
 
 
 class ChunkInputs(NamedTuple):
-    """One sequence's tokens in a step."""
+    """What the model needs of a chunk, as plain values that can be sent to other ranks."""
 
-    start: int  # the position of the first
+    start: int  # position of the first token
     tokens: list[int]
-    pages: list[int]  # of the sequence, up to the last token at least
-    wanted: list[int]  # positions whose logits are wanted
+    pages: list[int]  # of the sequence, at least up to the last token
+    wanted: list[int]  # positions whose logits are needed
 
     @property
     def end(self) -> int:
         return self.start + len(self.tokens)
 
 
-def encode_inputs(spans: list[ChunkInputs]) -> bytes:
-    """Numbers of 32 bits: how many spans; the start and three counts of each; then all tokens,
-    all pages, and all that is wanted."""
-    numbers = [len(spans)]
-    for span in spans:
-        numbers += (span.start, len(span.tokens), len(span.pages), len(span.wanted))
-    for values in chain.from_iterable(zip(*(span[1:] for span in spans), strict=True)):
+def encode_inputs(inputs: list[ChunkInputs]) -> bytes:
+    """32-bit numbers: the number of chunks; start and three counts of each; then all tokens,
+    all pages, and all wanted positions."""
+    numbers = [len(inputs)]
+    for chunk in inputs:
+        numbers += (chunk.start, len(chunk.tokens), len(chunk.pages), len(chunk.wanted))
+    for values in chain.from_iterable(zip(*(chunk[1:] for chunk in inputs), strict=True)):
         numbers += values
     return np.array(numbers, np.int32).tobytes()
 

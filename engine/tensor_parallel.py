@@ -1,8 +1,10 @@
-"""The processes that run one model together, each with its share of it (engine/architecture.py).
+"""The processes that run one model together, each with its share of it (architecture.Split).
 
-Rank 0 tells the others each step, over sockets, and all run it: after attention and after the
-MLP their parts are summed up (engine/tensor_parallel.py). Rank 0 alone has the head, and samples.
-All are on one host.
+Rank 0 broadcasts each step over sockets, and all run it: after attention and after the MLP
+their parts are summed. Rank 0 alone has the head, and samples. All are on one host.
+
+    gloo   ranks on CPUs, or on GPUs that they share: through host memory; the host waits
+    nccl   ranks with a GPU each: in the order of the GPU's stream, also within recorded steps
 """
 
 from __future__ import annotations
@@ -20,6 +22,9 @@ from torch.distributed import FileStore, ProcessGroupGloo  # type: ignore[attr-d
 from baton.engine.architecture import Split
 from baton.kernels.linear import Linear
 
+TIMEOUT = timedelta(minutes=2)
+"""A rank that waits longer for another within a step ends."""
+
 
 class Group:
     """One rank's view of the group. On rank 0, `others` lead to the other ranks, in order."""
@@ -33,9 +38,10 @@ class Group:
         own_devices: bool = False,
         loaded: Callable[[], None] = lambda: None,
     ) -> None:
-        """`own_devices` says that each rank has a GPU of its own. `loaded` is called when this
-        rank is about to meet the others: it returns when all others have loaded too, or raises
-        why one cannot; or tells rank 0 that this one has."""
+        """`meeting_point` is a file that does not exist yet; NCCL uses it throughout.
+        `own_devices`: each rank has a GPU of its own. `loaded` is called before the ranks
+        connect: on rank 0 it waits until all others have loaded, or raises why one cannot; on
+        the others it reports to rank 0."""
         self.split = split
         self._meeting_point = meeting_point
         self._others = others
@@ -44,18 +50,20 @@ class Group:
         self._device = torch.device("cpu")
         self._collectives: Collectives
 
-    def meet(self, device: torch.device) -> None:
-        """Returns when every rank is connected to every other one. Its sums are on `device`."""
+    def connect(self, device: torch.device) -> None:
+        """Returns when every rank is connected to every other. Sums are on `device`."""
         self._loaded()
         self._device = device
-        self._collectives = connect(
-            self.split, self._meeting_point, device, own_devices=self._own_devices
-        )
+        store = FileStore(str(self._meeting_point), self.split.size)
+        if self._own_devices:
+            self._collectives = NcclCollectives(store, self.split, device)
+        else:
+            self._collectives = GlooCollectives(store, self.split)
         self.wait()
 
     @property
     def recordable(self) -> bool:
-        """Whether a recorded step may have sums in it."""
+        """Whether a recorded step may contain sums."""
         return self._collectives.recordable
 
     def broadcast(self, step: bytes) -> None:
@@ -64,7 +72,7 @@ class Group:
             other.send_bytes(step)
 
     def close(self) -> None:
-        """From rank 0: there are no more steps."""
+        """From rank 0: ends the steps."""
         for other in self._others:
             other.close()
 
@@ -81,42 +89,18 @@ class Group:
         return self._collectives.least(number)
 
     def wait(self) -> None:
-        """Returns when all ranks are here; on a GPU of its own, what is launched from now on
-        begins when they are."""
+        """A barrier; on a GPU of its own, for what is launched from now on."""
         self.sum(torch.zeros(1, device=self._device))
-
-
-PATIENCE = timedelta(minutes=2)
-"""The longest that a rank waits for another within a step; then it ends."""
 
 
 class Collectives(Protocol):
     recordable: bool
-    """Whether a recorded step may have them in it."""
 
-    def sum(self, part: Tensor) -> Tensor:
-        """The sum of all ranks' parts, on each of them. `part` may be overwritten."""
+    def sum(self, part: Tensor) -> Tensor: ...
 
-    def share(self, values: Tensor) -> None:
-        """Overwrites the values with those of rank 0."""
+    def share(self, values: Tensor) -> None: ...
 
-    def least(self, number: int) -> int:
-        """The smallest of all ranks' numbers."""
-
-
-def connect(
-    split: Split, meeting_point: Path, device: torch.device, *, own_devices: bool
-) -> Collectives:
-    """Returns when every rank is connected to every other one, in a process of its own if
-    each has a GPU.
-
-    `meeting_point` is a file that does not exist yet. NCCL looks there now and then for as long
-    as it is used, gloo never again.
-    """
-    store = FileStore(str(meeting_point), split.size)
-    if own_devices:
-        return NcclCollectives(store, split, device)
-    return GlooCollectives(store, split)
+    def least(self, number: int) -> int: ...
 
 
 class GlooCollectives:
@@ -125,12 +109,12 @@ class GlooCollectives:
     def __init__(self, store: FileStore, split: Split) -> None:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        options._timeout = PATIENCE
+        options._timeout = TIMEOUT
         self._size = split.size
         self._group = ProcessGroupGloo(store, split.rank, split.size, options)
 
     def sum(self, part: Tensor) -> Tensor:
-        """Added up in the order of ranks, so that a row's sum does not depend on its place."""
+        """Added in the order of ranks, so that a row's sum does not depend on its place."""
         parts = self._gather(part)
         total = parts[0]
         for other in parts[1:]:
@@ -153,7 +137,7 @@ class GlooCollectives:
 
 
 class NcclCollectives:
-    """Nothing here waits for the GPU but `least`."""
+    """Only `least` waits for the GPU."""
 
     recordable = True
 
@@ -163,7 +147,7 @@ class NcclCollectives:
             store=store,
             rank=split.rank,
             world_size=split.size,
-            timeout=PATIENCE,
+            timeout=TIMEOUT,
             device_id=device,
         )
         self._device = device
@@ -182,12 +166,12 @@ class NcclCollectives:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Nothing is computed on the way, and not every type may travel."""
+    """gloo gathers any type as bytes."""
     return tensor.view(torch.uint8).view(-1)
 
 
 class SummedLinear(Linear):
-    """Cut by inputs: what the ranks make of theirs is summed up. Only rank 0 has the bias."""
+    """Cut by inputs: the ranks' products are summed. Only rank 0 has the bias."""
 
     __slots__ = ("group",)
 

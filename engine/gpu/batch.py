@@ -1,6 +1,8 @@
-"""One step as arrays: which rows it has, where they read and where they store.
+"""One step as arrays: its rows, what they read and where they store.
 
-Rows are tokens: first one for each decoding sequence, then the chunks.
+Rows are tokens: first one for each decoding sequence, then the chunks. `StepMessage` is what
+rank 0 sends to the other ranks, as 32-bit numbers; its tokens are placeholders there, since
+those that rank 0 settles are shared from device to device (engine/gpu/runner.py).
 """
 
 from __future__ import annotations
@@ -13,14 +15,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from baton.engine.gpu.prompt_attention import LongChunk, takes
+from baton.engine.gpu.prompt_attention import LongChunk, is_long
 from baton.engine.step import Chunk
 from baton.kernels.gpu.chunk_attention import BLOCK_QUERIES
 
 
 @dataclass(frozen=True, slots=True)
 class StepArrays:
-    tokens: Ints  # [T]; -1: the one that the step before sampled for this slot
+    tokens: Ints  # [T]; -1: the one the step before sampled for this slot
     slots: Ints  # [T], rows of the page table
     positions: Ints  # [T]
     stores: Ints  # [T], page * page_size + offset
@@ -33,12 +35,12 @@ class StepArrays:
         return self.decoding == len(self.tokens)
 
     def joined(self) -> Ints:
-        """All arrays, one after the other."""
+        """All arrays, concatenated."""
         parts = (self.tokens, self.slots, self.positions, self.stores, self.blocks.ravel())
         return np.concatenate(parts)
 
     def padded(self, rows: int, blocks: int, padding_slot: int) -> StepArrays:
-        """The same with idle rows and blocks at the end."""
+        """With idle rows and blocks at the end."""
         count = rows - len(self.tokens)
         idle = StepArrays.idle(count, blocks - len(self.blocks), padding_slot, self.only_decodes)
         return StepArrays(
@@ -53,7 +55,7 @@ class StepArrays:
 
     @classmethod
     def idle(cls, rows: int, blocks: int, padding_slot: int, decodes: bool) -> StepArrays:
-        """A step that leaves no page changed."""
+        """A step that changes no page."""
         return cls(
             tokens=np.zeros(rows, dtype=np.int32),
             slots=np.full(rows, padding_slot, dtype=np.int32),
@@ -67,35 +69,35 @@ class StepArrays:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the arrays of a step may hold."""
+    """Limits of a step's arrays."""
 
     page_size: int
     decoding: int  # rows that are attended as decoding; more are chunks of one token
     library: bool  # whether the library's attention can run this model
 
 
-def step_arrays(pieces: list[Chunk], slots: list[int], limits: Limits) -> StepArrays:
-    """The arrays of one step. Single tokens must come first among the pieces."""
+def step_arrays(chunks: list[Chunk], slots: list[int], limits: Limits) -> StepArrays:
+    """The arrays of one step. Single tokens must come first among the chunks."""
     page_size = limits.page_size
-    decoding = min(sum(piece.count == 1 for piece in pieces), limits.decoding)
-    counts = np.asarray([piece.count for piece in pieces], dtype=np.int32)
-    starts = np.asarray([piece.sequence.computed for piece in pieces], dtype=np.int32)
+    decoding = min(sum(chunk.count == 1 for chunk in chunks), limits.decoding)
+    counts = np.asarray([chunk.count for chunk in chunks], dtype=np.int32)
+    starts = np.asarray([chunk.sequence.computed for chunk in chunks], dtype=np.int32)
     firsts = np.cumsum(counts) - counts
     positions = np.repeat(starts - firsts.astype(np.int32), counts)
     positions += np.arange(len(positions), dtype=np.int32)
-    pages = np.concatenate([_pages(piece, page_size) for piece in pieces])
+    pages = np.concatenate([_pages(chunk, page_size) for chunk in chunks])
     blocks: list[tuple[int, int, int, int]] = []
     long: list[LongChunk] = []
-    for piece, slot, first in zip(
-        pieces[decoding:], slots[decoding:], firsts[decoding:], strict=True
+    for chunk, slot, first in zip(
+        chunks[decoding:], slots[decoding:], firsts[decoding:], strict=True
     ):
-        start = piece.sequence.computed
-        if limits.library and takes(piece.count, start, page_size):
-            long.append(LongChunk(int(first), piece.count, start, slot))
+        start = chunk.sequence.computed
+        if limits.library and is_long(chunk.count, start, page_size):
+            long.append(LongChunk(int(first), chunk.count, start, slot))
         else:
-            blocks += _blocks(int(first), start, piece.count, slot)
+            blocks += _blocks(int(first), start, chunk.count, slot)
     return StepArrays(
-        tokens=np.asarray([token for piece in pieces for token in _tokens(piece)], dtype=np.int32),
+        tokens=np.asarray([token for chunk in chunks for token in _tokens(chunk)], dtype=np.int32),
         slots=np.repeat(np.asarray(slots, dtype=np.int32), counts),
         positions=positions,
         stores=pages * page_size + positions % page_size,
@@ -105,25 +107,25 @@ def step_arrays(pieces: list[Chunk], slots: list[int], limits: Limits) -> StepAr
     )
 
 
-def _tokens(piece: Chunk) -> list[int]:
-    sequence = piece.sequence
+def _tokens(chunk: Chunk) -> list[int]:
+    sequence = chunk.sequence
     if sequence.computed >= len(sequence.tokens):
         return [-1]
-    known = sequence.tokens[sequence.computed : sequence.computed + piece.count]
-    return known + [-1] * (piece.count - len(known))
+    known = sequence.tokens[sequence.computed : sequence.computed + chunk.count]
+    return known + [-1] * (chunk.count - len(known))
 
 
-def _pages(piece: Chunk, page_size: int) -> Ints:
-    """The page of each of the piece's tokens."""
-    start, pages = piece.sequence.computed, piece.sequence.lease.pages
-    if piece.count == 1:
+def _pages(chunk: Chunk, page_size: int) -> Ints:
+    """The page of each of the chunk's tokens."""
+    start, pages = chunk.sequence.computed, chunk.sequence.lease.pages
+    if chunk.count == 1:
         return np.asarray([pages[start // page_size]], dtype=np.int32)
     held = np.asarray(pages, dtype=np.int32)
-    return held[np.arange(start, start + piece.count) // page_size]
+    return held[np.arange(start, start + chunk.count) // page_size]
 
 
 def _blocks(first: int, start: int, count: int, slot: int) -> list[tuple[int, int, int, int]]:
-    """The last block, which sees the most, first."""
+    """The last block first: it sees the most."""
     return [
         (first + offset, start + offset, min(BLOCK_QUERIES, count - offset), slot)
         for offset in reversed(range(0, count, BLOCK_QUERIES))
@@ -134,7 +136,10 @@ Ints = npt.NDArray[np.int32]
 
 
 def upload(array: Ints, device: torch.device) -> Tensor:
-    """The array on the device, in the order of its stream."""
+    """Copies to the device in the order of its stream, without waiting.
+
+    The page-locked memory is torch's: not reused before the copy has ended.
+    """
     return _pinned(array, device).to(device, non_blocking=True)
 
 
@@ -144,7 +149,7 @@ def upload_into(target: Tensor, array: Ints) -> None:
 
 
 def download(values: Tensor) -> Tensor:
-    """The values as host memory, which is filled in the order of the stream."""
+    """Host memory that is filled in the order of the stream."""
     pinned = values.device.type == "cuda"
     there = torch.empty(values.shape, dtype=values.dtype, pin_memory=pinned)
     return there.copy_(values, non_blocking=True)
@@ -160,12 +165,12 @@ HEAD = 6
 
 class StepMessage(NamedTuple):
     arrays: StepArrays
-    pages: Ints  # [n, 2]: places in the page table, and what to put there
-    wanted: Ints  # [n], the rows that the last layer is run for
+    pages: Ints  # [n, 2]: places in the page table, and their new pages
+    wanted: Ints  # [n], the rows that the last layer computes
 
 
 def encode_step(step: StepMessage) -> bytes:
-    """How many rows, blocks, long chunks, decoding rows, pages and wanted rows; then all."""
+    """Counts of rows, blocks, long chunks, decoding rows, pages and wanted rows; then all."""
     arrays = step.arrays
     head = [len(arrays.tokens), len(arrays.blocks), len(arrays.long), arrays.decoding]
     head += [len(step.pages), len(step.wanted)]

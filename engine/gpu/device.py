@@ -1,10 +1,9 @@
-"""Keeps a worker's kernels to a part of its GPU.
+"""How one worker uses its GPU, and its confinement to a part of it.
 
-A green context owns some of the GPU's multiprocessors; what is launched in it
-runs there. Processes that share a GPU need NVIDIA's multi-process service to run
-at the same time at all (worker/resources.py). Its own way to divide a GPU, a
-percentage of threads for each process, is not used: with cuBLAS 13.0 most
-percentages leave parts of matrix products unwritten.
+A green context owns some of the GPU's multiprocessors; what is launched in it runs there.
+Processes that share a GPU run at the same time only under NVIDIA's multi-process service
+(worker/resources.py). Its own way to divide a GPU, a percentage of threads per process, is
+not used: with cuBLAS 13.0 most percentages leave parts of matrix products unwritten.
 """
 
 from __future__ import annotations
@@ -13,22 +12,29 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 GRANULARITY = 8
-"""Multiprocessors are handed out in groups of so many."""
+"""Multiprocessors are assigned in groups of this size."""
 
 log = logging.getLogger(__name__)
 
 _contexts: list[object] = []
-"""A context is gone with its last reference."""
+"""A context ends with its last reference."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuSettings:
+    memory_share: float = 0.9  # of the GPU's memory, for weights, pages and work
+    max_batch: int = 256  # requests of a decode step
+    chunk_tokens: int = 8192  # prompt tokens of a step
+    share: float = 1.0  # of the GPU's multiprocessors
 
 
 def confine(share: float, device: str) -> None:
-    """From here on, what this thread launches runs on at most `share` of the multiprocessors.
+    """Confines what this thread launches from now on to `share` of the multiprocessors.
 
-    Called once, before anything else is done with the GPU: streams made earlier are not bound.
+    Called before anything else uses the GPU: streams made earlier are not bound.
     """
+    import torch  # GpuSettings are read where torch is not loaded
     from torch.cuda import green_contexts
 
     torch.cuda.init()  # type: ignore[no-untyped-call]
@@ -39,11 +45,3 @@ def confine(share: float, device: str) -> None:
     context.set_context()
     _contexts.append(context)
     log.info("computing on %d of the GPU's %d multiprocessors", count, total)
-
-
-@dataclass(frozen=True, slots=True)
-class GpuSettings:
-    memory_share: float = 0.9  # of the GPU's memory, for weights, pages and work
-    max_batch: int = 256  # requests of a decode step
-    chunk_tokens: int = 8192  # prompt tokens of a step
-    share: float = 1.0  # of the GPU's multiprocessors

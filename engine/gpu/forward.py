@@ -1,10 +1,9 @@
 """The decoder on a GPU: the layers over a batch of rows, in two forms.
 
-A few rows cost what the weights take to read: products with the norms, the gate
-and the sums inside them (kernels/gpu/linear.py), five kernels a layer. Many
-rows are the matrix library's: its products, with one kernel each between them.
-Where several ranks share the model, what they add to the residual is summed up
-before it is added, in either form.
+Few rows cost what reading the weights costs: products with the norms, the gate and the sums
+inside them (kernels/gpu/linear.py), five kernels per layer. Many rows use the matrix library's
+products, with one kernel each between them. Where several ranks share the model, their parts
+are summed before they are added to the residual, in either form.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ from baton.kernels.gpu.tokens import embed
 from baton.kernels.linear import GatedLinear, Linear
 
 SPLIT_ROWS = range(65, 257)
-"""With so many rows a product onto the residual has tiles for half of the chip: it is made as
-two products, of half of the inputs each, which the norm behind it adds up."""
+"""With this many rows a product onto the residual has tiles for half of the chip: it is split
+into two products over half of the inputs each, which the next norm adds up."""
 
 Attend = Callable[[int, Tensor], Tensor]
-"""(layer, qkv [T, (heads + 2 * kv_heads) * dim], not yet turned) -> [T, heads * dim].
-Stores the rows' keys and values on the way."""
+"""(layer, qkv [T, (heads + 2 * kv_heads) * dim], not yet rotated) -> [T, heads * dim].
+Also stores the rows' keys and values."""
 
 
 def few_rows_forward(model: Model, tokens: Tensor, attend: Attend, logits: Tensor) -> Tensor:
@@ -73,10 +72,9 @@ def few_rows_forward(model: Model, tokens: Tensor, attend: Attend, logits: Tenso
 def many_rows_forward(
     model: Model, tokens: Tensor, attend: Attend, samples: Tensor | None = None
 ) -> Tensor:
-    """tokens [T] -> what the head reads, [n, hidden], for rows `samples` [n] or for all.
+    """tokens [T] -> the head's input, [n, hidden], for rows `samples` [n] or for all.
 
-    What follows the last keys and values matters only to the rows that sample: with
-    `samples`, `attend` gives only those of the last layer.
+    With `samples`, the last layer's `attend` returns only those rows.
     """
     epsilon = model.architecture.norm_epsilon
     residual = functional.embedding(tokens, model.embedding)
@@ -93,8 +91,8 @@ def many_rows_forward(
 
 
 def logits_of(model: Model, normed: Tensor, out: Tensor | None = None) -> Tensor:
-    """normed [n, hidden], as the last layer leaves it -> [n, vocabulary], or [n, 0] on ranks
-    that have no head."""
+    """normed [n, hidden], the last layer's output -> [n, vocabulary]; [n, 0] on ranks without
+    a head."""
     if not len(model.head.weight):
         return normed[:, :0]
     return torch.mm(normed, model.head.weight.t(), out=out)
@@ -130,7 +128,7 @@ def _product(linear: Linear | GatedLinear, x: Tensor) -> Tensor:
 
 
 def _norm_after(model: Model, index: int) -> Tensor:
-    """The weight of the norm that reads what layer `index` leaves."""
+    """The weight of the norm after layer `index`."""
     if index + 1 < len(model.layers):
         return model.layers[index + 1].attention_norm.weight
     return model.norm.weight

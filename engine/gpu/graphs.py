@@ -1,7 +1,7 @@
 """Steps recorded once and replayed: one launch instead of hundreds.
 
-A recording is for a fixed number of rows. Its inputs lie in one buffer that is
-filled before each replay, its outputs where the recording left them.
+A recording has a fixed number of rows. Its inputs are in one buffer that is filled before
+each replay; its outputs stay where the recording left them.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Output = TypeVar("Output")
 
 
 def memory_pool(device: torch.device) -> _POOL_HANDLE | None:
-    """Memory that recordings share: only one of them runs at a time."""
+    """Memory that all recordings share: only one runs at a time."""
     return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
 
 @contextmanager
 def library(name: str) -> Iterator[None]:
-    """Matrix products in the block are this library's: "cublas" or "cublaslt"."""
+    """Uses this library for matrix products in the block: "cublas" or "cublaslt"."""
     if not torch.cuda.is_available():
         yield
         return
@@ -40,7 +40,7 @@ def library(name: str) -> Iterator[None]:
 
 
 class Recording(Generic[Output]):
-    """A body of kernels. Where it cannot be recorded, it runs each time."""
+    """A recorded body of kernels; where it is not recordable, it runs each time."""
 
     def __init__(self, body: Callable[[], Output], *, recordable: bool) -> None:
         self._body = body
@@ -49,14 +49,14 @@ class Recording(Generic[Output]):
         self._recordable = recordable
 
     def record(self, pool: _POOL_HANDLE | None) -> None:
-        """Runs the body once, to compile what it needs, then records it."""
+        """Runs the body once to compile its kernels, then records it."""
         if not self._recordable:
             return
         self._body()
         torch.cuda.synchronize()
         self._graph = torch.cuda.CUDAGraph()
-        # Only this thread's calls can spoil it: the transfer thread asks its own events meanwhile,
-        # and so does NCCL's.
+        # Only this thread's calls can break it: the transfer thread and NCCL's query their own
+        # events meanwhile.
         with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
             self._output = self._body()
 
@@ -70,11 +70,11 @@ class Recording(Generic[Output]):
 
 
 def row_counts(most: int) -> list[int]:
-    """The batch sizes that get a recording: close together where a row costs the most."""
+    """The recorded batch sizes: close together where a row costs the most."""
     counts = [1, 2, 4, *range(8, 33, 4), *range(40, 65, 8), *range(80, 129, 16)]
     counts += range(160, most + 32, 32)
     return [count for count in counts if count < most] + [most]
 
 
 PROMPT_ROWS = (16, 32, 64, 128, 192, 256, 384, 512)
-"""Steps over prompts of up to so many tokens are recorded too: their kernels are short."""
+"""Recorded sizes of steps over prompts, whose kernels are short."""

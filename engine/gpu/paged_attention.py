@@ -1,4 +1,4 @@
-"""Attention over the paged memory on a GPU, for every mix of rows a step can have."""
+"""Attention over the paged memory on a GPU, for any mix of rows of a step."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from torch import Tensor
 from baton.engine.gpu.batch import StepArrays
 from baton.engine.gpu.forward import Attend
 from baton.engine.gpu.prompt_attention import long_chunk_attention
-from baton.engine.model import Model
-from baton.engine.rope import inverse_frequencies, rotations
+from baton.engine.model import Model, inverse_frequencies, rotations
 from baton.kernels.gpu.chunk_attention import chunk_attention
 from baton.kernels.gpu.decode_attention import HeadShape, SplitWorkspace, decode_attention
 from baton.kernels.gpu.rotary import rotate_and_store
@@ -32,7 +31,7 @@ class PagedAttention:
         )
 
     def of_decoding(self, slots: Tensor, positions: Tensor) -> Attend:
-        """For rows that are the one new token of their sequence: slots and positions [T]."""
+        """For rows that are their sequence's one new token: slots and positions [T]."""
 
         def attend(layer: int, qkv: Tensor) -> Tensor:
             return self._decode(layer, qkv, slots, positions, self._room(qkv, len(qkv)))
@@ -57,7 +56,7 @@ class PagedAttention:
         blocks: Tensor,
         samples: Tensor,
     ) -> Attend:
-        """For any step, as `arrays` describe it; the tensors are theirs on the device.
+        """For any step; the tensors are those of `arrays` on the device.
 
         In the last layer only the rows `samples` are attended.
         """
@@ -88,7 +87,7 @@ class PagedAttention:
         return attend
 
     def _sampled(self, layer: int, qkv: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
-        """Rows of which each ends its sequence, as if they decoded."""
+        """Rows that each end their sequence, attended as if they decoded."""
         out = self._room(qkv, len(qkv))
         for start in range(0, len(qkv), self._max_batch):
             rows = slice(start, start + self._max_batch)
@@ -158,7 +157,7 @@ def _head_shapes(model: Model) -> list[HeadShape]:
 
 
 def _cos_sin(model: Model, context: int, device: torch.device) -> Tensor:
-    """[context, head_dim]: each position's cosines, one a pair, then its sines."""
+    """[context, head_dim]: each position's cosines, one per pair, then its sines."""
     shape = model.architecture
     frequencies = inverse_frequencies(shape.rope, shape.head_dim)
     turns = rotations(torch.arange(context), frequencies, shape.rope.attention_factor)[:, 0]

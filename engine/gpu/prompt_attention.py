@@ -1,16 +1,16 @@
-"""Attention of prompts: a library's kernel where it is the fastest, ours elsewhere.
+"""Attention of prompts: cuDNN's kernel for long chunks, ours elsewhere.
 
-cuDNN's attention runs at twice the speed of ours on long chunks, but knows no
-pages and no window, and takes 40 ms to prepare for each pair of lengths. So
-only a few lengths are used, and all their pairs are prepared at start:
+cuDNN's attention is twice as fast as ours on long chunks, but supports no pages and no
+window, and takes 40 ms to prepare for each pair of lengths. So only a few lengths are used,
+and all their pairs are prepared at start:
 
-- The new tokens, with those before them back to a multiple of `LIBRARY_TOKENS`,
-  are attended causally, as rows rounded up to such a multiple. What the extra
-  queries compute is thrown away; the extra keys come after all real queries.
-- What lies before is gathered from its pages and attended without a mask, in
-  parts of a few lengths. Parts are merged by their normalizers.
+- The new tokens, with those before them back to a multiple of `LIBRARY_TOKENS`, are attended
+  causally, as rows rounded up to such a multiple. The results of the extra queries are
+  dropped; the extra keys come after all real queries.
+- Earlier tokens are gathered from their pages and attended without a mask, in parts of a few
+  lengths. Parts are merged by their normalizers.
 
-Shorter chunks are ours: their steps are recorded.
+Shorter chunks use our kernel: their steps are recorded.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class LongChunk:
 
     @property
     def before(self) -> int:
-        """Tokens before the chunk that are attended without a mask."""
+        """Earlier tokens that are attended without a mask."""
         return self.start // LIBRARY_TOKENS * LIBRARY_TOKENS
 
     @property
@@ -50,15 +50,15 @@ class LongChunk:
         return self.start == self.before and self.count % LIBRARY_TOKENS == 0
 
 
-def runs(shape: Architecture, dtype: torch.dtype) -> bool:
-    """Whether the library can run a model's attention at all."""
+def supports(shape: Architecture, dtype: torch.dtype) -> bool:
+    """Whether the library supports a model's attention."""
     known = dtype in (torch.bfloat16, torch.float16)
     fits = shape.head_dim % 8 == 0 and shape.head_dim <= 128
     return known and fits and not any(window is not None for window in shape.windows)
 
 
-def takes(count: int, start: int, page_size: int) -> bool:
-    """Whether a chunk is one for the library."""
+def is_long(count: int, start: int, page_size: int) -> bool:
+    """Whether the library runs a chunk."""
     return count > LIBRARY_TOKENS and (start == 0 or LIBRARY_TOKENS % page_size == 0)
 
 
@@ -70,7 +70,7 @@ def prepare(
     context: int,
     progress: Callable[[float], None],
 ) -> None:
-    """Has the library prepare every pair of lengths that chunks of a context can need."""
+    """Prepares every pair of lengths that chunks of a context can need."""
     rows = min(_rounded_up(chunk_tokens), _rounded_up(context)) + LIBRARY_TOKENS
     heads = shape.heads + 2 * shape.kv_heads
     chunk = torch.zeros(rows, heads, shape.head_dim, dtype=dtype, device=device)
@@ -87,7 +87,7 @@ def prepare(
 def long_chunk_attention(
     qkv: Tensor, chunk: LongChunk, page_table: Tensor, kv_layer: Tensor, shape: HeadShape
 ) -> Tensor:
-    """qkv [rows, (heads + 2 * kv_heads) * dim], turned -> [count, heads * dim]."""
+    """qkv [rows, (heads + 2 * kv_heads) * dim], rotated -> [count, heads * dim]."""
     pages = page_table[chunk.slot]
     rows = _causal_rows(qkv, chunk, pages, kv_layer, shape)
     query, keys, values = _split(rows, shape.heads, shape.kv_heads)
@@ -126,7 +126,7 @@ def _split(rows: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
 
 
 def _parts(tokens: int) -> Iterator[slice]:
-    """A multiple of LIBRARY_TOKENS, cut into the longest parts that there are."""
+    """A multiple of LIBRARY_TOKENS, cut into the longest prepared parts."""
     start = 0
     while start < tokens:
         size = _part_sizes(tokens - start)[-1]
@@ -135,7 +135,7 @@ def _parts(tokens: int) -> Iterator[slice]:
 
 
 def _part_sizes(most: int) -> list[int]:
-    """Powers of two and, of the long ones, what is halfway to the next; up to `most`."""
+    """Powers of two, and for the long ones also halfway to the next; up to `most`."""
     powers = [LIBRARY_TOKENS << step for step in range((most // LIBRARY_TOKENS).bit_length())]
     halfway = [power * 3 // 2 for power in powers if power >= LONG_PART]
     return sorted(size for size in powers + halfway if size <= most)
@@ -153,13 +153,13 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, *, causal: bool) -> tup
             query, keys, values, None, True, 0.0, causal, False
         )
         return found[0], found[1].view(1, query.shape[1], -1, 1)
-    return _attend_plainly(query, keys, values, causal)
+    return _attend_on_cpu(query, keys, values, causal)
 
 
-def _attend_plainly(
+def _attend_on_cpu(
     query: Tensor, keys: Tensor, values: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """The library's twin."""
+    """The library's attention on a CPU, for tests."""
     group = query.shape[1] // keys.shape[1]
     keys, values = (each.repeat_interleave(group, dim=1).double() for each in (keys, values))
     scores = query.double() @ keys.transpose(2, 3) * query.shape[3] ** -0.5

@@ -1,19 +1,18 @@
 """Runs plans on a GPU without waiting for it.
 
-`launch` returns while the step still runs. Tokens that it samples stay on the
-device, where the next step finds them; the host sees them when it waits for the
-flight. So the host plans step n + 1 while the device runs step n.
+`launch` returns while the step still runs. Sampled tokens stay on the device for the next
+step; the host sees them when it waits for the step. So the host plans step n + 1 while the
+device runs step n.
 
-A step that decodes only, or reads short prompts only, is replayed from a
-recording; any other is launched kernel by kernel.
+A step that only decodes, or only prefills short prompts, is replayed from a recording; any
+other is launched kernel by kernel.
 
-Where several ranks run the model, rank 0 tells the others of each step before it
-launches its own part, and shares the step's tokens from device to device.
+Where several ranks run the model, rank 0 broadcasts each step before it launches its own
+part, and shares the step's tokens from device to device.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -41,43 +40,42 @@ from baton.engine.gpu.paged_attention import PagedAttention
 from baton.engine.gpu.sampler import GpuSampler
 from baton.engine.gpu.slots import Slots
 from baton.engine.gpu.step import GpuInFlightStep
-from baton.engine.logprobs import PromptScores, Scores, Wanted, prompt_rows, score, score_prompts
+from baton.engine.logprobs import PromptScores, Scores, WantedRow, prompt_rows, score, score_prompts
 from baton.engine.model import Model
 from baton.engine.sequence import Sequence
-from baton.engine.step import Chunk, Plan
+from baton.engine.step import Chunk, Plan, row_order
 from baton.engine.tensor_parallel import Group
 from baton.kernels.gpu.chunk_attention import BLOCK_QUERIES
 from baton.kernels.gpu.linear import MOST_ROWS
 from baton.kernels.gpu.tokens import begin, remember
 
 SLOTS = 1024
-"""Sequences that the device remembers, at least."""
+"""Least number of sequences in the device's page table."""
 
 SAMPLED_ROWS = 256
-"""Prompts whose logits are made at a time."""
+"""Prompts whose logits are computed at a time."""
 
 LT_ROWS = 64
-"""Up to so many rows cuBLASLt picks faster products than cuBLAS, by 3% of a step."""
+"""Up to this many rows cuBLASLt picks faster products than cuBLAS, by 3% of a step."""
 
 SPARE_BLOCKS = 16
 """Blocks of a recorded prompt step beyond what one prompt of its size needs."""
 
 
 class Chosen(NamedTuple):
-    """The tokens of the rows that sample, [n], int32, and how likely some of them were."""
+    """The tokens of the rows that sample, [n], int32, and log probabilities of some."""
 
     tokens: Tensor
     scores: list[Scores]
-    # Of rows that do not sample.
-    prompt_scores: tuple[PromptScores, ...] = ()
+    prompt_scores: tuple[PromptScores, ...] = ()  # of rows that do not sample
 
 
 class _Rows(NamedTuple):
-    """The rows of a step whose logits are wanted: those that sample, and then those of prompts."""
+    """The rows of a step whose logits are needed: those that sample, then those of prompts."""
 
     samples: Ints
     sequences: list[Sequence]  # of those that sample
-    prompts: list[Wanted]
+    prompts: list[WantedRow]
 
     @property
     def all(self) -> Ints:
@@ -90,7 +88,7 @@ class _Rows(NamedTuple):
 class GpuRunner:
     """Runs plans of `model` over the paged memory `kv` [page, layer, 2, token, kv_head, dim].
 
-    In a group, which has met, both are this rank's part.
+    In a group, which is connected, both are this rank's part.
     """
 
     def __init__(
@@ -106,7 +104,7 @@ class GpuRunner:
         self._device = device
         self._group = group
         recordable = device.type == "cuda" and (group is None or group.recordable)
-        library = prompt_attention.runs(shape, kv.dtype)
+        library = prompt_attention.supports(shape, kv.dtype)
         self._limits = Limits(kv.shape[3], max_batch, library)
         slots = max(SLOTS, 4 * max_batch)
         self._slots = Slots(slots, -(-context // self._limits.page_size), device)
@@ -127,12 +125,12 @@ class GpuRunner:
 
     @torch.inference_mode()
     def record(self, progress: Callable[[float], None] = lambda done: None) -> None:
-        """Compiles and records every step that is replayed; once, before the first launch.
+        """Compiles and records every replayed step; called once, before the first launch.
 
-        Pages stay as they are: those of a worker that changes its role are in its cache.
+        Leaves pages unchanged: after a role switch they hold the worker's cache.
         """
         padding = self._slots.padding
-        # The largest first: the smaller ones then fit into its memory.
+        # The largest first: the smaller ones reuse its memory.
         steps = [
             (StepArrays.idle(rows, 0, padding, decodes=True), recording)
             for rows, recording in reversed(self._decode.items())
@@ -148,18 +146,17 @@ class GpuRunner:
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> GpuInFlightStep:
-        """Starts one forward for all pieces, and advances their sequences."""
-        # Single tokens first: they are attended together.
-        order = sorted(range(len(plan)), key=lambda index: plan[index].count > 1)
-        pieces = [plan[index] for index in order]
-        for piece in pieces:
-            piece.check(self._limits.page_size)
-        slots, new_pages = self._slots.place([piece.sequence.lease for piece in pieces])
-        arrays = step_arrays(pieces, slots, self._limits)
-        samples = _sampled_rows(pieces)
+        """Starts one forward for all chunks and advances their sequences."""
+        order = row_order(plan)
+        chunks = [plan[index] for index in order]
+        for chunk in chunks:
+            chunk.check(self._limits.page_size)
+        slots, new_pages = self._slots.place([chunk.sequence.lease for chunk in chunks])
+        arrays = step_arrays(chunks, slots, self._limits)
+        samples = _sampled_rows(chunks)
         sampling = [index for index in order if plan[index].samples]
         sequences = [plan[index].sequence for index in sampling]
-        rows = _Rows(samples, sequences, prompt_rows(pieces))
+        rows = _Rows(samples, sequences, prompt_rows(chunks))
         if self._group:
             self._group.broadcast(encode_step(StepMessage(arrays, new_pages, rows.all)))
         chosen = self._step(arrays, upload(new_pages, self._device), rows)
@@ -168,12 +165,7 @@ class GpuRunner:
             return GpuInFlightStep(plan, sampling, None, (), prompt_scores)
         where = upload(arrays.slots[samples], self._device)
         remember(chosen.tokens, where, self._slots.last_tokens)
-        scores = [
-            dataclasses.replace(
-                each, tokens=download(each.tokens), logprobs=download(each.logprobs)
-            )
-            for each in chosen.scores
-        ]
+        scores = [each.moved(download) for each in chosen.scores]
         return GpuInFlightStep(plan, sampling, download(chosen.tokens), scores, prompt_scores)
 
     @torch.inference_mode()
@@ -187,7 +179,7 @@ class GpuRunner:
             self._normed(arrays, pages, wanted)
 
     def _step(self, arrays: StepArrays, pages: Tensor, rows: _Rows) -> Chosen:
-        """What the rows that sample are given."""
+        """Samples the rows that ask for a token."""
         if not arrays.only_decodes:
             return self._sample(self._normed(arrays, pages, rows.all), rows)
         logits = self._decoded(arrays, pages)
@@ -205,7 +197,7 @@ class GpuRunner:
         return self._decode[size].replay()[:count]
 
     def _normed(self, arrays: StepArrays, pages: Tensor, wanted: Ints) -> Tensor:
-        """What the last layer leaves of rows `wanted` [n] of any other step, [n, hidden]."""
+        """The last layer's output for rows `wanted` [n] of any other step, [n, hidden]."""
         recorded = self._recorded_prompt(arrays)
         if recorded is None:
             return self._run(arrays, pages, wanted)
@@ -213,7 +205,7 @@ class GpuRunner:
         return self._prompt[recorded].replay()[upload(wanted, self._device)]
 
     def _sample(self, normed: Tensor, wanted: _Rows) -> Chosen:
-        """normed [n, ...] of the last layer, of all rows that are wanted."""
+        """normed [n, ...]: the last layer's output for all wanted rows."""
         sequences = wanted.sequences
         tokens = [normed.new_empty(0, dtype=torch.int32)]
         scores: list[Scores] = []
@@ -229,7 +221,7 @@ class GpuRunner:
     def _score_prompts(
         self, rows: _Rows, logits_at: Callable[[slice], Tensor]
     ) -> tuple[PromptScores, ...]:
-        """`logits_at` makes the logits of some of all rows that are wanted."""
+        """`logits_at` makes the logits of some of the wanted rows."""
         first = len(rows.samples)
 
         def logits_of_prompts(part: slice) -> Tensor:
@@ -239,13 +231,13 @@ class GpuRunner:
         return tuple(score_prompts(rows.prompts, logits_of_prompts))
 
     def _choose(self, logits: Tensor, sequences: list[Sequence], first: int) -> Chosen:
-        """logits [n, ...], one row for each sequence; the rows count from `first`."""
+        """logits [n, ...], one row per sequence; rows count from `first`."""
         tokens = self._sampler.sample(logits, sequences)
         known = logits[:, : self._sampler.vocabulary_size]
         return Chosen(tokens, score(known, tokens, sequences, first))
 
     def _recorded_prompt(self, arrays: StepArrays) -> int | None:
-        """The recording that can stand for a step over prompts alone, if there is one."""
+        """The recording that fits a step over prompts alone, if there is one."""
         if arrays.decoding or arrays.long:
             return None
         fitting = (
@@ -256,7 +248,7 @@ class GpuRunner:
         return next(fitting, None)
 
     def _fill(self, arrays: StepArrays, pages: Tensor) -> None:
-        """Puts a step's inputs where its recording reads them."""
+        """Copies a step's inputs to where its recording reads them."""
         upload_into(self._inputs, arrays.joined())
         count = len(arrays.tokens)
         staged, slots = self._inputs[: 2 * count].view(2, count)
@@ -280,7 +272,7 @@ class GpuRunner:
                 normed = many_rows_forward(self._model, tokens, attend)
                 return logits_of(self._model, normed, logits)
 
-        # What goes from product to product is not normed yet, and may be too large for float16.
+        # Values between the products are not normed yet, and may exceed float16.
         return few if rows <= MOST_ROWS and logits.dtype != torch.float16 else many
 
     def _prompt_body(self, rows: int) -> Callable[[], Tensor]:
@@ -290,7 +282,7 @@ class GpuRunner:
         return lambda: many_rows_forward(self._model, self._tokens[:rows], attend)
 
     def _run(self, arrays: StepArrays, pages: Tensor, samples: Ints) -> Tensor:
-        """A step of any shape, kernel by kernel: what the last layer leaves of its samples."""
+        """A step of any shape, kernel by kernel: the last layer's output for its samples."""
         count = len(arrays.tokens)
         there = upload(arrays.joined(), self._device)
         staged, slots, positions, stores = there[: 4 * count].view(4, count)
@@ -305,10 +297,10 @@ class GpuRunner:
         return normed
 
 
-def _sampled_rows(pieces: list[Chunk]) -> Ints:
-    """The last row of each piece that samples."""
-    ends: npt.NDArray[np.int64] = np.cumsum([piece.count for piece in pieces]) - 1
-    return ends[[piece.samples for piece in pieces]].astype(np.int32)
+def _sampled_rows(chunks: list[Chunk]) -> Ints:
+    """The last row of each chunk that samples."""
+    ends: npt.NDArray[np.int64] = np.cumsum([chunk.count for chunk in chunks]) - 1
+    return ends[[chunk.samples for chunk in chunks]].astype(np.int32)
 
 
 def _blocks_of(rows: int) -> int:

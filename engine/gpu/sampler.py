@@ -1,4 +1,4 @@
-"""The end of a step: tokens from logits, without the host seeing the logits."""
+"""Samples tokens on the device; the host does not see the logits."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.engine.sampler import adjust, is_adjusted, takes_best, to_device, uniform
+from baton.engine.sampler import adjust, is_adjusted, is_greedy, to_device, uniform
 from baton.engine.sequence import Sequence
 from baton.kernels.gpu.sampling import argmax, sample
 
 ADJUSTED_ROWS = 32
-"""Rows with changed logits that are sampled together: each takes 64 bytes a token at most."""
+"""Rows with adjusted logits sampled together: each takes at most 64 bytes per token."""
 
 
 class GpuSampler:
@@ -38,7 +38,7 @@ class GpuSampler:
         return tokens
 
     def _choose(self, logits: Tensor, sequences: list[Sequence]) -> Tensor:
-        if all(takes_best(sequence.work.sampling) for sequence in sequences):
+        if all(is_greedy(sequence.work.sampling) for sequence in sequences):
             return argmax(logits)
         return self._draw(logits, sequences)
 

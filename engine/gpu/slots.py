@@ -1,9 +1,8 @@
-"""Rows of a page table on the device: which pages each sequence holds.
+"""The page table on the device: one row (slot) per sequence, with its pages.
 
-A sequence gets a slot, a row of the table, with its first step. Pages are only
-ever added to a lease, so a step uploads the new ones alone. When no slot is
-free, those of released leases are taken back, and else those that have not been
-used for the longest: a sequence that comes again is uploaded again.
+A sequence gets a slot with its first step. Leases only grow, so a step uploads the new pages
+alone. When no slot is free, those of released leases are reused, then the least recently
+used; a sequence that returns is uploaded again.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ Ints = npt.NDArray[np.int32]
 
 class Slots:
     def __init__(self, count: int, pages: int, device: torch.device) -> None:
-        """`count` slots of up to `pages` pages, and one more row that stands for no sequence."""
+        """`count` slots of up to `pages` pages, and a padding row of no sequence."""
         self.table = torch.zeros(count + 1, pages, dtype=torch.int32, device=device)
         self.last_tokens = torch.zeros(count + 1, dtype=torch.int32, device=device)
         self.padding = count
@@ -29,9 +28,9 @@ class Slots:
         self._known: list[int] = [0] * count  # pages of each slot that the table holds
 
     def place(self, leases: list[Lease]) -> tuple[list[int], Ints]:
-        """The slot of each lease, and what the table lacks: [n, 2], flat place and page.
+        """The slot of each lease, and the table's updates: [n, 2], flat place and page.
 
-        Raises before anything is changed. What it returns must reach the table.
+        Raises before anything changes. The updates must reach the table.
         """
         if max(map(len, leases)) > self.table.shape[1]:
             raise Internal("a sequence has more pages than its context has room for")
@@ -48,7 +47,7 @@ class Slots:
         wanted = [lease for lease in leases if lease not in self._slots]
         if len(wanted) <= len(self._free):
             return
-        # A step under way may have left a token that only the device knows.
+        # A step in flight may leave a token that only the device knows.
         kept = set(leases)
         idle = [lease for lease in self._slots if not lease.pinned and lease not in kept]
         idle.sort(key=lambda lease: not lease.released)
@@ -60,7 +59,7 @@ class Slots:
             self._free.append(self._slots.pop(lease))
 
     def _slot(self, lease: Lease) -> int:
-        """The lease's slot, which is now the last used."""
+        """The lease's slot, now the most recently used."""
         slot = self._slots.pop(lease, None)
         if slot is None:
             slot = self._free.pop()

@@ -1,7 +1,7 @@
-"""Brings a GPU to the state in which it serves: all memory taken, all steps recorded.
+"""Prepares a GPU for serving: all memory allocated, all steps recorded.
 
-Whatever a step may need is allocated here, so that nothing runs out of memory
-later: the pages take what the weights and the work of the largest step leave.
+Everything a step may need is allocated here, so that no step runs out of memory later: pages
+get what the weights and the largest step leave.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ SAMPLINGS = (
     Sampling(repetition_penalty=1.1),
     Sampling(repetition_penalty=1.1, temperature=1.0),
 )
-"""The best token or a drawn one, of the logits as they are or of changed ones."""
+"""The best token or a drawn one, of plain or of adjusted logits."""
 
 GROUP_BYTES = 1 << 30
-"""What ranks send each other lies in buffers of NCCL's, which it takes when they meet."""
+"""NCCL's buffers, allocated when the ranks connect."""
 
 
 class RehearsedChunk(NamedTuple):
-    """Tokens of a prompt that one step computes, and where they begin."""
+    """Tokens of a prompt that one step computes, and where they start."""
 
     start: int
     tokens: int
@@ -59,7 +59,7 @@ def memory_for_pages(
     device: str,
     group: Group | None = None,
 ) -> int:
-    """Bytes that are left for pages, once the weights are loaded. `shape` is what runs here."""
+    """Bytes left for pages once the weights are loaded. `shape` is this rank's part."""
     free, total = torch.cuda.mem_get_info(device)
     mine = int(total * settings.memory_share) - torch.cuda.memory_reserved(device)
     left = min(mine, free) - _work_bytes(settings, shape, context, dtype) - LIBRARY_BYTES
@@ -76,7 +76,7 @@ def memory_for_pages(
 def _work_bytes(
     settings: GpuSettings, shape: Architecture, context: int, dtype: torch.dtype
 ) -> int:
-    """What the largest step and the recordings hold at once, at most."""
+    """The most that the largest step and the recordings hold at once."""
     attended = shape.heads * shape.head_dim
     kv_token = 2 * shape.kv_heads * shape.head_dim
     row = 3 * shape.hidden + 4 * attended + 2 * kv_token + 3 * shape.intermediate
@@ -97,15 +97,15 @@ def start_runner(
     progress: Callable[[float], None],
     group: Group | None = None,
 ) -> GpuRunner:
-    """A runner whose steps are recorded, and which has nothing left to compile or prepare.
+    """A runner with all steps recorded and nothing left to compile.
 
-    In a group all ranks call it at the same time; the others then follow rank 0's rehearsals.
+    In a group all ranks call it at once; the others then follow rank 0's rehearsals.
     """
     runner = GpuRunner(model, kv, context, settings.max_batch, group)
     runner.record(lambda done: progress(done / 2))
-    # Pages in use or in quarantine are not to be had when a worker changes its role.
+    # After a role switch, pages may be in use or in quarantine.
     most = min(settings.chunk_tokens, context, pool.free * pool.page_size)
-    if prompt_attention.runs(model.architecture, kv.dtype):
+    if prompt_attention.supports(model.architecture, kv.dtype):
         prompt_attention.prepare(
             model.architecture,
             kv.dtype,
@@ -121,12 +121,11 @@ def start_runner(
 
 
 def _rehearse_steps(runner: GpuRunner, pool: PagePool, most: int, context: int) -> None:
-    """One of each kind that is not recorded, or whose end is not. `most` are the tokens of the
-    largest."""
+    """Runs one step of each kind that is not fully recorded. `most` is the largest chunk."""
     for sampling in SAMPLINGS:
         _rehearse(runner, pool, [RehearsedChunk(0, most)], sampling)
         _rehearse(runner, pool, [RehearsedChunk(0, 1)] * min(FEW_ROWS + 1, pool.free), sampling)
-    # What goes on behind a cached beginning: it ends where the library's lengths do, or does not.
+    # Prompts with a cached prefix, aligned with the library's lengths or not.
     for start in (pool.page_size, LIBRARY_TOKENS, LIBRARY_TOKENS + pool.page_size):
         chunk = RehearsedChunk(start, min(most, LIBRARY_TOKENS + 1))
         if sum(chunk) <= min(context, pool.free * pool.page_size):
@@ -139,7 +138,7 @@ def _rehearse(
     chunks: list[RehearsedChunk],
     sampling: Sampling = SAMPLINGS[0],
 ) -> None:
-    """Prompts that end with these chunks, in one step."""
+    """Runs prompts that end with these chunks in one step."""
     with contextlib.ExitStack() as leases:
         plan = []
         for start, tokens in chunks:

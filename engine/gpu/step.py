@@ -1,4 +1,4 @@
-"""A step that runs on the device."""
+"""A step in flight on the device."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ from baton.engine.step import Outcome, Plan
 
 
 class GpuInFlightStep:
-    """Its sequences are already as they will be; their tokens come with `wait`.
-
-    The pages it uses are pinned until then.
-    """
+    """Its sequences have advanced already; `wait` brings their tokens and unpins the pages."""
 
     def __init__(
         self,
@@ -27,19 +24,19 @@ class GpuInFlightStep:
         scores: Sequence[Scores] = (),
         prompt_scores: Sequence[PromptScores] = (),
     ) -> None:
-        """`tokens` are those of the pieces at `sampling`, in host memory that the device fills;
-        `scores` those of the rows among them that ask for it, `prompt_scores` those of others."""
+        """`tokens` of the chunks at `sampling`, in host memory that the device fills; `scores` of
+        the rows among them that ask for them, `prompt_scores` of other rows."""
         self._sampled = [plan[index].sequence for index in sampling]
         self._sampling = sampling
         self._tokens = tokens
         self._scores = scores
         self._prompt_scores = prompt_scores
         self._count = len(plan)
-        self._leases = [piece.sequence.lease for piece in plan]
+        self._leases = [chunk.sequence.lease for chunk in plan]
         self.ended = _mark_end() if torch.cuda.is_available() else None
-        for piece in plan:
-            piece.sequence.lease.pin()
-            piece.depart()
+        for chunk in plan:
+            chunk.sequence.lease.pin()
+            chunk.launched()
 
     def wait(self) -> list[Outcome]:
         if self.ended is not None:
@@ -50,11 +47,11 @@ class GpuInFlightStep:
         if self._tokens is not None:
             for index, token in zip(self._sampling, self._tokens.tolist(), strict=True):
                 outcomes[index] = token if token >= 0 else Internal(NOT_FINITE)
-        for row, scored in (each for scores in self._scores for each in scores.read()):
+        for row, scored in (each for scores in self._scores for each in scores.by_row()):
             if isinstance(outcomes[self._sampling[row]], int):
                 outcomes[self._sampling[row]] = scored
         for prompt_scores in self._prompt_scores:
-            prompt_scores.keep()
+            prompt_scores.store()
         for sequence in self._sampled:
             sequence.expected -= 1
         return outcomes

@@ -68,7 +68,7 @@ def alone(tmp_path: Path) -> Iterator[Group]:
 
 
 def test_sums_are_recorded_and_replayed(alone: Group) -> None:
-    alone.meet(torch.device(DEVICE))
+    alone.connect(torch.device(DEVICE))
     assert alone.recordable
     assert alone.least(7) == 7
     x = torch.ones(4, 64, device=DEVICE, dtype=torch.bfloat16)

@@ -25,7 +25,7 @@ def gpu_runner(
     whole = read_architecture(folder)
     model = load_model(folder, whole, torch.float32, device, group=group)
     if group:
-        group.meet(torch.device(device))
+        group.connect(torch.device(device))
     shape = model.architecture
     size = (pages, shape.layers, 2, page_size, shape.kv_heads, shape.head_dim)
     runner = GpuRunner(model, torch.full(size, torch.nan, device=device), 128, 4, group)

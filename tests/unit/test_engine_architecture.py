@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from baton.core.errors import BatonError, InvalidConfig, ModelNotFound, UnsupportedModel
 from baton.engine.architecture import FAMILIES, Architecture, read_architecture
-from baton.engine.rope import inverse_frequencies
+from baton.engine.model import inverse_frequencies
 
 LLAMA: dict[str, object] = {
     "model_type": "llama",

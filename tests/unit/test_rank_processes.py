@@ -43,7 +43,7 @@ def test_two_processes_answer_as_transformers_does_until_one_is_killed(tmp_path:
 def test_a_rank_that_cannot_load_says_why_and_ends_with_the_others(tmp_path: Path) -> None:
     leader = Leader(tmp_path)
     with pytest.raises(InvalidConfig, match="config"):
-        leader.ranks.group.meet(torch.device("cpu"))
+        leader.ranks.group.connect(torch.device("cpu"))
     leader.ranks.close()
     assert leader.lost.empty()
     assert not any(Path(f"/proc/{pid}").exists() for pid in leader.ranks.pids)

@@ -192,7 +192,7 @@ def test_a_sum_adds_the_parts_of_all_ranks(dtype: torch.dtype, tmp_path: Path) -
     made, _ = groups(3, tmp_path)
 
     def add(group: Group) -> torch.Tensor:
-        group.meet(torch.device("cpu"))
+        group.connect(torch.device("cpu"))
         return group.sum(torch.full((2, 5), 10.0**group.split.rank, dtype=dtype))
 
     with ThreadPoolExecutor(3) as pool:
