@@ -71,13 +71,13 @@ def _bench(transport: str, title: str, make_transport: MakeTransport) -> None:
     except BatonError as error:
         print(f"{title:24}failed: {error.message}")
         return
-    _print_row(title, measured.heard)
+    _print_row(title, measured.noted)
     _print_row("  until the sender knows", measured.written)
     print(f"  {_verdict(measured, TARGETS[transport])}")
 
 
 def _verdict(measured: Measured, target: float) -> str:
-    median = statistics.median(measured.heard)
+    median = statistics.median(measured.noted)
     word = "met" if median <= target else "missed"
     return f"target {target * 1e3:.1f} ms: {word}, {median / target:.2f} of it"
 

@@ -1,8 +1,7 @@
-"""How fast pages travel between two processes of this host, measured.
+"""Measures how fast pages travel between two processes of this host.
 
-The other process is started for it and serves a pool of its own. Every push
-moves all pages of the pool, in a random order at both ends, so that no two of
-them travel as one piece; at the end the bytes are checked.
+A second process serves a pool of its own. Every push moves all pages of the pool, in random order
+at both ends, so that no two travel as one piece. At the end the bytes are checked.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
-import numpy
+import torch
 
 from baton.core.errors import BatonError, Internal
 from baton.kv_transfer.routed_transport import RouteChoice, RoutedTransport
@@ -30,7 +29,7 @@ _LAYOUT = PoolLayout(version=1, model="probe")
 
 _Kind = TypeVar("_Kind")
 MakeTransport = Callable[[], RoutedTransport]
-"""Called in both processes, so it must be a name of a module, or a partial of one."""
+"""Called in both processes, so it must be a module's function, or a partial of one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,81 +39,55 @@ class Measured:
     choice: RouteChoice
     bytes: int
     written: list[float]  # seconds until the sender knows that all bytes are in place
-    heard: list[float]  # seconds until the receiver hears the note
+    noted: list[float]  # seconds until the receiver gets the note
 
     @property
     def gigabytes_per_second(self) -> float:
-        """Of the median push, until the receiver hears of it."""
-        return self.bytes / statistics.median(self.heard) / 1e9
+        """Of the median push, until the receiver's note."""
+        return self.bytes / statistics.median(self.noted) / 1e9
 
 
-class _Words(Protocol):
-    """A pool's memory as numbers of 4 bytes."""
+class _Pool:
+    """A pool of pages, each filled with one number of 4 bytes."""
 
-    base: int
+    def __init__(self, shape: _Shape) -> None:
+        size = (shape.pages, shape.page_bytes // 4)
+        self._words = torch.full(size, -1, dtype=torch.int32, device=shape.device)
+        self.memory = PoolMemory(
+            self._words.data_ptr(), shape.page_bytes, shape.pages, shape.device
+        )
+        self._synchronize()
 
     def number_pages(self) -> None:
-        """Writes each page's number into its words."""
+        """Fills each page with its number."""
+        self._words[:] = torch.arange(len(self._words), device=self._words.device)[:, None]
+        self._synchronize()
 
     def page_numbers(self) -> list[tuple[int, int]]:
         """The first and the last word of each page."""
+        return [(first, last) for first, last in self._words[:, [0, -1]].tolist()]
+
+    def _synchronize(self) -> None:
+        if self._words.is_cuda:
+            torch.cuda.synchronize()
 
 
-class _CpuWords:
-    def __init__(self, pages: int, words: int) -> None:
-        self._array = numpy.full((pages, words), -1, dtype=numpy.int32)
-        self.base = self._array.ctypes.data
-
-    def number_pages(self) -> None:
-        self._array[:] = numpy.arange(len(self._array))[:, None]
-
-    def page_numbers(self) -> list[tuple[int, int]]:
-        return [(int(page[0]), int(page[-1])) for page in self._array]
-
-
-class _CudaWords:
-    def __init__(self, pages: int, words: int) -> None:
-        import torch
-
-        self._torch = torch
-        self._tensor = torch.full((pages, words), -1, dtype=torch.int32, device="cuda")
-        self.base = self._tensor.data_ptr()
-        torch.cuda.synchronize()
-
-    def number_pages(self) -> None:
-        pages = len(self._tensor)
-        self._tensor[:] = self._torch.arange(pages, device="cuda")[:, None]
-        self._torch.cuda.synchronize()
-
-    def page_numbers(self) -> list[tuple[int, int]]:
-        ends = self._tensor[:, [0, -1]].cpu().tolist()
-        return [(first, last) for first, last in ends]
-
-
-@dataclass(frozen=True, slots=True)
-class _Shape:
+class _Shape(NamedTuple):
     device: str
     page_bytes: int
     pages: int
-
-    def allocate(self) -> _Words:
-        kind = _CudaWords if self.device == "cuda" else _CpuWords
-        return kind(self.pages, self.page_bytes // 4)
-
-    def memory(self, words: _Words) -> PoolMemory:
-        return PoolMemory(words.base, self.page_bytes, self.pages, self.device)
 
 
 def measure(
     make_transport: MakeTransport, device: str, *, page_bytes: int, pages: int, pushes: int
 ) -> Measured:
-    """Times `pushes` pushes of all pages. Raises BatonError when they cannot be made."""
+    """Times `pushes` pushes of all pages. Raises BatonError if they fail."""
     shape = _Shape(device, page_bytes, pages)
-    words, transport = shape.allocate(), make_transport()
-    words.number_pages()
+    pool, transport = _Pool(shape), make_transport()
+    pool.number_pages()
     with _other_process(make_transport, shape) as pipe:
         try:
-            transport.register(shape.memory(words), _LAYOUT)
+            transport.register(pool.memory, _LAYOUT)
             peer = transport.connect(PoolAddress.FromString(_receive(pipe, bytes)))
             choice = transport.chosen[peer]
             order = list(range(pages))
@@ -132,7 +105,7 @@ def measure(
 def _push(
     transport: RoutedTransport, peer: str, local: list[int], remote: list[int], pipe: Connection
 ) -> tuple[float, float]:
-    """Seconds until it is written, and until it is heard of."""
+    """Seconds until it is written, and until the receiver has the note."""
     began = time.monotonic()
     number = transport.write(peer, local, remote, b"pushed")
     written = 0.0
@@ -156,7 +129,7 @@ def _check(found: list[tuple[int, int]], local: list[int], remote: list[int]) ->
 
 
 def _receive(pipe: Connection, kind: type[_Kind]) -> _Kind:
-    """What the other process sends next; raises what went wrong there."""
+    """The other process's next message; raises its error."""
     if not pipe.poll(DEADLINE_SECONDS):
         raise Internal("the other process does not answer")
     try:
@@ -184,20 +157,20 @@ def _other_process(make_transport: MakeTransport, shape: _Shape) -> Iterator[Con
 
 
 def _serve(pipe: Connection, make_transport: MakeTransport, shape: _Shape) -> None:
-    """The other process: serves a pool, and says when it has heard each note."""
+    """The other process: serves a pool, and reports the time of each note."""
     try:
         _serve_pool(pipe, make_transport, shape)
-    except Exception as error:  # noqa: BLE001 - the process's edge: the other one must hear of it
+    except Exception as error:  # noqa: BLE001 - the process's edge: the other one must learn of it
         pipe.send(error if isinstance(error, BatonError) else Internal(repr(error)))
 
 
 def _serve_pool(pipe: Connection, make_transport: MakeTransport, shape: _Shape) -> None:
-    words, transport = shape.allocate(), make_transport()
-    address = transport.register(shape.memory(words), _LAYOUT)
+    pool, transport = _Pool(shape), make_transport()
+    address = transport.register(pool.memory, _LAYOUT)
     pipe.send(address.SerializeToString())
     while not pipe.poll():
         for event in transport.poll():
             if isinstance(event, Noted):
                 pipe.send(time.monotonic())
-    pipe.send(words.page_numbers())
+    pipe.send(pool.page_numbers())
     transport.close()
