@@ -1,4 +1,4 @@
-"""`baton`, and `python -m baton`. A client alone has no commands but `--version`."""
+"""`baton`, and `python -m baton`. Without the server, only `--version` works."""
 
 from __future__ import annotations
 

@@ -2,6 +2,6 @@
 
 import os
 
-# gRPC otherwise writes of every connection that ends to stderr. It looks when it is
-# imported, which is why this is here; whoever has set it, for debugging, keeps it.
+# Else gRPC logs every closed connection to stderr. It reads this when it is imported. A value set
+# for debugging is kept.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

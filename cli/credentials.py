@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from baton.cli.terminal import AsJson, edge, note, print_json, print_lines, print_result
-from baton.core.api_keys import Key, make_key, read_keys, write_keys
+from baton.core.api_keys import ApiKey, make_key, read_keys, write_keys
 from baton.core.errors import InvalidConfig
 
 keys = typer.Typer(help="Make, list and remove API keys.", no_args_is_help=True)
@@ -71,16 +71,16 @@ def remove(name: Name, file: File = DEFAULT_FILE, as_json: AsJson = False) -> No
         note(f"{name} is no longer in {file}")
 
 
-def _known(file: Path) -> list[Key]:
+def _known(file: Path) -> list[ApiKey]:
     return read_keys(file) if file.exists() else []
 
 
-def _fields(key: Key) -> dict[str, object]:
+def _fields(key: ApiKey) -> dict[str, object]:
     """Without the digest. 0 sets no limit."""
     return {name: value for name, value in asdict(key).items() if name != "digest"}
 
 
-def _described(key: Key) -> str:
+def _described(key: ApiKey) -> str:
     limits = [
         f"{key.rate:g} calls a second" if key.rate else "",
         f"{key.concurrency} answers at once" if key.concurrency else "",

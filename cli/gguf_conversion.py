@@ -1,14 +1,12 @@
-"""Turns SmolLM2's GGUF file into a Hugging Face model folder.
+"""Converts SmolLM2's GGUF file to a Hugging Face model folder.
 
-The folder holds config.json, generation_config.json, model.safetensors in
-float32, tokenizer.json and tokenizer_config.json with the chat template: what
-transformers loads and what the engine and the router read.
+The folder holds config.json, generation_config.json, model.safetensors in float32, tokenizer.json
+and tokenizer_config.json with the chat template.
 
-Two things differ between the formats. GGUF stores the rows of the query and
-key projections so that each rotary pair is adjacent, where a Hugging Face
-Llama has the two halves of a head one after the other. And GGUF only names
-its pre-tokenizer ("smollm"), which splits digits one by one before the usual
-byte-level step.
+The formats differ in two ways. GGUF stores the rows of the query and key projections so that each
+rotary pair is adjacent; a Hugging Face Llama has the two halves of a head one after the other. And
+GGUF only names its pre-tokenizer ("smollm"), which splits digits one by one before the byte-level
+step.
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ OUTER_TENSORS = {
 
 
 def convert(source: Path, target: Path) -> None:
-    """Writes the model in the GGUF file `source` into the existing folder `target`."""
+    """Writes the model of the GGUF file `source` into the existing folder `target`."""
     reader = GGUFReader(source)
     for name, expected in (("general.architecture", "llama"), ("tokenizer.ggml.pre", "smollm")):
         if field(reader, name, str) != expected:
@@ -82,7 +80,7 @@ def config(reader: GGUFReader) -> Json:
         "head_dim": field(reader, "llama.rope.dimension_count", int),
         "max_position_embeddings": field(reader, "llama.context_length", int),
         "vocab_size": field(reader, "llama.vocab_size", int),
-        # Stored as float32; the shortest decimal that rounds to it is the number meant.
+        # Stored as float32: the shortest decimal that rounds to it is meant.
         "rms_norm_eps": float(
             str(np.float32(field(reader, "llama.attention.layer_norm_rms_epsilon", float)))
         ),
@@ -105,7 +103,7 @@ def special_ids(reader: GGUFReader) -> Json:
 
 def write_weights(reader: GGUFReader, path: Path) -> None:
     save_file(all_weights(reader), path, metadata={"format": "pt"})
-    # save_file makes it private; the other files, and other users' processes, are not.
+    # save_file makes the file private; other users' processes must load it too.
     path.chmod(0o644)
 
 
@@ -156,14 +154,14 @@ def tokenizer(reader: GGUFReader) -> Tokenizer:
 
 
 def merges(reader: GGUFReader) -> list[tuple[str, str]]:
-    """The pairs that BPE joins, best first. GGUF writes each as "left right"."""
+    """The pairs that BPE merges, best first. GGUF writes each as "left right"."""
     return [m.partition(" ")[::2] for m in field(reader, "tokenizer.ggml.merges", list[str])]
 
 
 def tokenizer_config(reader: GGUFReader) -> Json:
     tokens = field(reader, "tokenizer.ggml.tokens", list[str])
     return {
-        # The class that takes tokenizer.json as it is; a model's own class would rebuild it.
+        # This class uses tokenizer.json unchanged; a model's own class would rebuild it.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": tokens[field(reader, "tokenizer.ggml.bos_token_id", int)],
         "eos_token": tokens[field(reader, "tokenizer.ggml.eos_token_id", int)],

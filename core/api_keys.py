@@ -1,7 +1,7 @@
 """API keys, as a file keeps them.
 
-A key is drawn at random and shown once. The file holds its digest: since a key has
-256 bits of chance, a plain hash tells nothing of it.
+A key is random and shown once. The file holds its digest: a key has 256 random bits, so a plain
+hash reveals nothing of it.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
-    """What the file says of one key."""
+class ApiKey:
+    """A key's entry in the file."""
 
     name: str
     # SHA-256 of the key, in hexadecimal.
     digest: str
-    # Calls a second that generate; 0 sets no limit. A pause saves up those of one second.
+    # Generate calls a second; 0 sets no limit. Bursts may use up to one second's calls.
     rate: float = 0.0
-    # Answers under way at once; 0 sets no limit.
+    # Concurrent answers; 0 sets no limit.
     concurrency: int = 0
-    # Whether it may drain workers, and see what others ask.
+    # Whether it may drain workers and see others' requests.
     admin: bool = False
 
 
 def make_key(
     name: str, *, rate: float = 0.0, concurrency: int = 0, admin: bool = False
-) -> tuple[str, Key]:
-    """A new key, and what is kept of it."""
+) -> tuple[str, ApiKey]:
+    """A new key, and its entry."""
     secret = PREFIX + secrets.token_urlsafe(32)
-    return secret, _checked(Key(name, digest_of(secret), rate, concurrency, admin))
+    return secret, _checked(ApiKey(name, digest_of(secret), rate, concurrency, admin))
 
 
 def digest_of(secret: str) -> str:
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
-def read_keys(path: Path) -> list[Key]:
-    """The keys of a file, of which no two have the same name."""
+def read_keys(path: Path) -> list[ApiKey]:
+    """The keys of a file. Names are unique."""
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8")) or []
     except OSError as error:
@@ -65,30 +65,31 @@ def read_keys(path: Path) -> list[Key]:
     return keys
 
 
-def write_keys(path: Path, keys: list[Key]) -> None:
-    """Only its owner may read the file."""
+def write_keys(path: Path, keys: list[ApiKey]) -> None:
+    """The file is readable by its owner alone."""
     fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     fresh.touch(mode=0o600)
     fresh.write_text(yaml.safe_dump([asdict(key) for key in keys], sort_keys=False))
     fresh.replace(path)
 
 
-def _read_key(item: object, path: Path) -> Key:
-    known = {field.name for field in fields(Key)}
+def _read_key(item: object, path: Path) -> ApiKey:
+    known = {field.name for field in fields(ApiKey)}
     if not isinstance(item, dict) or not {"name", "digest"} <= item.keys() <= known:
         raise InvalidConfig(f"each key in {path} must have {', '.join(sorted(known))}")
-    return _checked(Key(**item))
+    return _checked(ApiKey(**item))
 
 
-def _checked(key: Key) -> Key:
-    if not isinstance(key.name, str) or not _NAME.fullmatch(key.name):
+def _checked(key: ApiKey) -> ApiKey:
+    name = key.name
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InvalidConfig("a key's name must have 1 to 64 letters, digits, dots, - or _")
     if not isinstance(key.digest, str) or not _DIGEST.fullmatch(key.digest):
-        raise InvalidConfig(f"the digest of key {key.name} is not one of SHA-256")
+        raise InvalidConfig(f"the digest of key {name} is not one of SHA-256")
     if not isinstance(key.rate, int | float) or not 0 <= key.rate < math.inf:
-        raise InvalidConfig(f"the rate of key {key.name} must be 0 or more")
+        raise InvalidConfig(f"the rate of key {name} must be 0 or more")
     if type(key.concurrency) is not int or key.concurrency < 0:
-        raise InvalidConfig(f"the concurrency of key {key.name} must be 0 or more")
+        raise InvalidConfig(f"the concurrency of key {name} must be 0 or more")
     if type(key.admin) is not bool:
-        raise InvalidConfig(f"admin of key {key.name} must be true or false")
+        raise InvalidConfig(f"admin of key {name} must be true or false")
     return key

@@ -40,7 +40,7 @@ def key(default: object, meaning: str, check: Check | None = None, flag: str = "
     return dataclasses.field(default=default, metadata=metadata)
 
 
-class Key(typing.NamedTuple):
+class ConfigKey(typing.NamedTuple):
     path: str  # dotted
     type: typing.Any
     default: object
@@ -48,7 +48,7 @@ class Key(typing.NamedTuple):
     flag: str
 
 
-def keys_of(config: type, prefix: str = "") -> Iterator[Key]:
+def keys_of(config: type, prefix: str = "") -> Iterator[ConfigKey]:
     """Every key of a configuration class, those of its sections included."""
     hints = typing.get_type_hints(config)
     for field in dataclasses.fields(config):
@@ -57,7 +57,7 @@ def keys_of(config: type, prefix: str = "") -> Iterator[Key]:
             yield from keys_of(typing.cast(type, hint), f"{path}.")
         else:
             about = field.metadata
-            yield Key(path, hint, field.default, about["meaning"], about["flag"])
+            yield ConfigKey(path, hint, field.default, about["meaning"], about["flag"])
 
 
 class Size(int):

@@ -1,33 +1,33 @@
-"""The one tree of errors, and the one table that translates it.
+"""The tree of errors, and its table of gRPC codes and HTTP statuses.
 
     BatonError
     ├── InvalidRequest           the caller must change the request
     │   ├── PromptTooLong
     │   ├── TokenOutOfRange
     │   ├── InvalidSampling
-    │   ├── InvalidGrammar       the structure that is asked for cannot be
+    │   ├── InvalidGrammar       the requested structure cannot be compiled
     │   ├── UnknownModel
-    │   ├── UnknownRequest       none of that name, or too long ago
-    │   └── NotServed            a feature that is not there
-    ├── Unauthenticated          the caller has no key, or one that is not known
-    ├── PermissionDenied         the caller's key is not for this
-    ├── RoleRefused              a worker's role cannot be changed so
-    ├── InvalidConfig            an operator must change the configuration
+    │   ├── UnknownRequest       no such request, or too long ago
+    │   └── NotServed            a feature that this server has not
+    ├── Unauthenticated          no API key, or an unknown one
+    ├── PermissionDenied         the API key does not allow this
+    ├── RoleRefused              a worker's role cannot be switched so
+    ├── InvalidConfig            the operator must change the configuration
     │   ├── UnsupportedModel
     │   ├── InvalidCheckpoint
     │   └── ModelNotFound
-    ├── Exhausted                try again later, or ask for less
-    │   └── SlowReader           the caller did not read its answer
-    ├── Unavailable              no worker can take it now
+    ├── Exhausted                retry later, or request less
+    │   └── SlowReader           the caller did not receive its answer
+    ├── Unavailable              no worker is available now
     │   ├── WorkerLost
     │   └── LayoutMismatch
-    ├── DeadlineExceeded         a wait ran out
-    ├── Cancelled                the caller went away
-    └── Internal                 our fault
-        └── PoisonRequest        workers died under the request, again and again
+    ├── DeadlineExceeded         a timeout
+    ├── Cancelled                the caller disconnected
+    └── Internal                 a bug
+        └── PoisonRequest        the request crashed several workers
 
-An error's `reason` is stable and travels on the wire; its message is for
-people. Code that receives a reason rebuilds the error with `from_reason`.
+An error's `reason` is stable and sent on the wire; its message is for people. `from_reason`
+rebuilds the error.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from typing import ClassVar, NamedTuple
 
 
 class BatonError(Exception):
-    """Any error of Baton's. `field` names the offending input where there is one.
+    """Any error of Baton. `field` names the offending input, if any.
 
-    `retry_after` is how many seconds to wait before trying again, where that may help; else 0.
+    `retry_after` is the seconds to wait before a retry that may help; else 0.
     """
 
     reason: ClassVar[str] = "INTERNAL"
@@ -169,7 +169,7 @@ TRANSLATIONS: dict[type[BatonError], Translation] = {
 
 
 def translation(error: BatonError) -> Translation:
-    """The gRPC code and HTTP status of `error`: its class's, or its nearest ancestor's."""
+    """The gRPC code and HTTP status of the error's class, or of its nearest ancestor."""
     return next(TRANSLATIONS[cls] for cls in type(error).__mro__ if cls in TRANSLATIONS)
 
 
@@ -183,5 +183,5 @@ _BY_REASON = {cls.reason: cls for cls in _tree(BatonError)}
 def from_reason(
     reason: str, message: str, *, field: str = "", retry_after: float = 0.0
 ) -> BatonError:
-    """The error that was sent as `reason`; Internal when this version does not know it."""
+    """The error of a `reason`; Internal for an unknown one."""
     return _BY_REASON.get(reason, Internal)(message, field=field, retry_after=retry_after)

@@ -25,7 +25,7 @@ CACHED_TOKENS = "baton_cached_prompt_tokens_total"
 PLACEMENTS = "baton_placements_total"
 TTFT_FORECAST_RATIO = "baton_first_token_forecast_ratio"
 
-# Per worker, measured at the worker; routers repeat the gauges they are told.
+# Per worker, measured at the worker; routers repeat the reported gauges.
 PAGES = "baton_pages"
 WAITING = "baton_waiting_requests"
 RUNNING = "baton_running_requests"
@@ -46,44 +46,44 @@ TIER_EVENTS = "baton_cache_tier_events_total"
 FILES_FAILING = "baton_cache_files_failing"
 
 HELP = {
-    TTFT_SECONDS: "From the request's arrival at the router to its first token",
-    ITL_SECONDS: "Between two neighbouring tokens of one answer",
-    TPOT_SECONDS: "Mean time per output token after the first, one value an answer",
+    TTFT_SECONDS: "From a request's arrival at the router to its first token",
+    ITL_SECONDS: "Between two tokens of one answer",
+    TPOT_SECONDS: "Mean time per output token after the first, one value per answer",
     E2E_SECONDS: "From arrival to the last token: TTFT + (n - 1) x TPOT",
     PROMPT_TOKENS: "Prompt tokens of accepted requests",
     GENERATION_TOKENS: "Tokens generated",
     REQUESTS: "Requests ended, by outcome: stop, length, or the error's reason",
-    ACTIVE_REQUESTS: "Requests under way in this router",
-    QUEUED_REQUESTS: "Requests that wait in this router for a worker with room",
-    RETRIES: "Attempts that ended early and were followed by another, by the error's reason",
-    PHASE_QUEUE_SECONDS: "Wait before each phase: router (for a worker with room), prefill,"
-    " reserve (decode pages), decode (batch)",
-    PREFILL_SECONDS: "From a prompt's first chunk to its first token",
+    ACTIVE_REQUESTS: "Running and queued requests of this router",
+    QUEUED_REQUESTS: "Requests in the router's wait queue",
+    RETRIES: "Attempts that were retried, by the error's reason",
+    PHASE_QUEUE_SECONDS: "Wait before each phase: router (for capacity), prefill, reserve (decode"
+    " pages), decode (batch)",
+    PREFILL_SECONDS: "From a prompt's first chunk to the first token",
     TRANSFER_BYTES: "Bytes of K/V pages pushed from prefill to decode",
-    TRANSFER_SECONDS: "Time during which a request's pages were being written, summed",
+    TRANSFER_SECONDS: "Time in which a request's pages were being written, summed",
     TRANSFER_EXPOSED_SECONDS: "From the end of a prompt's compute to the end of its last write",
-    CACHED_TOKENS: "Prompt tokens that were cached: by the reader (so not computed), or on the"
-    " decode worker that another one reads for (so not moved)",
-    PLACEMENTS: "Attempts by how their work was divided and why",
-    TTFT_FORECAST_RATIO: "Predicted time from placement to token #1, by the time it took",
+    CACHED_TOKENS: "Prompt tokens that were cached: on the prefilling worker (so not computed), or"
+    " on the decode worker (so not transferred)",
+    PLACEMENTS: "Attempts by placement policy and reason",
+    TTFT_FORECAST_RATIO: "Predicted by actual time from placement to the first token",
     PAGES: "Pages of the K/V pool by state: free, leased, quarantined, cached (which are free too)",
-    WAITING: "Requests that wait in a worker, for pages or for compute",
+    WAITING: "Requests that wait in a worker for pages or compute",
     RUNNING: "Requests in a worker's current batch",
     QUEUE_SECONDS: "Wait in the worker before its compute starts",
     STEP_SECONDS: "Duration of one step of the engine",
     BATCH_SIZE: "Requests in one step",
     COMPUTED_TOKENS: "Tokens run through the model",
-    DAMAGED_PAGES: "Pages that arrived damaged and were asked for again",
+    DAMAGED_PAGES: "Pages that arrived damaged and were requested again",
     FETCHED_PAGES: "Pages that a prefill worker fetched from another worker's cache",
-    FAILED_FETCHES: "Fetches that came to nothing: the prompt was computed",
-    FETCH_SECONDS: "Time from asking for pages to their arrival or to giving up, summed",
-    CACHE_QUERIED_TOKENS: "Tokens that were looked for in the prefix cache, in full pages",
-    CACHE_HIT_TOKENS: "Of these, the tokens that were found",
-    CACHE_EVICTED_PAGES: "Cached pages that were given to others",
-    TIER_PAGES: "Pages beside the pool, by tier: host (memory), files",
-    TIER_BYTES: "Bytes of these pages",
-    TIER_EVENTS: "Pages by tier and by what became of them: hits (found for a prompt), restored,"
-    " stored, evicted (for others), dropped (gone before they could be stored), damaged",
+    FAILED_FETCHES: "Fetches that failed: the prompt was computed",
+    FETCH_SECONDS: "Time from a fetch's start to its end, summed",
+    CACHE_QUERIED_TOKENS: "Tokens looked up in the prefix cache, in full pages",
+    CACHE_HIT_TOKENS: "Of these, the tokens found",
+    CACHE_EVICTED_PAGES: "Cached pages evicted for new ones",
+    TIER_PAGES: "Pages in the second tier, by tier: host (memory), files",
+    TIER_BYTES: "Bytes of pages in the second tier",
+    TIER_EVENTS: "Pages by tier and event: hits (found for a prompt), restored, stored, evicted,"
+    " dropped (gone before they could be stored), damaged",
     FILES_FAILING: "1 while pages cannot be written to files",
 }
 

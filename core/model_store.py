@@ -15,17 +15,17 @@ EMBEDDED = "embedded"
 EMBEDDED_NAME = "SmolLM2-135M-Instruct"
 
 EMBEDDED_RECIPE = 1
-"""Version of the conversion that makes the embedded model's folder. A folder
-made by another version counts as absent, so that the next pull makes it anew."""
+"""Version of the conversion to the embedded model's folder. A folder of another version counts as
+absent, so that the next pull makes it anew."""
 
 SENTENCEPIECE_FILE = "tokenizer.model"
 
 MANIFEST = "baton.json"
-"""Written last into a converted folder; holds the recipe that made it."""
+"""Written last into a converted folder, with its recipe."""
 
 
 def cache_folder() -> Path:
-    """The folder that pulled models live in: $XDG_CACHE_HOME/baton/models, or under ~/.cache."""
+    """The folder of pulled models: $XDG_CACHE_HOME/baton/models, or under ~/.cache."""
     root = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG specification has relative paths ignored.
     base = Path(root) if os.path.isabs(root) else Path.home() / ".cache"
@@ -33,12 +33,12 @@ def cache_folder() -> Path:
 
 
 def embedded_folder() -> Path:
-    """Where the embedded model is once it has been pulled."""
+    """The embedded model's folder, once it is pulled."""
     return cache_folder() / EMBEDDED_NAME
 
 
 def embedded_is_ready() -> bool:
-    """Whether the embedded model is there, made by the present recipe."""
+    """Whether the embedded model exists, in the current recipe."""
     try:
         manifest = json.loads((embedded_folder() / MANIFEST).read_text())
     except (OSError, ValueError):
@@ -65,7 +65,7 @@ def locate(model: str) -> Path:
 
 
 def model_name(config: Config) -> str:
-    """What clients call the model: the configured name, or its folder's."""
+    """The model's name for clients: the configured one, or its folder's."""
     return config.model_name or locate(config.model).resolve().name
 
 

@@ -12,15 +12,15 @@ PROTOCOL = 4
 """Version of the router-worker protocol. Both ends must agree."""
 
 MAX_MESSAGE_BYTES = 64 * 2**20
-"""The largest gRPC message that any part sends or takes."""
+"""The largest gRPC message between any two processes."""
 
 SEED_STRIDE = 0x9E3779B97F4A7C15
-"""Between the seeds of two answers to one request: odd, and far from what people choose, so
-that neighbouring seeds share no answers."""
+"""Between the seeds of two answers of one request: odd and large, so that requests with nearby
+seeds share no answers."""
 
 
 class Role(enum.StrEnum):
-    """What a worker does."""
+    """The phase that a worker serves."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -42,7 +42,7 @@ class DeviceEvent(Protocol):
 
 
 class AttemptKey(NamedTuple):
-    """One try at one request. A message of an older epoch matches nothing."""
+    """One attempt at one answer. A message of an older epoch matches nothing."""
 
     request_id: str
     epoch: int
@@ -50,7 +50,7 @@ class AttemptKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How each next token is chosen. The defaults are greedy and change nothing."""
+    """How each next token is chosen. The defaults are greedy, without penalties."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -60,7 +60,7 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int = 0
-    # Token ids, each once, and what is added to their logits.
+    # Unique token ids, and what is added to their logits.
     logit_bias: tuple[tuple[int, float], ...] = ()
 
     @property
@@ -76,14 +76,14 @@ class Sampling:
         )
 
     def for_answer(self, index: int) -> Sampling:
-        """How the tokens of one of several answers are chosen. Answer 0 is as if it were alone."""
+        """The sampling of one of several answers. Answer 0 is the same as with n=1."""
         return replace(self, seed=(self.seed + index * SEED_STRIDE) % 2**64)
 
 
 class Logprobs(NamedTuple):
-    """How likely a token was, and the likeliest that could have stood in its place.
+    """A token's log probability, and the likeliest tokens in its place.
 
-    Natural logarithms of the model's own probabilities: before temperature, penalties and biases.
+    Natural logarithms of the model's probabilities, before temperature, penalties and biases.
     """
 
     logprob: float
@@ -96,37 +96,35 @@ class Work:
     """One attempt as workers see it: token ids and numbers, no text."""
 
     key: AttemptKey
-    # The prompt and, after it, what earlier attempts have already answered.
+    # The prompt, then the tokens that earlier attempts have emitted.
     prompt_tokens: Sequence[int]
     sampling: Sampling
     max_tokens: int
     stop_token_ids: frozenset[int]
-    # How many of prompt_tokens, at their end, are answer.
+    # Of prompt_tokens, the count of answer tokens at their end.
     answer_tokens: int = 0
     # Cached pages are shared only among requests of the same salt.
     cache_salt: str = ""
-    # How many of the likeliest tokens to tell with each token, and how likely
-    # all of them were. None: nothing of it.
+    # Alternatives to return with each token's logprob; None returns no logprobs.
     logprobs: int | None = None
-    # What the answer must read as, in llguidance's own words; empty: any text.
+    # What the answer must match, as an llguidance grammar; empty: anything.
     grammar: str = ""
-    # The same as logprobs, of the prompt's tokens from its second on.
+    # The same as logprobs, for the prompt's tokens from its second on.
     prompt_logprobs: int | None = None
-    # Names of the prompt's full pages (core/page_keys.py), where a router has
-    # made them. They do not travel.
+    # Keys of the prompt's full pages (core/page_keys.py) in a router. Not sent to workers.
     page_keys: Sequence[bytes] = ()
 
     @property
     def cache_name(self) -> str:
-        """Pages are shared under this. A prompt whose tokens are to be scored shares none: what
-        is cached of it would have no scores."""
+        """Work of one name shares pages. A prompt with logprobs shares none: cached pages have no
+        logprobs."""
         if self.prompt_logprobs is None:
             return self.cache_salt
         return f"{self.cache_salt}\n{self.key.request_id}\n{self.key.epoch}"
 
     @property
     def tokens_wanted(self) -> int:
-        """The most tokens that are still to be generated."""
+        """Tokens that may still be generated."""
         return self.max_tokens - self.answer_tokens
 
     def finish_reason(self, token: int, generated: int) -> FinishReason | None:
@@ -154,19 +152,19 @@ class ToolCall:
 class Message:
     role: str
     content: str
-    # What the assistant called, in its own messages.
+    # In the assistant's messages: its calls.
     tool_calls: tuple[ToolCall, ...] = ()
-    # The call that a tool's message answers.
+    # In a tool's message: the call that it answers.
     tool_call_id: str = ""
-    # Who speaks, beyond the role; a tool's name.
+    # The speaker's name beside the role; a tool's name.
     name: str = ""
-    # What the assistant thought, in its own messages.
+    # In the assistant's messages: its reasoning.
     reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that the model may ask its caller to call."""
+    """A function that the model may request a call of."""
 
     name: str
     description: str = ""
@@ -177,7 +175,7 @@ class Tool:
 class ChatPrompt:
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
-    # Whether a tool must be called, and which; empty: any of them.
+    # Whether a tool must be called, and which; empty: any.
     must_call: bool = False
     tool_name: str = ""
 
@@ -192,7 +190,7 @@ Prompt = TextPrompt | ChatPrompt | TokenPrompt
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """What an answer must read as: a JSON Schema, a regular expression or a Lark grammar."""
+    """What an answer must match: a JSON Schema, a regular expression or a Lark grammar."""
 
     kind: Literal["json_schema", "regex", "lark"]
     source: str
@@ -209,15 +207,14 @@ class Request:
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
-    # How many answers are wanted.
-    n: int = 1
-    # How many of the likeliest tokens to tell with each token; None: no probabilities at all.
+    n: int = 1  # answers
+    # Alternatives to return with each token's logprob; None returns no logprobs.
     logprobs: int | None = None
-    # The same of the prompt's tokens, from its second on.
+    # The same for the prompt's tokens, from its second on.
     prompt_logprobs: int | None = None
-    # What every answer must read as; None: any text.
+    # What every answer must match; None: anything.
     structure: Structure | None = None
     # Cached pages are shared only among requests of the same salt.
     cache_salt: str = ""
-    # When its caller stops waiting, on time.monotonic()'s clock.
+    # The caller's deadline, on time.monotonic()'s clock.
     deadline: float = math.inf

@@ -1,6 +1,9 @@
-"""Between core values and protobuf messages, both ways, in one place."""
+"""Conversions between core values and protobuf messages."""
 
 from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
 
 from baton.core.errors import BatonError, Unavailable, from_reason
 from baton.core.types import AttemptKey, FinishReason, Logprobs, Role, Sampling, Work
@@ -16,25 +19,16 @@ _FINISH: dict[FinishReason | None, inference_pb2.FinishReason.ValueType] = {
 _FINISH_BACK = {value: reason for reason, value in _FINISH.items()}
 _ROLE = {Role.PREFILL: pb.ROLE_PREFILL, Role.DECODE: pb.ROLE_DECODE}
 _ROLE_BACK = {value: role for role, value in _ROLE.items()}
+_SAMPLING_FIELDS = [field.name for field in fields(Sampling) if field.name != "logit_bias"]
 
 
 def work_to(work: Work) -> pb.Work:
-    sampling = work.sampling
+    sampling: dict[str, Any] = {name: getattr(work.sampling, name) for name in _SAMPLING_FIELDS}
     return pb.Work(
         request_id=work.key.request_id,
         epoch=work.key.epoch,
         prompt_tokens=work.prompt_tokens,
-        sampling=pb.Sampling(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
-            presence_penalty=sampling.presence_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            seed=sampling.seed,
-            logit_bias=dict(sampling.logit_bias),
-        ),
+        sampling=pb.Sampling(logit_bias=dict(work.sampling.logit_bias), **sampling),
         max_tokens=work.max_tokens,
         stop_token_ids=sorted(work.stop_token_ids),
         answer_tokens=work.answer_tokens,
@@ -46,21 +40,12 @@ def work_to(work: Work) -> pb.Work:
 
 
 def work_from(message: pb.Work) -> Work:
-    sampling = message.sampling
+    sampling = {name: getattr(message.sampling, name) for name in _SAMPLING_FIELDS}
+    bias = tuple(sorted(message.sampling.logit_bias.items()))
     return Work(
         key=AttemptKey(message.request_id, message.epoch),
         prompt_tokens=list(message.prompt_tokens),
-        sampling=Sampling(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
-            presence_penalty=sampling.presence_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            seed=sampling.seed,
-            logit_bias=tuple(sorted(sampling.logit_bias.items())),
-        ),
+        sampling=Sampling(logit_bias=bias, **sampling),
         max_tokens=message.max_tokens,
         stop_token_ids=frozenset(message.stop_token_ids),
         answer_tokens=message.answer_tokens,
@@ -96,7 +81,7 @@ def role_to(role: Role) -> pb.Role.ValueType:
 
 
 def is_role(value: int) -> bool:
-    """Whether this is one of the roles that there are."""
+    """Whether the wire's value is a known role."""
     return value in _ROLE_BACK
 
 
@@ -105,7 +90,7 @@ def role_from(value: pb.Role.ValueType) -> Role:
 
 
 def failed_to(key: AttemptKey, error: BatonError, *, retry: bool = False) -> pb.WorkerMessage:
-    """`retry` says that the request itself is sound, whatever the error's type says."""
+    """`retry` marks the request as sound, whatever the error's type."""
     return pb.WorkerMessage(
         failed=pb.Failed(
             request_id=key.request_id,

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 
 from baton.core.config import Config, Size
-from baton.core.config_values import Key, keys_of
+from baton.core.config_values import ConfigKey, keys_of
 
 OPENING = """\
 # Configuration
@@ -26,7 +26,7 @@ UNITS = ((2**30, "GiB"), (2**20, "MiB"))
 
 
 def page() -> str:
-    sections: dict[str, list[Key]] = {}
+    sections: dict[str, list[ConfigKey]] = {}
     for key in keys_of(Config):
         sections.setdefault(key.path.rpartition(".")[0], []).append(key)
     hints = typing.get_type_hints(Config)
@@ -38,7 +38,7 @@ def page() -> str:
     return "\n".join(parts)
 
 
-def _table(keys: list[Key]) -> Iterator[str]:
+def _table(keys: list[ConfigKey]) -> Iterator[str]:
     yield "| key | type | default | flag | meaning |"
     yield "|---|---|---|---|---|"
     for key in keys:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from baton.core.api_keys import Key, digest_of, read_keys
+from baton.core.api_keys import ApiKey, digest_of, read_keys
 from baton.core.errors import Exhausted, InvalidConfig, InvalidRequest, Unauthenticated
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ _SCHEME = "bearer "
 class Caller:
     """A key and its use in this router."""
 
-    key: Key
+    key: ApiKey
     active: int = 0  # answers in progress
     _tokens: float = 1.0  # token bucket of the key's call rate
     _refilled: float = field(default_factory=lambda: time.monotonic())
@@ -74,7 +74,7 @@ class Caller:
         self._tokens -= 1
 
 
-ANONYMOUS = Caller(Key("", "", admin=True))
+ANONYMOUS = Caller(ApiKey("", "", admin=True))
 """Every caller of a router without keys."""
 
 
