@@ -119,12 +119,9 @@ class _ServerActor:
 
 def sized_for(config: Config, role: Role, made_for: Role) -> Config:
     """`config` with as many ranks for `role` as for `made_for`, whose GPUs the worker has."""
-    size = config.pool(made_for).tensor_parallel
-    if role is Role.PREFILL:
-        prefill = dataclasses.replace(config.prefill, tensor_parallel=size)
-        return dataclasses.replace(config, prefill=prefill)
-    decode = dataclasses.replace(config.decode, tensor_parallel=size)
-    return dataclasses.replace(config, decode=decode)
+    ranks = config.pool(made_for).tensor_parallel
+    pool = dataclasses.replace(config.pool(role), tensor_parallel=ranks)
+    return dataclasses.replace(config, **{role.value: pool})  # type: ignore[arg-type]
 
 
 class WorkerActor(_ServerActor):

@@ -41,7 +41,7 @@ from baton.router.edges.grpc.servicers import (
     InferenceService,
 )
 from baton.router.observe.metrics import RouterMetrics
-from baton.router.observe.overview import Overview
+from baton.router.observe.overview import RouterOverview
 from baton.router.observe.spans import Spans
 from baton.router.placement.placer import Placer
 from baton.router.prompts.text import Text
@@ -151,7 +151,7 @@ class RouterServer:
         inference = InferenceService(
             self._serving, self._membership, self._keys, model, limits.reader_buffer
         )
-        self._overview = Overview(
+        self._overview = RouterOverview(
             self._serving, self._membership, model, self._router_id, limits.max_queued
         )
         admin = AdminService(self._overview, self._membership, controller, self._keys)

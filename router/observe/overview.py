@@ -21,7 +21,7 @@ RECENT_REQUESTS = 50
 _FAULT = "it cannot be used; `baton status` with an admin's key says why"
 
 
-class Overview:
+class RouterOverview:
     def __init__(
         self, serving: Serving, membership: Membership, model: str, router_id: str, queue_limit: int
     ) -> None:

@@ -1,7 +1,7 @@
-"""The canary: a worker that nobody uses makes one token now and then.
+"""The canary: a small probe request to every idle worker, at intervals.
 
-A worker that answers pings may still be unable to compute: a hung device, a
-model gone bad. One that fails its canary gets no requests until it passes one.
+A worker that answers pings may still be unable to compute: a hung device, a damaged model. One
+that fails its canary gets no requests until it passes one.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ ANSWER_SECONDS = 10.0
 
 
 async def run_canary(membership: Membership, dispatcher: Dispatcher, seconds: float) -> None:
-    """Tests every idle worker, every so many seconds, until cancelled."""
+    """Probes every idle worker at intervals of `seconds`, until cancelled."""
     while True:
         await asyncio.sleep(seconds)
         idle = [link for link in membership.links if _is_idle(link)]
-        await asyncio.gather(*(_test(link, dispatcher) for link in idle))
+        await asyncio.gather(*(_probe(link, dispatcher) for link in idle))
 
 
 def _is_idle(link: WorkerLink) -> bool:
@@ -35,7 +35,7 @@ def _is_idle(link: WorkerLink) -> bool:
     return link.reported and not (busy or link.draining or link.leaving)
 
 
-async def _test(link: WorkerLink, dispatcher: Dispatcher) -> None:
+async def _probe(link: WorkerLink, dispatcher: Dispatcher) -> None:
     problem = await dispatcher.probe(_work(), _assignment(link), ANSWER_SECONDS)
     if problem:
         log.warning("worker %s failed its canary: %s", link.worker_id, problem)

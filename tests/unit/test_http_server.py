@@ -33,7 +33,7 @@ from baton.router.edges.http.endpoint import HttpContext
 from baton.router.edges.http.http_app import HttpApp
 from baton.router.edges.http.http_server import HttpServer
 from baton.router.observe.ledger import Ledgers, RequestLedger
-from baton.router.observe.overview import Overview
+from baton.router.observe.overview import RouterOverview
 from baton.router.requests.serving import Serving
 from baton.router.server import RouterServer
 from baton.router.workers.membership import Membership
@@ -86,7 +86,7 @@ async def served(
     """The address of a server in front of `serving`, which asks for the keys in a file."""
     context = HttpContext(cast(Serving, serving), "tiny", reader_buffer, KeyRing(keys))
     membership = SimpleNamespace(context_length=lambda: 64)
-    overview = cast(Overview, MagicMock())
+    overview = cast(RouterOverview, MagicMock())
     app = HttpApp(context, cast(Membership, membership), overview, CollectorRegistry())
     server = HttpServer(app.app, context.end_calls, TlsConfig())
     address = server.start("127.0.0.1", 0)

@@ -29,7 +29,7 @@ from baton.router.edges.client_buffer import buffered
 from baton.router.edges.grpc.protobuf import parse_prompt, parse_request, response
 from baton.router.observe import time_breakdown
 from baton.router.observe.ledger import RequestLedger
-from baton.router.observe.overview import Overview
+from baton.router.observe.overview import RouterOverview
 from baton.router.requests.serving import Serving
 from baton.router.workers.controller_client import ControllerClient, switch_role
 from baton.router.workers.membership import Membership
@@ -159,7 +159,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 class AdminService(cluster_pb2_grpc.AdminServicer):
     def __init__(
         self,
-        overview: Overview,
+        overview: RouterOverview,
         membership: Membership,
         controller: ControllerClient,
         keys: KeyRing,

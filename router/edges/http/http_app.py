@@ -41,7 +41,7 @@ from baton.router.edges.http.openai_answers import ChatApi, CompletionsApi
 from baton.router.edges.http.openapi import document
 from baton.router.edges.http.request_model import shown
 from baton.router.observe.ledger import KEPT_REQUESTS
-from baton.router.observe.overview import RECENT_REQUESTS, Overview
+from baton.router.observe.overview import RECENT_REQUESTS, RouterOverview
 from baton.router.workers.membership import Membership
 
 OPEN_PATHS = ("/health", "/ready")
@@ -109,7 +109,7 @@ class HttpApp:
         self,
         context: HttpContext,
         membership: Membership,
-        overview: Overview,
+        overview: RouterOverview,
         registry: CollectorRegistry,
         *,
         open_metrics: bool = False,
