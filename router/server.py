@@ -34,6 +34,7 @@ from baton.core.tls import (
 )
 from baton.core.types import MAX_MESSAGE_BYTES
 from baton.router.edges.auth import KeyRing
+from baton.router.edges.edge_context import EdgeContext
 from baton.router.edges.grpc.servicers import (
     AdminService,
     ApiKeyInterceptor,
@@ -107,7 +108,7 @@ class RouterServer:
             self._serving.ledgers.listen(self._spans.send)
         identity = node_identity(self._config)
         await self._serve_grpc(model, ControllerClient(controller, identity))
-        self._http = self._serve_http(model)
+        self._http = self._serve_http()
         self._serve_metrics()
         self._membership.set_addresses(self._config.members.workers)
         if controller:
@@ -148,13 +149,14 @@ class RouterServer:
         if self._keys.required:
             interceptors.insert(0, ApiKeyInterceptor(self._keys))
         self._server = grpc.aio.server(options=[*GRPC_OPTIONS, streams], interceptors=interceptors)
-        inference = InferenceService(
+        self._edges = EdgeContext(
             self._serving, self._membership, self._keys, model, limits.reader_buffer
         )
+        inference = InferenceService(self._edges)
         self._overview = RouterOverview(
             self._serving, self._membership, model, self._router_id, limits.max_queued
         )
-        admin = AdminService(self._overview, self._membership, controller, self._keys)
+        admin = AdminService(self._edges, self._overview, controller)
         inference_pb2_grpc.add_InferenceServicer_to_server(inference, self._server)
         cluster_pb2_grpc.add_AdminServicer_to_server(admin, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -169,11 +171,10 @@ class RouterServer:
         self._report_health()
         await self._server.start()
 
-    def _serve_http(self, model: str) -> HttpServer | None:
+    def _serve_http(self) -> HttpServer | None:
         """None when a library for HTTP is not installed."""
         self.http_address = ""
         try:
-            from baton.router.edges.http.endpoint import HttpContext
             from baton.router.edges.http.http_app import HttpApp
             from baton.router.edges.http.http_server import HttpServer
         except ModuleNotFoundError as missing:
@@ -181,15 +182,10 @@ class RouterServer:
             log.warning("%s is not installed: gRPC is served, HTTP is not", library)
             return None
         limits = self._config.router
-        context = HttpContext(self._serving, model, limits.reader_buffer, self._keys)
         app = HttpApp(
-            context,
-            self._membership,
-            self._overview,
-            self._metrics.registry,
-            open_metrics=limits.open_metrics,
+            self._edges, self._overview, self._metrics.registry, open_metrics=limits.open_metrics
         )
-        server = HttpServer(app.app, context.end_calls, self._config.tls)
+        server = HttpServer(app.app, self._edges.end_calls, self._config.tls)
         self.http_address = server.start(limits.host, limits.http_port)
         return server
 

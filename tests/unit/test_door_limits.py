@@ -14,7 +14,7 @@ from front_door import front_door
 from baton import AsyncClient, Exhausted, InvalidRequest, PromptTooLong
 from baton.core.bounds import MAX_REQUEST_BYTES
 from baton.router.edges.http import http_server
-from baton.router.edges.http.body import MAX_VALUES
+from baton.router.edges.http.endpoint import MAX_VALUES
 from baton.router.server import RouterServer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -29,7 +29,7 @@ from baton.core.types import FinishReason, Request
 from baton.router.answers.answer_events import AnswerDelta, AnswerEvent, Emit, Finished, Started
 from baton.router.edges import http as http_edge
 from baton.router.edges.auth import KeyRing
-from baton.router.edges.http.endpoint import HttpContext
+from baton.router.edges.edge_context import EdgeContext
 from baton.router.edges.http.http_app import HttpApp
 from baton.router.edges.http.http_server import HttpServer
 from baton.router.observe.ledger import Ledgers, RequestLedger
@@ -84,10 +84,9 @@ async def served(
     serving: ScriptedServing, reader_buffer: int = 100, keys: str = ""
 ) -> AsyncIterator[str]:
     """The address of a server in front of `serving`, which asks for the keys in a file."""
-    context = HttpContext(cast(Serving, serving), "tiny", reader_buffer, KeyRing(keys))
-    membership = SimpleNamespace(context_length=lambda: 64)
-    overview = cast(RouterOverview, MagicMock())
-    app = HttpApp(context, cast(Membership, membership), overview, CollectorRegistry())
+    membership = cast(Membership, SimpleNamespace(context_length=lambda: 64))
+    context = EdgeContext(cast(Serving, serving), membership, KeyRing(keys), "tiny", reader_buffer)
+    app = HttpApp(context, cast(RouterOverview, MagicMock()), CollectorRegistry())
     server = HttpServer(app.app, context.end_calls, TlsConfig())
     address = server.start("127.0.0.1", 0)
     try:
@@ -281,6 +280,6 @@ def test_a_router_without_starlette_says_so_and_serves_grpc(
     ]:
         monkeypatch.delitem(sys.modules, name)
     server = RouterServer(Config())
-    assert server._serve_http("tiny") is None
+    assert server._serve_http() is None
     assert server.http_address == ""
     assert caplog.messages == ["starlette is not installed: gRPC is served, HTTP is not"]

@@ -19,20 +19,17 @@ from baton.core.errors import (
     BatonError,
     InvalidRequest,
     PermissionDenied,
-    TokenOutOfRange,
-    UnknownModel,
 )
 from baton.core.types import Request
 from baton.router.answers.answer_events import Started
 from baton.router.edges.auth import Caller, KeyRing
 from baton.router.edges.client_buffer import buffered
+from baton.router.edges.edge_context import EdgeContext
 from baton.router.edges.grpc.protobuf import parse_prompt, parse_request, response
 from baton.router.observe import time_breakdown
 from baton.router.observe.ledger import RequestLedger
 from baton.router.observe.overview import RouterOverview
-from baton.router.requests.serving import Serving
 from baton.router.workers.controller_client import ControllerClient, switch_role
-from baton.router.workers.membership import Membership
 from baton.rpc.statuses import Context, abort, to_status, unary, unary_with_context
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc, timing_pb2, worker_pb2
 from baton.v1 import inference_pb2 as pb
@@ -64,27 +61,17 @@ def metadata_value(metadata: Metadata, key: str) -> str:
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
-    def __init__(
-        self,
-        serving: Serving,
-        membership: Membership,
-        keys: KeyRing,
-        model: str,
-        reader_buffer: int,
-    ) -> None:
-        self._serving = serving
-        self._keys = keys
-        self._membership = membership
-        self._model = model
-        self._reader_buffer = reader_buffer
+    def __init__(self, context: EdgeContext) -> None:
+        self._context = context
+        self._serving = context.serving
 
     async def Generate(  # type: ignore[override]
         self, message: pb.GenerateRequest, context: Context
     ) -> None:
         arrived = time.monotonic()
         try:
-            self._check_model(message.model)
-            caller = self._keys.caller(authorization(context.invocation_metadata() or ()))
+            self._context.check_model(message.model)
+            caller = self._context.keys.caller(authorization(context.invocation_metadata() or ()))
             request = parse_request(message)
             left = context.time_remaining()
             request = dataclasses.replace(
@@ -110,10 +97,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     async def _answer(self, request: Request, ledger: RequestLedger, context: Context) -> None:
         generate = functools.partial(self._serving.generate, request, ledger)
-        async with buffered(generate, self._reader_buffer) as buffer:
+        async with buffered(generate, self._context.reader_buffer) as buffer:
             async for event in buffer:
                 began = time.monotonic()
-                await context.write(response(event, self._model))
+                await context.write(response(event, self._context.model))
                 if not isinstance(event, Started):
                     ledger.answers[event.index].write(began)
 
@@ -121,8 +108,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def ListModels(self, message: pb.ListModelsRequest) -> pb.ListModelsResponse:
         text = self._serving.text
         model = pb.Model(
-            name=self._model,
-            context_length=self._membership.context_length(),
+            name=self._context.model,
+            context_length=self._context.membership.context_length(),
             vocabulary_size=text.vocabulary_size,
             has_chat_template=text.has_chat_template,
         )
@@ -130,44 +117,27 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     @unary
     async def Tokenize(self, message: pb.TokenizeRequest) -> pb.TokenizeResponse:
-        self._check_model(message.model)
+        self._context.check_model(message.model)
         tokens, rendered = await self._serving.tokenize(parse_prompt(message))
         return pb.TokenizeResponse(token_ids=tokens, rendered=rendered)
 
     @unary
     async def Detokenize(self, message: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
-        self._check_model(message.model)
-        text = self._serving.text
-        if any(token >= text.vocabulary_size for token in message.token_ids):
-            raise TokenOutOfRange(
-                f"token id {max(message.token_ids)} is outside the vocabulary of"
-                f" {text.vocabulary_size}",
-                field="token_ids",
-            )
-        tokens = list(message.token_ids)
-        decoded = await self._serving.decode(tokens, message.keep_special_tokens)
-        return pb.DetokenizeResponse(text=decoded)
-
-    def _check_model(self, name: str) -> None:
-        if name not in ("", self._model):
-            raise UnknownModel(
-                f"there is no model {name!r} here; this cluster serves {self._model!r}",
-                field="model",
-            )
+        self._context.check_model(message.model)
+        text = await self._context.decode(
+            message.token_ids, message.keep_special_tokens, "token_ids"
+        )
+        return pb.DetokenizeResponse(text=text)
 
 
 class AdminService(cluster_pb2_grpc.AdminServicer):
     def __init__(
-        self,
-        overview: RouterOverview,
-        membership: Membership,
-        controller: ControllerClient,
-        keys: KeyRing,
+        self, context: EdgeContext, overview: RouterOverview, controller: ControllerClient
     ) -> None:
         self._overview = overview
-        self._membership = membership
+        self._membership = context.membership
         self._controller = controller
-        self._keys = keys
+        self._keys = context.keys
 
     def _caller(self, context: Context) -> Caller:
         return self._keys.caller(authorization(context.invocation_metadata() or ()))

@@ -2,8 +2,7 @@
 
 http_server         uvicorn on the router's event loop, one bounded connection a client
 http_app            API keys, routes, the page at /, and the endpoints that generate nothing
-endpoint            one call that generates, from its body to its last byte
-body                receives and decodes a body within limits
+endpoint            one call that generates, from its body, within limits, to its last byte
 request_model       base of all bodies: strict types, errors with the field's path
 generation_request  fields of all generations, and the body of /v1/completions
 chat_request        bodies of /v1/chat/completions, /tokenize and /detokenize

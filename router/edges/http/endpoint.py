@@ -3,6 +3,10 @@
 A call that fails before its first token is answered with the error's status. After that the
 status is sent, and an error is a server-sent event called "error", which ends the stream. When the
 client disconnects, or does not read, the call is cancelled on every worker.
+
+A body has limits of size, time and number of values. Decoding JSON blocks every other call, even in
+a thread, since it holds the interpreter: 6 MiB of text take 0.02 s, the same in small values half a
+second. So values are counted first.
 """
 
 from __future__ import annotations
@@ -10,30 +14,36 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import json
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NoReturn, TypeVar
 
+from pydantic_core import from_json
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.types import Receive, Scope, Send
 
-from baton.core.errors import Cancelled, Unavailable, UnknownModel
+from baton.core.bounds import MAX_REQUEST_BYTES
+from baton.core.errors import Cancelled, InvalidRequest
 from baton.core.proto_json import Json
 from baton.core.types import Prompt, TextPrompt, TokenPrompt
 from baton.router.answers.answer_events import AnswerEvent, Emit, Started
-from baton.router.edges.auth import Caller, KeyRing
+from baton.router.edges.auth import Caller
 from baton.router.edges.client_buffer import ClientBuffer, buffered
+from baton.router.edges.edge_context import EdgeContext
 from baton.router.edges.http.answer_renderer import AnswerRenderer, server_sent
-from baton.router.edges.http.body import parse_body
 from baton.router.edges.http.generation_request import MAX_NAME, ParsedCall
 from baton.router.edges.http.http_errors import error_response
 from baton.router.edges.http.http_server import CONNECTION, BoundedConnection
 from baton.router.edges.http.openai_answers import OpenAiApi
 from baton.router.observe.ledger import RequestLedger
-from baton.router.requests.serving import Serving, gather_all
+from baton.router.requests.serving import gather_all
 
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _JSON_HEADERS = ((b"content-type", b"application/json"),)
@@ -44,30 +54,89 @@ _STREAM_HEADERS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class HttpContext:
-    """What calls need of the router."""
+MAX_VALUES = 300_000
+"""About 0.05 seconds, and enough for a context of 2**18 token ids. gRPC takes longer lists."""
 
-    serving: Serving
-    model: str
-    reader_buffer: int
-    keys: KeyRing
-    # Of the calls in progress.
-    buffers: set[ClientBuffer] = field(default_factory=set)
+COSTS = {b",": 1, b"[": 1, b"{": 1, b":": 3}
+"""What is beside a value or a key, and its cost in the time of a number."""
 
-    def check_model(self, body: Json) -> None:
-        """Runs before the body is validated, which refuses what is no name."""
-        name = body.get("model") or self.model
-        if name != self.model and isinstance(name, str) and len(name) <= MAX_NAME:
-            raise UnknownModel(
-                f"there is no model {name!r} here; this cluster serves {self.model!r}",
-                field="model",
-            )
+SHORT_BYTES = 64 * 2**10
+BODY_SECONDS = 60.0
 
-    def end_calls(self) -> None:
-        """Ends every call in progress with an error."""
-        for buffer in self.buffers:
-            buffer.close(Unavailable("this router stops"))
+Result = TypeVar("Result")
+
+
+async def parse_body(http: HttpRequest, parse: Callable[[Json], Result]) -> Result:
+    """Applies `parse` to the body. A long body is decoded in a thread, so that other calls run."""
+    # A web page could send any other type here without its browser asking first.
+    kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise HTTPException(415, "the header Content-Type must be application/json")
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            content = await _receive(http)
+    except TimeoutError:
+        raise HTTPException(
+            408, "the body did not arrive in time", {"connection": "close"}
+        ) from None
+    except ClientDisconnect:
+        raise Cancelled("the client disconnected") from None
+    if len(content) > SHORT_BYTES:
+        return await asyncio.to_thread(lambda: parse(_decode(content)))
+    return parse(_decode(content))
+
+
+async def _receive(http: HttpRequest) -> bytes:
+    length = http.headers.get("content-length", "")
+    if length.isdigit() and int(length) > MAX_REQUEST_BYTES:
+        raise _too_large()
+    content = bytearray()
+    async for chunk in http.stream():
+        content += chunk
+        if len(content) > MAX_REQUEST_BYTES:
+            raise _too_large()
+    return bytes(content)
+
+
+def _too_large() -> HTTPException:
+    # The rest of the body is not received.
+    return HTTPException(
+        413, f"the body must have at most {MAX_REQUEST_BYTES} bytes", {"connection": "close"}
+    )
+
+
+def _decode(content: bytes) -> Json:
+    # An upper bound: commas in a text count as well.
+    if sum(cost * content.count(sign) for sign, cost in COSTS.items()) > MAX_VALUES:
+        raise HTTPException(
+            413, f"the body must have at most {MAX_VALUES} values, of which a key counts as three"
+        )
+    try:
+        body = from_json(content, allow_inf_nan=False)
+    except ValueError:
+        body = _decode_slowly(content)
+    if not isinstance(body, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    return body
+
+
+def _decode_slowly(content: bytes) -> object:
+    """Accepts deeper nesting, and lone surrogates, whose field the model names."""
+    try:
+        return json.loads(content.decode(), parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deep" if isinstance(error, RecursionError) else str(error)
+        raise InvalidRequest(f"the body is not valid JSON: {reason}") from None
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def model_of(body: Json) -> str:
+    """Checked before the rest of the body, which refuses what is no name."""
+    name = body.get("model")
+    return name if isinstance(name, str) and len(name) <= MAX_NAME else ""
 
 
 def request_id_of(http: HttpRequest, prefix: str = "") -> str:
@@ -79,7 +148,7 @@ def request_id_of(http: HttpRequest, prefix: str = "") -> str:
 class GenerationEndpoint:
     """An ASGI application: chats or completions, as `api` shapes them."""
 
-    def __init__(self, api: OpenAiApi, context: HttpContext) -> None:
+    def __init__(self, api: OpenAiApi, context: EdgeContext) -> None:
         self._api = api
         self._context = context
 
@@ -108,7 +177,7 @@ class GenerationEndpoint:
             await failed.response(request_id)(scope, receive, send)
 
     def _parse(self, body: Json, request_id: str, caller: Caller) -> ParsedCall:
-        self._context.check_model(body)
+        self._context.check_model(model_of(body))
         return self._api.parse(body, request_id, caller.salt)
 
     async def _answer(self, call: ParsedCall, ledger: RequestLedger, writer: _Writer) -> None:

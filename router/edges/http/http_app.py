@@ -24,7 +24,6 @@ from baton.core.errors import (
     InvalidRequest,
     NotServed,
     PermissionDenied,
-    TokenOutOfRange,
     Unauthenticated,
     Unavailable,
     UnknownModel,
@@ -32,17 +31,16 @@ from baton.core.errors import (
 from baton.core.proto_json import Json, to_json
 from baton.core.types import Prompt
 from baton.router.edges.auth import KeyRing
+from baton.router.edges.edge_context import EdgeContext
 from baton.router.edges.http.answer_renderer import encode
-from baton.router.edges.http.body import parse_body
 from baton.router.edges.http.chat_request import DetokenizeRequest, TokenizeRequest
-from baton.router.edges.http.endpoint import GenerationEndpoint, HttpContext, request_id_of
+from baton.router.edges.http.endpoint import GenerationEndpoint, model_of, parse_body, request_id_of
 from baton.router.edges.http.http_errors import error_response
 from baton.router.edges.http.openai_answers import ChatApi, CompletionsApi
 from baton.router.edges.http.openapi import document
 from baton.router.edges.http.request_model import shown
 from baton.router.observe.ledger import KEPT_REQUESTS
 from baton.router.observe.overview import RECENT_REQUESTS, RouterOverview
-from baton.router.workers.membership import Membership
 
 OPEN_PATHS = ("/health", "/ready")
 """Need no API key, like the page, which asks for one where the router does."""
@@ -107,8 +105,7 @@ class HttpApp:
 
     def __init__(
         self,
-        context: HttpContext,
-        membership: Membership,
+        context: EdgeContext,
         overview: RouterOverview,
         registry: CollectorRegistry,
         *,
@@ -116,7 +113,6 @@ class HttpApp:
     ) -> None:
         self._context = context
         self._overview = overview
-        self._membership = membership
         self._registry = registry
         self._created = int(time.time())
         self._document = encode(document())
@@ -170,7 +166,7 @@ class HttpApp:
             "object": "model",
             "created": self._created,
             "owned_by": "baton",
-            "max_model_len": self._membership.context_length(),
+            "max_model_len": self._context.membership.context_length(),
         }
 
     async def _recent(self, http: HttpRequest) -> Response:
@@ -187,28 +183,22 @@ class HttpApp:
         answer: Json = {
             "tokens": tokens,
             "count": len(tokens),
-            "max_model_len": self._membership.context_length(),
+            "max_model_len": self._context.membership.context_length(),
         }
         return _json({**answer, "rendered": rendered} if rendered else answer)
 
     def _parse_tokenize(self, body: Json) -> Prompt:
-        self._context.check_model(body)
+        self._context.check_model(model_of(body))
         return TokenizeRequest.parse(body).to_prompt()
 
     async def _detokenize(self, http: HttpRequest) -> Response:
         request = await parse_body(http, self._parse_detokenize)
-        text = await self._context.serving.decode(list(request.tokens), request.keep_special_tokens)
+        text = await self._context.decode(request.tokens, request.keep_special_tokens, "tokens")
         return _json({"prompt": text})
 
     def _parse_detokenize(self, body: Json) -> DetokenizeRequest:
-        self._context.check_model(body)
-        request = DetokenizeRequest.parse(body)
-        size = self._context.serving.text.vocabulary_size
-        if (last := max(request.tokens, default=0)) >= size:
-            raise TokenOutOfRange(
-                f"token id {last} is outside the vocabulary of {size}", field="tokens"
-            )
-        return request
+        self._context.check_model(model_of(body))
+        return DetokenizeRequest.parse(body)
 
     async def _ready(self, http: HttpRequest) -> Response:
         if self._context.serving.draining:

@@ -1,0 +1,44 @@
+"""What calls need of the router, over gRPC and HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from baton.core.errors import TokenOutOfRange, Unavailable, UnknownModel
+from baton.router.edges.auth import KeyRing
+from baton.router.edges.client_buffer import ClientBuffer
+from baton.router.requests.serving import Serving
+from baton.router.workers.membership import Membership
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeContext:
+    serving: Serving
+    membership: Membership
+    keys: KeyRing
+    model: str
+    reader_buffer: int
+    # Of the HTTP calls in progress.
+    buffers: set[ClientBuffer] = field(default_factory=set)
+
+    def check_model(self, name: str) -> None:
+        if name not in ("", self.model):
+            raise UnknownModel(
+                f"there is no model {name!r} here; this cluster serves {self.model!r}",
+                field="model",
+            )
+
+    async def decode(self, token_ids: Sequence[int], keep_special: bool, field: str) -> str:
+        """Raises TokenOutOfRange for `field`."""
+        size = self.serving.text.vocabulary_size
+        if (last := max(token_ids, default=0)) >= size:
+            raise TokenOutOfRange(
+                f"token id {last} is outside the vocabulary of {size}", field=field
+            )
+        return await self.serving.decode(list(token_ids), keep_special)
+
+    def end_calls(self) -> None:
+        """Ends every HTTP call in progress with an error."""
+        for buffer in self.buffers:
+            buffer.close(Unavailable("this router stops"))
