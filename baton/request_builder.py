@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any, TypedDict, cast
 
 from baton.core.errors import InvalidRequest
@@ -101,27 +102,14 @@ def role_request(worker_id: str, role: str) -> cluster_pb2.SwitchRoleRequest:
 
 
 def _chat(messages: Iterable[MessageLike]) -> inference_pb2.Chat:
-    parsed = (_message(message) for message in messages)
-    return inference_pb2.Chat(messages=[_chat_message(message) for message in parsed])
-
-
-def _chat_message(message: Message) -> inference_pb2.ChatMessage:
-    return inference_pb2.ChatMessage(
-        role=message.role,
-        content=message.content,
-        tool_calls=[
-            inference_pb2.ToolCall(id=call.id, name=call.name, arguments=call.arguments)
-            for call in message.tool_calls
-        ],
-        tool_call_id=message.tool_call_id,
-        name=message.name,
-        reasoning=message.reasoning,
-    )
+    # A ChatMessage has the fields of a Message.
+    fields: list[dict[str, Any]] = [asdict(_message(message)) for message in messages]
+    return inference_pb2.Chat(messages=[inference_pb2.ChatMessage(**each) for each in fields])
 
 
 def _set_tools(chat: inference_pb2.Chat, options: GenerateOptions) -> None:
     for tool in options.get("tools") or ():
-        chat.tools.add(name=tool.name, description=tool.description, parameters=tool.parameters)
+        chat.tools.add(**asdict(tool))
     match options.get("tool_choice") or "auto":
         case "auto":
             return

@@ -12,49 +12,26 @@ from typing import Annotated, Any, cast
 import typer
 
 from baton import Answer, BatonError, Client, InvalidRequest, Message, Stream
-from baton.cli.terminal import Address, complain, connected, note, print_json, with_flags
+from baton.cli.terminal import Address, complain, connected, note, option, print_json, with_flags
 from baton.connection import DEFAULT_ADDRESS
 from baton.request_builder import GenerateOptions
 
 System = Annotated[str | None, typer.Option(metavar="TEXT", help="The system message.")]
 
 SAMPLING = {
-    "max_tokens": Annotated[
-        int | None, typer.Option(min=1, help="Most tokens to generate. (default: what fits)")
-    ],
-    "temperature": Annotated[
-        float | None, typer.Option(help="0 chooses the likeliest token each time. (default: 0)")
-    ],
-    "top_k": Annotated[int | None, typer.Option(min=0, help="Sample from the k likeliest tokens.")],
-    "top_p": Annotated[
-        float | None, typer.Option(help="Sample from the likeliest tokens up to this probability.")
-    ],
-    "min_p": Annotated[
-        float | None,
-        typer.Option(help="Sample from tokens this likely, relative to the likeliest."),
-    ],
-    "repetition_penalty": Annotated[
-        float | None, typer.Option(help="Above 1 avoids tokens of the prompt and the answer.")
-    ],
-    "seed": Annotated[
-        int | None,
-        typer.Option(min=0, help="The same seed gives the same answer. (default: random)"),
-    ],
+    "max_tokens": option(int, "Most tokens to generate. (default: what fits)", min=1),
+    "temperature": option(float, "0 chooses the likeliest token each time. (default: 0)"),
+    "top_k": option(int, "Sample from the k likeliest tokens.", min=0),
+    "top_p": option(float, "Sample from the likeliest tokens up to this probability."),
+    "min_p": option(float, "Sample from tokens this likely, relative to the likeliest."),
+    "repetition_penalty": option(float, "Above 1 avoids tokens of the prompt and the answer."),
+    "seed": option(int, "The same seed gives the same answer. (default: random)", min=0),
 }
-
 GENERATION = SAMPLING | {
-    "presence_penalty": Annotated[
-        float | None, typer.Option(help="Above 0 avoids tokens of the answer.")
-    ],
-    "frequency_penalty": Annotated[
-        float | None, typer.Option(help="Above 0 avoids tokens by how often the answer has them.")
-    ],
-    "stop": Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="Ends the answer. Repeatable.")
-    ],
-    "timeout": Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Give up after this long.")
-    ],
+    "presence_penalty": option(float, "Above 0 avoids tokens of the answer."),
+    "frequency_penalty": option(float, "Above 0 avoids tokens by their count in the answer."),
+    "stop": option(list[str], "Ends the answer. Repeatable.", metavar="TEXT"),
+    "timeout": option(float, "Give up after this long.", metavar="SECONDS"),
 }
 
 _CHAT_HELP = """\

@@ -14,6 +14,8 @@ import typer
 from baton.cli.terminal import (
     Address,
     AsJson,
+    RayAddress,
+    Worker,
     connected,
     edge,
     note,
@@ -95,7 +97,7 @@ def _lack(pools: cluster_pb2.PoolsResponse) -> str:
 
 
 def role(
-    worker: Annotated[str, typer.Argument(metavar="WORKER", help="As `baton status` names it.")],
+    worker: Worker,
     to: Annotated[Role, typer.Argument(metavar="ROLE", help="prefill or decode.")],
     wait: Annotated[float, typer.Option(help="Seconds to wait for the worker to be ready.")] = 60.0,
     as_json: AsJson = False,
@@ -165,7 +167,7 @@ def _round_lines(made: cluster_pb2.PlannedRound, when: str) -> Iterator[str]:
 
 
 def leave(
-    ray_address: Annotated[str, typer.Option(help="The Ray cluster.")] = "auto",
+    ray_address: RayAddress = "auto",
     host: Annotated[
         str, typer.Option(help="The machine's address in Ray. (default: this one's)")
     ] = "",
@@ -187,7 +189,7 @@ def stop(
     cluster: Annotated[
         str, typer.Argument(help="As `baton serve` named it. (default: the only one)")
     ] = "",
-    ray_address: Annotated[str, typer.Option(help="The Ray cluster.")] = "auto",
+    ray_address: RayAddress = "auto",
     wait: Annotated[float, typer.Option(help="Seconds that answers may take to end.")] = 60.0,
     as_json: AsJson = False,
 ) -> None:

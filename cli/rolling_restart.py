@@ -18,6 +18,7 @@ from baton import Client, InvalidRequest, Unavailable
 from baton.cli.terminal import (
     Address,
     AsJson,
+    Worker,
     connected,
     note,
     print_json,
@@ -31,7 +32,7 @@ from baton.v1.worker_pb2 import ROLE_DECODE, ROLE_PREFILL
 
 
 def drain(
-    worker: Annotated[str, typer.Argument(metavar="WORKER", help="As `baton status` names it.")],
+    worker: Worker,
     last: Annotated[
         bool, typer.Option("--last", help="Also the only worker of a pool. It is not replaced.")
     ] = False,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from baton.cli.terminal import edge, with_flags
+from baton.cli.terminal import edge, option, with_flags
 from baton.cluster import preflight
 from baton.core import config as configs
 from baton.core import model_store
@@ -42,8 +42,8 @@ def _config_flags() -> dict[str, Any]:
         _PATHS.setdefault(name, []).append(key.path)
         shown = key.default and not isinstance(key.default, bool)
         help_text = f"{key.meaning} (default: {key.default})" if shown else key.meaning
-        kind = str | None if key.type is Size else key.type | None
-        flags.setdefault(name, Annotated[kind, typer.Option(key.flag, help=help_text)])
+        kind = str if key.type is Size else key.type
+        flags[name] = option(kind, help_text, key.flag)
     return flags
 
 

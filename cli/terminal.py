@@ -38,6 +38,8 @@ Command = TypeVar("Command", bound=Callable[..., None])
 
 Address = Annotated[str, typer.Option(metavar="HOST:PORT", help="The router's address.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Worker = Annotated[str, typer.Argument(metavar="WORKER", help="As `baton status` names it.")]
+RayAddress = Annotated[str, typer.Option(help="The Ray cluster.")]
 
 
 @contextmanager
@@ -138,6 +140,11 @@ def wait_for(look: Callable[[], Seen], lack: Callable[[Seen], str], seconds: flo
         if time.monotonic() >= deadline:
             raise DeadlineExceeded(missing)
         time.sleep(_POLL_SECONDS)
+
+
+def option(kind: Any, help_text: str, *names: str, **settings: Any) -> Any:
+    """The type of an optional flag, for `with_flags`."""
+    return Annotated[kind | None, typer.Option(*names, help=help_text, **settings)]
 
 
 def with_flags(flags: Mapping[str, Any]) -> Callable[[Command], Command]:

@@ -8,6 +8,7 @@ with the key's name. docs/CONFIGURATION.md is generated from this file (docs/mak
 from __future__ import annotations
 
 import dataclasses
+import json
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,7 +25,6 @@ from baton.core.config_values import (
     build,
     key,
     one_of,
-    plain,
     read_yaml,
     set_dotted,
 )
@@ -384,4 +384,4 @@ def parse(tree: Mapping[str, object]) -> Config:
 
 def dump(config: Config) -> dict[str, object]:
     """Plain values that `parse` turns back into `config`."""
-    return typing.cast(dict[str, object], plain(dataclasses.asdict(config)))
+    return typing.cast(dict[str, object], json.loads(json.dumps(dataclasses.asdict(config))))

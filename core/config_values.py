@@ -73,15 +73,6 @@ class Size(int):
         return cls(float(match[1]) * _UNITS[match[2].upper()])
 
 
-def plain(value: object) -> object:
-    """Values that YAML and JSON know."""
-    if isinstance(value, dict):
-        return {name: plain(item) for name, item in value.items()}
-    if isinstance(value, tuple):
-        return list(value)
-    return int(value) if isinstance(value, Size) else value
-
-
 def read_yaml(path: Path) -> dict[str, object]:
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
