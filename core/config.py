@@ -40,16 +40,6 @@ _RESOURCES: Check = (
     "must have 0.0001 or more of each name, and not CPU, GPU or memory, which Ray counts itself"
     " (GPUs are in `gpus`)",
 )
-_GPUS = "GPUs of one worker; unset uses one for each of its processes if the cluster has any."
-_THREADS = "CPU threads of one worker; unset uses all cores."
-_WORKER_PORT = "0 chooses a free port; processes started one by one need a fixed one."
-_WORKER_HOST = "Where workers listen."
-_KV_MEMORY = (
-    'K/V memory of each worker, such as "2GiB"; 0 chooses by device: 1 GiB, or on a GPU all that'
-    " `gpu_memory` leaves."
-)
-_PLACED = "Resources of a Ray node that one worker needs, such as {baton_prefill: 1}."
-_RANKS = "Processes that share the model in each worker; on GPUs each has its own GPU of one node."
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,23 +131,50 @@ class RouterConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillConfig:
+class PoolConfig:
+    """What both pools have."""
+
+    workers: int = key(1, "Workers.", POSITIVE)
+    host: str = key("127.0.0.1", "Where workers listen.")
+    port: int = key(
+        0, "0 chooses a free port; processes started one by one need a fixed one.", PORT
+    )
+    kv_memory: Size = key(
+        Size(0),
+        'K/V memory of each worker, such as "2GiB"; 0 chooses by device: 1 GiB, or on a GPU all'
+        " that `gpu_memory` leaves.",
+        NOT_NEGATIVE,
+        "--kv-memory",
+    )
+    threads: int | None = key(None, "CPU threads of one worker; unset uses all cores.", POSITIVE)
+    gpus: float | None = key(
+        None,
+        "GPUs of one worker; unset uses one for each of its processes if the cluster has any.",
+    )
+    resources: Mapping[str, float] = key(
+        dict,
+        "Resources of a Ray node that one worker needs, such as {baton_prefill: 1}.",
+        _RESOURCES,
+    )
+    tensor_parallel: int = key(
+        1,
+        "Processes that share the model in each worker; on GPUs each has its own GPU of one node.",
+        POSITIVE,
+        "--tensor-parallel",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillConfig(PoolConfig):
     """The prefill pool."""
 
     workers: int = key(1, "Prefill workers.", POSITIVE, "--prefill")
-    host: str = key("127.0.0.1", _WORKER_HOST)
-    port: int = key(0, _WORKER_PORT, PORT)
-    kv_memory: Size = key(Size(0), _KV_MEMORY, NOT_NEGATIVE, "--kv-memory")
     chunk_tokens: int = key(
         0,
         "Prompt tokens in one step; 0 chooses by device: 512, or 8,192 on a GPU.",
         NOT_NEGATIVE,
         "--chunk-tokens",
     )
-    threads: int | None = key(None, _THREADS, POSITIVE)
-    gpus: float | None = key(None, _GPUS)
-    resources: Mapping[str, float] = key(dict, _PLACED, _RESOURCES)
-    tensor_parallel: int = key(1, _RANKS, POSITIVE, "--tensor-parallel")
     gpu_share: float = key(
         1.0,
         "Share of a GPU's multiprocessors that one worker uses. Below 1 where both pools share a"
@@ -168,13 +185,10 @@ class PrefillConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeConfig:
+class DecodeConfig(PoolConfig):
     """The decode pool."""
 
     workers: int = key(1, "Decode workers.", POSITIVE, "--decode")
-    host: str = key("127.0.0.1", _WORKER_HOST)
-    port: int = key(0, _WORKER_PORT, PORT)
-    kv_memory: Size = key(Size(0), _KV_MEMORY, NOT_NEGATIVE, "--kv-memory")
     max_batch: int = key(
         0,
         "Requests in one step; 0 chooses by device: 64, or 256 on a GPU.",
@@ -194,10 +208,6 @@ class DecodeConfig:
         NICENESS,
     )
     ticket_seconds: float = key(600.0, "Seconds that reserved pages wait for a prompt.", POSITIVE)
-    threads: int | None = key(None, _THREADS, POSITIVE)
-    gpus: float | None = key(None, _GPUS)
-    resources: Mapping[str, float] = key(dict, _PLACED, _RESOURCES)
-    tensor_parallel: int = key(1, _RANKS, POSITIVE, "--tensor-parallel")
 
 
 @dataclass(frozen=True, slots=True)
