@@ -35,7 +35,7 @@ async def controller(port: int) -> AsyncIterator[None]:
     await server.stop(None)
 
 
-async def test_a_controller_that_is_slow_to_say_its_first_word_is_waited_for() -> None:
+async def test_a_call_waits_for_a_slow_handshake() -> None:
     """As one does on crowded cores: it takes the connection, and greets later."""
     port = free_port()
 
@@ -57,7 +57,7 @@ async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
     writer.close()
 
 
-async def test_a_controller_that_is_started_again_is_waited_for() -> None:
+async def test_a_call_waits_for_a_restarting_controller() -> None:
     port = free_port()
     asked = asyncio.create_task(ControllerClient(f"127.0.0.1:{port}", None).pools())
     await asyncio.sleep(SECONDS)
@@ -65,7 +65,7 @@ async def test_a_controller_that_is_started_again_is_waited_for() -> None:
         assert (await asked).decode == 2
 
 
-async def test_a_controller_that_stays_away_is_said_to_be_away(
+async def test_a_call_fails_when_the_controller_stays_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(controller_client, "CALL_SECONDS", SECONDS)

@@ -5,7 +5,6 @@ import pytest
 from baton.router.observe.diagnosis import diagnose
 from baton.router.observe.ledger import AnswerLedger
 from baton.router.observe.trends import BUCKET_SECONDS, KEPT_BUCKETS, Histogram, TokenTimes, Trends
-from baton.router.workers.health import BusyShare
 from baton.v1 import cluster_pb2 as pb
 
 QUIET = pb.PoolLoad(workers=2, busy_share=0.02, free_share=1.0)
@@ -79,7 +78,7 @@ def test_a_cluster_is_bound_by_what_its_requests_wait_for(case: str) -> None:
     assert bool(found.advice) == (bound not in (pb.BOUND_IDLE, pb.BOUND_NONE))
 
 
-def test_advice_names_what_to_turn_and_the_numbers() -> None:
+def test_advice_names_the_setting_and_the_numbers() -> None:
     found = diagnose(
         traffic(ttft_seconds=4.0, prefill_wait_seconds=3.0),
         FULL,
@@ -93,7 +92,7 @@ def test_advice_names_what_to_turn_and_the_numbers() -> None:
     assert any("3.00 s in prefill's" in line for line in found.evidence)
 
 
-def test_a_full_pool_wants_memory_and_a_full_batch_a_larger_one() -> None:
+def test_a_full_pool_needs_memory_and_a_full_batch_a_larger_one() -> None:
     asked = traffic(ttft_seconds=1.0, admit_seconds=2.0)
     assert "kv_memory" in diagnose(asked, HALF, NO_PAGES, 0).advice[0]
     waiting = pb.PoolLoad(workers=1, busy_share=1.0, running=8, waiting=3, free_share=0.5)
@@ -109,7 +108,7 @@ def test_percentiles_are_within_a_few_percent() -> None:
     assert Histogram().percentile(0.5) == 0.0
 
 
-def test_traffic_is_that_of_the_last_minute() -> None:
+def test_traffic_covers_the_last_minute() -> None:
     now = [1000.0]
     times = TokenTimes()
     trends = Trends(times, lambda: now[0])
@@ -132,7 +131,7 @@ def test_traffic_is_that_of_the_last_minute() -> None:
     assert trends.traffic().answers == 1
 
 
-def test_the_series_has_quiet_times_too_and_no_more_than_is_kept() -> None:
+def test_the_series_includes_empty_buckets_and_is_bounded() -> None:
     now = [1000.0]
     times = TokenTimes()
     trends = Trends(times, lambda: now[0])
@@ -158,12 +157,3 @@ def test_tokens_count_in_the_bucket_in_which_they_came() -> None:
     for share in (0.1, 0.5, 0.9):
         assert trends.traffic().itl == expected.spread()
         assert points[2].itl.percentile(share) == pytest.approx(0.0123, rel=0.03)
-
-
-def test_a_busy_share_is_of_the_last_seconds() -> None:
-    busy = BusyShare()
-    assert busy.share == 0.0
-    for tenth in range(400):
-        seconds = tenth / 10
-        busy.report(seconds, max(seconds - 30.0, 0.0) / 2)
-    assert busy.share == pytest.approx(0.5, abs=0.02)

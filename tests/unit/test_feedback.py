@@ -14,7 +14,6 @@ from baton.router.placement.placement import FetchPlan, Forecast, Placement, Pol
 from baton.router.placement.placer import Placer
 from baton.router.requests.admission import Assignment
 from baton.router.requests.feedback import Feedback
-from baton.router.workers.health import StepPace
 from baton.router.workers.link import WorkerLink
 from baton.v1 import worker_pb2 as pb
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
@@ -117,16 +116,3 @@ def test_a_canary_teaches_nothing() -> None:
     )
     assert cluster.costs.costs == Costs()
     assert assignment.prefiller.prefix_hits.prompt_tokens == 0
-
-
-def test_steps_that_follow_each_other_tell_a_workers_pace() -> None:
-    pace = StepPace()
-    assert pace.drain(0.0, now=10.0) is None
-    for number in range(5):
-        pace.step(pb.Step(tokens=[step(0)]), now=10.0 + 0.25 * number)
-    # Prefill workers were busy for half of the time.
-    assert pace.drain(0.5, now=11.0) == pytest.approx((4, 0.25, 0.5))
-    assert pace.drain(0.5, now=12.0) is None
-    # Another request is the oldest now: no telling what lies between.
-    pace.step(pb.Step(tokens=[pb.StepTokens(request_id="s")]), now=99.0)
-    assert pace.drain(0.5, now=99.0) is None

@@ -28,14 +28,14 @@ def test_a_pool_that_grows_keeps_its_workers() -> None:
     assert not grown.retiring
 
 
-def test_the_workers_that_can_be_spared_first_retire() -> None:
+def test_the_first_spare_workers_retire() -> None:
     spare = ["decode-1", "prefill-0", "decode-2", "decode-0"]
     shrunk = fleet(1, 3).scaled(Pools(1, 1), spare)
     assert shrunk.retiring == {"decode-1", "decode-2"}
     assert shrunk.wanted == Pools(1, 1)
 
 
-def test_a_worker_that_retires_is_there_until_it_has_drained() -> None:
+def test_a_retiring_worker_stays_until_it_has_drained() -> None:
     shrunk = fleet(1, 2).scaled(Pools(1, 1), ["decode-1"])
     assert "decode-1" in shrunk.workers
     left = shrunk.without("decode-1")
@@ -43,24 +43,24 @@ def test_a_worker_that_retires_is_there_until_it_has_drained() -> None:
     assert left.wanted == shrunk.wanted == Pools(1, 1)
 
 
-def test_a_worker_that_retires_is_not_chosen_twice() -> None:
+def test_a_retiring_worker_is_not_chosen_again() -> None:
     spare = ["decode-2", "decode-1", "decode-0"]
     shrunk = fleet(1, 3).scaled(Pools(1, 2), spare).scaled(Pools(1, 1), spare)
     assert shrunk.retiring == {"decode-2", "decode-1"}
 
 
-def test_no_name_is_given_twice() -> None:
+def test_names_are_never_reused() -> None:
     shrunk = fleet(1, 2).scaled(Pools(1, 1), ["decode-1"]).without("decode-1")
     assert list(shrunk.scaled(Pools(1, 2)).workers) == ["prefill-0", "decode-0", "decode-2"]
 
 
-def test_a_pool_grows_beside_workers_that_retire() -> None:
+def test_a_pool_grows_while_workers_retire() -> None:
     grown = fleet(1, 2).scaled(Pools(1, 1), ["decode-1"]).scaled(Pools(1, 2))
     assert grown.retiring == {"decode-1"}
     assert grown.wanted == Pools(1, 2)
 
 
-def test_a_worker_that_an_operator_drains_is_wanted_no_more() -> None:
+def test_a_worker_drained_by_an_operator_is_no_longer_wanted() -> None:
     assert fleet(1, 2).without("decode-0").wanted == Pools(1, 1)
 
 
@@ -70,14 +70,14 @@ def test_a_pool_is_filled_up_while_an_operator_drains_one_of_its_workers() -> No
     assert "decode-2" in draining.scaled(Pools(1, 2)).workers
 
 
-def test_a_worker_that_changes_its_role_is_wanted_in_its_new_pool() -> None:
+def test_a_worker_that_has_switched_is_wanted_in_its_new_pool() -> None:
     switched = fleet(2, 1).switched("prefill-1", Role.DECODE)
     assert switched.wanted == Pools(1, 2)
     assert switched.scaled(Pools(1, 1), ["prefill-1"]).retiring == {"prefill-1"}
     assert "prefill-2" in switched.scaled(Pools(2, 2)).workers
 
 
-def test_a_fleet_is_read_back_as_it_was() -> None:
+def test_a_fleet_survives_dump_and_parse() -> None:
     kept = fleet(2, 2).scaled(Pools(1, 3), ["prefill-1"]).switched("decode-0", Role.PREFILL)
     assert parse(dump(kept)) == kept
 

@@ -35,7 +35,7 @@ def test_a_worker_asks_for_a_gpu_for_each_of_its_processes(
     assert gpus_of(config, Role.PREFILL, share) == wanted
 
 
-def test_processes_share_what_gpus_there_are() -> None:
+def test_processes_share_the_gpus() -> None:
     config = Config(prefill=PrefillConfig(workers=2), decode=DecodeConfig(workers=2))
     assert gpus_per_rank(config, 8, joined=False) == 1
     assert gpus_per_rank(config, 1, joined=False) == 0.25
@@ -45,14 +45,14 @@ def test_processes_share_what_gpus_there_are() -> None:
     assert gpus_per_rank(Config(device="cpu"), 8, joined=False) == 0
 
 
-def test_workers_that_share_a_gpu_share_its_memory_unless_told_otherwise() -> None:
+def test_workers_that_share_a_gpu_share_its_memory_by_default() -> None:
     assert within_share(Config(), 0.5).gpu_memory == 0.45
     assert within_share(Config(gpu_memory=0.3), 0.5).gpu_memory == 0.3
     for whole in (0.0, 1.0, 2.0):
         assert settle(within_share(Config(), whole), "cuda").gpu_memory == 0.9
 
 
-def test_a_machine_with_too_few_gpus_is_told_so_and_a_cluster_that_may_grow_is_not() -> None:
+def test_too_few_gpus_are_an_error_unless_the_cluster_can_grow() -> None:
     config = Config(
         prefill=PrefillConfig(tensor_parallel=2), decode=DecodeConfig(tensor_parallel=2)
     )
@@ -62,7 +62,7 @@ def test_a_machine_with_too_few_gpus_is_told_so_and_a_cluster_that_may_grow_is_n
     assert gpus_per_rank(config, 2, joined=True) == 0.5
 
 
-def test_gpus_that_are_still_to_come_are_waited_for_where_their_number_is_named() -> None:
+def test_a_cluster_without_gpus_may_start_when_their_number_is_configured() -> None:
     config = Config(device="cuda", prefill=PrefillConfig(gpus=1), decode=DecodeConfig(gpus=1))
     share = gpus_per_rank(config, 0, joined=True)
     assert gpus_of(config, Role.PREFILL, share) == 1
@@ -72,7 +72,7 @@ def test_gpus_that_are_still_to_come_are_waited_for_where_their_number_is_named(
         gpus_per_rank(Config(device="cuda"), 0, joined=True)
 
 
-def test_a_worker_that_has_changed_its_role_comes_back_with_the_gpus_that_it_has() -> None:
+def test_a_worker_that_switched_restarts_with_the_gpus_it_has() -> None:
     config = Config(
         prefill=PrefillConfig(tensor_parallel=2), decode=DecodeConfig(tensor_parallel=4)
     )
@@ -84,11 +84,11 @@ def test_a_worker_that_has_changed_its_role_comes_back_with_the_gpus_that_it_has
 NODES = [{"GPU": 2.0, "CPU": 8.0}, {"baton_decode": 1.0}]
 
 
-def test_a_worker_that_a_node_could_take_waits_for_its_turn() -> None:
+def test_a_worker_that_fits_a_node_waits_for_a_place() -> None:
     assert describe_wait({"GPU": 2.0}, NODES) == "waiting for a place"
     assert describe_wait({}, NODES) == "waiting for a place"
 
 
-def test_a_worker_that_no_node_could_take_says_what_it_wants() -> None:
+def test_a_worker_that_fits_no_node_names_its_resources() -> None:
     words = describe_wait({"GPU": 2.0, "baton_decode": 1.0}, NODES)
     assert words == "waiting for a node that has GPU: 2, baton_decode: 1: none has"

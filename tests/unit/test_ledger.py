@@ -92,7 +92,7 @@ def test_each_phase_has_its_place() -> None:
     ]
 
 
-def test_what_went_on_behind_other_phases_is_hidden() -> None:
+def test_phases_behind_others_are_hidden() -> None:
     assert hidden(whole()) == [
         ("reserve", 10.0, 3.0),
         ("transfer", 16.0, 4.0),
@@ -100,20 +100,20 @@ def test_what_went_on_behind_other_phases_is_hidden() -> None:
     ]
 
 
-def test_pages_that_are_promised_late_are_waited_for() -> None:
+def test_a_late_reservation_is_exposed() -> None:
     ledger = whole()
     ledger.reserve_seconds = 13.0
     assert ("reserve", 22.0, 1.0) in shown(ledger)
     assert ("transfer", 23.0, 1.0) in shown(ledger)
 
 
-def test_an_attempt_lost_before_the_first_token_shows() -> None:
+def test_an_attempt_lost_before_the_first_token_is_a_retry_phase() -> None:
     ledger = whole()
     ledger.lost_before = 4.0
     assert shown(ledger)[3:5] == [("retry", 4.0, 4.0), ("queue", 8.0, 2.0)]
 
 
-def test_an_answer_that_is_told_whole_has_its_first_token_when_it_is_ready() -> None:
+def test_without_streaming_the_first_token_counts_when_it_is_ready() -> None:
     ledger = whole()
     ledger.first_written = 0.0
     assert answer_timing(ledger, 0).ttft_seconds == 21.0
@@ -132,7 +132,7 @@ def test_a_request_that_ends_early_has_the_phases_so_far(reached: int) -> None:
     assert sum(seconds for _, _, seconds in shown(ledger)) == pytest.approx(53.0)
 
 
-def test_the_parts_sum_to_the_whole_whatever_workers_tell() -> None:
+def test_the_parts_sum_to_the_whole_whatever_workers_report() -> None:
     draw = random.Random(7)
     told = ["template", "tokenize", "text", "write", "reserve", "push", "exposed", "admit"]
     for _ in range(300):
@@ -148,7 +148,7 @@ def test_the_parts_sum_to_the_whole_whatever_workers_tell() -> None:
         assert before == pytest.approx(timing.ttft_seconds, rel=1e-5)
 
 
-def test_what_a_decode_worker_says_of_a_prompt_it_read_itself_is_prefill() -> None:
+def test_a_local_prefill_is_a_prefill_phase() -> None:
     ledger = AnswerLedger(time.monotonic())
     ledger.place(LOCAL)
     step = pb.StepTokens(queue_seconds=2.0, compute_seconds=3.0, cached_tokens=16)
@@ -157,7 +157,7 @@ def test_what_a_decode_worker_says_of_a_prompt_it_read_itself_is_prefill() -> No
     assert told == (2.0, 3.0, 16)
 
 
-def test_an_attempt_after_the_first_token_does_not_change_how_that_came() -> None:
+def test_attempts_after_the_first_token_do_not_change_its_phases() -> None:
     ledger = AnswerLedger(time.monotonic())
     ledger.place(SPLIT)
     ledger.note_first_token(pb.FirstToken(compute_seconds=2.0))
@@ -179,14 +179,14 @@ def test_only_the_latest_requests_are_kept() -> None:
     assert ledgers.find("b") is None
 
 
-def test_a_request_under_way_is_kept_and_one_that_was_refused_is_not() -> None:
+def test_a_running_request_is_kept_and_a_refused_one_is_not() -> None:
     ledgers = Ledgers()
     with ledgers.keep(RequestLedger.begin("a", time.monotonic())):
         assert ledgers.find("a") is not None
     assert ledgers.find("a") is None
 
 
-def test_a_trailer_fits_however_many_answers_there_are() -> None:
+def test_a_trailer_fits_with_many_answers() -> None:
     ledger = RequestLedger("r", 100.0, [whole() for _ in range(64)], ended=153.0)
     packed = trailer(ledger)
     assert len(packed) <= TRAILER_BYTES

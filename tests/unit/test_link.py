@@ -56,7 +56,7 @@ async def welcomed(link: WorkerLink) -> bool:
     return link.welcome is not None
 
 
-async def test_a_silent_worker_is_lost_and_told_to_its_requests() -> None:
+async def test_a_silent_worker_is_lost_and_its_requests_are_notified() -> None:
     worker = ScriptedWorker()
     async with linked(worker) as link:
         await until(lambda: usable(link))
@@ -113,7 +113,7 @@ async def test_a_draining_worker_gets_nothing_new_and_keeps_its_requests() -> No
         assert event.token_ids == [5]
 
 
-async def test_a_worker_that_drained_before_we_came_is_known_by_its_welcome() -> None:
+async def test_a_worker_that_drains_already_says_so_in_its_welcome() -> None:
     worker = ScriptedWorker()
     worker.draining = True
     async with linked(worker) as link:
@@ -121,7 +121,7 @@ async def test_a_worker_that_drained_before_we_came_is_known_by_its_welcome() ->
         assert link.draining
 
 
-async def test_a_message_of_another_epoch_reaches_nobody() -> None:
+async def test_a_message_of_another_epoch_is_dropped() -> None:
     worker = ScriptedWorker()
     async with linked(worker) as link:
         await until(lambda: usable(link))
@@ -136,7 +136,7 @@ async def test_a_message_of_another_epoch_reaches_nobody() -> None:
         assert inbox.empty()
 
 
-async def test_a_worker_whose_cache_events_were_lost_is_asked_for_all_of_them() -> None:
+async def test_lost_cache_events_are_requested_again_as_a_whole() -> None:
     worker = ScriptedWorker()
     keys = [bytes([number]) * 16 for number in range(4)]
 
@@ -179,7 +179,7 @@ async def test_a_suspect_that_runs_alone_shares_no_worker_with_a_suspect() -> No
     }
 
 
-async def test_a_worker_that_changes_its_role_is_used_as_what_it_is_then() -> None:
+async def test_a_worker_that_switches_its_role_is_usable_in_the_new_one() -> None:
     worker = ScriptedWorker(Role.DECODE)
     async with linked(worker) as link:
         await until(lambda: usable(link))
@@ -195,7 +195,7 @@ async def was_told_to_switch(worker: ScriptedWorker) -> bool:
     return any(message.HasField("switch_role") for message in worker.received)
 
 
-async def test_whoever_waits_for_a_worker_to_change_hears_of_its_end() -> None:
+async def test_a_pending_role_switch_fails_when_the_worker_is_lost() -> None:
     worker = ScriptedWorker(Role.DECODE)
     async with linked(worker) as link:
         await until(lambda: usable(link))
@@ -206,7 +206,7 @@ async def test_whoever_waits_for_a_worker_to_change_hears_of_its_end() -> None:
             await asking
 
 
-async def test_a_worker_that_is_not_there_is_said_to_be_out_of_reach(closed_port: int) -> None:
+async def test_a_worker_that_does_not_listen_is_reported_as_unreachable(closed_port: int) -> None:
     link = WorkerLink(f"127.0.0.1:{closed_port}", "router", "tiny", CONFIG, lambda link: None)
     task = asyncio.create_task(link.run())
 

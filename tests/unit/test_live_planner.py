@@ -44,24 +44,24 @@ def decide(*reports: RouterReport, have: Pools = HAVE, count: int = 1) -> Decisi
     return decision
 
 
-def test_before_anything_is_asked_nothing_is_changed() -> None:
+def test_without_traffic_nothing_changes() -> None:
     assert not decide().changes
 
 
-def test_more_prompts_than_prefill_can_read_take_a_worker_that_decode_can_spare() -> None:
+def test_an_overloaded_prefill_pool_takes_a_spare_decode_worker() -> None:
     decision = decide(report(arrivals=12, seconds=0.2))
     assert decision.switch is not None
     assert (decision.switch.to, decision.switch.count) == (Role.PREFILL, 1)
     assert any("decode can spare 1" in reason for reason in decision.reasons)
 
 
-def test_what_several_routers_are_asked_is_summed() -> None:
+def test_the_traffic_of_several_routers_is_summed() -> None:
     alone = decide(report(arrivals=12, seconds=0.2))
     together = decide(report("a", 6, 0.2), report("b", 6, 0.2))
     assert together.need == alone.need
 
 
-def test_what_workers_tell_every_router_counts_once_and_each_line_for_itself() -> None:
+def test_requests_on_workers_count_once_and_each_routers_queue_too() -> None:
     one, two = report("a"), report("b")
     for each in (one, two):
         each.waiting, each.queued_requests = 30, 10
@@ -71,7 +71,7 @@ def test_what_workers_tell_every_router_counts_once_and_each_line_for_itself() -
     assert rounds._observe(HAVE, 1.0).waiting == 30 + 2 * 10
 
 
-def test_a_router_that_is_gone_waits_for_nothing() -> None:
+def test_a_silent_routers_queue_does_not_count() -> None:
     rounds = PlanRounds(CONFIG, gpus=False)
     last = report()
     last.queued_seconds = 100.0
@@ -80,12 +80,12 @@ def test_a_router_that_is_gone_waits_for_nothing() -> None:
     assert rounds._observe(HAVE, ROUTER_SILENT_SECONDS + 1.0).queued_seconds == 0.0
 
 
-def test_no_more_workers_than_at_the_start_are_asked_for_unless_allowed() -> None:
+def test_the_default_limit_is_the_number_of_workers_at_the_start() -> None:
     config = Config(prefill=PrefillConfig(workers=3), planner=PlannerConfig(enabled=True))
     assert PlanRounds(config, gpus=False).goals.most_workers == 4
 
 
-def test_what_is_missing_is_told_once_as_long_as_it_stays_so() -> None:
+def test_missing_workers_are_reported_once() -> None:
     config = dataclasses.replace(
         CONFIG, planner=dataclasses.replace(CONFIG.planner, most_workers=4)
     )
@@ -98,7 +98,7 @@ def test_what_is_missing_is_told_once_as_long_as_it_stays_so() -> None:
     assert planned.need_prefill + planned.need_decode > 4
 
 
-def test_decisions_that_change_something_are_remembered_with_their_reasons() -> None:
+def test_decisions_with_changes_are_kept_with_their_reasons() -> None:
     rounds = PlanRounds(CONFIG, gpus=False)
     for second in range(10):
         rounds.report(report(arrivals=12, seconds=0.2), float(second))
@@ -108,7 +108,7 @@ def test_decisions_that_change_something_are_remembered_with_their_reasons() -> 
     assert planned.reasons
 
 
-def test_an_idle_cluster_keeps_the_least_of_each_role() -> None:
+def test_an_idle_cluster_keeps_the_least_workers_of_each_role() -> None:
     settings = dataclasses.replace(CONFIG.planner, least_prefill=1, least_decode=2)
     rounds = PlanRounds(dataclasses.replace(CONFIG, planner=settings), gpus=False)
     decisions = [rounds.end(Pools(3, 3), 10.0 * number) for number in range(40)]

@@ -1,10 +1,11 @@
-"""Placements of a router with real streams to scripted workers."""
+"""Membership and placements of a router, with real streams to scripted workers."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import pytest
 from scripted_worker import ScriptedWorker
 from waiting import until
 
@@ -92,7 +93,7 @@ async def test_a_prompt_goes_where_its_beginning_is_cached() -> None:
             assert found.forecast.cached_tokens == 48
 
 
-async def test_prompts_that_go_on_alike_follow_one_that_is_on_its_way() -> None:
+async def test_prompts_with_a_shared_prefix_follow_one_that_is_being_prefilled() -> None:
     async with cluster(RouterConfig(local_prefill="fallback")) as (membership, placer, _):
         link = membership.find("prefill-1")
         assert link is not None
@@ -114,7 +115,7 @@ async def test_a_queue_that_is_longer_than_the_saving_moves_a_session_away() -> 
         assert placed(placer).prefill == "prefill-1"
 
 
-async def test_a_worker_that_is_lost_holds_nothing() -> None:
+async def test_a_lost_worker_has_nothing_cached() -> None:
     async with cluster(RouterConfig(local_prefill="fallback")) as (membership, placer, workers):
         await store(membership, workers["prefill-1"], KEYS)
         await workers["prefill-1"].stop()
@@ -147,7 +148,7 @@ async def test_a_request_that_lost_a_worker_goes_only_to_workers_that_answered_s
         await until(suspect_is_placed)
 
 
-async def test_the_configuration_says_how_workers_are_chosen() -> None:
+async def test_the_configuration_selects_the_policy() -> None:
     always = RouterConfig(policy="round_robin", local_prefill="always")
     async with cluster(always) as (membership, placer, workers):
         await store(membership, workers["decode-1"], KEYS)
@@ -156,7 +157,7 @@ async def test_the_configuration_says_how_workers_are_chosen() -> None:
         assert {found.decode for found in chosen} == {"decode-0", "decode-1"}
 
 
-async def test_only_pairs_that_fit_are_used_and_the_others_say_why() -> None:
+async def test_only_pairs_that_fit_are_used_and_misfits_have_a_reason() -> None:
     async with cluster(RouterConfig(local_prefill="fallback")) as (membership, placer, workers):
         why = "page_size is 16 here and 32 there"
         for name in ("prefill-0", "prefill-1"):
@@ -186,3 +187,55 @@ async def test_only_pairs_that_fit_are_used_and_the_others_say_why() -> None:
         await until(alone)
         assert membership.fault(links["prefill-0"]) == why
         assert isinstance(placer.choose(WORK), LayoutMismatch)
+
+
+@pytest.fixture
+async def membership() -> AsyncIterator[Membership]:
+    pings = RouterConfig(ping_seconds=0.05, frozen_seconds=0.3)
+    membership = Membership("router", "tiny", Config(router=pings))
+    yield membership
+    await membership.stop()
+
+
+def announced(worker: ScriptedWorker) -> list[str]:
+    gone = [message for message in worker.received if message.HasField("sender_gone")]
+    return [message.sender_gone.agent for message in gone]
+
+
+async def test_an_ended_agent_is_announced_once_to_every_worker(
+    membership: Membership,
+) -> None:
+    early, late = ScriptedWorker(name="early"), ScriptedWorker(name="late")
+    prefill = ScriptedWorker(Role.PREFILL)
+    addresses = [await worker.start() for worker in (early, prefill)]
+
+    async def is_told(worker: ScriptedWorker) -> bool:
+        return bool(announced(worker))
+
+    membership.set_addresses(addresses)
+    await membership.wait_until(lambda: sum(link.usable for link in membership.links) == 2)
+    membership.note_ended(["an agent"])
+    membership.note_ended(["an agent"])
+    await until(lambda: is_told(early))
+    membership.set_addresses([*addresses, await late.start()])
+    await until(lambda: is_told(late))
+    await until(lambda: is_told(prefill))
+    assert [announced(worker) for worker in (early, late, prefill)] == 3 * [["an agent"]]
+    for worker in (early, late, prefill):
+        await worker.stop()
+
+
+async def test_ended_agents_are_announced_again_on_a_new_stream(
+    membership: Membership,
+) -> None:
+    worker = ScriptedWorker()
+    membership.note_ended(["an agent"])
+    membership.set_addresses([await worker.start()])
+
+    async def is_told(times: int) -> bool:
+        return len(announced(worker)) == times
+
+    await until(lambda: is_told(1))
+    worker.answers_pings = worker.reports = False
+    await until(lambda: is_told(2))
+    await worker.stop()

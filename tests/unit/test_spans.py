@@ -105,7 +105,7 @@ def test_a_request_is_a_trace_and_its_phases_are_spans(collector: Collector) -> 
     assert told["baton.decode_worker"].string_value == "decode-0"
 
 
-def test_a_request_without_a_trace_begins_one_and_a_failed_one_says_so(
+def test_a_request_without_a_trace_begins_one_and_a_failed_one_is_an_error(
     collector: Collector,
 ) -> None:
     spans = Spans(f"http://127.0.0.1:{collector.server_port}", "tale", "router-0")
@@ -116,7 +116,7 @@ def test_a_request_without_a_trace_begins_one_and_a_failed_one_says_so(
     assert whole.status.message == "worker_lost"
 
 
-def test_requests_are_told_of_when_they_end() -> None:
+def test_requests_are_sent_when_they_end() -> None:
     ledgers, told = Ledgers(), list[str]()
     ledgers.listen(lambda ledger: told.append(ledger.request_id))
     for name, outcome in (("served", "STOP"), ("refused", "")):

@@ -11,7 +11,7 @@ TWO = ["baton-blue", "baton-green"]
 
 
 @pytest.mark.parametrize("name", ["green", "baton-green"])
-def test_a_cluster_is_called_as_it_was_started_or_as_ray_has_it(name: str) -> None:
+def test_a_cluster_is_selected_with_or_without_the_prefix(name: str) -> None:
     assert select_cluster(name, TWO) == "baton-green"
 
 
@@ -27,6 +27,6 @@ def test_the_only_cluster_needs_no_name() -> None:
         ("red", [], "no cluster is there"),
     ],
 )
-def test_a_name_that_leaves_it_open_is_refused(name: str, found: list[str], words: str) -> None:
+def test_an_ambiguous_or_unknown_name_is_refused(name: str, found: list[str], words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
         select_cluster(name, found)
