@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,8 @@ from baton.router.edges.http.openapi import document
 ROOT = Path(__file__).parents[2]
 TOP_PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
 PAGES = sorted([*ROOT.glob("docs/*.md"), *(ROOT / name for name in TOP_PAGES)])
-FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir()}
+FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir() and path.name[0] != "."}
+OTHERS_NAMES = {"UCX_NET_DEVICES", "RAY_gcs_rpc_server_reconnect_timeout_s"}
 MOST_README_LINES = 150
 MOST_PARAGRAPH_CHARACTERS = 800
 CODE_BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
@@ -96,3 +98,17 @@ def test_endpoints_are_those_of_the_openapi_document() -> None:
         for method in item
     }
     assert {(method, path) for method, path in listed if path != "/"} <= served
+
+
+def test_names_occur_in_the_code(page: Path) -> None:
+    """Names in backticks, such as `Work.answer_tokens`, `router.keys` or `LEASE_SECONDS`."""
+    named = re.findall(r"`([A-Za-z_][\w.]*)`", prose(page))
+    parts = {part for name in named for part in name.split(".") if part}
+    assert sorted(parts - words_of_the_code() - OTHERS_NAMES) == []
+
+
+@functools.cache
+def words_of_the_code() -> set[str]:
+    kinds = (".py", ".proto", ".yaml", ".toml", ".js")
+    files = (path for name in FOLDERS for path in (ROOT / name).rglob("*") if path.suffix in kinds)
+    return {word for path in files for word in re.findall(r"\w+", path.read_text())}
