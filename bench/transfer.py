@@ -27,7 +27,7 @@ from baton.core.types import AttemptKey
 from baton.kv_transfer.nixl_transport import NixlTransport
 from baton.kv_transfer.transfer_events import ExpectPages
 from baton.kv_transfer.transfer_thread import SHORTEST_PAUSE_SECONDS, TransferThread
-from baton.kv_transfer.transport import Noted, PoolMemory, WriteDone
+from baton.kv_transfer.transport import Noted, PageWrite, PoolMemory, WriteDone
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
 from bench import transfer_cuda, transfer_split
 from bench.timing import median_seconds
@@ -108,12 +108,12 @@ class _Source:
         self.address = self.transport.register(self.pool.memory, LAYOUT)
 
     def write(self, peer: str, local: list[int], remote: list[int]) -> None:
-        number = self.transport.write(peer, local, remote)
+        number = self.transport.write(PageWrite(peer, local, remote))
         while WriteDone(number) not in self.transport.poll():
             pass
 
     def ping(self, peer: str) -> None:
-        self.transport.write(peer, (), (), b"ping")
+        self.transport.write(PageWrite(peer, (), (), b"ping"))
         while not any(isinstance(event, Noted) for event in self.transport.poll()):
             pass
 
@@ -141,7 +141,7 @@ def _echo(pipe: Connection, page_bytes: int) -> None:
     while not pipe.poll(SHORTEST_PAUSE_SECONDS):
         for event in source.transport.poll():
             if isinstance(event, Noted):
-                source.transport.write(peer, (), (), event.note)
+                source.transport.write(PageWrite(peer, (), (), event.note))
     source.transport.close()
 
 

@@ -16,7 +16,7 @@ import numpy
 
 from baton.kv_transfer.nixl_transport import NixlTransport
 from baton.kv_transfer.pool_digest import cpu_digest
-from baton.kv_transfer.transport import PagePart, PoolMemory, WriteDone
+from baton.kv_transfer.transport import PagePart, PageWrite, PoolMemory, WriteDone
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
 from bench.timing import median_seconds
 
@@ -54,7 +54,7 @@ def _bench(name: str, ours: int, theirs: int, part: PagePart | None) -> None:
         spread = [page * 5 % PAGES for page in pages]  # so that no two are neighbours at both ends
 
         def write() -> None:
-            number = transport.write(peer, pages, spread)
+            number = transport.write(PageWrite(peer, pages, spread))
             while WriteDone(number) not in transport.poll():
                 pass
 

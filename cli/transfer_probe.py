@@ -20,7 +20,7 @@ import torch
 
 from baton.core.errors import BatonError, Internal
 from baton.kv_transfer.routed_transport import RouteChoice, RoutedTransport
-from baton.kv_transfer.transport import Noted, PoolMemory, WriteDone, WriteFailed
+from baton.kv_transfer.transport import Noted, PageWrite, PoolMemory, WriteDone, WriteFailed
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
 
 WARM_UP_PUSHES = 3
@@ -107,7 +107,7 @@ def _push(
 ) -> tuple[float, float]:
     """Seconds until it is written, and until the receiver has the note."""
     began = time.monotonic()
-    number = transport.write(peer, local, remote, b"pushed")
+    number = transport.write(PageWrite(peer, local, remote, b"pushed"))
     written = 0.0
     while not written:
         for event in transport.poll():

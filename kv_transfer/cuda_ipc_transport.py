@@ -46,6 +46,7 @@ from baton.kv_transfer import cuda_driver
 from baton.kv_transfer.note_socket import NoteSocket
 from baton.kv_transfer.transport import (
     PagePart,
+    PageWrite,
     PeerLost,
     PoolMemory,
     TransportEvent,
@@ -157,27 +158,20 @@ class CudaIpcTransport:
             known.gone = True
             self._unmap_when_idle(known)
 
-    def write(
-        self,
-        peer: str,
-        local_pages: Sequence[int],
-        remote_pages: Sequence[int],
-        note: bytes = b"",
-        after: DeviceEvent | None = None,
-    ) -> int:
+    def write(self, write: PageWrite) -> int:
         memory, notes = self._registered
-        known = self._peers.get(peer)
+        known = self._peers.get(write.peer)
         if known is None:
-            raise WorkerLost(f"not connected to {peer}")
-        check_pages(local_pages, memory.total_pages, remote_pages, known.total_pages)
+            raise WorkerLost(f"not connected to {write.peer}")
+        check_pages(write, memory.total_pages, known.total_pages)
         number = next(self._numbers)
-        if notes.alive(peer):
-            pages = local_pages, remote_pages
-            copy = self._copy(memory, known, *pages, after) if local_pages else None
-            self._writes[number] = _Write(known, note, copy)
+        if notes.alive(write.peer):
+            pages = write.local_pages, write.remote_pages
+            copy = self._copy(memory, known, *pages, write.after) if write.local_pages else None
+            self._writes[number] = _Write(known, write.note, copy)
         else:
-            self._lose(peer)
-            self._events.append(WriteFailed(number, WorkerLost(f"{peer} has gone")))
+            self._lose(write.peer)
+            self._events.append(WriteFailed(number, WorkerLost(f"{write.peer} has gone")))
         return number
 
     def poll(self) -> list[TransportEvent]:

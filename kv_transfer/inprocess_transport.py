@@ -10,16 +10,15 @@ import ctypes
 import itertools
 import threading
 import uuid
-from collections.abc import Sequence
 
 import numpy
 import numpy.typing
 
 from baton.core.errors import Internal, InvalidConfig, WorkerLost
-from baton.core.types import DeviceEvent
 from baton.kv_transfer.transport import (
     Noted,
     PagePart,
+    PageWrite,
     PeerLost,
     PoolMemory,
     TransportEvent,
@@ -67,27 +66,20 @@ class InProcessTransport:
     def disconnect(self, peer: str) -> None:
         self._peers.pop(peer, None)
 
-    def write(
-        self,
-        peer: str,
-        local_pages: Sequence[int],
-        remote_pages: Sequence[int],
-        note: bytes = b"",
-        after: DeviceEvent | None = None,
-    ) -> int:
-        if after is not None and not after.query():
+    def write(self, write: PageWrite) -> int:
+        if not write.ready:
             raise Internal("a copy between CPU pools cannot wait for a device")
         memory = self._own_memory
-        if peer not in self._peers:
-            raise WorkerLost(f"not connected to {peer}")
-        target, part = self._peers[peer]
+        if write.peer not in self._peers:
+            raise WorkerLost(f"not connected to {write.peer}")
+        target, part = self._peers[write.peer]
         number = next(self._numbers)
-        if target._receive(self.agent, memory, part, local_pages, remote_pages, note):
+        if target._receive(self.agent, memory, part, write):
             self._append(WriteDone(number))
         else:
-            self.disconnect(peer)
-            self._append(PeerLost(peer))
-            self._append(WriteFailed(number, WorkerLost(f"{peer} has closed")))
+            self.disconnect(write.peer)
+            self._append(PeerLost(write.peer))
+            self._append(WriteFailed(number, WorkerLost(f"{write.peer} has closed")))
         return number
 
     def poll(self) -> list[TransportEvent]:
@@ -112,27 +104,21 @@ class InProcessTransport:
             self._events.append(event)
 
     def _receive(
-        self,
-        sender: str,
-        source: PoolMemory,
-        part: PagePart | None,
-        source_pages: Sequence[int],
-        pages: Sequence[int],
-        note: bytes,
+        self, sender: str, source: PoolMemory, part: PagePart | None, write: PageWrite
     ) -> bool:
         """Called by a peer: copies its pages, queues its note. False when this agent is closed."""
         with self._lock:
             if self._memory is None:
                 return False
-            check_pages(source_pages, source.total_pages, pages, self._memory.total_pages)
-            if pages:
+            check_pages(write, source.total_pages, self._memory.total_pages)
+            if write.local_pages:
                 part = part or PagePart(1, source.page_bytes, 0, 0)
                 found = _rows(source, part.rows)[:, :, part.local_offset :]
                 into = _rows(self._memory, part.rows)[:, :, part.remote_offset :]
-                for local, remote in zip(source_pages, pages, strict=True):
+                for local, remote in zip(write.local_pages, write.remote_pages, strict=True):
                     into[remote, :, : part.row_bytes] = found[local, :, : part.row_bytes]
-            if note:
-                self._events.append(Noted(sender, note))
+            if write.note:
+                self._events.append(Noted(sender, write.note))
             return True
 
 

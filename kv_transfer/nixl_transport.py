@@ -36,10 +36,10 @@ import numpy
 import numpy.typing
 
 from baton.core.errors import BatonError, Internal, InvalidConfig, WorkerLost
-from baton.core.types import DeviceEvent
 from baton.kv_transfer.transport import (
     Noted,
     PagePart,
+    PageWrite,
     PeerLost,
     PoolMemory,
     TransportEvent,
@@ -76,21 +76,6 @@ class _Write:
     handle: Any  # NIXL's transfer
 
 
-@dataclass(frozen=True, slots=True)
-class _Order:
-    """A write that has not started yet."""
-
-    peer: str
-    local_pages: Sequence[int]
-    remote_pages: Sequence[int]
-    note: bytes
-    after: DeviceEvent | None  # when its pages are complete
-
-    @property
-    def may_start(self) -> bool:
-        return self.after is None or self.after.query()
-
-
 class NixlTransport:
     """Serves one pool through one NIXL agent."""
 
@@ -108,7 +93,7 @@ class NixlTransport:
         self._own_pages: Any = None
         self._peers: dict[str, _Peer] = {}
         self._writes: dict[int, _Write] = {}
-        self._held: dict[int, _Order] = {}
+        self._held: dict[int, PageWrite] = {}
         self._numbers = itertools.count(1)
         self._events: list[TransportEvent] = []
 
@@ -150,29 +135,20 @@ class NixlTransport:
                     known.pages.release()
                 self._engine.remove_remote_agent(peer)
 
-    def write(
-        self,
-        peer: str,
-        local_pages: Sequence[int],
-        remote_pages: Sequence[int],
-        note: bytes = b"",
-        after: DeviceEvent | None = None,
-    ) -> int:
-        known = self._peers.get(peer)
+    def write(self, write: PageWrite) -> int:
+        known = self._peers.get(write.peer)
         if known is None:
-            raise WorkerLost(f"not connected to {peer}")
-        total = self._own_memory.total_pages, known.memory.total_pages
-        check_pages(local_pages, total[0], remote_pages, total[1])
+            raise WorkerLost(f"not connected to {write.peer}")
+        check_pages(write, self._own_memory.total_pages, known.memory.total_pages)
         number = next(self._numbers)
-        order = _Order(peer, local_pages, remote_pages, note, after)
-        if order.may_start:
-            self._try_start(number, order)
+        if write.ready:
+            self._try_start(number, write)
         else:
-            self._held[number] = order
+            self._held[number] = write
         return number
 
     def poll(self) -> list[TransportEvent]:
-        for number in [number for number, order in self._held.items() if order.may_start]:
+        for number in [number for number, order in self._held.items() if order.ready]:
             if order := self._held.pop(number, None):  # else it has just failed with its peer
                 self._try_start(number, order)
         for number in list(self._writes):
@@ -225,14 +201,14 @@ class NixlTransport:
         rows = numpy.array([row], dtype=numpy.uint64)
         return self._engine.prep_xfer_dlist(owner, rows, _memory_kind(pool.device))
 
-    def _try_start(self, number: int, order: _Order) -> None:
+    def _try_start(self, number: int, order: PageWrite) -> None:
         try:
             with self._translated(f"write to {order.peer}"):
                 self._start(number, order)
         except BatonError as error:
             self._fail(number, order.peer, error)
 
-    def _start(self, number: int, order: _Order) -> None:
+    def _start(self, number: int, order: PageWrite) -> None:
         if not order.local_pages:
             self._engine.send_notif(order.peer, order.note)
             self._events.append(WriteDone(number))
@@ -242,7 +218,7 @@ class NixlTransport:
         self._writes[number] = _Write(order.peer, handle)
         self._settle(number, self._engine.transfer(handle))
 
-    def _whole(self, order: _Order, peer: _Peer) -> Any:
+    def _whole(self, order: PageWrite, peer: _Peer) -> Any:
         """NIXL's transfer of whole pages."""
         return self._engine.make_prepped_xfer(
             "WRITE",
@@ -253,7 +229,7 @@ class NixlTransport:
             order.note,
         )
 
-    def _sliced(self, order: _Order, peer: _Peer) -> Any:
+    def _sliced(self, order: PageWrite, peer: _Peer) -> Any:
         """NIXL's transfer of the same part of every page."""
         own, part = self._own_memory, peer.part
         assert part is not None

@@ -24,7 +24,7 @@ from baton.core.types import AttemptKey
 from baton.kv_transfer.notes import SendNote, drained_note, introduction_note, key_of
 from baton.kv_transfer.pool_digest import PeerDigest
 from baton.kv_transfer.pool_layout import describe_mismatch
-from baton.kv_transfer.sender import Introduce, PeerSilent, Sender, SenderAction, StartWrite
+from baton.kv_transfer.sender import Introduce, PeerSilent, Sender, SenderAction
 from baton.kv_transfer.ticket import TICKET_VERSION, open_ticket
 from baton.kv_transfer.transfer_events import (
     ConnectPeer,
@@ -35,7 +35,7 @@ from baton.kv_transfer.transfer_events import (
     PushEnded,
     TransferEvent,
 )
-from baton.kv_transfer.transport import Transport
+from baton.kv_transfer.transport import PageWrite, Transport
 from baton.v1.transfer_pb2 import Fetch, PoolAddress, TransferNote
 
 ANSWER_SECONDS = 5.0
@@ -253,7 +253,7 @@ class Pushes:
     def _perform(self, key: AttemptKey, sender: Sender, actions: Sequence[SenderAction]) -> None:
         for action in actions:
             match action:
-                case StartWrite():
+                case PageWrite():
                     self._start_write(key, sender, action)
                 case SendNote():
                     self._send_for(key, sender, action.note)
@@ -266,11 +266,9 @@ class Pushes:
                         del self._senders[key]
                     self._deliver(event)
 
-    def _start_write(self, key: AttemptKey, sender: Sender, write: StartWrite) -> None:
+    def _start_write(self, key: AttemptKey, sender: Sender, write: PageWrite) -> None:
         try:
-            number = self._transport.write(
-                sender.peer, write.local_pages, write.remote_pages, write.note, write.after
-            )
+            number = self._transport.write(write)
         except BatonError as error:
             self._perform(key, sender, sender.write_failed(error, self._clock()))
         else:
@@ -279,10 +277,10 @@ class Pushes:
     def _send_for(self, key: AttemptKey, sender: Sender, note: bytes) -> None:
         """Sends a note of a push, which fails if the note cannot be sent."""
         try:
-            self._transport.write(sender.peer, (), (), note)
+            self._transport.write(PageWrite(sender.peer, note=note))
         except BatonError as error:
             self._perform(key, sender, sender.fail(error))
 
     def _send(self, peer: str, note: bytes) -> None:
         with suppress(BatonError):  # the peer is lost, or will ask again
-            self._transport.write(peer, (), (), note)
+            self._transport.write(PageWrite(peer, note=note))

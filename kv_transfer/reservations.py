@@ -33,7 +33,7 @@ from baton.kv_transfer.transfer_events import (
     ReservationFreed,
     TransferEvent,
 )
-from baton.kv_transfer.transport import Transport
+from baton.kv_transfer.transport import PageWrite, Transport
 from baton.v1.transfer_pb2 import Arrived as ArrivedNote
 from baton.v1.transfer_pb2 import PoolAddress, TransferNote
 
@@ -101,7 +101,7 @@ class Reservations:
         expected = self._expected[key] = _Expected(command.holder, pages, receiver)
         try:
             note = fetch_note(key, command.ticket, command.page_keys)
-            self._transport.write(command.holder, (), (), note)
+            self._transport.write(PageWrite(command.holder, note=note))
         except BatonError:  # the holder was never asked
             self._perform(key, expected, receiver.sender_died())
 
@@ -238,4 +238,4 @@ class Reservations:
 
     def _send(self, peer: str, note: bytes) -> None:
         with suppress(BatonError):  # it is repeated, or requested again
-            self._transport.write(peer, (), (), note)
+            self._transport.write(PageWrite(peer, note=note))

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton.core.errors import BatonError, InvalidConfig, LayoutMismatch, WorkerLost
-from baton.core.types import DeviceEvent
 from baton.kv_transfer.transport import (
     PagePart,
+    PageWrite,
     PeerLost,
     PoolMemory,
     SlicingTransport,
@@ -86,19 +86,11 @@ class RoutedTransport:
         if choice is not None:
             self._transports[choice.transport].disconnect(peer)
 
-    def write(
-        self,
-        peer: str,
-        local_pages: Sequence[int],
-        remote_pages: Sequence[int],
-        note: bytes = b"",
-        after: DeviceEvent | None = None,
-    ) -> int:
-        choice = self.chosen.get(peer)
+    def write(self, write: PageWrite) -> int:
+        choice = self.chosen.get(write.peer)
         if choice is None:
-            raise WorkerLost(f"not connected to {peer}")
-        transport = self._transports[choice.transport]
-        number = transport.write(peer, local_pages, remote_pages, note, after)
+            raise WorkerLost(f"not connected to {write.peer}")
+        number = self._transports[choice.transport].write(write)
         return self._outer(choice.transport, number)
 
     def poll(self) -> list[TransportEvent]:

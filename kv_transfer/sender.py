@@ -58,6 +58,7 @@ from baton.core.types import AttemptKey, DeviceEvent
 from baton.kv_transfer.notes import SendNote, arrived_note, beat_note, drained_note
 from baton.kv_transfer.ticket import WriteLease
 from baton.kv_transfer.transfer_events import PushEnded, PushFailed, PushOverdue
+from baton.kv_transfer.transport import PageWrite
 from baton.v1.transfer_pb2 import Resend, TicketBody
 
 Digest = Callable[[Sequence[int]], list[int]]
@@ -109,16 +110,6 @@ _BEATING = (SenderState.ASKING, SenderState.PUSHING, SenderState.FINISHING, Send
 
 
 @dataclass(frozen=True, slots=True)
-class StartWrite:
-    """Write pages and then the note, if any. Answer with write_done or write_failed."""
-
-    local_pages: tuple[int, ...]
-    remote_pages: tuple[int, ...]
-    note: bytes
-    after: DeviceEvent | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Introduce:
     """Send the receiver our address again."""
 
@@ -130,7 +121,7 @@ class PeerSilent:
     error: BatonError
 
 
-SenderAction = StartWrite | SendNote | Introduce | PeerSilent | PushFailed | PushOverdue | PushEnded
+SenderAction = PageWrite | SendNote | Introduce | PeerSilent | PushFailed | PushOverdue | PushEnded
 
 
 class Sender:
@@ -157,7 +148,7 @@ class Sender:
         self._lease = WriteLease()
         self._expires_at = math.inf
         self._finished_at = self._written_at = math.inf
-        self._writing: StartWrite | None = None
+        self._writing: PageWrite | None = None
         self._write_began = 0.0
         self._peer_lost = False
         self._error: BatonError | None = None
@@ -343,14 +334,14 @@ class Sender:
         first_token = self._first_token or 0
         return arrived_note(self._key, first_token, len(self._pages), self._digests, self._round)
 
-    def _start_write(self, positions: Sequence[int], note: bytes, now: float) -> StartWrite:
+    def _start_write(self, positions: Sequence[int], note: bytes, now: float) -> PageWrite:
         self._write_began = now
         local = tuple(self._pages[position] for position in positions)
         remote = tuple(self._remote_pages[position] for position in positions)
-        self._writing = StartWrite(local, remote, note, self._after)
+        self._writing = PageWrite(self.peer, local, remote, note, self._after)
         return self._writing
 
-    def _end_write(self, now: float) -> StartWrite:
+    def _end_write(self, now: float) -> PageWrite:
         if self._writing is None:
             raise Internal("a write ended that was not under way")
         ended, self._writing = self._writing, None

@@ -23,12 +23,12 @@ from multiprocessing.connection import Connection
 from google.protobuf.message import Message
 
 from baton.core.errors import BatonError, WorkerLost, from_reason
-from baton.core.types import DeviceEvent
 from baton.kv_transfer.pool_digest import PageDigest, choose_digest
 from baton.kv_transfer.pool_layout import HeadRange
 from baton.kv_transfer.transfer_thread import IDLE_PAUSE_SECONDS, polling_pause
 from baton.kv_transfer.transport import (
     PagePart,
+    PageWrite,
     PeerLost,
     PoolMemory,
     SlicingTransport,
@@ -81,7 +81,7 @@ class ShardProxy:
         self._events: list[TransportEvent] = []
         self._broken = ""  # why the rank cannot be reached any more
         self._polled_at = 0.0
-        self._later: list[tuple[DeviceEvent, pb.ShardCommand]] = []  # writes of incomplete pages
+        self._later: list[tuple[int, PageWrite]] = []  # of pages that are not complete yet
 
     def register(self, layout: PoolLayout) -> PoolShard:
         """Makes the shard reachable; once, before anything else. Raises why it is not."""
@@ -102,27 +102,27 @@ class ShardProxy:
     def disconnect(self, peer: str) -> None:
         self._send(pb.ShardCommand(disconnect=pb.ShardDisconnect(peer=peer)))
 
-    def write(
-        self,
-        peer: str,
-        local_pages: Sequence[int],
-        remote_pages: Sequence[int],
-        note: bytes = b"",
-        after: DeviceEvent | None = None,
-    ) -> int:
+    def write(self, write: PageWrite) -> int:
         """As a transport's; refused writes come as WriteFailed.
 
         The rank cannot wait for an event of rank 0's device: `poll` does.
         """
         number = next(self._numbers)
-        pages = {"local_pages": local_pages, "remote_pages": remote_pages}
-        write = pb.ShardWrite(number=number, peer=peer, note=note, **pages)
-        command = pb.ShardCommand(write=write)
-        if after is None or after.query():
-            self._send(command)
+        if write.ready:
+            self._send_write(number, write)
         else:
-            self._later.append((after, command))
+            self._later.append((number, write))
         return number
+
+    def _send_write(self, number: int, write: PageWrite) -> None:
+        order = pb.ShardWrite(
+            number=number,
+            peer=write.peer,
+            local_pages=write.local_pages,
+            remote_pages=write.remote_pages,
+            note=write.note,
+        )
+        self._send(pb.ShardCommand(write=order))
 
     def begin_digests(self, pages: Sequence[int], part: PagePart | None) -> None:
         """Requests digests of the shard's part of these pages; `end_digests` waits for them."""
@@ -136,11 +136,11 @@ class ShardProxy:
     def poll(self) -> list[TransportEvent]:
         """Raises WorkerLost when the rank is gone."""
         waiting, self._later = self._later, []
-        for after, command in waiting:
-            if after.query():
-                self._send(command)
+        for number, write in waiting:
+            if write.ready:
+                self._send_write(number, write)
             else:
-                self._later.append((after, command))
+                self._later.append((number, write))
         if time.monotonic() - self._polled_at >= POLL_SECONDS:
             self._polled_at = time.monotonic()
             self._send(pb.ShardCommand(poll=pb.ShardPoll()))
@@ -284,7 +284,7 @@ class _Host:
         order = command.write
         pages = list(order.local_pages), list(order.remote_pages)
         try:
-            number = self._transport.write(order.peer, *pages, order.note)
+            number = self._transport.write(PageWrite(order.peer, *pages, order.note))
         except BatonError as error:
             self._end(order.number, error)
         else:

@@ -24,6 +24,7 @@ bytes). These pairs are links.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -31,12 +32,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from baton.core.errors import BatonError, WorkerLost
-from baton.core.types import DeviceEvent
 from baton.kv_transfer.pool_digest import PageDigest, join_digests
 from baton.kv_transfer.pool_layout import HeadLink, HeadRange, links
 from baton.kv_transfer.shard_process import ShardProxy
 from baton.kv_transfer.transport import (
     Noted,
+    PageWrite,
     PeerLost,
     PoolMemory,
     SlicingTransport,
@@ -157,29 +158,22 @@ class ShardedTransport:
         if known := self._peers.pop(peer, None):
             self._disconnect(known.links)
 
-    def write(
-        self,
-        peer: str,
-        local_pages: Sequence[int],
-        remote_pages: Sequence[int],
-        note: bytes = b"",
-        after: DeviceEvent | None = None,
-    ) -> int:
-        if peer in self._unsplit:
-            return self._own.write(peer, local_pages, remote_pages, note, after)
-        known = self._peers.get(peer)
+    def write(self, write: PageWrite) -> int:
+        if write.peer in self._unsplit:
+            return self._own.write(write)
+        known = self._peers.get(write.peer)
         if known is None or known.lost:
-            raise WorkerLost(f"not connected to {peer}")
-        check_pages(local_pages, self._total_pages, remote_pages, known.total_pages)
-        alone = not local_pages or len(known.links) == 1
-        number, write = next(self._numbers), _Write(peer, b"" if alone else note)
-        self._writes[number] = write
+            raise WorkerLost(f"not connected to {write.peer}")
+        check_pages(write, self._total_pages, known.total_pages)
+        alone = not write.local_pages or len(known.links) == 1
+        number, state = next(self._numbers), _Write(write.peer, b"" if alone else write.note)
+        self._writes[number] = state
+        part = write if alone else dataclasses.replace(write, note=b"")
         for place in known.links[:1] if alone else known.links:
-            along = note if alone else b""
-            self._begin(number, place, local_pages, remote_pages, along, after)
-        if write.error is not None and not write.parts:
+            self._begin(number, place, part)
+        if state.error is not None and not state.parts:
             del self._writes[number]
-            raise write.error
+            raise state.error
         return number
 
     def digests(self, peer: str, pages: Sequence[int]) -> list[int]:
@@ -218,26 +212,18 @@ class ShardedTransport:
         for shard, agent in places:
             self._shards[shard].disconnect(agent)
 
-    def _begin(
-        self,
-        number: int,
-        place: _Place,
-        local_pages: Sequence[int],
-        remote_pages: Sequence[int],
-        note: bytes,
-        after: DeviceEvent | None = None,
-    ) -> None:
+    def _begin(self, number: int, place: _Place, write: PageWrite) -> None:
         """Starts a part of a write, unless an earlier part failed."""
-        write, (shard, agent) = self._writes[number], place
-        if write.error is not None:
+        state, (shard, agent) = self._writes[number], place
+        if state.error is not None:
             return
         try:
-            part = self._shards[shard].write(agent, local_pages, remote_pages, note, after)
+            part = self._shards[shard].write(dataclasses.replace(write, peer=agent))
         except BatonError as error:
-            write.error = error
+            state.error = error
         else:
             self._parts[shard, part] = number
-            write.parts += 1
+            state.parts += 1
 
     def _handle(self, rank: int, event: TransportEvent) -> None:
         match event:
@@ -267,7 +253,8 @@ class ShardedTransport:
         """All parts have ended: sends the note, if it was not sent yet, or ends the write."""
         note, write.note = write.note, b""
         if note and write.error is None:
-            self._begin(number, self._peers[write.peer].links[0], (), (), note)
+            note_write = PageWrite(write.peer, note=note)
+            self._begin(number, self._peers[write.peer].links[0], note_write)
         if write.parts:
             return
         del self._writes[number]
@@ -304,7 +291,7 @@ class ShardedTransport:
                 peer.probe_at = now + PROBE_SECONDS
                 for shard, agent in set(peer.links) - peer.broken:
                     with suppress(BatonError):  # the shard reports it when polled
-                        self._shards[shard].write(agent, (), (), PROBE)
+                        self._shards[shard].write(PageWrite(agent, note=PROBE))
 
 
 def _whole_address(shards: Sequence[PoolShard], layout: PoolLayout, page_bytes: int) -> PoolAddress:

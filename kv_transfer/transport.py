@@ -55,6 +55,21 @@ class PagePart:
 
 
 @dataclass(frozen=True, slots=True)
+class PageWrite:
+    """Pages to copy to a peer, pair by pair, and a note to deliver after them, or alone."""
+
+    peer: str
+    local_pages: Sequence[int] = ()
+    remote_pages: Sequence[int] = ()
+    note: bytes = b""
+    after: DeviceEvent | None = None  # no page is read before
+
+    @property
+    def ready(self) -> bool:
+        return self.after is None or self.after.query()
+
+
+@dataclass(frozen=True, slots=True)
 class WriteDone:
     write: int
 
@@ -104,19 +119,9 @@ class Transport(Protocol):
     def disconnect(self, peer: str) -> None:
         """Forgets a peer without writes in flight, if it is known."""
 
-    def write(
-        self,
-        peer: str,
-        local_pages: Sequence[int],
-        remote_pages: Sequence[int],
-        note: bytes = b"",
-        after: DeviceEvent | None = None,
-    ) -> int:
-        """Starts copying pages, pair by pair, and returns the write's number.
-
-        Without pages only the note is sent. No page is read before the event `after`. Raises
-        WorkerLost when the peer is not connected, Internal when a page is outside of its pool.
-        """
+    def write(self, write: PageWrite) -> int:
+        """Starts a write and returns its number. Raises WorkerLost when the peer is not connected,
+        Internal when a page is outside of its pool."""
 
     def poll(self) -> list[TransportEvent]:
         """The events since the last call. Never blocks.
@@ -136,13 +141,12 @@ class SlicingTransport(Transport, Protocol):
         know that it is inside of both. It stays the same until the peer is forgotten."""
 
 
-def check_pages(
-    local_pages: Sequence[int], local_total: int, remote_pages: Sequence[int], remote_total: int
-) -> None:
+def check_pages(write: PageWrite, local_total: int, remote_total: int) -> None:
     """Raises Internal unless the pages pair up and are inside of their pools."""
-    if len(local_pages) != len(remote_pages):
-        raise Internal(f"{len(local_pages)} pages do not fit into {len(remote_pages)}")
-    for pages, total in ((local_pages, local_total), (remote_pages, remote_total)):
+    local, remote = write.local_pages, write.remote_pages
+    if len(local) != len(remote):
+        raise Internal(f"{len(local)} pages do not fit into {len(remote)}")
+    for pages, total in ((local, local_total), (remote, remote_total)):
         if pages and not 0 <= min(pages) <= max(pages) < total:
             raise Internal(f"pages {min(pages)} to {max(pages)} leave a pool of {total}")
 

@@ -32,7 +32,14 @@ from baton.kv_transfer.transfer_events import (
     PeerConnected,
     PushEnded,
 )
-from baton.kv_transfer.transport import Noted, PeerLost, TransportEvent, WriteDone, WriteFailed
+from baton.kv_transfer.transport import (
+    Noted,
+    PageWrite,
+    PeerLost,
+    TransportEvent,
+    WriteDone,
+    WriteFailed,
+)
 from baton.v1.transfer_pb2 import PoolAddress, PoolShard
 
 SPLITS = [(1, 1), (1, 2), (2, 1), (2, 2), (2, 4), (4, 2), (4, 1)]
@@ -76,7 +83,7 @@ def test_every_byte_of_a_page_goes_to_its_head_and_nowhere_else(
     for local, remote in pairs.items():
         source.set_page(local, sent[remote])
     peer = source.transport.connect(target.address)
-    number = source.transport.write(peer, list(pairs), list(pairs.values()), b"arrived")
+    number = source.transport.write(PageWrite(peer, list(pairs), list(pairs.values()), b"arrived"))
     poll_until(lambda: noted(target), source, target)
     poll_until(lambda: WriteDone(number) in source.events, source, target)
     untouched = bytes([UNTOUCHED]) * PAGE_BYTES
@@ -94,7 +101,7 @@ def test_a_page_has_the_same_digest_however_it_is_split(
     source.set_page(2, page[::-1])
     peer = source.transport.connect(target.address)
     back = target.transport.connect(source.address)
-    source.transport.write(peer, [1, 2], [7, 8], b"arrived")
+    source.transport.write(PageWrite(peer, [1, 2], [7, 8], b"arrived"))
     poll_until(lambda: noted(target), source, target)
     sent = source.sharded.digests(peer, [1, 2])
     assert sent[0] != sent[1]
@@ -192,7 +199,7 @@ def test_a_note_waits_for_the_pages_of_every_process(
     (first, gate), target = gated, pools("inprocess-cpu", 1)
     peer = first.connect(target.address)
     gate.open.clear()
-    number = first.write(peer, [1], [2], b"arrived")
+    number = first.write(PageWrite(peer, [1], [2], b"arrived"))
     for _ in range(20):
         assert first.poll() == []
         target.events += target.transport.poll()
@@ -211,9 +218,9 @@ def test_a_write_fails_only_when_no_process_writes_any_more(
     (first, gate), target = gated, pools("inprocess-cpu", 2)
     peer = first.connect(target.address)
     gate.open.clear()
-    number = first.write(peer, [1], [2], b"never heard")
+    number = first.write(PageWrite(peer, [1], [2], b"never heard"))
     target.shards[0].transport.close()
-    again = first.write(peer, [3], [4])
+    again = first.write(PageWrite(peer, [3], [4]))
     events = [event for _ in range(20) for event in first.poll()]
     assert events == [PeerLost(peer, gone=False)]
     gate.open.set()
@@ -227,12 +234,12 @@ def test_a_peer_is_gone_only_when_all_its_processes_are(pools: Pools) -> None:
     source, target = pools("inprocess-cpu", 1), pools("inprocess-cpu", 2)
     peer = source.transport.connect(target.address)
     target.shards[1].transport.close()
-    source.transport.write(peer, [1], [2])
+    source.transport.write(PageWrite(peer, [1], [2]))
     poll_until(lambda: PeerLost(peer, gone=False) in source.events, source)
     poll_for(0.5, source)  # time for a probe or two
     assert PeerLost(peer, gone=True) not in source.events
     with pytest.raises(WorkerLost):
-        source.transport.write(peer, [1], [2])
+        source.transport.write(PageWrite(peer, [1], [2]))
     target.shards[0].transport.close()
     poll_until(lambda: PeerLost(peer, gone=True) in source.events, source)
 
@@ -251,7 +258,7 @@ def test_no_process_sends_pages_that_are_not_made_yet(pools: Pools) -> None:
     source, target = pools("nixl-cpu", 2), pools("nixl-cpu", 2)
     peer = source.transport.connect(target.address)
     made = Later()
-    source.transport.write(peer, [3], [5], b"arrived", made)
+    source.transport.write(PageWrite(peer, [3], [5], b"arrived", made))
     poll_for(0.02, source, target)
     assert noted(target) == []
     assert target.page(5) == bytes([UNTOUCHED]) * PAGE_BYTES
@@ -265,7 +272,7 @@ def test_probes_are_not_heard(pools: Pools) -> None:
     source, target = pools("inprocess-cpu", 1), pools("inprocess-cpu", 2)
     peer = source.transport.connect(target.address)
     target.shards[1].transport.close()
-    source.transport.write(peer, [1], [2])
+    source.transport.write(PageWrite(peer, [1], [2]))
     poll_for(0.5, source, target)
     assert target.events == []
 
@@ -276,7 +283,7 @@ def test_a_process_that_ends_takes_its_worker_along(
     (first, gate), target = gated, pools("inprocess-cpu", 1)
     peer = first.connect(target.address)
     gate.cut()
-    first.write(peer, [1], [2])
+    first.write(PageWrite(peer, [1], [2]))
     with pytest.raises(WorkerLost, match="a rank of this worker cannot be reached"):
         first.poll()
 
@@ -287,7 +294,7 @@ def test_a_peer_that_is_half_out_of_reach_is_not_connected(pools: Pools) -> None
     with pytest.raises(WorkerLost):
         source.transport.connect(target.address)
     with pytest.raises(WorkerLost, match="not connected"):
-        source.transport.write(target.address.agent, [1], [2])
+        source.transport.write(PageWrite(target.address.agent, [1], [2]))
 
 
 @pytest.mark.skipif("nixl-cpu" not in KINDS, reason="needs NIXL (pip install nixl, on Linux)")
@@ -297,10 +304,10 @@ def test_a_worker_is_gone_when_the_last_of_its_processes_was_killed() -> None:
         halves = [host.make_pool("nixl-cpu", PAGE_BYTES // 2) for host in (first, second)]
         whole = address_of(halves)
         peer = source.transport.connect(whole)
-        number = source.transport.write(peer, [7], [20], b"arrived")
+        number = source.transport.write(PageWrite(peer, [7], [20], b"arrived"))
         poll_until(lambda: WriteDone(number) in source.events, source, *halves)
         second.kill()
-        source.transport.write(peer, [7], [20], b"never heard")
+        source.transport.write(PageWrite(peer, [7], [20], b"never heard"))
         poll_until(lambda: PeerLost(peer, gone=False) in source.events, source, halves[0])
         poll_for(0.5, source, halves[0])
         assert PeerLost(peer, gone=True) not in source.events

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import multiprocessing
 import os
 import queue
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 
@@ -36,7 +37,7 @@ from baton.kv_transfer.transfer_events import (
     ReservationFreed,
     ReservationOverdue,
 )
-from baton.kv_transfer.transport import PagePart, PoolMemory, Transport
+from baton.kv_transfer.transport import PagePart, PageWrite, PoolMemory, Transport
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
 
 PAGE_BYTES = 8192
@@ -169,20 +170,16 @@ class Damaging(InProcessTransport):
         self._times = times
 
     def _receive(
-        self,
-        sender: str,
-        source: PoolMemory,
-        part: PagePart | None,
-        source_pages: Sequence[int],
-        pages: Sequence[int],
-        note: bytes,
+        self, sender: str, source: PoolMemory, part: PagePart | None, write: PageWrite
     ) -> bool:
-        received = super()._receive(sender, source, part, source_pages, pages, b"")
-        if pages and self._times:
+        pages = dataclasses.replace(write, note=b"")
+        received = super()._receive(sender, source, part, pages)
+        if write.remote_pages and self._times:
             self._times -= 1
-            place = self._own_memory.base + pages[0] * PAGE_BYTES + PAGE_BYTES // 2
+            place = self._own_memory.base + write.remote_pages[0] * PAGE_BYTES + PAGE_BYTES // 2
             (ctypes.c_uint8).from_address(place).value ^= 1
-        return received and super()._receive(sender, source, part, (), (), note)
+        note = PageWrite(write.peer, note=write.note)
+        return received and super()._receive(sender, source, part, note)
 
 
 def push_two_pages(decode: Worker) -> Worker:

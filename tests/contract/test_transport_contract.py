@@ -12,7 +12,7 @@ from pools import KINDS, LAYOUT, NIXL, PAGE_BYTES, PAGES, UNTOUCHED, Pool, Split
 
 from baton.core.errors import Internal, LayoutMismatch, WorkerLost
 from baton.kv_transfer.inprocess_transport import InProcessTransport
-from baton.kv_transfer.transport import Noted, PeerLost, WriteDone, WriteFailed
+from baton.kv_transfer.transport import Noted, PageWrite, PeerLost, WriteDone, WriteFailed
 
 Maker = Callable[..., AnyPool]
 SPANNING = [kind.name for kind in KINDS.values() if kind.spans_processes]
@@ -68,7 +68,7 @@ def write(
     source: AnyPool, target: AnyPool, local: list[int], remote: list[int], note: bytes = b""
 ) -> int:
     peer = source.transport.connect(target.address)
-    number = source.transport.write(peer, local, remote, note)
+    number = source.transport.write(PageWrite(peer, local, remote, note))
     poll_until(lambda: ended(source, number), source, target)
     return number
 
@@ -94,7 +94,7 @@ def test_a_note_is_heard_only_when_the_bytes_of_its_write_are_in_place(make_pool
         pages = list(range(PAGES))
         for page in pages:
             source.fill(page, round_)
-        source.transport.write(peer, pages, pages[::-1], b"round %d" % round_)
+        source.transport.write(PageWrite(peer, pages, pages[::-1], b"round %d" % round_))
         poll_until(lambda wanted=round_: len(notes(target)) == wanted + 1, source, target)
         assert all(target.page(page) == bytes([round_]) * PAGE_BYTES for page in pages)
     assert [noted.peer for noted in notes(target)] == [source.address.agent] * 20
@@ -119,7 +119,7 @@ def test_a_write_without_a_note_is_silent(make_pool: Maker) -> None:
 def test_every_write_ends_exactly_once(make_pool: Maker) -> None:
     source, target = make_pool(), make_pool()
     peer = source.transport.connect(target.address)
-    numbers = [source.transport.write(peer, [i], [i], b"%d" % i) for i in range(30)]
+    numbers = [source.transport.write(PageWrite(peer, [i], [i], b"%d" % i)) for i in range(30)]
     poll_until(lambda: len(notes(target)) == 30, source, target)
     poll_until(lambda: all(ended(source, number) for number in numbers), source, target)
     assert [ended(source, number) for number in numbers] == [[WriteDone(n)] for n in numbers]
@@ -151,7 +151,7 @@ def test_a_peer_with_other_page_sizes_is_refused(make_pool: Maker) -> None:
 def test_a_write_to_an_unknown_peer_is_refused(make_pool: Maker) -> None:
     source = make_pool()
     with pytest.raises(WorkerLost, match="nobody"):
-        source.transport.write("nobody", [0], [0])
+        source.transport.write(PageWrite("nobody", [0], [0]))
 
 
 def test_a_write_to_a_disconnected_peer_is_refused(make_pool: Maker) -> None:
@@ -160,7 +160,7 @@ def test_a_write_to_a_disconnected_peer_is_refused(make_pool: Maker) -> None:
     source.transport.disconnect(target.address.agent)
     source.transport.disconnect(target.address.agent)
     with pytest.raises(WorkerLost):
-        source.transport.write(target.address.agent, [0], [0])
+        source.transport.write(PageWrite(target.address.agent, [0], [0]))
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_pages_outside_of_a_pool_are_refused(
     source, target = make_pool(), make_pool()
     peer = source.transport.connect(target.address)
     with pytest.raises(Internal):
-        source.transport.write(peer, local, remote)
+        source.transport.write(PageWrite(peer, local, remote))
 
 
 def test_a_peer_that_closed_is_lost_before_its_write_fails(make_pool: Maker) -> None:
@@ -180,7 +180,7 @@ def test_a_peer_that_closed_is_lost_before_its_write_fails(make_pool: Maker) -> 
     write(source, target, [0], [0])
     target.transport.close()
     peer = target.address.agent
-    number = source.transport.write(peer, [0], [1], b"never heard")
+    number = source.transport.write(PageWrite(peer, [0], [1], b"never heard"))
     poll_until(lambda: ended(source, number), source)
     first, *later = [e for e in source.events if not isinstance(e, WriteDone)]
     assert isinstance(first, PeerLost)
@@ -191,7 +191,7 @@ def test_a_peer_that_closed_is_lost_before_its_write_fails(make_pool: Maker) -> 
     assert isinstance(failed.error, WorkerLost)
     assert target.page(1) == bytes([UNTOUCHED]) * PAGE_BYTES
     with pytest.raises(WorkerLost):
-        source.transport.write(peer, [0], [0])
+        source.transport.write(PageWrite(peer, [0], [0]))
 
 
 def test_connecting_to_an_agent_that_is_gone_is_refused(make_pool: Maker) -> None:
@@ -243,13 +243,15 @@ def test_a_killed_process_is_found_lost(kind: str) -> None:
         write(source, target, [7, 8], [20, 21], b"20")
         peer = target.address.agent
         host.kill()
-        number = source.transport.write(peer, list(range(PAGES)), list(range(PAGES)), b"0")
+        number = source.transport.write(
+            PageWrite(peer, list(range(PAGES)), list(range(PAGES)), b"0")
+        )
         poll_until(lambda: ended(source, number), source)
         poll_until(lambda: PeerLost(peer, gone=True) in source.events, source)
     assert isinstance(ended(source, number)[0], WriteFailed)
     assert {e.peer for e in source.events if isinstance(e, PeerLost)} == {peer}
     with pytest.raises(WorkerLost):
-        source.transport.write(peer, [0], [0])
+        source.transport.write(PageWrite(peer, [0], [0]))
     source.transport.close()
 
 
@@ -267,7 +269,7 @@ class Signal:
 def test_a_write_reads_no_page_before_its_moment() -> None:
     source, target, moment = Pool("nixl-cpu"), Pool("nixl-cpu"), Signal()
     peer = source.transport.connect(target.address)
-    number = source.transport.write(peer, [1], [2], b"made", moment)
+    number = source.transport.write(PageWrite(peer, [1], [2], b"made", moment))
     write(source, target, [3], [3], b"another")  # does not wait behind it
     source.fill(1, 7)
     assert ended(source, number) == []
@@ -285,13 +287,13 @@ def test_a_write_that_waits_for_its_moment_fails_with_its_peer() -> None:
     with pool_host() as mortal:
         target = mortal.make_pool("nixl-cpu", PAGE_BYTES)
         peer = source.transport.connect(target.address)
-        number = source.transport.write(peer, [1], [2], b"", Signal())
+        number = source.transport.write(PageWrite(peer, [1], [2], b"", Signal()))
         mortal.kill()
-        poke = source.transport.write(peer, [], [], b"are you there")
+        poke = source.transport.write(PageWrite(peer, [], [], b"are you there"))
         poll_until(lambda: ended(source, poke), source)
         while ended(source, number) == []:
             with contextlib.suppress(WorkerLost):
-                source.transport.write(peer, [4], [4], b"")
+                source.transport.write(PageWrite(peer, [4], [4], b""))
             source.events += source.transport.poll()
     assert [type(event) for event in ended(source, number)] == [WriteFailed]
     source.transport.close()
@@ -301,7 +303,7 @@ def test_a_lost_peer_is_connected_anew_only_when_its_loss_was_told() -> None:
     source, target = Pool("inprocess-cpu"), Pool("inprocess-cpu")
     peer = source.transport.connect(target.address)
     target.transport.close()
-    source.transport.write(peer, [0], [1])
+    source.transport.write(PageWrite(peer, [0], [1]))
     again = InProcessTransport(peer)
     address = again.register(target.memory, LAYOUT)
     with pytest.raises(WorkerLost, match="has just been lost"):

@@ -16,7 +16,7 @@ from pools import CUDA, PAGES, Pool
 
 from baton.core.errors import WorkerLost
 from baton.kv_transfer.pool_digest import choose_digest
-from baton.kv_transfer.transport import Noted, PeerLost, WriteDone, WriteFailed
+from baton.kv_transfer.transport import Noted, PageWrite, PeerLost, WriteDone, WriteFailed
 from baton.v1.transfer_pb2 import CudaIpcRoute, PoolAddress
 
 pytestmark = pytest.mark.skipif(not CUDA, reason="needs a CUDA GPU")
@@ -45,7 +45,7 @@ def test_large_scattered_pages_arrive_whole_before_their_note(source: Pool, host
         local, remote = (random.sample(range(PAGES), PAGES) for _ in range(2))
         for page in range(PAGES):
             source.fill(page, (page + turn) % 251)
-        source.transport.write(peer, local, remote, b"%d" % turn)
+        source.transport.write(PageWrite(peer, local, remote, b"%d" % turn))
         poll_until(
             lambda turn=turn: Noted(source.address.agent, b"%d" % turn) in target.events,
             source,
@@ -66,7 +66,7 @@ def test_a_process_killed_under_copies_ends_each_write_once(source: Pool) -> Non
         target = host.make_pool(KIND, LARGE_PAGE)
         peer = source.transport.connect(target.address)
         pages = list(range(PAGES))
-        numbers = [source.transport.write(peer, pages, pages) for _ in range(50)]
+        numbers = [source.transport.write(PageWrite(peer, pages, pages)) for _ in range(50)]
         host.kill()
         poll_until(lambda: len(ends(source)) == 50 and PeerLost(peer) in source.events, source)
     assert {event.write for event in ends(source)} == set(numbers)
@@ -86,7 +86,7 @@ def push_to_a_worker_that_dies(source: Pool, host: PoolHost) -> None:
     target = host.make_pool(KIND, LARGE_PAGE)
     peer = source.transport.connect(target.address)
     source.fill(0, 9)
-    source.transport.write(peer, [0], [5], b"here")
+    source.transport.write(PageWrite(peer, [0], [5], b"here"))
     poll_until(lambda: target.events, source, target)
     assert target.page(5) == bytes([9]) * LARGE_PAGE
     host.kill()
@@ -117,7 +117,7 @@ def test_a_gpu_that_is_hidden_here_is_reached_where_the_driver_can(
     target = host.make_pool(KIND, LARGE_PAGE)
     peer = source.transport.connect(with_route(target.address, {"gpu": "GPU-0"}))
     source.fill(0, 9)
-    source.transport.write(peer, [0], [5], b"here")
+    source.transport.write(PageWrite(peer, [0], [5], b"here"))
     poll_until(lambda: target.events, source, target)
     assert target.page(5) == bytes([9]) * LARGE_PAGE
     target.close()
@@ -158,8 +158,8 @@ def test_pages_that_are_still_being_made_leave_when_they_are_there(
         torch.cuda._sleep(1_000_000_000)  # half a second
         source.bytes.fill_later(0, LARGE_PAGE, 7)
         made.record()
-    late = source.transport.write(peer, [0], [5], b"late", made)
-    source.transport.write(peer, [1], [6], b"ready")
+    late = source.transport.write(PageWrite(peer, [0], [5], b"late", made))
+    source.transport.write(PageWrite(peer, [1], [6], b"ready"))
     poll_until(lambda: Noted(source.address.agent, b"ready") in target.events, source, target)
     assert not made.query()
     assert ends(source) == [WriteDone(late + 1)]

@@ -17,6 +17,7 @@ from baton.kv_transfer.pool_layout import HeadRange
 from baton.kv_transfer.transport import (
     Noted,
     PagePart,
+    PageWrite,
     PeerLost,
     PoolMemory,
     TransportEvent,
@@ -209,29 +210,22 @@ class SimulatedTransport:
     def disconnect(self, peer: str) -> None:
         self._endpoints.pop(peer, None)
 
-    def write(
-        self,
-        peer: str,
-        local_pages: Sequence[int],
-        remote_pages: Sequence[int],
-        note: bytes = b"",
-        after: DeviceEvent | None = None,
-    ) -> int:
-        endpoint = self._endpoints.get(peer)
+    def write(self, write: PageWrite) -> int:
+        endpoint = self._endpoints.get(write.peer)
         if endpoint is None:
-            raise WorkerLost(f"not connected to {peer}")
+            raise WorkerLost(f"not connected to {write.peer}")
         number = next(self._numbers)
-        pages = tuple(local_pages), tuple(remote_pages)
-        write = Write(self, endpoint, number, *pages, note, after)
+        pages = tuple(write.local_pages), tuple(write.remote_pages)
+        started = Write(self, endpoint, number, *pages, write.note, write.after)
         if not endpoint.alive:
-            self.writes[number] = write
-            self._lose(peer)
-        elif local_pages:
-            self.writes[number] = write
+            self.writes[number] = started
+            self._lose(write.peer)
+        elif write.local_pages:
+            self.writes[number] = started
             seconds = self._fabric.travel_time(self, endpoint)
-            self._fabric.world.after(seconds, lambda: self._fabric.land(write))
+            self._fabric.world.after(seconds, lambda: self._fabric.land(started))
         else:
-            self._fabric.deliver_note(endpoint, self, note)
+            self._fabric.deliver_note(endpoint, self, write.note)
             self._add(WriteDone(number))
         return number
 

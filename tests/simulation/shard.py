@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from baton.core.errors import WorkerLost
-from baton.core.types import DeviceEvent
 from baton.kv_transfer.pool_layout import HeadRange
-from baton.kv_transfer.transport import PagePart, PoolMemory, TransportEvent
+from baton.kv_transfer.transport import PagePart, PageWrite, PoolMemory, TransportEvent
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout, PoolShard
 
 from .fabric import CELL_BYTES, SimulatedTransport
@@ -38,15 +37,8 @@ class SimulatedShard:
     def disconnect(self, peer: str) -> None:
         self._transport.disconnect(peer)
 
-    def write(
-        self,
-        peer: str,
-        local_pages: Sequence[int],
-        remote_pages: Sequence[int],
-        note: bytes = b"",
-        after: DeviceEvent | None = None,
-    ) -> int:
-        return self._transport.write(peer, local_pages, remote_pages, note, after)
+    def write(self, write: PageWrite) -> int:
+        return self._transport.write(write)
 
     def poll(self) -> list[TransportEvent]:
         if self._transport.dead:

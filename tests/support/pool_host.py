@@ -16,7 +16,7 @@ from typing import Any
 from pools import Pool
 
 from baton.core.errors import BatonError
-from baton.kv_transfer.transport import TransportEvent
+from baton.kv_transfer.transport import PageWrite, TransportEvent
 from baton.v1.transfer_pb2 import PoolAddress
 
 ANSWER_SECONDS = 60.0
@@ -70,10 +70,8 @@ class HostedPool:
     def connect(self, address: PoolAddress) -> str:
         return str(self._call("connect", address.SerializeToString()))
 
-    def write(
-        self, peer: str, local_pages: list[int], remote_pages: list[int], note: bytes = b""
-    ) -> int:
-        return int(self._call("write", peer, local_pages, remote_pages, note))
+    def write(self, write: PageWrite) -> int:
+        return int(self._call("write", write))
 
     def poll(self) -> list[TransportEvent]:
         return list(self._call("poll"))

@@ -17,7 +17,7 @@ from baton.kv_transfer.routed_transport import (
     choose_transport,
     offered,
 )
-from baton.kv_transfer.transport import Noted, PoolMemory, TransportEvent, WriteDone
+from baton.kv_transfer.transport import Noted, PageWrite, PoolMemory, TransportEvent, WriteDone
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
 
 PAGE_BYTES = 64
@@ -107,7 +107,7 @@ def test_writes_over_two_transports_are_told_apart(pools: Pools) -> None:
     near, near_address = pools.make("inprocess")
     far, far_address = pools.make("nixl")
     peers = [source.connect(address) for address in (near_address, far_address)]
-    numbers = [source.write(peer, [0], [1], b"note") for peer in peers]
+    numbers = [source.write(PageWrite(peer, [0], [1], b"note")) for peer in peers]
     events = poll_for(4, source, near, far)
     assert len(set(numbers)) == 2
     assert {e.write for e in events if isinstance(e, WriteDone)} == set(numbers)

@@ -22,9 +22,9 @@ from baton.kv_transfer.sender import (
     Sender,
     SenderAction,
     SenderState,
-    StartWrite,
 )
 from baton.kv_transfer.transfer_events import PushEnded, PushFailed, PushOverdue
+from baton.kv_transfer.transport import PageWrite
 from baton.v1.transfer_pb2 import Resend, TicketBody
 
 KEY = AttemptKey("request", 2)
@@ -55,8 +55,8 @@ def beat(number: int) -> SendNote:
     return SendNote(beat_note(KEY, number))
 
 
-def write(local: list[int], remote: list[int], note: bytes = b"") -> StartWrite:
-    return StartWrite(tuple(local), tuple(remote), note)
+def write(local: list[int], remote: list[int], note: bytes = b"") -> PageWrite:
+    return PageWrite("peer", tuple(local), tuple(remote), note)
 
 
 def asking(expires: float = 60.0, digest: Digest | None = None) -> Sender:

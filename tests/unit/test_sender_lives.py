@@ -9,8 +9,9 @@ import pytest
 from baton.core.errors import Internal
 from baton.core.types import AttemptKey
 from baton.kv_transfer.notes import SendNote, drained_note, parse_note
-from baton.kv_transfer.sender import Sender, SenderAction, SenderState, StartWrite
+from baton.kv_transfer.sender import Sender, SenderAction, SenderState
 from baton.kv_transfer.transfer_events import PushEnded, PushFailed
+from baton.kv_transfer.transport import PageWrite
 from baton.v1.transfer_pb2 import Resend, TicketBody
 
 KEY = AttemptKey("request", 2)
@@ -30,7 +31,7 @@ class Walk:
         self.finished = self.ticketed = self.given_up = self.lost = False
         self.lease_until = 0.0
         self.beats: dict[int, float] = {}
-        self.writing: StartWrite | None = None
+        self.writing: PageWrite | None = None
         self.written: set[int] = set()
         self.ended: PushEnded | None = None
 
@@ -52,7 +53,7 @@ class Walk:
     def check(self, action: SenderAction) -> None:
         assert self.ended is None, "nothing follows the end"
         match action:
-            case StartWrite():
+            case PageWrite():
                 assert self.writing is None, "one write at a time"
                 assert not self.given_up, "nothing starts once the push was given up"
                 assert self.now < self.lease_until, "nothing starts without a lease"
