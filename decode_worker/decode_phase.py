@@ -30,7 +30,6 @@ from baton.engine.engine import Engine
 from baton.engine.page_pool import Lease, PagePool
 from baton.engine.sequence import Guide, Sequence
 from baton.engine.step import Chunk
-from baton.kv_transfer.ticket import make_ticket
 from baton.kv_transfer.transfer_events import (
     Arrived,
     DeliverTicket,
@@ -48,6 +47,7 @@ from baton.kv_transfer.transfer_events import (
     TransferCrashed,
     TransferEvent,
 )
+from baton.kv_transfer.transfer_protocol import make_ticket
 from baton.kv_transfer.transfer_thread import TransferThread
 from baton.v1 import worker_pb2 as pb
 from baton.worker.metrics import WorkerMetrics

@@ -21,11 +21,9 @@ from functools import partial
 
 from baton.core.errors import BatonError, LayoutMismatch, Unavailable
 from baton.core.types import AttemptKey
-from baton.kv_transfer.notes import SendNote, drained_note, introduction_note, key_of
 from baton.kv_transfer.pool_digest import PeerDigest
 from baton.kv_transfer.pool_layout import describe_mismatch
 from baton.kv_transfer.sender import Introduce, PeerSilent, Sender, SenderAction
-from baton.kv_transfer.ticket import TICKET_VERSION, open_ticket
 from baton.kv_transfer.transfer_events import (
     ConnectPeer,
     LendPages,
@@ -34,6 +32,14 @@ from baton.kv_transfer.transfer_events import (
     PeerDisconnected,
     PushEnded,
     TransferEvent,
+)
+from baton.kv_transfer.transfer_protocol import (
+    TICKET_VERSION,
+    SendNote,
+    drained_note,
+    introduction_note,
+    key_of,
+    open_ticket,
 )
 from baton.kv_transfer.transport import PageWrite, Transport
 from baton.v1.transfer_pb2 import Fetch, PoolAddress, TransferNote

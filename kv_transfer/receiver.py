@@ -41,19 +41,19 @@ from collections.abc import Sequence
 
 from baton.core.errors import BatonError, DeadlineExceeded, Internal, Unavailable, WorkerLost
 from baton.core.types import AttemptKey
-from baton.kv_transfer.notes import (
-    SendNote,
-    accepted_note,
-    renewed_note,
-    resend_note,
-    revoked_note,
-)
 from baton.kv_transfer.transfer_events import (
     Arrived,
     Fetched,
     ReservationFailed,
     ReservationFreed,
     ReservationOverdue,
+)
+from baton.kv_transfer.transfer_protocol import (
+    SendNote,
+    accepted_note,
+    renewed_note,
+    resend_note,
+    revoked_note,
 )
 from baton.v1.transfer_pb2 import Arrived as ArrivedNote
 

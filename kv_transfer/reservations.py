@@ -14,24 +14,24 @@ from dataclasses import dataclass
 
 from baton.core.errors import BatonError
 from baton.core.types import AttemptKey
-from baton.kv_transfer.notes import (
-    SendNote,
-    accepted_note,
-    fetch_note,
-    greeting_note,
-    key_of,
-    revoked_note,
-)
 from baton.kv_transfer.pool_digest import PeerDigest
 from baton.kv_transfer.receiver import Receiver, ReceiverAction, ReceiverState
 from baton.kv_transfer.transfer_events import (
     Arrived,
     ExpectPages,
     Fetched,
-    FetchPages,
     PagesDamaged,
     ReservationFreed,
+    StartFetch,
     TransferEvent,
+)
+from baton.kv_transfer.transfer_protocol import (
+    SendNote,
+    accepted_note,
+    fetch_note,
+    greeting_note,
+    key_of,
+    revoked_note,
 )
 from baton.kv_transfer.transport import PageWrite, Transport
 from baton.v1.transfer_pb2 import Arrived as ArrivedNote
@@ -94,7 +94,7 @@ class Reservations:
         receiver = Receiver(command.key, len(pages), expires_at, self._lease_seconds)
         self._expected[command.key] = _Expected(command.sender, pages, receiver)
 
-    def fetch(self, command: FetchPages, now: float) -> None:
+    def fetch(self, command: StartFetch, now: float) -> None:
         """Asks the holder to push its cached pages of the keys."""
         key, pages = command.key, tuple(command.pages)
         receiver = Receiver(key, len(pages), now + command.seconds, self._lease_seconds, now)

@@ -55,9 +55,14 @@ from baton.core.errors import (
     WorkerLost,
 )
 from baton.core.types import AttemptKey, DeviceEvent
-from baton.kv_transfer.notes import SendNote, arrived_note, beat_note, drained_note
-from baton.kv_transfer.ticket import WriteLease
 from baton.kv_transfer.transfer_events import PushEnded, PushFailed, PushOverdue
+from baton.kv_transfer.transfer_protocol import (
+    SendNote,
+    WriteLease,
+    arrived_note,
+    beat_note,
+    drained_note,
+)
 from baton.kv_transfer.transport import PageWrite
 from baton.v1.transfer_pb2 import Resend, TicketBody
 

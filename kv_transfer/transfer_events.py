@@ -70,7 +70,7 @@ class CancelPush:
 
 
 @dataclass(frozen=True, slots=True)
-class FetchPages:
+class StartFetch:
     """Asks the agent `holder` to fill the first of `pages`, which the ticket is for, with its
     cached pages of `page_keys` -> Fetched, or ReservationFailed and -Freed.
 
@@ -140,7 +140,7 @@ TransferCommand = (
     | PushPages
     | FinishPush
     | CancelPush
-    | FetchPages
+    | StartFetch
     | ExpectPages
     | LendPages
     | ReleaseReservation

@@ -23,28 +23,27 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from baton.core.errors import WorkerLost
-from baton.kv_transfer.notes import parse_note
 from baton.kv_transfer.pool_digest import PeerDigest
 from baton.kv_transfer.pushes import Pushes
 from baton.kv_transfer.reservations import Reservations
 from baton.kv_transfer.sender import Sender
-from baton.kv_transfer.ticket import TICKET_VERSION
 from baton.kv_transfer.transfer_events import (
     CancelPush,
     ConnectPeer,
     DeliverTicket,
     ExpectPages,
-    FetchPages,
     FinishPush,
     LendPages,
     OpenPush,
     PushPages,
     ReleaseReservation,
     SenderDied,
+    StartFetch,
     TransferCommand,
     TransferCrashed,
     TransferEvent,
 )
+from baton.kv_transfer.transfer_protocol import TICKET_VERSION, parse_note
 from baton.kv_transfer.transport import (
     Noted,
     PeerLost,
@@ -255,7 +254,7 @@ class TransferThread:
                 pushes.apply(key, lambda push: push.finish(token, pages, at, self._clock()))
             case CancelPush(key):
                 pushes.apply(key, Sender.cancel)
-            case FetchPages():
+            case StartFetch():
                 reservations.fetch(command, at)
             case ExpectPages():
                 reservations.expect(command, at)

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from baton.core.types import AttemptKey, Work
 from baton.engine.page_pool import Lease, PagePool
 from baton.engine.sequence import Guide
-from baton.kv_transfer.ticket import make_ticket
-from baton.kv_transfer.transfer_events import Fetched, FetchPages, ReleaseReservation
+from baton.kv_transfer.transfer_events import Fetched, ReleaseReservation, StartFetch
+from baton.kv_transfer.transfer_protocol import make_ticket
 from baton.kv_transfer.transfer_thread import TransferThread
 from baton.v1 import worker_pb2 as pb
 from baton.v1.timing_pb2 import Chunk
@@ -147,7 +147,7 @@ class Fetches:
             lease_seconds=self._transfer.lease_seconds,
             layout=self._transfer.pool_address.layout,
         )
-        self._transfer.post(FetchPages(key, holder.agent, ticket, pages, fetch.awaited, seconds))
+        self._transfer.post(StartFetch(key, holder.agent, ticket, pages, fetch.awaited, seconds))
 
     def arrive(self, event: Fetched) -> None:
         """Adds the pages to the cache, whether or not the prompt is still wanted."""

@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from baton.core import model_store
 from baton.core.config import CacheConfig, Config, settle
 from baton.core.errors import InvalidConfig, WorkerLost
 from baton.core.types import Role
@@ -37,7 +36,7 @@ from baton.worker.engine_thread import EngineInbox, Wake
 from baton.worker.metrics import WorkerMetrics
 from baton.worker.outbox import CacheFeed, Outbox
 from baton.worker.phase import Phase, phase_factory
-from baton.worker.ranks import EXIT_SECONDS, Ranks, start_ranks
+from baton.worker.ranks import EXIT_SECONDS, Ranks, has_second_tier, rank_settings
 from baton.worker.resources import claim_threads, lower_priority
 
 # For pages to be written to files.
@@ -127,22 +126,14 @@ class Backend:
             dtype = "float32" if self._device == "cpu" else "bfloat16"
         self._progress("loading the model")
         gpu = self._gpu_settings(role)
-        self._ranks = start_ranks(config, role, self._device, dtype, gpu, self._on_lost)
-        self.engine = Engine.load(
-            model_store.locate(config.model),
-            dtype=dtype,
-            device=self._ranks.settings.device if self._ranks else self._device,
-            page_size=config.page_size,
-            kv_memory=config.pool(role).kv_memory,
-            max_context=config.max_context,
-            threads=claim_threads(config, role),
-            random_weights=config.weights == "random",
-            gpu=self._ranks.settings.gpu if self._ranks else gpu,
-            progress=self._report_loading,
-            group=self._ranks.group if self._ranks else None,
-        )
-        if self._ranks:
-            self._ranks.have_met()
+        settings, devices = rank_settings(config, role, self._device, dtype, gpu)
+        if settings.size == 1:
+            self.engine = settings.load_engine(None, self._report_loading)
+            return
+        second_tier = has_second_tier(config)
+        self._ranks = Ranks(settings, devices, self._on_lost, second_tier=second_tier)
+        self.engine = self._ranks.settings.load_engine(self._ranks.group, self._report_loading)
+        self._ranks.have_met()
 
     def _open_transfer(self) -> TransferThread:
         self._progress("opening the transfer layer")

@@ -34,8 +34,9 @@ from baton.engine.architecture import Architecture, Split, check_split
 from baton.worker.resources import lower_priority, use_threads
 
 if TYPE_CHECKING:
-    from baton.engine.engine import Engine
+    from baton.engine.engine import Engine, LoadProgress
     from baton.engine.gpu.device import GpuSettings
+    from baton.engine.tensor_parallel import Group
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +75,26 @@ class RankSettings:
     @property
     def split(self) -> Split:
         return Split(self.rank, self.size)
+
+    def load_engine(
+        self, group: Group | None, progress: LoadProgress = lambda what, done: None
+    ) -> Engine:
+        # Imported here: the number of threads must be set before torch is imported.
+        from baton.engine.engine import Engine
+
+        return Engine.load(
+            Path(self.folder),
+            dtype=self.dtype,
+            device=self.device,
+            page_size=self.page_size,
+            kv_memory=self.kv_memory,
+            max_context=self.max_context,
+            threads=self.threads,
+            random_weights=self.random_weights,
+            gpu=self.gpu,
+            progress=progress,
+            group=group,
+        )
 
     def encode(self) -> bytes:
         return json.dumps(dataclasses.asdict(self)).encode()
@@ -157,29 +178,12 @@ def _live(steps: Connection, transfers: Connection, copies: Connection) -> None:
 
 
 def _load(settings: RankSettings, loaded: Callable[[], None]) -> Engine:
-    # Imported here: the number of threads must be set before torch is imported.
-    from baton.engine.engine import Engine
     from baton.engine.tensor_parallel import Group
 
     _use(settings.device)
-    group = Group(
-        settings.split,
-        Path(settings.meeting_point),
-        own_devices=settings.own_devices,
-        loaded=loaded,
-    )
-    return Engine.load(
-        Path(settings.folder),
-        dtype=settings.dtype,
-        device=settings.device,
-        page_size=settings.page_size,
-        kv_memory=settings.kv_memory,
-        max_context=settings.max_context,
-        threads=settings.threads,
-        random_weights=settings.random_weights,
-        gpu=settings.gpu,
-        group=group,
-    )
+    meeting_point, own_devices = Path(settings.meeting_point), settings.own_devices
+    group = Group(settings.split, meeting_point, own_devices=own_devices, loaded=loaded)
+    return settings.load_engine(group)
 
 
 def _use(device: str) -> None:

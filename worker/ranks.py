@@ -63,26 +63,21 @@ EXIT_SECONDS = 2.0
 LOST_SECONDS = 5.0
 
 
-def start_ranks(
-    config: Config,
-    role: Role,
-    device: str,
-    dtype: str,
-    gpu: GpuSettings,
-    on_lost: Callable[[WorkerLost], object],
-) -> Ranks | None:
-    """Starts the other ranks of a worker; None where it has none. `config` is settled.
+def rank_settings(
+    config: Config, role: Role, device: str, dtype: str, gpu: GpuSettings
+) -> tuple[RankSettings, list[str]]:
+    """Rank 0's settings, and the device of each rank of a worker. `config` is settled.
 
-    Raises InvalidConfig where they could not share its model.
+    Raises InvalidConfig where the ranks could not share its model.
     """
     section = config.pool(role)
     folder = model_store.locate(config.model)
     size = section.tensor_parallel
     check_ranks(size, read_architecture(folder), gpu.share)
-    if size == 1:
-        return None
-    visible = torch.cuda.device_count()
-    devices = rank_devices(size, device, visible, may_share=config.ranks_share_gpus)
+    devices = [device]
+    if size > 1:
+        visible = torch.cuda.device_count()
+        devices = rank_devices(size, device, visible, may_share=config.ranks_share_gpus)
     most = max(Counter(devices).values())
     settings = RankSettings(
         rank=0,
@@ -103,7 +98,7 @@ def start_ranks(
         log_level=config.log_level,
         gpu=dataclasses.replace(gpu, memory_share=gpu.memory_share / most),
     )
-    return Ranks(settings, devices, on_lost, second_tier=has_second_tier(config))
+    return settings, devices
 
 
 def has_second_tier(config: Config) -> bool:

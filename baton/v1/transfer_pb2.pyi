@@ -282,7 +282,7 @@ class SealedTicket(_message.Message):
     LAYOUT_HASH_FIELD_NUMBER: _builtins.int
     BODY_FIELD_NUMBER: _builtins.int
     version: _builtins.int
-    """The ticket's version; see kv_transfer/ticket.py."""
+    """The ticket's version; see kv_transfer/transfer_protocol.py."""
     layout_hash: _builtins.bytes
     """The digest of the receiver's PoolLayout."""
     body: _builtins.bytes

@@ -928,7 +928,7 @@ class Reserved(_message.Message):
     epoch: _builtins.int
     """The attempt."""
     ticket: _builtins.bytes
-    """A sealed ticket (kv_transfer/ticket.py), passed on unchanged."""
+    """A sealed ticket (kv_transfer/transfer_protocol.py), passed on unchanged."""
     queue_seconds: _builtins.float
     """How long the request waited for pages."""
     cached_tokens: _builtins.int

@@ -18,7 +18,7 @@ from tiny_models import TINY_MODELS, VOCABULARY, save
 
 from baton.core.errors import from_reason
 from baton.core.types import PROTOCOL
-from baton.kv_transfer.ticket import seal
+from baton.kv_transfer.transfer_protocol import seal
 from baton.v1 import transfer_pb2, worker_pb2_grpc
 from baton.v1 import worker_pb2 as pb
 

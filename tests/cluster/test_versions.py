@@ -20,7 +20,7 @@ from waiting import until
 
 from baton import AsyncClient
 from baton.core.types import PROTOCOL
-from baton.kv_transfer.ticket import TICKET_VERSION
+from baton.kv_transfer.transfer_protocol import TICKET_VERSION
 from baton.v1.worker_pb2 import ROLE_PREFILL
 
 pytestmark = pytest.mark.fleet
@@ -82,7 +82,7 @@ async def test_an_upgrade_of_one_worker_after_the_other_loses_nothing(
     tiny: Path, tmp_path: Path
 ) -> None:
     before: dict[str, list[str]] = {}
-    new = next_version(tmp_path / "new", "baton.kv_transfer.ticket", "TICKET_VERSION")
+    new = next_version(tmp_path / "new", "baton.kv_transfer.transfer_protocol", "TICKET_VERSION")
     with ProcessCluster(tiny, tmp_path, prefill=2, decode=2, tree=TREE, before=before) as cluster:
         async with AsyncClient(cluster.address) as client, SteadyLoad(cluster.address) as load:
             await load.more()

@@ -24,13 +24,13 @@ from baton.kv_transfer.transfer_events import (
     ConnectPeer,
     DeliverTicket,
     Fetched,
-    FetchPages,
     FinishPush,
     LendPages,
     OpenPush,
     PagesWanted,
     PeerConnected,
     PushEnded,
+    StartFetch,
 )
 from baton.kv_transfer.transport import (
     Noted,
@@ -148,7 +148,7 @@ def test_a_prompt_lands_in_a_pool_of_another_split_and_is_fetched_back(
     ended = prefill.next(PushEnded)
     assert (ended.error, ended.bytes) == (None, PAGE_BYTES)
     ticket = prefill.ticket([9], back)
-    prefill.thread.post(FetchPages(back, decode.agent, ticket, [9], [b"key"], 10.0))
+    prefill.thread.post(StartFetch(back, decode.agent, ticket, [9], [b"key"], 10.0))
     wanted = decode.next(PagesWanted)
     decode.thread.post(LendPages(back, wanted.peer, wanted.ticket, [20]))
     assert prefill.next(Fetched).pages == 1

@@ -20,14 +20,12 @@ from baton.core.errors import (
 from baton.core.types import AttemptKey
 from baton.kv_transfer.inprocess_transport import InProcessTransport
 from baton.kv_transfer.pool_digest import choose_digest
-from baton.kv_transfer.ticket import TICKET_VERSION
 from baton.kv_transfer.transfer_events import (
     Arrived,
     CancelPush,
     ConnectPeer,
     DeliverTicket,
     Fetched,
-    FetchPages,
     FinishPush,
     LendPages,
     OpenPush,
@@ -40,8 +38,10 @@ from baton.kv_transfer.transfer_events import (
     ReservationFailed,
     ReservationFreed,
     SenderDied,
+    StartFetch,
     TransferCrashed,
 )
+from baton.kv_transfer.transfer_protocol import TICKET_VERSION
 from baton.kv_transfer.transfer_thread import TransferThread
 from baton.kv_transfer.transport import PoolMemory, Transport, TransportEvent
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
@@ -215,7 +215,7 @@ def fetch(
     prefill: Worker, holder: str, pages: list[int], keys: list[bytes], seconds: float = 30.0
 ) -> None:
     ticket = prefill.ticket(pages, expires=seconds)
-    prefill.thread.post(FetchPages(KEY, holder, ticket, pages, keys, seconds))
+    prefill.thread.post(StartFetch(KEY, holder, ticket, pages, keys, seconds))
 
 
 def test_cached_pages_are_fetched_as_far_as_they_are_there(pair: tuple[Worker, Worker]) -> None:

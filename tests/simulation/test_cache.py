@@ -9,8 +9,8 @@ from baton.core.errors import Internal
 from baton.core.types import AttemptKey, Role, Sampling, Work
 from baton.core.wire import work_to
 from baton.engine.step import FinishedStep, InFlightStep, Plan
-from baton.kv_transfer.ticket import open_ticket
 from baton.kv_transfer.transfer_events import Arrived, ReservationFreed
+from baton.kv_transfer.transfer_protocol import open_ticket
 from baton.v1 import worker_pb2 as pb
 
 from .fabric import Fabric

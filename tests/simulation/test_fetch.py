@@ -9,7 +9,6 @@ from baton.core.types import AttemptKey, Role, Sampling, Work
 from baton.core.wire import work_to
 from baton.decode_worker.decode_phase import MOST_LOANS, DecodePhase
 from baton.engine.prefix_cache import KeyChain
-from baton.kv_transfer.ticket import make_ticket
 from baton.kv_transfer.transfer_events import (
     Fetched,
     PagesWanted,
@@ -19,6 +18,7 @@ from baton.kv_transfer.transfer_events import (
     ReservationFreed,
     ReservationOverdue,
 )
+from baton.kv_transfer.transfer_protocol import make_ticket
 from baton.prefill_worker.prefill_phase import PrefillPhase
 from baton.v1 import worker_pb2 as pb
 

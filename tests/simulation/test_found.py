@@ -6,7 +6,6 @@ from baton.core.config import Config
 from baton.core.errors import Unavailable
 from baton.core.types import AttemptKey, Role, Sampling, Work
 from baton.core.wire import work_to
-from baton.kv_transfer.notes import beat_note, introduction_note
 from baton.kv_transfer.receiver import ReceiverState
 from baton.kv_transfer.transfer_events import (
     ConnectPeer,
@@ -19,6 +18,7 @@ from baton.kv_transfer.transfer_events import (
     SenderDied,
     TransferEvent,
 )
+from baton.kv_transfer.transfer_protocol import beat_note, introduction_note
 from baton.kv_transfer.transfer_thread import LINGER_SECONDS, TransferThread
 from baton.kv_transfer.transport import Noted, PoolMemory
 from baton.v1 import worker_pb2 as pb

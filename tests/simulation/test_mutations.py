@@ -18,12 +18,12 @@ from baton.engine.prefix_cache import PrefixCache
 from baton.engine.second_tier import Save, SecondTier
 from baton.engine.step import Chunk, FinishedStep, InFlightStep, Plan
 from baton.kv_transfer import pushes, receiver, sender
-from baton.kv_transfer.notes import drained_note, key_of
 from baton.kv_transfer.pushes import Pushes
 from baton.kv_transfer.receiver import Receiver
 from baton.kv_transfer.reservations import Reservations
 from baton.kv_transfer.sender import Sender
 from baton.kv_transfer.transfer_events import Fetched, PagesWanted
+from baton.kv_transfer.transfer_protocol import drained_note, key_of
 from baton.prefill_worker.prefill_jobs import Fetches, PromptFetch
 from baton.prefill_worker.prefill_phase import PrefillPhase
 from baton.router.requests.attempt import Action, Attempt, LinkLost

@@ -7,8 +7,8 @@ from typing import TypeVar
 
 from baton.core.types import AttemptKey
 from baton.kv_transfer.pool_digest import PeerDigest
-from baton.kv_transfer.ticket import make_ticket
 from baton.kv_transfer.transfer_events import ExpectPages, TransferEvent
+from baton.kv_transfer.transfer_protocol import make_ticket
 from baton.kv_transfer.transfer_thread import TransferThread
 from baton.kv_transfer.transport import PoolMemory, Transport
 from baton.v1.transfer_pb2 import PoolLayout

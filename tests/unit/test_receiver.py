@@ -7,13 +7,6 @@ import pytest
 
 from baton.core.errors import DeadlineExceeded, Internal, Unavailable, WorkerLost
 from baton.core.types import AttemptKey
-from baton.kv_transfer.notes import (
-    SendNote,
-    accepted_note,
-    renewed_note,
-    resend_note,
-    revoked_note,
-)
 from baton.kv_transfer.receiver import MAX_ROUNDS, Receiver, ReceiverAction, ReceiverState
 from baton.kv_transfer.transfer_events import (
     Arrived,
@@ -21,6 +14,13 @@ from baton.kv_transfer.transfer_events import (
     ReservationFailed,
     ReservationFreed,
     ReservationOverdue,
+)
+from baton.kv_transfer.transfer_protocol import (
+    SendNote,
+    accepted_note,
+    renewed_note,
+    resend_note,
+    revoked_note,
 )
 from baton.v1.transfer_pb2 import Arrived as ArrivedNote
 

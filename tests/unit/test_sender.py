@@ -14,7 +14,6 @@ from baton.core.errors import (
 )
 from baton.core.types import AttemptKey
 from baton.kv_transfer import sender as machine
-from baton.kv_transfer.notes import SendNote, arrived_note, beat_note, drained_note
 from baton.kv_transfer.sender import (
     Digest,
     Introduce,
@@ -24,6 +23,7 @@ from baton.kv_transfer.sender import (
     SenderState,
 )
 from baton.kv_transfer.transfer_events import PushEnded, PushFailed, PushOverdue
+from baton.kv_transfer.transfer_protocol import SendNote, arrived_note, beat_note, drained_note
 from baton.kv_transfer.transport import PageWrite
 from baton.v1.transfer_pb2 import Resend, TicketBody
 

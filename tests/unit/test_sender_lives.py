@@ -8,9 +8,9 @@ import pytest
 
 from baton.core.errors import Internal
 from baton.core.types import AttemptKey
-from baton.kv_transfer.notes import SendNote, drained_note, parse_note
 from baton.kv_transfer.sender import Sender, SenderAction, SenderState
 from baton.kv_transfer.transfer_events import PushEnded, PushFailed
+from baton.kv_transfer.transfer_protocol import SendNote, drained_note, parse_note
 from baton.kv_transfer.transport import PageWrite
 from baton.v1.transfer_pb2 import Resend, TicketBody
 

@@ -7,7 +7,7 @@ import pytest
 from baton.core.errors import BatonError, Internal, LayoutMismatch
 from baton.core.types import AttemptKey
 from baton.kv_transfer.pool_layout import describe_mismatch, layout_hash
-from baton.kv_transfer.ticket import make_ticket, open_ticket, seal
+from baton.kv_transfer.transfer_protocol import make_ticket, open_ticket, seal
 from baton.v1.transfer_pb2 import PoolLayout, SealedTicket, TicketBody
 
 LAYOUT = PoolLayout(

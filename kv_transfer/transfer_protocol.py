@@ -1,0 +1,211 @@
+"""What the two sides of a transfer send each other: tickets and notes; and the write lease.
+
+By a ticket a receiver lets a sender write into reserved pages. A sealed ticket
+carries its version and the hash of the receiver's layout in front of the body. Both
+are checked before the body is decoded, so a sender of another version or layout
+never misinterprets page ids.
+
+Version history of the ticket:
+
+    1   request_id, epoch, agent, pages, expires_after_seconds
+    2   lease_seconds: a sender writes only under a lease, and asks for it first
+    3   held_pages: the receiver holds the prompt's front already; `pages` are the rest
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from google.protobuf.message import DecodeError
+
+from baton.core.errors import Internal, LayoutMismatch
+from baton.core.types import AttemptKey
+from baton.kv_transfer.pool_layout import layout_hash
+from baton.v1.transfer_pb2 import (
+    Accepted,
+    Arrived,
+    Beat,
+    Drained,
+    Fetch,
+    Greeting,
+    Introduction,
+    PoolAddress,
+    PoolLayout,
+    Renewed,
+    Resend,
+    Revoked,
+    SealedTicket,
+    TicketBody,
+    TransferNote,
+)
+
+TICKET_VERSION = 3
+BEATS_PER_LEASE = 5
+
+
+def make_ticket(
+    key: AttemptKey,
+    *,
+    agent: str,
+    held_pages: int = 0,
+    pages: Sequence[int],
+    expires_after_seconds: float,
+    lease_seconds: float,
+    layout: PoolLayout,
+) -> bytes:
+    """A sealed ticket for `pages` of an agent's pool: a prompt's pages from `held_pages` on."""
+    body = TicketBody(
+        request_id=key.request_id,
+        epoch=key.epoch,
+        agent=agent,
+        held_pages=held_pages,
+        pages=pages,
+        expires_after_seconds=expires_after_seconds,
+        lease_seconds=lease_seconds,
+    )
+    return seal(body, layout)
+
+
+def seal(body: TicketBody, layout: PoolLayout) -> bytes:
+    return SealedTicket(
+        version=TICKET_VERSION, layout_hash=layout_hash(layout), body=body.SerializeToString()
+    ).SerializeToString()
+
+
+def open_ticket(sealed: bytes, layout: PoolLayout) -> TicketBody:
+    """The body of a ticket for pools of this layout.
+
+    Raises LayoutMismatch for another version or layout, Internal for an invalid ticket.
+    """
+    envelope = SealedTicket()
+    _parse_into(envelope, sealed)
+    if envelope.version != TICKET_VERSION:
+        raise LayoutMismatch(
+            f"the ticket has version {envelope.version}, this worker uses {TICKET_VERSION}"
+        )
+    if envelope.layout_hash != layout_hash(layout):
+        raise LayoutMismatch("the ticket is for a pool with another layout")
+    body = TicketBody()
+    _parse_into(body, envelope.body)
+    if not all(map(math.isfinite, (body.expires_after_seconds, body.lease_seconds))):
+        raise Internal("the ticket's times are not finite")
+    return body
+
+
+def _parse_into(message: SealedTicket | TicketBody, data: bytes) -> None:
+    try:
+        message.ParseFromString(data)
+    except DecodeError as error:
+        raise Internal(f"the ticket cannot be parsed: {error}") from error
+
+
+class WriteLease:
+    """Until when a sender may start writes: extended by answered beats. Reads no clock."""
+
+    def __init__(self, seconds: float = 0.0, until: float = math.inf) -> None:
+        self.seconds = seconds
+        self.until = until  # before the first answer: how long to wait for it
+        self.next_beat = math.inf
+        self.beats = 0
+        self._sent: dict[int, float] = {}  # unanswered beats, and when they were sent
+
+    def beat(self, now: float) -> int:
+        self.beats += 1
+        self._sent[self.beats] = now
+        self.next_beat = now + self.seconds / BEATS_PER_LEASE
+        return self.beats
+
+    def renew(self, number: int) -> bool:
+        """False when the answer is to no unanswered beat."""
+        if number not in self._sent:
+            return False
+        self.until = max(self.until, self._sent[number] + self.seconds)
+        self._sent = {beat: sent for beat, sent in self._sent.items() if beat > number}
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class SendNote:
+    """An action of a sender or receiver: send a note to the peer."""
+
+    note: bytes
+
+
+# From the sender to the receiver.
+
+
+def introduction_note(pool: PoolAddress) -> bytes:
+    """The sender's address, for notes back."""
+    return TransferNote(introduction=Introduction(pool=pool)).SerializeToString()
+
+
+def beat_note(key: AttemptKey, number: int) -> bytes:
+    """The sender is alive and wants its lease renewed."""
+    return _note(key, TransferNote(beat=Beat(number=number)))
+
+
+def arrived_note(
+    key: AttemptKey, first_token: int, pages: int, digests: Sequence[int] = (), round: int = 0
+) -> bytes:
+    """Every page is in place, after `round` rounds of resending."""
+    arrived = Arrived(first_token=first_token, pages=pages, digests=digests, round=round)
+    return _note(key, TransferNote(arrived=arrived))
+
+
+def drained_note(key: AttemptKey) -> bytes:
+    """The push has ended, and none of its writes is under way."""
+    return _note(key, TransferNote(drained=Drained()))
+
+
+# From the receiver to the sender.
+
+
+def fetch_note(key: AttemptKey, ticket: bytes, page_keys: Sequence[bytes]) -> bytes:
+    """Pages with these keys are wanted, under the ticket."""
+    return _note(key, TransferNote(fetch=Fetch(ticket=ticket, page_keys=page_keys)))
+
+
+def greeting_note() -> bytes:
+    """The answer to an introduction."""
+    return TransferNote(greeting=Greeting()).SerializeToString()
+
+
+def renewed_note(key: AttemptKey, number: int) -> bytes:
+    """The answer to a beat: writes may start."""
+    return _note(key, TransferNote(renewed=Renewed(number=number)))
+
+
+def revoked_note(key: AttemptKey) -> bytes:
+    """The pages are not wanted."""
+    return _note(key, TransferNote(revoked=Revoked()))
+
+
+def resend_note(key: AttemptKey, positions: Sequence[int], round: int) -> bytes:
+    """These pages arrived damaged."""
+    return _note(key, TransferNote(resend=Resend(positions=positions, round=round)))
+
+
+def accepted_note(key: AttemptKey) -> bytes:
+    """All pages arrived."""
+    return _note(key, TransferNote(accepted=Accepted()))
+
+
+def parse_note(data: bytes) -> TransferNote | None:
+    """None when the bytes are no note of a known kind."""
+    note = TransferNote()
+    try:
+        note.ParseFromString(data)
+    except DecodeError:
+        return None
+    return note if note.WhichOneof("kind") else None
+
+
+def key_of(note: TransferNote) -> AttemptKey:
+    return AttemptKey(note.request_id, note.epoch)
+
+
+def _note(key: AttemptKey, note: TransferNote) -> bytes:
+    note.request_id, note.epoch = key
+    return note.SerializeToString()
