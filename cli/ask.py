@@ -43,7 +43,7 @@ Ctrl-C        stop the current answer"""
 
 
 class Playback:
-    """An answer as it arrives, with its times. `text` has what came, also after a failure."""
+    """An answer as it arrives, with its times. `text` is kept after a failure."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
@@ -187,7 +187,7 @@ class Conversation:
         self._history.clear()
 
     def ask(self, text: str) -> None:
-        """Prints the answer to `text`. Ctrl-C cuts it short; the part that came is kept."""
+        """Prints the answer to `text`. Ctrl-C cuts it short; the part received is kept."""
         question = Message("user", text)
         opening = [Message("system", self.system)] if self.system else []
         messages = [*opening, *self._history, question]

@@ -1,6 +1,6 @@
 """`baton doctor`: whether this host can serve, and how pages travel on it.
 
-A check finds one thing, and says what to do about it:
+A check has a verdict, a finding and advice:
 
 ok    it works
 warn  it works, but less well than it could, or only in part

@@ -45,7 +45,7 @@ def scale(
 ) -> None:
     """Change the number of workers. Surplus workers finish their requests first."""
     if prefill is None and decode is None:
-        raise typer.BadParameter("say how many", param_hint="--prefill / --decode")
+        raise typer.BadParameter("give a number of workers", param_hint="--prefill / --decode")
     show = _JsonLines() if as_json else _Notes()
     with connected(address) as client:
         pools = show(client.scale(prefill, decode))

@@ -90,9 +90,9 @@ def served_model(url: str, api_key: str) -> str:
     except httpx.HTTPStatusError as error:
         raise BatonError(f"{url}models answers {error.response.status_code}") from error
     except httpx.HTTPError as error:
-        raise Unavailable(f"nobody answers at {url}") from error
+        raise Unavailable(f"no server answers at {url}") from error
     except (ValueError, LookupError, TypeError) as error:
-        raise BatonError(f"{url}models does not speak the OpenAI API; name a --model") from error
+        raise BatonError(f"{url}models has no OpenAI API; give a --model") from error
 
 
 def _trusted(url: str) -> ssl.SSLContext | bool:
@@ -107,7 +107,7 @@ def _trusted(url: str) -> ssl.SSLContext | bool:
     return context
 
 
-async def ask(client: httpx.AsyncClient, target: Target, load: Load, began: float) -> Call:
+async def call_server(client: httpx.AsyncClient, target: Target, load: Load, began: float) -> Call:
     """Sends one request and receives its answer. A failure is the call's `error`."""
     call = Call(began)
     start = time.perf_counter()
@@ -122,7 +122,7 @@ async def ask(client: httpx.AsyncClient, target: Target, load: Load, began: floa
         call.error = type(error).__name__
     call.seconds = time.perf_counter() - start
     if not call.error and not call.ttft:
-        call.error = "no tokens came"
+        call.error = "no tokens received"
     return call
 
 
@@ -180,7 +180,7 @@ async def closed_loop(
 
     async def user(client: httpx.AsyncClient) -> None:
         for load in waiting:
-            call = await ask(client, target, load, time.perf_counter() - start)
+            call = await call_server(client, target, load, time.perf_counter() - start)
             calls.append(call)
             ended(call)
 
@@ -195,7 +195,7 @@ async def open_loop(target: Target, loads: Sequence[Load], ended: Ended) -> list
 
     async def send(client: httpx.AsyncClient, load: Load) -> Call:
         await asyncio.sleep(load.at_seconds - (time.perf_counter() - start))
-        call = await ask(client, target, load, load.at_seconds)
+        call = await call_server(client, target, load, load.at_seconds)
         ended(call)
         return call
 

@@ -56,7 +56,7 @@ def drain(
                 " one first, or give --last"
             )
         client.drain(worker)
-        note(f"{worker} takes no new requests")
+        note(f"{worker} accepts no new requests")
         wait_for(client.status, lack, wait)
     print_result({"worker": worker, "drained": True}, f"{worker} is drained", as_json)
 
@@ -105,10 +105,10 @@ def _restart(client: Client, name: str, last: bool, seconds: float) -> None:
     if not last and _is_last(workers, before):
         raise InvalidRequest(
             f"{name} is the only worker of its pool: add another one first, or give --last to"
-            " have requests wait for it, as long as router.placement_timeout says"
+            " have requests wait for it, up to router.placement_timeout"
         )
     client.drain(name, restart=True)
-    note(f"{name} takes no new requests")
+    note(f"{name} accepts no new requests")
     incarnation = before.incarnation
 
     def lack(status: StatusResponse) -> str:

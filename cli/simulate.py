@@ -89,7 +89,7 @@ def _parse_loads(text: str) -> tuple[float, ...]:
     except ValueError:
         loads = ()
     if not loads or min(loads) <= 0:
-        raise InvalidConfig(f"--load wants numbers above 0, as in 1,2,0.5; not {text}")
+        raise InvalidConfig(f"--load must be numbers above 0, as in 1,2,0.5; not {text}")
     return loads
 
 

@@ -58,7 +58,7 @@ def _cells(request: pb.RequestTiming) -> list[str]:
     answers = request.answers
     first = answers[0]
     return [
-        request.outcome or "under way",
+        request.outcome or "running",
         " → ".join(filter(None, (first.prefill_worker, first.decode_worker))),
         str(first.prompt_tokens),
         str(first.cached_tokens),
@@ -69,7 +69,7 @@ def _cells(request: pb.RequestTiming) -> list[str]:
 
 
 def _headline(request: pb.RequestTiming) -> Text:
-    ended = request.outcome or "under way"
+    ended = request.outcome or "running"
     colour = "green" if ended in ("stop", "length") else "yellow"
     first = f", first token after {time_text(request.ttft_seconds)}" if request.ttft_seconds else ""
     total = f", {time_text(request.end_to_end_seconds)} in all"

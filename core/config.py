@@ -235,7 +235,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class ControllerConfig:
-    """The controller, which tells routers their workers, under Ray."""
+    """The controller, which reports workers to routers, under Ray."""
 
     port: int = key(0, "0 chooses a free port; routers outside Ray need a fixed one.", PORT)
 

@@ -25,7 +25,7 @@ def bearer(secret: str) -> str:
     return f"Bearer {secret}"
 
 
-def test_a_file_keeps_what_a_key_may_do_and_not_the_key(file: Path) -> None:
+def test_a_file_keeps_a_keys_limits_and_not_the_key(file: Path) -> None:
     secret, key = make_key("alice", rate=2.5, concurrency=3, admin=True)
     write_keys(file, [key])
     assert read_keys(file) == [key]
@@ -53,7 +53,7 @@ def test_a_key_names_its_caller(file: Path) -> None:
 
 
 @pytest.mark.parametrize("header", ["", "Bearer", "Bearer ", "Basic x", "Bearer baton-wrong", "é"])
-def test_whoever_has_no_key_is_refused(file: Path, header: str) -> None:
+def test_a_caller_without_a_key_is_refused(file: Path, header: str) -> None:
     write_keys(file, [make_key("alice")[1]])
     with pytest.raises(Unauthenticated):
         KeyRing(str(file)).caller(header)

@@ -39,7 +39,7 @@ async def test_an_async_stream_gives_each_piece_and_then_the_answer(
         assert stream.answer.usage == Usage(4, 3, 2)
 
 
-async def test_the_async_client_asks_about_the_cluster(
+async def test_the_async_client_gets_the_clusters_status(
     async_client: AsyncClient, router: ScriptedRouter
 ) -> None:
     await async_client.wait_ready(timeout=5)
@@ -70,7 +70,7 @@ async def test_leaving_an_async_block_early_cancels_the_request(
     assert await asyncio.to_thread(router.over.wait, 5)
 
 
-async def test_who_iterates_a_cancelled_async_stream_sees_cancelled(
+async def test_iterating_a_cancelled_async_stream_raises_cancelled(
     async_client: AsyncClient, router: ScriptedRouter
 ) -> None:
     router.hang = True

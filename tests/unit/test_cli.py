@@ -83,13 +83,13 @@ def test_a_model_that_is_not_there_is_one_line_and_exit_code_1() -> None:
         (["sttus"], "status"),
     ],
 )
-def test_a_wrong_word_names_the_right_one(wrong: list[str], right: str) -> None:
+def test_a_misspelling_names_the_right_word(wrong: list[str], right: str) -> None:
     said = CliRunner().invoke(app, wrong, env={"COLUMNS": "160"})
     assert said.exit_code == 2
     assert right in said.stderr
 
 
-def test_the_shell_can_be_taught_the_commands() -> None:
+def test_shell_completion_knows_the_commands() -> None:
     variables = {"_BATON_COMPLETE": "complete_bash", "COMP_WORDS": "baton di", "COMP_CWORD": "1"}
     told = CliRunner().invoke(app, [], env=variables, prog_name="baton")
     assert "diagnose" in told.stdout
@@ -103,7 +103,7 @@ def commands(group: TyperGroup, path: str = "baton") -> Iterator[tuple[str, Type
             yield f"{path} {name}", command
 
 
-def test_every_command_that_tells_something_tells_scripts_too() -> None:
+def test_every_command_with_output_has_a_json_flag() -> None:
     root = get_command(app)
     assert isinstance(root, TyperGroup)
     flags = {

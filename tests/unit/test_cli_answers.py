@@ -74,7 +74,7 @@ def test_several_answers_are_shown_one_after_the_other(router: ScriptedRouter) -
     assert shown == "--- 0 ---\nOnce upon a time\n--- 1 ---\nOnce upon a time\n"
 
 
-def test_json_tells_the_whole_answer_and_its_times(router: ScriptedRouter) -> None:
+def test_json_has_the_whole_answer_and_its_times(router: ScriptedRouter) -> None:
     answer = json.loads(run(router, "generate", "hello", "--json").stdout)
     assert 0 < answer.pop("ttft_seconds") <= answer.pop("total_seconds")
     [choice] = answer.pop("choices")
@@ -145,7 +145,7 @@ def said(router: ScriptedRouter, number: int) -> list[tuple[str, str]]:
     return [(message.role, message.content) for message in router.requests[number].chat.messages]
 
 
-def test_a_chat_remembers_what_was_said(router: ScriptedRouter) -> None:
+def test_a_chat_keeps_its_history(router: ScriptedRouter) -> None:
     result = run(router, "chat", "--seed", "3", stdin="hello\n\nand then?\n")
     assert (result.exit_code, result.stdout) == (0, "Once upon a time\n" * 2)
     assert said(router, 1) == [

@@ -19,7 +19,7 @@ def test_drain_waits_until_the_worker_is_gone(router: ScriptedRouter) -> None:
     assert router.drained == ["decode-0"]
 
 
-def test_drain_leaves_the_only_worker_of_a_pool_unless_told(router: ScriptedRouter) -> None:
+def test_drain_refuses_the_only_worker_of_a_pool_without_last(router: ScriptedRouter) -> None:
     ended = run(router, "drain", "decode-0")
     assert (ended.exit_code, router.drained) == (1, [])
     assert "decode-0 is the only worker of its pool" in ended.stderr
@@ -39,7 +39,7 @@ def test_restart_takes_a_prefill_and_a_decode_worker_by_turns(router: ScriptedRo
     ]
 
 
-def test_restart_leaves_the_only_worker_of_a_pool_unless_told(router: ScriptedRouter) -> None:
+def test_restart_refuses_the_only_worker_of_a_pool_without_last(router: ScriptedRouter) -> None:
     ended = run(router, "restart", "decode-0")
     assert (ended.exit_code, router.drained) == (1, [])
     assert "decode-0 is the only worker of its pool" in ended.stderr
@@ -47,7 +47,7 @@ def test_restart_leaves_the_only_worker_of_a_pool_unless_told(router: ScriptedRo
     assert router.drained == ["decode-0"]
 
 
-def test_restart_tells_scripts_too(router: ScriptedRouter) -> None:
+def test_restart_prints_json(router: ScriptedRouter) -> None:
     ended = run(router, "restart", "decode-0", "prefill-0", "--last", "--json")
     lines = [json.loads(line) for line in ended.stdout.splitlines()]
     assert [line["worker"] for line in lines] == ["decode-0", "prefill-0"]
@@ -60,7 +60,7 @@ def test_restart_names_a_worker_that_is_not_there(router: ScriptedRouter) -> Non
     assert "no worker called 'nobody'" in ended.stderr
 
 
-def test_restart_says_when_a_worker_does_not_come_back(router: ScriptedRouter) -> None:
+def test_restart_fails_when_a_worker_does_not_come_back(router: ScriptedRouter) -> None:
     router.status.workers[1].load.Clear()
     ended = run(router, "restart", "decode-0", "--last", "--wait", "0.1")
     assert ended.exit_code == 1
@@ -103,7 +103,7 @@ def test_scale_waits_until_the_pools_are_as_wanted(router: ScriptedRouter) -> No
     assert router.scaled == [(0, 2)]
 
 
-def test_scale_goes_on_waiting_while_the_controller_is_away(router: ScriptedRouter) -> None:
+def test_scale_keeps_waiting_while_the_controller_is_away(router: ScriptedRouter) -> None:
     router.pools = [
         pools(prefill_0="ready", decode_0="ready", decode_1="starting"),
         pools(prefill_0="ready", decode_0="ready", decode_1="starting"),
@@ -133,7 +133,7 @@ def test_scale_need_not_wait(router: ScriptedRouter) -> None:
     assert ended.stdout == "1 prefill and 2 decode workers are wanted\n"
 
 
-def test_scale_says_who_is_late(router: ScriptedRouter) -> None:
+def test_scale_names_late_workers(router: ScriptedRouter) -> None:
     router.pools = [pools(prefill_0="ready", decode_0="starting")]
     ended = run(router, "scale", "--decode", "2", "--timeout", "0")
     assert ended.exit_code == 1
@@ -146,7 +146,7 @@ def test_scale_wants_a_number_above_0(router: ScriptedRouter, flags: list[str]) 
     assert router.scaled == []
 
 
-def test_role_says_how_long_it_took_beyond_the_drain(router: ScriptedRouter) -> None:
+def test_role_prints_the_time_of_the_switch_after_the_drain(router: ScriptedRouter) -> None:
     told = run(router, "role", "decode-0", "prefill").stdout
     assert told == "decode-0 is a prefill worker: drained in 1.50 s, ready 0.062 s later\n"
     fields = json.loads(run(router, "role", "decode-0", "prefill", "--json").stdout)
@@ -154,7 +154,7 @@ def test_role_says_how_long_it_took_beyond_the_drain(router: ScriptedRouter) -> 
     assert router.switched == [("decode-0", worker_pb2.ROLE_PREFILL)] * 2
 
 
-def test_drain_tells_scripts_too(router: ScriptedRouter) -> None:
+def test_drain_prints_json(router: ScriptedRouter) -> None:
     told = json.loads(run(router, "drain", "decode-0", "--last", "--json").stdout)
     assert told == {"worker": "decode-0", "drained": True}
 
@@ -178,7 +178,7 @@ def test_plan_shows_the_decisions_and_their_reasons(router: ScriptedRouter) -> N
     assert told["changes"][0]["reasons"] == ["decode can spare 1"]
 
 
-def test_plan_says_which_workers_are_not_there_yet(router: ScriptedRouter) -> None:
+def test_plan_names_workers_that_do_not_serve_yet(router: ScriptedRouter) -> None:
     router.plan.enabled = True
     router.plan.last.summary = "no change"
     router.pools = [pools(prefill_0="ready", decode_0="ready", decode_1="waiting for a place")]
@@ -186,5 +186,5 @@ def test_plan_says_which_workers_are_not_there_yet(router: ScriptedRouter) -> No
     assert [line.strip() for line in lines[2:]] == ["decode-1: waiting for a place"]
 
 
-def test_plan_says_when_there_is_no_planner(router: ScriptedRouter) -> None:
+def test_plan_reports_a_missing_planner(router: ScriptedRouter) -> None:
     assert "no planner runs here" in run(router, "plan").stdout

@@ -30,7 +30,7 @@ def test_status_shows_what_is_in_the_second_tier(router: ScriptedRouter) -> None
     assert "1234 in second tier" in run(router, "status").stdout
 
 
-def test_status_says_why_a_worker_cannot_be_used(router: ScriptedRouter) -> None:
+def test_status_shows_a_workers_fault(router: ScriptedRouter) -> None:
     router.status.workers[0].attached = False
     router.status.workers[0].fault = "leaks pages"
     lines = run(router, "status").stdout.splitlines()
@@ -38,20 +38,20 @@ def test_status_says_why_a_worker_cannot_be_used(router: ScriptedRouter) -> None
     assert "prefill-0: leaks pages" in [line.strip() for line in lines]
 
 
-def test_status_shows_who_is_drained(router: ScriptedRouter) -> None:
+def test_status_shows_draining_workers(router: ScriptedRouter) -> None:
     router.status.workers[0].draining = True
     lines = run(router, "status").stdout.splitlines()
     assert lines[3].split()[:3] == ["prefill-0", "prefill", "draining"]
 
 
-def test_status_has_no_line_for_an_address_that_is_not_told(router: ScriptedRouter) -> None:
+def test_status_has_no_line_for_a_hidden_address(router: ScriptedRouter) -> None:
     for worker in router.status.workers:
         worker.member.address = ""
     lines = run(router, "status").stdout.splitlines()
     assert lines[4].split()[1:] == ["of", "16"]
 
 
-def test_status_says_who_does_not_fit_whom(router: ScriptedRouter) -> None:
+def test_status_shows_each_misfit_once(router: ScriptedRouter) -> None:
     for worker, other in (("prefill-0", "decode-0"), ("decode-0", "prefill-0")):
         index = ("prefill-0", "decode-0").index(worker)
         router.status.workers[index].misfits.add(worker_id=other, reason="versions differ")
@@ -60,7 +60,7 @@ def test_status_says_who_does_not_fit_whom(router: ScriptedRouter) -> None:
     assert "decode-0 and prefill-0: versions differ" not in lines
 
 
-def test_status_as_json_is_what_the_router_said(router: ScriptedRouter) -> None:
+def test_status_as_json_is_the_routers_status(router: ScriptedRouter) -> None:
     status = json.loads(run(router, "status", "--json").stdout)
     assert (status["model"], status["finished_requests"]) == ("tale", 1234)
     assert status["workers"][1]["load"]["quarantined_pages"] == 2
@@ -97,7 +97,7 @@ def test_a_worker_that_never_reported_has_no_bar() -> None:
     ("seconds", "said"),
     [(0.4, "0 s"), (59, "59 s"), (61, "1 min"), (3723, "1 h 2 min"), (183_600, "2 d 3 h")],
 )
-def test_a_duration_reads_as_people_say_it(seconds: float, said: str) -> None:
+def test_a_duration_has_the_two_largest_units(seconds: float, said: str) -> None:
     assert duration(seconds) == said
 
 

@@ -100,7 +100,7 @@ def test_token_ids_are_sent_as_they_are(client: Client, router: ScriptedRouter) 
     assert router.requests[0].token_ids.ids == [1, 2, 3]
 
 
-def test_an_empty_prompt_still_says_what_kind_it_is(client: Client, router: ScriptedRouter) -> None:
+def test_an_empty_prompt_keeps_its_kind(client: Client, router: ScriptedRouter) -> None:
     client.generate("")
     client.generate([])
     assert [request.WhichOneof("prompt") for request in router.requests] == ["text", "token_ids"]
@@ -146,7 +146,7 @@ def test_a_prompt_of_many_mebibytes_passes(client: Client, router: ScriptedRoute
 # What comes back.
 
 
-def test_an_answer_holds_all_that_the_router_said(client: Client) -> None:
+def test_an_answer_holds_all_of_the_routers_response(client: Client) -> None:
     answer = client.generate("hello", request_id="mine", seed=3)
     placements = (Placement("prefill-0", "decode-0", "split", "least loaded", "least_loaded", 0.5),)
     assert answer == Answer(
@@ -245,7 +245,7 @@ def test_leaving_the_block_early_cancels_the_request(
     assert router.over.wait(5)
 
 
-def test_who_iterates_a_cancelled_stream_sees_cancelled(
+def test_iterating_a_cancelled_stream_raises_cancelled(
     client: Client, router: ScriptedRouter
 ) -> None:
     router.hang = True
@@ -273,7 +273,7 @@ def test_an_interrupt_leaves_the_client_usable(client: Client, router: ScriptedR
     assert client.generate("hello", timeout=5).text == "Once upon a time"
 
 
-def test_closing_the_client_cancels_what_runs(router: ScriptedRouter) -> None:
+def test_closing_the_client_cancels_running_calls(router: ScriptedRouter) -> None:
     router.hang = True
     with Client(router.address) as client:
         stream = client.stream("hello")
@@ -313,9 +313,7 @@ def test_a_router_that_starts_late_is_waited_for(closed_port: int) -> None:
     started[0].stop()
 
 
-def test_what_is_missing_is_named_when_the_wait_is_over(
-    client: Client, router: ScriptedRouter
-) -> None:
+def test_the_end_of_a_wait_names_what_is_missing(client: Client, router: ScriptedRouter) -> None:
     router.status.workers[0].attached = False
     with pytest.raises(DeadlineExceeded, match="no prefill worker"):
         client.wait_ready(timeout=0.1)

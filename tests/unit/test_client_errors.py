@@ -48,7 +48,7 @@ def test_every_error_arrives_as_the_type_that_was_raised(
     assert caught.value.field == "max_tokens"
 
 
-def test_an_error_says_when_to_try_again(client: Client, router: ScriptedRouter) -> None:
+def test_an_error_has_its_retry_delay(client: Client, router: ScriptedRouter) -> None:
     router.error = Exhausted("full", retry_after=2.5)
     with pytest.raises(Exhausted) as caught:
         client.generate("hello")

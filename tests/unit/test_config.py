@@ -27,7 +27,7 @@ def test_a_file_is_read_and_flags_win(tmp_path: Path) -> None:
     assert (read.decode.workers, read.router.port) == (5, 0)
 
 
-def test_what_is_dumped_reads_back_the_same() -> None:
+def test_a_dumped_configuration_parses_to_the_same() -> None:
     prefill = {"kv_memory": "3MiB", "resources": {"baton_prefill": 1}}
     tree = {"prefill": prefill, "members": {"workers": ["a:1"]}}
     parsed = config.parse(tree)
@@ -86,7 +86,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         ("0.0.0.0", {"insecure": True}, False),
     ],
 )
-def test_a_router_that_others_can_reach_wants_keys_or_a_word(
+def test_a_router_beyond_loopback_needs_keys_or_insecure(
     host: str, settings: dict[str, object], refused: bool
 ) -> None:
     check_router(config.parse({"router": {"host": host, "keys": "keys.yaml"}, **settings}))

@@ -63,9 +63,7 @@ def test_pools_that_do_not_fit_into_memory_are_a_warning(sound: dict[str, object
     assert "decode.kv_memory" in found.advice
 
 
-def test_a_gpu_that_is_asked_for_and_not_there_fails(
-    sound: dict[str, object], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_gpu_fails(sound: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     device, found = check_device(parse({**sound, "device": "cuda"}))
     assert (device, found.verdict) == ("cpu", "fail")

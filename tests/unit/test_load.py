@@ -68,7 +68,7 @@ def server() -> Iterator[str]:
         ("lognormal:100:0.5", 113, 5, 2000),
     ],
 )
-def test_lengths_are_as_they_are_asked_for(text: str, mean: float, least: int, most: int) -> None:
+def test_lengths_follow_their_distribution(text: str, mean: float, least: int, most: int) -> None:
     source, lengths = random.Random(1), Lengths.parse(text)
     drawn = [lengths.draw(source) for _ in range(3000)]
     assert statistics.fmean(drawn) == pytest.approx(mean, rel=0.05)
@@ -91,7 +91,7 @@ def test_arrivals_come_at_the_rate_and_like_a_poisson_process() -> None:
     assert [load.at_seconds for load in even] == [0.0, 0.25, 0.5, 0.75, 1.0]
 
 
-def test_the_same_seed_asks_the_same_and_prompts_share_their_beginning() -> None:
+def test_the_same_seed_makes_the_same_prompts_with_a_common_prefix() -> None:
     shape = Shape(3, Lengths.parse("20..40"), FIXED, shared_tokens=8, seed=5)
     first = shape.loads()
     assert first == shape.loads()
@@ -111,7 +111,7 @@ def test_goodput_counts_answers_that_keep_the_objective() -> None:
 
 
 @pytest.mark.parametrize("loop", [["--concurrency", "3"], ["--rate", "200"]])
-def test_a_run_is_told_as_json(server: str, loop: list[str]) -> None:
+def test_a_run_prints_json(server: str, loop: list[str]) -> None:
     arguments = ["bench", f"{server}/v1", "--requests", "8", "--prompt-tokens", "10", *loop]
     ran = CliRunner().invoke(app, [*arguments, "--json"])
     report = json.loads(ran.stdout)
@@ -120,7 +120,7 @@ def test_a_run_is_told_as_json(server: str, loop: list[str]) -> None:
     assert 0 < report["ttft"]["p50"] <= report["e2e"]["p99"]
 
 
-def test_errors_are_counted_by_what_they_say(server: str) -> None:
+def test_errors_are_counted_by_message(server: str) -> None:
     arguments = ["bench", server, "--requests", "4", "--prompt-tokens", "60", "--slo-ttft", "1"]
     ran = CliRunner().invoke(app, arguments)
     assert ran.exit_code == 1
@@ -135,9 +135,12 @@ def test_a_picture_is_drawn_where_that_is_possible(server: str, tmp_path: Path) 
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_nobody_there_is_one_line() -> None:
+def test_a_missing_server_is_one_line() -> None:
     ran = CliRunner().invoke(app, ["bench", "http://127.0.0.1:9"])
-    assert (ran.exit_code, ran.stderr) == (1, "baton: nobody answers at http://127.0.0.1:9/v1/\n")
+    assert (ran.exit_code, ran.stderr) == (
+        1,
+        "baton: no server answers at http://127.0.0.1:9/v1/\n",
+    )
 
 
 def test_urls_may_have_their_v1_or_not() -> None:

@@ -161,7 +161,7 @@ def test_a_changed_recipe_converts_anew(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.usefixtures("wheel")
-def test_a_pull_removes_what_a_dead_pull_left() -> None:
+def test_a_pull_removes_a_dead_pulls_workspace() -> None:
     models = model_store.cache_folder()
     abandoned = models / f".{model_store.EMBEDDED_NAME}.dead" / "converted"
     abandoned.mkdir(parents=True)

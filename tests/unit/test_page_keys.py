@@ -11,7 +11,7 @@ def test_only_full_pages_have_keys() -> None:
     assert {len(key) for key in page_keys(ROOT, TOKENS, 16)} == {KEY_BYTES}
 
 
-def test_a_longer_prompt_goes_on_with_the_same_keys() -> None:
+def test_a_longer_prompt_starts_with_the_same_keys() -> None:
     whole = page_keys(ROOT, TOKENS, 8)
     assert page_keys(ROOT, TOKENS[:24], 8) == whole[:3]
     assert page_keys(whole[1], TOKENS[16:], 8) == whole[2:]

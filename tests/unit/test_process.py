@@ -5,7 +5,7 @@ import asyncio
 from baton.core.process import StopSignal
 
 
-def test_asked_twice_is_asked_to_hurry() -> None:
+def test_a_second_request_stops_immediately() -> None:
     stopping = StopSignal()
     stopping.request()
     assert (stopping.requested.is_set(), stopping.immediate.is_set()) == (True, False)
@@ -13,7 +13,7 @@ def test_asked_twice_is_asked_to_hurry() -> None:
     assert stopping.immediate.is_set()
 
 
-async def test_what_is_done_is_not_waited_for() -> None:
+async def test_waiting_ends_when_the_work_is_done() -> None:
     done = asyncio.Event()
     done.set()
     async with asyncio.timeout(5):

@@ -113,7 +113,7 @@ def test_a_folder_without_certificates_is_refused_by_name(tmp_path: Path) -> Non
         Client("127.0.0.1:1", tls=tmp_path)
 
 
-def test_whoever_shows_certificates_needs_no_keys_and_workers_need_tls() -> None:
+def test_clients_with_certificates_need_no_keys_and_workers_need_tls() -> None:
     beyond: dict[str, object] = {"router": {"host": "0.0.0.0"}}
     mutual = {"folder": "certs", "client_certificates": True}
     check_router(configs.parse({**beyond, "tls": mutual}))
