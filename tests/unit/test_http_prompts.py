@@ -53,7 +53,7 @@ def test_a_message_is_parsed(message: Json, read: Message) -> None:
         ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0].type"),
         ([{"role": "tool", "content": "x"}], "messages[0].tool_call_id"),
         ([{"role": "function", "content": "x"}], "messages[0]"),
-        ([{"role": "assistant", "tool_calls": [{}]}], "messages[0].tool_calls[0]"),
+        ([{"role": "assistant", "tool_calls": [{}]}], "messages[0].tool_calls[0].id"),
     ],
 )
 def test_wrong_messages_are_refused_by_place(messages: object, field: str) -> None:

@@ -37,32 +37,6 @@ _PLACEHOLDER = "\0text\0"
 
 
 @dataclass(slots=True)
-class UsageCounter:
-    """Tokens of a call, over all its answers. Each prompt counts once."""
-
-    answers_each: int
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-
-    def add(self, event: AnswerEvent) -> None:
-        if isinstance(event, Started):
-            self.prompt_tokens += event.prompt_tokens
-        elif isinstance(event, Finished):
-            self.completion_tokens += event.completion_tokens
-            if event.index % self.answers_each == 0:
-                self.cached_tokens += event.cached_tokens
-
-    def render(self) -> TokenUsage:
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-        }
-
-
-@dataclass(slots=True)
 class _Collected:
     """One answer that is returned whole."""
 
@@ -83,7 +57,8 @@ class AnswerRenderer:
         self._api = api
         self._call = call
         self._openings = openings
-        self._usage = UsageCounter(call.n)
+        # Over all answers; each prompt counts once.
+        self._prompt_tokens = self._completion_tokens = self._cached_tokens = 0
         # By answer with a first chunk: what surrounds the text in its next ones.
         self._frames: dict[int, tuple[bytes, bytes]] = {}
         self._offsets: defaultdict[int, int] = defaultdict(int)
@@ -98,7 +73,7 @@ class AnswerRenderer:
 
     def collect(self, event: AnswerEvent) -> None:
         """Adds an event to `whole`."""
-        self._usage.add(event)
+        self._count(event)
         if isinstance(event, Finished):
             self._collected[event.index].finish = FINISH[event.reason]
         elif isinstance(event, AnswerDelta):
@@ -113,7 +88,7 @@ class AnswerRenderer:
     def whole(self) -> bytes:
         answers = len(self._call.requests) * self._call.n
         choices = [self._api.choice(self._answer(index)) for index in range(answers)]
-        return encode({**self._head, "choices": choices, "usage": self._usage.render()})
+        return encode({**self._head, "choices": choices, "usage": self._usage()})
 
     def _answer(self, index: int) -> ChoiceDelta:
         answer = self._collected[index]
@@ -132,7 +107,7 @@ class AnswerRenderer:
         """What an event adds to a stream; may be empty."""
         if isinstance(event, AnswerDelta):
             return self._delta(event)
-        self._usage.add(event)
+        self._count(event)
         if isinstance(event, Started):
             return b""
         first = event.index not in self._frames
@@ -184,7 +159,23 @@ class AnswerRenderer:
         """The last bytes of a stream."""
         if not self._call.include_usage:
             return DONE
-        return self._event([], self._usage.render()) + DONE
+        return self._event([], self._usage()) + DONE
+
+    def _count(self, event: AnswerEvent) -> None:
+        if isinstance(event, Started):
+            self._prompt_tokens += event.prompt_tokens
+        elif isinstance(event, Finished):
+            self._completion_tokens += event.completion_tokens
+            if event.index % self._call.n == 0:
+                self._cached_tokens += event.cached_tokens
+
+    def _usage(self) -> TokenUsage:
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": self._completion_tokens,
+            "total_tokens": self._prompt_tokens + self._completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self._cached_tokens},
+        }
 
     def _opening(self, index: int) -> str:
         return self._openings[index // self._call.n]

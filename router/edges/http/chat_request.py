@@ -12,7 +12,6 @@ from pydantic import (
     Discriminator,
     Field,
     Tag,
-    model_validator,
     with_config,
 )
 from typing_extensions import TypedDict
@@ -59,13 +58,6 @@ class CalledFunction(StrictModel):
 class AssistantCall(StrictModel):
     id: ToolText
     function: CalledFunction
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_a_function(cls, call: object) -> object:
-        if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
-            raise invalid("must be a call of a function")
-        return call
 
     def to_call(self) -> ToolCall:
         return ToolCall(self.id, self.function.name, self.function.arguments)

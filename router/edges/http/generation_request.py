@@ -50,6 +50,7 @@ MAX_NAME = 1024
 
 PromptText = Annotated[str, Field(max_length=MAX_PROMPT_CHARACTERS)]
 ShortText = Annotated[str, Field(max_length=MAX_NAME)]
+StructureText = Annotated[str, Field(max_length=bounds.MAX_STRUCTURE)]
 StopString = Annotated[str, Field(min_length=1, max_length=bounds.MAX_STOP_CHARACTERS)]
 Bias = Annotated[float, Field(ge=bounds.LOGIT_BIAS.least, le=bounds.LOGIT_BIAS.most)]
 TokenKey = Annotated[str, Field(pattern="^[0-9]{1,10}$")]
@@ -146,17 +147,13 @@ class GenerationRequest(RequestModel):
 
     model: ShortText = about("As /v1/models names it. Absent: the one that is served.", "")
     max_tokens: TokenCount | None = about("The most tokens of one answer.")
-    max_completion_tokens: TokenCount | None = about(
-        "The newer name of max_tokens; takes precedence."
-    )
-    temperature: float = _sampling("temperature", 1.0, "0 takes the most likely token.")
+    max_completion_tokens: TokenCount | None = about("The newer max_tokens; takes precedence.")
+    temperature: float = _sampling("temperature", 1.0, "0 takes the likeliest token.")
     top_p: float = _sampling(
-        "top_p", 1.0, "Keep the smallest set of tokens whose probability reaches this; 0 keeps one."
+        "top_p", 1.0, "Keep the smallest set of this probability; 0: one token."
     )
-    top_k: int = about("Keep the k most likely tokens; 0 or -1 keeps all.", 0, ge=-1, le=2**32 - 1)
-    min_p: float = _sampling(
-        "min_p", 0.0, "Keep tokens at least this fraction as likely as the likeliest."
-    )
+    top_k: int = about("Keep the k likeliest tokens; 0 or -1 keeps all.", 0, ge=-1, le=2**32 - 1)
+    min_p: float = _sampling("min_p", 0.0, "Least probability of a token, relative to the best.")
     repetition_penalty: float = _sampling(
         "repetition_penalty", 1.0, "Makes every token of prompt and answer less likely."
     )
@@ -167,9 +164,7 @@ class GenerationRequest(RequestModel):
         "frequency_penalty", 0.0, "Subtracted from a token's logit each time it occurs."
     )
     logit_bias: Biases | None = about("By token id: added to its logit.")
-    seed: int | None = about(
-        "The same seed gives the same answer. Absent: drawn.", ge=-(2**63), le=2**64 - 1
-    )
+    seed: int | None = about("Repeats an answer. Absent: drawn.", ge=-(2**63), le=2**64 - 1)
     n: int = about("Answers to each prompt.", 1, ge=1, le=bounds.MAX_ANSWERS)
     stop: Annotated[
         _STOP_LIST, BeforeValidator(_as_list, json_schema_input_type=StopString | _STOP_LIST)
@@ -178,22 +173,12 @@ class GenerationRequest(RequestModel):
         "Tokens that end the answer.", ()
     )
     ignore_eos: bool = about("Continue past the model's end tokens.", False)
-    cache_salt: str = about(
-        "Cached pages are shared only among requests of one salt.",
-        "",
-        max_length=bounds.MAX_CACHE_SALT,
+    cache_salt: Annotated[str, Field(max_length=bounds.MAX_CACHE_SALT)] = about(
+        "Cached pages are shared only among requests of one salt.", ""
     )
-    response_format: ResponseFormat | None = about(
-        "The answer's structure; at most one of this, regex and grammar."
-    )
-    regex: str = about(
-        "The whole answer matches this regular expression.", "", max_length=bounds.MAX_STRUCTURE
-    )
-    grammar: str = about(
-        "The answer is a sentence of this grammar, in llguidance's Lark.",
-        "",
-        max_length=bounds.MAX_STRUCTURE,
-    )
+    response_format: ResponseFormat | None = about("At most one of this, regex and grammar.")
+    regex: StructureText = about("The whole answer matches this regular expression.", "")
+    grammar: StructureText = about("The answer follows this grammar, in llguidance's Lark.", "")
     stream: bool = about("Send the answer as server-sent events.", False)
     stream_options: StreamOptions | None = about("Only together with stream.")
     user: ShortText = about("Ignored.", "")
@@ -214,15 +199,6 @@ class GenerationRequest(RequestModel):
         "include_stop_str_in_output": Unserved("answers with their stop string", (False,)),
     }
 
-    @field_validator("stream_options")
-    @classmethod
-    def _only_with_stream(
-        cls, options: StreamOptions | None, info: ValidationInfo
-    ) -> StreamOptions | None:
-        if options and not info.data.get("stream"):
-            raise invalid("needs stream to be true")
-        return options
-
     def _call(
         self,
         request_id: str,
@@ -234,6 +210,8 @@ class GenerationRequest(RequestModel):
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
     ) -> ParsedCall:
+        if self.stream_options and not self.stream:
+            raise InvalidRequest("stream_options needs stream to be true", field="stream_options")
         request = Request(
             request_id=request_id,
             prompt=prompts[0],
@@ -322,9 +300,7 @@ class CompletionRequest(GenerationRequest):
         BeforeValidator(_as_prompts, json_schema_input_type=_PromptInput),
     ]
     echo: bool = about("Begin each answer with its prompt, and logprobs with its tokens'.", False)
-    logprobs: TopLogprobs | None = about(
-        "Return each token's log probability and those of this many alternatives."
-    )
+    logprobs: TopLogprobs | None = about("Return log probabilities, with this many alternatives.")
     prompt_logprobs: TopLogprobs | None = about("The same for the prompt's tokens.")
 
     unserved: ClassVar[dict[str, Unserved]] = {

@@ -99,15 +99,12 @@ def _paths() -> Json:
         "/v1/completions": _post("CompletionRequest", "CompletionAnswer", "CompletionAnswer"),
         "/v1/embeddings": {"post": {"responses": _errors("400")}},
         "/v1/models": _get("ModelList"),
-        "/v1/models/{name}": {**_get("ModelObject", "404"), **_parameter("name")},
+        "/v1/models/{name}": _named(_get("ModelObject", "404"), "name"),
         "/v1/cluster": _get("StatusResponse"),
         "/v1/diagnosis": _get("Diagnosis"),
         "/v1/trends": _get("TrendsResponse"),
-        "/v1/requests": {**_get("RequestList", "400"), **_LIMIT},
-        "/v1/requests/{request_id}/timing": {
-            **_get("RequestTiming", "404"),
-            **_parameter("request_id"),
-        },
+        "/v1/requests": {**_get("RequestList", "400"), "parameters": [_LIMIT]},
+        "/v1/requests/{request_id}/timing": _named(_get("RequestTiming", "404"), "request_id"),
         "/tokenize": _post("TokenizeRequest", "TokenizeAnswer"),
         "/detokenize": _post("DetokenizeRequest", "DetokenizeAnswer"),
         "/health": _get("HealthStatus"),
@@ -194,22 +191,18 @@ def _errors(*statuses: str) -> Json:
     return {status: {"description": _STATUSES[status], "content": content} for status in statuses}
 
 
-def _parameter(name: str) -> Json:
+def _named(path: Json, name: str) -> Json:
     parameter = {"name": name, "in": "path", "required": True, "schema": _STRING}
-    return {"parameters": [parameter]}
+    return {**path, "parameters": [parameter]}
 
 
 _LIMIT: Json = {
-    "parameters": [
-        {
-            "name": "limit",
-            "in": "query",
-            "schema": {
-                "type": "integer",
-                "minimum": 1,
-                "maximum": KEPT_REQUESTS,
-                "default": RECENT_REQUESTS,
-            },
-        }
-    ]
+    "name": "limit",
+    "in": "query",
+    "schema": {
+        "type": "integer",
+        "minimum": 1,
+        "maximum": KEPT_REQUESTS,
+        "default": RECENT_REQUESTS,
+    },
 }
