@@ -95,9 +95,9 @@ def _attached(worker: cluster_pb2.WorkerStatus) -> Text:
 
 def _hits(worker: cluster_pb2.WorkerStatus) -> str:
     """The cached share of the prompt tokens that it was to prefill or to receive."""
-    if not worker.read_tokens:
+    if not worker.prompt_tokens:
         return "-"
-    return f"{worker.hit_tokens / worker.read_tokens:.0%}"
+    return f"{worker.cached_tokens / worker.prompt_tokens:.0%}"
 
 
 def _pages(worker: cluster_pb2.WorkerStatus) -> Text:

@@ -702,8 +702,8 @@ class WorkerStatus(_message.Message):
     FAULT_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     KNOWN_PAGES_FIELD_NUMBER: _builtins.int
-    READ_TOKENS_FIELD_NUMBER: _builtins.int
-    HIT_TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     BUSY_SHARE_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     MISFITS_FIELD_NUMBER: _builtins.int
@@ -719,9 +719,9 @@ class WorkerStatus(_message.Message):
     """Whether it takes nothing new and only finishes what runs."""
     known_pages: _builtins.int
     """Pages in its prefix cache, in use or not, as far as this router knows."""
-    read_tokens: _builtins.int
+    prompt_tokens: _builtins.int
     """Tokens of prompts that this router sent it."""
-    hit_tokens: _builtins.int
+    cached_tokens: _builtins.int
     """Of these, those that it had cached."""
     busy_share: _builtins.float
     """The share of the last seconds in which its engine computed, 0 to 1."""
@@ -757,15 +757,15 @@ class WorkerStatus(_message.Message):
         fault: _builtins.str = ...,
         draining: _builtins.bool = ...,
         known_pages: _builtins.int = ...,
-        read_tokens: _builtins.int = ...,
-        hit_tokens: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
         busy_share: _builtins.float = ...,
         incarnation: _builtins.int = ...,
         misfits: _abc.Iterable[Global___Misfit] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "member", b"member"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "attached", b"attached", "busy_share", b"busy_share", "connected", b"connected", "draining", b"draining", "fault", b"fault", "hit_tokens", b"hit_tokens", "incarnation", b"incarnation", "known_pages", b"known_pages", "load", b"load", "member", b"member", "misfits", b"misfits", "read_tokens", b"read_tokens", "total_pages", b"total_pages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "attached", b"attached", "busy_share", b"busy_share", "cached_tokens", b"cached_tokens", "connected", b"connected", "draining", b"draining", "fault", b"fault", "incarnation", b"incarnation", "known_pages", b"known_pages", "load", b"load", "member", b"member", "misfits", b"misfits", "prompt_tokens", b"prompt_tokens", "total_pages", b"total_pages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -64,7 +64,7 @@ class RouterMetrics:
         self._exposed.observe(pushed.exposed_seconds)
 
     def cached(self, where: str, tokens: int) -> None:
-        """Cached tokens of a prompt, on the worker that prefills ("reader") or on "decode"."""
+        """Cached tokens of a prompt, on the worker that prefills ("prefill") or on "decode"."""
         self._cached.labels(where=where).inc(tokens)
 
     def forecast(self, predicted: float, measured: float) -> None:

@@ -111,7 +111,7 @@ class Feedback:
 
     def _note_prefilled(self, cached_tokens: int, predicted_seconds: float) -> None:
         self._prefilled = True
-        self._note_cached("reader", self._assignment.prefiller, cached_tokens)
+        self._note_cached("prefill", self._assignment.prefiller, cached_tokens)
         self._metrics.forecast(predicted_seconds, time.monotonic() - self._began)
 
     def _note_cached(self, where: str, link: WorkerLink | None, tokens: int) -> None:

@@ -83,5 +83,5 @@ def test_metrics_tell_hits_decisions_and_forecasts(cluster: ProcessCluster) -> N
 def test_status_tells_what_each_worker_holds_and_finds(cluster: ProcessCluster) -> None:
     with cluster.client() as client:
         workers = list(client.status().workers)
-    assert all(0 < worker.hit_tokens < worker.read_tokens for worker in workers)
+    assert all(0 < worker.cached_tokens < worker.prompt_tokens for worker in workers)
     assert all(worker.known_pages > 0 for worker in workers)

@@ -217,8 +217,8 @@ def cluster_status() -> cluster_pb2.StatusResponse:
                 total_pages=16,
                 load=load,
                 active_requests=4,
-                read_tokens=200,
-                hit_tokens=150,
+                prompt_tokens=200,
+                cached_tokens=150,
             ),
         ],
     )

@@ -59,7 +59,7 @@ function card(worker) {
     leased: load.leased_pages, quarantined: load.quarantined_pages, cached: load.cached_pages,
     free: load.free_pages - load.cached_pages,
   };
-  const hits = worker.read_tokens ? `, ${share(worker.hit_tokens / worker.read_tokens)} hits` : "";
+  const hits = worker.prompt_tokens ? `, ${share(worker.cached_tokens / worker.prompt_tokens)} hits` : "";
   const made = element(
     "div", usable ? "worker" : "worker down",
     element("div", "name", element("span", "", member.worker_id), element("span", "", state)),
