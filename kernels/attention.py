@@ -1,10 +1,9 @@
-"""Attention over paged keys and values: one query a sequence, or one sequence's chunk.
+"""Attention over paged keys and values: one query per sequence, or one sequence's chunk.
 
-The CPU's fused attention is at its best without a mask, with many rows a call.
-So query heads that share a key head are laid out as rows of one matrix, and a
-chunk is cut into blocks: what lies before a block needs no mask, what lies
-within it the same small one every time, and the two are merged by their
-normalizers.
+The CPU's fused attention is fastest without a mask and with many rows per call. So query
+heads that share a key head are rows of one matrix, and a chunk is cut into blocks: the past
+of a block needs no mask, the block itself the same small one every time, and the two are
+merged by their normalizers.
 """
 
 from __future__ import annotations
@@ -24,22 +23,22 @@ if TYPE_CHECKING:
     from baton.kernels.cpu.decode_attention import CompiledAttention
 
 BLOCK = 128
-"""Tokens of a chunk whose queries are attended together; half of it for a short prompt."""
+"""Tokens of a chunk attended together; half of it for a short prompt."""
 
 
 @dataclass(frozen=True)
 class DecodeReads:
-    """What single queries read, one a sequence: made once a step, used by every layer of one
+    """What single queries read, one per sequence: made once per step for all layers of one
     window."""
 
     tables: Tensor  # [B, width], page ids; a short list repeats its last page
-    first: Tensor  # [B], the first token of a sequence's pages that its query sees
-    end: Tensor  # [B], the one after the last
+    first: Tensor  # [B], the first visible token of a sequence's pages
+    end: Tensor  # [B], the one after the last visible
     longest: int  # the greatest end
 
     @functools.cached_property
     def mask(self) -> Tensor:
-        """[B, 1, 1, longest], added to scores: -inf for the tokens that a query does not see."""
+        """[B, 1, 1, longest], added to scores: -inf for hidden tokens."""
         tokens = torch.arange(self.longest, device=self.tables.device)
         hidden = (tokens < self.first.unsqueeze(1)) | (tokens >= self.end.unsqueeze(1))
         mask = torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, -torch.inf)
@@ -48,15 +47,15 @@ class DecodeReads:
 
 @dataclass(frozen=True, slots=True)
 class ChunkReads:
-    """What the queries of one chunk read: pages that end with the chunk itself."""
+    """What one chunk's queries read: pages that end with the chunk itself."""
 
-    rows: Tensor | None  # [2 * pages]; None: the chunk is all there is
-    length: int  # tokens of the gathered pages that are in use
-    mask: Tensor | None  # [count, length], added to the scores; None: all of the past is seen
+    rows: Tensor | None  # [2 * pages]; None: the chunk has no past
+    length: int  # tokens in use of the gathered pages
+    mask: Tensor | None  # [count, length], added to scores; None: all of the past is visible
 
 
 def decode_attention(query: Tensor, cache: LayerCache, reads: DecodeReads) -> Tensor:
-    """query [B, heads, head_dim], one a sequence, whose tokens the cache already holds
+    """query [B, heads, head_dim], one per sequence, whose tokens are in the cache
     -> [B, heads * head_dim]."""
     if compiled := _compiled(query.shape[1], cache.kv):
         return compiled(query, cache.kv, reads.tables, reads.first, reads.end, reads.longest)
@@ -71,14 +70,14 @@ def decode_attention(query: Tensor, cache: LayerCache, reads: DecodeReads) -> Te
 
 
 def prepare_decode_attention(heads: int, cache: LayerCache) -> None:
-    """Compiles now what the first call would compile."""
+    """Compiles ahead of the first call."""
     _compiled(heads, cache.kv)
 
 
 def _compiled(heads: int, kv: Tensor) -> CompiledAttention | None:
     if not compiler.suits(kv):
         return None
-    from baton.kernels.cpu.decode_attention import compiled_attention  # brings llvmlite along
+    from baton.kernels.cpu.decode_attention import compiled_attention  # imports llvmlite
 
     return compiled_attention(heads, *kv.shape[2:])
 
@@ -87,7 +86,7 @@ def chunk_attention(
     query: Tensor, keys_values: Tensor, cache: LayerCache, reads: ChunkReads
 ) -> Tensor:
     """query [T, heads, head_dim] and keys_values [T, 2 * kv_heads, head_dim] of one sequence's
-    chunk, which the cache already holds -> [T, heads * head_dim]."""
+    chunk, which are in the cache -> [T, heads * head_dim]."""
     if reads.rows is None:
         keys, values = (half.transpose(0, 1) for half in keys_values.chunk(2, dim=1))
     else:
@@ -104,7 +103,7 @@ def chunk_attention(
 
 
 def _masked(groups: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """groups [kv_heads, T, group, dim] -> the same, with any mask."""
+    """groups [kv_heads, T, group, dim] -> the same shape, with any mask."""
     shared = (-1, groups.shape[2], -1, -1)
     attended = functional.scaled_dot_product_attention(
         groups.transpose(1, 2),
@@ -116,7 +115,7 @@ def _masked(groups: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tenso
 
 
 def _causal(groups: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """groups [kv_heads, T, group, dim], the last T of the keys' positions -> the same."""
+    """groups [kv_heads, T, group, dim] at the last T of the keys' positions -> the same shape."""
     count, before = groups.shape[1], keys.shape[1] - groups.shape[1]
     size = BLOCK if keys.shape[1] > 2 * BLOCK else BLOCK // 2
     whole = count // size * size
@@ -130,7 +129,7 @@ def _causal(groups: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 
 def _blocks(groups: Tensor, keys: Tensor, values: Tensor, size: int) -> Tensor:
-    """Causal attention of whole blocks of `size` tokens, the last of the keys' positions."""
+    """Causal attention of whole blocks of `size` tokens at the last of the keys' positions."""
     kv_heads, count, group, head_dim = groups.shape
     before = keys.shape[1] - count
     rows = groups.reshape(kv_heads, count // size, size * group, head_dim)
@@ -155,7 +154,7 @@ def _blocks(groups: Tensor, keys: Tensor, values: Tensor, size: int) -> Tensor:
 def _attend(
     rows: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """rows [B, C, R, dim] over [B, C, tokens, dim] -> the answer, and [B, C, R] log normalizers."""
+    """rows [B, C, R, dim] over [B, C, tokens, dim] -> the result, and log normalizers [B, C, R]."""
     attended, weight = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         rows, keys, values, attn_mask=mask
     )
@@ -164,7 +163,7 @@ def _attend(
 
 @functools.lru_cache(maxsize=64)
 def _triangle(size: int, group: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What each of `group` queries a token sees of its own block: [size * group, size]."""
+    """The mask within a block, for `group` queries per token: [size * group, size]."""
     positions = torch.arange(size, device=device)
     mask = visibility(positions.unsqueeze(1), positions, None, dtype)
     return mask.repeat_interleave(group, 0)

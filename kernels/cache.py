@@ -1,9 +1,8 @@
 """The paged K/V memory as one layer sees it.
 
-The memory is [page, layer, 2, token, kv_head, dim], so a page of all layers is
-one contiguous piece for a transfer. A layer reads and writes it as rows: a
-layer's views start at that layer's offset, so the same row indices, made once
-a step, serve every layer.
+The memory is [page, layer, 2, token, kv_head, dim], so a page of all layers is contiguous
+for a transfer. A layer reads and writes it as rows: its views start at its own offset, so
+the same row indices, made once per step, serve every layer.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class LayerCache(NamedTuple):
 
 
 def layer_caches(kv: Tensor) -> list[LayerCache]:
-    """Views of kv [page, layer, 2, token, kv_head, dim], one a layer."""
+    """Views of kv [page, layer, 2, token, kv_head, dim], one per layer."""
     layers, page_size = kv.shape[1], kv.shape[3]
     pages, tokens = kv.flatten(3).flatten(0, 2), kv.flatten(4).flatten(0, 3)
     return [
@@ -53,7 +52,7 @@ def write_(cache: LayerCache, rows: Tensor, keys_values: Tensor) -> None:
 
 
 def gather(cache: LayerCache, rows: Tensor) -> Tensor:
-    """The pages at rows [2 * sequences * pages], as they lie in memory."""
+    """The pages at rows [2 * sequences * pages], in their memory layout."""
     return cache.pages.index_select(0, rows)
 
 
@@ -66,10 +65,10 @@ def by_heads(found: Tensor, cache: LayerCache, sequences: int, head_dim: int) ->
 def rotate_and_write_(
     qkv: Tensor, heads: int, rotation: Tensor | None, cache: LayerCache, rows: Tensor
 ) -> None:
-    """Turns the queries and keys of qkv [T, heads + 2 * kv_heads, head_dim] by rotation
-    [T, 1, head_dim / 2], if there is one, and stores keys and values at rows [T, 2]."""
+    """Rotates the queries and keys of qkv [T, heads + 2 * kv_heads, head_dim] by rotation
+    [T, 1, head_dim / 2], if given, and stores keys and values at rows [T, 2]."""
     if compiler.suits(qkv) and qkv.shape[2] % 4 == 0:
-        from baton.kernels.cpu.rotation import rotate_and_write  # brings llvmlite along
+        from baton.kernels.cpu.rotation import rotate_and_write  # imports llvmlite
 
         rotate_and_write(qkv, heads, rotation, cache.tokens, rows)
         return
@@ -80,7 +79,7 @@ def rotate_and_write_(
 
 
 def rotate_(x: Tensor, heads: int, rotation: Tensor) -> None:
-    """Turns the first `heads` heads of x [T, all heads, head_dim] by rotation [T, 1, head_dim / 2].
+    """Rotates the first `heads` heads of x [T, all heads, head_dim] by [T, 1, head_dim / 2].
 
     A pair of neighbouring dimensions is one complex number.
     """
@@ -88,5 +87,5 @@ def rotate_(x: Tensor, heads: int, rotation: Tensor) -> None:
     if x.dtype == torch.float32:
         torch.view_as_complex(pairs)[:, :heads].mul_(rotation)
     else:
-        turned = torch.view_as_complex(pairs[:, :heads].float()) * rotation
-        pairs[:, :heads] = torch.view_as_real(turned)
+        rotated = torch.view_as_complex(pairs[:, :heads].float()) * rotation
+        pairs[:, :heads] = torch.view_as_real(rotated)

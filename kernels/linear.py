@@ -1,7 +1,7 @@
-"""Linear layers, with what stands around them in a decoder: a norm before, a gate or a sum after.
+"""Linear layers with a norm before them, and a gate or a sum after them.
 
-On 64-bit Arm in float32 the products are compiled code (kernels/cpu) that takes all
-of this in one pass; elsewhere they are torch's, one operation each.
+On 64-bit Arm in float32 compiled products (kernels/cpu) do all of this in one pass;
+elsewhere each is an operation of torch.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Linear:
         self._panels: Panels | None = None
 
     def pack(self) -> None:
-        """Moves the weight to where compiled code reads it, if there is such code."""
+        """Moves the weight into panels where there is compiled code for it."""
         if self._panels is None:
             self._panels = _panels(self.weight, self.bias)
             self.weight = self.weight if self._panels is None else _shape_only(self.weight)
 
     def __call__(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
-        """x [rows, in], normalized if there is a norm -> [rows, out]."""
+        """x [rows, in], normalized if a norm is given -> [rows, out]."""
         if self._panels:
             return self._panels.product(x, norm)
         return functional.linear(norm(x) if norm else x, self.weight, self.bias)
@@ -69,7 +69,7 @@ class GatedLinear:
             self.weight = self.weight if self._panels is None else _shape_only(self.weight)
 
     def __call__(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """x [rows, in], which is normalized -> [rows, out]."""
+        """x [rows, in], normalized -> [rows, out]."""
         if self._panels:
             gate, up = self._panels
             return gate.gated(up, x, norm)
@@ -79,13 +79,13 @@ class GatedLinear:
 def _panels(weight: Tensor, bias: Tensor | None) -> Panels | None:
     if not compiler.suits(weight):
         return None
-    from baton.kernels.cpu.product import Panels, suits  # brings llvmlite along
+    from baton.kernels.cpu.product import Panels, suits  # imports llvmlite
 
     return Panels(weight, bias) if suits(weight) else None
 
 
 def _shape_only(weight: Tensor) -> Tensor:
-    """In the place of a weight whose numbers are in panels alone."""
+    """Replaces a weight whose numbers are in panels alone."""
     return torch.empty_like(weight, device="meta")
 
 

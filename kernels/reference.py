@@ -1,7 +1,7 @@
-"""Each GPU kernel once more, in plain torch: what it must do, on any device.
+"""Reference implementations of the GPU kernels in plain torch, for any device.
 
-Names and arguments are those of kernels/gpu. Sums and products are made in
-float64 and rounded to the result's type once.
+Names and arguments are those of kernels/gpu. Sums and products are made in float64 and
+rounded to the result's type once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ COLDEST = 1e-10
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float, out: Tensor | None = None) -> Tensor:
     """x [T, H], weight [H] -> [T, H]."""
-    return _give(_normed(x.double(), weight, epsilon), x.dtype, out)
+    return _result(_normed(x.double(), weight, epsilon), x.dtype, out)
 
 
 def add_and_norm(parts: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -30,7 +30,7 @@ def add_and_norm(parts: Tensor, residual: Tensor, weight: Tensor, epsilon: float
 
 
 def add_and_scale(part: Tensor, residual: Tensor, weight: Tensor, target: Scaled) -> None:
-    """part and residual [T, H], which becomes the sum; `target` as few_rows_onto leaves it."""
+    """part and residual [T, H], which becomes the sum, scaled in `target`."""
     residual.copy_(residual.double() + part.double())
     target.x.copy_(residual.double() * weight.double())
     target.squares[0] = residual.double().square().sum(dim=-1)
@@ -39,7 +39,7 @@ def add_and_scale(part: Tensor, residual: Tensor, weight: Tensor, target: Scaled
 def silu_and_multiply(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
     """gate_up [T, 2 * size] -> [T, size]."""
     gate, up = gate_up.double().chunk(2, dim=-1)
-    return _give(gate * gate.sigmoid() * up, gate_up.dtype, out)
+    return _result(gate * gate.sigmoid() * up, gate_up.dtype, out)
 
 
 def few_rows(
@@ -124,26 +124,15 @@ def decode_attention(
     query_norm: Tensor | None = None,
     key_norm: Tensor | None = None,
 ) -> Tensor:
-    """qkv [B, (heads + 2 * kv_heads) * dim], one new token a sequence -> out [B, heads * dim]."""
+    """qkv [B, (heads + 2 * kv_heads) * dim], one new token per sequence -> out [B, heads * dim]."""
     size = kv_layer.shape[2]
     live = positions >= 0
     pages = page_table[rows.long(), positions.clamp(min=0).long() // size].long()
-    turned = qkv.clone()
-    rotate_and_store(
-        turned,
-        cos_sin,
-        positions.clamp(min=0),
-        torch.where(live, pages * size + positions % size, -1),
-        kv_layer,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        query_norm=query_norm,
-        key_norm=key_norm,
-        epsilon=shape.epsilon,
-        rotates=shape.rotates,
-    )
+    rotated, known = qkv.clone(), positions.clamp(min=0)
+    slots = torch.where(live, pages * size + positions % size, -1)
+    rotate_and_store(rotated, cos_sin, known, slots, kv_layer, shape, query_norm, key_norm)
     blocks = torch.stack((torch.arange(len(qkv), device=rows.device), positions, live, rows), 1)
-    return chunk_attention(turned, blocks, page_table, kv_layer, shape, out)
+    return chunk_attention(rotated, blocks, page_table, kv_layer, shape, out)
 
 
 def chunk_attention(
@@ -154,7 +143,7 @@ def chunk_attention(
     shape: HeadShape,
     out: Tensor,
 ) -> Tensor:
-    """qkv [T, ...], turned and stored -> out [T, heads * dim], for the rows that blocks name."""
+    """qkv [T, ...], rotated and stored -> out [T, heads * dim], for the rows of blocks."""
     size, group = kv_layer.shape[2], shape.heads // shape.kv_heads
     for row, start, count, slot in blocks[blocks[:, 2] > 0].tolist():
         tokens = torch.arange(start + count, device=qkv.device)
@@ -178,23 +167,20 @@ def rotate_and_store(
     positions: Tensor,
     slots: Tensor,
     kv_layer: Tensor,
-    *,
-    heads: int,
-    kv_heads: int,
-    query_norm: Tensor | None,
-    key_norm: Tensor | None,
-    epsilon: float,
-    rotates: bool,
+    shape: HeadShape,
+    query_norm: Tensor | None = None,
+    key_norm: Tensor | None = None,
 ) -> None:
-    """qkv [T, (heads + 2 * kv_heads) * dim] is turned in place and stored in
+    """qkv [T, (heads + 2 * kv_heads) * dim] is rotated in place and stored in
     kv_layer [page, 2, token, kv_head, dim]."""
+    heads, kv_heads = shape.heads, shape.kv_heads
     by_head = qkv.view(len(qkv), heads + 2 * kv_heads, -1)
     queries, keys, values = by_head.tensor_split((heads, heads + kv_heads), dim=1)
     for part, norm in ((queries, query_norm), (keys, key_norm)):
         if norm is not None:
-            part.copy_(_normed(part.double(), norm, epsilon))
-        if rotates:
-            part.copy_(_turned(part.double(), cos_sin[positions.long()].double()))
+            part.copy_(_normed(part.double(), norm, shape.epsilon))
+        if shape.rotates:
+            part.copy_(_rotated(part.double(), cos_sin[positions.long()].double()))
     stored = slots >= 0
     pages, offsets = slots[stored] // kv_layer.shape[2], slots[stored] % kv_layer.shape[2]
     kv_layer[pages, 0, offsets] = keys[stored]
@@ -242,10 +228,10 @@ def gather_tokens(
 
 
 def argmax(logits: Tensor, out: Tensor | None = None) -> Tensor:
-    """logits [B, V] -> [B], int32: the best tokens, -1 where a row is not sound."""
+    """logits [B, V] -> [B], int32: the best tokens, -1 where a row is not finite."""
     values = logits.amax(dim=-1)
     lowest = (logits == values.unsqueeze(1)).int().argmax(dim=-1)
-    return _give(torch.where(values.isfinite(), lowest, -1), torch.int32, out)
+    return _result(torch.where(values.isfinite(), lowest, -1), torch.int32, out)
 
 
 def sample(
@@ -261,8 +247,8 @@ def sample(
     weights = weigh(logits, temperatures)
     best = argmax(logits)
     drawn = draw(weights, top_k, top_p, min_p, chances)
-    takes_best = (best < 0) | (temperatures == 0) | (top_k == 1)
-    return _give(torch.where(takes_best, best, drawn), torch.int32, out)
+    greedy = (best < 0) | (temperatures == 0) | (top_k == 1)
+    return _result(torch.where(greedy, best, drawn), torch.int32, out)
 
 
 def weigh(logits: Tensor, temperatures: Tensor) -> Tensor:
@@ -283,7 +269,7 @@ def draw(weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, chances: 
 def uniform(seeds: Tensor, positions: Tensor, out: Tensor | None = None) -> Tensor:
     """seeds and positions [B], int64 -> [B], float64."""
     word = _mix(_mix(seeds) + (positions + 1) * -0x61C8864680B583EB)
-    return _give(_shift(word, 11).double() * 2.0**-53, torch.float64, out)
+    return _result(_shift(word, 11).double() * 2.0**-53, torch.float64, out)
 
 
 def _drawn(weights: Tensor, top_k: int, top_p: float, min_p: float, chance: float) -> int:
@@ -310,11 +296,11 @@ def _mix(word: Tensor) -> Tensor:
 
 
 def _shift(word: Tensor, count: int) -> Tensor:
-    """To the right, as if without a sign."""
+    """To the right, unsigned."""
     return (word >> count) & ((1 << (64 - count)) - 1)
 
 
-def _give(result: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+def _result(result: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
     return result.to(dtype) if out is None else out.copy_(result)
 
 
@@ -322,7 +308,7 @@ def _normed(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return x * (x.square().mean(dim=-1, keepdim=True) + epsilon).rsqrt() * weight.double()
 
 
-def _turned(x: Tensor, cos_sin: Tensor) -> Tensor:
+def _rotated(x: Tensor, cos_sin: Tensor) -> Tensor:
     """x [T, heads, dim] by cos_sin [T, dim]."""
     cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
     pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
@@ -330,7 +316,7 @@ def _turned(x: Tensor, cos_sin: Tensor) -> Tensor:
 
 
 class _Mapping:
-    """Device memory at an address, as torch takes it from others."""
+    """Device memory at an address, in the form that torch imports."""
 
     def __init__(self, address: int, size: int) -> None:
         self.__cuda_array_interface__ = {
@@ -342,7 +328,7 @@ class _Mapping:
 
 
 def _memory(address: int, pages: Tensor, page_bytes: int, stride: int | None = None) -> Tensor:
-    """[pages, page_bytes], as far as the ids reach; `stride` bytes apart, if not side by side."""
+    """[pages, page_bytes], up to the highest id; `stride` bytes apart, if not contiguous."""
     stride = stride or page_bytes
     count = int(pages.max()) + 1
     size = (count - 1) * stride + page_bytes

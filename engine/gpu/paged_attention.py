@@ -100,7 +100,6 @@ class PagedAttention:
     def _decode(
         self, layer: int, qkv: Tensor, slots: Tensor, positions: Tensor, out: Tensor
     ) -> Tensor:
-        query_norm, key_norm = self._norms(layer)
         return decode_attention(
             qkv,
             self._cos_sin,
@@ -111,8 +110,7 @@ class PagedAttention:
             self._shapes[layer],
             self._workspace,
             out,
-            query_norm,
-            key_norm,
+            *self._norms(layer),
         )
 
     def _blocks(self, layer: int, qkv: Tensor, blocks: Tensor, out: Tensor) -> Tensor:
@@ -121,19 +119,9 @@ class PagedAttention:
         )
 
     def _store(self, layer: int, qkv: Tensor, positions: Tensor, stores: Tensor) -> None:
-        shape, (query_norm, key_norm) = self._shapes[layer], self._norms(layer)
+        layer_kv, shape = self._layers[layer], self._shapes[layer]
         rotate_and_store(
-            qkv,
-            self._cos_sin,
-            positions,
-            stores,
-            self._layers[layer],
-            heads=shape.heads,
-            kv_heads=shape.kv_heads,
-            query_norm=query_norm,
-            key_norm=key_norm,
-            epsilon=shape.epsilon,
-            rotates=shape.rotates,
+            qkv, self._cos_sin, positions, stores, layer_kv, shape, *self._norms(layer)
         )
 
     def _norms(self, layer: int) -> tuple[Tensor | None, Tensor | None]:

@@ -1,7 +1,6 @@
-"""Compiles what `kernels.cpu.code` wrote, and runs it on torch's own threads.
+"""Compiles the code of `kernels.cpu.ir_builder` and runs it on torch's own threads.
 
-Threads are those of the OpenMP runtime that torch has loaded: a second pool
-would spin against the first.
+The threads are those of torch's OpenMP runtime: a second pool would spin against the first.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Library:
             features=binding.get_host_cpu_features().flatten(),
             opt=3,
         )
-        # Loops are written as they shall run: nothing is unrolled or vectorized behind them.
+        # Loops are final as written: nothing is unrolled or vectorized.
         options = binding.create_pipeline_tuning_options(speed_level=2)
         options.loop_unrolling = options.loop_vectorization = options.slp_vectorization = False
         passes = binding.create_pass_builder(target, options)
@@ -51,12 +50,12 @@ class Library:
 
 
 _libraries: list[Library] = []
-"""Code stays for good, since its addresses are handed out: also where two threads that compiled
-the same at the same time keep only one of the two."""
+"""Never freed, since addresses are handed out: also the loser of two threads that compile the
+same at once."""
 
 
 def run(work: int, arguments: ctypes.Structure, *, alone: bool = False) -> None:
-    """Calls the compiled function at `work` once on each of torch's threads, or on this one."""
+    """Calls the compiled function at `work` on each of torch's threads, or on this one alone."""
     if alone:
         _function(work)(ctypes.byref(arguments))
     else:
@@ -79,10 +78,9 @@ _scratch = _Scratch()
 
 
 def scratch(*sizes: int) -> list[int]:
-    """Addresses of room for so many float32 each, until this thread's next call.
+    """Addresses of buffers of these many float32, valid until this thread's next call.
 
-    Room for a step of the same size is there already: asking torch for it would
-    take longer than a small product.
+    The buffer is reused: an allocation by torch takes longer than a small product.
     """
     starts = list(itertools.accumulate(sizes, initial=0))
     if starts[-1] > _scratch.numbers:
@@ -92,13 +90,13 @@ def scratch(*sizes: int) -> list[int]:
 
 
 def suits(tensor: Tensor) -> bool:
-    """Whether there is compiled code for numbers of this type at this place."""
+    """Whether compiled code supports this type and device."""
     return tensor.dtype == torch.float32 and tensor.device.type == "cpu" and available()
 
 
 @functools.cache
 def available() -> bool:
-    """Whether this process can compile; where it cannot, why is logged."""
+    """Whether this process can compile; logs why not."""
     reason = _obstacle()
     if reason:
         log.info("decoding with torch's own kernels: %s", reason)
@@ -107,13 +105,13 @@ def available() -> bool:
 
 def _obstacle() -> str | None:
     if platform.machine() not in ("aarch64", "arm64"):
-        return f"compiled ones are for 64-bit Arm, not {platform.machine()}"
+        return f"compiled kernels are for 64-bit Arm, not {platform.machine()}"
     try:
         from llvmlite import binding
     except ImportError:
         return "llvmlite is not installed"
     if _openmp() is None:
-        return "torch's GNU OpenMP runtime is not found"
+        return "torch's GNU OpenMP runtime was not found"
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
     return None
@@ -131,7 +129,7 @@ def _parallel() -> Callable[..., None]:
 
 @functools.cache
 def _openmp() -> ctypes.CDLL | None:
-    """The runtime that torch has loaded: its own, or the only one there is."""
+    """The runtime that torch has loaded: its own, or the only one."""
     maps = Path("/proc/self/maps")
     lines = maps.read_text().splitlines() if maps.exists() else []
     found = {line.split(maxsplit=5)[-1] for line in lines if "libgomp" in line}

@@ -1,15 +1,14 @@
-"""Compiled code for the attention of one query a sequence, straight over its pages.
+"""Compiled attention of one query per sequence, directly over its pages.
 
-An item of work is one key head of one sequence, over SPLIT tokens at most, with
-as many of the query heads that share it as registers hold. Its three passes keep
-their numbers in `scratch`:
+A work item is one key head of one sequence, over at most SPLIT tokens, with as many of the
+query heads that share it as registers hold. Its three passes keep their numbers in `scratch`:
 
-    1. where each token lies, and its score with each query, four tokens at a time
+    1. each token's address, and its score with each query, four tokens at a time
     2. the greatest score, the weights exp(score - greatest), and their sum
     3. the weighted sum of the values, as many of its vectors at a time as registers hold
 
-Then the parts of each query are merged. Tokens are split by position alone: a
-result does not depend on the batch, nor on the number of threads.
+Then the parts of each query are merged. Tokens are split by position alone: a result does not
+depend on the batch, nor on the number of threads.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ from baton.kernels.cpu.ir_builder import (
 )
 
 SPLIT = 256
-"""Tokens of an item of work."""
+"""Tokens of a work item."""
 
 WEIGHTS = SPLIT + LANES
-"""Room for an item's weights of one query: vectors may reach past the last token."""
+"""Size of an item's weights for one query: vectors may reach past the last token."""
 
 SUMS = 28
 """Vector registers that sums may take, of 32."""
@@ -55,7 +54,7 @@ LEAST = -3e38
 
 
 class AttentionArguments(ctypes.Structure):
-    """What the compiled function is given."""
+    """Arguments of the compiled functions."""
 
     _fields_ = (
         ("queries", ctypes.c_void_p),  # [sequences, heads, head_dim]
@@ -71,7 +70,7 @@ class AttentionArguments(ctypes.Structure):
         ("scratch", ctypes.c_void_p),  # [items, scratch_numbers()]
         ("parts", ctypes.c_void_p),  # [sequences, heads, splits, part_numbers()]
         ("out", ctypes.c_void_p),  # [sequences, heads, head_dim]
-        ("items_taken", ctypes.c_int64),  # 0 at first
+        ("items_claimed", ctypes.c_int64),  # 0 at first
     )
 
 
@@ -113,7 +112,7 @@ class Heads:
 
 @functools.cache
 def library(shape: Heads) -> Library:
-    """Functions `attend`, which makes the parts, then `merge`."""
+    """The functions `attend`, which makes the parts, and `merge`."""
     module = ir.Module("attention")
     _attend(module, shape)
     _merge(module, shape)
@@ -127,7 +126,7 @@ def _attend(module: ir.Module, shape: Heads) -> None:
     structure = code.arguments[0]
     given = Arguments(structure, AttentionArguments)
     items = given.count("sequences") * (shape.heads // shape.queries) * given.count("splits")
-    with code.take(given.counter("items_taken"), items) as index:
+    with code.claim(given.counter("items_claimed"), items) as index:
         code.call(item, structure, index)
     code.end()
 
@@ -174,7 +173,7 @@ def _find_tokens(
     tokens: Count,
     places: Memory,
 ) -> None:
-    """Stores where each token lies, relative to the first token of page 0."""
+    """Stores each token's offset from the first token of page 0."""
     with code.loop(0, tokens) as index:
         token = start + index
         page, offset = table.count(token // shape.page_size), token % shape.page_size
@@ -209,7 +208,8 @@ def _scores(module: ir.Module, shape: Heads) -> Function:
 
 
 def _prefetch_value(shape: Heads, key: Memory) -> None:
-    """The value of a key's token, for the third pass: rows lie too far apart to be foreseen."""
+    """The value of a key's token, for the third pass: rows are too far apart for the hardware's
+    prefetcher."""
     for start in range(0, shape.head_dim, LINE):
         key.prefetch(shape.page_size * shape.token_stride + start)
 
@@ -290,7 +290,7 @@ def _merge(module: ir.Module, shape: Heads) -> None:
 
 
 class CompiledAttention:
-    """Attention of one query a sequence over pages, for one shape of heads and pages."""
+    """Attention of one query per sequence over pages, for one shape of heads and pages."""
 
     def __init__(self, shape: Heads) -> None:
         self._shape = shape

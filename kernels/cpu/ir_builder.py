@@ -1,11 +1,11 @@
-"""Writes LLVM's intermediate code with Python's operators.
+"""Builds LLVM IR with Python's operators.
 
     with function.loop(0, rows) as row:
         total = total + numbers.vector(row * 4) * weight
 
-A `Count` is a 64-bit integer, `Floats` four float32 in one register, `Memory` an
-address of float32 or of counts. All exist in the compiled code: Python only
-spells them out, and what Python computes is a constant there.
+A `Count` is a 64-bit integer, `Floats` four float32 in one register, `Memory` an address of
+float32 or of counts. They are values of the compiled code; what Python computes is a constant
+there.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LANE_NUMBERS = ir.VectorType(LANE, LANES)
 
 
 class Count:
-    """A 64-bit integer, never negative where it is divided."""
+    """A 64-bit integer; not negative where it is divided."""
 
     def __init__(self, builder: ir.IRBuilder, value: ir.Value) -> None:
         self.builder, self.value = builder, value
@@ -208,7 +208,7 @@ class Memory:
         return _repeat(self.builder, scalar)
 
     def prefetch(self, index: Count | int = 0) -> None:
-        """Has the cache line fetched that will be read soon."""
+        """Fetches the cache line ahead of its use."""
         kinds = [POINTER, LANE, LANE, LANE]
         intrinsic = declare(self.builder.module, "llvm.prefetch.p0", ir.VoidType(), kinds)
         read, keep, data = (ir.Constant(LANE, value) for value in (0, 3, 1))
@@ -229,7 +229,7 @@ class Memory:
 
 
 class Function:
-    """One function without a result, being written."""
+    """One function under construction, without a result."""
 
     def __init__(
         self, module: ir.Module, name: str, arguments: list[ir.Type], *, exported: bool = False
@@ -267,8 +267,8 @@ class Function:
     def sum_loop(
         self, start: Count | int, stop: Count | int, sums: list[Floats], step: int = 1
     ) -> Iterator[tuple[Count, list[Floats]]]:
-        """A loop with `sums` in registers: its body replaces their values in the list it is
-        given, and finds there, after the loop, the last ones."""
+        """A loop with `sums` in registers: its body replaces the values of the given list, which
+        holds the last ones after the loop."""
         builder, before = self.builder, self.builder.block
         head, body, after = (builder.append_basic_block() for _ in range(3))
         builder.branch(head)
@@ -291,16 +291,16 @@ class Function:
         running[:] = [Floats(builder, phi) for phi in carried]
 
     @contextmanager
-    def take(self, counter: Memory, items: Count) -> Iterator[Count]:
-        """For each item that no other thread has taken; `counter` starts at 0."""
+    def claim(self, counter: Memory, items: Count) -> Iterator[Count]:
+        """For each item that no other thread has claimed; `counter` starts at 0."""
         builder = self.builder
         head, body, after = (builder.append_basic_block() for _ in range(3))
         builder.branch(head)
         builder.position_at_end(head)
-        taken = Count(builder, builder.atomic_rmw("add", counter.value, number(1), "monotonic"))
-        builder.cbranch(taken.compare("<", items), body, after)
+        claimed = Count(builder, builder.atomic_rmw("add", counter.value, number(1), "monotonic"))
+        builder.cbranch(claimed.compare("<", items), body, after)
         builder.position_at_end(body)
-        yield taken
+        yield claimed
         builder.branch(head)
         builder.position_at_end(after)
 
@@ -316,7 +316,7 @@ def declare(module: ir.Module, name: str, result: ir.Type, arguments: list[ir.Ty
 
 
 class Arguments:
-    """The fields of `kind` at `structure`."""
+    """The 8-byte fields of the ctypes structure `kind` at `structure`."""
 
     def __init__(self, structure: Memory, kind: type[ctypes.Structure]) -> None:
         slots = Memory(structure.builder, structure.value, COUNT)
@@ -327,12 +327,12 @@ class Arguments:
         return self._slots[name].count()
 
     def floats(self, name: str) -> Memory:
-        """The float32 numbers that the field points to."""
+        """The float32 numbers at the field's address."""
         slot = self._slots[name]
         return Memory(slot.builder, slot.builder.load(slot.value, typ=POINTER, align=8))
 
     def counts(self, name: str) -> Memory:
-        """The 64-bit integers that the field points to."""
+        """The 64-bit integers at the field's address."""
         found = self.floats(name)
         return Memory(found.builder, found.value, COUNT)
 

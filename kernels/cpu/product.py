@@ -1,17 +1,16 @@
 """Compiled code for x [rows, inputs] @ weight [outputs, inputs].T in float32.
 
-Weights lie in panels of PANEL outputs, input by input, so that a product streams
-them from memory once and in order. Rows are taken in blocks of BLOCK, whose
-numbers are laid out input by input too; a block that is one row stays as it is.
-A tile is a block times a panel: all its sums stay in registers.
+Weights are in panels of PANEL outputs, input by input, so that a product streams them from
+memory once and in order. Rows form blocks of BLOCK, also laid out input by input; a block of
+one row stays as it is. A tile is a block times a panel: all its sums stay in registers.
 
     registers of a tile:  8 rows * 3 vectors of sums + 3 of weights + 2 of x = 29 of 32
 
-Each sum runs over the inputs in order, whatever the tile: a row's result does not
-depend on the other rows, nor on the number of threads.
+Each sum runs over the inputs in order, whatever the tile: a row's result does not depend on
+the other rows, nor on the number of threads.
 
-The last panel ends with the last output and may overlap the one before it; both
-then write the same numbers.
+The last panel ends with the last output and may overlap the one before it; both then write
+the same numbers.
 """
 
 from __future__ import annotations
@@ -43,16 +42,16 @@ from baton.kernels.linear import RMSNorm
 VECTORS = 3
 PANEL = VECTORS * LANES
 BLOCK = 2 * LANES
-INPUTS_A_TURN = LANES
-"""Inputs that a turn of a tile's loop takes; `inputs` is a multiple of it."""
+INPUTS_PER_TURN = LANES
+"""Inputs per iteration of a tile's loop; `inputs` is a multiple of it."""
 
-PANELS_AN_ITEM = 8
-"""Panels that a thread takes at once: fewer interrupt the stream from memory, more leave a
-thread without work at the end."""
+PANELS_PER_ITEM = 8
+"""Panels that a thread claims at once: fewer interrupt the stream from memory, more leave a
+thread idle at the end."""
 
 
 class ProductArguments(ctypes.Structure):
-    """What the compiled functions are given."""
+    """Arguments of the compiled functions."""
 
     _fields_ = (
         ("x", ctypes.c_void_p),  # [rows, inputs]
@@ -70,8 +69,8 @@ class ProductArguments(ctypes.Structure):
         ("up_addend", ctypes.c_void_p),
         ("up_out", ctypes.c_void_p),
         ("gated", ctypes.c_void_p),  # [rows, outputs], silu(out) * up_out
-        ("blocks_taken", ctypes.c_int64),  # 0 at first
-        ("items_taken", ctypes.c_int64),  # 0 at first
+        ("blocks_claimed", ctypes.c_int64),  # 0 at first
+        ("items_claimed", ctypes.c_int64),  # 0 at first
     )
 
 
@@ -94,8 +93,8 @@ def _tile(module: ir.Module, rows: int) -> Function:
     )
     block, inputs, panel, addend, addend_stride, out, out_stride = code.arguments
     zeros = [code.zero()] * (rows * VECTORS)
-    with code.sum_loop(0, inputs, zeros, step=INPUTS_A_TURN) as (first, sums):
-        for turn in range(INPUTS_A_TURN):
+    with code.sum_loop(0, inputs, zeros, step=INPUTS_PER_TURN) as (first, sums):
+        for turn in range(INPUTS_PER_TURN):
             weights = [
                 panel.vector((first + turn) * PANEL + LANES * vector) for vector in range(VECTORS)
             ]
@@ -136,7 +135,7 @@ def _panel(module: ir.Module, tiles: list[Function]) -> Function:
 
 
 def _lay_out(module: ir.Module) -> None:
-    """x as blocks, normalized if there is a norm."""
+    """x as blocks, normalized if a norm is given."""
     code = Function(module, "lay_out", [POINTER], exported=True)
     given = Arguments(code.arguments[0], ProductArguments)
     makers = {
@@ -147,7 +146,7 @@ def _lay_out(module: ir.Module) -> None:
     x, blocks, norm = (given.floats(name) for name in ("x", "blocks", "norm"))
     epsilon = given.number("epsilon")
     rows, inputs = given.count("rows"), given.count("inputs")
-    with code.take(given.counter("blocks_taken"), (rows + BLOCK - 1) // BLOCK) as index:
+    with code.claim(given.counter("blocks_claimed"), (rows + BLOCK - 1) // BLOCK) as index:
         row = index * BLOCK
         left = rows - row
         at = (x.from_(row * inputs), left, inputs, norm, epsilon, blocks.from_(row * inputs))
@@ -164,7 +163,7 @@ def _block(module: ir.Module, *, single: bool, normed: bool) -> Function:
     name = f"block{'_of_one' * single}{'_normed' * normed}"
     code = Function(module, name, [POINTER, COUNT, COUNT, POINTER, POINTER, POINTER])
     x, left, inputs, norm, epsilon, block = code.arguments
-    # Lanes of rows that are not there hold the last row again; no tile reads them.
+    # Lanes beyond the last row repeat it; no tile reads them.
     count = 1 if single else BLOCK
     rows = [x.from_((left - 1).at_most(row) * inputs) for row in range(count)]
     scales = _scales(code, rows, inputs, epsilon) if normed else []
@@ -214,13 +213,13 @@ def _gated_product(module: ir.Module, panel: Function, gate: Function) -> None:
 
 @contextmanager
 def _panels(code: Function, given: Arguments) -> Iterator[tuple[Count, Count]]:
-    """For each panel that falls to this thread: its index, and the column that it starts at."""
+    """For each panel that this thread claims: its index and first column."""
     outputs = given.count("outputs")
     panels = (outputs + PANEL - 1) // PANEL
-    items = (panels + PANELS_AN_ITEM - 1) // PANELS_AN_ITEM
-    with code.take(given.counter("items_taken"), items) as item:
-        first = item * PANELS_AN_ITEM
-        with code.loop(first, (first + PANELS_AN_ITEM).at_most(panels)) as index:
+    items = (panels + PANELS_PER_ITEM - 1) // PANELS_PER_ITEM
+    with code.claim(given.counter("items_claimed"), items) as item:
+        first = item * PANELS_PER_ITEM
+        with code.loop(first, (first + PANELS_PER_ITEM).at_most(panels)) as index:
             yield index, (index * PANEL).at_most(outputs - PANEL)
 
 
@@ -256,11 +255,11 @@ def _gate(module: ir.Module) -> Function:
 
 
 FEW_ROWS = 2 * BLOCK
-"""Rows that one thread has laid out before a second would have begun."""
+"""Rows that one thread lays out before a second could start."""
 
 
 class Panels:
-    """A weight [outputs, inputs] and its bias [outputs], as compiled code reads them."""
+    """A weight [outputs, inputs] and its bias [outputs], laid out for compiled code."""
 
     __slots__ = ("_addend", "_bias", "_inputs", "_outputs", "_panels")
 
@@ -272,7 +271,7 @@ class Panels:
         _address("product")  # compiled when a model is loaded, not at its first step
 
     def product(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
-        """x [rows, inputs], normalized if there is a norm -> [rows, outputs]."""
+        """x [rows, inputs], normalized if a norm is given -> [rows, outputs]."""
         return self._product(x, norm, self._addend, 0)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
@@ -328,9 +327,9 @@ class Panels:
 
 
 def suits(weight: Tensor) -> bool:
-    """Whether there is compiled code for products with a weight of this shape."""
+    """Whether compiled code supports weights of this shape."""
     outputs, inputs = weight.shape
-    return outputs >= PANEL and inputs % INPUTS_A_TURN == 0
+    return outputs >= PANEL and inputs % INPUTS_PER_TURN == 0
 
 
 def _packed(weight: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Compiled code that turns queries and keys by their positions, and stores keys and values.
+"""Compiled code that rotates queries and keys by their positions, and stores keys and values.
 
-A pair of neighbouring numbers is a complex one: (a, b) turned by (c, s) is
-(a * c - b * s, b * c + a * s), two pairs a vector.
+A pair of neighbouring numbers is complex: (a, b) rotated by (c, s) is
+(a * c - b * s, b * c + a * s), two pairs per vector.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from baton.kernels.cpu.ir_builder import (
 
 
 class RotationArguments(ctypes.Structure):
-    """What the compiled function is given."""
+    """Arguments of the compiled function."""
 
     _fields_ = (
         ("rows", ctypes.c_int64),
-        ("qkv", ctypes.c_void_p),  # [rows, queries, keys and values], turned in place
+        ("qkv", ctypes.c_void_p),  # [rows, queries, keys and values], rotated in place
         ("query_numbers", ctypes.c_int64),
         ("key_numbers", ctypes.c_int64),
         ("rotation", ctypes.c_void_p),  # [rows, head_dim], complex; or null
         ("head_dim", ctypes.c_int64),
         ("tokens", ctypes.c_void_p),  # [any, key_numbers]
         ("places", ctypes.c_void_p),  # [rows, 2], where a row's key and value go in tokens
-        ("rows_taken", ctypes.c_int64),  # 0 at first
+        ("rows_claimed", ctypes.c_int64),  # 0 at first
     )
 
 
@@ -62,7 +62,7 @@ def rotate_and_write(
 
 
 FEW_ROWS = 8
-"""Rows that one thread has turned before another would have begun."""
+"""Rows that one thread rotates before another could start."""
 
 
 @functools.cache
@@ -76,7 +76,7 @@ def _library() -> Library:
     code = Function(module, "rotate_and_write", [POINTER], exported=True)
     given = Arguments(code.arguments[0], RotationArguments)
     queries, keys = given.count("query_numbers"), given.count("key_numbers")
-    with code.take(given.counter("rows_taken"), given.count("rows")) as row:
+    with code.claim(given.counter("rows_claimed"), given.count("rows")) as row:
         numbers = given.floats("qkv").from_(row * (queries + keys * 2))
         rotation = given.floats("rotation")
         with code.when(rotation.is_null("!=")):
@@ -101,8 +101,8 @@ def _rotate(
         with code.loop(0, count // head_dim) as head:
             at = head * head_dim + dim
             x = numbers.vector(at)
-            numbers.put(_turned(x, cosines, signed), at)
+            numbers.put(_rotated(x, cosines, signed), at)
 
 
-def _turned(x: Floats, cosines: Floats, signed_sines: Floats) -> Floats:
+def _rotated(x: Floats, cosines: Floats, signed_sines: Floats) -> Floats:
     return (x * cosines).plus_product(x.arranged(x, [1, 0, 3, 2]), signed_sines)

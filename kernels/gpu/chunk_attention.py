@@ -1,7 +1,7 @@
-"""Attention of many new tokens a sequence over its pages, which already hold theirs.
+"""Attention of many new tokens per sequence over its pages, which already hold them.
 
-One launch serves the chunks of many sequences. A program takes a block of one
-chunk's queries for one head and walks over the keys that any of them sees.
+One launch serves the chunks of many sequences. A program handles a block of one chunk's
+queries for one head and walks over the keys that any of them sees.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def chunk_attention(
     shape: HeadShape,
     out: Tensor,
 ) -> Tensor:
-    """qkv [T, (heads + 2 * kv_heads) * dim], turned and stored -> out [T, heads * dim].
+    """qkv [T, (heads + 2 * kv_heads) * dim], rotated and stored -> out [T, heads * dim].
 
     blocks [n, 4], int32, lists up to BLOCK_QUERIES neighbouring rows of one sequence each:
     first row, position of that row, count (0: nothing), the sequence's row of page_table.
@@ -138,10 +138,10 @@ BLOCK_TOKENS = 16
 def merge_attended(
     attended: Tensor, weight: Tensor, earlier: Tensor, earlier_weight: Tensor
 ) -> None:
-    """Adds what `earlier` keys gave to `attended`, in place.
+    """Merges attention over `earlier` keys into `attended`, in place.
 
     attended and earlier [1, heads, T, dim]; weight and earlier_weight [1, heads, T, 1],
-    float32, are the logarithms of their normalizers. weight becomes that of both together.
+    float32, are the logarithms of their normalizers. weight becomes that of both.
     """
     _, heads, tokens, dim = attended.shape
     _merge_attended[(triton.cdiv(tokens, BLOCK_TOKENS), heads)](

@@ -1,13 +1,13 @@
-"""Attention of one new token a sequence over its pages.
+"""Attention of one new token per sequence over its pages.
 
-The kernel does everything between the projection of queries, keys and values
-and that of the output: it norms and turns the new token's query and key,
-stores key and value into their page, and attends.
+The kernel does everything between the projection of queries, keys and values and that of the
+output: it norms and rotates the new token's query and key, stores key and value into their
+page, and attends.
 
-A context is cut into splits so that a small batch fills the chip. The query
-heads that share a key head are rows of one matrix, so each key and value is
-read once. The first split also handles the new token, from registers: no
-program waits for another's store. A second kernel merges the splits.
+A context is cut into splits so that a small batch fills the chip. Query heads that share a
+key head are rows of one matrix, so each key and value is read once. The first split also
+handles the new token, from registers: no program waits for another's store. A second kernel
+merges the splits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True, slots=True)
 class SplitWorkspace:
-    """What splits leave for the one that merges. Any number of calls in turn may share it."""
+    """The splits' results for the merging kernel. Successive calls may share it."""
 
     partial: Tensor  # [batch * heads * splits, head_dim], float32
     weight: Tensor  # [batch * heads * splits], float32, log2 of each split's normalizer
@@ -43,14 +43,14 @@ class SplitWorkspace:
 
 
 def splits_for(batch: int, kv_heads: int) -> int:
-    """How many programs share one sequence's context: enough to fill the chip, no more."""
+    """Programs that share one sequence's context: enough to fill the chip, no more."""
     wanted = triton.cdiv(512, batch * kv_heads)
     return min(triton.next_power_of_2(wanted), MOST_SPLITS)
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionTiling:
-    tokens: int  # of a turn of a program's loop
+    tokens: int  # per iteration of a program's loop
     warps: int
     stages: int
 
@@ -59,8 +59,8 @@ MANY_PROGRAMS = 1024
 
 
 def tiling_for(programs: int, splits: int, block_d: int) -> AttentionTiling:
-    """Many programs keep the memory busy by their number, when each is small; few by what each
-    asks for at once; splits have to look further ahead than whole contexts."""
+    """Many small programs keep the memory busy by their number, few by what each loads at once;
+    splits load further ahead than whole contexts."""
     if programs >= MANY_PROGRAMS:
         return AttentionTiling(16, 1, 3)
     return AttentionTiling(64 if block_d <= 128 else 32, 2, 3 if splits > 1 else 2)
@@ -68,7 +68,7 @@ def tiling_for(programs: int, splits: int, block_d: int) -> AttentionTiling:
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """What a layer's attention looks like."""
+    """The shape of a layer's attention."""
 
     heads: int
     kv_heads: int
@@ -91,10 +91,10 @@ def decode_attention(
     query_norm: Tensor | None = None,
     key_norm: Tensor | None = None,
 ) -> Tensor:
-    """qkv [B, (heads + 2 * kv_heads) * dim], not yet turned -> out [B, heads * dim].
+    """qkv [B, (heads + 2 * kv_heads) * dim], not yet rotated -> out [B, heads * dim].
 
     rows [B] are the sequences' rows of page_table [sequences, pages], positions [B] those of
-    the new tokens; a row with a negative position is left out. cos_sin [positions, dim] holds
+    the new tokens; a row with a negative position is skipped. cos_sin [positions, dim] holds
     a position's cosines, then its sines. kv_layer [page, 2, token, kv_head, dim] is one
     layer of the pool.
     """

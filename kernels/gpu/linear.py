@@ -1,12 +1,10 @@
 """Linear layers of a few rows, at the speed of reading the weights.
 
-With few rows a product costs what its weights take to read, and a kernel
-before or after it would cost as much again as its launch. So the gate, the
-residual sum and the norm are part of the products. A norm is shared between
-two of them. The product that makes a residual knows the elements but never a
-whole row; it scales them by the norm's weight and leaves, for each of its
-programs, the squares it has seen. The product that reads the row adds those
-up at its end: the scale of a row is a factor of its whole product.
+With few rows a product costs what reading its weights costs, and each further kernel costs a
+launch. So the gate, the residual sum and the norm are part of the products. A norm is shared
+between two of them: the product that makes a residual sees elements but never a whole row; it
+scales them by the norm's weight and stores, per program, their sum of squares. The product
+that reads the row adds these up at its end: a row's scale is a factor of its whole product.
 """
 
 from __future__ import annotations
@@ -19,19 +17,19 @@ import triton.language as tl
 from torch import Tensor
 
 MOST_ROWS = 32
-"""Beyond this many rows a matrix library is faster."""
+"""Beyond this many rows the matrix library is faster."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinearTiling:
     outputs: int  # of a program
-    depth: int  # inputs a turn of its loop
+    depth: int  # inputs per iteration of its loop
     warps: int
     stages: int
 
 
 STAGE_BYTES = 224 << 10
-"""Of a multiprocessor's own memory, for what a program loads ahead."""
+"""Of a multiprocessor's shared memory, for what a program loads ahead."""
 
 NARROW = LinearTiling(64, 128, 4, 6)
 WIDE = LinearTiling(128, 128, 8, 3)
@@ -39,19 +37,19 @@ WIDE = LinearTiling(128, 128, 8, 3)
 
 
 def tiling_for(outputs: int) -> LinearTiling:
-    """Few outputs need small tiles to fill the chip; many are read best in large ones."""
+    """Few outputs need small tiles to fill the chip; many are read faster in large ones."""
     return NARROW if outputs < 8192 else WIDE
 
 
 def stages_for(tiling: LinearTiling, block_m: int, gated: bool, dtype: torch.dtype) -> int:
-    """Turns that are loaded ahead: the tiling's, or as many as there is memory for."""
+    """Iterations loaded ahead: the tiling's, or as many as fit."""
     turn = (tiling.outputs * (1 + gated) + block_m) * tiling.depth * dtype.itemsize
     return min(tiling.stages, STAGE_BYTES // turn)
 
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """Rows of a residual on their way through a norm: scaled by its weight, not yet by size."""
+    """Rows of a residual within a norm: scaled by its weight, not yet by their size."""
 
     x: Tensor  # [M, K]
     squares: Tensor  # [parts, M], float32: each part's sum of squares of the residual
@@ -59,7 +57,7 @@ class Scaled:
 
 
 def squares_for(rows: int, outputs: int, device: torch.device) -> Tensor:
-    """Room for the squares that `few_rows_onto` leaves."""
+    """The buffer for `few_rows_onto`'s squares."""
     parts = triton.cdiv(outputs, tiling_for(outputs).outputs)
     return torch.empty(parts, rows, dtype=torch.float32, device=device)
 
@@ -90,7 +88,7 @@ def few_rows_onto(
     target: Scaled,
     bias: Tensor | None = None,
 ) -> None:
-    """residual [M, N] += x @ weight.T + bias; leaves it in `target`, scaled by `norm` [N]."""
+    """residual [M, N] += x @ weight.T + bias; stores it in `target`, scaled by `norm` [N]."""
     _launch(x, weight, bias, residual, len(weight), norm=norm, target=target)
 
 
@@ -207,7 +205,7 @@ def _few_rows(
     dtype = out_pointer.dtype.element_ty
     if ADDS:
         sums += tl.load(out_pointer + at, mask=mask, other=0.0).to(tl.float32)
-        # The sum as everyone else will read it.
+        # The sum as later kernels read it.
         sums = tl.where(mask, sums.to(dtype).to(tl.float32), 0.0)
         norm = tl.load(norm_pointer + column, mask=in_columns, other=0.0).to(tl.float32)
         tl.store(scaled_pointer + at, (sums * norm[:, None]).to(dtype), mask=mask)
@@ -217,7 +215,7 @@ def _few_rows(
 
 
 GATE_BLOCK = 1024
-"""Elements of a program: with 4 warps, one 16-byte load of each half a thread."""
+"""Elements per program: with 4 warps, one 16-byte load of each half per thread."""
 
 
 def silu_and_multiply(gate_up: Tensor, out: Tensor | None = None) -> Tensor:

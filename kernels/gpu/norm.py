@@ -1,7 +1,7 @@
-"""Root-mean-square normalization: one program a row, which it reads once.
+"""Root-mean-square normalization: one program per row, which it reads once.
 
-The residual sum before a norm is part of the product that makes it, or, where
-that product is made in parts, of the norm.
+The residual sum before a norm is part of the product that makes it or, where that product is
+made in parts, of the norm.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from baton.kernels.gpu.linear import Scaled
 
 FEW_ROWS = 256
-"""Up to here a row's latency counts: more warps, one 16-byte load a thread."""
+"""Up to this many rows latency counts: more warps, one 16-byte load per thread."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float, out: Tensor | None = None) -> Tensor:
@@ -58,7 +58,7 @@ def add_and_norm(parts: Tensor, residual: Tensor, weight: Tensor, epsilon: float
 
 
 def add_and_scale(part: Tensor, residual: Tensor, weight: Tensor, target: Scaled) -> None:
-    """residual [T, H] += part [T, H]; leaves it in `target`, scaled by `weight` [H].
+    """residual [T, H] += part [T, H]; stores it in `target`, scaled by `weight` [H].
 
     target.squares is [1, T].
     """

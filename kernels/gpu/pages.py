@@ -1,8 +1,8 @@
-"""Copies whole pages, or parts of their rows, between two memories, and the tokens of pages
-into rows.
+"""Copies whole pages or parts of their rows between two memories, gathers the tokens of pages,
+and digests pages.
 
-Pages are as large as all layers make them, so each is cut into blocks and every
-block is a program: a few pages fill the chip as well as many.
+Pages span all layers, so each is cut into blocks, one program each: few pages fill the chip
+as well as many.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 COPY_BLOCK = 4096
-"""Words of 4 bytes that a program copies: 16 KiB, eight 16-byte loads a thread."""
+"""4-byte words per program: 16 KiB, eight 16-byte loads per thread."""
 
 GATHER_BLOCK = 4096
-"""Elements that a program gathers, or one token's if those are more."""
+"""Elements per program, or one token's if those are more."""
 
 
 def copy_pages(
@@ -24,8 +24,8 @@ def copy_pages(
     """Copies page source_pages[i] of one memory to page target_pages[i] of another, for all i.
 
     source and target are addresses that the ids' device can reach, also another process's
-    memory that is mapped here; multiples of 4, as page_bytes is. Both ids [n], whole numbers
-    of any type. No page is the target twice, or both source and target.
+    mapped memory; multiples of 4, as page_bytes is. Both ids [n], integers of any type. No page
+    is the target twice, or both source and target.
     """
     copy_rows(source, target, page_bytes, (page_bytes, page_bytes), source_pages, target_pages)
 
@@ -38,8 +38,7 @@ def copy_rows(
     source_rows: Tensor,
     target_rows: Tensor,
 ) -> None:
-    """As copy_pages, but of rows that lie apart: `strides` are the bytes from one to the next
-    in source and target, multiples of 4."""
+    """As copy_pages, of rows `strides` bytes apart in source and target, multiples of 4."""
     words = row_bytes // 4
     aligned = (source | target | row_bytes | strides[0] | strides[1]) % 16 == 0
     block = min(COPY_BLOCK, max(triton.next_power_of_2(words), 128))
@@ -62,7 +61,7 @@ def gather_tokens(
 ) -> None:
     """The first `length` tokens of these pages, as rows.
 
-    kv_layer [page, 2, token, kv_head, dim], where a token's heads lie side by side; pages [n];
+    kv_layer [page, 2, token, kv_head, dim], with a token's heads contiguous; pages [n];
     out_keys and out_values [length or more, kv_head, dim], rows like the layer's.
     """
     size = kv_layer.shape[3] * kv_layer.shape[4]
@@ -143,7 +142,7 @@ def _gather_tokens(
 
 
 DIGEST_BLOCK = 4096
-"""Words of 4 bytes that a program reads."""
+"""4-byte words per program."""
 
 PLACE = tl.constexpr(0x9E3779B1)
 FIRST = tl.constexpr(0x7FEB352D)
@@ -153,7 +152,9 @@ SECOND = tl.constexpr(0x846CA68B)
 def digest_pages(source: int, page_bytes: int, pages: Tensor, out: Tensor) -> None:
     """Adds to out [n], int32, the digest of each of pages [n] of a memory.
 
-    source is an address that the ids' device can reach; a multiple of 4, as page_bytes is.
+    Each word is mixed with its place, one to one, and all are added: a changed word changes the
+    digest, and so, but for collisions, do words that change places. source is an address that
+    the ids' device can reach; a multiple of 4, as page_bytes is.
     """
     words = page_bytes // 4
     aligned = (source | page_bytes) % 16 == 0

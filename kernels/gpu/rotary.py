@@ -1,4 +1,4 @@
-"""Turns queries and keys by their positions and stores keys and values into their pages."""
+"""Rotates queries and keys by their positions and stores keys and values into their pages."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton.kernels.gpu.decode_attention import HeadShape
+
 FEW_TOKENS = 32
-"""Up to here each head is a program of its own."""
+"""Up to this many tokens each head is a program of its own."""
 
 
 def rotate_and_store(
@@ -16,23 +18,20 @@ def rotate_and_store(
     positions: Tensor,
     slots: Tensor,
     kv_layer: Tensor,
-    *,
-    heads: int,
-    kv_heads: int,
-    query_norm: Tensor | None,
-    key_norm: Tensor | None,
-    epsilon: float,
-    rotates: bool,
+    shape: HeadShape,
+    query_norm: Tensor | None = None,
+    key_norm: Tensor | None = None,
 ) -> None:
-    """Norms and turns the queries and keys of qkv [T, (heads + 2 * kv_heads) * dim] in place,
+    """Norms and rotates the queries and keys of qkv [T, (heads + 2 * kv_heads) * dim] in place,
     and stores keys and values in kv_layer [page, 2, token, kv_head, dim].
 
     A pair of neighbouring dimensions is one complex number. cos_sin [positions, dim], float32,
-    holds a position's cosines, one a pair, then its sines. slots [T] are page * page_size +
-    offset; a token with a negative one is turned but not stored. Its position must still be
-    one of cos_sin's. The norms' weights are [dim]; both or neither are given.
+    holds a position's cosines, one per pair, then its sines. slots [T] are page * page_size +
+    offset; a token with a negative slot is rotated but not stored; its position must still be
+    in cos_sin. The norms' weights are [dim]; both or neither are given.
     """
     tokens, dim = len(qkv), kv_layer.shape[4]
+    heads, kv_heads = shape.heads, shape.kv_heads
     page_stride, value_offset, token_stride, head_stride, _ = kv_layer.stride()
     block_heads = 1 if tokens <= FEW_TOKENS else 8
     block_dim = triton.next_power_of_2(dim)
@@ -44,7 +43,7 @@ def rotate_and_store(
         kv_layer,
         query_norm if query_norm is not None else qkv,
         key_norm if key_norm is not None else qkv,
-        epsilon,
+        shape.epsilon,
         page_stride,
         value_offset,
         token_stride,
@@ -56,7 +55,7 @@ def rotate_and_store(
         BLOCK_HEADS=block_heads,
         BLOCK_DIM=block_dim,
         NORMS=query_norm is not None,
-        ROTATES=rotates,
+        ROTATES=shape.rotates,
         num_warps=min(max(block_heads * block_dim // 256, 1), 8),
     )
 
@@ -117,7 +116,7 @@ def _rotate_and_store(
     if slot >= 0:
         spot = slot // PAGE_SIZE * page_stride + slot % PAGE_SIZE * token_stride
         kv_head = tl.where(is_value, head - HEADS - KV_HEADS, head - HEADS)
-        # A product keeps what the compiler knows of alignment, which tl.where would lose.
+        # A product keeps the compiler's knowledge of alignment; tl.where would lose it.
         rows = spot + kv_head * head_stride + is_value.to(tl.int32) * value_offset
         keeps = inside & (head >= HEADS)[:, None]
         tl.store(kv_pointer + rows[:, None] + dim[None, :], stored, mask=keeps)

@@ -1,11 +1,10 @@
-"""Chooses tokens on the device: the best ones, or drawn ones as engine/sampler.py defines them.
+"""Samples tokens on the device: the best, or drawn as engine/sampler.py defines it.
 
-No weight is sorted. Every filter asks for the greatest weight at which the
-tokens at least as heavy are enough, by number or by sum. The bits of floats
-that are not negative order as the floats do, so that weight is found by
-halving a range of bits: with passes over the row while many weights are
-within the range, then among those few in registers. All sums are whole
-numbers, so their order does not matter.
+Nothing is sorted. Every filter needs the greatest weight at which the tokens at least as
+heavy are enough, by number or by sum. The bits of floats that are not negative order as the
+floats do, so that weight is found by bisecting a range of bits: with passes over the row
+while many weights are within the range, then among those few in registers. All sums are
+integers, so their order does not matter.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 FEW_ROWS = 8
-"""Up to here a row is cut into more parts, so that all of them fill the chip."""
+"""Up to this many rows a row is cut into more parts, to fill the chip."""
 
 DRAW_BLOCK = 8192
 CAPACITY = 2048
-"""Weights within the searched range that are few enough for registers."""
+"""Weights within the searched range that fit into registers."""
 
 WEIGHT_ONE = tl.constexpr(2.0**40)
 COLDEST = tl.constexpr(1e-10)
@@ -238,14 +237,14 @@ def _raise_floor(
             enough, high, high_count, high_sum, middle, count, total
         )
     if high - low > 1:
-        # Threads read below what others of this program wrote, here and in an earlier call.
+        # Threads read what others of this program wrote, here and in an earlier call.
         tl.debug_barrier()
         _pick(logits, best, scale, low, high, spare, SIZE, BLOCK)
         tl.debug_barrier()
         lane = tl.arange(0, SPARE)
         picked = tl.load(spare + lane, mask=lane < low_count - high_count, other=0.0)
         above_count, above_sum = high_count, high_sum
-        # A single weight left within the range is the answer: no floor there parts it.
+        # A single weight left within the range is the result.
         while (low_count - high_count > 1) & (high - low > 1):
             middle = low + (high - low) // 2
             heavy = _heavy(picked, middle)
@@ -315,35 +314,13 @@ def _sample(
         count, total = _measure(logits, best, scale, floor, SIZE, BLOCK)
         if (top_k > 0) & (top_k < SIZE):
             floor, count, total = _raise_floor(
-                logits,
-                best,
-                scale,
-                top_k,
-                floor,
-                count,
-                total,
-                spare,
-                False,
-                SIZE,
-                BLOCK,
-                SPARE,
+                logits, best, scale, top_k, floor, count, total, spare, False, SIZE, BLOCK, SPARE
             )
         top_p = tl.load(top_p_pointer + row).to(tl.float64)
         if top_p < 1.0:
             needed = tl.minimum((total.to(tl.float64) * top_p).to(tl.int64), total)
             floor, count, total = _raise_floor(
-                logits,
-                best,
-                scale,
-                needed,
-                floor,
-                count,
-                total,
-                spare,
-                True,
-                SIZE,
-                BLOCK,
-                SPARE,
+                logits, best, scale, needed, floor, count, total, spare, True, SIZE, BLOCK, SPARE
             )
         least = (tl.load(min_p_pointer + row) * WEIGHT_ONE).to(tl.int32, bitcast=True)
         if least > floor:

@@ -1,4 +1,4 @@
-"""What surrounds the layers of a step: its inputs on the device, and its tokens."""
+"""A step's tokens on the device: its inputs, their embeddings, and the sampled ones."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def begin(
 ) -> None:
     """Settles each token of a step, and enters new pages into the page table.
 
-    staged [T], int32: a token, or -1 for the one that the step before sampled for the same
-    row of the table; rows [T] say which. tokens [T] is written. pages [n, 2]: places in
-    the flattened table, and what to put there.
+    staged [T], int32: a token, or -1 for the one the step before sampled for the same row of
+    the table; rows [T] say which. tokens [T] is written. pages [n, 2]: places in the flattened
+    table, and their new pages.
     """
     most = max(len(staged), len(pages))
     _begin[(triton.cdiv(most, BLOCK),)](
@@ -51,7 +51,7 @@ def _begin(
     token = tl.load(staged_pointer + index, mask=mine, other=0)
     row = tl.load(rows_pointer + index, mask=mine, other=0)
     last = tl.load(last_pointer + row, mask=mine & (token < 0), other=0)
-    # A row whose logits were not finite has no token; whatever follows is thrown away.
+    # A row whose logits were not finite has no token; what follows is dropped.
     token = tl.maximum(tl.where(token < 0, last, token), 0)
     tl.store(tokens_pointer + index, token, mask=mine)
     mine = index < page_count
@@ -80,7 +80,7 @@ def _remember(sampled_pointer, rows_pointer, last_pointer, count, BLOCK: tl.cons
 def embed(
     tokens: Tensor, embedding: Tensor, norm: Tensor, residual: Tensor, target: Scaled
 ) -> None:
-    """residual [T, H] = embedding[tokens]; leaves it in `target`, scaled by `norm` [H].
+    """residual [T, H] = embedding[tokens]; stores it in `target`, scaled by `norm` [H].
 
     target.squares is [1, T].
     """

@@ -71,13 +71,13 @@ def norms(size: int) -> tuple[RMSNorm, RMSNorm]:
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
 def test_a_product_is_torchs(inputs: int, outputs: int, biased: bool) -> None:
-    layer, twin = linears(outputs, inputs, biased)
-    norm, norm_twin = norms(inputs)
+    layer, reference = linears(outputs, inputs, biased)
+    norm, norm_reference = norms(inputs)
     for rows in ROWS:
         x, residual = torch.randn(rows, inputs) * 3, torch.randn(rows, outputs)
-        assert_close(layer(x), twin(x.double()))
-        assert_close(layer(x, norm), twin(x.double(), norm_twin))
-        assert_close(layer.add_to(residual, x), twin.add_to(residual.double(), x.double()))
+        assert_close(layer(x), reference(x.double()))
+        assert_close(layer(x, norm), reference(x.double(), norm_reference))
+        assert_close(layer.add_to(residual, x), reference.add_to(residual.double(), x.double()))
         columns = x.t().contiguous().t()
         assert torch.equal(layer(columns), layer(x))
 
@@ -90,11 +90,11 @@ def test_a_gated_product_is_torchs(inputs: int, outputs: int, biased: bool) -> N
     layer = GatedLinear(weight, bias)
     layer.pack()
     assert layer.weight.is_meta
-    twin = GatedLinear(weight.double(), None if bias is None else bias.double())
-    norm, norm_twin = norms(inputs)
+    reference = GatedLinear(weight.double(), None if bias is None else bias.double())
+    norm, norm_reference = norms(inputs)
     for rows in ROWS:
         x = torch.randn(rows, inputs) * 3
-        assert_close(layer(x, norm), twin(x.double(), norm_twin))
+        assert_close(layer(x, norm), reference(x.double(), norm_reference))
 
 
 @compiled
@@ -154,11 +154,11 @@ class Pages:
 @pytest.mark.parametrize("shape", HEADS)
 def test_attention_over_pages_is_torchs(shape: tuple[int, int, int, int]) -> None:
     pages = Pages(*shape)
-    twin = layer_caches(pages.kv.double())[1]
+    reference = layer_caches(pages.kv.double())[1]
     for first, end in (([0, 0, 0], [1, 257, 600]), ([0, 200, 255], [2, 511, 259])):
         reads = pages.reads(first, end)
         found = decode_attention(pages.query, pages.cache, reads)
-        assert_close(found, decode_attention(pages.query.double(), twin, reads))
+        assert_close(found, decode_attention(pages.query.double(), reference, reads))
 
 
 @compiled
@@ -196,16 +196,16 @@ def test_rotation_and_storing_are_torchs(shape: tuple[int, int, int, int], turni
     heads, kv_heads, head_dim, page_size = shape
     for rows in (1, 5, 40):
         kv = torch.randn(50, 2, 2, page_size, kv_heads, head_dim)
-        kv_twin = kv.double()
+        kv_reference = kv.double()
         qkv = torch.randn(rows, heads + 2 * kv_heads, head_dim)
-        qkv_twin = qkv.double()
+        qkv_reference = qkv.double()
         angles = torch.randn(rows, 1, head_dim // 2)
         rotation = torch.polar(torch.rand_like(angles) + 0.5, angles) if turning else None
         places = token_rows(torch.randperm(50)[:rows], torch.tensor(page_size - 1), 2, page_size)
         rotate_and_write_(qkv, heads, rotation, layer_caches(kv)[1], places)
-        rotate_and_write_(qkv_twin, heads, rotation, layer_caches(kv_twin)[1], places)
-        assert_close(qkv, qkv_twin)
-        assert_close(kv, kv_twin)
+        rotate_and_write_(qkv_reference, heads, rotation, layer_caches(kv_reference)[1], places)
+        assert_close(qkv, qkv_reference)
+        assert_close(kv, kv_reference)
 
 
 @pytest.mark.parametrize("name", ["llama-biases", "mistral-window", "qwen3"])

@@ -1,4 +1,4 @@
-"""The attention kernels against their twins, which compute in float64."""
+"""The attention kernels against their references, which compute in float64."""
 
 from __future__ import annotations
 
@@ -81,7 +81,9 @@ class Pool:
     ],
     ids=str,
 )
-def test_decode_attention_is_its_twins(device: torch.device, heads: Heads, page_size: int) -> None:
+def test_decode_attention_matches_the_reference(
+    device: torch.device, heads: Heads, page_size: int
+) -> None:
     for dtype in types_for(device, torch.float16, torch.bfloat16):
         pool = Pool(device, dtype, heads, page_size, [200, 1, 66, 9])
         rows, positions = pool.ints(2, 0, 1, 3), pool.ints(65, 199, 0, -1)
@@ -108,7 +110,9 @@ def test_decode_attention_is_its_twins(device: torch.device, heads: Heads, page_
     [(Heads(4, 2, 64), 16), (Heads(3, 1, 80, window=20), 5), (Heads(2, 2, 8), 3)],
     ids=str,
 )
-def test_chunk_attention_is_its_twins(device: torch.device, heads: Heads, page_size: int) -> None:
+def test_chunk_attention_matches_the_reference(
+    device: torch.device, heads: Heads, page_size: int
+) -> None:
     starts, counts = (30, 0), (70, 3)
     for dtype in types_for(device, torch.float16, torch.bfloat16):
         pool = Pool(device, dtype, heads, page_size, [100, 3])
@@ -127,7 +131,7 @@ def test_chunk_attention_is_its_twins(device: torch.device, heads: Heads, page_s
 
 
 @pytest.mark.parametrize("start", [0, 512, 700, 1536])
-def test_the_librarys_attention_of_a_long_chunk_is_the_twin_of_ours(
+def test_the_librarys_attention_of_a_long_chunk_matches_ours(
     device: torch.device, start: int
 ) -> None:
     heads, count = Heads(4, 2, 64), 600
@@ -150,7 +154,7 @@ def test_the_librarys_attention_of_a_long_chunk_is_the_twin_of_ours(
 
 
 @pytest.mark.parametrize(("tokens", "dim"), [(1, 64), (37, 80), (48, 128)])
-def test_merged_parts_of_a_context_are_the_twins(
+def test_merged_parts_of_a_context_match_the_reference(
     device: torch.device, tokens: int, dim: int
 ) -> None:
     for dtype in types_for(device, torch.float16, torch.bfloat16):

@@ -1,4 +1,4 @@
-"""The products of few rows, and what surrounds the layers, against their twins."""
+"""The products of few rows, and what surrounds the layers, against their references."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Source:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("rows", "hidden", "inner"), SHAPES)
-def test_a_sum_and_the_product_that_reads_it_are_their_twins(
+def test_a_sum_and_the_product_that_reads_it_match_the_reference(
     device: torch.device, rows: int, hidden: int, inner: int, bias: bool
 ) -> None:
     for dtype in types_for(device, torch.bfloat16):
@@ -60,7 +60,7 @@ def test_a_sum_and_the_product_that_reads_it_are_their_twins(
             assert_close(found, wanted)
 
 
-def test_embeddings_are_scaled_as_their_twin_does(device: torch.device) -> None:
+def test_embeddings_are_scaled_as_in_the_reference(device: torch.device) -> None:
     source = Source(device, torch.float32, 5)
     embedding, norm = source.random(50, 72), source.random(72)
     tokens = torch.tensor([3, 49, 0], dtype=torch.int32, device=device)

@@ -1,4 +1,4 @@
-"""The norm and activation kernels against their twins, which compute in float64."""
+"""The norm and activation kernels against their references, which compute in float64."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def assert_close(found: Tensor, wanted: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "size"), SHAPES)
-def test_a_norm_is_its_twins(
+def test_a_norm_matches_the_reference(
     device: torch.device, dtype: torch.dtype, rows: int, size: int
 ) -> None:
     x, weight = random(device, dtype, rows, size), random(device, dtype, size)
@@ -94,7 +94,7 @@ def test_a_row_of_zeros_stays_zero(device: torch.device) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "size"), [(1, 1), (3, 80), (2, 14336), (11, 1025)])
-def test_an_activation_is_its_twins(
+def test_an_activation_matches_the_reference(
     device: torch.device, dtype: torch.dtype, rows: int, size: int
 ) -> None:
     gate_up = random(device, dtype, rows, 2 * size)

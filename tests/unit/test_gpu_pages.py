@@ -92,7 +92,7 @@ def test_gathered_tokens_are_the_pages_first(
 
 
 @pytest.mark.parametrize("page_bytes", [4, 100, 4 * DIGEST_BLOCK, 8 * DIGEST_BLOCK + 16])
-def test_digests_of_pages_are_their_twins(device: torch.device, page_bytes: int) -> None:
+def test_digests_of_pages_match_the_reference(device: torch.device, page_bytes: int) -> None:
     memory = random_bytes(device, 9 * page_bytes)
     pages = ids(device, 9, 5, torch.int32, seed=4)
     found, wanted = (torch.zeros(5, dtype=torch.int32, device=device) for _ in range(2))

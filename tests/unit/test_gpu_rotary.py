@@ -1,4 +1,4 @@
-"""Rotation fused with the store into pages, against its twin."""
+"""Rotation fused with the store into pages, against its reference."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels import reference
+from baton.kernels.gpu.decode_attention import HeadShape
 from baton.kernels.gpu.rotary import rotate_and_store
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -45,26 +46,16 @@ class Case:
         return torch.randn(shape, generator=self.generator).to(self.device, self.dtype)
 
     def check(self, rotates: bool = True) -> None:
-        """Runs the kernel and the twin on copies of the same memories, and compares those."""
+        """Runs kernel and reference on copies of the same memory, and compares these."""
         qkv, kv = self.qkv.clone(), self.kv.clone()
         for function, one_qkv, one_kv in (
             (reference.rotate_and_store, qkv, kv),
             (rotate_and_store, self.qkv, self.kv),
         ):
-            function(
-                one_qkv,
-                self.cos_sin,
-                self.positions,
-                self.slots,
-                one_kv[:, 1],
-                heads=self.heads,
-                kv_heads=self.kv_heads,
-                query_norm=self.norms[0],
-                key_norm=self.norms[1],
-                epsilon=1e-6,
-                rotates=rotates,
-            )
-        # A norm that rounds the other way is turned into both dimensions of a pair.
+            layer, places = one_kv[:, 1], (self.positions, self.slots)
+            shape = HeadShape(self.heads, self.kv_heads, layer.shape[4], None, rotates, 1e-6)
+            function(one_qkv, self.cos_sin, *places, layer, shape, *self.norms)
+        # A norm that rounds the other way reaches both dimensions of a pair.
         step = max(torch.finfo(self.dtype).eps, 1e-6)
         for found, wanted in ((self.qkv, qkv), (self.kv, kv)):
             torch.testing.assert_close(found, wanted, rtol=2 * step, atol=4 * step, equal_nan=True)

@@ -1,4 +1,4 @@
-"""Sampling on the device: twins against the engine's sampler, kernels against the twins."""
+"""Sampling on the device: references against the engine's sampler, kernels against the references."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Settings:
         return self.temperatures, self.top_k, self.top_p, self.min_p, self.chances
 
 
-def assert_drawn_as_by_the_twin(logits: Tensor, settings: Settings) -> None:
+def assert_drawn_as_by_the_reference(logits: Tensor, settings: Settings) -> None:
     """Exactly, given the kernel's own weights: its exp may differ from torch's in the last bit."""
     temperatures, *filters = settings.columns
     wanted = reference.draw(weigh(logits, temperatures), *filters)
@@ -123,7 +123,7 @@ def test_chances_are_the_engines(give, device: torch.device) -> None:  # type: i
     assert out.tolist() == [sampler.uniform(s, p) for s, p in zip(seeds, positions, strict=True)]
 
 
-def test_the_twin_draws_what_the_engine_draws() -> None:
+def test_the_reference_draws_what_the_engine_draws() -> None:
     cpu, pool = torch.device("cpu"), PagePool(0, 16)
     samplings = [Sampling(), Sampling(temperature=1.0, top_k=1), *KINDS] * 3
     logits = random_logits(len(samplings), 4099, seed=2)
@@ -138,7 +138,7 @@ def test_the_twin_draws_what_the_engine_draws() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_weights_are_the_twins_but_for_the_last_bits(
+def test_weights_match_the_reference_but_for_the_last_bits(
     device: torch.device, dtype: torch.dtype
 ) -> None:
     logits = random_logits(4, 3001, seed=3).to(device, dtype)
@@ -149,12 +149,12 @@ def test_weights_are_the_twins_but_for_the_last_bits(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [1, 50, 4096, 9001])
-def test_draws_are_the_twins(device: torch.device, dtype: torch.dtype, size: int) -> None:
+def test_draws_match_the_reference(device: torch.device, dtype: torch.dtype, size: int) -> None:
     wide = random_logits(len(KINDS), size + 3, seed=size).to(device, dtype)
-    assert_drawn_as_by_the_twin(wide[:, :size], Settings(KINDS, device, seed=size))
+    assert_drawn_as_by_the_reference(wide[:, :size], Settings(KINDS, device, seed=size))
 
 
-def test_the_last_token_that_a_filter_keeps_is_the_twins(device: torch.device) -> None:
+def test_the_last_token_that_a_filter_keeps_matches_the_reference(device: torch.device) -> None:
     """In falling order of weight, the greatest chance draws the lightest token that is kept."""
     samplings = [
         Sampling(temperature=1.0, top_k=300),
@@ -167,7 +167,7 @@ def test_the_last_token_that_a_filter_keeps_is_the_twins(device: torch.device) -
     logits = random_logits(len(samplings), 10001, seed=8).sort(descending=True).values
     settings = Settings(samplings, device)
     settings.chances[:] = 1.0 - 2.0**-53
-    assert_drawn_as_by_the_twin(logits.to(device), settings)
+    assert_drawn_as_by_the_reference(logits.to(device), settings)
     drawn = sample(logits.to(device), *settings.columns).tolist()
     assert drawn[:2] == [299, 5999]
 
@@ -175,7 +175,7 @@ def test_the_last_token_that_a_filter_keeps_is_the_twins(device: torch.device) -
 def test_narrow_shares_do_as_well(device: torch.device) -> None:
     settings = Settings(KINDS, device)
     settings.top_p = settings.top_p.float()
-    assert_drawn_as_by_the_twin(random_logits(len(KINDS), 500, seed=4).to(device), settings)
+    assert_drawn_as_by_the_reference(random_logits(len(KINDS), 500, seed=4).to(device), settings)
 
 
 def test_more_equal_weights_than_registers_hold_are_kept_whole(device: torch.device) -> None:
@@ -189,7 +189,7 @@ def test_more_equal_weights_than_registers_hold_are_kept_whole(device: torch.dev
         Sampling(temperature=1.0, top_k=2, top_p=0.9),
         Sampling(temperature=1.0, top_k=size - 1, min_p=0.9),
     ]
-    assert_drawn_as_by_the_twin(logits, Settings(samplings, device, seed=5))
+    assert_drawn_as_by_the_reference(logits, Settings(samplings, device, seed=5))
 
 
 def test_a_tie_at_the_border_is_drawn_whole(device: torch.device) -> None:
