@@ -28,6 +28,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, KeysView
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import numpy
 import numpy.typing
@@ -86,30 +87,14 @@ class Listed:
 
 
 FileEvent = Written | Listed
+Value = TypeVar("Value")
 
 
-class FileTier:
-    def __init__(
-        self,
-        folder: Path,
-        budget: int,
-        form: PageForm,
-        submit: Callable[[Callable[[], None]], None],
-        post: Callable[[FileEvent], None],
-    ) -> None:
-        """Uses at most `budget` bytes of `folder`. Lists what is there first."""
-        self.capacity = budget // form.file_bytes
-        self._folder = folder
-        self._form = form
-        self._submit = submit
-        self._post = post
-        self._index: OrderedDict[bytes, None] = OrderedDict()  # the longest unused first
-        self.pending = 1  # the list, and writes without a result yet
-        self._failing_until = 0.0
-        self.failing = False
-        submit(self._list)
+class UseOrder(Generic[Value]):
+    """Pages in the order of their last use."""
 
-    # Called by the pool's thread.
+    def __init__(self) -> None:
+        self._index: OrderedDict[bytes, Value] = OrderedDict()  # the longest unused first
 
     def __len__(self) -> int:
         return len(self._index)
@@ -120,6 +105,36 @@ class FileTier:
     @property
     def keys(self) -> KeysView[bytes]:
         return self._index.keys()
+
+    def touch(self, keys: Iterable[bytes]) -> None:
+        """Marks pages as used, the last of them most recently."""
+        for key in keys:
+            if key in self._index:
+                self._index.move_to_end(key)
+
+
+class FileTier(UseOrder[None]):
+    def __init__(
+        self,
+        folder: Path,
+        budget: int,
+        form: PageForm,
+        submit: Callable[[Callable[[], None]], None],
+        post: Callable[[FileEvent], None],
+    ) -> None:
+        """Uses at most `budget` bytes of `folder`. Lists what is there first."""
+        super().__init__()
+        self.capacity = budget // form.file_bytes
+        self._folder = folder
+        self._form = form
+        self._submit = submit
+        self._post = post
+        self.pending = 1  # the list, and writes without a result yet
+        self._failing_until = 0.0
+        self.failing = False
+        submit(self._list)
+
+    # Called by the pool's thread.
 
     @property
     def size(self) -> int:
@@ -140,12 +155,6 @@ class FileTier:
         self._submit(lambda: self._write(key, row, page))
         return self._shrink()
 
-    def touch(self, keys: Iterable[bytes]) -> None:
-        """Marks pages as used, the last of them most recently."""
-        for key in keys:
-            if key in self._index:
-                self._index.move_to_end(key)
-
     def remove(self, key: bytes) -> None:
         if key in self._index:
             del self._index[key]
@@ -162,7 +171,7 @@ class FileTier:
     def on_listed(self, event: Listed) -> list[bytes]:
         """Returns the evicted keys."""
         self._settle(event.error)
-        listed = OrderedDict.fromkeys(event.keys)
+        listed: OrderedDict[bytes, None] = OrderedDict.fromkeys(event.keys)
         listed.update(self._index)
         self._index = listed
         return self._shrink()

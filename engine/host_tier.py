@@ -19,8 +19,8 @@ import mmap
 import os
 import threading
 import weakref
-from collections import Counter, OrderedDict
-from collections.abc import Iterable, KeysView, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Protocol
 
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from baton.core.errors import InvalidConfig
 from baton.engine.architecture import Split
-from baton.engine.file_tier import PageBytes
+from baton.engine.file_tier import PageBytes, UseOrder
 
 SAVE, RESTORE = 0, 1
 DONE = b"done"
@@ -39,56 +39,40 @@ Move = tuple[int, int]
 """A page and a row."""
 
 
-class HostTier:
+class HostTier(UseOrder[int]):
     """The index of rows. The longest unused page makes room; pinned rows are being copied from
     and are neither reused nor freed. Owned by the pool's thread."""
 
     def __init__(self, rows: int) -> None:
+        super().__init__()
         self.rows = rows
         self._free = list(range(rows))
-        self._held: OrderedDict[bytes, int] = OrderedDict()  # the longest unused first
         self._pins: Counter[int] = Counter()
         self._removed: set[int] = set()  # pinned rows whose page was removed
 
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._held
-
-    @property
-    def keys(self) -> KeysView[bytes]:
-        return self._held.keys()
-
     def find(self, key: bytes) -> int | None:
-        return self._held.get(key)
+        return self._index.get(key)
 
     def allocate(self) -> tuple[int, bytes | None] | None:
         """A row to fill, and the key of the page evicted from it. None when all are busy."""
         if self._free:
             return self._free.pop(), None
-        for key, row in self._held.items():
+        for key, row in self._index.items():
             if not self._pins[row]:
-                del self._held[key]
+                del self._index[key]
                 return row, key
         return None
 
     def store(self, key: bytes, row: int) -> None:
         """Records that an allocated row holds this page."""
-        self._held[key] = row
+        self._index[key] = row
 
     def free(self, row: int) -> None:
         """Returns an allocated row unused."""
         self._free.append(row)
 
-    def touch(self, keys: Iterable[bytes]) -> None:
-        """Marks pages as used, the last of them most recently."""
-        for key in keys:
-            if key in self._held:
-                self._held.move_to_end(key)
-
     def remove(self, key: bytes) -> None:
-        row = self._held.pop(key, None)
+        row = self._index.pop(key, None)
         if row is None:
             return
         if self._pins[row]:
@@ -109,7 +93,7 @@ class HostTier:
 
     def check(self, allocated: int) -> str:
         """Empty when every row is free, held, removed while pinned, or `allocated`."""
-        rows = [*self._free, *self._held.values(), *self._removed]
+        rows = [*self._free, *self._index.values(), *self._removed]
         found = len(set(rows)) + allocated
         if len(rows) + allocated != self.rows or len(set(rows)) != len(rows):
             return f"of {self.rows} rows of host memory {found} are accounted for"

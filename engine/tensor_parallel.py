@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor, distributed
@@ -48,7 +47,7 @@ class Group:
         self._own_devices = own_devices
         self._loaded = loaded
         self._device = torch.device("cpu")
-        self._collectives: Collectives
+        self._collectives: GlooCollectives | NcclCollectives
 
     def connect(self, device: torch.device) -> None:
         """Returns when every rank is connected to every other. Sums are on `device`."""
@@ -91,16 +90,6 @@ class Group:
     def wait(self) -> None:
         """A barrier; on a GPU of its own, for what is launched from now on."""
         self.sum(torch.zeros(1, device=self._device))
-
-
-class Collectives(Protocol):
-    recordable: bool
-
-    def sum(self, part: Tensor) -> Tensor: ...
-
-    def share(self, values: Tensor) -> None: ...
-
-    def least(self, number: int) -> int: ...
 
 
 class GlooCollectives:

@@ -9,7 +9,6 @@ import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -46,19 +45,9 @@ def random_model(
     return _Loader(RandomTensors(device), architecture, dtype, device, group).load()
 
 
-class TensorSource(Protocol):
-    def copy(
-        self, name: str, target: Tensor, arrange: Arrange | None = None, cut: Cut | None = None
-    ) -> None:
-        """Copies the tensor `name`, or the part `cut`, rearranged, into `target`."""
-
-    def skip(self, name: str) -> None: ...
-
-    def finish(self) -> None: ...
-
-
 class RandomTensors:
-    """A tensor's numbers depend on its name and whole shape alone, so ranks agree on them."""
+    """As a Checkpoint. Numbers depend on a tensor's name and whole shape alone, so that ranks
+    agree on them."""
 
     def __init__(self, device: str) -> None:
         self._generator = torch.Generator(device)
@@ -84,7 +73,7 @@ class RandomTensors:
 class _Loader:
     def __init__(
         self,
-        source: TensorSource,
+        source: Checkpoint | RandomTensors,
         architecture: Architecture,
         dtype: torch.dtype,
         device: str,

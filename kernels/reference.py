@@ -32,8 +32,7 @@ def add_and_norm(parts: Tensor, residual: Tensor, weight: Tensor, epsilon: float
 def add_and_scale(part: Tensor, residual: Tensor, weight: Tensor, target: Scaled) -> None:
     """part and residual [T, H], which becomes the sum, scaled in `target`."""
     residual.copy_(residual.double() + part.double())
-    target.x.copy_(residual.double() * weight.double())
-    target.squares[0] = residual.double().square().sum(dim=-1)
+    _scale(residual, weight, target)
 
 
 def silu_and_multiply(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
@@ -70,8 +69,12 @@ def few_rows_onto(
 ) -> None:
     """residual [M, N] += x [M, K] @ weight.T + bias; all squares go into target's first part."""
     residual += _product(x.double(), weight, bias)
-    target.x.copy_(residual.double() * norm.double())
     target.squares.zero_()
+    _scale(residual, norm, target)
+
+
+def _scale(residual: Tensor, norm: Tensor, target: Scaled) -> None:
+    target.x.copy_(residual.double() * norm.double())
     target.squares[0] = residual.double().square().sum(dim=-1)
 
 
@@ -84,8 +87,7 @@ def embed(
 ) -> None:
     """tokens [T] -> residual [T, H], and in `target` scaled by norm [H]."""
     residual.copy_(embedding[tokens.long()])
-    target.x.copy_(residual.double() * norm.double())
-    target.squares[0] = residual.double().square().sum(dim=-1)
+    _scale(residual, norm, target)
 
 
 def merge_attended(

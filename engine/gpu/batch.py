@@ -22,32 +22,35 @@ from baton.kernels.gpu.chunk_attention import BLOCK_QUERIES
 
 @dataclass(frozen=True, slots=True)
 class StepArrays:
-    tokens: Ints  # [T]; -1: the one the step before sampled for this slot
-    slots: Ints  # [T], rows of the page table
-    positions: Ints  # [T]
-    stores: Ints  # [T], page * page_size + offset
+    rows: Ints  # [4, T]: tokens (-1: the one the step before sampled for this slot), slots of the
+    # page table, positions, and stores (page * page_size + offset)
     blocks: Ints  # [n, 4], see kernels/gpu/chunk_attention.py
     long: list[LongChunk]
     decoding: int  # rows that are the one new token of their sequence
 
     @property
+    def count(self) -> int:
+        return len(self.rows[0])
+
+    @property
+    def slots(self) -> Ints:
+        slots: Ints = self.rows[1]
+        return slots
+
+    @property
     def only_decodes(self) -> bool:
-        return self.decoding == len(self.tokens)
+        return self.decoding == self.count
 
     def joined(self) -> Ints:
         """All arrays, concatenated."""
-        parts = (self.tokens, self.slots, self.positions, self.stores, self.blocks.ravel())
-        return np.concatenate(parts)
+        return np.concatenate((self.rows.ravel(), self.blocks.ravel()))
 
     def padded(self, rows: int, blocks: int, padding_slot: int) -> StepArrays:
         """With idle rows and blocks at the end."""
-        count = rows - len(self.tokens)
+        count = rows - self.count
         idle = StepArrays.idle(count, blocks - len(self.blocks), padding_slot, self.only_decodes)
         return StepArrays(
-            tokens=np.concatenate((self.tokens, idle.tokens)),
-            slots=np.concatenate((self.slots, idle.slots)),
-            positions=np.concatenate((self.positions, idle.positions)),
-            stores=np.concatenate((self.stores, idle.stores)),
+            rows=np.concatenate((self.rows, idle.rows), axis=1),
             blocks=np.concatenate((self.blocks, idle.blocks)),
             long=self.long,
             decoding=self.decoding + idle.decoding,
@@ -56,11 +59,9 @@ class StepArrays:
     @classmethod
     def idle(cls, rows: int, blocks: int, padding_slot: int, decodes: bool) -> StepArrays:
         """A step that changes no page."""
+        row = np.array([[0], [padding_slot], [-1 if decodes else 0], [-1]], dtype=np.int32)
         return cls(
-            tokens=np.zeros(rows, dtype=np.int32),
-            slots=np.full(rows, padding_slot, dtype=np.int32),
-            positions=np.full(rows, -1 if decodes else 0, dtype=np.int32),
-            stores=np.full(rows, -1, dtype=np.int32),
+            rows=np.repeat(row, rows, axis=1),
             blocks=np.zeros((blocks, 4), dtype=np.int32),
             long=[],
             decoding=rows if decodes else 0,
@@ -96,11 +97,11 @@ def step_arrays(chunks: list[Chunk], slots: list[int], limits: Limits) -> StepAr
             long.append(LongChunk(int(first), chunk.count, start, slot))
         else:
             blocks += _blocks(int(first), start, chunk.count, slot)
+    tokens = np.asarray([token for chunk in chunks for token in _tokens(chunk)], dtype=np.int32)
+    row_slots = np.repeat(np.asarray(slots, dtype=np.int32), counts)
+    stores = pages * page_size + positions % page_size
     return StepArrays(
-        tokens=np.asarray([token for chunk in chunks for token in _tokens(chunk)], dtype=np.int32),
-        slots=np.repeat(np.asarray(slots, dtype=np.int32), counts),
-        positions=positions,
-        stores=pages * page_size + positions % page_size,
+        rows=np.stack((tokens, row_slots, positions, stores)),
         blocks=np.asarray(blocks, dtype=np.int32).reshape(-1, 4),
         long=long,
         decoding=decoding,
@@ -172,7 +173,7 @@ class StepMessage(NamedTuple):
 def encode_step(step: StepMessage) -> bytes:
     """Counts of rows, blocks, long chunks, decoding rows, pages and wanted rows; then all."""
     arrays = step.arrays
-    head = [len(arrays.tokens), len(arrays.blocks), len(arrays.long), arrays.decoding]
+    head = [arrays.count, len(arrays.blocks), len(arrays.long), arrays.decoding]
     head += [len(step.pages), len(step.wanted)]
     for chunk in arrays.long:
         head += [chunk.first, chunk.count, chunk.start, chunk.slot]
@@ -183,16 +184,12 @@ def encode_step(step: StepMessage) -> bytes:
 def decode_step(message: bytes) -> StepMessage:
     numbers = np.frombuffer(message, np.int32).copy()
     rows, blocks, long, decoding, pages, wanted = numbers[:HEAD].tolist()
-    sizes = [HEAD, 4 * long, rows, rows, rows, rows, 4 * blocks, 2 * pages, wanted]
+    sizes = [HEAD, 4 * long, 4 * rows, 4 * blocks, 2 * pages, wanted]
     parts = np.split(numbers, np.cumsum(sizes)[:-1])
-    tokens, slots, positions, stores = parts[2:6]
     arrays = StepArrays(
-        tokens=tokens,
-        slots=slots,
-        positions=positions,
-        stores=stores,
-        blocks=parts[6].reshape(-1, 4),
+        rows=parts[2].reshape(4, -1),
+        blocks=parts[3].reshape(-1, 4),
         long=[LongChunk(*chunk) for chunk in parts[1].reshape(-1, 4).tolist()],
         decoding=decoding,
     )
-    return StepMessage(arrays, parts[7].reshape(-1, 2), parts[8])
+    return StepMessage(arrays, parts[4].reshape(-1, 2), parts[5])

@@ -60,7 +60,7 @@ class PagedAttention:
 
         In the last layer only the rows `samples` are attended.
         """
-        decoding, count = arrays.decoding, len(arrays.tokens)
+        decoding, count = arrays.decoding, arrays.count
 
         def attend(layer: int, qkv: Tensor) -> Tensor:
             if layer == len(self._layers) - 1:

@@ -191,7 +191,7 @@ class GpuRunner:
 
     def _decoded(self, arrays: StepArrays, pages: Tensor) -> Tensor:
         """The logits of a step that only decodes, [T, vocabulary]."""
-        count = len(arrays.tokens)
+        count = arrays.count
         size = next(size for size in self._decode if size >= count)
         self._fill(arrays.padded(size, 0, self._slots.padding), pages)
         return self._decode[size].replay()[:count]
@@ -243,14 +243,14 @@ class GpuRunner:
         fitting = (
             rows
             for rows in self._prompt
-            if rows >= len(arrays.tokens) and _blocks_of(rows) >= len(arrays.blocks)
+            if rows >= arrays.count and _blocks_of(rows) >= len(arrays.blocks)
         )
         return next(fitting, None)
 
     def _fill(self, arrays: StepArrays, pages: Tensor) -> None:
         """Copies a step's inputs to where its recording reads them."""
         upload_into(self._inputs, arrays.joined())
-        count = len(arrays.tokens)
+        count = arrays.count
         staged, slots = self._inputs[: 2 * count].view(2, count)
         self._begin(staged, slots, self._tokens[:count], pages)
 
@@ -283,7 +283,7 @@ class GpuRunner:
 
     def _run(self, arrays: StepArrays, pages: Tensor, samples: Ints) -> Tensor:
         """A step of any shape, kernel by kernel: the last layer's output for its samples."""
-        count = len(arrays.tokens)
+        count = arrays.count
         there = upload(arrays.joined(), self._device)
         staged, slots, positions, stores = there[: 4 * count].view(4, count)
         blocks = there[4 * count :].view(-1, 4)

@@ -24,30 +24,23 @@ FLOATS = ir.VectorType(FLOAT, LANES)
 LANE_NUMBERS = ir.VectorType(LANE, LANES)
 
 
+def _count_operator(operation: str) -> Callable[[Count, Count | int], Count]:
+    return lambda self, other: Count(
+        self.builder, getattr(self.builder, operation)(self.value, number(other))
+    )
+
+
 class Count:
     """A 64-bit integer; not negative where it is divided."""
 
     def __init__(self, builder: ir.IRBuilder, value: ir.Value) -> None:
         self.builder, self.value = builder, value
 
-    def _with(self, operation: str, other: Count | int) -> Count:
-        value = getattr(self.builder, operation)(self.value, number(other))
-        return Count(self.builder, value)
-
-    def __add__(self, other: Count | int) -> Count:
-        return self._with("add", other)
-
-    def __sub__(self, other: Count | int) -> Count:
-        return self._with("sub", other)
-
-    def __mul__(self, other: Count | int) -> Count:
-        return self._with("mul", other)
-
-    def __floordiv__(self, other: Count | int) -> Count:
-        return self._with("udiv", other)
-
-    def __mod__(self, other: Count | int) -> Count:
-        return self._with("urem", other)
+    __add__ = _count_operator("add")
+    __sub__ = _count_operator("sub")
+    __mul__ = _count_operator("mul")
+    __floordiv__ = _count_operator("udiv")
+    __mod__ = _count_operator("urem")
 
     def compare(self, how: str, other: Count | int) -> ir.Value:
         return self.builder.icmp_signed(how, self.value, number(other))
@@ -58,16 +51,24 @@ class Count:
         return _repeat(self.builder, scalar)
 
     def at_most(self, other: Count | int) -> Count:
-        chosen = self.builder.select(self.compare("<", other), self.value, number(other))
-        return Count(self.builder, chosen)
+        return self._chosen("<", other)
 
     def at_least(self, other: Count | int) -> Count:
-        chosen = self.builder.select(self.compare(">", other), self.value, number(other))
+        return self._chosen(">", other)
+
+    def _chosen(self, how: str, other: Count | int) -> Count:
+        chosen = self.builder.select(self.compare(how, other), self.value, number(other))
         return Count(self.builder, chosen)
 
 
 def number(value: Count | int) -> ir.Value:
     return ir.Constant(COUNT, value) if isinstance(value, int) else value.value
+
+
+def _floats_operator(operation: str) -> Callable[[Floats, Floats | float], Floats]:
+    return lambda self, other: Floats(
+        self.builder, getattr(self.builder, operation)(self.value, self._same(other).value)
+    )
 
 
 class Floats:
@@ -76,24 +77,13 @@ class Floats:
     def __init__(self, builder: ir.IRBuilder, value: ir.Value) -> None:
         self.builder, self.value = builder, value
 
-    def _with(self, operation: str, other: Floats | float) -> Floats:
-        value = getattr(self.builder, operation)(self.value, self._same(other).value)
-        return Floats(self.builder, value)
-
     def _same(self, other: Floats | float) -> Floats:
         return other if isinstance(other, Floats) else constant(self.builder, other)
 
-    def __add__(self, other: Floats | float) -> Floats:
-        return self._with("fadd", other)
-
-    def __sub__(self, other: Floats | float) -> Floats:
-        return self._with("fsub", other)
-
-    def __mul__(self, other: Floats | float) -> Floats:
-        return self._with("fmul", other)
-
-    def __truediv__(self, other: Floats | float) -> Floats:
-        return self._with("fdiv", other)
+    __add__ = _floats_operator("fadd")
+    __sub__ = _floats_operator("fsub")
+    __mul__ = _floats_operator("fmul")
+    __truediv__ = _floats_operator("fdiv")
 
     def plus_product(self, one: Floats, other: Floats | float) -> Floats:
         """self + one * other, rounded once."""

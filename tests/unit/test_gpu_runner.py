@@ -102,7 +102,7 @@ def test_a_step_of_a_gpu_reads_back_as_it_was_sent() -> None:
     blocks = np.array([[1, 0, 2, 5]], dtype=np.int32)
     long = [LongChunk(0, 600, 512, 3), LongChunk(600, 513, 0, 4)]
     sent = StepMessage(
-        StepArrays(*rows, blocks=blocks, long=long, decoding=1),
+        StepArrays(np.stack(rows), blocks=blocks, long=long, decoding=1),
         pages=np.array([[7, 8], [9, 10]], dtype=np.int32),
         wanted=np.array([2], dtype=np.int32),
     )

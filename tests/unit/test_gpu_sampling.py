@@ -1,4 +1,4 @@
-"""Sampling on the device: references against the engine's sampler, kernels against the references."""
+"""Sampling on the device: references against the engine's sampler, kernels against references."""
 
 from __future__ import annotations
 
