@@ -1,9 +1,17 @@
 """One device: model, weights, pages and steps.
 
-Torch's allocator on Arm gives freed memory back to the system after 10 ms and
-faults it in again for the next layer, which costs 7% of a prefill. The setting
-is read when torch is loaded, so it takes effect where `engine` is imported
-first.
+    sequence        a request's tokens and pages, as schedulers plan them
+    page_pool       leases on pages; prefix_cache: known contents; second_tier: evicted pages
+    step            a plan of chunks, and what a step returns
+    engine          loads a model (architecture, weights) and launches plans
+    runner          turns a plan into one batch on a CPU; gpu/ has its twin
+    model           the forward pass over kernels/
+    sampler         the next tokens; grammar and logprobs beside it
+    tensor_parallel ranks that share one model
+
+Torch's allocator on Arm returns freed memory to the system after 10 ms and faults it in again
+for the next layer, which costs 7% of a prefill. The setting is read when torch is loaded, so
+it takes effect where `engine` is imported first.
 """
 
 import os
