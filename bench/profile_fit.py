@@ -4,7 +4,7 @@ What each push took is told, and from when to when each part of a prompt was com
 several prompts that were computed in one step share its time by their tokens. A decode step's time
 is not told by itself: each answer has the mean of its steps, beside the requests and the busy
 prefill workers that there were meanwhile on average. Where workers share cores, a second counts as
-what of it a decode worker had (planner/sharing.py), so that the profile says what a step costs
+what of it a decode worker had (planner/profile.py), so that the profile says what a step costs
 with a core for itself.
 """
 

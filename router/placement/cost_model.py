@@ -1,13 +1,11 @@
 """How long things take in this cluster, learned from how long they took.
 
-Workers say with each token #1 how long a prompt took them, with each push how
-long the pages travelled, and the router sees the time between two steps of an
-answer. `CostModel` fits these; `Costs` is what it believes at one
-moment, a plain value that the policy decides on. Until something has been
-measured, priors speak: the orders of magnitude of a large model on a GPU. They
-say that a longer queue takes longer, and that is all they decide.
+Workers report how long each prompt and each push took, and the router sees the time between two
+steps of an answer. `CostModel` fits these; `Costs` is its estimate at one moment, a plain value
+that the policy decides on. Until something is measured, priors apply: the orders of magnitude of
+a large model on a GPU, which only say that more work takes longer.
 
-Pure arithmetic: no I/O and no clock.
+What each part contributes is measured by bench/ablation.py. Pure: no I/O, no clock.
 """
 
 from __future__ import annotations
@@ -17,18 +15,16 @@ from dataclasses import dataclass
 
 import numpy
 
-from baton.router.placement.online_fit import Disturbance, OnlineFit
+from baton.router.placement.online_fit import InterferenceShare, OnlineFit
 
 # Coefficients in seconds, for the features named beside them.
-# A prompt, a token, a token times one that it looks at, a token that was there before, a token
-# whose page is brought back.
+# A prompt, a token, a token times one that it attends to, a queued token, a restored token.
 PREFILL_PRIOR = (5e-3, 1e-4, 3e-9, 1e-4, 5e-6)
-BESIDE_SHARE = 0.01  # of a token's own time, what a request decoded meanwhile adds to it
-BUSY_SHARE = 0.01  # and what a prefill worker at work does, where they share hardware
+BUSY_SHARE = 0.01  # of a token's own time, what a busy prefill worker on the same hardware adds
 TRANSFER_PRIOR = (1e-3, 1e-11)  # a push, a byte: as within a host, for what looks slow is not tried
 EXPOSED_PRIOR = (1e-3, 1.0)  # a push, a second of transfer beyond what compute can hide
 STEP_PRIOR = (1e-2, 1e-4, 1e-7, 1e-4)  # a step, a request, a page, a busy prefill worker
-DISTURBANCE_PRIOR = 0.01
+INTERFERENCE_PRIOR = 0.01
 ANSWER_PRIOR = 128.0
 
 REQUEST_MEMORY = 64.0
@@ -38,12 +34,12 @@ ANSWER_RATE = 0.05
 
 
 def _as_local(prefill: tuple[float, ...]) -> tuple[float, ...]:
-    """What a decode worker is taken to need, by what a prefill worker needs."""
-    return (*prefill, BESIDE_SHARE * prefill[1], BUSY_SHARE * prefill[1])
+    """Local prefill, estimated from prefill workers."""
+    return (*prefill, BUSY_SHARE * prefill[1])
 
 
 def larger(one: float, other: float) -> float:
-    """Of two numbers, or of each in an array and a number."""
+    """The larger of two numbers; by element where the first is an array."""
     if isinstance(one, numpy.ndarray):
         return numpy.maximum(one, other)
     return one if one > other else other
@@ -51,32 +47,32 @@ def larger(one: float, other: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What is believed at one moment. All times in seconds."""
+    """Estimates, in seconds. Formulas are plain arithmetic, so that they take arrays too."""
 
     prefill: tuple[float, ...] = PREFILL_PRIOR
-    # The same on a decode worker, between the steps of its other requests; the last two are for a
-    # token times such a request, and a token times a busy prefill worker.
+    # The same on a decode worker, between the steps of its other requests; the last is for a
+    # token times a busy prefill worker.
     local: tuple[float, ...] = _as_local(PREFILL_PRIOR)
     transfer: tuple[float, ...] = TRANSFER_PRIOR
     exposed: tuple[float, ...] = EXPOSED_PRIOR
-    # A fetch, a byte: as a push, once the holder has heard of it between two steps.
+    # A fetch, a byte: as a push, after the holder's current step.
     fetch: tuple[float, ...] = (TRANSFER_PRIOR[0] + STEP_PRIOR[0], TRANSFER_PRIOR[1])
     step: tuple[float, ...] = STEP_PRIOR
-    # What a second of a prefill worker's compute adds to the time of each request that is decoded.
-    interfered: float = DISTURBANCE_PRIOR
+    # What a second of a prefill worker's compute adds to the time of each decoding request.
+    interfered: float = INTERFERENCE_PRIOR
     answer_tokens: float = ANSWER_PRIOR
 
     def prefill_seconds(
         self, tokens: int, prefix: int, pending: int = 0, restored: int = 0
     ) -> float:
-        """Until a prefill worker has computed `pending` tokens and then `tokens`, which follow
-        `prefix` cached ones, of which `restored` have to be brought back."""
+        """A prefill worker computes `pending` tokens and then `tokens`, which follow `prefix`
+        cached ones, of which it restores `restored`."""
         once, each, look, before, back = self.prefill
         own = tokens * (each + look * (prefix + tokens / 2))
         return once + own + before * pending + back * restored
 
     def wait_seconds(self, pending: int, restored: int = 0) -> float:
-        """Of this, what is not the prompt's own compute."""
+        """The part of this that is not the prompt's own compute."""
         return self.prefill[3] * pending + self.prefill[4] * restored
 
     def local_seconds(
@@ -84,27 +80,24 @@ class Costs:
         tokens: int,
         prefix: int,
         pending: int = 0,
-        running: int = 0,
         restored: int = 0,
         busy_prefill: int = 0,
     ) -> float:
-        """Until a decode worker has, which runs so many requests meanwhile, with so many prefill
-        workers at work."""
-        once, each, look, before, back, beside, busy = self.local
-        around = beside * running + busy * busy_prefill
-        own = tokens * (each + look * (prefix + tokens / 2) + around)
+        """The same for a decode worker, beside `busy_prefill` prefill workers."""
+        once, each, look, before, back, busy = self.local
+        own = tokens * (each + look * (prefix + tokens / 2) + busy * busy_prefill)
         return once + own + before * pending + back * restored
 
     def local_wait_seconds(self, pending: int) -> float:
-        """Until a decode worker has read `pending` tokens that were there before."""
+        """A decode worker computes queued tokens."""
         return self.local[3] * pending
 
     def restore_seconds(self, tokens: int) -> float:
-        """Until a decode worker has brought the pages of so many tokens back."""
+        """A decode worker restores tokens from its second tier."""
         return self.local[4] * tokens
 
     def transfer_seconds(self, size: int) -> float:
-        """For which a push of so many bytes is under way."""
+        """A push of `size` bytes, from its first write to its last."""
         once, each = self.transfer
         return (once + each * size) * (size > 0)
 
@@ -114,25 +107,24 @@ class Costs:
         return once + each * larger(self.transfer_seconds(size) - compute_seconds, 0.0)
 
     def fetch_seconds(self, size: int) -> float:
-        """From asking another worker for so many bytes of pages to their arrival."""
+        """From the request for `size` bytes of another worker's pages to their arrival."""
         once, each = self.fetch
         return once + each * size
 
     def step_seconds(self, requests: int, pages: int) -> float:
-        """One step of a decode worker, with nothing else on the machine."""
+        """A step of a decode worker, without interference."""
         once, request, page, _ = self.step
         return once + request * requests + page * pages
 
     def decode_seconds(self, tokens: int, requests: int, pages: int, own_pages: int) -> float:
-        """The answer's own time on a decode worker with so many requests and pages, and what it
-        adds to theirs."""
+        """The answer's own steps beside `requests` with `pages`, and what it adds to theirs."""
         _, request, page, _ = self.step
         own = self.step_seconds(requests + 1, pages + own_pages)
         added = requests * (request + page * own_pages)
         return min(tokens, self.answer_tokens) * (own + added)
 
     def room_seconds(self, waiting: int, requests: int, pages: int) -> float:
-        """Until `waiting` requests have found room, one place for each answer that ends."""
+        """Until `waiting` requests have room: one place for each answer that ends."""
         one_answer = self.answer_tokens * self.step_seconds(requests, pages)
         return waiting * one_answer / (requests + (requests == 0))
 
@@ -140,27 +132,25 @@ class Costs:
         """Seconds that a second of compute on a prefill worker adds to requests on decode workers:
         `decoding` on those that only decode, `prefilling` on those that prefill too. 0 where the
         pools share no hardware."""
-        each, slower = self.local[1], self.local[6]
+        each, slower = self.local[1], self.local[5]
         return decoding * self.interfered + prefilling * slower / (each + slower)
 
 
 class CostModel:
-    """Takes measurements, and says what follows from them."""
-
     def __init__(self) -> None:
-        # Whichever was measured first also speaks for the other, which may be measured later.
+        # None until measured; the first of the two also serves as the other's estimate.
         self._prefill: OnlineFit | None = None
         self._local: OnlineFit | None = None
-        # Prompts that the other side has read since each was measured last.
+        # Prompts that the other role has computed since each was measured last.
         self._prefill_age = 0
         self._local_age = 0
         self._transfer = OnlineFit(TRANSFER_PRIOR, REQUEST_MEMORY)
-        # Apart: how often a push is late says nothing of how late one is.
+        # Two fits: how often a push is late says nothing about how late one is.
         self._hidden = OnlineFit(EXPOSED_PRIOR[:1], REQUEST_MEMORY)
         self._beyond = OnlineFit(EXPOSED_PRIOR[1:], REQUEST_MEMORY)
         self._fetch: OnlineFit | None = None
         self._step = OnlineFit(STEP_PRIOR, STEP_MEMORY)
-        self._disturbance = Disturbance(DISTURBANCE_PRIOR)
+        self._interference = InterferenceShare(INTERFERENCE_PRIOR)
         self._answers = 0
         self._answer_tokens = ANSWER_PRIOR
         self._costs: Costs | None = None
@@ -168,19 +158,19 @@ class CostModel:
     @property
     def costs(self) -> Costs:
         if self._costs is None:
-            self._costs = self._believe()
+            self._costs = self._estimate()
         return self._costs
 
     @property
     def knows_prompts(self) -> bool:
-        """Whether what it says of prompts was measured here."""
+        """Whether its estimates of prompts are measured here."""
         return self._prefill is not None or self._local is not None
 
     def note_prefill(
         self, tokens: int, prefix: int, pending: int, seconds: float, restored: int = 0
     ) -> None:
-        """From its arrival, a prompt took a prefill worker so long: `tokens` behind `prefix`
-        cached ones, of which `restored` were brought back, with `pending` ones there before."""
+        """A prompt's `seconds` on a prefill worker from its arrival: `tokens` behind `prefix`
+        cached ones, of which `restored` were restored, with `pending` ones queued before it."""
         if self._prefill is None:
             self._prefill = OnlineFit(self.costs.prefill, REQUEST_MEMORY)
         self._prefill_age, self._local_age = 0, self._local_age + 1
@@ -191,22 +181,19 @@ class CostModel:
         tokens: int,
         prefix: int,
         pending: int,
-        running: int,
         seconds: float,
         restored: int = 0,
         busy_prefill: float = 0.0,
     ) -> None:
-        """The same for a decode worker, which ran so many requests meanwhile, with so many
-        prefill workers at work on average."""
+        """The same for a decode worker, with `busy_prefill` busy prefill workers on average."""
         if self._local is None:
             self._local = OnlineFit(self.costs.local, REQUEST_MEMORY)
         self._local_age, self._prefill_age = 0, self._prefill_age + 1
-        around = float(tokens * running), float(tokens * busy_prefill)
-        features = (*_prompt(tokens, prefix, pending, restored), *around)
+        features = (*_prompt(tokens, prefix, pending, restored), float(tokens * busy_prefill))
         self._note(self._local, features, seconds)
 
     def note_push(self, size: int, seconds: float, exposed: float, compute_seconds: float) -> None:
-        """So many bytes travelled, beside and after so much compute."""
+        """A push of `size` bytes took `seconds`, `exposed` of them after the compute."""
         if size:
             self._note(self._transfer, (1.0, float(size)), seconds)
         beyond = self.costs.transfer_seconds(size) - compute_seconds
@@ -217,7 +204,7 @@ class CostModel:
             self._note(self._hidden, (1.0,), exposed)
 
     def note_fetch(self, size: int, seconds: float) -> None:
-        """Pages of so many bytes were fetched, or waited for in vain."""
+        """Pages of `size` bytes were fetched, or waited for in vain."""
         if self._fetch is None:
             self._fetch = OnlineFit(self.costs.fetch, REQUEST_MEMORY)
         self._note(self._fetch, (1.0, float(size)), seconds)
@@ -225,14 +212,15 @@ class CostModel:
     def note_step(
         self, requests: int, pages: int, busy_prefill: float, seconds: float, steps: int = 1
     ) -> None:
-        """So many steps of a decode worker, with so many prefill workers at work on average."""
+        """`steps` steps of a decode worker of `seconds` each, with `busy_prefill` busy prefill
+        workers on average."""
         self._note(self._step, (1.0, float(requests), float(pages), busy_prefill), seconds)
         alone = self.costs.step_seconds(requests, pages)
-        self._disturbance.note(busy_prefill * seconds * steps, (seconds - alone) * steps)
+        self._interference.note(busy_prefill * seconds * steps, (seconds - alone) * steps)
         self._costs = None
 
     def note_answer(self, tokens: int) -> None:
-        """An answer came to its end."""
+        """An answer has ended."""
         self._answers += 1
         rate = max(ANSWER_RATE, 1.0 / self._answers)
         self._answer_tokens += rate * (tokens - self._answer_tokens)
@@ -242,10 +230,10 @@ class CostModel:
         fit.note(features, seconds)
         self._costs = None
 
-    def _believe(self) -> Costs:
+    def _estimate(self) -> Costs:
         transfer, step = self._transfer.coefficients, self._step.coefficients
         fetch = (transfer[0] + step[0], transfer[1])
-        prefill, local = self._believe_prompts()
+        prefill, local = self._estimate_prompts()
         return Costs(
             prefill=prefill,
             local=local,
@@ -253,30 +241,30 @@ class CostModel:
             exposed=self._hidden.coefficients + self._beyond.coefficients,
             fetch=self._fetch.coefficients if self._fetch else fetch,
             step=step,
-            interfered=self._disturbance.share,
+            interfered=self._interference.share,
             answer_tokens=self._answer_tokens,
         )
 
-    def _believe_prompts(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """What reading a prompt costs a prefill worker, and a decode worker. What was not measured
-        for long fades into what the other costs, so that it is tried again."""
+    def _estimate_prompts(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """A prompt's coefficients on prefill and on decode workers. Stale estimates decay toward
+        the other role's, so that it is tried again."""
         if self._prefill is None or self._local is None:
             local = self._local.coefficients if self._local else ()
             prefill = self._prefill.coefficients if self._prefill else local[:5] or PREFILL_PRIOR
             return prefill, local or _as_local(prefill)
         prefill, local = self._prefill.coefficients, self._local.coefficients
         return (
-            _faded(prefill, local[:5], self._prefill_age),
-            _faded(local, (*prefill, *local[5:]), self._local_age),
+            _decayed(prefill, local[:5], self._prefill_age),
+            _decayed(local, (*prefill, *local[5:]), self._local_age),
         )
 
 
-def _faded(own: tuple[float, ...], other: tuple[float, ...], age: int) -> tuple[float, ...]:
+def _decayed(own: tuple[float, ...], other: tuple[float, ...], age: int) -> tuple[float, ...]:
     keep = math.exp(-age / FADING_MEMORY)
     return tuple(keep * a + (1.0 - keep) * b for a, b in zip(own, other, strict=True))
 
 
 def _prompt(tokens: int, prefix: int, pending: int, restored: int) -> tuple[float, ...]:
-    """A token looks at all before it: the prefix, and half of the others on average."""
+    """A token attends to all before it: the prefix, and half of the others on average."""
     looks = tokens * (prefix + tokens / 2)
     return 1.0, float(tokens), looks, float(pending), float(restored)

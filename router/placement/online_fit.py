@@ -134,13 +134,17 @@ def _solve_linear(matrix: list[Vector], right: Vector) -> Vector:
     return right
 
 
-MEMORY_SECONDS = 60.0
-"""Of prefill compute, after which a measurement counts for a third."""
-PRIOR_SECONDS = 1.0
-"""The prior counts as much as so many."""
+class InterferenceShare:
+    """How much longer decoding takes while prefill workers compute.
 
+    Where they share hardware, a step is held up now and then for as long as a prompt takes, which
+    a fit that bounds outliers would discard. So seconds are summed: those by which steps were
+    late, and those of prefill compute beside them.
+    """
 
-class Disturbance:
+    MEMORY_SECONDS = 60.0  # of prefill compute, after which a measurement counts for a third
+    PRIOR_SECONDS = 1.0  # that the prior counts for
+
     def __init__(self, prior: float) -> None:
         self._prior = prior
         self._busy = 0.0
@@ -148,14 +152,14 @@ class Disturbance:
 
     @property
     def share(self) -> float:
-        """Of a second of prefill compute, what it costs whoever is decoded: 0 to 1."""
-        late = self._late + self._prior * PRIOR_SECONDS
-        return min(max(late / (self._busy + PRIOR_SECONDS), 0.0), 1.0)
+        """What a second of prefill compute costs a decoding request: 0 to 1."""
+        late = self._late + self._prior * self.PRIOR_SECONDS
+        return min(max(late / (self._busy + self.PRIOR_SECONDS), 0.0), 1.0)
 
     def note(self, busy_seconds: float, late_seconds: float) -> None:
-        """Steps beside so many seconds of prefill compute took so much longer than alone."""
+        """Steps beside `busy_seconds` of prefill compute took `late_seconds` longer than alone."""
         if busy_seconds <= 0.0:
             return
-        keep = math.exp(-busy_seconds / MEMORY_SECONDS)
+        keep = math.exp(-busy_seconds / self.MEMORY_SECONDS)
         self._busy = keep * self._busy + busy_seconds
         self._late = keep * self._late + late_seconds

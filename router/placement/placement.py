@@ -189,12 +189,10 @@ class FetchPlan(NamedTuple):
 class Forecast:
     """What a placement was decided on."""
 
-    # From the placement to token #1.
+    # From the placement on.
     first_token_seconds: float
-    # Prompt tokens before ours, and requests that are decoded beside it where it is local.
+    # Prompt tokens queued before ours, and those of ours that need not be computed.
     pending_tokens: int
-    running: int
-    # Of the prompt, what is cached where it is to be read, or will be.
     cached_tokens: int
 
 

@@ -60,7 +60,7 @@ class PrefillEstimate:
 
     def forecast(self, snapshot: Snapshot, row: int) -> Forecast:
         pending = int(snapshot.prefill.pending_tokens[row])
-        return Forecast(float(self.first_token[row]), pending, 0, self.cached_tokens[row])
+        return Forecast(float(self.first_token[row]), pending, self.cached_tokens[row])
 
 
 def rows_with_room(has_room: Column) -> list[int]:
@@ -159,8 +159,8 @@ def best_local(snapshot: Snapshot, answers: Scores, rows: list[int]) -> tuple[fl
     def local(
         answer: float, cached: int, pending: int, running: int, saved: int, leased: int
     ) -> float:
-        first = costs.local_seconds(tokens - cached, cached, pending, running, saved)
-        prefill = costs.local_seconds(tokens - cached, cached, running=running)
+        first = costs.local_seconds(tokens - cached, cached, pending, saved)
+        prefill = costs.local_seconds(tokens - cached, cached)
         # Each running request still gets one token meanwhile. Prompts in prefill came before.
         still = running * larger(prefill - costs.step_seconds(running, leased), 0.0)
         return first + still + answer
@@ -184,9 +184,8 @@ def best_local(snapshot: Snapshot, answers: Scores, rows: list[int]) -> tuple[fl
 
 
 def forecast_local(snapshot: Snapshot, row: int) -> Forecast:
-    cached, pending, running, saved = (int(column[row]) for column in _local_columns(snapshot))
-    seconds = _local_formula(snapshot)(cached, pending, running, saved)
-    return Forecast(seconds, pending, running, cached)
+    cached, pending, saved = (int(column[row]) for column in _local_columns(snapshot))
+    return Forecast(_local_formula(snapshot)(cached, pending, saved), pending, cached)
 
 
 def earliest_first_token(snapshot: Snapshot) -> float:
@@ -278,23 +277,18 @@ def _requests_beside(snapshot: Snapshot) -> tuple[int, int]:
     return decoding, prefilling
 
 
-def _local_columns(snapshot: Snapshot) -> tuple[Column, Column, Column, Column]:
+def _local_columns(snapshot: Snapshot) -> tuple[Column, Column, Column]:
     workers = snapshot.decode
-    return (
-        workers.cached_tokens,
-        workers.pending_tokens,
-        workers.running,
-        workers.saved_tokens,
-    )
+    return workers.cached_tokens, workers.pending_tokens, workers.saved_tokens
 
 
-def _local_formula(snapshot: Snapshot) -> Callable[[int, int, int, int], float]:
+def _local_formula(snapshot: Snapshot) -> Callable[[int, int, int], float]:
     """Seconds to the first token by local prefill, beside the prefill workers that are busy."""
     local_seconds, tokens = snapshot.costs.local_seconds, snapshot.prompt_tokens
     busy_prefill = sum(pending > 0 for pending in _listed(snapshot.prefill.pending_tokens))
 
-    def seconds(cached: int, pending: int, running: int, saved: int) -> float:
-        return local_seconds(tokens - cached, cached, pending, running, saved, busy_prefill)
+    def seconds(cached: int, pending: int, saved: int) -> float:
+        return local_seconds(tokens - cached, cached, pending, saved, busy_prefill)
 
     return seconds
 

@@ -97,7 +97,6 @@ class Feedback:
             self._tokens - cached,
             cached,
             self._forecast.pending_tokens,
-            self._forecast.running,
             step.queue_seconds + step.compute_seconds,
             step.restored_tokens,
             self._busy_prefill(),

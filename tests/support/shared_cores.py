@@ -244,7 +244,6 @@ class Cluster:
                 request.tokens,
                 0,
                 forecast.pending_tokens,
-                forecast.running,
                 queue + compute,
                 0,
                 self._busy_prefill(request),

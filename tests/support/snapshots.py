@@ -21,7 +21,7 @@ BOTH = frozenset({"d0", "d1"})
 # A millisecond a token, ten a step, one for each request in it; 100 KB a millisecond.
 COSTS = Costs(
     prefill=(0.0, 1e-3, 0.0, 1e-3, 1e-4),
-    local=(0.0, 1e-3, 0.0, 1e-3, 1e-4, 0.0, 0.0),
+    local=(0.0, 1e-3, 0.0, 1e-3, 1e-4, 0.0),
     transfer=(0.0, 1e-8),
     exposed=(0.0, 1.0),
     fetch=(2e-2, 1e-8),

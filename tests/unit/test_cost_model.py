@@ -52,14 +52,14 @@ def test_until_a_decode_worker_has_read_a_prompt_it_is_as_fast_as_prefill() -> N
     model = CostModel()
     model.note_prefill(100, 0, 0, 2.0)
     assert model.costs.local_seconds(100, 0) == pytest.approx(2.0, rel=0.01)
-    model.note_local(100, 0, 0, 0, 4.0)
+    model.note_local(100, 0, 0, 4.0)
     assert model.costs.local_seconds(100, 0) == pytest.approx(4.0, rel=0.01)
     assert model.costs.prefill_seconds(100, 0) == pytest.approx(2.0, rel=0.01)
 
 
 def test_until_a_prefill_worker_has_read_a_prompt_it_is_as_fast_as_decode() -> None:
     model = CostModel()
-    model.note_local(100, 0, 0, 0, 4.0)
+    model.note_local(100, 0, 0, 4.0)
     assert model.costs.prefill_seconds(100, 0) == pytest.approx(4.0, rel=0.01)
     assert model.costs.prefill_seconds(100, 0) > model.costs.local_seconds(20, 80)
     model.note_prefill(100, 0, 0, 2.0)
@@ -77,16 +77,6 @@ def test_until_one_was_made_a_fetch_is_a_push_that_waits_for_a_step() -> None:
         model.note_fetch(10**6, 0.5)
     assert model.costs.fetch_seconds(10**6) == pytest.approx(0.5, rel=0.1)
     assert model.costs.transfer_seconds(10**6) == pytest.approx(2.0, rel=0.01)
-
-
-def test_neighbours_that_slow_a_local_prompt_down_are_learned() -> None:
-    model, draw = CostModel(), random.Random(1)
-    for _ in range(200):
-        tokens, running = draw.randint(10, 500), draw.randint(0, 8)
-        model.note_local(tokens, 0, 0, running, tokens * (0.002 + 0.001 * running))
-    costs = model.costs
-    assert costs.local_seconds(200, 0) == pytest.approx(0.4, rel=0.2)
-    assert costs.local_seconds(200, 0, running=8) == pytest.approx(2.0, rel=0.2)
 
 
 def test_only_what_compute_cannot_hide_of_a_transfer_is_waited_for() -> None:
@@ -143,11 +133,11 @@ def test_steps_that_stand_still_for_a_prompt_count_with_their_seconds() -> None:
 
 def test_what_has_not_been_measured_for_long_is_taken_to_cost_what_the_other_does() -> None:
     model = CostModel()
-    model.note_local(100, 0, 0, 0, 30.0)
+    model.note_local(100, 0, 0, 30.0)
     for _ in range(2000):
         model.note_prefill(100, 0, 0, 2.0)
     assert model.costs.local_seconds(100, 0) == pytest.approx(2.0, rel=0.05)
-    model.note_local(100, 0, 0, 0, 20.0)
+    model.note_local(100, 0, 0, 20.0)
     assert model.costs.local_seconds(100, 0) > 10.0
 
 
@@ -155,6 +145,6 @@ def test_prompts_read_beside_busy_prefill_workers_say_what_they_take_alone() -> 
     model, draw = CostModel(), random.Random(1)
     for _ in range(200):
         tokens, busy = draw.randint(10, 500), draw.random() * 2
-        model.note_local(tokens, 0, 0, 0, tokens * (0.002 + 0.004 * busy), 0, busy)
+        model.note_local(tokens, 0, 0, tokens * (0.002 + 0.004 * busy), 0, busy)
     assert model.costs.local_seconds(200, 0) == pytest.approx(0.4, rel=0.25)
     assert model.costs.interference(0, 3) == pytest.approx(3 * 2 / 3, rel=0.15)

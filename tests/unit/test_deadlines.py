@@ -16,7 +16,7 @@ async def test_what_cannot_meet_its_deadline_is_refused_at_once() -> None:
         await client.generate(PROMPT, max_tokens=2, timeout=10.0)
         for _ in range(200):
             door._serving.placer.costs.note_prefill(64, 0, 0, 30.0)
-            door._serving.placer.costs.note_local(64, 0, 0, 0, 30.0)
+            door._serving.placer.costs.note_local(64, 0, 0, 30.0)
         with pytest.raises(DeadlineExceeded, match=r"predicted in (29|30)\..* leaves (9|10)\."):
             await client.generate(PROMPT, max_tokens=2, timeout=10.0)
         # Whoever waits long enough, or for ever, is served.

@@ -19,7 +19,7 @@ from baton.v1 import worker_pb2 as pb
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
 
 WORK = Work(AttemptKey("r", 1), [1] * 100, Sampling(), 9, frozenset())
-FORECAST = Forecast(0.5, 200, 3, 64)
+FORECAST = Forecast(0.5, 200, 64)
 SPLIT = Placement("p0", "d0", forecast=FORECAST)
 LOCAL = Placement("", "d0", Policy.LOCAL, forecast=FORECAST)
 

@@ -1,0 +1,164 @@
+"""What each part of the cost model contributes: `python -m bench.ablation [TRACE.jsonl]`.
+
+Takes one coefficient or fit at a time from what the policy believes, and replays the same
+requests. Without a trace: two prefill and two decode workers in virtual time, which learn their
+costs as a router does (tests/support/shared_cores.py). With a trace: the planner's simulator,
+whose costs are known.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import random
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from baton.planner.profile import H200_8B
+from baton.planner.simulator import Setup, Simulator
+from baton.planner.sizing import Goals, Pools
+from baton.planner.trace import Arrival, Traffic, arrivals, read_trace
+from baton.router.placement.cost_model import ANSWER_PRIOR, CostModel, Costs
+from baton.router.placement.placement import LocalPrefill, Snapshot
+from tests.support.shared_cores import Cluster, Hardware, calibrate, poisson
+
+Change = Callable[[Costs], Costs]
+
+CORES = Hardware(forward=0.045, row=0.0065, message=0.003, push=0.01, cores=2.0)
+GPUS = Hardware(
+    forward=4e-3,
+    row=2e-5,
+    message=5e-4,
+    push=3e-3,
+    prefill_chunk=8192,
+    decode_chunk=2048,
+    page_bytes=2 * 2**20,
+)
+LEARNED = {
+    "cores, 32": (CORES, (32, 16)),
+    "cores, 128": (CORES, (128, 16)),
+    "GPUs, 4096": (GPUS, (4096, 32)),
+}
+"""Hardware, and the tokens of prompts and answers."""
+LOAD = 0.9
+EARLIER, REQUESTS = 60, 40
+
+# A network of 1 GB/s; and pools that share hardware, where prefill slows decode down.
+REPLAYED = {
+    "40 GB/s": H200_8B,
+    "1 GB/s": dataclasses.replace(H200_8B, transfer=(1e-3, 1e-9)),
+    "shared": dataclasses.replace(H200_8B, step=(4.15e-3, 1.2e-5, 4.5e-7, 4e-3)),
+}
+WORKERS = Pools(4, 2)
+GOALS = Goals(ttft=4.0, itl=0.05, most_workers=6)
+
+
+def without(name: str, place: int, value: float = 0.0) -> Change:
+    """Without one coefficient."""
+
+    def change(costs: Costs) -> Costs:
+        values = list(getattr(costs, name))
+        values[place] = value
+        changed: dict[str, Any] = {name: tuple(values)}
+        return dataclasses.replace(costs, **changed)
+
+    return change
+
+
+def _pending_as_own(costs: Costs) -> Costs:
+    """Tokens in the queue cost as much as the prompt's own."""
+    prefill, local = list(costs.prefill), list(costs.local)
+    prefill[3], local[3] = prefill[1], local[1]
+    return dataclasses.replace(costs, prefill=tuple(prefill), local=tuple(local))
+
+
+def _local_as_prefill(costs: Costs) -> Costs:
+    return dataclasses.replace(costs, local=(*costs.prefill, *costs.local[5:]))
+
+
+CHANGES: dict[str, Change] = {
+    "nothing": lambda costs: costs,
+    "prompt: once": without("prefill", 0),
+    "prompt: attention": without("prefill", 2),
+    "prompt: own rate of the queue": _pending_as_own,
+    "local: own fit": _local_as_prefill,
+    "local: busy prefill workers": without("local", 5),
+    "transfer: once": without("transfer", 0),
+    "transfer: bytes": without("transfer", 1),
+    "exposed: once": without("exposed", 0),
+    "exposed: share": without("exposed", 1, 1.0),
+    "step: requests": without("step", 1),
+    "step: pages": without("step", 2),
+    "step: busy prefill workers": without("step", 3),
+    "interference": lambda costs: dataclasses.replace(costs, interfered=0.0),
+    "answer length": lambda costs: dataclasses.replace(costs, answer_tokens=ANSWER_PRIOR),
+}
+
+
+class AblatedModel(CostModel):
+    def __init__(self, change: Change) -> None:
+        super().__init__()
+        self._change = change
+
+    @property
+    def costs(self) -> Costs:
+        return self._change(super().costs)
+
+
+class AblatedSimulator(Simulator):
+    """Its policy believes less than the workers cost."""
+
+    def __init__(self, setup: Setup, change: Change) -> None:
+        super().__init__(setup)
+        self._change = change
+
+    def snapshot(self, arrival: Arrival) -> Snapshot:
+        snapshot = super().snapshot(arrival)
+        return dataclasses.replace(snapshot, costs=self._change(snapshot.costs))
+
+
+def learned(change: Change, seeds: int) -> Iterator[str]:
+    """For each case: good requests, and the mean seconds of one."""
+    for hardware, shape in LEARNED.values():
+        found = calibrate(hardware, *shape)
+        good: list[bool] = []
+        seconds: list[float] = []
+        rate = LOAD * found.requests_per_second
+        for seed in range(seeds):
+            cluster, draw = Cluster(hardware, LocalPrefill.AUTO), random.Random(seed)
+            cluster.model = AblatedModel(change)
+            cluster.run(poisson(draw, 0.6 * rate, EARLIER), *shape)
+            requests = cluster.run(poisson(draw, rate, REQUESTS), *shape)
+            good += map(found.objective.is_met, requests)
+            seconds += [request.times[-1] - request.arrived for request in requests]
+        yield f"{statistics.mean(good):.1%}, {statistics.mean(seconds):.3g} s"
+
+
+def replayed(change: Change, requests: Sequence[Arrival]) -> Iterator[str]:
+    """For each case: requests that keep both objectives, and the mean TTFT."""
+    for profile in REPLAYED.values():
+        report = AblatedSimulator(Setup(WORKERS, profile, GOALS), change).run(requests)
+        yield f"{report.kept:.1%}, {report.ttft.mean:.3f} s"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("trace", type=Path, nargs="?", help="replayed in the planner's simulator")
+    parser.add_argument("--seeds", type=int, default=8, help="runs of each case that learns")
+    parser.add_argument("--minutes", type=float, default=15.0, help="of the trace")
+    arguments = parser.parse_args()
+    cases = list(REPLAYED if arguments.trace else LEARNED)
+    if arguments.trace:
+        traffic = Traffic(seconds=60 * arguments.minutes)
+        requests = list(arrivals(read_trace(arguments.trace), traffic))
+    print(f"| without | {' | '.join(cases)} |")
+    print("|---" * (len(cases) + 1) + "|")
+    for name, change in CHANGES.items():
+        found = replayed(change, requests) if arguments.trace else learned(change, arguments.seeds)
+        print(f"| {name} | {' | '.join(found)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
