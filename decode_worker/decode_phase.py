@@ -22,7 +22,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from baton.core.config import Config
-from baton.core.errors import BatonError, Internal
+from baton.core.errors import BatonError
 from baton.core.types import AttemptKey, FinishReason, Role, Work
 from baton.core.wire import failed_to, finish_to, logprobs_to, work_from
 from baton.decode_worker.decode_scheduler import DecodeScheduler, Reservation
@@ -35,7 +35,6 @@ from baton.kv_transfer.transfer_events import (
     DeliverTicket,
     ExpectPages,
     LendPages,
-    PagesDamaged,
     PagesWanted,
     PushEnded,
     PushOverdue,
@@ -44,7 +43,6 @@ from baton.kv_transfer.transfer_events import (
     ReservationFreed,
     ReservationOverdue,
     SenderDied,
-    TransferCrashed,
     TransferEvent,
 )
 from baton.kv_transfer.transfer_protocol import make_ticket
@@ -52,8 +50,8 @@ from baton.kv_transfer.transfer_thread import TransferThread
 from baton.v1 import worker_pb2 as pb
 from baton.worker.metrics import WorkerMetrics
 from baton.worker.outbox import Outbox
-from baton.worker.role_status import RoleStatus
-from baton.worker.step_pipeline import Settled, StepPipeline
+from baton.worker.phase import Phase
+from baton.worker.step_pipeline import Settled
 
 MOST_LOANS = 16
 """Loans at once."""
@@ -73,7 +71,9 @@ class DecodeJob:
     guide: Guide | None = None
 
 
-class DecodePhase:
+class DecodePhase(Phase[DecodeJob]):
+    role = Role.DECODE
+
     def __init__(
         self,
         engine: Engine,
@@ -82,26 +82,15 @@ class DecodePhase:
         metrics: WorkerMetrics,
         config: Config,
     ) -> None:
-        self._engine = engine
-        self._pool = engine.pool
-        self._transfer = transfer
-        self._outbox = outbox
-        self._metrics = metrics
-        self._steps = StepPipeline(engine, metrics)
-        self._status = RoleStatus(Role.DECODE, engine, metrics, config)
+        super().__init__(engine, transfer, outbox, metrics, config)
         self._scheduler = DecodeScheduler(
             engine.pool, config.decode.max_batch, config.decode.chunk_tokens
         )
         self._loans = Loans(engine.pool, transfer)
         self._ticket_seconds = config.decode.ticket_seconds
-        self._jobs: dict[AttemptKey, DecodeJob] = {}
         # Pages of released reservations that their senders may still write to.
         self._leaving: dict[AttemptKey, Lease] = {}
         self._overdue: set[AttemptKey] = set()  # those that stay for too long
-
-    @property
-    def idle(self) -> bool:
-        return not self._jobs
 
     @property
     def settled(self) -> bool:
@@ -119,23 +108,13 @@ class DecodePhase:
             case "sender_gone":
                 self._transfer.post(SenderDied(message.sender_gone.agent))
             case "prefill":
-                self._outbox.send(attachment, self._status.refusal(message.prefill.work))
-
-    def on_detach(self, attachment: int) -> None:
-        for key in [key for key, job in self._jobs.items() if job.attachment == attachment]:
-            self._release(key)
-
-    def drain(self) -> None:
-        self._status.draining = True
-
-    def resume(self) -> None:
-        self._status.draining = False
+                self._refuse(attachment, message.prefill.work)
 
     def hand_back(self) -> None:
         for job in list(self._jobs.values()):
-            self._fail(job, self._status.drained())
+            self._fail(job, self._drained())
 
-    def on_transfer(self, event: TransferEvent) -> None:
+    def _on_transfer(self, event: TransferEvent) -> None:
         match event:
             case Arrived():
                 self._arrive(event)
@@ -149,12 +128,8 @@ class DecodePhase:
                 self._loans.mark_overdue(event.key)
             case PushEnded():
                 self._loans.end(event.key)
-            case PagesDamaged():
-                self._metrics.damaged(event.count)
             case ReservationFailed() if event.key in self._jobs:
                 self._lose(self._jobs[event.key], event.error)
-            case TransferCrashed():
-                raise Internal(f"the transfer thread stopped: {event.reason}")
 
     def step(self) -> bool:
         self._pool.lower.advance()
@@ -171,11 +146,8 @@ class DecodePhase:
         return True
 
     def load(self) -> pb.Load:
-        busy = self._jobs or self._steps.any
         held = len(self._leaving_pages | self._loans.pages)
-        leak = "" if busy else self._pool.check_integrity(held=held)
-        transfers = self._scheduler.travelling
-        load = self._status.load(self._scheduler, self._quarantined, transfers, leak)
+        load = self._measure_load(self._scheduler, held, self._scheduler.travelling)
         load.prefilling = self._scheduler.prefilling
         return load
 
@@ -194,8 +166,7 @@ class DecodePhase:
         if work.key in self._jobs or work.key in self._leaving:
             return
         try:
-            most = len(work.prompt_tokens) + work.tokens_wanted
-            self._status.check(work, most, self._quarantined)
+            self._check(work, len(work.prompt_tokens) + work.tokens_wanted)
         except BatonError as error:
             self._outbox.send(attachment, failed_to(work.key, error))
             return

@@ -18,7 +18,7 @@ from __future__ import annotations
 import time
 
 from baton.core.config import Config
-from baton.core.errors import BatonError, Exhausted, Internal
+from baton.core.errors import BatonError, Exhausted
 from baton.core.types import AttemptKey, DeviceEvent, FinishReason, Logprobs, Role
 from baton.core.wire import failed_to, finish_to, logprobs_to, work_from
 from baton.engine.engine import Engine
@@ -31,7 +31,6 @@ from baton.kv_transfer.transfer_events import (
     Fetched,
     FinishPush,
     OpenPush,
-    PagesDamaged,
     PagesWanted,
     PeerConnected,
     PeerDisconnected,
@@ -43,7 +42,6 @@ from baton.kv_transfer.transfer_events import (
     ReservationFreed,
     ReservationOverdue,
     SenderDied,
-    TransferCrashed,
     TransferEvent,
 )
 from baton.kv_transfer.transfer_thread import TransferThread
@@ -52,11 +50,13 @@ from baton.prefill_worker.prefill_scheduler import PrefillScheduler
 from baton.v1 import worker_pb2 as pb
 from baton.worker.metrics import WorkerMetrics
 from baton.worker.outbox import Outbox
-from baton.worker.role_status import RoleStatus
-from baton.worker.step_pipeline import Settled, StepPipeline
+from baton.worker.phase import Phase
+from baton.worker.step_pipeline import Settled
 
 
-class PrefillPhase:
+class PrefillPhase(Phase[PrefillJob]):
+    role = Role.PREFILL
+
     def __init__(
         self,
         engine: Engine,
@@ -65,22 +65,11 @@ class PrefillPhase:
         metrics: WorkerMetrics,
         config: Config,
     ) -> None:
-        self._engine = engine
-        self._pool = engine.pool
-        self._transfer = transfer
-        self._outbox = outbox
-        self._metrics = metrics
-        self._steps = StepPipeline(engine, metrics)
-        self._status = RoleStatus(Role.PREFILL, engine, metrics, config)
+        super().__init__(engine, transfer, outbox, metrics, config)
         self._fetches = Fetches(engine.pool, transfer, metrics)
         self._scheduler = PrefillScheduler(
             engine.pool, config.prefill.chunk_tokens, self._fetches.coming
         )
-        self._jobs: dict[AttemptKey, PrefillJob] = {}
-
-    @property
-    def idle(self) -> bool:
-        return not self._jobs
 
     @property
     def settled(self) -> bool:
@@ -99,25 +88,15 @@ class PrefillPhase:
             case "sender_gone":
                 self._transfer.post(SenderDied(message.sender_gone.agent))
             case "reserve":
-                self._outbox.send(attachment, self._status.refusal(message.reserve.work))
+                self._refuse(attachment, message.reserve.work)
             case "compute":
-                self._outbox.send(attachment, self._status.refusal(message.compute.work))
-
-    def on_detach(self, attachment: int) -> None:
-        for key in [key for key, job in self._jobs.items() if job.attachment == attachment]:
-            self._release(key)
-
-    def drain(self) -> None:
-        self._status.draining = True
-
-    def resume(self) -> None:
-        self._status.draining = False
+                self._refuse(attachment, message.compute.work)
 
     def hand_back(self) -> None:
         for job in [job for job in self._jobs.values() if not job.released]:
-            self._fail(job, self._status.drained())
+            self._fail(job, self._drained())
 
-    def on_transfer(self, event: TransferEvent) -> None:
+    def _on_transfer(self, event: TransferEvent) -> None:
         match event:
             case PeerConnected() | PeerDisconnected():
                 self._outbox.broadcast(_peer_changed(event))
@@ -139,10 +118,6 @@ class PrefillPhase:
                 self._fetches.mark_overdue(event.key)
             case PagesWanted():  # its router did not know of the role switch yet
                 self._transfer.post(DeliverTicket(event.key, event.ticket))
-            case PagesDamaged():
-                self._metrics.damaged(event.count)
-            case TransferCrashed():
-                raise Internal(f"the transfer thread stopped: {event.reason}")
 
     def step(self) -> bool:
         self._pool.lower.advance()
@@ -156,10 +131,8 @@ class PrefillPhase:
         return True
 
     def load(self) -> pb.Load:
-        busy = self._jobs or self._steps.any
-        leak = "" if busy else self._pool.check_integrity(held=len(self._fetches.pages))
         transfers = sum(job.delivered for job in self._jobs.values())
-        return self._status.load(self._scheduler, self._quarantined, transfers, leak)
+        return self._measure_load(self._scheduler, len(self._fetches.pages), transfers)
 
     @property
     def _quarantined(self) -> int:
@@ -172,7 +145,7 @@ class PrefillPhase:
         if work.key in self._jobs:
             return
         try:
-            self._status.check(work, len(work.prompt_tokens), self._quarantined)
+            self._check(work, len(work.prompt_tokens))
         except BatonError as error:
             self._outbox.send(attachment, failed_to(work.key, error))
             return

@@ -35,7 +35,7 @@ from baton.v1.transfer_pb2 import PoolLayout
 from baton.worker.engine_thread import EngineInbox, Wake
 from baton.worker.metrics import WorkerMetrics
 from baton.worker.outbox import CacheFeed, Outbox
-from baton.worker.phase import Phase, phase_factory
+from baton.worker.phase import AnyPhase, phase_factory
 from baton.worker.ranks import EXIT_SECONDS, Ranks, has_second_tier, rank_settings
 from baton.worker.resources import claim_threads, lower_priority
 
@@ -74,14 +74,14 @@ class Backend:
         self._ranks: Ranks | None = None
         self._tenths: dict[str, int] = {}  # reported, by what is being loaded
 
-    def load(self, role: Role) -> tuple[Phase, CacheFeed]:
+    def load(self, role: Role) -> tuple[AnyPhase, CacheFeed]:
         self._lower_priority(role)
         self._load_engine(role)
         self.transfer = self._open_transfer()
         self._cache_feed = CacheFeed(self.engine.pool, self._outbox)
         return self._make_phase(role), self._cache_feed
 
-    def switch_role(self, role: Role) -> tuple[Phase, CacheFeed]:
+    def switch_role(self, role: Role) -> tuple[AnyPhase, CacheFeed]:
         self._lower_priority(role)
         threads = claim_threads(self._config, role, self.engine.split.size)
         gpu = self._ranks.settings.gpu if self._ranks else self._gpu_settings(role)
@@ -111,7 +111,7 @@ class Backend:
         if self._ranks:
             self._ranks.close()
 
-    def _make_phase(self, role: Role) -> Phase:
+    def _make_phase(self, role: Role) -> AnyPhase:
         make = phase_factory(role)
         return make(self.engine, self.transfer, self._outbox, self._metrics, self._config)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from baton.kv_transfer.transfer_events import TransferEvent
 from baton.v1 import worker_pb2 as pb
 from baton.worker.outbox import CacheFeed, Outbox
-from baton.worker.phase import Phase
+from baton.worker.phase import AnyPhase
 
 IDLE_REPORT_SECONDS = 1.0
 BUSY_REPORT_SECONDS = 0.1
@@ -70,7 +70,7 @@ Item = FromRouter | Attached | Detached | Drain | Retire | Wake | TransferEvent
 EngineInbox = queue.SimpleQueue[Item | Stop]
 
 
-MakePhase = Callable[[], tuple[Phase, CacheFeed]]
+MakePhase = Callable[[], tuple[AnyPhase, CacheFeed]]
 
 
 class EngineThread(threading.Thread):
@@ -140,14 +140,14 @@ class EngineThread(threading.Thread):
         except BaseException as error:  # noqa: BLE001 the thread's edge: the process must end
             self._on_failure(error)
 
-    def _begin(self, phase: Phase) -> None:
+    def _begin(self, phase: AnyPhase) -> None:
         self._retired = False
         self._busy_seconds = 0.0
         self._began = time.monotonic()
         self._report(phase, -math.inf)
         self._on_ready()
 
-    def _serve(self, phase: Phase) -> None:
+    def _serve(self, phase: AnyPhase) -> None:
         busy = False
         while not self._retired and self._handle_inbox(phase, wait=not busy):
             began = time.monotonic()
@@ -160,7 +160,7 @@ class EngineThread(threading.Thread):
                 self._continue_draining(phase)
             self._outbox.flush()
 
-    def _handle_inbox(self, phase: Phase, *, wait: bool) -> bool:
+    def _handle_inbox(self, phase: AnyPhase, *, wait: bool) -> bool:
         """Handles what is in the inbox. False after Stop."""
         try:
             item = self._inbox.get(block=wait, timeout=IDLE_REPORT_SECONDS)
@@ -172,7 +172,7 @@ class EngineThread(threading.Thread):
         except queue.Empty:
             return True
 
-    def _handle(self, phase: Phase, item: Item) -> None:
+    def _handle(self, phase: AnyPhase, item: Item) -> None:
         match item:
             case FromRouter() if item.message.HasField("resync_cache"):
                 self._cache_feed.send_all(item.attachment)
@@ -190,14 +190,14 @@ class EngineThread(threading.Thread):
             case _:
                 phase.on_transfer(item)
 
-    def _begin_draining(self, phase: Phase, item: Drain | Retire) -> None:
+    def _begin_draining(self, phase: AnyPhase, item: Drain | Retire) -> None:
         self._draining, self._retiring = True, isinstance(item, Retire)
         self._hand_back_at = time.monotonic() + item.seconds
         self._give_up_at = self._hand_back_at + HAND_BACK_SECONDS
         phase.drain()
         self._outbox.broadcast(pb.WorkerMessage(draining=pb.Draining()))
 
-    def _continue_draining(self, phase: Phase) -> None:
+    def _continue_draining(self, phase: AnyPhase) -> None:
         now = time.monotonic()
         if phase.settled if self._retiring else phase.idle:
             self._end_draining()
@@ -215,7 +215,7 @@ class EngineThread(threading.Thread):
         if not self._retired:
             self._on_drained()
 
-    def _report(self, phase: Phase, interval: float) -> None:
+    def _report(self, phase: AnyPhase, interval: float) -> None:
         now = time.monotonic()
         if now - self._reported >= interval:
             self._reported = now

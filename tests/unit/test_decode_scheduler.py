@@ -206,7 +206,7 @@ class InFlight:
         self._leases = [piece.sequence.lease for piece in plan]
         for piece in plan:
             piece.sequence.lease.pin()
-            piece.depart()
+            piece.launched()
 
     def land(self) -> None:
         for lease in self._leases:

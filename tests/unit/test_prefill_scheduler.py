@@ -97,7 +97,7 @@ def test_queued_tokens_count_what_is_not_computed() -> None:
 def test_nothing_is_planned_for_a_prompt_whose_token_is_on_its_way() -> None:
     made = scheduler(4)
     (piece,) = made.next()
-    piece.depart()
+    piece.launched()
     assert made.next() == []
     piece.sequence.expected -= 1
     assert made.next() == [], "the token was sampled, and is not appended yet"
