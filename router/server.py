@@ -14,13 +14,11 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import start_http_server
 
 from baton.core import model_store
-from baton.core.bounds import MAX_REQUEST_BYTES
 from baton.core.config import Config
 from baton.core.errors import Internal
 from baton.core.process import StopSignal
@@ -32,15 +30,9 @@ from baton.core.tls import (
     key_path,
     node_identity,
 )
-from baton.core.types import MAX_MESSAGE_BYTES
 from baton.router.edges.auth import KeyRing
 from baton.router.edges.edge_context import EdgeContext
-from baton.router.edges.grpc.servicers import (
-    AdminService,
-    ApiKeyInterceptor,
-    DecodeInterceptor,
-    InferenceService,
-)
+from baton.router.edges.grpc.servicers import AdminService, InferenceService, make_server
 from baton.router.observe.metrics import RouterMetrics
 from baton.router.observe.overview import RouterOverview
 from baton.router.observe.spans import Spans
@@ -60,21 +52,6 @@ log = logging.getLogger(__name__)
 
 GRACE_SECONDS = 2.0
 """For clients to receive the end of complete answers."""
-
-GRPC_OPTIONS = [
-    ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # Ends connections that are silent, and finds peers that are gone.
-    ("grpc.server_handshake_timeout_ms", 10_000),
-    ("grpc.max_connection_idle_ms", 600_000),
-    ("grpc.keepalive_time_ms", 60_000),
-    ("grpc.keepalive_timeout_ms", 20_000),
-    ("grpc.http2.ping_timeout_ms", 20_000),
-    # Clients ping while they wait for a token.
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    # Without this a second router on the same port would share its calls.
-    ("grpc.so_reuseport", 0),
-]
 
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 ADMIN = cluster_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
@@ -143,12 +120,7 @@ class RouterServer:
 
     async def _serve_grpc(self, model: str, controller: ControllerClient) -> None:
         limits = self._config.router
-        # More streams than may run: one call too many is refused, instead of waiting in its client.
-        streams = ("grpc.max_concurrent_streams", 2 * limits.max_requests + 100)
-        interceptors: list[grpc.aio.ServerInterceptor] = [DecodeInterceptor()]
-        if self._keys.required:
-            interceptors.insert(0, ApiKeyInterceptor(self._keys))
-        self._server = grpc.aio.server(options=[*GRPC_OPTIONS, streams], interceptors=interceptors)
+        self._server = make_server(self._keys, limits.max_requests)
         self._edges = EdgeContext(
             self._serving, self._membership, self._keys, model, limits.reader_buffer
         )

@@ -15,12 +15,13 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 
+from baton.core.bounds import MAX_REQUEST_BYTES
 from baton.core.errors import (
     BatonError,
     InvalidRequest,
     PermissionDenied,
 )
-from baton.core.types import Request
+from baton.core.types import MAX_MESSAGE_BYTES, Request
 from baton.router.answers.answer_events import Started
 from baton.router.edges.auth import Caller, KeyRing
 from baton.router.edges.client_buffer import buffered
@@ -258,3 +259,28 @@ def _replace(handler: Handler, call: Any, deserializer: Any) -> Handler:
         else grpc.unary_unary_rpc_method_handler
     )
     return make(call, deserializer, handler.response_serializer)
+
+
+GRPC_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # Ends connections that are silent, and finds peers that are gone.
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_connection_idle_ms", 600_000),
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.ping_timeout_ms", 20_000),
+    # Clients ping while they wait for a token.
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    # Without this a second router on the same port would share its calls.
+    ("grpc.so_reuseport", 0),
+]
+
+
+def make_server(keys: KeyRing, max_requests: int) -> grpc.aio.Server:
+    interceptors: list[grpc.aio.ServerInterceptor] = [DecodeInterceptor()]
+    if keys.required:
+        interceptors.insert(0, ApiKeyInterceptor(keys))
+    # More streams than may run: one call too many is refused, instead of waiting in its client.
+    streams = ("grpc.max_concurrent_streams", 2 * max_requests + 100)
+    return grpc.aio.server(options=[*GRPC_OPTIONS, streams], interceptors=interceptors)
