@@ -30,6 +30,8 @@ MAX_BIASES = 1024
 MAX_TOP_LOGPROBS = 20
 """Alternatives returned with each token."""
 
+MAX_TOOLS = 128
+
 MAX_STRUCTURE = 128 * 2**10
 """Characters of a JSON Schema, a regular expression or a Lark grammar."""
 

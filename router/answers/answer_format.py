@@ -10,15 +10,21 @@ mistral-args  [TOOL_CALLS]name[ARGS]{…}, one after the other, as newer Mistral
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 import secrets
 import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from baton.core.bounds import MAX_STRUCTURE, MAX_TOOLS
+from baton.core.errors import InvalidRequest
 from baton.core.types import ChatPrompt, Request, Structure, Tool
 from baton.router.answers.splitters import END_THINK, THINK
 from baton.router.prompts.output_grammar import ONE_LINE
+
+_TOOL_NAME = re.compile("[a-zA-Z0-9_-]{1,64}")
 
 SpecialId = Callable[[str], int | None]
 """The id of a special token, which no text encodes to; None for any other text."""
@@ -170,3 +176,37 @@ def tool_format_of(template: str) -> ToolFormat:
     return next(
         (each for each in FORMATS.values() if any(sign in template for sign in each.signs)), HERMES
     )
+
+
+def with_tools(
+    chat: ChatPrompt, tools: Sequence[Tool], *, must_call: bool, tool_name: str, field: str
+) -> ChatPrompt:
+    """The chat with checked tools; errors name `field`."""
+    checked = tuple(_checked_tool(tool, field) for tool in tools)
+    names = [tool.name for tool in checked]
+    if len(names) > MAX_TOOLS:
+        raise InvalidRequest(f"at most {MAX_TOOLS} tools", field=field)
+    if len(names) > len(set(names)):
+        raise InvalidRequest("two tools have the same name", field=field)
+    if must_call and not names:
+        raise InvalidRequest("a tool must be called, and there is none", field=field)
+    if tool_name and tool_name not in names:
+        raise InvalidRequest(f"there is no tool {tool_name!r} to call", field=field)
+    return dataclasses.replace(chat, tools=checked, must_call=must_call, tool_name=tool_name)
+
+
+def _checked_tool(tool: Tool, field: str) -> Tool:
+    if not _TOOL_NAME.fullmatch(tool.name):
+        raise InvalidRequest(
+            "a tool's name is 1 to 64 letters, digits, underscores and dashes", field=field
+        )
+    if len(tool.parameters) > MAX_STRUCTURE:
+        raise InvalidRequest(f"the parameters of {tool.name} are too long", field=field)
+    try:
+        schema = json.loads(tool.parameters or '{"type": "object"}')
+    except ValueError:
+        schema = None
+    if not isinstance(schema, dict):
+        raise InvalidRequest(f"the parameters of {tool.name} are no JSON Schema", field=field)
+    # Arguments are always an object.
+    return dataclasses.replace(tool, parameters=json.dumps({"type": "object", **schema}))

@@ -17,9 +17,10 @@ from pydantic import (
 from typing_extensions import TypedDict
 
 from baton.core import bounds
+from baton.core.bounds import MAX_TOOLS
 from baton.core.errors import InvalidRequest, NotServed
 from baton.core.types import ChatPrompt, Message, Prompt, TextPrompt, Tool, ToolCall
-from baton.router.answers.tools import MAX_TOOLS, with_tools
+from baton.router.answers.answer_format import with_tools
 from baton.router.edges.http.generation_request import (
     MAX_PROMPT_CHARACTERS,
     GenerationRequest,
