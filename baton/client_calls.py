@@ -140,14 +140,12 @@ class StreamCalls:
         return None
 
     async def _read(self) -> Answer:
+        """Iterates to the end and returns the whole answer."""
         while await self._next() is not None:
             pass
         return self.answer
 
-    @shared
-    async def read(self) -> Answer:
-        """Iterates to the end and returns the whole answer."""
-        return await self._read()
+    read = shared(_read)
 
 
 StreamType = TypeVar("StreamType", bound=StreamCalls)

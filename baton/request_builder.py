@@ -48,6 +48,7 @@ class GenerateOptions(TypedDict, total=False):
 
 
 _SAMPLING_FIELDS = [field.name for field in inference_pb2.SamplingParameters.DESCRIPTOR.fields]
+_STRUCTURES = ("json_schema", "regex", "grammar")
 _PLAIN_FIELDS = (
     *("model", "max_tokens", "stop_token_ids", "ignore_eos", "request_id"),
     *("n", "cache_salt", "logprobs", "prompt_logprobs"),
@@ -137,7 +138,6 @@ def _with_options(
     given = cast(Mapping[str, Any], options)
     if unknown := given.keys() - GenerateOptions.__annotations__.keys():
         raise TypeError(f"unexpected keyword argument {min(unknown)!r}")
-    _set_structure(request, options)
     stop = options.get("stop") or ()
     plain: dict[str, Any] = {name: given.get(name) for name in _PLAIN_FIELDS}
     sampling = {name: given.get(name) for name in _SAMPLING_FIELDS}
@@ -147,22 +147,22 @@ def _with_options(
             sampling=inference_pb2.SamplingParameters(**sampling),
             stop=[stop] if isinstance(stop, str) else stop,
             **plain,
+            **_structure(options),
         )
     )
     return request
 
 
-def _set_structure(request: inference_pb2.GenerateRequest, options: GenerateOptions) -> None:
-    schema, regex = options.get("json_schema"), options.get("regex")
-    grammar = options.get("grammar")
-    if sum(structure is not None for structure in (schema, regex, grammar)) > 1:
+def _structure(options: GenerateOptions) -> dict[str, Any]:
+    named = cast(Mapping[str, Any], options)
+    given = {name: named[name] for name in _STRUCTURES if named.get(name) is not None}
+    if len(given) > 1:
         raise InvalidRequest("at most one of json_schema, regex and grammar", field="json_schema")
-    if schema is not None:
-        request.json_schema = schema if isinstance(schema, str) else json.dumps(schema)
-    elif regex is not None:
-        request.regex = regex
-    elif grammar is not None:
-        request.grammar = grammar
+    # A schema may be given as values.
+    return {
+        name: source if isinstance(source, str) else json.dumps(source)
+        for name, source in given.items()
+    }
 
 
 @contextmanager

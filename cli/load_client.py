@@ -18,6 +18,8 @@ from baton.connection import TLS_VARIABLE
 from baton.core.errors import BatonError, Unavailable
 from baton.core.tls import CA, CLIENT, certificate_path, key_path
 
+TIMEOUT_SECONDS = 600.0
+
 
 @dataclass(slots=True)
 class Call:
@@ -49,16 +51,13 @@ class Target:
     model: str
     api_key: str = ""
     ignore_eos: bool = True
-    temperature: float = 0.0
-    timeout: float = 600.0
 
     def client(self) -> httpx.AsyncClient:
-        headers = {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         return httpx.AsyncClient(
             base_url=self.url,
-            headers=headers,
-            timeout=self.timeout,
+            headers=_headers(self.api_key),
+            timeout=TIMEOUT_SECONDS,
             limits=limits,
             verify=_trusted(self.url),
         )
@@ -68,7 +67,7 @@ class Target:
             "model": self.model,
             "messages": [{"role": "user", "content": load.prompt}],
             "max_tokens": load.output_tokens,
-            "temperature": self.temperature,
+            "temperature": 0.0,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
@@ -82,9 +81,10 @@ def base_url(url: str) -> str:
 
 def served_model(url: str, api_key: str) -> str:
     """The server's first model."""
-    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        response = httpx.get(f"{url}models", headers=headers, timeout=10.0, verify=_trusted(url))
+        response = httpx.get(
+            f"{url}models", headers=_headers(api_key), timeout=10.0, verify=_trusted(url)
+        )
         response.raise_for_status()
         return str(response.json()["data"][0]["id"])
     except httpx.HTTPStatusError as error:
@@ -93,6 +93,10 @@ def served_model(url: str, api_key: str) -> str:
         raise Unavailable(f"no server answers at {url}") from error
     except (ValueError, LookupError, TypeError) as error:
         raise BatonError(f"{url}models has no OpenAI API; give a --model") from error
+
+
+def _headers(api_key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {api_key}"} if api_key else {}
 
 
 def _trusted(url: str) -> ssl.SSLContext | bool:
