@@ -1,4 +1,4 @@
-"""The HTTP front door as its users meet it: the official SDK, plain HTTP, and nonsense."""
+"""The HTTP edge with the OpenAI SDK, plain HTTP, and malformed calls."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def test_embeddings_are_not_served(sdk: openai.OpenAI) -> None:
         sdk.embeddings.create(model=MODEL, input="x")
 
 
-def test_tokens_go_there_and_back(http: httpx.Client, idle: ProcessCluster) -> None:
+def test_tokenize_and_detokenize_are_inverse(http: httpx.Client, idle: ProcessCluster) -> None:
     with idle.client() as client:
         expected = client.tokenize([("user", "What is the capital of France?")])
     chat = http.post("/tokenize", json={"messages": QUESTION}).json()
@@ -228,7 +228,9 @@ def test_tokens_go_there_and_back(http: httpx.Client, idle: ProcessCluster) -> N
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tokens")
 
 
-def test_it_tells_of_itself(http: httpx.Client, idle: ProcessCluster) -> None:
+def test_health_version_metrics_and_document_are_served(
+    http: httpx.Client, idle: ProcessCluster
+) -> None:
     assert http.get("/health").json() == {"status": "ok"}
     assert http.get("/ready").json() == {"status": "ready"}
     assert http.get("/version").json() == {"version": baton.__version__}
@@ -348,7 +350,7 @@ def test_five_hundred_malformed_calls_leave_nothing_behind(
     "garbage",
     [b"\r\n\r\n\r\n", b"GET\r\n\r\n", b"POST / HTTP/1.1\r\nh: " + b"x" * 70_000, bytes(99)],
 )
-def test_what_is_no_http_is_answered_and_closed(idle: ProcessCluster, garbage: bytes) -> None:
+def test_garbage_is_answered_with_400_and_closed(idle: ProcessCluster, garbage: bytes) -> None:
     host, _, port = idle.http.rpartition(":")
     with socket.create_connection((host, int(port)), 10) as connection:
         connection.sendall(garbage)
@@ -369,7 +371,7 @@ def until_running(cluster: ProcessCluster, before: float) -> None:
 ENDLESS = {"prompt": PROMPT, "max_tokens": 4000, "ignore_eos": True, "n": 2}
 
 
-def test_a_client_that_leaves_a_stream_stops_the_work(
+def test_a_client_that_disconnects_from_a_stream_cancels_it(
     http: httpx.Client, idle: ProcessCluster
 ) -> None:
     with http.stream("POST", "/v1/completions", json={**ENDLESS, "stream": True}) as stream:
@@ -378,7 +380,7 @@ def test_a_client_that_leaves_a_stream_stops_the_work(
     idle.wait_idle()
 
 
-def test_a_client_that_stops_waiting_stops_the_work(idle: ProcessCluster) -> None:
+def test_a_client_that_disconnects_cancels_a_whole_answer(idle: ProcessCluster) -> None:
     """It asked for a whole answer, so nothing is sent to it that could fail."""
     before = computed(idle)
     cancelled = scrape(idle.metrics, "outcome").get(f"{metrics.REQUESTS} CANCELLED", 0.0)

@@ -59,15 +59,13 @@ def test_a_caller_without_a_key_is_refused(file: Path, header: str) -> None:
         KeyRing(str(file)).caller(header)
 
 
-def test_without_a_file_everybody_may_call() -> None:
+def test_without_a_file_no_key_is_required() -> None:
     ring = KeyRing("")
     assert not ring.required
     assert ring.caller("").salt("salt") == "salt"
 
 
-def test_a_key_that_is_taken_away_no_longer_counts(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_removed_key_is_refused(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auth, "RELOAD_SECONDS", 0.0)
     (alice, kept), (bob, gone) = make_key("alice"), make_key("bob")
     write_keys(file, [kept, gone])
@@ -109,19 +107,19 @@ def test_a_broken_file_leaves_the_keys_as_they_were(
         "[{name: a, digest: " + "0" * 64 + "}, {name: a, digest: " + "1" * 64 + "}]",
     ],
 )
-def test_a_file_that_makes_no_sense_is_refused(file: Path, text: str) -> None:
+def test_an_invalid_file_is_refused(file: Path, text: str) -> None:
     file.write_text(text)
     with pytest.raises(InvalidConfig):
         KeyRing(str(file))
 
 
-def test_salts_of_two_keys_never_meet() -> None:
+def test_salts_of_two_keys_differ() -> None:
     alice, bob = Caller(make_key("alice")[1]), Caller(make_key("bob")[1])
     assert alice.salt("bob:") != bob.salt("")
     assert alice.salt("") != bob.salt("")
 
 
-def test_a_key_has_so_many_answers_at_once() -> None:
+def test_a_key_limits_concurrent_answers() -> None:
     caller = Caller(make_key("alice", concurrency=3)[1])
     with caller.admit(2), caller.admit(1):
         with pytest.raises(Exhausted) as refused, caller.admit(1):
@@ -133,7 +131,7 @@ def test_a_key_has_so_many_answers_at_once() -> None:
         pass
 
 
-def test_a_key_has_so_many_calls_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_limits_calls_per_second(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(auth.time, "monotonic", lambda: now)
     caller = Caller(make_key("alice", rate=2.0)[1])
@@ -151,7 +149,7 @@ def test_a_key_has_so_many_calls_a_second(monkeypatch: pytest.MonkeyPatch) -> No
         assert refused.value.retry_after == pytest.approx(0.5)
 
 
-def test_the_command_makes_lists_and_takes_away_keys(file: Path) -> None:
+def test_the_command_adds_lists_and_removes_keys(file: Path) -> None:
     def run(*arguments: str) -> tuple[int, str, str]:
         result = CliRunner().invoke(app, ["keys", *arguments, "--file", str(file)])
         return result.exit_code, result.stdout, result.stderr

@@ -16,7 +16,7 @@ async def read(buffer: ClientBuffer) -> list[AnswerEvent]:
     return [event async for event in buffer]
 
 
-async def test_what_waits_is_joined() -> None:
+async def test_buffered_deltas_are_merged() -> None:
     buffer = ClientBuffer(10)
     for text in ("a", "b", "c"):
         buffer.put(AnswerDelta(text, [ord(text)]))
@@ -25,7 +25,7 @@ async def test_what_waits_is_joined() -> None:
     assert await read(buffer) == [AnswerDelta("abc", [97, 98, 99]), END]
 
 
-async def test_what_waits_is_joined_for_each_answer_by_itself() -> None:
+async def test_buffered_deltas_are_merged_by_answer() -> None:
     buffer = ClientBuffer(10)
     for index, text in ((0, "a"), (1, "x"), (0, "b"), (1, "y")):
         buffer.put(AnswerDelta(text, [1], index))
@@ -34,7 +34,7 @@ async def test_what_waits_is_joined_for_each_answer_by_itself() -> None:
     assert await read(buffer) == [AnswerDelta("ab", [1, 1]), AnswerDelta("xy", [1, 1], 1), END]
 
 
-async def test_the_limit_is_for_all_answers_together_and_counts_what_waits() -> None:
+async def test_the_limit_counts_the_buffered_tokens_of_all_answers() -> None:
     buffer = ClientBuffer(3)
     for _ in range(3):  # each read at once
         buffer.put(AnswerDelta("xx", [1, 1]))
@@ -44,7 +44,7 @@ async def test_the_limit_is_for_all_answers_together_and_counts_what_waits() -> 
         buffer.put(AnswerDelta("yy", [1, 1], 1))
 
 
-async def test_a_reader_that_waits_gets_each_piece() -> None:
+async def test_a_waiting_consumer_gets_each_delta() -> None:
     buffer = ClientBuffer(10)
     reading = asyncio.create_task(read(buffer))
     for text in ("a", "b"):
@@ -55,7 +55,7 @@ async def test_a_reader_that_waits_gets_each_piece() -> None:
     assert await reading == [AnswerDelta("a", [1]), AnswerDelta("b", [1])]
 
 
-async def test_more_than_the_limit_is_a_slow_reader() -> None:
+async def test_more_than_the_limit_raises_slow_reader() -> None:
     buffer = ClientBuffer(3)
     for _ in range(3):
         buffer.put(AnswerDelta("x", [1]))
@@ -63,7 +63,7 @@ async def test_more_than_the_limit_is_a_slow_reader() -> None:
         buffer.put(AnswerDelta("x", [1]))
 
 
-async def test_an_error_comes_after_what_was_not_read() -> None:
+async def test_an_error_comes_after_buffered_deltas() -> None:
     buffer = ClientBuffer(3)
     buffer.put(AnswerDelta("x", [1]))
     buffer.close(Internal("broken"))
@@ -85,7 +85,7 @@ class Client:
         return self.keeps_up
 
 
-async def test_what_a_client_can_take_is_written_at_once() -> None:
+async def test_a_client_that_keeps_up_is_written_to_at_once() -> None:
     buffer, client = ClientBuffer(3), Client()
     buffer.write_now = client.write_now
     reading = asyncio.create_task(read(buffer))
@@ -97,7 +97,7 @@ async def test_what_a_client_can_take_is_written_at_once() -> None:
     assert await reading == []
 
 
-async def test_nothing_overtakes_what_waits_or_is_being_written() -> None:
+async def test_nothing_overtakes_buffered_deltas() -> None:
     buffer, client = ClientBuffer(9), Client()
     buffer.write_now = client.write_now
     taking = asyncio.create_task(anext(buffer))

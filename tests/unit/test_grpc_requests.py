@@ -8,7 +8,7 @@ from baton.router.edges.grpc.protobuf import parse_request
 from baton.v1 import inference_pb2 as pb
 
 
-def test_what_is_not_set_is_greedy_and_unlimited() -> None:
+def test_defaults_are_greedy_and_unlimited() -> None:
     request = parse_request(pb.GenerateRequest(text="hi"))
     assert request.prompt == TextPrompt("hi")
     assert request.sampling == Sampling(seed=request.sampling.seed)
@@ -34,7 +34,7 @@ def test_answers_to_one_request_have_seeds_of_their_own() -> None:
     assert sampling.for_answer(0) == sampling
 
 
-def test_chats_and_token_ids_are_prompts_too() -> None:
+def test_a_prompt_may_be_a_chat_or_token_ids() -> None:
     chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")])
     assert parse_request(pb.GenerateRequest(chat=chat)).prompt == ChatPrompt(
         (Message("user", "hi"),)

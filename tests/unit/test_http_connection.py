@@ -28,7 +28,7 @@ def answered(connection: h11.Connection, request: bytes, headers: list[tuple[byt
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
 @pytest.mark.parametrize("headers", [[], LENGTH])
-def test_what_is_sent_is_what_the_library_would_send(
+def test_chunks_are_framed_as_h11_does(
     version: str, method: str, headers: list[tuple[bytes, bytes]]
 ) -> None:
     request = f"{method} / HTTP/{version}\r\nhost: x\r\n\r\n".encode()

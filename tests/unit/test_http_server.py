@@ -1,4 +1,4 @@
-"""The HTTP server itself, in front of answers that are made by a script."""
+"""The HTTP server in front of scripted answers."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ async def test_an_error_before_the_first_token_has_a_status(body: dict[str, obje
     assert (response.status_code, response.headers["retry-after"]) == (429, "3")
 
 
-async def test_the_page_may_load_nothing_from_elsewhere_and_all_it_names_is_there() -> None:
+async def test_the_page_loads_only_files_of_its_own_which_exist() -> None:
     async with client_of(ScriptedServing()) as client:
         page = await client.get("/")
         again = await client.get("/", headers={"if-none-match": page.headers["etag"]})
@@ -153,7 +153,7 @@ def test_every_file_that_a_script_of_the_page_imports_is_installed() -> None:
     assert "page/*" in package_data["tool"]["setuptools"]["package-data"]["baton.router.edges.http"]
 
 
-async def test_the_page_opens_without_a_key_and_what_it_reads_does_not(tmp_path: Path) -> None:
+async def test_the_page_needs_no_key_and_its_data_does(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     write_keys(file, [make_key("somebody")[1]])
     async with client_of(ScriptedServing(), str(file)) as client:
@@ -192,7 +192,7 @@ async def test_the_sdk_raises_an_error_in_a_stream() -> None:
             await anext(stream)
 
 
-async def test_what_nobody_foresaw_is_told_without_its_words() -> None:
+async def test_an_unexpected_error_is_returned_without_its_message() -> None:
     async with client_of(ScriptedServing(STARTED, RuntimeError("/secret"))) as client:
         response = await client.post("/v1/chat/completions", json=CHAT)
     assert response.status_code == 500
@@ -204,7 +204,7 @@ async def ended(serving: ScriptedServing) -> bool:
 
 
 @pytest.mark.parametrize("body", [CHAT, STREAM])
-async def test_a_client_that_goes_away_cancels_its_request(body: dict[str, object]) -> None:
+async def test_a_client_that_disconnects_cancels_its_request(body: dict[str, object]) -> None:
     serving = ScriptedServing(STARTED, AnswerDelta("a", [1]), endless=True)
     async with served(serving, reader_buffer=10**9) as address:
         _, writer = await asyncio.open_connection(*address.split(":"))
@@ -230,7 +230,7 @@ def raw(body: dict[str, object]) -> bytes:
     return "\r\n".join([*head, "", content]).encode()
 
 
-async def test_a_reader_that_stops_is_cut_off_and_told_when_it_reads_again() -> None:
+async def test_a_client_that_stops_reading_gets_slow_reader_when_it_reads_again() -> None:
     serving = ScriptedServing(STARTED, endless=True)
     async with served(serving) as address:
         with socket.socket() as connection:
@@ -249,7 +249,7 @@ async def test_a_reader_that_stops_is_cut_off_and_told_when_it_reads_again() -> 
 
 
 @pytest.mark.parametrize("body", [CHAT, STREAM])
-async def test_a_call_under_way_is_told_that_the_router_stops(body: dict[str, object]) -> None:
+async def test_a_call_in_progress_fails_when_the_router_stops(body: dict[str, object]) -> None:
     serving = ScriptedServing(STARTED, AnswerDelta("a", [1]), endless=True, pause=0.01)
     async with httpx.AsyncClient() as client:
         async with served(serving, reader_buffer=10**9) as address:
@@ -261,7 +261,7 @@ async def test_a_call_under_way_is_told_that_the_router_stops(body: dict[str, ob
 
 
 @pytest.mark.parametrize("draining", [False, True])
-async def test_a_router_without_workers_lives_and_is_not_ready(draining: bool) -> None:
+async def test_a_router_without_workers_is_healthy_and_not_ready(draining: bool) -> None:
     serving = ScriptedServing()
     serving.draining = draining
     async with client_of(serving) as client:
@@ -271,7 +271,7 @@ async def test_a_router_without_workers_lives_and_is_not_ready(draining: bool) -
     assert ("about to stop" in ready.text) is draining
 
 
-def test_a_router_without_starlette_says_so_and_serves_grpc(
+def test_a_router_without_starlette_logs_it_and_serves_grpc(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "starlette", None)

@@ -47,7 +47,7 @@ def read(message: GenerateRequest) -> Request | InvalidRequest:
 
 @given(messages(GenerateRequest.DESCRIPTOR))
 @QUICK
-def test_a_request_is_read_or_refused_by_name(message: GenerateRequest) -> None:
+def test_a_request_is_parsed_or_refused_with_its_field(message: GenerateRequest) -> None:
     request = read(message)
     if isinstance(request, InvalidRequest):
         assert request.field
@@ -71,7 +71,7 @@ def bounded(message: object) -> object:
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
-def test_every_call_ends_with_an_answer_or_an_error_of_the_callers(
+def test_every_call_ends_with_an_answer_or_a_callers_error(
     channel: grpc.Channel, method: object
 ) -> None:
     kind = method.input_type  # type: ignore[attr-defined]
@@ -90,7 +90,7 @@ def test_every_call_ends_with_an_answer_or_an_error_of_the_callers(
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
-def test_what_is_no_message_is_refused(channel: grpc.Channel, method: object) -> None:
+def test_undecodable_messages_are_refused(channel: grpc.Channel, method: object) -> None:
     path = f"/{method.containing_service.full_name}/{method.name}"  # type: ignore[attr-defined]
     with pytest.raises(grpc.RpcError, match="cannot be decoded") as refused:
         list(channel.unary_stream(path, bytes, bytes)(b"\xff\xff", timeout=20))

@@ -1,4 +1,4 @@
-"""What callers are told of what went wrong inside."""
+"""Internal errors as callers see them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SECRETS = [
 
 
 @pytest.mark.parametrize("secret", SECRETS)
-def test_neither_addresses_nor_paths_are_told(secret: str) -> None:
+def test_addresses_and_paths_are_redacted(secret: str) -> None:
     for text in (f"cannot reach {secret}", f"'{secret}' is gone", f"({secret}): it failed"):
         assert secret not in redact(text)
         assert redact(text) == text.replace(secret, "…")
@@ -41,16 +41,16 @@ def test_neither_addresses_nor_paths_are_told(secret: str) -> None:
         "version 2.60.0 of 1.5.1",
     ],
 )
-def test_everything_else_is(text: str) -> None:
+def test_other_text_is_unchanged(text: str) -> None:
     assert redact(text) == text
 
 
 @pytest.mark.parametrize("kind", [Internal, Unavailable, WorkerLost])
-def test_an_error_of_ours_keeps_its_kind_and_not_its_secrets(kind: type[BatonError]) -> None:
+def test_a_redacted_error_keeps_its_class(kind: type[BatonError]) -> None:
     error = redact_error(kind("no answer from 10.0.0.7:50051", retry_after=2.0))
     assert (type(error), error.message, error.retry_after) == (kind, "no answer from …", 2.0)
 
 
-def test_what_the_caller_did_wrong_is_told_in_full() -> None:
+def test_a_callers_mistake_is_not_redacted() -> None:
     error = InvalidRequest("there is no model '/models/tiny' here", field="model")
     assert redact_error(error) is error

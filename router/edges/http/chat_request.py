@@ -114,10 +114,10 @@ def _invalid(place: int, field: str, message: str) -> InvalidRequest:
     return InvalidRequest(f"{path} {message}", field=path)
 
 
-class FunctionTool(RequestModel):
+class FunctionTool(StrictModel):
     name: ToolText = Field(json_schema_extra={"pattern": "^[a-zA-Z0-9_-]{1,64}$"})
-    description: ToolText = ""
-    parameters: dict[str, object] = Field({})
+    description: ToolText | None = None
+    parameters: dict[str, object] | None = None
 
 
 class ChatTool(StrictModel):
@@ -125,12 +125,9 @@ class ChatTool(StrictModel):
     function: FunctionTool
 
     def tool(self) -> Tool:
-        parameters = self.function.parameters
-        return Tool(
-            self.function.name,
-            self.function.description,
-            json.dumps(parameters) if parameters else "",
-        )
+        function = self.function
+        parameters = json.dumps(function.parameters) if function.parameters else ""
+        return Tool(function.name, function.description or "", parameters)
 
 
 class NamedFunction(StrictModel):

@@ -1,4 +1,4 @@
-"""What a router's doors refuse before a request is one."""
+"""Limits of the gRPC and HTTP edges on messages, bodies and connections."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ BODIES = {
 
 
 @pytest.mark.parametrize("body", BODIES)
-async def test_a_body_of_very_many_values_is_not_read(door: RouterServer, body: str) -> None:
+async def test_a_body_with_too_many_values_is_refused(door: RouterServer, body: str) -> None:
     response = await post(door, BODIES[body])
     assert (response.status_code, f"{MAX_VALUES} values" in response.text) == (413, True)
 
 
-async def test_a_long_text_is_read_and_does_not_fit(door: RouterServer) -> None:
+async def test_a_long_text_is_parsed_and_exceeds_the_context(door: RouterServer) -> None:
     response = await post(door, json.dumps({"prompt": "word " * 1_500_000}).encode())
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "context_length_exceeded"
 
 
-async def test_a_grpc_message_has_a_limit_too(door: RouterServer) -> None:
+async def test_a_grpc_message_has_limits(door: RouterServer) -> None:
     async with AsyncClient(door.address) as client:
         with pytest.raises(Exhausted, match="larger than max"):
             await client.generate("x" * (MAX_REQUEST_BYTES + 1))
@@ -85,7 +85,7 @@ HEAD = b"GET /health HTTP/1.1\r\nhost: x\r\n"
 
 
 @pytest.mark.parametrize("head", [b"", HEAD])
-async def test_a_head_that_does_not_end_is_not_waited_for(
+async def test_an_unfinished_head_times_out(
     door: RouterServer, monkeypatch: pytest.MonkeyPatch, head: bytes
 ) -> None:
     monkeypatch.setattr(http_server, "HEAD_SECONDS", 0.3)
@@ -93,7 +93,7 @@ async def test_a_head_that_does_not_end_is_not_waited_for(
     await until_closed(door, head, *[b"a"] * 1000)
 
 
-async def test_a_second_head_has_a_bound_too(
+async def test_an_unfinished_second_head_times_out(
     door: RouterServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_server, "HEAD_SECONDS", 0.3)

@@ -75,7 +75,7 @@ async def test_no_grpc_call_is_answered_without_a_key(door: Door) -> None:
                     await call(client)
 
 
-async def test_a_key_opens_what_users_need_and_nothing_else(door: Door) -> None:
+async def test_a_users_key_allows_no_admin_calls(door: Door) -> None:
     async with door.client("plain") as client:
         for call in CALLS[:-1]:
             await call(client)
@@ -85,7 +85,7 @@ async def test_a_key_opens_what_users_need_and_nothing_else(door: Door) -> None:
         await CALLS[-1](client)
 
 
-async def test_only_an_admin_may_scale_and_is_told_where_there_is_no_controller(
+async def test_only_an_admin_may_scale_and_gets_an_error_without_a_controller(
     door: Door,
 ) -> None:
     async with door.client("plain") as client:
@@ -96,7 +96,7 @@ async def test_only_an_admin_may_scale_and_is_told_where_there_is_no_controller(
             await client.scale(decode=2)
 
 
-async def test_where_time_went_is_told_to_the_key_that_asked_and_to_admins(door: Door) -> None:
+async def test_timing_is_for_the_requests_key_and_admins(door: Door) -> None:
     async with door.client("plain") as client:
         answer = await client.generate("Hello", max_tokens=2)
     path = f"/v1/requests/{answer.request_id}/timing"
@@ -110,7 +110,7 @@ async def test_where_time_went_is_told_to_the_key_that_asked_and_to_admins(door:
                     await client.timing(answer.request_id)
 
 
-async def test_two_keys_may_call_their_requests_alike(door: Door) -> None:
+async def test_two_keys_may_use_the_same_request_id(door: Door) -> None:
     for name, tokens in (("plain", 2), ("other", 4)):
         async with door.client(name) as client:
             await client.generate("Hello", max_tokens=tokens, request_id="alike")
@@ -120,7 +120,7 @@ async def test_two_keys_may_call_their_requests_alike(door: Door) -> None:
         assert timing.answers[0].completion_tokens == tokens
 
 
-async def test_only_admins_are_told_where_workers_are(door: Door) -> None:
+async def test_only_admins_see_worker_addresses(door: Door) -> None:
     async with door.client("plain") as client:
         assert not any(each.member.address for each in (await client.status()).workers)
     async with door.client("admin") as client:
@@ -137,7 +137,7 @@ async def test_health_needs_no_key(door: Door) -> None:
         assert (await http.get("/ready")).status_code == 200
 
 
-async def test_http_without_a_key_is_refused_as_the_api_does(door: Door) -> None:
+async def test_http_without_a_key_is_refused_in_the_apis_shape(door: Door) -> None:
     async with door.http("") as http:
         for method, path in (
             ("POST", "/v1/chat/completions"),
@@ -165,7 +165,7 @@ async def test_the_sdk_sends_its_key(door: Door) -> None:
             await sdk.models.list()
 
 
-async def test_a_keys_rate_holds_over_both_doors(door: Door) -> None:
+async def test_a_keys_rate_counts_grpc_and_http_together(door: Door) -> None:
     async with door.client("slow") as client, door.http("slow") as http:
         await client.generate("Hello", max_tokens=2)
         with pytest.raises(Exhausted) as refused:
@@ -177,7 +177,7 @@ async def test_a_keys_rate_holds_over_both_doors(door: Door) -> None:
         assert response.json()["error"]["code"] == "rate_limit_exceeded"
 
 
-async def test_a_key_has_so_many_answers_at_once_and_others_do_not_wait(door: Door) -> None:
+async def test_a_keys_concurrency_limit_does_not_affect_others(door: Door) -> None:
     async with door.client("single") as client, door.http("single") as http:
         async with client.stream("Hello", max_tokens=1000) as stream:
             await anext(stream)
@@ -194,7 +194,7 @@ async def test_a_key_has_so_many_answers_at_once_and_others_do_not_wait(door: Do
         assert several.status_code == 400
 
 
-async def test_two_keys_share_no_cached_work(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_two_keys_share_no_cached_pages(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
     serving = door.server._serving
     generate = serving.generate
     salts = []
