@@ -6,7 +6,6 @@ elsewhere each is an operation of torch.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton.kernels.cpu import compiler
+from baton.kernels.norm import RMSNorm
 
 if TYPE_CHECKING:
     from baton.kernels.cpu.product import Panels
@@ -87,28 +87,6 @@ def _panels(weight: Tensor, bias: Tensor | None) -> Panels | None:
 def _shape_only(weight: Tensor) -> Tensor:
     """Replaces a weight whose numbers are in panels alone."""
     return torch.empty_like(weight, device="meta")
-
-
-class RMSNorm:
-    """x / sqrt(mean(x^2) + epsilon) * weight, over the last dimension."""
-
-    __slots__ = ("_floor", "_scaled", "epsilon", "weight")
-
-    def __init__(self, weight: Tensor, epsilon: float) -> None:
-        size = weight.shape[0]
-        self.weight = weight  # [size]
-        self.epsilon = epsilon
-        self._scaled = weight * math.sqrt(size)
-        self._floor = torch.tensor(math.sqrt(size * epsilon), device=weight.device)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [..., size] -> the same shape."""
-        if x.dtype != torch.float32:
-            return functional.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
-        # hypot(|x|, sqrt(size * epsilon)) = sqrt(size) * sqrt(mean(x^2) + epsilon), in two
-        # operations instead of the five of the written formula.
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(self._floor)
-        return torch.div(x, length).mul_(self._scaled)
 
 
 def silu_and_multiply(gate_up: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ from baton.kernels.cpu.ir_builder import (
     exp,
     transposed,
 )
-from baton.kernels.linear import RMSNorm
+from baton.kernels.norm import RMSNorm
 
 VECTORS = 3
 PANEL = VECTORS * LANES
