@@ -53,12 +53,9 @@ class Runner:
         model.pack()
         prepare_decode_attention(shape.heads, self._caches[0])
 
-    def launch(self, plan: Plan) -> FinishedStep:
-        return FinishedStep(self.run(plan))
-
     @torch.inference_mode()
-    def run(self, plan: Plan) -> list[Outcome]:
-        """One forward for all chunks; the next token of each that samples."""
+    def launch(self, plan: Plan) -> FinishedStep:
+        """Runs one forward for all chunks, and samples the next token of those that ask."""
         for chunk in plan:
             chunk.check(self._page_size)
         order = row_order(plan)
@@ -84,7 +81,7 @@ class Runner:
                     outcomes[sampling[row]] = scored
         for chunk in plan:
             chunk.sequence.computed += chunk.count
-        return outcomes
+        return FinishedStep(outcomes)
 
     def _score_prompts(self, hidden: Tensor, wanted: list[WantedRow]) -> None:
         places = [place for place, each in enumerate(wanted) if not each.samples]

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from baton.core.errors import Internal
 
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
-
-Output = TypeVar("Output")
 
 
 def memory_pool(device: torch.device) -> _POOL_HANDLE | None:
@@ -39,13 +38,13 @@ def library(name: str) -> Iterator[None]:
         torch.backends.cuda.preferred_blas_library(before)
 
 
-class Recording(Generic[Output]):
+class Recording:
     """A recorded body of kernels; where it is not recordable, it runs each time."""
 
-    def __init__(self, body: Callable[[], Output], *, recordable: bool) -> None:
+    def __init__(self, body: Callable[[], Tensor], *, recordable: bool) -> None:
         self._body = body
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._output: Output | None = None
+        self._output: Tensor | None = None
         self._recordable = recordable
 
     def record(self, pool: _POOL_HANDLE | None) -> None:
@@ -60,7 +59,7 @@ class Recording(Generic[Output]):
         with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
             self._output = self._body()
 
-    def replay(self) -> Output:
+    def replay(self) -> Tensor:
         if not self._recordable:
             return self._body()
         if self._graph is None or self._output is None:

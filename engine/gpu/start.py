@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,11 +43,8 @@ GROUP_BYTES = 1 << 30
 """NCCL's buffers, allocated when the ranks connect."""
 
 
-class RehearsedChunk(NamedTuple):
-    """Tokens of a prompt that one step computes, and where they start."""
-
-    start: int
-    tokens: int
+PromptPart = tuple[int, int]
+"""Start and number of the tokens of a prompt that one step computes."""
 
 
 def memory_for_pages(
@@ -123,25 +119,22 @@ def start_runner(
 def _rehearse_steps(runner: GpuRunner, pool: PagePool, most: int, context: int) -> None:
     """Runs one step of each kind that is not fully recorded. `most` is the largest chunk."""
     for sampling in SAMPLINGS:
-        _rehearse(runner, pool, [RehearsedChunk(0, most)], sampling)
-        _rehearse(runner, pool, [RehearsedChunk(0, 1)] * min(FEW_ROWS + 1, pool.free), sampling)
+        _rehearse(runner, pool, [(0, most)], sampling)
+        _rehearse(runner, pool, [(0, 1)] * min(FEW_ROWS + 1, pool.free), sampling)
     # Prompts with a cached prefix, aligned with the library's lengths or not.
     for start in (pool.page_size, LIBRARY_TOKENS, LIBRARY_TOKENS + pool.page_size):
-        chunk = RehearsedChunk(start, min(most, LIBRARY_TOKENS + 1))
-        if sum(chunk) <= min(context, pool.free * pool.page_size):
-            _rehearse(runner, pool, [chunk])
+        part = (start, min(most, LIBRARY_TOKENS + 1))
+        if sum(part) <= min(context, pool.free * pool.page_size):
+            _rehearse(runner, pool, [part])
 
 
 def _rehearse(
-    runner: GpuRunner,
-    pool: PagePool,
-    chunks: list[RehearsedChunk],
-    sampling: Sampling = SAMPLINGS[0],
+    runner: GpuRunner, pool: PagePool, parts: list[PromptPart], sampling: Sampling = SAMPLINGS[0]
 ) -> None:
-    """Runs prompts that end with these chunks in one step."""
+    """Runs prompts that end with these parts in one step."""
     with contextlib.ExitStack() as leases:
         plan = []
-        for start, tokens in chunks:
+        for start, tokens in parts:
             work = Work(
                 AttemptKey("rehearsal", 0), [0] * (start + tokens), sampling, 1, frozenset()
             )
