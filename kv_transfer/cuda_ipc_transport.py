@@ -176,7 +176,7 @@ class CudaIpcTransport:
 
     def poll(self) -> list[TransportEvent]:
         _, notes = self._registered
-        heard, gone = notes.poll()
+        received, gone = notes.poll()
         for peer in gone:
             self._lose(peer)
         for number in list(self._writes):
@@ -185,7 +185,7 @@ class CudaIpcTransport:
             del self._ended[peer]
             self._events.append(PeerLost(peer, gone=True))
         events, self._events = self._events, []
-        return [*events, *heard]
+        return [*events, *received]
 
     def close(self) -> None:
         if self._notes is None:

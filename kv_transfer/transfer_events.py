@@ -182,10 +182,8 @@ class PushEnded:
     key: AttemptKey
     error: BatonError | None
     bytes: int
-    seconds: float
-    """Time during which a write was under way."""
-    exposed_seconds: float
-    """From the end of compute to the end of the last write."""
+    seconds: float  # during which a write was under way
+    exposed_seconds: float  # from the end of compute to the end of the last write
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,10 +199,8 @@ class Fetched:
     """Fetched pages are in place and belong to the worker from now on."""
 
     key: AttemptKey
-    pages: int
-    """How many, counted from the first."""
-    seconds: float
-    """Since the request."""
+    pages: int  # how many, counted from the first
+    seconds: float  # since the request
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,8 +137,8 @@ class SlicingTransport(Transport, Protocol):
     """A transport that can copy a part of each page, chosen per peer."""
 
     def connect(self, address: PoolAddress, part: PagePart | None = None) -> str:
-        """As `Transport.connect`. With a `part` pages may differ in size; those who write
-        know that it is inside of both. It stays the same until the peer is forgotten."""
+        """As `Transport.connect`. With a `part`, which must be inside of both pages, these may
+        differ in size. It is fixed until `disconnect`."""
 
 
 def check_pages(write: PageWrite, local_total: int, remote_total: int) -> None:

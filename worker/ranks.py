@@ -28,7 +28,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
-from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -162,7 +161,7 @@ class Ranks:
 
     def lost(self, seconds: float = 0.0) -> WorkerLost | None:
         """The first rank that has ended, waiting up to `seconds` for one to end."""
-        with suppress(FutureTimeout):
+        with suppress(TimeoutError):
             return self._lost.result(seconds)
         return None
 
