@@ -1,4 +1,4 @@
-"""Random lives of a push."""
+"""Random sequences of inputs to a push."""
 
 from __future__ import annotations
 
