@@ -40,7 +40,7 @@ from baton.v1 import cluster_pb2_grpc
 log = logging.getLogger(__name__)
 
 REMEMBERED_AGENTS = 256
-"""Ended processes that routers are told of."""
+"""Ended processes that routers are notified of."""
 
 RECONCILE_SECONDS = 1.0
 

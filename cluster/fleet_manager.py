@@ -83,13 +83,13 @@ class FleetManager:
             # A pool may have lost its last worker to a role switch, or to an operator.
             if wanted.of(role) != now.of(role) and not 1 <= wanted.of(role) <= MAX_WORKERS:
                 raise InvalidRequest(
-                    f"{wanted.of(role)} {role} workers cannot be: 1 to {MAX_WORKERS} can",
+                    f"{wanted.of(role)} {role} workers: the limits are 1 and {MAX_WORKERS}",
                     field=role.value,
                 )
         switching = self._switches.names(fleet)
         if switching and now.beyond(wanted).total:
             names = ", ".join(sorted(switching))
-            raise Unavailable(f"{names} may still change its role: nobody can be drained now")
+            raise Unavailable(f"{names} may still switch roles: no worker can be drained now")
         return fleet.scaled(wanted, self._spare())
 
     def permit_switch(self, name: str, role: Role) -> None:
@@ -101,7 +101,7 @@ class FleetManager:
         replaced = role is Role.DECODE and self._does_without_prefill
         if not replaced and not set(self.serving(other(role))) - {name}:
             raise RoleRefused(
-                f"{name} is the last {other(role).value} worker that serves and is to stay one;"
+                f"{name} is the last {other(role).value} worker that serves and keeps its role;"
                 " without it no request could be served"
             )
         self._switches.begin(name, role)

@@ -2,7 +2,7 @@
 
 To leave a node:
 
-1. Ray is told that the node goes, and places nothing there.
+1. Ray marks the node as going, and places nothing there.
 2. Each worker there drains and ends. The workers of all clusters on this Ray are asked.
 3. Ray restarts it on another node: one with room, or one that is added for it.
 """
@@ -58,13 +58,13 @@ def stop_detached(address: str, name: str, seconds: float, hurry: threading.Even
 def select_cluster(name: str, found: list[str]) -> str:
     """The cluster called `name`, with or without the prefix; the only one where it is empty."""
     if not found:
-        raise InvalidRequest("no cluster is there")
+        raise InvalidRequest("there is no cluster")
     if not name and len(found) > 1:
-        raise InvalidRequest(f"say which of {', '.join(found)}")
+        raise InvalidRequest(f"name one of {', '.join(found)}")
     for each in found:
         if not name or name in (each, each.removeprefix(PREFIX)):
             return each
-    raise InvalidRequest(f"no cluster is called {name}; there is {', '.join(found)}")
+    raise InvalidRequest(f"there is no cluster {name}, only {', '.join(found)}")
 
 
 def _stop_all(seconds: float, hurry: threading.Event) -> None:

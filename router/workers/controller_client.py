@@ -72,8 +72,8 @@ class ControllerClient:
     async def _controller(self) -> AsyncIterator[cluster_pb2_grpc.ControlAsyncStub]:
         if not self._address:
             raise NotServed(
-                "this router follows no controller, which could start and end workers: do it by"
-                " hand, or start the cluster with `baton serve`"
+                "this router has no controller to start and end workers: do it by hand, or start"
+                " the cluster with `baton serve`"
             )
         try:
             async with open_channel(self._address, self._identity) as channel:
@@ -116,8 +116,8 @@ async def switch_role(
     _check_switch(membership, link, role)
     switched = await link.switch(role)
     if switched.error or link.role is not role:
-        why = switched.error or "another change of its role came first"
-        raise Unavailable(f"{link.worker_id} goes on as it was: {why}")
+        why = switched.error or "another role switch came first"
+        raise Unavailable(f"{link.worker_id} keeps its role: {why}")
     return pb.SwitchRoleResponse(
         drain_seconds=switched.drain_seconds, switch_seconds=switched.switch_seconds
     )

@@ -47,7 +47,7 @@ class Heartbeat:
         if self._silent_pings * self._ping_seconds > self._frozen_seconds:
             return f"it has not answered for {self._frozen_seconds:g} seconds"
         if self._stalled_pings * self._ping_seconds > self._stall_seconds:
-            return f"its engine has not moved for {self._stall_seconds:g} seconds"
+            return f"its engine has not reported for {self._stall_seconds:g} seconds"
         return ""
 
 

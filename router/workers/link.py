@@ -207,7 +207,7 @@ class WorkerLink:
                     self._note_fault(_reason(error))
                 except Exception as error:
                     log.exception("worker at %s", self.address)
-                    self._note_fault(f"the worker cannot be understood: {error}")
+                    self._note_fault(f"the worker sent an invalid message: {error}")
                 await asyncio.sleep(RETRY_SECONDS)
 
     async def _attach(self, call: Call) -> None:

@@ -92,7 +92,7 @@ class Membership:
         self.notify()
 
     def note_ended(self, agents: Iterable[str]) -> None:
-        """The processes of these transport agents have ended; workers are told."""
+        """The processes of these transport agents have ended; notifies the workers."""
         self._ended_agents.add(agents)
         self._ended_agents.announce(self.links)
 
@@ -120,9 +120,9 @@ class Membership:
         """The same for a name that a person typed; raises when there is none."""
         link = self.find(worker_id)
         if link is None:
-            names = ", ".join(sorted(self._names)) or "nobody"
+            names = ", ".join(sorted(self._names)) or "none"
             raise InvalidRequest(
-                f"no worker called {worker_id!r} is attached; there is {names}", field="worker_id"
+                f"no worker {worker_id!r} is attached; attached workers: {names}", field="worker_id"
             )
         return link
 
@@ -146,7 +146,7 @@ class Membership:
     def fault(self, link: WorkerLink) -> str:
         """Why a worker cannot be used; empty when it can."""
         if self._is_namesake(link):
-            return f"another worker is called {link.worker_id} too"
+            return f"another worker has the name {link.worker_id} too"
         return link.fault or link.load.fault or link.sick or self.pairs.misfit_with_all(link)
 
     @property
@@ -248,7 +248,7 @@ class EndedAgents:
     """The transport agents whose processes have ended, and which workers know.
 
     A worker must know: it may hold pages that the dead process could still write to, and cannot
-    find out otherwise. It is told again on every new stream.
+    find out otherwise. Each new stream starts over.
     """
 
     def __init__(self) -> None:

@@ -92,7 +92,7 @@ async def test_only_an_admin_may_scale_and_gets_an_error_without_a_controller(
         with pytest.raises(PermissionDenied):
             await client.scale(decode=2)
     async with door.client("admin") as client:
-        with pytest.raises(NotServed, match=r"follows no controller.*`baton serve`"):
+        with pytest.raises(NotServed, match=r"has no controller.*`baton serve`"):
             await client.scale(decode=2)
 
 

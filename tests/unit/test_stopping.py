@@ -22,9 +22,9 @@ def test_the_only_cluster_needs_no_name() -> None:
 @pytest.mark.parametrize(
     ("name", "found", "words"),
     [
-        ("", TWO, "say which of baton-blue, baton-green"),
-        ("red", TWO, "no cluster is called red; there is baton-blue, baton-green"),
-        ("red", [], "no cluster is there"),
+        ("", TWO, "name one of baton-blue, baton-green"),
+        ("red", TWO, "there is no cluster red, only baton-blue, baton-green"),
+        ("red", [], "there is no cluster"),
     ],
 )
 def test_an_ambiguous_or_unknown_name_is_refused(name: str, found: list[str], words: str) -> None:
