@@ -1,4 +1,4 @@
-"""What a worker costs and holds: a small JSON file, measured on a live cluster or written by hand.
+"""A worker's costs and capacity: a small JSON file, measured on a live cluster or hand-written.
 
     {"prefill": [0.003, 2.05e-05, 9e-10, 2.3e-05], "transfer": [0.001, 2.5e-11], …}
 
@@ -18,25 +18,32 @@ from baton.core.errors import InvalidConfig
 from baton.router.placement.cost_model import EXPOSED_PRIOR, Costs
 
 COEFFICIENTS = {"prefill": 4, "transfer": 2, "exposed": 2, "step": 4}
-"""How many of each there are."""
+"""How many numbers each has."""
 
 NICE_STEP = 1.25
-"""By how many times a thread has less weight that is one nicer: the kernel's table."""
+"""Factor between the weights of two neighbouring nice levels, as in the kernel's table."""
 
 
 def weight(niceness: int) -> float:
-    """Of a thread, where one that is not nice has 1."""
+    """A thread's weight; 1 at nice level 0."""
     return NICE_STEP**-niceness
 
 
 @dataclass(frozen=True, slots=True)
 class SharedCores:
-    # 0 where every worker has hardware of its own.
+    """The cores of one machine that all workers share, each with one thread.
+
+    The kernel divides them by weight, at most a core for each thread. Decode workers have less
+    weight (decode.nice): beside as many busy prefill workers as there are cores they all but stop,
+    beside one less they run at full speed.
+    """
+
+    # 0 where each worker has its own hardware.
     count: int
     decode_weight: float
 
     def decode_speed(self, prefill: int, decode: int) -> float:
-        """Of a decode worker, as a share of its speed alone, with so many of each at work."""
+        """A decode worker's speed, as a share of that alone, with these numbers of busy workers."""
         if not self.count or prefill + decode <= self.count:
             return 1.0
         wanted = prefill + self.decode_weight * decode
@@ -48,7 +55,7 @@ class SharedCores:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    # A prompt, a token, a token times one that it looks at, a token that was there before.
+    # A prompt, a token, a token times one that it attends to, a queued token.
     prefill: tuple[float, ...]
     # A push, a byte.
     transfer: tuple[float, ...]
@@ -56,7 +63,7 @@ class Profile:
     step: tuple[float, ...]
     # A push, a second of transfer beyond what compute can hide.
     exposed: tuple[float, ...] = EXPOSED_PRIOR
-    # From a request's arrival to its token #1, what is neither wait nor compute.
+    # From a request's arrival to its first token, beside wait and compute.
     overhead_seconds: float = 0.0
     page_size: int = 16
     page_bytes: int = 2 * 2**20
@@ -66,19 +73,19 @@ class Profile:
     max_batch: int = 256
     # Tokens of one prefill step.
     chunk_tokens: int = 8192
-    # Cores that all workers share (0: each has hardware of its own), and how much of one a decode
-    # worker gets, in parts of what a prefill worker that wants it too does.
+    # Cores that all workers share (0: each has its own hardware), and the weight of a decode
+    # worker's thread where a prefill worker's is 1.
     shared_cores: int = 0
     decode_weight: float = 1.0
-    # The share by which each other busy prefill worker makes a step of one take longer.
+    # The share by which each other busy prefill worker prolongs a prefill step.
     crowding: float = 0.0
-    # Beyond the drain, what a change of the role takes, and a new worker from when it is wanted.
+    # A role switch after the drain, and the start of a new worker.
     switch_seconds: float = 2.0
     start_seconds: float = 60.0
 
     def costs(self, answer_tokens: float) -> Costs:
         return Costs(
-            # Nothing is ever brought back from a second tier here.
+            # There is no second tier.
             prefill=(*self.prefill, 0.0),
             transfer=self.transfer,
             exposed=self.exposed,
@@ -93,7 +100,7 @@ class Profile:
 
     @property
     def _interfered(self) -> float:
-        """Of the time that a prefill worker is busy, what decoding loses."""
+        """The share of a busy prefill worker's time that decoding loses."""
         once, _, _, busy = self.step
         return busy / (once + busy) if busy else 0.0
 
@@ -106,8 +113,8 @@ H200_8B = Profile(
     transfer=(1e-3, 2.5e-11),
     step=(4.15e-3, 1.2e-5, 4.5e-7, 0.0),
 )
-"""An H200 with an 8B-shaped model in bfloat16: prompts and steps are fitted to the table of
-docs/PERFORMANCE.md, within 8%; a network of 40 GB/s between workers is assumed."""
+"""An H200 with an 8B-shaped model in bfloat16, fitted to the table of docs/PERFORMANCE.md within
+8%. A network of 40 GB/s between workers is assumed."""
 
 
 def load_profile(path: Path) -> Profile:

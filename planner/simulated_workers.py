@@ -1,8 +1,8 @@
-"""The simulated workers of one pool, as columns: what the policy reads of them is one array each.
+"""The simulated workers of each pool, as columns: one array for each value the policy uses.
 
-    added ─▶ active ─retire─▶ leaving ─nothing left─▶ gone
+    added ─▶ active ─retire─▶ draining ─no requests left─▶ ended
 
-An index is given once. Only active workers are sent requests.
+An index is never reused. Only active workers are sent requests.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy
 from numpy.typing import NDArray
 
-from baton.planner.simulation_report import TimeHistogram
+from baton.planner.simulation_report import PoolUse, TimeHistogram
 from baton.planner.trace import Arrival
 from baton.router.placement.cost_model import Costs
 from baton.router.placement.placement import DecodeColumns, PrefillColumns, column_of
@@ -24,7 +24,7 @@ from baton.router.placement.placement import DecodeColumns, PrefillColumns, colu
 Array = NDArray[numpy.int64]
 
 TINY = 1e-6
-"""Of a step: what sums of times may be off by."""
+"""Tolerance for sums of times, in steps."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,26 +37,26 @@ class SimulatedRequest:
     decode: int
     cached_tokens: int
     compute_seconds: float
-    # Tokens of the prompt that no step has begun to compute.
-    unread: int = 0
-    # Pages that have to travel, those of the prompt, and those of prompt and answer.
+    # Prompt tokens that no step has started to compute.
+    uncomputed: int = 0
+    # Pages to transfer, pages of the prompt, and pages of prompt and answer.
     moved_pages: int = 0
     prompt_pages: int = 0
     pages: int = 0
     granted: bool = False
-    # 0 until then.
+    # When the first token came; 0 before.
     first_at: float = 0.0
-    # The worker's count of steps when this was the first time in one.
+    # The worker's step count when this joined the batch.
     joined: float = 0.0
 
     @property
     def missing_tokens(self) -> int:
-        """Those of the prompt that have to be computed."""
+        """Prompt tokens to compute."""
         return self.arrival.prompt_tokens - self.cached_tokens
 
 
 class WorkerPool:
-    """What both roles have."""
+    """What both pools have in common."""
 
     def __init__(self, cached_blocks: int) -> None:
         self.caches = BlockCaches(cached_blocks)
@@ -71,20 +71,19 @@ class WorkerPool:
 
     @property
     def size(self) -> int:
-        """Workers that there are or have been."""
+        """Workers so far, ended ones included."""
         return len(self.began)
 
-    def add(self, now: float) -> int:
+    def add(self, now: float) -> None:
         index = self.size
         self.began.append(now)
         self.ended.append(math.inf)
         self.busy_seconds.append(0.0)
         self.caches.add_worker(index)
         self._set_active(numpy.append(self.active, index))
-        return index
 
     def retire(self, index: int) -> None:
-        """Sends it nothing more."""
+        """Sends no more requests to a worker."""
         self._set_active(self.active[self.active != index])
 
     def _set_active(self, indices: Array) -> None:
@@ -105,35 +104,37 @@ class WorkerPool:
         self.ended[index] = now
         self.caches.remove_worker(index)
 
-    def worker_seconds(self, until: float) -> float:
+    def use(self, now: float) -> PoolUse:
+        """So far."""
         pairs = zip(self.began, self.ended, strict=True)
-        return sum(max(0.0, min(end, until) - begin) for begin, end in pairs)
+        total = sum(max(0.0, min(end, now) - begin) for begin, end in pairs)
+        return PoolUse(total / now, sum(self.busy_seconds) / total) if total else PoolUse(0.0, 0.0)
 
 
 class PrefillPool(WorkerPool):
-    """Each computes its prompts in steps: of the oldest, as many tokens as one takes."""
+    """Workers compute prompts in order, up to a limit of tokens a step."""
 
     def __init__(self, cached_blocks: int) -> None:
         super().__init__(cached_blocks)
         self.pending: Array = numpy.zeros(0, dtype=numpy.int64)
         self.prompts: list[int] = []
         self.free_at: list[float] = []
-        # Those that no step has begun to end.
-        self.unread: list[deque[SimulatedRequest]] = []
-        # When the last page of all that were pushed is there.
+        # Prompts that no step has started to complete.
+        self.uncomputed: list[deque[SimulatedRequest]] = []
+        # When the last pushed page arrives.
         self.pushed_at: list[float] = []
 
-    def add(self, now: float) -> int:
+    def add(self, now: float) -> None:
         self.pending = numpy.append(self.pending, 0)
         self.prompts.append(0)
         self.free_at.append(now)
-        self.unread.append(deque())
+        self.uncomputed.append(deque())
         self.pushed_at.append(now)
-        return super().add(now)
+        super().add(now)
 
     @property
     def busy(self) -> int:
-        """Workers that have something to compute."""
+        """Workers with prompts."""
         return sum(map(bool, self.prompts))
 
     def is_empty(self, index: int) -> bool:
@@ -141,8 +142,8 @@ class PrefillPool(WorkerPool):
 
     def put(self, request: SimulatedRequest, now: float) -> None:
         index = request.prefill
-        request.unread = request.missing_tokens
-        self.unread[index].append(request)
+        request.uncomputed = request.missing_tokens
+        self.uncomputed[index].append(request)
         self.pending[index] += request.missing_tokens
         self.prompts[index] += 1
         self.busy_seconds[index] += request.compute_seconds
@@ -155,27 +156,27 @@ class PrefillPool(WorkerPool):
         return PrefillColumns(self.active_ids, reaches, *map(column_of, columns))
 
     def begin_step(self, index: int, chunk_tokens: int) -> tuple[float, list[SimulatedRequest]]:
-        """How long it takes, and the prompts that it completes."""
-        unread, left = self.unread[index], chunk_tokens
+        """Returns how long the step takes, and the prompts that it completes."""
+        queue, left = self.uncomputed[index], chunk_tokens
         seconds, completed = 0.0, []
-        while unread and left:
-            request = unread[0]
-            tokens = min(request.unread, left)
+        while queue and left:
+            request = queue[0]
+            tokens = min(request.uncomputed, left)
             left -= tokens
-            request.unread -= tokens
+            request.uncomputed -= tokens
             seconds += request.compute_seconds * tokens / request.missing_tokens
-            if not request.unread:
-                completed.append(unread.popleft())
+            if not request.uncomputed:
+                completed.append(queue.popleft())
         return seconds, completed
 
-    def take(self, request: SimulatedRequest) -> None:
-        """It is computed."""
+    def remove(self, request: SimulatedRequest) -> None:
+        """Its prompt is computed."""
         index = request.prefill
         self.pending[index] -= request.missing_tokens
         self.prompts[index] -= 1
 
     def push(self, index: int, now: float, seconds: float) -> float:
-        """When a prompt's last page is there. A worker's pushes go one after the other."""
+        """Returns when a prompt's last page arrives. A worker's pushes are sequential."""
         self.pushed_at[index] = max(now, self.pushed_at[index]) + seconds
         return self.pushed_at[index]
 
@@ -192,11 +193,11 @@ class DecodePool(WorkerPool):
         self.waiting: Array = numpy.zeros(0, dtype=numpy.int64)
         self.leased: Array = numpy.zeros(0, dtype=numpy.int64)
 
-    def add(self, now: float) -> int:
+    def add(self, now: float) -> None:
         for name in ("requests", "running", "waiting", "leased"):
             setattr(self, name, numpy.append(getattr(self, name), 0))
         self.workers.append(DecodeBatch(at=now))
-        return super().add(now)
+        super().add(now)
 
     def columns(self, cached: Array, pages: int, backlog: int) -> DecodeColumns:
         """As the policy sees the active workers, with pools of `pages`: nothing is prefilled
@@ -229,43 +230,42 @@ class DecodePool(WorkerPool):
 
     @property
     def busy(self) -> int:
-        """Workers that step."""
+        """Workers with running requests."""
         return int(numpy.count_nonzero(self.running))
 
     def waiting_requests(self) -> int:
-        """For pages, or for a place in the batch."""
+        """Requests that wait for pages, or for a place in the batch."""
         ready = sum(len(self.workers[index].ready) for index in self.active)
         return int(self.waiting[self.active].sum()) + ready
 
 
 @dataclass(slots=True, eq=False)
 class DecodeBatch:
-    """The requests of a decode worker. It counts its steps, whole ones and the part that it has
-    done of one; between two requests that come or go every step takes equally long, so no step is
-    simulated by itself."""
+    """The requests of a decode worker. Steps are counted, with the fraction of the current one.
+    Between two changes of the batch all steps are equally long, so no step is an event."""
 
     at: float
     steps: float = 0.0
     step_seconds: float = 0.0
     # When the current step began.
     step_began: float = 0.0
-    # Those for which it is the first.
+    # Requests for which it is the first step.
     newest: list[SimulatedRequest] = field(default_factory=list)
-    # When the next request comes or goes is said to the event of this number, and to none before.
+    # Events of earlier versions of the batch are void.
     version: int = 0
-    # The sum of `joined` over those that run.
+    # The sum of `joined` over the running requests.
     joined: float = 0.0
-    # Pages that are promised for good, and those of the prompts among them.
-    promised_pages: int = 0
+    # Reserved pages, and those of the prompts among them.
+    reserved_pages: int = 0
     prompt_pages: int = 0
-    # Those that run: the step after which each ends, and a number that makes them differ.
+    # Running requests: the step after which each ends, and a number to break ties.
     ends: list[tuple[float, int, SimulatedRequest]] = field(default_factory=list)
     ready: deque[SimulatedRequest] = field(default_factory=deque)
     waiting: deque[SimulatedRequest] = field(default_factory=deque)
 
     def advance(self, now: float, gaps: TimeHistogram) -> float:
-        """Up to now, which ends some steps; `gaps` are told how long each request waited for its
-        token. Returns the seconds during which it computed."""
+        """Runs steps up to now, and adds the gap before each token to `gaps`. Returns the seconds
+        of compute."""
         seconds, began, before = now - self.at, self.at, self.steps
         self.at = now
         if not self.ends or seconds <= 0:
@@ -273,7 +273,7 @@ class DecodeBatch:
         self.steps += seconds / self.step_seconds
         number, last = math.floor(before + TINY) + 1, math.floor(self.steps + TINY)
         if number <= last:
-            # Only the first can be unlike the others: it was under way.
+            # Only the first can differ from the others: it was in flight.
             self._end_step(began + (number - before) * self.step_seconds, gaps)
         if alike := max(0, last - number):
             gaps.add(self.step_seconds, alike * len(self.ends))
@@ -293,7 +293,7 @@ class DecodeBatch:
         return not self.ends or abs(self.steps - round(self.steps)) <= TINY
 
     def join(self, request: SimulatedRequest, number: int) -> None:
-        """With the step that begins now."""
+        """Joins with the step that begins now."""
         self.step_began = self.at
         request.joined = self.steps = round(self.steps)
         self.joined += request.joined
@@ -302,8 +302,8 @@ class DecodeBatch:
             self.ends, (request.joined + request.arrival.answer_tokens - 1, number, request)
         )
 
-    def ended(self) -> SimulatedRequest | None:
-        """One that has had its last step."""
+    def pop_ended(self) -> SimulatedRequest | None:
+        """A request that has had its last step."""
         if not self.ends or self.ends[0][0] > self.steps + TINY:
             return None
         _, _, request = heapq.heappop(self.ends)
@@ -311,7 +311,7 @@ class DecodeBatch:
         return request
 
     def leased_pages(self, page_size: int) -> int:
-        """Those of the prompts, and what the answers have grown by."""
+        """Pages of the prompts, and of the answers so far."""
         grown = len(self.ends) * self.steps - self.joined
         return self.prompt_pages + int(max(0.0, grown) / page_size)
 
@@ -320,7 +320,7 @@ class DecodeBatch:
         self.step_seconds = (costs.step_seconds(len(self.ends), pages) + beside) / speed
 
     def next_change(self, max_batch: int) -> float | None:
-        """When the next request ends, or those that are ready can join."""
+        """When the next request ends, or ready ones can join."""
         if not self.ends:
             return None
         step = self.ends[0][0]
@@ -330,8 +330,15 @@ class DecodeBatch:
 
 
 class BlockCaches:
+    """The prefix caches of one pool's workers.
+
+    A worker is a bit: each block has its holders as one number, so that one walk along a prompt's
+    blocks finds what all workers hold of it. A worker evicts the least recently used block, of a
+    prompt the last one first.
+    """
+
     def __init__(self, capacity: int) -> None:
-        """Of `capacity` blocks a worker."""
+        """`capacity` blocks for each worker."""
         self._capacity = capacity
         self._holders: dict[int, int] = {}  # by block, a bit for each worker
         self._held: dict[int, OrderedDict[int, None]] = {}  # by worker, the last used at the end
@@ -347,7 +354,7 @@ class BlockCaches:
                 del self._holders[block]
 
     def hold(self, index: int, blocks: Sequence[int]) -> None:
-        """A prompt of these blocks is computed or has come there."""
+        """A prompt of these blocks is computed or has arrived there."""
         held, holders, bit = self._held[index], self._holders, 1 << index
         for block in reversed(blocks):
             if block in held:
@@ -380,7 +387,7 @@ class BlockCaches:
 
 
 def _spread(groups: list[tuple[int, int]], everyone: int, workers: int) -> NDArray[numpy.int64]:
-    """One number a worker. The largest group is written at once: mostly, nearly all are in it."""
+    """One number for each worker. The largest group, usually nearly all, is written at once."""
     depth, largest = max(groups, key=lambda group: group[1].bit_count())
     found = numpy.full(workers, depth, dtype=numpy.int64)
     if largest != everyone:

@@ -1,4 +1,4 @@
-"""What a simulation amounts to."""
+"""The result of a simulation, and the counters it comes from."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _GROWTH = math.log(1.002)
 
 @dataclass(frozen=True, slots=True)
 class PoolUse:
-    # Workers on average, and the share of their time in which they compute.
+    # Average number of workers, and the share of their time that they compute.
     workers: float
     busy: float
 
 
 @dataclass(frozen=True, slots=True)
 class TimedDecision:
-    """A decision that changed something, or could not."""
+    """A decision that changed something, or was short of workers."""
 
     seconds: float
     decision: Decision
@@ -37,11 +37,11 @@ class SimulationReport:
     ttft: Spread
     # Over all gaps between two tokens.
     itl: Spread
-    # Of the requests, those that kept each objective, and both.
+    # The share of requests that met each objective, and both.
     ttft_kept: float
     itl_kept: float
     kept: float
-    # Requests a second that kept both.
+    # Requests a second that met both.
     goodput: float
     prefill: PoolUse
     decode: PoolUse
@@ -52,7 +52,7 @@ class SimulationReport:
 
 
 class TimeHistogram:
-    """Of times, of which there are too many to keep: bins that grow by 0.2%."""
+    """Bins that grow by 0.2%: there are too many times to keep."""
 
     def __init__(self) -> None:
         self._bins: Counter[int] = Counter()
@@ -90,7 +90,7 @@ class Tally:
     itl_kept: int = 0
     kept: int = 0
     most_queued: int = 0
-    # Over all decode workers, while they computed; and times the requests that ran.
+    # Compute of all decode workers, and the same times the running requests.
     busy_seconds: float = 0.0
     batch_seconds: float = 0.0
     ttfts: TimeHistogram = field(default_factory=TimeHistogram)

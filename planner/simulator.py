@@ -1,15 +1,14 @@
 """Simulates a cluster: events on a heap, the router's policy, and workers that cost what a
 profile says.
 
-    arrives ─▶ placed ─▶ computed: token #1 ─▶ pages there ─▶ in the batch ─▶ ended
-                  └──────▶ pages promised by decode ──┘
+    arrives ─▶ placed ─▶ computed: first token ─▶ pages arrived ─▶ in the batch ─▶ ended
+                  └──────▶ pages reserved on decode ──┘
 
-A prefill worker computes its prompts in the order in which they come, as many tokens a step as
-there are, up to a limit; a decode worker steps all its requests at once, and its steps are equally
-long until one comes or goes, or others begin or end to compute on the same cores. What is left
-out: prompts read by decode workers, pages fetched from them or kept in a second tier, preemption
-(decode promises the pages of the answer with those of the prompt), failures, and the network but
-for the transfer of pages.
+A prefill worker computes its prompts in order, up to a limit of tokens a step. A decode worker
+steps all its requests at once; its steps are equally long until a request joins or ends, or other
+workers on the same cores start or stop to compute. Left out: local prefill, fetched pages, the
+second tier, preemption (decode reserves the answer's pages with the prompt's), failures, and
+message times.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from baton.planner.simulated_workers import (
     SimulatedRequest,
     WorkerPool,
 )
-from baton.planner.simulation_report import PoolUse, SimulationReport, Tally, TimedDecision
+from baton.planner.simulation_report import SimulationReport, Tally, TimedDecision
 from baton.planner.sizing import (
     NONE,
     Decision,
@@ -48,10 +47,8 @@ from baton.router.placement.cost_model import ANSWER_PRIOR, ANSWER_RATE
 from baton.router.placement.placement import FetchPages, LocalPrefill, Placement, Snapshot
 from baton.router.placement.policy import choose
 
-IDLE = PoolUse(0.0, 0.0)
-
 LEARN_EVERY = 64
-"""Answers, between two changes of the length that the policy expects."""
+"""Answers between two updates of the answer length that the policy expects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +56,7 @@ class Setup:
     workers: Pools
     profile: Profile
     goals: Goals
-    # Whether the planner may change the workers.
+    # Whether the planner may change the pools.
     plans: bool = False
     block_tokens: int = BLOCK
     worker_backlog: int = 16
@@ -83,14 +80,14 @@ class Simulator:
         self._now = 0.0
         self._numbers = itertools.count()
         self._events: list[tuple[float, int, Callable[[Any], None], Any]] = []
-        self._line: deque[Arrival] = deque()
+        self._queue: deque[Arrival] = deque()
         self._placed = 0
         self._tally = Tally(setup.goals.ttft, setup.goals.itl)
-        # Told of requests only where rounds end, which let go of them.
+        # Filled only if the planner runs: the end of a round drops old entries.
         self._window = TrafficWindow(setup.round_seconds)
         self._state = PlannerState()
         self._coming = NONE
-        self._leaving: dict[tuple[Role, int], Role | None] = {}  # and what each becomes
+        self._draining: dict[tuple[Role, int], Role | None] = {}  # and the role that follows
         self._decisions: list[TimedDecision] = []
         self._missing = 0  # workers, a round before
         for role in Role:
@@ -106,16 +103,12 @@ class Simulator:
             self._run_until(arrival.seconds)
             last = self._now = arrival.seconds
             self._arrive(arrival)
-        if self._setup.plans:
-            self._stop_planning()
-        self._run_until(float("inf"))
-        prefill, decode = self._use(self._prefill), self._use(self._decode)
-        return self._tally.report(last, prefill, decode, self._decisions)
-
-    def _stop_planning(self) -> None:
-        """No more plans: nothing arrives any more."""
+        # Nothing is planned after the last arrival.
         self._events = [event for event in self._events if event[2] != self._plan]
         heapq.heapify(self._events)
+        self._run_until(float("inf"))
+        prefill, decode = self._prefill.use(self._now), self._decode.use(self._now)
+        return self._tally.report(last, prefill, decode, self._decisions)
 
     def _run_until(self, seconds: float) -> None:
         events = self._events
@@ -129,18 +122,18 @@ class Simulator:
     def _pool(self, role: Role) -> PrefillPool | DecodePool:
         return self._prefill if role is Role.PREFILL else self._decode
 
-    # A request's way
+    # The path of a request
 
     def _arrive(self, arrival: Arrival) -> None:
         if self._setup.plans:
             self._window.arrived(self._now)
-        if self._line or not self._place(arrival):
-            self._line.append(arrival)
-            self._tally.most_queued = max(self._tally.most_queued, len(self._line))
+        if self._queue or not self._place(arrival):
+            self._queue.append(arrival)
+            self._tally.most_queued = max(self._tally.most_queued, len(self._queue))
 
-    def _place_waiting(self) -> None:
-        while self._line and self._place(self._line[0]):
-            self._line.popleft()
+    def _place_queued(self) -> None:
+        while self._queue and self._place(self._queue[0]):
+            self._queue.popleft()
 
     def _place(self, arrival: Arrival) -> bool:
         if arrival.answer_tokens > 1 and not self._decode.has_room(self._setup.worker_backlog):
@@ -158,16 +151,16 @@ class Simulator:
         was_idle = self._prefill.is_empty(request.prefill)
         self._prefill.put(request, self._now)
         if was_idle:
-            self._read(request.prefill)
+            self._start_prefill_step(request.prefill)
         self._prefill.caches.hold(request.prefill, arrival.blocks)
         if request.decode >= 0:
             self._reserve(request)
         if was_idle:
-            self._disturb()
+            self._interfere()
         return True
 
     def snapshot(self, arrival: Arrival) -> Snapshot:
-        """What the policy decides on. Decode workers never prefill here, nor lend pages."""
+        """What the policy decides on: no local prefill, and no pages to fetch."""
         setup, profile = self._setup, self._profile
         # A prompt's last token is always computed.
         most = (arrival.prompt_tokens - 1) // profile.page_size * profile.page_size
@@ -193,8 +186,7 @@ class Simulator:
     ) -> SimulatedRequest:
         size, prefill, decode = self._profile.page_size, placement.prefill, placement.decode
         cached = int(snapshot.prefill.cached_tokens[snapshot.prefill.worker_ids.index(prefill)])
-        missing = arrival.prompt_tokens - cached
-        seconds = self._costs.prefill_seconds(missing, cached)
+        seconds = self._costs.prefill_seconds(arrival.prompt_tokens - cached, cached)
         request = SimulatedRequest(arrival, int(prefill), int(decode or -1), cached, seconds)
         if decode:
             held = int(snapshot.decode.cached_tokens[snapshot.decode.worker_ids.index(decode)])
@@ -212,76 +204,76 @@ class Simulator:
         self._grant(index)
 
     def _grant(self, index: int) -> None:
-        """Promises pages to those that wait, the oldest first, as long as there are any."""
+        """Reserves pages for waiting requests, the oldest first, while there are any."""
         batch = self._decode.workers[index]
         while batch.waiting:
             request = batch.waiting[0]
-            room = self._profile.decode_pages - batch.promised_pages
-            # One that would never fit has the worker to itself.
-            if request.pages > room and batch.promised_pages:
+            room = self._profile.decode_pages - batch.reserved_pages
+            # A request that would never fit has the worker to itself.
+            if request.pages > room and batch.reserved_pages:
                 return
             batch.waiting.popleft()
-            batch.promised_pages += request.pages
+            batch.reserved_pages += request.pages
             batch.prompt_pages += request.prompt_pages
             self._decode.waiting[index] -= 1
             self._decode.leased[index] += request.prompt_pages
             request.granted = True
             if request.first_at:
-                self._travel(request, 0.0)
+                self._push(request, 0.0)
 
-    def _read(self, index: int) -> None:
-        """A prefill worker begins a step."""
+    def _start_prefill_step(self, index: int) -> None:
         seconds, completed = self._prefill.begin_step(index, self._profile.chunk_tokens)
         if self._profile.crowding:
             seconds *= 1.0 + self._profile.crowding * (self._prefill.busy - 1)
-        self._at(self._now + seconds, self._has_read, (index, completed))
+        self._at(self._now + seconds, self._end_prefill_step, (index, completed))
 
-    def _has_read(self, subject: tuple[int, list[SimulatedRequest]]) -> None:
+    def _end_prefill_step(self, subject: tuple[int, list[SimulatedRequest]]) -> None:
         index, completed = subject
         for request in completed:
-            self._first_token(request)
+            self._emit_first_token(request)
         if not self._prefill.is_empty(index):
-            self._read(index)
+            self._start_prefill_step(index)
 
-    def _first_token(self, request: SimulatedRequest) -> None:
-        self._prefill.take(request)
+    def _emit_first_token(self, request: SimulatedRequest) -> None:
+        self._prefill.remove(request)
         request.first_at = self._now
         if self._prefill.is_empty(request.prefill):
-            self._disturb()
-            self._see_off(Role.PREFILL, request.prefill)
+            self._interfere()
+            self._end_drained(Role.PREFILL, request.prefill)
         if request.decode < 0:
-            self._answered(request)
+            self._end_answer(request)
         elif request.granted:
-            self._travel(request, request.compute_seconds)
+            self._push(request, request.compute_seconds)
 
-    def _travel(self, request: SimulatedRequest, hidden_behind: float) -> None:
+    def _push(self, request: SimulatedRequest, hidden_behind: float) -> None:
         size = request.moved_pages * self._profile.page_bytes
         late = self._costs.exposed_seconds(size, hidden_behind)
-        self._at(self._prefill.push(request.prefill, self._now, late), self._landed, request)
+        arrives = self._prefill.push(request.prefill, self._now, late)
+        self._at(arrives, self._join_batch, request)
 
-    def _landed(self, request: SimulatedRequest) -> None:
+    def _join_batch(self, request: SimulatedRequest) -> None:
         self._advance(request.decode).ready.append(request)
-        self._step_on(request.decode)
+        self._continue_batch(request.decode)
 
-    def _stepped(self, subject: tuple[int, int]) -> None:
-        """After the last step of a request, or one before others join."""
+    def _change_batch(self, subject: tuple[int, int]) -> None:
+        """After the last step of a request, or the one before others join."""
         index, version = subject
         batch = self._decode.workers[index]
         if version != batch.version:
             return
         self._advance(index)
-        while request := batch.ended():
-            batch.promised_pages -= request.pages
+        while request := batch.pop_ended():
+            batch.reserved_pages -= request.pages
             batch.prompt_pages -= request.prompt_pages
             self._decode.requests[index] -= 1
-            self._answered(request)
+            self._end_answer(request)
         self._grant(index)
-        self._step_on(index)
-        self._see_off(Role.DECODE, index)
-        self._place_waiting()
+        self._continue_batch(index)
+        self._end_drained(Role.DECODE, index)
+        self._place_queued()
 
-    def _step_on(self, index: int) -> None:
-        """Those that are ready join as far as the batch goes; then the steps have a new price."""
+    def _continue_batch(self, index: int) -> None:
+        """Ready requests join as far as the batch has room, then steps have a new length."""
         batch = self._decode.workers[index]
         was_idle = not self._decode.running[index]
         if batch.is_between_steps:
@@ -290,26 +282,23 @@ class Simulator:
         self._decode.running[index] = len(batch.ends)
         self._price(index)
         if was_idle == bool(batch.ends):
-            self._disturb()
+            self._interfere()
 
     def _price(self, index: int) -> None:
         batch = self._decode.workers[index]
         pages = batch.leased_pages(self._profile.page_size)
         self._decode.leased[index] = pages
-        busy, speed = self._beside() if self._shares_hardware else (0, 1.0)
+        busy, speed = 0, 1.0
+        if self._shares_hardware:
+            busy = self._prefill.busy
+            speed = self._cores.decode_speed(busy, self._decode.busy)
         batch.price(self._costs, pages, busy, speed)
         batch.version += 1
         if (change := batch.next_change(self._profile.max_batch)) is not None:
-            self._at(change, self._stepped, (index, batch.version))
+            self._at(change, self._change_batch, (index, batch.version))
 
-    def _beside(self) -> tuple[int, float]:
-        """Prefill workers that compute, and how fast decode workers are beside them and each
-        other."""
-        busy = self._prefill.busy
-        return busy, self._cores.decode_speed(busy, self._decode.busy)
-
-    def _disturb(self) -> None:
-        """A worker began or ended to compute: where they share hardware, steps feel it."""
+    def _interfere(self) -> None:
+        """A worker has started or stopped to compute: on shared hardware, steps change."""
         if not self._shares_hardware:
             return
         for index, batch in enumerate(self._decode.workers):
@@ -326,7 +315,7 @@ class Simulator:
         self._tally.batch_seconds += seconds * len(batch.ends)
         return batch
 
-    def _answered(self, request: SimulatedRequest) -> None:
+    def _end_answer(self, request: SimulatedRequest) -> None:
         arrival = request.arrival
         gaps = arrival.answer_tokens - 1
         ttft = request.first_at - arrival.seconds + self._profile.overhead_seconds
@@ -340,7 +329,7 @@ class Simulator:
         if self._answers % LEARN_EVERY == 1:
             self._costs = self._profile.costs(self._answer_tokens)
 
-    # Workers that come and go
+    # Changes of the pools
 
     def _plan(self, _: None) -> None:
         decision, self._state = plan(self._observe(), self._state, self._setup.goals)
@@ -351,60 +340,51 @@ class Simulator:
         self._at(self._now + self._setup.round_seconds, self._plan, None)
 
     def _observe(self) -> Observation:
-        prefill, decode = self._prefill, self._decode
+        prefill, decode, coming = self._prefill, self._decode, self._coming
         profile = self._profile
         return Observation(
-            have=Pools(
-                len(prefill.active) + self._coming.prefill, len(decode.active) + self._coming.decode
-            ),
+            have=Pools(len(prefill.active) + coming.prefill, len(decode.active) + coming.decode),
             window=self._window.end_round(),
             costs=self._costs,
             max_batch=profile.max_batch,
             pool_pages=profile.decode_pages,
             overhead_seconds=profile.overhead_seconds,
             queued_seconds=prefill.queued_seconds(self._now),
-            waiting=len(self._line) + decode.waiting_requests(),
+            waiting=len(self._queue) + decode.waiting_requests(),
         )
 
     def _apply(self, decision: Decision) -> None:
         for role in Role:
             for _ in range(decision.add.of(role)):
                 self._coming = self._coming.with_more(role, 1)
-                self._expect(role, self._profile.start_seconds)
+                self._at(self._now + self._profile.start_seconds, self._add_worker, role)
             for _ in range(decision.drain.of(role)):
-                self._retire(role, None)
+                self._drain(role, None)
         if decision.switch:
             for _ in range(decision.switch.count):
-                self._retire(other(decision.switch.to), decision.switch.to)
+                self._drain(other(decision.switch.to), decision.switch.to)
 
-    def _expect(self, role: Role, seconds: float) -> None:
-        self._at(self._now + seconds, self._come, role)
-
-    def _come(self, role: Role) -> None:
+    def _add_worker(self, role: Role) -> None:
         self._coming = self._coming.with_more(role, -1)
         self._pool(role).add(self._now)
-        self._place_waiting()
+        self._place_queued()
 
-    def _retire(self, role: Role, becomes: Role | None) -> None:
-        """Drains the worker that has the least to do."""
-        pool = self._pool(role)
+    def _drain(self, role: Role, next_role: Role | None) -> None:
+        """Drains the least loaded worker of a role."""
+        pool: WorkerPool = self._pool(role)
         load = self._prefill.pending if role is Role.PREFILL else self._decode.requests
         index = int(min(pool.active, key=lambda each: load[each]))
         pool.retire(index)
-        self._leaving[role, index] = becomes
-        if becomes:
-            self._coming = self._coming.with_more(becomes, 1)
-        self._see_off(role, index)
+        self._draining[role, index] = next_role
+        if next_role:
+            self._coming = self._coming.with_more(next_role, 1)
+        self._end_drained(role, index)
 
-    def _see_off(self, role: Role, index: int) -> None:
-        """Once a worker that drains has nothing left, it ends, or takes up its new role."""
-        if (role, index) not in self._leaving or not self._pool(role).is_empty(index):
+    def _end_drained(self, role: Role, index: int) -> None:
+        """A draining worker without requests ends, or switches to its next role."""
+        if (role, index) not in self._draining or not self._pool(role).is_empty(index):
             return
-        becomes = self._leaving.pop((role, index))
+        next_role = self._draining.pop((role, index))
         self._pool(role).end(index, self._now)
-        if becomes:
-            self._expect(becomes, self._profile.switch_seconds)
-
-    def _use(self, pool: WorkerPool) -> PoolUse:
-        total = pool.worker_seconds(self._now)
-        return PoolUse(total / self._now, sum(pool.busy_seconds) / total) if total else IDLE
+        if next_role:
+            self._at(self._now + self._profile.switch_seconds, self._add_worker, next_role)

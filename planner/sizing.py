@@ -1,17 +1,16 @@
-"""Decides how many workers each pool should have: a pure function of what was observed.
+"""Decides how many workers each pool should have: a pure function of an observation.
 
-    need     the fewest workers that keep the objectives (planner/queueing.py)
-    short    a pool that has fewer: the other one's spare workers change their role; for what
-             is still missing, new workers are asked for
-    spare    a pool that would keep the objectives with fewer even if its load grew by
-             `headroom`; nobody being short, they are drained, once that has lasted for
-             `patience` rounds
-    regret   a pool that has to grow again soon after it gave workers up waits twice as long
+    need     the fewest workers that meet the objectives (planner/queueing.py)
+    short    a pool that has fewer: the other pool's spare workers switch roles; new workers
+             are requested for the rest
+    spare    workers without which a pool would meet the objectives even if its load grew by
+             `headroom`; while no pool is short, they are drained after `patience` rounds
+    regret   a pool that must grow again soon after it gave workers up waits twice as long
              the next time, and half as long again once that has gone well
 
-A pool so grows at once and shrinks late, and what lies between need and spare is left alone:
-a load that goes up and down a little changes nothing. Peaks that come again and again at
-longer intervals than `patience` are found out by regret: the wait grows until it outlasts them.
+So a pool grows at once and shrinks late, and small changes of the load change nothing. Peaks
+that recur at longer intervals than `patience` are covered by regret: the wait grows until it
+outlasts them.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ from baton.planner.traffic_window import Window
 from baton.router.placement.cost_model import Costs
 
 RECOVERY_SECONDS = 30.0
-"""Within which a backlog is to be caught up with."""
+"""Within which a backlog should be worked off."""
 
 REGRET_TIMES = 4
-"""Of the wait before workers are given up: how long after that it still counts as too early."""
+"""Multiple of the wait before workers are given up, after which that was not too early."""
 
 MOST_CAUTION = 16
 
@@ -55,7 +54,7 @@ class Pools(NamedTuple):
         return self.prefill if role is Role.PREFILL else self.decode
 
     def beyond(self, other: Pools) -> Pools:
-        """By how much each is more than the other's; 0 where it is not."""
+        """By how much each number exceeds the other's, at least 0."""
         return Pools(max(0, self.prefill - other.prefill), max(0, self.decode - other.decode))
 
     def with_more(self, role: Role, count: int) -> Pools:
@@ -74,42 +73,42 @@ def other(role: Role) -> Role:
 
 @dataclass(frozen=True, slots=True)
 class Goals:
-    """The objectives, and what may be done for them."""
+    """The objectives, and the limits of what may be done for them."""
 
     # Seconds to the first token, and between two tokens.
     ttft: float
     itl: float
     # Workers of both pools together.
     most_workers: int
-    # Of the requests, how many may miss an objective.
+    # Share of the requests that may miss an objective.
     late: float = 0.02
     least: Pools = ONE_EACH
-    # A pool gives workers away only if it could bear so many times its load without them,
+    # A pool gives up workers only if it could serve this multiple of its load without them,
     headroom: float = 1.25
-    # and drains them only once that has been so for so many rounds.
+    # and drains them only after this number of such rounds.
     patience: int = 30
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
     have: Pools
-    """Workers that serve, or soon will: those that start or change their role count where they
-    are going, those that drain do not count."""
+    """Workers that serve or soon will: starting and switching ones count in their next pool,
+    draining ones do not count."""
     window: Window = field(default_factory=Window)
-    # What things cost here, as measured.
+    # As measured.
     costs: Costs = field(default_factory=Costs)
     max_batch: int = 256
     pool_pages: int = 2**31
-    # From a request's arrival to its token #1, what is neither wait nor compute.
+    # From a request's arrival to its first token, beside wait and compute.
     overhead_seconds: float = 0.0
-    # Compute of prompts that wait, in seconds.
+    # Compute of queued prompts, in seconds.
     queued_seconds: float = 0.0
     # Requests that wait for room on decode workers, there or in a router.
     waiting: int = 0
 
     def prefill_load(self, times: float = 1.0) -> PrefillLoad:
         window = self.window
-        # What a worker works off in any case is no backlog.
+        # A second of work for each worker is no backlog.
         beyond = max(0.0, self.queued_seconds - self.have.prefill)
         return PrefillLoad(
             rate=window.rate * times,
@@ -133,7 +132,7 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """Workers that take up another role, once they have drained."""
+    """Workers that switch roles once they have drained."""
 
     to: Role
     count: int
@@ -141,13 +140,13 @@ class Switch:
 
 @dataclass(frozen=True, slots=True)
 class PlannerState:
-    """What is remembered from one round to the next."""
+    """Kept from one round to the next."""
 
-    # For how many rounds each pool has had spare workers, and how many at the least.
+    # Rounds in which each pool has had spare workers, and the fewest of them.
     rounds: Pools = NONE
     spare: Pools = NONE
-    # How many times `patience` each pool waits, and the rounds since it last gave workers up;
-    # 0 when that is long ago.
+    # The multiple of `patience` that each pool waits, and the rounds since it last gave up
+    # workers; 0 when that is long ago.
     caution: Pools = ONE_EACH
     since: Pools = NONE
 
@@ -159,9 +158,9 @@ class Decision:
     switch: Switch | None = None
     add: Pools = NONE
     drain: Pools = NONE
-    # Workers that are needed, and that there is no room for.
+    # Workers that are needed beyond the limit.
     missing: int = 0
-    # Why, with the numbers.
+    # With the numbers.
     reasons: tuple[str, ...] = ()
 
     @property
@@ -169,12 +168,12 @@ class Decision:
         return self.switch is not None or self.add != NONE or self.drain != NONE
 
     def is_news(self, missing_before: int) -> bool:
-        """Whether something is done, or other than a round before cannot be."""
+        """Whether something changes, or the number of missing workers does."""
         return self.changes or self.missing != missing_before
 
     @property
     def summary(self) -> str:
-        """What is done, in a few words."""
+        """In a few words."""
         done = []
         if self.switch:
             role = self.switch.to
@@ -190,7 +189,7 @@ class Decision:
 
 
 def plan(seen: Observation, state: PlannerState, goals: Goals) -> tuple[Decision, PlannerState]:
-    """What to do now, and what to remember."""
+    """Returns the decision, and the state for the next round."""
     if not seen.window.seconds:
         return Decision(seen.have, seen.have, reasons=("nothing has been measured yet",)), state
     need, reasons = _need(seen, goals)
@@ -217,12 +216,12 @@ def _each(value: Callable[[Role], int]) -> Pools:
 
 
 def _wait(state: PlannerState, role: Role, goals: Goals) -> int:
-    """Rounds for which workers must have been spare before they are given up."""
+    """Rounds that workers must be spare before they are given up."""
     return goals.patience * state.caution.of(role)
 
 
 def _judge(state: PlannerState, short: Pools, goals: Goals) -> PlannerState:
-    """Whether workers that were given up are missed."""
+    """Adjusts caution: whether workers that were given up are missed."""
 
     def caution(role: Role) -> int:
         now, since = state.caution.of(role), state.since.of(role)
@@ -239,7 +238,7 @@ def _judge(state: PlannerState, short: Pools, goals: Goals) -> PlannerState:
 
 
 def _forget(state: PlannerState, given: Pools) -> PlannerState:
-    """After a change; `given` are the workers that each pool gives up with it."""
+    """The state after a change, with which each pool gives up `given` workers."""
     since = _each(lambda role: 1 if given.of(role) else state.since.of(role))
     return PlannerState(caution=state.caution, since=since)
 
@@ -283,7 +282,7 @@ def _remember(state: PlannerState, spare: Pools) -> PlannerState:
 
 
 def _need(seen: Observation, goals: Goals, times: float = 1.0) -> tuple[Pools, tuple[str, ...]]:
-    """With so many times the load; and the numbers that say so."""
+    """The need at a multiple of the load, and its reasons."""
     if not seen.window.requests or not seen.window.compute_seconds:
         return goals.least, ("no request came that could be served",)
     prefill, why_prefill = _prefill_need(seen, goals, times)

@@ -1,6 +1,6 @@
-"""What a trace asks for, and traffic made of it: as long, as dense and as uneven as wanted.
+"""Reads a trace, and makes traffic of any length and density from it.
 
-A trace is a file with a JSON object a line, as the Mooncake traces are: timestamp (ms),
+A trace is a file with one JSON object a line, like the Mooncake traces: timestamp (ms),
 input_length, output_length, and hash_ids of blocks of 512 tokens. Equal ids mean equal blocks
 after equal beginnings.
 """
@@ -19,12 +19,12 @@ BLOCK = 512
 """Tokens in a block of the trace."""
 
 MANY = 2**40
-"""Times that no trace is played."""
+"""More than a trace is ever played."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """A request as the trace has it."""
+    """A request of the trace."""
 
     seconds: float  # since the trace began
     input_length: int
@@ -45,16 +45,16 @@ class Arrival(NamedTuple):
 class Traffic:
     """How a trace is played."""
 
-    # So many of them at once, each with its own prompts, from moments that are spread evenly.
+    # Copies at once, each with its own prompts, with evenly spread offsets.
     copies: int = 1
-    # For so long; None: once.
+    # None: once.
     seconds: float | None = None
-    # Times as dense, for equal parts of that time one after the other.
+    # Factors on the density, for equal parts of that time.
     loads: tuple[float, ...] = (1.0,)
 
 
 def read_trace(path: Path) -> list[TraceRequest]:
-    """The requests of a JSONL file, in the order of their time."""
+    """The requests of a JSONL file, ordered by time."""
     with path.open(encoding="utf-8") as lines:
         requests = [_parse(line) for line in lines if line.strip()]
     return sorted(requests, key=lambda request: request.seconds)
@@ -70,7 +70,7 @@ def _parse(line: str) -> TraceRequest:
 
 
 def common_blocks(trace: Sequence[TraceRequest]) -> int:
-    """How many blocks all requests begin with. The first and last in order differ soonest."""
+    """How many blocks all requests share. The smallest and the largest differ first."""
     first = min(request.blocks for request in trace)
     last = max(request.blocks for request in trace)
     pairs = enumerate(zip(first, last, strict=False))
@@ -78,7 +78,7 @@ def common_blocks(trace: Sequence[TraceRequest]) -> int:
 
 
 def arrivals(trace: Sequence[TraceRequest], traffic: Traffic) -> Iterator[Arrival]:
-    """In the order of their time."""
+    """Ordered by time."""
     length = _length(trace)
     seconds = traffic.seconds or length
     part = seconds / len(traffic.loads)
@@ -87,7 +87,7 @@ def arrivals(trace: Sequence[TraceRequest], traffic: Traffic) -> Iterator[Arriva
         _endless(trace, distinct, length * copy / traffic.copies, range(copy, MANY, traffic.copies))
         for copy in range(traffic.copies)
     ]
-    played, began = 0.0, 0.0  # of the trace's time, and of ours, at the start of a part
+    played, began = 0.0, 0.0  # trace time, and our time, at the start of a part
     load, *loads = traffic.loads
     for arrival in heapq.merge(*streams, key=attrgetter("seconds")):
         while arrival.seconds >= played + part * load:
@@ -99,7 +99,7 @@ def arrivals(trace: Sequence[TraceRequest], traffic: Traffic) -> Iterator[Arriva
 
 
 def _length(trace: Sequence[TraceRequest]) -> float:
-    """Of the trace, with the gap between its last request and the first, played again."""
+    """Seconds of the trace, with the gap before it starts again."""
     if len(trace) < 2:
         return 1.0
     span = trace[-1].seconds - trace[0].seconds
@@ -108,7 +108,7 @@ def _length(trace: Sequence[TraceRequest]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Distinct:
-    """How to give a trace other prompts: what all share stays the same, all else is shifted."""
+    """Gives each copy of a trace its own prompts: the common blocks stay, others are shifted."""
 
     common: int
     stride: int
@@ -127,7 +127,7 @@ class _Distinct:
 def _endless(
     trace: Sequence[TraceRequest], distinct: _Distinct, offset: float, numbers: Iterable[int]
 ) -> Iterator[Arrival]:
-    """The trace from `offset` on, and again and again, each time with prompts of its own."""
+    """The trace from `offset` on, repeated without end, each time with its own prompts."""
     length, began = _length(trace), trace[0].seconds
     for turn, number in enumerate(numbers):
         for request in trace:

@@ -1,8 +1,8 @@
-"""Keeps what the planner observes: the last minute of traffic, in buckets of one round each.
+"""Keeps the traffic that the planner observes, in buckets of one round each.
 
-How many requests come may change at once. How long prompts are varies far more from one to the
-next, and their mix changes slowly: it is taken of the last minutes, unless the last one's prompts
-cost clearly more.
+The request rate may change at once, so it is that of the last minute. Prompt lengths vary far more
+from one to the next, and their mix changes slowly, so it is that of the last five minutes, unless
+prompts of the last one cost clearly more.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 CLEARLY = 3.0
-"""Standard deviations by which what is recent must differ to count as news: one decides every few
-seconds, so that twice would be false alarm several times an hour."""
+"""Standard deviations by which recent values must differ to count as a change. A round is short:
+two would be a false alarm several times an hour."""
 
 ROUND_SECONDS = 10.0
 """Between two decisions."""
@@ -23,29 +23,29 @@ ROUNDS = 6
 PROMPT_ROUNDS = 30
 RECENT_ROUNDS = 2
 SAMPLES = 32
-"""Prompts, from the shortest to the longest, that stand for all."""
+"""Prompts, from the shortest to the longest, that represent all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What came during some seconds."""
+    """The traffic of the last `seconds`."""
 
     seconds: float = 0.0
     requests: int = 0
-    # The end of it, which says sooner that the load has changed.
+    # The end of it, which shows a change of load sooner.
     recent_seconds: float = 0.0
     recent_requests: int = 0
-    # The variance of the number of arrivals, by its mean: 1 where they are independent.
+    # Variance of the number of arrivals over its mean: 1 where they are independent.
     dispersion: float = 1.0
-    # What each prompt computed in seconds, beyond what was cached: all, or a sample.
+    # Seconds of compute for each prompt, without cached tokens: all, or a sample.
     compute_seconds: Sequence[float] = ()
-    # The mean answer, and the pages that a request holds on average while it is answered.
+    # The mean answer, and the pages that a request holds on average while it decodes.
     answer_tokens: float = 0.0
     pages: float = 0.0
 
     @property
     def rate(self) -> float:
-        """Requests a second: of the last seconds, where they had clearly more."""
+        """Requests a second; the recent rate where that is clearly higher."""
         mean = self.requests / self.seconds
         if not self.recent_seconds:
             return mean
@@ -57,13 +57,13 @@ class Window:
 @dataclass(slots=True)
 class _Round:
     requests: int = 0
-    # Of those that were placed.
+    # Of the placed requests.
     compute_seconds: list[float] = field(default_factory=list)
     by_second: Counter[int] = field(default_factory=Counter)
-    # Over the answers that ended.
+    # Of the answers that ended.
     answers: int = 0
     tokens: int = 0
-    page_tokens: float = 0.0  # pages, times tokens that were written while they were held
+    page_tokens: float = 0.0  # pages times the tokens generated while they were held
 
 
 class TrafficWindow:
@@ -80,14 +80,14 @@ class TrafficWindow:
         self._kept[-1].compute_seconds.append(compute_seconds)
 
     def answered(self, answers: int, tokens: int, page_tokens: float) -> None:
-        """So many, with so many tokens; and these times the pages held while they were written."""
+        """`page_tokens` is the tokens times the pages held while they were generated."""
         current = self._kept[-1]
         current.answers += answers
         current.tokens += tokens
         current.page_tokens += page_tokens
 
     def end_round(self) -> Window:
-        """The rounds so far, the current one included, which is over."""
+        """Ends the current round, and returns the window that it completes."""
         window = self._window()
         self._kept.append(_Round())
         return window
@@ -108,7 +108,7 @@ class TrafficWindow:
         )
 
     def _prompts(self, rounds: Sequence[_Round]) -> list[float]:
-        """What they cost: of the last minutes, or of these rounds where they cost clearly more."""
+        """Compute seconds of all kept rounds, or of these where they are clearly higher."""
         kept, last = _prompts_of(self._kept), _prompts_of(rounds)
         if not last:
             return kept

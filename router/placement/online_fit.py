@@ -1,14 +1,11 @@
-"""A line through measurements as they come: least squares that forget.
+"""Online fits of measured times. Pure: no I/O, no clock; a few microseconds each.
 
-A time is taken to be a sum of features, each times a coefficient above 0, and
-all of it times a pace. The pace follows the latest measurements quickly: a
-machine that gets busy slows everything down alike. The coefficients follow
-slowly, and say how the features compare; a prior says so until measurements do.
+`OnlineFit` is least squares with exponential forgetting. A time is a sum of features, each times a
+positive coefficient, and all of it times a pace. The pace follows the latest measurements quickly:
+a busy machine slows everything down alike. The coefficients follow slowly, from a prior.
 
-Errors count in proportion to the prediction, so that short and long times are
-learned alike, and one that is far off counts as if it were just off.
-
-Pure arithmetic, a few microseconds: no I/O and no clock.
+Errors are relative to the prediction, so that short and long times are learned alike, and outliers
+are bounded.
 """
 
 from __future__ import annotations
@@ -17,27 +14,27 @@ import math
 from collections.abc import Sequence
 
 PRIOR_WEIGHT = 2.0
-"""The prior counts as much as this many measurements of each feature alone."""
+"""Measurements of each feature alone that the prior counts for."""
 LEAST_RIDGE = 1e-9
-"""And it alone speaks where a feature was always 0."""
+"""For features that were always 0: the prior alone counts."""
 LEAST_SHARE = 0.01
 """No coefficient falls below this share of the prior's."""
 OUTLIER = 3.0
-"""An error of more than so many times the usual one counts as if it were that."""
+"""Multiple of the usual error at which errors are bounded."""
 FIRST_SPREAD = 0.3
 LEAST_SPREAD = 0.02
 SPREAD_RATE = 0.1
 PACE_RATE = 0.1
 RESOLUTION_SECONDS = 1e-5
-"""Times that differ by less are as good as equal."""
+"""Times that differ by less count as equal."""
 
 Vector = list[float]
 
 
 class OnlineFit:
     def __init__(self, prior: Sequence[float], memory: float) -> None:
-        """`prior` has a coefficient above 0 for each feature, in seconds; `memory` is the number
-        of measurements after which one counts for a third."""
+        """`prior` has a positive coefficient for each feature, in seconds; after `memory` further
+        measurements, one counts for a third."""
         size = len(prior)
         self._prior = list(prior)
         self._keep = math.exp(-1.0 / memory)
@@ -53,7 +50,7 @@ class OnlineFit:
 
     @property
     def coefficients(self) -> tuple[float, ...]:
-        """In seconds a unit of each feature."""
+        """Seconds for a unit of each feature."""
         pace = math.exp(self._pace)
         return tuple(pace * a * b for a, b in zip(self._prior, self._shares, strict=True))
 
@@ -61,7 +58,7 @@ class OnlineFit:
         return sum(a * b for a, b in zip(self.coefficients, features, strict=True))
 
     def note(self, features: Sequence[float], seconds: float) -> None:
-        """A measurement. What cannot be a time is dropped."""
+        """Adds a measurement, unless it cannot be a time."""
         if not (math.isfinite(seconds) and seconds >= 0):
             return
         row = [a * b for a, b in zip(self._prior, features, strict=True)]
@@ -74,7 +71,7 @@ class OnlineFit:
             self._shares = self._solve()
 
     def _bounded(self, error: float) -> float:
-        """The error, or as much of it as is believed. The first sets the pace, whatever it is."""
+        """The error within its bounds. The first one sets the pace and is not bounded."""
         if not self._count:
             return error
         limit = OUTLIER * self._spread
@@ -84,7 +81,7 @@ class OnlineFit:
         return bounded
 
     def _add(self, row: Vector, value: float) -> None:
-        """One more equation, row · shares = value, in which the prediction is 1."""
+        """Adds the equation row · shares = value, in which the prediction is 1."""
         for i, left in enumerate(row):
             self._products[i] = self._keep * self._products[i] + left * value
             squares = self._squares[i]
@@ -93,7 +90,7 @@ class OnlineFit:
         self._weight = self._keep * self._weight + 1.0
 
     def _solve(self) -> Vector:
-        """The least squares, drawn towards the prior, no share below the least."""
+        """Least squares with a ridge toward the prior; no share falls below the least."""
         size = len(self._prior)
         squares = [row.copy() for row in self._squares]
         products = self._products.copy()
@@ -120,7 +117,7 @@ def _error(measured: float, predicted: float) -> float:
 
 
 def _solve_linear(matrix: list[Vector], right: Vector) -> Vector:
-    """Gauss, for a few unknowns and a positive definite matrix, both of which it consumes."""
+    """Gaussian elimination in place, for a positive definite matrix of a few unknowns."""
     size = len(right)
     for i in range(size):
         for k in range(i + 1, size):

@@ -1,4 +1,4 @@
-"""What the policy decides on, and what it decides: plain values."""
+"""The policy's input and output: snapshots and placements. Plain values."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from baton.router.placement.cost_model import Costs
 
 
 class Suspicion(enum.Enum):
-    """Whether a request may be what kills the workers that run it."""
+    """Whether a request may be the one that crashes its workers."""
 
     NONE = enum.auto()
     # It has lost a worker.
     SUSPECT = enum.auto()
-    # It has lost several, each time among other suspects: it is to be the only one.
+    # It has lost several, each time beside other suspects: it must be the only one.
     ALONE = enum.auto()
 
 
@@ -32,7 +32,7 @@ class Strategy(enum.StrEnum):
 
 
 class LocalPrefill(enum.StrEnum):
-    """When decode workers read prompts themselves. The values are those of the configuration."""
+    """When decode workers prefill prompts themselves. The values are those of the configuration."""
 
     AUTO = "auto"  # when that is predicted to take less, and when no prefill worker can
     FALLBACK = "fallback"  # when no prefill worker can
@@ -41,8 +41,8 @@ class LocalPrefill(enum.StrEnum):
 
 
 class FetchPages(enum.StrEnum):
-    """When prefill workers fetch what decode workers hold of a prompt. The values are those of
-    the configuration."""
+    """When prefill workers fetch pages that decode workers hold. The values are those of the
+    configuration."""
 
     AUTO = "auto"  # when that is predicted to take less than computing it
     NEVER = "never"
@@ -50,7 +50,7 @@ class FetchPages(enum.StrEnum):
 
 
 class Policy(enum.StrEnum):
-    """How a request's work is divided. The values travel to clients."""
+    """How a request's work is divided. Clients see the values."""
 
     SPLIT = "split"
     LOCAL = "local"
@@ -58,7 +58,7 @@ class Policy(enum.StrEnum):
 
 
 class Reason(enum.StrEnum):
-    """Why a request is where it is. The values travel to clients."""
+    """Why a placement was chosen. Clients see the values."""
 
     CACHED = "cached"
     CACHE_BUSY = "cache_busy"
@@ -75,17 +75,17 @@ class Reason(enum.StrEnum):
 
 
 REASON_TEXTS = {
-    Reason.CACHED: "the prompt's beginning is cached there",
-    Reason.CACHE_BUSY: "where more of the prompt is cached it would take longer",
-    Reason.FETCHED: "the prompt's beginning is fetched from another worker's cache",
+    Reason.CACHED: "a prefix of the prompt is cached there",
+    Reason.CACHE_BUSY: "workers with a longer cached prefix would take longer",
+    Reason.FETCHED: "a prefix of the prompt is fetched from another worker",
     Reason.LEAST_TIME: "the least predicted time",
     Reason.LEAST_LOADED: "least loaded",
     Reason.ROUND_ROBIN: "next in turn",
     Reason.ONE_TOKEN: "one token is wanted",
     Reason.LOCAL_FASTER: "predicted to take less than prefill and transfer",
-    Reason.LOCAL_ONLY: "decode workers are configured to read all prompts",
-    Reason.NO_PREFILL: "no prefill worker can read it",
-    Reason.RETRY: "an attempt before ended early",
+    Reason.LOCAL_ONLY: "decode workers are configured to prefill all prompts",
+    Reason.NO_PREFILL: "no prefill worker can prefill it",
+    Reason.RETRY: "an earlier attempt failed",
     Reason.CANARY: "a test of the worker",
 }
 
@@ -175,19 +175,19 @@ class Snapshot:
 class FetchPlan(NamedTuple):
     """Pages that the prefill worker is to fetch before it computes the rest."""
 
-    # The decode worker that has them.
+    # The decode worker that holds them.
     holder: str
-    # How many pages at the prompt's front it has.
+    # Pages at the prompt's front that it holds.
     pages: int
     # Of their tokens, those that the prefill worker lacks.
     tokens: int
-    # How long they may take: what they save.
+    # How long they may take: the seconds they save.
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What a placement was decided on."""
+    """The prediction that a placement was chosen by."""
 
     # From the placement on.
     first_token_seconds: float
@@ -198,12 +198,12 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    # Empty when the decode worker reads the prompt itself.
+    # Empty for local prefill.
     prefill: str
-    # Empty when token #1 is known to be the last.
+    # Empty when the first token is known to be the last.
     decode: str
     policy: Policy = Policy.SPLIT
-    # More words than the code has; empty where that says it all.
+    # More than the code says, or empty.
     reason: str = ""
     code: Reason = Reason.LEAST_TIME
     forecast: Forecast | None = field(default=None, compare=False)
