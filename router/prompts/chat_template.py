@@ -194,11 +194,7 @@ def _to_json(
 ) -> str:
     """Jinja's own filter escapes HTML, which no model was trained on."""
     return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 

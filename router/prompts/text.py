@@ -34,15 +34,7 @@ from baton.router.answers.detokenizer import (
 )
 from baton.router.prompts.chat_template import ChatTemplate
 
-SPECIAL_TOKEN_NAMES = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
+SPECIAL_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 Json = dict[str, object]
 
@@ -213,7 +205,8 @@ class TextFiles:
 
     def special_tokens(self) -> dict[str, str]:
         """The text of bos_token, eos_token and so on, of those that are set."""
-        written = {name: self._tokenizer_config.get(name) for name in SPECIAL_TOKEN_NAMES}
+        names = [f"{each}_token" for each in SPECIAL_TOKENS]
+        written = {name: self._tokenizer_config.get(name) for name in names}
         return {name: text for name, token in written.items() if (text := _token_text(token))}
 
     def chat_template(self) -> str | None:

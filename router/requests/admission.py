@@ -15,13 +15,7 @@ import time
 from dataclasses import dataclass
 
 from baton.core.config import RouterConfig
-from baton.core.errors import (
-    BatonError,
-    DeadlineExceeded,
-    Exhausted,
-    LayoutMismatch,
-    Unavailable,
-)
+from baton.core.errors import BatonError, DeadlineExceeded, Exhausted, LayoutMismatch, Unavailable
 from baton.router.observe.metrics import RouterMetrics
 from baton.router.placement.placement import Placement, Suspicion
 from baton.router.placement.placer import Placer
@@ -107,11 +101,7 @@ class WaitQueue:
 
 class Admission:
     def __init__(
-        self,
-        membership: Membership,
-        placer: Placer,
-        config: RouterConfig,
-        metrics: RouterMetrics,
+        self, membership: Membership, placer: Placer, config: RouterConfig, metrics: RouterMetrics
     ) -> None:
         self._membership = membership
         self._placer = placer

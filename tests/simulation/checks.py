@@ -96,7 +96,7 @@ class Checks:
             raise Violation(f"{request.name} failed without a fault: {request.outcome}")
         # Where both pools are full, the youngest prompt has to go and come back.
         reasons = [placement.reason for placement in request.retries.placements[1:]]
-        disturbed = any("pool is full" not in reason for reason in reasons)
+        disturbed = any("pools are full" not in reason for reason in reasons)
         if disturbed and not self._cluster.fabric.damage:
             raise Violation(f"{request.name} was tried again without a fault: {reasons}")
 
