@@ -35,8 +35,8 @@ ONLY = {
     "triton": {"kernels"},
     "llvmlite": {"kernels"},
     "llguidance": {"engine", "router"},
-    "grpc": {"rpc", "baton", "worker", "router", "cluster", "cli"},
-    "transformers": {"cli", "core"},
+    "grpc": {"rpc", "baton", "worker", "router", "cluster"},
+    "transformers": {"core"},
 }
 
 
