@@ -62,9 +62,18 @@ async def connected(client: AsyncClient) -> bool:
     return list(prefill.connected) == ["decode-0"]
 
 
-async def quarantined(client: AsyncClient) -> bool:
-    """Whether both sides hold pages for the stuck write."""
-    return all(worker.load.quarantined_pages for worker in await workers(client))
+async def see_quarantine(client: AsyncClient) -> None:
+    """Returns when both sides have held pages for the stuck write, at some time: each only until
+    it finds the connection broken."""
+    seen: set[str] = set()
+
+    async def both() -> bool:
+        for worker in await workers(client):
+            if worker.load.quarantined_pages:
+                seen.add(worker.member.worker_id)
+        return len(seen) == 2
+
+    await until(both, 60)
 
 
 async def cut_during_a_push(
@@ -104,7 +113,9 @@ async def test_answers_go_on_while_the_network_is_cut_and_nothing_is_left_when_i
         undisturbed = await ask(client, "undisturbed")
         whole = network.bytes_to(network.far) - before
 
-        survived = await (await cut_during_a_push(network, cluster, client, whole))
+        asking = await cut_during_a_push(network, cluster, client, whole)
+        watching = asyncio.create_task(see_quarantine(client))
+        survived = await asking
         assert survived.token_ids == undisturbed.token_ids
         first, second = survived.placements
         assert (first.policy, second.policy) == ("split", "local")
@@ -112,7 +123,7 @@ async def test_answers_go_on_while_the_network_is_cut_and_nothing_is_left_when_i
 
         # New requests do not use the pair; both workers are sound.
         assert not await connected(client)
-        await until(lambda: quarantined(client))
+        await watching
         assert [worker.fault for worker in await workers(client)] == ["", ""]
         assert (await ask(client, "meanwhile")).placements[0].policy == "local"
 
