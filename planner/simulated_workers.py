@@ -202,11 +202,7 @@ class DecodePool(WorkerPool):
     def columns(self, cached: Array, pages: int, backlog: int) -> DecodeColumns:
         """As the policy sees the active workers, with pools of `pages`: nothing is prefilled
         there, or saved in a second tier."""
-        none, waiting, leased = (
-            self._none,
-            self._of_active(self.waiting),
-            self._of_active(self.leased),
-        )
+        waiting, leased = self._of_active(self.waiting), self._of_active(self.leased)
         columns = (
             self._of_active(self.requests),
             pages - leased,
@@ -215,9 +211,7 @@ class DecodePool(WorkerPool):
             self._of_active(self.running),
             waiting,
             leased,
-            none,
-            none,
-            none,
+            *[self._none] * 3,
         )
         return DecodeColumns(self.active_ids, *map(column_of, columns))
 
@@ -369,7 +363,7 @@ class BlockCaches:
             else:
                 del holders[oldest]
 
-    def leading(self, blocks: Sequence[int], workers: int) -> NDArray[numpy.int64]:
+    def leading(self, blocks: Sequence[int], workers: int) -> Array:
         """How many blocks at the front of a prompt each of the first `workers` holds."""
         everyone = left = (1 << workers) - 1
         groups: list[tuple[int, int]] = []  # how many blocks, held by whom
@@ -386,19 +380,15 @@ class BlockCaches:
         return _spread(groups, everyone, workers)
 
 
-def _spread(groups: list[tuple[int, int]], everyone: int, workers: int) -> NDArray[numpy.int64]:
+def _spread(groups: list[tuple[int, int]], everyone: int, workers: int) -> Array:
     """One number for each worker. The largest group, usually nearly all, is written at once."""
     depth, largest = max(groups, key=lambda group: group[1].bit_count())
     found = numpy.full(workers, depth, dtype=numpy.int64)
-    if largest != everyone:
-        for depth, members in groups:
-            if members is not largest:
-                _write(found, depth, members)
+    if largest == everyone:
+        return found
+    for depth, members in groups:
+        while members and members is not largest:
+            lowest = members & -members
+            found[lowest.bit_length() - 1] = depth
+            members ^= lowest
     return found
-
-
-def _write(found: NDArray[numpy.int64], depth: int, members: int) -> None:
-    while members:
-        lowest = members & -members
-        found[lowest.bit_length() - 1] = depth
-        members ^= lowest
