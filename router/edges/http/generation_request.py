@@ -15,6 +15,7 @@ from pydantic import (
     Field,
     Tag,
     ValidationInfo,
+    WithJsonSchema,
     field_validator,
 )
 
@@ -94,9 +95,19 @@ class JsonSchemaFormat(RequestModel):
     json_schema: dict[str, object] | None = Field(None, alias="schema")
 
 
+_FORMAT_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        {"type": "object", "properties": {"schema": {"type": ["object", "null"]}}},
+        {"description": "Anything: ignored for other types."},
+    ]
+}
+
+
 class ResponseFormat(RequestModel):
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchemaFormat | None = Field(None, validate_default=True)
+    json_schema: Annotated[JsonSchemaFormat | None, WithJsonSchema(_FORMAT_SCHEMA)] = Field(
+        None, validate_default=True
+    )
 
     @field_validator("json_schema", mode="wrap")
     @classmethod
