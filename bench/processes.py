@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 START_SECONDS = 240.0
@@ -17,6 +18,12 @@ STOP_SECONDS = 30.0
 
 FREE_ROUTER = {"port": 0, "http_port": 0, "metrics_port": 0, "canary_seconds": 0}
 """Of a router's settings: any ports that are free, and no requests of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    log: Path
+    pid: int
 
 
 @contextlib.contextmanager
@@ -28,6 +35,19 @@ def process(
     variables: Mapping[str, str] | None = None,
 ) -> Iterator[Path]:
     """Starts a process that ends with the block; yields its log."""
+    with start(folder, name, module, *arguments, variables=variables) as started:
+        yield started.log
+
+
+@contextlib.contextmanager
+def start(
+    folder: Path,
+    name: str,
+    module: str,
+    *arguments: str,
+    variables: Mapping[str, str] | None = None,
+) -> Iterator[Process]:
+    """Starts a process that ends with the block."""
     log = folder / f"{name}.log"
     with log.open("w") as output:
         popen = subprocess.Popen(
@@ -37,7 +57,7 @@ def process(
             env={**os.environ, "PYTHONUNBUFFERED": "1", **(variables or {})},
         )
     try:
-        yield log
+        yield Process(log, popen.pid)
     finally:
         popen.send_signal(signal.SIGINT)
         popen.send_signal(signal.SIGTERM)

@@ -68,6 +68,11 @@ class Sampling:
         return self.temperature == 0.0
 
     @property
+    def filters(self) -> bool:
+        """Whether some tokens are dropped before one is drawn."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+    @property
     def penalizes(self) -> bool:
         return (
             self.repetition_penalty != 1.0

@@ -3,16 +3,17 @@
 A row's token depends on that row's logits and its sequence alone, never on the batch around
 it, the worker or the number of threads:
 
-- One uniform number per token, made from (seed, position) by `uniform`: no generator has
-  state that a batch, a restart or a handoff could shift.
-- Probabilities become whole numbers (`WEIGHT_ONE` is the most probable token's) before they
-  are summed. Sums of integers do not depend on the order of addition; those of floats do.
+- Each token id has noise of its own, made from (seed, position, token id) by
+  kernels/noise.py: no generator has state that a batch, a restart or a handoff could shift.
+- Filters sum probabilities as whole numbers (`WEIGHT_ONE` is the most probable token's). Sums
+  of integers do not depend on the order of addition; those of floats do.
 
-A drawn row passes: penalties, biases, its grammar's mask, temperature, top-k, top-p, min-p,
-and one draw by walking the weights in order of token id. Each filter sets the least weight
-that may be drawn; tokens of equal weight stay or go together, so a tie at the border keeps
-all of it. A row with temperature 0 or top-k 1 takes the best token, of equals the one with
-the lowest id.
+A drawn row passes: penalties, biases, its grammar's mask, temperature, top-k, top-p, min-p.
+Of the tokens that are left, the largest logit / temperature + noise wins, which is a draw from
+their softmax. So logits that differ in their last bits give the same token, except with a
+probability of about that difference. Each filter sets the least weight that may be drawn;
+tokens of equal weight stay or go together, so a tie at the border keeps all of it. A row with
+temperature 0 or top-k 1 takes the best token, of equals the one with the lowest id.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch import Tensor
 from baton.core.errors import Internal
 from baton.core.types import Sampling
 from baton.engine.sequence import Sequence
+from baton.kernels.noise import add_noise, draw_key
 
 WEIGHT_ONE = 2.0**40
 """The weight of a row's best token. A power of two, so scaling by it is exact,
@@ -41,9 +43,6 @@ COLDEST = 1e-10
 """Least divisor: float32 represents it, and it leaves only ties."""
 
 NOT_FINITE = "the model's logits are not finite"
-
-MASK_64 = (1 << 64) - 1
-GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 
 _Part = tuple[npt.NDArray[np.int64], npt.NDArray[np.floating[Any]]]
 
@@ -66,20 +65,6 @@ class Sampler:
         if drawing:
             tokens[drawing] = _draw(scores[drawing], [sequences[row] for row in drawing])
         return tokens.tolist()
-
-
-def uniform(seed: int, position: int) -> float:
-    """In [0, 1), the same on every machine: output number `position` of SplitMix64, started
-    from the mixed seed, cut to the 53 bits of a float."""
-    state = _mix(seed & MASK_64) + (position + 1) * GOLDEN_GAMMA
-    return (_mix(state & MASK_64) >> 11) * 2.0**-53
-
-
-def _mix(word: int) -> int:
-    """SplitMix64's finalizer: every bit of `word` sways every bit of the result."""
-    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
-    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & MASK_64
-    return word ^ (word >> 31)
 
 
 def is_greedy(sampling: Sampling) -> bool:
@@ -168,23 +153,32 @@ _ADJUSTMENTS: tuple[
 """Which requests it applies to, which tokens it changes, and how; in order."""
 
 
+def draw_keys(sequences: list[Sequence]) -> list[int]:
+    """What makes each sequence's noise at its next position; int64."""
+    return [draw_key(s.work.sampling.seed, len(s.tokens) + s.expected) for s in sequences]
+
+
 def _draw(scores: Tensor, sequences: list[Sequence]) -> Tensor:
-    """scores: [R, V] -> [R], one random token per row."""
+    """scores: [R, V], changed in place -> [R], one random token per row."""
     samplings = [sequence.work.sampling for sequence in sequences]
-    weights = _weights(scores, samplings)
+    temperatures = _column([max(s.temperature, COLDEST) for s in samplings], scores.device)
+    # Subtracting before dividing keeps a tiny temperature from overflowing.
+    relative = scores.sub_(scores.amax(dim=-1, keepdim=True)).div_(temperatures)
+    rows = [row for row, sampling in enumerate(samplings) if sampling.filters]
+    if rows:
+        _filter(relative, rows, [samplings[row] for row in rows])
+    keys = torch.tensor(draw_keys(sequences), device=scores.device)
+    return add_noise(relative, keys).argmax(dim=-1)
+
+
+def _filter(relative: Tensor, rows: list[int], samplings: list[Sampling]) -> None:
+    """Rules out, in the given rows of relative: [B, V], the tokens that filters drop."""
+    # Probabilities as whole numbers.
+    weights = relative[rows].exp_().mul_(WEIGHT_ONE).floor_()
     _keep_top_k(weights, samplings)
     _keep_top_p(weights, samplings)
     _keep_min_p(weights, samplings)
-    chances = [uniform(s.work.sampling.seed, len(s.tokens) + s.expected) for s in sequences]
-    return _walk(weights, torch.tensor(chances, dtype=torch.float64, device=scores.device))
-
-
-def _weights(scores: Tensor, samplings: list[Sampling]) -> Tensor:
-    """scores: [R, V] -> [R, V], probabilities as whole numbers, WEIGHT_ONE for the best."""
-    temperatures = _column([max(s.temperature, COLDEST) for s in samplings], scores.device)
-    # Subtracting before dividing keeps a tiny temperature from overflowing.
-    relative = scores - scores.amax(dim=-1, keepdim=True)
-    return relative.div_(temperatures).exp_().mul_(WEIGHT_ONE).floor_()
+    relative[rows] = relative[rows].masked_fill_(weights == 0.0, -math.inf)
 
 
 def _keep_top_k(weights: Tensor, samplings: list[Sampling]) -> None:
@@ -232,16 +226,6 @@ def _drop_below(weights: Tensor, rows: list[int], floors: Tensor) -> None:
     """floors: [R, 1]. Changes the given rows of weights: [B, V] in place."""
     kept = weights[rows]
     weights[rows] = kept.masked_fill_(kept < floors, 0.0)
-
-
-def _walk(weights: Tensor, chances: Tensor) -> Tensor:
-    """weights: [R, V], chances: [R] -> [R], where each chance falls among its row's weights."""
-    reached = weights.cumsum(dim=-1, dtype=torch.int64)
-    total = reached[:, -1]
-    # Rounding may lift a chance just below 1 to the total itself, where no token is.
-    target = torch.minimum((total * chances).to(torch.int64), total - 1)
-    # The first token that reaches beyond the target: its own weight carries it there.
-    return torch.searchsorted(reached, target[:, None], right=True)[:, 0]
 
 
 def _column(values: list[float], device: torch.device) -> Tensor:

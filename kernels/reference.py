@@ -13,6 +13,7 @@ from torch import Tensor
 
 from baton.kernels.gpu.decode_attention import HeadShape, SplitWorkspace
 from baton.kernels.gpu.linear import Scaled
+from baton.kernels.noise import add_noise
 
 WEIGHT_ONE = 2.0**40
 COLDEST = 1e-10
@@ -242,13 +243,15 @@ def sample(
     top_k: Tensor,
     top_p: Tensor,
     min_p: Tensor,
-    chances: Tensor,
+    keys: Tensor,
     out: Tensor | None = None,
 ) -> Tensor:
     """logits [B, V], all others [B] -> [B], int32."""
-    weights = weigh(logits, temperatures)
     best = argmax(logits)
-    drawn = draw(weights, top_k, top_p, min_p, chances)
+    scores = logits.float()
+    relative = scores - scores.amax(dim=-1, keepdim=True)
+    relative /= temperatures.clamp(min=COLDEST).unsqueeze(1)
+    drawn = draw(relative, weigh(logits, temperatures), top_k, top_p, min_p, keys)
     greedy = (best < 0) | (temperatures == 0) | (top_k == 1)
     return _result(torch.where(greedy, best, drawn), torch.int32, out)
 
@@ -261,21 +264,20 @@ def weigh(logits: Tensor, temperatures: Tensor) -> Tensor:
     return relative.div(divisors).exp().mul(WEIGHT_ONE).floor()
 
 
-def draw(weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, chances: Tensor) -> Tensor:
-    """weights [B, V], all others [B] -> [B], int32."""
-    settings = zip(top_k.tolist(), top_p.tolist(), min_p.tolist(), chances.tolist(), strict=True)
-    drawn = [_drawn(row, *setting) for row, setting in zip(weights, settings, strict=True)]
-    return torch.tensor(drawn, dtype=torch.int32, device=weights.device)
+def draw(
+    relative: Tensor, weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, keys: Tensor
+) -> Tensor:
+    """relative (logits over temperatures) and weights [B, V], all others [B] -> [B], int32."""
+    settings = zip(top_k.tolist(), top_p.tolist(), min_p.tolist(), strict=True)
+    kept = torch.stack([_kept(row, *each) for row, each in zip(weights, settings, strict=True)])
+    noisy = add_noise(relative.masked_fill(~kept, -torch.inf), keys)
+    return noisy.argmax(dim=-1).to(torch.int32)
 
 
-def uniform(seeds: Tensor, positions: Tensor, out: Tensor | None = None) -> Tensor:
-    """seeds and positions [B], int64 -> [B], float64."""
-    word = _mix(_mix(seeds) + (positions + 1) * -0x61C8864680B583EB)
-    return _result(_shift(word, 11).double() * 2.0**-53, torch.float64, out)
-
-
-def _drawn(weights: Tensor, top_k: int, top_p: float, min_p: float, chance: float) -> int:
-    """weights [V] -> a token."""
+def _kept(weights: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """weights [V] -> [V], bool: the tokens that the filters leave."""
+    if top_k == 0 and top_p >= 1.0 and min_p == 0.0:
+        return torch.ones_like(weights, dtype=torch.bool)
     if 0 < top_k < len(weights):
         ordered = weights.sort(descending=True).values
         weights = weights * (weights >= ordered[top_k - 1])
@@ -284,22 +286,7 @@ def _drawn(weights: Tensor, top_k: int, top_p: float, min_p: float, chance: floa
         reached = ordered.cumsum(0, dtype=torch.int64)
         needed = min(int(float(reached[-1]) * top_p), int(reached[-1]))
         weights = weights * (weights >= ordered[int((reached < needed).sum())])
-    weights = weights * (weights >= min_p * WEIGHT_ONE)
-    reached = weights.cumsum(0, dtype=torch.int64)
-    target = min(int(float(reached[-1]) * chance), int(reached[-1]) - 1)
-    return int((reached <= target).sum())
-
-
-def _mix(word: Tensor) -> Tensor:
-    """SplitMix64's finalizer. Products of int64 keep the low 64 bits, as those of uint64 do."""
-    word = (word ^ _shift(word, 30)) * -0x40A7B892E31B1A47
-    word = (word ^ _shift(word, 27)) * -0x6B2FB644ECCEEE15
-    return word ^ _shift(word, 31)
-
-
-def _shift(word: Tensor, count: int) -> Tensor:
-    """To the right, unsigned."""
-    return (word >> count) & ((1 << (64 - count)) - 1)
+    return (weights > 0.0) & (weights >= min_p * WEIGHT_ONE)
 
 
 def _result(result: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.engine.sampler import adjust, is_adjusted, is_greedy, to_device, uniform
+from baton.engine.sampler import adjust, draw_keys, is_adjusted, is_greedy, to_device
 from baton.engine.sequence import Sequence
 from baton.kernels.gpu.sampling import argmax, sample
 
@@ -49,13 +49,13 @@ class GpuSampler:
                 sequence.work.sampling.top_k,
                 sequence.work.sampling.top_p,
                 sequence.work.sampling.min_p,
-                uniform(sequence.work.sampling.seed, len(sequence.tokens) + sequence.expected),
             )
             for sequence in sequences
         ]
         host = torch.from_numpy(np.asarray(columns, dtype=np.float64).T.copy())
-        temperature, top_k, top_p, min_p, chance = to_device(host, logits.device)
-        return sample(logits, temperature.float(), top_k.int(), top_p, min_p.float(), chance)
+        temperature, top_k, top_p, min_p = to_device(host, logits.device)
+        keys = to_device(torch.tensor(draw_keys(sequences)), logits.device)
+        return sample(logits, temperature.float(), top_k.int(), top_p, min_p.float(), keys)
 
 
 def _places(rows: list[int], device: torch.device) -> Tensor:

@@ -1,5 +1,8 @@
 """Samples tokens on the device: the best, or drawn as engine/sampler.py defines it.
 
+A draw takes the largest of logit / temperature + noise (kernels/noise.py) among the tokens
+that the filters leave, so a row can be cut into parts like any search for a maximum.
+
 Nothing is sorted. Every filter needs the greatest weight at which the tokens at least as
 heavy are enough, by number or by sum. The bits of floats that are not negative order as the
 floats do, so that weight is found by bisecting a range of bits: with passes over the row
@@ -18,6 +21,7 @@ FEW_ROWS = 8
 """Up to this many rows a row is cut into more parts, to fill the chip."""
 
 DRAW_BLOCK = 8192
+NOISE_BLOCK = tl.constexpr(1024)
 CAPACITY = 2048
 """Weights within the searched range that fit into registers."""
 
@@ -29,7 +33,7 @@ ZERO_BITS = tl.constexpr(0x3F7FFFFF)  # just below the least weight but 0, which
 
 INFINITY_BITS = tl.constexpr(0x7F800000)
 NOT_A_NUMBER = tl.constexpr(0x7FFFFFFF)
-GOLDEN_GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
+LOWEST_KEY = tl.constexpr(-0x7FFFFFFFFFFFFFFF)
 
 
 def argmax(logits: Tensor, out: Tensor | None = None) -> Tensor:
@@ -53,65 +57,74 @@ def sample(
     top_k: Tensor,
     top_p: Tensor,
     min_p: Tensor,
-    chances: Tensor,
+    draw_keys: Tensor,
     out: Tensor | None = None,
 ) -> Tensor:
     """logits [B, V], whole rows -> [B], int32; -1 for rows like argmax's.
 
     All others [B]: temperatures float32 and top_k int32, where a row with temperature 0 or
     top_k 1 takes its best token and top_k 0 keeps all; top_p float32 or float64, 1 keeps all;
-    min_p float32, 0 keeps all; chances float64, in [0, 1).
+    min_p float32, 0 keeps all; draw_keys int64, of kernels/noise.py.
     """
     rows, size = logits.shape
     keys = _part_keys(logits)
     if out is None:
         out = torch.empty(rows, dtype=torch.int32, device=logits.device)
-    spare = torch.empty((rows, CAPACITY), dtype=torch.float32, device=logits.device)
+    device = logits.device
+    spare = torch.empty((rows, CAPACITY), dtype=torch.float32, device=device)
+    floors = torch.empty(rows, dtype=torch.int32, device=device)
+    best = torch.empty(rows, dtype=torch.int32, device=device)
     parts, block = keys.shape[1], min(DRAW_BLOCK, triton.next_power_of_2(size))
-    _sample[(rows,)](
+    block_parts = triton.next_power_of_2(parts)
+    _find_floors[(rows,)](
         logits,
         keys,
         temperatures,
         top_k,
         top_p,
         min_p,
-        chances,
         spare,
-        out,
+        best,
+        floors,
         logits.stride(0),
         SIZE=size,
         PARTS=parts,
-        BLOCK_PARTS=triton.next_power_of_2(parts),
+        BLOCK_PARTS=block_parts,
         BLOCK=block,
         SPARE=CAPACITY,
         num_warps=max(block // 256, 4),
     )
-    return out
-
-
-def uniform(seeds: Tensor, positions: Tensor, out: Tensor | None = None) -> Tensor:
-    """seeds and positions [B], int64 -> [B], float64 in [0, 1): engine/sampler.py's `uniform`.
-
-    A seed beyond int64 is given as the int64 of the same bits.
-    """
-    if out is None:
-        out = torch.empty(len(seeds), dtype=torch.float64, device=seeds.device)
-    _uniform[(triton.cdiv(len(seeds), 128),)](
-        seeds, positions, out, len(seeds), BLOCK=128, num_warps=4
+    _best_with_noise[(rows, parts)](
+        logits,
+        best,
+        temperatures,
+        floors,
+        draw_keys,
+        keys,
+        logits.stride(0),
+        SIZE=size,
+        PARTS=parts,
+        BLOCK=_part_block(rows),
+        num_warps=4,
     )
+    _best_of_parts[(rows,)](keys, out, PARTS=parts, BLOCK=block_parts, num_warps=1)
     return out
 
 
 def _part_keys(logits: Tensor) -> Tensor:
     """[B, parts], int64: the key of each part's best token."""
     rows, size = logits.shape
-    block = 1024 if rows <= FEW_ROWS else 4096
+    block = _part_block(rows)
     parts = triton.cdiv(size, block)
     keys = torch.empty((rows, parts), dtype=torch.int64, device=logits.device)
     _best_of_logits[(rows, parts)](
         logits, keys, logits.stride(0), SIZE=size, PARTS=parts, BLOCK=block, num_warps=4
     )
     return keys
+
+
+def _part_block(rows: int) -> int:
+    return 1024 if rows <= FEW_ROWS else 4096
 
 
 @triton.jit
@@ -150,8 +163,7 @@ def _best_of_logits(
 @triton.jit
 def _best_key(keys_pointer, row, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     part = tl.arange(0, BLOCK)
-    lowest = -0x7FFFFFFFFFFFFFFF
-    return tl.max(tl.load(keys_pointer + row * PARTS + part, mask=part < PARTS, other=lowest))
+    return tl.max(tl.load(keys_pointer + row * PARTS + part, mask=part < PARTS, other=LOWEST_KEY))
 
 
 @triton.jit(do_not_specialize_on_alignment=["out_pointer"])
@@ -258,42 +270,24 @@ def _raise_floor(
     return low, low_count, low_sum
 
 
-@triton.jit
-def _walk(logits, best, scale, floor, target, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """The first token, in order of id, with which the heavy weights' sum exceeds `target`."""
-    start = tl.full([], 0, dtype=tl.int32)
-    before = tl.full([], 0, dtype=tl.int64)
-    heavy = _heavy(load_weights(logits, start, best, scale, SIZE, BLOCK), floor)
-    inside = tl.sum(heavy, axis=0)
-    while before + inside <= target:
-        before += inside
-        start += BLOCK
-        heavy = _heavy(load_weights(logits, start, best, scale, SIZE, BLOCK), floor)
-        inside = tl.sum(heavy, axis=0)
-    reached = before + tl.cumsum(heavy, axis=0)
-    return start + tl.sum((reached <= target).to(tl.int32), axis=0)
-
-
 @triton.jit(
     do_not_specialize_on_alignment=[
         "temperatures_pointer",
         "top_k_pointer",
         "top_p_pointer",
         "min_p_pointer",
-        "chances_pointer",
-        "out_pointer",
     ]
 )
-def _sample(
+def _find_floors(
     logits_pointer,
     keys_pointer,
     temperatures_pointer,
     top_k_pointer,
     top_p_pointer,
     min_p_pointer,
-    chances_pointer,
     spare_pointer,
-    out_pointer,
+    best_pointer,
+    floors_pointer,
     row_stride,
     SIZE: tl.constexpr,
     PARTS: tl.constexpr,
@@ -301,11 +295,18 @@ def _sample(
     BLOCK: tl.constexpr,
     SPARE: tl.constexpr,
 ):
+    """Leaves each row's best token, and the bits of the least weight that may be drawn: 0 where
+    all may, -1 where the best token is taken without a draw."""
     row = tl.program_id(0).to(tl.int64)
     token = _token(_best_key(keys_pointer, row, PARTS, BLOCK_PARTS))
+    tl.store(best_pointer + row, token)
     temperature = tl.load(temperatures_pointer + row)
     top_k = tl.load(top_k_pointer + row)
-    if (token >= 0) & (temperature > 0.0) & (top_k != 1):
+    top_p = tl.load(top_p_pointer + row).to(tl.float64)
+    min_p = tl.load(min_p_pointer + row)
+    draws = (token >= 0) & (temperature > 0.0) & (top_k != 1)
+    floor = tl.where(draws, 0, -1)
+    if draws & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0)):
         scale = LOG2_E / tl.maximum(temperature, COLDEST)
         logits = logits_pointer + row * row_stride
         spare = spare_pointer + row * SPARE
@@ -316,37 +317,70 @@ def _sample(
             floor, count, total = _raise_floor(
                 logits, best, scale, top_k, floor, count, total, spare, False, SIZE, BLOCK, SPARE
             )
-        top_p = tl.load(top_p_pointer + row).to(tl.float64)
         if top_p < 1.0:
             needed = tl.minimum((total.to(tl.float64) * top_p).to(tl.int64), total)
             floor, count, total = _raise_floor(
                 logits, best, scale, needed, floor, count, total, spare, True, SIZE, BLOCK, SPARE
             )
-        least = (tl.load(min_p_pointer + row) * WEIGHT_ONE).to(tl.int32, bitcast=True)
-        if least > floor:
-            floor = least
-            count, total = _measure(logits, best, scale, floor, SIZE, BLOCK)
-        chance = tl.load(chances_pointer + row)
-        # Rounding may lift a chance just below 1 to the total itself, where no token is.
-        target = tl.minimum((total.to(tl.float64) * chance).to(tl.int64), total - 1)
-        token = _walk(logits, best, scale, floor, target, SIZE, BLOCK)
-    tl.store(out_pointer + row, token)
+        floor = tl.maximum(floor, (min_p * WEIGHT_ONE).to(tl.int32, bitcast=True))
+    tl.store(floors_pointer + row, floor)
 
 
 @triton.jit
-def _mix(word):
-    """SplitMix64's finalizer, of uint64."""
-    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9
-    word = (word ^ (word >> 27)) * 0x94D049BB133111EB
-    return word ^ (word >> 31)
+def _share(token, draw_key):
+    """kernels/noise.py's number in (0, 1) for token ids and one row's key."""
+    word = token.to(tl.uint32) * 0x9E3779B9 + draw_key.to(tl.uint32)
+    word = (word ^ (word >> 16)) * 0x7FEB352D
+    word ^= (draw_key >> 32).to(tl.uint32)
+    word = (word ^ (word >> 15)) * 0x846CA68B
+    word ^= word >> 16
+    share = (word >> 1).to(tl.int32).to(tl.float32) * (2.0**-31) + 2.0**-32
+    return tl.minimum(share, 1.0 - 2.0**-24)
 
 
-@triton.jit(do_not_specialize=["count"])
-def _uniform(seeds_pointer, positions_pointer, out_pointer, count, BLOCK: tl.constexpr):
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = row < count
-    seed = tl.load(seeds_pointer + row, mask=inside, other=0).to(tl.uint64, bitcast=True)
-    position = tl.load(positions_pointer + row, mask=inside, other=0).to(tl.uint64, bitcast=True)
-    word = _mix(_mix(seed) + (position + 1) * GOLDEN_GAMMA)
-    chance = (word >> 11).to(tl.int64).to(tl.float64) * (2.0**-53)
-    tl.store(out_pointer + row, chance, mask=inside)
+@triton.jit
+def _exponential(share):
+    """-log(1 - share), exact where that difference rounds: the winner's is small."""
+    rest = 1.0 - share
+    lost = 1.0 - rest
+    return tl.where(lost == 0.0, share, -tl.log(rest) * (share / lost))
+
+
+@triton.jit(do_not_specialize_on_alignment=["temperatures_pointer", "draw_keys_pointer"])
+def _best_with_noise(
+    logits_pointer,
+    best_pointer,
+    temperatures_pointer,
+    floors_pointer,
+    draw_keys_pointer,
+    keys_pointer,
+    row_stride,
+    SIZE: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Replaces a part's key by that of its best token with noise, in rows that draw."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    floor = tl.load(floors_pointer + row)
+    if floor >= 0:
+        logits = logits_pointer + row * row_stride
+        temperature = tl.maximum(tl.load(temperatures_pointer + row), COLDEST)
+        best_token = tl.load(best_pointer + row)
+        best = tl.load(logits + best_token).to(tl.float32)
+        draw_key = tl.load(draw_keys_pointer + row)
+        limit = _exponential(_share(best_token, draw_key)) * 1.001
+        key = tl.full([], LOWEST_KEY, dtype=tl.int64)
+        for start in range(0, BLOCK, NOISE_BLOCK):
+            token = part * BLOCK + start + tl.arange(0, NOISE_BLOCK)
+            logit = tl.load(logits + token, mask=token < SIZE, other=float("-inf")).to(tl.float32)
+            share = _share(token, draw_key)
+            odds = tl.exp2((logit - best) * (LOG2_E / temperature))
+            # A token that beats the row's best has an exponential, and so a share, below this.
+            # Few have, so most blocks need no logarithm. 1.001: rounding loses none.
+            possible = share <= odds * limit
+            possible &= tl.floor(odds * WEIGHT_ONE).to(tl.int32, bitcast=True) >= floor
+            if tl.max(possible.to(tl.int32), axis=0) > 0:
+                score = (logit - best) / temperature - tl.log(_exponential(share))
+                found = tl.max(tl.where(possible, _key(score, token), LOWEST_KEY), axis=0)
+                key = tl.maximum(key, found)
+        tl.store(keys_pointer + row * PARTS + part, key)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 
 import pytest
 import torch
@@ -16,7 +15,8 @@ from baton.engine import sampler
 from baton.engine.page_pool import PagePool
 from baton.engine.sequence import Sequence
 from baton.kernels import reference
-from baton.kernels.gpu.sampling import CAPACITY, LOG2_E, argmax, load_weights, sample, uniform
+from baton.kernels.gpu.sampling import CAPACITY, LOG2_E, argmax, load_weights, sample
+from baton.kernels.noise import draw_key
 
 POISON = -77
 
@@ -46,23 +46,24 @@ class Settings:
     """Columns of a batch."""
 
     def __init__(self, samplings: list[Sampling], device: torch.device, seed: int = 0) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        chances = torch.rand(len(samplings), dtype=torch.float64, generator=generator)
         self.temperatures = torch.tensor([s.temperature for s in samplings], device=device)
         self.top_k = torch.tensor([s.top_k for s in samplings], device=device, dtype=torch.int32)
         self.top_p = torch.tensor([s.top_p for s in samplings], device=device, dtype=torch.float64)
         self.min_p = torch.tensor([s.min_p for s in samplings], device=device)
-        self.chances = chances.to(device)
+        keys = [draw_key(seed, row) for row in range(len(samplings))]
+        self.draw_keys = torch.tensor(keys, device=device)
 
     @property
     def columns(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        return self.temperatures, self.top_k, self.top_p, self.min_p, self.chances
+        return self.temperatures, self.top_k, self.top_p, self.min_p, self.draw_keys
 
 
 def assert_drawn_as_by_the_reference(logits: Tensor, settings: Settings) -> None:
     """Exactly, given the kernel's own weights: its exp may differ from torch's in the last bit."""
     temperatures, *filters = settings.columns
-    wanted = reference.draw(weigh(logits, temperatures), *filters)
+    scores = logits.float()
+    relative = (scores - scores.amax(dim=-1, keepdim=True)) / temperatures.clamp(min=1e-10)[:, None]
+    wanted = reference.draw(relative, weigh(logits, temperatures), *filters)
     found = torch.full_like(wanted, POISON)
     assert sample(logits, *settings.columns, found) is found
     assert found.tolist() == wanted.tolist()
@@ -113,16 +114,6 @@ def test_a_row_that_is_not_sound_has_no_best_token(find, device: torch.device) -
     assert find(logits).tolist() == [-1, -1, -1, -1, 2999]
 
 
-@pytest.mark.parametrize("give", [uniform, reference.uniform])
-def test_chances_are_the_engines(give, device: torch.device) -> None:  # type: ignore[no-untyped-def]
-    numbers = random.Random(7)
-    seeds = [0, -1, 2**63 - 1, -(2**63), *(numbers.randrange(-(2**63), 2**63) for _ in range(200))]
-    positions = [numbers.randrange(2**20) for _ in seeds]
-    out = torch.full((len(seeds),), math.nan, dtype=torch.float64, device=device)
-    give(torch.tensor(seeds, device=device), torch.tensor(positions, device=device), out)
-    assert out.tolist() == [sampler.uniform(s, p) for s, p in zip(seeds, positions, strict=True)]
-
-
 def test_the_reference_draws_what_the_engine_draws() -> None:
     cpu, pool = torch.device("cpu"), PagePool(0, 16)
     samplings = [Sampling(), Sampling(temperature=1.0, top_k=1), *KINDS] * 3
@@ -132,13 +123,13 @@ def test_the_reference_draws_what_the_engine_draws() -> None:
     for row, one in enumerate(samplings):
         work = Work(AttemptKey("request", 0), (1,) * (row + 1), one, 100, frozenset())
         sequences.append(Sequence(work, pool.acquire(0), [1] * (row + 1)))
-        settings.chances[row] = sampler.uniform(one.seed, row + 1)
+        settings.draw_keys[row] = draw_key(one.seed, row + 1)
     found = reference.sample(logits, *settings.columns).tolist()
     assert found == sampler.Sampler(4099).sample(logits, sequences)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_weights_match_the_reference_but_for_the_last_bits(
+def test_weights_are_the_references_but_for_the_last_bits(
     device: torch.device, dtype: torch.dtype
 ) -> None:
     logits = random_logits(4, 3001, seed=3).to(device, dtype)
@@ -149,13 +140,12 @@ def test_weights_match_the_reference_but_for_the_last_bits(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [1, 50, 4096, 9001])
-def test_draws_match_the_reference(device: torch.device, dtype: torch.dtype, size: int) -> None:
+def test_draws_are_the_references(device: torch.device, dtype: torch.dtype, size: int) -> None:
     wide = random_logits(len(KINDS), size + 3, seed=size).to(device, dtype)
     assert_drawn_as_by_the_reference(wide[:, :size], Settings(KINDS, device, seed=size))
 
 
-def test_the_last_token_that_a_filter_keeps_matches_the_reference(device: torch.device) -> None:
-    """In falling order of weight, the greatest chance draws the lightest token that is kept."""
+def test_the_kept_tokens_are_the_references(device: torch.device) -> None:
     samplings = [
         Sampling(temperature=1.0, top_k=300),
         Sampling(temperature=1.0, top_k=6000),
@@ -165,11 +155,13 @@ def test_the_last_token_that_a_filter_keeps_matches_the_reference(device: torch.
         Sampling(temperature=1.0, min_p=0.001),
     ]
     logits = random_logits(len(samplings), 10001, seed=8).sort(descending=True).values
-    settings = Settings(samplings, device)
-    settings.chances[:] = 1.0 - 2.0**-53
-    assert_drawn_as_by_the_reference(logits.to(device), settings)
-    drawn = sample(logits.to(device), *settings.columns).tolist()
-    assert drawn[:2] == [299, 5999]
+    assert_drawn_as_by_the_reference(logits.to(device), Settings(samplings, device))
+
+
+def test_the_last_kept_token_is_drawn_and_none_behind_it(device: torch.device) -> None:
+    logits = torch.linspace(1.0, 0.0, 40, device=device).expand(30, -1)
+    settings = Settings([Sampling(temperature=100.0, top_k=5)] * 30, device)
+    assert set(sample(logits, *settings.columns).tolist()) == {0, 1, 2, 3, 4}
 
 
 def test_narrow_shares_do_as_well(device: torch.device) -> None:
@@ -193,18 +185,19 @@ def test_more_equal_weights_than_registers_hold_are_kept_whole(device: torch.dev
 
 
 def test_a_tie_at_the_border_is_drawn_whole(device: torch.device) -> None:
-    logits = torch.tensor([[3.0, 1.0, 1.0, 0.0]], device=device).expand(4, -1)
-    settings = Settings([Sampling(temperature=5.0, top_k=2)] * 4, device)
-    settings.chances[:] = torch.arange(4) / 4  # of shares 0.43, 0.29 and 0.29
-    assert sample(logits, *settings.columns).tolist() == [0, 0, 1, 2]
+    logits = torch.tensor([[3.0, 1.0, 1.0, 0.0]], device=device).expand(24, -1)
+    settings = Settings([Sampling(temperature=5.0, top_k=2)] * 24, device)
+    assert set(sample(logits, *settings.columns).tolist()) == {0, 1, 2}
 
 
-def test_the_least_and_the_greatest_chance_draw_possible_tokens(device: torch.device) -> None:
-    logits = torch.full((2, 10000), -math.inf, device=device)
-    logits[:, 100:-100] = 2.0
-    settings = Settings([Sampling(temperature=1.0)] * 2, device)
-    settings.chances[0], settings.chances[1] = 0.0, 1.0 - 2.0**-53
-    assert sample(logits, *settings.columns).tolist() == [100, 9899]
+def test_only_possible_tokens_are_drawn(device: torch.device) -> None:
+    logits = torch.full((50, 10000), -math.inf, device=device)
+    logits[:, 100:102] = 2.0
+    logits[25:, 9899] = 2.0
+    settings = Settings([Sampling(temperature=1.0)] * 50, device)
+    drawn = sample(logits, *settings.columns).tolist()
+    assert set(drawn[:25]) == {100, 101}
+    assert set(drawn[25:]) == {100, 101, 9899}
 
 
 def test_each_row_goes_by_its_own_settings(device: torch.device) -> None:
@@ -215,8 +208,5 @@ def test_each_row_goes_by_its_own_settings(device: torch.device) -> None:
     settings = Settings(samplings, device)
     found = sample(logits, *settings.columns).tolist()
     best = reference.argmax(logits).tolist()
-    drawn = reference.draw(
-        weigh(logits[1:2], settings.temperatures[1:2]),
-        *(column[1:2] for column in settings.columns[1:]),
-    )
+    drawn = reference.sample(logits[1:2], *(column[1:2] for column in settings.columns))
     assert found == [best[0], int(drawn), best[2], best[3], -1]

@@ -21,8 +21,9 @@ from transformers import (
 from baton.core.errors import Internal
 from baton.core.types import AttemptKey, Sampling, Work
 from baton.engine.page_pool import PagePool
-from baton.engine.sampler import Sampler, _walk, uniform
+from baton.engine.sampler import Sampler
 from baton.engine.sequence import Sequence
+from baton.kernels.noise import add_noise, draw_key
 
 POOL = PagePool(0, 16)
 DRAWS = 4000
@@ -267,13 +268,6 @@ def test_tokens_ruled_out_by_the_logits_are_never_drawn() -> None:
     assert set(draws(logits, 300, temperature=1.0, top_k=5, top_p=0.999)) == {2, 5}
 
 
-def test_the_least_and_the_greatest_chance_draw_possible_tokens() -> None:
-    weights = torch.zeros(2, 2**17)
-    weights[:, 100:-100] = 2.0**40
-    chances = torch.tensor([0.0, 1.0 - 2.0**-53], dtype=torch.float64)
-    assert _walk(weights, chances).tolist() == [100, 2**17 - 101]
-
-
 @pytest.mark.parametrize("temperature", [1e-30, 1e-6, 1e30])
 def test_extreme_temperatures_draw_sound_tokens(temperature: float) -> None:
     logits = torch.tensor([-1e4, 3e4, 2.9e4, -math.inf])
@@ -289,24 +283,68 @@ def test_broken_logits_raise(sampling: Sampling, broken: list[float]) -> None:
         Sampler(2).sample(logits, [sequence(sampling)] * 2)
 
 
-def test_seed_and_position_each_change_the_chance() -> None:
-    seeds = {uniform(seed, 5) for seed in (-1, 0, 1, 2, 2**63, 2**64 - 2)}
-    positions = {uniform(5, position) for position in range(1000)}
+def noise(keys: list[int], size: int) -> Tensor:
+    return add_noise(torch.zeros(len(keys), size), torch.tensor(keys))
+
+
+def test_seed_position_and_token_each_change_the_noise() -> None:
+    seeds = {draw_key(seed, 5) for seed in (-1, 0, 1, 2, 2**63, 2**64 - 2)}
+    positions = {draw_key(5, position) for position in range(1000)}
     assert len(seeds) == 6
     assert len(positions) == 1000
+    assert len(noise([draw_key(5, 5)], 1000)[0].unique()) == 1000
 
 
-def test_chances_are_uniform_over_seeds_and_over_positions() -> None:
-    bins, count = 64, 20000
-    flat = torch.full((bins,), 1 / bins)
-    assert_drawn_from(Counter(int(uniform(s, 3) * bins) for s in range(count)), flat)
-    assert_drawn_from(Counter(int(uniform(3, p) * bins) for p in range(count)), flat)
-    neighbours = (uniform(s, 9) - uniform(s + 1, 9) for s in range(count))
-    assert_drawn_from(Counter(int(d % 1.0 * bins) for d in neighbours), flat)
+def test_winners_are_uniform_over_tokens_for_all_seeds_and_positions() -> None:
+    flat = torch.full((64,), 1 / 64)
+    for keys in ([draw_key(s, 3) for s in range(20000)], [draw_key(3, p) for p in range(20000)]):
+        assert_drawn_from(Counter(noise(keys, 64).argmax(dim=-1).tolist()), flat)
 
 
-def test_chances_are_the_published_generators() -> None:
+def test_noise_has_the_gumbel_distribution() -> None:
+    values = noise([draw_key(s, 1) for s in range(100)], 5000).double()
+    shares = torch.exp(-torch.exp(-values)).flatten()  # uniform, if the noise is Gumbel's
+    counts = Counter((shares * 64).long().tolist())
+    assert_drawn_from(counts, torch.full((64,), 1 / 64))
+
+
+def test_neighbouring_tokens_seeds_and_positions_are_independent() -> None:
+    by_seed = noise([draw_key(s, 7) for s in range(2000)], 100)
+    by_position = noise([draw_key(7, p) for p in range(2000)], 100)
+    for values in (by_seed[1:] - by_seed[:-1], by_position[1:] - by_position[:-1]):
+        assert abs(float((values**2).mean()) / (2 * math.pi**2 / 6) - 1.0) < 0.03
+    gaps = by_seed[:, 1:] - by_seed[:, :-1]
+    assert abs(float((gaps**2).mean()) / (2 * math.pi**2 / 6) - 1.0) < 0.03
+
+
+def test_keys_are_the_published_generators() -> None:
     # SplitMix64's first two outputs from state 0, as its author's program prints them.
-    first, second = 0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4
-    assert uniform(0, 0) == (first >> 11) * 2.0**-53
-    assert uniform(0, 1) == (second >> 11) * 2.0**-53
+    assert draw_key(0, 0) % 2**64 == 0xE220A8397B1DCDAF
+    assert draw_key(0, 1) % 2**64 == 0x6E789E6AA1B965F4
+
+
+def test_the_noise_is_made_of_32_bit_words() -> None:
+    """Computed again with whole numbers, token by token."""
+
+    def one(key: int, token: int) -> float:
+        word = (token * 0x9E3779B9 + key) % 2**32
+        word = (word ^ word >> 16) * 0x7FEB352D % 2**32 ^ (key >> 32) % 2**32
+        word = (word ^ word >> 15) * 0x846CA68B % 2**32
+        share = min((((word ^ word >> 16) >> 1) + 0.5) * 2.0**-31, 1.0 - 2.0**-24)
+        return -math.log(-math.log1p(-share))
+
+    keys = [draw_key(seed, 11) for seed in (0, 1, -1, 2**63, 12345)]
+    wanted = torch.tensor([[one(key, token) for token in range(300)] for key in keys])
+    torch.testing.assert_close(noise(keys, 300), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("drift", [1e-6, 1e-3])
+def test_a_small_drift_of_the_logits_changes_few_tokens(drift: float) -> None:
+    """About as many as the distributions differ; drawing by a walk over the weights would change
+    the token wherever any border before it has moved across the draw."""
+    logits = random_logits(1, 4000, seed=3).expand(4000, -1)
+    drifted = logits + drift * torch.randn(4000, 4000, generator=torch.Generator().manual_seed(4))
+    sequences = [sequence(Sampling(temperature=1.0, seed=seed)) for seed in range(4000)]
+    sampler = Sampler(4000)
+    pairs = zip(sampler.sample(logits, sequences), sampler.sample(drifted, sequences), strict=True)
+    assert sum(before != after for before, after in pairs) <= max(8 * drift * 4000, 2)
