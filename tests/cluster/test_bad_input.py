@@ -60,7 +60,7 @@ CASES: dict[str, tuple[Callable[[Client], object], type[baton.BatonError], str]]
         baton.InvalidSampling,
         "temperature",
     ),
-    "top_p of 0": (lambda c: c.generate("x", top_p=0.0), baton.InvalidSampling, "top_p"),
+    "top_p below 0": (lambda c: c.generate("x", top_p=-0.1), baton.InvalidSampling, "top_p"),
     "top_p above 1": (lambda c: c.generate("x", top_p=1.1), baton.InvalidSampling, "top_p"),
     "min_p below 0": (lambda c: c.generate("x", min_p=-1.0), baton.InvalidSampling, "min_p"),
     "repetition penalty of 0": (
@@ -116,6 +116,13 @@ def test_a_request_without_a_prompt_is_refused_with_details(idle: ProcessCluster
 def test_half_a_character_is_refused_by_the_wire_itself(idle: ProcessCluster) -> None:
     with idle.client() as client, pytest.raises((ValueError, baton.InvalidRequest)):
         client.generate("\ud800")
+
+
+def test_a_top_p_of_0_is_greedy(idle: ProcessCluster) -> None:
+    with idle.client() as client:
+        best = client.generate([504, 3575], max_tokens=8)
+        drawn = client.generate([504, 3575], max_tokens=8, temperature=2.0, top_p=0.0)
+        assert drawn.choices[0].token_ids == best.choices[0].token_ids
 
 
 def test_an_enormous_top_k_keeps_every_token(idle: ProcessCluster) -> None:

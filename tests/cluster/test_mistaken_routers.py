@@ -204,4 +204,4 @@ async def test_two_workers_of_one_name_are_not_confused(tiny: Path, tmp_path: Pa
         async with AsyncClient(cluster.address) as client:
             assert (await client.generate([3], max_tokens=3)).usage.completion_tokens == 3
             faults = [worker.fault for worker in (await client.status()).workers]
-    assert sum("another worker is called prefill-0" in fault for fault in faults) == 1
+    assert sum("another worker has the name prefill-0 too" in fault for fault in faults) == 1
