@@ -1,4 +1,4 @@
-"""The tree of errors, and its table of gRPC codes and HTTP statuses.
+"""The tree of errors, with their gRPC codes and HTTP statuses.
 
     BatonError
     ├── InvalidRequest           the caller must change the request
@@ -26,13 +26,16 @@
     └── Internal                 a bug
         └── PoisonRequest        the request crashed several workers
 
-An error's `reason` is stable and sent on the wire; its message is for people. `from_reason`
-rebuilds the error.
+An error's `reason`, made of its name, is stable and sent on the wire; its message is for people.
+`from_reason` rebuilds the error.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple
+import re
+from typing import ClassVar
+
+_BY_REASON: dict[str, type[BatonError]] = {}
 
 
 class BatonError(Exception):
@@ -42,6 +45,16 @@ class BatonError(Exception):
     """
 
     reason: ClassVar[str] = "INTERNAL"
+    grpc_code: ClassVar[str] = "INTERNAL"  # the name of a grpc.StatusCode
+    http_status: ClassVar[int] = 500
+
+    def __init_subclass__(cls, grpc_code: str = "", http_status: int = 0) -> None:
+        """Both are the parent's where they are not given. The reason of PromptTooLong is
+        PROMPT_TOO_LONG."""
+        cls.reason = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).upper()
+        cls.grpc_code = grpc_code or cls.grpc_code
+        cls.http_status = http_status or cls.http_status
+        _BY_REASON[cls.reason] = cls
 
     def __init__(self, message: str, *, field: str = "", retry_after: float = 0.0) -> None:
         super().__init__(message)
@@ -50,134 +63,76 @@ class BatonError(Exception):
         self.retry_after = retry_after
 
 
-class InvalidRequest(BatonError):
-    reason = "INVALID_REQUEST"
+class InvalidRequest(BatonError, grpc_code="INVALID_ARGUMENT", http_status=400): ...
 
 
-class PromptTooLong(InvalidRequest):
-    reason = "PROMPT_TOO_LONG"
+class PromptTooLong(InvalidRequest): ...
 
 
-class TokenOutOfRange(InvalidRequest):
-    reason = "TOKEN_OUT_OF_RANGE"
+class TokenOutOfRange(InvalidRequest): ...
 
 
-class InvalidSampling(InvalidRequest):
-    reason = "INVALID_SAMPLING"
+class InvalidSampling(InvalidRequest): ...
 
 
-class InvalidGrammar(InvalidRequest):
-    reason = "INVALID_GRAMMAR"
+class InvalidGrammar(InvalidRequest): ...
 
 
-class UnknownModel(InvalidRequest):
-    reason = "UNKNOWN_MODEL"
+class UnknownModel(InvalidRequest, grpc_code="NOT_FOUND", http_status=404): ...
 
 
-class UnknownRequest(InvalidRequest):
-    reason = "UNKNOWN_REQUEST"
+class UnknownRequest(InvalidRequest, grpc_code="NOT_FOUND", http_status=404): ...
 
 
-class NotServed(InvalidRequest):
-    reason = "NOT_SERVED"
+class NotServed(InvalidRequest): ...
 
 
-class Unauthenticated(BatonError):
-    reason = "UNAUTHENTICATED"
+class Unauthenticated(BatonError, grpc_code="UNAUTHENTICATED", http_status=401): ...
 
 
-class PermissionDenied(BatonError):
-    reason = "PERMISSION_DENIED"
+class PermissionDenied(BatonError, grpc_code="PERMISSION_DENIED", http_status=403): ...
 
 
-class RoleRefused(BatonError):
-    reason = "ROLE_REFUSED"
+class RoleRefused(BatonError, grpc_code="FAILED_PRECONDITION", http_status=409): ...
 
 
-class InvalidConfig(BatonError):
-    reason = "INVALID_CONFIG"
+class InvalidConfig(BatonError, grpc_code="FAILED_PRECONDITION", http_status=500): ...
 
 
-class UnsupportedModel(InvalidConfig):
-    reason = "UNSUPPORTED_MODEL"
+class UnsupportedModel(InvalidConfig): ...
 
 
-class InvalidCheckpoint(InvalidConfig):
-    reason = "INVALID_CHECKPOINT"
+class InvalidCheckpoint(InvalidConfig): ...
 
 
-class ModelNotFound(InvalidConfig):
-    reason = "MODEL_NOT_FOUND"
+class ModelNotFound(InvalidConfig): ...
 
 
-class Exhausted(BatonError):
-    reason = "EXHAUSTED"
+class Exhausted(BatonError, grpc_code="RESOURCE_EXHAUSTED", http_status=429): ...
 
 
-class SlowReader(Exhausted):
-    reason = "SLOW_READER"
+class SlowReader(Exhausted): ...
 
 
-class Unavailable(BatonError):
-    reason = "UNAVAILABLE"
+class Unavailable(BatonError, grpc_code="UNAVAILABLE", http_status=503): ...
 
 
-class WorkerLost(Unavailable):
-    reason = "WORKER_LOST"
+class WorkerLost(Unavailable): ...
 
 
-class LayoutMismatch(Unavailable):
-    reason = "LAYOUT_MISMATCH"
+class LayoutMismatch(Unavailable, grpc_code="FAILED_PRECONDITION", http_status=503): ...
 
 
-class DeadlineExceeded(BatonError):
-    reason = "DEADLINE_EXCEEDED"
+class DeadlineExceeded(BatonError, grpc_code="DEADLINE_EXCEEDED", http_status=504): ...
 
 
-class Cancelled(BatonError):
-    reason = "CANCELLED"
+class Cancelled(BatonError, grpc_code="CANCELLED", http_status=499): ...
 
 
-class Internal(BatonError):
-    reason = "INTERNAL"
+class Internal(BatonError): ...
 
 
-class PoisonRequest(Internal):
-    reason = "POISON_REQUEST"
-
-
-class Translation(NamedTuple):
-    grpc: str  # the name of a grpc.StatusCode
-    http: int
-
-
-TRANSLATIONS: dict[type[BatonError], Translation] = {
-    UnknownModel: Translation("NOT_FOUND", 404),
-    UnknownRequest: Translation("NOT_FOUND", 404),
-    InvalidRequest: Translation("INVALID_ARGUMENT", 400),
-    Unauthenticated: Translation("UNAUTHENTICATED", 401),
-    PermissionDenied: Translation("PERMISSION_DENIED", 403),
-    RoleRefused: Translation("FAILED_PRECONDITION", 409),
-    InvalidConfig: Translation("FAILED_PRECONDITION", 500),
-    Exhausted: Translation("RESOURCE_EXHAUSTED", 429),
-    LayoutMismatch: Translation("FAILED_PRECONDITION", 503),
-    Unavailable: Translation("UNAVAILABLE", 503),
-    DeadlineExceeded: Translation("DEADLINE_EXCEEDED", 504),
-    Cancelled: Translation("CANCELLED", 499),
-    BatonError: Translation("INTERNAL", 500),
-}
-
-
-def translation(error: BatonError) -> Translation:
-    """The gRPC code and HTTP status of the error's class, or of its nearest ancestor."""
-    return next(TRANSLATIONS[cls] for cls in type(error).__mro__ if cls in TRANSLATIONS)
-
-
-def _tree(cls: type[BatonError]) -> list[type[BatonError]]:
-    return [cls, *(leaf for child in cls.__subclasses__() for leaf in _tree(child))]
-
-
-_BY_REASON = {cls.reason: cls for cls in _tree(BatonError)}
+class PoisonRequest(Internal): ...
 
 
 def from_reason(

@@ -15,7 +15,7 @@ from google.protobuf import message as protobuf
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status
 
-from baton.core.errors import BatonError, Internal, translation
+from baton.core.errors import BatonError, Internal
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def redact(text: str) -> str:
 def redact_error(error: BatonError) -> BatonError:
     """The error as a caller may see it. A caller's own mistake holds only what the caller sent,
     and stays as it is."""
-    if translation(error).http < 500:
+    if error.http_status < 500:
         return error
     return type(error)(redact(error.message), field=error.field, retry_after=error.retry_after)
 
@@ -67,7 +67,7 @@ def to_status(error: BatonError) -> grpc.Status:
         retry = error_details_pb2.RetryInfo()
         retry.retry_delay.FromTimedelta(timedelta(seconds=error.retry_after))
         details.append(_pack(retry))
-    code: int = grpc.StatusCode[translation(error).grpc].value[0]
+    code: int = grpc.StatusCode[error.grpc_code].value[0]
     return rpc_status.to_status(
         status_pb2.Status(code=code, message=_shorten(error.message), details=details)
     )
@@ -91,7 +91,7 @@ async def abort(context: Context, error: Exception) -> NoReturn:
     if not isinstance(error, BatonError):
         log.error("a request failed unexpectedly", exc_info=error)
         error = Internal("the server failed; its log has the details")
-    elif translation(error).http >= 500:
+    elif error.http_status >= 500:
         log.warning("a request failed: %s: %s", error.reason, error.message)
     await context.abort_with_status(to_status(redact_error(error)))
     raise AssertionError("abort_with_status returned")

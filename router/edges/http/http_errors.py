@@ -23,7 +23,6 @@ from baton.core.errors import (
     Unavailable,
     UnknownModel,
     WorkerLost,
-    translation,
 )
 from baton.router.edges.http.answer_renderer import encode
 from baton.rpc.statuses import redact
@@ -87,7 +86,7 @@ def error_response(
     if not isinstance(error, BatonError):
         log.error("request %s failed unexpectedly", request_id, exc_info=error)
         error = Internal("")
-    status = translation(error).http
+    status = error.http_status
     message = error.message
     if status >= 500:
         message = _nearest(_PUBLIC, error) or redact(message)
