@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from baton.core.types import FinishReason
 from baton.router.placement.placement import Placement
@@ -59,6 +60,19 @@ class AnswerDelta:
     tool_calls: tuple[ToolCallDelta, ...] = ()
     # With an answer's first delta: one per token of the prompt, where requested.
     prompt_logprobs: tuple[ScoredToken, ...] = ()
+
+
+def merged(deltas: Sequence[AnswerDelta], index: int) -> AnswerDelta:
+    """Consecutive deltas of one answer in one."""
+    return AnswerDelta(
+        "".join(each.text for each in deltas),
+        list(chain.from_iterable(each.token_ids for each in deltas)),
+        index,
+        tuple(chain.from_iterable(each.logprobs for each in deltas)),
+        "".join(each.reasoning for each in deltas),
+        tuple(chain.from_iterable(each.tool_calls for each in deltas)),
+        tuple(chain.from_iterable(each.prompt_logprobs for each in deltas)),
+    )
 
 
 @dataclass(frozen=True, slots=True)

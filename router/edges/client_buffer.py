@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from baton.core.errors import SlowReader
-from baton.router.answers.answer_events import AnswerDelta, AnswerEvent, Emit
+from baton.router.answers.answer_events import AnswerDelta, AnswerEvent, Emit, merged
 
 
 class ClientBuffer:
@@ -50,15 +50,7 @@ class ClientBuffer:
         self._tokens += len(delta.token_ids)
         for place, event in enumerate(self._events):
             if isinstance(event, AnswerDelta) and event.index == delta.index:
-                self._events[place] = AnswerDelta(
-                    event.text + delta.text,
-                    event.token_ids + delta.token_ids,
-                    delta.index,
-                    event.logprobs + delta.logprobs,
-                    event.reasoning + delta.reasoning,
-                    event.tool_calls + delta.tool_calls,
-                    event.prompt_logprobs + delta.prompt_logprobs,
-                )
+                self._events[place] = merged((event, delta), delta.index)
                 return
         self._events.append(delta)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from weakref import WeakSet
 
 from baton.core.errors import TokenOutOfRange, Unavailable, UnknownModel
 from baton.router.edges.auth import KeyRing
@@ -20,7 +21,7 @@ class EdgeContext:
     model: str
     reader_buffer: int
     # Of the HTTP calls in progress.
-    buffers: set[ClientBuffer] = field(default_factory=set)
+    buffers: WeakSet[ClientBuffer] = field(default_factory=WeakSet)
 
     def check_model(self, name: str) -> None:
         if name not in ("", self.model):

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from baton.core.proto_json import Json
 from baton.core.types import Request
-from baton.router.edges.http.generation_request import ParsedCall
-from baton.router.edges.http.openai_answers import ChatApi, CompletionsApi
+from baton.router.edges.http.chat_request import ChatRequest
+from baton.router.edges.http.generation_request import CompletionRequest
 
 HELLO: Json = {"messages": [{"role": "user", "content": "Hello"}]}
 
 
-def chat(**fields: object) -> ParsedCall:
-    return ChatApi().parse({**HELLO, **fields}, "id", str)
+def chat(**fields: object) -> tuple[Request, ...]:
+    return ChatRequest.parse({**HELLO, **fields}).requests("id", str)
 
 
-def completion(**fields: object) -> ParsedCall:
-    return CompletionsApi().parse({"prompt": "Hello", **fields}, "id", str)
+def completion(**fields: object) -> tuple[Request, ...]:
+    return CompletionRequest.parse({"prompt": "Hello", **fields}).requests("id", str)
 
 
-def request(call: ParsedCall) -> Request:
-    (only,) = call.requests
+def request(requests: tuple[Request, ...]) -> Request:
+    (only,) = requests
     return only

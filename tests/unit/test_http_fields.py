@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,15 +21,16 @@ from baton.core.types import (
     Sampling,
     Structure,
 )
-from baton.router.edges.http.generation_request import ParsedCall
+from baton.router.edges.http.chat_request import ChatRequest
+from baton.router.edges.http.generation_request import CompletionRequest
 from baton.router.edges.http.openapi import document
 from baton.router.prompts.output_grammar import ANY_OBJECT
 
 
 def test_defaults_are_those_of_the_api() -> None:
-    call = chat()
-    assert (call.stream, call.include_usage, call.echo, call.n) == (False, False, False, 1)
-    plain = request(call)
+    body = CompletionRequest.parse({"prompt": "Hello"})
+    assert (body.stream, body.include_usage, body.echo, body.n) == (False, False, False, 1)
+    plain = request(chat())
     assert plain == Request("id", ChatPrompt((Message("user", "Hello"),)), plain.sampling, None)
     assert plain.sampling == Sampling(temperature=1.0, seed=plain.sampling.seed)
     assert request(completion()).max_tokens == 16
@@ -38,11 +40,12 @@ def test_null_is_the_same_as_absent() -> None:
     names = ["temperature", "max_tokens", "n", "stop", "stream", "tools", "logprobs"]
     plain, empty = chat(seed=1), chat(**dict.fromkeys(names), seed=1)
     assert plain == empty
+    assert ChatRequest.parse({**HELLO, "stream": None}).stream is False
 
 
 def test_a_seed_is_drawn_anew_for_every_prompt() -> None:
-    call = completion(prompt=["same", "same"])
-    first, second = (request.sampling.seed for request in call.requests)
+    requests = completion(prompt=["same", "same"])
+    first, second = (request.sampling.seed for request in requests)
     assert first != second
 
 
@@ -158,10 +161,10 @@ WRONG: list[tuple[Json, str, type[BatonError]]] = [
 @pytest.mark.parametrize(("given", "field", "error"), WRONG)
 @pytest.mark.parametrize("read", [chat, completion])
 def test_a_wrong_field_is_refused_by_name(
-    read: type[ParsedCall], given: Json, field: str, error: type[BatonError]
+    read: Callable[..., tuple[Request, ...]], given: Json, field: str, error: type[BatonError]
 ) -> None:
     with pytest.raises(error) as refused:
-        read(**given)  # type: ignore[arg-type]
+        read(**given)
     assert type(refused.value) is error
     assert refused.value.field == field
     assert field in refused.value.message
@@ -280,5 +283,6 @@ def test_an_invalid_structure_or_two_are_refused(given: Json) -> None:
 
 
 def test_include_usage_is_parsed() -> None:
-    assert chat(stream=True, stream_options={"include_usage": True}).include_usage
-    assert not chat(stream=True, stream_options={}).include_usage
+    for options, wanted in (({"include_usage": True}, True), ({}, False)):
+        body = ChatRequest.parse({**HELLO, "stream": True, "stream_options": options})
+        assert body.include_usage is wanted

@@ -73,7 +73,7 @@ def test_wrong_messages_are_refused_by_place(messages: object, field: str) -> No
     ],
 )
 def test_a_completion_has_prompts_of_many_kinds(prompt: object, read: list[Prompt]) -> None:
-    assert [request.prompt for request in completion(prompt=prompt).requests] == read
+    assert [request.prompt for request in completion(prompt=prompt)] == read
 
 
 @pytest.mark.parametrize(

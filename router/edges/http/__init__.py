@@ -6,8 +6,7 @@ endpoint            one call that generates, from its body, within limits, to it
 request_model       base of all bodies: strict types, errors with the field's path
 generation_request  fields of all generations, and the body of /v1/completions
 chat_request        bodies of /v1/chat/completions, /tokenize and /detokenize
-openai_answers      types and choices of answers
 answer_renderer     from an answer's events to bytes
 http_errors         statuses and bodies of errors
-openapi             the document made from these models and types
+openapi             types of answers, and the document made from them and the bodies
 """

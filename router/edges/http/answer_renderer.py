@@ -1,29 +1,46 @@
-"""Renders the events of a call's answers: as one object, or as server-sent chunks."""
+"""Renders the events of a call's answers in the OpenAI API's shapes: as one object, or as
+server-sent chunks."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from json.encoder import encode_basestring
+from typing import ClassVar, Generic, TypeVar
 
-from baton.core.types import FinishReason
+from baton.core.types import FinishReason, Request
 from baton.router.answers.answer_events import (
     AnswerDelta,
     AnswerEvent,
     Finished,
     ScoredToken,
     Started,
+    TokenScore,
     ToolCallDelta,
+    merged,
 )
-from baton.router.edges.http.generation_request import ParsedCall
-from baton.router.edges.http.openai_answers import (
-    ChoiceDelta,
+from baton.router.edges.http.chat_request import ChatRequest
+from baton.router.edges.http.generation_request import CompletionRequest, GenerationRequest
+from baton.router.edges.http.openapi import (
+    AssistantDelta,
+    AssistantMessage,
+    CalledFunctionObject,
+    ChatChoice,
+    ChatChunkChoice,
+    ChatLogprobs,
+    ChosenLogprob,
+    CompletionChoice,
+    CompletionLogprobs,
     FinishName,
-    OpenAiApi,
+    LogprobObject,
+    RankedLogprob,
     TokenUsage,
+    ToolCallChunk,
+    ToolCallObject,
 )
 
 FINISH: dict[FinishReason, FinishName] = {
@@ -35,73 +52,67 @@ DONE = b"data: [DONE]\n\n"
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 _PLACEHOLDER = "\0text\0"
 
-
-@dataclass(slots=True)
-class _Collected:
-    """One answer that is returned whole."""
-
-    texts: list[str] = field(default_factory=list)
-    scores: list[ScoredToken] = field(default_factory=list)
-    prompt_scores: Sequence[ScoredToken] | None = None
-    reasoning: list[str] = field(default_factory=list)
-    tool_calls: list[ToolCallDelta] = field(default_factory=list)
-    finish: FinishName | None = None
+Body = TypeVar("Body", bound=GenerationRequest)
 
 
-class AnswerRenderer:
-    """`openings` is what the answers to each prompt begin with."""
+class AnswerRenderer(Generic[Body]):
+    """Of one call; `echoes` are the texts of its prompts, where answers begin with them."""
+
+    body_model: type[Body]
+    prompt_field: ClassVar[str]
+    id_prefix: ClassVar[str]
+    answer_object: ClassVar[str]
+    chunk_object: ClassVar[str]
 
     def __init__(
-        self, api: OpenAiApi, call: ParsedCall, model: str, openings: Sequence[str]
+        self, body: Body, requests: Sequence[Request], model: str, echoes: Sequence[str] = ()
     ) -> None:
-        self._api = api
-        self._call = call
-        self._openings = openings
+        self._body = body
+        self._answers = len(requests) * body.n
+        self._echoes = echoes
         # Over all answers; each prompt counts once.
         self._prompt_tokens = self._completion_tokens = self._cached_tokens = 0
         # By answer with a first chunk: what surrounds the text in its next ones.
         self._frames: dict[int, tuple[bytes, bytes]] = {}
+        self._deltas: defaultdict[int, list[AnswerDelta]] = defaultdict(list)
+        self._finishes: dict[int, FinishName] = {}
+        # By answer: where the text of its next token begins.
         self._offsets: defaultdict[int, int] = defaultdict(int)
-        self._collected: defaultdict[int, _Collected] = defaultdict(_Collected)
         self._head: dict[str, object] = {
-            "id": call.request_id,
-            "object": api.chunk_object if call.stream else api.answer_object,
+            "id": requests[0].request_id,
+            "object": self.chunk_object if body.stream else self.answer_object,
             "created": int(time.time()),
             "model": model,
         }
         self._chunk_head = b"data: " + encode(self._head)[:-1] + b',"choices":'
 
+    def _choice(self, delta: AnswerDelta, finish: FinishName) -> ChatChoice | CompletionChoice:
+        """Of a whole answer."""
+        raise NotImplementedError
+
+    def _chunk_choice(
+        self, delta: AnswerDelta, finish: FinishName | None, *, first: bool
+    ) -> ChatChunkChoice | CompletionChoice:
+        raise NotImplementedError
+
+    def _opened(self, delta: AnswerDelta) -> AnswerDelta:
+        """An answer's first delta, or all of it, with what precedes it."""
+        return delta
+
     def collect(self, event: AnswerEvent) -> None:
         """Adds an event to `whole`."""
         self._count(event)
-        if isinstance(event, Finished):
-            self._collected[event.index].finish = FINISH[event.reason]
-        elif isinstance(event, AnswerDelta):
-            answer = self._collected[event.index]
-            answer.texts.append(event.text)
-            answer.scores += self._scores_of(event)
-            if answer.prompt_scores is None:
-                answer.prompt_scores = event.prompt_logprobs
-            answer.reasoning.append(event.reasoning)
-            answer.tool_calls += event.tool_calls
+        if isinstance(event, AnswerDelta):
+            self._deltas[event.index].append(event)
+        elif isinstance(event, Finished):
+            self._finishes[event.index] = FINISH[event.reason]
 
     def whole(self) -> bytes:
-        answers = len(self._call.requests) * self._call.n
-        choices = [self._api.choice(self._answer(index)) for index in range(answers)]
+        choices = [
+            self._choice(self._opened(merged(self._deltas[index], index)), self._finishes[index])
+            for index in range(self._answers)
+        ]
         return encode({**self._head, "choices": choices, "usage": self._usage()})
-
-    def _answer(self, index: int) -> ChoiceDelta:
-        answer = self._collected[index]
-        return ChoiceDelta(
-            index,
-            self._opening(index) + "".join(answer.texts),
-            answer.finish,
-            scores=answer.scores if self._call.scored else None,
-            offset=self._offsets[index],
-            prompt_scores=answer.prompt_scores if self._call.prompt_scored else None,
-            reasoning="".join(answer.reasoning),
-            tool_calls=answer.tool_calls,
-        )
 
     def chunk(self, event: AnswerEvent) -> bytes:
         """What an event adds to a stream; may be empty."""
@@ -111,62 +122,41 @@ class AnswerRenderer:
         if isinstance(event, Started):
             return b""
         first = event.index not in self._frames
-        opening = self._opening(event.index) if first else ""
-        last = ChoiceDelta(event.index, opening, FINISH[event.reason], first)
-        return self._event([self._api.delta(last)], None)
+        last = AnswerDelta("", [], event.index)
+        delta = self._opened(last) if first else last
+        return self._event([self._chunk_choice(delta, FINISH[event.reason], first=first)])
 
-    def _delta(self, event: AnswerDelta) -> bytes:
-        frame = self._frames.get(event.index)
-        scored = event.logprobs or event.prompt_logprobs
-        if frame and not (scored or event.reasoning or event.tool_calls):
+    def _delta(self, delta: AnswerDelta) -> bytes:
+        frame = self._frames.get(delta.index)
+        scored = delta.logprobs or delta.prompt_logprobs
+        if frame and not (scored or delta.reasoning or delta.tool_calls):
             before, behind = frame
-            text = event.text
+            text = delta.text
             return before + encode_basestring(text).encode() + behind if text else b""
-        delta = self._choice_delta(event, first=not frame)
-        if not (delta.text or scored or delta.reasoning or delta.tool_calls):
-            return b""
         if not frame:
-            self._frames[event.index] = self._frame(event.index)
-        return self._event([self._api.delta(delta)], None)
-
-    def _choice_delta(self, event: AnswerDelta, *, first: bool) -> ChoiceDelta:
-        index = event.index
-        text = (self._opening(index) if first else "") + event.text
-        scores = self._scores_of(event) or None
-        prompt = event.prompt_logprobs if first and self._call.prompt_scored else None
-        offset = self._offsets[index]
-        self._offsets[index] += sum(len(each.chosen.text) for each in scores or ())
-        parts = event.reasoning, event.tool_calls
-        return ChoiceDelta(index, text, None, first, scores, offset, *parts, prompt)
+            delta = self._opened(delta)
+            if not (delta.text or scored or delta.reasoning or delta.tool_calls):
+                return b""
+            self._frames[delta.index] = self._frame(delta.index)
+        return self._event([self._chunk_choice(delta, None, first=not frame)])
 
     def _frame(self, index: int) -> tuple[bytes, bytes]:
         """What surrounds the text of a chunk with text alone, as most are: the same each time."""
-        delta = ChoiceDelta(index, _PLACEHOLDER, None, first=False)
-        chunk = self._event([self._api.delta(delta)], None)
+        delta = AnswerDelta(_PLACEHOLDER, [], index)
+        chunk = self._event([self._chunk_choice(delta, None, first=False)])
         before, _, behind = chunk.partition(encode_basestring(_PLACEHOLDER).encode())
         return before, behind
 
-    def _scores_of(self, delta: AnswerDelta) -> tuple[ScoredToken, ...]:
-        """Those of its text, after the prompt's where it is echoed."""
-        if not (delta.prompt_logprobs and self._call.echo and self._call.scored):
-            return delta.logprobs
-        # The prompt's tokens end where its text does, whatever precedes it.
-        length = sum(len(each.chosen.text) for each in delta.prompt_logprobs)
-        self._offsets[delta.index] = len(self._opening(delta.index)) - length
-        return delta.prompt_logprobs + delta.logprobs
-
     def ending(self) -> bytes:
         """The last bytes of a stream."""
-        if not self._call.include_usage:
-            return DONE
-        return self._event([], self._usage()) + DONE
+        return self._event([], self._usage()) + DONE if self._body.include_usage else DONE
 
     def _count(self, event: AnswerEvent) -> None:
         if isinstance(event, Started):
             self._prompt_tokens += event.prompt_tokens
         elif isinstance(event, Finished):
             self._completion_tokens += event.completion_tokens
-            if event.index % self._call.n == 0:
+            if event.index % self._body.n == 0:
                 self._cached_tokens += event.cached_tokens
 
     def _usage(self) -> TokenUsage:
@@ -177,17 +167,152 @@ class AnswerRenderer:
             "prompt_tokens_details": {"cached_tokens": self._cached_tokens},
         }
 
-    def _opening(self, index: int) -> str:
-        return self._openings[index // self._call.n]
-
-    def _event(self, choices: Sequence[object], usage: TokenUsage | None) -> bytes:
-        tail = b',"usage":' + encode(usage) if self._call.include_usage else b""
+    def _event(self, choices: Sequence[object], usage: TokenUsage | None = None) -> bytes:
+        tail = b',"usage":' + encode(usage) if self._body.include_usage else b""
         return self._chunk_head + encode(choices) + tail + b"}\n\n"
 
 
-def server_sent(content: Mapping[str, object], name: str) -> bytes:
-    """One named server-sent event."""
-    return f"event: {name}\ndata: ".encode() + encode(content) + b"\n\n"
+class ChatRenderer(AnswerRenderer[ChatRequest]):
+    body_model = ChatRequest
+    prompt_field = "messages"
+    id_prefix = "chatcmpl-"
+    answer_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def _choice(self, delta: AnswerDelta, finish: FinishName) -> ChatChoice:
+        message: AssistantMessage = {"role": "assistant", "content": delta.text, "refusal": None}
+        if delta.reasoning:
+            message["reasoning_content"] = delta.reasoning
+        if delta.tool_calls:
+            message["content"] = delta.text or None
+            message["tool_calls"] = _whole_calls(delta.tool_calls)
+        return {
+            "index": delta.index,
+            "message": message,
+            "logprobs": _chat_logprobs(delta.logprobs),
+            "finish_reason": finish,
+        }
+
+    def _chunk_choice(
+        self, delta: AnswerDelta, finish: FinishName | None, *, first: bool
+    ) -> ChatChunkChoice:
+        content: AssistantDelta = {}
+        if first:
+            silent = delta.reasoning or delta.tool_calls
+            content = {"role": "assistant", "content": None if silent else ""}
+        if delta.text:
+            content["content"] = delta.text
+        if delta.reasoning:
+            content["reasoning_content"] = delta.reasoning
+        if delta.tool_calls:
+            content["tool_calls"] = [*map(_call_chunk, delta.tool_calls)]
+        return {
+            "index": delta.index,
+            "delta": content,
+            "logprobs": _chat_logprobs(delta.logprobs),
+            "finish_reason": finish,
+        }
+
+
+class CompletionRenderer(AnswerRenderer[CompletionRequest]):
+    body_model = CompletionRequest
+    prompt_field = "prompt"
+    id_prefix = "cmpl-"
+    answer_object = chunk_object = "text_completion"
+
+    def _opened(self, delta: AnswerDelta) -> AnswerDelta:
+        if not self._echoes:
+            return delta
+        echo = self._echoes[delta.index // self._body.n]
+        scores = delta.prompt_logprobs if self._body.logprobs is not None else ()
+        # The prompt's tokens end where its text does, whatever precedes it: below 0 where its
+        # first token is no part of it.
+        self._offsets[delta.index] = len(echo) - sum(len(each.chosen.text) for each in scores)
+        return dataclasses.replace(
+            delta, text=echo + delta.text, logprobs=(*scores, *delta.logprobs)
+        )
+
+    def _choice(self, delta: AnswerDelta, finish: FinishName | None) -> CompletionChoice:
+        choice: CompletionChoice = {
+            "index": delta.index,
+            "text": delta.text,
+            "logprobs": self._logprobs(delta.index, delta.logprobs) if delta.logprobs else None,
+            "finish_reason": finish,
+        }
+        if delta.prompt_logprobs and self._body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = [*map(_by_id, delta.prompt_logprobs)]
+        return choice
+
+    def _chunk_choice(
+        self, delta: AnswerDelta, finish: FinishName | None, *, first: bool
+    ) -> CompletionChoice:
+        return self._choice(delta, finish)
+
+    def _logprobs(self, index: int, scores: Sequence[ScoredToken]) -> CompletionLogprobs:
+        lengths = (len(each.chosen.text) for each in scores)
+        *offsets, self._offsets[index] = accumulate(lengths, initial=self._offsets[index])
+        return {
+            "tokens": [each.chosen.text for each in scores],
+            "token_logprobs": [each.chosen.logprob for each in scores],
+            "top_logprobs": [*map(_by_text, scores)],
+            "text_offset": [max(0, each) for each in offsets],
+        }
+
+
+def _whole_calls(deltas: Iterable[ToolCallDelta]) -> list[ToolCallObject]:
+    calls: list[ToolCallObject] = []
+    for delta in deltas:
+        if delta.name:
+            function: CalledFunctionObject = {"name": delta.name, "arguments": ""}
+            calls.append({"id": delta.id, "type": "function", "function": function})
+        calls[-1]["function"]["arguments"] += delta.arguments
+    return calls
+
+
+def _call_chunk(delta: ToolCallDelta) -> ToolCallChunk:
+    if not delta.name:
+        return {"index": delta.index, "function": {"arguments": delta.arguments}}
+    return {
+        "index": delta.index,
+        "id": delta.id,
+        "type": "function",
+        "function": {"name": delta.name, "arguments": delta.arguments},
+    }
+
+
+def _chat_logprobs(scores: Sequence[ScoredToken]) -> ChatLogprobs | None:
+    content: list[ChosenLogprob] = [
+        {**_logprob(each.chosen), "top_logprobs": [*map(_logprob, each.top)]} for each in scores
+    ]
+    return {"content": content, "refusal": None} if content else None
+
+
+def _logprob(score: TokenScore) -> LogprobObject:
+    return {"token": score.text, "logprob": score.logprob, "bytes": list(score.data)}
+
+
+def _by_text(scored: ScoredToken) -> dict[str, float | None] | None:
+    """The likeliest tokens and the chosen one; of tokens with the same text, the likeliest."""
+    if scored.chosen.logprob is None:
+        return None
+    by_text: dict[str, float | None] = {}
+    for score in (*scored.top, scored.chosen):
+        by_text.setdefault(score.text, score.logprob)
+    return by_text
+
+
+def _by_id(scored: ScoredToken) -> dict[str, RankedLogprob] | None:
+    """By token id, as vLLM returns a prompt's; None for the first token."""
+    if scored.chosen.logprob is None:
+        return None
+    by_id: dict[str, RankedLogprob] = {}
+    for place, score in enumerate((*scored.top, scored.chosen)):
+        rank = place + 1 if place < len(scored.top) else None
+        by_id.setdefault(
+            str(score.token_id),
+            {"logprob": score.logprob, "rank": rank, "decoded_token": score.text},
+        )
+    return by_id
 
 
 def encode(content: object) -> bytes:

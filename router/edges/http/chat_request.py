@@ -19,12 +19,11 @@ from typing_extensions import TypedDict
 from baton.core import bounds
 from baton.core.bounds import MAX_TOOLS
 from baton.core.errors import InvalidRequest, NotServed
-from baton.core.types import ChatPrompt, Message, Prompt, TextPrompt, Tool, ToolCall
+from baton.core.types import ChatPrompt, Message, Prompt, Request, TextPrompt, Tool, ToolCall
 from baton.router.answers.answer_format import with_tools
 from baton.router.edges.http.generation_request import (
     MAX_PROMPT_CHARACTERS,
     GenerationRequest,
-    ParsedCall,
     PromptText,
     ShortText,
     TopLogprobs,
@@ -210,12 +209,12 @@ class ChatRequest(ToolFields, GenerationRequest):
         "documents": Unserved(_TEMPLATES, ([],)),
     }
 
-    def call(self, request_id: str, salt: Callable[[str], str]) -> ParsedCall:
+    def requests(self, request_id: str, salt: Callable[[str], str]) -> tuple[Request, ...]:
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true", field="top_logprobs")
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         prompt = self.chat_prompt(self.messages)
-        return self._call(request_id, salt, [prompt], logprobs=logprobs)
+        return self._requests(request_id, salt, [prompt], logprobs=logprobs)
 
 
 class TokenizeRequest(ToolFields):

@@ -18,30 +18,33 @@ import json
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from baton.core.bounds import MAX_REQUEST_BYTES
 from baton.core.errors import Cancelled, InvalidRequest
 from baton.core.proto_json import Json
-from baton.core.types import Prompt, TextPrompt, TokenPrompt
+from baton.core.types import Request
 from baton.router.answers.answer_events import AnswerEvent, Emit, Started
 from baton.router.edges.auth import Caller
 from baton.router.edges.client_buffer import ClientBuffer, buffered
 from baton.router.edges.edge_context import EdgeContext
-from baton.router.edges.http.answer_renderer import AnswerRenderer, server_sent
-from baton.router.edges.http.generation_request import MAX_NAME, ParsedCall
+from baton.router.edges.http.answer_renderer import AnswerRenderer
+from baton.router.edges.http.generation_request import (
+    MAX_NAME,
+    CompletionRequest,
+    GenerationRequest,
+)
 from baton.router.edges.http.http_errors import error_response
 from baton.router.edges.http.http_server import CONNECTION, BoundedConnection
-from baton.router.edges.http.openai_answers import OpenAiApi
 from baton.router.observe.ledger import RequestLedger
 from baton.router.requests.serving import gather_all
 
@@ -66,8 +69,11 @@ BODY_SECONDS = 60.0
 Result = TypeVar("Result")
 
 
-async def parse_body(http: HttpRequest, parse: Callable[[Json], Result]) -> Result:
-    """Applies `parse` to the body. A long body is decoded in a thread, so that other calls run."""
+async def parse_body(
+    http: HttpRequest, context: EdgeContext, parse: Callable[[Json], Result]
+) -> Result:
+    """Applies `parse` to a body for this router's model. A long body is decoded in a thread, so
+    that other calls run."""
     # A web page could send any other type here without its browser asking first.
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -81,9 +87,13 @@ async def parse_body(http: HttpRequest, parse: Callable[[Json], Result]) -> Resu
         ) from None
     except ClientDisconnect:
         raise Cancelled("the client disconnected") from None
-    if len(content) > SHORT_BYTES:
-        return await asyncio.to_thread(lambda: parse(_decode(content)))
-    return parse(_decode(content))
+
+    def decode() -> Result:
+        body = _decode(content)
+        context.check_model(_model_of(body))
+        return parse(body)
+
+    return await asyncio.to_thread(decode) if len(content) > SHORT_BYTES else decode()
 
 
 async def _receive(http: HttpRequest) -> bytes:
@@ -133,7 +143,7 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def model_of(body: Json) -> str:
+def _model_of(body: Json) -> str:
     """Checked before the rest of the body, which refuses what is no name."""
     name = body.get("model")
     return name if isinstance(name, str) and len(name) <= MAX_NAME else ""
@@ -146,20 +156,25 @@ def request_id_of(http: HttpRequest, prefix: str = "") -> str:
 
 
 class GenerationEndpoint:
-    """An ASGI application: chats or completions, as `api` shapes them."""
+    """An ASGI application: chats or completions, as its renderer shapes them."""
 
-    def __init__(self, api: OpenAiApi, context: EdgeContext) -> None:
-        self._api = api
+    def __init__(self, renderer: type[AnswerRenderer[Any]], context: EdgeContext) -> None:
+        self._renderer = renderer
         self._context = context
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived = time.monotonic()
         http = HttpRequest(scope, receive)
-        request_id = request_id_of(http, self._api.id_prefix)
+        request_id = request_id_of(http, self._renderer.id_prefix)
+        error_of = functools.partial(
+            error_response, request_id=request_id, prompt_field=self._renderer.prompt_field
+        )
         try:
             caller = self._context.keys.caller(http.headers.get("authorization", ""))
-            call = await parse_body(http, lambda body: self._parse(body, request_id, caller))
-            answers = call.n * len(call.requests)
+            body, requests = await parse_body(
+                http, self._context, lambda body: self._parse(body, request_id, caller)
+            )
+            answers = body.n * len(requests)
             ledger = RequestLedger.begin(
                 request_id,
                 arrived,
@@ -168,105 +183,105 @@ class GenerationEndpoint:
                 traceparent=http.headers.get("traceparent", ""),
             )
             with caller.admit(answers), self._context.serving.ledgers.keep(ledger):
-                writer = _Writer(send, scope["state"][CONNECTION], ledger)
-                await _until_disconnect(receive, self._answer(call, ledger, writer))
+                echoes = await self._echoes(body)
+                renderer = self._renderer(body, requests, self._context.model, echoes)
+                connection = scope["state"][CONNECTION]
+                call = _Call(self._context, requests, renderer, ledger, send, connection, error_of)
+                await _until_disconnect(receive, call.answer(stream=body.stream))
         except Cancelled:
             return
         except Exception as error:  # noqa: BLE001 the edge of the process
-            failed = error_response(error, request_id, self._api.prompt_field)
-            await failed.response(request_id)(scope, receive, send)
+            await error_of(error)(scope, receive, send)
 
-    def _parse(self, body: Json, request_id: str, caller: Caller) -> ParsedCall:
-        self._context.check_model(model_of(body))
-        return self._api.parse(body, request_id, caller.salt)
+    def _parse(
+        self, content: Json, request_id: str, caller: Caller
+    ) -> tuple[GenerationRequest, tuple[Request, ...]]:
+        body: GenerationRequest = self._renderer.body_model.parse(content)
+        return body, body.requests(request_id, caller.salt)
 
-    async def _answer(self, call: ParsedCall, ledger: RequestLedger, writer: _Writer) -> None:
-        """Releases everything before it sends the last bytes: with them the call is over."""
-        openings = [await self._opening(request.prompt, call) for request in call.requests]
-        renderer = AnswerRenderer(self._api, call, self._context.model, openings)
-        async with self._buffered(call, ledger) as events:
-            if call.stream:
-                last = await self._stream(call, renderer, events, writer)
-            else:
-                async for event in events:
-                    renderer.collect(event)
-                last = renderer.whole()
-        if not call.stream:
-            length = str(len(last)).encode()
-            await writer.start(call.request_id, (*_JSON_HEADERS, (b"content-length", length)))
-        await writer.send({"type": "http.response.body", "body": last})
-
-    async def _stream(
-        self, call: ParsedCall, renderer: AnswerRenderer, events: ClientBuffer, writer: _Writer
-    ) -> bytes:
-        """Sends all but the last bytes of a stream, and returns these."""
-        first = await _first_delta(renderer, events)
-        await writer.start(call.request_id, _STREAM_HEADERS)
-        try:
-            await writer.write(first, renderer.chunk(first))
-            events.write_now = functools.partial(writer.write_now, renderer)
-            async for event in events:
-                await writer.write(event, renderer.chunk(event))
-        except Exception as error:  # noqa: BLE001 the edge of the process
-            failed = error_response(error, call.request_id, self._api.prompt_field)
-            return server_sent(failed.body, "error")
-        return renderer.ending()
-
-    @asynccontextmanager
-    async def _buffered(
-        self, call: ParsedCall, ledger: RequestLedger
-    ) -> AsyncIterator[ClientBuffer]:
-        generate = functools.partial(self._generate, call, ledger)
-        async with buffered(generate, self._context.reader_buffer) as buffer:
-            self._context.buffers.add(buffer)
-            try:
-                yield buffer
-            finally:
-                self._context.buffers.discard(buffer)
-
-    async def _generate(self, call: ParsedCall, ledger: RequestLedger, emit: Emit) -> None:
-        """All answers to all prompts, numbered consecutively."""
-        generate = self._context.serving.generate
-        await gather_all(
-            [
-                generate(request, ledger, _shifted(emit, place * call.n), place)
-                for place, request in enumerate(call.requests)
-            ]
-        )
-
-    async def _opening(self, prompt: Prompt, call: ParsedCall) -> str:
-        match prompt:
-            case TextPrompt(text) if call.echo:
-                return text
-            case TokenPrompt(token_ids) if call.echo:
-                return await self._context.serving.decode(list(token_ids), keep_special=True)
-        return ""
+    async def _echoes(self, body: GenerationRequest) -> list[str]:
+        """The texts of the prompts, where they are echoed."""
+        if not (isinstance(body, CompletionRequest) and body.echo):
+            return []
+        decode = self._context.serving.decode
+        return [
+            prompt if isinstance(prompt, str) else await decode(list(prompt), keep_special=True)
+            for prompt in body.prompt
+        ]
 
 
 @dataclass(frozen=True, slots=True)
-class _Writer:
-    """Sends a response and records how long writes took."""
+class _Call:
+    """One call with a valid body. Records how long its writes take."""
 
+    context: EdgeContext
+    requests: Sequence[Request]
+    renderer: AnswerRenderer[Any]
+    ledger: RequestLedger
     send: Send
     connection: BoundedConnection
-    ledger: RequestLedger
+    error_of: Callable[[Exception], Response]
 
-    async def start(self, request_id: str, headers: tuple[tuple[bytes, bytes], ...]) -> None:
-        named = (*headers, (b"x-request-id", request_id.encode()))
+    async def answer(self, *, stream: bool) -> None:
+        """Releases everything before it sends the last bytes: with them the call is over."""
+        async with buffered(self._generate, self.context.reader_buffer) as events:
+            self.context.buffers.add(events)
+            if stream:
+                last = await self._stream(events)
+            else:
+                async for event in events:
+                    self.renderer.collect(event)
+                last = self.renderer.whole()
+        if not stream:
+            await self._start((*_JSON_HEADERS, (b"content-length", str(len(last)).encode())))
+        await self.send({"type": "http.response.body", "body": last})
+
+    async def _generate(self, emit: Emit) -> None:
+        """All answers to all prompts, numbered consecutively."""
+        generate = self.context.serving.generate
+        await gather_all(
+            [
+                generate(request, self.ledger, _shifted(emit, place * request.n), place)
+                for place, request in enumerate(self.requests)
+            ]
+        )
+
+    async def _stream(self, events: ClientBuffer) -> bytes:
+        """Sends all but the last bytes of a stream, and returns these."""
+        first = await self._first_delta(events)
+        await self._start(_STREAM_HEADERS)
+        try:
+            await self._write(first)
+            events.write_now = self._write_now
+            async for event in events:
+                await self._write(event)
+        except Exception as error:  # noqa: BLE001 the edge of the process
+            return b"event: error\ndata: " + bytes(self.error_of(error).body) + b"\n\n"
+        return self.renderer.ending()
+
+    async def _first_delta(self, events: ClientBuffer) -> AnswerEvent:
+        """Until it, an error still has a status of its own."""
+        async for event in events:
+            if not isinstance(event, Started):
+                return event
+            self.renderer.chunk(event)
+        raise AssertionError("an answer ended before it began")
+
+    async def _start(self, headers: tuple[tuple[bytes, bytes], ...]) -> None:
+        named = (*headers, (b"x-request-id", self.ledger.request_id.encode()))
         await self.send({"type": "http.response.start", "status": 200, "headers": named})
 
-    async def write(self, event: AnswerEvent, content: bytes) -> None:
-        if not content:
-            return
-        began = time.monotonic()
-        await self.send({"type": "http.response.body", "body": content, "more_body": True})
-        self._record(event, began)
+    async def _write(self, event: AnswerEvent) -> None:
+        if content := self.renderer.chunk(event):
+            began = time.monotonic()
+            await self.send({"type": "http.response.body", "body": content, "more_body": True})
+            self._record(event, began)
 
-    def write_now(self, renderer: AnswerRenderer, event: AnswerEvent) -> bool:
+    def _write_now(self, event: AnswerEvent) -> bool:
         """The same without waiting, if the client keeps up; else False."""
         if not self.connection.keeps_up:
             return False
-        if content := renderer.chunk(event):
+        if content := self.renderer.chunk(event):
             began = time.monotonic()
             self.connection.write_now(content)
             self._record(event, began)
@@ -287,15 +302,6 @@ def _shifted(emit: Emit, places: int) -> Emit:
         emit(event)
 
     return emit_shifted
-
-
-async def _first_delta(renderer: AnswerRenderer, events: ClientBuffer) -> AnswerEvent:
-    """Until it, an error still has a status of its own."""
-    async for event in events:
-        if not isinstance(event, Started):
-            return event
-        renderer.chunk(event)
-    raise AssertionError("an answer ended before it began")
 
 
 async def _until_disconnect(receive: Receive, work: Coroutine[None, None, None]) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import secrets
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -63,31 +62,6 @@ def _sampling(name: str, default: float, description: str) -> Any:
     """A field with the bounds of core/bounds.py."""
     least, most, above = bounds.SAMPLING[name]
     return about(description, default, le=most, **{"gt" if above else "ge": least})
-
-
-@dataclass(frozen=True, slots=True)
-class ParsedCall:
-    """One call: what to generate and how to return it."""
-
-    request_id: str
-    # One for each prompt; they differ in prompt and seed only.
-    requests: tuple[Request, ...]
-    stream: bool
-    include_usage: bool
-    # Answers begin with their prompt.
-    echo: bool = False
-    # The prompt's log probabilities are returned apart from the answer's.
-    prompt_scored: bool = False
-
-    @property
-    def n(self) -> int:
-        """Answers to each prompt."""
-        return self.requests[0].n
-
-    @property
-    def scored(self) -> bool:
-        """Whether each token is returned with its log probability."""
-        return self.requests[0].logprobs is not None
 
 
 class JsonSchemaFormat(RequestModel):
@@ -210,17 +184,24 @@ class GenerationRequest(RequestModel):
         "include_stop_str_in_output": Unserved("answers with their stop string", (False,)),
     }
 
-    def _call(
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def requests(self, request_id: str, salt: Callable[[str], str]) -> tuple[Request, ...]:
+        """One for each prompt; they differ in prompt and seed only."""
+        raise NotImplementedError
+
+    def _requests(
         self,
         request_id: str,
         salt: Callable[[str], str],
-        prompts: list[Prompt],
+        prompts: Sequence[Prompt],
         *,
         default_tokens: int | None = None,
-        echo: bool = False,
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
-    ) -> ParsedCall:
+    ) -> tuple[Request, ...]:
         if self.stream_options and not self.stream:
             raise InvalidRequest("stream_options needs stream to be true", field="stream_options")
         request = Request(
@@ -235,30 +216,22 @@ class GenerationRequest(RequestModel):
             cache_salt=salt(self.cache_salt),
             structure=self._structure(),
             logprobs=logprobs,
-            prompt_logprobs=logprobs if echo and prompt_logprobs is None else prompt_logprobs,
+            prompt_logprobs=prompt_logprobs,
         )
         others = (
             dataclasses.replace(request, prompt=prompt, sampling=self._sampling())
             for prompt in prompts[1:]
         )
-        usage = self.stream_options is not None and self.stream_options.include_usage
-        scored = prompt_logprobs is not None
-        return ParsedCall(request_id, (request, *others), self.stream, usage, echo, scored)
+        return request, *others
 
     def _sampling(self) -> Sampling:
-        return bounds.normalized(
-            Sampling(
-                temperature=self.temperature,
-                top_k=max(self.top_k, 0),
-                top_p=self.top_p,
-                min_p=self.min_p,
-                repetition_penalty=self.repetition_penalty,
-                presence_penalty=self.presence_penalty,
-                frequency_penalty=self.frequency_penalty,
-                seed=secrets.randbits(63) if self.seed is None else self.seed % 2**64,
-                logit_bias=self._biases() if self.logit_bias else (),
-            )
+        sampling = Sampling(
+            **{name: getattr(self, name) for name in bounds.SAMPLING},
+            top_k=max(self.top_k, 0),
+            seed=secrets.randbits(63) if self.seed is None else self.seed % 2**64,
+            logit_bias=self._biases(),
         )
+        return bounds.normalized(sampling)
 
     def _biases(self) -> tuple[tuple[int, float], ...]:
         biases = {int(token): bias for token, bias in (self.logit_bias or {}).items()}
@@ -320,20 +293,20 @@ class CompletionRequest(GenerationRequest):
         "suffix": Unserved("text after the answer", ("",)),
     }
 
-    def call(self, request_id: str, salt: Callable[[str], str]) -> ParsedCall:
+    def requests(self, request_id: str, salt: Callable[[str], str]) -> tuple[Request, ...]:
         if len(self.prompt) * self.n > MAX_CHOICES:
             raise InvalidRequest(
                 f"prompts times n must be at most {MAX_CHOICES} answers", field="prompt"
             )
-        return self._call(
+        prompts = [
+            TextPrompt(each) if isinstance(each, str) else TokenPrompt(each) for each in self.prompt
+        ]
+        echoed = self.logprobs if self.echo else None
+        return self._requests(
             request_id,
             salt,
-            [
-                TextPrompt(each) if isinstance(each, str) else TokenPrompt(each)
-                for each in self.prompt
-            ],
+            prompts,
             default_tokens=DEFAULT_COMPLETION_TOKENS,
-            echo=self.echo,
             logprobs=self.logprobs,
-            prompt_logprobs=self.prompt_logprobs,
+            prompt_logprobs=echoed if self.prompt_logprobs is None else self.prompt_logprobs,
         )

@@ -29,14 +29,12 @@ from baton.core.errors import (
     UnknownModel,
 )
 from baton.core.proto_json import Json, to_json
-from baton.core.types import Prompt
 from baton.router.edges.auth import KeyRing
 from baton.router.edges.edge_context import EdgeContext
-from baton.router.edges.http.answer_renderer import encode
+from baton.router.edges.http.answer_renderer import ChatRenderer, CompletionRenderer, encode
 from baton.router.edges.http.chat_request import DetokenizeRequest, TokenizeRequest
-from baton.router.edges.http.endpoint import GenerationEndpoint, model_of, parse_body, request_id_of
+from baton.router.edges.http.endpoint import GenerationEndpoint, parse_body, request_id_of
 from baton.router.edges.http.http_errors import error_response
-from baton.router.edges.http.openai_answers import ChatApi, CompletionsApi
 from baton.router.edges.http.openapi import document
 from baton.router.edges.http.request_model import shown
 from baton.router.observe.ledger import KEPT_REQUESTS
@@ -93,7 +91,7 @@ def answered(endpoint: Endpoint, prompt_field: str = "prompt") -> Endpoint:
         try:
             response = await endpoint(http)
         except Exception as error:  # noqa: BLE001 the edge of the process
-            return error_response(error, request_id, prompt_field).response(request_id)
+            return error_response(error, request_id, prompt_field)
         response.headers["x-request-id"] = request_id
         return response
 
@@ -129,8 +127,8 @@ class HttpApp:
         self.app.router.redirect_slashes = False
 
     def _routes(self) -> list[Route]:
-        chat = GenerationEndpoint(ChatApi(), self._context)
-        completions = GenerationEndpoint(CompletionsApi(), self._context)
+        chat = GenerationEndpoint(ChatRenderer, self._context)
+        completions = GenerationEndpoint(CompletionRenderer, self._context)
         return [
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/completions", completions, methods=["POST"]),
@@ -178,7 +176,9 @@ class HttpApp:
         return _json(to_json(self._overview.timing(http.path_params["request_id"], caller)))
 
     async def _tokenize(self, http: HttpRequest) -> Response:
-        prompt = await parse_body(http, self._parse_tokenize)
+        prompt = await parse_body(
+            http, self._context, lambda body: TokenizeRequest.parse(body).to_prompt()
+        )
         tokens, rendered = await self._context.serving.tokenize(prompt)
         answer: Json = {
             "tokens": tokens,
@@ -187,18 +187,10 @@ class HttpApp:
         }
         return _json({**answer, "rendered": rendered} if rendered else answer)
 
-    def _parse_tokenize(self, body: Json) -> Prompt:
-        self._context.check_model(model_of(body))
-        return TokenizeRequest.parse(body).to_prompt()
-
     async def _detokenize(self, http: HttpRequest) -> Response:
-        request = await parse_body(http, self._parse_detokenize)
+        request = await parse_body(http, self._context, DetokenizeRequest.parse)
         text = await self._context.decode(request.tokens, request.keep_special_tokens, "tokens")
         return _json({"prompt": text})
-
-    def _parse_detokenize(self, body: Json) -> DetokenizeRequest:
-        self._context.check_model(model_of(body))
-        return DetokenizeRequest.parse(body)
 
     async def _ready(self, http: HttpRequest) -> Response:
         if self._context.serving.draining:
@@ -228,8 +220,7 @@ async def _embeddings(http: HttpRequest) -> Response:
 
 async def _refuse(http: HttpRequest, error: Exception) -> Response:
     """Also where there is no such path, or not with this method."""
-    request_id = request_id_of(http)
-    return error_response(error, request_id).response(request_id)
+    return error_response(error, request_id_of(http))
 
 
 def _limit(given: str | None) -> int:

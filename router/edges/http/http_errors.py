@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
-from typing_extensions import TypedDict
 
 from baton.core.errors import (
     BatonError,
@@ -25,6 +24,7 @@ from baton.core.errors import (
     WorkerLost,
 )
 from baton.router.edges.http.answer_renderer import encode
+from baton.router.edges.http.openapi import ErrorBody
 from baton.rpc.statuses import redact
 
 log = logging.getLogger(__name__)
@@ -53,36 +53,12 @@ _PROMPT_FIELDS = {"prompt", "chat", "chat.messages", "token_ids"}
 _RENAMED = {"json_schema": "response_format"}
 
 
-class ErrorObject(TypedDict):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorBody(TypedDict):
-    error: ErrorObject
-
-
-@dataclass(frozen=True, slots=True)
-class ErrorResponse:
-    status: int
-    body: ErrorBody
-    headers: dict[str, str] = field(default_factory=dict)
-
-    def response(self, request_id: str) -> Response:
-        headers = {**self.headers, "x-request-id": request_id}
-        return Response(encode(self.body), self.status, headers, "application/json")
-
-
-def error_response(
-    error: Exception, request_id: str, prompt_field: str = "prompt"
-) -> ErrorResponse:
+def error_response(error: Exception, request_id: str, prompt_field: str = "prompt") -> Response:
     """What a client sees of `error`; the rest is logged."""
     if isinstance(error, HTTPException):
         # Raised before any field is parsed.
-        headers = dict(error.headers or {})
-        return ErrorResponse(error.status_code, _body(error.status_code, error.detail), headers)
+        body = _body(error.status_code, error.detail)
+        return _response(error.status_code, body, request_id, error.headers)
     if not isinstance(error, BatonError):
         log.error("request %s failed unexpectedly", request_id, exc_info=error)
         error = Internal("")
@@ -99,7 +75,7 @@ def error_response(
     if error.retry_after:
         headers["retry-after"] = str(math.ceil(error.retry_after))
     body = _body(status, message, param, code or error.reason.lower())
-    return ErrorResponse(status, body, headers)
+    return _response(status, body, request_id, headers)
 
 
 def _nearest(table: dict[type[BatonError], str], error: BatonError) -> str:
@@ -117,3 +93,10 @@ def _body(status: int, message: str, param: str = "", code: str = "") -> ErrorBo
             "code": code or None,
         }
     }
+
+
+def _response(
+    status: int, body: ErrorBody, request_id: str, headers: Mapping[str, str] | None
+) -> Response:
+    named = {**(headers or {}), "x-request-id": request_id}
+    return Response(encode(body), status, named, "application/json")

@@ -1,4 +1,4 @@
-"""The OpenAPI document, made from the models that validate bodies and the types of answers."""
+"""The types of answers, and the OpenAPI document made from them and the models of bodies."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from baton.router.edges.http.chat_request import (
     TokenizeRequest,
 )
 from baton.router.edges.http.generation_request import CompletionRequest
-from baton.router.edges.http.http_errors import ErrorBody
-from baton.router.edges.http.openai_answers import ChatAnswer, ChatChunk, CompletionAnswer
 from baton.router.observe.ledger import KEPT_REQUESTS
 from baton.router.observe.overview import RECENT_REQUESTS
 from baton.v1 import cluster_pb2, timing_pb2
@@ -36,6 +34,143 @@ _STATUSES = {
     "503": "No worker can take the request now.",
     "504": "The request took too long.",
 }
+
+
+FinishName = Literal["stop", "length", "tool_calls"]
+
+
+class CalledFunctionObject(TypedDict):
+    name: str
+    arguments: str
+
+
+class ToolCallObject(TypedDict):
+    id: str
+    type: Literal["function"]
+    function: CalledFunctionObject
+
+
+class FunctionDelta(TypedDict):
+    name: NotRequired[str]
+    arguments: str
+
+
+class ToolCallChunk(TypedDict):
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: FunctionDelta
+
+
+class LogprobObject(TypedDict):
+    token: str
+    logprob: float | None
+    bytes: list[int]
+
+
+class ChosenLogprob(LogprobObject):
+    top_logprobs: list[LogprobObject]
+
+
+class ChatLogprobs(TypedDict):
+    content: list[ChosenLogprob]
+    refusal: None
+
+
+class CompletionLogprobs(TypedDict):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float | None] | None]
+    text_offset: list[int]
+
+
+class RankedLogprob(TypedDict):
+    logprob: float | None
+    rank: int | None
+    decoded_token: str
+
+
+class AssistantMessage(TypedDict):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCallObject]]
+
+
+class AssistantDelta(TypedDict):
+    role: NotRequired[Literal["assistant"]]
+    content: NotRequired[str | None]
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCallChunk]]
+
+
+class ChatChoice(TypedDict):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishName
+
+
+class ChatChunkChoice(TypedDict):
+    index: int
+    delta: AssistantDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishName | None
+
+
+class CompletionChoice(TypedDict):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishName | None
+    prompt_logprobs: NotRequired[list[dict[str, RankedLogprob] | None]]
+
+
+class CachedTokens(TypedDict):
+    cached_tokens: int
+
+
+class TokenUsage(TypedDict):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class AnswerHead(TypedDict):
+    id: str
+    created: int
+    model: str
+
+
+class ChatAnswer(AnswerHead):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: TokenUsage
+
+
+class ChatChunk(AnswerHead):
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
+    usage: NotRequired[TokenUsage | None]
+
+
+class CompletionAnswer(AnswerHead):
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+    usage: NotRequired[TokenUsage | None]
+
+
+class ErrorObject(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(TypedDict):
+    error: ErrorObject
 
 
 class ModelObject(TypedDict):
