@@ -94,7 +94,8 @@ def measure(bench: Bench, count: int, seed: int) -> dict[str, float]:
     for tier in ("host memory", "files"):
         if tier == "files":
             for key in keys:
-                bench.tier.host.remove(key)
+                with bench.tier.rows.hold([key]) as row:
+                    row.forget()
         bench.evict()
         seconds[tier] = timed(lambda: bench.restore_pages(keys))
         assert torch.equal(bench.contents(keys), made), f"{tier}: other bits came back"

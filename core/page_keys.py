@@ -42,6 +42,35 @@ def page_keys(parent: bytes, tokens: Sequence[int], page_size: int) -> list[byte
     return keys
 
 
+class KeyChain:
+    """The keys of one request's pages, each hashed once as its tokens come."""
+
+    __slots__ = ("_keys", "_root", "page_size")
+
+    def __init__(self, root: bytes | None = None, page_size: int = 1) -> None:
+        """`root` is the key before the first page; without one no page has a key."""
+        self._root = root
+        self.page_size = page_size
+        self._keys: list[bytes] = []
+
+    def keys(self, tokens: Sequence[int], length: int) -> list[bytes]:
+        """Keys of the pages that the first `length` tokens fill. `tokens` may only grow."""
+        known, full = len(self._keys), length // self.page_size
+        if full > known and self._root is not None:
+            parent = self._keys[-1] if known else self._root
+            new = tokens[known * self.page_size : full * self.page_size]
+            self._keys += page_keys(parent, new, self.page_size)
+        return self._keys[:full]
+
+    def to_find(self, tokens: Sequence[int]) -> list[bytes]:
+        """Keys of the pages that a cache may provide: the last token is always computed."""
+        return self.keys(tokens, len(tokens) - 1)
+
+    def names(self, place: int, key: bytes) -> bool:
+        """Whether page number `place` has this key, as far as keys were made."""
+        return place < len(self._keys) and self._keys[place] == key
+
+
 @dataclass(frozen=True, slots=True)
 class PageNaming:
     """What the keys of a cluster's cached pages are made with."""

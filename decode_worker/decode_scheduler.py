@@ -24,9 +24,9 @@ import itertools
 from collections import OrderedDict
 from dataclasses import dataclass
 
+from baton.core.page_keys import KeyChain
 from baton.core.types import AttemptKey, Work
 from baton.engine.page_pool import Lease, PagePool
-from baton.engine.prefix_cache import KeyChain
 from baton.engine.sequence import Sequence, next_page_pending
 from baton.engine.step import Chunk, Plan
 

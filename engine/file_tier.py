@@ -3,8 +3,7 @@
     FOLDER/<root of the keys>/<worker>/<first byte of the key>/<key>
 
 The index, oldest first, belongs to the pool's thread. A thread of its own lists, writes and
-removes files in the order of requests and reports results through `post`. The restoring
-thread reads.
+removes files in the order of requests. The restoring thread reads.
 
 A file is a header, then the page. The header holds everything that gives the bytes meaning
 (the form and the page's key) and their digest. A file appears under its name only when it
@@ -27,13 +26,12 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, KeysView
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Generic, TypeVar
-
-import numpy
-import numpy.typing
+from typing import TypeVar
 
 from baton.core.page_keys import KEY_BYTES, page_digest
+from baton.engine.page_memory import PageBytes
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +46,8 @@ UNFINISHED = ".new"
 # Magic, version, root, dtype, tokens, bytes and key of the page, and its digest.
 _HEADER = struct.Struct("<8sI16s16sIQ16sI")
 
-PageBytes = numpy.typing.NDArray[numpy.uint8]
+Result = TypeVar("Result")
+Task = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,32 +68,31 @@ class PageForm:
         return _HEADER.pack(MAGIC, VERSION, *form, key, page_digest(page))
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
-    """A page is in its file, or why not."""
+class FileTier:
+    """Uses at most `budget` bytes of `folder`.
 
-    key: bytes
-    row: int
-    error: OSError | None
+    `submit` has the writing thread run a task; `post` has the pool's thread run what follows.
+    """
 
+    def __init__(
+        self,
+        folder: Path,
+        budget: int,
+        form: PageForm,
+        submit: Callable[[Task], None],
+        post: Callable[[Task], None],
+    ) -> None:
+        self.capacity = budget // form.file_bytes
+        self._folder = folder
+        self._form = form
+        self._submit = submit
+        self._post = post
+        self._index: OrderedDict[bytes, None] = OrderedDict()  # the longest unused first
+        self.pending = 0  # lists and writes without a result yet
+        self._failing_until = 0.0
+        self.failing = False
 
-@dataclass(frozen=True, slots=True)
-class Listed:
-    """What the folder held at the start, the least recently used first."""
-
-    keys: list[bytes]
-    error: OSError | None
-
-
-FileEvent = Written | Listed
-Value = TypeVar("Value")
-
-
-class UseOrder(Generic[Value]):
-    """Pages in the order of their last use."""
-
-    def __init__(self) -> None:
-        self._index: OrderedDict[bytes, Value] = OrderedDict()  # the longest unused first
+    # Called by the pool's thread.
 
     def __len__(self) -> int:
         return len(self._index)
@@ -105,36 +103,6 @@ class UseOrder(Generic[Value]):
     @property
     def keys(self) -> KeysView[bytes]:
         return self._index.keys()
-
-    def touch(self, keys: Iterable[bytes]) -> None:
-        """Marks pages as used, the last of them most recently."""
-        for key in keys:
-            if key in self._index:
-                self._index.move_to_end(key)
-
-
-class FileTier(UseOrder[None]):
-    def __init__(
-        self,
-        folder: Path,
-        budget: int,
-        form: PageForm,
-        submit: Callable[[Callable[[], None]], None],
-        post: Callable[[FileEvent], None],
-    ) -> None:
-        """Uses at most `budget` bytes of `folder`. Lists what is there first."""
-        super().__init__()
-        self.capacity = budget // form.file_bytes
-        self._folder = folder
-        self._form = form
-        self._submit = submit
-        self._post = post
-        self.pending = 1  # the list, and writes without a result yet
-        self._failing_until = 0.0
-        self.failing = False
-        submit(self._list)
-
-    # Called by the pool's thread.
 
     @property
     def size(self) -> int:
@@ -148,33 +116,36 @@ class FileTier(UseOrder[None]):
             return False
         return not self.failing or time.monotonic() >= self._failing_until
 
-    def write(self, key: bytes, row: int, page: PageBytes) -> list[bytes]:
-        """Starts to write a page, which must not change meanwhile. Returns the evicted keys."""
-        self.pending += 1
+    def list_folder(self, then: Callable[[list[bytes] | None], None]) -> None:
+        """Calls `then` with the keys in the folder, the least recently used first."""
+        self._run(self._list, then)
+
+    def write(
+        self, key: bytes, page: PageBytes, then: Callable[[bool | None], None]
+    ) -> list[bytes]:
+        """Starts to write a page, which must not change until `then` is called. Returns the
+        evicted keys."""
         self._index[key] = None
-        self._submit(lambda: self._write(key, row, page))
+        self._run(lambda: self._write(key, page), then)
         return self._shrink()
+
+    def add_listed(self, keys: list[bytes]) -> list[bytes]:
+        """Adds keys as the least recently used. Returns the evicted keys."""
+        listed: OrderedDict[bytes, None] = OrderedDict.fromkeys(keys)
+        listed.update(self._index)
+        self._index = listed
+        return self._shrink()
+
+    def touch(self, keys: Iterable[bytes]) -> None:
+        """Marks pages as used, the last of them most recently."""
+        for key in keys:
+            if key in self._index:
+                self._index.move_to_end(key)
 
     def remove(self, key: bytes) -> None:
         if key in self._index:
             del self._index[key]
             self._submit(lambda: _unlink(self._path(key)))
-
-    def on_written(self, event: Written) -> bool:
-        """False when a page in the index was not written."""
-        self._settle(event.error)
-        if event.error is None or event.key not in self._index:
-            return True
-        del self._index[event.key]
-        return False
-
-    def on_listed(self, event: Listed) -> list[bytes]:
-        """Returns the evicted keys."""
-        self._settle(event.error)
-        listed: OrderedDict[bytes, None] = OrderedDict.fromkeys(event.keys)
-        listed.update(self._index)
-        self._index = listed
-        return self._shrink()
 
     def _shrink(self) -> list[bytes]:
         evicted = []
@@ -182,6 +153,24 @@ class FileTier(UseOrder[None]):
             evicted.append(next(iter(self._index)))
             self.remove(evicted[-1])
         return evicted
+
+    def _run(self, work: Callable[[], Result], then: Callable[[Result | None], None]) -> None:
+        """Has the writing thread do `work`, and calls `then` with its result; None if it failed."""
+
+        def run() -> None:
+            result, error = None, None
+            try:
+                result = work()
+            except OSError as caught:
+                error = caught
+            self._post(partial(end, result, error))
+
+        def end(result: Result | None, error: OSError | None) -> None:
+            self._settle(error)
+            then(result)
+
+        self.pending += 1
+        self._submit(run)
 
     def _settle(self, error: OSError | None) -> None:
         self.pending -= 1
@@ -212,14 +201,9 @@ class FileTier(UseOrder[None]):
 
     # Called by the writing thread.
 
-    def _list(self) -> None:
-        try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            found = sorted(self._page_files())
-        except OSError as error:
-            self._post(Listed([], error))
-        else:
-            self._post(Listed([key for _, key in found], None))
+    def _list(self) -> list[bytes]:
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return [key for _, key in sorted(self._page_files())]
 
     def _page_files(self) -> Iterable[tuple[float, bytes]]:
         """Time of last use and key of each file. Files that cannot be pages are removed."""
@@ -231,7 +215,7 @@ class FileTier(UseOrder[None]):
                 else:
                     yield state.st_mtime, key
 
-    def _write(self, key: bytes, row: int, page: PageBytes) -> None:
+    def _write(self, key: bytes, page: PageBytes) -> bool:
         path = self._path(key)
         unfinished = path.with_name(path.name + UNFINISHED)
         try:
@@ -240,11 +224,10 @@ class FileTier(UseOrder[None]):
                 file.write(self._form.header(key, page))
                 file.write(page.data)
             os.replace(unfinished, path)
-        except OSError as error:
+        except OSError:
             _unlink(unfinished)
-            self._post(Written(key, row, error))
-        else:
-            self._post(Written(key, row, None))
+            raise
+        return True
 
     def _path(self, key: bytes) -> Path:
         name = key.hex()

@@ -31,8 +31,8 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.core.errors import Exhausted, Internal
-from baton.core.page_keys import salted_root
-from baton.engine.prefix_cache import KeyChain, PrefixCache
+from baton.core.page_keys import KeyChain, salted_root
+from baton.engine.prefix_cache import PrefixCache
 
 
 class Lease:

@@ -5,7 +5,6 @@ a lease are idle; the longest idle is evicted first. A lease returns its pages f
 to the first, so what follows a prefix is evicted before the prefix: leaves go first, without
 a tree. With a second tier, idle pages that it does not hold are unsaved.
 
-Changes since the last report to routers are collected as a difference.
 Owned by the pool and its thread.
 """
 
@@ -14,33 +13,7 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Container, KeysView, Sequence, Set
-from dataclasses import dataclass, field
 from operator import eq
-
-from baton.core.page_keys import page_keys
-
-
-@dataclass(slots=True)
-class Changes:
-    """Keys that came and went; none is in both."""
-
-    stored: dict[bytes, None] = field(default_factory=dict)
-    evicted: dict[bytes, None] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return len(self.stored) + len(self.evicted)
-
-    def store(self, key: bytes) -> None:
-        self._move(key, self.evicted, self.stored)
-
-    def evict(self, key: bytes) -> None:
-        self._move(key, self.stored, self.evicted)
-
-    def _move(self, key: bytes, opposite: dict[bytes, None], target: dict[bytes, None]) -> None:
-        if key in opposite:
-            del opposite[key]
-        else:
-            target[key] = None
 
 
 class PrefixCache:
@@ -50,13 +23,16 @@ class PrefixCache:
         self._idle: OrderedDict[int, None] = OrderedDict()  # the longest idle first
         self._unsaved: OrderedDict[int, None] = OrderedDict()  # idle pages, in the same order
         self._copied: set[int] = set()  # idle pages that a copy leases; they keep their order
-        self._changes = Changes()
+        self._changes: dict[bytes, None] = {}
         self.below: Container[bytes] | None = None  # keys in the second tier
         # Totals since the start, in pages.
         self.looked_up = 0
         self.found = 0
         self.evictions = 0
         self.lost = 0  # evicted while unsaved
+
+    def __len__(self) -> int:
+        return len(self._pages)
 
     def __contains__(self, key: object) -> bool:
         return key in self._pages
@@ -78,17 +54,17 @@ class PrefixCache:
         return self._keys.keys()
 
     @property
-    def keys(self) -> list[bytes]:
+    def keys(self) -> KeysView[bytes]:
         """Keys of all known pages, a parent before its children."""
-        return list(self._pages)
+        return self._pages.keys()
 
     @property
     def changed(self) -> int:
         """Keys that came or went since `drain_changes`."""
         return len(self._changes)
 
-    def drain_changes(self) -> Changes:
-        changes, self._changes = self._changes, Changes()
+    def drain_changes(self) -> dict[bytes, None]:
+        changes, self._changes = self._changes, {}
         return changes
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
@@ -103,18 +79,18 @@ class PrefixCache:
 
     def store(self, key: bytes, page: int) -> bool:
         """Stores a leased page. False when the key already has another page."""
-        if self._pages.setdefault(key, page) != page:
-            return False
-        self._keys[page] = key
-        self._changes.store(key)
-        return True
+        if key not in self._pages:
+            self._pages[key] = page
+            self._keys[page] = key
+            note_change(self._changes, key)
+        return self._pages[key] == page
 
     def forget(self, page: int) -> bytes | None:
         """Drops a leased page's contents; returns its key, if it had one."""
         key = self._keys.pop(page, None)
         if key is not None:
             del self._pages[key]
-            self._changes.evict(key)
+            note_change(self._changes, key)
         return key
 
     def wake(self, page: int) -> None:
@@ -179,30 +155,9 @@ class PrefixCache:
         return ""
 
 
-class KeyChain:
-    """The keys of one request's pages, each hashed once as its tokens come."""
-
-    __slots__ = ("_keys", "_root", "page_size")
-
-    def __init__(self, root: bytes | None = None, page_size: int = 1) -> None:
-        """`root` is the key before the first page; without one no page has a key."""
-        self._root = root
-        self.page_size = page_size
-        self._keys: list[bytes] = []
-
-    def keys(self, tokens: Sequence[int], length: int) -> list[bytes]:
-        """Keys of the pages that the first `length` tokens fill. `tokens` may only grow."""
-        known, full = len(self._keys), length // self.page_size
-        if full > known and self._root is not None:
-            parent = self._keys[-1] if known else self._root
-            new = tokens[known * self.page_size : full * self.page_size]
-            self._keys += page_keys(parent, new, self.page_size)
-        return self._keys[:full]
-
-    def to_find(self, tokens: Sequence[int]) -> list[bytes]:
-        """Keys of the pages that a cache may provide: the last token is always computed."""
-        return self.keys(tokens, len(tokens) - 1)
-
-    def names(self, place: int, key: bytes) -> bool:
-        """Whether page number `place` has this key, as far as keys were made."""
-        return place < len(self._keys) and self._keys[place] == key
+def note_change(changes: dict[bytes, None], key: bytes) -> None:
+    """Adds a key that came or went; one that did both is as it was before."""
+    if key in changes:
+        del changes[key]
+    else:
+        changes[key] = None

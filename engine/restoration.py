@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton.engine.file_tier import FileTier
-from baton.engine.host_tier import PageMemory
+from baton.engine.page_memory import PageMemory
 from baton.engine.page_pool import Lease
 
 KEEP = 0.9
@@ -49,6 +49,7 @@ class Restoration:
     keys: Sequence[bytes]  # of the lease's pages; the last len(rows) are restored
     lease: Lease
     rows: Sequence[int | None]  # where each page to restore is; None: in a file
+    held: Lease  # of the rows
     moved: float = field(default_factory=time.monotonic)  # start, or time of the last page
     done: int = 0
     damaged: bool = False  # the page after the `done` ones could not be read

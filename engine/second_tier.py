@@ -2,7 +2,7 @@
 
     ┌──────────────────┐ save  ┌─────────────────────┐ write ┌─────────────┐
     │ the pool's pages │──────▶│ rows of host memory │──────▶│    files    │
-    │                  │◀──────│    (HostTier)       │       │ (FileTier)  │
+    │                  │◀──────│    (PageMemory)     │       │ (FileTier)  │
     └──────────────────┘       └─────────────────────┘       └─────────────┘
               ▲        restore                                      │
               └─────────────────────────────────────────────────────┘
@@ -18,8 +18,10 @@ then finds them in the pool. The pages belong to the restoration, whatever becom
 prompt. What cannot be read is computed; a restoring thread without progress for
 `STALL_SECONDS` is not waited for.
 
-Copies run on threads of their own. The pool's thread, which owns all of this, settles them
-in `advance`, before each step; `wake` makes it look.
+The rows are a pool of pages themselves, with known contents and leases for the copies.
+
+Copies run on threads of their own, which post what the pool's thread, the owner of all of
+this, is to do next. It does so in `advance`, before each step; `wake` makes it look.
 """
 
 from __future__ import annotations
@@ -28,16 +30,17 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from baton.core.errors import Internal
-from baton.engine.file_tier import FileEvent, FileTier, Listed, PageForm, Written
-from baton.engine.host_tier import HostTier, PageMemory
+from baton.engine.file_tier import FileTier, PageForm, Task
+from baton.engine.page_memory import PageMemory
 from baton.engine.page_pool import Lease, LowerTier, PagePool
-from baton.engine.prefix_cache import Changes
+from baton.engine.prefix_cache import note_change
 from baton.engine.restoration import Restoration, RestoreCosts, Tier, TierCounts
 
 BATCH = 16
@@ -45,8 +48,6 @@ BATCH = 16
 READY_SHARE = 4
 """Without files, one in READY_SHARE of the pool's pages can be reused without a loss."""
 STALL_SECONDS = 1.0
-
-Task = Callable[[], None]
 
 
 class Background(Protocol):
@@ -91,10 +92,7 @@ class Save:
 
     keys: Sequence[bytes]
     lease: Lease
-    rows: Sequence[int]
-
-
-Event = Save | Restoration | FileEvent | BaseException
+    rows: Lease
 
 
 class SecondTier(LowerTier):
@@ -109,59 +107,70 @@ class SecondTier(LowerTier):
         self._memory = memory
         self._wake = wake
         self._make_background = make_background
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._saver = make_background("save-pages", self._post)
-        self._restorer = make_background("restore-pages", self._post)
+        self._posted: queue.SimpleQueue[Task] = queue.SimpleQueue()
+        self._saver = make_background("save-pages", self._post_crash)
+        self._restorer = make_background("restore-pages", self._post_crash)
         self._writer: Background  # with files
         self.ready_pages = pool.total // READY_SHARE
         self._batch = max(1, min(BATCH, pool.total // 8))
-        self.host = HostTier(memory.staging)
+        self.rows = PagePool(memory.staging, pool.page_size)
         self.files: FileTier | None = None
-        self._pages = 0
+        self._kept: dict[bytes, None] = {}  # keys in rows, in files, or in both
         self._saving: Save | None = None
         self._restoring: dict[Restoration, None] = {}
         self._coming: set[bytes] = set()
         self._abandoned: set[Restoration] = set()  # but still running
-        self._changes = Changes()
+        self._changes: dict[bytes, None] = {}
         self._counts = {tier: TierCounts() for tier in Tier}
         self.costs = RestoreCosts(pool.page_size)
         pool.lower = pool.cache.below = self
 
     def open_files(self, folder: Path, budget: int, form: PageForm) -> None:
-        self._writer = self._make_background("write-pages", self._post)
+        self._writer = self._make_background("write-pages", self._post_crash)
         self.files = FileTier(folder, budget, form, self._writer.submit, self._post)
+        self.files.list_folder(self._end_listing)
 
     # Contents.
 
     def __contains__(self, key: object) -> bool:
-        return key in self.host or (self.files is not None and key in self.files)
+        return key in self._kept
 
     def __len__(self) -> int:
-        """Pages; one that is in both tiers counts once."""
-        return self._pages
+        return len(self._kept)
 
     @property
     def keys(self) -> list[bytes]:
-        files = self.files.keys if self.files is not None else ()
-        return [*self.host.keys, *(key for key in files if key not in self.host)]
+        return list(self._kept)
 
     @property
     def host_bytes(self) -> int:
-        return len(self.host) * self._memory.row(self._memory.staging).nbytes
+        return len(self.rows.cache) * self._memory.row(self._memory.staging).nbytes
 
     @property
     def changed(self) -> int:
         """Keys that came or went since `drain_changes`."""
         return len(self._changes)
 
-    def drain_changes(self) -> Changes:
-        changes, self._changes = self._changes, Changes()
+    def drain_changes(self) -> dict[bytes, None]:
+        changes, self._changes = self._changes, {}
         return changes
 
     @property
     def counts(self) -> dict[Tier, TierCounts]:
         self._counts[Tier.HOST].dropped = self._pool.cache.lost
+        self._counts[Tier.HOST].evicted = self.rows.cache.evictions
         return self._counts
+
+    def _note(self, keys: Iterable[bytes] = ()) -> None:
+        """Notes keys that came to files or left them, and all that did so with rows."""
+        files = self.files if self.files is not None else ()
+        for key in (*self.rows.cache.drain_changes(), *keys):
+            if (key in self.rows.cache or key in files) == (key in self._kept):
+                continue  # still, or not yet, in the other
+            note_change(self._kept, key)
+            note_change(self._changes, key)
+            if key not in self._kept:
+                self._pool.cache.unsave(key)
 
     # For the pool and the schedulers.
 
@@ -182,35 +191,34 @@ class SecondTier(LowerTier):
             return 0
         if self._pool.cost(len(job_keys), keys) > self._pool.free:
             return 0
-        job = Restoration(job_keys, self._pool.lease(known, len(rows)), rows)
-        for row in rows:
-            if row is not None:
-                self.host.pin(row)
+        held = self.rows.lease([row for row in rows if row is not None])
+        job = Restoration(job_keys, self._pool.lease(known, len(rows)), rows, held)
         self._restoring[job] = None
         self._coming.update(job.missing)
         self._restorer.submit(lambda: self._run_restoration(job))
         return len(rows)
 
     def forget(self, key: bytes) -> None:
-        if key in self:
-            self.host.remove(key)
-            if self.files is not None:
-                self.files.remove(key)
-            self._note_removed(key)
+        with self.rows.hold([key]) as held:
+            held.forget()
+        if self.files is not None:
+            self.files.remove(key)
+        self._note([key])
 
     def check(self) -> str:
         missing = {key for job in self._restoring for key in job.missing}
         if missing != self._coming:
             return "a page counts as coming from the second tier and is not"
-        if len(self.keys) != self._pages:
-            return f"the second tier has {len(self.keys)} pages and counts {self._pages}"
-        return self.host.check(allocated=len(self._saving.rows) if self._saving else 0)
+        files = self.files.keys if self.files is not None else set()
+        if self._kept.keys() != self.rows.cache.keys | files:
+            return "a page counts as kept in the second tier and is not, or the reverse"
+        return self.rows.check_integrity()
 
     # The loop.
 
     def advance(self) -> None:
-        while not self._events.empty():
-            self._settle(self._events.get())
+        while not self._posted.empty():
+            self._posted.get()()
         self._abandon_stalled()
         if self._saving is None:
             self._save(self._pool.cache.oldest_unsaved(self._pages_to_save()))
@@ -230,28 +238,19 @@ class SecondTier(LowerTier):
         self.advance()
         while (self._saving or files.pending) and (left := deadline - time.monotonic()) > 0:
             with contextlib.suppress(queue.Empty):
-                self._settle(self._events.get(timeout=left))
+                self._posted.get(timeout=left)()
             self.advance()
 
-    def _post(self, event: Event) -> None:
-        """Called from any thread."""
-        self._events.put(event)
+    def _post(self, task: Task) -> None:
+        """Has the pool's thread run a task. Called from any thread."""
+        self._posted.put(task)
         self._wake()
 
-    def _settle(self, event: Event) -> None:
-        match event:
-            case Save():
-                self._end_save(event)
-            case Restoration() if event in self._abandoned:
-                self._abandoned.remove(event)
-            case Restoration():
-                self._end_restoration(event)
-            case Written():
-                self._end_write(event)
-            case Listed():
-                self._end_listing(event)
-            case BaseException():
-                raise Internal(f"a thread that copies pages stopped: {event!r}")
+    def _post_crash(self, error: BaseException) -> None:
+        def fail() -> None:
+            raise Internal(f"a thread that copies pages stopped: {error!r}")
+
+        self._post(fail)
 
     # Saving.
 
@@ -263,78 +262,57 @@ class SecondTier(LowerTier):
         if files is None:
             wanted = min(wanted, self.ready_pages - self._pool.ready)
         # New saves must not evict recent ones.
-        room = max(self.host.rows, files.capacity if files else 0)
+        room = max(self.rows.total, files.capacity if files else 0)
         return max(0, min(wanted, -(-room // 2) - (cache.idle - cache.unsaved)))
 
     def _save(self, batch: list[tuple[bytes, int]]) -> None:
         """Starts to save idle pages, given with their keys."""
-        rows: list[int] = []
-        while len(rows) < len(batch) and (allocated := self.host.allocate()):
-            row, evicted = allocated
-            rows.append(row)
-            if evicted is not None:
-                self._note_evicted(Tier.HOST, evicted)
-        if rows:
-            keys, pages = zip(*batch[: len(rows)], strict=True)
+        batch = batch[: self.rows.free]
+        if batch:
+            keys, pages = zip(*batch, strict=True)
+            rows = self.rows.acquire(len(batch))
+            self._note()
             save = self._saving = Save(keys, self._pool.lease_idle(list(pages)), rows)
             self._saver.submit(lambda: self._run_save(save))
 
     def _run_save(self, save: Save) -> None:
-        self._memory.save(list(zip(save.lease.pages, save.rows, strict=True)))
-        self._post(save)
+        self._memory.save(list(zip(save.lease.pages, save.rows.pages, strict=True)))
+        self._post(partial(self._end_save, save))
 
     def _end_save(self, save: Save) -> None:
         self._saving = None
-        for key, page, row in zip(save.keys, save.lease.pages, save.rows, strict=True):
-            if self._pool.cache.find([key]) == [page]:
+        for key, page, row in zip(save.keys, save.lease.pages, save.rows.pages, strict=True):
+            if self._pool.cache.find([key]) == [page]:  # not forgotten meanwhile
                 self._store(key, row)
-            else:
-                self.host.free(row)  # forgotten meanwhile
+        save.rows.release()
         save.lease.release()
 
     def _store(self, key: bytes, row: int) -> None:
-        if key not in self:
-            self._note_added(key)
-        self.host.store(key, row)
+        self.rows.cache.store(key, row)
+        self._note()
         self._counts[Tier.HOST].stored += 1
         if self.files is None or key in self.files:
             return
         if not self.files.accepts_pages:
             self._counts[Tier.FILES].dropped += 1
             return
-        self.host.pin(row)
-        for evicted in self.files.write(key, row, self._memory.row(row)):
-            self._note_evicted(Tier.FILES, evicted)
+        end = partial(self._end_write, key, self.rows.lease([row]))
+        evicted = self.files.write(key, self._memory.row(row), end)
+        self._counts[Tier.FILES].evicted += len(evicted)
+        self._note(evicted)
 
-    def _end_write(self, event: Written) -> None:
-        assert self.files is not None
-        self.host.unpin(event.row)
-        if not self.files.on_written(event):
-            self._note_removed(event.key)
-        self._counts[Tier.FILES].stored += event.error is None
+    def _end_write(self, key: bytes, row: Lease, written: bool | None) -> None:
+        row.release()
+        if written:
+            self._counts[Tier.FILES].stored += 1
+        elif self.files is not None:
+            self.files.remove(key)
+            self._note([key])
 
-    def _end_listing(self, event: Listed) -> None:
-        assert self.files is not None
-        new = [key for key in event.keys if key not in self]
-        self._counts[Tier.FILES].evicted += len(self.files.on_listed(event))
-        for key in new:
-            if key in self.files:
-                self._note_added(key)
-
-    def _note_added(self, key: bytes) -> None:
-        self._pages += 1
-        self._changes.store(key)
-
-    def _note_evicted(self, tier: Tier, key: bytes) -> None:
-        self._counts[tier].evicted += 1
-        self._note_removed(key)
-
-    def _note_removed(self, key: bytes) -> None:
-        """A key has left one tier; perhaps the last that held it."""
-        if key not in self:
-            self._pages -= 1
-            self._changes.evict(key)
-            self._pool.cache.unsave(key)
+    def _end_listing(self, keys: list[bytes] | None) -> None:
+        if self.files is not None and keys:
+            self._counts[Tier.FILES].evicted += len(self.files.add_listed(keys))
+            self._note(keys)
 
     # Restoring.
 
@@ -343,7 +321,7 @@ class SecondTier(LowerTier):
         for key in keys:
             if key not in self or key in self._coming or key in self._pool.cache:
                 return
-            yield self.host.find(key)
+            yield next(iter(self.rows.cache.find([key])), None)
 
     def _pays(self, rows: Sequence[int | None]) -> bool:
         tiers = [Tier.FILES if row is None else Tier.HOST for row in rows]
@@ -354,24 +332,23 @@ class SecondTier(LowerTier):
 
     def _run_restoration(self, job: Restoration) -> None:
         job.run(self._memory, self.files)
-        self._post(job)
+        self._post(partial(self._end_restoration, job))
 
     def _end_restoration(self, job: Restoration) -> None:
+        if job in self._abandoned:
+            self._abandoned.remove(job)
+            return
         del self._restoring[job]
         self._coming.difference_update(job.missing)
-        for row in job.rows:
-            if row is not None:
-                self.host.unpin(row)
+        job.held.release()
         job.lease.name(job.keys[: job.found + job.done])
         job.lease.release()
         came = job.tiers[: job.done]
         for tier in Tier:
             self._counts[tier].restored += came.count(tier)
             self.costs.copies[tier].add(came.count(tier), job.seconds[tier])
-        used = job.missing[: job.done][::-1]
-        self.host.touch(used)
         if self.files is not None:
-            self.files.touch(used)
+            self.files.touch(job.missing[: job.done][::-1])
         if job.damaged:
             self._counts[Tier.FILES].damaged += 1
             self.forget(job.missing[job.done])
@@ -382,8 +359,8 @@ class SecondTier(LowerTier):
         if time.monotonic() - max(job.moved for job in self._restoring) > STALL_SECONDS:
             for job in list(self._restoring):
                 job.cancel()
-                self._abandoned.add(job)
                 self._end_restoration(job)
+                self._abandoned.add(job)
 
 
 def second_tier_of(pool: PagePool) -> SecondTier | None:

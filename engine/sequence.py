@@ -9,9 +9,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from baton.core.page_keys import KeyChain
 from baton.core.types import FinishReason, Logprobs, Work
 from baton.engine.page_pool import Lease, PagePool
-from baton.engine.prefix_cache import KeyChain
 
 
 class Guide(Protocol):

@@ -22,9 +22,9 @@ from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from baton.core.page_keys import KeyChain
 from baton.core.types import AttemptKey, Work
 from baton.engine.page_pool import PagePool
-from baton.engine.prefix_cache import KeyChain
 from baton.engine.sequence import Sequence, next_page_pending
 from baton.engine.step import Chunk, Plan
 

@@ -23,7 +23,7 @@ from baton.core.types import Role
 from baton.engine.engine import Engine
 from baton.engine.file_tier import PageForm
 from baton.engine.gpu.device import GpuSettings
-from baton.engine.host_tier import PageMemory, page_memory
+from baton.engine.page_memory import PageMemory, page_memory
 from baton.engine.second_tier import BATCH, BackgroundThread, SecondTier, second_tier_of
 from baton.kv_transfer.pool_digest import choose_digest
 from baton.kv_transfer.pool_layout import LAYOUT_VERSION, HeadRange, cache_root

@@ -139,7 +139,7 @@ class TierMetrics:
             gauge.clear()
 
     def update(self, second: SecondTier) -> None:
-        self._set_size(Tier.HOST, len(second.host), second.host_bytes)
+        self._set_size(Tier.HOST, len(second.rows.cache), second.host_bytes)
         if second.files is not None:
             self._set_size(Tier.FILES, len(second.files), second.files.size)
             self._failing.labels(**self._labels).set(second.files.failing)

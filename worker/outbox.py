@@ -125,15 +125,13 @@ class CacheFeed:
         return self._cache.changed + (below.changed if below is not None else 0)
 
     def _send_changes(self) -> None:
+        below = self._second_tier
         changes = self._cache.drain_changes()
-        events = pb.CacheEvents(stored=changes.stored)
-        if self._second_tier is None:
-            events.evicted.extend(changes.evicted)
-        else:
-            below = self._second_tier.drain_changes()
-            for key in {**changes.evicted, **below.stored, **below.evicted}:
-                if key not in self._cache:
-                    (events.kept if key in self._second_tier else events.evicted).append(key)
+        events = pb.CacheEvents(stored=(key for key in changes if key in self._cache))
+        for key in {**changes, **(below.drain_changes() if below is not None else {})}:
+            if key not in self._cache:
+                is_kept = below is not None and key in below
+                (events.kept if is_kept else events.evicted).append(key)
         if events.ByteSize():  # empty when pages were only copied to the second tier
             self._number += 1
             self._published = time.monotonic()

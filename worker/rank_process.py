@@ -216,7 +216,7 @@ def _serve_transfers(transfers: Connection, engine: Engine, transport: str) -> N
 
 def _serve_copies(first: Connection, engine: Engine, file: int) -> None:
     """Ends the process when a copy raises. The loss of rank 0 is left to the other sockets."""
-    from baton.engine.host_tier import follow_copies
+    from baton.engine.page_memory import follow_copies
 
     try:
         _use(str(engine.kv.device))

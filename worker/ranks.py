@@ -41,7 +41,7 @@ from baton.core.errors import WorkerLost
 from baton.core.types import Role
 from baton.engine.architecture import read_architecture
 from baton.engine.gpu.device import GpuSettings
-from baton.engine.host_tier import PageMemory, share_rows
+from baton.engine.page_memory import PageMemory, share_rows
 from baton.engine.tensor_parallel import Group
 from baton.kv_transfer.shard_process import ShardProxy
 from baton.worker.rank_process import (

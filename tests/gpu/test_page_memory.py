@@ -6,7 +6,7 @@ import pytest
 import torch
 from pools import CUDA
 
-from baton.engine.host_tier import CudaMemory, page_memory
+from baton.engine.page_memory import CudaMemory, page_memory
 
 pytestmark = pytest.mark.skipif(not CUDA, reason="needs a CUDA GPU")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from baton.core.errors import DeadlineExceeded
+from baton.core.page_keys import KeyChain
 from baton.core.types import AttemptKey, Role, Sampling, Work
 from baton.core.wire import work_to
 from baton.decode_worker.decode_phase import MOST_LOANS, DecodePhase
-from baton.engine.prefix_cache import KeyChain
 from baton.kv_transfer.transfer_events import (
     Fetched,
     PagesWanted,

@@ -282,7 +282,7 @@ def save_without_a_lease(patch: Patch) -> None:
 
     def trust(self: SecondTier, save: Save) -> None:
         self._saving = None
-        for key, row in zip(save.keys, save.rows, strict=True):
+        for key, row in zip(save.keys, save.rows.pages, strict=True):
             self._store(key, row)
 
     patch.setattr(SecondTier, "_save", unheld)

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 
 from baton.core.page_keys import page_keys, salted_root
-from baton.engine.file_tier import PageForm
-from baton.engine.host_tier import page_memory
+from baton.engine.file_tier import PageForm, Task
+from baton.engine.page_memory import page_memory
 from baton.engine.page_pool import Lease, PagePool
-from baton.engine.second_tier import SecondTier, Task
+from baton.engine.second_tier import SecondTier
 
 PAGE = 4
 ROOT = b"root of the keys"

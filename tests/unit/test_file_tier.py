@@ -39,7 +39,7 @@ def restarted(folder: Path, files: int = 100) -> TieredPool:
 def test_pages_survive_a_restart_bit_by_bit(tmp_path: Path) -> None:
     saved(tmp_path)
     made = restarted(tmp_path)
-    assert sorted(made.tier.drain_changes().stored) == sorted(keys("abcd"))
+    assert sorted(made.tier.drain_changes()) == sorted(keys("abcd"))
     assert made.found("abcd") == "abcd"
     assert made.tier.counts[Tier.FILES].restored == 4
 
@@ -149,7 +149,7 @@ def test_a_page_that_is_written_while_the_writer_is_behind_is_in_memory_only(
         made.backgrounds["save-pages"].run()
         made.pool.lower.advance()
     assert len(made.backgrounds["write-pages"].tasks) == 1
-    assert len(made.tier.host) == 2, "as many as are to be had without a loss"
+    assert len(made.tier.rows.cache) == 2, "as many as are to be had without a loss"
     assert made.tier.counts[Tier.FILES].dropped == 1
 
 

@@ -1,9 +1,4 @@
-"""Rows of host memory that hold pages: their index, and the copies from and to the pool.
-
-The life of a row:
-
-    free ─allocate─▶ being filled ─store─▶ held ─allocate for another, remove─▶ free
-                          └───────────────────────free──────────────────────────▲
+"""Copies of pages between a pool and rows of host memory.
 
 Where several ranks share a worker's model, a row is memory that all of them map:
 
@@ -19,85 +14,24 @@ import mmap
 import os
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Protocol
 
 import numpy
+import numpy.typing
 import torch
 from torch import Tensor
 
 from baton.core.errors import InvalidConfig
 from baton.engine.architecture import Split
-from baton.engine.file_tier import PageBytes, UseOrder
 
 SAVE, RESTORE = 0, 1
 DONE = b"done"
 
 Move = tuple[int, int]
 """A page and a row."""
-
-
-class HostTier(UseOrder[int]):
-    """The index of rows. The longest unused page makes room; pinned rows are being copied from
-    and are neither reused nor freed. Owned by the pool's thread."""
-
-    def __init__(self, rows: int) -> None:
-        super().__init__()
-        self.rows = rows
-        self._free = list(range(rows))
-        self._pins: Counter[int] = Counter()
-        self._removed: set[int] = set()  # pinned rows whose page was removed
-
-    def find(self, key: bytes) -> int | None:
-        return self._index.get(key)
-
-    def allocate(self) -> tuple[int, bytes | None] | None:
-        """A row to fill, and the key of the page evicted from it. None when all are busy."""
-        if self._free:
-            return self._free.pop(), None
-        for key, row in self._index.items():
-            if not self._pins[row]:
-                del self._index[key]
-                return row, key
-        return None
-
-    def store(self, key: bytes, row: int) -> None:
-        """Records that an allocated row holds this page."""
-        self._index[key] = row
-
-    def free(self, row: int) -> None:
-        """Returns an allocated row unused."""
-        self._free.append(row)
-
-    def remove(self, key: bytes) -> None:
-        row = self._index.pop(key, None)
-        if row is None:
-            return
-        if self._pins[row]:
-            self._removed.add(row)
-        else:
-            self._free.append(row)
-
-    def pin(self, row: int) -> None:
-        self._pins[row] += 1
-
-    def unpin(self, row: int) -> None:
-        self._pins[row] -= 1
-        if not self._pins[row]:
-            del self._pins[row]
-            if row in self._removed:
-                self._removed.remove(row)
-                self._free.append(row)
-
-    def check(self, allocated: int) -> str:
-        """Empty when every row is free, held, removed while pinned, or `allocated`."""
-        rows = [*self._free, *self._index.values(), *self._removed]
-        found = len(set(rows)) + allocated
-        if len(rows) + allocated != self.rows or len(set(rows)) != len(rows):
-            return f"of {self.rows} rows of host memory {found} are accounted for"
-        return ""
+PageBytes = numpy.typing.NDArray[numpy.uint8]
 
 
 class PageMemory(Protocol):
@@ -106,7 +40,7 @@ class PageMemory(Protocol):
 
     @property
     def staging(self) -> int:
-        """One more row than asked for, through which pages come from files."""
+        """The row behind those asked for, through which pages come from files."""
 
     def row(self, row: int) -> PageBytes:
         """The bytes of a row."""
