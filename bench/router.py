@@ -57,7 +57,7 @@ TICK = os.sysconf("SC_CLK_TCK")
 STAGES = (
     ("read the workers' messages", ("router/workers/",)),
     ("wait for workers", ("router/requests/inbox.py",)),
-    ("attempts", ("attempt.py", "dispatch.py", "retries.py", "wire.py")),
+    ("attempts", ("attempt.py", "dispatch.py", "wire.py")),
     ("text", ("router/answers/", "codecs")),
     ("measure", ("metrics.py", "ledger.py", "feedback.py", "trends.py", "prometheus_client")),
     ("serve", ("router/requests/serving.py",)),

@@ -39,7 +39,6 @@ from baton.router.observe.spans import Spans
 from baton.router.placement.placer import Placer
 from baton.router.prompts.text import Text
 from baton.router.requests.serving import Serving
-from baton.router.workers.canary import run_canary
 from baton.router.workers.controller_client import ControllerClient, follow, report
 from baton.router.workers.membership import Membership
 from baton.rpc import listen
@@ -94,7 +93,7 @@ class RouterServer:
                 report(controller, self._router_id, self._serving, self._membership, identity)
             )
         if seconds := router.canary_seconds:
-            self._start(run_canary(self._membership, self._serving.dispatcher, seconds))
+            self._start(self._serving.dispatcher.run_canary(seconds))
 
     async def wait_ready(self) -> None:
         """Returns when some prefill worker can push to some decode worker."""

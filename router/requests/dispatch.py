@@ -3,9 +3,8 @@
 place ─▶ attempt (router/requests/attempt.py) ─▶ last token
   ▲         │
   └─────────┘ a worker was lost, drained or out of pages: retry after the last emitted token
-              (router/requests/retries.py)
 
-Attempt and retries decide, without I/O; the dispatcher carries out.
+Attempts decide, without I/O; the dispatcher carries out. It also runs the canary.
 """
 
 from __future__ import annotations
@@ -14,15 +13,16 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import uuid
 from collections.abc import Callable
 
 from baton.core.config import RouterConfig
 from baton.core.errors import WorkerLost
-from baton.core.types import Work
+from baton.core.types import AttemptKey, Role, Sampling, Work
 from baton.router.answers.answer import Answer
 from baton.router.observe.ledger import AnswerLedger
 from baton.router.observe.metrics import RouterMetrics
-from baton.router.placement.placement import Suspicion
+from baton.router.placement.placement import Placement, Policy, Reason, Suspicion
 from baton.router.placement.placer import Placer
 from baton.router.placement.worker_state import QueuedPrompt
 from baton.router.requests.admission import Admission, Assignment
@@ -30,6 +30,7 @@ from baton.router.requests.attempt import (
     Attempt,
     AttemptEnded,
     AttemptEvent,
+    RetryState,
     Send,
     Side,
     Tokens,
@@ -37,11 +38,14 @@ from baton.router.requests.attempt import (
 )
 from baton.router.requests.feedback import Feedback
 from baton.router.requests.inbox import Inbox, Rounds
-from baton.router.requests.retries import RetryState
+from baton.router.workers.link import WorkerLink
 from baton.router.workers.membership import Membership
 from baton.v1 import worker_pb2 as pb
 
 log = logging.getLogger(__name__)
+
+CANARY_SECONDS = 10.0
+"""How long a canary may take."""
 
 HEARSAY_SECONDS = 0.5
 """How long a lost worker's own stream may take to confirm what another worker reported."""
@@ -93,16 +97,43 @@ class Dispatcher:
             await asyncio.sleep(state.delay)
             answer.ledger.lose()
 
-    async def probe(self, work: Work, assignment: Assignment, seconds: float) -> str:
-        """Makes one token on the given workers. Returns what went wrong, or an empty string."""
+    async def run_canary(self, seconds: float) -> None:
+        """Sends every idle worker a small probe request at intervals of `seconds`, until cancelled.
+
+        A worker that answers pings may still be unable to compute: a hung device, a damaged model.
+        One that fails its canary gets no requests until it passes one.
+        """
+        while True:
+            await asyncio.sleep(seconds)
+            links = self._membership.links
+            idle = [link for link in links if link.takes_requests and not link.has_requests]
+            await asyncio.gather(*map(self._probe, idle))
+
+    async def _probe(self, link: WorkerLink) -> None:
+        """Has the worker make one token after token 0, which every vocabulary has."""
+        work = Work(AttemptKey(f"canary-{uuid.uuid4().hex}", 1), [0], Sampling(), 1, frozenset())
+        if link.role is Role.PREFILL:
+            placement = Placement(link.worker_id, "", Policy.PREFILL, code=Reason.CANARY)
+            assignment = Assignment(placement, link, None)
+        else:
+            placement = Placement("", link.worker_id, Policy.LOCAL, code=Reason.CANARY)
+            assignment = Assignment(placement, None, link)
+        problem = await self._try_once(work, assignment)
+        if problem:
+            log.warning("worker %s failed its canary: %s", link.worker_id, problem)
+        if link.welcome:
+            link.note_canary(f"its canary failed: {problem}" if problem else "")
+
+    async def _try_once(self, work: Work, assignment: Assignment) -> str:
+        """Makes one token. Returns what went wrong, or an empty string."""
         running = RunningAttempt(self, work, assignment, Suspicion.NONE, AnswerLedger(0.0))
         try:
             running.start()
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(CANARY_SECONDS):
                 ended = await running.drain(lambda tokens: False)
             return ended.error.message if ended else ""
         except TimeoutError:
-            return f"no token within {seconds:g} seconds"
+            return f"no token within {CANARY_SECONDS:g} seconds"
         finally:
             running.release()
 
@@ -148,9 +179,8 @@ class RunningAttempt:
         self._suspicion = suspicion
         self._push: Callable[[Tokens], bool] = lambda tokens: True
         self._ended: AttemptEnded | None = None
-        self._links = {Side.PREFILL: assignment.prefill, Side.DECODE: assignment.decode}
         self._prompt: QueuedPrompt | None = None  # until it is prefilled
-        self._unanswered = 0
+        self._unanswered = False
         # The index of this process of the worker: a new process gets a new one.
         self._cache = assignment.prefiller.cache
         self._agents = [link.agent for link in assignment.links]
@@ -169,11 +199,15 @@ class RunningAttempt:
         return any(link.assigned.suspects for link in self._assignment.links)
 
     def start(self) -> None:
-        self._cache.add_pending(self._attempt.work.page_keys)
+        work, forecast = self._attempt.work, self._attempt.placement.forecast
+        self._cache.add_pending(work.page_keys)
         for link in self._assignment.links:
-            link.open(self._attempt.work.key, self._inbox.put)
-        self._count_suspect(+1)
-        self._count()
+            link.open(work.key, self._inbox.put)
+            link.assigned.count_suspect(self._suspicion, +1)
+        cached = forecast.cached_tokens if forecast else 0
+        self._prompt = self._assignment.prefiller.prompts.add(len(work.prompt_tokens), cached)
+        self._unanswered = True
+        self._assignment.responder.assigned.count_unanswered(+1)
         self._send(self._attempt.start())
 
     async def drain(self, push: Callable[[Tokens], bool]) -> AttemptEnded | None:
@@ -215,7 +249,8 @@ class RunningAttempt:
             if self._ended:
                 break
         if self._unanswered or self._prompt is not None:
-            self._count()
+            attempt = self._attempt
+            self._free_capacity(prefilled=attempt.prefilled, answered=not attempt.queued)
         return merged(tokens) if tokens else None
 
     def release(self) -> None:
@@ -223,37 +258,24 @@ class RunningAttempt:
         self._send(self._attempt.release())
         for link in self._assignment.links:
             link.close(self._attempt.work.key)
+            link.assigned.count_suspect(self._suspicion, -1)
         self._cache.remove_pending(self._attempt.work.page_keys)
-        self._count_suspect(-1)
-        self._count_as(prefilling=False, unanswered=0)
+        self._free_capacity(prefilled=True, answered=True)
         self._on_room()
 
     def _send(self, sends: list[Send]) -> None:
         for send in sends:
-            link = self._links[send.side]
+            prefills = send.side is Side.PREFILL
+            link = self._assignment.prefill if prefills else self._assignment.decode
             assert link is not None
             link.send(send.message)
 
-    def _count_suspect(self, change: int) -> None:
-        for link in self._assignment.links:
-            link.assigned.count_suspect(self._suspicion, change)
-
-    def _count(self) -> None:
-        attempt = self._attempt
-        prefilled = attempt.started if attempt.placement.prefill else attempt.decoding
-        self._count_as(prefilling=not prefilled, unanswered=int(attempt.queued))
-
-    def _count_as(self, *, prefilling: bool, unanswered: int) -> None:
-        prompts = self._assignment.prefiller.prompts
-        if prefilling and self._prompt is None:
-            forecast = self._attempt.placement.forecast
-            cached = forecast.cached_tokens if forecast else 0
-            self._prompt = prompts.add(len(self._attempt.work.prompt_tokens), cached)
-        elif not prefilling and self._prompt is not None:
-            prompts.remove(self._prompt)
+    def _free_capacity(self, *, prefilled: bool, answered: bool) -> None:
+        """The workers have computed the prompt, or answered: they have room for another."""
+        if prefilled and self._prompt is not None:
+            self._assignment.prefiller.prompts.remove(self._prompt)
             self._prompt = None
-        self._assignment.responder.assigned.count_unanswered(unanswered - self._unanswered)
-        answered = unanswered < self._unanswered
-        self._unanswered = unanswered
-        if answered:
+        if answered and self._unanswered:
+            self._unanswered = False
+            self._assignment.responder.assigned.count_unanswered(-1)
             self._on_room()

@@ -70,31 +70,26 @@ class Inbox:
         self._handle = handle
         self._loop = asyncio.get_running_loop()
         self._events: list[AttemptEvent] = []
-        self._draining = False
         self._over: asyncio.Future[bool] = self._loop.create_future()
         self._deadline = 0.0
-        self._timer: asyncio.TimerHandle | None = None
 
     def put(self, event: AttemptEvent) -> None:
         self._events.append(event)
-        if len(self._events) == 1 and self._draining:
+        if len(self._events) == 1:
             self._rounds.join(self._hand_over)
 
     async def drain(self, patience: float) -> bool:
         """Hands events over until the handler ends it. Returns False when none came in time; the
         first must come within `patience` seconds. Raises what the handler raises."""
-        self._draining = True
-        self._expect(patience)
-        if self._events:
-            self._rounds.join(self._hand_over)
+        self._deadline = self._loop.time() + patience
+        self._check_deadline()
         try:
             return await self._over
         finally:
-            self._draining = False
-            self._clear_timer()
+            self._timer.cancel()
 
     def _hand_over(self) -> None:
-        if not self._draining or self._over.done():
+        if self._over.done():
             return
         events, self._events = self._events, []
         try:
@@ -102,30 +97,17 @@ class Inbox:
         except Exception as error:  # noqa: BLE001 raised in `drain`
             self._over.set_exception(error)
             return
-        if patience:
-            self._expect(patience)
-        else:
+        if not patience:
             self._over.set_result(True)
-
-    def _expect(self, seconds: float) -> None:
-        """One timer serves all waits: most end long before it fires, and then it is set anew."""
-        self._deadline = self._loop.time() + seconds
-        if self._timer is None or self._timer.when() > self._deadline:
-            self._set_timer(seconds)
-
-    def _set_timer(self, seconds: float) -> None:
-        self._clear_timer()
-        self._timer = self._loop.call_later(seconds, self._check_deadline)
-
-    def _clear_timer(self) -> None:
-        if self._timer:
+            return
+        self._deadline = self._loop.time() + patience
+        if self._timer.when() > self._deadline:
             self._timer.cancel()
-            self._timer = None
+            self._check_deadline()
 
     def _check_deadline(self) -> None:
-        self._timer = None
-        left = self._deadline - self._loop.time()
-        if left > 0:
-            self._set_timer(left)
+        """One timer serves all waits: most end long before it fires, and then it is set anew."""
+        if self._deadline > self._loop.time():
+            self._timer = self._loop.call_at(self._deadline, self._check_deadline)
         elif not self._over.done():
             self._over.set_result(False)

@@ -126,15 +126,24 @@ class WorkerLink:
         return self.welcome.pool if self.welcome else PoolAddress()
 
     @property
+    def takes_requests(self) -> bool:
+        """Whether it would take new requests, sound or not."""
+        return self.reported and not (self.draining or self.leaving)
+
+    @property
     def usable(self) -> bool:
         """Whether it may get new requests."""
-        sound = not (self.load.fault or self.sick)
-        return self.reported and sound and not (self.draining or self.leaving)
+        return self.takes_requests and not (self.load.fault or self.sick)
 
     def has_room(self, suspicion: Suspicion = Suspicion.NONE) -> bool:
         """Whether a request may be sent there now."""
         fenced = suspicion is not Suspicion.NONE and not self._fence.is_open
         return not fenced and self.assigned.admits(suspicion)
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether its engine has work, of this router or another."""
+        return bool(self.active or self.load.running or self.load.waiting)
 
     @property
     def active(self) -> int:
@@ -258,8 +267,7 @@ class WorkerLink:
             await asyncio.sleep(self._config.ping_seconds)
             if self.welcome is None:
                 continue
-            busy = bool(self.active or self.load.running or self.load.waiting)
-            if reason := heartbeat.next_ping(busy=busy):
+            if reason := heartbeat.next_ping(busy=self.has_requests):
                 return reason
             self._ping()
 

@@ -17,11 +17,11 @@ from baton.router.requests.attempt import (
     AttemptEnded,
     AttemptEvent,
     LinkLost,
+    RetryState,
     Send,
     Side,
     Tokens,
 )
-from baton.router.requests.retries import RetryState
 from baton.v1 import worker_pb2 as pb
 from tests.support.snapshots import DecodeView, PrefillView, cluster
 

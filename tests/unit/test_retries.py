@@ -5,8 +5,7 @@ import pytest
 from baton.core.errors import Exhausted, Internal, PoisonRequest, Unavailable, WorkerLost
 from baton.core.types import AttemptKey, Sampling, Work
 from baton.router.placement.placement import Placement, Suspicion
-from baton.router.requests.attempt import AttemptEnded, Tokens
-from baton.router.requests.retries import RetryState
+from baton.router.requests.attempt import AttemptEnded, RetryState, Tokens
 
 SOMEWHERE = Placement("p0", "d0")
 DEATH = AttemptEnded(WorkerLost("worker d0 was lost"), retry=True, death=True)
