@@ -111,8 +111,8 @@ def _worker_status(
         fault=membership.fault(link),
         draining=link.draining or link.leaving,
         known_pages=len(link.cache),
-        prompt_tokens=link.prefix_hits.prompt_tokens,
-        cached_tokens=link.prefix_hits.cached_tokens,
+        prompt_tokens=link.assigned.prompt_tokens,
+        cached_tokens=link.assigned.cached_tokens,
         busy_share=link.busy.share,
         incarnation=welcome.incarnation if welcome else 0,
         misfits=[

@@ -118,7 +118,7 @@ class Feedback:
             return
         self._metrics.cached(where, tokens)
         if link is not None:
-            link.prefix_hits.add(self._tokens, tokens)
+            link.assigned.count_prompt(self._tokens, tokens)
 
     def _note_push(self, pushed: pb.Pushed) -> None:
         if self._forecast is not None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from typing import TypeVar
 
 import grpc
 
@@ -35,6 +35,9 @@ REPORT_CALL_SECONDS = 5.0
 REPORT_SECONDS = 1.0
 RETRY_SECONDS = 0.5
 
+Message = TypeVar("Message")
+Answer = TypeVar("Answer")
+
 
 class ControllerClient:
     """Operators' calls. They are rare: each opens its own connection, and waits for a controller
@@ -46,30 +49,28 @@ class ControllerClient:
         self._identity = identity
 
     async def scale(self, request: pb.ScaleRequest) -> pb.PoolsResponse:
-        async with self._controller() as controller:
-            return await controller.Scale(request, timeout=CALL_SECONDS, wait_for_ready=True)
+        return await self._call(lambda control: control.Scale, request)
 
     async def pools(self) -> pb.PoolsResponse:
-        async with self._controller() as controller:
-            return await controller.Pools(
-                pb.PoolsRequest(), timeout=CALL_SECONDS, wait_for_ready=True
-            )
+        return await self._call(lambda control: control.Pools, pb.PoolsRequest())
 
     async def plan(self) -> pb.PlanResponse:
-        async with self._controller() as controller:
-            return await controller.Plan(
-                pb.PlanRequest(), timeout=CALL_SECONDS, wait_for_ready=True
-            )
+        return await self._call(lambda control: control.Plan, pb.PlanRequest())
 
     async def permit_switch(self, request: pb.SwitchRoleRequest) -> None:
         """Raises when the controller refuses a role switch. A router that follows no controller
         decides alone."""
         if self._address:
-            async with self._controller() as controller:
-                await controller.PermitSwitch(request, timeout=CALL_SECONDS, wait_for_ready=True)
+            await self._call(lambda control: control.PermitSwitch, request)
 
-    @asynccontextmanager
-    async def _controller(self) -> AsyncIterator[cluster_pb2_grpc.ControlAsyncStub]:
+    async def _call(
+        self,
+        method: Callable[
+            [cluster_pb2_grpc.ControlAsyncStub],
+            grpc.aio.UnaryUnaryMultiCallable[Message, Answer],
+        ],
+        request: Message,
+    ) -> Answer:
         if not self._address:
             raise NotServed(
                 "this router has no controller to start and end workers: do it by hand, or start"
@@ -77,26 +78,26 @@ class ControllerClient:
             )
         try:
             async with open_channel(self._address, self._identity) as channel:
-                yield cluster_pb2_grpc.ControlStub(channel)
+                call = method(cluster_pb2_grpc.ControlStub(channel))
+                return await call(request, timeout=CALL_SECONDS, wait_for_ready=True)
         except grpc.aio.AioRpcError as error:
-            raise _translated(error) from error
+            kind, text = _ERRORS.get(error.code(), (Internal, "the controller failed: {}"))
+            raise kind(text.format(error.details() or error.code().name)) from error
 
 
-def _translated(error: grpc.aio.AioRpcError) -> BatonError:
-    details = error.details() or error.code().name
-    match error.code():
-        case grpc.StatusCode.INVALID_ARGUMENT:
-            return InvalidRequest(details)
-        case grpc.StatusCode.UNAVAILABLE:
-            return Unavailable(f"the controller cannot do it now, try again: {details}")
-        case grpc.StatusCode.DEADLINE_EXCEEDED:
-            return Unavailable(
-                f"the controller has not answered for {CALL_SECONDS:g} s: it, or Ray's head, is"
-                " away. Requests are served without it; the call may still take effect"
-            )
-        case grpc.StatusCode.FAILED_PRECONDITION:
-            return RoleRefused(details)
-    return Internal(f"the controller failed: {details}")
+_ERRORS: dict[grpc.StatusCode, tuple[type[BatonError], str]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: (InvalidRequest, "{}"),
+    grpc.StatusCode.FAILED_PRECONDITION: (RoleRefused, "{}"),
+    grpc.StatusCode.UNAVAILABLE: (
+        Unavailable,
+        "the controller cannot do it now, try again: {}",
+    ),
+    grpc.StatusCode.DEADLINE_EXCEEDED: (
+        Unavailable,
+        f"the controller has not answered for {CALL_SECONDS:g} s: it, or Ray's head, is away."
+        " Requests are served without it; the call may still take effect",
+    ),
+}
 
 
 async def switch_role(

@@ -17,7 +17,7 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any, TypeAlias, cast
 
 import grpc
@@ -30,8 +30,14 @@ from baton.core.wire import role_from, role_to
 from baton.router.placement.placement import Suspicion
 from baton.router.placement.worker_state import CacheIndex, PromptQueue
 from baton.router.requests.attempt import AttemptEvent, LinkLost
-from baton.router.workers.health import BusyShare, Heartbeat, PingFence, StepPace
-from baton.router.workers.link_state import AssignedRequests, Peers, PrefixHits
+from baton.router.workers.link_state import (
+    AssignedRequests,
+    BusyShare,
+    Heartbeat,
+    Peers,
+    PingFence,
+    StepPace,
+)
 from baton.rpc import open_channel
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
@@ -67,7 +73,6 @@ class WorkerLink:
         self.fault = ""  # why the stream broke
         self.leaving = False  # no longer a member: it gets nothing new
         self.prompts = PromptQueue()
-        self.prefix_hits = PrefixHits()
         self.assigned = AssignedRequests(config.worker_backlog)
         self._name = ""
         self._router_id = router_id
@@ -101,6 +106,7 @@ class WorkerLink:
         self.busy = BusyShare()
         self.pace = StepPace()
         self._fence = PingFence()
+        self._announced: Set[str] = frozenset()  # agents that the worker knows to have ended
         self._outgoing: asyncio.Queue[pb.RouterMessage] = asyncio.Queue()
 
     @property
@@ -191,6 +197,13 @@ class WorkerLink:
         """Forgets a connection, so that it is made again."""
         self.peers.forget(agent)
         self._on_change(self)
+
+    def announce_ended(self, agents: Set[str]) -> None:
+        """Sends the worker those of the ended agents that it has not been sent on this stream."""
+        if self.welcome is not None:
+            for agent in agents - self._announced:
+                self.send(pb.RouterMessage(sender_gone=pb.SenderGone(agent=agent)))
+            self._announced = frozenset(agents)
 
     async def switch(self, role: Role) -> pb.RoleSwitched:
         """Switches the worker's role; returns its answer. It gets nothing new meanwhile."""
@@ -293,7 +306,7 @@ class WorkerLink:
         if welcome.model != self._model:
             raise UnknownModel(f"it serves {welcome.model!r}, this router {self._model!r}")
         role_from(welcome.role)
-        self.welcome, self.fault = welcome, ""
+        self.welcome, self.fault, self._announced = welcome, "", frozenset()
         self._name = welcome.worker_id
         self.draining = welcome.draining
         self._on_change(self)

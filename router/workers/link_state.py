@@ -1,10 +1,162 @@
-"""What a link keeps about its worker beside its health: connections, requests, cache hits."""
+"""What a router knows of one worker beside its load, from the messages of its link: whether it is
+lost, how busy it is, whom it reaches, and which requests it has. No I/O."""
 
 from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
 
 from baton.core.errors import LayoutMismatch
 from baton.router.placement.placement import Suspicion
 from baton.v1 import worker_pb2 as pb
+
+BUSY_WINDOW_SECONDS = 10.0
+REPORT_SPACING_SECONDS = 0.5
+"""Shortest time between two kept reports."""
+
+
+class Heartbeat:
+    """Decides whether a worker is lost.
+
+    The router pings every worker periodically; the worker's event loop answers whatever its
+    engine computes. A worker is lost when it is
+
+    - frozen: nothing came for several pings: a stopped process, a hung event loop, a lost host;
+    - stalled: it answers pings, but its engine has work and has not reported for much longer
+      than any step takes.
+
+    Both are counted in pings, not in seconds: a router that was itself stopped finds its clock
+    far ahead and the workers' answers unread.
+    """
+
+    def __init__(self, ping_seconds: float, frozen_seconds: float, stall_seconds: float) -> None:
+        self._ping_seconds = ping_seconds
+        self._frozen_seconds = frozen_seconds
+        self._stall_seconds = stall_seconds
+        self._silent_pings = 0
+        self._stalled_pings = 0
+
+    def message_received(self) -> None:
+        self._silent_pings = 0
+
+    def engine_reported(self) -> None:
+        self._stalled_pings = 0
+
+    def next_ping(self, *, busy: bool) -> str:
+        """Counts a ping, `busy` when the engine has work. Returns why the worker is lost, or
+        an empty string."""
+        self._silent_pings += 1
+        self._stalled_pings = self._stalled_pings + 1 if busy else 0
+        if self._silent_pings * self._ping_seconds > self._frozen_seconds:
+            return f"it has not answered for {self._frozen_seconds:g} seconds"
+        if self._stalled_pings * self._ping_seconds > self._stall_seconds:
+            return f"its engine has not reported for {self._stall_seconds:g} seconds"
+        return ""
+
+
+class PingFence:
+    """Whether a worker has answered a ping sent after another worker was lost.
+
+        open ─another worker is lost─▶ closed ─answer to a ping sent since─▶ open
+
+    A lost host takes all its workers along, and a router notices one after the other. A request
+    that lost a worker there must not be sent to the next dead one, and count as a poison request.
+    """
+
+    def __init__(self) -> None:
+        self._pings = 0
+        self._answers = 0  # in the order of the pings
+        self._awaited = 0  # answers
+
+    @property
+    def is_open(self) -> bool:
+        return self._answers >= self._awaited
+
+    def ping_sent(self) -> None:
+        self._pings += 1
+
+    def close(self) -> None:
+        """Until the latest ping is answered."""
+        self._awaited = self._pings
+
+    def answer_received(self) -> bool:
+        """Returns whether this answer opened the fence."""
+        before = self.is_open
+        self._answers += 1
+        return self.is_open and not before
+
+
+class BusyShare:
+    """The share of the last seconds in which a worker's engine computed.
+
+    Both numbers of a report come from the worker's clock, so only their differences are used.
+    """
+
+    def __init__(self) -> None:
+        self._reports: deque[tuple[float, float]] = deque()  # up and busy seconds
+
+    def report(self, up_seconds: float, busy_seconds: float) -> None:
+        reports = self._reports
+        if len(reports) > 1 and up_seconds - reports[-2][0] < REPORT_SPACING_SECONDS:
+            reports.pop()
+        reports.append((up_seconds, busy_seconds))
+        while up_seconds - reports[0][0] > BUSY_WINDOW_SECONDS and len(reports) > 2:
+            reports.popleft()
+
+    @property
+    def share(self) -> float:
+        """0 to 1; 0 before the second report."""
+        if len(self._reports) < 2:
+            return 0.0
+        (began, busy_before), (ended, busy_after) = self._reports[0], self._reports[-1]
+        if ended <= began:
+            return 0.0
+        return min(max((busy_after - busy_before) / (ended - began), 0.0), 1.0)
+
+
+class StepStretch(NamedTuple):
+    """Consecutive steps of one worker."""
+
+    steps: int
+    seconds: float  # of one step, on average
+    busy_prefill: float  # prefill workers that computed meanwhile, on average
+
+
+class StepPace:
+    """How long a decode worker's steps take, from its messages.
+
+    A worker sends a router one message a step while it runs any of the router's requests. Two
+    messages that begin with the same request are consecutive: the oldest request comes first
+    and gets a token in every step.
+    """
+
+    def __init__(self) -> None:
+        self._oldest = ""
+        self._at = 0.0
+        self._seconds = 0.0  # since the last `drain`
+        self._steps = 0
+        self._drained_at = 0.0
+        self._busy_seconds = 0.0  # of prefill workers, until then
+
+    def step(self, step: pb.Step, now: float) -> None:
+        if not step.tokens:
+            return
+        oldest = step.tokens[0].request_id
+        if oldest == self._oldest:
+            self._seconds += now - self._at
+            self._steps += 1
+        self._oldest, self._at = oldest, now
+
+    def drain(self, prefill_busy_seconds: float, now: float) -> StepStretch | None:
+        """Returns the steps since the last call, or None. `prefill_busy_seconds` is the busy time
+        of all prefill workers so far."""
+        busy, seconds = prefill_busy_seconds - self._busy_seconds, now - self._drained_at
+        self._busy_seconds, self._drained_at = prefill_busy_seconds, now
+        if not self._steps or seconds <= 0:
+            return None
+        stretch = StepStretch(self._steps, self._seconds / self._steps, max(0.0, busy) / seconds)
+        self._seconds, self._steps = 0.0, 0
+        return stretch
 
 
 class Peers:
@@ -43,13 +195,15 @@ class Peers:
 
 
 class AssignedRequests:
-    """This router's requests on a worker, as admission counts them."""
+    """This router's requests on a worker: those that admission counts, and their prompts so far."""
 
     def __init__(self, backlog: int) -> None:
         self._backlog = backlog
         self._unanswered = 0  # neither begun nor with reserved pages
         self._alone = 0  # suspects that tolerate no other
         self.suspects = 0  # requests that lost a worker before
+        self.prompt_tokens = 0
+        self.cached_tokens = 0  # of them, those that the worker had cached
 
     def count_unanswered(self, change: int) -> None:
         self._unanswered += change
@@ -58,21 +212,13 @@ class AssignedRequests:
         self.suspects += change * (suspicion is not Suspicion.NONE)
         self._alone += change * (suspicion is Suspicion.ALONE)
 
+    def count_prompt(self, tokens: int, cached_tokens: int) -> None:
+        self.prompt_tokens += tokens
+        self.cached_tokens += cached_tokens
+
     def admits(self, suspicion: Suspicion) -> bool:
         if suspicion is Suspicion.ALONE and self.suspects:
             return False
         if suspicion is Suspicion.SUSPECT and self._alone:
             return False
         return self._unanswered < self._backlog
-
-
-class PrefixHits:
-    """Prompt tokens that a worker prefilled for this router, and those of them it had cached."""
-
-    def __init__(self) -> None:
-        self.prompt_tokens = 0
-        self.cached_tokens = 0
-
-    def add(self, prompt_tokens: int, cached_tokens: int) -> None:
-        self.prompt_tokens += prompt_tokens
-        self.cached_tokens += cached_tokens

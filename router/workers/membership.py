@@ -17,7 +17,6 @@ from baton.core.page_keys import PageNaming
 from baton.core.tls import node_identity
 from baton.core.types import Role
 from baton.router.workers.link import WorkerLink
-from baton.v1 import worker_pb2 as pb
 
 LEAVING_POLL_SECONDS = 0.1
 REMEMBERED_AGENTS = 1024
@@ -211,14 +210,9 @@ class WorkerPairs:
 
     def connect(self, link: WorkerLink) -> None:
         """Connects an attached worker with those of the other role, once per process of each."""
-        if not link.welcome:
-            return
-        if link.role is Role.PREFILL:
-            for decode in self._membership.attached(Role.DECODE):
-                link.connect(decode)
-        else:
-            for prefill in self._membership.attached(Role.PREFILL):
-                prefill.connect(link)
+        if link.welcome:
+            for prefill, decode in self._of(link):
+                prefill.connect(decode)
 
     def reconnect(self, prefill: WorkerLink, decode: WorkerLink) -> None:
         """Connects two attached workers again, after a push between them failed."""
@@ -227,13 +221,11 @@ class WorkerPairs:
 
     def misfits(self, link: WorkerLink) -> list[tuple[str, str]]:
         """The attached workers of the other role that the worker does not fit, and why."""
-        if link.role is Role.PREFILL:
-            decode = self._membership.attached(Role.DECODE)
-            found = ((other, link.peers.mismatch(other.agent)) for other in decode)
-        else:
-            prefill = self._membership.attached(Role.PREFILL)
-            found = ((other, other.peers.mismatch(link.agent)) for other in prefill)
-        return [(other.worker_id, why) for other, why in found if why]
+        return [
+            (decode.worker_id if prefill is link else prefill.worker_id, why)
+            for prefill, decode in self._of(link)
+            if (why := prefill.peers.mismatch(decode.agent))
+        ]
 
     def misfit_with_all(self, link: WorkerLink) -> str:
         """Why a prefill worker can push to no decode worker; empty when it can, or may yet."""
@@ -243,18 +235,23 @@ class WorkerPairs:
         reasons = [link.peers.mismatch(other.agent) for other in decode]
         return reasons[0] if reasons and all(reasons) else ""
 
+    def _of(self, link: WorkerLink) -> list[tuple[WorkerLink, WorkerLink]]:
+        """The pairs with an attached worker of the other role, prefill first."""
+        if link.role is Role.PREFILL:
+            return [(link, decode) for decode in self._membership.attached(Role.DECODE)]
+        return [(prefill, link) for prefill in self._membership.attached(Role.PREFILL)]
+
 
 class EndedAgents:
-    """The transport agents whose processes have ended, and which workers know.
+    """The transport agents whose processes have ended.
 
     A worker must know: it may hold pages that the dead process could still write to, and cannot
-    find out otherwise. Each new stream starts over.
+    find out otherwise.
     """
 
     def __init__(self) -> None:
         self._ended: dict[str, None] = {}  # oldest first
         self._latest: dict[str, str] = {}  # agent of each worker, by name
-        self._announced: dict[WorkerLink, tuple[pb.Welcome, set[str]]] = {}
 
     def add(self, agents: Iterable[str]) -> None:
         self._ended.update(dict.fromkeys(agents))
@@ -269,14 +266,5 @@ class EndedAgents:
             self.add([before])
 
     def announce(self, links: Iterable[WorkerLink]) -> None:
-        """Sends each worker what it has not been sent on its stream. `links` are all."""
-        announced: dict[WorkerLink, tuple[pb.Welcome, set[str]]] = {}
         for link in links:
-            if link.welcome is None:
-                continue
-            stream, known = self._announced.get(link, (None, set()))
-            new = self._ended.keys() - (known if stream is link.welcome else set())
-            for agent in new:
-                link.send(pb.RouterMessage(sender_gone=pb.SenderGone(agent=agent)))
-            announced[link] = (link.welcome, set(self._ended))
-        self._announced = announced
+            link.announce_ended(self._ended.keys())

@@ -22,7 +22,7 @@ from baton.router.placement.cost_model import CostModel
 from baton.router.placement.placement import LocalPrefill, Placement, Snapshot
 from baton.router.placement.policy import choose
 from baton.router.placement.worker_state import PromptQueue, QueuedPrompt
-from baton.router.workers.health import StepPace
+from baton.router.workers.link_state import StepPace
 from baton.v1 import worker_pb2 as pb
 
 from .snapshots import DecodeView, PrefillView, cluster

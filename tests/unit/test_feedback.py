@@ -61,7 +61,7 @@ def test_a_prefills_times_are_learned_for_what_it_computed() -> None:
     assert costs.costs.prefill_seconds(36, 64, 200) == pytest.approx(13.0, rel=0.01)
     assert costs.costs.transfer_seconds(10**6) == pytest.approx(2.0, rel=0.01)
     assert assignment.prefiller is assignment.prefill
-    hits = assignment.prefiller.prefix_hits
+    hits = assignment.prefiller.assigned
     assert (hits.cached_tokens, hits.prompt_tokens) == (64, 100)
 
 
@@ -71,7 +71,7 @@ def test_what_decode_had_is_counted_beside_what_prefill_had() -> None:
     feedback.note(pb.WorkerMessage(reserved=pb.Reserved(cached_tokens=32)))
     assert assignment.prefill is not None
     assert assignment.decode is not None
-    assert [link.prefix_hits.cached_tokens for link in assignment.links] == [0, 32]
+    assert [link.assigned.cached_tokens for link in assignment.links] == [0, 32]
 
 
 def test_a_prompt_read_on_the_decode_worker_teaches_once() -> None:
@@ -84,7 +84,7 @@ def test_a_prompt_read_on_the_decode_worker_teaches_once() -> None:
     assert learned.local_seconds(36, 64, 200, 3) == pytest.approx(13.0, rel=0.01)
     feedback.note_step(step(0))
     assert costs.costs == learned
-    hits = assignment.prefiller.prefix_hits
+    hits = assignment.prefiller.assigned
     assert (hits.cached_tokens, hits.prompt_tokens) == (64, 100)
 
 
@@ -115,4 +115,4 @@ def test_a_canary_teaches_nothing() -> None:
         first(0)
     )
     assert cluster.costs.costs == Costs()
-    assert assignment.prefiller.prefix_hits.prompt_tokens == 0
+    assert assignment.prefiller.assigned.prompt_tokens == 0

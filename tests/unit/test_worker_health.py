@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.router.workers.health import BusyShare, Heartbeat, PingFence, StepPace
+from baton.router.workers.link_state import BusyShare, Heartbeat, PingFence, StepPace
 from baton.v1 import worker_pb2 as pb
 
 
