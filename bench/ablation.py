@@ -69,13 +69,12 @@ def without(name: str, place: int, value: float = 0.0) -> Change:
 
 def _pending_as_own(costs: Costs) -> Costs:
     """Tokens in the queue cost as much as the prompt's own."""
-    prefill, local = list(costs.prefill), list(costs.local)
-    prefill[3], local[3] = prefill[1], local[1]
-    return dataclasses.replace(costs, prefill=tuple(prefill), local=tuple(local))
+    prefill, local = (each._replace(queued=each.token) for each in (costs.prefill, costs.local))
+    return dataclasses.replace(costs, prefill=prefill, local=local)
 
 
 def _local_as_prefill(costs: Costs) -> Costs:
-    return dataclasses.replace(costs, local=(*costs.prefill, *costs.local[5:]))
+    return dataclasses.replace(costs, local=costs.prefill._replace(beside=costs.local.beside))
 
 
 CHANGES: dict[str, Change] = {

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.core.errors import InvalidConfig
-from baton.router.placement.cost_model import EXPOSED_PRIOR, Costs
+from baton.router.placement.cost_model import EXPOSED_PRIOR, Costs, PromptCosts
 
 COEFFICIENTS = {"prefill": 4, "transfer": 2, "exposed": 2, "step": 4}
 """How many numbers each has."""
@@ -84,9 +84,10 @@ class Profile:
     start_seconds: float = 60.0
 
     def costs(self, answer_tokens: float) -> Costs:
+        once, token, look, queued = self.prefill
         return Costs(
             # There is no second tier.
-            prefill=(*self.prefill, 0.0),
+            prefill=PromptCosts(once, token, look, queued, restored=0.0),
             transfer=self.transfer,
             exposed=self.exposed,
             step=self.step,

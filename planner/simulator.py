@@ -186,7 +186,7 @@ class Simulator:
     ) -> SimulatedRequest:
         size, prefill, decode = self._profile.page_size, placement.prefill, placement.decode
         cached = int(snapshot.prefill.cached_tokens[snapshot.prefill.worker_ids.index(prefill)])
-        seconds = self._costs.prefill_seconds(arrival.prompt_tokens - cached, cached)
+        seconds = self._costs.prefill.seconds(arrival.prompt_tokens - cached, cached)
         request = SimulatedRequest(arrival, int(prefill), int(decode or -1), cached, seconds)
         if decode:
             held = int(snapshot.decode.cached_tokens[snapshot.decode.worker_ids.index(decode)])

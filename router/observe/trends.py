@@ -243,7 +243,7 @@ class Demand:
         counts = self._counts
         remote = ledger.placement is not None and ledger.placement.prefill
         missing = ledger.prompt_tokens - ledger.cached_tokens
-        seconds = costs.prefill_seconds(missing, ledger.cached_tokens) if remote else 0.0
+        seconds = costs.prefill.seconds(missing, ledger.cached_tokens) if remote else 0.0
         counts.prompt_seconds.append(seconds)
         known = ledger.prefill_wait + ledger.prefill_seconds + ledger.lost_before
         overhead = ledger.first - ledger.arrived - known - ledger.queue_seconds

@@ -11,15 +11,16 @@ What each part contributes is measured by bench/ablation.py. Pure: no I/O, no cl
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy
 
+from baton.core.types import Role
 from baton.router.placement.online_fit import InterferenceShare, OnlineFit
 
 # Coefficients in seconds, for the features named beside them.
-# A prompt, a token, a token times one that it attends to, a queued token, a restored token.
-PREFILL_PRIOR = (5e-3, 1e-4, 3e-9, 1e-4, 5e-6)
 BUSY_SHARE = 0.01  # of a token's own time, what a busy prefill worker on the same hardware adds
 TRANSFER_PRIOR = (1e-3, 1e-11)  # a push, a byte: as within a host, for what looks slow is not tried
 EXPOSED_PRIOR = (1e-3, 1.0)  # a push, a second of transfer beyond what compute can hide
@@ -33,9 +34,36 @@ FADING_MEMORY = 256.0
 ANSWER_RATE = 0.05
 
 
-def _as_local(prefill: tuple[float, ...]) -> tuple[float, ...]:
-    """Local prefill, estimated from prefill workers."""
-    return (*prefill, BUSY_SHARE * prefill[1])
+class PromptCosts(NamedTuple):
+    """Seconds that a prompt takes to prefill."""
+
+    once: float
+    token: float
+    look: float  # a token times one that it attends to
+    queued: float  # a token queued before it
+    restored: float  # a cached token in the second tier
+    beside: float = 0.0  # a token of a local prefill times a busy prefill worker
+
+    def seconds(
+        self, tokens: int, prefix: int, pending: int = 0, restored: int = 0, busy_prefill: int = 0
+    ) -> float:
+        """A worker computes `pending` tokens and then `tokens`, which follow `prefix` cached ones,
+        of which it restores `restored`, beside `busy_prefill` prefill workers."""
+        once, token, look, queued, back, beside = self
+        own = tokens * (token + look * (prefix + tokens / 2) + beside * busy_prefill)
+        return once + own + queued * pending + back * restored
+
+    def wait(self, pending: int, restored: int = 0) -> float:
+        """The part of this that is not the prompt's own compute."""
+        return self.queued * pending + self.restored * restored
+
+    def as_local(self) -> PromptCosts:
+        """Local prefill, estimated from prefill workers."""
+        return self._replace(beside=BUSY_SHARE * self.token)
+
+
+PREFILL_PRIOR = PromptCosts(5e-3, 1e-4, 3e-9, 1e-4, 5e-6)
+LOCAL_PRIOR = PREFILL_PRIOR.as_local()
 
 
 def larger(one: float, other: float) -> float:
@@ -49,10 +77,9 @@ def larger(one: float, other: float) -> float:
 class Costs:
     """Estimates, in seconds. Formulas are plain arithmetic, so that they take arrays too."""
 
-    prefill: tuple[float, ...] = PREFILL_PRIOR
-    # The same on a decode worker, between the steps of its other requests; the last is for a
-    # token times a busy prefill worker.
-    local: tuple[float, ...] = _as_local(PREFILL_PRIOR)
+    prefill: PromptCosts = PREFILL_PRIOR
+    # On a decode worker, between the steps of its other requests.
+    local: PromptCosts = LOCAL_PRIOR
     transfer: tuple[float, ...] = TRANSFER_PRIOR
     exposed: tuple[float, ...] = EXPOSED_PRIOR
     # A fetch, a byte: as a push, after the holder's current step.
@@ -61,40 +88,6 @@ class Costs:
     # What a second of a prefill worker's compute adds to the time of each decoding request.
     interfered: float = INTERFERENCE_PRIOR
     answer_tokens: float = ANSWER_PRIOR
-
-    def prefill_seconds(
-        self, tokens: int, prefix: int, pending: int = 0, restored: int = 0
-    ) -> float:
-        """A prefill worker computes `pending` tokens and then `tokens`, which follow `prefix`
-        cached ones, of which it restores `restored`."""
-        once, each, look, before, back = self.prefill
-        own = tokens * (each + look * (prefix + tokens / 2))
-        return once + own + before * pending + back * restored
-
-    def wait_seconds(self, pending: int, restored: int = 0) -> float:
-        """The part of this that is not the prompt's own compute."""
-        return self.prefill[3] * pending + self.prefill[4] * restored
-
-    def local_seconds(
-        self,
-        tokens: int,
-        prefix: int,
-        pending: int = 0,
-        restored: int = 0,
-        busy_prefill: int = 0,
-    ) -> float:
-        """The same for a decode worker, beside `busy_prefill` prefill workers."""
-        once, each, look, before, back, busy = self.local
-        own = tokens * (each + look * (prefix + tokens / 2) + busy * busy_prefill)
-        return once + own + before * pending + back * restored
-
-    def local_wait_seconds(self, pending: int) -> float:
-        """A decode worker computes queued tokens."""
-        return self.local[3] * pending
-
-    def restore_seconds(self, tokens: int) -> float:
-        """A decode worker restores tokens from its second tier."""
-        return self.local[4] * tokens
 
     def transfer_seconds(self, size: int) -> float:
         """A push of `size` bytes, from its first write to its last."""
@@ -132,18 +125,16 @@ class Costs:
         """Seconds that a second of compute on a prefill worker adds to requests on decode workers:
         `decoding` on those that only decode, `prefilling` on those that prefill too. 0 where the
         pools share no hardware."""
-        each, slower = self.local[1], self.local[5]
-        return decoding * self.interfered + prefilling * slower / (each + slower)
+        slower = self.local.beside
+        return decoding * self.interfered + prefilling * slower / (self.local.token + slower)
 
 
 class CostModel:
     def __init__(self) -> None:
-        # None until measured; the first of the two also serves as the other's estimate.
-        self._prefill: OnlineFit | None = None
-        self._local: OnlineFit | None = None
+        # Once measured; the first of the two also serves as the other's estimate.
+        self._prompts: dict[Role, OnlineFit] = {}
         # Prompts that the other role has computed since each was measured last.
-        self._prefill_age = 0
-        self._local_age = 0
+        self._ages = dict.fromkeys(Role, 0)
         self._transfer = OnlineFit(TRANSFER_PRIOR, REQUEST_MEMORY)
         # Two fits: how often a push is late says nothing about how late one is.
         self._hidden = OnlineFit(EXPOSED_PRIOR[:1], REQUEST_MEMORY)
@@ -164,20 +155,11 @@ class CostModel:
     @property
     def knows_prompts(self) -> bool:
         """Whether its estimates of prompts are measured here."""
-        return self._prefill is not None or self._local is not None
+        return bool(self._prompts)
 
-    def note_prefill(
-        self, tokens: int, prefix: int, pending: int, seconds: float, restored: int = 0
-    ) -> None:
-        """A prompt's `seconds` on a prefill worker from its arrival: `tokens` behind `prefix`
-        cached ones, of which `restored` were restored, with `pending` ones queued before it."""
-        if self._prefill is None:
-            self._prefill = OnlineFit(self.costs.prefill, REQUEST_MEMORY)
-        self._prefill_age, self._local_age = 0, self._local_age + 1
-        self._note(self._prefill, _prompt(tokens, prefix, pending, restored), seconds)
-
-    def note_local(
+    def note_prompt(
         self,
+        role: Role,
         tokens: int,
         prefix: int,
         pending: int,
@@ -185,12 +167,19 @@ class CostModel:
         restored: int = 0,
         busy_prefill: float = 0.0,
     ) -> None:
-        """The same for a decode worker, with `busy_prefill` busy prefill workers on average."""
-        if self._local is None:
-            self._local = OnlineFit(self.costs.local, REQUEST_MEMORY)
-        self._local_age, self._prefill_age = 0, self._prefill_age + 1
-        features = (*_prompt(tokens, prefix, pending, restored), float(tokens * busy_prefill))
-        self._note(self._local, features, seconds)
+        """A prompt's `seconds` on a worker of the role from its arrival: `tokens` behind `prefix`
+        cached ones, of which `restored` were restored, with `pending` ones queued before it, and
+        for a local prefill `busy_prefill` busy prefill workers on average."""
+        # A token attends to all before it: the prefix, and half of the others on average.
+        looks = tokens * (prefix + tokens / 2)
+        features = [1.0, tokens, looks, pending, restored]
+        if role is Role.DECODE:
+            features.append(tokens * busy_prefill)
+        if role not in self._prompts:
+            prior = self.costs.prefill if role is Role.PREFILL else self.costs.local
+            self._prompts[role] = OnlineFit(prior[: len(features)], REQUEST_MEMORY)
+        self._ages = {each: 0 if each is role else age + 1 for each, age in self._ages.items()}
+        self._note(self._prompts[role], features, seconds)
 
     def note_push(self, size: int, seconds: float, exposed: float, compute_seconds: float) -> None:
         """A push of `size` bytes took `seconds`, `exposed` of them after the compute."""
@@ -226,7 +215,7 @@ class CostModel:
         self._answer_tokens += rate * (tokens - self._answer_tokens)
         self._costs = None
 
-    def _note(self, fit: OnlineFit, features: tuple[float, ...], seconds: float) -> None:
+    def _note(self, fit: OnlineFit, features: Sequence[float], seconds: float) -> None:
         fit.note(features, seconds)
         self._costs = None
 
@@ -245,26 +234,20 @@ class CostModel:
             answer_tokens=self._answer_tokens,
         )
 
-    def _estimate_prompts(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """A prompt's coefficients on prefill and on decode workers. Stale estimates decay toward
-        the other role's, so that it is tried again."""
-        if self._prefill is None or self._local is None:
-            local = self._local.coefficients if self._local else ()
-            prefill = self._prefill.coefficients if self._prefill else local[:5] or PREFILL_PRIOR
-            return prefill, local or _as_local(prefill)
-        prefill, local = self._prefill.coefficients, self._local.coefficients
+    def _estimate_prompts(self) -> tuple[PromptCosts, PromptCosts]:
+        """Of prefill and of decode workers. Stale estimates decay toward the other role's, so that
+        it is tried again."""
+        known = {role: PromptCosts(*fit.coefficients) for role, fit in self._prompts.items()}
+        prefill, local = known.get(Role.PREFILL), known.get(Role.DECODE)
+        if prefill is None or local is None:
+            prefill = prefill or (local or PREFILL_PRIOR)._replace(beside=0.0)
+            return prefill, local or prefill.as_local()
         return (
-            _decayed(prefill, local[:5], self._prefill_age),
-            _decayed(local, (*prefill, *local[5:]), self._local_age),
+            _decayed(prefill, local._replace(beside=0.0), self._ages[Role.PREFILL]),
+            _decayed(local, prefill._replace(beside=local.beside), self._ages[Role.DECODE]),
         )
 
 
-def _decayed(own: tuple[float, ...], other: tuple[float, ...], age: int) -> tuple[float, ...]:
+def _decayed(own: PromptCosts, other: PromptCosts, age: int) -> PromptCosts:
     keep = math.exp(-age / FADING_MEMORY)
-    return tuple(keep * a + (1.0 - keep) * b for a, b in zip(own, other, strict=True))
-
-
-def _prompt(tokens: int, prefix: int, pending: int, restored: int) -> tuple[float, ...]:
-    """A token attends to all before it: the prefix, and half of the others on average."""
-    looks = tokens * (prefix + tokens / 2)
-    return 1.0, float(tokens), looks, float(pending), float(restored)
+    return PromptCosts(*(keep * a + (1.0 - keep) * b for a, b in zip(own, other, strict=True)))

@@ -73,10 +73,10 @@ def estimate_prefill(snapshot: Snapshot) -> PrefillEstimate:
     workers, costs, tokens = snapshot.prefill, snapshot.costs, snapshot.prompt_tokens
 
     def compute(cached: int) -> float:
-        return costs.prefill_seconds(tokens - cached, cached)
+        return costs.prefill.seconds(tokens - cached, cached)
 
     def first_token(own: float, pending: int, saved: int) -> float:
-        return own + costs.wait_seconds(pending, saved)
+        return own + costs.prefill.wait(pending, saved)
 
     seconds = _evaluate(compute, workers.cached_tokens)
     first = _evaluate(first_token, seconds, workers.pending_tokens, workers.saved_tokens)
@@ -159,8 +159,8 @@ def best_local(snapshot: Snapshot, answers: Scores, rows: list[int]) -> tuple[fl
     def local(
         answer: float, cached: int, pending: int, running: int, saved: int, leased: int
     ) -> float:
-        first = costs.local_seconds(tokens - cached, cached, pending, saved)
-        prefill = costs.local_seconds(tokens - cached, cached)
+        first = costs.local.seconds(tokens - cached, cached, pending, saved)
+        prefill = costs.local.seconds(tokens - cached, cached)
         # Each running request still gets one token meanwhile. Prompts in prefill came before.
         still = running * larger(prefill - costs.step_seconds(running, leased), 0.0)
         return first + still + answer
@@ -284,11 +284,11 @@ def _local_columns(snapshot: Snapshot) -> tuple[Column, Column, Column]:
 
 def _local_formula(snapshot: Snapshot) -> Callable[[int, int, int], float]:
     """Seconds to the first token by local prefill, beside the prefill workers that are busy."""
-    local_seconds, tokens = snapshot.costs.local_seconds, snapshot.prompt_tokens
+    costs, tokens = snapshot.costs.local, snapshot.prompt_tokens
     busy_prefill = sum(pending > 0 for pending in _listed(snapshot.prefill.pending_tokens))
 
     def seconds(cached: int, pending: int, saved: int) -> float:
-        return local_seconds(tokens - cached, cached, pending, saved, busy_prefill)
+        return costs.seconds(tokens - cached, cached, pending, saved, busy_prefill)
 
     return seconds
 
@@ -302,8 +302,8 @@ def _late_formula(snapshot: Snapshot, compute: float) -> Callable[[int, int, int
     def late(cached: int, saved: int, pending: int) -> float:
         pages = -(-(tokens - cached) // size)
         pushed = costs.exposed_seconds(pages * page_bytes, compute)
-        restored = larger(costs.restore_seconds(saved) - compute, 0.0)
-        return larger(pushed + restored, costs.local_wait_seconds(pending) - compute)
+        restored = larger(costs.local.wait(0, saved) - compute, 0.0)
+        return larger(pushed + restored, costs.local.wait(pending) - compute)
 
     return late
 
@@ -346,8 +346,8 @@ def _consider_fetch(
     size, costs, workers = snapshot.page_size, snapshot.costs, snapshot.prefill
     # What the prefill worker has in its second tier is fetched too, not restored.
     tokens = near - (estimate.cached_tokens[row] - int(workers.saved_tokens[row]))
-    compute = costs.prefill_seconds(snapshot.prompt_tokens - near, near)
-    wait = costs.wait_seconds(int(workers.pending_tokens[row]))
+    compute = costs.prefill.seconds(snapshot.prompt_tokens - near, near)
+    wait = costs.prefill.wait(int(workers.pending_tokens[row]))
     late = costs.fetch_seconds(tokens // size * snapshot.page_bytes) - wait
     first_token = compute + wait + larger(late, 0.0)
     always, plain = snapshot.fetch is FetchPages.ALWAYS, float(estimate.first_token[row])

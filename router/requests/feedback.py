@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 
-from baton.core.types import Work
+from baton.core.types import Role, Work
 from baton.router.observe.ledger import AnswerLedger
 from baton.router.observe.metrics import RouterMetrics
 from baton.router.placement.placer import Placer
@@ -48,7 +48,7 @@ class Feedback:
             self._metrics.queued("decode", step.queue_seconds)
         self._ledger.note_step(step)
         if not (self._prefilled or self._assignment.prefill):
-            self._note_local(step)
+            self._note_prompt(Role.DECODE, step)
 
     def note(self, message: pb.WorkerMessage) -> None:
         match message.WhichOneof("kind"):
@@ -58,67 +58,56 @@ class Feedback:
                 self._ledger.note_reserved()
                 self._note_cached("decode", self._assignment.decode, reserved.cached_tokens)
             case "first_token":
-                self._metrics.prefilled(message.first_token)
-                self._ledger.note_first_token(message.first_token)
+                first = message.first_token
+                self._metrics.prefilled(first)
+                self._ledger.note_first_token(first)
                 if not self._prefilled:
-                    self._note_prefill(message.first_token)
+                    self._note_prompt(Role.PREFILL, first, first.fetch_seconds)
+                    self._note_fetch(first)
             case "pushed":
                 self._metrics.pushed(message.pushed)
                 self._ledger.note_pushed(message.pushed)
                 self._note_push(message.pushed)
 
-    def _note_prefill(self, first: pb.FirstToken) -> None:
+    def _note_prompt(
+        self, role: Role, message: pb.FirstToken | pb.StepTokens, fetch_seconds: float = 0.0
+    ) -> None:
+        """The prompt is computed: `message` is its first token, or a local prefill's first step."""
         if self._forecast is None:
             return
-        self._compute_seconds = first.compute_seconds
-        missing = self._tokens - first.cached_tokens
-        pending, restored = self._forecast.pending_tokens, first.restored_tokens
-        seconds = first.queue_seconds + first.compute_seconds
-        if first.fetch_seconds:
-            # It may have waited for its pages, which says nothing about the queue.
-            pending, seconds, restored = 0, first.compute_seconds, 0
-            self._note_fetch(first)
-        self._costs.note_prefill(missing, first.cached_tokens, pending, seconds, restored)
-        self._note_prefilled(first.cached_tokens, self._forecast.first_token_seconds)
+        self._prefilled = True
+        self._compute_seconds = seconds = message.compute_seconds
+        cached, pending, restored = message.cached_tokens, 0, 0
+        # With a fetch it may have waited for its pages, which says nothing about the queue.
+        if not fetch_seconds:
+            seconds += message.queue_seconds
+            pending, restored = self._forecast.pending_tokens, message.restored_tokens
+        busy = self._busy_prefill() if role is Role.DECODE else 0.0
+        missing = self._tokens - cached
+        self._costs.note_prompt(role, missing, cached, pending, seconds, restored, busy)
+        self._note_cached("prefill", self._assignment.prefiller, cached)
+        took = time.monotonic() - self._began
+        self._metrics.forecast(self._forecast.first_token_seconds, took)
 
     def _note_fetch(self, first: pb.FirstToken) -> None:
         """A failed fetch counts as if all pages had arrived when it was given up."""
+        if self._forecast is None or not first.fetch_seconds:
+            return
         fetch, pool = self._assignment.placement.fetch, self._assignment.prefiller.pool
         tokens = first.fetched_tokens or (fetch.tokens if fetch else 0)
         size = tokens // max(pool.layout.page_size, 1) * pool.page_bytes
         self._costs.note_fetch(size, first.fetch_seconds)
-
-    def _note_local(self, step: pb.StepTokens) -> None:
-        """A local prefill's first step."""
-        if self._forecast is None:
-            return
-        cached = step.cached_tokens
-        self._costs.note_local(
-            self._tokens - cached,
-            cached,
-            self._forecast.pending_tokens,
-            step.queue_seconds + step.compute_seconds,
-            step.restored_tokens,
-            self._busy_prefill(),
-        )
-        self._note_prefilled(cached, self._forecast.first_token_seconds)
 
     def _busy_prefill(self) -> float:
         """Average number of busy prefill workers since the request was placed."""
         busy = self._placer.prefill_busy_seconds - self._prefill_busy_seconds
         return max(0.0, busy) / max(time.monotonic() - self._began, SHORTEST_SECONDS)
 
-    def _note_prefilled(self, cached_tokens: int, predicted_seconds: float) -> None:
-        self._prefilled = True
-        self._note_cached("prefill", self._assignment.prefiller, cached_tokens)
-        self._metrics.forecast(predicted_seconds, time.monotonic() - self._began)
-
     def _note_cached(self, where: str, link: WorkerLink | None, tokens: int) -> None:
-        if self._forecast is None:
-            return
-        self._metrics.cached(where, tokens)
-        if link is not None:
-            link.assigned.count_prompt(self._tokens, tokens)
+        if self._forecast is not None:
+            self._metrics.cached(where, tokens)
+            if link is not None:
+                link.assigned.count_prompt(self._tokens, tokens)
 
     def _note_push(self, pushed: pb.Pushed) -> None:
         if self._forecast is not None:

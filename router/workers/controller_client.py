@@ -190,7 +190,7 @@ def _report(router_id: str, serving: Serving, membership: Membership) -> pb.Rout
     prefill, decode = list(membership.usable(Role.PREFILL)), list(membership.usable(Role.DECODE))
     report.router_id = router_id
     report.step_costs.extend(costs.step)
-    report.queued_seconds = costs.wait_seconds(sum(link.prompts.queued_tokens for link in prefill))
+    report.queued_seconds = costs.prefill.wait(sum(link.prompts.queued_tokens for link in prefill))
     report.queued_requests = serving.admission.queued
     report.waiting = sum(link.load.waiting for link in decode)
     report.decode_pages = min((link.total_pages for link in decode), default=0)

@@ -18,6 +18,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from baton.core.types import Role
 from baton.router.placement.cost_model import CostModel
 from baton.router.placement.placement import LocalPrefill, Placement, Snapshot
 from baton.router.placement.policy import choose
@@ -238,9 +239,12 @@ class Cluster:
         reader.prompts.remove(request.prompt)
         request.times.append(self._now)
         if request.placement.prefill:
-            self.model.note_prefill(request.tokens, 0, forecast.pending_tokens, queue + compute)
+            self.model.note_prompt(
+                Role.PREFILL, request.tokens, 0, forecast.pending_tokens, queue + compute
+            )
         else:
-            self.model.note_local(
+            self.model.note_prompt(
+                Role.DECODE,
                 request.tokens,
                 0,
                 forecast.pending_tokens,

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from baton.router.placement.cost_model import Costs
+from baton.router.placement.cost_model import Costs, PromptCosts
 from baton.router.placement.placement import (
     Column,
     DecodeColumns,
@@ -20,8 +20,8 @@ BOTH = frozenset({"d0", "d1"})
 
 # A millisecond a token, ten a step, one for each request in it; 100 KB a millisecond.
 COSTS = Costs(
-    prefill=(0.0, 1e-3, 0.0, 1e-3, 1e-4),
-    local=(0.0, 1e-3, 0.0, 1e-3, 1e-4, 0.0),
+    prefill=PromptCosts(0.0, 1e-3, 0.0, 1e-3, 1e-4),
+    local=PromptCosts(0.0, 1e-3, 0.0, 1e-3, 1e-4),
     transfer=(0.0, 1e-8),
     exposed=(0.0, 1.0),
     fetch=(2e-2, 1e-8),

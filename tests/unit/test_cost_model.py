@@ -4,15 +4,16 @@ import random
 
 import pytest
 
+from baton.core.types import Role
 from baton.router.placement.cost_model import CostModel, Costs
 
 
 def test_before_any_measurement_more_work_takes_longer() -> None:
     costs = CostModel().costs
     assert costs == Costs()
-    assert costs.prefill_seconds(200, 0) > costs.prefill_seconds(100, 100) > 0
-    assert costs.prefill_seconds(100, 4000) > costs.prefill_seconds(100, 0)
-    assert costs.prefill_seconds(100, 0, 200) > costs.prefill_seconds(100, 0, 100)
+    assert costs.prefill.seconds(200, 0) > costs.prefill.seconds(100, 100) > 0
+    assert costs.prefill.seconds(100, 4000) > costs.prefill.seconds(100, 0)
+    assert costs.prefill.seconds(100, 0, 200) > costs.prefill.seconds(100, 0, 100)
     assert costs.step_seconds(5, 50) > costs.step_seconds(4, 50) > costs.step_seconds(4, 40)
     assert costs.transfer_seconds(2000) > costs.transfer_seconds(1000)
     assert costs.transfer_seconds(0) == 0.0
@@ -23,9 +24,9 @@ def test_prefill_is_predicted_from_what_was_measured() -> None:
     for _ in range(100):
         tokens = draw.randint(10, 1000)
         pending = draw.choice([0, 0, 300, 2000])
-        model.note_prefill(tokens, 0, pending, 0.002 * tokens + 0.001 * pending)
-    assert model.costs.prefill_seconds(500, 0) == pytest.approx(1.0, rel=0.1)
-    assert model.costs.prefill_seconds(500, 0, 1000) == pytest.approx(2.0, rel=0.1)
+        model.note_prompt(Role.PREFILL, tokens, 0, pending, 0.002 * tokens + 0.001 * pending)
+    assert model.costs.prefill.seconds(500, 0) == pytest.approx(1.0, rel=0.1)
+    assert model.costs.prefill.seconds(500, 0, 1000) == pytest.approx(2.0, rel=0.1)
 
 
 def test_what_it_takes_to_bring_tokens_back_is_learned() -> None:
@@ -33,38 +34,38 @@ def test_what_it_takes_to_bring_tokens_back_is_learned() -> None:
     for _ in range(100):
         tokens, restored = draw.randint(10, 1000), draw.choice([0, 200, 2000])
         seconds = 0.002 * tokens + 0.0005 * restored
-        model.note_prefill(tokens, restored, 0, seconds, restored)
+        model.note_prompt(Role.PREFILL, tokens, restored, 0, seconds, restored)
     costs = model.costs
-    without, with_them = costs.prefill_seconds(100, 1000), costs.prefill_seconds(100, 1000, 0, 1000)
+    without, with_them = costs.prefill.seconds(100, 1000), costs.prefill.seconds(100, 1000, 0, 1000)
     assert with_them - without == pytest.approx(0.5, rel=0.2)
 
 
 def test_empty_queues_say_nothing_of_full_ones() -> None:
     model = CostModel()
     for _ in range(100):
-        model.note_prefill(100, 0, 0, 1.0)
-    assert 5.0 < model.costs.prefill_seconds(100, 0, 1000) < 20.0
-    model.note_prefill(100, 0, 1000, 11.0)
-    assert model.costs.prefill_seconds(100, 0) == pytest.approx(1.0, rel=0.1)
+        model.note_prompt(Role.PREFILL, 100, 0, 0, 1.0)
+    assert 5.0 < model.costs.prefill.seconds(100, 0, 1000) < 20.0
+    model.note_prompt(Role.PREFILL, 100, 0, 1000, 11.0)
+    assert model.costs.prefill.seconds(100, 0) == pytest.approx(1.0, rel=0.1)
 
 
 def test_until_a_decode_worker_has_read_a_prompt_it_is_as_fast_as_prefill() -> None:
     model = CostModel()
-    model.note_prefill(100, 0, 0, 2.0)
-    assert model.costs.local_seconds(100, 0) == pytest.approx(2.0, rel=0.01)
-    model.note_local(100, 0, 0, 4.0)
-    assert model.costs.local_seconds(100, 0) == pytest.approx(4.0, rel=0.01)
-    assert model.costs.prefill_seconds(100, 0) == pytest.approx(2.0, rel=0.01)
+    model.note_prompt(Role.PREFILL, 100, 0, 0, 2.0)
+    assert model.costs.local.seconds(100, 0) == pytest.approx(2.0, rel=0.01)
+    model.note_prompt(Role.DECODE, 100, 0, 0, 4.0)
+    assert model.costs.local.seconds(100, 0) == pytest.approx(4.0, rel=0.01)
+    assert model.costs.prefill.seconds(100, 0) == pytest.approx(2.0, rel=0.01)
 
 
 def test_until_a_prefill_worker_has_read_a_prompt_it_is_as_fast_as_decode() -> None:
     model = CostModel()
-    model.note_local(100, 0, 0, 4.0)
-    assert model.costs.prefill_seconds(100, 0) == pytest.approx(4.0, rel=0.01)
-    assert model.costs.prefill_seconds(100, 0) > model.costs.local_seconds(20, 80)
-    model.note_prefill(100, 0, 0, 2.0)
-    assert model.costs.prefill_seconds(100, 0) == pytest.approx(2.0, rel=0.01)
-    assert model.costs.local_seconds(100, 0) == pytest.approx(4.0, rel=0.01)
+    model.note_prompt(Role.DECODE, 100, 0, 0, 4.0)
+    assert model.costs.prefill.seconds(100, 0) == pytest.approx(4.0, rel=0.01)
+    assert model.costs.prefill.seconds(100, 0) > model.costs.local.seconds(20, 80)
+    model.note_prompt(Role.PREFILL, 100, 0, 0, 2.0)
+    assert model.costs.prefill.seconds(100, 0) == pytest.approx(2.0, rel=0.01)
+    assert model.costs.local.seconds(100, 0) == pytest.approx(4.0, rel=0.01)
 
 
 def test_until_one_was_made_a_fetch_is_a_push_that_waits_for_a_step() -> None:
@@ -133,18 +134,18 @@ def test_steps_that_stand_still_for_a_prompt_count_with_their_seconds() -> None:
 
 def test_what_has_not_been_measured_for_long_is_taken_to_cost_what_the_other_does() -> None:
     model = CostModel()
-    model.note_local(100, 0, 0, 30.0)
+    model.note_prompt(Role.DECODE, 100, 0, 0, 30.0)
     for _ in range(2000):
-        model.note_prefill(100, 0, 0, 2.0)
-    assert model.costs.local_seconds(100, 0) == pytest.approx(2.0, rel=0.05)
-    model.note_local(100, 0, 0, 20.0)
-    assert model.costs.local_seconds(100, 0) > 10.0
+        model.note_prompt(Role.PREFILL, 100, 0, 0, 2.0)
+    assert model.costs.local.seconds(100, 0) == pytest.approx(2.0, rel=0.05)
+    model.note_prompt(Role.DECODE, 100, 0, 0, 20.0)
+    assert model.costs.local.seconds(100, 0) > 10.0
 
 
 def test_prompts_read_beside_busy_prefill_workers_say_what_they_take_alone() -> None:
     model, draw = CostModel(), random.Random(1)
     for _ in range(200):
         tokens, busy = draw.randint(10, 500), draw.random() * 2
-        model.note_local(tokens, 0, 0, tokens * (0.002 + 0.004 * busy), 0, busy)
-    assert model.costs.local_seconds(200, 0) == pytest.approx(0.4, rel=0.25)
+        model.note_prompt(Role.DECODE, tokens, 0, 0, tokens * (0.002 + 0.004 * busy), 0, busy)
+    assert model.costs.local.seconds(200, 0) == pytest.approx(0.4, rel=0.25)
     assert model.costs.interference(0, 3) == pytest.approx(3 * 2 / 3, rel=0.15)

@@ -6,6 +6,7 @@ import pytest
 from front_door import front_door
 
 from baton import AsyncClient, DeadlineExceeded
+from baton.core.types import Role
 
 PROMPT = [5] * 64
 
@@ -15,8 +16,8 @@ async def test_what_cannot_meet_its_deadline_is_refused_at_once() -> None:
         # Nothing was measured yet, so nothing is known.
         await client.generate(PROMPT, max_tokens=2, timeout=10.0)
         for _ in range(200):
-            door._serving.placer.costs.note_prefill(64, 0, 0, 30.0)
-            door._serving.placer.costs.note_local(64, 0, 0, 30.0)
+            door._serving.placer.costs.note_prompt(Role.PREFILL, 64, 0, 0, 30.0)
+            door._serving.placer.costs.note_prompt(Role.DECODE, 64, 0, 0, 30.0)
         with pytest.raises(DeadlineExceeded, match=r"predicted in (29|30)\..* leaves (9|10)\."):
             await client.generate(PROMPT, max_tokens=2, timeout=10.0)
         # Whoever waits long enough, or for ever, is served.

@@ -6,11 +6,11 @@ import pytest
 
 from baton.router.observe.ledger import AnswerLedger
 from baton.router.observe.trends import Demand
-from baton.router.placement.cost_model import Costs
+from baton.router.placement.cost_model import Costs, PromptCosts
 from baton.router.placement.placement import Placement, Policy
 from baton.v1.cluster_pb2 import RouterReport
 
-COSTS = Costs(prefill=(0.1, 0.01, 0.0, 0.01, 0.0))
+COSTS = Costs(prefill=PromptCosts(0.1, 0.01, 0.0, 0.01, 0.0))
 
 
 def ledger(prefill: str = "prefill-0") -> AnswerLedger:

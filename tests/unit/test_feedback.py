@@ -58,7 +58,7 @@ def test_a_prefills_times_are_learned_for_what_it_computed() -> None:
     feedback = Feedback(WORK, assignment, cast(Placer, cluster), RouterMetrics(), AnswerLedger(0.0))
     feedback.note(first(64))
     feedback.note(pb.WorkerMessage(pushed=pb.Pushed(bytes=10**6, seconds=2.0)))
-    assert costs.costs.prefill_seconds(36, 64, 200) == pytest.approx(13.0, rel=0.01)
+    assert costs.costs.prefill.seconds(36, 64, 200) == pytest.approx(13.0, rel=0.01)
     assert costs.costs.transfer_seconds(10**6) == pytest.approx(2.0, rel=0.01)
     assert assignment.prefiller is assignment.prefill
     hits = assignment.prefiller.assigned
@@ -81,7 +81,7 @@ def test_a_prompt_read_on_the_decode_worker_teaches_once() -> None:
     feedback.note_step(step(64))
     learned = costs.costs
     # What the worker says of its queue and its compute, as of prefill.
-    assert learned.local_seconds(36, 64, 200, 3) == pytest.approx(13.0, rel=0.01)
+    assert learned.local.seconds(36, 64, 200, 3) == pytest.approx(13.0, rel=0.01)
     feedback.note_step(step(0))
     assert costs.costs == learned
     hits = assignment.prefiller.assigned
@@ -106,7 +106,7 @@ def test_a_fetch_is_learned_for_itself_whether_it_came_or_not(tokens: int) -> No
         fetched(tokens)
     )
     assert costs.costs.fetch_seconds(4 * 10**6) == pytest.approx(3.0, rel=0.01)
-    assert costs.costs.prefill_seconds(36, 64) == pytest.approx(9.0, rel=0.01)
+    assert costs.costs.prefill.seconds(36, 64) == pytest.approx(9.0, rel=0.01)
 
 
 def test_a_canary_teaches_nothing() -> None:

@@ -8,6 +8,7 @@ import pytest
 from snapshots import asked, cluster, decode, placed, prefill
 
 from baton.core.errors import Unavailable
+from baton.core.types import Role
 from baton.router.placement.cost_model import CostModel
 from baton.router.placement.placement import (
     FetchPages,
@@ -126,7 +127,7 @@ def test_prompts_are_read_where_that_is_predicted_to_take_less(
 def test_the_first_prompt_that_comes_again_is_read_where_it_is_cached(seconds: float) -> None:
     """Of prefill nothing is known yet but what decode has shown."""
     costs = CostModel()
-    costs.note_local(64, 0, 0, seconds)
+    costs.note_prompt(Role.DECODE, 64, 0, 0, seconds)
     snapshot = cluster([prefill("p0")], [decode("d0", cached=48)], costs=costs.costs, local=AUTO)
     found = placed(dataclasses.replace(snapshot, prompt_tokens=64, page_bytes=160_000))
     assert (found.policy, found.decode) == (Policy.LOCAL, "d0")

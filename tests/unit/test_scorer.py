@@ -103,8 +103,8 @@ def pair_cost(snapshot: Snapshot, prefill: PrefillView, decode: DecodeView) -> f
     """By the definition: whose wait, compute, transfer, steps and interference a pair costs."""
     costs, size = snapshot.costs, snapshot.page_size
     cached, own = prefill.cached_tokens, -(-snapshot.prompt_tokens // size)
-    compute = costs.prefill_seconds(snapshot.prompt_tokens - cached, cached)
-    wait = costs.wait_seconds(prefill.pending_tokens, prefill.saved_tokens)
+    compute = costs.prefill.seconds(snapshot.prompt_tokens - cached, cached)
+    wait = costs.prefill.wait(prefill.pending_tokens, prefill.saved_tokens)
     workers = snapshot.decode
     columns = zip(workers.running, workers.pending_tokens, workers.prefilling, strict=True)
     beside = [
@@ -114,8 +114,8 @@ def pair_cost(snapshot: Snapshot, prefill: PrefillView, decode: DecodeView) -> f
     share = costs.interference(sum(each[0] for each in beside), sum(each[1] for each in beside))
     pages = -(-(snapshot.prompt_tokens - decode.cached_tokens) // size)
     late = costs.exposed_seconds(pages * snapshot.page_bytes, compute)
-    late += max(0.0, costs.restore_seconds(decode.saved_tokens) - compute)
-    late = max(late, costs.local_wait_seconds(decode.pending_tokens) - compute)
+    late += max(0.0, costs.local.wait(0, decode.saved_tokens) - compute)
+    late = max(late, costs.local.wait(decode.pending_tokens) - compute)
     short = own > decode.free_pages + decode.cached_tokens // size
     room = costs.room_seconds(decode.waiting + short, decode.requests, decode.leased_pages)
     steps = costs.decode_seconds(snapshot.tokens_wanted, decode.requests, decode.leased_pages, own)
