@@ -22,36 +22,11 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections import OrderedDict
-from dataclasses import dataclass
 
-from baton.core.page_keys import KeyChain
-from baton.core.types import AttemptKey, Work
-from baton.engine.page_pool import Lease, PagePool
+from baton.core.types import AttemptKey
+from baton.engine.page_pool import PagePool
 from baton.engine.sequence import Sequence, next_page_pending
 from baton.engine.step import Chunk, Plan
-
-
-@dataclass(frozen=True, slots=True)
-class Reservation:
-    """A prompt's pages: the cached ones, then those that prefill will push."""
-
-    work: Work
-    lease: Lease
-    chain: KeyChain
-
-    @property
-    def awaited(self) -> list[int]:
-        return self.lease.pages[self.lease.found :]
-
-
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    work: Work
-    chain: KeyChain
-
-    @property
-    def keys(self) -> list[bytes]:
-        return self.chain.to_find(self.work.prompt_tokens)
 
 
 def _order(sequence: Sequence) -> int:
@@ -63,8 +38,8 @@ class DecodeScheduler:
         self._pool = pool
         self._max_batch = max_batch
         self._chunk_tokens = chunk_tokens
-        self._waiting: OrderedDict[AttemptKey, _Waiting] = OrderedDict()
-        self._travelling: dict[AttemptKey, Reservation] = {}
+        self._waiting: OrderedDict[AttemptKey, Sequence] = OrderedDict()
+        self._travelling: dict[AttemptKey, Sequence] = {}
         # Arrived requests, each list oldest first. The preempted hold no pages.
         self._ready: list[Sequence] = []
         self._preempted: list[Sequence] = []
@@ -94,15 +69,20 @@ class DecodeScheduler:
         requests = (*self._preempted, *self._running)
         return sum(each.uncomputed for each in requests if each.uncomputed > 1)
 
-    def reserve(self, work: Work) -> None:
-        self._waiting[work.key] = _Waiting(work, self._pool.chain(work.cache_name))
+    def reserve(self, sequence: Sequence) -> None:
+        """Queues a request whose prompt will be pushed."""
+        self._waiting[sequence.work.key] = sequence
 
-    def grant(self) -> list[Reservation]:
-        """Reservations that got their pages now, oldest first."""
+    def compute(self, sequence: Sequence) -> None:
+        """Queues a request with local prefill."""
+        sequence.order = next(self._orders)
+        self._preempted.append(sequence)
+
+    def grant(self) -> list[Sequence]:
+        """Requests whose prompts got their pages now, oldest first."""
         granted = []
         while not self._preempted and (first := self._first_waiting()):
-            key, keys = first.work.key, first.keys
-            pages = self._pool.pages_for(len(first.work.prompt_tokens))
+            keys, pages = first.keys_to_find, self._pool.pages_for(len(first.tokens))
             # Leaves a page for each request to grow, so that a new one does not cause a
             # preemption at once.
             room = len(self._running) + len(self._ready) + len(self._travelling)
@@ -110,59 +90,44 @@ class DecodeScheduler:
                 break
             if self._pool.lower.restore_pages(keys):
                 continue
-            del self._waiting[key]
-            lease = self._pool.acquire(pages, keys)
-            self._travelling[key] = Reservation(first.work, lease, first.chain)
-            granted.append(self._travelling[key])
+            del self._waiting[first.work.key]
+            first.lease = self._pool.acquire(pages, keys)
+            self._travelling[first.work.key] = first
+            granted.append(first)
         return granted
 
-    def _first_waiting(self) -> _Waiting | None:
+    def _first_waiting(self) -> Sequence | None:
         """The oldest reservation that waits for no restore."""
-        waiting = self._waiting.values()
-        return next(
-            (each for each in waiting if not next_page_pending(each.keys, self._pool, ())), None
-        )
+        for each in self._waiting.values():
+            if not next_page_pending(each.keys_to_find, self._pool, ()):
+                return each
+        return None
 
-    def arrive(self, key: AttemptKey, first_token: int) -> Sequence | None:
-        """The prompt's pages are in place: the request may run. None when it is unknown."""
-        reservation = self._travelling.pop(key, None)
-        if reservation is None:
-            return None
-        prompt = reservation.work.prompt_tokens
-        sequence = Sequence(
-            work=reservation.work,
-            lease=reservation.lease,
-            tokens=[*prompt, first_token],
-            computed=len(prompt),
-            order=next(self._orders),
-            chain=reservation.chain,
-        )
-        sequence.settle(len(prompt))
+    def arrive(self, key: AttemptKey, first_token: int) -> bool:
+        """The prompt's pages are in place: the request may run. False when it is unknown."""
+        sequence = self._travelling.pop(key, None)
+        if sequence is None:
+            return False
+        sequence.computed = len(sequence.tokens)
+        sequence.append(first_token)
+        sequence.order = next(self._orders)
+        sequence.settle(sequence.computed)
         sequence.lease.share_copies()
         self._ready.append(sequence)
-        return sequence
+        return True
 
-    def compute(self, work: Work) -> Sequence:
-        """Adds a request with local prefill, computed once there is room."""
-        lease = self._pool.acquire(0)
-        lease.release()
-        chain = self._pool.chain(work.cache_name)
-        sequence = Sequence(work, lease, order=next(self._orders), chain=chain)
-        self._preempted.append(sequence)
-        return sequence
-
-    def withdraw(self, key: AttemptKey) -> Reservation | None:
-        """Forgets a reservation that has not arrived. The caller frees its pages."""
-        self._waiting.pop(key, None)
-        return self._travelling.pop(key, None)
-
-    def finish(self, sequence: Sequence) -> None:
-        """Forgets an arrived request and frees its pages."""
-        if sequence in self._preempted:
-            self._preempted.remove(sequence)
-            return
-        (self._running if sequence in self._running else self._ready).remove(sequence)
-        sequence.lease.release()
+    def remove(self, sequence: Sequence) -> bool:
+        """Forgets a request and frees its pages. False when they are still being pushed: then the
+        caller frees them."""
+        key = sequence.work.key
+        if self._travelling.pop(key, None) is not None:
+            return False
+        if self._waiting.pop(key, None) is None:
+            groups = (self._running, self._ready, self._preempted)
+            next(group for group in groups if sequence in group).remove(sequence)
+        if not sequence.lease.released:
+            sequence.lease.release()
+        return True
 
     def next(self) -> Plan:
         """The next step's pieces, oldest request first. Empty when nothing can run."""
@@ -191,7 +156,7 @@ class DecodeScheduler:
                 return
             sequence = self._preempted[0]
             pages = self._pool.pages_for(len(sequence.tokens))
-            keys = sequence.chain.to_find(sequence.tokens)
+            keys = sequence.keys_to_find
             if next_page_pending(keys, self._pool, self._running):
                 return
             if self._pool.cost(pages, keys) > self._pool.free:

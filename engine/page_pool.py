@@ -57,6 +57,11 @@ class Lease:
         """Whether a step in flight uses the pages."""
         return self._pins > 0
 
+    @property
+    def fresh(self) -> list[int]:
+        """The pages behind those that were found."""
+        return self.pages[self.found :]
+
     def pin(self) -> None:
         self._pins += 1
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,8 @@ class Guide(Protocol):
 @dataclass(slots=True, eq=False)
 class Sequence:
     """`tokens` holds the prompt and the generated tokens. Keys and values of tokens[:computed]
-    are in the lease's pages; the rest must still be run."""
+    are in the lease's pages; the rest must still be run. A worker adds what it knows of the
+    attempt."""
 
     work: Work
     lease: Lease
@@ -43,6 +44,18 @@ class Sequence:
     def __post_init__(self) -> None:
         if not self.tokens:
             self.tokens = list(self.work.prompt_tokens)
+
+    @classmethod
+    def queued(cls, work: Work, pool: PagePool) -> Self:
+        """A sequence that has no pages yet."""
+        lease = pool.lease([])
+        lease.release()
+        return cls(work, lease, chain=pool.chain(work.cache_name))
+
+    @property
+    def keys_to_find(self) -> list[bytes]:
+        """Keys of its pages that a cache may provide."""
+        return self.chain.to_find(self.tokens)
 
     @property
     def prompt_length(self) -> int:

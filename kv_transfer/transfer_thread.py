@@ -19,10 +19,11 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from baton.core.errors import WorkerLost
+from baton.core.types import AttemptKey
 from baton.kv_transfer.pool_digest import PeerDigest
 from baton.kv_transfer.pushes import Pushes
 from baton.kv_transfer.reservations import Reservations
@@ -43,7 +44,7 @@ from baton.kv_transfer.transfer_events import (
     TransferCrashed,
     TransferEvent,
 )
-from baton.kv_transfer.transfer_protocol import TICKET_VERSION, parse_note
+from baton.kv_transfer.transfer_protocol import TICKET_VERSION, make_ticket, parse_note
 from baton.kv_transfer.transport import (
     Noted,
     PeerLost,
@@ -145,6 +146,20 @@ class TransferThread:
     def pushes_ahead(self) -> bool:
         """Whether PushPages may have pages that are not complete yet."""
         return self._digest is None
+
+    def ticket(
+        self, key: AttemptKey, pages: Sequence[int], seconds: float, held_pages: int = 0
+    ) -> bytes:
+        """A ticket for `pages` of this worker's pool, which expires after `seconds`."""
+        return make_ticket(
+            key,
+            agent=self.pool_address.agent,
+            held_pages=held_pages,
+            pages=pages,
+            expires_after_seconds=seconds,
+            lease_seconds=self.lease_seconds,
+            layout=self.pool_address.layout,
+        )
 
     def post(self, command: TransferCommand) -> None:
         """Queues a command. May be called from any thread, and returns at once."""

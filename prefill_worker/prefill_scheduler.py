@@ -20,13 +20,12 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Collection
-from dataclasses import dataclass
 
-from baton.core.page_keys import KeyChain
-from baton.core.types import AttemptKey, Work
+from baton.core.types import AttemptKey
 from baton.engine.page_pool import PagePool
 from baton.engine.sequence import Sequence, next_page_pending
 from baton.engine.step import Chunk, Plan
+from baton.prefill_worker.prefill_sequence import PrefillSequence
 
 LOOK_AHEAD = 8
 
@@ -35,27 +34,13 @@ LAST_TOKENS = 2048
 should be few."""
 
 
-@dataclass(slots=True)
-class _Prompt:
-    """A waiting prompt."""
-
-    work: Work
-    chain: KeyChain
-    restored: int = 0  # pages requested from the second tier
-
-    @property
-    def keys(self) -> list[bytes]:
-        return self.chain.to_find(self.work.prompt_tokens)
-
-
 class PrefillScheduler:
     def __init__(self, pool: PagePool, chunk_tokens: int, coming: Collection[bytes] = ()) -> None:
         """`coming` holds the keys of pages that are being fetched at the moment."""
         self._pool = pool
         self._coming = coming
         self._chunk_tokens = chunk_tokens
-        self._waiting: OrderedDict[AttemptKey, _Prompt] = OrderedDict()
-        self._cleared: set[AttemptKey] = set()  # of those that wait
+        self._waiting: OrderedDict[AttemptKey, PrefillSequence] = OrderedDict()
         self._started: OrderedDict[AttemptKey, Sequence] = OrderedDict()
 
     @property
@@ -69,30 +54,21 @@ class PrefillScheduler:
     @property
     def queued_tokens(self) -> int:
         """Prompt tokens not yet computed."""
-        return sum(len(prompt.work.prompt_tokens) for prompt in self._waiting.values()) + sum(
-            sequence.uncomputed for sequence in self._started.values()
-        )
+        prompts = itertools.chain(self._waiting.values(), self._started.values())
+        return sum(sequence.uncomputed for sequence in prompts)
 
     @property
     def waiting_pages(self) -> int:
         """Pages that queued prompts may need."""
-        lengths = (len(prompt.work.prompt_tokens) for prompt in self._waiting.values())
-        return sum(map(self._pool.pages_for, lengths))
-
-    def add(self, work: Work) -> list[bytes]:
-        """Queues a prompt; the keys of its pages that may be found in a cache."""
-        prompt = self._waiting[work.key] = _Prompt(work, self._pool.chain(work.cache_name))
-        return prompt.keys
-
-    def clear(self, key: AttemptKey) -> None:
-        """This prompt's pages will be freed soon after it is computed."""
-        if key in self._waiting:
-            self._cleared.add(key)
+        return sum(self._pool.pages_for(len(each.tokens)) for each in self._waiting.values())
 
     @property
     def cleared_waiting(self) -> bool:
         """Whether a cleared prompt waits."""
-        return bool(self._cleared)
+        return any(each.cleared for each in self._waiting.values())
+
+    def add(self, sequence: PrefillSequence) -> None:
+        self._waiting[sequence.work.key] = sequence
 
     def has_to_wait(self, keys: list[bytes]) -> bool:
         """Whether the first page that the cache lacks is being computed or fetched."""
@@ -101,11 +77,10 @@ class PrefillScheduler:
         missing = keys[len(self._pool.cache.find(keys)) :] if self._coming else []
         return bool(missing) and missing[0] in self._coming
 
-    def remove(self, key: AttemptKey) -> Sequence | None:
-        """Forgets an attempt. The caller frees the sequence if it had started."""
-        self._waiting.pop(key, None)
-        self._cleared.discard(key)
-        return self._started.pop(key, None)
+    def remove(self, sequence: Sequence) -> None:
+        """Forgets an attempt. The caller frees its pages if it had started."""
+        self._waiting.pop(sequence.work.key, None)
+        self._started.pop(sequence.work.key, None)
 
     def next(self) -> Plan:
         """The next step's pieces, oldest prompt first. Empty when nothing can run."""
@@ -130,25 +105,24 @@ class PrefillScheduler:
 
     def _start_next(self) -> bool:
         """Starts a waiting prompt if the pool has room for its pages."""
-        prompt = self._choose()
-        if prompt is None:
+        sequence = self._choose()
+        if sequence is None:
             return False
-        work, keys = prompt.work, prompt.keys
-        pages = self._pool.pages_for(len(work.prompt_tokens))
+        keys, pages = sequence.keys_to_find, self._pool.pages_for(len(sequence.tokens))
         if self._pool.cost(pages, keys) > self._pool.free:
             return False
         if coming := self._pool.lower.restore_pages(keys):
-            prompt.restored += coming
+            sequence.restored += coming
             return self._start_next()
-        self.remove(work.key)
-        sequence = Sequence(work, self._pool.acquire(pages, keys), chain=prompt.chain)
-        sequence.computed, sequence.restored = sequence.cached_tokens, prompt.restored
-        self._started[work.key] = sequence
+        del self._waiting[sequence.work.key]
+        sequence.lease = self._pool.acquire(pages, keys)
+        sequence.computed = sequence.cached_tokens
+        self._started[sequence.work.key] = sequence
         return True
 
-    def _choose(self) -> _Prompt | None:
+    def _choose(self) -> Sequence | None:
         """The oldest prompt that need not wait for another one, cleared prompts first."""
-        cleared = (prompt for key, prompt in self._waiting.items() if key in self._cleared)
-        others = (prompt for key, prompt in self._waiting.items() if key not in self._cleared)
+        cleared = (each for each in self._waiting.values() if each.cleared)
+        others = (each for each in self._waiting.values() if not each.cleared)
         first = itertools.islice(itertools.chain(cleared, others), LOOK_AHEAD)
-        return next((prompt for prompt in first if not self.has_to_wait(prompt.keys)), None)
+        return next((each for each in first if not self.has_to_wait(each.keys_to_find)), None)

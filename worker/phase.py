@@ -7,14 +7,17 @@ This package imports neither phase, so `phase_factory` finds their classes by na
 from __future__ import annotations
 
 import importlib
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 
 from baton.core import bounds
 from baton.core.bounds import MAX_GRAMMAR, MAX_TOP_LOGPROBS
 from baton.core.config import Config
 from baton.core.errors import (
+    BatonError,
     Internal,
     InvalidGrammar,
     InvalidRequest,
@@ -23,14 +26,25 @@ from baton.core.errors import (
     Unavailable,
 )
 from baton.core.types import AttemptKey, Role, Work
-from baton.core.wire import failed_to
+from baton.core.wire import failed_to, work_from
 from baton.engine.engine import Engine
-from baton.kv_transfer.transfer_events import PagesDamaged, TransferCrashed, TransferEvent
+from baton.engine.page_pool import Lease
+from baton.engine.sequence import Sequence
+from baton.engine.step import Plan
+from baton.kv_transfer.transfer_events import (
+    PagesDamaged,
+    SenderDied,
+    TransferCrashed,
+    TransferEvent,
+)
 from baton.kv_transfer.transfer_thread import TransferThread
 from baton.v1 import worker_pb2 as pb
 from baton.worker.metrics import WorkerMetrics
 from baton.worker.outbox import Outbox
-from baton.worker.step_pipeline import StepPipeline
+from baton.worker.step_pipeline import Settled, StepPipeline
+
+Order = pb.Prefill | pb.Reserve | pb.Compute
+"""A message that brings work."""
 
 
 class Scheduler(Protocol):
@@ -44,17 +58,64 @@ class Scheduler(Protocol):
     def queued_tokens(self) -> int: ...
 
 
-class _Attached(Protocol):
-    attachment: int
+@dataclass(slots=True, eq=False)
+class Job(Sequence):
+    """One attempt: its sequence, and what both phases know of it."""
+
+    attachment: int = 0
+    queued_at: float = 0.0
+    started_at: float = 0.0  # when it was first in a step
 
 
-AnyJob = TypeVar("AnyJob", bound=_Attached)
+AnyJob = TypeVar("AnyJob", bound=Job)
+
+
+class HeldLeases:
+    """Leases of pages that a peer may still use. The transfer thread reports when each can be
+    freed."""
+
+    def __init__(self, *, written: bool) -> None:
+        """With `written` peers write to the pages that were not found; else they read all."""
+        self._written = written
+        self._leases: dict[AttemptKey, Lease] = {}
+        self._overdue: set[AttemptKey] = set()  # those held for too long
+
+    def __contains__(self, key: AttemptKey) -> bool:
+        return key in self._leases
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    @property
+    def pages(self) -> set[int]:
+        return {page for lease in self._leases.values() for page in lease.pages}
+
+    @property
+    def overdue_pages(self) -> set[int]:
+        leases = [self._leases[key] for key in self._overdue]
+        return {page for each in leases for page in (each.fresh if self._written else each.pages)}
+
+    def hold(self, key: AttemptKey, lease: Lease) -> None:
+        self._leases[key] = lease
+
+    def mark_overdue(self, key: AttemptKey) -> None:
+        if key in self._leases:
+            self._overdue.add(key)
+
+    def free(self, key: AttemptKey) -> None:
+        """Nothing can reach the pages any more."""
+        self._overdue.discard(key)
+        if lease := self._leases.pop(key, None):
+            lease.release()
 
 
 class Phase(ABC, Generic[AnyJob]):
-    """Holds one job per attempt."""
+    """Holds one job per attempt. A released one that a peer may still use leaves its lease in
+    `_leaving`."""
 
     role: ClassVar[Role]
+    _scheduler: Scheduler
+    accepted: ClassVar[tuple[str, ...]]  # the messages that bring work
 
     def __init__(
         self,
@@ -73,10 +134,22 @@ class Phase(ABC, Generic[AnyJob]):
         self._quarantine_share = config.quarantine_share
         self._draining = False
         self._jobs: dict[AttemptKey, AnyJob] = {}
+        self._leaving = HeldLeases(written=self.role is Role.DECODE)
+        self._held = [self._leaving]
 
-    @abstractmethod
     def on_message(self, attachment: int, message: pb.RouterMessage, arrived: float) -> None:
         """Handles a router's message that arrived at `arrived`, by the monotonic clock."""
+        match message.WhichOneof("kind"):
+            case "prefill" | "reserve" | "compute" as kind:
+                order: Order = getattr(message, kind)
+                if kind in self.accepted:
+                    self._accept(attachment, order, arrived)
+                else:
+                    self._refuse(attachment, order.work)
+            case "release":
+                self._release(AttemptKey(message.release.request_id, message.release.epoch))
+            case "sender_gone":
+                self._transfer.post(SenderDied(message.sender_gone.agent))
 
     def on_detach(self, attachment: int) -> None:
         """Releases everything that a disconnected router's requests hold."""
@@ -93,13 +166,38 @@ class Phase(ABC, Generic[AnyJob]):
             case _:
                 self._on_transfer(event)
 
-    @abstractmethod
     def step(self) -> bool:
         """Runs one step of the engine. False when there is nothing to run."""
+        self._pool.lower.advance()
+        plan = self._plan()
+        if not plan and not self._steps.any:
+            return self._unblock()
+        self._start(plan)
+        for settled in self._steps.advance(plan):
+            self._settle(settled)
+        self._end_step(plan)
+        return True
 
-    @abstractmethod
     def load(self) -> pb.Load:
-        """How busy the phase and its pool are."""
+        """How busy the phase and its pool are; also written to the metrics."""
+        busy, quarantined = self._jobs or self._steps.any, self._quarantined
+        held = set[int]().union(*(each.pages for each in self._held))
+        leak = "" if busy else self._pool.check_integrity(held=len(held))
+        load = pb.Load(
+            free_pages=self._pool.free,
+            leased_pages=self._pool.leased - quarantined,
+            quarantined_pages=quarantined,
+            cached_pages=self._pool.cached,
+            kept_pages=self._pool.kept,
+            waiting=self._scheduler.waiting,
+            running=self._scheduler.running,
+            queued_tokens=self._scheduler.queued_tokens,
+            fault=leak or self._quarantine_fault(quarantined),
+            transfers=self._transfers,
+        )
+        self._metrics.load(load)
+        self._metrics.cache(self._pool)
+        return load
 
     def drain(self) -> None:
         """Refuses new requests from now on; routers retry them on another worker."""
@@ -109,9 +207,10 @@ class Phase(ABC, Generic[AnyJob]):
         """Accepts new requests again."""
         self._draining = False
 
-    @abstractmethod
     def hand_back(self) -> None:
         """Fails every request; routers retry them on another worker."""
+        for job in list(self._jobs.values()):
+            self._fail(job, self._drained())
 
     @property
     def idle(self) -> bool:
@@ -119,12 +218,31 @@ class Phase(ABC, Generic[AnyJob]):
         return not self._jobs
 
     @property
-    @abstractmethod
     def settled(self) -> bool:
         """Whether there are no requests, no in-flight steps and no transfers of any page."""
+        return self.idle and not self._steps.any and not any(map(len, self._held))
 
     @abstractmethod
     def _on_transfer(self, event: TransferEvent) -> None: ...
+
+    @abstractmethod
+    def _begin(self, work: Work, order: Order) -> AnyJob:
+        """Queues the job of an accepted order."""
+
+    @abstractmethod
+    def _plan(self) -> Plan: ...
+
+    def _unblock(self) -> bool:
+        """Called when nothing can run. Whether that has changed."""
+        return False
+
+    @abstractmethod
+    def _commit(self, job: AnyJob, settled: Settled) -> None:
+        """Takes over what a step did for a job."""
+
+    @abstractmethod
+    def _end_step(self, plan: Plan) -> None:
+        """Called when the plan's step is launched and those before it are committed."""
 
     @abstractmethod
     def _release(self, key: AttemptKey) -> None:
@@ -132,16 +250,60 @@ class Phase(ABC, Generic[AnyJob]):
 
     @property
     @abstractmethod
+    def _transfers(self) -> int:
+        """Attempts whose pages may be on their way."""
+
+    @property
     def _quarantined(self) -> int:
         """Pages that a remote write uses or may reach for too long."""
+        return len(set[int]().union(*(each.overdue_pages for each in self._held)))
 
-    def _check(self, work: Work, most_tokens: int) -> None:
-        """Raises why the work, which may grow to `most_tokens`, cannot be accepted."""
+    def _accept(self, attachment: int, order: Order, arrived: float) -> None:
+        work = work_from(order.work)
+        if work.key in self._jobs or work.key in self._leaving:
+            return
+        try:
+            self._check(work)
+        except BatonError as error:
+            self._outbox.send(attachment, failed_to(work.key, error))
+            return
+        job = self._jobs[work.key] = self._begin(work, order)
+        job.attachment, job.queued_at = attachment, arrived
+        job.set_guide(self._engine.guide(work))
+
+    def _start(self, plan: Plan) -> list[AnyJob]:
+        """The jobs that are in a step for the first time."""
+        now = time.monotonic()
+        jobs = [self._jobs[chunk.sequence.work.key] for chunk in plan]
+        new = [job for job in jobs if not job.started_at]
+        for job in new:
+            job.started_at = now
+            self._metrics.queued(now - job.queued_at)
+        return new
+
+    def _settle(self, settled: Settled) -> None:
+        job = self._jobs.get(settled.sequence.work.key)
+        if job is None or job is not settled.sequence:
+            return  # released while its step was in flight
+        if settled.error is not None:
+            job.lease.forget()
+            self._fail(job, settled.error)
+        else:
+            self._commit(job, settled)
+
+    def _fail(self, job: AnyJob, error: BatonError, *, retry: bool = False) -> None:
+        self._outbox.send(job.attachment, failed_to(job.work.key, error, retry=retry))
+        self._release(job.work.key)
+
+    def _check(self, work: Work) -> None:
+        """Raises why the work cannot be accepted."""
         if self._draining:
             raise self._drained()
         if fault := self._quarantine_fault(self._quarantined):
             raise Unavailable(fault)
         check_work(work, self._engine.architecture.vocabulary_size)
+        answer = work.tokens_wanted if self.role is Role.DECODE else 0
+        most_tokens = len(work.prompt_tokens) + answer
         if most_tokens > self._engine.context_length:
             raise PromptTooLong(
                 f"the request may reach {most_tokens} tokens; this worker's context holds"
@@ -158,26 +320,6 @@ class Phase(ABC, Generic[AnyJob]):
         error = Unavailable(f"the worker's role has changed to {self.role.value}")
         key = AttemptKey(work.request_id, work.epoch)
         self._outbox.send(attachment, failed_to(key, error))
-
-    def _measure_load(self, scheduler: Scheduler, held: int, transfers: int) -> pb.Load:
-        """The load report, also written to the metrics. `held` pages belong to no request."""
-        busy, quarantined = self._jobs or self._steps.any, self._quarantined
-        leak = "" if busy else self._pool.check_integrity(held=held)
-        load = pb.Load(
-            free_pages=self._pool.free,
-            leased_pages=self._pool.leased - quarantined,
-            quarantined_pages=quarantined,
-            cached_pages=self._pool.cached,
-            kept_pages=self._pool.kept,
-            waiting=scheduler.waiting,
-            running=scheduler.running,
-            queued_tokens=scheduler.queued_tokens,
-            fault=leak or self._quarantine_fault(quarantined),
-            transfers=transfers,
-        )
-        self._metrics.load(load)
-        self._metrics.cache(self._pool)
-        return load
 
     def _quarantine_fault(self, quarantined: int) -> str:
         """Why the worker accepts nothing new; empty when it does.

@@ -15,7 +15,7 @@ from baton.core.types import DeviceEvent, Logprobs
 from baton.engine.engine import Engine
 from baton.engine.second_tier import second_tier_of
 from baton.engine.sequence import Sequence
-from baton.engine.step import FinishedStep, InFlightStep, Plan, Scored
+from baton.engine.step import FinishedStep, InFlightStep, Outcome, Plan, Scored
 from baton.worker.metrics import WorkerMetrics
 
 
@@ -24,9 +24,10 @@ class Settled:
     """What a step did for one sequence."""
 
     sequence: Sequence
-    outcome: int | BatonError | None
     computed: int  # tokens whose K/V is in the sequence's pages since
+    token: int | None = None  # that was sampled
     logprobs: Logprobs | None = None  # of the token, where the sequence asks for it
+    error: BatonError | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +71,10 @@ class StepPipeline:
         seconds = time.monotonic() - launched.began
         self._metrics.step(len(plan), sum(chunk.count for chunk in plan), seconds)
         self._observe_compute(plan, seconds)
-        settled = []
-        for chunk, outcome, computed in zip(plan, outcomes, launched.computed, strict=True):
-            if isinstance(outcome, Scored):
-                done = Settled(chunk.sequence, outcome.token, computed, outcome.logprobs)
-            else:
-                done = Settled(chunk.sequence, outcome, computed)
-            settled.append(done)
-        return settled
+        return [
+            _settled(chunk.sequence, computed, outcome)
+            for chunk, computed, outcome in zip(plan, launched.computed, outcomes, strict=True)
+        ]
 
     def _observe_compute(self, plan: Plan, seconds: float) -> None:
         """Updates the cost of computing prompts, which the second tier compares with its own."""
@@ -85,6 +82,14 @@ class StepPipeline:
         tokens = sum(chunk.count for chunk in plan if chunk.count > 1)
         if tier is not None and tokens >= self._engine.pool.page_size:
             tier.costs.compute.add(tokens, seconds)
+
+
+def _settled(sequence: Sequence, computed: int, outcome: Outcome) -> Settled:
+    if isinstance(outcome, BatonError):
+        return Settled(sequence, computed, error=outcome)
+    if isinstance(outcome, Scored):
+        return Settled(sequence, computed, outcome.token, outcome.logprobs)
+    return Settled(sequence, computed, outcome)
 
 
 def launch(engine: Engine, plan: Plan) -> InFlightStep:

@@ -105,9 +105,9 @@ class Checks:
         held = {
             "pages": pool.leased,
             "requests": len(role._jobs),
-            "quarantines": len(role._leaving) if isinstance(role, DecodePhase) else 0,
-            "loans": len(role._loans._loans) if isinstance(role, DecodePhase) else 0,
-            "fetches": len(role._fetches._fetches) if isinstance(role, PrefillPhase) else 0,
+            "quarantines": len(role._leaving),
+            "loans": len(role._loans) if isinstance(role, DecodePhase) else 0,
+            "fetches": len(role._fetches) if isinstance(role, PrefillPhase) else 0,
             "pushes": len(transfer._pushes._senders),
             "writes": len(transfer._pushes._writes)
             + sum(len(transport.writes) for transport in worker.transports),
@@ -122,15 +122,14 @@ class Checks:
 def _expected_in(worker: SimulatedWorker, key: AttemptKey) -> Lease | None:
     """The pages that wait for an attempt's to arrive: a prompt's, or those that are fetched."""
     if isinstance(worker.role, PrefillPhase):
-        fetch = worker.role._fetches._fetches.get(key)
-        return fetch.lease if fetch else None
+        return worker.role._fetches._leases.get(key)
     travelling = worker.role._scheduler._travelling.get(key)
-    return travelling.lease if travelling else worker.role._leaving.get(key)
+    return travelling.lease if travelling else worker.role._leaving._leases.get(key)
 
 
 def _sent_from(worker: SimulatedWorker, key: AttemptKey) -> Lease | None:
     """The pages that an attempt's push reads."""
     if isinstance(worker.role, DecodePhase):
-        return worker.role._loans._loans.get(key)
+        return worker.role._loans._leases.get(key)
     job = worker.role._jobs.get(key)
-    return job.lease if job else None
+    return job.lease if job else worker.role._leaving._leases.get(key)

@@ -181,7 +181,7 @@ def test_decode_does_not_lend_without_end() -> None:
     decode = Decode()
     for number in range(MOST_LOANS + 1):
         decode.want(f"request {number}", PROMPT[:2])
-    assert len(decode.loans._loans) == MOST_LOANS
+    assert len(decode.loans) == MOST_LOANS
 
 
 def test_pages_that_a_stuck_write_reads_count_as_quarantined() -> None:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as AbstractSequence
 
 import pytest
 
 from baton.core.errors import BatonError
 from baton.core.types import AttemptKey
-from baton.decode_worker.decode_phase import DecodePhase, Loans
-from baton.decode_worker.decode_scheduler import DecodeScheduler, Reservation
+from baton.decode_worker.decode_phase import Loans
+from baton.decode_worker.decode_scheduler import DecodeScheduler
 from baton.engine.engine import Engine
 from baton.engine.prefix_cache import PrefixCache
 from baton.engine.second_tier import Save, SecondTier
+from baton.engine.sequence import Sequence
 from baton.engine.step import Chunk, FinishedStep, InFlightStep, Plan
 from baton.kv_transfer import pushes, receiver, sender
 from baton.kv_transfer.pushes import Pushes
@@ -24,13 +26,14 @@ from baton.kv_transfer.reservations import Reservations
 from baton.kv_transfer.sender import Sender
 from baton.kv_transfer.transfer_events import Fetched, PagesWanted
 from baton.kv_transfer.transfer_protocol import drained_note, key_of
-from baton.prefill_worker.prefill_jobs import Fetches, PromptFetch
 from baton.prefill_worker.prefill_phase import PrefillPhase
+from baton.prefill_worker.prefill_sequence import Fetches, PrefillSequence, PromptFetch
 from baton.router.requests.attempt import Action, Attempt, LinkLost
 from baton.v1 import worker_pb2 as pb
 from baton.v1.transfer_pb2 import Fetch as FetchNote
 from baton.v1.transfer_pb2 import Resend, TransferNote
 from baton.worker import step_pipeline
+from baton.worker.phase import HeldLeases
 
 from . import worker as simulated
 from .cluster import Cluster
@@ -147,44 +150,41 @@ def send_again_twice(patch: Patch) -> None:
 
 def free_what_a_write_reads(patch: Patch) -> None:
     """Prefill frees a cancelled prompt's pages without waiting for its write."""
-    release = PrefillPhase._release
+    leave = PrefillPhase._leave
 
-    def free(self: PrefillPhase, key: AttemptKey) -> None:
-        job = self._jobs.get(key)
-        release(self, key)
-        if job is not None and job.push and key in self._jobs:
-            self._forget(job)
+    def free(self: PrefillPhase, job: PrefillSequence) -> None:
+        leave(self, job)
+        self._leaving.free(job.work.key)
 
-    patch.setattr(PrefillPhase, "_release", free)
+    patch.setattr(PrefillPhase, "_leave", free)
 
 
 def free_what_is_running(patch: Patch) -> None:
     """Decode lets go of a finished request's pages twice."""
-    free = DecodePhase._free
+    free = HeldLeases.free
 
-    def twice(self: DecodePhase, key: AttemptKey) -> None:
-        lease = self._leaving.get(key)
+    def twice(self: HeldLeases, key: AttemptKey) -> None:
+        lease = self._leases.get(key)
         free(self, key)
-        if lease is not None:
+        if lease is not None and self._written:
             lease.release()
 
-    patch.setattr(DecodePhase, "_free", twice)
+    patch.setattr(HeldLeases, "free", twice)
 
 
 def forget_to_free(patch: Patch) -> None:
     """Decode keeps the pages of a reservation that was given up."""
-    patch.setattr(DecodePhase, "_free", lambda self, key: self._leaving.pop(key, None))
+    patch.setattr(HeldLeases, "free", lambda self, key: self._leases.pop(key, None))
 
 
 def know_before_it_arrived(patch: Patch) -> None:
     """Decode shares the pages of a prompt that is still on its way."""
     grant = DecodeScheduler.grant
 
-    def named(self: DecodeScheduler) -> list[Reservation]:
+    def named(self: DecodeScheduler) -> list[Sequence]:
         granted = grant(self)
         for each in granted:
-            prompt = each.work.prompt_tokens
-            each.lease.name(each.chain.keys(prompt, len(prompt)))
+            each.settle(len(each.tokens))
         return granted
 
     patch.setattr(DecodeScheduler, "grant", named)
@@ -217,7 +217,7 @@ def know_before_it_was_fetched(patch: Patch) -> None:
     begin = Fetches.begin
 
     def named(
-        self: Fetches, key: AttemptKey, holder: pb.Holder, keys: Sequence[bytes]
+        self: Fetches, key: AttemptKey, holder: pb.Holder, keys: AbstractSequence[bytes]
     ) -> PromptFetch | None:
         fetch = begin(self, key, holder, keys)
         if fetch is not None:
@@ -255,7 +255,7 @@ def lend_without_a_lease(patch: Patch) -> None:
 
     def lent(self: Loans, wanted: PagesWanted) -> None:
         answer(self, wanted)
-        self.end(wanted.key)
+        self.free(wanted.key)
 
     patch.setattr(Loans, "answer", lent)
 
@@ -293,7 +293,7 @@ def know_before_it_is_restored(patch: Patch) -> None:
     """Pages are shared while they are on their way from the second tier."""
     restore_pages = SecondTier.restore_pages
 
-    def named(self: SecondTier, keys: Sequence[bytes]) -> int:
+    def named(self: SecondTier, keys: AbstractSequence[bytes]) -> int:
         count = restore_pages(self, keys)
         for job in self._restoring:
             job.lease.name(job.keys)

@@ -24,17 +24,29 @@ class Bench:
     ) -> None:
         self.pool = PagePool(pages, 4, root)
         self.scheduler = DecodeScheduler(self.pool, max_batch, chunk)
+        self.reserved: dict[str, Sequence] = {}
         self.sequences: dict[str, Sequence] = {}
 
     def arrive(self, name: str, prompt: int, answer: int = 8, salt: str = "") -> None:
-        self.scheduler.reserve(work(name, prompt, answer, salt))
+        self.reserve(name, prompt, answer, salt)
         self.scheduler.grant()
         self.land(name)
 
-    def land(self, name: str) -> None:
-        sequence = self.scheduler.arrive(AttemptKey(name, 1), first_token=0)
-        assert sequence is not None
+    def reserve(self, name: str, prompt: int, answer: int = 8, salt: str = "") -> Sequence:
+        sequence = Sequence.queued(work(name, prompt, answer, salt), self.pool)
+        self.scheduler.reserve(sequence)
+        self.reserved[name] = sequence
+        return sequence
+
+    def compute(self, name: str, prompt: int, answer: int = 8) -> Sequence:
+        sequence = Sequence.queued(work(name, prompt, answer), self.pool)
+        self.scheduler.compute(sequence)
         self.sequences[name] = sequence
+        return sequence
+
+    def land(self, name: str) -> None:
+        assert self.scheduler.arrive(AttemptKey(name, 1), first_token=0)
+        self.sequences[name] = self.reserved.pop(name)
 
     def step(self) -> list[tuple[str, int]]:
         plan: Plan = self.scheduler.next()
@@ -44,7 +56,7 @@ class Bench:
             sequence.computed += piece.count
             sequence.settle(sequence.computed)
             if samples and sequence.append(0):
-                self.scheduler.finish(sequence)
+                self.scheduler.remove(sequence)
                 del self.sequences[sequence.work.key.request_id]
         return [(piece.sequence.work.key.request_id, piece.count) for piece in plan]
 
@@ -80,31 +92,31 @@ def test_a_full_batch_makes_the_next_request_wait() -> None:
 
 def test_a_reservation_takes_only_the_pages_of_its_prompt() -> None:
     bench = Bench()
-    bench.scheduler.reserve(work("a", 9, answer=80))
+    bench.reserve("a", 9, answer=80)
     assert [len(reservation.lease) for reservation in bench.scheduler.grant()] == [3]
 
 
 def test_reservations_are_granted_in_order_as_pages_come_free() -> None:
     bench = Bench(pages=6)
     for name in ("a", "b", "c"):
-        bench.scheduler.reserve(work(name, 12))
+        bench.reserve(name, 12)
     assert [item.work.key.request_id for item in bench.scheduler.grant()] == ["a"]
-    reservation = bench.scheduler.withdraw(AttemptKey("a", 1))
-    assert reservation is not None
+    reservation = bench.reserved["a"]
+    assert not bench.scheduler.remove(reservation)
     reservation.lease.release()
     assert [item.work.key.request_id for item in bench.scheduler.grant()] == ["b"]
 
 
 def test_an_unknown_arrival_is_dropped() -> None:
-    assert Bench().scheduler.arrive(AttemptKey("late", 1), 0) is None
+    assert not Bench().scheduler.arrive(AttemptKey("late", 1), 0)
 
 
 def test_a_withdrawn_reservation_cannot_arrive() -> None:
     bench = Bench()
-    bench.scheduler.reserve(work("a", 6))
+    bench.reserve("a", 6)
     bench.scheduler.grant()
-    bench.scheduler.withdraw(AttemptKey("a", 1))
-    assert bench.scheduler.arrive(AttemptKey("a", 1), 0) is None
+    assert not bench.scheduler.remove(bench.reserved["a"])
+    assert not bench.scheduler.arrive(AttemptKey("a", 1), 0)
 
 
 def test_when_the_pool_is_full_the_youngest_gives_way_and_is_computed_again() -> None:
@@ -126,7 +138,7 @@ def test_recomputing_is_cut_into_chunks_beside_decoding_requests() -> None:
     bench.arrive("old", 16, answer=30)
     bench.arrive("young", 18, answer=30)
     young = bench.step_until_preempted("young")
-    bench.scheduler.finish(bench.sequences.pop("old"))
+    bench.scheduler.remove(bench.sequences.pop("old"))
     total = len(young.tokens)
     assert [bench.step() for _ in range(3)] == [[("young", 8)]] * 3
     assert bench.step() == [("young", total - 24)]
@@ -137,7 +149,7 @@ def test_new_reservations_wait_while_a_preempted_request_does() -> None:
     bench.arrive("old", 8, answer=14)
     bench.arrive("young", 8, answer=14)
     bench.step_until_preempted("young")
-    bench.scheduler.reserve(work("new", 1))
+    bench.reserve("new", 1)
     assert bench.scheduler.grant() == []
 
 
@@ -146,7 +158,7 @@ def test_a_preempted_request_can_be_released() -> None:
     bench.arrive("old", 8, answer=14)
     bench.arrive("young", 8, answer=14)
     bench.step_until_preempted("young")
-    bench.scheduler.finish(bench.sequences.pop("young"))
+    bench.scheduler.remove(bench.sequences.pop("young"))
     while bench.sequences:
         bench.step()
     assert bench.pool.free == 6
@@ -154,7 +166,7 @@ def test_a_preempted_request_can_be_released() -> None:
 
 def test_a_prompt_that_nobody_sends_is_computed_here_in_chunks() -> None:
     bench = Bench(chunk=4)
-    bench.sequences["a"] = bench.scheduler.compute(work("a", prompt=10, answer=3))
+    bench.compute("a", prompt=10, answer=3)
     steps = [bench.step() for _ in range(6)]
     assert steps == [[("a", 4)], [("a", 4)], [("a", 2)], [("a", 1)], [("a", 1)], []]
     assert bench.pool.free == 100
@@ -163,14 +175,14 @@ def test_a_prompt_that_nobody_sends_is_computed_here_in_chunks() -> None:
 def test_a_prompt_to_compute_waits_for_its_pages() -> None:
     bench = Bench(pages=6)
     bench.arrive("a", 16, answer=3)
-    bench.sequences["b"] = bench.scheduler.compute(work("b", prompt=16, answer=2))
+    bench.compute("b", prompt=16, answer=2)
     assert [bench.step(), bench.step()] == [[("a", 1)], [("a", 1)]]
     assert bench.step() == [("b", 16)]
 
 
 def test_a_prompt_to_compute_can_be_released_before_it_starts() -> None:
     bench = Bench()
-    bench.scheduler.finish(bench.scheduler.compute(work("a", 10)))
+    bench.scheduler.remove(bench.compute("a", 10))
     assert (bench.step(), bench.pool.free, bench.scheduler.waiting) == ([], 100, 0)
 
 
@@ -184,13 +196,13 @@ def test_any_load_ends_with_an_empty_pool(seed: int) -> None:
     for _ in range(3000):
         if names and draw.random() < 0.3:
             name = names.pop()
-            bench.scheduler.reserve(work(name, draw.randint(1, 16), draw.randint(1, 16)))
+            bench.reserve(name, draw.randint(1, 16), draw.randint(1, 16))
         travelling += [item.work.key.request_id for item in bench.scheduler.grant()]
         if travelling and draw.random() < 0.5:
             bench.land(travelling.pop(draw.randrange(len(travelling))))
         if bench.sequences and draw.random() < 0.02:
             name = draw.choice(list(bench.sequences))
-            bench.scheduler.finish(bench.sequences.pop(name))
+            bench.scheduler.remove(bench.sequences.pop(name))
         bench.step()
         assert bench.pool.check_integrity() == ""
     assert not names
@@ -265,16 +277,16 @@ def test_a_preempted_request_finds_its_own_pages_again() -> None:
 def test_of_a_prompt_that_is_partly_there_only_the_rest_is_awaited() -> None:
     bench = Bench(root=b"root")
     bench.arrive("first", prompt=10)
-    bench.scheduler.reserve(work("second", 14))
+    bench.reserve("second", 14)
     (granted,) = bench.scheduler.grant()
-    assert (granted.lease.found, len(granted.awaited)) == (2, 2)
+    assert (granted.lease.found, len(granted.lease.fresh)) == (2, 2)
     assert granted.lease.pages[:2] == bench.sequences["first"].lease.pages[:2]
 
 
 def test_requests_that_go_on_alike_are_computed_one_after_the_other() -> None:
     bench = Bench(root=b"root")
     for name in ("one", "two"):
-        bench.sequences[name] = bench.scheduler.compute(work(name, 24))
+        bench.compute(name, 24)
     assert bench.step() == [("one", 16)]
     assert bench.step() == [("one", 8)]
     assert bench.step() == [("one", 1), ("two", 4)]
@@ -283,5 +295,5 @@ def test_requests_that_go_on_alike_are_computed_one_after_the_other() -> None:
 def test_a_full_pool_is_shared_by_requests_that_begin_alike() -> None:
     bench = Bench(pages=6, root=b"root")
     bench.arrive("first", prompt=12)
-    bench.scheduler.reserve(work("second", 13))
+    bench.reserve("second", 13)
     assert len(bench.scheduler.grant()) == 1, "four pages, of which three are leased already"

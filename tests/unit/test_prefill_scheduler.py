@@ -4,18 +4,27 @@ from baton.core.types import AttemptKey, Sampling, Work
 from baton.engine.page_pool import PagePool
 from baton.engine.step import Plan
 from baton.prefill_worker.prefill_scheduler import PrefillScheduler
+from baton.prefill_worker.prefill_sequence import PrefillSequence
 
 
 def work(name: str, tokens: int) -> Work:
     return Work(AttemptKey(name, 1), range(tokens), Sampling(), 8, frozenset())
 
 
+class Scheduler(PrefillScheduler):
+    def queue(self, work: Work) -> PrefillSequence:
+        sequence = PrefillSequence.queued(work, self._pool)
+        sequence.push = True
+        self.add(sequence)
+        return sequence
+
+
 def scheduler(
     *lengths: int, chunk: int = 10, pages: int = 100, root: bytes | None = None
-) -> PrefillScheduler:
-    made = PrefillScheduler(PagePool(pages, 4, root), chunk)
+) -> Scheduler:
+    made = Scheduler(PagePool(pages, 4, root), chunk)
     for index, length in enumerate(lengths):
-        made.add(work(f"r{index}", length))
+        made.queue(work(f"r{index}", length))
     return made
 
 
@@ -31,7 +40,7 @@ def run(scheduler: PrefillScheduler) -> list[tuple[str, int]]:
         piece.sequence.computed += piece.count
         piece.sequence.settle(piece.sequence.computed)
     for sequence in done:
-        scheduler.remove(sequence.work.key)
+        scheduler.remove(sequence)
         sequence.lease.release()
     return shape(plan)
 
@@ -74,17 +83,21 @@ def test_only_the_piece_that_ends_a_prompt_samples() -> None:
 
 
 def test_a_removed_prompt_is_not_planned_and_its_pages_are_the_callers() -> None:
-    made = scheduler(12, 3)
+    made = scheduler()
+    sequence = made.queue(work("r0", 12))
+    made.queue(work("r1", 3))
     run(made)
-    sequence = made.remove(AttemptKey("r0", 1))
-    assert sequence is not None
+    made.remove(sequence)
     assert len(sequence.lease) == 3
+    assert not sequence.lease.released
     assert run(made) == [("r1", 3)]
 
 
 def test_a_removed_waiting_prompt_held_nothing() -> None:
-    made = scheduler(5)
-    assert made.remove(AttemptKey("r0", 1)) is None
+    made = scheduler()
+    sequence = made.queue(work("r0", 5))
+    made.remove(sequence)
+    assert sequence.lease.released
     assert (made.waiting, made.queued_tokens) == (0, 0)
 
 
@@ -117,10 +130,10 @@ def test_a_prompt_waits_for_one_that_computes_what_it_begins_with() -> None:
 
 def test_others_may_start_while_a_prompt_waits_for_another() -> None:
     made = scheduler(20, 24, root=b"root")
-    made.add(Work(AttemptKey("other", 1), [9, 9, 9], Sampling(), 8, frozenset()))
+    made.queue(Work(AttemptKey("other", 1), [9, 9, 9], Sampling(), 8, frozenset()))
     assert run(made) == [("r0", 10)]
     assert run(made) == [("r0", 10)]
     made = scheduler(6, 24, root=b"root")
-    made.add(Work(AttemptKey("other", 1), [9, 9, 9], Sampling(), 8, frozenset()))
+    made.queue(Work(AttemptKey("other", 1), [9, 9, 9], Sampling(), 8, frozenset()))
     assert run(made) == [("r0", 6), ("other", 3)]
     assert run(made) == [("r1", 10)]

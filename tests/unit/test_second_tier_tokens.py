@@ -87,7 +87,9 @@ class Server:
 
     def _compute(self, prompt: list[int]) -> Sequence:
         work = Work(AttemptKey(str(prompt), 1), prompt, Sampling(), ANSWER, frozenset())
-        return self._scheduler.compute(work)
+        sequence = Sequence.queued(work, self.pool)
+        self._scheduler.compute(sequence)
+        return sequence
 
     def _step(self) -> None:
         self._woken.clear()
@@ -99,7 +101,7 @@ class Server:
         for piece, token in zip(plan, self.engine.step(plan), strict=True):
             piece.sequence.settle(piece.sequence.computed)
             if token is not None and piece.sequence.append(token):
-                self._scheduler.finish(piece.sequence)
+                self._scheduler.remove(piece.sequence)
 
 
 HOST = CacheConfig(host_memory=Size(200 * PAGE_BYTES))

@@ -19,15 +19,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from baton.core.types import AttemptKey, Work
+from baton.core.types import AttemptKey
 from baton.engine.page_pool import Lease, PagePool
-from baton.engine.sequence import Guide
 from baton.kv_transfer.transfer_events import Fetched, ReleaseReservation, StartFetch
-from baton.kv_transfer.transfer_protocol import make_ticket
 from baton.kv_transfer.transfer_thread import TransferThread
 from baton.v1 import worker_pb2 as pb
 from baton.v1.timing_pb2 import Chunk
 from baton.worker.metrics import WorkerMetrics
+from baton.worker.phase import HeldLeases, Job
 
 MOST_CHUNKS = 32
 """Chunks reported of one prompt. Beyond that neighbours are joined in pairs."""
@@ -68,7 +67,6 @@ class PromptFetch:
     pages: int = 0  # that arrived
     seconds: float = 0.0  # how long they took, or were waited for
     under_way: bool = True
-    overdue: bool = False  # it has failed, and the holder has not released the pages
 
     @property
     def awaited(self) -> Sequence[bytes]:
@@ -79,43 +77,31 @@ class PromptFetch:
         return max(0, min(self.pages, found - self.lease.found))
 
 
-@dataclass(slots=True)
-class PrefillJob:
-    """One attempt."""
-
-    attachment: int
-    work: Work
-    push: bool
-    arrived: float
-    started: float = 0.0
+@dataclass(slots=True, eq=False)
+class PrefillSequence(Job):
+    push: bool = False
     chunks: ChunkTimes = field(default_factory=ChunkTimes)
-    lease: Lease | None = None
     fetch: PromptFetch | None = None
     delivered: bool = False  # decode's ticket has arrived
     pushed_pages: int = 0
-    released: bool = False
-    overdue: bool = False  # released, and a write still reads its pages
-    guide: Guide | None = None
+
+    @property
+    def cleared(self) -> bool:
+        """Whether its pages will be freed soon after it is computed."""
+        return self.delivered or not self.push
 
 
-class Fetches:
+class Fetches(HeldLeases):
+    """The fetches whose pages are not free yet."""
+
     def __init__(self, pool: PagePool, transfer: TransferThread, metrics: WorkerMetrics) -> None:
+        super().__init__(written=True)
         self._pool = pool
         self._transfer = transfer
         self._metrics = metrics
         self._fetches: dict[AttemptKey, PromptFetch] = {}
         # The keys of pages under way.
         self.coming: Counter[bytes] = Counter()
-
-    @property
-    def pages(self) -> set[int]:
-        return {page for fetch in self._fetches.values() for page in fetch.lease.pages}
-
-    @property
-    def overdue_pages(self) -> set[int]:
-        """Pages that a holder should have released."""
-        overdue = (fetch.lease for fetch in self._fetches.values() if fetch.overdue)
-        return {page for lease in overdue for page in lease.pages[lease.found :]}
 
     def begin(
         self, key: AttemptKey, holder: pb.Holder, keys: Sequence[bytes]
@@ -129,24 +115,18 @@ class Fetches:
             lease.release()
             return None
         lease.extend(len(fetch.awaited))
+        self.hold(key, lease)
         self._fetches[key] = fetch
         self.coming.update(fetch.awaited)
         self._ask(key, fetch, holder)
         return fetch
 
     def _ask(self, key: AttemptKey, fetch: PromptFetch, holder: pb.Holder) -> None:
-        pages = fetch.lease.pages[fetch.lease.found :]
         # A holder that is silent for a lease is not waited for any longer.
         most = self._transfer.lease_seconds
         seconds = holder.seconds if 0 < holder.seconds < most else most
-        ticket = make_ticket(
-            key,
-            agent=self._transfer.pool_address.agent,
-            pages=pages,
-            expires_after_seconds=seconds,
-            lease_seconds=self._transfer.lease_seconds,
-            layout=self._transfer.pool_address.layout,
-        )
+        pages = fetch.lease.fresh
+        ticket = self._transfer.ticket(key, pages, seconds)
         self._transfer.post(StartFetch(key, holder.agent, ticket, pages, fetch.awaited, seconds))
 
     def arrive(self, event: Fetched) -> None:
@@ -174,13 +154,8 @@ class Fetches:
             self._transfer.post(ReleaseReservation(key))
 
     def free(self, key: AttemptKey) -> None:
-        """Nothing can reach the pages any more."""
-        if fetch := self._fetches.pop(key, None):
-            fetch.lease.release()
-
-    def mark_overdue(self, key: AttemptKey) -> None:
-        if key in self._fetches:
-            self._fetches[key].overdue = True
+        self._fetches.pop(key, None)
+        super().free(key)
 
     def _end(self, fetch: PromptFetch) -> None:
         fetch.under_way = False
