@@ -32,8 +32,7 @@ from baton.core import config as configs
 from baton.core.tls import Identity, node_identity
 from baton.core.types import MAX_MESSAGE_BYTES, Role
 from baton.core.wire import role_from, role_to
-from baton.rpc import listen
-from baton.rpc.statuses import Context, unary
+from baton.rpc import Context, listen, unary
 from baton.v1 import cluster_pb2 as pb
 from baton.v1 import cluster_pb2_grpc
 

@@ -13,7 +13,7 @@ import grpc
 from baton.core.errors import BatonError
 from baton.core.types import Role
 from baton.core.wire import role_to
-from baton.rpc.statuses import to_status
+from baton.rpc import to_status
 from baton.v1 import cluster_pb2, inference_pb2, worker_pb2
 from baton.v1.cluster_pb2_grpc import AdminServicer, add_AdminServicer_to_server
 from baton.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server

@@ -24,7 +24,7 @@ from baton import (
     PromptTooLong,
     Unavailable,
 )
-from baton.rpc.statuses import to_status
+from baton.rpc import to_status
 from baton.v1 import inference_pb2
 from baton.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
 

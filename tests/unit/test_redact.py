@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.core.errors import BatonError, Internal, InvalidRequest, Unavailable, WorkerLost
-from baton.rpc.statuses import redact, redact_error
+from baton.rpc import redact, redact_error
 
 SECRETS = [
     "10.0.0.7:50051",

@@ -31,7 +31,7 @@ from baton.router.answers.answer_events import (
 )
 from baton.router.answers.answer_format import with_tools
 from baton.router.placement.placement import Placement
-from baton.rpc.statuses import redact
+from baton.rpc import redact
 from baton.v1 import inference_pb2 as pb
 
 

@@ -31,7 +31,7 @@ from baton.router.observe import time_breakdown
 from baton.router.observe.ledger import RequestLedger
 from baton.router.observe.overview import RouterOverview
 from baton.router.workers.controller_client import ControllerClient, switch_role
-from baton.rpc.statuses import Context, abort, to_status, unary, unary_with_context
+from baton.rpc import Context, abort, to_status, unary, unary_with_context
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc, timing_pb2, worker_pb2
 from baton.v1 import inference_pb2 as pb
 

@@ -25,7 +25,7 @@ from baton.core.errors import (
 )
 from baton.router.edges.http.answer_renderer import encode
 from baton.router.edges.http.openapi import ErrorBody
-from baton.rpc.statuses import redact
+from baton.rpc import redact
 
 log = logging.getLogger(__name__)
 
