@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, cast
 
 import typer
+from typer import Argument, Option
 
 from baton import Answer, BatonError, Client, InvalidRequest, Message, Stream
 from baton.cli.terminal import Address, complain, connected, note, option, print_json, with_flags
@@ -92,19 +93,13 @@ def _write(text: str) -> None:
 
 @with_flags(GENERATION)
 def generate(
-    prompt: Annotated[
-        str | None, typer.Argument(help="The prompt; - or none reads it from stdin.")
-    ] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as plain text.")] = False,
+    prompt: str | None = Argument(None, help="The prompt; - or none reads it from stdin."),
+    raw: bool = Option(False, "--raw", help="Continue the prompt as plain text."),
     system: System = None,
-    n: Annotated[int, typer.Option("--n", min=1, help="Number of answers.")] = 1,
+    n: int = Option(1, "--n", min=1, help="Number of answers."),
     *,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Continue past the model's end tokens.")
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object at the end.")
-    ] = False,
+    ignore_eos: bool = Option(False, "--ignore-eos", help="Continue past the model's end tokens."),
+    as_json: bool = Option(False, "--json", help="Print one JSON object at the end."),
     address: Address = DEFAULT_ADDRESS,
     **options: Any,
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from baton.cli.terminal import AsJson, edge, note, print_json, print_lines, print_result
 from baton.core.api_keys import ApiKey, make_key, read_keys, write_keys
@@ -25,13 +26,9 @@ _OWN_HOSTS = ("localhost", "127.0.0.1", "::1")
 @keys.command()
 def add(
     name: Name,
-    rate: Annotated[float, typer.Option(min=0.0, help="Calls a second. (default: no limit)")] = 0.0,
-    concurrency: Annotated[
-        int, typer.Option(min=0, help="Concurrent answers. (default: no limit)")
-    ] = 0,
-    admin: Annotated[
-        bool, typer.Option("--admin", help="May also drain workers and see others' requests.")
-    ] = False,
+    rate: float = Option(0.0, min=0.0, help="Calls a second. (default: no limit)"),
+    concurrency: int = Option(0, min=0, help="Concurrent answers. (default: no limit)"),
+    admin: bool = Option(False, "--admin", help="May also drain workers and see others' requests."),
     file: File = DEFAULT_FILE,
     as_json: AsJson = False,
 ) -> None:
@@ -90,12 +87,9 @@ def _described(key: ApiKey) -> str:
 
 
 def certs(
-    folder: Annotated[Path, typer.Argument(help="The target. (default: certs)")] = Path("certs"),
-    host: Annotated[
-        list[str] | None,
-        typer.Option(help="Another name or address of a node. Repeatable."),
-    ] = None,
-    days: Annotated[int, typer.Option(min=1, help="Days of validity.")] = 365,
+    folder: Path = Argument(Path("certs"), help="The target. (default: certs)"),
+    host: list[str] | None = Option(None, help="Another name or address of a node. Repeatable."),
+    days: int = Option(365, min=1, help="Days of validity."),
     as_json: AsJson = False,
 ) -> None:
     """Make certificates for development. An existing authority is used again."""

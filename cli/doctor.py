@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
 import typer
+from typer import Option
 
 from baton.cli.terminal import AsJson, edge, print_json
 from baton.core import config as configs
@@ -58,9 +59,7 @@ class Check:
 
 
 def doctor(
-    config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The cluster's YAML file.")
-    ] = None,
+    config: Path | None = Option(None, metavar="FILE", help="The cluster's YAML file."),
     as_json: AsJson = False,
 ) -> None:
     """Check this host: devices, packages, model, ports, and how fast pages travel."""

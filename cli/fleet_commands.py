@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from baton.cli.terminal import (
     Address,
@@ -30,17 +31,13 @@ from baton.v1 import cluster_pb2
 
 
 def scale(
-    prefill: Annotated[
-        int | None, typer.Option(min=1, help="Prefill workers. (default: unchanged)")
-    ] = None,
-    decode: Annotated[
-        int | None, typer.Option(min=1, help="Decode workers. (default: unchanged)")
-    ] = None,
-    wait: Annotated[bool, typer.Option(help="Wait until the pools are as wanted.")] = True,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait.")] = 600.0,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the pools as a line of JSON at each change.")
-    ] = False,
+    prefill: int | None = Option(None, min=1, help="Prefill workers. (default: unchanged)"),
+    decode: int | None = Option(None, min=1, help="Decode workers. (default: unchanged)"),
+    wait: bool = Option(True, help="Wait until the pools are as wanted."),
+    timeout: float = Option(600.0, help="Seconds to wait."),
+    as_json: bool = Option(
+        False, "--json", help="Print the pools as a line of JSON at each change."
+    ),
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
     """Change the number of workers. Surplus workers finish their requests first."""
@@ -99,7 +96,7 @@ def _lack(pools: cluster_pb2.PoolsResponse) -> str:
 def role(
     worker: Worker,
     to: Annotated[Role, typer.Argument(metavar="ROLE", help="prefill or decode.")],
-    wait: Annotated[float, typer.Option(help="Seconds to wait for the worker to be ready.")] = 60.0,
+    wait: float = Option(60.0, help="Seconds to wait for the worker to be ready."),
     as_json: AsJson = False,
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
@@ -122,7 +119,7 @@ def role(
 
 
 def plan(
-    limit: Annotated[int, typer.Option(min=1, help="Changes to show.")] = 10,
+    limit: int = Option(10, min=1, help="Changes to show."),
     as_json: AsJson = False,
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
@@ -168,10 +165,8 @@ def _round_lines(made: cluster_pb2.PlannedRound, when: str) -> Iterator[str]:
 
 def leave(
     ray_address: RayAddress = "auto",
-    host: Annotated[
-        str, typer.Option(help="The machine's address in Ray. (default: this one's)")
-    ] = "",
-    wait: Annotated[float, typer.Option(help="Seconds to wait for its workers to leave.")] = 60.0,
+    host: str = Option("", help="The machine's address in Ray. (default: this one's)"),
+    wait: float = Option(60.0, help="Seconds to wait for its workers to leave."),
     as_json: AsJson = False,
 ) -> None:
     """Make the workers of a machine finish or migrate their requests, and start elsewhere."""
@@ -186,11 +181,9 @@ def leave(
 
 
 def stop(
-    cluster: Annotated[
-        str, typer.Argument(help="As `baton serve` named it. (default: the only one)")
-    ] = "",
+    cluster: str = Argument("", help="As `baton serve` named it. (default: the only one)"),
     ray_address: RayAddress = "auto",
-    wait: Annotated[float, typer.Option(help="Seconds that answers may take to end.")] = 60.0,
+    wait: float = Option(60.0, help="Seconds that answers may take to end."),
     as_json: AsJson = False,
 ) -> None:
     """Stop a detached cluster. Running requests may end; Ctrl-C ends them at once."""

@@ -9,18 +9,20 @@ import asyncio
 import math
 import os
 import random
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
+from typer import Argument, Option
 
 from baton.cli.terminal import AsJson, console, edge, note, print_json
 from baton.connection import API_KEY_VARIABLE
 from baton.core.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from baton.cli.load_client import Call, Target
+    from baton.cli.load_run import Call, Target
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 LENGTHS_HELP = "N, LOW..HIGH (uniform), normal:MEAN:DEVIATION or lognormal:MEDIAN:SIGMA"
@@ -35,46 +37,30 @@ _COMMON = (
 )
 _WORDS = _COMMON.split()
 
+Lengths = Callable[[random.Random], float]
+"""A distribution of token counts."""
 
-@dataclass(frozen=True, slots=True)
-class Lengths:
-    """A distribution of token counts."""
 
-    kind: str
-    first: float
-    second: float = 0.0
-
-    @classmethod
-    def parse(cls, text: str) -> Lengths:
-        try:
-            return cls._parse(text)
-        except ValueError:
-            raise InvalidRequest(f"{text!r} is no length; write {LENGTHS_HELP}") from None
-
-    @classmethod
-    def _parse(cls, text: str) -> Lengths:
-        low, dots, high = text.partition("..")
-        if dots:
-            return cls("uniform", _positive(low), _positive(high))
-        kind, colon, rest = text.partition(":")
-        if not colon:
-            return cls("fixed", _positive(text))
-        if kind not in ("normal", "lognormal"):
-            raise ValueError(kind)
-        first, second = rest.split(":")
-        return cls(kind, _positive(first), _positive(second))
-
-    def draw(self, source: random.Random) -> int:
-        match self.kind:
-            case "uniform":
-                drawn = source.uniform(self.first, self.second)
-            case "normal":
-                drawn = source.gauss(self.first, self.second)
-            case "lognormal":
-                drawn = source.lognormvariate(math.log(self.first), self.second)
-            case _:
-                drawn = self.first
-        return max(1, round(drawn))
+def parse_lengths(text: str) -> Lengths:
+    low, dots, high = text.partition("..")
+    kind, colon, rest = text.partition(":")
+    given = [low, high] if dots else rest.split(":") if colon else [text]
+    try:
+        match (
+            "uniform" if dots else kind if colon else "fixed",
+            [_positive(each) for each in given],
+        ):
+            case "fixed", [count]:
+                return lambda source: count
+            case "uniform", [least, most]:
+                return lambda source: source.uniform(least, most)
+            case "normal", [mean, deviation]:
+                return lambda source: source.gauss(mean, deviation)
+            case "lognormal", [median, sigma]:
+                return lambda source: source.lognormvariate(math.log(median), sigma)
+    except ValueError:
+        pass
+    raise InvalidRequest(f"{text!r} is no length; write {LENGTHS_HELP}")
 
 
 def _positive(text: str) -> float:
@@ -110,12 +96,16 @@ class Shape:
         shared = _text(source, self.shared_tokens)
         made, at = [], 0.0
         for _ in range(self.requests):
-            own = max(1, self.prompt_tokens.draw(source) - self.shared_tokens)
+            own = max(1, _count(self.prompt_tokens, source) - self.shared_tokens)
             prompt = " ".join(filter(None, (shared, _text(source, own))))
-            made.append(Load(prompt, self.output_tokens.draw(source), at))
+            made.append(Load(prompt, _count(self.output_tokens, source), at))
             if self.rate:
                 at += source.expovariate(self.rate) if self.poisson else 1 / self.rate
         return made
+
+
+def _count(lengths: Lengths, source: random.Random) -> int:
+    return max(1, round(lengths(source)))
 
 
 def _text(source: random.Random, tokens: int) -> str:
@@ -123,84 +113,63 @@ def _text(source: random.Random, tokens: int) -> str:
 
 
 def bench(
-    url: Annotated[
-        str, typer.Argument(metavar="URL", help="Any server of the OpenAI API.")
-    ] = DEFAULT_URL,
-    requests: Annotated[int, typer.Option(min=1, help="Requests to send.")] = 100,
-    concurrency: Annotated[
-        int, typer.Option(min=1, help="Closed loop: n at once, the next as one ends.")
-    ] = 8,
-    rate: Annotated[
-        float | None,
-        typer.Option(min=0.001, help="Open loop: n a second, however long they take."),
-    ] = None,
-    constant: Annotated[
-        bool, typer.Option("--constant", help="Open loop: even intervals instead of Poisson.")
-    ] = False,
-    prompt_tokens: Annotated[
-        str, typer.Option(metavar="LENGTH", help=f"Approximate: {LENGTHS_HELP}.")
-    ] = "128",
-    output_tokens: Annotated[
-        str, typer.Option(metavar="LENGTH", help="The same for answers.")
-    ] = "64",
-    shared_tokens: Annotated[int, typer.Option(min=0, help="Common prefix of all prompts.")] = 0,
-    ignore_eos: Annotated[
-        bool,
-        typer.Option(help="Continue past end tokens; off for servers that reject unknown fields."),
-    ] = True,
-    slo_ttft: Annotated[
-        float, typer.Option(min=0.0, metavar="SECONDS", help="Objective for the first token.")
-    ] = 0.0,
-    slo_tpot: Annotated[
-        float, typer.Option(min=0.0, metavar="SECONDS", help="Objective for the time per token.")
-    ] = 0.0,
-    model: Annotated[str, typer.Option(help="(default: the server's first)")] = "",
-    api_key: Annotated[
-        str | None, typer.Option(help=f"(default: {API_KEY_VARIABLE})", show_default=False)
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed sends the same requests.")] = 0,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="PNG", help="Draw the times (needs baton-llm[plot]).")
-    ] = None,
+    url: str = Argument(DEFAULT_URL, metavar="URL", help="Any server of the OpenAI API."),
+    requests: int = Option(100, min=1, help="Requests to send."),
+    concurrency: int = Option(8, min=1, help="Closed loop: n at once, the next as one ends."),
+    rate: float | None = Option(
+        None, min=0.001, help="Open loop: n a second, however long they take."
+    ),
+    constant: bool = Option(
+        False, "--constant", help="Open loop: even intervals instead of Poisson."
+    ),
+    prompt_tokens: str = Option("128", metavar="LENGTH", help=f"Approximate: {LENGTHS_HELP}."),
+    output_tokens: str = Option("64", metavar="LENGTH", help="The same for answers."),
+    shared_tokens: int = Option(0, min=0, help="Common prefix of all prompts."),
+    ignore_eos: bool = Option(
+        True, help="Continue past end tokens; off for servers that reject unknown fields."
+    ),
+    slo_ttft: float = Option(
+        0.0, min=0.0, metavar="SECONDS", help="Objective for the first token."
+    ),
+    slo_tpot: float = Option(
+        0.0, min=0.0, metavar="SECONDS", help="Objective for the time per token."
+    ),
+    model: str = Option("", help="(default: the server's first)"),
+    api_key: str | None = Option(None, help=f"(default: {API_KEY_VARIABLE})", show_default=False),
+    seed: int = Option(0, min=0, help="The same seed sends the same requests."),
+    plot: Path | None = Option(None, metavar="PNG", help="Draw the times (needs baton-llm[plot])."),
     as_json: AsJson = False,
 ) -> None:
     """Put load on a server, and report TTFT, ITL, end-to-end times and goodput."""
     with edge():
-        from baton.cli import load_client, load_report
+        from baton.cli import load_run
 
-        shape = Shape(
-            requests,
-            Lengths.parse(prompt_tokens),
-            Lengths.parse(output_tokens),
-            shared_tokens,
-            rate or 0.0,
-            not constant,
-            seed,
-        )
+        lengths = parse_lengths(prompt_tokens), parse_lengths(output_tokens)
+        shape = Shape(requests, *lengths, shared_tokens, rate or 0.0, not constant, seed)
         key = os.environ.get(API_KEY_VARIABLE, "") if api_key is None else api_key
-        base = load_client.base_url(url)
-        named = model or load_client.served_model(base, key)
-        target = load_client.Target(base, named, key, ignore_eos)
-        calls = _run(target, shape, concurrency)
-        objective = load_report.Objective(slo_ttft, slo_tpot)
-        report = load_report.LoadReport.of(calls, objective)
+        base = load_run.base_url(url)
+        named = model or load_run.served_model(base, key)
+        target = load_run.Target(base, named, key, ignore_eos)
+        calls = _run(target, shape.loads(), requests if rate else concurrency)
+        objective = load_run.Objective(slo_ttft, slo_tpot)
+        report = load_run.LoadReport.of(calls, objective)
         if plot:
-            load_report.plot(calls, plot)
+            load_run.plot(calls, plot)
             note(f"drew {plot}")
         if as_json:
             print_json({"url": base, "model": named, **asdict(report)})
         else:
-            console().print(load_report.render(report, objective))
+            console().print(load_run.render(report, objective))
     raise typer.Exit(1 if report.failed == report.requests else 0)
 
 
-def _run(target: Target, shape: Shape, concurrency: int) -> list[Call]:
+def _run(target: Target, loads: list[Load], concurrency: int) -> list[Call]:
+    """Shows the progress meanwhile."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from baton.cli.load_client import closed_loop, open_loop
+    from baton.cli.load_run import run
 
-    loads = shape.loads()
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -216,12 +185,7 @@ def _run(target: Target, shape: Shape, concurrency: int) -> list[Call]:
             nonlocal tokens, failed
             tokens += call.output_tokens
             failed += bool(call.error)
-            progress.update(
-                task,
-                advance=1,
-                summary=f"{tokens:,} tokens" + (f", {failed} failed" if failed else ""),
-            )
+            summary = f"{tokens:,} tokens" + (f", {failed} failed" if failed else "")
+            progress.update(task, advance=1, summary=summary)
 
-        if shape.rate:
-            return asyncio.run(open_loop(target, loads, ended))
-        return asyncio.run(closed_loop(target, loads, concurrency, ended))
+        return asyncio.run(run(target, loads, concurrency, ended))

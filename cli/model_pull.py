@@ -21,9 +21,9 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated
 
 import typer
+from typer import Argument
 
 from baton.cli.terminal import AsJson, edge, note, print_result
 from baton.core import model_store
@@ -54,10 +54,9 @@ def pull(as_json: AsJson = False) -> None:
 
 @model.command()
 def path(
-    name: Annotated[
-        str,
-        typer.Argument(metavar="MODEL", help="A folder. (default: the small model)"),
-    ] = model_store.EMBEDDED,
+    name: str = Argument(
+        model_store.EMBEDDED, metavar="MODEL", help="A folder. (default: the small model)"
+    ),
     as_json: AsJson = False,
 ) -> None:
     """Print the folder of a model."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
+from typer import Argument, Option
 
 from baton import Client, PermissionDenied
 from baton.cli.terminal import (
@@ -31,7 +32,7 @@ _TOP_TIMEOUT_SECONDS = 2.0
 
 
 def status(
-    watch: Annotated[bool, typer.Option("--watch", help="Refresh once a second.")] = False,
+    watch: bool = Option(False, "--watch", help="Refresh once a second."),
     as_json: AsJson = False,
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
@@ -54,11 +55,9 @@ def _status(client: Client, timeout: float = CALL_SECONDS) -> RenderableType:
 
 
 def top(
-    seconds: Annotated[
-        float, typer.Option(min=0.2, metavar="SECONDS", help="Between two refreshes.")
-    ] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Print once and exit.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the data once, and exit.")] = False,
+    seconds: float = Option(1.0, min=0.2, metavar="SECONDS", help="Between two refreshes."),
+    once: bool = Option(False, "--once", help="Print once and exit."),
+    as_json: bool = Option(False, "--json", help="Print the data once, and exit."),
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
     """Watch the cluster: pools, bottleneck, the last minutes, the latest requests."""
@@ -89,11 +88,10 @@ def _overview(client: Client) -> Overview:
 
 
 def why(
-    request_id: Annotated[
-        str | None,
-        typer.Argument(metavar="REQUEST_ID", help="As in x-request-id; none lists the latest."),
-    ] = None,
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="Requests to list.")] = 20,
+    request_id: str | None = Argument(
+        None, metavar="REQUEST_ID", help="As in x-request-id; none lists the latest."
+    ),
+    limit: int = Option(20, min=1, max=1000, help="Requests to list."),
     as_json: AsJson = False,
     address: Address = DEFAULT_ADDRESS,
 ) -> None:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from itertools import chain, zip_longest
-from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from baton import Client, InvalidRequest, Unavailable
 from baton.cli.terminal import (
@@ -33,10 +33,10 @@ from baton.v1.worker_pb2 import ROLE_DECODE, ROLE_PREFILL
 
 def drain(
     worker: Worker,
-    last: Annotated[
-        bool, typer.Option("--last", help="Also the only worker of a pool. It is not replaced.")
-    ] = False,
-    wait: Annotated[float, typer.Option(help="Seconds to wait for the worker to exit.")] = 60.0,
+    last: bool = Option(
+        False, "--last", help="Also the only worker of a pool. It is not replaced."
+    ),
+    wait: float = Option(60.0, help="Seconds to wait for the worker to exit."),
     as_json: AsJson = False,
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
@@ -62,17 +62,14 @@ def drain(
 
 
 def restart(
-    workers: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[WORKER]...", help="As `baton status` names them; all by default."),
-    ] = None,
-    last: Annotated[
-        bool, typer.Option("--last", help="Also the only worker of a pool. Requests wait for it.")
-    ] = False,
-    wait: Annotated[float, typer.Option(help="Seconds to wait for each worker.")] = 600.0,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print a line of JSON for each worker.")
-    ] = False,
+    workers: list[str] | None = Argument(
+        None, metavar="[WORKER]...", help="As `baton status` names them; all by default."
+    ),
+    last: bool = Option(
+        False, "--last", help="Also the only worker of a pool. Requests wait for it."
+    ),
+    wait: float = Option(600.0, help="Seconds to wait for each worker."),
+    as_json: bool = Option(False, "--json", help="Print a line of JSON for each worker."),
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
     """Restart workers one by one. No request is lost."""

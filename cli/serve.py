@@ -9,9 +9,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
+from typer import Option
 
 from baton.cli.terminal import edge, option, with_flags
 from baton.cluster import preflight
@@ -49,24 +50,16 @@ def _config_flags() -> dict[str, Any]:
 
 @with_flags(_config_flags())
 def serve(
-    config: Annotated[
-        Path | None, typer.Option(help="A YAML file; flags override its keys.")
-    ] = None,
+    config: Path | None = Option(None, help="A YAML file; flags override its keys."),
     *,
-    ray_address: Annotated[
-        str, typer.Option(help="A Ray cluster to join. (default: start a local one)")
-    ] = "",
-    detach: Annotated[
-        bool,
-        typer.Option("--detach", help="Return when it serves; see `baton stop`. Needs a Ray."),
-    ] = False,
-    name: Annotated[
-        str, typer.Option(help="With --detach: take over a running cluster of this name.")
-    ] = "",
-    watch: Annotated[
-        bool,
-        typer.Option("--watch", help="With --detach: stay and report progress until stopped."),
-    ] = False,
+    ray_address: str = Option("", help="A Ray cluster to join. (default: start a local one)"),
+    detach: bool = Option(
+        False, "--detach", help="Return when it serves; see `baton stop`. Needs a Ray."
+    ),
+    name: str = Option("", help="With --detach: take over a running cluster of this name."),
+    watch: bool = Option(
+        False, "--watch", help="With --detach: stay and report progress until stopped."
+    ),
     **flags: Any,
 ) -> None:
     """Start a cluster: prefill workers, decode workers, a router. Ctrl-C stops it."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Option
 
 from baton.cli.terminal import AsJson, edge, print_json, print_lines
 from baton.core.errors import InvalidConfig
@@ -21,33 +22,22 @@ if TYPE_CHECKING:
 
 def simulate(
     trace: Annotated[Path, typer.Argument(metavar="TRACE.jsonl", help="In Mooncake's format.")],
-    prefill: Annotated[int, typer.Option(min=1, help="Prefill workers.")] = 1,
-    decode: Annotated[int, typer.Option(min=1, help="Decode workers.")] = 1,
-    profile: Annotated[
-        Path | None,
-        typer.Option(help="A worker's costs, a JSON file. (default: an H200 with an 8B model)"),
-    ] = None,
-    ttft_slo: Annotated[float, typer.Option(help="Seconds to the first token.")] = 4.0,
-    itl_slo: Annotated[float, typer.Option(help="Seconds between two tokens.")] = 0.05,
-    copies: Annotated[int, typer.Option(min=1, help="Copies of the trace, replayed together.")] = 1,
-    minutes: Annotated[
-        float | None, typer.Option(help="How long to repeat it. (default: once)")
-    ] = None,
-    load: Annotated[
-        str, typer.Option(help="Densities for equal parts of that time: 1,2,1,0.5.")
-    ] = "1",
-    plan: Annotated[
-        bool, typer.Option("--plan", help="Let the planner change the pools, with reasons.")
-    ] = False,
-    max_workers: Annotated[
-        int | None, typer.Option(help="The planner's limit. (default: twice the initial workers)")
-    ] = None,
-    least_prefill: Annotated[
-        int, typer.Option(min=1, help="Prefill workers that the planner keeps.")
-    ] = 1,
-    least_decode: Annotated[
-        int, typer.Option(min=1, help="Decode workers that the planner keeps.")
-    ] = 1,
+    prefill: int = Option(1, min=1, help="Prefill workers."),
+    decode: int = Option(1, min=1, help="Decode workers."),
+    profile: Path | None = Option(
+        None, help="A worker's costs, a JSON file. (default: an H200 with an 8B model)"
+    ),
+    ttft_slo: float = Option(4.0, help="Seconds to the first token."),
+    itl_slo: float = Option(0.05, help="Seconds between two tokens."),
+    copies: int = Option(1, min=1, help="Copies of the trace, replayed together."),
+    minutes: float | None = Option(None, help="How long to repeat it. (default: once)"),
+    load: str = Option("1", help="Densities for equal parts of that time: 1,2,1,0.5."),
+    plan: bool = Option(False, "--plan", help="Let the planner change the pools, with reasons."),
+    max_workers: int | None = Option(
+        None, help="The planner's limit. (default: twice the initial workers)"
+    ),
+    least_prefill: int = Option(1, min=1, help="Prefill workers that the planner keeps."),
+    least_decode: int = Option(1, min=1, help="Decode workers that the planner keeps."),
     as_json: AsJson = False,
 ) -> None:
     """Simulate a cluster that serves a trace: hit rate, TTFT, ITL, goodput, use of the pools."""

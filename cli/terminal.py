@@ -15,7 +15,7 @@ import functools
 import inspect
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -27,6 +27,7 @@ from baton.core.proto_json import to_json
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+    from rich.table import Table
 
 _PIPE_WIDTH = 160
 """Columns where there is no terminal to fit, so that a pipe gets whole cells."""
@@ -83,6 +84,18 @@ def console() -> Console:
     if not made.is_terminal:
         made.width = _PIPE_WIDTH
     return made
+
+
+def grid(*left: str, right: Sequence[str] = (), gap: int = 2, **settings: Any) -> Table:
+    """A table without lines: columns to the left, then numbers to the right."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), **settings)
+    for name in left:
+        table.add_column(name, overflow="fold")
+    for name in right:
+        table.add_column(name, justify="right")
+    return table
 
 
 def refresh(draw: Callable[[], RenderableType], seconds: float, *, screen: bool = False) -> None:

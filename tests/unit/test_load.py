@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import random
 import statistics
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,12 +14,11 @@ import pytest
 from typer.testing import CliRunner
 
 from baton.cli.app import app
-from baton.cli.load_client import Call, base_url
-from baton.cli.load_report import LoadReport, Objective
-from baton.cli.load_test import Lengths, Shape
+from baton.cli.load_run import Call, LoadReport, Objective, base_url
+from baton.cli.load_test import Shape, parse_lengths
 from baton.core.errors import InvalidRequest
 
-FIXED = Lengths.parse("10")
+FIXED = parse_lengths("10")
 
 
 class Scripted(BaseHTTPRequestHandler):
@@ -69,8 +67,8 @@ def server() -> Iterator[str]:
     ],
 )
 def test_lengths_follow_their_distribution(text: str, mean: float, least: int, most: int) -> None:
-    source, lengths = random.Random(1), Lengths.parse(text)
-    drawn = [lengths.draw(source) for _ in range(3000)]
+    shape = Shape(3000, parse_lengths(text), parse_lengths(text), seed=1)
+    drawn = [load.output_tokens for load in shape.loads()]
     assert statistics.fmean(drawn) == pytest.approx(mean, rel=0.05)
     assert least <= min(drawn) <= max(drawn) <= most
 
@@ -78,7 +76,7 @@ def test_lengths_follow_their_distribution(text: str, mean: float, least: int, m
 @pytest.mark.parametrize("text", ["", "x", "0", "-3", "nan", "5..", "normal:1", "beta:1:2", "inf"])
 def test_a_length_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(InvalidRequest, match="is no length"):
-        Lengths.parse(text)
+        parse_lengths(text)
 
 
 def test_arrivals_come_at_the_rate_and_like_a_poisson_process() -> None:
@@ -92,7 +90,7 @@ def test_arrivals_come_at_the_rate_and_like_a_poisson_process() -> None:
 
 
 def test_the_same_seed_makes_the_same_prompts_with_a_common_prefix() -> None:
-    shape = Shape(3, Lengths.parse("20..40"), FIXED, shared_tokens=8, seed=5)
+    shape = Shape(3, parse_lengths("20..40"), FIXED, shared_tokens=8, seed=5)
     first = shape.loads()
     assert first == shape.loads()
     assert len({" ".join(load.prompt.split()[:8]) for load in first}) == 1
