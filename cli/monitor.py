@@ -25,7 +25,7 @@ from baton.v1 import cluster_pb2
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from baton.cli.status_view import Overview
+    from baton.cli.views import Overview
 
 _REFRESH_SECONDS = 1.0
 _TOP_TIMEOUT_SECONDS = 2.0
@@ -49,7 +49,7 @@ def status(
 
 
 def _status(client: Client, timeout: float = CALL_SECONDS) -> RenderableType:
-    from baton.cli.status_view import status_table
+    from baton.cli.views import status_table
 
     return status_table(client.status(timeout=timeout), client.address)
 
@@ -63,15 +63,15 @@ def top(
     """Watch the cluster: pools, bottleneck, the last minutes, the latest requests."""
     with connected(address) as client:
         if as_json:
-            print_json(_overview(client).fields())
+            print_json(_overview(client)._asdict())
         elif once:
-            console().print(_overview(client).render())
+            console().print(_overview(client).render(address))
         else:
-            refresh(lambda: _overview(client).render(), seconds, screen=True)
+            refresh(lambda: _overview(client).render(address), seconds, screen=True)
 
 
 def _overview(client: Client) -> Overview:
-    from baton.cli.status_view import Overview
+    from baton.cli.views import Overview
 
     timeout = _TOP_TIMEOUT_SECONDS
     try:
@@ -79,7 +79,6 @@ def _overview(client: Client) -> Overview:
     except PermissionDenied:
         recent = []  # only admins see others' requests
     return Overview(
-        client.address,
         client.status(timeout=timeout),
         client.diagnose(timeout=timeout),
         client.trends(timeout=timeout),
@@ -96,7 +95,7 @@ def why(
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
     """Show a request's time breakdown, phase by phase."""
-    from baton.cli.waterfall import request_table, waterfall
+    from baton.cli.views import request_table, waterfall
 
     with connected(address) as client:
         found = client.recent(limit) if request_id is None else client.timing(request_id)

@@ -8,7 +8,7 @@ import pytest
 from command_line import Terminal, run
 from scripted_router import ScriptedRouter
 
-from baton.cli.status_view import BAR_WIDTH, duration, page_bar, sparkline
+from baton.cli.views import PAGES_WIDTH, duration, page_bar, sparkline
 from baton.v1 import worker_pb2
 
 
@@ -18,7 +18,7 @@ def test_status_shows_the_router_and_a_row_for_each_worker(router: ScriptedRoute
         f"tale by router-0 at {router.address}, up 1 h 2 min, 4 active, 1 queued, 1234 finished"
     )
     assert [line.split() for line in lines[3:7]] == [
-        ["prefill-0", "prefill", "yes", "░" * BAR_WIDTH, "0", "0", "0", "-"],
+        ["prefill-0", "prefill", "yes", "░" * PAGES_WIDTH, "0", "0", "0", "-"],
         ["127.0.0.1:6001", "0+0+0+16", "of", "16"],
         ["decode-0", "decode", "yes", "██████▓▓▒▒▒░░░░░", "1", "4", "4", "75%"],
         ["127.0.0.1:6002", "6+2+3+5", "of", "16"],
@@ -86,7 +86,7 @@ def test_every_page_bar_is_equally_long(
     load = worker_pb2.Load(
         leased_pages=leased, quarantined_pages=quarantined, cached_pages=cached, free_pages=free
     )
-    assert len(page_bar(load)) == BAR_WIDTH
+    assert len(page_bar(load)) == PAGES_WIDTH
 
 
 def test_a_worker_that_never_reported_has_no_bar() -> None:
