@@ -11,11 +11,10 @@ import typer
 from baton.cli.ask import chat, generate
 from baton.cli.credentials import certs, keys
 from baton.cli.doctor import doctor
-from baton.cli.fleet_commands import leave, plan, role, scale, stop
+from baton.cli.fleet_commands import drain, leave, plan, restart, role, scale, stop
 from baton.cli.load_test import bench
 from baton.cli.model_pull import model
 from baton.cli.monitor import diagnose, status, top, why
-from baton.cli.rolling_restart import drain, restart
 from baton.cli.serve import serve
 from baton.cli.simulate import simulate
 

@@ -1,17 +1,25 @@
-"""`baton scale`, `role`, `plan`, `leave` and `stop`: commands that change a running cluster."""
+"""`baton scale`, `role`, `plan`, `drain`, `restart`, `leave` and `stop`: what changes a cluster.
+
+A restart makes new processes of all workers, one by one, under load. Each worker accepts nothing
+new, finishes or migrates its requests, and exits; Ray starts it again, and the next one follows
+when it is usable. Prefill and decode alternate, so that in a change of version there is a pair of
+the new one from the second worker on.
+"""
 
 from __future__ import annotations
 
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, zip_longest
 from typing import Annotated
 
 import typer
 from typer import Argument, Option
 
+from baton import Client, InvalidRequest, Unavailable
 from baton.cli.terminal import (
     Address,
     AsJson,
@@ -26,8 +34,11 @@ from baton.cli.terminal import (
     wait_for,
 )
 from baton.connection import DEFAULT_ADDRESS
+from baton.core.errors import NotServed
 from baton.core.types import Role
 from baton.v1 import cluster_pb2
+from baton.v1.cluster_pb2 import StatusResponse, WorkerStatus
+from baton.v1.worker_pb2 import ROLE_DECODE, ROLE_PREFILL
 
 
 def scale(
@@ -43,7 +54,7 @@ def scale(
     """Change the number of workers. Surplus workers finish their requests first."""
     if prefill is None and decode is None:
         raise typer.BadParameter("give a number of workers", param_hint="--prefill / --decode")
-    show = _JsonLines() if as_json else _Notes()
+    show = _Changes(as_json)
     with connected(address) as client:
         pools = show(client.scale(prefill, decode))
         if wait:
@@ -53,35 +64,31 @@ def scale(
         typer.echo(f"{pools.prefill} prefill and {pools.decode} decode workers {how}")
 
 
-class _Notes:
-    """Prints a line at each progress of a worker."""
+class _Changes:
+    """Prints what changes in the pools: a line for each worker, or everything as JSON."""
 
-    def __init__(self) -> None:
-        self._noted: dict[str, str] = {}
-
-    def __call__(self, pools: cluster_pb2.PoolsResponse) -> cluster_pb2.PoolsResponse:
-        for worker in pools.workers:
-            progress = worker.error or worker.progress
-            if self._noted.get(worker.worker_id, "ready") != progress:
-                note(f"{worker.worker_id:<12} {progress}")
-            self._noted[worker.worker_id] = progress
-        for gone in self._noted.keys() - {worker.worker_id for worker in pools.workers}:
-            note(f"{gone:<12} gone")
-            del self._noted[gone]
-        return pools
-
-
-class _JsonLines:
-    """Prints the pools at each change."""
-
-    def __init__(self) -> None:
-        self._printed: cluster_pb2.PoolsResponse | None = None
+    def __init__(self, as_json: bool) -> None:
+        self._as_json = as_json
+        self._seen: cluster_pb2.PoolsResponse | None = None
 
     def __call__(self, pools: cluster_pb2.PoolsResponse) -> cluster_pb2.PoolsResponse:
-        if pools != self._printed:
-            self._printed = pools
+        before, self._seen = self._seen, pools
+        if not self._as_json:
+            self._note(_progress(before) if before else {}, _progress(pools))
+        elif pools != before:
             print_json(pools, in_a_line=True)
         return pools
+
+    def _note(self, before: dict[str, str], now: dict[str, str]) -> None:
+        for name, progress in now.items():
+            if before.get(name, "ready") != progress:
+                note(f"{name:<12} {progress}")
+        for gone in before.keys() - now.keys():
+            note(f"{gone:<12} gone")
+
+
+def _progress(pools: cluster_pb2.PoolsResponse) -> dict[str, str]:
+    return {worker.worker_id: worker.error or worker.progress for worker in pools.workers}
 
 
 def _lack(pools: cluster_pb2.PoolsResponse) -> str:
@@ -196,3 +203,141 @@ def stop(
         with ThreadPoolExecutor(max_workers=1) as threads:
             stopped = threads.submit(stop_detached, ray_address, cluster, wait, hurry).result()
     print_result({"cluster": stopped, "stopped": True}, f"{stopped} is stopped", as_json)
+
+
+def drain(
+    worker: Worker,
+    last: bool = Option(
+        False, "--last", help="Also the only worker of a pool. It is not replaced."
+    ),
+    wait: float = Option(60.0, help="Seconds to wait for the worker to exit."),
+    as_json: AsJson = False,
+    address: Address = DEFAULT_ADDRESS,
+) -> None:
+    """Make a worker accept nothing new, finish or migrate its requests, and exit."""
+
+    def lack(status: StatusResponse) -> str:
+        # A worker that is back has a new process, which is not draining.
+        there = _find(status.workers, worker)
+        return f"{worker} still finishes its requests" if there and there.draining else ""
+
+    with connected(address) as client:
+        workers = list(client.status().workers)
+        found = _find(workers, worker)
+        if not last and found and _is_last(workers, found):
+            raise InvalidRequest(
+                f"{worker} is the only worker of its pool, and would not be replaced: add another"
+                " one first, or give --last"
+            )
+        client.drain(worker)
+        note(f"{worker} accepts no new requests")
+        wait_for(client.status, lack, wait)
+    print_result({"worker": worker, "drained": True}, f"{worker} is drained", as_json)
+
+
+def restart(
+    workers: list[str] | None = Argument(
+        None, metavar="[WORKER]...", help="As `baton status` names them; all by default."
+    ),
+    last: bool = Option(
+        False, "--last", help="Also the only worker of a pool. Requests wait for it."
+    ),
+    wait: float = Option(600.0, help="Seconds to wait for each worker."),
+    as_json: bool = Option(False, "--json", help="Print a line of JSON for each worker."),
+    address: Address = DEFAULT_ADDRESS,
+) -> None:
+    """Restart workers one by one. No request is lost."""
+    with connected(address) as client:
+        for name in workers or _alternating(client.status().workers):
+            began = time.monotonic()
+            _restart(client, name, last, wait)
+            seconds = time.monotonic() - began
+            if as_json:
+                print_json({"worker": name, "seconds": round(seconds, 3)}, in_a_line=True)
+            else:
+                typer.echo(f"{name} is back after {seconds:.1f} s")
+
+
+def _alternating(workers: Iterable[WorkerStatus]) -> list[str]:
+    """The names of all attached workers, prefill and decode in turn."""
+    named: dict[int, list[str]] = {ROLE_PREFILL: [], ROLE_DECODE: []}
+    for worker in workers:
+        if worker.attached:
+            named[worker.member.role].append(worker.member.worker_id)
+    turns = zip_longest(*(sorted(names) for names in named.values()))
+    return [name for name in chain.from_iterable(turns) if name is not None]
+
+
+def _restart(client: Client, name: str, last: bool, seconds: float) -> None:
+    workers = list(client.status().workers)
+    before = _find(workers, name)
+    if before is None:
+        raise InvalidRequest(f"no worker called {name!r} is attached", field="worker_id")
+    if not last and _is_last(workers, before):
+        raise InvalidRequest(
+            f"{name} is the only worker of its pool: add another one first, or give --last to"
+            " have requests wait for it, up to router.placement_timeout"
+        )
+    client.drain(name, restart=True)
+    note(f"{name} accepts no new requests")
+    incarnation = before.incarnation
+
+    def lack(status: StatusResponse) -> str:
+        if is_back(list(status.workers), name, incarnation):
+            return ""
+        if error := _start_error(client, name):
+            raise Unavailable(
+                f"{name} cannot start again; those after it were not touched: {error}"
+            )
+        return f"{name} is not back yet"
+
+    wait_for(client.status, lack, seconds)
+
+
+def _start_error(client: Client, name: str) -> str:
+    """Why a worker cannot start; empty if it can, or if no controller knows."""
+    try:
+        workers = client.pools().workers
+    except (NotServed, Unavailable):
+        return ""
+    return next((worker.error for worker in workers if worker.worker_id == name), "")
+
+
+def is_back(workers: list[WorkerStatus], name: str, before: int) -> bool:
+    """Whether a worker is usable again, as another process than `before`."""
+    worker = _find(workers, name)
+    if worker is None or worker.incarnation == before or not _is_usable(worker):
+        return False
+    # It must exchange pages with a worker that it fits. The first of a new version fits none.
+    others = [other for other in workers if other.member.role != worker.member.role]
+    usable = {other.member.worker_id for other in others if _is_usable(other)}
+    fitting = usable - {misfit.worker_id for misfit in worker.misfits}
+    if worker.member.role == ROLE_PREFILL:
+        partners = set(worker.connected)
+    else:
+        partners = {other.member.worker_id for other in others if name in other.connected}
+    return not fitting or not fitting.isdisjoint(partners)
+
+
+def _is_last(workers: Iterable[WorkerStatus], worker: WorkerStatus) -> bool:
+    """Whether no other worker of the same role is usable."""
+    return not any(
+        other.member.role == worker.member.role
+        and other.member.worker_id != worker.member.worker_id
+        and _is_usable(other)
+        for other in workers
+    )
+
+
+def _is_usable(worker: WorkerStatus) -> bool:
+    load = worker.load
+    reported = load.free_pages or load.leased_pages or load.quarantined_pages
+    # A worker that fits none has a fault too, but is sound.
+    sound = not worker.fault or bool(worker.misfits)
+    return worker.attached and bool(reported) and sound and not worker.draining
+
+
+def _find(workers: Iterable[WorkerStatus], name: str) -> WorkerStatus | None:
+    """The attached worker of that name."""
+    attached = (worker for worker in workers if worker.attached)
+    return next((worker for worker in attached if worker.member.worker_id == name), None)

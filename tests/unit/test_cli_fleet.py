@@ -8,7 +8,7 @@ import pytest
 from command_line import run
 from scripted_router import ScriptedRouter, pools
 
-from baton.cli.rolling_restart import is_back
+from baton.cli.fleet_commands import is_back
 from baton.core.errors import Unavailable
 from baton.v1 import worker_pb2
 
