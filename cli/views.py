@@ -150,6 +150,7 @@ class Overview(NamedTuple):
     def render(self, address: str) -> RenderableType:
         colour = _BOUND_COLOURS.get(self.diagnosis.bound, "yellow")
         advice = [Text(f"  {line}", style="dim") for line in self.diagnosis.advice[:2]]
+        recent: list[RenderableType] = ["", request_table(self.recent)] if self.recent else []
         return Group(
             status_table(self.status, address),
             "",
@@ -157,7 +158,7 @@ class Overview(NamedTuple):
             *advice,
             "",
             _charts(self.trends),
-            *(["", request_table(self.recent)] if self.recent else []),
+            *recent,
         )
 
 
