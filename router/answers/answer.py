@@ -23,8 +23,13 @@ from baton.router.answers.answer_events import (
 )
 from baton.router.answers.answer_format import AnswerFormat
 from baton.router.answers.detokenizer import Detokenizer
-from baton.router.answers.splitters import ContentSplitter, ReasoningSplitter, Splitter, held_back
-from baton.router.answers.tool_calls import ToolCallSplitter
+from baton.router.answers.splitters import (
+    ContentSplitter,
+    ReasoningSplitter,
+    Splitter,
+    ToolCallSplitter,
+    held_back,
+)
 from baton.router.observe.ledger import AnswerLedger
 from baton.router.observe.trends import TokenTimes
 from baton.router.placement.placement import Placement

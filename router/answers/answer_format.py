@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from baton.core.bounds import MAX_STRUCTURE, MAX_TOOLS
 from baton.core.errors import InvalidRequest
 from baton.core.types import ChatPrompt, Request, Structure, Tool
-from baton.router.answers.splitters import END_THINK, THINK
 from baton.router.prompts.output_grammar import ONE_LINE
 
+THINK, END_THINK = "<think>", "</think>"
 _TOOL_NAME = re.compile("[a-zA-Z0-9_-]{1,64}")
 
 SpecialId = Callable[[str], int | None]

@@ -25,7 +25,7 @@ from baton.engine.sequence import Sequence
 from baton.engine.step import Chunk
 from baton.router.answers.answer_events import AnswerDelta
 from baton.router.answers.answer_format import FORMATS, HERMES, AnswerFormat, ToolFormat
-from baton.router.answers.tool_calls import ToolCallSplitter
+from baton.router.answers.splitters import ToolCallSplitter
 from baton.router.prompts.output_grammar import ANY_OBJECT, after_reasoning, either, grammar_of
 
 PROMPT = [3, 50, 7]

@@ -16,8 +16,12 @@ from baton.router.answers.answer_format import (
     ToolFormat,
     tool_format_of,
 )
-from baton.router.answers.splitters import ContentSplitter, ReasoningSplitter, Splitter
-from baton.router.answers.tool_calls import ToolCallSplitter
+from baton.router.answers.splitters import (
+    ContentSplitter,
+    ReasoningSplitter,
+    Splitter,
+    ToolCallSplitter,
+)
 
 TOOLS = {"get_weather", "add"}
 
