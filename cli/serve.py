@@ -22,8 +22,8 @@ from baton.core.config import Config, Size
 from baton.core.config_values import keys_of
 
 if TYPE_CHECKING:
+    from baton.cluster.fleet import Member
     from baton.cluster.launch import Cluster
-    from baton.cluster.members import Member
 
 # Between two looks at a serving cluster, to report restarts.
 _WATCH_SECONDS = 1.0

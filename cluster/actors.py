@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import ray
 import uvloop
 
-from baton.cluster.members import CONTROLLER, DRAINED, DRAINING, Member
+from baton.cluster.fleet import CONTROLLER, DRAINED, DRAINING, Member
 from baton.cluster.preflight import describe_wait, gpus_of, within_share
 from baton.cluster.ray_session import complete, find_actor, load_fleet
 from baton.core import config as configs

@@ -24,9 +24,9 @@ import ray
 
 from baton.cluster import ray_session
 from baton.cluster.actors import WorkerActors, drain
+from baton.cluster.fleet import CONTROLLER, DRAINING, Member, is_worker
 from baton.cluster.fleet_manager import LEARNING_SECONDS, FleetManager
-from baton.cluster.members import CONTROLLER, DRAINING, Member, is_worker
-from baton.cluster.planning import LivePlanner, PlanRounds
+from baton.cluster.planning import PlanRounds, run_planner
 from baton.cluster.preflight import gpus_of
 from baton.core import config as configs
 from baton.core.tls import Identity, node_identity
@@ -80,7 +80,7 @@ class Controller:
         self._reconciling = asyncio.ensure_future(self._reconcile_always())
         self._reconciling.add_done_callback(_end_process)
         if rounds:
-            self._planner = asyncio.ensure_future(LivePlanner(self._manager, rounds).run())
+            self._planner = asyncio.ensure_future(run_planner(rounds, self._manager))
             self._planner.add_done_callback(_log_planner_end)
 
     async def update(self, member: Member) -> None:
@@ -130,7 +130,7 @@ class Controller:
         for name, role in manager.fleet.workers.items():
             if name not in workers:
                 await asyncio.to_thread(self._actors.make, name, role)
-        awaited = manager.fleet.workers.keys() - manager.members.names
+        awaited = manager.fleet.workers.keys() - manager.members.latest.keys()
         manager.waits = {
             role: await asyncio.to_thread(self._actors.waits_for, role)
             for role in {manager.fleet.workers[name] for name in awaited}
@@ -139,7 +139,7 @@ class Controller:
     async def _retire(self, name: str, there: bool) -> None:
         """Drains a worker. One that does not serve, or takes too long, is ended."""
         manager = self._manager
-        awaited = name not in manager.members.names and not manager.is_past_learning
+        awaited = name not in manager.members.latest and not manager.is_past_learning
         in_time = time.monotonic() < self._deadlines[name]
         if there and (awaited or manager.members.serves(name)) and in_time:
             await asyncio.to_thread(drain, name)
@@ -167,7 +167,7 @@ class Controller:
     async def _publish(self) -> None:
         serving = [
             pb.Member(worker_id=each.worker_id, role=role_to(each.role), address=each.address)
-            for each in self._manager.members.reported
+            for each in self._manager.members.latest.values()
             if each.role and each.address
         ]
         await self._membership.publish(pb.Members(workers=serving, ended_agents=self._ended))
@@ -257,18 +257,14 @@ class ControlService(cluster_pb2_grpc.ControlServicer):
             prefill=fleet.wanted.prefill,
             decode=fleet.wanted.decode,
             workers=[
-                _worker(members[name], role, name in fleet.retiring)
+                pb.PooledWorker(
+                    worker_id=name,
+                    role=role_to(role),
+                    progress=members[name].progress,
+                    ready=bool(members[name].address) and name not in fleet.retiring,
+                    retiring=name in fleet.retiring,
+                    error=members[name].error,
+                )
                 for name, role in fleet.workers.items()
             ],
         )
-
-
-def _worker(member: Member, role: Role, retiring: bool) -> pb.PooledWorker:
-    return pb.PooledWorker(
-        worker_id=member.worker_id,
-        role=role_to(role),
-        progress=member.progress,
-        ready=bool(member.address) and not retiring,
-        retiring=retiring,
-        error=member.error,
-    )

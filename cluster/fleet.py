@@ -1,4 +1,4 @@
-"""The wanted workers, by name, and the pending role switches. No I/O.
+"""The wanted workers by name, their pending role switches, and what processes report. No I/O.
 
     wanted ─scaled down─▶ retiring ─drained─▶ forgotten
        └─drained by an operator─▲
@@ -11,12 +11,31 @@ longer wanted. Names are never reused.
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from baton.core.types import Role
 from baton.planner.sizing import NONE, Pools, other
+
+CONTROLLER = "controller"
+"""The controller's name in the cluster's Ray namespace."""
+
+ROUTER = "router-0"
+"""The name of the first router; see `router_name`."""
+
+DRAINING = "draining"
+"""Progress of a worker that takes nothing new, and ends with its last request."""
+
+DRAINED = "drained"
+"""Progress of a worker that has drained and ended, and must not come back."""
+
+SILENT_SECONDS = 10.0
+"""A member that has not reported for this long does not count as serving."""
+
+SILENT = "silent: lost, frozen, or waiting for a place"
+"""Progress of such a member."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +90,7 @@ class Fleet:
 
 def dump(fleet: Fleet) -> str:
     """As text for `parse`."""
-    return json.dumps(
-        {
-            "workers": {name: role.value for name, role in fleet.workers.items()},
-            "retiring": sorted(fleet.retiring),
-            "named": list(fleet.named),
-        }
-    )
+    return json.dumps(asdict(fleet) | {"retiring": sorted(fleet.retiring)})
 
 
 def parse(text: str | bytes) -> Fleet:
@@ -122,3 +135,72 @@ class RoleSwitches:
             role, _ = self._pending[name]
             wanted = wanted.with_more(role, 1).with_more(other(role), -1)
         return wanted
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A process of the cluster, and how far it has started."""
+
+    worker_id: str
+    role: Role | None  # None for a router
+    host: str  # to listen on; empty means its node's address
+    progress: str = "starting"
+    address: str = ""  # "host:port" while it serves
+    http: str = ""  # a router's address for HTTP, if it serves that
+    metrics: str = ""  # a router's address for metrics
+    error: str = ""  # why it cannot start
+    pid: int = 0  # another one after a restart
+    agent: str = ""  # a serving worker's transport agent, another one after a restart
+    requests: int = 0  # a worker's, running or waiting
+
+
+def router_name(index: int) -> str:
+    return f"router-{index}"
+
+
+def is_router(actor: str) -> bool:
+    return actor.startswith("router-")
+
+
+def is_worker(actor: str) -> bool:
+    return actor.startswith(tuple(f"{role.value}-" for role in Role))
+
+
+class MemberTable:
+    """The latest report of every member.
+
+    A member that served and is silent is lost, frozen, or waits for a place to restart. Routers
+    keep it, since they check themselves whether it answers; operators and scaling see it as not
+    serving.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._reported_at: dict[str, float] = {}
+        self.latest: dict[str, Member] = {}
+
+    def report(self, member: Member) -> Member | None:
+        """Returns the member's report before this one."""
+        before = self.latest.get(member.worker_id)
+        self.latest[member.worker_id] = member
+        self._reported_at[member.worker_id] = self._clock()
+        return before
+
+    def forget(self, name: str) -> None:
+        self.latest.pop(name, None)
+
+    @property
+    def current(self) -> list[Member]:
+        """All members; silent ones have no address."""
+        return [
+            replace(member, progress=SILENT, address="")
+            if member.address and not self.serves(name)
+            else member
+            for name, member in self.latest.items()
+        ]
+
+    def serves(self, name: str) -> bool:
+        member = self.latest.get(name)
+        if member is None or not member.address:
+            return False
+        return self._clock() - self._reported_at[name] <= SILENT_SECONDS

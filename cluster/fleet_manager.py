@@ -12,12 +12,12 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 import ray
 
 from baton.cluster import ray_session
-from baton.cluster.fleet import Fleet, RoleSwitches
-from baton.cluster.members import DRAINED, DRAINING, Member, MemberTable
+from baton.cluster.fleet import DRAINED, DRAINING, Fleet, Member, MemberTable, RoleSwitches
 from baton.core.config import Config
 from baton.core.errors import InvalidRequest, RoleRefused, Unavailable
 from baton.core.types import Role
@@ -51,7 +51,7 @@ class FleetManager:
     @property
     def has_learned(self) -> bool:
         """Whether every worker has reported since the start, or has had the time to."""
-        return self.is_past_learning or self.members.names >= self.fleet.workers.keys()
+        return self.is_past_learning or self.members.latest.keys() >= self.fleet.workers.keys()
 
     @property
     def is_past_learning(self) -> bool:
@@ -62,7 +62,7 @@ class FleetManager:
         awaited = [
             Member(name, role, host="", progress=self.waits.get(role, "starting"))
             for name, role in self.fleet.workers.items()
-            if name not in self.members.names
+            if name not in self.members.latest
         ]
         return [*self.members.current, *awaited, *self._drained]
 
@@ -130,8 +130,9 @@ class FleetManager:
         few requests, then the youngest."""
 
         def cost(name: str) -> tuple[bool, int, int]:
-            members = self.members
-            return members.serves(name), members.requests(name), -int(name.rpartition("-")[2])
+            member = self.members.latest.get(name)
+            requests = member.requests if member else 0
+            return self.members.serves(name), requests, -int(name.rpartition("-")[2])
 
         return sorted(self.fleet.workers, key=cost)
 
@@ -148,25 +149,19 @@ class FleetManager:
 
     async def forget(self, name: str) -> None:
         """The worker must not come back."""
-        await self.change(lambda fleet: fleet.without(name))
+        await self.change(partial(Fleet.without, name=name))
         self.members.forget(name)
 
     async def follow_members(self) -> None:
         """Workers drain and switch roles by themselves: the fleet follows."""
         for name, role in self.fleet.workers.items():
-            member = self.members.find(name)
+            member = self.members.latest.get(name)
             if not member:
                 continue
             if member.progress == DRAINED:
                 await self.forget(name)
                 self._drained.append(member)
             elif member.progress == DRAINING and name not in self.fleet.retiring:
-                await self._retire(name)
+                await self.change(partial(Fleet.retired, name=name))
             elif member.role and member.role is not role:
-                await self._switch(name, member.role)
-
-    async def _retire(self, name: str) -> None:
-        await self.change(lambda fleet: fleet.retired(name))
-
-    async def _switch(self, name: str, role: Role) -> None:
-        await self.change(lambda fleet: fleet.switched(name, role))
+                await self.change(partial(Fleet.switched, name=name, role=member.role))

@@ -32,8 +32,7 @@ import ray
 from baton.cluster import ray_session
 from baton.cluster.actors import CONCURRENCY, RouterActor, WorkerActors
 from baton.cluster.controller import Controller
-from baton.cluster.fleet import Fleet
-from baton.cluster.members import CONTROLLER, ROUTER, Member, router_name
+from baton.cluster.fleet import CONTROLLER, ROUTER, Fleet, Member, router_name
 from baton.cluster.preflight import check_ports, free_port, gpus_per_rank, numbered, take_port
 from baton.cluster.ray_session import PREFIX, StartRecord, find_actor
 from baton.cluster.stopping import stop_cluster

@@ -28,7 +28,6 @@ from baton.planner.sizing import (
     Observation,
     PlannerState,
     Pools,
-    Switch,
     other,
     plan,
 )
@@ -148,43 +147,35 @@ def _costs(reports: list[pb.RouterReport]) -> Costs:
     return Costs(step=tuple(busiest.step_costs))
 
 
-class LivePlanner:
-    """Acts on the decisions.
+async def run_planner(rounds: PlanRounds, manager: FleetManager) -> None:
+    """Ends rounds and acts on their decisions.
 
     A worker that switches its role counts in its new pool from the moment it is told. New workers
     become actors at once: an actor that waits for a place is what Ray's autoscaler adds nodes
     for. Workers only go by draining.
     """
-
-    def __init__(self, manager: FleetManager, rounds: PlanRounds) -> None:
-        self._manager = manager
-        self._rounds = rounds
-
-    async def run(self) -> None:
-        while True:
-            await asyncio.sleep(self._rounds.round_seconds)
-            decision = self._rounds.end(self._manager.expected, time.monotonic())
-            if decision.changes and self._rounds.acts:
-                await self._act(decision)
-
-    async def _act(self, decision: Decision) -> None:
-        manager = self._manager
+    while True:
+        await asyncio.sleep(rounds.round_seconds)
+        decision = rounds.end(manager.expected, time.monotonic())
+        if not decision.changes or not rounds.acts:
+            continue
         try:
-            if decision.switch:
-                await self._switch(decision.switch)
-            # The fleet counts switching workers in their old pool: none may be drained there.
-            drain = NONE if manager.is_switching else decision.drain
-            if decision.add != NONE or drain != NONE:
-                wanted, add = manager.fleet.wanted, decision.add
-                await manager.scale(
-                    prefill=wanted.prefill + add.prefill - drain.prefill,
-                    decode=wanted.decode + add.decode - drain.decode,
-                )
+            await _act(decision, manager)
         except (BatonError, ray.exceptions.RayError) as error:
             log.warning("the plan could not be carried out: %s", error)
 
-    async def _switch(self, switch: Switch) -> None:
-        """Switches the least busy workers."""
-        for name in self._manager.serving(other(switch.to))[: switch.count]:
-            self._manager.permit_switch(name, switch.to)
+
+async def _act(decision: Decision, manager: FleetManager) -> None:
+    if switch := decision.switch:
+        # The least busy workers.
+        for name in manager.serving(other(switch.to))[: switch.count]:
+            manager.permit_switch(name, switch.to)
             await asyncio.to_thread(switch_role, name, switch.to)
+    # The fleet counts switching workers in their old pool: none may be drained there.
+    drain = NONE if manager.is_switching else decision.drain
+    if decision.add != NONE or drain != NONE:
+        wanted, add = manager.fleet.wanted, decision.add
+        await manager.scale(
+            prefill=wanted.prefill + add.prefill - drain.prefill,
+            decode=wanted.decode + add.decode - drain.decode,
+        )

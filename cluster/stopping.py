@@ -17,7 +17,7 @@ from typing import Any
 import ray
 from ray.core.generated import autoscaler_pb2
 
-from baton.cluster.members import CONTROLLER, Member, is_router, is_worker
+from baton.cluster.fleet import CONTROLLER, Member, is_router, is_worker
 from baton.cluster.ray_session import PREFIX, clear_store, clusters, find_actor, join, kill_actor
 from baton.core.errors import DeadlineExceeded, InvalidRequest, Unavailable
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from clocks import Clock
 
-from baton.cluster.members import SILENT, SILENT_SECONDS, Member, MemberTable
+from baton.cluster.fleet import SILENT, SILENT_SECONDS, Member, MemberTable
 from baton.core.types import Role
 
 WORKER = Member("decode-0", Role.DECODE, "", "ready", "10.0.0.1:5", requests=3)
@@ -21,9 +21,9 @@ def table(clock: Clock) -> MemberTable:
 
 
 def test_a_member_is_as_it_reported(table: MemberTable) -> None:
-    assert table.current == table.reported == [WORKER]
+    assert table.current == [WORKER]
+    assert table.latest == {"decode-0": WORKER}
     assert table.serves("decode-0")
-    assert table.requests("decode-0") == 3
 
 
 def test_a_silent_member_does_not_serve_but_routers_keep_it(
@@ -32,7 +32,7 @@ def test_a_silent_member_does_not_serve_but_routers_keep_it(
     clock.now = SILENT_SECONDS + 0.1
     assert not table.serves("decode-0")
     assert [(item.progress, item.address) for item in table.current] == [(SILENT, "")]
-    assert table.reported == [WORKER]
+    assert table.latest == {"decode-0": WORKER}
 
 
 def test_a_member_that_reports_again_serves_again(table: MemberTable, clock: Clock) -> None:
@@ -52,5 +52,4 @@ def test_a_member_that_starts_may_be_silent(table: MemberTable, clock: Clock) ->
 def test_a_forgotten_member_does_not_serve(table: MemberTable) -> None:
     table.forget("decode-0")
     assert not table.serves("decode-0")
-    assert not table.names
-    assert table.requests("decode-0") == 0
+    assert not table.latest
