@@ -156,7 +156,7 @@ class Answer:
                 prefill_worker=placement.prefill,
                 decode_worker=placement.decode,
                 seed=self._request.sampling.seed,
-                answers=self._request.n,
+                n=self._request.n,
             )
             self._emit(started)
 

@@ -46,7 +46,7 @@ class Started:
     prefill_worker: str
     decode_worker: str
     seed: int
-    answers: int = 1
+    n: int = 1  # answers
 
 
 @dataclass(slots=True)  # made for every token: freezing it would double the cost

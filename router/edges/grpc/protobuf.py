@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 import uuid
 from collections.abc import Sized
@@ -26,7 +27,6 @@ from baton.router.answers.answer_events import (
     AnswerEvent,
     Finished,
     ScoredToken,
-    Started,
     TokenScore,
 )
 from baton.router.answers.answer_format import with_tools
@@ -36,8 +36,8 @@ from baton.v1 import inference_pb2 as pb
 
 
 def parse_request(message: pb.GenerateRequest) -> Request:
-    _check_length("request_id", message.request_id, bounds.MAX_REQUEST_ID)
-    _check_length("cache_salt", message.cache_salt, bounds.MAX_CACHE_SALT)
+    _check_size("request_id", message.request_id, bounds.MAX_REQUEST_ID, "characters")
+    _check_size("cache_salt", message.cache_salt, bounds.MAX_CACHE_SALT, "characters")
     if message.HasField("max_tokens") and message.max_tokens < 1:
         raise InvalidRequest("max_tokens must be at least 1", field="max_tokens")
     if message.HasField("n") and not 1 <= message.n <= bounds.MAX_ANSWERS:
@@ -61,11 +61,6 @@ def parse_request(message: pb.GenerateRequest) -> Request:
     )
 
 
-def _check_length(name: str, text: str, most: int) -> None:
-    if len(text) > most:
-        raise InvalidRequest(f"{name} must have at most {most} characters", field=name)
-
-
 def parse_prompt(message: pb.GenerateRequest | pb.TokenizeRequest) -> Prompt:
     match message.WhichOneof("prompt"):
         case "text":
@@ -73,20 +68,20 @@ def parse_prompt(message: pb.GenerateRequest | pb.TokenizeRequest) -> Prompt:
         case "chat":
             return _parse_chat(message.chat)
         case "token_ids" if isinstance(message, pb.GenerateRequest):
-            _check_entries("token_ids", message.token_ids.ids, bounds.MAX_PROMPT_TOKENS)
+            _check_size("token_ids", message.token_ids.ids, bounds.MAX_PROMPT_TOKENS)
             return TokenPrompt(tuple(message.token_ids.ids))
     raise InvalidRequest("a prompt is missing: set text, chat or token_ids", field="prompt")
 
 
-def _check_entries(name: str, entries: Sized, most: int) -> None:
-    if len(entries) > most:
-        raise InvalidRequest(f"{name} must have at most {most} entries", field=name)
+def _check_size(name: str, value: Sized, most: int, unit: str = "entries") -> None:
+    if len(value) > most:
+        raise InvalidRequest(f"{name} must have at most {most} {unit}", field=name)
 
 
 def _parse_chat(chat: pb.Chat) -> ChatPrompt:
     if not chat.messages:
         raise InvalidRequest("a chat needs at least one message", field="chat.messages")
-    _check_entries("chat.messages", chat.messages, bounds.MAX_MESSAGES)
+    _check_size("chat.messages", chat.messages, bounds.MAX_MESSAGES)
     for index, message in enumerate(chat.messages):
         if not message.role:
             field = f"chat.messages[{index}].role"
@@ -116,19 +111,15 @@ def _parse_message(item: pb.ChatMessage) -> Message:
 
 
 def _parse_structure(message: pb.GenerateRequest) -> Structure | None:
-    match message.WhichOneof("structure"):
-        case "json_schema":
-            return Structure("json_schema", message.json_schema)
-        case "regex":
-            return Structure("regex", message.regex)
-        case "grammar":
-            return Structure("lark", message.grammar)
-    return None
+    kind = message.WhichOneof("structure")
+    if kind is None:
+        return None
+    return Structure("lark" if kind == "grammar" else kind, getattr(message, kind))
 
 
 def _parse_stop(message: pb.GenerateRequest) -> tuple[str, ...]:
-    _check_entries("stop", message.stop, bounds.MAX_STOP_STRINGS)
-    _check_entries("stop_token_ids", message.stop_token_ids, bounds.MAX_STOP_TOKENS)
+    _check_size("stop", message.stop, bounds.MAX_STOP_STRINGS)
+    _check_size("stop_token_ids", message.stop_token_ids, bounds.MAX_STOP_TOKENS)
     most = bounds.MAX_STOP_CHARACTERS
     if any(not 1 <= len(stop) <= most for stop in message.stop):
         raise InvalidRequest(f"a stop string must have 1 to {most} characters", field="stop")
@@ -136,7 +127,11 @@ def _parse_stop(message: pb.GenerateRequest) -> tuple[str, ...]:
 
 
 def _parse_sampling(message: pb.SamplingParameters) -> Sampling:
-    _check_biases(message)
+    if len(message.logit_bias) > bounds.MAX_BIASES:
+        raise InvalidSampling(
+            f"logit_bias must have at most {bounds.MAX_BIASES} entries",
+            field="sampling.logit_bias",
+        )
     given = {
         name: getattr(message, name)
         for name in bounds.SAMPLING
@@ -151,32 +146,12 @@ def _parse_sampling(message: pb.SamplingParameters) -> Sampling:
     return bounds.checked(sampling, "sampling.")
 
 
-def _check_biases(message: pb.SamplingParameters) -> None:
-    if len(message.logit_bias) > bounds.MAX_BIASES:
-        raise InvalidSampling(
-            f"logit_bias must have at most {bounds.MAX_BIASES} entries",
-            field="sampling.logit_bias",
-        )
-
-
 def response(event: AnswerEvent, model: str) -> pb.GenerateResponse:
     if isinstance(event, AnswerDelta):
         return _delta_response(event)
     if isinstance(event, Finished):
         return pb.GenerateResponse(finished=_finished(event))
-    return pb.GenerateResponse(started=_started(event, model))
-
-
-def _started(event: Started, model: str) -> pb.Started:
-    return pb.Started(
-        request_id=event.request_id,
-        model=model,
-        prompt_tokens=event.prompt_tokens,
-        prefill_worker=event.prefill_worker,
-        decode_worker=event.decode_worker,
-        seed=event.seed,
-        n=event.answers,
-    )
+    return pb.GenerateResponse(started=pb.Started(model=model, **dataclasses.asdict(event)))
 
 
 def _finished(event: Finished) -> pb.Finished:

@@ -7,13 +7,11 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from google.protobuf.message import DecodeError
-from grpc_health.v1 import health
-from grpc_reflection.v1alpha import reflection
 
 from baton.core.bounds import MAX_REQUEST_BYTES
 from baton.core.errors import (
@@ -35,8 +33,6 @@ from baton.rpc import Context, abort, to_status, unary, unary_with_context
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc, timing_pb2, worker_pb2
 from baton.v1 import inference_pb2 as pb
 
-# Need no key.
-_OPEN = (health.SERVICE_NAME, reflection.SERVICE_NAME)
 _ADMIN = cluster_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 # Need any key: they change nothing and show nothing of other callers.
 _READ_ONLY = {
@@ -44,21 +40,19 @@ _READ_ONLY = {
 }
 _PACKAGE = f"/{pb.DESCRIPTOR.package}."
 
-Metadata = Iterable[tuple[str, str | bytes]]
-
 if TYPE_CHECKING:
     Handler = grpc.RpcMethodHandler[Any, Any]
-    Find = Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]
 
 
-def authorization(metadata: Metadata) -> str:
-    return metadata_value(metadata, "authorization")
-
-
-def metadata_value(metadata: Metadata, key: str) -> str:
+def _metadata(context: Context, key: str) -> str:
     """The first value of a key, or an empty string."""
+    metadata = context.invocation_metadata() or ()
     value = next((value for name, value in metadata if name == key), "")
     return value if isinstance(value, str) else ""
+
+
+def _caller(keys: KeyRing, context: Context) -> Caller:
+    return keys.caller(_metadata(context, "authorization"))
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
@@ -72,7 +66,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         arrived = time.monotonic()
         try:
             self._context.check_model(message.model)
-            caller = self._context.keys.caller(authorization(context.invocation_metadata() or ()))
+            caller = _caller(self._context.keys, context)
             request = parse_request(message)
             left = context.time_remaining()
             request = dataclasses.replace(
@@ -85,7 +79,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 arrived,
                 request.n,
                 owner=caller.key.name,
-                traceparent=metadata_value(context.invocation_metadata() or (), "traceparent"),
+                traceparent=_metadata(context, "traceparent"),
             )
             with caller.admit(request.n), self._serving.ledgers.keep(ledger):
                 await self._answer(request, ledger, context)
@@ -140,14 +134,11 @@ class AdminService(cluster_pb2_grpc.AdminServicer):
         self._controller = controller
         self._keys = context.keys
 
-    def _caller(self, context: Context) -> Caller:
-        return self._keys.caller(authorization(context.invocation_metadata() or ()))
-
     @unary_with_context
     async def Status(
         self, message: cluster_pb2.StatusRequest, context: Context
     ) -> cluster_pb2.StatusResponse:
-        everything = self._caller(context).admin
+        everything = _caller(self._keys, context).admin
         return self._overview.status() if everything else self._overview.public_status()
 
     @unary
@@ -179,7 +170,7 @@ class AdminService(cluster_pb2_grpc.AdminServicer):
     async def Timing(
         self, message: cluster_pb2.TimingRequest, context: Context
     ) -> timing_pb2.RequestTiming:
-        return self._overview.timing(message.request_id, self._caller(context))
+        return self._overview.timing(message.request_id, _caller(self._keys, context))
 
     @unary
     async def Recent(self, message: cluster_pb2.RecentRequest) -> cluster_pb2.RecentResponse:
@@ -194,71 +185,49 @@ class AdminService(cluster_pb2_grpc.AdminServicer):
         return self._overview.trends()
 
 
-class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
+class CallInterceptor(grpc.aio.ServerInterceptor):
+    """Around the methods of our own services: checks the API key and decodes the message, since
+    gRPC's own error would name our classes."""
+
     def __init__(self, keys: KeyRing) -> None:
         self._keys = keys
 
     async def intercept_service(
-        self, continuation: Find, handler_call_details: grpc.HandlerCallDetails
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
         handler = await continuation(handler_call_details)
-        try:
-            self._check(handler_call_details)
-        except BatonError as error:
-            return _refuse(handler, error) if handler else None
-        return handler
+        method = handler_call_details.method
+        # Health and reflection need no key.
+        if handler is None or not method.startswith(_PACKAGE):
+            return handler
+        decode: Any = handler.request_deserializer
+        answer: Any = handler.unary_stream or handler.unary_unary
 
-    def _check(self, details: grpc.HandlerCallDetails) -> None:
-        service = details.method.strip("/").partition("/")[0]
-        if service in _OPEN:
-            return
-        caller = self._keys.caller(authorization(details.invocation_metadata or ()))
-        if service == _ADMIN and details.method not in _READ_ONLY and not caller.admin:
+        async def call(content: bytes, context: Context) -> Any:
+            try:
+                self._check(method, context)
+                message = decode(content)
+            except BatonError as refused:
+                await context.abort_with_status(to_status(refused))
+            except DecodeError:
+                damaged = "the message cannot be decoded: it is damaged or no request"
+                await context.abort_with_status(to_status(InvalidRequest(damaged)))
+            return await answer(message, context)
+
+        # All our methods take one message; some answer with a stream.
+        make = (
+            grpc.unary_stream_rpc_method_handler
+            if handler.response_streaming
+            else grpc.unary_unary_rpc_method_handler
+        )
+        return make(call, None, handler.response_serializer)
+
+    def _check(self, method: str, context: Context) -> None:
+        admin = _caller(self._keys, context).admin
+        if not admin and method.startswith(f"/{_ADMIN}/") and method not in _READ_ONLY:
             raise PermissionDenied("this needs an admin's API key")
-
-
-class DecodeInterceptor(grpc.aio.ServerInterceptor):
-    """Decodes the messages of our own services: gRPC's own error would name our classes."""
-
-    async def intercept_service(
-        self, continuation: Find, handler_call_details: grpc.HandlerCallDetails
-    ) -> Handler | None:
-        handler = await continuation(handler_call_details)
-        ours = handler_call_details.method.startswith(_PACKAGE)
-        return _decode_here(handler) if handler and ours else handler
-
-
-def _decode_here(handler: Handler) -> Handler:
-    decode: Any = handler.request_deserializer
-    answer: Any = handler.unary_stream or handler.unary_unary
-
-    async def call(content: bytes, context: Context) -> Any:
-        try:
-            message = decode(content)
-        except DecodeError:
-            invalid = InvalidRequest("the message cannot be decoded: it is damaged or no request")
-            await context.abort_with_status(to_status(invalid))
-        return await answer(message, context)
-
-    return _replace(handler, call, None)
-
-
-def _refuse(handler: Handler, error: BatonError) -> Handler:
-    async def call(request: object, context: Context) -> NoReturn:
-        await context.abort_with_status(to_status(error))
-        raise AssertionError("abort_with_status returned")
-
-    return _replace(handler, call, handler.request_deserializer)
-
-
-def _replace(handler: Handler, call: Any, deserializer: Any) -> Handler:
-    """All our methods take one message; some answer with a stream."""
-    make = (
-        grpc.unary_stream_rpc_method_handler
-        if handler.response_streaming
-        else grpc.unary_unary_rpc_method_handler
-    )
-    return make(call, deserializer, handler.response_serializer)
 
 
 GRPC_OPTIONS = [
@@ -278,9 +247,6 @@ GRPC_OPTIONS = [
 
 
 def make_server(keys: KeyRing, max_requests: int) -> grpc.aio.Server:
-    interceptors: list[grpc.aio.ServerInterceptor] = [DecodeInterceptor()]
-    if keys.required:
-        interceptors.insert(0, ApiKeyInterceptor(keys))
     # More streams than may run: one call too many is refused, instead of waiting in its client.
     streams = ("grpc.max_concurrent_streams", 2 * max_requests + 100)
-    return grpc.aio.server(options=[*GRPC_OPTIONS, streams], interceptors=interceptors)
+    return grpc.aio.server(options=[*GRPC_OPTIONS, streams], interceptors=[CallInterceptor(keys)])
