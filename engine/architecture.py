@@ -1,8 +1,7 @@
 """What a model is, parsed from its config.json.
 
-Each supported family has one row in FAMILIES: what it always has and what it assumes where
-config.json is silent. A config that asks for anything else is refused, never approximated.
-Code that ships with a model is never run.
+A config that asks for what Baton does not run is refused, never approximated. Code that ships
+with a model is never run.
 """
 
 from __future__ import annotations
@@ -11,12 +10,13 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from baton.core.errors import InvalidConfig, UnsupportedModel
-from baton.engine.model_config import ModelConfig
+from baton.engine.model_config import Family, ModelConfig, read_config
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
+ROPE_KINDS: tuple[RopeKind, ...] = get_args(RopeKind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,53 +59,6 @@ class Architecture:
     query_key_norm: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
-    """What a family of models always has, and what its config.json may leave out."""
-
-    class_name: str
-    kv_heads: int | None  # None: as many as query heads
-    context_length: int
-    head_dim: int | None = None  # None: hidden / heads
-    theta: float = 10_000.0
-    tied_embeddings: bool = False
-    qkv_bias: bool = False
-    attention_bias_key: bool = False
-    mlp_bias_key: bool = False
-    query_key_norm: bool = False
-    windows: Literal["none", "all", "late", "unrotated"] = "none"
-    skips_rotation: bool = False
-
-
-FAMILIES = {
-    "llama": Family("LlamaForCausalLM", None, 2048, attention_bias_key=True, mlp_bias_key=True),
-    "mistral": Family("MistralForCausalLM", 8, 131_072, windows="all"),
-    "qwen2": Family("Qwen2ForCausalLM", 32, 32_768, qkv_bias=True, windows="late"),
-    "qwen3": Family(
-        "Qwen3ForCausalLM",
-        32,
-        32_768,
-        head_dim=128,
-        attention_bias_key=True,
-        query_key_norm=True,
-        windows="late",
-    ),
-    "smollm3": Family(
-        "SmolLM3ForCausalLM",
-        4,
-        32_768,
-        theta=2_000_000.0,
-        tied_embeddings=True,
-        attention_bias_key=True,
-        mlp_bias_key=True,
-        windows="unrotated",
-        skips_rotation=True,
-    ),
-}
-
-ROPE_KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3", "yarn")
-
-
 def read_architecture(folder: Path) -> Architecture:
     """The architecture of the model in `folder`, or UnsupportedModel."""
     return parse_architecture(folder / "config.json")
@@ -113,82 +66,54 @@ def read_architecture(folder: Path) -> Architecture:
 
 def parse_architecture(path: Path) -> Architecture:
     """The architecture that a Hugging Face config file describes, or UnsupportedModel."""
-    config = ModelConfig.read(path)
-    name = config.text("model_type", "")
-    family = _family(config, name)
+    name, family, config = read_config(path)
     _refuse_what_we_cannot_run(config)
-    hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
-    layers = config.integer("num_hidden_layers")
-    context_length = config.integer("max_position_embeddings", family.context_length)
-    rope = _rope(config, family, context_length)
-    rotates = _rotates(config, family, layers)
-    attention_bias = family.attention_bias_key and config.flag("attention_bias", False)
+    hidden, heads = config.get("hidden_size", int), config.get("num_attention_heads", int)
+    context_length = config.get("max_position_embeddings", int)
+    rope = _rope(config, context_length)
+    rotates = _rotates(config, family)
+    attention_bias = config.get("attention_bias", bool)
     architecture = Architecture(
         family=name,
-        layers=layers,
+        layers=len(rotates),
         hidden=hidden,
-        intermediate=config.integer("intermediate_size"),
+        intermediate=config.get("intermediate_size", int),
         heads=heads,
-        kv_heads=config.integer("num_key_value_heads", _kv_heads(config, family, heads)),
-        head_dim=config.integer("head_dim", family.head_dim or hidden // max(heads, 1)),
-        vocabulary_size=config.integer("vocab_size"),
+        kv_heads=config.get("num_key_value_heads", int, heads),
+        head_dim=config.get("head_dim", int, hidden // max(heads, 1)),
+        vocabulary_size=config.get("vocab_size", int),
         context_length=_extended_context(rope, context_length),
-        norm_epsilon=config.number("rms_norm_eps", 1e-6),
+        norm_epsilon=config.get("rms_norm_eps", float),
         rope=rope,
         windows=_windows(config, family, rotates),
         rotates=rotates,
-        tied_embeddings=config.flag("tie_word_embeddings", family.tied_embeddings),
+        tied_embeddings=config.get("tie_word_embeddings", bool),
         qkv_bias=family.qkv_bias or attention_bias,
         output_bias=attention_bias,
-        mlp_bias=family.mlp_bias_key and config.flag("mlp_bias", False),
+        mlp_bias=config.get("mlp_bias", bool),
         query_key_norm=family.query_key_norm,
     )
     _check_shape(architecture)
     return architecture
 
 
-def supported() -> str:
-    """The supported families, for error messages."""
-    return ", ".join(f"{name} ({family.class_name})" for name, family in FAMILIES.items())
-
-
-def _family(config: ModelConfig, name: str) -> Family:
-    family = FAMILIES.get(name)
-    if family is None:
-        raise UnsupportedModel(f"model type {name!r} is not supported; supported: {supported()}")
-    classes = config.items("architectures")
-    if classes and classes != [family.class_name]:
-        raise UnsupportedModel(
-            f"architecture {classes} of model type {name!r} is not supported; "
-            f"supported: {supported()}"
-        )
-    return family
-
-
 def _refuse_what_we_cannot_run(config: ModelConfig) -> None:
     if "quantization_config" in config:
-        method = config.nested("quantization_config").text("quant_method", "unknown")
+        method = config.nested("quantization_config").get("quant_method", str, "unknown")
         raise UnsupportedModel(f"quantized checkpoints are not supported (method {method!r})")
-    activation = config.text("hidden_act", "silu")
+    activation = config.get("hidden_act", str)
     if activation != "silu":
         raise UnsupportedModel(f"activation {activation!r} is not supported; supported: silu")
 
 
-def _kv_heads(config: ModelConfig, family: Family, heads: int) -> int:
-    """Default number of key heads: null means one per query head."""
-    if family.kv_heads is None or config.is_null("num_key_value_heads"):
-        return heads
-    return family.kv_heads
-
-
-def _rope(config: ModelConfig, family: Family, context_length: int) -> Rope:
+def _rope(config: ModelConfig, context_length: int) -> Rope:
     scaling = config.nested("rope_scaling" if "rope_scaling" in config else "rope_parameters")
-    if scaling.has_nested():
+    if any(isinstance(value, dict) for value in scaling.values.values()):
         raise UnsupportedModel("RoPE parameters that differ between layers are not supported")
-    if max(abs(1.0 - each.number("partial_rotary_factor", 1.0)) for each in (config, scaling)):
+    if max(abs(1.0 - each.get("partial_rotary_factor", float, 1.0)) for each in (config, scaling)):
         raise UnsupportedModel("partial rotary embeddings are not supported")
-    theta = scaling.number("rope_theta", config.number("rope_theta", family.theta))
-    name = scaling.text("rope_type", scaling.text("type", "default"))
+    theta = scaling.get("rope_theta", float, config.get("rope_theta", float))
+    name = scaling.get("rope_type", str, scaling.get("type", str, "default"))
     kind = next((kind for kind in ROPE_KINDS if kind == name), None)
     if kind is None:
         raise UnsupportedModel(
@@ -197,32 +122,32 @@ def _rope(config: ModelConfig, family: Family, context_length: int) -> Rope:
     if kind == "default":
         return Rope(kind, theta)
     if kind == "linear":
-        return Rope(kind, theta, factor=scaling.number("factor"))
-    original = scaling.integer("original_max_position_embeddings", context_length)
-    original = config.integer("original_max_position_embeddings", original)
+        return Rope(kind, theta, factor=scaling.get("factor", float))
+    original = scaling.get("original_max_position_embeddings", int, context_length)
+    original = config.get("original_max_position_embeddings", int, original)
     if kind == "llama3":
         return Rope(
             kind,
             theta,
-            factor=scaling.number("factor"),
+            factor=scaling.get("factor", float),
             original_context=original,
-            low_frequency_factor=scaling.number("low_freq_factor"),
-            high_frequency_factor=scaling.number("high_freq_factor"),
+            low_frequency_factor=scaling.get("low_freq_factor", float),
+            high_frequency_factor=scaling.get("high_freq_factor", float),
         )
     return _yarn(scaling, theta, original, context_length)
 
 
 def _yarn(scaling: ModelConfig, theta: float, original: int, context_length: int) -> Rope:
-    factor = scaling.number("factor", context_length / original)
+    factor = scaling.get("factor", float, context_length / original)
     return Rope(
         "yarn",
         theta,
         factor=factor,
         original_context=original,
-        beta_fast=scaling.number("beta_fast", 32.0) or 32.0,
-        beta_slow=scaling.number("beta_slow", 1.0) or 1.0,
-        truncate=scaling.flag("truncate", True),
-        attention_factor=scaling.number("attention_factor", _yarn_attention(scaling, factor)),
+        beta_fast=scaling.get("beta_fast", float, 32.0) or 32.0,
+        beta_slow=scaling.get("beta_slow", float, 1.0) or 1.0,
+        truncate=scaling.get("truncate", bool, True),
+        attention_factor=scaling.get("attention_factor", float, _yarn_attention(scaling, factor)),
     )
 
 
@@ -232,8 +157,8 @@ def _yarn_attention(scaling: ModelConfig, factor: float) -> float:
     def correction(scale: float) -> float:
         return 1.0 if factor <= 1.0 else 0.1 * scale * math.log(factor) + 1.0
 
-    numerator = scaling.number("mscale", 0.0)
-    denominator = scaling.number("mscale_all_dim", 0.0)
+    numerator = scaling.get("mscale", float, 0.0)
+    denominator = scaling.get("mscale_all_dim", float, 0.0)
     if numerator and denominator:
         return correction(numerator) / correction(denominator)
     return correction(1.0)
@@ -246,15 +171,16 @@ def _extended_context(rope: Rope, context_length: int) -> int:
     return max(context_length, int(rope.original_context * rope.factor))
 
 
-def _rotates(config: ModelConfig, family: Family, layers: int) -> tuple[bool, ...]:
+def _rotates(config: ModelConfig, family: Family) -> tuple[bool, ...]:
+    layers = config.get("num_hidden_layers", int)
     if not family.skips_rotation:
         return (True,) * layers
-    stated = config.items("no_rope_layers")
+    stated = config.get("no_rope_layers", list, [])
     if stated:
         if len(stated) < layers:
             raise InvalidConfig(f"no_rope_layers names {len(stated)} of {layers} layers")
         return tuple(bool(rotates) for rotates in stated[:layers])
-    interval = config.integer("no_rope_layer_interval", 4)
+    interval = config.get("no_rope_layer_interval", int)
     return tuple((layer + 1) % interval != 0 for layer in range(layers))
 
 
@@ -263,34 +189,17 @@ def _windows(
 ) -> tuple[int | None, ...]:
     if family.windows == "none":
         return (None,) * len(rotates)
-    if family.windows == "all":
-        return (_mistral_window(config),) * len(rotates)
-    window = _window(config, family)
-    if "layer_types" in config:
-        return _windows_by_type(config.items("layer_types"), window, len(rotates))
-    if window is None or not config.flag("use_sliding_window", False):
-        return (None,) * len(rotates)
+    typed = "layer_types" in config
+    if typed and family.windows == "all":
+        raise UnsupportedModel("Mistral models whose layers differ are not supported")
+    in_use = config.get("use_sliding_window", bool) or (typed and family.windows == "unrotated")
+    window = config.get("sliding_window", int) if in_use and "sliding_window" in config else None
+    if typed:
+        return _windows_by_type(config.get("layer_types", list), window, len(rotates))
     if family.windows == "unrotated":
         return tuple(None if rotated else window for rotated in rotates)
-    first = config.integer("max_window_layers", 28)
+    first = config.get("max_window_layers", int) if family.windows == "late" else 0
     return tuple(window if layer >= first else None for layer in range(len(rotates)))
-
-
-def _mistral_window(config: ModelConfig) -> int | None:
-    if "layer_types" in config:
-        raise UnsupportedModel("Mistral models whose layers differ are not supported")
-    if config.is_null("sliding_window"):
-        return None
-    return config.integer("sliding_window", 4096)
-
-
-def _window(config: ModelConfig, family: Family) -> int | None:
-    if family.windows == "late" and not config.flag("use_sliding_window", False):
-        return None
-    if "sliding_window" in config:
-        return config.integer("sliding_window")
-    null = config.is_null("sliding_window") or family.windows == "unrotated"
-    return None if null else 4096
 
 
 def _windows_by_type(

@@ -10,8 +10,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from baton.core.errors import BatonError, InvalidConfig, ModelNotFound, UnsupportedModel
-from baton.engine.architecture import FAMILIES, Architecture, read_architecture
+from baton.engine.architecture import Architecture, read_architecture
 from baton.engine.model import inverse_frequencies
+from baton.engine.model_config import FAMILIES
 
 LLAMA: dict[str, object] = {
     "model_type": "llama",
