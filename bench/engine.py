@@ -22,7 +22,7 @@ from baton.core import model_store
 from baton.core.types import AttemptKey, Sampling, Work
 from baton.engine.engine import Engine
 from baton.engine.sequence import Sequence
-from baton.engine.step import Chunk, Plan
+from baton.engine.step import Plan
 
 Prompts = list[list[int]]
 
@@ -43,9 +43,9 @@ class Ours:
     def generate(self, prompts: Prompts, count: int) -> None:
         sequences = [self._sequence(prompt, count) for prompt in prompts]
         while plan := self._next(sequences, count):
-            for piece, token in zip(plan, self._engine.step(plan), strict=True):
+            for sequence, token in zip(plan, self._engine.step(plan), strict=True):
                 if isinstance(token, int):
-                    piece.sequence.append(token)
+                    sequence.append(token)
         for sequence in sequences:
             sequence.lease.release()
 
@@ -56,13 +56,13 @@ class Ours:
 
     def _next(self, sequences: list[Sequence], count: int) -> Plan:
         """As much of the prompts as the budget allows; once they are done, one token each."""
-        budget, plan = self._chunk, []
+        plan: Plan = {}
+        budget = self._chunk
         for sequence in sequences:
             if sequence.generated == 0 and budget:
-                piece = Chunk(sequence, min(budget, sequence.uncomputed))
-                budget -= piece.count
-                plan.append(piece)
-        return plan or [Chunk(each, 1) for each in sequences if each.generated < count]
+                plan[sequence] = min(budget, sequence.uncomputed)
+                budget -= plan[sequence]
+        return plan or {each: 1 for each in sequences if each.generated < count}
 
 
 class Transformers:

@@ -34,7 +34,7 @@ from baton.engine.gpu.runner import GpuRunner
 from baton.engine.model import Model
 from baton.engine.page_pool import PagePool
 from baton.engine.sequence import Sequence
-from baton.engine.step import Chunk, InFlightStep, Plan
+from baton.engine.step import InFlightStep, Plan
 from baton.engine.weights import random_model
 from baton.kernels.linear import GatedLinear, Linear
 
@@ -100,20 +100,18 @@ class Bench:
 
     def _next(self, sequences: list[Sequence], count: int) -> Plan:
         """As much of the prompts as a step takes; once they are done, one token each."""
-        budget, plan = CHUNK, []
+        plan: Plan = {}
+        budget = CHUNK
         for sequence in sequences:
             if sequence.computed < sequence.prompt_length and budget:
-                piece = Chunk(sequence, min(budget, sequence.prompt_length - sequence.computed))
-                budget -= piece.count
-                plan.append(piece)
-        return plan or [
-            Chunk(each, 1) for each in sequences if each.generated + each.expected < count
-        ]
+                plan[sequence] = min(budget, sequence.prompt_length - sequence.computed)
+                budget -= plan[sequence]
+        return plan or {each: 1 for each in sequences if each.generated + each.expected < count}
 
     def _settle(self, plan: Plan, flight: InFlightStep) -> None:
-        for piece, token in zip(plan, flight.wait(), strict=True):
+        for sequence, token in zip(plan, flight.wait(), strict=True):
             if isinstance(token, int):
-                piece.sequence.append(token)
+                sequence.append(token)
 
 
 @dataclass(frozen=True)

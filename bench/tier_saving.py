@@ -27,7 +27,7 @@ from baton.engine.engine import Engine
 from baton.engine.restoration import Tier
 from baton.engine.second_tier import SecondTier, second_tier_of
 from baton.engine.sequence import Sequence
-from baton.engine.step import Chunk
+from baton.engine.step import Plan
 from baton.worker.backend import open_second_tier
 
 PROMPT = 64
@@ -65,8 +65,7 @@ class Streams:
         if saving:
             self._engine.pool.lower.advance()
         self._bring(pages)
-        plan = [Chunk(sequence, 1) for sequence in self._sequences]
-        self._run(plan)
+        self._run(dict.fromkeys(self._sequences, 1))
         return time.perf_counter() - began
 
     def rest(self) -> None:
@@ -90,13 +89,13 @@ class Streams:
         work = Work(AttemptKey(f"stream-{index}", 1), prompt, Sampling(), steps, frozenset())
         pool = self._engine.pool
         sequence = Sequence(work, pool.acquire(pool.pages_for(PROMPT + steps)))
-        self._run([Chunk(sequence, PROMPT)])
+        self._run({sequence: PROMPT})
         return sequence
 
-    def _run(self, plan: list[Chunk]) -> None:
-        for piece, token in zip(plan, self._engine.step(plan), strict=True):
+    def _run(self, plan: Plan) -> None:
+        for sequence, token in zip(plan, self._engine.step(plan), strict=True):
             assert isinstance(token, int)
-            piece.sequence.append(token)
+            sequence.append(token)
 
     def _bring(self, pages: int) -> None:
         with self._engine.pool.acquire(pages) as lease:

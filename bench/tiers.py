@@ -25,7 +25,6 @@ from baton.core.types import AttemptKey, Sampling, Work
 from baton.engine.engine import Engine
 from baton.engine.second_tier import SecondTier, second_tier_of
 from baton.engine.sequence import Sequence
-from baton.engine.step import Chunk
 from baton.worker.backend import open_second_tier
 
 CHUNK = 512
@@ -51,7 +50,7 @@ class Bench:
         with pool.acquire(pool.pages_for(len(tokens))) as lease:
             sequence = Sequence(work, lease, chain=pool.chain(""))
             while sequence.uncomputed and not sequence.expected:
-                self.engine.step([Chunk(sequence, min(CHUNK, sequence.uncomputed))])
+                self.engine.step({sequence: min(CHUNK, sequence.uncomputed)})
             sequence.settle(len(tokens))
         return sequence.chain.keys(tokens, len(tokens))
 

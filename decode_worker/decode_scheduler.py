@@ -26,7 +26,7 @@ from collections import OrderedDict
 from baton.core.types import AttemptKey
 from baton.engine.page_pool import PagePool
 from baton.engine.sequence import Sequence, next_page_pending
-from baton.engine.step import Chunk, Plan
+from baton.engine.step import Plan
 
 
 def _order(sequence: Sequence) -> int:
@@ -130,13 +130,13 @@ class DecodeScheduler:
         return True
 
     def next(self) -> Plan:
-        """The next step's pieces, oldest request first. Empty when nothing can run."""
+        """The next step, oldest request first. Empty when nothing can run."""
         self._resume()
         while self._ready and len(self._running) < self._max_batch:
             bisect.insort(self._running, self._ready.pop(0), key=_order)
         if not self._grow():
-            return []
-        plan: Plan = []
+            return {}
+        plan: Plan = {}
         budget = self._chunk_tokens
         for sequence in self._running:
             if sequence.planned_out:
@@ -144,7 +144,7 @@ class DecodeScheduler:
             # A decoding request always gets its token; only prefill shares the budget.
             count = 1 if sequence.uncomputed == 1 else min(sequence.uncomputed, budget)
             if count:
-                plan.append(Chunk(sequence, count))
+                plan[sequence] = count
                 budget -= count if count > 1 else 0
         return plan
 

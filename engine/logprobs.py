@@ -19,7 +19,7 @@ from torch import Tensor
 
 from baton.core.types import Logprobs
 from baton.engine.sequence import Sequence
-from baton.engine.step import Chunk, Scored
+from baton.engine.step import Plan, Scored
 
 GROUP = 32
 """Rows scored together: each takes some 16 bytes per token of the vocabulary."""
@@ -80,34 +80,34 @@ def score_rows(logits: Tensor, tokens: Tensor, rows: list[int], wanted: list[int
 class WantedRow(NamedTuple):
     """A row of a step whose logits are needed: to sample from, or to score a prompt's token."""
 
-    chunk: Chunk
+    sequence: Sequence
     position: int
     row: int
     samples: bool
 
     @property
     def next_token(self) -> int:
-        return self.chunk.sequence.tokens[self.position + 1]
+        return self.sequence.tokens[self.position + 1]
 
 
-def wanted_rows(chunks: list[Chunk]) -> list[WantedRow]:
-    """In the order of the step's rows."""
+def wanted_rows(plan: Plan) -> list[WantedRow]:
+    """`plan` is in the order of the step's rows, and so are these."""
     wanted: list[WantedRow] = []
     row = 0
-    for chunk in chunks:
-        start = chunk.sequence.computed
-        wanted += [WantedRow(chunk, place, row + place - start, False) for place in chunk.scored]
-        row += chunk.count
-        if chunk.samples:
-            wanted.append(WantedRow(chunk, start + chunk.count - 1, row - 1, True))
+    for sequence, count in plan.items():
+        first = row - sequence.computed
+        wanted += [WantedRow(sequence, at, first + at, False) for at in sequence.scored(count)]
+        row += count
+        if sequence.samples(count):
+            wanted.append(WantedRow(sequence, sequence.computed + count - 1, row - 1, True))
     return wanted
 
 
-def prompt_rows(chunks: list[Chunk]) -> list[WantedRow]:
+def prompt_rows(plan: Plan) -> list[WantedRow]:
     """The wanted rows that do not sample."""
-    if all(chunk.sequence.work.prompt_logprobs is None for chunk in chunks):
+    if all(sequence.work.prompt_logprobs is None for sequence in plan):
         return []
-    return [each for each in wanted_rows(chunks) if not each.samples]
+    return [each for each in wanted_rows(plan) if not each.samples]
 
 
 class PromptScores(NamedTuple):
@@ -123,7 +123,7 @@ class PromptScores(NamedTuple):
         """Adds the scores to their sequences. The step must have ended."""
         for place, scored in self.scores.by_row():
             wanted = self.wanted[place]
-            wanted.chunk.sequence.add_prompt_score(wanted.position, scored.logprobs)
+            wanted.sequence.add_prompt_score(wanted.position, scored.logprobs)
 
 
 def score_prompts(
@@ -134,5 +134,5 @@ def score_prompts(
         some = wanted[start : start + GROUP]
         logits = logits_of(slice(start, start + GROUP))
         tokens = torch.tensor([each.next_token for each in some], device=logits.device)
-        most = [each.chunk.sequence.work.prompt_logprobs or 0 for each in some]
+        most = [each.sequence.work.prompt_logprobs or 0 for each in some]
         yield PromptScores(some, score_rows(logits, tokens, list(range(len(some))), most))

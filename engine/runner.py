@@ -12,14 +12,17 @@ from torch import Tensor
 from baton.engine.logprobs import WantedRow, score, score_prompts, wanted_rows
 from baton.engine.model import ChunkRows, Model, StepBatch, inverse_frequencies, rotations
 from baton.engine.sampler import Sampler
+from baton.engine.sequence import Sequence
 from baton.engine.step import (
     ChunkInputs,
     FinishedStep,
     Outcome,
     Plan,
+    check_plan,
+    chunk_inputs,
     decode_inputs,
     encode_inputs,
-    row_order,
+    in_row_order,
 )
 from baton.engine.tensor_parallel import Group
 from baton.kernels.attention import (
@@ -56,32 +59,28 @@ class Runner:
     @torch.inference_mode()
     def launch(self, plan: Plan) -> FinishedStep:
         """Runs one forward for all chunks, and samples the next token of those that ask."""
-        for chunk in plan:
-            chunk.check(self._page_size)
-        order = row_order(plan)
-        chunks = [plan[index] for index in order]
-        inputs = [chunk.inputs(self._page_size) for chunk in chunks]
+        check_plan(plan, self._page_size)
+        rows = in_row_order(plan)
+        inputs = [chunk_inputs(*chunk, self._page_size) for chunk in rows.items()]
         if self._group:
             self._group.broadcast(encode_inputs(inputs))
         hidden = self._forward(inputs)
-        wanted = wanted_rows(chunks)
+        wanted = wanted_rows(rows)
         self._score_prompts(hidden, wanted)
-        sampling = [index for index in order if plan[index].samples]
-        outcomes: list[Outcome] = [None] * len(plan)
+        sampling = [each.sequence for each in wanted if each.samples]
+        outcomes: dict[Sequence, Outcome] = dict.fromkeys(plan)
         if sampling:
             if len(sampling) < len(wanted):
                 hidden = hidden[[place for place, each in enumerate(wanted) if each.samples]]
             logits = self._model.logits(hidden)
-            sequences = [plan[index].sequence for index in sampling]
-            tokens = self._sampler.sample(logits, sequences)
-            for index, token in zip(sampling, tokens, strict=True):
-                outcomes[index] = token
-            for scores in score(logits[:, : self._sampler.vocabulary_size], tokens, sequences):
+            tokens = self._sampler.sample(logits, sampling)
+            outcomes.update(zip(sampling, tokens, strict=True))
+            for scores in score(logits[:, : self._sampler.vocabulary_size], tokens, sampling):
                 for row, scored in scores.by_row():
                     outcomes[sampling[row]] = scored
-        for chunk in plan:
-            chunk.sequence.computed += chunk.count
-        return FinishedStep(outcomes)
+        for sequence, count in plan.items():
+            sequence.computed += count
+        return FinishedStep(list(outcomes.values()))
 
     def _score_prompts(self, hidden: Tensor, wanted: list[WantedRow]) -> None:
         places = [place for place, each in enumerate(wanted) if not each.samples]

@@ -78,6 +78,23 @@ class Sequence:
         last = self.generated + self.expected >= self.work.max_tokens
         return last or self.work.sampling.penalizes or self.guide is not None
 
+    def samples(self, count: int) -> bool:
+        """Whether a step that runs its next `count` tokens samples another one."""
+        return count == self.uncomputed
+
+    def scored(self, count: int) -> range:
+        """Of its next `count` positions, those whose next token's log probability the request
+        asks for."""
+        if self.work.prompt_logprobs is None:
+            return range(0)
+        start = max(self.computed, len(self.prompt_scores))
+        return range(start, min(self.computed + count, self.prompt_length - 1))
+
+    def launched(self, count: int) -> None:
+        """Advances to where a step in flight will leave it."""
+        self.expected += self.samples(count)
+        self.computed += count
+
     def set_guide(self, guide: Guide | None) -> None:
         """Restricts sampling to what the guide allows. It must not have seen a token yet."""
         self.guide = guide

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import chain, islice
 from typing import NamedTuple, Protocol
 
@@ -12,59 +11,25 @@ from baton.core.errors import BatonError, Internal
 from baton.core.types import DeviceEvent, Logprobs
 from baton.engine.sequence import Sequence
 
+Plan = dict[Sequence, int]
+"""One step: how many tokens of each sequence to run, from tokens[computed] on, all in one
+forward pass. The lease's pages must cover them. Where they end with the sequence's last token,
+the step samples the next one."""
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A sequence's share of one step: run tokens[computed : computed + count].
 
-    The lease's pages must cover these positions. When the chunk ends with the sequence's last
-    token, the step samples the next one.
-    """
-
-    sequence: Sequence
-    count: int
-
-    @property
-    def samples(self) -> bool:
-        return self.count == self.sequence.uncomputed
-
-    @property
-    def scored(self) -> range:
-        """Positions at which the request asks for the log probability of its next token."""
-        sequence = self.sequence
-        if sequence.work.prompt_logprobs is None:
-            return range(0)
-        start = max(sequence.computed, len(sequence.prompt_scores))
-        return range(start, min(sequence.computed + self.count, sequence.prompt_length - 1))
-
-    def check(self, page_size: int) -> None:
-        """Raises Internal when there is nothing to run, or no page for it."""
-        sequence = self.sequence
-        if not 0 < self.count <= sequence.uncomputed:
-            raise Internal(f"a chunk of {self.count} of {sequence.uncomputed} tokens")
-        if sequence.computed + self.count > len(sequence.lease) * page_size:
+def check_plan(plan: Plan, page_size: int) -> None:
+    """Raises Internal where there is nothing to run, or no page for it."""
+    for sequence, count in plan.items():
+        if not 0 < count <= sequence.uncomputed:
+            raise Internal(f"a chunk of {count} of {sequence.uncomputed} tokens")
+        if sequence.computed + count > len(sequence.lease) * page_size:
             raise Internal("a chunk reaches past its sequence's pages")
 
-    def inputs(self, page_size: int) -> ChunkInputs:
-        start, end = self.sequence.computed, self.sequence.computed + self.count
-        pages = self.sequence.lease.pages[: -(-end // page_size)]
-        wanted = [*self.scored, end - 1] if self.samples else [*self.scored]
-        return ChunkInputs(start, self.sequence.tokens[start:end], pages, wanted)
 
-    def launched(self) -> None:
-        """Advances the sequence to where the step in flight will leave it."""
-        self.sequence.expected += self.samples
-        self.sequence.computed += self.count
-
-
-Plan = list[Chunk]
-"""One step. The runner runs all chunks in one forward pass."""
-
-
-def row_order(plan: Plan) -> list[int]:
-    """Indices of the chunks in the order of a step's rows: single tokens first, since they are
-    attended together."""
-    return sorted(range(len(plan)), key=lambda index: plan[index].count > 1)
+def in_row_order(plan: Plan) -> Plan:
+    """The plan in the order of a step's rows: single tokens first, since they are attended
+    together."""
+    return dict(sorted(plan.items(), key=lambda chunk: chunk[1] > 1))
 
 
 class Scored(NamedTuple):
@@ -75,7 +40,7 @@ class Scored(NamedTuple):
 
 
 Outcome = int | Scored | BatonError | None
-"""What a step did for one chunk: sampled a token, failed it, or just computed it."""
+"""What a step did for one sequence: sampled a token, failed it, or just computed it."""
 
 
 class InFlightStep(Protocol):
@@ -86,7 +51,7 @@ class InFlightStep(Protocol):
         """Its end on the device; None where it had ended when its launch returned."""
 
     def wait(self) -> list[Outcome]:
-        """Waits for the outcome of each chunk, in the plan's order. Called once.
+        """Waits for the outcome of each sequence, in the plan's order. Called once.
 
         The caller appends the tokens before it plans another step.
         """
@@ -115,6 +80,13 @@ class ChunkInputs(NamedTuple):
     @property
     def end(self) -> int:
         return self.start + len(self.tokens)
+
+
+def chunk_inputs(sequence: Sequence, count: int, page_size: int) -> ChunkInputs:
+    start, end = sequence.computed, sequence.computed + count
+    pages = sequence.lease.pages[: -(-end // page_size)]
+    wanted = [*sequence.scored(count), *([end - 1] if sequence.samples(count) else ())]
+    return ChunkInputs(start, sequence.tokens[start:end], pages, wanted)
 
 
 def encode_inputs(inputs: list[ChunkInputs]) -> bytes:

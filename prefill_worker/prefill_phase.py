@@ -183,7 +183,7 @@ class PrefillPhase(Phase[PrefillSequence]):
         end = self._steps.last_end
         if not plan or end is None or not self._transfer.pushes_ahead:
             return
-        for key in [chunk.sequence.work.key for chunk in plan]:
+        for key in [sequence.work.key for sequence in plan]:
             if job := self._jobs.get(key):
                 whole = job.expected  # its last chunk: its last page too
                 full = None if whole else job.computed // self._pool.page_size

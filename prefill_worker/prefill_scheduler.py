@@ -24,7 +24,7 @@ from collections.abc import Collection
 from baton.core.types import AttemptKey
 from baton.engine.page_pool import PagePool
 from baton.engine.sequence import Sequence, next_page_pending
-from baton.engine.step import Chunk, Plan
+from baton.engine.step import Plan
 from baton.prefill_worker.prefill_sequence import PrefillSequence
 
 LOOK_AHEAD = 8
@@ -83,24 +83,24 @@ class PrefillScheduler:
         self._started.pop(sequence.work.key, None)
 
     def next(self) -> Plan:
-        """The next step's pieces, oldest prompt first. Empty when nothing can run."""
-        plan: Plan = []
+        """The next step, oldest prompt first. Empty when nothing can run."""
+        plan: Plan = {}
         budget = self._chunk_tokens
         for sequence in self._started.values():
             if budget == 0:
                 return plan
             # Nothing is left to plan once the last chunk has been launched.
             if sequence.uncomputed and not sequence.expected:
-                budget -= self._add_piece(plan, sequence, budget)
+                budget -= self._add_chunk(plan, sequence, budget)
         while budget and self._start_next():
-            budget -= self._add_piece(plan, next(reversed(self._started.values())), budget)
+            budget -= self._add_chunk(plan, next(reversed(self._started.values())), budget)
         return plan
 
-    def _add_piece(self, plan: Plan, sequence: Sequence, budget: int) -> int:
+    def _add_chunk(self, plan: Plan, sequence: Sequence, budget: int) -> int:
         count = min(sequence.uncomputed, budget)
         if count == sequence.uncomputed and count >= 2 * LAST_TOKENS:
             count -= LAST_TOKENS
-        plan.append(Chunk(sequence, count))
+        plan[sequence] = count
         return count
 
     def _start_next(self) -> bool:

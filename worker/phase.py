@@ -274,7 +274,7 @@ class Phase(ABC, Generic[AnyJob]):
     def _start(self, plan: Plan) -> list[AnyJob]:
         """The jobs that are in a step for the first time."""
         now = time.monotonic()
-        jobs = [self._jobs[chunk.sequence.work.key] for chunk in plan]
+        jobs = [self._jobs[sequence.work.key] for sequence in plan]
         new = [job for job in jobs if not job.started_at]
         for job in new:
             job.started_at = now

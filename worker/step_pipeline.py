@@ -33,7 +33,7 @@ class Settled:
 @dataclass(frozen=True, slots=True)
 class _Launched:
     plan: Plan
-    computed: list[int]  # as in Settled, by chunk of the plan
+    computed: list[int]  # as in Settled, by sequence of the plan
     step: InFlightStep
     began: float
 
@@ -58,7 +58,7 @@ class StepPipeline:
         if plan:
             began = time.monotonic()
             step = launch(self._engine, plan)
-            computed = [chunk.sequence.computed for chunk in plan]
+            computed = [sequence.computed for sequence in plan]
             self._launched.append(_Launched(plan, computed, step, began))
         in_flight = plan and not isinstance(self._launched[-1].step, FinishedStep)
         settled: list[Settled] = []
@@ -69,17 +69,14 @@ class StepPipeline:
     def _settle(self, launched: _Launched) -> list[Settled]:
         plan, outcomes = launched.plan, launched.step.wait()
         seconds = time.monotonic() - launched.began
-        self._metrics.step(len(plan), sum(chunk.count for chunk in plan), seconds)
+        self._metrics.step(len(plan), sum(plan.values()), seconds)
         self._observe_compute(plan, seconds)
-        return [
-            _settled(chunk.sequence, computed, outcome)
-            for chunk, computed, outcome in zip(plan, launched.computed, outcomes, strict=True)
-        ]
+        return list(map(_settled, plan, launched.computed, outcomes))
 
     def _observe_compute(self, plan: Plan, seconds: float) -> None:
         """Updates the cost of computing prompts, which the second tier compares with its own."""
         tier = second_tier_of(self._engine.pool)
-        tokens = sum(chunk.count for chunk in plan if chunk.count > 1)
+        tokens = sum(count for count in plan.values() if count > 1)
         if tier is not None and tokens >= self._engine.pool.page_size:
             tier.costs.compute.add(tokens, seconds)
 
@@ -96,7 +93,7 @@ def launch(engine: Engine, plan: Plan) -> InFlightStep:
     """Launches a plan so that a request which breaks the engine fails alone.
 
     A typed error (such as logits that are not numbers) leaves every sequence
-    as it was, so each chunk of a failed step is tried again by itself.
+    as it was, so each sequence of a failed step is tried again by itself.
     """
     try:
         return engine.launch(plan)
@@ -104,5 +101,5 @@ def launch(engine: Engine, plan: Plan) -> InFlightStep:
         if len(plan) == 1:
             return FinishedStep([error])
         return FinishedStep(
-            [outcome for chunk in plan for outcome in launch(engine, [chunk]).wait()]
+            [launch(engine, {sequence: count}).wait()[0] for sequence, count in plan.items()]
         )

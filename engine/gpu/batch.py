@@ -8,6 +8,7 @@ those that rank 0 settles are shared from device to device (engine/gpu/runner.py
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +17,8 @@ import torch
 from torch import Tensor
 
 from baton.engine.gpu.prompt_attention import LongChunk, is_long
-from baton.engine.step import Chunk
+from baton.engine.sequence import Sequence
+from baton.engine.step import Plan
 from baton.kernels.gpu.chunk_attention import BLOCK_QUERIES
 
 
@@ -77,27 +79,27 @@ class Limits:
     library: bool  # whether the library's attention can run this model
 
 
-def step_arrays(chunks: list[Chunk], slots: list[int], limits: Limits) -> StepArrays:
-    """The arrays of one step. Single tokens must come first among the chunks."""
+def step_arrays(plan: Plan, slots: list[int], limits: Limits) -> StepArrays:
+    """The arrays of one step. The plan is in the order of its rows."""
     page_size = limits.page_size
-    decoding = min(sum(chunk.count == 1 for chunk in chunks), limits.decoding)
-    counts = np.asarray([chunk.count for chunk in chunks], dtype=np.int32)
-    starts = np.asarray([chunk.sequence.computed for chunk in chunks], dtype=np.int32)
+    decoding = min(sum(count == 1 for count in plan.values()), limits.decoding)
+    counts = np.asarray(list(plan.values()), dtype=np.int32)
+    starts = np.asarray([sequence.computed for sequence in plan], dtype=np.int32)
     firsts = np.cumsum(counts) - counts
     positions = np.repeat(starts - firsts.astype(np.int32), counts)
     positions += np.arange(len(positions), dtype=np.int32)
-    pages = np.concatenate([_pages(chunk, page_size) for chunk in chunks])
+    pages = np.concatenate([_pages(*chunk, page_size) for chunk in plan.items()])
     blocks: list[tuple[int, int, int, int]] = []
     long: list[LongChunk] = []
-    for chunk, slot, first in zip(
-        chunks[decoding:], slots[decoding:], firsts[decoding:], strict=True
-    ):
-        start = chunk.sequence.computed
-        if limits.library and is_long(chunk.count, start, page_size):
-            long.append(LongChunk(int(first), chunk.count, start, slot))
+    rows = zip(plan.items(), slots, firsts, strict=True)
+    for (sequence, count), slot, first in islice(rows, decoding, None):
+        start = sequence.computed
+        if limits.library and is_long(count, start, page_size):
+            long.append(LongChunk(int(first), count, start, slot))
         else:
-            blocks += _blocks(int(first), start, chunk.count, slot)
-    tokens = np.asarray([token for chunk in chunks for token in _tokens(chunk)], dtype=np.int32)
+            blocks += _blocks(int(first), start, count, slot)
+    known = [token for chunk in plan.items() for token in _tokens(*chunk)]
+    tokens = np.asarray(known, dtype=np.int32)
     row_slots = np.repeat(np.asarray(slots, dtype=np.int32), counts)
     stores = pages * page_size + positions % page_size
     return StepArrays(
@@ -108,21 +110,20 @@ def step_arrays(chunks: list[Chunk], slots: list[int], limits: Limits) -> StepAr
     )
 
 
-def _tokens(chunk: Chunk) -> list[int]:
-    sequence = chunk.sequence
+def _tokens(sequence: Sequence, count: int) -> list[int]:
     if sequence.computed >= len(sequence.tokens):
         return [-1]
-    known = sequence.tokens[sequence.computed : sequence.computed + chunk.count]
-    return known + [-1] * (chunk.count - len(known))
+    known = sequence.tokens[sequence.computed : sequence.computed + count]
+    return known + [-1] * (count - len(known))
 
 
-def _pages(chunk: Chunk, page_size: int) -> Ints:
-    """The page of each of the chunk's tokens."""
-    start, pages = chunk.sequence.computed, chunk.sequence.lease.pages
-    if chunk.count == 1:
+def _pages(sequence: Sequence, count: int, page_size: int) -> Ints:
+    """The page of each of its next `count` tokens."""
+    start, pages = sequence.computed, sequence.lease.pages
+    if count == 1:
         return np.asarray([pages[start // page_size]], dtype=np.int32)
     held = np.asarray(pages, dtype=np.int32)
-    return held[np.arange(start, start + chunk.count) // page_size]
+    return held[np.arange(start, start + count) // page_size]
 
 
 def _blocks(first: int, start: int, count: int, slot: int) -> list[tuple[int, int, int, int]]:

@@ -43,7 +43,7 @@ from baton.engine.gpu.step import GpuInFlightStep
 from baton.engine.logprobs import PromptScores, Scores, WantedRow, prompt_rows, score, score_prompts
 from baton.engine.model import Model
 from baton.engine.sequence import Sequence
-from baton.engine.step import Chunk, Plan, row_order
+from baton.engine.step import Plan, check_plan, in_row_order
 from baton.engine.tensor_parallel import Group
 from baton.kernels.gpu.chunk_attention import BLOCK_QUERIES
 from baton.kernels.gpu.linear import MOST_ROWS
@@ -147,16 +147,13 @@ class GpuRunner:
     @torch.inference_mode()
     def launch(self, plan: Plan) -> GpuInFlightStep:
         """Starts one forward for all chunks and advances their sequences."""
-        order = row_order(plan)
-        chunks = [plan[index] for index in order]
-        for chunk in chunks:
-            chunk.check(self._limits.page_size)
-        slots, new_pages = self._slots.place([chunk.sequence.lease for chunk in chunks])
-        arrays = step_arrays(chunks, slots, self._limits)
-        samples = _sampled_rows(chunks)
-        sampling = [index for index in order if plan[index].samples]
-        sequences = [plan[index].sequence for index in sampling]
-        rows = _Rows(samples, sequences, prompt_rows(chunks))
+        check_plan(plan, self._limits.page_size)
+        ordered = in_row_order(plan)
+        slots, new_pages = self._slots.place([sequence.lease for sequence in ordered])
+        arrays = step_arrays(ordered, slots, self._limits)
+        samples = _sampled_rows(ordered)
+        sampling = [sequence for sequence, count in ordered.items() if sequence.samples(count)]
+        rows = _Rows(samples, sampling, prompt_rows(ordered))
         if self._group:
             self._group.broadcast(encode_step(StepMessage(arrays, new_pages, rows.all)))
         chosen = self._step(arrays, upload(new_pages, self._device), rows)
@@ -297,10 +294,10 @@ class GpuRunner:
         return normed
 
 
-def _sampled_rows(chunks: list[Chunk]) -> Ints:
-    """The last row of each chunk that samples."""
-    ends: npt.NDArray[np.int64] = np.cumsum([chunk.count for chunk in chunks]) - 1
-    return ends[[chunk.samples for chunk in chunks]].astype(np.int32)
+def _sampled_rows(plan: Plan) -> Ints:
+    """The last row of each sequence that samples."""
+    ends: npt.NDArray[np.int64] = np.cumsum(list(plan.values())) - 1
+    return ends[[sequence.samples(count) for sequence, count in plan.items()]].astype(np.int32)
 
 
 def _blocks_of(rows: int) -> int:

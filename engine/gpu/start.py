@@ -24,7 +24,7 @@ from baton.engine.gpu.sampler import ADJUSTED_ROWS
 from baton.engine.model import Model
 from baton.engine.page_pool import PagePool
 from baton.engine.sequence import Sequence
-from baton.engine.step import Chunk
+from baton.engine.step import Plan
 from baton.engine.tensor_parallel import Group
 from baton.kernels.gpu.sampling import FEW_ROWS
 
@@ -133,11 +133,11 @@ def _rehearse(
 ) -> None:
     """Runs prompts that end with these parts in one step."""
     with contextlib.ExitStack() as leases:
-        plan = []
+        plan: Plan = {}
         for start, tokens in parts:
             work = Work(
                 AttemptKey("rehearsal", 0), [0] * (start + tokens), sampling, 1, frozenset()
             )
             lease = leases.enter_context(pool.acquire(pool.pages_for(start + tokens)))
-            plan.append(Chunk(Sequence(work, lease, computed=start), tokens))
+            plan[Sequence(work, lease, computed=start)] = tokens
         runner.launch(plan).wait()

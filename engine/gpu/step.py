@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from baton.core.errors import Internal
 from baton.engine.logprobs import PromptScores, Scores
 from baton.engine.sampler import NOT_FINITE
+from baton.engine.sequence import Sequence
 from baton.engine.step import Outcome, Plan
 
 
@@ -19,42 +20,41 @@ class GpuInFlightStep:
     def __init__(
         self,
         plan: Plan,
-        sampling: list[int],
+        sampling: list[Sequence],
         tokens: Tensor | None,
-        scores: Sequence[Scores] = (),
-        prompt_scores: Sequence[PromptScores] = (),
+        scores: Iterable[Scores] = (),
+        prompt_scores: Iterable[PromptScores] = (),
     ) -> None:
-        """`tokens` of the chunks at `sampling`, in host memory that the device fills; `scores` of
+        """`tokens` of the sequences `sampling`, in host memory that the device fills; `scores` of
         the rows among them that ask for them, `prompt_scores` of other rows."""
-        self._sampled = [plan[index].sequence for index in sampling]
         self._sampling = sampling
         self._tokens = tokens
         self._scores = scores
         self._prompt_scores = prompt_scores
-        self._count = len(plan)
-        self._leases = [chunk.sequence.lease for chunk in plan]
+        self._sequences = list(plan)
+        self._leases = [sequence.lease for sequence in plan]
         self.ended = _mark_end() if torch.cuda.is_available() else None
-        for chunk in plan:
-            chunk.sequence.lease.pin()
-            chunk.launched()
+        for sequence, count in plan.items():
+            sequence.lease.pin()
+            sequence.launched(count)
 
     def wait(self) -> list[Outcome]:
         if self.ended is not None:
             self.ended.synchronize()
         for lease in self._leases:
             lease.unpin()
-        outcomes: list[Outcome] = [None] * self._count
+        outcomes: dict[Sequence, Outcome] = dict.fromkeys(self._sequences)
         if self._tokens is not None:
-            for index, token in zip(self._sampling, self._tokens.tolist(), strict=True):
-                outcomes[index] = token if token >= 0 else Internal(NOT_FINITE)
+            for sequence, token in zip(self._sampling, self._tokens.tolist(), strict=True):
+                outcomes[sequence] = token if token >= 0 else Internal(NOT_FINITE)
         for row, scored in (each for scores in self._scores for each in scores.by_row()):
             if isinstance(outcomes[self._sampling[row]], int):
                 outcomes[self._sampling[row]] = scored
         for prompt_scores in self._prompt_scores:
             prompt_scores.store()
-        for sequence in self._sampled:
+        for sequence in self._sampling:
             sequence.expected -= 1
-        return outcomes
+        return list(outcomes.values())
 
 
 def _mark_end() -> torch.cuda.Event:

@@ -16,7 +16,7 @@ from baton.engine.gpu.device import GpuSettings
 from baton.engine.gpu.start import start_runner
 from baton.engine.page_pool import PagePool
 from baton.engine.sequence import Sequence
-from baton.engine.step import Chunk
+from baton.engine.step import Plan
 from baton.engine.weights import random_model
 
 pytestmark = pytest.mark.skipif(not CUDA, reason="needs a CUDA GPU")
@@ -62,16 +62,16 @@ class Server:
         work = Work(AttemptKey("asked", 0), prompt, sampling, 64, frozenset())
         return Sequence(work, self.pool.acquire(self.pool.pages_for(length + 64)))
 
-    def step(self, plan: list[Chunk]) -> None:
+    def step(self, plan: Plan) -> None:
         tokens = self.runner.launch(plan).wait()
-        for piece, token in zip(plan, tokens, strict=True):
+        for sequence, token in zip(plan, tokens, strict=True):
             if isinstance(token, int):
-                piece.sequence.append(token)
+                sequence.append(token)
 
     def read(self, sequence: Sequence, chunk: int, beside: list[Sequence]) -> None:
         while sequence.computed < sequence.prompt_length:
             count = min(chunk, sequence.prompt_length - sequence.computed)
-            self.step([*(Chunk(each, 1) for each in beside), Chunk(sequence, count)])
+            self.step({**dict.fromkeys(beside, 1), sequence: count})
 
 
 @pytest.fixture(scope="module")
@@ -92,12 +92,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def test_prompts_of_any_length_in_any_chunks_alone_and_beside_answers(server: Server) -> None:
     running = [server.submit(20, Sampling()) for _ in range(3)]
-    server.step([Chunk(each, 20) for each in running])
+    server.step(dict.fromkeys(running, 20))
     lengths, chunks = (17, 64, 513, 1000, 2078, 5000), (2048, 700, 528)
     for length, chunk, beside in itertools.product(lengths, chunks, (0, 3)):
         sequence = server.submit(length, Sampling())
         server.read(sequence, chunk, running[:beside])
-        server.step([Chunk(sequence, 1)])
+        server.step({sequence: 1})
         sequence.lease.release()
     for each in running:
         each.lease.release()
@@ -108,8 +108,8 @@ def test_prompts_of_any_length_in_any_chunks_alone_and_beside_answers(server: Se
 def test_tokens_chosen_in_any_way(server: Server, rows: int) -> None:
     for sampling in SAMPLINGS:
         batch = [server.submit(10, sampling) for _ in range(rows)]
-        server.step([Chunk(each, 10) for each in batch])
-        server.step([Chunk(each, 1) for each in batch])
+        server.step(dict.fromkeys(batch, 10))
+        server.step(dict.fromkeys(batch, 1))
         for each in batch:
             each.lease.release()
     assert server.compiled == []

@@ -29,7 +29,6 @@ from baton.engine.architecture import Split
 from baton.engine.engine import Engine
 from baton.engine.gpu.device import GpuSettings
 from baton.engine.sequence import Sequence
-from baton.engine.step import Chunk
 from baton.engine.tensor_parallel import Group
 
 pytestmark = pytest.mark.skipif(not CUDA, reason="needs a CUDA GPU")
@@ -161,7 +160,7 @@ def scored(engine: Engine) -> list[float]:
     work = Work(AttemptKey("test", 0), prompt, Sampling(), 1, frozenset(), prompt_logprobs=1)
     running = Sequence(work, engine.pool.acquire(engine.pool.pages_for(len(prompt) + 1)))
     for count in (550, 50, *[1] * 110):
-        engine.step([Chunk(running, count)])
+        engine.step({running: count})
     running.lease.release()
     return [scores.logprob for scores in running.prompt_scores]
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from baton.core.errors import Internal
 from baton.core.types import DeviceEvent, FinishReason, Work
 from baton.engine.page_pool import Lease, PagePool
-from baton.engine.step import Chunk, FinishedStep, InFlightStep, Outcome, Plan
+from baton.engine.sequence import Sequence
+from baton.engine.step import FinishedStep, InFlightStep, Outcome, Plan
 
 from .world import Violation
 
@@ -51,9 +52,9 @@ class SimulatedEngine:
         """No request here has a grammar."""
 
     def launch(self, plan: Plan) -> InFlightStep:
-        for piece in plan:
-            self._check(piece)
-        runs = [_Run(piece) for piece in plan]
+        for sequence, count in plan.items():
+            self._check(sequence, count)
+        runs = [_Run(sequence, count) for sequence, count in plan.items()]
         if not self._runs_ahead:
             return FinishedStep([self.run(run) for run in runs])
         self._under_way.append(_Flight(self, runs))
@@ -63,10 +64,9 @@ class SimulatedEngine:
         while not flight.outcomes:
             self._under_way.popleft().run()
 
-    def _check(self, piece: Chunk) -> None:
-        sequence = piece.sequence
+    def _check(self, sequence: Sequence, count: int) -> None:
         breaks_at = self.breaks_at.get(sequence.work.key.request_id, self.context_length)
-        if sequence.computed <= breaks_at < sequence.computed + piece.count:
+        if sequence.computed <= breaks_at < sequence.computed + count:
             raise Internal("the logits are not numbers")
 
     def run(self, run: _Run) -> int | None:
@@ -93,16 +93,15 @@ class SimulatedEngine:
 
 
 class _Run:
-    """A piece as it was when its step was launched."""
+    """A sequence as it was when its step was launched."""
 
-    def __init__(self, piece: Chunk) -> None:
-        sequence = piece.sequence
+    def __init__(self, sequence: Sequence, count: int) -> None:
         self.sequence = sequence
         self.lease = sequence.lease
         self.tokens = list(sequence.tokens)
         self.start = sequence.computed
-        self.end = sequence.computed + piece.count
-        self.samples = piece.samples
+        self.end = sequence.computed + count
+        self.samples = sequence.samples(count)
         sequence.computed = self.end
 
 

@@ -18,7 +18,7 @@ from baton.engine.engine import Engine
 from baton.engine.prefix_cache import PrefixCache
 from baton.engine.second_tier import Save, SecondTier
 from baton.engine.sequence import Sequence
-from baton.engine.step import Chunk, FinishedStep, InFlightStep, Plan
+from baton.engine.step import FinishedStep, InFlightStep, Plan
 from baton.kv_transfer import pushes, receiver, sender
 from baton.kv_transfer.pushes import Pushes
 from baton.kv_transfer.receiver import Receiver
@@ -194,10 +194,10 @@ def know_before_the_step_has_ended(patch: Patch) -> None:
     """Pages are shared as soon as the step that fills them is launched."""
     depart = _Run.__init__
 
-    def named(self: _Run, piece: Chunk) -> None:
-        depart(self, piece)
+    def named(self: _Run, sequence: Sequence, count: int) -> None:
+        depart(self, sequence, count)
         if self.end <= len(self.tokens):
-            piece.sequence.settle(self.end)
+            sequence.settle(self.end)
 
     patch.setattr(_Run, "__init__", named)
 

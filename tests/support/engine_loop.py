@@ -8,7 +8,6 @@ from pathlib import Path
 from baton.core.types import AttemptKey, Sampling, Work
 from baton.engine.engine import Engine
 from baton.engine.sequence import Sequence
-from baton.engine.step import Chunk
 
 KV_MEMORY = 4 << 20
 
@@ -34,11 +33,11 @@ def serve(
         if step % join_every == 0 and len(sequences) < len(prompts):
             sequences.append(sequence(engine, prompts[len(sequences)], count))
         live = [each for each in sequences if each.generated < count]
-        plan = [Chunk(each, min(chunk, each.uncomputed)) for each in live]
-        shuffle(plan)
-        for piece, token in zip(plan, engine.step(plan), strict=True):
+        shuffle(live)
+        plan = {each: min(chunk, each.uncomputed) for each in live}
+        for each, token in zip(plan, engine.step(plan), strict=True):
             if token is not None:
-                piece.sequence.append(token)
+                each.append(token)
         step += 1
     for each in sequences:
         each.lease.release()

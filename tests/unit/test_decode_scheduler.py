@@ -50,15 +50,15 @@ class Bench:
 
     def step(self) -> list[tuple[str, int]]:
         plan: Plan = self.scheduler.next()
-        for piece in plan:
-            sequence, samples = piece.sequence, piece.samples
-            assert self.pool.pages_for(sequence.computed + piece.count) <= len(sequence.lease)
-            sequence.computed += piece.count
+        for sequence, count in plan.items():
+            samples = sequence.samples(count)
+            assert self.pool.pages_for(sequence.computed + count) <= len(sequence.lease)
+            sequence.computed += count
             sequence.settle(sequence.computed)
             if samples and sequence.append(0):
                 self.scheduler.remove(sequence)
                 del self.sequences[sequence.work.key.request_id]
-        return [(piece.sequence.work.key.request_id, piece.count) for piece in plan]
+        return [(sequence.work.key.request_id, count) for sequence, count in plan.items()]
 
     def step_until_preempted(self, name: str) -> Sequence:
         sequence = self.sequences[name]
@@ -214,11 +214,11 @@ class InFlight:
     """A step that a GPU runs beside the host."""
 
     def __init__(self, plan: Plan) -> None:
-        self._sampled = [piece.sequence for piece in plan if piece.samples]
-        self._leases = [piece.sequence.lease for piece in plan]
-        for piece in plan:
-            piece.sequence.lease.pin()
-            piece.launched()
+        self._sampled = [each for each, count in plan.items() if each.samples(count)]
+        self._leases = [sequence.lease for sequence in plan]
+        for sequence, count in plan.items():
+            sequence.lease.pin()
+            sequence.launched(count)
 
     def land(self) -> None:
         for lease in self._leases:
@@ -244,7 +244,7 @@ def test_nothing_is_planned_beyond_the_last_token_that_is_under_way() -> None:
     bench.arrive("a", prompt=6, answer=2)
     assert bench.scheduler.next()
     InFlight(bench.scheduler.next())
-    assert bench.scheduler.next() == []
+    assert bench.scheduler.next() == {}
 
 
 def test_preemption_waits_for_the_step_under_way() -> None:
@@ -259,7 +259,7 @@ def test_preemption_waits_for_the_step_under_way() -> None:
     assert flight is not None
     assert all(not each.lease.released for each in bench.sequences.values())
     flight.land()
-    assert [piece.sequence for piece in bench.scheduler.next()] == [bench.sequences["a"]]
+    assert list(bench.scheduler.next()) == [bench.sequences["a"]]
     assert bench.sequences["b"].lease.released
 
 

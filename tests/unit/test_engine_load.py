@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 
 from baton.core.errors import Internal, InvalidCheckpoint, InvalidConfig, ModelNotFound
 from baton.engine.engine import Engine
-from baton.engine.step import Chunk
 
 PROMPT = list(range(1, 30))
 
@@ -162,10 +161,10 @@ def test_a_piece_past_the_pages_is_refused(folder: Path) -> None:
     short = sequence(engine, PROMPT, 1)
     short.lease.pages.pop()
     with pytest.raises(Internal, match="pages"):
-        engine.step([Chunk(short, len(PROMPT))])
+        engine.step({short: len(PROMPT)})
 
 
 def test_a_piece_of_more_tokens_than_there_are_is_refused(folder: Path) -> None:
     engine = load(folder)
     with pytest.raises(Internal, match="30 of 29"):
-        engine.step([Chunk(sequence(engine, PROMPT, 1), 30)])
+        engine.step({sequence(engine, PROMPT, 1): 30})

@@ -10,8 +10,6 @@ import torch
 from engine_loop import answer, load, sequence, serve
 from tiny_models import TINY_MODELS, VOCABULARY, build, generate_with_transformers, save
 
-from baton.engine.step import Chunk
-
 ANSWER = 20
 
 
@@ -130,8 +128,8 @@ def test_a_step_without_a_last_token_samples_nothing_and_advances(tmp_path: Path
     save(TINY_MODELS["llama"], tmp_path)
     engine = load(tmp_path)
     first, second = sequence(engine, PROMPTS[3], 1), sequence(engine, PROMPTS[2], 1)
-    assert engine.step([Chunk(first, 8), Chunk(second, 23)])[0] is None
-    assert engine.step([Chunk(first, 8)]) == [None]
+    assert engine.step({first: 8, second: 23})[0] is None
+    assert engine.step({first: 8}) == [None]
     assert (first.computed, second.computed) == (16, 23)
     assert first.tokens == PROMPTS[3]
 
@@ -142,13 +140,13 @@ def test_pages_of_another_engine_continue_the_answer(tmp_path: Path) -> None:
     prompt = random_prompt(37)
     there, here = sequence(prefill, prompt, ANSWER), sequence(decode, prompt, ANSWER)
     here.lease.pages.reverse()
-    token = prefill.step([Chunk(there, len(prompt))])[0]
+    token = prefill.step({there: len(prompt)})[0]
     assert token is not None
     decode.kv[here.lease.pages] = prefill.kv[there.lease.pages]
     here.computed = len(prompt)
     here.append(token)
     while here.generated < ANSWER:
-        here.append(decode.step([Chunk(here, 1)])[0] or 0)
+        here.append(decode.step({here: 1})[0] or 0)
     assert here.tokens[len(prompt) :] == generate_with_transformers(oracle, prompt, ANSWER)
 
 

@@ -18,7 +18,7 @@ from baton.engine.gpu.prompt_attention import LongChunk
 from baton.engine.page_pool import PagePool
 from baton.engine.runner import Runner
 from baton.engine.sequence import Sequence
-from baton.engine.step import Chunk, FinishedStep, InFlightStep, Plan
+from baton.engine.step import FinishedStep, InFlightStep, Plan
 from baton.engine.weights import load_model
 
 PAGES, PAGE_SIZE = 64, 4
@@ -53,20 +53,20 @@ def answers(
     under_way: list[tuple[Plan, InFlightStep]] = []
     joined = 1
     while any(each.generated < count for each in sequences):
-        plan = [
-            Chunk(each, min(chunk, each.uncomputed))
+        plan = {
+            each: min(chunk, each.uncomputed)
             for each in sequences[:joined]
             if each.generated < count and not each.planned_out
-        ]
+        }
         joined += 1
         if plan:
             under_way.append((plan, runner.launch(plan)))
         ahead = plan and not isinstance(under_way[-1][1], FinishedStep)
         while len(under_way) > (1 if ahead else 0):
             settled, flight = under_way.pop(0)
-            for piece, token in zip(settled, flight.wait(), strict=True):
+            for sequence, token in zip(settled, flight.wait(), strict=True):
                 if isinstance(token, int):
-                    piece.sequence.append(token)
+                    sequence.append(token)
     for each in sequences:
         each.lease.release()
     assert pool.free == pool.total
@@ -152,7 +152,7 @@ def begin(pool: PagePool, prompt: list[int], count: int, logprobs: int | None = 
 
 def step(runner: AnyRunner, sequences: list[Sequence]) -> None:
     """All that is left to compute of each, and what a worker does when that has ended."""
-    plan = [Chunk(each, each.uncomputed) for each in sequences]
+    plan = {each: each.uncomputed for each in sequences}
     for each, token in zip(sequences, runner.launch(plan).wait(), strict=True):
         assert isinstance(token, int)
         each.settle(each.computed)

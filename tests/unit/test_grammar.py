@@ -22,7 +22,6 @@ from baton.engine.engine import Engine
 from baton.engine.gpu.sampler import GpuSampler
 from baton.engine.sampler import Sampler
 from baton.engine.sequence import Sequence
-from baton.engine.step import Chunk
 from baton.router.answers.answer_events import AnswerDelta
 from baton.router.answers.answer_format import FORMATS, HERMES, AnswerFormat, ToolFormat
 from baton.router.answers.splitters import ToolCallSplitter
@@ -68,7 +67,7 @@ def write(engine: Engine, sequences: list[Sequence]) -> list[str]:
     """The answers, all written together."""
     running = list(sequences)
     while running:
-        plan = [Chunk(each, each.uncomputed) for each in running]
+        plan = {each: each.uncomputed for each in running}
         for each, token in zip(list(running), engine.step(plan), strict=True):
             assert isinstance(token, int), token
             if each.append(token) is not None:
@@ -139,8 +138,8 @@ def test_rows_without_a_grammar_are_not_held_to_anybodys(engine: Engine) -> None
     beside = Sequence(plain, engine.pool.acquire(engine.pool.pages_for(20)))
     guided = begin(engine, work(ANY_OBJECT, Sampling()))
     for _ in range(8):
-        alone.append(engine.step([Chunk(alone, alone.uncomputed)])[0])  # type: ignore[arg-type]
-        plan = [Chunk(guided, guided.uncomputed), Chunk(beside, beside.uncomputed)]
+        alone.append(engine.step({alone: alone.uncomputed})[0])  # type: ignore[arg-type]
+        plan = {guided: guided.uncomputed, beside: beside.uncomputed}
         for each, token in zip((guided, beside), engine.step(plan), strict=True):
             each.append(token)  # type: ignore[arg-type]
     assert beside.tokens == alone.tokens
@@ -196,7 +195,7 @@ def test_a_grammar_that_only_the_tokenizer_refuses_fails_its_request_alone(
 ) -> None:
     asked = work(Structure("lark", "start: <|no-such-token|>"), Sampling())
     with pytest.raises(InvalidGrammar, match="no-such-token"):
-        engine.step([Chunk(begin(engine, asked), len(PROMPT))])
+        engine.step({begin(engine, asked): len(PROMPT)})
 
 
 def test_the_grammar_travels() -> None:
@@ -214,7 +213,7 @@ def test_a_tokenizer_of_sentencepieces_alone_will_do(tmp_path: Path) -> None:
     )
     made = begin(model, asked)
     while not (made.generated and made.tokens[-1] == pieces.eos_id()):
-        (token,) = model.step([Chunk(made, made.uncomputed)])
+        (token,) = model.step({made: made.uncomputed})
         assert isinstance(token, int)
         made.append(token)
     assert re.fullmatch(expression, pieces.decode(made.tokens[len(PROMPT) : -1]))

@@ -18,7 +18,7 @@ from baton.engine.engine import Engine
 from baton.engine.logprobs import LEAST, score
 from baton.engine.page_pool import PagePool
 from baton.engine.sequence import Sequence
-from baton.engine.step import Chunk, Scored
+from baton.engine.step import Scored
 
 PROMPT = [5, 3, 8, 120, 44]
 WARM = Sampling(temperature=0.8, top_k=40, repetition_penalty=1.3, seed=4)
@@ -36,7 +36,7 @@ def test_probabilities_are_transformers_whatever_changes_the_choice(tmp_path: Pa
     silent = sequence(engine, Sampling(), None, 8)
     told: list[list[Logprobs]] = [[], []]
     for _ in range(8):
-        plan = [Chunk(each, each.uncomputed) for each in (silent, *asking)]
+        plan = {each: each.uncomputed for each in (silent, *asking)}
         token, *scored = engine.step(plan)
         assert isinstance(token, int)
         silent.append(token)
@@ -61,13 +61,13 @@ def test_a_gpu_tells_what_a_cpu_tells(device: torch.device, tmp_path: Path) -> N
     told, prompts = [], []
     for runner in (runner_for(tmp_path, None), runner_for(tmp_path, device)):
         pool = PagePool(64, 4)
-        plan = []
+        plan = {}
         for length, wanted in ((3, 2), (4, None), (6, 0)):
             made = begin(pool, PROMPT[:1] * length, 2, wanted)
             made.work = replace(made.work, prompt_logprobs=wanted)
-            plan.append(Chunk(made, length))
+            plan[made] = length
         told.append(runner.launch(plan).wait())
-        prompts.append([each for piece in plan for each in piece.sequence.prompt_scores])
+        prompts.append([each for sequence in plan for each in sequence.prompt_scores])
     (first, second, third), wanted_outcomes = told[1], told[0]
     assert len(prompts[0]) == len(prompts[1]) == 7
     for here, there in zip(*prompts, strict=True):

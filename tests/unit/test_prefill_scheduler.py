@@ -29,16 +29,16 @@ def scheduler(
 
 
 def shape(plan: Plan) -> list[tuple[str, int]]:
-    return [(piece.sequence.work.key.request_id, piece.count) for piece in plan]
+    return [(sequence.work.key.request_id, count) for sequence, count in plan.items()]
 
 
 def run(scheduler: PrefillScheduler) -> list[tuple[str, int]]:
     """One step, as the role does it: compute, and drop what is done."""
     plan = scheduler.next()
-    done = [piece.sequence for piece in plan if piece.samples]
-    for piece in plan:
-        piece.sequence.computed += piece.count
-        piece.sequence.settle(piece.sequence.computed)
+    done = [sequence for sequence, count in plan.items() if sequence.samples(count)]
+    for sequence, count in plan.items():
+        sequence.computed += count
+        sequence.settle(sequence.computed)
     for sequence in done:
         scheduler.remove(sequence)
         sequence.lease.release()
@@ -46,7 +46,7 @@ def run(scheduler: PrefillScheduler) -> list[tuple[str, int]]:
 
 
 def test_an_idle_scheduler_plans_nothing() -> None:
-    assert scheduler().next() == []
+    assert scheduler().next() == {}
 
 
 def test_short_prompts_share_a_step() -> None:
@@ -77,9 +77,9 @@ def test_a_prompt_without_room_for_its_pages_waits_and_is_not_overtaken() -> Non
 def test_only_the_piece_that_ends_a_prompt_samples() -> None:
     made = scheduler(12)
     first = made.next()
-    assert [piece.samples for piece in first] == [False]
-    first[0].sequence.computed += 10
-    assert [piece.samples for piece in made.next()] == [True]
+    assert [sequence.samples(count) for sequence, count in first.items()] == [False]
+    next(iter(first)).computed += 10
+    assert [sequence.samples(count) for sequence, count in made.next().items()] == [True]
 
 
 def test_a_removed_prompt_is_not_planned_and_its_pages_are_the_callers() -> None:
@@ -109,11 +109,11 @@ def test_queued_tokens_count_what_is_not_computed() -> None:
 
 def test_nothing_is_planned_for_a_prompt_whose_token_is_on_its_way() -> None:
     made = scheduler(4)
-    (piece,) = made.next()
-    piece.launched()
-    assert made.next() == []
-    piece.sequence.expected -= 1
-    assert made.next() == [], "the token was sampled, and is not appended yet"
+    ((sequence, count),) = made.next().items()
+    sequence.launched(count)
+    assert made.next() == {}
+    sequence.expected -= 1
+    assert made.next() == {}, "the token was sampled, and is not appended yet"
 
 
 def test_what_is_cached_is_not_computed_again() -> None:

@@ -14,7 +14,6 @@ from baton.core.wire import work_from, work_to
 from baton.engine.engine import Engine
 from baton.engine.page_pool import PagePool
 from baton.engine.sequence import Sequence
-from baton.engine.step import Chunk
 
 LONG = [5, 3, 8, 120, 44, 7, 90, 91, 3, 8, 120, 1, 2, 60, 61, 62, 63, 14, 15]
 SHORT = [9, 8, 7]
@@ -31,10 +30,10 @@ def read(engine: Engine, sequences: list[Sequence], chunk: int) -> None:
     """Until each has its first token."""
     while any(each.generated == 0 for each in sequences):
         reading = [each for each in sequences if each.generated == 0]
-        plan = [Chunk(each, min(chunk, each.uncomputed)) for each in reading]
-        for piece, token in zip(plan, engine.step(plan), strict=True):
+        plan = {each: min(chunk, each.uncomputed) for each in reading}
+        for sequence, token in zip(plan, engine.step(plan), strict=True):
             if isinstance(token, int):
-                piece.sequence.append(token)
+                sequence.append(token)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window"])
@@ -61,7 +60,7 @@ def test_what_is_computed_again_is_told_once(tmp_path: Path) -> None:
     save(TINY_MODELS["llama"], tmp_path)
     engine = load(tmp_path, page_size=4)
     sequence = begin(engine.pool, LONG, 0)
-    engine.step([Chunk(sequence, 8)])
+    engine.step({sequence: 8})
     first = list(sequence.prompt_scores)
     sequence.computed = 4  # preempted, and found again in part
     read(engine, [sequence], 6)

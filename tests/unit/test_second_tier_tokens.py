@@ -98,10 +98,10 @@ class Server:
         if not plan:
             assert self._woken.wait(WAKE_SECONDS), "nothing is copied, and nothing can run"
             return
-        for piece, token in zip(plan, self.engine.step(plan), strict=True):
-            piece.sequence.settle(piece.sequence.computed)
-            if token is not None and piece.sequence.append(token):
-                self._scheduler.remove(piece.sequence)
+        for sequence, token in zip(plan, self.engine.step(plan), strict=True):
+            sequence.settle(sequence.computed)
+            if token is not None and sequence.append(token):
+                self._scheduler.remove(sequence)
 
 
 HOST = CacheConfig(host_memory=Size(200 * PAGE_BYTES))

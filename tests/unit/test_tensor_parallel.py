@@ -18,7 +18,7 @@ from baton.engine.architecture import Architecture, read_architecture
 from baton.engine.engine import Engine
 from baton.engine.gpu.device import GpuSettings
 from baton.engine.sequence import Sequence
-from baton.engine.step import Chunk, ChunkInputs, decode_inputs, encode_inputs
+from baton.engine.step import ChunkInputs, decode_inputs, encode_inputs
 from baton.engine.tensor_parallel import Group
 from baton.worker.rank_process import (
     RankSettings,
@@ -64,8 +64,8 @@ def test_ranks_hold_the_pages_of_the_whole_by_heads(tmp_path: Path) -> None:
         for engine in (whole, split.engine):
             # In two steps, of which the first samples nothing.
             running = sequence(engine, PROMPTS[2], 1)
-            engine.step([Chunk(running, 30)])
-            engine.step([Chunk(running, 10)])
+            engine.step({running: 30})
+            engine.step({running: 10})
             assert running.lease.pages == [0, 1, 2]
         assert split.engine.pool.total == whole.pool.total
         assert sum(part.kv.nbytes for part in parts) == whole.kv.nbytes
@@ -84,8 +84,8 @@ def test_prompts_are_scored_as_by_the_whole_model(tmp_path: Path) -> None:
 def _scored(engine: Engine) -> list[float]:
     work = Work(AttemptKey("test", 0), PROMPTS[2], Sampling(), 1, frozenset(), prompt_logprobs=1)
     running = Sequence(work, engine.pool.acquire(engine.pool.pages_for(len(PROMPTS[2]) + 1)))
-    engine.step([Chunk(running, 25)])
-    engine.step([Chunk(running, running.uncomputed)])
+    engine.step({running: 25})
+    engine.step({running: running.uncomputed})
     return [scores.logprob for scores in running.prompt_scores]
 
 
@@ -100,7 +100,7 @@ def _drawn(engine: Engine) -> list[int]:
     work = Work(AttemptKey("test", 0), PROMPTS[1], sampling, ANSWER, frozenset())
     running = Sequence(work, engine.pool.acquire(engine.pool.pages_for(len(PROMPTS[1]) + ANSWER)))
     while running.generated < ANSWER:
-        (token,) = engine.step([Chunk(running, running.uncomputed)])
+        (token,) = engine.step({running: running.uncomputed})
         assert isinstance(token, int)
         running.append(token)
     return running.tokens
