@@ -24,7 +24,9 @@ _SERVER, _CLIENT = ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_A
 
 
 @dataclass(frozen=True, slots=True)
-class Authority:
+class Identified:
+    """A certificate, and the key that proves it."""
+
     certificate: x509.Certificate
     key: ec.EllipticCurvePrivateKey
 
@@ -34,65 +36,52 @@ def make_certificates(folder: Path, hosts: Sequence[str], days: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     nodes = _authority(folder, CA, "Baton development CA", days)
     clients = _authority(folder, CLIENTS_CA, "Baton development CA for clients", days)
-    _issue(folder, NODE, nodes, hosts, (_SERVER, _CLIENT), days)
-    _issue(folder, CLIENT, clients, (), (_CLIENT,), days)
+    named = [x509.SubjectAlternativeName([_host(host) for host in hosts])] if hosts else []
+    both = x509.ExtendedKeyUsage([_SERVER, _CLIENT])
+    _write(folder, NODE, _issue(f"baton {NODE}", days, nodes, both, *named))
+    alone = x509.ExtendedKeyUsage([_CLIENT])
+    _write(folder, CLIENT, _issue(f"baton {CLIENT}", days, clients, alone))
 
 
-def _authority(folder: Path, name: str, title: str, days: int) -> Authority:
+def _authority(folder: Path, name: str, title: str, days: int) -> Identified:
     if certificate_path(folder, name).exists():
         certificate = x509.load_pem_x509_certificate(read_pem(certificate_path(folder, name)))
         key = serialization.load_pem_private_key(read_pem(key_path(folder, name)), None)
         assert isinstance(key, ec.EllipticCurvePrivateKey)
-        return Authority(certificate, key)
-    key = ec.generate_private_key(ec.SECP256R1())
-    subject = _named(title)
-    certificate = (
-        _builder(subject, subject, key, days)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_usage(signs=True), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    _write(folder, name, certificate, key)
-    return Authority(certificate, key)
+        return Identified(certificate, key)
+    made = _issue(title, days, None)
+    _write(folder, name, made)
+    return made
 
 
 def _issue(
-    folder: Path,
-    name: str,
-    authority: Authority,
-    hosts: Sequence[str],
-    purposes: Sequence[x509.ObjectIdentifier],
-    days: int,
-) -> None:
+    title: str, days: int, authority: Identified | None, *extensions: x509.ExtensionType
+) -> Identified:
+    """Signed by `authority`; None makes an authority."""
     key = ec.generate_private_key(ec.SECP256R1())
-    issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.key.public_key())
-    builder = (
-        _builder(_named(f"baton {name}"), authority.certificate.subject, key, days)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_usage(signs=False), critical=True)
-        .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
-        .add_extension(issuer, critical=False)
-    )
-    if hosts:
-        names = x509.SubjectAlternativeName([_host(host) for host in hosts])
-        builder = builder.add_extension(names, critical=False)
-    _write(folder, name, builder.sign(authority.key, hashes.SHA256()), key)
-
-
-def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, days: int
-) -> x509.CertificateBuilder:
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, title)])
     now = datetime.now(UTC)
     builder = x509.CertificateBuilder(
-        issuer_name=issuer,
+        issuer_name=authority.certificate.subject if authority else subject,
         subject_name=subject,
         public_key=key.public_key(),
         serial_number=x509.random_serial_number(),
         not_valid_before=now - _CLOCKS_DIFFER,
         not_valid_after=now + timedelta(days=days),
     )
-    identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
-    return builder.add_extension(identifier, critical=False)
+    signs = authority is None
+    constraints = x509.BasicConstraints(ca=signs, path_length=0 if signs else None)
+    for critical in (constraints, _usage(signs=signs)):
+        builder = builder.add_extension(critical, critical=True)
+    identifiers: list[x509.ExtensionType] = [
+        x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+    ]
+    if authority:
+        issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.key.public_key())
+        identifiers.append(issuer)
+    for extension in (*identifiers, *extensions):
+        builder = builder.add_extension(extension, critical=False)
+    return Identified(builder.sign(authority.key if authority else key, hashes.SHA256()), key)
 
 
 def _usage(*, signs: bool) -> x509.KeyUsage:
@@ -108,10 +97,6 @@ def _usage(*, signs: bool) -> x509.KeyUsage:
     )
 
 
-def _named(title: str) -> x509.Name:
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, title)])
-
-
 def _host(host: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
@@ -119,18 +104,11 @@ def _host(host: str) -> x509.GeneralName:
         return x509.DNSName(host)
 
 
-def _write(
-    folder: Path, name: str, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey
-) -> None:
+def _write(folder: Path, name: str, made: Identified) -> None:
     """The key is readable by its owner alone."""
     path = key_path(folder, name)
     path.touch(mode=0o600)
     path.chmod(0o600)
-    path.write_bytes(
-        key.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        )
-    )
-    certificate_path(folder, name).write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
+    path.write_bytes(made.key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain))
+    certificate_path(folder, name).write_bytes(made.certificate.public_bytes(pem))

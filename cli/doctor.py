@@ -9,29 +9,25 @@ fail  a cluster with this configuration would not run here
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
-import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import typer
 from typer import Option
 
 from baton.cli.terminal import AsJson, edge, print_json
+from baton.cluster.preflight import take_port
 from baton.core import config as configs
 from baton.core import model_store
 from baton.core.config import Config, settle
-from baton.core.errors import BatonError
-
-if TYPE_CHECKING:
-    from baton.cli.transfer_probe import Measured
+from baton.core.errors import BatonError, InvalidConfig
 
 Verdict = Literal["ok", "warn", "fail"]
 
@@ -115,42 +111,32 @@ def check_device(config: Config) -> tuple[str, Check]:
 
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     if config.device == "cuda" and not names:
-        return "cpu", Check(
-            "fail", "device", "device is cuda, and torch sees no GPU", _gpu_advice()
-        )
+        advice = f"torch is built for CUDA {torch.version.cuda}: check nvidia-smi and the driver"
+        if torch.version.cuda is None:
+            advice = "this torch is built for CPUs: install one that is built for CUDA"
+        return "cpu", Check("fail", "device", "device is cuda, and torch sees no GPU", advice)
     if config.device == "cpu" or not names:
         return "cpu", Check("ok", "device", f"CPU, {os.cpu_count()} cores")
     return "cuda", Check("ok", "device", f"{len(names)} GPU: {', '.join(names)}")
-
-
-def _gpu_advice() -> str:
-    import torch
-
-    if torch.version.cuda is None:
-        return "this torch is built for CPUs: install one that is built for CUDA"
-    return f"torch is built for CUDA {torch.version.cuda}: check nvidia-smi and the driver"
 
 
 def check_memory(config: Config, device: str) -> Check:
     """Whether the page pools of one worker of each role fit. Weights come on top."""
     settled = settle(config, device)
     wanted = settled.prefill.kv_memory + settled.decode.kv_memory
-    free = _free_device_bytes() if device == "cuda" else _free_host_bytes()
+    free = _free_bytes(device)
     finding = f"a pool of each role takes {_gib(wanted)}, and {_gib(free)} are free"
     if wanted < free:
         return Check("ok", "pools", finding)
     return Check("warn", "pools", finding, "lower prefill.kv_memory or decode.kv_memory")
 
 
-def _free_device_bytes() -> int:
+def _free_bytes(device: str) -> int:
+    if device == "cpu":
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     import torch
 
-    free, _ = torch.cuda.mem_get_info()
-    return int(free)
-
-
-def _free_host_bytes() -> int:
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(torch.cuda.mem_get_info()[0])
 
 
 def check_model(config: Config) -> Check:
@@ -161,21 +147,15 @@ def check_model(config: Config) -> Check:
 
 
 def check_ports(config: Config) -> Iterator[Check]:
-    router = config.router
-    ports = {
-        "port": router.port,
-        "http_port": router.http_port,
-        "metrics_port": router.metrics_port,
-    }
-    for name, port in ports.items():
-        where = f"{router.host}:{port} (router.{name})"
+    host = config.router.host
+    for name in ("port", "http_port", "metrics_port"):
+        port, field = getattr(config.router, name), f"router.{name}"
         try:
-            with contextlib.closing(socket.create_server((router.host, port))):
-                yield Check("ok", "port", f"{where} is free")
-        except OSError as error:
-            reason = error.strerror or str(error)
+            take_port(host, port, field).close()
+            yield Check("ok", "port", f"{host}:{port} ({field}) is free")
+        except InvalidConfig as error:
             advice = "a router runs there already, or choose another"
-            yield Check("fail", "port", f"cannot listen on {where}: {reason}", advice)
+            yield Check("fail", "port", error.message, advice)
 
 
 def check_shared_memory() -> Check:
@@ -211,15 +191,13 @@ def _probe(wanted: str, device: str, subject: str, verdict: Verdict) -> Check:
         )
     except (BatonError, RuntimeError) as error:  # RuntimeError: torch's, as when memory is short
         return Check(verdict, subject, f"no pages over {wanted}: {error}", _ADVICE[wanted])
-    return Check("ok", subject, _describe(measured, device, page_bytes))
-
-
-def _describe(measured: Measured, device: str, page_bytes: int) -> str:
     memory = "GPU" if device == "cuda" else "CPU"
     reason = measured.choice.why or f"the best there is for {memory} memory of one host"
-    return (
+    return Check(
+        "ok",
+        subject,
         f"two workers here use {measured.choice.transport} ({reason}):"
-        f" {measured.gigabytes_per_second:.1f} GB/s in scattered pages of {page_bytes >> 10} KiB"
+        f" {measured.gigabytes_per_second:.1f} GB/s in scattered pages of {page_bytes >> 10} KiB",
     )
 
 
