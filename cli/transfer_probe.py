@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import NamedTuple, TypeVar
 
@@ -31,16 +32,19 @@ MakeTransport = Callable[[], RoutedTransport]
 """Called in both processes, so it must be a module's function, or a partial of one."""
 
 
-class Measured(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Pushes of `bytes` bytes each."""
+
     choice: RouteChoice
-    gigabytes_per_second: float
-    """Of the median push, until the receiver's note."""
+    bytes: int
+    written: list[float]  # seconds until the sender knows that all bytes are in place
+    noted: list[float]  # seconds until the receiver gets the note
 
-
-class _Shape(NamedTuple):
-    device: str
-    page_bytes: int
-    pages: int
+    @property
+    def gigabytes_per_second(self) -> float:
+        """Of the median push, until the receiver's note."""
+        return self.bytes / statistics.median(self.noted) / 1e9
 
 
 class _Pool:
@@ -68,6 +72,12 @@ class _Pool:
             torch.cuda.synchronize()
 
 
+class _Shape(NamedTuple):
+    device: str
+    page_bytes: int
+    pages: int
+
+
 def measure(
     make_transport: MakeTransport, device: str, *, page_bytes: int, pages: int, pushes: int
 ) -> Measured:
@@ -82,30 +92,33 @@ def measure(
             choice = transport.chosen[peer]
             order = list(range(pages))
             local, remote = (random.Random(seed).sample(order, pages) for seed in (1, 2))
-            write = PageWrite(peer, local, remote, b"pushed")
-            times = [_push(transport, write, pipe) for _ in range(WARM_UP_PUSHES + pushes)]
+            times = [
+                _push(transport, peer, local, remote, pipe) for _ in range(WARM_UP_PUSHES + pushes)
+            ][WARM_UP_PUSHES:]
             pipe.send(None)
             _check(_receive(pipe, list), local, remote)
         finally:
             transport.close()
-    seconds = statistics.median(times[WARM_UP_PUSHES:])
-    return Measured(choice, page_bytes * pages / seconds / 1e9)
+    return Measured(choice, page_bytes * pages, [t[0] for t in times], [t[1] for t in times])
 
 
-def _push(transport: RoutedTransport, write: PageWrite, pipe: Connection) -> float:
-    """Seconds until the receiver has the note."""
+def _push(
+    transport: RoutedTransport, peer: str, local: list[int], remote: list[int], pipe: Connection
+) -> tuple[float, float]:
+    """Seconds until it is written, and until the receiver has the note."""
     began = time.monotonic()
-    number = transport.write(write)
-    done = False
-    while not done:
+    number = transport.write(PageWrite(peer, local, remote, b"pushed"))
+    written = 0.0
+    while not written:
         for event in transport.poll():
             if isinstance(event, WriteFailed) and event.write == number:
                 raise event.error
-            done = done or event == WriteDone(number)
+            if event == WriteDone(number):
+                written = time.monotonic() - began
         if time.monotonic() - began > DEADLINE_SECONDS:
             raise Internal("a push never ended")
     # A monotonic clock is the same for all processes of a host.
-    return _receive(pipe, float) - began
+    return written, _receive(pipe, float) - began
 
 
 def _check(found: list[tuple[int, int]], local: list[int], remote: list[int]) -> None:

@@ -142,11 +142,6 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class TextPrompt:
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
 class ToolCall:
     id: str
     name: str
@@ -185,12 +180,8 @@ class ChatPrompt:
     tool_name: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenPrompt:
-    token_ids: tuple[int, ...]
-
-
-Prompt = TextPrompt | ChatPrompt | TokenPrompt
+Prompt = str | tuple[int, ...] | ChatPrompt
+"""Text to continue, token ids, or a conversation."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from baton.core.errors import (
     UnsupportedModel,
 )
 from baton.core.page_keys import PageNaming
-from baton.core.types import ChatPrompt, Prompt, Request, TextPrompt
+from baton.core.types import ChatPrompt, Prompt, Request
 from baton.router.answers.answer_format import PLAIN, AnswerFormat, answer_format
 from baton.router.answers.detokenizer import (
     Detokenizer,
@@ -121,12 +121,12 @@ class Text:
         Text that cannot fit into `most_tokens` tokens is refused before it is tokenized.
         """
         match prompt:
-            case TextPrompt(text):
-                return self._tokenize(text, most_tokens, add_special_tokens=True)
+            case str():
+                return self._tokenize(prompt, most_tokens, add_special_tokens=True)
             case ChatPrompt():
                 return self._tokenize(self.render(prompt), most_tokens, add_special_tokens=False)
             case _:
-                return list(prompt.token_ids)
+                return list(prompt)
 
     def render(self, chat: ChatPrompt) -> str:
         """The chat as the text that the model sees."""

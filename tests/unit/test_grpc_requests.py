@@ -3,14 +3,14 @@ from __future__ import annotations
 import pytest
 
 from baton.core.errors import InvalidRequest
-from baton.core.types import ChatPrompt, Message, Sampling, TextPrompt, TokenPrompt
+from baton.core.types import ChatPrompt, Message, Sampling
 from baton.router.edges.grpc.protobuf import parse_request
 from baton.v1 import inference_pb2 as pb
 
 
 def test_defaults_are_greedy_and_unlimited() -> None:
     request = parse_request(pb.GenerateRequest(text="hi"))
-    assert request.prompt == TextPrompt("hi")
+    assert request.prompt == "hi"
     assert request.sampling == Sampling(seed=request.sampling.seed)
     assert request.max_tokens is None
     assert request.request_id
@@ -40,7 +40,7 @@ def test_a_prompt_may_be_a_chat_or_token_ids() -> None:
         (Message("user", "hi"),)
     )
     ids = pb.TokenIds(ids=[3, 4])
-    assert parse_request(pb.GenerateRequest(token_ids=ids)).prompt == TokenPrompt((3, 4))
+    assert parse_request(pb.GenerateRequest(token_ids=ids)).prompt == (3, 4)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,6 @@ from baton.core.types import (
     ChatPrompt,
     Message,
     Prompt,
-    TextPrompt,
-    TokenPrompt,
     Tool,
     ToolCall,
 )
@@ -65,11 +63,11 @@ def test_wrong_messages_are_refused_by_place(messages: object, field: str) -> No
 @pytest.mark.parametrize(
     ("prompt", "read"),
     [
-        ("a", [TextPrompt("a")]),
-        (["a", "b"], [TextPrompt("a"), TextPrompt("b")]),
-        ([1, 2], [TokenPrompt((1, 2))]),
-        ([[1, 2], [3]], [TokenPrompt((1, 2)), TokenPrompt((3,))]),
-        (["a", [3]], [TextPrompt("a"), TokenPrompt((3,))]),
+        ("a", ["a"]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [(1, 2)]),
+        ([[1, 2], [3]], [(1, 2), (3,)]),
+        (["a", [3]], ["a", (3,)]),
     ],
 )
 def test_a_completion_has_prompts_of_many_kinds(prompt: object, read: list[Prompt]) -> None:
@@ -92,7 +90,7 @@ def test_prompts_times_answers_are_bounded() -> None:
 
 def test_tokenize_takes_a_chat_or_a_text() -> None:
     assert tokenized(HELLO) == ChatPrompt((Message("user", "Hello"),))
-    assert tokenized({"prompt": "Hello"}) == TextPrompt("Hello")
+    assert tokenized({"prompt": "Hello"}) == "Hello"
     for wrong in ({}, {"prompt": [1]}, {"prompt": "x", "add_special_tokens": False}):
         with pytest.raises(InvalidRequest):
             tokenized(wrong)

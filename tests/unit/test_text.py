@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from baton.core import model_store
 from baton.core.errors import InvalidConfig, InvalidRequest, TokenOutOfRange, UnsupportedModel
-from baton.core.types import ChatPrompt, Message, TextPrompt, TokenPrompt
+from baton.core.types import ChatPrompt, Message
 from baton.router.answers.answer_format import HERMES, MISTRAL
 from baton.router.prompts.text import Text
 
@@ -61,7 +61,7 @@ def oracle(folder: Path) -> PreTrainedTokenizerBase:
 def test_text_has_the_tokens_that_transformers_gives_it(
     text: Text, oracle: PreTrainedTokenizerBase, prompt: str
 ) -> None:
-    ids = text.encode(TextPrompt(prompt))
+    ids = text.encode(prompt)
     assert ids == oracle(prompt).input_ids
     assert text.decode(ids) == oracle.decode(ids, skip_special_tokens=True)
     assert text.decode(ids, keep_special=True) == oracle.decode(ids) == prompt
@@ -80,7 +80,7 @@ def test_a_chat_has_the_tokens_that_transformers_gives_it(
 
 
 def test_token_ids_pass_as_they_are(text: Text) -> None:
-    assert text.encode(TokenPrompt((5, 1, 49151))) == [5, 1, 49151]
+    assert text.encode((5, 1, 49151)) == [5, 1, 49151]
 
 
 def test_the_embedded_models_facts(text: Text) -> None:
@@ -91,7 +91,7 @@ def test_the_embedded_models_facts(text: Text) -> None:
 
 def test_half_a_character_in_a_prompt_is_refused(text: Text) -> None:
     with pytest.raises(InvalidRequest, match="half a character at 2"):
-        text.encode(TextPrompt("ab\ud83d"))
+        text.encode("ab\ud83d")
 
 
 def test_ids_that_no_tokenizer_can_have_are_refused(text: Text) -> None:
@@ -208,17 +208,17 @@ def test_a_tokenizer_file_that_cuts_and_pads_does_not_cut_or_pad_prompts(
     tokenizer["truncation"] = {
         "direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0,
     }  # fmt: skip
-    assert len(variant(tokenizer=tokenizer).encode(TextPrompt("one two three four"))) == 4
+    assert len(variant(tokenizer=tokenizer).encode("one two three four")) == 4
 
 
 def test_a_folder_without_a_tokenizer_takes_token_ids_only(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 9, "eos_token_id": 3}))
     text = Text.load(tmp_path)
-    assert text.encode(TokenPrompt((1, 2))) == [1, 2]
+    assert text.encode((1, 2)) == [1, 2]
     assert text.eos_token_ids == {3}
     assert text.decode([1, 2]) == text.detokenizer().push([1, 2]) == ""
     with pytest.raises(InvalidRequest, match="no tokenizer"):
-        text.encode(TextPrompt("Hi"))
+        text.encode("Hi")
 
 
 def test_a_broken_file_is_named(variant: Variant, tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_a_broken_file_is_named(variant: Variant, tmp_path: Path) -> None:
 def test_a_sentencepiece_model_alone_is_converted(tmp_path: Path) -> None:
     pieces = save_sentencepiece_model(tmp_path)
     text = Text.load(tmp_path)
-    ids = text.encode(TextPrompt("The lazy fox 界"))
+    ids = text.encode("The lazy fox 界")
     assert ids == [pieces.bos_id(), *pieces.encode("The lazy fox 界")]
     assert text.decode(ids) == "The lazy fox 界"
     streamed = text.detokenizer()

@@ -16,8 +16,6 @@ from baton.core.types import (
     Request,
     Sampling,
     Structure,
-    TextPrompt,
-    TokenPrompt,
     Tool,
     ToolCall,
 )
@@ -64,12 +62,12 @@ def parse_request(message: pb.GenerateRequest) -> Request:
 def parse_prompt(message: pb.GenerateRequest | pb.TokenizeRequest) -> Prompt:
     match message.WhichOneof("prompt"):
         case "text":
-            return TextPrompt(message.text)
+            return message.text
         case "chat":
             return _parse_chat(message.chat)
         case "token_ids" if isinstance(message, pb.GenerateRequest):
             _check_size("token_ids", message.token_ids.ids, bounds.MAX_PROMPT_TOKENS)
-            return TokenPrompt(tuple(message.token_ids.ids))
+            return tuple(message.token_ids.ids)
     raise InvalidRequest("a prompt is missing: set text, chat or token_ids", field="prompt")
 
 

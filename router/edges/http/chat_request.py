@@ -19,7 +19,7 @@ from typing_extensions import TypedDict
 from baton.core import bounds
 from baton.core.bounds import MAX_TOOLS
 from baton.core.errors import InvalidRequest, NotServed
-from baton.core.types import ChatPrompt, Message, Prompt, Request, TextPrompt, Tool, ToolCall
+from baton.core.types import ChatPrompt, Message, Prompt, Request, Tool, ToolCall
 from baton.router.answers.answer_format import with_tools
 from baton.router.edges.http.generation_request import (
     MAX_PROMPT_CHARACTERS,
@@ -231,7 +231,7 @@ class TokenizeRequest(ToolFields):
             return self.chat_prompt(self.messages)
         if self.prompt is None:
             raise InvalidRequest("a prompt is missing: set prompt or messages", field="prompt")
-        return TextPrompt(self.prompt)
+        return self.prompt
 
 
 class DetokenizeRequest(RequestModel):

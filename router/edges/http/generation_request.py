@@ -25,8 +25,6 @@ from baton.core.types import (
     Request,
     Sampling,
     Structure,
-    TextPrompt,
-    TokenPrompt,
 )
 from baton.router.edges.http.request_model import (
     RequestModel,
@@ -298,14 +296,11 @@ class CompletionRequest(GenerationRequest):
             raise InvalidRequest(
                 f"prompts times n must be at most {MAX_CHOICES} answers", field="prompt"
             )
-        prompts = [
-            TextPrompt(each) if isinstance(each, str) else TokenPrompt(each) for each in self.prompt
-        ]
         echoed = self.logprobs if self.echo else None
         return self._requests(
             request_id,
             salt,
-            prompts,
+            self.prompt,
             default_tokens=DEFAULT_COMPLETION_TOKENS,
             logprobs=self.logprobs,
             prompt_logprobs=echoed if self.prompt_logprobs is None else self.prompt_logprobs,
