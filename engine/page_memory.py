@@ -26,17 +26,14 @@ from torch import Tensor
 from baton.core.errors import InvalidConfig
 from baton.engine.architecture import Split
 
-SAVE, RESTORE = 0, 1
-DONE = b"done"
-
 Move = tuple[int, int]
 """A page and a row."""
 PageBytes = numpy.typing.NDArray[numpy.uint8]
 
 
 class PageMemory(Protocol):
-    """Copies between a pool's pages and rows. `save` and `restore` return when the bytes are
-    there; each may have a thread of its own, beside the engine's."""
+    """Copies between a pool's pages and rows. Each direction may have a thread of its own,
+    beside the engine's."""
 
     @property
     def staging(self) -> int:
@@ -45,11 +42,8 @@ class PageMemory(Protocol):
     def row(self, row: int) -> PageBytes:
         """The bytes of a row."""
 
-    def save(self, moves: Sequence[Move]) -> None:
-        """Copies pages into rows."""
-
-    def restore(self, row: int, page: int) -> None:
-        """Copies a row into a page."""
+    def copy(self, moves: Sequence[Move], *, restore: bool = False) -> None:
+        """Copies pages into rows, or back to restore them. Returns when the bytes are there."""
 
 
 def page_memory(kv: Tensor, rows: int, room: PageBytes | None = None) -> PageMemory:
@@ -77,12 +71,12 @@ class CpuMemory:
         found: PageBytes = self._rows[row]
         return found
 
-    def save(self, moves: Sequence[Move]) -> None:
+    def copy(self, moves: Sequence[Move], *, restore: bool = False) -> None:
         for page, row in moves:
-            self._rows[row] = self._pages[page]
-
-    def restore(self, row: int, page: int) -> None:
-        self._pages[page] = self._rows[row]
+            if restore:
+                self._pages[page] = self._rows[row]
+            else:
+                self._rows[row] = self._pages[page]
 
 
 class CudaMemory:
@@ -100,16 +94,14 @@ class CudaMemory:
     def row(self, row: int) -> PageBytes:
         return self._rows[row].numpy()
 
-    def save(self, moves: Sequence[Move]) -> None:
-        with torch.cuda.stream(self._saving):
+    def copy(self, moves: Sequence[Move], *, restore: bool = False) -> None:
+        stream = self._restoring if restore else self._saving
+        with torch.cuda.stream(stream):
             for page, row in moves:
-                self._rows[row].copy_(self._pages[page], non_blocking=True)
-        self._saving.synchronize()
-
-    def restore(self, row: int, page: int) -> None:
-        with torch.cuda.stream(self._restoring):
-            self._pages[page].copy_(self._rows[row], non_blocking=True)
-        self._restoring.synchronize()
+                ends = (self._pages[page], self._rows[row])
+                target, source = ends if restore else ends[::-1]
+                target.copy_(source, non_blocking=True)
+        stream.synchronize()
 
 
 class RankMemory:
@@ -127,27 +119,13 @@ class RankMemory:
         found: PageBytes = self._room[row]
         return found
 
-    def save(self, moves: Sequence[Move]) -> None:
+    def copy(self, moves: Sequence[Move], *, restore: bool = False) -> None:
         with self._turn:
-            self._send(SAVE, moves)
-            self._own.save(moves)
-            self._wait()
-
-    def restore(self, row: int, page: int) -> None:
-        with self._turn:
-            self._send(RESTORE, [(page, row)])
-            self._own.restore(row, page)
-            self._wait()
-
-    def _send(self, kind: int, moves: Sequence[Move]) -> None:
-        numbers = [kind, *(number for move in moves for number in move)]
-        message = numpy.array(numbers, numpy.int32).tobytes()
-        for other in self._others:
-            other.send_bytes(message)
-
-    def _wait(self) -> None:
-        for other in self._others:
-            other.recv_bytes()
+            for other in self._others:
+                other.send((moves, restore))
+            self._own.copy(moves, restore=restore)
+            for other in self._others:
+                other.recv()
 
 
 def share_rows(
@@ -157,7 +135,7 @@ def share_rows(
     pool `kv` [page, ...], and lets the others map them."""
     os.ftruncate(file, (rows + 1) * split.size * kv[0].nbytes)
     for other in others:
-        other.send_bytes(b"rows")
+        other.send("rows")
     room = _map_rows(file, kv, split)
     own = page_memory(kv, rows, room[:, split.rank])
     return RankMemory(own, room.reshape(rows + 1, -1), others)
@@ -165,17 +143,13 @@ def share_rows(
 
 def follow_copies(kv: Tensor, split: Split, file: int, first: Connection) -> None:
     """On another rank: copies as rank 0 orders, until the connection `first` ends."""
-    first.recv_bytes()
+    first.recv()
     room = _map_rows(file, kv, split)
     memory = page_memory(kv, len(room) - 1, room[:, split.rank])
     while True:
-        kind, *numbers = numpy.frombuffer(first.recv_bytes(), numpy.int32).tolist()
-        moves = list(zip(numbers[::2], numbers[1::2], strict=True))
-        if kind == SAVE:
-            memory.save(moves)
-        for page, row in moves if kind == RESTORE else ():
-            memory.restore(row, page)
-        first.send_bytes(DONE)
+        moves, restore = first.recv()
+        memory.copy(moves, restore=restore)
+        first.send("done")
 
 
 def _map_rows(file: int, kv: Tensor, split: Split) -> PageBytes:

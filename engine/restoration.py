@@ -86,7 +86,7 @@ class Restoration:
             with self._writing:
                 if self._cancelled:
                     return
-                memory.restore(memory.staging if row is None else row, page)
+                memory.copy([(page, memory.staging if row is None else row)], restore=True)
                 self.done += 1
             self.moved = time.monotonic()
             self.seconds[tier] += self.moved - began

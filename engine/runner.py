@@ -6,6 +6,8 @@ ranks run the model, rank 0 runs plans and the others follow.
 
 from __future__ import annotations
 
+import pickle
+
 import torch
 from torch import Tensor
 
@@ -20,8 +22,6 @@ from baton.engine.step import (
     Plan,
     check_plan,
     chunk_inputs,
-    decode_inputs,
-    encode_inputs,
     in_row_order,
 )
 from baton.engine.tensor_parallel import Group
@@ -63,7 +63,7 @@ class Runner:
         rows = in_row_order(plan)
         inputs = [chunk_inputs(*chunk, self._page_size) for chunk in rows.items()]
         if self._group:
-            self._group.broadcast(encode_inputs(inputs))
+            self._group.broadcast(pickle.dumps(inputs))
         hidden = self._forward(inputs)
         wanted = wanted_rows(rows)
         self._score_prompts(hidden, wanted)
@@ -94,7 +94,7 @@ class Runner:
     @torch.inference_mode()
     def follow(self, step: bytes) -> None:
         """Runs this rank's part of a step that rank 0 runs."""
-        self._forward(decode_inputs(step))
+        self._forward(pickle.loads(step))
 
     def _forward(self, inputs: list[ChunkInputs]) -> Tensor:
         """The last layer's output for the wanted rows, [n, hidden]. On rank 0 it returns when all

@@ -276,7 +276,7 @@ class SecondTier(LowerTier):
             self._saver.submit(lambda: self._run_save(save))
 
     def _run_save(self, save: Save) -> None:
-        self._memory.save(list(zip(save.lease.pages, save.rows.pages, strict=True)))
+        self._memory.copy(list(zip(save.lease.pages, save.rows.pages, strict=True)))
         self._post(partial(self._end_save, save))
 
     def _end_save(self, save: Save) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import chain, islice
 from typing import NamedTuple, Protocol
-
-import numpy as np
 
 from baton.core.errors import BatonError, Internal
 from baton.core.types import DeviceEvent, Logprobs
@@ -87,24 +84,3 @@ def chunk_inputs(sequence: Sequence, count: int, page_size: int) -> ChunkInputs:
     pages = sequence.lease.pages[: -(-end // page_size)]
     wanted = [*sequence.scored(count), *([end - 1] if sequence.samples(count) else ())]
     return ChunkInputs(start, sequence.tokens[start:end], pages, wanted)
-
-
-def encode_inputs(inputs: list[ChunkInputs]) -> bytes:
-    """32-bit numbers: the number of chunks; start and three counts of each; then all tokens,
-    all pages, and all wanted positions."""
-    numbers = [len(inputs)]
-    for chunk in inputs:
-        numbers += (chunk.start, len(chunk.tokens), len(chunk.pages), len(chunk.wanted))
-    for values in chain.from_iterable(zip(*(chunk[1:] for chunk in inputs), strict=True)):
-        numbers += values
-    return np.array(numbers, np.int32).tobytes()
-
-
-def decode_inputs(message: bytes) -> list[ChunkInputs]:
-    rest = iter(np.frombuffer(message, np.int32).tolist())
-    heads = [list(islice(rest, 4)) for _ in range(next(rest))]
-    tokens, pages, wanted = (
-        [list(islice(rest, head[field])) for head in heads] for field in (1, 2, 3)
-    )
-    starts = [head[0] for head in heads]
-    return [ChunkInputs(*fields) for fields in zip(starts, tokens, pages, wanted, strict=True)]

@@ -21,13 +21,13 @@ def test_pages_come_back_bit_by_bit_while_the_gpu_works() -> None:
     work = torch.randn(4096, 4096, device="cuda")
     for _ in range(50):
         work = torch.tanh(work @ work)
-    memory.save([(page, page % ROWS) for page in range(8, 8 + ROWS)])
+    memory.copy([(page, page % ROWS) for page in range(8, 8 + ROWS)])
     for page in range(8, 8 + ROWS):
         assert memory.row(page % ROWS).tobytes() == _bytes(before[page])
     kv[8 : 8 + ROWS] = 0
     torch.cuda.synchronize()
     for page in range(8, 8 + ROWS):
-        memory.restore(page % ROWS, page)
+        memory.copy([(page, page % ROWS)], restore=True)
     assert torch.equal(kv, before)
 
 

@@ -27,12 +27,12 @@ class SimulatedPageMemory:
     def row(self, row: int) -> PageBytes:
         raise NotImplementedError("there are no files")
 
-    def save(self, moves: Sequence[Move]) -> None:
+    def copy(self, moves: Sequence[Move], *, restore: bool = False) -> None:
         for page, row in moves:
-            self._rows[row] = list(self._pages[page])
-
-    def restore(self, row: int, page: int) -> None:
-        self._pages[page][:] = self._rows[row]
+            if restore:
+                self._pages[page][:] = self._rows[row]
+            else:
+                self._rows[row] = list(self._pages[page])
 
 
 class SimulatedBackground:

@@ -67,14 +67,14 @@ class Leader:
     def check_rows(self, engine: Engine) -> None:
         """Saves a page to a second-tier row from both ranks, and restores another from it."""
         memory = self.ranks.page_memory(engine.kv, 4)
-        memory.save([(0, 3), (1, 1)])
+        memory.copy([(0, 3), (1, 1)])
         own = engine.kv[0].cpu().view(torch.uint8).numpy().tobytes()
         row = memory.row(3).tobytes()
         assert row.startswith(own)
         assert len(row) == 2 * len(own)
         assert any(row[len(own) :])
         memory.row(memory.staging)[:] = memory.row(3)
-        memory.restore(memory.staging, 7)
+        memory.copy([(7, memory.staging)], restore=True)
         assert torch.equal(engine.kv[7], engine.kv[0])
-        memory.save([(7, 0)])
+        memory.copy([(7, 0)])
         assert memory.row(0).tobytes() == row

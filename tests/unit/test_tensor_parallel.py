@@ -18,7 +18,6 @@ from baton.engine.architecture import Architecture, read_architecture
 from baton.engine.engine import Engine
 from baton.engine.gpu.device import GpuSettings
 from baton.engine.sequence import Sequence
-from baton.engine.step import ChunkInputs, decode_inputs, encode_inputs
 from baton.engine.tensor_parallel import Group
 from baton.worker.rank_process import (
     RankSettings,
@@ -198,11 +197,6 @@ def test_a_sum_adds_the_parts_of_all_ranks(dtype: torch.dtype, tmp_path: Path) -
     with ThreadPoolExecutor(3) as pool:
         for total in pool.map(add, made):
             assert torch.equal(total, torch.full((2, 5), 111.0, dtype=dtype))
-
-
-def test_a_step_reads_back_as_it_was_sent() -> None:
-    spans = [ChunkInputs(7, [3], [9, 4], [7]), ChunkInputs(0, [5, 2**31 - 1, 1], [0], [])]
-    assert decode_inputs(encode_inputs(spans)) == spans
 
 
 def test_an_error_of_a_rank_reads_back_as_it_was_sent() -> None:
