@@ -3,8 +3,8 @@
 Rank 0 broadcasts each step over sockets, and all run it: after attention and after the MLP
 their parts are summed. Rank 0 alone has the head, and samples. All are on one host.
 
-    gloo   ranks on CPUs, or on GPUs that they share: through host memory; the host waits
-    nccl   ranks with a GPU each: in the order of the GPU's stream, also within recorded steps
+    Group      gloo: ranks on CPUs, or on GPUs that they share; the host waits for sums
+    NcclGroup  ranks with a GPU each: in the order of the GPU's stream, also in recorded steps
 """
 
 from __future__ import annotations
@@ -28,42 +28,32 @@ TIMEOUT = timedelta(minutes=2)
 class Group:
     """One rank's view of the group. On rank 0, `others` lead to the other ranks, in order."""
 
+    recordable = False
+    """Whether a recorded step may contain sums."""
+
     def __init__(
         self,
         split: Split,
         meeting_point: Path,
         others: Sequence[Connection] = (),
         *,
-        own_devices: bool = False,
         loaded: Callable[[], None] = lambda: None,
     ) -> None:
-        """`meeting_point` is a file that does not exist yet; NCCL uses it throughout.
-        `own_devices`: each rank has a GPU of its own. `loaded` is called before the ranks
-        connect: on rank 0 it waits until all others have loaded, or raises why one cannot; on
-        the others it reports to rank 0."""
+        """`meeting_point` is a file that does not exist yet; NCCL uses it throughout. `loaded` is
+        called before the ranks connect: on rank 0 it waits until all others have loaded, or
+        raises why one cannot; on the others it reports to rank 0."""
         self.split = split
         self._meeting_point = meeting_point
         self._others = others
-        self._own_devices = own_devices
         self._loaded = loaded
         self._device = torch.device("cpu")
-        self._collectives: GlooCollectives | NcclCollectives
 
     def connect(self, device: torch.device) -> None:
         """Returns when every rank is connected to every other. Sums are on `device`."""
         self._loaded()
         self._device = device
-        store = FileStore(str(self._meeting_point), self.split.size)
-        if self._own_devices:
-            self._collectives = NcclCollectives(store, self.split, device)
-        else:
-            self._collectives = GlooCollectives(store, self.split)
+        self._open(FileStore(str(self._meeting_point), self.split.size))
         self.wait()
-
-    @property
-    def recordable(self) -> bool:
-        """Whether a recorded step may contain sums."""
-        return self._collectives.recordable
 
     def broadcast(self, step: bytes) -> None:
         """From rank 0: has all others run a step."""
@@ -75,35 +65,17 @@ class Group:
         for other in self._others:
             other.close()
 
-    def sum(self, part: Tensor) -> Tensor:
-        """The sum of all ranks' parts, on each of them. `part` may be overwritten."""
-        return self._collectives.sum(part) if part.numel() else part
-
-    def share(self, values: Tensor) -> None:
-        """Overwrites the values with those of rank 0."""
-        self._collectives.share(values)
-
-    def least(self, number: int) -> int:
-        """The smallest of all ranks' numbers."""
-        return self._collectives.least(number)
-
     def wait(self) -> None:
         """A barrier; on a GPU of its own, for what is launched from now on."""
         self.sum(torch.zeros(1, device=self._device))
 
-
-class GlooCollectives:
-    recordable = False
-
-    def __init__(self, store: FileStore, split: Split) -> None:
-        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        options._timeout = TIMEOUT
-        self._size = split.size
-        self._group = ProcessGroupGloo(store, split.rank, split.size, options)
-
     def sum(self, part: Tensor) -> Tensor:
-        """Added in the order of ranks, so that a row's sum does not depend on its place."""
+        """The sum of all ranks' parts, on each of them. `part` may be overwritten.
+
+        Added in the order of ranks, so that a row's sum does not depend on its place.
+        """
+        if not part.numel():
+            return part
         parts = self._gather(part)
         total = parts[0]
         for other in parts[1:]:
@@ -111,38 +83,36 @@ class GlooCollectives:
         return total.to(part.device)
 
     def share(self, values: Tensor) -> None:
+        """Overwrites the values with those of rank 0."""
         values.copy_(self._gather(values)[0])
 
     def least(self, number: int) -> int:
+        """The smallest of all ranks' numbers."""
         return int(self._gather(torch.tensor([number])).min())
+
+    def _open(self, store: FileStore) -> None:
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._timeout = TIMEOUT
+        self._gloo = ProcessGroupGloo(store, self.split.rank, self.split.size, options)
 
     def _gather(self, part: Tensor) -> Tensor:
         """[size, ...], in host memory."""
         here = part.contiguous().cpu()
-        parts = here.new_empty(self._size, *here.shape)
-        gather = self._group._allgather_base  # type: ignore[attr-defined]
+        parts = here.new_empty(self.split.size, *here.shape)
+        gather = self._gloo._allgather_base  # type: ignore[attr-defined]
         gather(_bytes(parts), _bytes(here)).wait()
         return parts
 
 
-class NcclCollectives:
+class NcclGroup(Group):
     """Only `least` waits for the GPU."""
 
     recordable = True
 
-    def __init__(self, store: FileStore, split: Split, device: torch.device) -> None:
-        distributed.init_process_group(
-            "nccl",
-            store=store,
-            rank=split.rank,
-            world_size=split.size,
-            timeout=TIMEOUT,
-            device_id=device,
-        )
-        self._device = device
-
     def sum(self, part: Tensor) -> Tensor:
-        distributed.all_reduce(part)
+        if part.numel():
+            distributed.all_reduce(part)
         return part
 
     def share(self, values: Tensor) -> None:
@@ -152,6 +122,16 @@ class NcclCollectives:
         smallest = torch.tensor(number, device=self._device)
         distributed.all_reduce(smallest, op=distributed.ReduceOp.MIN)
         return int(smallest)
+
+    def _open(self, store: FileStore) -> None:
+        distributed.init_process_group(
+            "nccl",
+            store=store,
+            rank=self.split.rank,
+            world_size=self.split.size,
+            timeout=TIMEOUT,
+            device_id=self._device,
+        )
 
 
 def _bytes(tensor: Tensor) -> Tensor:

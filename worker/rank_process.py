@@ -178,11 +178,11 @@ def _live(steps: Connection, transfers: Connection, copies: Connection) -> None:
 
 
 def _load(settings: RankSettings, loaded: Callable[[], None]) -> Engine:
-    from baton.engine.tensor_parallel import Group
+    from baton.engine.tensor_parallel import Group, NcclGroup
 
     _use(settings.device)
-    meeting_point, own_devices = Path(settings.meeting_point), settings.own_devices
-    group = Group(settings.split, meeting_point, own_devices=own_devices, loaded=loaded)
+    make = NcclGroup if settings.own_devices else Group
+    group = make(settings.split, Path(settings.meeting_point), loaded=loaded)
     return settings.load_engine(group)
 
 

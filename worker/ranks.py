@@ -42,7 +42,7 @@ from baton.core.types import Role
 from baton.engine.architecture import read_architecture
 from baton.engine.gpu.device import GpuSettings
 from baton.engine.page_memory import PageMemory, share_rows
-from baton.engine.tensor_parallel import Group
+from baton.engine.tensor_parallel import Group, NcclGroup
 from baton.kv_transfer.shard_process import ShardProxy
 from baton.worker.rank_process import (
     LOADED,
@@ -135,12 +135,9 @@ class Ranks:
         )
         for rank, device in enumerate(devices[1:], start=1):
             self._start(dataclasses.replace(self.settings, rank=rank, device=device))
-        self.group = Group(
-            settings.split,
-            meeting_point,
-            self._steps,
-            own_devices=settings.own_devices,
-            loaded=self._wait_loaded,
+        make_group = NcclGroup if settings.own_devices else Group
+        self.group = make_group(
+            settings.split, meeting_point, self._steps, loaded=self._wait_loaded
         )
 
     @property

@@ -29,7 +29,7 @@ from baton.engine.architecture import Split
 from baton.engine.engine import Engine
 from baton.engine.gpu.device import GpuSettings
 from baton.engine.sequence import Sequence
-from baton.engine.tensor_parallel import Group
+from baton.engine.tensor_parallel import Group, NcclGroup
 
 pytestmark = pytest.mark.skipif(not CUDA, reason="needs a CUDA GPU")
 
@@ -61,7 +61,7 @@ def oracle(folder: Path) -> PreTrainedModel:
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[Group]:
     """A group of one rank, with a GPU of its own."""
-    yield Group(Split(0, 1), tmp_path / "meeting", own_devices=True)
+    yield NcclGroup(Split(0, 1), tmp_path / "meeting")
     if distributed.is_initialized():
         distributed.destroy_process_group()
 
