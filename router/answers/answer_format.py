@@ -34,15 +34,15 @@ SpecialId = Callable[[str], int | None]
 class ToolFormat:
     name: str
     opener: str  # before calls
-    closer: str  # after each call, or after all
-    arguments: str  # key of the arguments
+    signs: tuple[str, ...]  # strings in a chat template that show the format
+    closer: str = ""  # after each call, or after all
+    arguments: str = "arguments"  # key of the arguments
     separator: str = ""  # between two calls
     listed: bool = False  # calls are a JSON list
     bare: bool = False  # an answer that begins with { is a call
     divider: str = ""  # between name and arguments, where they are no JSON object
     id_mark: str = ""  # before an id between the two
     short_ids: bool = False  # templates accept only ids of nine letters and digits
-    signs: tuple[str, ...] = ()  # strings in a chat template that show the format
 
     def new_id(self) -> str:
         if self.short_ids:
@@ -95,35 +95,19 @@ def _json(schema: dict[str, object]) -> str:
     return f"%json {json.dumps({**schema, 'x-guidance': ONE_LINE})}"
 
 
-HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>", "arguments", signs=("<tool_call>",))
+HERMES = ToolFormat("hermes", "<tool_call>", ("<tool_call>",), closer="</tool_call>")
 LLAMA3 = ToolFormat(
     "llama3",
     "<|python_tag|>",
-    "",
-    "parameters",
+    ("<|python_tag|>", "ipython"),
+    arguments="parameters",
     separator=";",
     bare=True,
-    signs=("<|python_tag|>", "ipython"),
 )
-MISTRAL = ToolFormat(
-    "mistral",
-    "[TOOL_CALLS]",
-    "",
-    "arguments",
-    separator=",",
-    listed=True,
-    short_ids=True,
-    signs=("[TOOL_CALLS]",),
-)
+_CALLS = "[TOOL_CALLS]"
+MISTRAL = ToolFormat("mistral", _CALLS, (_CALLS,), separator=",", listed=True, short_ids=True)
 MISTRAL_ARGS = ToolFormat(
-    "mistral-args",
-    "[TOOL_CALLS]",
-    "",
-    "arguments",
-    divider="[ARGS]",
-    id_mark="[CALL_ID]",
-    short_ids=True,
-    signs=("[ARGS]",),
+    "mistral-args", _CALLS, ("[ARGS]",), divider="[ARGS]", id_mark="[CALL_ID]", short_ids=True
 )
 
 # A template has the first format whose sign it contains.

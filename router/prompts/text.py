@@ -101,10 +101,7 @@ class Text:
         chat = request.prompt if isinstance(request.prompt, ChatPrompt) else None
         text = self.render(chat) if chat else ""
         rendered = time.monotonic()
-        if chat:
-            tokens = self._tokenize(text, most_tokens, add_special_tokens=False)
-        else:
-            tokens = self.encode(request.prompt, most_tokens)
+        tokens = self.encode(request.prompt, text, most_tokens)
         keys = naming.keys(tokens[:most_tokens], request.cache_salt) if naming else []
         return TokenizedPrompt(
             tokens,
@@ -114,9 +111,11 @@ class Text:
             tokenize_seconds=time.monotonic() - rendered,
         )
 
-    def encode(self, prompt: Prompt, most_tokens: int | None = None) -> list[int]:
+    def encode(
+        self, prompt: Prompt, rendered: str | None = None, most_tokens: int | None = None
+    ) -> list[int]:
         """The prompt's token ids. Plain text gets the model's special tokens (such as BOS); a chat
-        has those that its template writes; token ids pass unchanged.
+        has those that its template writes; token ids pass unchanged. A chat may be `rendered`.
 
         Text that cannot fit into `most_tokens` tokens is refused before it is tokenized.
         """
@@ -124,7 +123,8 @@ class Text:
             case str():
                 return self._tokenize(prompt, most_tokens, add_special_tokens=True)
             case ChatPrompt():
-                return self._tokenize(self.render(prompt), most_tokens, add_special_tokens=False)
+                text = self.render(prompt) if rendered is None else rendered
+                return self._tokenize(text, most_tokens, add_special_tokens=False)
             case _:
                 return list(prompt)
 

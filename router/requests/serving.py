@@ -113,7 +113,7 @@ class Serving:
         rendered = ""
         if isinstance(prompt, ChatPrompt):
             rendered = await self._in_thread(self.text.render, prompt)
-        return await self._in_thread(self.text.encode, prompt), rendered
+        return await self._in_thread(self.text.encode, prompt, rendered), rendered
 
     async def decode(self, token_ids: list[int], keep_special: bool) -> str:
         return await self._in_thread(self.text.decode, token_ids, keep_special)

@@ -9,7 +9,6 @@ import time
 from collections.abc import Awaitable, Callable, Collection
 from importlib import resources
 
-from google.protobuf.message import Message
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -133,24 +132,24 @@ class HttpApp:
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/embeddings", answered(_embeddings), methods=["POST"]),
-            Route("/v1/models", answered(self._models)),
+            Route("/v1/models", _plain(self._models)),
             Route("/v1/models/{name:path}", answered(self._model, "model")),
-            Route("/v1/cluster", _messages(self._overview.public_status)),
-            Route("/v1/diagnosis", _messages(self._overview.diagnosis)),
-            Route("/v1/trends", _messages(self._overview.trends)),
+            Route("/v1/cluster", _plain(lambda: to_json(self._overview.public_status()))),
+            Route("/v1/diagnosis", _plain(lambda: to_json(self._overview.diagnosis()))),
+            Route("/v1/trends", _plain(lambda: to_json(self._overview.trends()))),
             Route("/v1/requests", answered(self._recent)),
             Route("/v1/requests/{request_id:path}/timing", answered(self._timing)),
             Route("/tokenize", answered(self._tokenize), methods=["POST"]),
             Route("/detokenize", answered(self._detokenize, "tokens"), methods=["POST"]),
-            Route("/health", _constant({"status": "ok"})),
-            Route("/ready", answered(self._ready)),
-            Route("/version", _constant({"version": __version__})),
+            Route("/health", _plain(lambda: {"status": "ok"})),
+            Route("/ready", _plain(self._ready)),
+            Route("/version", _plain(lambda: {"version": __version__})),
             Route("/metrics", answered(self._metrics)),
             Route("/openapi.json", answered(self._openapi)),
         ]
 
-    async def _models(self, http: HttpRequest) -> Response:
-        return _json({"object": "list", "data": [self._model_object()]})
+    def _models(self) -> Json:
+        return {"object": "list", "data": [self._model_object()]}
 
     async def _model(self, http: HttpRequest) -> Response:
         name = http.path_params["name"]
@@ -192,12 +191,12 @@ class HttpApp:
         text = await self._context.decode(request.tokens, request.keep_special_tokens, "tokens")
         return _json({"prompt": text})
 
-    async def _ready(self, http: HttpRequest) -> Response:
+    def _ready(self) -> Json:
         if self._context.serving.draining:
             raise Unavailable("this router is about to stop and takes no new requests")
         if not self._context.serving.placer.can_place:
             raise Unavailable("no workers are ready")
-        return _json({"status": "ready"})
+        return {"status": "ready"}
 
     async def _metrics(self, http: HttpRequest) -> Response:
         text = await asyncio.to_thread(generate_latest, self._registry)
@@ -207,9 +206,9 @@ class HttpApp:
         return Response(self._document, media_type="application/json")
 
 
-def _constant(content: Json) -> Endpoint:
+def _plain(get: Callable[[], Json]) -> Endpoint:
     async def endpoint(http: HttpRequest) -> Response:
-        return _json(content)
+        return _json(get())
 
     return answered(endpoint)
 
@@ -231,13 +230,6 @@ def _limit(given: str | None) -> int:
             f"limit must be 1 to {KEPT_REQUESTS}, not {shown(given)}", field="limit"
         )
     return int(given)
-
-
-def _messages(get: Callable[[], Message]) -> Endpoint:
-    async def endpoint(http: HttpRequest) -> Response:
-        return _json(to_json(get()))
-
-    return answered(endpoint)
 
 
 def _json(content: Json) -> Response:
