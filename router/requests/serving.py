@@ -77,15 +77,17 @@ class Serving:
     ) -> None:
         """Emits the answers as they are made. Cancelling this cancels the request.
 
-        `place` is the request's among those of the ledger's call.
+        `place` is the request's among those of the ledger's call, whose answers are numbered
+        consecutively.
         """
         self.demand.arrive(request.n)
         self._check_capacity(request.n)
         outcome = "CANCELLED"
         self._count(+request.n)
-        entries = ledger.answers[place * request.n : (place + 1) * request.n]
+        first = place * request.n
+        entries = ledger.answers[first : first + request.n]
         try:
-            reasons = await self._generate(request, entries, emit)
+            reasons = await self._generate(request, entries, first, emit)
             outcome = reasons[-1].name
         except Exception as error:
             outcome = error.reason if isinstance(error, BatonError) else Internal.reason
@@ -124,7 +126,7 @@ class Serving:
         return await loop.run_in_executor(self._threads, work, *arguments)
 
     async def _generate(
-        self, request: Request, entries: Sequence[AnswerLedger], emit: Emit
+        self, request: Request, entries: Sequence[AnswerLedger], first: int, emit: Emit
     ) -> list[FinishReason]:
         """Returns each answer's finish reason."""
         # The context length is known once a worker is attached.
@@ -142,7 +144,9 @@ class Serving:
             emit = _started_once(emit)
         return await gather_all(
             [
-                self._answer(request, _work_of(work, index), index, entry, emit, prompt.thinking)
+                self._answer(
+                    request, _work_of(work, index), first + index, entry, emit, prompt.thinking
+                )
                 for index, entry in enumerate(entries)
             ]
         )

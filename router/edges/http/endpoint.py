@@ -12,7 +12,6 @@ second. So values are counted first.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import functools
 import json
 import re
@@ -237,14 +236,10 @@ class _Call:
         await self.send({"type": "http.response.body", "body": last})
 
     async def _generate(self, emit: Emit) -> None:
-        """All answers to all prompts, numbered consecutively."""
+        """All answers to all prompts."""
         generate = self.context.serving.generate
-        await gather_all(
-            [
-                generate(request, self.ledger, _shifted(emit, place * request.n), place)
-                for place, request in enumerate(self.requests)
-            ]
-        )
+        places = enumerate(self.requests)
+        await gather_all([generate(each, self.ledger, emit, place) for place, each in places])
 
     async def _stream(self, events: ClientBuffer) -> bytes:
         """Sends all but the last bytes of a stream, and returns these."""
@@ -290,18 +285,6 @@ class _Call:
     def _record(self, event: AnswerEvent, began: float) -> None:
         if not isinstance(event, Started):
             self.ledger.answers[event.index].write(began)
-
-
-def _shifted(emit: Emit, places: int) -> Emit:
-    if not places:
-        return emit
-
-    def emit_shifted(event: AnswerEvent) -> None:
-        if not isinstance(event, Started):
-            event = dataclasses.replace(event, index=event.index + places)
-        emit(event)
-
-    return emit_shifted
 
 
 async def _until_disconnect(receive: Receive, work: Coroutine[None, None, None]) -> None:
