@@ -115,8 +115,8 @@ class AnswerBuilder:
 
     def __init__(self) -> None:
         self._started = inference_pb2.Started()
-        self._choices: defaultdict[int, _ChoiceBuilder] = defaultdict(_ChoiceBuilder)
-        self._finished = 0
+        self._deltas: defaultdict[int, list[Delta]] = defaultdict(list)
+        self._finished: dict[int, inference_pb2.Finished] = {}
 
     def add(self, response: inference_pb2.GenerateResponse) -> Delta | None:
         """Adds the next message; returns its Delta if it is one."""
@@ -124,21 +124,32 @@ class AnswerBuilder:
             case "started":
                 self._started = response.started
             case "delta":
-                return self._choices[response.delta.index].add(response.delta)
+                delta = _delta(response.delta)
+                self._deltas[delta.index].append(delta)
+                return delta
             case "finished":
-                self._finished += 1
-                self._choices[response.finished.index].finished = response.finished
+                self._finished[response.finished.index] = response.finished
         return None
+
+    @property
+    def complete(self) -> bool:
+        return 0 < self._started.n == len(self._finished)
 
     def answer(self) -> Answer:
         """The answer, once the stream has ended."""
         if not self.complete:
             raise Internal("the router closed the stream before the end of the answer")
         started = self._started
-        choices = [self._choices[index].choice(index) for index in range(started.n)]
+        choices = [
+            _choice(index, self._deltas[index], self._finished[index]) for index in range(started.n)
+        ]
         first = {name: getattr(choices[0], name) for name in _SHARED_FIELDS}
+        usage = self._finished[0].usage
+        completion = sum(each.usage.completion_tokens for each in self._finished.values())
         return Answer(
-            usage=self._usage(),
+            usage=Usage(
+                started.prompt_tokens, completion, usage.cached_tokens, usage.fetched_tokens
+            ),
             request_id=started.request_id,
             model=started.model,
             seed=started.seed,
@@ -148,56 +159,37 @@ class AnswerBuilder:
             **first,
         )
 
-    @property
-    def complete(self) -> bool:
-        return 0 < self._started.n == self._finished
-
-    def _usage(self) -> Usage:
-        counts = [choice.finished.usage.completion_tokens for choice in self._choices.values()]
-        first = self._choices[0].finished.usage
-        prompt, answers = self._started.prompt_tokens, sum(counts)
-        return Usage(prompt, answers, first.cached_tokens, first.fetched_tokens)
-
 
 _SHARED_FIELDS = {field.name for field in fields(Choice)} - {"index", "seed"}
 """Those of an Answer that are its first choice's."""
 
 
-class _ChoiceBuilder:
-    """One answer of a request, from its messages."""
+def _delta(message: inference_pb2.Delta) -> Delta:
+    return Delta(
+        message.text,
+        tuple(message.token_ids),
+        message.index,
+        tuple(_logprobs(each) for each in message.logprobs),
+        message.reasoning,
+        tuple(message.tool_calls),
+        tuple(_logprobs(each) for each in message.prompt_logprobs),
+    )
 
-    def __init__(self) -> None:
-        self.finished = inference_pb2.Finished()
-        self._deltas: list[Delta] = []
 
-    def add(self, delta: inference_pb2.Delta) -> Delta:
-        made = Delta(
-            delta.text,
-            tuple(delta.token_ids),
-            delta.index,
-            tuple(_logprobs(each) for each in delta.logprobs),
-            delta.reasoning,
-            tuple(delta.tool_calls),
-            tuple(_logprobs(each) for each in delta.prompt_logprobs),
-        )
-        self._deltas.append(made)
-        return made
-
-    def choice(self, index: int) -> Choice:
-        deltas = self._deltas
-        return Choice(
-            index=index,
-            text="".join(delta.text for delta in deltas),
-            token_ids=tuple(chain.from_iterable(delta.token_ids for delta in deltas)),
-            finish_reason=FinishReason(self.finished.finish_reason),
-            stop=self.finished.stop,
-            seed=self.finished.seed,
-            placements=tuple(_placement(item) for item in self.finished.placements),
-            logprobs=tuple(chain.from_iterable(delta.logprobs for delta in deltas)),
-            reasoning="".join(delta.reasoning for delta in deltas),
-            tool_calls=_joined(chain.from_iterable(delta.tool_calls for delta in deltas)),
-            prompt_logprobs=tuple(chain.from_iterable(each.prompt_logprobs for each in deltas)),
-        )
+def _choice(index: int, deltas: list[Delta], finished: inference_pb2.Finished) -> Choice:
+    return Choice(
+        index=index,
+        text="".join(delta.text for delta in deltas),
+        token_ids=tuple(chain.from_iterable(delta.token_ids for delta in deltas)),
+        finish_reason=FinishReason(finished.finish_reason),
+        stop=finished.stop,
+        seed=finished.seed,
+        placements=tuple(_placement(item) for item in finished.placements),
+        logprobs=tuple(chain.from_iterable(delta.logprobs for delta in deltas)),
+        reasoning="".join(delta.reasoning for delta in deltas),
+        tool_calls=_joined(chain.from_iterable(delta.tool_calls for delta in deltas)),
+        prompt_logprobs=tuple(chain.from_iterable(each.prompt_logprobs for each in deltas)),
+    )
 
 
 def _joined(calls: Iterable[inference_pb2.ToolCallDelta]) -> tuple[ToolCall, ...]:

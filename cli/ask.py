@@ -166,7 +166,7 @@ def chat(system: System = None, *, address: Address = DEFAULT_ADDRESS, **options
             raise InvalidRequest("the model has no chat template; use `baton generate --raw`")
         if sys.stdin.isatty():
             note(f"{names[0]} at {address}; /help for help, Ctrl-D to leave")
-        _converse(Conversation(client, system or "", cast(GenerateOptions, options)))
+        Conversation(client, system or "", cast(GenerateOptions, options)).run()
 
 
 class Conversation:
@@ -174,57 +174,45 @@ class Conversation:
 
     def __init__(self, client: Client, system: str, wanted: GenerateOptions) -> None:
         self._client = client
+        self._system = system
         self._wanted = wanted
         self._history: list[Message] = []
-        self.system = system
 
-    def reset(self) -> None:
-        self._history.clear()
+    def run(self) -> None:
+        interactive = sys.stdin.isatty()
+        for line in _typed_lines() if interactive else map(str.strip, sys.stdin):
+            command, _, text = line.partition(" ")
+            match command:
+                case "/exit" if not text:
+                    return
+                case "/help":
+                    note(_CHAT_HELP)
+                case "/reset":
+                    self._history.clear()
+                case "/system":
+                    self._system = text.strip()
+                case _ if command.startswith("/"):
+                    complain(f"there is no {command}; /help lists the commands")
+                case _ if line:
+                    self._answer(line, interactive)
 
-    def ask(self, text: str) -> None:
-        """Prints the answer to `text`. Ctrl-C cuts it short; the part received is kept."""
+    def _answer(self, text: str, interactive: bool) -> None:
+        """Prints the answer. Ctrl-C cuts it short; the part received is kept."""
         question = Message("user", text)
-        opening = [Message("system", self.system)] if self.system else []
+        opening = [Message("system", self._system)] if self._system else []
         messages = [*opening, *self._history, question]
-        with self._client.stream_chat(messages, **self._wanted) as stream:
-            playback = Playback(stream)
-            with contextlib.suppress(KeyboardInterrupt):
-                playback.print()
+        try:
+            with self._client.stream_chat(messages, **self._wanted) as stream:
+                playback = Playback(stream)
+                with contextlib.suppress(KeyboardInterrupt):
+                    playback.print()
+        except BatonError as error:
+            if not interactive:
+                raise
+            complain(error.message)
+            return
         if playback.text:
             self._history += [question, Message("assistant", playback.text)]
-
-
-def _converse(conversation: Conversation) -> None:
-    interactive = sys.stdin.isatty()
-    for line in _typed_lines() if interactive else map(str.strip, sys.stdin):
-        if line == "/exit":
-            return
-        if line.startswith("/"):
-            _command(conversation, line)
-        elif line:
-            _ask(conversation, line, interactive)
-
-
-def _ask(conversation: Conversation, line: str, interactive: bool) -> None:
-    try:
-        conversation.ask(line)
-    except BatonError as error:
-        if not interactive:
-            raise
-        complain(error.message)
-
-
-def _command(conversation: Conversation, line: str) -> None:
-    name, _, text = line.partition(" ")
-    match name:
-        case "/help":
-            note(_CHAT_HELP)
-        case "/reset":
-            conversation.reset()
-        case "/system":
-            conversation.system = text.strip()
-        case _:
-            complain(f"there is no {name}; /help lists the commands")
 
 
 def _typed_lines() -> Iterator[str]:
