@@ -7,14 +7,13 @@ import queue
 import threading
 import weakref
 from collections.abc import AsyncIterator, Iterator
-from functools import cached_property
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import grpc
 import grpc.aio
 
 from baton.client_calls import ClientCalls, StreamCalls, run_to_end
-from baton.connection import CHANNEL_OPTIONS, from_rpc_error, translated
+from baton.connection import from_rpc_error, translated
 from baton.core.errors import Cancelled
 from baton.responses import Delta, timing_of
 from baton.v1 import inference_pb2, timing_pb2
@@ -90,12 +89,7 @@ class Client(ClientCalls[Stream]):
     """
 
     BLOCKING = True
-
-    def _connect(self) -> None:
-        if self._credentials is None:
-            self._channel = grpc.insecure_channel(self.address, CHANNEL_OPTIONS)
-        else:
-            self._channel = grpc.secure_channel(self.address, self._credentials, CHANNEL_OPTIONS)
+    LIBRARY: ClassVar = grpc
 
     def _stream(self, request: inference_pb2.GenerateRequest, timeout: float | None) -> Stream:
         return Stream(self._inference.Generate(request, timeout=timeout), self.address)
@@ -169,13 +163,7 @@ class AsyncClient(ClientCalls[AsyncStream]):
     """
 
     BLOCKING = False
-
-    @cached_property
-    def _channel(self) -> grpc.aio.Channel:
-        # A channel belongs to the loop that runs when it is made.
-        if self._credentials is None:
-            return grpc.aio.insecure_channel(self.address, CHANNEL_OPTIONS)
-        return grpc.aio.secure_channel(self.address, self._credentials, CHANNEL_OPTIONS)
+    LIBRARY: ClassVar = grpc.aio
 
     def _stream(self, request: inference_pb2.GenerateRequest, timeout: float | None) -> AsyncStream:
         return AsyncStream(self._inference.Generate(request, timeout=timeout), self.address)

@@ -32,6 +32,7 @@ from google.protobuf.message import Message
 
 from baton.connection import (
     CALL_SECONDS,
+    CHANNEL_OPTIONS,
     DEFAULT_ADDRESS,
     POLL_SECONDS,
     tls_credentials,
@@ -155,7 +156,7 @@ class ClientCalls(Generic[StreamType]):
     """A connection to a Baton router. Every call raises a BatonError when it fails."""
 
     BLOCKING: ClassVar[bool]
-    _channel: Any
+    LIBRARY: ClassVar[Any]  # grpc or grpc.aio
 
     def __init__(
         self,
@@ -169,10 +170,15 @@ class ClientCalls(Generic[StreamType]):
         self.address = address
         self._api_key = api_key
         self._credentials = tls_credentials(tls)
-        self._connect()
+        if self.BLOCKING:
+            _ = self._channel  # before threads share it
 
-    def _connect(self) -> None:
-        """Opens the channel, if that needs no event loop."""
+    @cached_property
+    def _channel(self) -> Any:
+        # One of grpc.aio belongs to the loop that runs when it is made.
+        if self._credentials is None:
+            return self.LIBRARY.insecure_channel(self.address, CHANNEL_OPTIONS)
+        return self.LIBRARY.secure_channel(self.address, self._credentials, CHANNEL_OPTIONS)
 
     @cached_property
     def _inference(self) -> InferenceStub:

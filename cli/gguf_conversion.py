@@ -53,7 +53,9 @@ def convert(source: Path, target: Path) -> None:
     for name, expected in (("general.architecture", "llama"), ("tokenizer.ggml.pre", "smollm")):
         if field(reader, name, str) != expected:
             raise UnsupportedModel(f"{source.name}: {name} is not {expected!r}")
-    write_weights(reader, target / "model.safetensors")
+    save_file(all_weights(reader), target / "model.safetensors", metadata={"format": "pt"})
+    # save_file makes the file private; other users' processes must load it too.
+    (target / "model.safetensors").chmod(0o644)
     tokenizer(reader).save(str(target / "tokenizer.json"))
     _write_json(target / "config.json", config(reader))
     _write_json(target / "generation_config.json", special_ids(reader))
@@ -99,12 +101,6 @@ def special_ids(reader: GGUFReader) -> Json:
         "eos_token_id": field(reader, "tokenizer.ggml.eos_token_id", int),
         "pad_token_id": field(reader, "tokenizer.ggml.padding_token_id", int),
     }
-
-
-def write_weights(reader: GGUFReader, path: Path) -> None:
-    save_file(all_weights(reader), path, metadata={"format": "pt"})
-    # save_file makes the file private; other users' processes must load it too.
-    path.chmod(0o644)
 
 
 def all_weights(reader: GGUFReader) -> dict[str, Weights]:

@@ -154,16 +154,9 @@ def _convert(weights: Path, target: Path) -> Path:
 def _install(converted: Path, folder: Path, *, attic: Path) -> None:
     """Moves `converted` to `folder`, and what was there to `attic`."""
     for path in converted.iterdir():
-        _flush_to_disk(path)
+        # Without this, a power cut could leave empty files in a renamed folder.
+        with path.open("rb") as written:
+            os.fsync(written.fileno())
     if folder.exists():
         folder.rename(attic)
     converted.rename(folder)
-
-
-def _flush_to_disk(path: Path) -> None:
-    """Without this, a power cut could leave empty files in a renamed folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

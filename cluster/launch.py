@@ -92,7 +92,8 @@ class Cluster:
 
     def _make_everything(self) -> None:
         check_ports(self._config.router)
-        gpus = gpus_per_rank(self._config, _gpus_of_ray(), joined=bool(self._ray_address))
+        total = float(ray.cluster_resources().get("GPU", 0))  # of all present nodes
+        gpus = gpus_per_rank(self._config, total, joined=bool(self._ray_address))
         fleet = Fleet.of(Pools(self._config.prefill.workers, self._config.decode.workers))
         ray_session.save_fleet(fleet)
         address = self._make_controller(gpus)
@@ -238,11 +239,6 @@ def _with_absolute_paths(config: Config) -> Config:
         router=dataclasses.replace(config.router, keys=keys and str(Path(keys).resolve())),
         tls=dataclasses.replace(config.tls, folder=folder and str(Path(folder).resolve())),
     )
-
-
-def _gpus_of_ray() -> float:
-    """Those of all present nodes."""
-    return float(ray.cluster_resources().get("GPU", 0))
 
 
 def _here(name: str) -> dict[str, Any]:

@@ -76,7 +76,8 @@ def gpus_per_rank(config: Config, total: float, *, joined: bool) -> float:
 
     Raises InvalidConfig when a Ray of our own, which does not grow, has too few.
     """
-    if config.device == "cuda" and not total and not (joined and _names_gpus(config)):
+    named = joined and config.prefill.gpus and config.decode.gpus
+    if config.device == "cuda" and not total and not named:
         raise InvalidConfig(
             "device is cuda, but Ray sees no GPU; where it adds nodes that have some, say how many"
             " each worker wants (prefill.gpus, decode.gpus)",
@@ -95,10 +96,6 @@ def gpus_per_rank(config: Config, total: float, *, joined: bool) -> float:
             field="gpus",
         )
     return share
-
-
-def _names_gpus(config: Config) -> bool:
-    return bool(config.prefill.gpus and config.decode.gpus)
 
 
 def gpus_of(config: Config, role: Role, share: float) -> float:

@@ -48,7 +48,7 @@ def node_identity(config: Config) -> Identity | None:
     )
 
 
-def door_identity(config: Config) -> Identity | None:
+def edge_identity(config: Config) -> Identity | None:
     """A router's identity for its clients; None without TLS."""
     node = node_identity(config)
     if node is None or not config.tls.client_certificates:

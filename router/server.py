@@ -26,7 +26,7 @@ from baton.core.tls import (
     NODE,
     certificate_path,
     check_router,
-    door_identity,
+    edge_identity,
     key_path,
     node_identity,
 )
@@ -135,7 +135,7 @@ class RouterServer:
         reflection.enable_server_reflection(names, self._server)
         host, port = limits.host, limits.port
         try:
-            bound = listen(self._server, f"{host}:{port}", door_identity(self._config))
+            bound = listen(self._server, f"{host}:{port}", edge_identity(self._config))
         except RuntimeError:
             raise Internal(f"cannot listen on {host}:{port}; is the port taken?") from None
         self.address = f"{host}:{bound}"
