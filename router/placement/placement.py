@@ -58,36 +58,27 @@ class Policy(enum.StrEnum):
 
 
 class Reason(enum.StrEnum):
-    """Why a placement was chosen. Clients see the values."""
+    """Why a placement was chosen. Clients see the values, and the texts."""
 
-    CACHED = "cached"
-    CACHE_BUSY = "cache_busy"
-    FETCHED = "fetched"
-    LEAST_TIME = "least_time"
-    LEAST_LOADED = "least_loaded"
-    ROUND_ROBIN = "round_robin"
-    ONE_TOKEN = "one_token"
-    LOCAL_FASTER = "local_faster"
-    LOCAL_ONLY = "local_only"
-    NO_PREFILL = "no_prefill"
-    RETRY = "retry"
-    CANARY = "canary"
+    text: str
 
+    CACHED = "cached", "a prefix of the prompt is cached there"
+    CACHE_BUSY = "cache_busy", "workers with a longer cached prefix would take longer"
+    FETCHED = "fetched", "a prefix of the prompt is fetched from another worker"
+    LEAST_TIME = "least_time", "the least predicted time"
+    LEAST_LOADED = "least_loaded", "least loaded"
+    ROUND_ROBIN = "round_robin", "next in turn"
+    ONE_TOKEN = "one_token", "one token is wanted"
+    LOCAL_FASTER = "local_faster", "predicted to take less than prefill and transfer"
+    LOCAL_ONLY = "local_only", "decode workers are configured to prefill all prompts"
+    NO_PREFILL = "no_prefill", "no prefill worker can prefill it"
+    RETRY = "retry", "an earlier attempt failed"
+    CANARY = "canary", "a test of the worker"
 
-REASON_TEXTS = {
-    Reason.CACHED: "a prefix of the prompt is cached there",
-    Reason.CACHE_BUSY: "workers with a longer cached prefix would take longer",
-    Reason.FETCHED: "a prefix of the prompt is fetched from another worker",
-    Reason.LEAST_TIME: "the least predicted time",
-    Reason.LEAST_LOADED: "least loaded",
-    Reason.ROUND_ROBIN: "next in turn",
-    Reason.ONE_TOKEN: "one token is wanted",
-    Reason.LOCAL_FASTER: "predicted to take less than prefill and transfer",
-    Reason.LOCAL_ONLY: "decode workers are configured to prefill all prompts",
-    Reason.NO_PREFILL: "no prefill worker can prefill it",
-    Reason.RETRY: "an earlier attempt failed",
-    Reason.CANARY: "a test of the worker",
-}
+    def __new__(cls, value: str, text: str) -> Reason:
+        made = str.__new__(cls, value)
+        made._value_, made.text = value, text
+        return made
 
 
 Column = Sequence[int] | NDArray[numpy.int64]
@@ -211,4 +202,4 @@ class Placement:
 
     @property
     def explanation(self) -> str:
-        return self.reason or REASON_TEXTS[self.code]
+        return self.reason or self.code.text

@@ -19,15 +19,13 @@ from baton.router.placement.placement import (
     Strategy,
 )
 from baton.router.placement.scorer import (
+    DecodeScores,
     Pair,
-    PrefillEstimate,
-    best_local,
+    PrefillScores,
     best_pair,
-    best_prefill,
-    estimate_prefill,
     forecast_local,
+    rank,
     rows_with_room,
-    score_answers,
 )
 
 
@@ -54,15 +52,15 @@ def _prefill_only(snapshot: Snapshot) -> Placement | BatonError:
     free = rows_with_room(workers.has_room)
     if not free:
         return _full("prefill")
-    estimate = estimate_prefill(snapshot)
-    row = best_prefill(snapshot, estimate, free)
+    scores = PrefillScores(snapshot)
+    row = rank(snapshot, free, scores.costs(), scores.cached_tokens)[0]
     return Placement(
         workers.worker_ids[row],
         "",
         Policy.PREFILL,
         code=Reason.ONE_TOKEN,
-        forecast=estimate.forecast(snapshot, row),
-        fetch=estimate.fetches.get(row),
+        forecast=scores.forecast(row),
+        fetch=scores.fetches.get(row),
     )
 
 
@@ -70,22 +68,21 @@ def _split(snapshot: Snapshot) -> Placement | BatonError:
     workers, others = snapshot.prefill, snapshot.decode
     if not any(workers.reaches):
         return why_no_pair(workers.worker_ids, others.worker_ids, snapshot.mismatches)
-    prefill = [row for row in rows_with_room(workers.has_room) if workers.reaches[row]]
-    decode = rows_with_room(others.has_room)
-    estimate, answers = estimate_prefill(snapshot), score_answers(snapshot)
-    pair = best_pair(snapshot, estimate, answers, prefill, decode)
+    prefill_rows, decode_rows = rows_with_room(workers.has_room), rows_with_room(others.has_room)
+    prefill, decode = PrefillScores(snapshot), DecodeScores(snapshot)
+    pair = best_pair(snapshot, prefill, decode, prefill_rows, decode_rows)
     if pair is None:
-        return _full("decode" if prefill else "prefill")
+        return _full("decode" if any(workers.reaches[row] for row in prefill_rows) else "prefill")
     if snapshot.strategy is Strategy.KV_AWARE and snapshot.local is LocalPrefill.AUTO:
-        cost, row = best_local(snapshot, answers, decode)
+        cost, row = decode.best_local(decode_rows)
         if cost < pair.cost:
             return _place_local(snapshot, row, Reason.LOCAL_FASTER)
     return Placement(
         workers.worker_ids[pair.prefill],
         others.worker_ids[pair.decode],
-        code=_split_reason(snapshot, estimate, pair),
-        forecast=estimate.forecast(snapshot, pair.prefill),
-        fetch=estimate.fetches.get(pair.prefill),
+        code=_split_reason(snapshot, prefill, pair),
+        forecast=prefill.forecast(pair.prefill),
+        fetch=prefill.fetches.get(pair.prefill),
     )
 
 
@@ -93,7 +90,7 @@ def _local(snapshot: Snapshot, code: Reason, reason: str = "") -> Placement | Ba
     free = rows_with_room(snapshot.decode.has_room)
     if not free:
         return _full("decode")
-    _, row = best_local(snapshot, score_answers(snapshot), free)
+    _, row = DecodeScores(snapshot).best_local(free)
     return _place_local(snapshot, row, code, reason)
 
 
@@ -102,12 +99,12 @@ def _place_local(snapshot: Snapshot, row: int, code: Reason, reason: str = "") -
     return Placement("", name, Policy.LOCAL, reason, code, forecast)
 
 
-def _split_reason(snapshot: Snapshot, estimate: PrefillEstimate, pair: Pair) -> Reason:
+def _split_reason(snapshot: Snapshot, scores: PrefillScores, pair: Pair) -> Reason:
     if snapshot.strategy is not Strategy.KV_AWARE:
         return Reason(snapshot.strategy.value)
-    if pair.prefill in estimate.fetches:
+    if pair.prefill in scores.fetches:
         return Reason.FETCHED
-    cached = estimate.cached_tokens[pair.prefill]
+    cached = scores.cached_tokens[pair.prefill]
     if max(snapshot.prefill.cached_tokens) > cached:
         return Reason.CACHE_BUSY
     reused = cached or snapshot.decode.cached_tokens[pair.decode]
