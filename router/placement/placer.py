@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 
 from baton.core.config import RouterConfig
@@ -30,41 +28,26 @@ from baton.router.workers.link import WorkerLink
 from baton.router.workers.membership import Membership
 
 
-@dataclass(frozen=True, slots=True)
 class Topology:
     """The usable workers, and which can push to which. Rebuilt after each change."""
 
-    prefill: Sequence[WorkerLink]
-    decode: Sequence[WorkerLink]
-    prefill_ids: Sequence[str]
-    decode_ids: Sequence[str]
-    # By prefill worker, the decode workers that it can push to.
-    reaches: Sequence[frozenset[str]]
-    # Why pairs can never exchange pages.
-    mismatches: Sequence[str]
-    # Tokens and bytes of a page; 1 and 0 without decode workers.
-    page_size: int
-    page_bytes: int
-
-    @classmethod
-    def of(cls, membership: Membership) -> Topology:
+    def __init__(self, membership: Membership) -> None:
         by_name = attrgetter("worker_id")
-        prefill = sorted(membership.usable(Role.PREFILL), key=by_name)
-        decode = sorted(membership.usable(Role.DECODE), key=by_name)
-        pairs = [(link.peers, other) for link in prefill for other in decode]
-        return cls(
-            prefill,
-            decode,
-            [link.worker_id for link in prefill],
-            [link.worker_id for link in decode],
-            [
-                frozenset(other.worker_id for other in decode if link.peers.reaches(other.agent))
-                for link in prefill
-            ],
-            [why for peers, other in pairs if (why := peers.mismatch(other.agent))],
-            decode[0].pool.layout.page_size or 1 if decode else 1,
-            decode[0].pool.page_bytes if decode else 0,
-        )
+        prefill = self.prefill = sorted(membership.usable(Role.PREFILL), key=by_name)
+        decode = self.decode = sorted(membership.usable(Role.DECODE), key=by_name)
+        self.prefill_ids = [link.worker_id for link in prefill]
+        self.decode_ids = [link.worker_id for link in decode]
+        # By prefill worker, the decode workers that it can push to.
+        self.reaches = [
+            frozenset(other.worker_id for other in decode if link.peers.reaches(other.agent))
+            for link in prefill
+        ]
+        # Why pairs can never exchange pages.
+        misfits = (link.peers.mismatch(other.agent) for link in prefill for other in decode)
+        self.mismatches = list(filter(None, misfits))
+        # Tokens and bytes of a page; 1 and 0 without decode workers.
+        self.page_size = decode[0].pool.layout.page_size or 1 if decode else 1
+        self.page_bytes = decode[0].pool.page_bytes if decode else 0
 
     def prefill_columns(self, work: Work, suspicion: Suspicion) -> PrefillColumns:
         rows = [
@@ -184,7 +167,7 @@ class Placer:
     @property
     def _topology(self) -> Topology:
         if self._known_topology is None:
-            self._known_topology = Topology.of(self._membership)
+            self._known_topology = Topology(self._membership)
         return self._known_topology
 
     def _note_step(self, link: WorkerLink) -> None:

@@ -101,7 +101,7 @@ def _place_local(snapshot: Snapshot, row: int, code: Reason, reason: str = "") -
 
 def _split_reason(snapshot: Snapshot, scores: PrefillScores, pair: Pair) -> Reason:
     if snapshot.strategy is not Strategy.KV_AWARE:
-        return Reason(snapshot.strategy.value)
+        return Reason[snapshot.strategy.name]
     if pair.prefill in scores.fetches:
         return Reason.FETCHED
     cached = scores.cached_tokens[pair.prefill]
