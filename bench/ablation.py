@@ -19,7 +19,7 @@ from typing import Any
 from baton.planner.profile import H200_8B
 from baton.planner.simulator import Setup, Simulator
 from baton.planner.sizing import Goals, Pools
-from baton.planner.trace import Arrival, Traffic, arrivals, read_trace
+from baton.planner.trace import TraceRequest, Traffic, arrivals, read_trace
 from baton.router.placement.cost_model import ANSWER_PRIOR, CostModel, Costs
 from baton.router.placement.placement import LocalPrefill, Snapshot
 from tests.support.shared_cores import Cluster, Hardware, calibrate, poisson
@@ -113,7 +113,7 @@ class AblatedSimulator(Simulator):
         super().__init__(setup)
         self._change = change
 
-    def snapshot(self, arrival: Arrival) -> Snapshot:
+    def snapshot(self, arrival: TraceRequest) -> Snapshot:
         snapshot = super().snapshot(arrival)
         return dataclasses.replace(snapshot, costs=self._change(snapshot.costs))
 
@@ -135,7 +135,7 @@ def learned(change: Change, seeds: int) -> Iterator[str]:
         yield f"{statistics.mean(good):.1%}, {statistics.mean(seconds):.3g} s"
 
 
-def replayed(change: Change, requests: Sequence[Arrival]) -> Iterator[str]:
+def replayed(change: Change, requests: Sequence[TraceRequest]) -> Iterator[str]:
     """For each case: requests that keep both objectives, and the mean TTFT."""
     for profile in REPLAYED.values():
         report = AblatedSimulator(Setup(WORKERS, profile, GOALS), change).run(requests)

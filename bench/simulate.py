@@ -29,7 +29,7 @@ from baton.planner.profile import Profile, SharedCores, load_profile, weight
 from baton.planner.simulation_report import SimulationReport
 from baton.planner.simulator import Setup, Simulator
 from baton.planner.sizing import Goals, Pools
-from baton.planner.trace import Arrival
+from baton.planner.trace import TraceRequest
 from baton.v1 import timing_pb2, worker_pb2
 from bench import trace_cluster
 from bench.profile_fit import PoolShape, fit_profile
@@ -124,10 +124,10 @@ def predict(requests: Sequence[TimedRequest], shape: Shape, profile: Profile) ->
     return Simulator(setup).run(arrivals_of(requests, shape.page_size))
 
 
-def arrivals_of(requests: Sequence[TimedRequest], page_size: int) -> list[Arrival]:
+def arrivals_of(requests: Sequence[TimedRequest], page_size: int) -> list[TraceRequest]:
     """Each page is a block, named by its key."""
     return [
-        Arrival(
+        TraceRequest(
             request.seconds,
             len(request.prompt),
             request.answer_tokens,

@@ -58,7 +58,7 @@ class Synthesis:
             TimedRequest(
                 (request.seconds - chosen[0].seconds) / self.speed,
                 self._prompt(request),
-                max(1, round(request.output_length * self.scale)),
+                max(1, round(request.answer_tokens * self.scale)),
             )
             for request in chosen
         ]
@@ -72,7 +72,7 @@ class Synthesis:
         )
 
     def _block_lengths(self, request: TraceRequest) -> list[int]:
-        whole, rest = divmod(request.input_length, BLOCK)
+        whole, rest = divmod(request.prompt_tokens, BLOCK)
         # A rest is never scaled to nothing: its block is part of the prompt.
         return [self.block_tokens] * whole + ([-(-rest * self.block_tokens // BLOCK)] * (rest > 0))
 

@@ -12,13 +12,17 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, TypeAlias
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import NonNegativeFloat as Number
+from pydantic import NonNegativeInt as Count
 
 from baton.core.errors import InvalidConfig
 from baton.router.placement.cost_model import EXPOSED_PRIOR, Costs, PromptCosts
 
-COEFFICIENTS = {"prefill": 4, "transfer": 2, "exposed": 2, "step": 4}
-"""How many numbers each has."""
+Two: TypeAlias = Annotated[tuple[Number, ...], Field(min_length=2, max_length=2)]
+Four: TypeAlias = Annotated[tuple[Number, ...], Field(min_length=4, max_length=4)]
 
 NICE_STEP = 1.25
 """Factor between the weights of two neighbouring nice levels, as in the kernel's table."""
@@ -55,33 +59,35 @@ class SharedCores:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
+
     # A prompt, a token, a token times one that it attends to, a queued token.
-    prefill: tuple[float, ...]
+    prefill: Four
     # A push, a byte.
-    transfer: tuple[float, ...]
+    transfer: Two
     # A step, a request, a page, a busy prefill worker (0 where the pools share no hardware).
-    step: tuple[float, ...]
+    step: Four
     # A push, a second of transfer beyond what compute can hide.
-    exposed: tuple[float, ...] = EXPOSED_PRIOR
+    exposed: Two = EXPOSED_PRIOR
     # From a request's arrival to its first token, beside wait and compute.
-    overhead_seconds: float = 0.0
-    page_size: int = 16
-    page_bytes: int = 2 * 2**20
+    overhead_seconds: Number = 0.0
+    page_size: Count = 16
+    page_bytes: Count = 2 * 2**20
     # Pages of one worker's pool, and the most requests of one step.
-    prefill_pages: int = 50_000
-    decode_pages: int = 50_000
-    max_batch: int = 256
+    prefill_pages: Count = 50_000
+    decode_pages: Count = 50_000
+    max_batch: Count = 256
     # Tokens of one prefill step.
-    chunk_tokens: int = 8192
+    chunk_tokens: Count = 8192
     # Cores that all workers share (0: each has its own hardware), and the weight of a decode
     # worker's thread where a prefill worker's is 1.
-    shared_cores: int = 0
-    decode_weight: float = 1.0
+    shared_cores: Count = 0
+    decode_weight: Number = 1.0
     # The share by which each other busy prefill worker prolongs a prefill step.
-    crowding: float = 0.0
+    crowding: Number = 0.0
     # A role switch after the drain, and the start of a new worker.
-    switch_seconds: float = 2.0
-    start_seconds: float = 60.0
+    switch_seconds: Number = 2.0
+    start_seconds: Number = 60.0
 
     def costs(self, answer_tokens: float) -> Costs:
         once, token, look, queued = self.prefill
@@ -120,26 +126,10 @@ H200_8B = Profile(
 
 def load_profile(path: Path) -> Profile:
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InvalidConfig(f"{path} is no profile: {error}", field="profile") from None
-    known = {each.name for each in dataclasses.fields(Profile)}
-    if not isinstance(tree, dict):
-        raise InvalidConfig(f"{path} is no profile: it has no names", field="profile")
-    if wrong := sorted(tree.keys() - known):
-        raise InvalidConfig(f"{path} is no profile: {wrong} is not known", field="profile")
-    values = {name: _value(path, name, value) for name, value in tree.items()}
-    try:
-        return Profile(**values)
-    except TypeError as error:
-        raise InvalidConfig(f"{path} is no profile: {error}", field="profile") from None
-
-
-def _value(path: Path, name: str, value: Any) -> Any:
-    count = COEFFICIENTS.get(name)
-    numbers = value if count and isinstance(value, list) else [value]
-    right = all(isinstance(each, int | float) and each >= 0 for each in numbers)
-    if not right or len(numbers) != (count or 1):
-        wanted = f"{count} numbers" if count else "a number"
-        raise InvalidConfig(f"{path}: {name} must be {wanted}, none below 0", field="profile")
-    return tuple(map(float, numbers)) if count else value
+        return TypeAdapter(Profile).validate_json(path.read_bytes())
+    except OSError as error:
+        why = str(error)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        why = ": ".join([".".join(map(str, wrong["loc"])), wrong["msg"]]).removeprefix(": ")
+    raise InvalidConfig(f"{path} is no profile: {why}", field="profile")

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 import numpy
 from numpy.typing import NDArray
 
-from baton.planner.simulation_report import PoolUse, TimeHistogram
-from baton.planner.trace import Arrival
+from baton.planner.simulation_report import PoolUse
+from baton.planner.trace import TraceRequest
+from baton.router.observe.trends import Histogram
 from baton.router.placement.cost_model import Costs
 from baton.router.placement.placement import DecodeColumns, PrefillColumns, column_of
 
@@ -31,7 +32,7 @@ TINY = 1e-6
 class SimulatedRequest:
     """A request from its placement on."""
 
-    arrival: Arrival
+    arrival: TraceRequest
     prefill: int
     # -1 when the first token is the last.
     decode: int
@@ -257,7 +258,7 @@ class DecodeBatch:
     ready: deque[SimulatedRequest] = field(default_factory=deque)
     waiting: deque[SimulatedRequest] = field(default_factory=deque)
 
-    def advance(self, now: float, gaps: TimeHistogram) -> float:
+    def advance(self, now: float, gaps: Histogram) -> float:
         """Runs steps up to now, and adds the gap before each token to `gaps`. Returns the seconds
         of compute."""
         seconds, began, before = now - self.at, self.at, self.steps
@@ -270,15 +271,15 @@ class DecodeBatch:
             # Only the first can differ from the others: it was in flight.
             self._end_step(began + (number - before) * self.step_seconds, gaps)
         if alike := max(0, last - number):
-            gaps.add(self.step_seconds, alike * len(self.ends))
+            gaps.note(self.step_seconds, alike * len(self.ends))
             self.step_began += alike * self.step_seconds
         return seconds
 
-    def _end_step(self, now: float, gaps: TimeHistogram) -> None:
+    def _end_step(self, now: float, gaps: Histogram) -> None:
         if others := len(self.ends) - len(self.newest):
-            gaps.add(now - self.step_began, others)
+            gaps.note(now - self.step_began, others)
         for request in self.newest:
-            gaps.add(now - request.first_at, 1)
+            gaps.note(now - request.first_at, 1)
         self.newest.clear()
         self.step_began = now
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton.core.metrics import PERCENTILES, Spread
 from baton.planner.sizing import Decision
+from baton.router.observe.trends import Histogram
 
 _GROWTH = math.log(1.002)
 
@@ -51,32 +51,6 @@ class SimulationReport:
     decisions: tuple[TimedDecision, ...] = ()
 
 
-class TimeHistogram:
-    """Bins that grow by 0.2%: there are too many times to keep."""
-
-    def __init__(self) -> None:
-        self._bins: Counter[int] = Counter()
-        self._sum = 0.0
-
-    def add(self, seconds: float, count: int = 1) -> None:
-        self._bins[round(math.log(max(seconds, 1e-9)) / _GROWTH)] += count
-        self._sum += seconds * count
-
-    def spread(self) -> Spread:
-        total = self._bins.total()
-        if not total:
-            return Spread.of(())
-        return Spread(self._sum / total, *(self._percentile(each, total) for each in PERCENTILES))
-
-    def _percentile(self, share: float, total: int) -> float:
-        left = share / 100 * total
-        for number in sorted(self._bins):
-            left -= self._bins[number]
-            if left <= 0:
-                return math.exp(number * _GROWTH)
-        return math.nan
-
-
 @dataclass(slots=True)
 class Tally:
     """Counts while a simulation runs."""
@@ -93,12 +67,13 @@ class Tally:
     # Compute of all decode workers, and the same times the running requests.
     busy_seconds: float = 0.0
     batch_seconds: float = 0.0
-    ttfts: TimeHistogram = field(default_factory=TimeHistogram)
-    gaps: TimeHistogram = field(default_factory=TimeHistogram)
+    # There are too many times to keep.
+    ttfts: Histogram = field(default_factory=lambda: Histogram(_GROWTH))
+    gaps: Histogram = field(default_factory=lambda: Histogram(_GROWTH))
 
     def answered(self, ttft: float, mean_gap: float) -> None:
         self.requests += 1
-        self.ttfts.add(ttft)
+        self.ttfts.note(ttft)
         first, others = ttft <= self.ttft_limit, mean_gap <= self.itl_limit
         self.ttft_kept += first
         self.itl_kept += others
@@ -116,8 +91,8 @@ class Tally:
             requests=self.requests,
             seconds=seconds,
             hit_rate=self.cached_tokens / max(self.prompt_tokens, 1),
-            ttft=self.ttfts.spread(),
-            itl=self.gaps.spread(),
+            ttft=_spread(self.ttfts),
+            itl=_spread(self.gaps),
             ttft_kept=self.ttft_kept / requests,
             itl_kept=self.itl_kept / requests,
             kept=self.kept / requests,
@@ -128,3 +103,7 @@ class Tally:
             most_queued=self.most_queued,
             decisions=tuple(decisions),
         )
+
+
+def _spread(times: Histogram) -> Spread:
+    return Spread(times.mean, *(times.percentile(percent / 100) for percent in PERCENTILES))

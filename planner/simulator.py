@@ -41,7 +41,7 @@ from baton.planner.sizing import (
     other,
     plan,
 )
-from baton.planner.trace import BLOCK, Arrival
+from baton.planner.trace import BLOCK, TraceRequest
 from baton.planner.traffic_window import ROUND_SECONDS, TrafficWindow
 from baton.router.placement.cost_model import ANSWER_PRIOR, ANSWER_RATE
 from baton.router.placement.placement import FetchPages, LocalPrefill, Placement, Snapshot
@@ -80,7 +80,7 @@ class Simulator:
         self._now = 0.0
         self._numbers = itertools.count()
         self._events: list[tuple[float, int, Callable[[Any], None], Any]] = []
-        self._queue: deque[Arrival] = deque()
+        self._queue: deque[TraceRequest] = deque()
         self._placed = 0
         self._tally = Tally(setup.goals.ttft, setup.goals.itl)
         # Filled only if the planner runs: the end of a round drops old entries.
@@ -94,7 +94,7 @@ class Simulator:
             for _ in range(setup.workers.of(role)):
                 self._pool(role).add(0.0)
 
-    def run(self, arrivals: Iterable[Arrival]) -> SimulationReport:
+    def run(self, arrivals: Iterable[TraceRequest]) -> SimulationReport:
         """Until every request is answered."""
         if self._setup.plans:
             self._at(self._setup.round_seconds, self._plan, None)
@@ -124,7 +124,7 @@ class Simulator:
 
     # The path of a request
 
-    def _arrive(self, arrival: Arrival) -> None:
+    def _arrive(self, arrival: TraceRequest) -> None:
         if self._setup.plans:
             self._window.arrived(self._now)
         if self._queue or not self._place(arrival):
@@ -135,7 +135,7 @@ class Simulator:
         while self._queue and self._place(self._queue[0]):
             self._queue.popleft()
 
-    def _place(self, arrival: Arrival) -> bool:
+    def _place(self, arrival: TraceRequest) -> bool:
         if arrival.answer_tokens > 1 and not self._decode.has_room(self._setup.worker_backlog):
             return False
         snapshot = self.snapshot(arrival)
@@ -159,7 +159,7 @@ class Simulator:
             self._interfere()
         return True
 
-    def snapshot(self, arrival: Arrival) -> Snapshot:
+    def snapshot(self, arrival: TraceRequest) -> Snapshot:
         """What the policy decides on: no local prefill, and no pages to fetch."""
         setup, profile = self._setup, self._profile
         # A prompt's last token is always computed.
@@ -182,7 +182,7 @@ class Simulator:
         )
 
     def _begin(
-        self, arrival: Arrival, snapshot: Snapshot, placement: Placement
+        self, arrival: TraceRequest, snapshot: Snapshot, placement: Placement
     ) -> SimulatedRequest:
         size, prefill, decode = self._profile.page_size, placement.prefill, placement.decode
         cached = int(snapshot.prefill.cached_tokens[snapshot.prefill.worker_ids.index(prefill)])

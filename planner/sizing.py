@@ -55,7 +55,7 @@ class Pools(NamedTuple):
 
     def beyond(self, other: Pools) -> Pools:
         """By how much each number exceeds the other's, at least 0."""
-        return Pools(max(0, self.prefill - other.prefill), max(0, self.decode - other.decode))
+        return Pools(*(max(0, one - two) for one, two in zip(self, other, strict=True)))
 
     def with_more(self, role: Role, count: int) -> Pools:
         if role is Role.PREFILL:
@@ -139,16 +139,50 @@ class Switch:
 
 
 @dataclass(frozen=True, slots=True)
-class PlannerState:
-    """Kept from one round to the next."""
+class PoolState:
+    """Kept of one pool from one round to the next."""
 
-    # Rounds in which each pool has had spare workers, and the fewest of them.
-    rounds: Pools = NONE
-    spare: Pools = NONE
-    # The multiple of `patience` that each pool waits, and the rounds since it last gave up
-    # workers; 0 when that is long ago.
-    caution: Pools = ONE_EACH
-    since: Pools = NONE
+    # Rounds in which it has had spare workers, and the fewest of them.
+    rounds: int = 0
+    spare: int = 0
+    # The multiple of `patience` that it waits, and the rounds since it last gave up workers; 0
+    # when that is long ago.
+    caution: int = 1
+    since: int = 0
+
+    def wait(self, goals: Goals) -> int:
+        """Rounds that workers must be spare before they are given up."""
+        return goals.patience * self.caution
+
+    def to_drain(self, goals: Goals) -> int:
+        return self.spare if self.rounds >= self.wait(goals) else 0
+
+    def judge(self, short: int, goals: Goals) -> PoolState:
+        """Adjusts caution: whether workers that were given up are missed."""
+        if self.since and short:
+            return replace(self, caution=min(2 * self.caution, MOST_CAUTION), since=0)
+        if self.since > REGRET_TIMES * self.wait(goals):
+            return replace(self, caution=max(1, self.caution // 2), since=0)
+        return replace(self, since=self.since + 1) if self.since else self
+
+    def remember(self, spare: int) -> PoolState:
+        if not spare:
+            return replace(self, rounds=0, spare=0)
+        least = min(spare, self.spare) if self.rounds else spare
+        return replace(self, rounds=self.rounds + 1, spare=least)
+
+    def forget(self, given: int) -> PoolState:
+        """After a change of the pools, with which this one gives up `given` workers."""
+        return PoolState(caution=self.caution, since=1 if given else self.since)
+
+
+class PlannerState(NamedTuple):
+    prefill: PoolState = PoolState()
+    decode: PoolState = PoolState()
+
+    def next(self, step: Callable[[PoolState, int], PoolState], numbers: Pools) -> PlannerState:
+        """Each pool's next state, with its number."""
+        return PlannerState(*map(step, self, numbers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,57 +229,24 @@ def plan(seen: Observation, state: PlannerState, goals: Goals) -> tuple[Decision
     need, reasons = _need(seen, goals)
     comfortable, _ = _need(seen, goals, goals.headroom)
     short, spare = need.beyond(seen.have), seen.have.beyond(comfortable)
-    state = _judge(state, short, goals)
+    state = state.next(lambda pool, missing: pool.judge(missing, goals), short)
     if short.total:
         decision = _grow(seen, goals, need, short, spare, reasons)
-        return decision, _forget(state, _given(decision))
-    state = _remember(state, spare)
-    drain = _each(
-        lambda role: (
-            state.spare.of(role) if state.rounds.of(role) >= _wait(state, role, goals) else 0
-        )
-    )
+        given, switch = NONE, decision.switch
+        if switch:
+            given = NONE.with_more(other(switch.to), switch.count)
+        return decision, state.next(PoolState.forget, given)
+    state = state.next(PoolState.remember, spare)
+    drain = Pools(*(pool.to_drain(goals) for pool in state))
     if drain.total:
-        reasons += _spare_reasons(drain, state, goals)
-        state = _forget(state, drain)
+        reasons += tuple(
+            f"{role} could spare {count} at {goals.headroom:g} times the load, for"
+            f" {pool.wait(goals)} rounds"
+            for role, count, pool in zip(Role, drain, state, strict=True)
+            if count
+        )
+        state = state.next(PoolState.forget, drain)
     return Decision(need, seen.have, drain=drain, reasons=reasons), state
-
-
-def _each(value: Callable[[Role], int]) -> Pools:
-    return Pools(value(Role.PREFILL), value(Role.DECODE))
-
-
-def _wait(state: PlannerState, role: Role, goals: Goals) -> int:
-    """Rounds that workers must be spare before they are given up."""
-    return goals.patience * state.caution.of(role)
-
-
-def _judge(state: PlannerState, short: Pools, goals: Goals) -> PlannerState:
-    """Adjusts caution: whether workers that were given up are missed."""
-
-    def caution(role: Role) -> int:
-        now, since = state.caution.of(role), state.since.of(role)
-        if since and short.of(role):
-            return min(2 * now, MOST_CAUTION)
-        return max(1, now // 2) if since > REGRET_TIMES * _wait(state, role, goals) else now
-
-    def since(role: Role) -> int:
-        past = state.since.of(role)
-        over = short.of(role) or past > REGRET_TIMES * _wait(state, role, goals)
-        return past + 1 if past and not over else 0
-
-    return replace(state, caution=_each(caution), since=_each(since))
-
-
-def _forget(state: PlannerState, given: Pools) -> PlannerState:
-    """The state after a change, with which each pool gives up `given` workers."""
-    since = _each(lambda role: 1 if given.of(role) else state.since.of(role))
-    return PlannerState(caution=state.caution, since=since)
-
-
-def _given(decision: Decision) -> Pools:
-    switch = decision.switch
-    return NONE.with_more(other(switch.to), switch.count) if switch else NONE
 
 
 def _grow(
@@ -269,16 +270,6 @@ def _grow(
     if missing:
         reasons += (f"{goals.most_workers} workers are allowed, {missing} more are needed",)
     return Decision(need, seen.have, switch, add, missing=missing, reasons=reasons)
-
-
-def _remember(state: PlannerState, spare: Pools) -> PlannerState:
-    rounds, least = NONE, NONE
-    for role in (Role.PREFILL, Role.DECODE):
-        if now := spare.of(role):
-            before = state.rounds.of(role)
-            rounds = rounds.with_more(role, before + 1)
-            least = least.with_more(role, min(now, state.spare.of(role)) if before else now)
-    return replace(state, rounds=rounds, spare=least)
 
 
 def _need(seen: Observation, goals: Goals, times: float = 1.0) -> tuple[Pools, tuple[str, ...]]:
@@ -314,13 +305,4 @@ def _decode_need(seen: Observation, goals: Goals, times: float) -> tuple[int, st
         f"decode: {load.rate:.2f} answers/s of {load.answer_tokens:.0f} tokens{waiting} are"
         f" batches of {batch:.1f} on {workers} workers, {1e3 * load.seconds(batch):.1f} ms a step;"
         f" up to {largest:.0f} keep to {1e3 * goals.itl:g} ms and fit"
-    )
-
-
-def _spare_reasons(drain: Pools, state: PlannerState, goals: Goals) -> tuple[str, ...]:
-    return tuple(
-        f"{role} could spare {drain.of(role)} at {goals.headroom:g} times the load, for"
-        f" {_wait(state, role, goals)} rounds"
-        for role in Role
-        if drain.of(role)
     )

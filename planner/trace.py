@@ -22,20 +22,10 @@ MANY = 2**40
 """More than a trace is ever played."""
 
 
-@dataclass(frozen=True, slots=True)
-class TraceRequest:
-    """A request of the trace."""
+class TraceRequest(NamedTuple):
+    """A request of a trace, or made from one."""
 
     seconds: float  # since the trace began
-    input_length: int
-    output_length: int
-    blocks: tuple[int, ...]
-
-
-class Arrival(NamedTuple):
-    """A request to simulate."""
-
-    seconds: float
     prompt_tokens: int
     answer_tokens: int
     blocks: tuple[int, ...]
@@ -77,14 +67,13 @@ def common_blocks(trace: Sequence[TraceRequest]) -> int:
     return next((at for at, (one, other) in pairs if one != other), min(len(first), len(last)))
 
 
-def arrivals(trace: Sequence[TraceRequest], traffic: Traffic) -> Iterator[Arrival]:
+def arrivals(trace: Sequence[TraceRequest], traffic: Traffic) -> Iterator[TraceRequest]:
     """Ordered by time."""
     length = _length(trace)
     seconds = traffic.seconds or length
     part = seconds / len(traffic.loads)
-    distinct = _Distinct.of(trace)
     streams = [
-        _endless(trace, distinct, length * copy / traffic.copies, range(copy, MANY, traffic.copies))
+        _endless(trace, length * copy / traffic.copies, range(copy, MANY, traffic.copies))
         for copy in range(traffic.copies)
     ]
     played, began = 0.0, 0.0  # trace time, and our time, at the start of a part
@@ -106,33 +95,18 @@ def _length(trace: Sequence[TraceRequest]) -> float:
     return max(span * len(trace) / (len(trace) - 1), 1e-3)
 
 
-@dataclass(frozen=True, slots=True)
-class _Distinct:
-    """Gives each copy of a trace its own prompts: the common blocks stay, others are shifted."""
-
-    common: int
-    stride: int
-
-    @classmethod
-    def of(cls, trace: Sequence[TraceRequest]) -> _Distinct:
-        largest = max((block for request in trace for block in request.blocks), default=0)
-        return cls(common_blocks(trace), largest + 1)
-
-    def blocks(self, request: TraceRequest, number: int) -> tuple[int, ...]:
-        shift, common = self.stride * number, self.common
-        own = [block + shift for block in request.blocks[common:]]
-        return (*request.blocks[:common], *own)
-
-
 def _endless(
-    trace: Sequence[TraceRequest], distinct: _Distinct, offset: float, numbers: Iterable[int]
-) -> Iterator[Arrival]:
-    """The trace from `offset` on, repeated without end, each time with its own prompts."""
-    length, began = _length(trace), trace[0].seconds
+    trace: Sequence[TraceRequest], offset: float, numbers: Iterable[int]
+) -> Iterator[TraceRequest]:
+    """The trace from `offset` on, repeated without end, each time with its own prompts: the common
+    blocks stay, others are shifted."""
+    length, began, common = _length(trace), trace[0].seconds, common_blocks(trace)
+    stride = 1 + max((block for request in trace for block in request.blocks), default=0)
     for turn, number in enumerate(numbers):
         for request in trace:
             at = turn * length - offset + request.seconds - began
             if at >= 0:
-                blocks = distinct.blocks(request, number)
-                answer = max(1, request.output_length)
-                yield Arrival(at, request.input_length, answer, blocks)
+                own = [block + stride * number for block in request.blocks[common:]]
+                blocks = (*request.blocks[:common], *own)
+                answer = max(1, request.answer_tokens)
+                yield TraceRequest(at, request.prompt_tokens, answer, blocks)

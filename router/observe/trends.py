@@ -37,28 +37,35 @@ _MOST = 1e4
 PERCENTILES = (0.5, 0.9, 0.99)
 
 
-def _bin(value: float) -> int:
-    return round(math.log(max(value, _LEAST)) / _GROWTH)
+def _bin(value: float, growth: float = _GROWTH) -> int:
+    return round(math.log(max(value, _LEAST)) / growth)
 
 
 class Histogram:
-    """Of positive numbers."""
+    """Of positive numbers, in sparse bins; `growth` is the logarithm of a bin's width."""
 
-    __slots__ = ("_bins",)
+    __slots__ = ("_bins", "_growth", "_sum")
 
-    def __init__(self) -> None:
+    def __init__(self, growth: float = _GROWTH) -> None:
+        self._growth = growth
         self._bins: Counter[int] = Counter()
+        self._sum = 0.0
 
     def note(self, value: float, times: int = 1) -> None:
-        self._bins[_bin(value)] += times
+        self._bins[_bin(value, self._growth)] += times
+        self._sum += value * times
 
     def note_bins(self, bins: Iterable[tuple[int, int]]) -> None:
-        """Adds bins and their counts."""
+        """Adds bins and their counts; the mean is then unknown."""
         for number, times in bins:
             self._bins[number] += times
 
     def add(self, other: Histogram) -> None:
         self._bins.update(other._bins)
+
+    @property
+    def mean(self) -> float:
+        return self._sum / max(self._bins.total(), 1)
 
     def percentile(self, share: float) -> float:
         """0 when there is nothing."""
@@ -66,7 +73,7 @@ class Histogram:
         for number in sorted(self._bins):
             left -= self._bins[number]
             if left <= 0:
-                return math.exp(number * _GROWTH)
+                return math.exp(number * self._growth)
         return 0.0
 
     def spread(self) -> pb.Spread:

@@ -11,7 +11,7 @@ from baton.planner.profile import H200_8B
 from baton.planner.simulated_workers import BlockCaches
 from baton.planner.simulator import Setup, Simulator
 from baton.planner.sizing import Goals, Pools
-from baton.planner.trace import Arrival
+from baton.planner.trace import TraceRequest
 from baton.router.placement.placement import MANY_WORKERS
 from baton.router.placement.policy import choose
 
@@ -24,7 +24,7 @@ def test_the_policy_sees_active_workers_alone(count: int) -> None:
     simulator._prefill.retire(1)
     simulator._decode.retire(0)
     simulator._decode.leased[2] = 7
-    snapshot = simulator.snapshot(Arrival(0.0, 1000, 10, (0, 1)))
+    snapshot = simulator.snapshot(TraceRequest(0.0, 1000, 10, (0, 1)))
     assert snapshot.prefill.worker_ids[:2] == ["0", "2"]
     assert snapshot.decode.worker_ids[:2] == ["1", "2"]
     assert snapshot.prefill.reaches == [frozenset(snapshot.decode.worker_ids)] * (count - 1)
@@ -37,7 +37,7 @@ def test_the_policy_sees_active_workers_alone(count: int) -> None:
 def test_a_pool_without_active_workers_has_requests_wait() -> None:
     simulator = Simulator(Setup(Pools(1, 1), H200_8B, GOALS))
     simulator._decode.retire(0)
-    assert isinstance(choose(simulator.snapshot(Arrival(0.0, 100, 10, (0,)))), BatonError)
+    assert isinstance(choose(simulator.snapshot(TraceRequest(0.0, 100, 10, (0,)))), BatonError)
 
 
 def test_every_worker_is_known_to_hold_what_it_holds_of_a_prompt() -> None:

@@ -16,7 +16,7 @@ from baton.planner.profile import H200_8B, Profile, load_profile, weight
 from baton.planner.simulation_report import SimulationReport
 from baton.planner.simulator import Setup, Simulator
 from baton.planner.sizing import ONE_EACH, Goals, Pools
-from baton.planner.trace import BLOCK, Arrival, TraceRequest, Traffic, arrivals
+from baton.planner.trace import BLOCK, TraceRequest, Traffic, arrivals
 
 GOALS = Goals(ttft=4.0, itl=0.05, most_workers=60)
 # Nothing but a millisecond a token, ten a step, one a request in it.
@@ -29,7 +29,7 @@ PLAIN = Profile(
 
 
 def simulate(
-    requests: list[Arrival],
+    requests: list[TraceRequest],
     workers: Pools = ONE_EACH,
     profile: Profile = PLAIN,
     goals: Goals = GOALS,
@@ -38,8 +38,8 @@ def simulate(
     return Simulator(Setup(workers, profile, goals, plans)).run(requests)
 
 
-def arrival(seconds: float, prompt: int = 512, answer: int = 11, first: int = 0) -> Arrival:
-    return Arrival(seconds, prompt, answer, tuple(range(first, first - (-prompt // BLOCK))))
+def arrival(seconds: float, prompt: int = 512, answer: int = 11, first: int = 0) -> TraceRequest:
+    return TraceRequest(seconds, prompt, answer, tuple(range(first, first - (-prompt // BLOCK))))
 
 
 def chat_trace(seconds: float, rate: float, seed: int = 0) -> list[TraceRequest]:
@@ -278,8 +278,8 @@ def _line(request: TraceRequest) -> str:
     return json.dumps(
         {
             "timestamp": 1e3 * request.seconds,
-            "input_length": request.input_length,
-            "output_length": request.output_length,
+            "input_length": request.prompt_tokens,
+            "output_length": request.answer_tokens,
             "hash_ids": request.blocks,
         }
     )
