@@ -27,34 +27,30 @@ TARGET_SHARE = 0.7
 FEW_CACHED = 0.05
 
 Bound: TypeAlias = pb.Bound.ValueType
-Advise: TypeAlias = Callable[[pb.Traffic, pb.PoolLoad, pb.PoolLoad], list[str]]
+Advise: TypeAlias = Callable[[pb.Diagnosis], list[str]]
 
 
 def diagnose(
     traffic: pb.Traffic, prefill: pb.PoolLoad, decode: pb.PoolLoad, queued: int
 ) -> pb.Diagnosis:
     """`queued` requests wait in the router."""
-    bound = _bound(traffic, prefill, decode, queued)
-    sentence, advise = _VERDICTS[bound]
-    return pb.Diagnosis(
-        bound=bound,
-        sentence=sentence,
-        evidence=_evidence(traffic, prefill, decode, queued),
-        advice=advise(traffic, prefill, decode),
-        traffic=traffic,
-        prefill=prefill,
-        decode=decode,
-    )
+    seen = pb.Diagnosis(traffic=traffic, prefill=prefill, decode=decode)
+    seen.bound = _bound(seen, queued)
+    seen.sentence, advise = _VERDICTS[seen.bound]
+    seen.evidence.extend(_evidence(seen, queued))
+    seen.advice.extend(advise(seen))
+    return seen
 
 
-def _bound(traffic: pb.Traffic, prefill: pb.PoolLoad, decode: pb.PoolLoad, queued: int) -> Bound:
+def _bound(seen: pb.Diagnosis, queued: int) -> Bound:
+    prefill, decode = seen.prefill, seen.decode
     if not prefill.workers or not decode.workers:
         return pb.BOUND_WORKERS
     waiting = queued + prefill.waiting + decode.waiting
     if not waiting and max(prefill.busy_share, decode.busy_share) < IDLE_SHARE:
         return pb.BOUND_IDLE
-    wait, bound = max(_waits(traffic, prefill, decode))
-    if traffic.answers and wait > FELT_SHARE * traffic.ttft_seconds:
+    wait, bound = max(_waits(seen))
+    if seen.traffic.answers and wait > FELT_SHARE * seen.traffic.ttft_seconds:
         return bound
     if prefill.busy_share > BUSY_SHARE and prefill.waiting:
         return pb.BOUND_PREFILL
@@ -64,13 +60,12 @@ def _bound(traffic: pb.Traffic, prefill: pb.PoolLoad, decode: pb.PoolLoad, queue
     return pb.BOUND_NONE
 
 
-def _waits(
-    traffic: pb.Traffic, prefill: pb.PoolLoad, decode: pb.PoolLoad
-) -> list[tuple[float, Bound]]:
+def _waits(seen: pb.Diagnosis) -> list[tuple[float, Bound]]:
     """Average waits of an answer. In the router's queue it waits for the pool without room."""
+    traffic, decode = seen.traffic, seen.decode
     at_prefill = traffic.prefill_wait_seconds
     at_decode = traffic.reserve_seconds + traffic.admit_seconds
-    if decode.free_share < FULL_SHARE or decode.waiting > prefill.waiting:
+    if decode.free_share < FULL_SHARE or decode.waiting > seen.prefill.waiting:
         at_decode += traffic.queue_seconds
     else:
         at_prefill += traffic.queue_seconds
@@ -81,9 +76,8 @@ def _waits(
     ]
 
 
-def _evidence(
-    traffic: pb.Traffic, prefill: pb.PoolLoad, decode: pb.PoolLoad, queued: int
-) -> list[str]:
+def _evidence(seen: pb.Diagnosis, queued: int) -> list[str]:
+    traffic, prefill, decode = seen.traffic, seen.prefill, seen.decode
     lines = [
         f"prefill: {_pool(prefill)}, {prefill.queued_tokens:,} prompt tokens to compute",
         f"decode: {_pool(decode)}, {decode.running} requests in batches,"
@@ -143,19 +137,19 @@ def _switch_one(name: str, pool: pb.PoolLoad) -> list[str]:
     return [f"or move one over: {name}'s {pool.workers} compute {pool.busy_share:.0%} of the time"]
 
 
-def _for_workers(traffic: pb.Traffic, prefill: pb.PoolLoad, decode: pb.PoolLoad) -> list[str]:
-    missing = " and ".join(
-        name for name, pool in (("prefill", prefill), ("decode", decode)) if not pool.workers
-    )
+def _for_workers(seen: pb.Diagnosis) -> list[str]:
+    pools = (("prefill", seen.prefill), ("decode", seen.decode))
+    missing = " and ".join(name for name, pool in pools if not pool.workers)
     return [f"start {missing} workers, or see with `baton status` what is wrong with them"]
 
 
-def _for_prefill(traffic: pb.Traffic, prefill: pb.PoolLoad, decode: pb.PoolLoad) -> list[str]:
+def _for_prefill(seen: pb.Diagnosis) -> list[str]:
+    traffic, prefill = seen.traffic, seen.prefill
     needed = round(prefill.workers * max(prefill.busy_share, BUSY_SHARE) / TARGET_SHARE + 0.5)
     advice = [
         f"run {max(needed, prefill.workers + 1)} prefill workers instead of {prefill.workers}"
         " (prefill.workers)",
-        *_switch_one("decode", decode),
+        *_switch_one("decode", seen.decode),
     ]
     if _cached_share(traffic) < FEW_CACHED:
         advice.append(
@@ -170,8 +164,8 @@ def _for_prefill(traffic: pb.Traffic, prefill: pb.PoolLoad, decode: pb.PoolLoad)
     return advice
 
 
-def _for_decode(traffic: pb.Traffic, prefill: pb.PoolLoad, decode: pb.PoolLoad) -> list[str]:
-    advice = []
+def _for_decode(seen: pb.Diagnosis) -> list[str]:
+    advice, decode = [], seen.decode
     if decode.free_share < FULL_SHARE:
         advice.append(
             f"decode's pools are full ({decode.free_share:.0%} free): give decode more kv_memory"
@@ -182,11 +176,12 @@ def _for_decode(traffic: pb.Traffic, prefill: pb.PoolLoad, decode: pb.PoolLoad) 
         *advice,
         f"run {decode.workers + 1} decode workers instead of {decode.workers} (decode.workers):"
         f" each step now serves {decode.running / decode.workers:.0f} requests",
-        *_switch_one("prefill", prefill),
+        *_switch_one("prefill", seen.prefill),
     ]
 
 
-def _for_transfer(traffic: pb.Traffic, prefill: pb.PoolLoad, decode: pb.PoolLoad) -> list[str]:
+def _for_transfer(seen: pb.Diagnosis) -> list[str]:
+    traffic = seen.traffic
     speed = traffic.transferred_bytes / max(traffic.transfer_seconds, 1e-9) / 1e9
     return [
         f"pages move at {speed:.2f} GB/s: see with `baton doctor` which transport is used and"
@@ -196,14 +191,10 @@ def _for_transfer(traffic: pb.Traffic, prefill: pb.PoolLoad, decode: pb.PoolLoad
     ]
 
 
-def _for_nothing(traffic: pb.Traffic, prefill: pb.PoolLoad, decode: pb.PoolLoad) -> list[str]:
-    return []
-
-
 _VERDICTS: dict[Bound, tuple[str, Advise]] = {
     pb.BOUND_WORKERS: ("a pool has no worker that can be used", _for_workers),
-    pb.BOUND_IDLE: ("the cluster is idle", _for_nothing),
-    pb.BOUND_NONE: ("both pools keep up with the load", _for_nothing),
+    pb.BOUND_IDLE: ("the cluster is idle", lambda seen: []),
+    pb.BOUND_NONE: ("both pools keep up with the load", lambda seen: []),
     pb.BOUND_PREFILL: ("the cluster is bound by prefill", _for_prefill),
     pb.BOUND_DECODE: ("the cluster is bound by decode", _for_decode),
     pb.BOUND_TRANSFER: ("the cluster is bound by the transfer of pages", _for_transfer),

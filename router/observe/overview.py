@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from baton.core.errors import UnknownRequest
 from baton.core.types import Role
@@ -21,30 +22,28 @@ RECENT_REQUESTS = 50
 _FAULT = "it cannot be used; `baton status` with an admin's key says why"
 
 
+@dataclass(frozen=True, slots=True)
 class RouterOverview:
-    def __init__(
-        self, serving: Serving, membership: Membership, model: str, router_id: str, queue_limit: int
-    ) -> None:
-        self._serving = serving
-        self._membership = membership
-        self._model = model
-        self._router_id = router_id
-        self._queue_limit = queue_limit
-        self._began = time.monotonic()
+    serving: Serving
+    membership: Membership
+    model: str
+    router_id: str
+    queue_limit: int
+    began: float = field(default_factory=time.monotonic)
 
     def status(self) -> pb.StatusResponse:
-        agents = {link.agent: link.worker_id for link in self._membership.links if link.welcome}
+        agents = {link.agent: link.worker_id for link in self.membership.links if link.welcome}
         return pb.StatusResponse(
-            router_id=self._router_id,
-            uptime_seconds=time.monotonic() - self._began,
-            model=self._model,
-            active_requests=self._serving.active,
-            finished_requests=self._serving.finished,
-            queued_requests=self._serving.admission.queued,
-            queue_limit=self._queue_limit,
-            draining=self._serving.draining,
+            router_id=self.router_id,
+            uptime_seconds=time.monotonic() - self.began,
+            model=self.model,
+            active_requests=self.serving.active,
+            finished_requests=self.serving.finished,
+            queued_requests=self.serving.admission.queued,
+            queue_limit=self.queue_limit,
+            draining=self.serving.draining,
             workers=[
-                _worker_status(link, agents, self._membership) for link in self._membership.links
+                _worker_status(link, agents, self.membership) for link in self.membership.links
             ],
         )
 
@@ -59,16 +58,16 @@ class RouterOverview:
 
     def diagnosis(self) -> pb.Diagnosis:
         return diagnose(
-            self._serving.trends.traffic(),
-            _pool_load(list(self._membership.usable(Role.PREFILL))),
-            _pool_load(list(self._membership.usable(Role.DECODE))),
-            self._serving.admission.queued,
+            self.serving.trends.traffic(),
+            _pool_load(list(self.membership.usable(Role.PREFILL))),
+            _pool_load(list(self.membership.usable(Role.DECODE))),
+            self.serving.admission.queued,
         )
 
     def timing(self, request_id: str, caller: Caller) -> timing_pb2.RequestTiming:
         """Of one of the caller's own requests; an admin sees all."""
         owner = None if caller.admin else caller.key.name
-        ledger = self._serving.ledgers.find(request_id, owner)
+        ledger = self.serving.ledgers.find(request_id, owner)
         if ledger is None:
             raise UnknownRequest(
                 f"no request called {request_id!r} is among the latest here", field="request_id"
@@ -77,7 +76,7 @@ class RouterOverview:
 
     def recent(self, limit: int = 0) -> list[timing_pb2.RequestTiming]:
         """Newest first, without their phases."""
-        ledgers = self._serving.ledgers.recent(limit or RECENT_REQUESTS)
+        ledgers = self.serving.ledgers.recent(limit or RECENT_REQUESTS)
         return [request_timing(ledger, phases=False) for ledger in ledgers]
 
     def trends(self) -> pb.TrendsResponse:
@@ -89,7 +88,7 @@ class RouterOverview:
                 ttft=bucket.ttft.spread(),
                 itl=bucket.itl.spread(),
             )
-            for bucket in self._serving.trends.series()
+            for bucket in self.serving.trends.series()
         ]
         return pb.TrendsResponse(seconds_each=BUCKET_SECONDS, points=points)
 

@@ -15,6 +15,7 @@ import dataclasses
 import logging
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from baton.core.config import RouterConfig
 from baton.core.errors import WorkerLost
@@ -51,21 +52,14 @@ HEARSAY_SECONDS = 0.5
 """How long a lost worker's own stream may take to confirm what another worker reported."""
 
 
+@dataclass(slots=True)
 class Dispatcher:
-    def __init__(
-        self,
-        membership: Membership,
-        placer: Placer,
-        admission: Admission,
-        config: RouterConfig,
-        metrics: RouterMetrics,
-    ) -> None:
-        self.placer = placer
-        self.admission = admission
-        self.config = config
-        self.metrics = metrics
-        self.rounds = Rounds()
-        self._membership = membership
+    membership: Membership
+    placer: Placer
+    admission: Admission
+    config: RouterConfig
+    metrics: RouterMetrics
+    rounds: Rounds = field(default_factory=Rounds)
 
     async def run(self, work: Work, deadline: float, answer: Answer) -> None:
         """Reports each attempt's placement and pushes its tokens until the answer is complete.
@@ -105,7 +99,7 @@ class Dispatcher:
         """
         while True:
             await asyncio.sleep(seconds)
-            links = self._membership.links
+            links = self.membership.links
             idle = [link for link in links if link.takes_requests and not link.has_requests]
             await asyncio.gather(*map(self._probe, idle))
 
@@ -143,7 +137,7 @@ class Dispatcher:
             return ended
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(HEARSAY_SECONDS):
-                await self._membership.wait_until(lambda: running.has_lost_a_worker)
+                await self.membership.wait_until(lambda: running.has_lost_a_worker)
         return dataclasses.replace(
             ended, death=running.has_lost_a_worker, company=running.has_company
         )
@@ -151,7 +145,7 @@ class Dispatcher:
     def _retry(self, state: RetryState, assignment: Assignment, ended: AttemptEnded) -> None:
         """Raises the request's error unless there is another attempt."""
         if isinstance(ended.error, WorkerLost) and assignment.prefill and assignment.decode:
-            self._membership.pairs.reconnect(assignment.prefill, assignment.decode)
+            self.membership.pairs.reconnect(assignment.prefill, assignment.decode)
         error = state.end(ended)
         if error is not None:
             raise error
