@@ -27,7 +27,6 @@ A write's life:
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
 import time
 import uuid
@@ -45,6 +44,7 @@ from baton.kernels.gpu.pages import copy_pages, copy_rows
 from baton.kv_transfer import cuda_driver
 from baton.kv_transfer.note_socket import NoteSocket
 from baton.kv_transfer.transport import (
+    BaseTransport,
     PagePart,
     PageWrite,
     PeerLost,
@@ -52,13 +52,8 @@ from baton.kv_transfer.transport import (
     TransportEvent,
     WriteDone,
     WriteFailed,
-    check_page_size,
-    check_pages,
-    check_polled,
-    pool_address,
-    route_metadata,
 )
-from baton.v1.transfer_pb2 import CudaIpcRoute, PoolAddress, PoolLayout
+from baton.v1.transfer_pb2 import CudaIpcRoute, PoolAddress
 
 AFTERMATH_SECONDS = 1.0
 """How long copies may run after the end of their process: they take milliseconds."""
@@ -97,22 +92,19 @@ class _Write:
     copy: _Copy | None  # None when there is only a note
 
 
-class CudaIpcTransport:
+class CudaIpcTransport(BaseTransport[_Peer]):
     """Serves one pool on a GPU to the other workers of the host."""
 
+    name = "cuda_ipc"
+    devices = ("cuda",)
+
     def __init__(self, agent: str = "") -> None:
-        self.agent = agent or f"cuda-ipc-{uuid.uuid4().hex}"
-        self._numbers = itertools.count(1)
-        self._memory: PoolMemory | None = None
+        super().__init__(agent)
         self._notes: NoteSocket | None = None
-        self._peers: dict[str, _Peer] = {}
         self._writes: dict[int, _Write] = {}
         self._ended: dict[str, float] = {}  # when lost peers will count as gone
-        self._events: list[TransportEvent] = []
 
-    def register(self, memory: PoolMemory, layout: PoolLayout) -> PoolAddress:
-        if memory.device != "cuda":
-            raise InvalidConfig(f"the CUDA IPC transport cannot serve {memory.device} memory")
+    def _open(self, memory: PoolMemory) -> bytes:
         torch.cuda.set_device(memory.device_id)
         self._device = torch.device("cuda", memory.device_id)
         # High priority, so that ready pages do not wait for the engine's kernels.
@@ -122,34 +114,32 @@ class CudaIpcTransport:
         shared = _share(memory)
         self._warm_up(memory)
         self._notes = NoteSocket(self.agent)
-        self._memory = memory
-        route = CudaIpcRoute(
+        return CudaIpcRoute(
             host=host_identity(),
             process=_process_identity(),
             gpu=_gpu_uuid(memory.device_id),
             handle=shared.handle,
             offset=shared.offset,
             socket=self._notes.name,
-        )
-        return pool_address("cuda_ipc", self.agent, route.SerializeToString(), memory, layout)
+        ).SerializeToString()
 
-    def connect(self, address: PoolAddress, part: PagePart | None = None) -> str:
-        peer = address.agent
-        if peer in self._peers:
-            return peer
-        check_polled(self._events, peer)
-        memory, notes = self._registered
-        check_page_size(memory, address, part)
-        route = _parse_route(address)
-        _check_reach(route, peer, memory.device_id)
-        notes.connect(peer, route.socket)
+    def _connect(self, address: PoolAddress, part: PagePart | None) -> _Peer:
+        peer, route = address.agent, self._route(address)
+        _check_reach(route, peer, self._registered.device_id)
+        self._open_notes.connect(peer, route.socket)
         try:
-            self._peers[peer] = _map_peer(route, address, part)
+            known = _map_peer(route, address, part)
         except WorkerLost:
-            notes.disconnect(peer)
+            self._open_notes.disconnect(peer)
             raise
         self._ended.pop(peer, None)
-        return peer
+        return known
+
+    def _route(self, address: PoolAddress) -> CudaIpcRoute:
+        try:
+            return CudaIpcRoute.FromString(self._metadata(address))
+        except DecodeError as error:
+            raise WorkerLost(f"{address.agent} sent no CUDA IPC route: {error}") from error
 
     def disconnect(self, peer: str) -> None:
         known = self._peers.pop(peer, None)
@@ -158,24 +148,18 @@ class CudaIpcTransport:
             known.gone = True
             self._unmap_when_idle(known)
 
-    def write(self, write: PageWrite) -> int:
-        memory, notes = self._registered
-        known = self._peers.get(write.peer)
-        if known is None:
-            raise WorkerLost(f"not connected to {write.peer}")
-        check_pages(write, memory.total_pages, known.total_pages)
-        number = next(self._numbers)
-        if notes.alive(write.peer):
+    def _write(self, write: PageWrite, peer: _Peer) -> None:
+        if self._open_notes.alive(write.peer):
             pages = write.local_pages, write.remote_pages
-            copy = self._copy(memory, known, *pages, write.after) if write.local_pages else None
-            self._writes[number] = _Write(known, write.note, copy)
+            copy = self._copy(self._registered, peer, *pages, write.after) if pages[0] else None
+            self._writes[write.number] = _Write(peer, write.note, copy)
         else:
             self._lose(write.peer)
-            self._events.append(WriteFailed(number, WorkerLost(f"{write.peer} has gone")))
-        return number
+            lost = WorkerLost(f"{write.peer} has gone")
+            self._events.append(WriteFailed(write.number, lost))
 
     def poll(self) -> list[TransportEvent]:
-        _, notes = self._registered
+        notes = self._open_notes
         received, gone = notes.poll()
         for peer in gone:
             self._lose(peer)
@@ -199,10 +183,10 @@ class CudaIpcTransport:
         self._notes = self._memory = None
 
     @property
-    def _registered(self) -> tuple[PoolMemory, NoteSocket]:
-        if self._memory is None or self._notes is None:
+    def _open_notes(self) -> NoteSocket:
+        if self._notes is None:
             raise Internal(f"{self.agent} serves no memory")
-        return self._memory, self._notes
+        return self._notes
 
     def _warm_up(self, memory: PoolMemory) -> None:
         """Compiles the kernel before the first write."""
@@ -277,13 +261,6 @@ def _share(memory: PoolMemory) -> cuda_driver.SharedMemory:
             f"the pool's memory cannot be shared with other processes: {error}; torch must"
             " allocate it with cudaMalloc, so without expandable_segments and cudaMallocAsync"
         ) from error
-
-
-def _parse_route(address: PoolAddress) -> CudaIpcRoute:
-    try:
-        return CudaIpcRoute.FromString(route_metadata(address, "cuda_ipc"))
-    except DecodeError as error:
-        raise WorkerLost(f"{address.agent} sent no CUDA IPC route: {error}") from error
 
 
 def _launch(own: PoolMemory, peer: _Peer, local: Tensor, remote: Tensor) -> None:

@@ -7,15 +7,15 @@ copies, so that the peer cannot close and free its memory meanwhile.
 from __future__ import annotations
 
 import ctypes
-import itertools
 import threading
-import uuid
+from dataclasses import dataclass
 
 import numpy
 import numpy.typing
 
-from baton.core.errors import Internal, InvalidConfig, WorkerLost
+from baton.core.errors import Internal, WorkerLost
 from baton.kv_transfer.transport import (
+    BaseTransport,
     Noted,
     PagePart,
     PageWrite,
@@ -24,63 +24,32 @@ from baton.kv_transfer.transport import (
     TransportEvent,
     WriteDone,
     WriteFailed,
-    check_page_size,
-    check_pages,
-    check_polled,
-    pool_address,
 )
-from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
+from baton.v1.transfer_pb2 import PoolAddress
 
 _AGENTS: dict[str, InProcessTransport] = {}
 
 
-class InProcessTransport:
+@dataclass(frozen=True, slots=True)
+class _Peer:
+    transport: InProcessTransport
+    total_pages: int
+    part: PagePart | None
+
+
+class InProcessTransport(BaseTransport[_Peer]):
     """Serves a pool in CPU memory to the other agents of this process."""
 
+    name = "inprocess"
+    devices = ("cpu",)
+
     def __init__(self, agent: str = "") -> None:
-        self.agent = agent or f"inprocess-{uuid.uuid4().hex}"
-        self._numbers = itertools.count(1)
-        self._memory: PoolMemory | None = None
-        self._peers: dict[str, tuple[InProcessTransport, PagePart | None]] = {}
-        self._events: list[TransportEvent] = []
+        super().__init__(agent)
         # Guards the memory and the events, which peers write to.
         self._lock = threading.Lock()
 
-    def register(self, memory: PoolMemory, layout: PoolLayout) -> PoolAddress:
-        if memory.device != "cpu":
-            raise InvalidConfig(f"the in-process transport cannot serve {memory.device} memory")
-        self._memory = memory
-        _AGENTS[self.agent] = self
-        return pool_address("inprocess", self.agent, b"", memory, layout)
-
-    def connect(self, address: PoolAddress, part: PagePart | None = None) -> str:
-        with self._lock:
-            check_polled(self._events, address.agent)
-        check_page_size(self._own_memory, address, part)
-        peer = _AGENTS.get(address.agent)
-        if peer is None:
-            raise WorkerLost(f"no agent {address.agent} in this process")
-        self._peers[address.agent] = peer, part
-        return address.agent
-
     def disconnect(self, peer: str) -> None:
         self._peers.pop(peer, None)
-
-    def write(self, write: PageWrite) -> int:
-        if not write.ready:
-            raise Internal("a copy between CPU pools cannot wait for a device")
-        memory = self._own_memory
-        if write.peer not in self._peers:
-            raise WorkerLost(f"not connected to {write.peer}")
-        target, part = self._peers[write.peer]
-        number = next(self._numbers)
-        if target._receive(self.agent, memory, part, write):
-            self._append(WriteDone(number))
-        else:
-            self.disconnect(write.peer)
-            self._append(PeerLost(write.peer))
-            self._append(WriteFailed(number, WorkerLost(f"{write.peer} has closed")))
-        return number
 
     def poll(self) -> list[TransportEvent]:
         with self._lock:
@@ -93,15 +62,29 @@ class InProcessTransport:
         with self._lock:
             self._memory = None
 
-    @property
-    def _own_memory(self) -> PoolMemory:
-        if self._memory is None:
-            raise WorkerLost(f"{self.agent} serves no memory")
-        return self._memory
+    def _open(self, memory: PoolMemory) -> bytes:
+        _AGENTS[self.agent] = self
+        return b""
 
-    def _append(self, event: TransportEvent) -> None:
+    def _connect(self, address: PoolAddress, part: PagePart | None) -> _Peer:
+        peer = _AGENTS.get(address.agent)
+        if peer is None:
+            raise WorkerLost(f"no agent {address.agent} in this process")
+        return _Peer(peer, address.total_pages, part)
+
+    def _write(self, write: PageWrite, peer: _Peer) -> None:
+        if not write.ready:
+            raise Internal("a copy between CPU pools cannot wait for a device")
+        if peer.transport._receive(self.agent, self._registered, peer.part, write):
+            self._add(WriteDone(write.number))
+        else:
+            self.disconnect(write.peer)
+            lost = WorkerLost(f"{write.peer} has closed")
+            self._add(PeerLost(write.peer), WriteFailed(write.number, lost))
+
+    def _add(self, *events: TransportEvent) -> None:
         with self._lock:
-            self._events.append(event)
+            self._events += events
 
     def _receive(
         self, sender: str, source: PoolMemory, part: PagePart | None, write: PageWrite
@@ -110,7 +93,6 @@ class InProcessTransport:
         with self._lock:
             if self._memory is None:
                 return False
-            check_pages(write, source.total_pages, self._memory.total_pages)
             if write.local_pages:
                 part = part or PagePart(1, source.page_bytes, 0, 0)
                 found = _rows(source, part.rows)[:, :, part.local_offset :]

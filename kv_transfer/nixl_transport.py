@@ -24,9 +24,7 @@ What NIXL 1.5 does, and what follows from it here:
 from __future__ import annotations
 
 import importlib
-import itertools
 import logging
-import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -37,6 +35,7 @@ import numpy.typing
 
 from baton.core.errors import BatonError, Internal, InvalidConfig, WorkerLost
 from baton.kv_transfer.transport import (
+    BaseTransport,
     Noted,
     PagePart,
     PageWrite,
@@ -45,13 +44,8 @@ from baton.kv_transfer.transport import (
     TransportEvent,
     WriteDone,
     WriteFailed,
-    check_page_size,
-    check_pages,
-    check_polled,
-    pool_address,
-    route_metadata,
 )
-from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
+from baton.v1.transfer_pb2 import PoolAddress
 
 _HELLO = b"\0"
 _MEMORY_KINDS = {"cpu": "DRAM", "cuda": "VRAM"}
@@ -69,6 +63,10 @@ class _Peer:
     part: PagePart | None  # what is copied of its pages; None for all
     pages: Any  # NIXL's prepared list of its pages; None where a part is copied
 
+    @property
+    def total_pages(self) -> int:
+        return self.memory.total_pages
+
 
 @dataclass(frozen=True, slots=True)
 class _Write:
@@ -76,56 +74,50 @@ class _Write:
     handle: Any  # NIXL's transfer
 
 
-class NixlTransport:
+class NixlTransport(BaseTransport[_Peer]):
     """Serves one pool through one NIXL agent."""
+
+    name = "nixl"
+    devices = tuple(_MEMORY_KINDS)
 
     def __init__(self, agent: str = "", threads: int | None = None) -> None:
         """`threads` share the descriptors of a write; by default as many as suit the memory."""
-        self.agent = agent or f"nixl-{uuid.uuid4().hex}"
+        super().__init__(agent)
         self._threads = threads
         # NIXL's errors have no base class of their own. Known once NIXL is imported.
         self._errors: tuple[type[Exception], ...] = ()
         self._lost_errors: tuple[type[Exception], ...] = ()
         self._gone_errors: tuple[type[Exception], ...] = ()
         self._engine: Any = None  # the NIXL agent
-        self._memory: PoolMemory | None = None
         self._registration: Any = None
         self._own_pages: Any = None
-        self._peers: dict[str, _Peer] = {}
         self._writes: dict[int, _Write] = {}
         self._held: dict[int, PageWrite] = {}
-        self._numbers = itertools.count(1)
-        self._events: list[TransportEvent] = []
 
-    def register(self, memory: PoolMemory, layout: PoolLayout) -> PoolAddress:
-        kind = _memory_kind(memory.device)
+    def _open(self, memory: PoolMemory) -> bytes:
         nixl = self._import_nixl()
         settings = nixl.nixl_agent_config(enable_prog_thread=False, backends=[])
         with self._translated("register the pool"):
             self._engine = nixl.nixl_agent(self.agent, settings)
             self._engine.create_backend("UCX", self._backend_options(memory.device))
             whole_pool = (memory.base, memory.size, memory.device_id, "")
+            kind = _MEMORY_KINDS[memory.device]
             self._registration = self._engine.register_memory([whole_pool], kind)
             self._own_pages = self._prepare("NIXL_INIT_AGENT", memory)
-            metadata = self._engine.get_agent_metadata()
-        self._memory = memory
-        return pool_address("nixl", self.agent, metadata, memory, layout)
+            metadata: bytes = self._engine.get_agent_metadata()
+        return metadata
 
-    def connect(self, address: PoolAddress, part: PagePart | None = None) -> str:
-        peer = address.agent
-        if peer in self._peers:
-            return peer
-        check_polled(self._events, peer)
-        check_page_size(self._own_memory, address, part)
-        metadata = route_metadata(address, "nixl")
+    def _connect(self, address: PoolAddress, part: PagePart | None) -> _Peer:
+        peer, metadata = address.agent, self._metadata(address)
         pages = (address.base, address.page_bytes, address.total_pages)
         memory = PoolMemory(*pages, address.device, address.device_id)
+        if memory.device not in _MEMORY_KINDS:
+            raise InvalidConfig(f"NIXL cannot reach {memory.device!r} memory")
         with self._translated(f"connect to {peer}"):
             self._engine.add_remote_agent(metadata)
             prepared = self._prepare(peer, memory) if part is None else None
             self._engine.send_notif(peer, _HELLO)
-        self._peers[peer] = _Peer(memory, part, prepared)
-        return peer
+        return _Peer(memory, part, prepared)
 
     def disconnect(self, peer: str) -> None:
         known = self._peers.pop(peer, None)
@@ -135,22 +127,16 @@ class NixlTransport:
                     known.pages.release()
                 self._engine.remove_remote_agent(peer)
 
-    def write(self, write: PageWrite) -> int:
-        known = self._peers.get(write.peer)
-        if known is None:
-            raise WorkerLost(f"not connected to {write.peer}")
-        check_pages(write, self._own_memory.total_pages, known.memory.total_pages)
-        number = next(self._numbers)
+    def _write(self, write: PageWrite, peer: _Peer) -> None:
         if write.ready:
-            self._try_start(number, write)
+            self._try_start(write)
         else:
-            self._held[number] = write
-        return number
+            self._held[write.number] = write
 
     def poll(self) -> list[TransportEvent]:
         for number in [number for number, order in self._held.items() if order.ready]:
             if order := self._held.pop(number, None):  # else it has just failed with its peer
-                self._try_start(number, order)
+                self._try_start(order)
         for number in list(self._writes):
             self._check(number)
         events, self._events = self._events, []
@@ -171,12 +157,6 @@ class NixlTransport:
             self._own_pages.release()
             self._engine.deregister_memory(self._registration)
         self._engine = self._memory = self._own_pages = self._registration = None
-
-    @property
-    def _own_memory(self) -> PoolMemory:
-        if self._memory is None:
-            raise Internal(f"{self.agent} serves no memory")
-        return self._memory
 
     def _import_nixl(self) -> Any:
         nixl = _import_nixl()
@@ -199,24 +179,24 @@ class NixlTransport:
         """NIXL's list of a pool's pages, in the compressed form: one row for all of them."""
         row = [pool.base, pool.page_bytes, pool.device_id, pool.page_bytes, pool.total_pages]
         rows = numpy.array([row], dtype=numpy.uint64)
-        return self._engine.prep_xfer_dlist(owner, rows, _memory_kind(pool.device))
+        return self._engine.prep_xfer_dlist(owner, rows, _MEMORY_KINDS[pool.device])
 
-    def _try_start(self, number: int, order: PageWrite) -> None:
+    def _try_start(self, order: PageWrite) -> None:
         try:
             with self._translated(f"write to {order.peer}"):
-                self._start(number, order)
+                self._start(order)
         except BatonError as error:
-            self._fail(number, order.peer, error)
+            self._fail(order.number, order.peer, error)
 
-    def _start(self, number: int, order: PageWrite) -> None:
+    def _start(self, order: PageWrite) -> None:
         if not order.local_pages:
             self._engine.send_notif(order.peer, order.note)
-            self._events.append(WriteDone(number))
+            self._events.append(WriteDone(order.number))
             return
         peer = self._peers[order.peer]
         handle = self._whole(order, peer) if peer.part is None else self._sliced(order, peer)
-        self._writes[number] = _Write(order.peer, handle)
-        self._settle(number, self._engine.transfer(handle))
+        self._writes[order.number] = _Write(order.peer, handle)
+        self._settle(order.number, self._engine.transfer(handle))
 
     def _whole(self, order: PageWrite, peer: _Peer) -> Any:
         """NIXL's transfer of whole pages."""
@@ -231,14 +211,14 @@ class NixlTransport:
 
     def _sliced(self, order: PageWrite, peer: _Peer) -> Any:
         """NIXL's transfer of the same part of every page."""
-        own, part = self._own_memory, peer.part
+        own, part = self._registered, peer.part
         assert part is not None
         local = _pieces(own, order.local_pages, part, part.local_offset)
         remote = _pieces(peer.memory, order.remote_pages, part, part.remote_offset)
         return self._engine.initialize_xfer(
             "WRITE",
-            self._engine.get_xfer_descs(local, _memory_kind(own.device)),
-            self._engine.get_xfer_descs(remote, _memory_kind(peer.memory.device)),
+            self._engine.get_xfer_descs(local, _MEMORY_KINDS[own.device]),
+            self._engine.get_xfer_descs(remote, _MEMORY_KINDS[peer.memory.device]),
             order.peer,
             order.note,
         )
@@ -268,7 +248,6 @@ class NixlTransport:
         lost = isinstance(error, WorkerLost) and (gone or not others)
         if lost:
             self._events.append(PeerLost(peer, gone))
-        if lost:
             others += [held for held in self._held if self._held[held].peer == peer]
         for each in [number, *others] if lost else [number]:
             self._held.pop(each, None)
@@ -315,10 +294,3 @@ def _pieces(
     found[:, 1] = part.row_bytes
     found[:, 2] = memory.device_id
     return found
-
-
-def _memory_kind(device: str) -> str:
-    kind = _MEMORY_KINDS.get(device)
-    if kind is None:
-        raise InvalidConfig(f"NIXL cannot reach {device!r} memory")
-    return kind

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from baton.core.errors import LayoutMismatch
-from baton.kv_transfer.transport import PagePart
+from baton.kv_transfer.transport import PagePart, check_page_size
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout, PoolShard
 
 LAYOUT_VERSION = 1
@@ -58,10 +58,7 @@ def links(ours: Sequence[HeadRange], page_bytes: int, address: PoolAddress) -> l
     `page_bytes` is the size of a whole page here. Raises LayoutMismatch where the peer's shards
     are no split of such pages.
     """
-    if address.page_bytes != page_bytes:
-        raise LayoutMismatch(
-            f"a page is {page_bytes} bytes here and {address.page_bytes} bytes at {address.agent}"
-        )
+    check_page_size(page_bytes, address)
     theirs = shards_of(address)
     if ours == [_heads(shard) for shard in theirs]:
         return [

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton.core.errors import BatonError, InvalidConfig, LayoutMismatch, WorkerLost
@@ -28,8 +27,6 @@ from baton.kv_transfer.transport import (
     PoolMemory,
     SlicingTransport,
     TransportEvent,
-    WriteDone,
-    WriteFailed,
 )
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
 
@@ -90,15 +87,14 @@ class RoutedTransport:
         choice = self.chosen.get(write.peer)
         if choice is None:
             raise WorkerLost(f"not connected to {write.peer}")
-        number = self._transports[choice.transport].write(write)
-        return self._outer(choice.transport, number)
+        return self._transports[choice.transport].write(write)
 
     def poll(self) -> list[TransportEvent]:
-        return [
-            self._translated(name, event)
-            for name, transport in self._transports.items()
-            for event in transport.poll()
-        ]
+        events = [event for each in self._transports.values() for event in each.poll()]
+        for event in events:
+            if isinstance(event, PeerLost):
+                self.chosen.pop(event.peer, None)
+        return events
 
     def close(self) -> None:
         for transport in self._transports.values():
@@ -121,20 +117,6 @@ class RoutedTransport:
         because = f" ({choice.why})" if choice.why else ""
         _log.info("pages to %s go over %s%s", peer, choice.transport, because)
 
-    def _translated(self, name: str, event: TransportEvent) -> TransportEvent:
-        match event:
-            case WriteDone(number):
-                return WriteDone(self._outer(name, number))
-            case WriteFailed(number, error):
-                return WriteFailed(self._outer(name, number), error)
-            case PeerLost(peer):
-                self.chosen.pop(peer, None)
-        return event
-
-    def _outer(self, name: str, number: int) -> int:
-        """Makes a transport's write number unique among all transports."""
-        return number * len(self._transports) + list(self._transports).index(name)
-
 
 def choose_transport(wanted: str, device: str) -> RoutedTransport:
     """The transport of a worker with a pool on `device`; `wanted` is the configured name.
@@ -142,7 +124,7 @@ def choose_transport(wanted: str, device: str) -> RoutedTransport:
     Raises InvalidConfig when there is none.
     """
     agent = f"agent-{uuid.uuid4().hex}"
-    return RoutedTransport({name: _MAKERS[name](agent) for name in offered(wanted, device)})
+    return RoutedTransport({name: _make(name, agent) for name in offered(wanted, device)})
 
 
 def offered(wanted: str, device: str) -> list[str]:
@@ -157,17 +139,12 @@ def offered(wanted: str, device: str) -> list[str]:
     return ["cuda_ipc", "nixl"] if device == "cuda" else ["nixl"]
 
 
-def _nixl(agent: str) -> SlicingTransport:
-    from baton.kv_transfer.nixl_transport import NixlTransport
+def _make(name: str, agent: str) -> SlicingTransport:
+    # Imported here: CUDA IPC brings triton, which a worker on a CPU does not need.
+    if name == "nixl":
+        from baton.kv_transfer.nixl_transport import NixlTransport
 
-    return NixlTransport(agent)
-
-
-def _cuda_ipc(agent: str) -> SlicingTransport:
-    # Imports triton, which a worker on a CPU does not need.
+        return NixlTransport(agent)
     from baton.kv_transfer.cuda_ipc_transport import CudaIpcTransport
 
     return CudaIpcTransport(agent)
-
-
-_MAKERS: dict[str, Callable[[str], SlicingTransport]] = {"nixl": _nixl, "cuda_ipc": _cuda_ipc}

@@ -9,7 +9,7 @@ bytes). These pairs are links.
         shard 0 (heads 0-3) ─┬─▶ shard 0 (heads 0-7)    a write is done when all
         shard 1 (heads 4-7) ─┘                          its parts are
 
-- Where neither side is split, calls and events pass straight through.
+- Where neither side is split, there is one link, over which whole pages go.
 - Notes go between the first shards. A note of a write is sent when its parts on
   all links are done; with one link only, with the pages.
 - A peer is lost as a whole when one link breaks. Its writes fail when the last of
@@ -24,10 +24,8 @@ bytes). These pairs are links.
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -58,26 +56,15 @@ PROBE = b"\1"
 _Place = tuple[int, str]
 """A link: the rank of our shard, and the agent of the peer's."""
 
-_Part = tuple[int, int]
-"""A part of a write: the rank of our shard, and its number there."""
-
-
-def _places(planned: Sequence[HeadLink]) -> list[_Place]:
-    return [(link.shard, link.pool.agent) for link in planned]
-
 
 @dataclass(slots=True)
 class _Peer:
     total_pages: int
-    planned: list[HeadLink]
-    links: list[_Place] = field(init=False)  # the first one takes notes
+    links: dict[_Place, HeadLink]  # the first one takes notes
     lost: bool = False
     broken: set[_Place] = field(default_factory=set)  # links that carry nothing any more
     gone: set[_Place] = field(default_factory=set)  # of these, those that nothing comes over
     probe_at: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.links = _places(self.planned)
 
 
 @dataclass(slots=True)
@@ -91,7 +78,7 @@ class _Write:
 class ShardedTransport:
     """Serves one pool: a shard with `heads` over `own`, and `others` in their processes.
 
-    `digest` digests the pages of our own shard. Write numbers of its own are negative.
+    `digest` digests the pages of our own shard.
     """
 
     def __init__(
@@ -110,11 +97,9 @@ class ShardedTransport:
         self._clock = clock
         self._total_pages = 0
         self._page_bytes = 0  # of a page as all shards hold it together
-        self._unsplit: set[str] = set()  # connected peers, where neither side is split
-        self._peers: dict[str, _Peer] = {}  # the other connected peers
+        self._peers: dict[str, _Peer] = {}  # the connected ones
         self._writes: dict[int, _Write] = {}
-        self._parts: dict[_Part, int] = {}  # the writes that parts under way belong to
-        self._numbers = itertools.count(-1, -1)
+        self._parts: dict[int, int] = {}  # the writes that parts under way belong to
         self._events: list[TransportEvent] = []
 
     def register(self, memory: PoolMemory, layout: PoolLayout) -> PoolAddress:
@@ -131,58 +116,48 @@ class ShardedTransport:
         return _whole_address(shards, layout, self._page_bytes)
 
     def connect(self, address: PoolAddress) -> str:
-        if not (self._others or address.shards):
-            peer = self._own.connect(address)
-            self._unsplit.add(peer)
-            return peer
         known = self._peers.get(address.agent)
         if known is not None and not known.lost:
             return address.agent
         planned = links(self._heads, self._page_bytes, address)
-        connected: list[HeadLink] = []
+        connected: dict[_Place, HeadLink] = {}
         try:
             for link in planned:
                 self._shards[link.shard].connect(link.pool, link.part)
-                connected.append(link)
+                connected[link.shard, link.pool.agent] = link
         except BatonError:
             if known is None:
-                self._disconnect(_places(connected))
+                self._disconnect(connected)
             raise
-        self._peers[address.agent] = _Peer(address.total_pages, planned)
+        self._peers[address.agent] = _Peer(address.total_pages, connected)
         return address.agent
 
     def disconnect(self, peer: str) -> None:
-        if peer in self._unsplit:
-            self._unsplit.remove(peer)
-            self._own.disconnect(peer)
         if known := self._peers.pop(peer, None):
             self._disconnect(known.links)
 
     def write(self, write: PageWrite) -> int:
-        if write.peer in self._unsplit:
-            return self._own.write(write)
         known = self._peers.get(write.peer)
         if known is None or known.lost:
             raise WorkerLost(f"not connected to {write.peer}")
         check_pages(write, self._total_pages, known.total_pages)
-        alone = not write.local_pages or len(known.links) == 1
-        number, state = next(self._numbers), _Write(write.peer, b"" if alone else write.note)
-        self._writes[number] = state
-        part = write if alone else dataclasses.replace(write, note=b"")
-        for place in known.links[:1] if alone else known.links:
-            self._begin(number, place, part)
+        places = list(known.links)
+        alone = not write.local_pages or len(places) == 1
+        state = self._writes[write.number] = _Write(write.peer, b"" if alone else write.note)
+        note = write.note if alone else b""
+        for shard, agent in places[:1] if alone else places:
+            part = PageWrite(agent, write.local_pages, write.remote_pages, note, write.after)
+            self._begin(write.number, shard, part)
         if state.error is not None and not state.parts:
-            del self._writes[number]
+            del self._writes[write.number]
             raise state.error
-        return number
+        return write.number
 
     def digests(self, peer: str, pages: Sequence[int]) -> list[int]:
         """The digests of pages of this pool that go to a peer, or came from there."""
-        if self._digest is not None and peer in self._unsplit:
-            return self._digest(pages)
         if self._digest is None or peer not in self._peers:
             return []
-        planned = self._peers[peer].planned
+        planned = list(self._peers[peer].links.values())
         for link in planned:
             if link.shard > 0:
                 self._others[link.shard - 1].begin_digests(pages, link.part)
@@ -205,43 +180,40 @@ class ShardedTransport:
     def close(self) -> None:
         for shard in self._shards:
             shard.close()
-        for table in (self._peers, self._writes, self._parts, self._unsplit):
+        for table in (self._peers, self._writes, self._parts):
             table.clear()
 
-    def _disconnect(self, places: Sequence[_Place]) -> None:
+    def _disconnect(self, places: Iterable[_Place]) -> None:
         for shard, agent in places:
             self._shards[shard].disconnect(agent)
 
-    def _begin(self, number: int, place: _Place, write: PageWrite) -> None:
+    def _begin(self, number: int, shard: int, part: PageWrite) -> None:
         """Starts a part of a write, unless an earlier part failed."""
-        state, (shard, agent) = self._writes[number], place
+        state = self._writes[number]
         if state.error is not None:
             return
         try:
-            part = self._shards[shard].write(dataclasses.replace(write, peer=agent))
+            self._shards[shard].write(part)
         except BatonError as error:
             state.error = error
         else:
-            self._parts[shard, part] = number
+            self._parts[part.number] = number
             state.parts += 1
 
     def _handle(self, rank: int, event: TransportEvent) -> None:
         match event:
-            case WriteDone(number) if (rank, number) in self._parts:
-                self._end_part((rank, number), None)
-            case WriteFailed(number, error) if (rank, number) in self._parts:
-                self._end_part((rank, number), error)
+            case WriteDone(part) if part in self._parts:
+                self._end_part(part, None)
+            case WriteFailed(part, error) if part in self._parts:
+                self._end_part(part, error)
             case PeerLost(agent, gone) if name := self._peer_of((rank, agent)):
                 self._break(name, (rank, agent), gone=gone)
-            case PeerLost(agent):
-                self._unsplit.discard(agent)
+            case PeerLost():
                 self._events.append(event)
-            case Noted(_, note) if note == PROBE:
-                pass
-            case _:  # of a peer where nothing is split, or the end of a probe
+            case Noted(_, note) if note != PROBE:
                 self._events.append(event)
 
-    def _end_part(self, part: _Part, error: BatonError | None) -> None:
+    def _end_part(self, part: int, error: BatonError | None) -> None:
         number = self._parts.pop(part)
         write = self._writes[number]
         write.parts -= 1
@@ -253,8 +225,8 @@ class ShardedTransport:
         """All parts have ended: sends the note, if it was not sent yet, or ends the write."""
         note, write.note = write.note, b""
         if note and write.error is None:
-            note_write = PageWrite(write.peer, note=note)
-            self._begin(number, self._peers[write.peer].links[0], note_write)
+            shard, agent = next(iter(self._peers[write.peer].links))
+            self._begin(number, shard, PageWrite(agent, note=note))
         if write.parts:
             return
         del self._writes[number]
@@ -289,7 +261,7 @@ class ShardedTransport:
         for peer in self._peers.values():
             if peer.lost and now >= peer.probe_at:
                 peer.probe_at = now + PROBE_SECONDS
-                for shard, agent in set(peer.links) - peer.broken:
+                for shard, agent in peer.links.keys() - peer.broken:
                     with suppress(BatonError):  # the shard reports it when polled
                         self._shards[shard].write(PageWrite(agent, note=PROBE))
 

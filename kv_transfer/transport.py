@@ -20,13 +20,18 @@ It guarantees:
 
 from __future__ import annotations
 
+import itertools
+import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import ClassVar, Generic, Protocol, TypeVar
 
-from baton.core.errors import BatonError, Internal, LayoutMismatch, WorkerLost
+from baton.core.errors import BatonError, Internal, InvalidConfig, LayoutMismatch, WorkerLost
 from baton.core.types import DeviceEvent
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout, Route
+
+_numbers = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +68,8 @@ class PageWrite:
     remote_pages: Sequence[int] = ()
     note: bytes = b""
     after: DeviceEvent | None = None  # no page is read before
+    # Unique in the process that made it, over all its transports.
+    number: int = field(default_factory=lambda: next(_numbers), compare=False)
 
     @property
     def ready(self) -> bool:
@@ -151,41 +158,92 @@ def check_pages(write: PageWrite, local_total: int, remote_total: int) -> None:
             raise Internal(f"pages {min(pages)} to {max(pages)} leave a pool of {total}")
 
 
-def check_polled(events: Sequence[TransportEvent], peer: str) -> None:
-    """Raises WorkerLost while a peer's PeerLost has not been polled: it would seem to be about the
-    next connection."""
-    if any(isinstance(event, PeerLost) and event.peer == peer for event in events):
-        raise WorkerLost(f"the connection to {peer} has just been lost")
-
-
-def check_page_size(memory: PoolMemory, address: PoolAddress, part: PagePart | None = None) -> None:
-    """Raises LayoutMismatch when whole pages are copied and the peer's differ in size."""
-    if part is None and address.page_bytes != memory.page_bytes:
+def check_page_size(here: int, address: PoolAddress) -> None:
+    """Raises LayoutMismatch when the peer's pages differ in size."""
+    if address.page_bytes != here:
         raise LayoutMismatch(
-            f"a page is {memory.page_bytes} bytes here and {address.page_bytes} bytes "
-            f"at {address.agent}"
+            f"a page is {here} bytes here and {address.page_bytes} bytes at {address.agent}"
         )
 
 
-def pool_address(
-    transport: str, agent: str, metadata: bytes, memory: PoolMemory, layout: PoolLayout
-) -> PoolAddress:
-    """The address of `memory` over one transport."""
-    return PoolAddress(
-        agent=agent,
-        base=memory.base,
-        page_bytes=memory.page_bytes,
-        total_pages=memory.total_pages,
-        device=memory.device,
-        device_id=memory.device_id,
-        layout=layout,
-        routes=[Route(transport=transport, metadata=metadata)],
-    )
+class _Peer(Protocol):
+    @property
+    def total_pages(self) -> int: ...
 
 
-def route_metadata(address: PoolAddress, transport: str) -> bytes:
-    """The pool's route metadata. Raises WorkerLost where the transport does not lead there."""
-    for route in address.routes:
-        if route.transport == transport:
-            return route.metadata
-    raise WorkerLost(f"{address.agent} cannot be reached over {transport}")
+AnyPeer = TypeVar("AnyPeer", bound=_Peer)
+
+
+class BaseTransport(ABC, Generic[AnyPeer]):
+    """What transports of one kind of route share: peers, events, and checks of both."""
+
+    name: ClassVar[str]  # of the route
+    devices: ClassVar[tuple[str, ...]]  # whose memory it can serve
+
+    def __init__(self, agent: str = "") -> None:
+        self.agent = agent or f"{self.name}-{uuid.uuid4().hex}"
+        self._memory: PoolMemory | None = None
+        self._peers: dict[str, AnyPeer] = {}
+        self._events: list[TransportEvent] = []
+
+    def register(self, memory: PoolMemory, layout: PoolLayout) -> PoolAddress:
+        if memory.device not in self.devices:
+            raise InvalidConfig(f"transport {self.name} cannot serve {memory.device!r} memory")
+        metadata = self._open(memory)
+        self._memory = memory
+        return PoolAddress(
+            agent=self.agent,
+            base=memory.base,
+            page_bytes=memory.page_bytes,
+            total_pages=memory.total_pages,
+            device=memory.device,
+            device_id=memory.device_id,
+            layout=layout,
+            routes=[Route(transport=self.name, metadata=metadata)],
+        )
+
+    def connect(self, address: PoolAddress, part: PagePart | None = None) -> str:
+        peer = address.agent
+        if peer not in self._peers:
+            self._check_polled(peer)
+            if part is None:
+                check_page_size(self._registered.page_bytes, address)
+            self._peers[peer] = self._connect(address, part)
+        return peer
+
+    def write(self, write: PageWrite) -> int:
+        known = self._peers.get(write.peer)
+        if known is None:
+            raise WorkerLost(f"not connected to {write.peer}")
+        check_pages(write, self._registered.total_pages, known.total_pages)
+        self._write(write, known)
+        return write.number
+
+    @abstractmethod
+    def _open(self, memory: PoolMemory) -> bytes:
+        """Makes the memory reachable and returns its route's metadata."""
+
+    @abstractmethod
+    def _connect(self, address: PoolAddress, part: PagePart | None) -> AnyPeer: ...
+
+    @abstractmethod
+    def _write(self, write: PageWrite, peer: AnyPeer) -> None: ...
+
+    @property
+    def _registered(self) -> PoolMemory:
+        if self._memory is None:
+            raise Internal(f"{self.agent} serves no memory")
+        return self._memory
+
+    def _check_polled(self, peer: str) -> None:
+        """Raises WorkerLost while a peer's PeerLost has not been polled: it would seem to be about
+        the next connection."""
+        if any(isinstance(event, PeerLost) and event.peer == peer for event in self._events):
+            raise WorkerLost(f"the connection to {peer} has just been lost")
+
+    def _metadata(self, address: PoolAddress) -> bytes:
+        """The metadata of the route to a pool. Raises WorkerLost where there is none."""
+        for route in address.routes:
+            if route.transport == self.name:
+                return route.metadata
+        raise WorkerLost(f"{address.agent} cannot be reached over {self.name}")

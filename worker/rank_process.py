@@ -3,7 +3,7 @@ COPIES`, ranks 1 and up.
 
 The arguments are inherited sockets to rank 0, the worker itself (worker/ranks.py):
 
-    settings ─▶ load ─▶ LOADED, or the error ─▶ meet the others ─▶ steps, until the socket ends
+    settings ─▶ load ─▶ None, or the error ─▶ meet the others ─▶ steps, until the socket ends
                                                                ├─▶ transfers, on a thread
                                                                └─▶ copies, on another
 
@@ -14,8 +14,6 @@ cluster checks a configuration without torch.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import logging
 import os
 import signal
@@ -28,7 +26,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from baton.core.errors import BatonError, InvalidConfig, from_reason
+from baton.core.errors import BatonError, InvalidConfig
 from baton.core.process import set_up_logging
 from baton.engine.architecture import Architecture, Split, check_split
 from baton.worker.resources import lower_priority, use_threads
@@ -39,9 +37,6 @@ if TYPE_CHECKING:
     from baton.engine.tensor_parallel import Group
 
 log = logging.getLogger(__name__)
-
-LOADED = b"loaded"
-"""Sent by a rank that is ready to follow steps."""
 
 # Until the steps' socket ends like the transfers'; a step may be waiting for a dead rank 0.
 GRACE_SECONDS = 5.0
@@ -96,17 +91,6 @@ class RankSettings:
             group=group,
         )
 
-    def encode(self) -> bytes:
-        return json.dumps(dataclasses.asdict(self)).encode()
-
-    @classmethod
-    def decode(cls, message: bytes) -> RankSettings:
-        # Imported here, as the engine is: the command line uses this module's checks without torch.
-        from baton.engine.gpu.device import GpuSettings
-
-        values = json.loads(message)
-        return cls(**{**values, "gpu": GpuSettings(**values["gpu"])})
-
 
 def rank_devices(size: int, device: str, visible: int, *, may_share: bool) -> list[str]:
     """The device of each rank: one of the `visible` GPUs each, in order.
@@ -135,15 +119,6 @@ def check_ranks(size: int, model: Architecture, gpu_share: float = 1.0) -> None:
         )
 
 
-def encode_error(error: BatonError) -> bytes:
-    fields = {"reason": error.reason, "message": error.message, "field": error.field}
-    return json.dumps(fields).encode()
-
-
-def decode_error(answer: bytes) -> BatonError:
-    return from_reason(**json.loads(answer))
-
-
 def main() -> None:
     """Exits with 0 when rank 0 closes the sockets, with 1 after an error."""
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -158,14 +133,14 @@ def main() -> None:
 
 
 def _live(steps: Connection, transfers: Connection, copies: Connection) -> None:
-    settings = RankSettings.decode(steps.recv_bytes())
+    settings: RankSettings = steps.recv()
     set_up_logging(settings.log_level)
     use_threads(settings.threads)
     lower_priority(settings.nice)
     try:
-        engine = _load(settings, lambda: steps.send_bytes(LOADED))
+        engine = _load(settings, lambda: steps.send(None))
     except BatonError as error:
-        steps.send_bytes(encode_error(error))
+        steps.send(error)
         steps.recv_bytes()  # rank 0 closes the socket once it has reported the error
         raise
     serving = (transfers, engine, settings.transport)

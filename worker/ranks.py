@@ -44,13 +44,7 @@ from baton.engine.gpu.device import GpuSettings
 from baton.engine.page_memory import PageMemory, share_rows
 from baton.engine.tensor_parallel import Group, NcclGroup
 from baton.kv_transfer.shard_process import ShardProxy
-from baton.worker.rank_process import (
-    LOADED,
-    RankSettings,
-    check_ranks,
-    decode_error,
-    rank_devices,
-)
+from baton.worker.rank_process import RankSettings, check_ranks, rank_devices
 from baton.worker.resources import claim_threads
 
 log = logging.getLogger(__name__)
@@ -149,12 +143,12 @@ class Ranks:
         """Returns when all ranks have loaded; raises why one cannot."""
         for rank, steps in enumerate(self._steps, start=1):
             try:
-                answer = steps.recv_bytes()
+                error = steps.recv()
             except (EOFError, ConnectionError):
                 unknown = WorkerLost(f"rank-{rank} of this worker has closed its socket")
                 raise self.lost(EXIT_SECONDS) or unknown from None
-            if answer != LOADED:
-                raise decode_error(answer)
+            if error is not None:
+                raise error
 
     def lost(self, seconds: float = 0.0) -> WorkerLost | None:
         """The first rank that has ended, waiting up to `seconds` for one to end."""
@@ -203,7 +197,7 @@ class Ranks:
         self._steps.append(Connection(steps.detach()))
         self._copies.append(Connection(copies.detach()))
         self.shards.append(ShardProxy(Connection(transfers.detach())))
-        self._steps[-1].send_bytes(settings.encode())
+        self._steps[-1].send(settings)
         name = f"rank-{settings.rank}"
         threading.Thread(target=self._watch, args=(name, process), name=name, daemon=True).start()
 

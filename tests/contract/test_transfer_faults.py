@@ -176,7 +176,7 @@ class Damaging(InProcessTransport):
         received = super()._receive(sender, source, part, pages)
         if write.remote_pages and self._times:
             self._times -= 1
-            place = self._own_memory.base + write.remote_pages[0] * PAGE_BYTES + PAGE_BYTES // 2
+            place = self._registered.base + write.remote_pages[0] * PAGE_BYTES + PAGE_BYTES // 2
             (ctypes.c_uint8).from_address(place).value ^= 1
         note = PageWrite(write.peer, note=write.note)
         return received and super()._receive(sender, source, part, note)

@@ -7,7 +7,6 @@ and is noticed when it is next used. A killed process leaves a write half done.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -15,6 +14,7 @@ from baton.core.errors import WorkerLost
 from baton.core.types import DeviceEvent
 from baton.kv_transfer.pool_layout import HeadRange
 from baton.kv_transfer.transport import (
+    BaseTransport,
     Noted,
     PagePart,
     PageWrite,
@@ -23,10 +23,8 @@ from baton.kv_transfer.transport import (
     TransportEvent,
     WriteDone,
     WriteFailed,
-    check_polled,
-    pool_address,
 )
-from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
+from baton.v1.transfer_pb2 import PoolAddress
 
 from .world import World
 
@@ -45,6 +43,10 @@ class Endpoint:
     part: PagePart | None  # of a page; None for all that both hold
     alive: bool = True
     gone: bool = True  # if it is not alive: whether the peer cannot write either
+
+    @property
+    def total_pages(self) -> int:
+        return len(self.peer.memory)
 
 
 @dataclass(eq=False, slots=True)
@@ -167,9 +169,12 @@ class Fabric:
             )
 
 
-class SimulatedTransport:
+class SimulatedTransport(BaseTransport[Endpoint]):
     """The agent of a worker, or of those of its processes that has some `heads`. `poke` is
     called when `poll` would have something to say."""
+
+    name = "simulated"
+    devices = ("cpu",)
 
     def __init__(
         self,
@@ -178,7 +183,7 @@ class SimulatedTransport:
         memory: list[list[int]],
         heads: HeadRange | None = None,
     ) -> None:
-        self.agent = agent
+        super().__init__(agent)
         self.memory = memory
         every = range(len(memory[0]))
         self.cells = [  # of a page, those that are here
@@ -190,31 +195,22 @@ class SimulatedTransport:
         self.waits_for_frozen = fabric.world.chance(0.5)  # as over TCP; RDMA does not
         self.writes: dict[int, Write] = {}
         self._fabric = fabric
-        self._numbers = itertools.count(1)
-        self._endpoints: dict[str, Endpoint] = {}
-        self._events: list[TransportEvent] = []
         fabric.agents[agent] = self
 
-    def register(self, memory: PoolMemory, layout: PoolLayout) -> PoolAddress:
-        return pool_address("simulated", self.agent, b"", memory, layout)
+    def _open(self, memory: PoolMemory) -> bytes:
+        return b""
 
-    def connect(self, address: PoolAddress, part: PagePart | None = None) -> str:
+    def _connect(self, address: PoolAddress, part: PagePart | None) -> Endpoint:
         peer = self._fabric.agents[address.agent]
-        check_polled(self._events, address.agent)
-        if address.agent not in self._endpoints:
-            if peer.dead:
-                raise WorkerLost(f"{address.agent} is dead")
-            self._endpoints[address.agent] = Endpoint(peer, part)
-        return address.agent
+        if peer.dead:
+            raise WorkerLost(f"{address.agent} is dead")
+        return Endpoint(peer, part)
 
     def disconnect(self, peer: str) -> None:
-        self._endpoints.pop(peer, None)
+        self._peers.pop(peer, None)
 
-    def write(self, write: PageWrite) -> int:
-        endpoint = self._endpoints.get(write.peer)
-        if endpoint is None:
-            raise WorkerLost(f"not connected to {write.peer}")
-        number = next(self._numbers)
+    def _write(self, write: PageWrite, endpoint: Endpoint) -> None:
+        number = write.number
         pages = tuple(write.local_pages), tuple(write.remote_pages)
         started = Write(self, endpoint, number, *pages, write.note, write.after)
         if not endpoint.alive:
@@ -227,7 +223,6 @@ class SimulatedTransport:
         else:
             self._fabric.deliver_note(endpoint, self, write.note)
             self._add(WriteDone(number))
-        return number
 
     def poll(self) -> list[TransportEvent]:
         lost = [each for each in self.writes.values() if not (each.endpoint.alive or each.arrived)]
@@ -249,14 +244,14 @@ class SimulatedTransport:
 
     def break_off(self, peer: SimulatedTransport, *, gone: bool = True) -> None:
         """The connection to `peer` is broken; this side finds out when it uses it."""
-        endpoint = self._endpoints.get(peer.agent)
+        endpoint = self._peers.get(peer.agent)
         if endpoint is not None:
             endpoint.alive, endpoint.gone = False, gone
             if any(write.endpoint is endpoint for write in self.writes.values()):
                 self.poke()
 
     def _lose(self, peer: str) -> None:
-        endpoint = self._endpoints.pop(peer, None)
+        endpoint = self._peers.pop(peer, None)
         self._add(PeerLost(peer, endpoint.gone if endpoint else True))
         for write in list(self.writes.values()):
             if write.endpoint.peer.agent == peer and not write.arrived:

@@ -11,6 +11,7 @@ import pytest
 
 from baton.core.errors import BatonError
 from baton.kv_transfer.sharded_transport import ShardedTransport
+from baton.kv_transfer.transport import PageWrite
 
 from .cluster import Cluster
 
@@ -36,13 +37,14 @@ def send_the_note_with_the_first_part(patch: Patch) -> None:
     """The pages of another process may still be on their way."""
     end_part = ShardedTransport._end_part
 
-    def end(self: ShardedTransport, part: tuple[int, int], error: BatonError | None) -> None:
+    def end(self: ShardedTransport, part: int, error: BatonError | None) -> None:
         number = self._parts.get(part)
         if number is not None and error is None:
             write = self._writes[number]
             note, write.note = write.note, b""
             if note:
-                self._begin(number, self._peers[write.peer].links[0], (), (), note)
+                shard, agent = next(iter(self._peers[write.peer].links))
+                self._begin(number, shard, PageWrite(agent, note=note))
         end_part(self, part, error)
 
     patch.setattr(ShardedTransport, "_end_part", end)
@@ -52,7 +54,7 @@ def fail_with_the_first_part(patch: Patch) -> None:
     """Another process may still be reading and writing."""
     end_part = ShardedTransport._end_part
 
-    def end(self: ShardedTransport, part: tuple[int, int], error: BatonError | None) -> None:
+    def end(self: ShardedTransport, part: int, error: BatonError | None) -> None:
         number = self._parts.get(part)
         if number is not None and error is not None:
             for other in [each for each in self._parts if self._parts[each] == number]:
@@ -68,11 +70,10 @@ def take_one_process_for_all(patch: Patch) -> None:
     """A peer counts as gone with the first of its processes."""
     break_link = ShardedTransport._break
 
-    def break_all(self: ShardedTransport, place: tuple[int, str], *, gone: bool) -> None:
-        for peer in self._peers.values():
-            if gone and place in peer.links:
-                peer.gone |= set(peer.links)
-        break_link(self, place, gone=gone)
+    def break_all(self: ShardedTransport, name: str, place: tuple[int, str], *, gone: bool) -> None:
+        if gone:
+            self._peers[name].gone |= set(self._peers[name].links)
+        break_link(self, name, place, gone=gone)
 
     patch.setattr(ShardedTransport, "_break", break_all)
 

@@ -176,8 +176,7 @@ class SimulatedWorker:
         """The push that a write on its way belongs to."""
         number = write.number
         if self.sharded:
-            part = self.transports.index(write.sender), number
-            number = self.sharded._parts.get(part, number)
+            number = self.sharded._parts.get(number, number)
         return self.transfer._pushes._writes[number]
 
     def welcome(self) -> pb.Welcome:
