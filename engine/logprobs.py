@@ -10,9 +10,9 @@ the model and are scored a few at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,19 +28,31 @@ LEAST = -9999.0
 """Stands for an impossible token, since JSON has no infinities."""
 
 
+class PromptRow(NamedTuple):
+    """A row of a step that scores the next token of a prompt."""
+
+    sequence: Sequence
+    position: int
+    row: int
+    place: int  # among the rows whose logits are needed
+
+
+Row = TypeVar("Row")
+
+
 @dataclass(frozen=True, slots=True)
-class Scores:
+class Scores(Generic[Row]):
     """Scores of some rows of a step, on its device or the host."""
 
-    rows: list[int]  # places among the sampled rows, or among those scored together
+    rows: list[Row]
     wanted: list[int]  # number of likeliest tokens that each row asks for
     tokens: Tensor  # [n, 1 + most], int32: the actual token, then the likeliest
     logprobs: Tensor  # [n, 1 + most], float32
 
-    def moved(self, move: Callable[[Tensor], Tensor]) -> Scores:
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Scores[Row]:
         return replace(self, tokens=move(self.tokens), logprobs=move(self.logprobs))
 
-    def by_row(self) -> Iterator[tuple[int, Scored]]:
+    def by_row(self) -> Iterator[tuple[Row, Scored]]:
         """The step must have ended."""
         values = (self.rows, self.wanted, self.tokens.tolist(), self.logprobs.tolist())
         for row, wanted, (token, *top), (logprob, *others) in zip(*values, strict=True):
@@ -48,26 +60,30 @@ class Scores:
 
 
 def score(
-    logits: Tensor, tokens: Tensor | list[int], sequences: list[Sequence], first: int = 0
-) -> list[Scores]:
-    """logits [B, V] and tokens [B] of `sequences`, whose rows are counted from `first`."""
+    logits: Tensor, tokens: Tensor | list[int], sequences: list[Sequence]
+) -> Iterator[Scores[Sequence]]:
+    """logits [B, V] and sampled tokens [B] of `sequences`; scores those that ask for it."""
     asking = [row for row, each in enumerate(sequences) if each.work.logprobs is not None]
-    if not asking:
-        return []
-    sampled = torch.as_tensor(tokens, dtype=torch.int32)
-    groups = (asking[start : start + GROUP] for start in range(0, len(asking), GROUP))
-    return [
-        score_rows(
-            logits[rows],
-            sampled[rows],
-            [first + row for row in rows],
-            [sequences[row].work.logprobs or 0 for row in rows],
-        )
-        for rows in groups
-    ]
+    for start in range(0, len(asking), GROUP):
+        rows = asking[start : start + GROUP]
+        some = [sequences[row] for row in rows]
+        sampled = torch.as_tensor(tokens, dtype=torch.int32)[rows]
+        yield _score(logits[rows], sampled, some, [each.work.logprobs or 0 for each in some])
 
 
-def score_rows(logits: Tensor, tokens: Tensor, rows: list[int], wanted: list[int]) -> Scores:
+def score_prompts(
+    rows: list[PromptRow], logits_of: Callable[[slice], Tensor]
+) -> Iterator[Scores[PromptRow]]:
+    """`logits_of` makes the logits [n, V] of some of the rows."""
+    for start in range(0, len(rows), GROUP):
+        some = rows[start : start + GROUP]
+        logits = logits_of(slice(start, start + GROUP))
+        actual = [each.sequence.tokens[each.position + 1] for each in some]
+        most = [each.sequence.work.prompt_logprobs or 0 for each in some]
+        yield _score(logits, torch.tensor(actual, device=logits.device), some, most)
+
+
+def _score(logits: Tensor, tokens: Tensor, rows: list[Row], wanted: list[int]) -> Scores[Row]:
     """logits [n, V] and tokens [n] of the rows `rows`."""
     scores = logits.float()
     likeliest = scores.topk(min(max(wanted), scores.shape[1]), dim=-1).indices
@@ -77,62 +93,22 @@ def score_rows(logits: Tensor, tokens: Tensor, rows: list[int], wanted: list[int
     return Scores(rows, wanted, chosen.int(), logprobs.clamp(min=LEAST))
 
 
-class WantedRow(NamedTuple):
-    """A row of a step whose logits are needed: to sample from, or to score a prompt's token."""
-
-    sequence: Sequence
-    position: int
-    row: int
-    samples: bool
-
-    @property
-    def next_token(self) -> int:
-        return self.sequence.tokens[self.position + 1]
-
-
-def wanted_rows(plan: Plan) -> list[WantedRow]:
+def prompt_rows(plan: Plan) -> list[PromptRow]:
     """`plan` is in the order of the step's rows, and so are these."""
-    wanted: list[WantedRow] = []
-    row = 0
-    for sequence, count in plan.items():
-        first = row - sequence.computed
-        wanted += [WantedRow(sequence, at, first + at, False) for at in sequence.scored(count)]
-        row += count
-        if sequence.samples(count):
-            wanted.append(WantedRow(sequence, sequence.computed + count - 1, row - 1, True))
-    return wanted
-
-
-def prompt_rows(plan: Plan) -> list[WantedRow]:
-    """The wanted rows that do not sample."""
+    rows: list[PromptRow] = []
     if all(sequence.work.prompt_logprobs is None for sequence in plan):
-        return []
-    return [each for each in wanted_rows(plan) if not each.samples]
+        return rows
+    row = samples = 0
+    for sequence, count in plan.items():
+        for position in sequence.scored(count):
+            here = row + position - sequence.computed
+            rows.append(PromptRow(sequence, position, here, len(rows) + samples))
+        row += count
+        samples += sequence.samples(count)
+    return rows
 
 
-class PromptScores(NamedTuple):
-    """Scores of some rows of prompts."""
-
-    wanted: list[WantedRow]
-    scores: Scores
-
-    def moved(self, move: Callable[[Tensor], Tensor]) -> PromptScores:
-        return PromptScores(self.wanted, self.scores.moved(move))
-
-    def store(self) -> None:
-        """Adds the scores to their sequences. The step must have ended."""
-        for place, scored in self.scores.by_row():
-            wanted = self.wanted[place]
-            wanted.sequence.add_prompt_score(wanted.position, scored.logprobs)
-
-
-def score_prompts(
-    wanted: list[WantedRow], logits_of: Callable[[slice], Tensor]
-) -> Iterator[PromptScores]:
-    """`logits_of` makes the logits [n, V] of some of the rows `wanted`."""
-    for start in range(0, len(wanted), GROUP):
-        some = wanted[start : start + GROUP]
-        logits = logits_of(slice(start, start + GROUP))
-        tokens = torch.tensor([each.next_token for each in some], device=logits.device)
-        most = [each.sequence.work.prompt_logprobs or 0 for each in some]
-        yield PromptScores(some, score_rows(logits, tokens, list(range(len(some))), most))
+def store_prompt_scores(scores: Iterable[Scores[PromptRow]]) -> None:
+    """Adds the scores to their sequences. The step must have ended."""
+    for row, scored in (each for some in scores for each in some.by_row()):
+        row.sequence.add_prompt_score(row.position, scored.logprobs)

@@ -11,7 +11,7 @@ import pickle
 import torch
 from torch import Tensor
 
-from baton.engine.logprobs import WantedRow, score, score_prompts, wanted_rows
+from baton.engine.logprobs import prompt_rows, score, score_prompts, store_prompt_scores
 from baton.engine.model import ChunkRows, Model, StepBatch, inverse_frequencies, rotations
 from baton.engine.sampler import Sampler
 from baton.engine.sequence import Sequence
@@ -65,31 +65,33 @@ class Runner:
         if self._group:
             self._group.broadcast(pickle.dumps(inputs))
         hidden = self._forward(inputs)
-        wanted = wanted_rows(rows)
-        self._score_prompts(hidden, wanted)
-        sampling = [each.sequence for each in wanted if each.samples]
+        sampled = self._score_prompts(hidden, rows)
+        sampling = [sequence for sequence, count in rows.items() if sequence.samples(count)]
         outcomes: dict[Sequence, Outcome] = dict.fromkeys(plan)
         if sampling:
-            if len(sampling) < len(wanted):
-                hidden = hidden[[place for place, each in enumerate(wanted) if each.samples]]
-            logits = self._model.logits(hidden)
+            logits = self._model.logits(sampled)
             tokens = self._sampler.sample(logits, sampling)
             outcomes.update(zip(sampling, tokens, strict=True))
             for scores in score(logits[:, : self._sampler.vocabulary_size], tokens, sampling):
-                for row, scored in scores.by_row():
-                    outcomes[sampling[row]] = scored
+                outcomes.update(scores.by_row())
         for sequence, count in plan.items():
             sequence.computed += count
         return FinishedStep(list(outcomes.values()))
 
-    def _score_prompts(self, hidden: Tensor, wanted: list[WantedRow]) -> None:
-        places = [place for place, each in enumerate(wanted) if not each.samples]
+    def _score_prompts(self, hidden: Tensor, plan: Plan) -> Tensor:
+        """hidden [n, ...] of the wanted rows -> [...] of those that sample."""
+        rows = prompt_rows(plan)
+        if not rows:
+            return hidden
+        scored = torch.zeros(len(hidden), dtype=torch.bool)
+        scored[[row.place for row in rows]] = True
+        prompts = hidden[scored]
 
         def logits_of(part: slice) -> Tensor:
-            return self._model.logits(hidden[places[part]])[:, : self._sampler.vocabulary_size]
+            return self._model.logits(prompts[part])[:, : self._sampler.vocabulary_size]
 
-        for scores in score_prompts([wanted[place] for place in places], logits_of):
-            scores.store()
+        store_prompt_scores(score_prompts(rows, logits_of))
+        return hidden[~scored]
 
     @torch.inference_mode()
     def follow(self, step: bytes) -> None:

@@ -40,7 +40,7 @@ from baton.engine.gpu.paged_attention import PagedAttention
 from baton.engine.gpu.sampler import GpuSampler
 from baton.engine.gpu.slots import Slots
 from baton.engine.gpu.step import GpuInFlightStep
-from baton.engine.logprobs import PromptScores, Scores, WantedRow, prompt_rows, score, score_prompts
+from baton.engine.logprobs import PromptRow, Scores, prompt_rows, score, score_prompts
 from baton.engine.model import Model
 from baton.engine.sequence import Sequence
 from baton.engine.step import Plan, check_plan, in_row_order
@@ -66,8 +66,8 @@ class Chosen(NamedTuple):
     """The tokens of the rows that sample, [n], int32, and log probabilities of some."""
 
     tokens: Tensor
-    scores: list[Scores]
-    prompt_scores: tuple[PromptScores, ...] = ()  # of rows that do not sample
+    scores: list[Scores[Sequence]]
+    prompt_scores: tuple[Scores[PromptRow], ...] = ()  # of rows that do not sample
 
 
 class _Rows(NamedTuple):
@@ -75,7 +75,7 @@ class _Rows(NamedTuple):
 
     samples: Ints
     sequences: list[Sequence]  # of those that sample
-    prompts: list[WantedRow]
+    prompts: list[PromptRow]
 
     @property
     def all(self) -> Ints:
@@ -181,9 +181,9 @@ class GpuRunner:
             return self._sample(self._normed(arrays, pages, rows.all), rows)
         logits = self._decoded(arrays, pages)
         if len(rows.samples) == len(logits):
-            return self._choose(logits, rows.sequences, 0)
+            return self._choose(logits, rows.sequences)
         logits = logits[upload(rows.all, self._device)]
-        chosen = self._choose(logits[: len(rows.samples)], rows.sequences, 0)
+        chosen = self._choose(logits[: len(rows.samples)], rows.sequences)
         return chosen._replace(prompt_scores=self._score_prompts(rows, logits.__getitem__))
 
     def _decoded(self, arrays: StepArrays, pages: Tensor) -> Tensor:
@@ -205,11 +205,11 @@ class GpuRunner:
         """normed [n, ...]: the last layer's output for all wanted rows."""
         sequences = wanted.sequences
         tokens = [normed.new_empty(0, dtype=torch.int32)]
-        scores: list[Scores] = []
+        scores: list[Scores[Sequence]] = []
         for start in range(0, len(sequences), SAMPLED_ROWS):
             rows = slice(start, start + SAMPLED_ROWS)
             logits = logits_of(self._model, normed[: len(sequences)][rows])
-            chosen = self._choose(logits, sequences[rows], start)
+            chosen = self._choose(logits, sequences[rows])
             tokens.append(chosen.tokens)
             scores += chosen.scores
         prompts = self._score_prompts(wanted, lambda some: logits_of(self._model, normed[some]))
@@ -217,7 +217,7 @@ class GpuRunner:
 
     def _score_prompts(
         self, rows: _Rows, logits_at: Callable[[slice], Tensor]
-    ) -> tuple[PromptScores, ...]:
+    ) -> tuple[Scores[PromptRow], ...]:
         """`logits_at` makes the logits of some of the wanted rows."""
         first = len(rows.samples)
 
@@ -227,11 +227,11 @@ class GpuRunner:
 
         return tuple(score_prompts(rows.prompts, logits_of_prompts))
 
-    def _choose(self, logits: Tensor, sequences: list[Sequence], first: int) -> Chosen:
-        """logits [n, ...], one row per sequence; rows count from `first`."""
+    def _choose(self, logits: Tensor, sequences: list[Sequence]) -> Chosen:
+        """logits [n, ...], one row per sequence."""
         tokens = self._sampler.sample(logits, sequences)
         known = logits[:, : self._sampler.vocabulary_size]
-        return Chosen(tokens, score(known, tokens, sequences, first))
+        return Chosen(tokens, list(score(known, tokens, sequences)))
 
     def _recorded_prompt(self, arrays: StepArrays) -> int | None:
         """The recording that fits a step over prompts alone, if there is one."""

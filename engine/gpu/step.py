@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from baton.core.errors import Internal
-from baton.engine.logprobs import PromptScores, Scores
+from baton.engine.logprobs import PromptRow, Scores, store_prompt_scores
 from baton.engine.sampler import NOT_FINITE
 from baton.engine.sequence import Sequence
 from baton.engine.step import Outcome, Plan
@@ -22,8 +22,8 @@ class GpuInFlightStep:
         plan: Plan,
         sampling: list[Sequence],
         tokens: Tensor | None,
-        scores: Iterable[Scores] = (),
-        prompt_scores: Iterable[PromptScores] = (),
+        scores: Iterable[Scores[Sequence]] = (),
+        prompt_scores: Iterable[Scores[PromptRow]] = (),
     ) -> None:
         """`tokens` of the sequences `sampling`, in host memory that the device fills; `scores` of
         the rows among them that ask for them, `prompt_scores` of other rows."""
@@ -47,11 +47,10 @@ class GpuInFlightStep:
         if self._tokens is not None:
             for sequence, token in zip(self._sampling, self._tokens.tolist(), strict=True):
                 outcomes[sequence] = token if token >= 0 else Internal(NOT_FINITE)
-        for row, scored in (each for scores in self._scores for each in scores.by_row()):
-            if isinstance(outcomes[self._sampling[row]], int):
-                outcomes[self._sampling[row]] = scored
-        for prompt_scores in self._prompt_scores:
-            prompt_scores.store()
+        for sequence, scored in (each for scores in self._scores for each in scores.by_row()):
+            if isinstance(outcomes[sequence], int):
+                outcomes[sequence] = scored
+        store_prompt_scores(self._prompt_scores)
         for sequence in self._sampling:
             sequence.expected -= 1
         return list(outcomes.values())

@@ -88,7 +88,8 @@ def test_a_gpu_tells_what_a_cpu_tells(device: torch.device, tmp_path: Path) -> N
 def test_what_cannot_be_is_a_number_too() -> None:
     work = Work(AttemptKey("r", 1), [1], Sampling(), 9, frozenset(), logprobs=3)
     logits = torch.tensor([[0.0, -math.inf]])
-    ((_, scored),) = score(logits, [0], [Sequence(work, PagePool(0, 4).acquire(0))])[0].by_row()
+    (scores,) = score(logits, [0], [Sequence(work, PagePool(0, 4).acquire(0))])
+    ((_, scored),) = scores.by_row()
     assert scored.logprobs == Logprobs(0.0, (0, 1), (0.0, LEAST))
 
 
@@ -99,10 +100,10 @@ def test_many_rows_are_scored_in_groups_that_know_their_places() -> None:
         sequences.append(Sequence(work, PagePool(0, 4).acquire(0)))
     logits = torch.randn(100, VOCABULARY, generator=torch.Generator().manual_seed(1))
     best = logits.argmax(dim=-1)
-    found = [pair for part in score(logits, best, sequences, first=7) for pair in part.by_row()]
-    assert [row - 7 for row, _ in found] == list(range(1, 100, 2))
-    for row, scored in found:
-        assert scored.token == best[row - 7] == scored.logprobs.top_token_ids[0]
+    found = [pair for part in score(logits, best, sequences) for pair in part.by_row()]
+    assert [sequence for sequence, _ in found] == sequences[1::2]
+    for token, (_, scored) in zip(best[1::2], found, strict=True):
+        assert scored.token == token == scored.logprobs.top_token_ids[0]
 
 
 @pytest.mark.parametrize("wanted", [None, 0, 20])
