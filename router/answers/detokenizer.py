@@ -103,7 +103,8 @@ class WindowDetokenizer:
         self._seen = ""
 
     def push(self, ids: Iterable[int]) -> str:
-        fresh = [token_id for token_id in ids if self._shows(token_id)]
+        known = self._tokenizer.id_to_token
+        fresh = [each for each in ids if each not in self._hidden and known(each) is not None]
         self._window += fresh
         if not fresh or fresh[-1] in self._byte_ids:
             return ""
@@ -112,24 +113,16 @@ class WindowDetokenizer:
     def flush(self) -> str:
         return self._new_text()
 
-    def _shows(self, token_id: int) -> bool:
-        return token_id not in self._hidden and self._tokenizer.id_to_token(token_id) is not None
-
     def _new_text(self) -> str:
         text = self._tokenizer.decode(self._window)
-        fresh = text[len(self._seen) :]
-        self._shrink_window(text)
-        return fresh
-
-    def _shrink_window(self, text: str) -> None:
-        """Keeps the shortest context that has text: after one without, the next token would count
-        as the first and lose its space."""
+        fresh, self._seen = text[len(self._seen) :], text
+        # The shortest context that has text: after one without, the next token would count as the
+        # first and lose its space.
         for width in (1, 2):
-            seen = self._tokenizer.decode(self._window[-width:])
-            if seen:
+            if seen := self._tokenizer.decode(self._window[-width:]):
                 self._window, self._seen = self._window[-width:], seen
-                return
-        self._seen = text
+                break
+        return fresh
 
 
 def _decoder_steps(tokenizer: Tokenizer | None) -> list[str]:

@@ -104,10 +104,6 @@ class StreamOptions(RequestModel):
     include_usage: bool = about("Send the usage in a last chunk without choices.", False)
 
 
-def _as_list(value: object) -> object:
-    return [value] if isinstance(value, str) else value
-
-
 def _bounded_biases(value: object) -> object:
     """Checks the size first: each wrong entry would be one error."""
     if isinstance(value, dict) and len(value) > bounds.MAX_BIASES:
@@ -121,7 +117,14 @@ Biases = Annotated[
     BeforeValidator(_bounded_biases),
     Field(json_schema_extra=_BIAS_SCHEMA),
 ]
-_STOP_LIST = Annotated[list[StopString], Field(fail_fast=True, max_length=bounds.MAX_STOP_STRINGS)]
+_StopList = Annotated[list[StopString], Field(fail_fast=True, max_length=bounds.MAX_STOP_STRINGS)]
+Stops = Annotated[
+    _StopList,
+    BeforeValidator(
+        lambda value: [value] if isinstance(value, str) else value,
+        json_schema_input_type=StopString | _StopList,
+    ),
+]
 _STRUCTURED = "answers of a given structure"
 
 
@@ -149,9 +152,7 @@ class GenerationRequest(RequestModel):
     logit_bias: Biases | None = about("By token id: added to its logit.")
     seed: int | None = about("Repeats an answer. Absent: drawn.", ge=-(2**63), le=2**64 - 1)
     n: int = about("Answers to each prompt.", 1, ge=1, le=bounds.MAX_ANSWERS)
-    stop: Annotated[
-        _STOP_LIST, BeforeValidator(_as_list, json_schema_input_type=StopString | _STOP_LIST)
-    ] = about("The text is cut before the first of these.", ())
+    stop: Stops = about("The text is cut before the first of these.", ())
     stop_token_ids: Annotated[tuple[int, ...], token_ids(bounds.MAX_STOP_TOKENS)] = about(
         "Tokens that end the answer.", ()
     )

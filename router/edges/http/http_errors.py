@@ -57,8 +57,7 @@ def error_response(error: Exception, request_id: str, prompt_field: str = "promp
     """What a client sees of `error`; the rest is logged."""
     if isinstance(error, HTTPException):
         # Raised before any field is parsed.
-        body = _body(error.status_code, error.detail)
-        return _response(error.status_code, body, request_id, error.headers)
+        return _response(error.status_code, error.detail, request_id, error.headers or {})
     if not isinstance(error, BatonError):
         log.error("request %s failed unexpectedly", request_id, exc_info=error)
         error = Internal("")
@@ -74,8 +73,8 @@ def error_response(error: Exception, request_id: str, prompt_field: str = "promp
     headers = {"www-authenticate": "Bearer"} if status == 401 else {}
     if error.retry_after:
         headers["retry-after"] = str(math.ceil(error.retry_after))
-    body = _body(status, message, param, code or error.reason.lower())
-    return _response(status, body, request_id, headers)
+    code = code or error.reason.lower()
+    return _response(status, message, request_id, headers, param, code)
 
 
 def _nearest(table: dict[type[BatonError], str], error: BatonError) -> str:
@@ -83,9 +82,16 @@ def _nearest(table: dict[type[BatonError], str], error: BatonError) -> str:
     return next((table[cls] for cls in type(error).__mro__ if cls in table), "")
 
 
-def _body(status: int, message: str, param: str = "", code: str = "") -> ErrorBody:
+def _response(
+    status: int,
+    message: str,
+    request_id: str,
+    headers: Mapping[str, str],
+    param: str = "",
+    code: str = "",
+) -> Response:
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return {
+    body: ErrorBody = {
         "error": {
             "message": message,
             "type": "requests" if status == 429 else kind,
@@ -93,10 +99,5 @@ def _body(status: int, message: str, param: str = "", code: str = "") -> ErrorBo
             "code": code or None,
         }
     }
-
-
-def _response(
-    status: int, body: ErrorBody, request_id: str, headers: Mapping[str, str] | None
-) -> Response:
-    named = {**(headers or {}), "x-request-id": request_id}
+    named = {**headers, "x-request-id": request_id}
     return Response(encode(body), status, named, "application/json")
