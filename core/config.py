@@ -13,18 +13,20 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
 from baton.core.config_values import (
-    NICENESS,
-    NOT_NEGATIVE,
-    PORT,
-    POSITIVE,
-    SHARE,
-    SHARE_OR_NONE,
-    Check,
+    Bytes,
+    Niceness,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Port,
+    PositiveFloat,
+    PositiveInt,
+    Share,
+    ShareOrNone,
     build,
     key,
-    one_of,
     read_yaml,
     set_dotted,
 )
@@ -35,98 +37,88 @@ GPU_MEMORY = 0.9
 """The share of its GPU's memory that a worker uses by default."""
 
 _RAY_COUNTS = {"CPU", "GPU", "memory", "object_store_memory"}
-_RESOURCES: Check = (
-    lambda value: not value.keys() & _RAY_COUNTS and all(n >= 1e-4 for n in value.values()),
-    "must have 0.0001 or more of each name, and not CPU, GPU or memory, which Ray counts itself"
-    " (GPUs are in `gpus`)",
-)
+_Resources = Annotated[
+    Mapping[str, float],
+    (
+        lambda value: not value.keys() & _RAY_COUNTS and all(n >= 1e-4 for n in value.values()),
+        "must have 0.0001 or more of each name, and not CPU, GPU or memory, which Ray counts"
+        " itself (GPUs are in `gpus`)",
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
     """The routers, where clients connect."""
 
-    count: int = key(1, "Routers; each has ports one above the last.", POSITIVE, "--routers")
-    host: str = key("127.0.0.1", "Where the router listens.", flag="--host")
-    port: int = key(50051, "The gRPC port.", PORT, "--port")
-    http_port: int = key(8000, "The HTTP port.", PORT, "--http-port")
-    metrics_port: int = key(9400, "The Prometheus port.", PORT, "--metrics-port")
-    keys: str = key(
-        "", "A file of API keys (`baton keys add`); empty requires none.", None, "--keys"
-    )
+    count: PositiveInt = key(1, "Routers; each has ports one above the last.", "--routers")
+    host: str = key("127.0.0.1", "Where the router listens.", "--host")
+    port: Port = key(50051, "The gRPC port.", "--port")
+    http_port: Port = key(8000, "The HTTP port.", "--http-port")
+    metrics_port: Port = key(9400, "The Prometheus port.", "--metrics-port")
+    keys: str = key("", "A file of API keys (`baton keys add`); empty requires none.", "--keys")
     open_metrics: bool = key(
         False,
         "With keys: serve metrics without one. Else the metrics port is open to this host only.",
     )
-    max_requests: int = key(1024, "Running and queued requests; more are refused.", POSITIVE)
-    max_queued: int = key(512, "Requests that may wait for capacity.", POSITIVE)
-    queue_timeout: float = key(600.0, "Seconds that a request may wait for capacity.", POSITIVE)
-    worker_backlog: int = key(
+    max_requests: PositiveInt = key(1024, "Running and queued requests; more are refused.")
+    max_queued: PositiveInt = key(512, "Requests that may wait for capacity.")
+    queue_timeout: PositiveFloat = key(600.0, "Seconds that a request may wait for capacity.")
+    worker_backlog: PositiveInt = key(
         16,
         "Requests sent to one worker before it has started, or reserved pages for, earlier ones.",
-        POSITIVE,
     )
-    placement_timeout: float = key(
-        30.0, "Seconds to wait for workers when there are none.", POSITIVE
+    placement_timeout: PositiveFloat = key(30.0, "Seconds to wait for workers when there are none.")
+    max_worker_deaths: PositiveInt = key(
+        2, "Attempts of one request that may end in a worker's death; then it fails."
     )
-    max_worker_deaths: int = key(
-        2, "Attempts of one request that may end in a worker's death; then it fails.", POSITIVE
-    )
-    max_attempts: int = key(8, "Attempts of one request in all.", POSITIVE)
-    policy: str = key(
+    max_attempts: PositiveInt = key(8, "Attempts of one request in all.")
+    policy: Literal["kv_aware", "least_loaded", "round_robin"] = key(
         "kv_aware",
         "Placement: by predicted time with cached pages (kv_aware), by load alone (least_loaded),"
         " or in turn (round_robin).",
-        one_of("kv_aware", "least_loaded", "round_robin"),
     )
-    local_prefill: str = key(
+    local_prefill: Literal["auto", "fallback", "never", "always"] = key(
         "auto",
         "When decode workers prefill prompts themselves: auto if predicted to be faster, or if no"
         " prefill worker has been available for `local_prefill_after`; fallback only for the"
         " latter; never; always.",
-        one_of("auto", "fallback", "never", "always"),
     )
-    local_prefill_after: float = key(
-        2.0, "Seconds without a prefill worker before decode workers prefill.", NOT_NEGATIVE
+    local_prefill_after: NonNegativeFloat = key(
+        2.0, "Seconds without a prefill worker before decode workers prefill."
     )
-    fetch_pages: str = key(
+    fetch_pages: Literal["auto", "never", "always"] = key(
         "auto",
         "When a prefill worker fetches a prompt's cached pages from a decode worker: auto if"
         " predicted to be faster than computing them; never; always.",
-        one_of("auto", "never", "always"),
     )
-    first_token_timeout: float = key(600.0, "Seconds from placement to the first token.", POSITIVE)
-    stall_timeout: float = key(120.0, "Seconds between two tokens.", POSITIVE)
-    reader_buffer: int = key(
-        4096, "Tokens buffered for a client that reads slowly; then it is disconnected.", POSITIVE
+    first_token_timeout: PositiveFloat = key(600.0, "Seconds from placement to the first token.")
+    stall_timeout: PositiveFloat = key(120.0, "Seconds between two tokens.")
+    reader_buffer: PositiveInt = key(
+        4096, "Tokens buffered for a client that reads slowly; then it is disconnected."
     )
-    ping_seconds: float = key(0.5, "Between two heartbeats of a worker.", POSITIVE)
-    frozen_seconds: float = key(
-        3.0, "A worker that sent nothing for this long counts as lost.", POSITIVE
+    ping_seconds: PositiveFloat = key(0.5, "Between two heartbeats of a worker.")
+    frozen_seconds: PositiveFloat = key(
+        3.0, "A worker that sent nothing for this long counts as lost."
     )
-    engine_stall_seconds: float = key(
-        60.0, "So does a worker whose engine has work and reported nothing for this long.", POSITIVE
+    engine_stall_seconds: PositiveFloat = key(
+        60.0, "So does a worker whose engine has work and reported nothing for this long."
     )
-    canary_seconds: float = key(
-        30.0,
-        "How often an idle worker generates a token to prove that it can; 0 never.",
-        NOT_NEGATIVE,
+    canary_seconds: NonNegativeFloat = key(
+        30.0, "How often an idle worker generates a token to prove that it can; 0 never."
     )
     otlp_endpoint: str = key(
         "",
         "OTLP/HTTP collector of request traces, such as http://127.0.0.1:4318; empty sends none.",
     )
-    text_threads: int = key(2, "Threads that tokenize and render templates.", POSITIVE)
-    tool_format: str = key(
-        "auto",
-        "The model's format of tool calls; auto derives it from the chat template.",
-        one_of("auto", "hermes", "llama3", "mistral", "mistral-args"),
+    text_threads: PositiveInt = key(2, "Threads that tokenize and render templates.")
+    tool_format: Literal["auto", "hermes", "llama3", "mistral", "mistral-args"] = key(
+        "auto", "The model's format of tool calls; auto derives it from the chat template."
     )
-    reasoning: str = key(
+    reasoning: Literal["auto", "on", "off"] = key(
         "auto",
         "Whether reasoning (<think>…</think>) is separated from content; auto derives it from the"
         " chat template.",
-        one_of("auto", "on", "off"),
     )
 
 
@@ -134,32 +126,25 @@ class RouterConfig:
 class PoolConfig:
     """What both pools have."""
 
-    workers: int = key(1, "Workers.", POSITIVE)
+    workers: PositiveInt = key(1, "Workers.")
     host: str = key("127.0.0.1", "Where workers listen.")
-    port: int = key(
-        0, "0 chooses a free port; processes started one by one need a fixed one.", PORT
-    )
-    kv_memory: Size = key(
+    port: Port = key(0, "0 chooses a free port; processes started one by one need a fixed one.")
+    kv_memory: Bytes = key(
         Size(0),
         'K/V memory of each worker, such as "2GiB"; 0 chooses by device: 1 GiB, or on a GPU all'
         " that `gpu_memory` leaves.",
-        NOT_NEGATIVE,
         "--kv-memory",
     )
-    threads: int | None = key(None, "CPU threads of one worker; unset uses all cores.", POSITIVE)
+    threads: PositiveInt | None = key(None, "CPU threads of one worker; unset uses all cores.")
     gpus: float | None = key(
-        None,
-        "GPUs of one worker; unset uses one for each of its processes if the cluster has any.",
+        None, "GPUs of one worker; unset uses one for each of its processes if the cluster has any."
     )
-    resources: Mapping[str, float] = key(
-        dict,
-        "Resources of a Ray node that one worker needs, such as {baton_prefill: 1}.",
-        _RESOURCES,
+    resources: _Resources = key(
+        dict, "Resources of a Ray node that one worker needs, such as {baton_prefill: 1}."
     )
-    tensor_parallel: int = key(
+    tensor_parallel: PositiveInt = key(
         1,
         "Processes that share the model in each worker; on GPUs each has its own GPU of one node.",
-        POSITIVE,
         "--tensor-parallel",
     )
 
@@ -168,18 +153,16 @@ class PoolConfig:
 class PrefillConfig(PoolConfig):
     """The prefill pool."""
 
-    workers: int = key(1, "Prefill workers.", POSITIVE, "--prefill")
-    chunk_tokens: int = key(
+    workers: PositiveInt = key(1, "Prefill workers.", "--prefill")
+    chunk_tokens: NonNegativeInt = key(
         0,
         "Prompt tokens in one step; 0 chooses by device: 512, or 8,192 on a GPU.",
-        NOT_NEGATIVE,
         "--chunk-tokens",
     )
-    gpu_share: float = key(
+    gpu_share: Share = key(
         1.0,
         "Share of a GPU's multiprocessors that one worker uses. Below 1 where both pools share a"
         " GPU: the rest stays free for decode (docs/PERFORMANCE.md).",
-        SHARE,
         "--gpu-share",
     )
 
@@ -188,37 +171,30 @@ class PrefillConfig(PoolConfig):
 class DecodeConfig(PoolConfig):
     """The decode pool."""
 
-    workers: int = key(1, "Decode workers.", POSITIVE, "--decode")
-    max_batch: int = key(
-        0,
-        "Requests in one step; 0 chooses by device: 64, or 256 on a GPU.",
-        NOT_NEGATIVE,
-        "--max-batch",
+    workers: PositiveInt = key(1, "Decode workers.", "--decode")
+    max_batch: NonNegativeInt = key(
+        0, "Requests in one step; 0 chooses by device: 64, or 256 on a GPU.", "--max-batch"
     )
-    chunk_tokens: int = key(
+    chunk_tokens: NonNegativeInt = key(
         0,
         "Prompt tokens in one step (local prefill, and requests that lost their pages); 0 chooses"
         " by device: 256, or 2,048 on a GPU.",
-        NOT_NEGATIVE,
     )
-    nice: int = key(
+    nice: Niceness = key(
         19,
         "On a CPU: niceness of decode's threads. Where both pools share cores, prefill then runs at"
         " full speed, and decode in larger batches.",
-        NICENESS,
     )
-    ticket_seconds: float = key(600.0, "Seconds that reserved pages wait for a prompt.", POSITIVE)
+    ticket_seconds: PositiveFloat = key(600.0, "Seconds that reserved pages wait for a prompt.")
 
 
 @dataclass(frozen=True, slots=True)
 class TlsConfig:
     """Certificates for clients and among the cluster's processes (core/tls.py)."""
 
-    folder: str = key(
-        "", "A folder of certificates (`baton certs`); empty uses no TLS.", None, "--tls"
-    )
+    folder: str = key("", "A folder of certificates (`baton certs`); empty uses no TLS.", "--tls")
     client_certificates: bool = key(
-        False, "Require a certificate of clients.", flag="--client-certificates"
+        False, "Require a certificate of clients.", "--client-certificates"
     )
 
 
@@ -226,37 +202,33 @@ class TlsConfig:
 class CacheConfig:
     """The second tier: pages that were evicted from a pool. Budgets are one worker's."""
 
-    host_memory: Size = key(
-        Size(0), "Host memory. On a CPU a larger `kv_memory` is better.", NOT_NEGATIVE
-    )
+    host_memory: Bytes = key(Size(0), "Host memory. On a CPU a larger `kv_memory` is better.")
     files: str = key("", "A folder for files, which outlive the worker; empty writes none.")
-    files_budget: Size = key(Size(16 * 2**30), "Most bytes of these files.", NOT_NEGATIVE)
+    files_budget: Bytes = key(Size(16 * 2**30), "Most bytes of these files.")
 
 
 @dataclass(frozen=True, slots=True)
 class ControllerConfig:
     """The controller, which reports workers to routers, under Ray."""
 
-    port: int = key(0, "0 chooses a free port; routers outside Ray need a fixed one.", PORT)
+    port: Port = key(0, "0 chooses a free port; routers outside Ray need a fixed one.")
 
 
 @dataclass(frozen=True, slots=True)
 class PlannerConfig:
     """The planner, which adapts the pools to the load, under Ray."""
 
-    enabled: bool = key(False, "Adapt the pools to the load; see `baton plan`.", flag="--plan")
+    enabled: bool = key(False, "Adapt the pools to the load; see `baton plan`.", "--plan")
     act: bool = key(True, "Carry decisions out, instead of only reporting them.")
-    ttft: float = key(4.0, "Objective: seconds to the first token.", POSITIVE)
-    itl: float = key(0.05, "Objective: seconds between two tokens.", POSITIVE)
-    most_workers: int = key(
-        0,
-        "Workers of both pools together; 0 allows as many as the cluster starts with.",
-        NOT_NEGATIVE,
+    ttft: PositiveFloat = key(4.0, "Objective: seconds to the first token.")
+    itl: PositiveFloat = key(0.05, "Objective: seconds between two tokens.")
+    most_workers: NonNegativeInt = key(
+        0, "Workers of both pools together; 0 allows as many as the cluster starts with."
     )
-    least_prefill: int = key(1, "Prefill workers to keep without load.", POSITIVE)
-    least_decode: int = key(1, "Decode workers to keep without load.", POSITIVE)
-    round_seconds: float = key(
-        10.0, "Between two decisions. Each looks at the last six rounds.", POSITIVE
+    least_prefill: PositiveInt = key(1, "Prefill workers to keep without load.")
+    least_decode: PositiveInt = key(1, "Decode workers to keep without load.")
+    round_seconds: PositiveFloat = key(
+        10.0, "Between two decisions. Each looks at the last six rounds."
     )
 
 
@@ -271,33 +243,25 @@ class MembersConfig:
 class Config:
     """A whole cluster."""
 
-    model: str = key("embedded", "A Hugging Face folder, or the embedded model.", flag="--model")
+    model: str = key("embedded", "A Hugging Face folder, or the embedded model.", "--model")
     model_name: str = key(
-        "", "The model's name for clients; empty uses its folder's.", flag="--model-name"
+        "", "The model's name for clients; empty uses its folder's.", "--model-name"
     )
-    dtype: str = key(
-        "auto",
-        "float32, bfloat16 or float16; auto chooses by device.",
-        one_of("auto", "float32", "bfloat16", "float16"),
-        "--dtype",
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
+        "auto", "float32, bfloat16 or float16; auto chooses by device.", "--dtype"
     )
-    device: str = key(
-        "auto",
-        "cpu or cuda; auto uses GPUs if there are any.",
-        one_of("auto", "cpu", "cuda"),
-        "--device",
+    device: Literal["auto", "cpu", "cuda"] = key(
+        "auto", "cpu or cuda; auto uses GPUs if there are any.", "--device"
     )
-    transport: str = key(
+    transport: Literal["auto", "nixl", "cuda_ipc"] = key(
         "auto",
         "How pages travel: nixl or cuda_ipc; auto uses CUDA IPC between GPUs of one host, else"
         " NIXL.",
-        one_of("auto", "nixl", "cuda_ipc"),
     )
-    gpu_memory: float = key(
+    gpu_memory: ShareOrNone = key(
         0.0,
         "Share of a GPU's memory that a worker uses for weights, pages and work; 0 uses 0.9, or 0.9"
         " of the part of a GPU that Ray gives it.",
-        SHARE_OR_NONE,
         "--gpu-memory",
     )
     ranks_share_gpus: bool = key(
@@ -305,43 +269,34 @@ class Config:
         "Let a worker's processes (`tensor_parallel`) share a GPU. For tests: they then exchange"
         " data through host memory, which is slow.",
     )
-    weights: str = key(
-        "files",
-        "files, or random for measurements, which needs no weights in the model's folder.",
-        one_of("files", "random"),
+    weights: Literal["files", "random"] = key(
+        "files", "files, or random for measurements, which needs no weights in the model's folder."
     )
-    page_size: int = key(16, "Tokens of a page.", POSITIVE, "--page-size")
+    page_size: PositiveInt = key(16, "Tokens of a page.", "--page-size")
     prefix_cache: bool = key(True, "Keep pages of prompts and answers for later prompts.")
-    max_context: int | None = key(
-        None, "A shorter context than the model's.", POSITIVE, "--max-context"
+    max_context: PositiveInt | None = key(
+        None, "A shorter context than the model's.", "--max-context"
     )
-    drain_seconds: float = key(
-        20.0,
-        "Seconds that a stopping process lets its requests run. A worker's then migrate.",
-        NOT_NEGATIVE,
+    drain_seconds: NonNegativeFloat = key(
+        20.0, "Seconds that a stopping process lets its requests run. A worker's then migrate."
     )
-    quarantine_share: float = key(
+    quarantine_share: Share = key(
         0.5,
         "Largest share of a pool in quarantine for writes of lost peers; above it a worker accepts"
         " nothing new.",
-        SHARE,
     )
-    page_digests: str = key(
+    page_digests: Literal["auto", "on", "off"] = key(
         "auto",
         "Checksums of pages, verified on arrival: on, off, or auto, which is on for pools in CPU"
         " memory.",
-        one_of("auto", "on", "off"),
     )
     insecure: bool = key(
         False,
         "Allow other machines to reach a router without keys, or workers without TLS.",
-        flag="--insecure",
+        "--insecure",
     )
-    log_level: str = key(
-        "info",
-        "debug, info, warning or error.",
-        one_of("debug", "info", "warning", "error"),
-        "--log-level",
+    log_level: Literal["debug", "info", "warning", "error"] = key(
+        "info", "debug, info, warning or error.", "--log-level"
     )
     tls: TlsConfig = TlsConfig()
     router: RouterConfig = RouterConfig()

@@ -9,6 +9,7 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Annotated
 
 import yaml
 
@@ -20,21 +21,37 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 Check = tuple[Callable[[typing.Any], bool], str]
 """Whether a value is allowed, and what it must be."""
 
-POSITIVE: Check = (lambda value: value > 0, "must be above 0")
-NOT_NEGATIVE: Check = (lambda value: value >= 0, "must be 0 or more")
-SHARE: Check = (lambda value: 0 < value <= 1, "must be above 0 and at most 1")
-SHARE_OR_NONE: Check = (lambda value: 0 <= value <= 1, "must be from 0 to 1")
-PORT: Check = (lambda value: 0 <= value <= 65535, "must be a port, 0 to 65535")
-NICENESS: Check = (lambda value: 0 <= value <= 19, "must be from 0 to 19")
+
+class Size(int):
+    """A number of bytes, written as 1073741824, "1GiB" or "512 MiB"."""
+
+    @classmethod
+    def parse(cls, value: object) -> Size:
+        if isinstance(value, int) and not isinstance(value, bool):
+            return cls(value)
+        match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+        if match is None or match[2].upper() not in _UNITS:
+            raise ValueError('expected a size such as "1GiB"')
+        return cls(float(match[1]) * _UNITS[match[2].upper()])
 
 
-def one_of(*names: str) -> Check:
-    return (lambda value: value in names), f"must be one of {', '.join(names)}"
+_POSITIVE: Check = (lambda value: value > 0, "must be above 0")
+_NOT_NEGATIVE: Check = (lambda value: value >= 0, "must be 0 or more")
+
+PositiveInt = Annotated[int, _POSITIVE]
+PositiveFloat = Annotated[float, _POSITIVE]
+NonNegativeInt = Annotated[int, _NOT_NEGATIVE]
+NonNegativeFloat = Annotated[float, _NOT_NEGATIVE]
+Bytes = Annotated[Size, _NOT_NEGATIVE]
+Share = Annotated[float, (lambda value: 0 < value <= 1, "must be above 0 and at most 1")]
+ShareOrNone = Annotated[float, (lambda value: 0 <= value <= 1, "must be from 0 to 1")]
+Port = Annotated[int, (lambda value: 0 <= value <= 65535, "must be a port, 0 to 65535")]
+Niceness = Annotated[int, (lambda value: 0 <= value <= 19, "must be from 0 to 19")]
 
 
-def key(default: object, meaning: str, check: Check | None = None, flag: str = "") -> typing.Any:
+def key(default: object, meaning: str, flag: str = "") -> typing.Any:
     """A dataclass field. `flag` is its flag of `baton serve`; several keys may share one."""
-    metadata = {"meaning": meaning, "check": check, "flag": flag}
+    metadata = {"meaning": meaning, "flag": flag}
     if default is dict:
         return dataclasses.field(default_factory=dict, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -42,7 +59,7 @@ def key(default: object, meaning: str, check: Check | None = None, flag: str = "
 
 class ConfigKey(typing.NamedTuple):
     path: str  # dotted
-    type: typing.Any
+    type: typing.Any  # without its check
     default: object
     meaning: str
     flag: str
@@ -57,20 +74,8 @@ def keys_of(config: type, prefix: str = "") -> Iterator[ConfigKey]:
             yield from keys_of(typing.cast(type, hint), f"{path}.")
         else:
             about = field.metadata
-            yield ConfigKey(path, hint, field.default, about["meaning"], about["flag"])
-
-
-class Size(int):
-    """A number of bytes, written as 1073741824, "1GiB" or "512 MiB"."""
-
-    @classmethod
-    def parse(cls, value: object) -> Size:
-        if isinstance(value, int) and not isinstance(value, bool):
-            return cls(value)
-        match = _SIZE.fullmatch(value) if isinstance(value, str) else None
-        if match is None or match[2].upper() not in _UNITS:
-            raise ValueError('expected a size such as "1GiB"')
-        return cls(float(match[1]) * _UNITS[match[2].upper()])
+            plain = str if typing.get_origin(hint) is typing.Literal else hint
+            yield ConfigKey(path, plain, field.default, about["meaning"], about["flag"])
 
 
 def read_yaml(path: Path) -> dict[str, object]:
@@ -99,37 +104,45 @@ def build(cls: type, tree: object, path: str = "") -> object:
     """A dataclass from names and values; `path` is its place in the whole."""
     if not isinstance(tree, Mapping):
         raise InvalidConfig(f"{path} must hold keys and values", field=path)
-    fields = {item.name: item for item in dataclasses.fields(cls)}
-    hints = typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls, include_extras=True)
     values: dict[str, object] = {}
     for name, value in tree.items():
         inner = f"{path}.{name}" if path else f"{name}"
-        if name not in fields:
-            nearest = difflib.get_close_matches(str(name), fields, n=1)
-            hint = f"did you mean {nearest[0]}?" if nearest else f"known keys: {', '.join(fields)}"
+        if name not in hints:
+            nearest = difflib.get_close_matches(str(name), hints, n=1)
+            hint = f"did you mean {nearest[0]}?" if nearest else f"known keys: {', '.join(hints)}"
             raise InvalidConfig(f"unknown key {inner}; {hint}", field=inner)
         values[name] = _convert(hints[name], value, inner)
-        allowed, rule = fields[name].metadata.get("check") or (lambda _: True, "")
-        if values[name] is not None and not allowed(values[name]):
-            raise InvalidConfig(f"{inner} {rule}, not {value!r}", field=inner)
     return cls(**values)
 
 
 def _convert(hint: typing.Any, value: object, path: str) -> object:
     if dataclasses.is_dataclass(hint):
         return build(typing.cast(type, hint), value, path)
-    if isinstance(hint, types.UnionType):
-        return None if value is None else _convert(typing.get_args(hint)[0], value, path)
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        converted = _convert(arguments[0], value, path)
+        allowed, rule = arguments[1]
+        if not allowed(converted):
+            raise InvalidConfig(f"{path} {rule}, not {value!r}", field=path)
+        return converted
+    if origin in (types.UnionType, typing.Union):
+        return None if value is None else _convert(arguments[0], value, path)
+    if origin is typing.Literal:
+        if _scalar(str, value, path) not in arguments:
+            names = ", ".join(arguments)
+            raise InvalidConfig(f"{path} must be one of {names}, not {value!r}", field=path)
+        return value
     if hint is Size:
         try:
             return Size.parse(value)
         except ValueError as error:
             raise InvalidConfig(f"{path}: {error}, not {value!r}", field=path) from None
-    if typing.get_origin(hint) is tuple:
+    if origin is tuple:
         if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
             return tuple(value)
         raise InvalidConfig(f"{path} must be a list of strings, not {value!r}", field=path)
-    if typing.get_origin(hint) is Mapping:
+    if origin is Mapping:
         if isinstance(value, Mapping):
             return {str(name): _scalar(float, n, f"{path}.{name}") for name, n in value.items()}
         raise InvalidConfig(f"{path} must hold names and numbers, not {value!r}", field=path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
@@ -49,7 +48,7 @@ def _table(keys: list[ConfigKey]) -> Iterator[str]:
 
 
 def _type(hint: object) -> str:
-    if isinstance(hint, types.UnionType):
+    if type(None) in typing.get_args(hint):
         return _type(typing.get_args(hint)[0])
     if typing.get_origin(hint) is tuple:
         return "list of str"
