@@ -17,8 +17,10 @@ from baton.cli.model_pull import model
 from baton.cli.monitor import diagnose, status, top, why
 from baton.cli.serve import serve
 from baton.cli.simulate import simulate
+from baton.cli.terminal import Edge
 
 app = typer.Typer(
+    cls=Edge,
     name="baton",
     help="Serve large language models from separate prefill and decode pools.",
     no_args_is_help=True,

@@ -13,7 +13,7 @@ import typer
 from typer import Argument, Option
 
 from baton import Answer, BatonError, Client, InvalidRequest, Message, Stream
-from baton.cli.terminal import Address, complain, connected, note, option, print_json, with_flags
+from baton.cli.terminal import Address, complain, note, option, print_json, with_flags
 from baton.connection import DEFAULT_ADDRESS
 from baton.request_builder import GenerateOptions
 
@@ -112,7 +112,7 @@ def generate(
     wanted = cast(GenerateOptions, options | {"n": n, "ignore_eos": ignore_eos})
     show = _show_json if as_json else _show_text if n == 1 else _show_all
     with (
-        connected(address) as client,
+        Client(address) as client,
         _start(client, _read_prompt(prompt), raw, system, wanted) as stream,
     ):
         show(Playback(stream))
@@ -160,7 +160,7 @@ def _show_json(playback: Playback) -> None:
 @with_flags(SAMPLING)
 def chat(system: System = None, *, address: Address = DEFAULT_ADDRESS, **options: Any) -> None:
     """Talk to the model. /help lists the commands of a conversation."""
-    with connected(address) as client:
+    with Client(address) as client:
         names = [model.name for model in client.models() if model.has_chat_template]
         if not names:
             raise InvalidRequest("the model has no chat template; use `baton generate --raw`")

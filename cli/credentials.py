@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from baton.cli.terminal import AsJson, edge, note, print_json, print_lines, print_result
+from baton.cli.terminal import AsJson, note, print_json, print_lines, print_result
 from baton.core.api_keys import ApiKey, make_key, read_keys, write_keys
 from baton.core.errors import InvalidConfig
 
@@ -33,21 +33,19 @@ def add(
     as_json: AsJson = False,
 ) -> None:
     """Make a key and print it, once: the file keeps only its digest."""
-    with edge():
-        known = _known(file)
-        if any(key.name == name for key in known):
-            raise InvalidConfig(f"{file} has a key called {name} already")
-        secret, key = make_key(name, rate=rate, concurrency=concurrency, admin=admin)
-        write_keys(file, [*known, key])
-        print_result({"key": secret, **_fields(key)}, secret, as_json)
-        note(f"{name} is in {file}; serve with --keys {file}")
+    known = _known(file)
+    if any(key.name == name for key in known):
+        raise InvalidConfig(f"{file} has a key called {name} already")
+    secret, key = make_key(name, rate=rate, concurrency=concurrency, admin=admin)
+    write_keys(file, [*known, key])
+    print_result({"key": secret, **_fields(key)}, secret, as_json)
+    note(f"{name} is in {file}; serve with --keys {file}")
 
 
 @keys.command("list")
 def show(file: File = DEFAULT_FILE, as_json: AsJson = False) -> None:
     """Print every key's name and limits."""
-    with edge():
-        found = read_keys(file)
+    found = read_keys(file)
     if as_json:
         print_json([_fields(key) for key in found])
     else:
@@ -57,15 +55,14 @@ def show(file: File = DEFAULT_FILE, as_json: AsJson = False) -> None:
 @keys.command()
 def remove(name: Name, file: File = DEFAULT_FILE, as_json: AsJson = False) -> None:
     """Remove a key. Running routers refuse it within about a second."""
-    with edge():
-        known = _known(file)
-        left = [key for key in known if key.name != name]
-        if len(left) == len(known):
-            raise InvalidConfig(f"{file} has no key called {name}")
-        write_keys(file, left)
-        if as_json:
-            print_json({"name": name, "removed": True})
-        note(f"{name} is no longer in {file}")
+    known = _known(file)
+    left = [key for key in known if key.name != name]
+    if len(left) == len(known):
+        raise InvalidConfig(f"{file} has no key called {name}")
+    write_keys(file, left)
+    if as_json:
+        print_json({"name": name, "removed": True})
+    note(f"{name} is no longer in {file}")
 
 
 def _known(file: Path) -> list[ApiKey]:
@@ -93,11 +90,10 @@ def certs(
     as_json: AsJson = False,
 ) -> None:
     """Make certificates for development. An existing authority is used again."""
-    with edge():
-        from baton.cli.certificates import make_certificates
+    from baton.cli.certificates import make_certificates
 
-        hosts = dict.fromkeys((*_OWN_HOSTS, socket.gethostname(), *(host or ())))
-        make_certificates(folder, list(hosts), days)
+    hosts = dict.fromkeys((*_OWN_HOSTS, socket.gethostname(), *(host or ())))
+    make_certificates(folder, list(hosts), days)
     text = (
         f"{folder} has certificates for {', '.join(hosts)}.\n\n"
         f"  serve        baton serve --tls {folder}\n"

@@ -22,7 +22,7 @@ from typing import Literal
 import typer
 from typer import Option
 
-from baton.cli.terminal import AsJson, edge, print_json
+from baton.cli.terminal import AsJson, print_json
 from baton.cluster.preflight import take_port
 from baton.core import config as configs
 from baton.core import model_store
@@ -59,12 +59,11 @@ def doctor(
     as_json: AsJson = False,
 ) -> None:
     """Check this host: devices, packages, model, ports, and how fast pages travel."""
-    with edge():
-        checks = []
-        for check in run_checks(configs.load(config)):
-            checks.append(check)
-            if not as_json:
-                _print(check)
+    checks = []
+    for check in run_checks(configs.load(config)):
+        checks.append(check)
+        if not as_json:
+            _print(check)
     if as_json:
         print_json([dataclasses.asdict(check) for check in checks])
     raise typer.Exit(any(check.verdict == "fail" for check in checks))

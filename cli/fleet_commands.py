@@ -25,8 +25,6 @@ from baton.cli.terminal import (
     AsJson,
     RayAddress,
     Worker,
-    connected,
-    edge,
     note,
     print_json,
     print_lines,
@@ -55,7 +53,7 @@ def scale(
     if prefill is None and decode is None:
         raise typer.BadParameter("give a number of workers", param_hint="--prefill / --decode")
     show = _Changes(as_json)
-    with connected(address) as client:
+    with Client(address) as client:
         pools = show(client.scale(prefill, decode))
         if wait:
             pools = wait_for(lambda: show(client.pools()), _lack, timeout)
@@ -108,7 +106,7 @@ def role(
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
     """Make a worker finish or migrate its requests, and continue in another role."""
-    with connected(address) as client:
+    with Client(address) as client:
         if not as_json:
             note(f"{worker} becomes a {to.value} worker once it has drained")
         done = client.switch_role(worker, to, timeout=wait)
@@ -131,7 +129,7 @@ def plan(
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
     """Show the planner's latest decisions, with reasons."""
-    with connected(address) as client:
+    with Client(address) as client:
         planned = client.plan()
         if as_json:
             print_json(planned)
@@ -177,10 +175,9 @@ def leave(
     as_json: AsJson = False,
 ) -> None:
     """Make the workers of a machine finish or migrate their requests, and start elsewhere."""
-    with edge():
-        from baton.cluster.stopping import leave_node
+    from baton.cluster.stopping import leave_node
 
-        left = leave_node(ray_address, host, wait)
+    left = leave_node(ray_address, host, wait)
     if as_json:
         print_json({"workers": left, "left": True})
     else:
@@ -194,14 +191,13 @@ def stop(
     as_json: AsJson = False,
 ) -> None:
     """Stop a detached cluster. Running requests may end; Ctrl-C ends them at once."""
-    with edge():
-        from baton.cluster.stopping import stop_detached
+    from baton.cluster.stopping import stop_detached
 
-        hurry = threading.Event()
-        signal.signal(signal.SIGINT, lambda *_: hurry.set())
-        # Not on this thread: Ray would take its signals.
-        with ThreadPoolExecutor(max_workers=1) as threads:
-            stopped = threads.submit(stop_detached, ray_address, cluster, wait, hurry).result()
+    hurry = threading.Event()
+    signal.signal(signal.SIGINT, lambda *_: hurry.set())
+    # Not on this thread: Ray would take its signals.
+    with ThreadPoolExecutor(max_workers=1) as threads:
+        stopped = threads.submit(stop_detached, ray_address, cluster, wait, hurry).result()
     print_result({"cluster": stopped, "stopped": True}, f"{stopped} is stopped", as_json)
 
 
@@ -221,7 +217,7 @@ def drain(
         there = _find(status.workers, worker)
         return f"{worker} still finishes its requests" if there and there.draining else ""
 
-    with connected(address) as client:
+    with Client(address) as client:
         workers = list(client.status().workers)
         found = _find(workers, worker)
         if not last and found and _is_last(workers, found):
@@ -247,7 +243,7 @@ def restart(
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
     """Restart workers one by one. No request is lost."""
-    with connected(address) as client:
+    with Client(address) as client:
         for name in workers or _alternating(client.status().workers):
             began = time.monotonic()
             _restart(client, name, last, wait)

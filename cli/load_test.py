@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import typer
 from typer import Argument, Option
 
-from baton.cli.terminal import AsJson, console, edge, note, print_json
+from baton.cli.terminal import AsJson, console, note, print_json
 from baton.connection import API_KEY_VARIABLE
 from baton.core.errors import InvalidRequest
 
@@ -141,25 +141,24 @@ def bench(
     as_json: AsJson = False,
 ) -> None:
     """Put load on a server, and report TTFT, ITL, end-to-end times and goodput."""
-    with edge():
-        from baton.cli import load_run
+    from baton.cli import load_run
 
-        lengths = parse_lengths(prompt_tokens), parse_lengths(output_tokens)
-        shape = Shape(requests, *lengths, shared_tokens, rate or 0.0, not constant, seed)
-        key = os.environ.get(API_KEY_VARIABLE, "") if api_key is None else api_key
-        base = load_run.base_url(url)
-        named = model or load_run.served_model(base, key)
-        target = load_run.Target(base, named, key, ignore_eos)
-        calls = _run(target, shape.loads(), requests if rate else concurrency)
-        objective = load_run.Objective(slo_ttft, slo_tpot)
-        report = load_run.LoadReport.of(calls, objective)
-        if plot:
-            load_run.plot(calls, plot)
-            note(f"drew {plot}")
-        if as_json:
-            print_json({"url": base, "model": named, **asdict(report)})
-        else:
-            console().print(load_run.render(report, objective))
+    lengths = parse_lengths(prompt_tokens), parse_lengths(output_tokens)
+    shape = Shape(requests, *lengths, shared_tokens, rate or 0.0, not constant, seed)
+    key = os.environ.get(API_KEY_VARIABLE, "") if api_key is None else api_key
+    base = load_run.base_url(url)
+    named = model or load_run.served_model(base, key)
+    target = load_run.Target(base, named, key, ignore_eos)
+    calls = _run(target, shape.loads(), requests if rate else concurrency)
+    objective = load_run.Objective(slo_ttft, slo_tpot)
+    report = load_run.LoadReport.of(calls, objective)
+    if plot:
+        load_run.plot(calls, plot)
+        note(f"drew {plot}")
+    if as_json:
+        print_json({"url": base, "model": named, **asdict(report)})
+    else:
+        console().print(load_run.render(report, objective))
     raise typer.Exit(1 if report.failed == report.requests else 0)
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 import typer
 from typer import Argument
 
-from baton.cli.terminal import AsJson, edge, note, print_result
+from baton.cli.terminal import AsJson, note, print_result
 from baton.core import model_store
 from baton.core.errors import ModelNotFound
 
@@ -47,8 +47,7 @@ model = typer.Typer(help="Fetch and find models.", no_args_is_help=True)
 @model.command()
 def pull(as_json: AsJson = False) -> None:
     """Download the small default model and print its folder."""
-    with edge():
-        folder = pull_model(note)
+    folder = pull_model(note)
     print_result({"folder": str(folder)}, str(folder), as_json)
 
 
@@ -60,8 +59,7 @@ def path(
     as_json: AsJson = False,
 ) -> None:
     """Print the folder of a model."""
-    with edge():
-        folder = model_store.locate(name)
+    folder = model_store.locate(name)
     print_result({"folder": str(folder)}, str(folder), as_json)
 
 

@@ -13,7 +13,6 @@ from baton import Client, PermissionDenied
 from baton.cli.terminal import (
     Address,
     AsJson,
-    connected,
     console,
     print_json,
     print_lines,
@@ -39,7 +38,7 @@ def status(
     """Show the router and its workers."""
     if watch and as_json:
         raise typer.BadParameter("choose one", param_hint="--watch / --json")
-    with connected(address) as client:
+    with Client(address) as client:
         if as_json:
             print_json(client.status())
         elif watch:
@@ -61,7 +60,7 @@ def top(
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
     """Watch the cluster: pools, bottleneck, the last minutes, the latest requests."""
-    with connected(address) as client:
+    with Client(address) as client:
         if as_json:
             print_json(_overview(client)._asdict())
         elif once:
@@ -97,7 +96,7 @@ def why(
     """Show a request's time breakdown, phase by phase."""
     from baton.cli.views import request_table, waterfall
 
-    with connected(address) as client:
+    with Client(address) as client:
         found = client.recent(limit) if request_id is None else client.timing(request_id)
     if as_json:
         print_json(found)
@@ -111,7 +110,7 @@ def why(
 
 def diagnose(as_json: AsJson = False, address: Address = DEFAULT_ADDRESS) -> None:
     """Name the cluster's bottleneck, with evidence and advice."""
-    with connected(address) as client:
+    with Client(address) as client:
         diagnosis = client.diagnose()
     if as_json:
         print_json(diagnosis)

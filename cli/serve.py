@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from typer import Option
 
-from baton.cli.terminal import edge, option, with_flags
+from baton.cli.terminal import option, with_flags
 from baton.cluster import preflight
 from baton.core import config as configs
 from baton.core import model_store
@@ -73,14 +73,13 @@ def serve(
             "only a cluster that outlives this command can be found again: give --detach",
             param_hint="--name" if name else "--watch",
         )
-    with edge():
-        given = {flag: value for flag, value in flags.items() if value is not None}
-        keys = {path: value for flag, value in given.items() for path in _PATHS[flag]}
-        loaded = configs.load(config, keys)
-        preflight.check(loaded)
-        if not name:  # else they may be those of the running cluster
-            preflight.check_ports(loaded.router)
-        _serve(loaded, _Where(ray_address, detach, name, watch))
+    given = {flag: value for flag, value in flags.items() if value is not None}
+    keys = {path: value for flag, value in given.items() for path in _PATHS[flag]}
+    loaded = configs.load(config, keys)
+    preflight.check(loaded)
+    if not name:  # else they may be those of the running cluster
+        preflight.check_ports(loaded.router)
+    _serve(loaded, _Where(ray_address, detach, name, watch))
 
 
 @dataclass(frozen=True, slots=True)

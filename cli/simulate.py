@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Option
 
-from baton.cli.terminal import AsJson, edge, print_json, print_lines
+from baton.cli.terminal import AsJson, print_json, print_lines
 from baton.core.errors import InvalidConfig
 from baton.core.metrics import Spread
 
@@ -46,13 +46,12 @@ def simulate(
     from baton.planner.sizing import Goals, Pools
     from baton.planner.trace import Traffic, arrivals
 
-    with edge():
-        workers = Pools(prefill, decode)
-        least = Pools(least_prefill, least_decode)
-        goals = Goals(ttft_slo, itl_slo, max_workers or 2 * workers.total, least=least)
-        traffic = Traffic(copies, 60.0 * minutes if minutes else None, _parse_loads(load))
-        setup = Setup(workers, load_profile(profile) if profile else H200_8B, goals, plan)
-        report = Simulator(setup).run(arrivals(_read_trace(trace), traffic))
+    workers = Pools(prefill, decode)
+    least = Pools(least_prefill, least_decode)
+    goals = Goals(ttft_slo, itl_slo, max_workers or 2 * workers.total, least=least)
+    traffic = Traffic(copies, 60.0 * minutes if minutes else None, _parse_loads(load))
+    setup = Setup(workers, load_profile(profile) if profile else H200_8B, goals, plan)
+    report = Simulator(setup).run(arrivals(_read_trace(trace), traffic))
     if as_json:
         print_json(dataclasses.asdict(report))
     else:

@@ -15,14 +15,14 @@ import functools
 import inspect
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from google.protobuf.message import Message
+from typer.core import TyperGroup
 
-from baton import BatonError, Client, DeadlineExceeded, Unavailable
+from baton import BatonError, DeadlineExceeded, Unavailable
 from baton.core.proto_json import to_json
 
 if TYPE_CHECKING:
@@ -43,23 +43,17 @@ Worker = Annotated[str, typer.Argument(metavar="WORKER", help="As `baton status`
 RayAddress = Annotated[str, typer.Option(help="The Ray cluster.")]
 
 
-@contextmanager
-def edge() -> Iterator[None]:
-    """Turns what a command raises into its exit code."""
-    try:
-        yield
-    except BatonError as error:
-        complain(error.message)
-        raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+class Edge(TyperGroup):
+    """Turns what any command raises into an exit code."""
 
-
-@contextmanager
-def connected(address: str) -> Iterator[Client]:
-    """A client, within `edge`."""
-    with edge(), Client(address) as client:
-        yield client
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BatonError as error:
+            complain(error.message)
+            raise typer.Exit(1) from None
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
 
 
 def complain(message: str) -> None:
