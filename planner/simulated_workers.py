@@ -61,45 +61,33 @@ class WorkerPool:
 
     def __init__(self, cached_blocks: int) -> None:
         self.caches = BlockCaches(cached_blocks)
-        self.active: Array = numpy.zeros(0, dtype=numpy.int64)
-        # Their names, for the policy.
-        self.active_ids: list[str] = []
-        self.all_active: frozenset[str] = frozenset()
-        self._none = self._all = self.active  # a column of 0, and of 1
+        self.names: list[str] = []
+        self.all_names: frozenset[str] = frozenset()
         self.began: list[float] = []
         self.ended: list[float] = []
         self.busy_seconds: list[float] = []
-
-    @property
-    def size(self) -> int:
-        """Workers so far, ended ones included."""
-        return len(self.began)
+        # Columns: 1 for workers that are active, and 0.
+        self.active = self._none = numpy.zeros(0, dtype=numpy.int64)
 
     def add(self, now: float) -> None:
-        index = self.size
+        self.caches.add_worker(len(self.names))
+        self.names.append(str(len(self.names)))
+        self.all_names = frozenset(self.names)
         self.began.append(now)
         self.ended.append(math.inf)
         self.busy_seconds.append(0.0)
-        self.caches.add_worker(index)
-        self._set_active(numpy.append(self.active, index))
+        self.active, self._none = numpy.append(self.active, 1), numpy.append(self._none, 0)
 
     def retire(self, index: int) -> None:
         """Sends no more requests to a worker."""
-        self._set_active(self.active[self.active != index])
+        self.active[index] = 0
 
-    def _set_active(self, indices: Array) -> None:
-        self.active = indices
-        self.active_ids = list(map(str, indices.tolist()))
-        self.all_active = frozenset(self.active_ids)
-        self._none, self._all = 0 * indices, 0 * indices + 1
-
-    def _of_active(self, column: Array) -> Array:
-        return column if len(self.active) == self.size else column[self.active]
+    def active_indices(self) -> list[int]:
+        return numpy.flatnonzero(self.active).tolist()
 
     def cached_tokens(self, blocks: Sequence[int], block_tokens: int, most: int) -> Array:
-        """Tokens at the front of a prompt that each active worker has cached, `most` at most."""
-        held = self._of_active(self.caches.leading(blocks, self.size))
-        return numpy.minimum(held * block_tokens, most)
+        """Tokens at the front of a prompt that each worker has cached, `most` at most."""
+        return numpy.minimum(self.caches.leading(blocks, len(self.names)) * block_tokens, most)
 
     def end(self, index: int, now: float) -> None:
         self.ended[index] = now
@@ -117,7 +105,7 @@ class PrefillPool(WorkerPool):
 
     def __init__(self, cached_blocks: int) -> None:
         super().__init__(cached_blocks)
-        self.pending: Array = numpy.zeros(0, dtype=numpy.int64)
+        self.pending = self.active
         self.prompts: list[int] = []
         self.free_at: list[float] = []
         # Prompts that no step has started to complete.
@@ -126,12 +114,12 @@ class PrefillPool(WorkerPool):
         self.pushed_at: list[float] = []
 
     def add(self, now: float) -> None:
+        super().add(now)
         self.pending = numpy.append(self.pending, 0)
         self.prompts.append(0)
         self.free_at.append(now)
         self.uncomputed.append(deque())
         self.pushed_at.append(now)
-        super().add(now)
 
     @property
     def busy(self) -> int:
@@ -151,10 +139,10 @@ class PrefillPool(WorkerPool):
         self.free_at[index] = max(now, self.free_at[index]) + request.compute_seconds
 
     def columns(self, cached: Array, reached: frozenset[str]) -> PrefillColumns:
-        """As the policy sees the active workers: with room, and connected to all others."""
+        """As the policy sees them: active ones have room, and are connected to all others."""
         reaches = [reached] * len(cached)
-        columns = self._of_active(self.pending), self._all, cached, self._none
-        return PrefillColumns(self.active_ids, reaches, *map(column_of, columns))
+        columns = self.pending, self.active, cached, self._none
+        return PrefillColumns(self.names, reaches, *map(column_of, columns))
 
     def begin_step(self, index: int, chunk_tokens: int) -> tuple[float, list[SimulatedRequest]]:
         """Returns how long the step takes, and the prompts that it completes."""
@@ -172,9 +160,8 @@ class PrefillPool(WorkerPool):
 
     def remove(self, request: SimulatedRequest) -> None:
         """Its prompt is computed."""
-        index = request.prefill
-        self.pending[index] -= request.missing_tokens
-        self.prompts[index] -= 1
+        self.pending[request.prefill] -= request.missing_tokens
+        self.prompts[request.prefill] -= 1
 
     def push(self, index: int, now: float, seconds: float) -> float:
         """Returns when a prompt's last page arrives. A worker's pushes are sequential."""
@@ -182,46 +169,42 @@ class PrefillPool(WorkerPool):
         return self.pushed_at[index]
 
     def queued_seconds(self, now: float) -> float:
-        return sum(max(0.0, self.free_at[index] - now) for index in map(int, self.active))
+        return sum(max(0.0, self.free_at[index] - now) for index in self.active_indices())
 
 
 class DecodePool(WorkerPool):
     def __init__(self, cached_blocks: int) -> None:
         super().__init__(cached_blocks)
         self.workers: list[DecodeBatch] = []
-        self.requests: Array = numpy.zeros(0, dtype=numpy.int64)
-        self.running: Array = numpy.zeros(0, dtype=numpy.int64)
-        self.waiting: Array = numpy.zeros(0, dtype=numpy.int64)
-        self.leased: Array = numpy.zeros(0, dtype=numpy.int64)
+        self.requests = self.running = self.waiting = self.leased = self.active
 
     def add(self, now: float) -> None:
+        super().add(now)
         for name in ("requests", "running", "waiting", "leased"):
             setattr(self, name, numpy.append(getattr(self, name), 0))
         self.workers.append(DecodeBatch(at=now))
-        super().add(now)
 
     def columns(self, cached: Array, pages: int, backlog: int) -> DecodeColumns:
-        """As the policy sees the active workers, with pools of `pages`: nothing is prefilled
-        there, or saved in a second tier."""
-        waiting, leased = self._of_active(self.waiting), self._of_active(self.leased)
+        """As the policy sees them, with pools of `pages`: nothing is prefilled there, or saved in a
+        second tier."""
         columns = (
-            self._of_active(self.requests),
-            pages - leased,
-            (waiting < backlog).astype(numpy.int64),
+            self.requests,
+            pages - self.leased,
+            self.has_room(backlog),
             cached,
-            self._of_active(self.running),
-            waiting,
-            leased,
+            self.running * self.active,
+            self.waiting,
+            self.leased,
             *[self._none] * 3,
         )
-        return DecodeColumns(self.active_ids, *map(column_of, columns))
+        return DecodeColumns(self.names, *map(column_of, columns))
 
     def is_empty(self, index: int) -> bool:
         return not self.requests[index]
 
-    def has_room(self, backlog: int) -> bool:
-        """Whether an active worker has fewer than `backlog` requests waiting."""
-        return bool((self.waiting[self.active] < backlog).any())
+    def has_room(self, backlog: int) -> Array:
+        """Not 0 for active workers with fewer than `backlog` requests waiting."""
+        return self.active * (self.waiting < backlog)
 
     @property
     def busy(self) -> int:
@@ -230,8 +213,8 @@ class DecodePool(WorkerPool):
 
     def waiting_requests(self) -> int:
         """Requests that wait for pages, or for a place in the batch."""
-        ready = sum(len(self.workers[index].ready) for index in self.active)
-        return int(self.waiting[self.active].sum()) + ready
+        ready = sum(len(self.workers[index].ready) for index in self.active_indices())
+        return int((self.waiting * self.active).sum()) + ready
 
 
 @dataclass(slots=True, eq=False)

@@ -136,7 +136,8 @@ class Simulator:
             self._queue.popleft()
 
     def _place(self, arrival: TraceRequest) -> bool:
-        if arrival.answer_tokens > 1 and not self._decode.has_room(self._setup.worker_backlog):
+        room = self._decode.has_room(self._setup.worker_backlog)
+        if arrival.answer_tokens > 1 and not room.any():
             return False
         snapshot = self.snapshot(arrival)
         placement = choose(snapshot, one_token=arrival.answer_tokens == 1)
@@ -169,7 +170,7 @@ class Simulator:
             for pool in (self._prefill, self._decode)
         )
         return Snapshot(
-            self._prefill.columns(prefill, self._decode.all_active),
+            self._prefill.columns(prefill, self._decode.all_names),
             self._decode.columns(decode, profile.decode_pages, setup.worker_backlog),
             local=LocalPrefill.NEVER,
             fetch=FetchPages.NEVER,
@@ -184,12 +185,12 @@ class Simulator:
     def _begin(
         self, arrival: TraceRequest, snapshot: Snapshot, placement: Placement
     ) -> SimulatedRequest:
-        size, prefill, decode = self._profile.page_size, placement.prefill, placement.decode
-        cached = int(snapshot.prefill.cached_tokens[snapshot.prefill.worker_ids.index(prefill)])
+        size, prefill, decode = self._profile.page_size, int(placement.prefill), placement.decode
+        cached = int(snapshot.prefill.cached_tokens[prefill])
         seconds = self._costs.prefill.seconds(arrival.prompt_tokens - cached, cached)
-        request = SimulatedRequest(arrival, int(prefill), int(decode or -1), cached, seconds)
+        request = SimulatedRequest(arrival, prefill, int(decode or -1), cached, seconds)
         if decode:
-            held = int(snapshot.decode.cached_tokens[snapshot.decode.worker_ids.index(decode)])
+            held = int(snapshot.decode.cached_tokens[request.decode])
             request.moved_pages = -(-(arrival.prompt_tokens - held) // size)
             request.prompt_pages = -(-arrival.prompt_tokens // size)
             request.pages = -(-(arrival.prompt_tokens + arrival.answer_tokens) // size)
@@ -340,10 +341,10 @@ class Simulator:
         self._at(self._now + self._setup.round_seconds, self._plan, None)
 
     def _observe(self) -> Observation:
-        prefill, decode, coming = self._prefill, self._decode, self._coming
-        profile = self._profile
+        prefill, decode, profile = self._prefill, self._decode, self._profile
+        have = self._coming.with_more(Role.PREFILL, int(prefill.active.sum()))
         return Observation(
-            have=Pools(len(prefill.active) + coming.prefill, len(decode.active) + coming.decode),
+            have=have.with_more(Role.DECODE, int(decode.active.sum())),
             window=self._window.end_round(),
             costs=self._costs,
             max_batch=profile.max_batch,
@@ -373,7 +374,7 @@ class Simulator:
         """Drains the least loaded worker of a role."""
         pool: WorkerPool = self._pool(role)
         load = self._prefill.pending if role is Role.PREFILL else self._decode.requests
-        index = int(min(pool.active, key=lambda each: load[each]))
+        index = min(pool.active_indices(), key=load.__getitem__)
         pool.retire(index)
         self._draining[role, index] = next_role
         if next_role:

@@ -124,7 +124,6 @@ class DecodeScores:
             return room + costs.decode_seconds(wanted, requests, leased, own)
 
         self._snapshot = snapshot
-        self._late_columns = workers.cached_tokens, workers.saved_tokens, workers.pending_tokens
         # The wait for room, and the answer's steps beside the others.
         self._answers = _evaluate(
             answer,
@@ -139,12 +138,9 @@ class DecodeScores:
         """Of answers whose pages travel behind so much compute."""
         if self._snapshot.strategy is not Strategy.KV_AWARE:
             return self._load_costs()
-        return list(map(add, self._answers, _evaluate(self._late(compute), *self._late_columns)))
-
-    def cost(self, row: int, compute: float) -> float:
-        """The same for one worker, by predicted time."""
-        values = [int(column[row]) for column in self._late_columns]
-        return self._answers[row] + self._late(compute)(*values)
+        workers = self._snapshot.decode
+        columns = workers.cached_tokens, workers.saved_tokens, workers.pending_tokens
+        return list(map(add, self._answers, _evaluate(self._late(compute), *columns)))
 
     def best_local(self, rows: list[int]) -> tuple[float, int]:
         """The cost and the row of the best decode worker for local prefill, during which its other
@@ -213,26 +209,24 @@ def best_pair(
     decode_rows: list[int],
 ) -> Pair | None:
     """The cheapest connected pair of these rows. Most pairs are never scored: none costs less than
-    its two workers do, and those are ranked."""
+    its two workers do, and prefill workers are ranked."""
     if not prefill_rows or not decode_rows:
         return None
     names, reaches = snapshot.decode.worker_ids, snapshot.prefill.reaches
-    aware = snapshot.strategy is Strategy.KV_AWARE
     # Pages travel behind the compute: of all pairs' transfers this hides the most.
-    ahead, behind = prefill.costs(), decode.costs(max(prefill.compute))
-    ranked = rank(snapshot, decode_rows, behind, snapshot.decode.cached_tokens)
+    hiding = max(prefill.compute)
+    ahead, least = prefill.costs(), decode.costs(hiding)
+    ranked = rank(snapshot, decode_rows, least, snapshot.decode.cached_tokens)
     best: Pair | None = None
     for row in rank(snapshot, prefill_rows, ahead, prefill.cached_tokens):
-        if best is not None and ahead[row] + behind[ranked[0]] >= best.cost:
+        if best is not None and ahead[row] + least[ranked[0]] >= best.cost:
             break
-        for column in ranked:
+        compute = prefill.compute[row]
+        behind = least if compute == hiding else decode.costs(compute)
+        reached = [column for column in ranked if names[column] in reaches[row]]
+        if reached:
+            column = min(reached, key=behind.__getitem__)
             cost = ahead[row] + behind[column]
-            if best is not None and cost >= best.cost:
-                break
-            if names[column] not in reaches[row]:
-                continue
-            if aware:
-                cost = ahead[row] + decode.cost(column, prefill.compute[row])
             if best is None or cost < best.cost:
                 best = Pair(cost, row, column)
     return best

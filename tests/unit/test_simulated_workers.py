@@ -19,19 +19,19 @@ GOALS = Goals(ttft=4.0, itl=0.05, most_workers=60)
 
 
 @pytest.mark.parametrize("count", [3, MANY_WORKERS])
-def test_the_policy_sees_active_workers_alone(count: int) -> None:
+def test_the_policy_sees_no_room_but_on_active_workers(count: int) -> None:
     simulator = Simulator(Setup(Pools(count, count), H200_8B, GOALS))
     simulator._prefill.retire(1)
     simulator._decode.retire(0)
     simulator._decode.leased[2] = 7
+    simulator._decode.running[:2] = 5
     snapshot = simulator.snapshot(TraceRequest(0.0, 1000, 10, (0, 1)))
-    assert snapshot.prefill.worker_ids[:2] == ["0", "2"]
-    assert snapshot.decode.worker_ids[:2] == ["1", "2"]
-    assert snapshot.prefill.reaches == [frozenset(snapshot.decode.worker_ids)] * (count - 1)
-    assert list(snapshot.decode.leased_pages[:2]) == [0, 7]
-    assert len(snapshot.decode.prefilling) == count - 1
-    everyone = simulator._decode.all_active | simulator._prefill.all_active
-    assert everyone == {str(index) for index in range(count)}
+    assert list(snapshot.prefill.has_room[:3]) == [1, 0, 1]
+    assert list(snapshot.decode.has_room[:3]) == [0, 1, 1]
+    assert list(snapshot.decode.running[:3]) == [0, 5, 0]
+    assert list(snapshot.decode.leased_pages[:3]) == [0, 0, 7]
+    assert snapshot.prefill.reaches == [frozenset(snapshot.decode.worker_ids)] * count
+    assert len(snapshot.decode.prefilling) == count
 
 
 def test_a_pool_without_active_workers_has_requests_wait() -> None:
