@@ -18,7 +18,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Set
-from typing import Any, TypeAlias, cast
+from typing import TypeAlias, cast
 
 import grpc
 
@@ -51,8 +51,6 @@ RECONNECT_SECONDS = 1.0
 Call = grpc.aio.StreamStreamCall[pb.RouterMessage, pb.WorkerMessage]
 Sink: TypeAlias = Callable[[AttemptEvent], None]
 
-_ATTEMPT_KINDS = ("first_token", "reserved", "pushed", "failed")
-
 
 class WorkerLink:
     def __init__(
@@ -83,15 +81,6 @@ class WorkerLink:
         self._on_lost = on_lost
         self._sinks: dict[tuple[str, int], Sink] = {}  # by attempt
         self._switch: asyncio.Future[pb.RoleSwitched] | None = None  # the pending role switch
-        self._handlers: dict[str | None, Callable[[Any], None]] = {
-            "load": self._note_load,
-            "welcome": self._note_welcome,
-            "connected": self._note_connection,
-            "cache_events": self._note_cache,
-            "role_switched": self._note_role,
-            "pong": self._note_pong,
-            "draining": self._note_draining,
-        }
         self._reset()
 
     def _reset(self) -> None:
@@ -257,11 +246,7 @@ class WorkerLink:
     async def _read(self, call: Call, heartbeat: Heartbeat) -> str:
         while (message := await call.read()) is not grpc.aio.EOF:
             heartbeat.message_received()
-            message = cast(pb.WorkerMessage, message)
-            kind = message.WhichOneof("kind")
-            if kind == "load":
-                heartbeat.engine_reported()
-            self._receive(kind, message)
+            self._receive(cast(pb.WorkerMessage, message), heartbeat)
         return "the worker closed the stream"
 
     async def _write(self, call: Call) -> str:
@@ -284,23 +269,35 @@ class WorkerLink:
                 return reason
             self._ping()
 
-    def _receive(self, kind: str | None, message: pb.WorkerMessage) -> None:
-        if kind == "step":
-            self._fan_out(message.step)
-        elif kind in _ATTEMPT_KINDS:
-            attempt = getattr(message, kind)
-            sink = self._sinks.get((attempt.request_id, attempt.epoch))
-            if sink is not None:
-                sink(message)
-        elif handler := self._handlers.get(kind):
-            handler(getattr(message, cast(str, kind)))
-
-    def _fan_out(self, step: pb.Step) -> None:
-        self.pace.step(step, time.monotonic())
-        for tokens in step.tokens:
-            sink = self._sinks.get((tokens.request_id, tokens.epoch))
-            if sink is not None:
-                sink(tokens)
+    def _receive(self, message: pb.WorkerMessage, heartbeat: Heartbeat) -> None:
+        match message.WhichOneof("kind"):
+            case "step":
+                self.pace.step(message.step, time.monotonic())
+                for tokens in message.step.tokens:
+                    if sink := self._sinks.get((tokens.request_id, tokens.epoch)):
+                        sink(tokens)
+            case "first_token" | "reserved" | "pushed" | "failed" as kind:
+                attempt = getattr(message, kind)
+                if sink := self._sinks.get((attempt.request_id, attempt.epoch)):
+                    sink(message)
+            case "load":
+                heartbeat.engine_reported()
+                self._note_load(message.load)
+            case "welcome":
+                self._note_welcome(message.welcome)
+            case "connected":
+                self._note_connection(message.connected)
+            case "cache_events":
+                if self.cache.apply(message.cache_events):
+                    self.send(pb.RouterMessage(resync_cache=pb.ResyncCache()))
+            case "role_switched":
+                self._note_role(message.role_switched)
+            case "pong":
+                if self._fence.answer_received():
+                    self._on_change(self)
+            case "draining":
+                self.draining = True
+                self._on_change(self)
 
     def _note_welcome(self, welcome: pb.Welcome) -> None:
         if welcome.model != self._model:
@@ -318,10 +315,6 @@ class WorkerLink:
         if self._switch and not self._switch.done():
             self._switch.set_result(switched)
 
-    def _note_draining(self, draining: pb.Draining) -> None:
-        self.draining = True
-        self._on_change(self)
-
     def _note_connection(self, connected: pb.Connected) -> None:
         self.peers.answer(connected)
         if connected.lost:
@@ -330,14 +323,6 @@ class WorkerLink:
             loop = asyncio.get_running_loop()
             loop.call_later(RECONNECT_SECONDS, self.disconnect, connected.agent)
         self._on_change(self)
-
-    def _note_cache(self, events: pb.CacheEvents) -> None:
-        if self.cache.apply(events):
-            self.send(pb.RouterMessage(resync_cache=pb.ResyncCache()))
-
-    def _note_pong(self, pong: pb.Pong) -> None:
-        if self._fence.answer_received():
-            self._on_change(self)
 
     def _note_load(self, load: pb.Load) -> None:
         changed = load.fault != self.load.fault or not self.reported
