@@ -15,7 +15,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 
 from baton.router.placement.placement import Placement
@@ -169,34 +169,28 @@ class AnswerLedger:
             self.ended = now
 
 
-@dataclass(slots=True)
 class RequestLedger:
     """Of one call: an entry for each answer to each of its prompts."""
 
-    request_id: str
-    arrived: float
-    answers: list[AnswerLedger]
-    owner: str = ""  # the API key's name, where keys are required
-    arrived_at: float = field(default_factory=time.time)
-    outcome: str = ""
-    traceparent: str = ""  # the caller's trace (W3C), where it sent one
-    ended: float = 0.0
-
-    @classmethod
-    def begin(
-        cls,
+    def __init__(
+        self,
         request_id: str,
         arrived: float,
         answers: int = 1,
         *,
         owner: str = "",
         traceparent: str = "",
-    ) -> RequestLedger:
+    ) -> None:
         """For a call that came at `arrived` and has now been parsed."""
         parsed = time.monotonic()
-        entries = [AnswerLedger(arrived, parsed) for _ in range(answers)]
-        trace = traceparent[:MAX_TRACEPARENT]
-        return cls(request_id, arrived, entries, owner, traceparent=trace)
+        self.request_id = request_id
+        self.arrived = arrived
+        self.arrived_at = time.time()
+        self.answers = [AnswerLedger(arrived, parsed) for _ in range(answers)]
+        self.owner = owner  # the API key's name, where keys are required
+        self.traceparent = traceparent[:MAX_TRACEPARENT]  # the caller's trace (W3C), if any
+        self.outcome = ""
+        self.ended = 0.0
 
     @property
     def name(self) -> tuple[str, str]:

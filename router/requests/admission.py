@@ -107,6 +107,7 @@ class Admission:
         self._placer = placer
         self._config = config
         self._metrics = metrics
+        metrics.queued_requests.set_function(lambda: self.queued)
         self._queue = WaitQueue(config.max_queued)
         # Suspects may have to wait for each other. They wait beside the queue, so that others do
         # not wait for them, and are looked at first.
@@ -132,11 +133,8 @@ class Admission:
 
     async def wait_ready(self) -> None:
         """Returns when there are workers to place requests on; raises why there are none."""
-        if self._placer.obstacle is None:
-            return
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._config.placement_timeout):
-                await self._membership.wait_until(self._is_final)
+        if self._placer.obstacle:
+            await self._membership.wait_until(self._is_final, self._config.placement_timeout)
         if obstacle := self._placer.obstacle:
             raise obstacle
 
@@ -155,7 +153,6 @@ class Admission:
         else:
             self._suspects.add(order)
         waiter = self._waiters[order] = asyncio.Event()
-        self._count()
         try:
             while True:
                 found = self._find(order, state, left)
@@ -173,7 +170,6 @@ class Admission:
             self._queue.leave(order)
             self._suspects.discard(order)
             del self._waiters[order]
-            self._count()
             # Later, when the caller has been counted on its workers.
             asyncio.get_running_loop().call_soon(self.wake)
 
@@ -208,9 +204,6 @@ class Admission:
             return latest
         since = max(began, self._missing_since or began)
         return min(since + self._config.placement_timeout, max(latest, since))
-
-    def _count(self) -> None:
-        self._metrics.queued_requests.set(self.queued)
 
 
 async def _wait(event: asyncio.Event, until: float) -> None:

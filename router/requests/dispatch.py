@@ -10,12 +10,10 @@ Attempts decide, without I/O; the dispatcher carries out. It also runs the canar
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import dataclasses
 import logging
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from baton.core.config import RouterConfig
 from baton.core.errors import WorkerLost
@@ -135,12 +133,8 @@ class Dispatcher:
         """Waits, where a worker reported another as lost, for that one's own stream to end."""
         if not ended.hearsay:
             return ended
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(HEARSAY_SECONDS):
-                await self.membership.wait_until(lambda: running.has_lost_a_worker)
-        return dataclasses.replace(
-            ended, death=running.has_lost_a_worker, company=running.has_company
-        )
+        await self.membership.wait_until(lambda: running.has_lost_a_worker, HEARSAY_SECONDS)
+        return replace(ended, death=running.has_lost_a_worker, company=running.has_company)
 
     def _retry(self, state: RetryState, assignment: Assignment, ended: AttemptEnded) -> None:
         """Raises the request's error unless there is another attempt."""

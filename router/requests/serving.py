@@ -64,6 +64,7 @@ class Serving:
         self.dispatcher = Dispatcher(membership, placer, self.admission, config, metrics)
         self._threads = ThreadPoolExecutor(config.text_threads, thread_name_prefix="text")
         self.active = 0
+        metrics.active.set_function(lambda: self.active)
         self.idle = asyncio.Event()  # set while nothing is active
         self.idle.set()
         self.finished = 0
@@ -253,7 +254,6 @@ class Serving:
             self.idle.clear()
         else:
             self.idle.set()
-        self._metrics.active.set(self.active)
 
 
 def _started_once(emit: Emit) -> Emit:

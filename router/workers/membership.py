@@ -8,6 +8,7 @@ no longer a member ─▶ leaving: runs what it has, gets nothing new; past drai
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator
 
@@ -56,14 +57,16 @@ class Membership:
         for listener in list(self._listeners):
             listener()
 
-    async def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Returns when the condition, checked after every change, holds."""
+    async def wait_until(self, condition: Callable[[], bool], seconds: float | None = None) -> None:
+        """Returns when the condition, checked after every change, holds, or after `seconds`."""
         changed = asyncio.Event()
         self._listeners.append(changed.set)
         try:
-            while not condition():
-                changed.clear()
-                await changed.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    while not condition():
+                        changed.clear()
+                        await changed.wait()
         finally:
             self._listeners.remove(changed.set)
 

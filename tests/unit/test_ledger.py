@@ -173,7 +173,7 @@ def test_attempts_after_the_first_token_do_not_change_its_phases() -> None:
 def test_only_the_latest_requests_are_kept() -> None:
     ledgers = Ledgers(limit=2)
     for name in ("a", "b", "a", "c"):
-        with ledgers.keep(RequestLedger.begin(name, time.monotonic())) as ledger:
+        with ledgers.keep(RequestLedger(name, time.monotonic())) as ledger:
             ledger.outcome = "STOP"
     assert [ledger.request_id for ledger in ledgers.recent(9)] == ["c", "a"]
     assert ledgers.find("b") is None
@@ -181,13 +181,14 @@ def test_only_the_latest_requests_are_kept() -> None:
 
 def test_a_running_request_is_kept_and_a_refused_one_is_not() -> None:
     ledgers = Ledgers()
-    with ledgers.keep(RequestLedger.begin("a", time.monotonic())):
+    with ledgers.keep(RequestLedger("a", time.monotonic())):
         assert ledgers.find("a") is not None
     assert ledgers.find("a") is None
 
 
 def test_a_trailer_fits_with_many_answers() -> None:
-    ledger = RequestLedger("r", 100.0, [whole() for _ in range(64)], ended=153.0)
+    ledger = RequestLedger("r", 100.0)
+    ledger.answers, ledger.ended = [whole() for _ in range(64)], 153.0
     packed = trailer(ledger)
     assert len(packed) <= TRAILER_BYTES
     assert timing_pb2.RequestTiming.FromString(packed).answers

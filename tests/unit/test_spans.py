@@ -77,15 +77,10 @@ def ended(traceparent: str = "", outcome: str = "STOP") -> RequestLedger:
         tokens=1,
         finished=True,
     )
-    return RequestLedger(
-        "r",
-        now - 9.0,
-        [answer],
-        arrived_at=time.time() - 9.0,
-        outcome=outcome,
-        traceparent=traceparent,
-        ended=now,
-    )
+    ledger = RequestLedger("r", now - 9.0, traceparent=traceparent)
+    ledger.answers, ledger.outcome, ledger.ended = [answer], outcome, now
+    ledger.arrived_at = time.time() - 9.0
+    return ledger
 
 
 def test_a_request_is_a_trace_and_its_phases_are_spans(collector: Collector) -> None:
@@ -120,7 +115,7 @@ def test_requests_are_sent_when_they_end() -> None:
     ledgers, told = Ledgers(), list[str]()
     ledgers.listen(lambda ledger: told.append(ledger.request_id))
     for name, outcome in (("served", "STOP"), ("refused", "")):
-        with ledgers.keep(RequestLedger.begin(name, time.monotonic())) as ledger:
+        with ledgers.keep(RequestLedger(name, time.monotonic())) as ledger:
             ledger.outcome = outcome
     assert told == ["served"]
 

@@ -74,7 +74,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 cache_salt=caller.salt(request.cache_salt),
                 deadline=math.inf if left is None else arrived + left,
             )
-            ledger = RequestLedger.begin(
+            ledger = RequestLedger(
                 request.request_id,
                 arrived,
                 request.n,

@@ -174,7 +174,7 @@ class GenerationEndpoint:
                 http, self._context, lambda body: self._parse(body, request_id, caller)
             )
             answers = body.n * len(requests)
-            ledger = RequestLedger.begin(
+            ledger = RequestLedger(
                 request_id,
                 arrived,
                 answers,
