@@ -59,7 +59,7 @@ STAGES = (
     ("wait for workers", ("router/requests/inbox.py",)),
     ("attempts", ("attempt.py", "dispatch.py", "wire.py")),
     ("text", ("router/answers/", "codecs")),
-    ("measure", ("metrics.py", "ledger.py", "feedback.py", "trends.py", "prometheus_client")),
+    ("measure", ("metrics.py", "ledger.py", "trends.py", "prometheus_client")),
     ("serve", ("router/requests/serving.py",)),
     ("wait for clients", ("router/edges/client_buffer.py",)),
     ("gRPC messages", ("router/edges/grpc", "grpc/")),
