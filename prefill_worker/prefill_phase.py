@@ -10,18 +10,21 @@ Pages are freed only when the transfer thread reports the end of the push: until
 then a write may still read them.
 
 A prompt may first wait for pages that are fetched from another worker's cache
-(prefill_worker/prefill_sequence.py).
+(`Fetches`).
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
+from collections.abc import Sequence
 
 from baton.core.config import Config
 from baton.core.errors import Exhausted
 from baton.core.types import AttemptKey, DeviceEvent, FinishReason, Logprobs, Role, Work
 from baton.core.wire import failed_to, finish_to, logprobs_to
 from baton.engine.engine import Engine
+from baton.engine.page_pool import PagePool
 from baton.engine.step import Plan
 from baton.kv_transfer.transfer_events import (
     CancelPush,
@@ -37,18 +40,19 @@ from baton.kv_transfer.transfer_events import (
     PushFailed,
     PushOverdue,
     PushPages,
+    ReleaseReservation,
     ReservationFailed,
     ReservationFreed,
     ReservationOverdue,
+    StartFetch,
     TransferEvent,
 )
 from baton.kv_transfer.transfer_thread import TransferThread
-from baton.prefill_worker.prefill_scheduler import PrefillScheduler
-from baton.prefill_worker.prefill_sequence import Fetches, PrefillSequence
+from baton.prefill_worker.prefill_scheduler import PrefillScheduler, PrefillSequence, PromptFetch
 from baton.v1 import worker_pb2 as pb
 from baton.worker.metrics import WorkerMetrics
 from baton.worker.outbox import Outbox
-from baton.worker.phase import Order, Phase
+from baton.worker.phase import HeldLeases, Order, Phase
 from baton.worker.step_pipeline import Settled
 
 
@@ -273,3 +277,88 @@ def _peer_changed(event: PeerConnected | PeerDisconnected) -> pb.WorkerMessage:
     elif event.error is not None:
         connected.error, connected.reason = event.error.message, event.error.reason
     return pb.WorkerMessage(connected=connected)
+
+
+class Fetches(HeldLeases):
+    """Pages that are fetched from another worker's cache, and not free yet.
+
+        begin ─▶ under way ─Fetched─▶ pages in the cache, free for the prompt to find
+                     │
+                     └─ failed, too late, cancelled ─▶ leaving: the holder may still write;
+                                                       the pages are freed when the transfer
+                                                       thread reports that nothing can arrive
+
+    A prompt whose pages are under way waits for them, and so do prompts with the same
+    continuation. When a fetch fails the prompt is computed: it never fails a request.
+    """
+
+    def __init__(self, pool: PagePool, transfer: TransferThread, metrics: WorkerMetrics) -> None:
+        super().__init__(written=True)
+        self._pool = pool
+        self._transfer = transfer
+        self._metrics = metrics
+        self._fetches: dict[AttemptKey, PromptFetch] = {}
+        # The keys of pages under way.
+        self.coming: Counter[bytes] = Counter()
+
+    def begin(
+        self, key: AttemptKey, holder: pb.Holder, keys: Sequence[bytes]
+    ) -> PromptFetch | None:
+        """Asks the holder for the uncached ones of a prompt's first pages, for which the pool must
+        have room. None when all are cached."""
+        keys = keys[: holder.pages]
+        lease = self._pool.hold(keys)
+        fetch = PromptFetch(keys, lease, time.monotonic())
+        if not fetch.awaited:
+            lease.release()
+            return None
+        lease.extend(len(fetch.awaited))
+        self.hold(key, lease)
+        self._fetches[key] = fetch
+        self.coming.update(fetch.awaited)
+        self._ask(key, fetch, holder)
+        return fetch
+
+    def _ask(self, key: AttemptKey, fetch: PromptFetch, holder: pb.Holder) -> None:
+        # A holder that is silent for a lease is not waited for any longer.
+        most = self._transfer.lease_seconds
+        seconds = holder.seconds if 0 < holder.seconds < most else most
+        pages = fetch.lease.fresh
+        ticket = self._transfer.ticket(key, pages, seconds)
+        self._transfer.post(StartFetch(key, holder.agent, ticket, pages, fetch.awaited, seconds))
+
+    def arrive(self, event: Fetched) -> None:
+        """Adds the pages to the cache, whether or not the prompt is still wanted."""
+        fetch = self._fetches[event.key]
+        if fetch.under_way:
+            self._end(fetch)
+        fetch.pages, fetch.seconds = event.pages, event.seconds
+        fetch.lease.name(fetch.keys[: fetch.lease.found + event.pages])
+        self._metrics.fetched(event.pages, event.seconds)
+        self.free(event.key)
+
+    def fail(self, key: AttemptKey) -> None:
+        """Nothing usable will arrive. The pages are held until `free`."""
+        fetch = self._fetches.get(key)
+        if fetch is not None and fetch.under_way:
+            self._end(fetch)
+            self._metrics.fetch_failed(fetch.seconds)
+
+    def cancel(self, key: AttemptKey) -> None:
+        """The prompt is not wanted any more."""
+        fetch = self._fetches.get(key)
+        if fetch is not None and fetch.under_way:
+            self._end(fetch)
+            self._transfer.post(ReleaseReservation(key))
+
+    def free(self, key: AttemptKey) -> None:
+        self._fetches.pop(key, None)
+        super().free(key)
+
+    def _end(self, fetch: PromptFetch) -> None:
+        fetch.under_way = False
+        fetch.seconds = time.monotonic() - fetch.began
+        for key in fetch.awaited:
+            self.coming[key] -= 1
+            if not self.coming[key]:
+                del self.coming[key]

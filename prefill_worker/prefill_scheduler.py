@@ -1,4 +1,4 @@
-"""Which prompts the next step computes.
+"""What is known of each attempt, and which prompts the next step computes.
 
 First come, first served, in chunks: each step takes up to `chunk_tokens`
 prompt tokens from the oldest prompts, several prompts in one step where they
@@ -19,19 +19,83 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 
 from baton.core.types import AttemptKey
-from baton.engine.page_pool import PagePool
-from baton.engine.sequence import Sequence, next_page_pending
+from baton.engine.page_pool import Lease, PagePool
+from baton.engine.sequence import next_page_pending
 from baton.engine.step import Plan
-from baton.prefill_worker.prefill_sequence import PrefillSequence
+from baton.v1.timing_pb2 import Chunk
+from baton.worker.phase import Job
+
+MOST_CHUNKS = 32
+"""Chunks reported of one prompt. Beyond that neighbours are joined in pairs."""
 
 LOOK_AHEAD = 8
 
 LAST_TOKENS = 2048
 """A long prompt's last chunk. The push of its pages hides behind no further compute, so they
 should be few."""
+
+
+class ChunkTimes:
+    """How long each chunk of one prompt took."""
+
+    def __init__(self) -> None:
+        self.chunks: list[Chunk] = []
+        self._computed = 0
+        self._at = 0.0
+
+    def begin(self, cached_tokens: int, now: float) -> None:
+        """The first chunk starts after the cached tokens."""
+        self._computed, self._at = cached_tokens, now
+
+    def end(self, computed: int, now: float) -> None:
+        """A chunk has ended, and `computed` tokens of the prompt are computed now."""
+        if len(self.chunks) == MOST_CHUNKS:
+            pairs = zip(self.chunks[::2], self.chunks[1::2], strict=True)
+            self.chunks = [
+                Chunk(tokens=one.tokens + other.tokens, seconds=one.seconds + other.seconds)
+                for one, other in pairs
+            ]
+        self.chunks.append(Chunk(tokens=computed - self._computed, seconds=now - self._at))
+        self._computed, self._at = computed, now
+
+
+@dataclass(slots=True, eq=False)
+class PromptFetch:
+    """The fetch of one prompt. Its lease holds the front of the prompt: cached and awaited
+    pages."""
+
+    keys: Sequence[bytes]
+    lease: Lease
+    began: float
+    pages: int = 0  # that arrived
+    seconds: float = 0.0  # how long they took, or were waited for
+    under_way: bool = True
+
+    @property
+    def awaited(self) -> Sequence[bytes]:
+        return self.keys[self.lease.found :]
+
+    def used(self, found: int) -> int:
+        """How many of the fetched pages are among the `found` at the prompt's front."""
+        return max(0, min(self.pages, found - self.lease.found))
+
+
+@dataclass(slots=True, eq=False)
+class PrefillSequence(Job):
+    push: bool = False
+    chunks: ChunkTimes = field(default_factory=ChunkTimes)
+    fetch: PromptFetch | None = None
+    delivered: bool = False  # decode's ticket has arrived
+    pushed_pages: int = 0
+
+    @property
+    def cleared(self) -> bool:
+        """Whether its pages will be freed soon after it is computed."""
+        return self.delivered or not self.push
 
 
 class PrefillScheduler:
@@ -41,7 +105,7 @@ class PrefillScheduler:
         self._coming = coming
         self._chunk_tokens = chunk_tokens
         self._waiting: OrderedDict[AttemptKey, PrefillSequence] = OrderedDict()
-        self._started: OrderedDict[AttemptKey, Sequence] = OrderedDict()
+        self._started: OrderedDict[AttemptKey, PrefillSequence] = OrderedDict()
 
     @property
     def waiting(self) -> int:
@@ -77,7 +141,7 @@ class PrefillScheduler:
         missing = keys[len(self._pool.cache.find(keys)) :] if self._coming else []
         return bool(missing) and missing[0] in self._coming
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: PrefillSequence) -> None:
         """Forgets an attempt. The caller frees its pages if it had started."""
         self._waiting.pop(sequence.work.key, None)
         self._started.pop(sequence.work.key, None)
@@ -96,7 +160,7 @@ class PrefillScheduler:
             budget -= self._add_chunk(plan, next(reversed(self._started.values())), budget)
         return plan
 
-    def _add_chunk(self, plan: Plan, sequence: Sequence, budget: int) -> int:
+    def _add_chunk(self, plan: Plan, sequence: PrefillSequence, budget: int) -> int:
         count = min(sequence.uncomputed, budget)
         if count == sequence.uncomputed and count >= 2 * LAST_TOKENS:
             count -= LAST_TOKENS
@@ -120,7 +184,7 @@ class PrefillScheduler:
         self._started[sequence.work.key] = sequence
         return True
 
-    def _choose(self) -> Sequence | None:
+    def _choose(self) -> PrefillSequence | None:
         """The oldest prompt that need not wait for another one, cleared prompts first."""
         cleared = (each for each in self._waiting.values() if each.cleared)
         others = (each for each in self._waiting.values() if not each.cleared)

@@ -26,8 +26,8 @@ from baton.kv_transfer.reservations import Reservations
 from baton.kv_transfer.sender import Sender
 from baton.kv_transfer.transfer_events import Fetched, PagesWanted
 from baton.kv_transfer.transfer_protocol import drained_note, key_of
-from baton.prefill_worker.prefill_phase import PrefillPhase
-from baton.prefill_worker.prefill_sequence import Fetches, PrefillSequence, PromptFetch
+from baton.prefill_worker.prefill_phase import Fetches, PrefillPhase
+from baton.prefill_worker.prefill_scheduler import PrefillSequence, PromptFetch
 from baton.router.requests.attempt import Action, Attempt, LinkLost
 from baton.v1 import worker_pb2 as pb
 from baton.v1.transfer_pb2 import Fetch as FetchNote

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from baton.prefill_worker.prefill_sequence import MOST_CHUNKS, ChunkTimes
+from baton.prefill_worker.prefill_scheduler import MOST_CHUNKS, ChunkTimes
 from baton.router.observe.ledger import AnswerLedger, Ledgers, RequestLedger
 from baton.router.observe.time_breakdown import TRAILER_BYTES, answer_phases, answer_timing, trailer
 from baton.router.placement.placement import Placement, Policy

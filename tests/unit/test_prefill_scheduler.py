@@ -3,8 +3,7 @@ from __future__ import annotations
 from baton.core.types import AttemptKey, Sampling, Work
 from baton.engine.page_pool import PagePool
 from baton.engine.step import Plan
-from baton.prefill_worker.prefill_scheduler import PrefillScheduler
-from baton.prefill_worker.prefill_sequence import PrefillSequence
+from baton.prefill_worker.prefill_scheduler import PrefillScheduler, PrefillSequence
 
 
 def work(name: str, tokens: int) -> Work:
