@@ -129,7 +129,7 @@ class Engine:
         engine._grammars = Grammars(folder, architecture.vocabulary_size)
         return engine
 
-    def reconfigure(self, threads: int, gpu: GpuSettings = DEFAULT_GPU_SETTINGS) -> None:
+    def reconfigure(self, threads: int, gpu: GpuSettings | None = None) -> None:
         """Hands the engine to the calling thread, for another role's steps. No step may be in
         flight; weights and pages stay.
 
@@ -137,7 +137,7 @@ class Engine:
         that `confine` gave them.
         """
         torch.set_num_threads(threads)
-        if self.kv.device.type == "cpu" or self._make_runner is None or gpu == self._gpu:
+        if self.kv.device.type == "cpu" or self._make_runner is None or gpu in (None, self._gpu):
             return
         assert self.split.size == 1, "ranks have the same settings for both roles"
         self._gpu = gpu

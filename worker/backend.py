@@ -84,8 +84,8 @@ class Backend:
     def switch_role(self, role: Role) -> tuple[AnyPhase, CacheFeed]:
         self._lower_priority(role)
         threads = claim_threads(self._config, role, self.engine.split.size)
-        gpu = self._ranks.settings.gpu if self._ranks else self._gpu_settings(role)
-        self.engine.reconfigure(threads, gpu)
+        # Ranks have the same settings for both roles.
+        self.engine.reconfigure(threads, None if self._ranks else self._gpu_settings(role))
         self._metrics.set_role(role)
         return self._make_phase(role), self._cache_feed
 
@@ -128,11 +128,13 @@ class Backend:
         gpu = self._gpu_settings(role)
         settings, devices = rank_settings(config, role, self._device, dtype, gpu)
         if settings.size == 1:
-            self.engine = settings.load_engine(None, self._report_loading)
+            self.engine = settings.load(device=settings.device, progress=self._report_loading)
             return
         second_tier = has_second_tier(config)
         self._ranks = Ranks(settings, devices, self._on_lost, second_tier=second_tier)
-        self.engine = self._ranks.settings.load_engine(self._ranks.group, self._report_loading)
+        self.engine = settings.load(
+            device=settings.device, group=self._ranks.group, progress=self._report_loading
+        )
         self._ranks.have_met()
 
     def _open_transfer(self) -> TransferThread:

@@ -32,9 +32,7 @@ from baton.engine.architecture import Architecture, Split, check_split
 from baton.worker.resources import lower_priority, use_threads
 
 if TYPE_CHECKING:
-    from baton.engine.engine import Engine, LoadProgress
-    from baton.engine.gpu.device import GpuSettings
-    from baton.engine.tensor_parallel import Group
+    from baton.engine.engine import Engine
 
 log = logging.getLogger(__name__)
 
@@ -44,52 +42,27 @@ GRACE_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class RankSettings:
-    """The arguments of Engine.load and of the process, sent by rank 0."""
+    """What a rank is told by rank 0, pickled."""
 
     rank: int
     size: int
-    # A file that does not exist yet, in a folder that all ranks can write to.
-    meeting_point: str
-    folder: str
-    dtype: str
     device: str
     # Whether each rank has a GPU of its own.
     own_devices: bool
-    # The inherited memory file of the second tier's rows; None without a second tier.
-    rows_file: int | None
-    page_size: int
-    kv_memory: int  # of all ranks
-    max_context: int | None
     threads: int
     nice: int
-    random_weights: bool
     transport: str
     log_level: str
-    gpu: GpuSettings
+    # `Engine.load` for this worker, but for the device, the group and the progress.
+    load: Callable[..., Engine]
+    # A file that does not exist yet, in a folder that all ranks can write to.
+    meeting_point: str = ""
+    # The inherited memory file of the second tier's rows; None without a second tier.
+    rows_file: int | None = None
 
     @property
     def split(self) -> Split:
         return Split(self.rank, self.size)
-
-    def load_engine(
-        self, group: Group | None, progress: LoadProgress = lambda what, done: None
-    ) -> Engine:
-        # Imported here: the number of threads must be set before torch is imported.
-        from baton.engine.engine import Engine
-
-        return Engine.load(
-            Path(self.folder),
-            dtype=self.dtype,
-            device=self.device,
-            page_size=self.page_size,
-            kv_memory=self.kv_memory,
-            max_context=self.max_context,
-            threads=self.threads,
-            random_weights=self.random_weights,
-            gpu=self.gpu,
-            progress=progress,
-            group=group,
-        )
 
 
 def rank_devices(size: int, device: str, visible: int, *, may_share: bool) -> list[str]:
@@ -158,7 +131,7 @@ def _load(settings: RankSettings, loaded: Callable[[], None]) -> Engine:
     _use(settings.device)
     make = NcclGroup if settings.own_devices else Group
     group = make(settings.split, Path(settings.meeting_point), loaded=loaded)
-    return settings.load_engine(group)
+    return settings.load(device=settings.device, group=group)
 
 
 def _use(device: str) -> None:

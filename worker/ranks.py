@@ -29,6 +29,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -40,6 +41,7 @@ from baton.core.config import Config
 from baton.core.errors import WorkerLost
 from baton.core.types import Role
 from baton.engine.architecture import read_architecture
+from baton.engine.engine import Engine
 from baton.engine.gpu.device import GpuSettings
 from baton.engine.page_memory import PageMemory, share_rows
 from baton.engine.tensor_parallel import Group, NcclGroup
@@ -72,24 +74,28 @@ def rank_settings(
         visible = torch.cuda.device_count()
         devices = rank_devices(size, device, visible, may_share=config.ranks_share_gpus)
     most = max(Counter(devices).values())
-    settings = RankSettings(
-        rank=0,
-        size=size,
-        meeting_point="",
-        folder=str(folder),
+    threads = claim_threads(config, role)
+    load = partial(
+        Engine.load,
+        folder,
         dtype=dtype,
-        device=devices[0],
-        own_devices=device == "cuda" and most == 1,
-        rows_file=None,
         page_size=config.page_size,
         kv_memory=section.kv_memory,
         max_context=config.max_context,
-        threads=claim_threads(config, role),
-        nice=config.decode.nice if role is Role.DECODE else 0,
+        threads=threads,
         random_weights=config.weights == "random",
+        gpu=dataclasses.replace(gpu, memory_share=gpu.memory_share / most),
+    )
+    settings = RankSettings(
+        rank=0,
+        size=size,
+        device=devices[0],
+        own_devices=device == "cuda" and most == 1,
+        threads=threads,
+        nice=config.decode.nice if role is Role.DECODE else 0,
         transport=config.transport,
         log_level=config.log_level,
-        gpu=dataclasses.replace(gpu, memory_share=gpu.memory_share / most),
+        load=load,
     )
     return settings, devices
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,39 +31,32 @@ class Leader:
         second_tier: bool = False,
     ) -> None:
         self.lost: queue.SimpleQueue[WorkerLost] = queue.SimpleQueue()
+        load = partial(
+            Engine.load,
+            folder,
+            dtype=dtype,
+            kv_memory=kv_memory,
+            threads=1,
+            random_weights=random_weights,
+            gpu=gpu or GpuSettings(),
+        )
         settings = RankSettings(
             rank=0,
             size=2,
-            meeting_point="",
-            folder=str(folder),
-            dtype=dtype,
             device=device,
             own_devices=False,
-            rows_file=None,
-            page_size=16,
-            kv_memory=kv_memory,
-            max_context=None,
             threads=1,
             nice=0,
-            random_weights=random_weights,
             transport="auto",
             log_level="info",
-            gpu=gpu or GpuSettings(),
+            load=load,
         )
         devices = [device, device]
         self.ranks = Ranks(settings, devices, self.lost.put, second_tier=second_tier)
 
     def load(self) -> Engine:
         settings = self.ranks.settings
-        return Engine.load(
-            Path(settings.folder),
-            dtype=settings.dtype,
-            device=settings.device,
-            kv_memory=settings.kv_memory,
-            random_weights=settings.random_weights,
-            gpu=settings.gpu,
-            group=self.ranks.group,
-        )
+        return settings.load(device=settings.device, threads=None, group=self.ranks.group)
 
     def check_rows(self, engine: Engine) -> None:
         """Saves a page to a second-tier row from both ranks, and restores another from it."""

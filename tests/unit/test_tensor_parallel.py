@@ -5,6 +5,8 @@ from __future__ import annotations
 import pickle
 import random
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -162,27 +164,27 @@ def test_each_rank_has_a_gpu_of_its_own_unless_they_may_share() -> None:
 
 
 def test_the_settings_of_a_rank_read_back_as_they_were_sent() -> None:
-    gpu = GpuSettings(memory_share=0.4, max_batch=3)
+    load = partial(Engine.load, Path("here"), gpu=GpuSettings(memory_share=0.4, max_batch=3))
     settings = RankSettings(
         rank=1,
         size=2,
-        meeting_point="there",
-        folder="here",
-        dtype="bfloat16",
         device="cuda:1",
         own_devices=True,
-        rows_file=7,
-        page_size=16,
-        kv_memory=0,
-        max_context=None,
         threads=1,
         nice=0,
-        random_weights=False,
         transport="auto",
         log_level="info",
-        gpu=gpu,
+        load=load,
+        meeting_point="there",
+        rows_file=7,
     )
-    assert pickle.loads(pickle.dumps(settings)) == settings
+    sent = pickle.loads(pickle.dumps(settings))
+    assert replace(sent, load=load) == settings
+    assert (sent.load.func, sent.load.args, sent.load.keywords) == (
+        load.func,
+        load.args,
+        load.keywords,
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
