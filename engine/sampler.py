@@ -63,7 +63,7 @@ class Sampler:
         tokens = _best(scores)
         drawing = [row for row, s in enumerate(sequences) if not is_greedy(s.work.sampling)]
         if drawing:
-            tokens[drawing] = _draw(scores[drawing], [sequences[row] for row in drawing])
+            tokens[drawing] = _draw(_rows(scores, drawing), [sequences[row] for row in drawing])
         return tokens.tolist()
 
 
@@ -166,44 +166,38 @@ def _draw(scores: Tensor, sequences: list[Sequence]) -> Tensor:
     relative = scores.sub_(scores.amax(dim=-1, keepdim=True)).div_(temperatures)
     rows = [row for row, sampling in enumerate(samplings) if sampling.filters]
     if rows:
-        _filter(relative, rows, [samplings[row] for row in rows])
+        filtered = _rows(relative, rows)
+        _filter(filtered, [samplings[row] for row in rows])
+        if filtered is not relative:
+            relative[rows] = filtered
     keys = torch.tensor(draw_keys(sequences), device=scores.device)
     return add_noise(relative, keys).argmax(dim=-1)
 
 
-def _filter(relative: Tensor, rows: list[int], samplings: list[Sampling]) -> None:
-    """Rules out, in the given rows of relative: [B, V], the tokens that filters drop."""
+def _filter(relative: Tensor, samplings: list[Sampling]) -> None:
+    """Rules out the tokens of relative: [R, V] that filters drop."""
     # Probabilities as whole numbers.
-    weights = relative[rows].exp_().mul_(WEIGHT_ONE).floor_()
-    _keep_top_k(weights, samplings)
-    _keep_top_p(weights, samplings)
-    _keep_min_p(weights, samplings)
-    relative[rows] = relative[rows].masked_fill_(weights == 0.0, -math.inf)
+    weights = relative.exp().mul_(WEIGHT_ONE).floor_()
+    for applies, floors in _FILTERS:
+        rows = [row for row, each in enumerate(samplings) if applies(each, weights.shape[1])]
+        if rows:
+            kept = _rows(weights, rows)
+            kept.masked_fill_(kept < floors(kept, [samplings[row] for row in rows]), 0.0)
+            if kept is not weights:
+                weights[rows] = kept
+    relative.masked_fill_(weights == 0.0, -math.inf)
 
 
-def _keep_top_k(weights: Tensor, samplings: list[Sampling]) -> None:
-    """Keeps each row's k heaviest tokens, and those as heavy as the k-th."""
-    limits = {row: s.top_k for row, s in enumerate(samplings) if 0 < s.top_k < weights.shape[1]}
-    if not limits:
-        return
-    rows = list(limits)
-    last = torch.tensor([[k - 1] for k in limits.values()], device=weights.device)
-    heaviest = weights[rows].topk(max(limits.values()), dim=-1).values
-    _drop_below(weights, rows, heaviest.gather(-1, last))
+def _top_k_floors(weights: Tensor, samplings: list[Sampling]) -> Tensor:
+    """The weight of the k-th heaviest token; those as heavy stay."""
+    last = torch.tensor([[sampling.top_k - 1] for sampling in samplings], device=weights.device)
+    most = max(sampling.top_k for sampling in samplings)
+    return weights.topk(most, dim=-1).values.gather(-1, last)
 
 
-def _keep_top_p(weights: Tensor, samplings: list[Sampling]) -> None:
-    """Keeps the heaviest tokens that together reach the share p of the row's weight."""
-    limits = {row: s.top_p for row, s in enumerate(samplings) if s.top_p < 1.0}
-    if not limits:
-        return
-    rows = list(limits)
-    shares = torch.tensor(list(limits.values()), dtype=torch.float64, device=weights.device)
-    _drop_below(weights, rows, _nucleus_floor(weights[rows], shares[:, None]))
-
-
-def _nucleus_floor(weights: Tensor, shares: Tensor) -> Tensor:
-    """weights: [R, V], shares: [R, 1] -> [R, 1], the weight with which the share is reached."""
+def _top_p_floors(weights: Tensor, samplings: list[Sampling]) -> Tensor:
+    """The weight with which the heaviest tokens reach the share p of the row's weight."""
+    shares = _column([sampling.top_p for sampling in samplings], weights.device, torch.float64)
     total = weights.sum(dim=-1, keepdim=True, dtype=torch.int64)
     needed = torch.minimum((total * shares).to(torch.int64), total)
     heaviest = weights.topk(min(NUCLEUS_WIDTH, weights.shape[1]), dim=-1).values
@@ -215,21 +209,30 @@ def _nucleus_floor(weights: Tensor, shares: Tensor) -> Tensor:
     return heaviest.gather(-1, last)
 
 
-def _keep_min_p(weights: Tensor, samplings: list[Sampling]) -> None:
-    """Keeps the tokens at least min_p times as probable as the row's best."""
-    if any(sampling.min_p > 0.0 for sampling in samplings):
-        floors = _column([s.min_p * WEIGHT_ONE for s in samplings], weights.device)
-        weights.masked_fill_(weights < floors, 0.0)
+def _min_p_floors(weights: Tensor, samplings: list[Sampling]) -> Tensor:
+    """The weight of a token min_p times as probable as the best."""
+    return _column([sampling.min_p * WEIGHT_ONE for sampling in samplings], weights.device)
 
 
-def _drop_below(weights: Tensor, rows: list[int], floors: Tensor) -> None:
-    """floors: [R, 1]. Changes the given rows of weights: [B, V] in place."""
-    kept = weights[rows]
-    weights[rows] = kept.masked_fill_(kept < floors, 0.0)
+_FILTERS: tuple[
+    tuple[Callable[[Sampling, int], bool], Callable[[Tensor, list[Sampling]], Tensor]], ...
+] = (
+    (lambda sampling, vocabulary: 0 < sampling.top_k < vocabulary, _top_k_floors),
+    (lambda sampling, _: sampling.top_p < 1.0, _top_p_floors),
+    (lambda sampling, _: sampling.min_p > 0.0, _min_p_floors),
+)
+"""Which requests ask for it, and the least weight [R, 1] that it leaves them; in order."""
 
 
-def _column(values: list[float], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
+def _rows(matrix: Tensor, rows: list[int]) -> Tensor:
+    """A copy of some rows, or the matrix itself where these are all."""
+    return matrix if len(rows) == len(matrix) else matrix[rows]
+
+
+def _column(
+    values: list[float], device: torch.device, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    return torch.tensor(values, dtype=dtype, device=device)[:, None]
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
