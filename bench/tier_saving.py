@@ -24,10 +24,10 @@ from baton.core import model_store
 from baton.core.config import CacheConfig, Size
 from baton.core.types import AttemptKey, Sampling, Work
 from baton.engine.engine import Engine
-from baton.engine.restoration import Tier
 from baton.engine.second_tier import SecondTier, second_tier_of
 from baton.engine.sequence import Sequence
 from baton.engine.step import Plan
+from baton.engine.tier_copies import Tier
 from baton.worker.backend import open_second_tier
 
 PROMPT = 64

@@ -25,6 +25,7 @@ from baton.core.types import AttemptKey, Sampling, Work
 from baton.engine.engine import Engine
 from baton.engine.second_tier import SecondTier, second_tier_of
 from baton.engine.sequence import Sequence
+from baton.engine.tier_copies import Tier
 from baton.worker.backend import open_second_tier
 
 CHUNK = 512
@@ -93,7 +94,7 @@ def measure(bench: Bench, count: int, seed: int) -> dict[str, float]:
     for tier in ("host memory", "files"):
         if tier == "files":
             for key in keys:
-                with bench.tier.rows.hold([key]) as row:
+                with bench.tier.tiers[Tier.HOST].hold([key]) as row:
                     row.forget()
         bench.evict()
         seconds[tier] = timed(lambda: bench.restore_pages(keys))

@@ -2,7 +2,7 @@
 
     ┌──────────────────┐ save  ┌─────────────────────┐ write ┌─────────────┐
     │ the pool's pages │──────▶│ rows of host memory │──────▶│    files    │
-    │                  │◀──────│    (PageMemory)     │       │ (FileTier)  │
+    │                  │◀──────│    (PageMemory)     │       │ (PageFiles) │
     └──────────────────┘       └─────────────────────┘       └─────────────┘
               ▲        restore                                      │
               └─────────────────────────────────────────────────────┘
@@ -18,7 +18,8 @@ then finds them in the pool. The pages belong to the restoration, whatever becom
 prompt. What cannot be read is computed; a restoring thread without progress for
 `STALL_SECONDS` is not waited for.
 
-The rows are a pool of pages themselves, with known contents and leases for the copies.
+Rows and files are pools of pages themselves, with known contents, an order of use, and leases
+for the copies.
 
 Copies run on threads of their own, which post what the pool's thread, the owner of all of
 this, is to do next. It does so in `advance`, before each step; `wake` makes it look.
@@ -28,71 +29,31 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from baton.core.errors import Internal
-from baton.engine.file_tier import FileTier, PageForm, Task
+from baton.engine.page_files import PageFiles, PageForm, Task
 from baton.engine.page_memory import PageMemory
 from baton.engine.page_pool import Lease, LowerTier, PagePool
 from baton.engine.prefix_cache import note_change
-from baton.engine.restoration import Restoration, RestoreCosts, Tier, TierCounts
+from baton.engine.tier_copies import (
+    Background,
+    MakeBackground,
+    Restoration,
+    RestoreCosts,
+    Save,
+    Tier,
+    TierCounts,
+)
 
 BATCH = 16
 """Pages saved at a time; in a small pool an eighth of it."""
 READY_SHARE = 4
 """Without files, one in READY_SHARE of the pool's pages can be reused without a loss."""
 STALL_SECONDS = 1.0
-
-
-class Background(Protocol):
-    """Runs tasks beside the engine thread, one after the other."""
-
-    def submit(self, task: Task) -> None: ...
-
-    def stop(self, seconds: float) -> None:
-        """Waits at most `seconds` for the submitted tasks."""
-
-
-class BackgroundThread:
-    """A thread that does not keep its process alive. An exception in a task ends it."""
-
-    def __init__(self, name: str, on_crash: Callable[[BaseException], None]) -> None:
-        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        self._on_crash = on_crash
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def submit(self, task: Task) -> None:
-        self._tasks.put(task)
-
-    def stop(self, seconds: float) -> None:
-        self._tasks.put(None)
-        self._thread.join(seconds)
-
-    def _run(self) -> None:
-        try:
-            while task := self._tasks.get():
-                task()
-        except BaseException as error:  # noqa: BLE001 the thread's edge: its owner must know
-            self._on_crash(error)
-
-
-MakeBackground = Callable[[str, Callable[[BaseException], None]], Background]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Save:
-    """A batch of pages on their way to rows of host memory."""
-
-    keys: Sequence[bytes]
-    lease: Lease
-    rows: Lease
 
 
 class SecondTier(LowerTier):
@@ -113,9 +74,12 @@ class SecondTier(LowerTier):
         self._writer: Background  # with files
         self.ready_pages = pool.total // READY_SHARE
         self._batch = max(1, min(BATCH, pool.total // 8))
-        self.rows = PagePool(memory.staging, pool.page_size)
-        self.files: FileTier | None = None
-        self._kept: dict[bytes, None] = {}  # keys in rows, in files, or in both
+        self.tiers = {
+            Tier.HOST: PagePool(memory.staging, pool.page_size),
+            Tier.FILES: PagePool(0, pool.page_size),
+        }
+        self.files: PageFiles | None = None
+        self._kept: dict[bytes, None] = {}  # keys in at least one tier
         self._saving: Save | None = None
         self._restoring: dict[Restoration, None] = {}
         self._coming: set[bytes] = set()
@@ -127,7 +91,8 @@ class SecondTier(LowerTier):
 
     def open_files(self, folder: Path, budget: int, form: PageForm) -> None:
         self._writer = self._make_background("write-pages", self._post_crash)
-        self.files = FileTier(folder, budget, form, self._writer.submit, self._post)
+        self.files = PageFiles(folder, budget, form, self._writer.submit, self._post)
+        self.tiers[Tier.FILES] = PagePool(self.files.capacity, self._pool.page_size)
         self.files.list_folder(self._end_listing)
 
     # Contents.
@@ -142,9 +107,12 @@ class SecondTier(LowerTier):
     def keys(self) -> list[bytes]:
         return list(self._kept)
 
-    @property
-    def host_bytes(self) -> int:
-        return len(self.rows.cache) * self._memory.row(self._memory.staging).nbytes
+    def size(self, tier: Tier) -> int:
+        """In bytes."""
+        page = self._memory.row(self._memory.staging).nbytes
+        if tier is Tier.FILES and self.files is not None:
+            page = self.files.form.file_bytes
+        return len(self.tiers[tier].cache) * page
 
     @property
     def changed(self) -> int:
@@ -158,19 +126,22 @@ class SecondTier(LowerTier):
     @property
     def counts(self) -> dict[Tier, TierCounts]:
         self._counts[Tier.HOST].dropped = self._pool.cache.lost
-        self._counts[Tier.HOST].evicted = self.rows.cache.evictions
+        for tier, pages in self.tiers.items():
+            self._counts[tier].evicted = pages.cache.evictions
         return self._counts
 
-    def _note(self, keys: Iterable[bytes] = ()) -> None:
-        """Notes keys that came to files or left them, and all that did so with rows."""
-        files = self.files if self.files is not None else ()
-        for key in (*self.rows.cache.drain_changes(), *keys):
-            if (key in self.rows.cache or key in files) == (key in self._kept):
-                continue  # still, or not yet, in the other
-            note_change(self._kept, key)
-            note_change(self._changes, key)
-            if key not in self._kept:
-                self._pool.cache.unsave(key)
+    def _note_changes(self) -> None:
+        """Notes keys that came to a tier or left it. A file goes with its key."""
+        rows, files = (self.tiers[tier].cache for tier in Tier)
+        of_files = files.drain_changes()
+        for key in {**rows.drain_changes(), **of_files}:
+            if self.files is not None and key in of_files and key not in files:
+                self.files.remove(key)
+            if (key in rows or key in files) != (key in self._kept):
+                note_change(self._kept, key)
+                note_change(self._changes, key)
+                if key not in self._kept:
+                    self._pool.cache.unsave(key)
 
     # For the pool and the schedulers.
 
@@ -191,28 +162,27 @@ class SecondTier(LowerTier):
             return 0
         if self._pool.cost(len(job_keys), keys) > self._pool.free:
             return 0
-        held = self.rows.lease([row for row in rows if row is not None])
-        job = Restoration(job_keys, self._pool.lease(known, len(rows)), rows, held)
+        job = Restoration(job_keys, self._pool.lease(known, len(rows)), rows)
+        for pages in self.tiers.values():
+            held = [page for key in job.missing for page in pages.cache.find([key])]
+            job.held.append(pages.lease(held))
         self._restoring[job] = None
         self._coming.update(job.missing)
         self._restorer.submit(lambda: self._run_restoration(job))
         return len(rows)
 
     def forget(self, key: bytes) -> None:
-        with self.rows.hold([key]) as held:
-            held.forget()
-        if self.files is not None:
-            self.files.remove(key)
-        self._note([key])
+        for tier in Tier:
+            self._forget(tier, key)
 
     def check(self) -> str:
         missing = {key for job in self._restoring for key in job.missing}
         if missing != self._coming:
             return "a page counts as coming from the second tier and is not"
-        files = self.files.keys if self.files is not None else set()
-        if self._kept.keys() != self.rows.cache.keys | files:
+        rows, files = (self.tiers[tier] for tier in Tier)
+        if self._kept.keys() != rows.cache.keys | files.cache.keys:
             return "a page counts as kept in the second tier and is not, or the reverse"
-        return self.rows.check_integrity()
+        return rows.check_integrity() or files.check_integrity()
 
     # The loop.
 
@@ -234,7 +204,7 @@ class SecondTier(LowerTier):
         for background in backgrounds:
             background.stop(max(0.0, deadline - time.monotonic()))
 
-    def _flush(self, files: FileTier, deadline: float) -> None:
+    def _flush(self, files: PageFiles, deadline: float) -> None:
         self.advance()
         while (self._saving or files.pending) and (left := deadline - time.monotonic()) > 0:
             with contextlib.suppress(queue.Empty):
@@ -262,16 +232,16 @@ class SecondTier(LowerTier):
         if files is None:
             wanted = min(wanted, self.ready_pages - self._pool.ready)
         # New saves must not evict recent ones.
-        room = max(self.rows.total, files.capacity if files else 0)
+        room = max(self.tiers[Tier.HOST].total, files.capacity if files else 0)
         return max(0, min(wanted, -(-room // 2) - (cache.idle - cache.unsaved)))
 
     def _save(self, batch: list[tuple[bytes, int]]) -> None:
         """Starts to save idle pages, given with their keys."""
-        batch = batch[: self.rows.free]
+        batch = batch[: self.tiers[Tier.HOST].free]
         if batch:
             keys, pages = zip(*batch, strict=True)
-            rows = self.rows.acquire(len(batch))
-            self._note()
+            rows = self.tiers[Tier.HOST].acquire(len(batch))
+            self._note_changes()
             save = self._saving = Save(keys, self._pool.lease_idle(list(pages)), rows)
             self._saver.submit(lambda: self._run_save(save))
 
@@ -288,31 +258,45 @@ class SecondTier(LowerTier):
         save.lease.release()
 
     def _store(self, key: bytes, row: int) -> None:
-        self.rows.cache.store(key, row)
-        self._note()
+        rows, files = (self.tiers[tier] for tier in Tier)
+        rows.cache.store(key, row)
+        self._note_changes()
         self._counts[Tier.HOST].stored += 1
-        if self.files is None or key in self.files:
+        if self.files is None or key in files.cache:
             return
-        if not self.files.accepts_pages:
+        if self.files.accepts_pages and files.free:
+            self._add_file(key)
+            end = partial(self._end_write, key, rows.lease([row]))
+            self.files.write(key, self._memory.row(row), end)
+        else:
             self._counts[Tier.FILES].dropped += 1
-            return
-        end = partial(self._end_write, key, self.rows.lease([row]))
-        evicted = self.files.write(key, self._memory.row(row), end)
-        self._counts[Tier.FILES].evicted += len(evicted)
-        self._note(evicted)
+
+    def _add_file(self, key: bytes) -> None:
+        """As the most recently used; the least recently used makes room."""
+        with self.tiers[Tier.FILES].acquire(1) as file:
+            file.name([key])
+        self._note_changes()
 
     def _end_write(self, key: bytes, row: Lease, written: bool | None) -> None:
         row.release()
         if written:
             self._counts[Tier.FILES].stored += 1
-        elif self.files is not None:
-            self.files.remove(key)
-            self._note([key])
+        else:
+            self._forget(Tier.FILES, key)
 
-    def _end_listing(self, keys: list[bytes] | None) -> None:
-        if self.files is not None and keys:
-            self._counts[Tier.FILES].evicted += len(self.files.add_listed(keys))
-            self._note(keys)
+    def _end_listing(self, listed: list[bytes] | None) -> None:
+        files = self.tiers[Tier.FILES]
+        newer = list(files.cache.keys)
+        for key in listed or ():
+            if key not in files.cache and files.free:
+                self._add_file(key)
+        for key in newer:
+            files.hold([key]).release()
+
+    def _forget(self, tier: Tier, key: bytes) -> None:
+        with self.tiers[tier].hold([key]) as held:
+            held.forget()
+        self._note_changes()
 
     # Restoring.
 
@@ -321,7 +305,7 @@ class SecondTier(LowerTier):
         for key in keys:
             if key not in self or key in self._coming or key in self._pool.cache:
                 return
-            yield next(iter(self.rows.cache.find([key])), None)
+            yield next(iter(self.tiers[Tier.HOST].cache.find([key])), None)
 
     def _pays(self, rows: Sequence[int | None]) -> bool:
         tiers = [Tier.FILES if row is None else Tier.HOST for row in rows]
@@ -340,15 +324,14 @@ class SecondTier(LowerTier):
             return
         del self._restoring[job]
         self._coming.difference_update(job.missing)
-        job.held.release()
+        for held in job.held:
+            held.release()
         job.lease.name(job.keys[: job.found + job.done])
         job.lease.release()
         came = job.tiers[: job.done]
         for tier in Tier:
             self._counts[tier].restored += came.count(tier)
             self.costs.copies[tier].add(came.count(tier), job.seconds[tier])
-        if self.files is not None:
-            self.files.touch(job.missing[: job.done][::-1])
         if job.damaged:
             self._counts[Tier.FILES].damaged += 1
             self.forget(job.missing[job.done])

@@ -21,10 +21,11 @@ from baton.core.config import CacheConfig, Config, settle
 from baton.core.errors import InvalidConfig, WorkerLost
 from baton.core.types import Role
 from baton.engine.engine import Engine
-from baton.engine.file_tier import PageForm
 from baton.engine.gpu.device import GpuSettings
+from baton.engine.page_files import PageForm
 from baton.engine.page_memory import PageMemory, page_memory
-from baton.engine.second_tier import BATCH, BackgroundThread, SecondTier, second_tier_of
+from baton.engine.second_tier import BATCH, SecondTier, second_tier_of
+from baton.engine.tier_copies import BackgroundThread
 from baton.kv_transfer.pool_digest import choose_digest
 from baton.kv_transfer.pool_layout import LAYOUT_VERSION, HeadRange, cache_root
 from baton.kv_transfer.routed_transport import choose_transport

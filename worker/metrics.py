@@ -9,8 +9,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from baton.core import metrics as names
 from baton.core.types import Role
 from baton.engine.page_pool import PagePool
-from baton.engine.restoration import Tier, TierCounts
 from baton.engine.second_tier import SecondTier, second_tier_of
+from baton.engine.tier_copies import Tier, TierCounts
 from baton.v1 import worker_pb2 as pb
 
 _LABELS = ["worker", "role"]
@@ -139,9 +139,9 @@ class TierMetrics:
             gauge.clear()
 
     def update(self, second: SecondTier) -> None:
-        self._set_size(Tier.HOST, len(second.rows.cache), second.host_bytes)
+        self._set_size(second, Tier.HOST)
         if second.files is not None:
-            self._set_size(Tier.FILES, len(second.files), second.files.size)
+            self._set_size(second, Tier.FILES)
             self._failing.labels(**self._labels).set(second.files.failing)
         for tier, counts in second.counts.items():
             now, before = dataclasses.asdict(counts), dataclasses.asdict(self._reported[tier])
@@ -150,6 +150,6 @@ class TierMetrics:
                 counter.inc(count - before[event])
             self._reported[tier] = TierCounts(**now)
 
-    def _set_size(self, tier: Tier, pages: int, size: int) -> None:
-        self._pages.labels(**self._labels, tier=tier).set(pages)
-        self._bytes.labels(**self._labels, tier=tier).set(size)
+    def _set_size(self, second: SecondTier, tier: Tier) -> None:
+        self._pages.labels(**self._labels, tier=tier).set(len(second.tiers[tier].cache))
+        self._bytes.labels(**self._labels, tier=tier).set(second.size(tier))

@@ -8,8 +8,8 @@ from baton.core.errors import Internal
 from baton.core.types import AttemptKey, Role
 from baton.decode_worker.decode_phase import DecodePhase
 from baton.engine.page_pool import Lease
-from baton.engine.restoration import Tier
 from baton.engine.second_tier import second_tier_of
+from baton.engine.tier_copies import Tier
 from baton.kv_transfer.receiver import ReceiverState
 from baton.prefill_worker.prefill_phase import PrefillPhase
 

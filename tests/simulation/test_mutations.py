@@ -16,9 +16,10 @@ from baton.decode_worker.decode_phase import Loans
 from baton.decode_worker.decode_scheduler import DecodeScheduler
 from baton.engine.engine import Engine
 from baton.engine.prefix_cache import PrefixCache
-from baton.engine.second_tier import Save, SecondTier
+from baton.engine.second_tier import SecondTier
 from baton.engine.sequence import Sequence
 from baton.engine.step import FinishedStep, InFlightStep, Plan
+from baton.engine.tier_copies import Save
 from baton.kv_transfer import pushes, receiver, sender
 from baton.kv_transfer.pushes import Pushes
 from baton.kv_transfer.receiver import Receiver

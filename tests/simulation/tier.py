@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from baton.engine.file_tier import Task
+from baton.engine.page_files import Task
 from baton.engine.page_memory import Move, PageBytes
 from baton.engine.page_pool import PagePool
-from baton.engine.restoration import RestoreCosts, Tier
 from baton.engine.second_tier import SecondTier
+from baton.engine.tier_copies import RestoreCosts, Tier
 
 from .world import World
 

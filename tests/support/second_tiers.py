@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from baton.core.page_keys import page_keys, salted_root
-from baton.engine.file_tier import PageForm, Task
+from baton.engine.page_files import PageForm, Task
 from baton.engine.page_memory import page_memory
 from baton.engine.page_pool import Lease, PagePool
 from baton.engine.second_tier import SecondTier

@@ -9,7 +9,7 @@ from second_tiers import PAGE, TieredPool, keys
 from baton.core.errors import Internal
 from baton.engine import second_tier
 from baton.engine.page_pool import Lease
-from baton.engine.restoration import RestoreCosts, Tier
+from baton.engine.tier_copies import RestoreCosts, Tier
 
 
 def full(rows: int = 8) -> TieredPool:

@@ -15,9 +15,9 @@ from baton.core.config import CacheConfig, Size
 from baton.core.types import AttemptKey, Sampling, Work
 from baton.decode_worker.decode_scheduler import DecodeScheduler
 from baton.engine.engine import Engine
-from baton.engine.restoration import Tier
 from baton.engine.second_tier import SecondTier, second_tier_of
 from baton.engine.sequence import Sequence
+from baton.engine.tier_copies import Tier
 from baton.worker.backend import open_second_tier
 
 PAGE = 4

@@ -2,8 +2,8 @@
 
     FOLDER/<root of the keys>/<worker>/<first byte of the key>/<key>
 
-The index, oldest first, belongs to the pool's thread. A thread of its own lists, writes and
-removes files in the order of requests. The restoring thread reads.
+A thread of its own lists, writes and removes files in the order of requests. The restoring
+thread reads. Which files there are is known to engine/second_tier.py.
 
 A file is a header, then the page. The header holds everything that gives the bytes meaning
 (the form and the page's key) and their digest. A file appears under its name only when it
@@ -23,8 +23,7 @@ import logging
 import os
 import struct
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, KeysView
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -68,7 +67,7 @@ class PageForm:
         return _HEADER.pack(MAGIC, VERSION, *form, key, page_digest(page))
 
 
-class FileTier:
+class PageFiles:
     """Uses at most `budget` bytes of `folder`.
 
     `submit` has the writing thread run a task; `post` has the pool's thread run what follows.
@@ -83,31 +82,15 @@ class FileTier:
         post: Callable[[Task], None],
     ) -> None:
         self.capacity = budget // form.file_bytes
+        self.form = form
         self._folder = folder
-        self._form = form
         self._submit = submit
         self._post = post
-        self._index: OrderedDict[bytes, None] = OrderedDict()  # the longest unused first
         self.pending = 0  # lists and writes without a result yet
         self._failing_until = 0.0
         self.failing = False
 
     # Called by the pool's thread.
-
-    def __len__(self) -> int:
-        return len(self._index)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._index
-
-    @property
-    def keys(self) -> KeysView[bytes]:
-        return self._index.keys()
-
-    @property
-    def size(self) -> int:
-        """In bytes."""
-        return len(self._index) * self._form.file_bytes
 
     @property
     def accepts_pages(self) -> bool:
@@ -120,39 +103,12 @@ class FileTier:
         """Calls `then` with the keys in the folder, the least recently used first."""
         self._run(self._list, then)
 
-    def write(
-        self, key: bytes, page: PageBytes, then: Callable[[bool | None], None]
-    ) -> list[bytes]:
-        """Starts to write a page, which must not change until `then` is called. Returns the
-        evicted keys."""
-        self._index[key] = None
+    def write(self, key: bytes, page: PageBytes, then: Callable[[bool | None], None]) -> None:
+        """Starts to write a page, which must not change until `then` is called."""
         self._run(lambda: self._write(key, page), then)
-        return self._shrink()
-
-    def add_listed(self, keys: list[bytes]) -> list[bytes]:
-        """Adds keys as the least recently used. Returns the evicted keys."""
-        listed: OrderedDict[bytes, None] = OrderedDict.fromkeys(keys)
-        listed.update(self._index)
-        self._index = listed
-        return self._shrink()
-
-    def touch(self, keys: Iterable[bytes]) -> None:
-        """Marks pages as used, the last of them most recently."""
-        for key in keys:
-            if key in self._index:
-                self._index.move_to_end(key)
 
     def remove(self, key: bytes) -> None:
-        if key in self._index:
-            del self._index[key]
-            self._submit(lambda: _unlink(self._path(key)))
-
-    def _shrink(self) -> list[bytes]:
-        evicted = []
-        while len(self._index) > self.capacity:
-            evicted.append(next(iter(self._index)))
-            self.remove(evicted[-1])
-        return evicted
+        self._submit(lambda: _unlink(self._path(key)))
 
     def _run(self, work: Callable[[], Result], then: Callable[[Result | None], None]) -> None:
         """Has the writing thread do `work`, and calls `then` with its result; None if it failed."""
@@ -190,8 +146,8 @@ class FileTier:
         try:
             with open(path, "rb") as file:
                 header = file.read(_HEADER.size)
-                whole = file.readinto(into.data) == self._form.page_bytes and not file.read(1)
-            if whole and header == self._form.header(key, into):
+                whole = file.readinto(into.data) == self.form.page_bytes and not file.read(1)
+            if whole and header == self.form.header(key, into):
                 os.utime(path)  # keeps the order of use across a restart
                 return True
         except OSError:
@@ -210,7 +166,7 @@ class FileTier:
         for folder in os.scandir(self._folder):
             for entry in os.scandir(folder) if folder.is_dir() else ():
                 key, state = _key_of(entry.name), entry.stat()
-                if key is None or state.st_size != self._form.file_bytes:
+                if key is None or state.st_size != self.form.file_bytes:
                     _unlink(Path(entry.path))
                 else:
                     yield state.st_mtime, key
@@ -221,7 +177,7 @@ class FileTier:
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with open(unfinished, "wb", opener=_open_privately) as file:
-                file.write(self._form.header(key, page))
+                file.write(self.form.header(key, page))
                 file.write(page.data)
             os.replace(unfinished, path)
         except OSError:

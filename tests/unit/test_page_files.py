@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from second_tiers import FORM, TieredPool, keys
 
-from baton.engine import file_tier
-from baton.engine.file_tier import UNFINISHED
-from baton.engine.restoration import Tier
+from baton.engine import page_files
+from baton.engine.page_files import UNFINISHED
+from baton.engine.tier_copies import Tier
 
 
-def page_files(folder: Path) -> dict[str, Path]:
+def files_in(folder: Path) -> dict[str, Path]:
     return {path.name: path for path in folder.rglob("*") if path.is_file()}
 
 
@@ -46,7 +46,7 @@ def test_pages_survive_a_restart_bit_by_bit(tmp_path: Path) -> None:
 
 def test_only_the_owner_may_read_what_prompts_say(tmp_path: Path) -> None:
     saved(tmp_path)
-    assert {path.stat().st_mode & 0o777 for path in page_files(tmp_path).values()} == {0o600}
+    assert {path.stat().st_mode & 0o777 for path in files_in(tmp_path).values()} == {0o600}
 
 
 def flip(path: Path) -> None:
@@ -92,7 +92,7 @@ def test_a_file_that_is_not_the_page_is_a_miss_and_is_removed(
     assert callable(damage)
     made = saved(tmp_path)
     made = restarted(tmp_path) if while_running else made
-    path = page_files(tmp_path)[keys("abcd")[2].hex()]
+    path = files_in(tmp_path)[keys("abcd")[2].hex()]
     damage(path)
     made = made if while_running else restarted(tmp_path)
     assert made.found("abcd") == "ab"
@@ -121,26 +121,26 @@ def test_the_least_recently_used_files_make_room(tmp_path: Path) -> None:
     for letter in "bcdef":
         made.keep(letter)
         made.settle()
-    assert set(page_files(tmp_path)) == {keys(letter)[0].hex() for letter in "cdef"}
+    assert set(files_in(tmp_path)) == {keys(letter)[0].hex() for letter in "cdef"}
     assert made.tier.counts[Tier.FILES].evicted == 2
     for age, letter in enumerate("fedc"):
-        os.utime(page_files(tmp_path)[keys(letter)[0].hex()], (age, age))
+        os.utime(files_in(tmp_path)[keys(letter)[0].hex()], (age, age))
     assert restarted(tmp_path, files=2).tier.keys == [keys("d")[0], keys("c")[0]]
-    assert set(page_files(tmp_path)) == {keys(letter)[0].hex() for letter in "cd"}
+    assert set(files_in(tmp_path)) == {keys(letter)[0].hex() for letter in "cd"}
 
 
 def test_what_a_killed_process_left_half_written_is_cleared_away(tmp_path: Path) -> None:
     saved(tmp_path)
-    path = page_files(tmp_path)[keys("a")[0].hex()]
+    path = files_in(tmp_path)[keys("a")[0].hex()]
     path.rename(path.with_name(path.name + UNFINISHED))
     made = restarted(tmp_path)
-    assert len(made.tier) == len(page_files(tmp_path)) == 3
+    assert len(made.tier) == len(files_in(tmp_path)) == 3
 
 
 def test_a_page_that_is_written_while_the_writer_is_behind_is_in_memory_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_tier, "MOST_WRITES", 1)
+    monkeypatch.setattr(page_files, "MOST_WRITES", 1)
     made = TieredPool(pages=8, folder=tmp_path)
     made.settle()
     made.keep("abcdefgh")
@@ -149,7 +149,7 @@ def test_a_page_that_is_written_while_the_writer_is_behind_is_in_memory_only(
         made.backgrounds["save-pages"].run()
         made.pool.lower.advance()
     assert len(made.backgrounds["write-pages"].tasks) == 1
-    assert len(made.tier.rows.cache) == 2, "as many as are to be had without a loss"
+    assert len(made.tier.tiers[Tier.HOST].cache) == 2, "as many as are to be had without a loss"
     assert made.tier.counts[Tier.FILES].dropped == 1
 
 
@@ -179,13 +179,13 @@ def test_a_full_disk_costs_the_files_and_one_warning(
     ]
     assert made.tier.files is not None
     assert made.tier.files.failing
-    assert page_files(tmp_path) == {}
+    assert files_in(tmp_path) == {}
     assert made.pool.check_integrity(held=0) == ""
     made.tier.files._failing_until = 0.0
     made.keep("xy")
     made.settle()
     assert not made.tier.files.failing
-    assert page_files(tmp_path)
+    assert files_in(tmp_path)
 
 
 def test_a_folder_that_cannot_be_made_costs_the_files_and_one_warning(
@@ -207,4 +207,4 @@ def test_a_worker_that_stops_writes_what_its_pool_holds(tmp_path: Path) -> None:
         background.submit = lambda task: task()  # type: ignore[method-assign]
         background.run()
     made.tier.close(seconds=1.0)
-    assert len(page_files(tmp_path)) == 4
+    assert len(files_in(tmp_path)) == 4

@@ -1,4 +1,6 @@
-"""Pages on their way from the second tier into leased pages of the pool, and what that costs.
+"""Copies of pages between the pool and the second tier: their threads, and what they cost.
+
+A save copies a batch of pages. The life of a restoration:
 
     under way ─▶ ended: the first `done` pages are restored
         └─ cancel ─▶ as ended, and no further page is written
@@ -10,12 +12,14 @@ copying thread. Pages are restored in order, up to the first that cannot be.
 from __future__ import annotations
 
 import enum
+import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from baton.engine.file_tier import FileTier
+from baton.engine.page_files import PageFiles, Task
 from baton.engine.page_memory import PageMemory
 from baton.engine.page_pool import Lease
 
@@ -44,12 +48,57 @@ class TierCounts:
     damaged: int = 0
 
 
+class Background(Protocol):
+    """Runs tasks beside the engine thread, one after the other."""
+
+    def submit(self, task: Task) -> None: ...
+
+    def stop(self, seconds: float) -> None:
+        """Waits at most `seconds` for the submitted tasks."""
+
+
+class BackgroundThread:
+    """A thread that does not keep its process alive. An exception in a task ends it."""
+
+    def __init__(self, name: str, on_crash: Callable[[BaseException], None]) -> None:
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._on_crash = on_crash
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, task: Task) -> None:
+        self._tasks.put(task)
+
+    def stop(self, seconds: float) -> None:
+        self._tasks.put(None)
+        self._thread.join(seconds)
+
+    def _run(self) -> None:
+        try:
+            while task := self._tasks.get():
+                task()
+        except BaseException as error:  # noqa: BLE001 the thread's edge: its owner must know
+            self._on_crash(error)
+
+
+MakeBackground = Callable[[str, Callable[[BaseException], None]], Background]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Save:
+    """A batch of pages on their way to rows of host memory."""
+
+    keys: Sequence[bytes]
+    lease: Lease
+    rows: Lease
+
+
 @dataclass(eq=False)
 class Restoration:
     keys: Sequence[bytes]  # of the lease's pages; the last len(rows) are restored
     lease: Lease
     rows: Sequence[int | None]  # where each page to restore is; None: in a file
-    held: Lease  # of the rows
+    held: list[Lease] = field(default_factory=list)  # of the rows and files
     moved: float = field(default_factory=time.monotonic)  # start, or time of the last page
     done: int = 0
     damaged: bool = False  # the page after the `done` ones could not be read
@@ -76,7 +125,7 @@ class Restoration:
         with self._writing:
             self._cancelled = True
 
-    def run(self, memory: PageMemory, files: FileTier | None) -> None:
+    def run(self, memory: PageMemory, files: PageFiles | None) -> None:
         pages = self.lease.pages[self.found :]
         for key, row, page, tier in zip(self.missing, self.rows, pages, self.tiers, strict=True):
             began = time.monotonic()
