@@ -169,7 +169,7 @@ class GenerationEndpoint:
             error_response, request_id=request_id, prompt_field=self._renderer.prompt_field
         )
         try:
-            caller = self._context.keys.caller(http.headers.get("authorization", ""))
+            caller: Caller = http.user
             body, requests = await parse_body(
                 http, self._context, lambda body: self._parse(body, request_id, caller)
             )

@@ -64,6 +64,8 @@ Endpoint = Callable[[HttpRequest], Awaitable[Response]]
 
 
 class ApiKeyMiddleware:
+    """The caller becomes the request's `user`."""
+
     def __init__(self, app: ASGIApp, keys: KeyRing, open_paths: Collection[str]) -> None:
         self._app = app
         self._keys = keys
@@ -73,8 +75,8 @@ class ApiKeyMiddleware:
         if scope["type"] == "http" and scope["path"] not in self._open:
             http = HttpRequest(scope)
             try:
-                caller = self._keys.caller(http.headers.get("authorization", ""))
-                if scope["path"] in _ADMIN_PATHS and not caller.admin:
+                scope["user"] = self._keys.caller(http.headers.get("authorization", ""))
+                if scope["path"] in _ADMIN_PATHS and not http.user.admin:
                     raise PermissionDenied("this needs an admin's API key")
             except (Unauthenticated, PermissionDenied) as error:
                 await (await _refuse(http, error))(scope, receive, send)
@@ -171,8 +173,7 @@ class HttpApp:
         return _json({"object": "list", "data": [to_json(timing) for timing in found]})
 
     async def _timing(self, http: HttpRequest) -> Response:
-        caller = self._context.keys.caller(http.headers.get("authorization", ""))
-        return _json(to_json(self._overview.timing(http.path_params["request_id"], caller)))
+        return _json(to_json(self._overview.timing(http.path_params["request_id"], http.user)))
 
     async def _tokenize(self, http: HttpRequest) -> Response:
         prompt = await parse_body(

@@ -108,7 +108,7 @@ class BoundedConnection(H11Protocol):
             self._timer = None
 
 
-class HttpServer:
+class HttpServer(uvicorn.Server):
     """Serves `app`; `end_calls` is called when it stops."""
 
     def __init__(self, app: ASGIApp, end_calls: Callable[[], None], tls: TlsConfig) -> None:
@@ -125,20 +125,24 @@ class HttpServer:
             server_header=False,
             **_tls_options(tls),
         )
-        self._server = _Server(config)
+        super().__init__(config)
+
+    def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
+        """Leaves signals to the router."""
+        return contextlib.nullcontext()
 
     def start(self, host: str, port: int) -> str:
         """Returns the address."""
         self._socket = _listen(host, port)
-        self._serving = asyncio.create_task(self._server.serve([self._socket]))
+        self._serving = asyncio.create_task(self.serve([self._socket]))
         return f"{host}:{self._socket.getsockname()[1]}"
 
     async def stop(self, grace: float) -> None:
         """Calls in progress get an error. What clients have not read after `grace` seconds is
         lost."""
         self._end_calls()
-        self._server.config.timeout_graceful_shutdown = grace  # type: ignore[assignment]
-        self._server.should_exit = True
+        self.config.timeout_graceful_shutdown = grace  # type: ignore[assignment]
+        self.should_exit = True
         await self._serving
 
 
@@ -154,13 +158,6 @@ def _tls_options(tls: TlsConfig) -> dict[str, Any]:
         options["ssl_ca_certs"] = str(certificate_path(folder, CLIENTS_CA))
         options["ssl_cert_reqs"] = ssl.CERT_REQUIRED
     return options
-
-
-class _Server(uvicorn.Server):
-    """Leaves signals to the router."""
-
-    def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
-        return contextlib.nullcontext()
 
 
 def _listen(host: str, port: int) -> socket.socket:
