@@ -30,12 +30,11 @@ No I/O and no clock: every input returns what to do.
 from __future__ import annotations
 
 import dataclasses
-import enum
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from baton.core.errors import BatonError, DeadlineExceeded, Exhausted, PoisonRequest, WorkerLost
-from baton.core.types import AttemptKey, FinishReason, Logprobs, Work
+from baton.core.types import AttemptKey, FinishReason, Logprobs, Role, Work
 from baton.core.wire import failed_from, finish_from, logprobs_from, work_to
 from baton.router.placement.placement import Placement, Reason, Suspicion
 from baton.v1 import worker_pb2 as pb
@@ -44,16 +43,11 @@ SHORTEST_DELAY_SECONDS = 0.02
 LONGEST_DELAY_SECONDS = 1.0
 
 
-class Side(enum.Enum):
-    PREFILL = enum.auto()
-    DECODE = enum.auto()
-
-
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send the message to the attempt's worker on that side."""
+    """Send the message to the attempt's worker of that role."""
 
-    side: Side
+    role: Role
     message: pb.RouterMessage
 
 
@@ -116,7 +110,7 @@ class Attempt:
         self._holder_agent = holder_agent
         # Looking for log probabilities takes longer than the rest of a step.
         self._scored = not (work.logprobs is None and work.prompt_logprobs is None)
-        self._held: set[Side] = set()
+        self._held: set[Role] = set()
         self._early: list[Tokens] = []  # of decode, which overtook token #1
 
     @property
@@ -127,13 +121,13 @@ class Attempt:
     def start(self) -> list[Send]:
         work = work_to(self.work)
         if not self.placement.prefill:
-            return [self._hold(Side.DECODE, pb.RouterMessage(compute=pb.Compute(work=work)))]
+            return [self._hold(Role.DECODE, pb.RouterMessage(compute=pb.Compute(work=work)))]
         sends = []
         if self.placement.decode:
             reserve = pb.Reserve(work=work, sender=self._prefill_agent)
-            sends.append(self._hold(Side.DECODE, pb.RouterMessage(reserve=reserve)))
+            sends.append(self._hold(Role.DECODE, pb.RouterMessage(reserve=reserve)))
         prefill = pb.Prefill(work=work, receiver=self._decode_agent, holder=self._holder())
-        return [*sends, self._hold(Side.PREFILL, pb.RouterMessage(prefill=prefill))]
+        return [*sends, self._hold(Role.PREFILL, pb.RouterMessage(prefill=prefill))]
 
     def handle(self, event: AttemptEvent) -> list[Action]:
         """Returns what an event leads to, in order."""
@@ -147,7 +141,7 @@ class Attempt:
             case "first_token":
                 return self._first(event.first_token)
             case "pushed":
-                self._held.discard(Side.PREFILL)
+                self._held.discard(Role.PREFILL)
             case "failed":
                 error = failed_from(event.failed)
                 hearsay = isinstance(error, WorkerLost)
@@ -160,10 +154,10 @@ class Attempt:
 
     def release(self) -> list[Send]:
         """Releases whatever the workers still hold."""
-        held = sorted(self._held, key=lambda side: side.value)
+        held = [role for role in Role if role in self._held]
         self._held.clear()
         release = pb.Release(request_id=self.work.key.request_id, epoch=self.work.key.epoch)
-        return [Send(side, pb.RouterMessage(release=release)) for side in held]
+        return [Send(role, pb.RouterMessage(release=release)) for role in held]
 
     def _holder(self) -> pb.Holder | None:
         fetch = self.placement.fetch
@@ -171,18 +165,18 @@ class Attempt:
             return None
         return pb.Holder(agent=self._holder_agent, pages=fetch.pages, seconds=fetch.seconds)
 
-    def _hold(self, side: Side, message: pb.RouterMessage) -> Send:
-        self._held.add(side)
-        return Send(side, message)
+    def _hold(self, role: Role, message: pb.RouterMessage) -> Send:
+        self._held.add(role)
+        return Send(role, message)
 
     def _lose(self, lost: LinkLost) -> list[Action]:
-        side = Side.PREFILL if lost.worker_id == self.placement.prefill else Side.DECODE
+        role = Role.PREFILL if lost.worker_id == self.placement.prefill else Role.DECODE
         # Prefill holds nothing once decode runs, but its token #1 may still be on its way.
-        awaited = side is Side.PREFILL and not self.started
-        if side not in self._held and not awaited:
+        awaited = role is Role.PREFILL and not self.started
+        if role not in self._held and not awaited:
             return []
         if lost.died:
-            self._held.discard(side)
+            self._held.discard(role)
         error = WorkerLost(f"worker {lost.worker_id} was lost: {lost.reason}")
         return [AttemptEnded(error, retry=True, death=lost.died, company=lost.company)]
 
@@ -192,7 +186,7 @@ class Attempt:
         deliver = pb.Deliver(
             request_id=reserved.request_id, epoch=reserved.epoch, ticket=reserved.ticket
         )
-        return [Send(Side.PREFILL, pb.RouterMessage(deliver=deliver))]
+        return [Send(Role.PREFILL, pb.RouterMessage(deliver=deliver))]
 
     def _first(self, first: pb.FirstToken) -> list[Action]:
         if self.started:
@@ -201,7 +195,7 @@ class Attempt:
         finish = finish_from(first.finish_reason)
         if finish or not self.placement.decode:
             self.queued = False
-            self._held.discard(Side.PREFILL)
+            self._held.discard(Role.PREFILL)
         tokens = Tokens(
             [first.token],
             finish,
@@ -216,7 +210,7 @@ class Attempt:
         if not self.decoding:
             self.queued, self.decoding = False, True
             # Its pages have arrived: prefill is no longer needed.
-            self._held.discard(Side.PREFILL)
+            self._held.discard(Role.PREFILL)
         finish = finish_from(step.finish_reason)
         tokens = Tokens(list(step.token_ids), finish, step.cached_tokens)
         if self._scored:
@@ -225,7 +219,7 @@ class Attempt:
                 prompt_logprobs=tuple(map(logprobs_from, step.prompt_logprobs)),
             )
         if finish:
-            self._held.discard(Side.DECODE)
+            self._held.discard(Role.DECODE)
         if self.started:
             return [tokens]
         self._early.append(tokens)

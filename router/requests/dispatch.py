@@ -32,7 +32,6 @@ from baton.router.requests.attempt import (
     AttemptEvent,
     RetryState,
     Send,
-    Side,
     Tokens,
     merged,
 )
@@ -255,7 +254,7 @@ class RunningAttempt:
 
     def _send(self, sends: list[Send]) -> None:
         for send in sends:
-            prefills = send.side is Side.PREFILL
+            prefills = send.role is Role.PREFILL
             link = self._assignment.prefill if prefills else self._assignment.decode
             assert link is not None
             link.send(send.message)

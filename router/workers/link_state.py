@@ -163,24 +163,21 @@ class Peers:
     """For a prefill worker: the decode agents it was asked to connect to, and its answers."""
 
     def __init__(self) -> None:
-        self._asked: set[str] = set()
-        self._answers: dict[str, pb.Connected] = {}
+        self._answers: dict[str, pb.Connected | None] = {}  # None until it answers
 
     def __len__(self) -> int:
-        return len(self._answers)
+        return sum(answer is not None for answer in self._answers.values())
 
     def ask(self, agent: str) -> bool:
         """Returns whether the worker is to be asked: it was not yet."""
-        if agent in self._asked:
-            return False
-        self._asked.add(agent)
-        return True
+        new = agent not in self._answers
+        self._answers.setdefault(agent, None)
+        return new
 
     def answer(self, connected: pb.Connected) -> None:
         self._answers[connected.agent] = connected
 
     def forget(self, agent: str) -> None:
-        self._asked.discard(agent)
         self._answers.pop(agent, None)
 
     def reaches(self, agent: str) -> bool:

@@ -19,7 +19,6 @@ from baton.router.requests.attempt import (
     LinkLost,
     RetryState,
     Send,
-    Side,
     Tokens,
 )
 from baton.v1 import worker_pb2 as pb
@@ -354,5 +353,5 @@ class SimulatedRouter:
     def _send(self, attempt: Attempt, sends: list[Send]) -> None:
         for send in sends:
             placement = attempt.placement
-            name = placement.prefill if send.side is Side.PREFILL else placement.decode
+            name = placement.prefill if send.role is Role.PREFILL else placement.decode
             self.links[name].send(send.message)

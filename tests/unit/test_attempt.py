@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from baton.core.errors import DeadlineExceeded, Exhausted, Internal, Unavailable, WorkerLost
-from baton.core.types import AttemptKey, FinishReason, Logprobs, Sampling, Work
+from baton.core.types import AttemptKey, FinishReason, Logprobs, Role, Sampling, Work
 from baton.core.wire import failed_to, finish_to
 from baton.router.placement.placement import FetchPlan, Placement, Policy
 from baton.router.requests.attempt import (
@@ -13,7 +13,6 @@ from baton.router.requests.attempt import (
     AttemptEvent,
     LinkLost,
     Send,
-    Side,
     Tokens,
     merged,
 )
@@ -60,20 +59,20 @@ def feed(made: Attempt, *events: AttemptEvent) -> list[Action]:
     return [action for event in events for action in made.handle(event)]
 
 
-def kinds(sends: list[Send]) -> list[tuple[Side, str | None]]:
-    return [(send.side, send.message.WhichOneof("kind")) for send in sends]
+def kinds(sends: list[Send]) -> list[tuple[Role, str | None]]:
+    return [(send.role, send.message.WhichOneof("kind")) for send in sends]
 
 
 @pytest.mark.parametrize(
     ("placement", "expected"),
     [
-        (SPLIT, [(Side.DECODE, "reserve"), (Side.PREFILL, "prefill")]),
-        (LOCAL, [(Side.DECODE, "compute")]),
-        (ONE_TOKEN, [(Side.PREFILL, "prefill")]),
+        (SPLIT, [(Role.DECODE, "reserve"), (Role.PREFILL, "prefill")]),
+        (LOCAL, [(Role.DECODE, "compute")]),
+        (ONE_TOKEN, [(Role.PREFILL, "prefill")]),
     ],
 )
 def test_it_asks_the_workers_of_its_placement(
-    placement: Placement, expected: list[tuple[Side, str]]
+    placement: Placement, expected: list[tuple[Role, str]]
 ) -> None:
     assert kinds(attempt(placement).start()) == expected
 
@@ -90,7 +89,7 @@ def test_prefill_is_told_who_else_has_pages_of_the_prompt() -> None:
 def test_the_ticket_is_passed_on() -> None:
     (send,) = feed(started(), reserved())
     assert isinstance(send, Send)
-    assert (send.side, send.message.deliver.ticket) == (Side.PREFILL, b"ticket")
+    assert (send.role, send.message.deliver.ticket) == (Role.PREFILL, b"ticket")
 
 
 def test_tokens_of_decode_that_overtake_token_one_are_held_back() -> None:
@@ -111,23 +110,23 @@ def test_token_one_counts_once() -> None:
 @pytest.mark.parametrize(
     ("placement", "events", "released"),
     [
-        (SPLIT, [], [Side.PREFILL, Side.DECODE]),
-        (SPLIT, [reserved(), first(7), pushed()], [Side.DECODE]),
-        (SPLIT, [reserved(), first(7), step(8)], [Side.DECODE]),
-        (SPLIT, [first(7, FinishReason.STOP)], [Side.DECODE]),
+        (SPLIT, [], [Role.PREFILL, Role.DECODE]),
+        (SPLIT, [reserved(), first(7), pushed()], [Role.DECODE]),
+        (SPLIT, [reserved(), first(7), step(8)], [Role.DECODE]),
+        (SPLIT, [first(7, FinishReason.STOP)], [Role.DECODE]),
         (SPLIT, [reserved(), first(7), step(8, FinishReason.STOP)], []),
-        (SPLIT, [LinkLost("d0", "gone")], [Side.PREFILL]),
-        (SPLIT, [LinkLost("d0", "left", died=False)], [Side.PREFILL, Side.DECODE]),
+        (SPLIT, [LinkLost("d0", "gone")], [Role.PREFILL]),
+        (SPLIT, [LinkLost("d0", "left", died=False)], [Role.PREFILL, Role.DECODE]),
         (ONE_TOKEN, [first(7, FinishReason.LENGTH)], []),
-        (LOCAL, [step(7)], [Side.DECODE]),
+        (LOCAL, [step(7)], [Role.DECODE]),
     ],
 )
 def test_what_is_still_held_is_released(
-    placement: Placement, events: list[AttemptEvent], released: list[Side]
+    placement: Placement, events: list[AttemptEvent], released: list[Role]
 ) -> None:
     made = started(placement)
     feed(made, *events)
-    assert kinds(made.release()) == [(side, "release") for side in released]
+    assert kinds(made.release()) == [(role, "release") for role in released]
     assert made.release() == []
 
 
