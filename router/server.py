@@ -39,7 +39,7 @@ from baton.router.observe.spans import Spans
 from baton.router.placement.placer import Placer
 from baton.router.prompts.text import Text
 from baton.router.requests.serving import Serving
-from baton.router.workers.controller_client import ControllerClient, follow, report
+from baton.router.workers.controller_client import ControllerClient
 from baton.router.workers.membership import Membership
 from baton.rpc import listen
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -82,16 +82,14 @@ class RouterServer:
         if endpoint := router.otlp_endpoint:
             self._spans = Spans(endpoint, model, self._router_id)
             self._serving.ledgers.listen(self._spans.send)
-        identity = node_identity(self._config)
-        await self._serve_grpc(model, ControllerClient(controller, identity))
+        client = ControllerClient(controller, node_identity(self._config))
+        await self._serve_grpc(model, client)
         self._http = self._serve_http()
         self._serve_metrics()
         self._membership.set_addresses(self._config.members.workers)
         if controller:
-            self._start(follow(controller, self._membership, identity))
-            self._start(
-                report(controller, self._router_id, self._serving, self._membership, identity)
-            )
+            self._start(client.follow(self._membership))
+            self._start(client.report(self._router_id, self._serving, self._membership))
         if seconds := router.canary_seconds:
             self._start(self._serving.dispatcher.run_canary(seconds))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 import grpc
@@ -39,14 +40,47 @@ Message = TypeVar("Message")
 Answer = TypeVar("Answer")
 
 
+@dataclass(frozen=True, slots=True)
 class ControllerClient:
-    """Operators' calls. They are rare: each opens its own connection, and waits for a controller
-    that is being restarted."""
+    address: str  # empty where the router follows no controller
+    identity: Identity | None
 
-    def __init__(self, address: str, identity: Identity | None) -> None:
-        """`address` is empty where the router follows no controller."""
-        self._address = address
-        self._identity = identity
+    async def follow(self, membership: Membership) -> None:
+        """Follows the controller's membership until cancelled.
+
+        While the controller cannot be reached the membership stays as it is: serving does not
+        depend on it.
+        """
+        logged: str | None = None  # once an outage: it may last for hours
+        async with open_channel(self.address, self.identity) as channel:
+            stub = cluster_pb2_grpc.MembershipStub(channel)
+            while True:
+                try:
+                    async for members in stub.Watch(pb.WatchRequest()):
+                        logged = None
+                        membership.set_addresses(member.address for member in members.workers)
+                        membership.note_ended(members.ended_agents)
+                except grpc.aio.AioRpcError as error:
+                    if logged != error.details():
+                        logged = error.details()
+                        log.warning(
+                            "the controller at %s cannot be reached: %s", self.address, logged
+                        )
+                await asyncio.sleep(RETRY_SECONDS)
+
+    async def report(self, router_id: str, serving: Serving, membership: Membership) -> None:
+        """Reports traffic and load to the controller's planner once a second, until cancelled.
+
+        A report that fails is dropped: the planner uses rates of what it received."""
+        async with open_channel(self.address, self.identity) as channel:
+            stub = cluster_pb2_grpc.MembershipStub(channel)
+            while True:
+                await asyncio.sleep(REPORT_SECONDS)
+                try:
+                    message = _report(router_id, serving, membership)
+                    await stub.Report(message, timeout=REPORT_CALL_SECONDS)
+                except grpc.aio.AioRpcError:
+                    serving.demand.drain()  # what came meanwhile would look like a burst
 
     async def scale(self, request: pb.ScaleRequest) -> pb.PoolsResponse:
         return await self._call(lambda control: control.Scale, request)
@@ -57,11 +91,29 @@ class ControllerClient:
     async def plan(self) -> pb.PlanResponse:
         return await self._call(lambda control: control.Plan, pb.PlanRequest())
 
-    async def permit_switch(self, request: pb.SwitchRoleRequest) -> None:
-        """Raises when the controller refuses a role switch. A router that follows no controller
-        decides alone."""
-        if self._address:
-            await self._call(lambda control: control.PermitSwitch, request)
+    async def switch_role(
+        self, membership: Membership, message: pb.SwitchRoleRequest
+    ) -> pb.SwitchRoleResponse:
+        """Switches a worker's role unless it is the last of its pool. Returns when it has switched.
+
+        The controller, where there is one, must agree: it knows what other routers are asked.
+        """
+        if not is_role(message.role):
+            raise InvalidRequest("the role must be prefill or decode", field="role")
+        role = role_from(message.role)
+        link = membership.named(message.worker_id)
+        _check_switch(membership, link, role)
+        if self.address:
+            await self._call(lambda control: control.PermitSwitch, message)
+            # Another switch, or the worker's loss, may have come first.
+            _check_switch(membership, link, role)
+        switched = await link.switch(role)
+        if switched.error or link.role is not role:
+            why = switched.error or "another role switch came first"
+            raise Unavailable(f"{link.worker_id} keeps its role: {why}")
+        return pb.SwitchRoleResponse(
+            drain_seconds=switched.drain_seconds, switch_seconds=switched.switch_seconds
+        )
 
     async def _call(
         self,
@@ -71,13 +123,15 @@ class ControllerClient:
         ],
         request: Message,
     ) -> Answer:
-        if not self._address:
+        """Operators' calls are rare: each opens its own connection, and waits for a controller
+        that is being restarted."""
+        if not self.address:
             raise NotServed(
                 "this router has no controller to start and end workers: do it by hand, or start"
                 " the cluster with `baton serve`"
             )
         try:
-            async with open_channel(self._address, self._identity) as channel:
+            async with open_channel(self.address, self.identity) as channel:
                 call = method(cluster_pb2_grpc.ControlStub(channel))
                 return await call(request, timeout=CALL_SECONDS, wait_for_ready=True)
         except grpc.aio.AioRpcError as error:
@@ -100,30 +154,6 @@ _ERRORS: dict[grpc.StatusCode, tuple[type[BatonError], str]] = {
 }
 
 
-async def switch_role(
-    membership: Membership, controller: ControllerClient, message: pb.SwitchRoleRequest
-) -> pb.SwitchRoleResponse:
-    """Switches a worker's role unless it is the last of its pool. Returns when it has switched.
-
-    The controller, where there is one, must agree: it knows what other routers are asked.
-    """
-    if not is_role(message.role):
-        raise InvalidRequest("the role must be prefill or decode", field="role")
-    role = role_from(message.role)
-    link = membership.named(message.worker_id)
-    _check_switch(membership, link, role)
-    await controller.permit_switch(message)
-    # Another switch, or the worker's loss, may have come first.
-    _check_switch(membership, link, role)
-    switched = await link.switch(role)
-    if switched.error or link.role is not role:
-        why = switched.error or "another role switch came first"
-        raise Unavailable(f"{link.worker_id} keeps its role: {why}")
-    return pb.SwitchRoleResponse(
-        drain_seconds=switched.drain_seconds, switch_seconds=switched.switch_seconds
-    )
-
-
 def _check_switch(membership: Membership, link: WorkerLink, role: Role) -> None:
     """Raises when the switch changes nothing, or would leave requests unserved."""
     if link.role is None:
@@ -140,49 +170,6 @@ def _check_switch(membership: Membership, link: WorkerLink, role: Role) -> None:
             f"{link.worker_id} is the last {link.role.value} worker that can be used; without it"
             " no request could be served"
         )
-
-
-async def follow(controller: str, membership: Membership, identity: Identity | None) -> None:
-    """Follows the controller's membership until cancelled.
-
-    While the controller cannot be reached the membership stays as it is: serving does not
-    depend on it.
-    """
-    logged: str | None = None  # once an outage: it may last for hours
-    async with open_channel(controller, identity) as channel:
-        stub = cluster_pb2_grpc.MembershipStub(channel)
-        while True:
-            try:
-                async for members in stub.Watch(pb.WatchRequest()):
-                    logged = None
-                    membership.set_addresses(member.address for member in members.workers)
-                    membership.note_ended(members.ended_agents)
-            except grpc.aio.AioRpcError as error:
-                if logged != error.details():
-                    logged = error.details()
-                    log.warning("the controller at %s cannot be reached: %s", controller, logged)
-            await asyncio.sleep(RETRY_SECONDS)
-
-
-async def report(
-    controller: str,
-    router_id: str,
-    serving: Serving,
-    membership: Membership,
-    identity: Identity | None,
-) -> None:
-    """Reports traffic and load to the controller's planner once a second, until cancelled.
-
-    A report that fails is dropped: the planner uses rates of what it received."""
-    async with open_channel(controller, identity) as channel:
-        stub = cluster_pb2_grpc.MembershipStub(channel)
-        while True:
-            await asyncio.sleep(REPORT_SECONDS)
-            try:
-                message = _report(router_id, serving, membership)
-                await stub.Report(message, timeout=REPORT_CALL_SECONDS)
-            except grpc.aio.AioRpcError:
-                serving.demand.drain()  # what came meanwhile would look like a burst
 
 
 def _report(router_id: str, serving: Serving, membership: Membership) -> pb.RouterReport:

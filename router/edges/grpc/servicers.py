@@ -28,7 +28,7 @@ from baton.router.edges.grpc.protobuf import parse_prompt, parse_request, respon
 from baton.router.observe import time_breakdown
 from baton.router.observe.ledger import RequestLedger
 from baton.router.observe.overview import RouterOverview
-from baton.router.workers.controller_client import ControllerClient, switch_role
+from baton.router.workers.controller_client import ControllerClient
 from baton.rpc import Context, abort, to_status, unary, unary_with_context
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc, timing_pb2, worker_pb2
 from baton.v1 import inference_pb2 as pb
@@ -164,7 +164,7 @@ class AdminService(cluster_pb2_grpc.AdminServicer):
     async def SwitchRole(
         self, message: cluster_pb2.SwitchRoleRequest
     ) -> cluster_pb2.SwitchRoleResponse:
-        return await switch_role(self._membership, self._controller, message)
+        return await self._controller.switch_role(self._membership, message)
 
     @unary_with_context
     async def Timing(
