@@ -16,6 +16,22 @@ from collections.abc import Container, KeysView, Sequence, Set
 from operator import eq
 
 
+class KeySet(dict[bytes, None]):
+    """Keys in the order in which they came."""
+
+    def toggle(self, key: bytes) -> None:
+        """Adds a key, or removes it where it is there."""
+        if key in self:
+            del self[key]
+        else:
+            self[key] = None
+
+    def drain(self) -> KeySet:
+        keys = KeySet(self)
+        self.clear()
+        return keys
+
+
 class PrefixCache:
     def __init__(self) -> None:
         self._pages: dict[bytes, int] = {}
@@ -23,7 +39,7 @@ class PrefixCache:
         self._idle: OrderedDict[int, None] = OrderedDict()  # the longest idle first
         self._unsaved: OrderedDict[int, None] = OrderedDict()  # idle pages, in the same order
         self._copied: set[int] = set()  # idle pages that a copy leases; they keep their order
-        self._changes: dict[bytes, None] = {}
+        self.changes = KeySet()  # keys that came or went since the last `drain`
         self.below: Container[bytes] | None = None  # keys in the second tier
         # Totals since the start, in pages.
         self.looked_up = 0
@@ -58,15 +74,6 @@ class PrefixCache:
         """Keys of all known pages, a parent before its children."""
         return self._pages.keys()
 
-    @property
-    def changed(self) -> int:
-        """Keys that came or went since `drain_changes`."""
-        return len(self._changes)
-
-    def drain_changes(self) -> dict[bytes, None]:
-        changes, self._changes = self._changes, {}
-        return changes
-
     def find(self, keys: Sequence[bytes]) -> list[int]:
         """The pages of the longest known prefix of `keys`."""
         pages = []
@@ -82,7 +89,7 @@ class PrefixCache:
         if key not in self._pages:
             self._pages[key] = page
             self._keys[page] = key
-            note_change(self._changes, key)
+            self.changes.toggle(key)
         return self._pages[key] == page
 
     def forget(self, page: int) -> bytes | None:
@@ -90,7 +97,7 @@ class PrefixCache:
         key = self._keys.pop(page, None)
         if key is not None:
             del self._pages[key]
-            note_change(self._changes, key)
+            self.changes.toggle(key)
         return key
 
     def wake(self, page: int) -> None:
@@ -153,11 +160,3 @@ class PrefixCache:
         if not (self._unsaved.keys() <= self.idle_pages and self._copied <= self._idle.keys()):
             return "a page is to be saved, or being saved, and not idle"
         return ""
-
-
-def note_change(changes: dict[bytes, None], key: bytes) -> None:
-    """Adds a key that came or went; one that did both is as it was before."""
-    if key in changes:
-        del changes[key]
-    else:
-        changes[key] = None

@@ -38,7 +38,7 @@ from baton.core.errors import Internal
 from baton.engine.page_files import PageFiles, PageForm, Task
 from baton.engine.page_memory import PageMemory
 from baton.engine.page_pool import Lease, LowerTier, PagePool
-from baton.engine.prefix_cache import note_change
+from baton.engine.prefix_cache import KeySet
 from baton.engine.tier_copies import (
     Background,
     MakeBackground,
@@ -79,12 +79,12 @@ class SecondTier(LowerTier):
             Tier.FILES: PagePool(0, pool.page_size),
         }
         self.files: PageFiles | None = None
-        self._kept: dict[bytes, None] = {}  # keys in at least one tier
+        self._kept = KeySet()  # in at least one tier
         self._saving: Save | None = None
         self._restoring: dict[Restoration, None] = {}
         self._coming: set[bytes] = set()
         self._abandoned: set[Restoration] = set()  # but still running
-        self._changes: dict[bytes, None] = {}
+        self.changes = KeySet()  # keys that came or went since the last `drain`
         self._counts = {tier: TierCounts() for tier in Tier}
         self.costs = RestoreCosts(pool.page_size)
         pool.lower = pool.cache.below = self
@@ -115,15 +115,6 @@ class SecondTier(LowerTier):
         return len(self.tiers[tier].cache) * page
 
     @property
-    def changed(self) -> int:
-        """Keys that came or went since `drain_changes`."""
-        return len(self._changes)
-
-    def drain_changes(self) -> dict[bytes, None]:
-        changes, self._changes = self._changes, {}
-        return changes
-
-    @property
     def counts(self) -> dict[Tier, TierCounts]:
         self._counts[Tier.HOST].dropped = self._pool.cache.lost
         for tier, pages in self.tiers.items():
@@ -133,13 +124,13 @@ class SecondTier(LowerTier):
     def _note_changes(self) -> None:
         """Notes keys that came to a tier or left it. A file goes with its key."""
         rows, files = (self.tiers[tier].cache for tier in Tier)
-        of_files = files.drain_changes()
-        for key in {**rows.drain_changes(), **of_files}:
+        of_files = files.changes.drain()
+        for key in {**rows.changes.drain(), **of_files}:
             if self.files is not None and key in of_files and key not in files:
                 self.files.remove(key)
             if (key in rows or key in files) != (key in self._kept):
-                note_change(self._kept, key)
-                note_change(self._changes, key)
+                self._kept.toggle(key)
+                self.changes.toggle(key)
                 if key not in self._kept:
                     self._pool.cache.unsave(key)
 

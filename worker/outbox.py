@@ -122,13 +122,13 @@ class CacheFeed:
     @property
     def _changed(self) -> int:
         below = self._second_tier
-        return self._cache.changed + (below.changed if below is not None else 0)
+        return len(self._cache.changes) + (len(below.changes) if below is not None else 0)
 
     def _send_changes(self) -> None:
         below = self._second_tier
-        changes = self._cache.drain_changes()
+        changes = self._cache.changes.drain()
         events = pb.CacheEvents(stored=(key for key in changes if key in self._cache))
-        for key in {**changes, **(below.drain_changes() if below is not None else {})}:
+        for key in {**changes, **(below.changes.drain() if below is not None else {})}:
             if key not in self._cache:
                 is_kept = below is not None and key in below
                 (events.kept if is_kept else events.evicted).append(key)

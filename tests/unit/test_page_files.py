@@ -39,7 +39,7 @@ def restarted(folder: Path, files: int = 100) -> TieredPool:
 def test_pages_survive_a_restart_bit_by_bit(tmp_path: Path) -> None:
     saved(tmp_path)
     made = restarted(tmp_path)
-    assert sorted(made.tier.drain_changes()) == sorted(keys("abcd"))
+    assert sorted(made.tier.changes.drain()) == sorted(keys("abcd"))
     assert made.found("abcd") == "abcd"
     assert made.tier.counts[Tier.FILES].restored == 4
 

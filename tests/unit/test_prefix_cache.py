@@ -76,7 +76,7 @@ def test_nothing_is_cached_without_a_root() -> None:
     lease = made.acquire(2, chain.to_find(tokens("ab")))
     lease.name(chain.keys(tokens("ab"), 8))
     lease.release()
-    assert (made.cached, made.cache.changed) == (0, 0)
+    assert (made.cached, len(made.cache.changes)) == (0, 0)
 
 
 def test_salts_share_nothing() -> None:
@@ -196,11 +196,11 @@ def test_contents_that_may_be_wrong_are_forgotten_by_whomever_they_were_written(
 def test_changes_say_what_came_and_went_and_nothing_that_did_both() -> None:
     made = pool(3)
     filled(made, "ab").release()
-    assert list(made.cache.drain_changes()) == keys("ab")
+    assert list(made.cache.changes.drain()) == keys("ab")
     made.acquire(2).release()
     filled(made, "xy").release()
     filled(made, "uvw").release()
-    assert made.cache.drain_changes().keys() == {*keys("uvw"), *keys("ab")}
+    assert made.cache.changes.drain().keys() == {*keys("uvw"), *keys("ab")}
     assert [key in made.cache for key in keys("uvw") + keys("ab")] == [True] * 3 + [False] * 2
 
 
@@ -312,7 +312,7 @@ class Model:
             self.draw.choice(self.holders).lease.forget()
 
     def publish(self) -> None:
-        changes = self.pool.cache.drain_changes()
+        changes = self.pool.cache.changes.drain()
         self.told ^= changes.keys()
         assert self.told == set(self.pool.cache.keys)
 

@@ -183,11 +183,11 @@ def test_what_takes_longer_than_compute_is_computed() -> None:
 
 def test_what_changed_is_told_once_and_with_its_last_state() -> None:
     made = full(rows=2)
-    told = made.tier.drain_changes().keys()
+    told = made.tier.changes.drain().keys()
     assert len(told) == len(made.tier) == made.pool.kept
     made.keep("vwxyz")
     made.settle()
-    assert told ^ made.tier.drain_changes().keys() == set(made.tier.keys)
+    assert told ^ made.tier.changes.drain().keys() == set(made.tier.keys)
 
 
 @pytest.mark.parametrize("files", [False, True])
