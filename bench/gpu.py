@@ -35,7 +35,7 @@ from baton.engine.model import Model
 from baton.engine.page_pool import PagePool
 from baton.engine.sequence import Sequence
 from baton.engine.step import InFlightStep, Plan
-from baton.engine.weights import random_model
+from baton.engine.weights import RandomTensors, load_model
 from baton.kernels.linear import GatedLinear, Linear
 
 PAGE_SIZE = 16
@@ -66,7 +66,7 @@ class Bench:
     """An engine without a worker, and the simplest loop that keeps it busy."""
 
     def __init__(self, shape: Architecture) -> None:
-        self.model = random_model(shape, torch.bfloat16, "cuda")
+        self.model = load_model(RandomTensors("cuda"), shape, torch.bfloat16, "cuda")
         pages = KV_TOKENS // PAGE_SIZE
         size = (pages, shape.layers, 2, PAGE_SIZE, shape.kv_heads, shape.head_dim)
         self.kv = torch.zeros(size, dtype=torch.bfloat16, device="cuda")

@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -21,7 +22,7 @@ from torch import Tensor
 from baton.core.errors import InvalidConfig
 from baton.core.types import Work
 from baton.engine.architecture import Architecture, Split, read_architecture
-from baton.engine.checkpoint import checkpoint_files, digest_files
+from baton.engine.checkpoint import Checkpoint, checkpoint_files, digest_files
 from baton.engine.gpu.device import GpuSettings, confine
 from baton.engine.grammar import Grammars
 from baton.engine.model import Model
@@ -30,7 +31,7 @@ from baton.engine.runner import Runner
 from baton.engine.sequence import Guide
 from baton.engine.step import InFlightStep, Outcome, Plan
 from baton.engine.tensor_parallel import Group
-from baton.engine.weights import load_model, random_model
+from baton.engine.weights import RandomTensors, load_model
 
 LoadProgress = Callable[[str, float], None]
 DEFAULT_GPU_SETTINGS = GpuSettings()
@@ -47,27 +48,22 @@ class AnyRunner(Protocol):
         """Runs this rank's part of a step that rank 0 runs."""
 
 
+@dataclass(eq=False)
 class Engine:
     """Owned by one thread: nothing here may be called from two."""
 
-    def __init__(
-        self,
-        runner: AnyRunner,
-        architecture: Architecture,
-        pool: PagePool,
-        kv: Tensor,
-        split: Split = WHOLE,
-    ) -> None:
-        self._runner = runner
-        self.architecture = architecture  # of the whole model
-        self.split = split
-        self.pool = pool
-        self.kv = kv  # [page, layer, 2, token, kv_head, dim], one allocation; this rank's heads
-        self.context_length = architecture.context_length
-        self.fingerprint = ""
-        self._grammars: Grammars | None = None
-        self._make_runner: Callable[[GpuSettings], AnyRunner] | None = None
-        self._gpu = DEFAULT_GPU_SETTINGS  # what the runner was made for
+    architecture: Architecture  # of the whole model
+    split: Split
+    pool: PagePool
+    kv: Tensor  # [page, layer, 2, token, kv_head, dim], one allocation; this rank's heads
+    context_length: int
+    fingerprint: str
+    grammars: Grammars
+    make_runner: Callable[[GpuSettings], AnyRunner]
+    gpu: GpuSettings  # what the runner was made for
+
+    def __post_init__(self) -> None:
+        self._runner = self.make_runner(self.gpu)
 
     @classmethod
     def load(
@@ -103,11 +99,8 @@ class Engine:
             _check_holds_a_page(kv_memory, page_bytes)
         if gpu.share < 1 and device != "cpu":
             confine(gpu.share, device)
-        if random_weights:
-            model = random_model(architecture, kind, device, group)
-        else:
-            loading = partial(progress, "weights")
-            model = load_model(folder, architecture, kind, device, loading, group)
+        checkpoint = None if random_weights else Checkpoint(folder, partial(progress, "weights"))
+        model = load_model(checkpoint or RandomTensors(device), architecture, kind, device, group)
         context = min(architecture.context_length, max_context or architecture.context_length)
         if not kv_memory:
             from baton.engine.gpu.start import memory_for_pages  # imports triton
@@ -122,12 +115,9 @@ class Engine:
         context = min(context, pool.total * page_size)
         kv = torch.zeros(_kv_shape(part, pool.total, page_size), dtype=kind, device=device)
         make = partial(_make_runner, model, kv, pool, context, partial(progress, "steps"), group)
-        engine = cls(make(gpu), architecture, pool, kv, split)
-        engine._make_runner, engine._gpu = make, gpu
-        engine.context_length = context
-        engine.fingerprint = fingerprint(folder, architecture, random_weights)
-        engine._grammars = Grammars(folder, architecture.vocabulary_size)
-        return engine
+        name = fingerprint(folder, architecture, random_weights)
+        grammars = Grammars(folder, architecture.vocabulary_size)
+        return cls(architecture, split, pool, kv, context, name, grammars, make, gpu)
 
     def reconfigure(self, threads: int, gpu: GpuSettings | None = None) -> None:
         """Hands the engine to the calling thread, for another role's steps. No step may be in
@@ -137,19 +127,19 @@ class Engine:
         that `confine` gave them.
         """
         torch.set_num_threads(threads)
-        if self.kv.device.type == "cpu" or self._make_runner is None or gpu in (None, self._gpu):
+        if self.kv.device.type == "cpu" or gpu is None or gpu == self.gpu:
             return
         assert self.split.size == 1, "ranks have the same settings for both roles"
-        self._gpu = gpu
+        self.gpu = gpu
         if gpu.share < 1:
             confine(gpu.share, str(self.kv.device))
         del self._runner  # frees its memory first
         torch.cuda.empty_cache()
-        self._runner = self._make_runner(gpu)
+        self._runner = self.make_runner(gpu)
 
     def guide(self, work: Work) -> Guide | None:
         """Keeps an answer to its request's grammar; None without one."""
-        return self._grammars.guide(work) if self._grammars else None
+        return self.grammars.guide(work)
 
     def launch(self, plan: Plan) -> InFlightStep:
         """Starts one forward for all chunks and advances each sequence's `computed`.

@@ -6,9 +6,7 @@ Where several ranks run the model, each keeps only its own part (architecture.Sp
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -24,31 +22,11 @@ SPREAD = 0.02
 """Standard deviation of random weights."""
 
 
-def load_model(
-    folder: Path,
-    architecture: Architecture,
-    dtype: torch.dtype,
-    device: str,
-    progress: Callable[[float], None] | None = None,
-    group: Group | None = None,
-) -> Model:
-    """Loads the weights in `folder`; with a group, this rank's part of them.
-
-    `architecture` is the whole model's; the returned model has that of its part.
-    """
-    return _Loader(Checkpoint(folder, progress), architecture, dtype, device, group).load()
-
-
-def random_model(
-    architecture: Architecture, dtype: torch.dtype, device: str, group: Group | None = None
-) -> Model:
-    """A model with random weights, the same every time, for measurements; norms are one."""
-    return _Loader(RandomTensors(device), architecture, dtype, device, group).load()
-
-
 class RandomTensors:
-    """As a Checkpoint. Numbers depend on a tensor's name and whole shape alone, so that ranks
-    agree on them."""
+    """As a Checkpoint, for measurements: the same numbers every time; norms are one.
+
+    Numbers depend on a tensor's name and whole shape alone, so that ranks agree on them.
+    """
 
     def __init__(self, device: str) -> None:
         self._generator = torch.Generator(device)
@@ -69,6 +47,20 @@ class RandomTensors:
 
     def finish(self) -> None:
         pass
+
+
+def load_model(
+    source: Checkpoint | RandomTensors,
+    architecture: Architecture,
+    dtype: torch.dtype,
+    device: str,
+    group: Group | None = None,
+) -> Model:
+    """Loads the source's weights; with a group, this rank's part of them.
+
+    `architecture` is the whole model's; the returned model has that of its part.
+    """
+    return _Loader(source, architecture, dtype, device, group).load()
 
 
 class _Loader:

@@ -17,7 +17,7 @@ from baton.engine.gpu.start import start_runner
 from baton.engine.page_pool import PagePool
 from baton.engine.sequence import Sequence
 from baton.engine.step import Plan
-from baton.engine.weights import random_model
+from baton.engine.weights import RandomTensors, load_model
 
 pytestmark = pytest.mark.skipif(not CUDA, reason="needs a CUDA GPU")
 
@@ -48,7 +48,7 @@ class Server:
     """A runner that is ready, and what it has compiled since."""
 
     def __init__(self, shape: Architecture, compiled: list[str]) -> None:
-        model = random_model(shape, torch.bfloat16, "cuda")
+        model = load_model(RandomTensors("cuda"), shape, torch.bfloat16, "cuda")
         size = (PAGES, shape.layers, 2, PAGE_SIZE, shape.kv_heads, shape.head_dim)
         kv = torch.zeros(size, dtype=torch.bfloat16, device="cuda")
         self.pool = PagePool(PAGES, PAGE_SIZE)

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from baton.engine.architecture import Split, read_architecture
+from baton.engine.checkpoint import Checkpoint
 from baton.engine.gpu.runner import GpuRunner
 from baton.engine.tensor_parallel import Group
 from baton.engine.weights import load_model
@@ -23,7 +24,7 @@ def gpu_runner(
 ) -> GpuRunner:
     """A runner over poisoned pages. With a group, which it connects: one rank of it."""
     whole = read_architecture(folder)
-    model = load_model(folder, whole, torch.float32, device, group=group)
+    model = load_model(Checkpoint(folder), whole, torch.float32, device, group)
     if group:
         group.connect(torch.device(device))
     shape = model.architecture

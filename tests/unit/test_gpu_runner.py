@@ -12,6 +12,7 @@ from tiny_models import TINY_MODELS, VOCABULARY, save
 
 from baton.core.types import AttemptKey, Sampling, Work
 from baton.engine.architecture import read_architecture
+from baton.engine.checkpoint import Checkpoint
 from baton.engine.engine import AnyRunner
 from baton.engine.gpu.batch import StepArrays, StepMessage, decode_step, encode_step
 from baton.engine.gpu.prompt_attention import LongChunk
@@ -29,7 +30,7 @@ def runner_for(folder: Path, device: torch.device | None) -> AnyRunner:
     if device is not None:
         return gpu_runner(folder, str(device), PAGES, PAGE_SIZE)
     shape = read_architecture(folder)
-    model = load_model(folder, shape, torch.float32, "cpu")
+    model = load_model(Checkpoint(folder), shape, torch.float32, "cpu")
     size = (PAGES, shape.layers, 2, PAGE_SIZE, shape.kv_heads, shape.head_dim)
     return Runner(model, torch.zeros(size))
 
