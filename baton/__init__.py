@@ -95,18 +95,10 @@ __all__ = [
     "WorkerLost",
 ]
 
-# Imported at first use: server processes import baton.v1 alone, and need no client.
-_MODULES = {
-    "baton.client": ("AsyncClient", "AsyncStream", "Client", "Stream"),
-    "baton.responses": (
-        *("Answer", "Choice", "Delta", "Placement"),
-        *("TokenLogprob", "TokenLogprobs", "Usage"),
-    ),
-}
-
 
 def __getattr__(name: str) -> object:
-    for module, names in _MODULES.items():
-        if name in names:
-            return getattr(importlib.import_module(module), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Imported at first use: server processes import baton.v1 alone, and need no client.
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = "baton.client" if name.endswith(("Client", "Stream")) else "baton.responses"
+    return getattr(importlib.import_module(module), name)

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, cast
 
 import typer
@@ -53,27 +53,21 @@ class Playback:
         self.ttft_seconds = 0.0
         self.total_seconds = 0.0
 
-    def read(self) -> Answer:
-        for _ in self._texts():
-            pass
-        return self._stream.answer
-
-    def print(self) -> Answer:
-        """Prints each delta at once, and ends the last line."""
-        try:
-            for text in self._texts():
-                _write(text)
-        finally:
-            if self.text and not self.text.endswith("\n"):
-                _write("\n")
-        return self._stream.answer
-
-    def _texts(self) -> Iterator[str]:
+    def read(self, write: Callable[[str], None] = lambda text: None) -> Answer:
         for delta in self._stream:
             self.ttft_seconds = self.ttft_seconds or time.perf_counter() - self._start
             self.text += delta.text
-            yield delta.text
+            write(delta.text)
         self.total_seconds = time.perf_counter() - self._start
+        return self._stream.answer
+
+    def print(self) -> None:
+        """Prints each delta at once, and ends the last line."""
+        try:
+            self.read(_write)
+        finally:
+            if self.text and not self.text.endswith("\n"):
+                _write("\n")
 
     def note_summary(self) -> None:
         """In a terminal: count and rate of the tokens."""
