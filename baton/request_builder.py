@@ -47,12 +47,9 @@ class GenerateOptions(TypedDict, total=False):
     timeout: float | None  # seconds for the whole answer; unset: no limit
 
 
-_SAMPLING_FIELDS = [field.name for field in inference_pb2.SamplingParameters.DESCRIPTOR.fields]
+_FIELDS = inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name
+_SAMPLING_FIELDS = inference_pb2.SamplingParameters.DESCRIPTOR.fields_by_name
 _STRUCTURES = ("json_schema", "regex", "grammar")
-_PLAIN_FIELDS = (
-    *("model", "max_tokens", "stop_token_ids", "ignore_eos", "request_id"),
-    *("n", "cache_salt", "logprobs", "prompt_logprobs"),
-)
 
 
 def generate_request(
@@ -61,9 +58,8 @@ def generate_request(
     """A request to continue text, or token ids."""
     with _numbers_checked():
         if isinstance(prompt, str):
-            return _with_options(inference_pb2.GenerateRequest(text=prompt), options)
-        token_ids = inference_pb2.TokenIds(ids=prompt)
-        return _with_options(inference_pb2.GenerateRequest(token_ids=token_ids), options)
+            return _request(options, text=prompt)
+        return _request(options, token_ids=inference_pb2.TokenIds(ids=prompt))
 
 
 def chat_request(
@@ -73,7 +69,7 @@ def chat_request(
     with _numbers_checked():
         chat = _chat(messages)
         _set_tools(chat, options)
-        return _with_options(inference_pb2.GenerateRequest(chat=chat), options)
+        return _request(options, chat=chat)
 
 
 def tokenize_request(
@@ -132,37 +128,23 @@ def _message(message: MessageLike) -> Message:
     raise TypeError(f"a message is a Message, a dict or a (role, content) pair, not {message!r}")
 
 
-def _with_options(
-    request: inference_pb2.GenerateRequest, options: GenerateOptions
-) -> inference_pb2.GenerateRequest:
-    given = cast(Mapping[str, Any], options)
-    if unknown := given.keys() - GenerateOptions.__annotations__.keys():
+def _request(options: GenerateOptions, **prompt: Any) -> inference_pb2.GenerateRequest:
+    if unknown := options.keys() - GenerateOptions.__annotations__.keys():
         raise TypeError(f"unexpected keyword argument {min(unknown)!r}")
-    stop = options.get("stop") or ()
-    plain: dict[str, Any] = {name: given.get(name) for name in _PLAIN_FIELDS}
-    sampling = {name: given.get(name) for name in _SAMPLING_FIELDS}
-    # A constructor takes None as unset; assignment does not.
-    request.MergeFrom(
-        inference_pb2.GenerateRequest(
-            sampling=inference_pb2.SamplingParameters(**sampling),
-            stop=[stop] if isinstance(stop, str) else stop,
-            **plain,
-            **_structure(options),
-        )
-    )
-    return request
-
-
-def _structure(options: GenerateOptions) -> dict[str, Any]:
-    named = cast(Mapping[str, Any], options)
-    given = {name: named[name] for name in _STRUCTURES if named.get(name) is not None}
-    if len(given) > 1:
+    given: dict[str, Any] = {name: each for name, each in options.items() if each is not None}
+    if sum(name in given for name in _STRUCTURES) > 1:
         raise InvalidRequest("at most one of json_schema, regex and grammar", field="json_schema")
     # A schema may be given as values.
-    return {
-        name: source if isinstance(source, str) else json.dumps(source)
-        for name, source in given.items()
-    }
+    if not isinstance(given.get("json_schema", ""), str):
+        given["json_schema"] = json.dumps(given["json_schema"])
+    if isinstance(stop := given.get("stop"), str):
+        given["stop"] = [stop] if stop else []
+    sampling = {name: given[name] for name in _SAMPLING_FIELDS if name in given}
+    return inference_pb2.GenerateRequest(
+        sampling=inference_pb2.SamplingParameters(**sampling),
+        **prompt,
+        **{name: given[name] for name in _FIELDS if name in given},
+    )
 
 
 @contextmanager
