@@ -1,9 +1,12 @@
 """One device: model, weights, pages and steps.
 
     sequence        a request's tokens and pages, as schedulers plan them
-    page_pool       leases on pages; prefix_cache: known contents; second_tier: evicted pages
+    page_pool       leases on pages; prefix_cache: known contents
+    second_tier     evicted pages, in rows (page_memory) and files (page_files); tier_copies
     step            a plan of chunks, and what a step returns
-    engine          loads a model (architecture, weights) and launches plans
+    engine          loads a model and launches plans
+    architecture    what a model is, by its config.json (model_config has the families)
+    weights         its tensors, from a checkpoint, for each rank
     runner          turns a plan into one batch on a CPU; gpu/ has its twin
     model           the forward pass over kernels/
     sampler         the next tokens; grammar and logprobs beside it

@@ -24,11 +24,10 @@ from baton.core.types import Work
 from baton.engine.architecture import Architecture, Split, read_architecture
 from baton.engine.checkpoint import Checkpoint, checkpoint_files, digest_files
 from baton.engine.gpu.device import GpuSettings, confine
-from baton.engine.grammar import Grammars
+from baton.engine.grammar import Grammars, TokenGuide
 from baton.engine.model import Model
 from baton.engine.page_pool import PagePool
 from baton.engine.runner import Runner
-from baton.engine.sequence import Guide
 from baton.engine.step import InFlightStep, Outcome, Plan
 from baton.engine.tensor_parallel import Group
 from baton.engine.weights import RandomTensors, load_model
@@ -137,7 +136,7 @@ class Engine:
         torch.cuda.empty_cache()
         self._runner = self.make_runner(gpu)
 
-    def guide(self, work: Work) -> Guide | None:
+    def guide(self, work: Work) -> TokenGuide | None:
         """Keeps an answer to its request's grammar; None without one."""
         return self.grammars.guide(work)
 

@@ -96,9 +96,11 @@ class TokenGuide:
         self._mask: Future[Mask] | None = None
 
     def follow(self, tokens: list[int]) -> None:
+        """Appends tokens to the answer."""
         self._mask = self._threads.submit(self._next, self._mask, tokens)
 
     def mask(self) -> Mask:
+        """One number per token: 0 where it may not come next."""
         if self._mask is None:
             raise Internal("a guide is asked before it has begun to follow")
         try:

@@ -4,24 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol, Self
-
-import numpy as np
-import numpy.typing as npt
+from typing import Self
 
 from baton.core.page_keys import KeyChain
 from baton.core.types import FinishReason, Logprobs, Work
+from baton.engine.grammar import TokenGuide
 from baton.engine.page_pool import Lease, PagePool
-
-
-class Guide(Protocol):
-    """Knows which tokens may come next in one answer."""
-
-    def follow(self, tokens: list[int]) -> None:
-        """Appends tokens to the answer."""
-
-    def mask(self) -> npt.NDArray[np.uint8]:
-        """One number per token: 0 where it may not come next."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,7 +26,7 @@ class Sequence:
     expected: int = 0  # tokens that steps in flight will sample; only the device knows them yet
     restored: int = 0  # pages requested from the second tier
     chain: KeyChain = field(default_factory=KeyChain)  # without keys where nothing is cached
-    guide: Guide | None = None
+    guide: TokenGuide | None = None
     prompt_scores: list[Logprobs] = field(default_factory=list)  # from the second token on
 
     def __post_init__(self) -> None:
@@ -95,7 +83,7 @@ class Sequence:
         self.expected += self.samples(count)
         self.computed += count
 
-    def set_guide(self, guide: Guide | None) -> None:
+    def set_guide(self, guide: TokenGuide | None) -> None:
         """Restricts sampling to what the guide allows. It must not have seen a token yet."""
         self.guide = guide
         if guide is not None:
