@@ -248,7 +248,7 @@ class Simulator:
 
     def _push(self, request: SimulatedRequest, hidden_behind: float) -> None:
         size = request.moved_pages * self._profile.page_bytes
-        late = self._costs.exposed_seconds(size, hidden_behind)
+        late = self._costs.exposed_seconds(self._costs.transfer_seconds(size), hidden_behind)
         arrives = self._prefill.push(request.prefill, self._now, late)
         self._at(arrives, self._join_batch, request)
 

@@ -94,10 +94,10 @@ class Costs:
         once, each = self.transfer
         return (once + each * size) * (size > 0)
 
-    def exposed_seconds(self, size: int, compute_seconds: float) -> float:
+    def exposed_seconds(self, transfer_seconds: float, compute_seconds: float) -> float:
         """From the end of a prompt's compute to the arrival of its last page."""
         once, each = self.exposed
-        return once + each * larger(self.transfer_seconds(size) - compute_seconds, 0.0)
+        return once + each * larger(transfer_seconds - compute_seconds, 0.0)
 
     def fetch_seconds(self, size: int) -> float:
         """From the request for `size` bytes of another worker's pages to their arrival."""

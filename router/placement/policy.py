@@ -105,7 +105,7 @@ def _split_reason(snapshot: Snapshot, scores: PrefillScores, pair: Pair) -> Reas
     if pair.prefill in scores.fetches:
         return Reason.FETCHED
     cached = scores.cached_tokens[pair.prefill]
-    if max(snapshot.prefill.cached_tokens) > cached:
+    if scores.most_cached > cached:
         return Reason.CACHE_BUSY
     reused = cached or snapshot.decode.cached_tokens[pair.decode]
     return Reason.CACHED if reused else Reason.LEAST_TIME

@@ -49,12 +49,14 @@ class PrefillScores:
         self._snapshot = snapshot
         # Tokens of the prompt that need not be computed, and the seconds of the others.
         self.cached_tokens = _listed(workers.cached_tokens)
-        self.compute = _evaluate(
+        self.most_cached = max(self.cached_tokens, default=0)  # without fetches
+        compute = _evaluate(
             lambda cached: costs.seconds(tokens - cached, cached), workers.cached_tokens
         )
+        self.compute = _listed(compute)
         wait = _evaluate(costs.wait, workers.pending_tokens, workers.saved_tokens)
         # From now on.
-        self.first_token = list(map(add, self.compute, wait))
+        self.first_token = _listed(_evaluate(add, compute, wait))
         # Where fetching takes less than computing.
         self.fetches: dict[int, FetchPlan] = {}
         if snapshot.fetch is not FetchPages.NEVER and snapshot.strategy is Strategy.KV_AWARE:
@@ -123,6 +125,10 @@ class DecodeScores:
             room = costs.room_seconds(waiting + short, requests, leased)
             return room + costs.decode_seconds(wanted, requests, leased, own)
 
+        def transfer(cached: int) -> float:
+            pages = -(-(snapshot.prompt_tokens - cached) // size)
+            return costs.transfer_seconds(pages * snapshot.page_bytes)
+
         self._snapshot = snapshot
         # The wait for room, and the answer's steps beside the others.
         self._answers = _evaluate(
@@ -133,14 +139,23 @@ class DecodeScores:
             workers.free_pages,
             workers.cached_tokens,
         )
+        self._transfers = _evaluate(transfer, workers.cached_tokens)
 
     def costs(self, compute: float) -> list[float]:
-        """Of answers whose pages travel behind so much compute."""
+        """Of answers whose pages travel behind so much compute: with the wait for the last page
+        once the prompt is computed, or for prompts in local prefill. Pages of the second tier are
+        restored meanwhile."""
         if self._snapshot.strategy is not Strategy.KV_AWARE:
             return self._load_costs()
-        workers = self._snapshot.decode
-        columns = workers.cached_tokens, workers.saved_tokens, workers.pending_tokens
-        return list(map(add, self._answers, _evaluate(self._late(compute), *columns)))
+        workers, costs = self._snapshot.decode, self._snapshot.costs
+
+        def cost(answer: float, transfer: float, saved: int, pending: int) -> float:
+            pushed = costs.exposed_seconds(transfer, compute)
+            restored = larger(costs.local.wait(0, saved) - compute, 0.0)
+            return answer + larger(pushed + restored, costs.local.wait(pending) - compute)
+
+        columns = workers.saved_tokens, workers.pending_tokens
+        return _listed(_evaluate(cost, self._answers, self._transfers, *columns))
 
     def best_local(self, rows: list[int]) -> tuple[float, int]:
         """The cost and the row of the best decode worker for local prefill, during which its other
@@ -154,23 +169,19 @@ class DecodeScores:
         snapshot, workers = self._snapshot, self._snapshot.decode
         costs, tokens = snapshot.costs, snapshot.prompt_tokens
 
-        def local(cached: int, pending: int, running: int, saved: int, leased: int) -> float:
+        def local(
+            answer: float, cached: int, pending: int, running: int, saved: int, leased: int
+        ) -> float:
             first = costs.local.seconds(tokens - cached, cached, pending, saved)
             prefill = costs.local.seconds(tokens - cached, cached)
             # Each running request still gets one token meanwhile. Prompts in prefill came before.
             still = running * larger(prefill - costs.step_seconds(running, leased), 0.0)
-            return first + still
+            return first + still + answer
 
         if snapshot.strategy is Strategy.KV_AWARE:
-            scores = _evaluate(
-                local,
-                workers.cached_tokens,
-                workers.pending_tokens,
-                workers.running,
-                workers.saved_tokens,
-                workers.leased_pages,
-            )
-            scores = list(map(add, self._answers, scores))
+            columns = workers.cached_tokens, workers.pending_tokens, workers.running
+            more = workers.saved_tokens, workers.leased_pages
+            scores = _listed(_evaluate(local, self._answers, *columns, *more))
         else:
             scores = self._load_costs()
         row = rank(snapshot, rows, scores, workers.cached_tokens)[0]
@@ -182,23 +193,8 @@ class DecodeScores:
         workers = self._snapshot.decode
         if self._snapshot.strategy is Strategy.ROUND_ROBIN:
             return [0.0] * len(workers.worker_ids)
-        return _evaluate(
-            lambda requests, free: requests + 1.0 / (free + 2), workers.requests, workers.free_pages
-        )
-
-    def _late(self, compute: float) -> Callable[[int, int, int], float]:
-        """How long a decode worker waits for its last page once the prompt is computed, or for
-        prompts in local prefill. Pages of its second tier are restored meanwhile."""
-        snapshot, costs = self._snapshot, self._snapshot.costs
-        size, tokens, page_bytes = snapshot.page_size, snapshot.prompt_tokens, snapshot.page_bytes
-
-        def late(cached: int, saved: int, pending: int) -> float:
-            pages = -(-(tokens - cached) // size)
-            pushed = costs.exposed_seconds(pages * page_bytes, compute)
-            restored = larger(costs.local.wait(0, saved) - compute, 0.0)
-            return larger(pushed + restored, costs.local.wait(pending) - compute)
-
-        return late
+        loads = zip(_listed(workers.requests), _listed(workers.free_pages), strict=True)
+        return [requests + 1.0 / (free + 2) for requests, free in loads]
 
 
 def best_pair(
@@ -257,7 +253,7 @@ def earliest_first_token(snapshot: Snapshot) -> float:
     """Seconds to the first token on the fastest worker, whether or not that has room."""
     seconds = PrefillScores(snapshot).first_token
     if snapshot.local is not LocalPrefill.NEVER:
-        seconds += _evaluate(_local_first_token(snapshot), *_local_columns(snapshot))
+        seconds += _listed(_evaluate(_local_first_token(snapshot), *_local_columns(snapshot)))
     return min(seconds, default=0.0)
 
 
@@ -292,10 +288,10 @@ def _requests_beside(snapshot: Snapshot) -> tuple[int, int]:
     return decoding, prefilling
 
 
-def _evaluate(formula: Callable[..., Any], *columns: Column) -> list[float]:
-    """The formula for each row; for all at once where columns are arrays."""
+def _evaluate(formula: Callable[..., Any], *columns: Column) -> Any:
+    """A column of the formula for each row: for all at once where columns are arrays."""
     if isinstance(columns[0], numpy.ndarray):
-        return formula(*columns).tolist()  # type: ignore[no-any-return]
+        return formula(*columns)
     return list(map(formula, *columns))
 
 

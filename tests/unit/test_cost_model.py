@@ -85,9 +85,10 @@ def test_only_what_compute_cannot_hide_of_a_transfer_is_waited_for() -> None:
     for size in (10**6, 10**7, 10**8) * 10:
         model.note_push(size, size / 1e8, max(0.0, size / 1e8 - 0.2), 0.2)
     costs = model.costs
-    assert costs.exposed_seconds(10**8, 0.2) == pytest.approx(0.8, rel=0.2)
-    assert costs.exposed_seconds(10**7, 0.2) < 0.02
-    assert costs.exposed_seconds(10**8, 0.0) > costs.exposed_seconds(10**8, 0.5)
+    long, short = costs.transfer_seconds(10**8), costs.transfer_seconds(10**7)
+    assert costs.exposed_seconds(long, 0.2) == pytest.approx(0.8, rel=0.2)
+    assert costs.exposed_seconds(short, 0.2) < 0.02
+    assert costs.exposed_seconds(long, 0.0) > costs.exposed_seconds(long, 0.5)
 
 
 def test_a_busy_decode_worker_costs_the_answer_and_its_neighbours() -> None:

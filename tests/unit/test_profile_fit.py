@@ -65,7 +65,7 @@ def test_a_profile_says_again_what_the_timings_say() -> None:
     costs = profile.costs(10.0)
     assert costs.prefill.seconds(500, 0) == pytest.approx(0.5, rel=0.1)
     assert costs.step_seconds(1, 30) == pytest.approx(0.01, rel=0.1)
-    assert costs.exposed_seconds(0, 1.0) == pytest.approx(2e-3, rel=0.1)
+    assert costs.exposed_seconds(0.0, 1.0) == pytest.approx(2e-3, rel=0.1)
     assert profile.overhead_seconds == pytest.approx(0.005, rel=0.01)
     assert (profile.decode_pages, profile.max_batch, profile.shared_cores) == (32, 8, 2)
 

@@ -113,7 +113,8 @@ def pair_cost(snapshot: Snapshot, prefill: PrefillView, decode: DecodeView) -> f
     ]
     share = costs.interference(sum(each[0] for each in beside), sum(each[1] for each in beside))
     pages = -(-(snapshot.prompt_tokens - decode.cached_tokens) // size)
-    late = costs.exposed_seconds(pages * snapshot.page_bytes, compute)
+    transfer = costs.transfer_seconds(pages * snapshot.page_bytes)
+    late = costs.exposed_seconds(transfer, compute)
     late += max(0.0, costs.local.wait(0, decode.saved_tokens) - compute)
     late = max(late, costs.local.wait(decode.pending_tokens) - compute)
     short = own > decode.free_pages + decode.cached_tokens // size
