@@ -13,12 +13,11 @@ from operator import itemgetter
 
 from baton.core.errors import InvalidRequest
 from baton.core.types import ChatPrompt, FinishReason, Logprobs, Request, Work
+from baton.core.wire import finish_to
 from baton.router.answers.answer_events import (
     AnswerDelta,
     Emit,
-    Finished,
     ScoredToken,
-    Started,
     TokenScore,
 )
 from baton.router.answers.answer_format import AnswerFormat
@@ -35,6 +34,8 @@ from baton.router.observe.trends import TokenTimes
 from baton.router.placement.placement import Placement
 from baton.router.prompts.text import Text
 from baton.router.requests.attempt import Tokens
+from baton.rpc import redact
+from baton.v1 import inference_pb2 as pb
 
 
 class StopStrings:
@@ -142,15 +143,15 @@ class Answer:
         markers = not isinstance(self._splitter, ContentSplitter)
         self._text = AnswerText(text.detokenizer(markers=markers), request.stop)
         self._called = False  # a tool
-        self._placements: list[Placement] = []
+        self._placements: list[pb.Placement] = []
         self._cached: tuple[int, int] | None = None  # of the first attempt with tokens
 
     def placed(self, placement: Placement) -> None:
         """An attempt begins."""
         self.ledger.place(placement)
-        self._placements.append(placement)
+        self._placements.append(_public(placement))
         if len(self._placements) == 1:
-            started = Started(
+            started = pb.Started(
                 request_id=self._request.request_id,
                 prompt_tokens=len(self._work.prompt_tokens),
                 prefill_worker=placement.prefill,
@@ -182,20 +183,24 @@ class Answer:
         self._emit(delta)
         return not over
 
-    def finished(self) -> Finished:
+    def finished(self) -> pb.Finished:
         """The event that ends the answer."""
         text = self._text
         assert text.finish is not None
         called = self._called and text.finish is FinishReason.STOP
-        return Finished(
-            FinishReason.TOOL_CALLS if called else text.finish,
-            len(self._work.prompt_tokens),
-            text.count,
-            text.stop,
-            tuple(self._placements),
-            self._index,
-            self._work.sampling.seed,
-            *(self._cached or (0, 0)),
+        cached, fetched = self._cached or (0, 0)
+        return pb.Finished(
+            finish_reason=finish_to(FinishReason.TOOL_CALLS if called else text.finish),
+            usage=pb.Usage(
+                prompt_tokens=len(self._work.prompt_tokens),
+                completion_tokens=text.count,
+                cached_tokens=cached,
+                fetched_tokens=fetched,
+            ),
+            stop=text.stop,
+            placements=self._placements,
+            index=self._index,
+            seed=self._work.sampling.seed,
         )
 
     def _measure(self, count: int) -> None:
@@ -240,3 +245,15 @@ def splitter_for(form: AnswerFormat, chat: ChatPrompt | None, *, thinking: bool)
     if chat and form.reasoning:
         splitter = ReasoningSplitter(thinking=thinking, content=splitter)
     return splitter
+
+
+def _public(placement: Placement) -> pb.Placement:
+    forecast = placement.forecast
+    return pb.Placement(
+        prefill_worker=placement.prefill,
+        decode_worker=placement.decode,
+        policy=placement.policy.value,
+        reason=redact(placement.explanation),
+        reason_code=placement.code.value,
+        predicted_seconds=forecast.first_token_seconds if forecast else 0.0,
+    )

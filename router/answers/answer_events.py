@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from baton.core.types import FinishReason
-from baton.router.placement.placement import Placement
+from baton.v1 import inference_pb2 as pb
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +38,6 @@ class ToolCallDelta:
     arguments: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
-    request_id: str
-    prompt_tokens: int
-    prefill_worker: str
-    decode_worker: str
-    seed: int
-    n: int = 1  # answers
-
-
 @dataclass(slots=True)  # made for every token: freezing it would double the cost
 class AnswerDelta:
     text: str
@@ -75,18 +64,5 @@ def merged(deltas: Sequence[AnswerDelta], index: int) -> AnswerDelta:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
-    reason: FinishReason
-    prompt_tokens: int
-    completion_tokens: int
-    stop: str
-    placements: tuple[Placement, ...] = ()
-    index: int = 0
-    seed: int = 0
-    cached_tokens: int = 0
-    fetched_tokens: int = 0
-
-
-AnswerEvent = Started | AnswerDelta | Finished
+AnswerEvent = pb.Started | AnswerDelta | pb.Finished
 Emit = Callable[[AnswerEvent], None]

@@ -29,7 +29,7 @@ from baton.core.errors import (
 )
 from baton.core.types import AttemptKey, ChatPrompt, FinishReason, Prompt, Request, Work
 from baton.router.answers.answer import Answer
-from baton.router.answers.answer_events import AnswerEvent, Emit, Started
+from baton.router.answers.answer_events import AnswerEvent, Emit
 from baton.router.observe.ledger import AnswerLedger, Ledgers, RequestLedger
 from baton.router.observe.metrics import RouterMetrics
 from baton.router.observe.trends import Demand, Trends
@@ -39,6 +39,7 @@ from baton.router.prompts.text import Text, TokenizedPrompt
 from baton.router.requests.admission import Admission
 from baton.router.requests.dispatch import Dispatcher
 from baton.router.workers.membership import Membership
+from baton.v1 import inference_pb2 as pb
 
 GRAMMAR_SECONDS = 5.0
 """How long the check of a structure may take. Most take a millisecond."""
@@ -175,9 +176,9 @@ class Serving:
         await self.dispatcher.run(work, request.deadline, answer)
         self._note_answer(ledger)
         finished = answer.finished()
-        self.placer.costs.note_answer(finished.completion_tokens)
+        self.placer.costs.note_answer(finished.usage.completion_tokens)
         emit(finished)
-        return finished.reason
+        return FinishReason(finished.finish_reason)
 
     def _note_first_token(self, ledger: AnswerLedger) -> None:
         self._metrics.ttft.observe(ledger.first - ledger.arrived)
@@ -262,7 +263,7 @@ def _started_once(emit: Emit) -> Emit:
 
     def emit_once(event: AnswerEvent) -> None:
         nonlocal started
-        if not (started and isinstance(event, Started)):
+        if not (started and isinstance(event, pb.Started)):
             emit(event)
         started = True
 

@@ -5,11 +5,11 @@ import asyncio
 import pytest
 
 from baton.core.errors import Internal, SlowReader
-from baton.core.types import FinishReason
-from baton.router.answers.answer_events import AnswerDelta, AnswerEvent, Finished
+from baton.router.answers.answer_events import AnswerDelta, AnswerEvent
 from baton.router.edges.client_buffer import ClientBuffer
+from baton.v1 import inference_pb2 as pb
 
-END = Finished(FinishReason.STOP, 1, 2, "")
+END = pb.Finished(finish_reason=pb.FINISH_REASON_STOP)
 
 
 async def read(buffer: ClientBuffer) -> list[AnswerEvent]:

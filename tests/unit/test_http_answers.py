@@ -24,13 +24,10 @@ from baton.core.errors import (
     WorkerLost,
 )
 from baton.core.proto_json import Json
-from baton.core.types import FinishReason
 from baton.router.answers.answer_events import (
     AnswerDelta,
     AnswerEvent,
-    Finished,
     ScoredToken,
-    Started,
     TokenScore,
     ToolCallDelta,
 )
@@ -41,16 +38,20 @@ from baton.router.edges.http.answer_renderer import (
 )
 from baton.router.edges.http.http_errors import error_response
 from baton.router.edges.http.openapi import document
+from baton.v1 import inference_pb2 as pb
 
 SECRET = "/home/someone 10.0.0.7:5100"
 
 
-def started(prompt_tokens: int) -> Started:
-    return Started("id", prompt_tokens, "prefill-0", "decode-0", 1, 2)
+def started(prompt_tokens: int) -> pb.Started:
+    return pb.Started(request_id="id", prompt_tokens=prompt_tokens, n=2)
 
 
-def finished(index: int, tokens: int, reason: FinishReason = FinishReason.STOP) -> Finished:
-    return Finished(reason, 3, tokens, "", (), index, 1, 2)
+def finished(
+    index: int, tokens: int, reason: pb.FinishReason.ValueType = pb.FINISH_REASON_STOP
+) -> pb.Finished:
+    usage = pb.Usage(prompt_tokens=3, completion_tokens=tokens, cached_tokens=2)
+    return pb.Finished(finish_reason=reason, usage=usage, index=index)
 
 
 EVENTS: list[AnswerEvent] = [
@@ -60,7 +61,7 @@ EVENTS: list[AnswerEvent] = [
     AnswerDelta("x", [2], 1),
     AnswerDelta("b", [3], 0),
     finished(0, 2),
-    finished(1, 2, FinishReason.LENGTH),
+    finished(1, 2, pb.FINISH_REASON_LENGTH),
 ]
 
 
@@ -225,7 +226,7 @@ CALLED = [
             ToolCallDelta(1, arguments="{}"),
         ),
     ),
-    finished(0, 5, FinishReason.TOOL_CALLS),
+    finished(0, 5, pb.FINISH_REASON_TOOL_CALLS),
 ]
 
 

@@ -25,8 +25,8 @@ import baton
 from baton.core.api_keys import make_key, write_keys
 from baton.core.config import Config, TlsConfig
 from baton.core.errors import Exhausted, Internal, SlowReader, Unavailable
-from baton.core.types import FinishReason, Request
-from baton.router.answers.answer_events import AnswerDelta, AnswerEvent, Emit, Finished, Started
+from baton.core.types import Request
+from baton.router.answers.answer_events import AnswerDelta, AnswerEvent, Emit
 from baton.router.edges import http as http_edge
 from baton.router.edges.auth import KeyRing
 from baton.router.edges.edge_context import EdgeContext
@@ -37,9 +37,10 @@ from baton.router.observe.overview import RouterOverview
 from baton.router.requests.serving import Serving
 from baton.router.server import RouterServer
 from baton.router.workers.membership import Membership
+from baton.v1 import inference_pb2 as pb
 
-STARTED = Started("id", 3, "prefill-0", "decode-0", 1)
-FINISHED = Finished(FinishReason.STOP, 3, 2, "")
+STARTED = pb.Started(request_id="id", prompt_tokens=3)
+FINISHED = pb.Finished(finish_reason=pb.FINISH_REASON_STOP)
 CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
 STREAM = {**CHAT, "stream": True}
 

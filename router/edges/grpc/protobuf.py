@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import secrets
 import uuid
 from collections.abc import Sized
@@ -19,17 +18,13 @@ from baton.core.types import (
     Tool,
     ToolCall,
 )
-from baton.core.wire import finish_to
 from baton.router.answers.answer_events import (
     AnswerDelta,
     AnswerEvent,
-    Finished,
     ScoredToken,
     TokenScore,
 )
 from baton.router.answers.answer_format import with_tools
-from baton.router.placement.placement import Placement
-from baton.rpc import redact
 from baton.v1 import inference_pb2 as pb
 
 
@@ -147,26 +142,10 @@ def _parse_sampling(message: pb.SamplingParameters) -> Sampling:
 def response(event: AnswerEvent, model: str) -> pb.GenerateResponse:
     if isinstance(event, AnswerDelta):
         return _delta_response(event)
-    if isinstance(event, Finished):
-        return pb.GenerateResponse(finished=_finished(event))
-    return pb.GenerateResponse(started=pb.Started(model=model, **dataclasses.asdict(event)))
-
-
-def _finished(event: Finished) -> pb.Finished:
-    usage = pb.Usage(
-        prompt_tokens=event.prompt_tokens,
-        completion_tokens=event.completion_tokens,
-        cached_tokens=event.cached_tokens,
-        fetched_tokens=event.fetched_tokens,
-    )
-    return pb.Finished(
-        finish_reason=finish_to(event.reason),
-        usage=usage,
-        stop=event.stop,
-        placements=[_placement(item) for item in event.placements],
-        index=event.index,
-        seed=event.seed,
-    )
+    if isinstance(event, pb.Finished):
+        return pb.GenerateResponse(finished=event)
+    event.model = model
+    return pb.GenerateResponse(started=event)
 
 
 def _delta_response(event: AnswerDelta) -> pb.GenerateResponse:
@@ -195,15 +174,3 @@ def _scored(token: ScoredToken) -> pb.TokenLogprobs:
 
 def _score(score: TokenScore) -> pb.TokenLogprob:
     return pb.TokenLogprob(token_id=score.token_id, text=score.data, logprob=score.logprob or 0.0)
-
-
-def _placement(placement: Placement) -> pb.Placement:
-    forecast = placement.forecast
-    return pb.Placement(
-        prefill_worker=placement.prefill,
-        decode_worker=placement.decode,
-        policy=placement.policy.value,
-        reason=redact(placement.explanation),
-        reason_code=placement.code.value,
-        predicted_seconds=forecast.first_token_seconds if forecast else 0.0,
-    )

@@ -20,7 +20,6 @@ from baton.core.errors import (
     PermissionDenied,
 )
 from baton.core.types import MAX_MESSAGE_BYTES, Request
-from baton.router.answers.answer_events import Started
 from baton.router.edges.auth import Caller, KeyRing
 from baton.router.edges.client_buffer import buffered
 from baton.router.edges.edge_context import EdgeContext
@@ -96,7 +95,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             async for event in buffer:
                 began = time.monotonic()
                 await context.write(response(event, self._context.model))
-                if not isinstance(event, Started):
+                if not isinstance(event, pb.Started):
                     ledger.answers[event.index].write(began)
 
     @unary

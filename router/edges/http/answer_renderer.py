@@ -12,13 +12,11 @@ from itertools import accumulate
 from json.encoder import encode_basestring
 from typing import ClassVar, Generic, TypeVar
 
-from baton.core.types import FinishReason, Request
+from baton.core.types import Request
 from baton.router.answers.answer_events import (
     AnswerDelta,
     AnswerEvent,
-    Finished,
     ScoredToken,
-    Started,
     TokenScore,
     ToolCallDelta,
     merged,
@@ -42,11 +40,12 @@ from baton.router.edges.http.openapi import (
     ToolCallChunk,
     ToolCallObject,
 )
+from baton.v1 import inference_pb2 as pb
 
-FINISH: dict[FinishReason, FinishName] = {
-    FinishReason.STOP: "stop",
-    FinishReason.LENGTH: "length",
-    FinishReason.TOOL_CALLS: "tool_calls",
+FINISH: dict[int, FinishName] = {
+    pb.FINISH_REASON_STOP: "stop",
+    pb.FINISH_REASON_LENGTH: "length",
+    pb.FINISH_REASON_TOOL_CALLS: "tool_calls",
 }
 DONE = b"data: [DONE]\n\n"
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
@@ -104,8 +103,8 @@ class AnswerRenderer(Generic[Body]):
         self._count(event)
         if isinstance(event, AnswerDelta):
             self._deltas[event.index].append(event)
-        elif isinstance(event, Finished):
-            self._finishes[event.index] = FINISH[event.reason]
+        elif isinstance(event, pb.Finished):
+            self._finishes[event.index] = FINISH[event.finish_reason]
 
     def whole(self) -> bytes:
         choices = [
@@ -119,12 +118,12 @@ class AnswerRenderer(Generic[Body]):
         if isinstance(event, AnswerDelta):
             return self._delta(event)
         self._count(event)
-        if isinstance(event, Started):
+        if isinstance(event, pb.Started):
             return b""
         first = event.index not in self._frames
         last = AnswerDelta("", [], event.index)
         delta = self._opened(last) if first else last
-        return self._event([self._chunk_choice(delta, FINISH[event.reason], first=first)])
+        return self._event([self._chunk_choice(delta, FINISH[event.finish_reason], first=first)])
 
     def _delta(self, delta: AnswerDelta) -> bytes:
         frame = self._frames.get(delta.index)
@@ -152,12 +151,12 @@ class AnswerRenderer(Generic[Body]):
         return self._event([], self._usage()) + DONE if self._body.include_usage else DONE
 
     def _count(self, event: AnswerEvent) -> None:
-        if isinstance(event, Started):
+        if isinstance(event, pb.Started):
             self._prompt_tokens += event.prompt_tokens
-        elif isinstance(event, Finished):
-            self._completion_tokens += event.completion_tokens
+        elif isinstance(event, pb.Finished):
+            self._completion_tokens += event.usage.completion_tokens
             if event.index % self._body.n == 0:
-                self._cached_tokens += event.cached_tokens
+                self._cached_tokens += event.usage.cached_tokens
 
     def _usage(self) -> TokenUsage:
         return {

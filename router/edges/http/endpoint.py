@@ -32,7 +32,7 @@ from baton.core.bounds import MAX_REQUEST_BYTES
 from baton.core.errors import Cancelled, InvalidRequest
 from baton.core.proto_json import Json
 from baton.core.types import Request
-from baton.router.answers.answer_events import AnswerEvent, Emit, Started
+from baton.router.answers.answer_events import AnswerEvent, Emit
 from baton.router.edges.auth import Caller
 from baton.router.edges.client_buffer import ClientBuffer, buffered
 from baton.router.edges.edge_context import EdgeContext
@@ -46,6 +46,7 @@ from baton.router.edges.http.http_errors import error_response
 from baton.router.edges.http.http_server import CONNECTION, BoundedConnection
 from baton.router.observe.ledger import RequestLedger
 from baton.router.requests.serving import gather_all
+from baton.v1 import inference_pb2 as pb
 
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _JSON_HEADERS = ((b"content-type", b"application/json"),)
@@ -257,7 +258,7 @@ class _Call:
     async def _first_delta(self, events: ClientBuffer) -> AnswerEvent:
         """Until it, an error still has a status of its own."""
         async for event in events:
-            if not isinstance(event, Started):
+            if not isinstance(event, pb.Started):
                 return event
             self.renderer.chunk(event)
         raise AssertionError("an answer ended before it began")
@@ -283,7 +284,7 @@ class _Call:
         return True
 
     def _record(self, event: AnswerEvent, began: float) -> None:
-        if not isinstance(event, Started):
+        if not isinstance(event, pb.Started):
             self.ledger.answers[event.index].write(began)
 
 
