@@ -51,11 +51,11 @@ from baton.kv_transfer.transfer_events import (
 from baton.kv_transfer.transfer_protocol import (
     SendNote,
     accepted_note,
-    renewed_note,
-    resend_note,
+    pack_note,
     revoked_note,
 )
 from baton.v1.transfer_pb2 import Arrived as ArrivedNote
+from baton.v1.transfer_pb2 import Renewed, Resend, TransferNote
 
 REVOKES_PER_LEASE = 5
 MAX_ROUNDS = 3
@@ -120,20 +120,24 @@ class Receiver:
     def __init__(
         self,
         key: AttemptKey,
-        pages: int,
+        peer: str,
+        pages: Sequence[int],
         expires_at: float,
         lease_seconds: float,
         fetched_since: float | None = None,
     ) -> None:
-        """`fetched_since` is when a fetch was requested; None for a prompt's reservation."""
+        """The agent `peer` may write to `pages`. `fetched_since` is when a fetch was requested;
+        None for a prompt's reservation."""
         self.state = ReceiverState.RESERVED
-        self._key = key
-        self._pages = pages
+        self.key = key
+        self.peer = peer
+        self.pages = tuple(pages)
         self._fetched_since = fetched_since
         self._expires_at = expires_at
         self._lease_seconds = lease_seconds
         self._silent_at = math.inf  # when the sender has been silent for a lease
         self._revoke_at = math.inf
+        self._linger_until = math.inf  # when a dead sender's last writes have ended
         self._overdue = False  # ReservationOverdue was reported
         self.round = 0  # of resending damaged pages
         self._damaged: Sequence[int] = ()  # their positions in the last round
@@ -150,9 +154,9 @@ class Receiver:
             case ReceiverState.RESERVED:
                 return self._expires_at
             case ReceiverState.OPEN:
-                return min(self._expires_at, self._silent_at)
+                return min(self._expires_at, self._silent_at, self._linger_until)
             case ReceiverState.QUARANTINED:
-                return self._revoke_at
+                return min(self._revoke_at, self._linger_until)
             case _:
                 return math.inf
 
@@ -162,9 +166,10 @@ class Receiver:
             return []
         self._move(ReceiverStep.BEAT)
         if self.state is ReceiverState.QUARANTINED:
-            return [SendNote(revoked_note(self._key))]
+            return [SendNote(revoked_note(self.key))]
         self._silent_at = now + self._lease_seconds
-        return [SendNote(renewed_note(self._key, number))]
+        renewed = TransferNote(renewed=Renewed(number=number))
+        return [SendNote(pack_note(self.key, renewed))]
 
     def arrived(
         self, note: ArrivedNote, damaged: Sequence[int], now: float
@@ -177,26 +182,34 @@ class Receiver:
             return [self._resend()] if self.state is ReceiverState.OPEN else []
         if self.state is ReceiverState.RESERVED:
             return self._move(ReceiverStep.MISFIT, Internal("pages arrived without a lease"))
-        fewest = self._pages if self._fetched_since is None else 1
-        if not fewest <= note.pages <= self._pages:
-            message = f"{note.pages} pages arrived where {self._pages} were reserved"
+        most = len(self.pages)
+        fewest = most if self._fetched_since is None else 1
+        if not fewest <= note.pages <= most:
+            message = f"{note.pages} pages arrived where {most} were reserved"
             return self._move(ReceiverStep.MISFIT, Internal(message))
         if self.state is ReceiverState.OPEN and damaged:
             return self._ask_again(damaged, now)
         self._move(ReceiverStep.ARRIVED)
         if self.state is ReceiverState.ARRIVED:
-            return [SendNote(accepted_note(self._key)), self._arrival(note, now)]
-        return [SendNote(revoked_note(self._key)), ReservationFreed(self._key)]
+            return [SendNote(accepted_note(self.key)), self._arrival(note, now)]
+        return [SendNote(revoked_note(self.key)), ReservationFreed(self.key)]
 
     def drained(self) -> list[ReceiverAction]:
         wanted = self.state in (ReceiverState.RESERVED, ReceiverState.OPEN)
         return [
-            *([ReservationFailed(self._key, None)] if wanted else []),
+            *([ReservationFailed(self.key, None)] if wanted else []),
             *self._move(ReceiverStep.DRAINED),
         ]
 
     def sender_died(self) -> list[ReceiverAction]:
         return self._move(ReceiverStep.SENDER_DIED, WorkerLost("the sending worker is lost"))
+
+    def linger(self, until: float) -> list[ReceiverAction]:
+        """The sender's process has ended; what it had sent may arrive until then."""
+        if self.state is ReceiverState.RESERVED:
+            return self.sender_died()
+        self._linger_until = min(self._linger_until, until)
+        return []
 
     def release(self, now: float) -> list[ReceiverAction]:
         """The reservation is not wanted any more."""
@@ -205,9 +218,11 @@ class Receiver:
     def tick(self, now: float) -> list[ReceiverAction]:
         if now < self.deadline:
             return []
+        if now >= self._linger_until:
+            return self.sender_died()
         if self.state is ReceiverState.QUARANTINED:
             overdue, self._overdue = not self._overdue, True
-            return [*([ReservationOverdue(self._key)] if overdue else []), *self._revoke(now)]
+            return [*([ReservationOverdue(self.key)] if overdue else []), *self._revoke(now)]
         if now >= self._expires_at:
             error = DeadlineExceeded("the pages did not arrive before the ticket expired")
             return self._move(ReceiverStep.EXPIRED, error) + self._revoke(now)
@@ -216,8 +231,8 @@ class Receiver:
 
     def _arrival(self, note: ArrivedNote, now: float) -> ReceiverAction:
         if self._fetched_since is None:
-            return Arrived(self._key, note.first_token)
-        return Fetched(self._key, note.pages, now - self._fetched_since)
+            return Arrived(self.key, note.first_token)
+        return Fetched(self.key, note.pages, now - self._fetched_since)
 
     def _ask_again(self, damaged: Sequence[int], now: float) -> list[ReceiverAction]:
         if self.round == MAX_ROUNDS:
@@ -228,13 +243,14 @@ class Receiver:
         return [self._resend()]
 
     def _resend(self) -> ReceiverAction:
-        return SendNote(resend_note(self._key, self._damaged, self.round))
+        resend = Resend(positions=self._damaged, round=self.round)
+        return SendNote(pack_note(self.key, TransferNote(resend=resend)))
 
     def _revoke(self, now: float) -> list[ReceiverAction]:
         if self.state is not ReceiverState.QUARANTINED:
             return []
         self._revoke_at = now + self._lease_seconds / REVOKES_PER_LEASE
-        return [SendNote(revoked_note(self._key))]
+        return [SendNote(revoked_note(self.key))]
 
     def _move(self, step: ReceiverStep, error: BatonError | None = None) -> list[ReceiverAction]:
         """Changes the state; reports a first error, and pages that became free."""
@@ -243,7 +259,7 @@ class Receiver:
         before, self.state = self.state, TRANSITIONS[self.state, step]
         actions: list[ReceiverAction] = []
         if error is not None and before is not ReceiverState.QUARANTINED:
-            actions.append(ReservationFailed(self._key, error))
+            actions.append(ReservationFailed(self.key, error))
         if self.state is ReceiverState.FREED:
-            actions.append(ReservationFreed(self._key))
+            actions.append(ReservationFreed(self.key))
         return actions

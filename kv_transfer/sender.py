@@ -59,12 +59,11 @@ from baton.kv_transfer.transfer_events import PushEnded, PushFailed, PushOverdue
 from baton.kv_transfer.transfer_protocol import (
     SendNote,
     WriteLease,
-    arrived_note,
-    beat_note,
     drained_note,
+    pack_note,
 )
 from baton.kv_transfer.transport import PageWrite
-from baton.v1.transfer_pb2 import Resend, TicketBody
+from baton.v1.transfer_pb2 import Arrived, Beat, Resend, TicketBody, TransferNote
 
 Digest = Callable[[Sequence[int]], list[int]]
 """Digests of local pages, as the receiver will compute them; empty where that is impossible."""
@@ -137,7 +136,7 @@ class Sender:
     ) -> None:
         self.state = SenderState.WAITING
         self.peer = peer
-        self._key = key
+        self.key = key
         self._page_bytes = page_bytes
         self._digest = digest
         self._pages: list[int] = []  # local ones to write, in the prompt's order
@@ -182,7 +181,7 @@ class Sender:
         """The receiver's pages. Its expiry counts from now, since clocks differ."""
         if self.state is not SenderState.WAITING:
             return []
-        if AttemptKey(body.request_id, body.epoch) != self._key:
+        if AttemptKey(body.request_id, body.epoch) != self.key:
             return self.fail(Internal("the ticket is for another attempt"))
         if body.agent != self.peer:
             return self.fail(Internal("the ticket is another worker's"))
@@ -273,7 +272,7 @@ class Sender:
             return []
         if self.state is SenderState.DRAINING:
             self._lease.next_beat = math.inf
-            return [PushOverdue(self._key)]
+            return [PushOverdue(self.key)]
         if now >= self._lease.until:
             seconds = self._lease.seconds
             error = Unavailable(f"the receiving worker has been silent for {seconds:g} s")
@@ -288,7 +287,7 @@ class Sender:
             return []
         self._move(SenderStep.GIVE_UP)
         self._error = error
-        return [PushFailed(self._key, error)] if self._writing is not None else self._drain()
+        return [PushFailed(self.key, error)] if self._writing is not None else self._drain()
 
     def _move(self, step: SenderStep) -> None:
         self.state = TRANSITIONS[self.state, step]
@@ -299,7 +298,8 @@ class Sender:
             actions.append(Introduce())  # the last beat went unanswered
         if self.state is SenderState.CONFIRMING:
             actions.append(SendNote(self._arrived_note()))
-        return [*actions, SendNote(beat_note(self._key, self._lease.beat(now)))]
+        beat = TransferNote(beat=Beat(number=self._lease.beat(now)))
+        return [*actions, SendNote(pack_note(self.key, beat))]
 
     def _advance(self, now: float) -> list[SenderAction]:
         """Starts the next write when pages are ready and no write is under way."""
@@ -336,8 +336,14 @@ class Sender:
         return ""
 
     def _arrived_note(self) -> bytes:
-        first_token = self._first_token or 0
-        return arrived_note(self._key, first_token, len(self._pages), self._digests, self._round)
+        """Every page is in place, after `round` rounds of resending."""
+        arrived = Arrived(
+            first_token=self._first_token or 0,
+            pages=len(self._pages),
+            digests=self._digests,
+            round=self._round,
+        )
+        return pack_note(self.key, TransferNote(arrived=arrived))
 
     def _start_write(self, positions: Sequence[int], note: bytes, now: float) -> PageWrite:
         self._write_began = now
@@ -356,9 +362,9 @@ class Sender:
     def _end(self) -> list[SenderAction]:
         self._move(SenderStep.ACCEPTED)
         exposed = self._written_at - self._finished_at
-        return [PushEnded(self._key, None, self._bytes, self._seconds, exposed)]
+        return [PushEnded(self.key, None, self._bytes, self._seconds, exposed)]
 
     def _drain(self) -> list[SenderAction]:
         self._move(SenderStep.DRAINED)
-        ended = PushEnded(self._key, self._error, self._bytes, self._seconds, 0.0)
-        return [ended] if self._peer_lost else [SendNote(drained_note(self._key)), ended]
+        ended = PushEnded(self.key, self._error, self._bytes, self._seconds, 0.0)
+        return [ended] if self._peer_lost else [SendNote(drained_note(self.key)), ended]

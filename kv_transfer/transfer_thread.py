@@ -25,26 +25,9 @@ from concurrent.futures import Future
 from baton.core.errors import WorkerLost
 from baton.core.types import AttemptKey
 from baton.kv_transfer.pool_digest import PeerDigest
-from baton.kv_transfer.pushes import Pushes
-from baton.kv_transfer.reservations import Reservations
-from baton.kv_transfer.sender import Sender
-from baton.kv_transfer.transfer_events import (
-    CancelPush,
-    ConnectPeer,
-    DeliverTicket,
-    ExpectPages,
-    FinishPush,
-    LendPages,
-    OpenPush,
-    PushPages,
-    ReleaseReservation,
-    SenderDied,
-    StartFetch,
-    TransferCommand,
-    TransferCrashed,
-    TransferEvent,
-)
+from baton.kv_transfer.transfer_events import TransferCommand, TransferCrashed, TransferEvent
 from baton.kv_transfer.transfer_protocol import TICKET_VERSION, make_ticket, parse_note
+from baton.kv_transfer.transfers import Transfers
 from baton.kv_transfer.transport import (
     Noted,
     PeerLost,
@@ -108,10 +91,8 @@ class TransferThread:
         self._deliver = deliver
         self._digest = digest
         self._clock = clock
-        self._pushes: Pushes
-        self._reservations = Reservations(
-            transport, digest, lease_seconds, linger_seconds, deliver, clock
-        )
+        self._linger_seconds = linger_seconds
+        self._transfers: Transfers
         self._commands: queue.SimpleQueue[_Posted | None] = queue.SimpleQueue()
         self._address: Future[PoolAddress] = Future()
         self._pause = 0.0
@@ -133,7 +114,15 @@ class TransferThread:
         """Makes the pool reachable. `start` calls this on the thread."""
         address = self._transport.register(self._memory, self._layout)
         address.ticket_version = TICKET_VERSION
-        self._pushes = Pushes(self._transport, address, self._digest, self._deliver, self._clock)
+        self._transfers = Transfers(
+            self._transport,
+            address,
+            self._digest,
+            self.lease_seconds,
+            self._linger_seconds,
+            self._deliver,
+            self._clock,
+        )
         self._address.set_result(address)
 
     def stop(self) -> None:
@@ -192,15 +181,14 @@ class TransferThread:
         for command in commands:
             self._carry_out(command)
         for peer, note in notes:
-            self._on_note(peer, note)
-        self._pushes.tick()
-        self._reservations.tick()
+            self._transfers.on_note(peer, note)
+        self._transfers.tick()
         self._set_pause(active=bool(commands or events))
 
     @property
     def deadline(self) -> float:
         """When a step has something to do even if nothing arrives."""
-        return min(self._pushes.deadline, self._reservations.deadline)
+        return self._transfers.deadline
 
     def _wait(self, pause: float) -> list[_Posted | None]:
         """The next command, if one comes within `pause` and before the deadline."""
@@ -219,7 +207,7 @@ class TransferThread:
         if active:
             self._active_at = now
             self._pause = 0.0  # a write may have ended while it was started
-        elif self._pushes.expecting or self._reservations.open:
+        elif self._transfers.expecting:
             self._pause = polling_pause(now - self._active_at, self._memory.device)
         else:
             self._pause = IDLE_PAUSE_SECONDS
@@ -234,59 +222,27 @@ class TransferThread:
         introductions: list[tuple[str, TransferNote]] = []
         for event in events:
             match event:
-                case WriteDone():
-                    self._pushes.write_done(event.write)
-                case WriteFailed():
-                    self._pushes.write_failed(event.write, event.error)
-                case PeerLost():
-                    self._pushes.peer_lost(event.peer)
-                    self._reservations.sender_lost(event.peer, gone=event.gone)
+                case WriteDone(write):
+                    self._transfers.write_ended(write)
+                case WriteFailed(write, error):
+                    self._transfers.write_ended(write, error)
+                case PeerLost(peer, gone):
+                    self._transfers.peer_lost(peer, gone=gone)
                 case Noted() if note := parse_note(event.note):
                     introduced = note.HasField("introduction")
                     (introductions if introduced else notes).append((event.peer, note))
         for peer, note in introductions:
-            self._reservations.introduced(peer, note.introduction.pool)
+            self._transfers.peers.introduced(peer, note.introduction.pool)
         return notes
 
     def _carry_out(self, posted: _Posted | None) -> None:
-        pushes, reservations = self._pushes, self._reservations
         if posted is None:
             self._stop_at = self._clock() + STOP_SECONDS
-            pushes.cancel_all()
-            return
-        command, at = posted
-        match command:
-            case ConnectPeer():
-                if pushes.connect(command, reservations.senders):
-                    reservations.connected(command.address)
-            case OpenPush(key, peer):
-                pushes.begin(key, peer)
-            case DeliverTicket(key, ticket):
-                pushes.ticket(key, ticket)
-            case PushPages(key, pages, after):
-                pushes.apply(key, lambda push: push.pages_ready(pages, self._clock(), after))
-            case FinishPush(key, token, pages):
-                pushes.apply(key, lambda push: push.finish(token, pages, at, self._clock()))
-            case CancelPush(key):
-                pushes.apply(key, Sender.cancel)
-            case StartFetch():
-                reservations.fetch(command, at)
-            case ExpectPages():
-                reservations.expect(command, at)
-            case LendPages():
-                pushes.lend(command)
-            case ReleaseReservation(key):
-                reservations.release(key)
-            case SenderDied(agent):
-                reservations.sender_died(agent)
-
-    def _on_note(self, peer: str, note: TransferNote) -> None:
-        if note.WhichOneof("kind") in ("beat", "arrived", "drained"):
-            self._reservations.on_note(peer, note)
+            self._transfers.cancel_pushes()
         else:
-            self._pushes.on_note(peer, note)
+            self._transfers.carry_out(*posted)
 
     def _stopped(self) -> bool:
         if self._stop_at is None:
             return False
-        return not self._pushes.open or self._clock() >= self._stop_at
+        return not self._transfers.pushing or self._clock() >= self._stop_at

@@ -35,12 +35,12 @@ class Checks:
         processes = self._cluster.processes
         sender, receiver = processes[write.sender.agent], processes[write.endpoint.peer.agent]
         key = sender.push_of(write)
-        expected = receiver.transfer._reservations._expected.get(key)
+        expected = receiver.transfer._transfers._receivers.get(key)
         self._world.log(sender.agent, f"{key} lands in {write.remote_pages} of {receiver.agent}")
-        if expected is None or expected.sender != sender.agent:
+        if expected is None or expected.peer != sender.agent:
             raise Violation(f"{key} writes to {receiver.agent}, which does not expect it")
-        if expected.receiver.state not in (ReceiverState.OPEN, ReceiverState.QUARANTINED):
-            raise Violation(f"{key} writes into a reservation that is {expected.receiver.state}")
+        if expected.state not in (ReceiverState.OPEN, ReceiverState.QUARANTINED):
+            raise Violation(f"{key} writes into a reservation that is {expected.state}")
         lease = _expected_in(receiver, key)
         if lease is None or lease.released or not set(write.remote_pages) <= set(lease.pages):
             raise Violation(f"{key} writes into pages of {receiver.agent} that it does not hold")
@@ -48,7 +48,7 @@ class Checks:
         for page in write.remote_pages:
             if page in pool.cache.known_pages or pool._holders[page] != 1:
                 raise Violation(f"{key} writes into page {page}, which others may read")
-        if expected.receiver.state is ReceiverState.QUARANTINED:
+        if expected.state is ReceiverState.QUARANTINED:
             what = "fetched" if receiver.kind is Role.PREFILL else "pushed"
             self._counts["writes into quarantine"] += 1
             self._counts[f"{what} into quarantine"] += 1
@@ -101,17 +101,17 @@ class Checks:
             raise Violation(f"{request.name} was tried again without a fault: {reasons}")
 
     def _idle(self, worker: SimulatedWorker) -> None:
-        pool, transfer, role = worker.engine.pool, worker.transfer, worker.role
+        pool, transfers, role = worker.engine.pool, worker.transfer._transfers, worker.role
         held = {
             "pages": pool.leased,
             "requests": len(role._jobs),
             "quarantines": len(role._leaving),
             "loans": len(role._loans) if isinstance(role, DecodePhase) else 0,
             "fetches": len(role._fetches) if isinstance(role, PrefillPhase) else 0,
-            "pushes": len(transfer._pushes._senders),
-            "writes": len(transfer._pushes._writes)
+            "pushes": len(transfers._senders),
+            "writes": len(transfers._writes)
             + sum(len(transport.writes) for transport in worker.transports),
-            "reservations": len(transfer._reservations._expected),
+            "reservations": len(transfers._receivers),
             "waiting": role._scheduler.waiting + role._scheduler.running,
         }
         left = {what: count for what, count in held.items() if count}

@@ -18,10 +18,11 @@ from baton.kv_transfer.transfer_events import (
     SenderDied,
     TransferEvent,
 )
-from baton.kv_transfer.transfer_protocol import beat_note, introduction_note
+from baton.kv_transfer.transfer_protocol import pack_note
 from baton.kv_transfer.transfer_thread import LINGER_SECONDS, TransferThread
 from baton.kv_transfer.transport import Noted, PoolMemory
 from baton.v1 import worker_pb2 as pb
+from baton.v1.transfer_pb2 import Beat, Introduction, PoolAddress, TransferNote
 
 from .fabric import Fabric, SimulatedTransport
 from .router import SimulatedRouter
@@ -30,6 +31,14 @@ from .worker import LAYOUT, SimulatedWorker
 from .world import World
 
 KEY = AttemptKey("request", 1)
+
+
+def beat_note(key: AttemptKey, number: int) -> bytes:
+    return pack_note(key, TransferNote(beat=Beat(number=number)))
+
+
+def introduction_note(pool: PoolAddress) -> bytes:
+    return TransferNote(introduction=Introduction(pool=pool)).SerializeToString()
 
 
 class Side:
@@ -52,7 +61,7 @@ class Side:
 
     @property
     def reservation(self) -> ReceiverState:
-        return self.thread._reservations._expected[KEY].receiver.state
+        return self.thread._transfers._receivers[KEY].state
 
 
 def sides() -> tuple[Fabric, Side, Side]:

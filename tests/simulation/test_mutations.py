@@ -20,13 +20,12 @@ from baton.engine.second_tier import SecondTier
 from baton.engine.sequence import Sequence
 from baton.engine.step import FinishedStep, InFlightStep, Plan
 from baton.engine.tier_copies import Save
-from baton.kv_transfer import pushes, receiver, sender
-from baton.kv_transfer.pushes import Pushes
+from baton.kv_transfer import receiver, sender, transfers
 from baton.kv_transfer.receiver import Receiver
-from baton.kv_transfer.reservations import Reservations
 from baton.kv_transfer.sender import Sender
 from baton.kv_transfer.transfer_events import Fetched, PagesWanted
 from baton.kv_transfer.transfer_protocol import drained_note, key_of
+from baton.kv_transfer.transfers import Transfers
 from baton.prefill_worker.prefill_phase import Fetches, PrefillPhase
 from baton.prefill_worker.prefill_scheduler import PrefillSequence, PromptFetch
 from baton.router.requests.attempt import Action, Attempt, LinkLost
@@ -72,19 +71,19 @@ def write_without_a_lease(patch: Patch) -> None:
 
 def ignore_epochs(patch: Patch) -> None:
     """A note of an earlier attempt counts for a later one."""
-    handle = Reservations.on_note
+    handle = Transfers._on_sender_note
 
-    def on_note(self: Reservations, peer: str, note: TransferNote) -> None:
-        if key_of(note) not in self._expected:
-            later = [key for key in self._expected if key.request_id == note.request_id]
+    def on_note(self: Transfers, peer: str, note: TransferNote) -> None:
+        if key_of(note) not in self._receivers:
+            later = [key for key in self._receivers if key.request_id == note.request_id]
             note.epoch = max((key.epoch for key in later), default=note.epoch)
         handle(self, peer, note)
 
-    patch.setattr(Reservations, "on_note", on_note)
+    patch.setattr(Transfers, "_on_sender_note", on_note)
 
 
 def never_say_drained(patch: Patch) -> None:
-    for module in (sender, pushes):
+    for module in (sender, transfers):
         patch.setattr(module, "drained_note", lambda key: b"")
 
 
@@ -98,17 +97,17 @@ def say_drained_too_early(patch: Patch) -> None:
         self._error = error
         if self._writing is None:
             return self._drain()
-        return [sender.SendNote(drained_note(self._key)), sender.PushFailed(self._key, error)]
+        return [sender.SendNote(drained_note(self.key)), sender.PushFailed(self.key, error)]
 
     patch.setattr(Sender, "fail", fail)
 
 
 def forget_dead_senders(patch: Patch) -> None:
-    patch.setattr(Reservations, "_of", lambda self, agent: [])
+    patch.setattr(Transfers, "_from", lambda self, agent: [])
 
 
 def ignore_what_routers_say_of_the_dead(patch: Patch) -> None:
-    patch.setattr(Reservations, "sender_died", lambda self, agent: None)
+    patch.setattr(Transfers, "_sender_died", lambda self, agent: None)
 
 
 def believe_that_the_dead_are_silent(patch: Patch) -> None:
@@ -118,7 +117,7 @@ def believe_that_the_dead_are_silent(patch: Patch) -> None:
 
 def trust_a_silent_connection(patch: Patch) -> None:
     """A decode worker that does not answer counts as connected."""
-    patch.setattr(Pushes, "_fall_silent", lambda self, peer, error: None)
+    patch.setattr(Transfers, "_fall_silent", lambda self, peer, error: None)
 
 
 def break_the_neighbours_too(patch: Patch) -> None:
@@ -134,7 +133,7 @@ def break_the_neighbours_too(patch: Patch) -> None:
 
 
 def use_damaged_pages(patch: Patch) -> None:
-    patch.setattr(Reservations, "_damaged", lambda self, key, expected, note: [])
+    patch.setattr(Transfers, "_damaged", lambda self, receiver, note: [])
 
 
 def send_again_twice(patch: Patch) -> None:
@@ -263,13 +262,13 @@ def lend_without_a_lease(patch: Patch) -> None:
 
 def lend_twice(patch: Patch) -> None:
     """A note that comes twice is answered twice."""
-    ask = Pushes._ask
+    ask = Transfers._ask
 
-    def again(self: Pushes, key: AttemptKey, peer: str, note: FetchNote) -> None:
+    def again(self: Transfers, key: AttemptKey, peer: str, note: FetchNote) -> None:
         self._asked.clear()
         ask(self, key, peer, note)
 
-    patch.setattr(Pushes, "_ask", again)
+    patch.setattr(Transfers, "_ask", again)
 
 
 def save_without_a_lease(patch: Patch) -> None:

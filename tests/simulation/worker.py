@@ -177,7 +177,7 @@ class SimulatedWorker:
         number = write.number
         if self.sharded:
             number = self.sharded._parts.get(number, number)
-        return self.transfer._pushes._writes[number]
+        return self.transfer._transfers._writes[number]
 
     def welcome(self) -> pb.Welcome:
         return pb.Welcome(

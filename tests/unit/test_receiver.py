@@ -18,11 +18,11 @@ from baton.kv_transfer.transfer_events import (
 from baton.kv_transfer.transfer_protocol import (
     SendNote,
     accepted_note,
-    renewed_note,
-    resend_note,
+    pack_note,
     revoked_note,
 )
 from baton.v1.transfer_pb2 import Arrived as ArrivedNote
+from baton.v1.transfer_pb2 import Renewed, Resend, TransferNote
 
 KEY = AttemptKey("request", 2)
 ARRIVED = ArrivedNote(first_token=7, pages=4)
@@ -31,15 +31,22 @@ ACCEPTED = SendNote(accepted_note(KEY))
 REVOKED = SendNote(revoked_note(KEY))
 
 
+def resend(positions: list[int], round: int) -> SendNote:
+    resend = Resend(positions=positions, round=round)
+    return SendNote(pack_note(KEY, TransferNote(resend=resend)))
+
+
 def reserved() -> Receiver:
     """Four pages, a ticket that expires at 100, and leases of 10 seconds."""
-    return Receiver(KEY, 4, expires_at=100.0, lease_seconds=10.0)
+    return Receiver(KEY, "sender", range(4), expires_at=100.0, lease_seconds=10.0)
 
 
 def opened() -> Receiver:
     """A sender has asked for its lease at 0."""
     receiver = reserved()
-    assert receiver.beat(1, now=0.0) == [SendNote(renewed_note(KEY, 1))]
+    assert receiver.beat(1, now=0.0) == [
+        SendNote(pack_note(KEY, TransferNote(renewed=Renewed(number=1))))
+    ]
     return receiver
 
 
@@ -69,7 +76,9 @@ def test_a_wrong_number_of_pages_fails_and_frees() -> None:
 
 @pytest.mark.parametrize(("pages", "fits"), [(0, False), (1, True), (4, True), (5, False)])
 def test_of_pages_that_are_fetched_some_may_be_missing_at_the_end(pages: int, fits: bool) -> None:
-    receiver = Receiver(KEY, 4, expires_at=100.0, lease_seconds=10.0, fetched_since=0.5)
+    receiver = Receiver(
+        KEY, "sender", range(4), expires_at=100.0, lease_seconds=10.0, fetched_since=0.5
+    )
     receiver.beat(1, now=0.0)
     actions = receiver.arrived(ArrivedNote(pages=pages), (), now=1.0)
     assert (actions == [ACCEPTED, Fetched(KEY, pages, 0.5)]) is fits
@@ -149,7 +158,7 @@ def test_quarantine_ends_when_the_sender_is_done(event: str) -> None:
 
 def test_damaged_pages_are_asked_for_again_and_then_handed_over() -> None:
     receiver = opened()
-    assert receiver.arrived(ARRIVED, [1, 3], now=1.0) == [SendNote(resend_note(KEY, [1, 3], 1))]
+    assert receiver.arrived(ARRIVED, [1, 3], now=1.0) == [resend([1, 3], 1)]
     again = ArrivedNote(first_token=7, pages=4, round=1)
     assert receiver.arrived(again, (), now=2.0) == [ACCEPTED, Arrived(KEY, 7)]
 
@@ -157,7 +166,7 @@ def test_damaged_pages_are_asked_for_again_and_then_handed_over() -> None:
 def test_a_repeated_landed_of_an_earlier_round_only_repeats_the_order() -> None:
     receiver = opened()
     receiver.arrived(ARRIVED, [1], now=1.0)
-    assert receiver.arrived(ARRIVED, (), now=2.0) == [SendNote(resend_note(KEY, [1], 1))]
+    assert receiver.arrived(ARRIVED, (), now=2.0) == [resend([1], 1)]
     assert receiver.state is ReceiverState.OPEN
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 
@@ -23,14 +24,21 @@ from baton.kv_transfer.sender import (
     SenderState,
 )
 from baton.kv_transfer.transfer_events import PushEnded, PushFailed, PushOverdue
-from baton.kv_transfer.transfer_protocol import SendNote, arrived_note, beat_note, drained_note
+from baton.kv_transfer.transfer_protocol import SendNote, drained_note, pack_note
 from baton.kv_transfer.transport import PageWrite
-from baton.v1.transfer_pb2 import Resend, TicketBody
+from baton.v1.transfer_pb2 import Arrived, Beat, Resend, TicketBody, TransferNote
 
 KEY = AttemptKey("request", 2)
 PAGE_BYTES = 100
 REMOTE = [40, 41, 42, 43]
-ARRIVED = arrived_note(KEY, 7, 4)
+
+
+def arrived_note(pages: int, digests: Sequence[int] = (), round: int = 0) -> bytes:
+    arrived = Arrived(first_token=7, pages=pages, digests=digests, round=round)
+    return pack_note(KEY, TransferNote(arrived=arrived))
+
+
+ARRIVED = arrived_note(4)
 DRAINED = drained_note(KEY)
 
 
@@ -52,7 +60,7 @@ def ticket(
 
 
 def beat(number: int) -> SendNote:
-    return SendNote(beat_note(KEY, number))
+    return SendNote(pack_note(KEY, TransferNote(beat=Beat(number=number))))
 
 
 def write(local: list[int], remote: list[int], note: bytes = b"") -> PageWrite:
@@ -107,7 +115,7 @@ def test_pages_that_the_receiver_holds_are_not_written() -> None:
     assert sender.renewed(1, now=0.1) == []
     assert sender.pages_ready([3, 4], now=1.0) == [write([4], [41])]
     sender.write_done(now=2.0)
-    last = arrived_note(KEY, 7, 2, [4, 5])
+    last = arrived_note(2, [4, 5])
     assert sender.finish(7, [5], finished_at=3.0, now=3.0) == [write([5], [42], last)]
     assert asked == [4, 5], "what does not move is not looked at"
 
@@ -245,7 +253,7 @@ def test_acceptance_that_overtakes_the_end_of_the_write_counts() -> None:
 def test_damaged_pages_are_written_again_with_their_first_digests() -> None:
     sender = confirming(lambda pages: [90 + page for page in pages])
     (again,) = sender.resend(Resend(positions=[0, 2], round=1), now=3.0)
-    note = arrived_note(KEY, 7, 4, [91, 92, 93, 94], round=1)
+    note = arrived_note(4, [91, 92, 93, 94], round=1)
     assert again == write([1, 3], [40, 42], note)
     assert sender.write_done(now=4.0) == []
     assert isinstance(sender.accepted()[0], PushEnded)
@@ -263,7 +271,7 @@ def test_an_order_to_resend_that_overtakes_the_end_of_the_write_is_kept() -> Non
     sender = pushing()
     sender.finish(7, [1, 2, 3, 4], finished_at=1.0, now=1.0)
     assert sender.resend(Resend(positions=[3], round=1), now=1.5) == []
-    assert sender.write_done(now=2.0) == [write([4], [43], arrived_note(KEY, 7, 4, round=1))]
+    assert sender.write_done(now=2.0) == [write([4], [43], arrived_note(4, round=1))]
 
 
 def test_an_order_to_resend_what_was_never_sent_ends_the_push() -> None:
