@@ -50,7 +50,7 @@ class StopStrings:
         if not all(stops):
             raise InvalidRequest("a stop string must not be empty", field="stop")
         self.hit = ""
-        self._stops = sorted(stops, key=len, reverse=True)
+        self.strings = sorted(stops, key=len, reverse=True)
         self._held = ""
 
     def push(self, text: str, *, last: bool = False) -> str:
@@ -59,8 +59,8 @@ class StopStrings:
         if self.hit:
             return ""
         text = self._held + text
-        sure = len(text) if last else len(text) - held_back(text, self._stops)
-        starts = [(text.find(stop), stop) for stop in self._stops if stop in text]
+        sure = len(text) if last else len(text) - held_back(text, self.strings)
+        starts = [(text.find(stop), stop) for stop in self.strings if stop in text]
         if starts and (first := min(starts, key=itemgetter(0)))[0] <= sure:
             sure, self.hit = first
         self._held = text[sure:]
@@ -76,30 +76,23 @@ class AnswerText:
 
     def __init__(self, detokenizer: Detokenizer, stops: Sequence[str]) -> None:
         self._detokenizer = detokenizer
-        self._stops = StopStrings(stops) if stops else None
+        self.stops = StopStrings(stops)
         self.finish: FinishReason | None = None
         self.count = 0  # tokens of the answer
-
-    @property
-    def stop(self) -> str:
-        """The stop string that ended the answer."""
-        return self._stops.hit if self._stops else ""
 
     def push(self, tokens: list[int], finish: FinishReason | None) -> str:
         """Returns the text that the tokens add."""
         with_text = tokens[:-1] if finish is FinishReason.STOP else tokens
-        if self._stops is not None:
-            return self._push_each(self._stops, len(tokens), with_text, finish)
+        if self.stops.strings:
+            return self._push_each(len(tokens), with_text, finish)
         self.count += len(tokens)
         self.finish = finish
         text = self._detokenizer.push(with_text)
         return text + self._detokenizer.flush() if finish else text
 
-    def _push_each(
-        self, stops: StopStrings, count: int, with_text: list[int], finish: FinishReason | None
-    ) -> str:
+    def _push_each(self, count: int, with_text: list[int], finish: FinishReason | None) -> str:
         """One token at a time, to know which one completes a stop string."""
-        text = ""
+        text, stops = "", self.stops
         for seen, token in enumerate(with_text, start=1):
             text += stops.push(self._detokenizer.push([token]))
             if stops.hit:
@@ -197,7 +190,7 @@ class Answer:
                 cached_tokens=cached,
                 fetched_tokens=fetched,
             ),
-            stop=text.stop,
+            stop=text.stops.hit,
             placements=self._placements,
             index=self._index,
             seed=self._work.sampling.seed,

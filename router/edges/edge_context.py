@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from weakref import WeakSet
 
-from baton.core.errors import TokenOutOfRange, Unavailable, UnknownModel
+from baton.core.errors import Unavailable, UnknownModel
 from baton.router.edges.auth import KeyRing
 from baton.router.edges.client_buffer import ClientBuffer
 from baton.router.requests.serving import Serving
@@ -29,15 +28,6 @@ class EdgeContext:
                 f"there is no model {name!r} here; this cluster serves {self.model!r}",
                 field="model",
             )
-
-    async def decode(self, token_ids: Sequence[int], keep_special: bool, field: str) -> str:
-        """Raises TokenOutOfRange for `field`."""
-        size = self.serving.text.vocabulary_size
-        if (last := max(token_ids, default=0)) >= size:
-            raise TokenOutOfRange(
-                f"token id {last} is outside the vocabulary of {size}", field=field
-            )
-        return await self.serving.decode(list(token_ids), keep_special)
 
     def end_calls(self) -> None:
         """Ends every HTTP call in progress with an error."""

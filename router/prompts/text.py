@@ -134,16 +134,19 @@ class Text:
             raise InvalidRequest("this model has no chat template; send plain text", field="chat")
         return self._chat_template.render(chat.messages, chat.tools)
 
-    def decode(self, ids: Sequence[int], keep_special: bool = False) -> str:
-        """The text of complete `ids`. Ids that the tokenizer does not know add nothing."""
+    def decode(
+        self, ids: Sequence[int], keep_special: bool = False, field: str = "token_ids"
+    ) -> str:
+        """The text of complete `ids`. Those that the tokenizer does not know add nothing. Raises
+        TokenOutOfRange for `field`."""
+        size = self.vocabulary_size
+        if ids and not 0 <= min(ids) <= max(ids) < size:
+            raise TokenOutOfRange(
+                f"token id {max(ids)} is outside the vocabulary of {size}", field=field
+            )
         if self._tokenizer is None:
             return ""
-        try:
-            return self._tokenizer.decode(list(ids), skip_special_tokens=not keep_special)
-        except OverflowError as error:
-            raise TokenOutOfRange(
-                "token ids must be from 0 to 2**32 - 1", field="token_ids"
-            ) from error
+        return self._tokenizer.decode(list(ids), skip_special_tokens=not keep_special)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token by itself, special or not."""

@@ -119,8 +119,10 @@ class Serving:
             rendered = await self._in_thread(self.text.render, prompt)
         return await self._in_thread(self.text.encode, prompt, rendered), rendered
 
-    async def decode(self, token_ids: list[int], keep_special: bool) -> str:
-        return await self._in_thread(self.text.decode, token_ids, keep_special)
+    async def decode(
+        self, token_ids: Sequence[int], keep_special: bool, field: str = "token_ids"
+    ) -> str:
+        return await self._in_thread(self.text.decode, token_ids, keep_special, field)
 
     async def _in_thread(self, work: Callable[..., Result], *arguments: object) -> Result:
         """Runs what takes long for a long text in a thread, so that the loop stays free."""

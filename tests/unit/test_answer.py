@@ -59,20 +59,20 @@ def test_the_token_that_ends_an_answer_has_no_text() -> None:
 def test_tokens_after_a_stop_string_are_dropped() -> None:
     answer = AnswerText(Letters(), ["b"])
     assert push_all(answer, tokens(1, 2, 3, 1, 1)) == ("a", [1, 2, 3])
-    assert (answer.finish, answer.stop, answer.count) == (FinishReason.STOP, "b", 3)
+    assert (answer.finish, answer.stops.hit, answer.count) == (FinishReason.STOP, "b", 3)
 
 
 def test_a_stop_string_is_found_in_flushed_text() -> None:
     answer = AnswerText(Letters(), ["c"])
     assert push_all(answer, tokens(1, 3, finish=FinishReason.LENGTH)) == ("a", [1, 3])
-    assert (answer.finish, answer.stop) == (FinishReason.STOP, "c")
+    assert (answer.finish, answer.stops.hit) == (FinishReason.STOP, "c")
 
 
 @pytest.mark.parametrize("stop", [["ab"], ["bc", "ab"]])
 def test_a_stop_string_may_straddle_messages(stop: list[str]) -> None:
     answer = AnswerText(Letters(), stop)
     text, _ = push_all(answer, tokens(3), tokens(1), tokens(2), tokens(3), tokens(3))
-    assert (text, answer.stop) == ("c", "ab")
+    assert (text, answer.stops.hit) == ("c", "ab")
 
 
 def cut_whole(text: str, stops: list[str]) -> str:

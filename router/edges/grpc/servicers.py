@@ -118,9 +118,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     @unary
     async def Detokenize(self, message: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
         self._context.check_model(message.model)
-        text = await self._context.decode(
-            message.token_ids, message.keep_special_tokens, "token_ids"
-        )
+        text = await self._serving.decode(message.token_ids, message.keep_special_tokens)
         return pb.DetokenizeResponse(text=text)
 
 

@@ -205,7 +205,7 @@ class GenerationEndpoint:
             return []
         decode = self._context.serving.decode
         return [
-            prompt if isinstance(prompt, str) else await decode(list(prompt), keep_special=True)
+            prompt if isinstance(prompt, str) else await decode(prompt, keep_special=True)
             for prompt in body.prompt
         ]
 

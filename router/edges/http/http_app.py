@@ -189,7 +189,8 @@ class HttpApp:
 
     async def _detokenize(self, http: HttpRequest) -> Response:
         request = await parse_body(http, self._context, DetokenizeRequest.parse)
-        text = await self._context.decode(request.tokens, request.keep_special_tokens, "tokens")
+        decode = self._context.serving.decode
+        text = await decode(request.tokens, request.keep_special_tokens, "tokens")
         return _json({"prompt": text})
 
     def _ready(self) -> Json:
