@@ -50,6 +50,15 @@ class AnswerDelta:
     # With an answer's first delta: one per token of the prompt, where requested.
     prompt_logprobs: tuple[ScoredToken, ...] = ()
 
+    def add(self, later: AnswerDelta) -> None:
+        """Appends what the same answer has emitted next."""
+        self.text += later.text
+        self.token_ids = self.token_ids + later.token_ids  # others hold the first list
+        self.logprobs += later.logprobs
+        self.reasoning += later.reasoning
+        self.tool_calls += later.tool_calls
+        self.prompt_logprobs += later.prompt_logprobs
+
 
 def merged(deltas: Sequence[AnswerDelta], index: int) -> AnswerDelta:
     """Consecutive deltas of one answer in one."""

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from baton.core.errors import SlowReader
-from baton.router.answers.answer_events import AnswerDelta, AnswerEvent, Emit, merged
+from baton.router.answers.answer_events import AnswerDelta, AnswerEvent, Emit
 
 
 class ClientBuffer:
@@ -48,9 +48,9 @@ class ClientBuffer:
         if self._tokens and self._tokens + len(delta.token_ids) > self._limit:
             raise SlowReader(f"{self._tokens} tokens of the answer were not read in time")
         self._tokens += len(delta.token_ids)
-        for place, event in enumerate(self._events):
+        for event in self._events:
             if isinstance(event, AnswerDelta) and event.index == delta.index:
-                self._events[place] = merged((event, delta), delta.index)
+                event.add(delta)
                 return
         self._events.append(delta)
 
