@@ -106,29 +106,6 @@ class Observation:
     # Requests that wait for room on decode workers, there or in a router.
     waiting: int = 0
 
-    def prefill_load(self, times: float = 1.0) -> PrefillLoad:
-        window = self.window
-        # A second of work for each worker is no backlog.
-        beyond = max(0.0, self.queued_seconds - self.have.prefill)
-        return PrefillLoad(
-            rate=window.rate * times,
-            compute_seconds=window.compute_seconds,
-            dispersion=window.dispersion,
-            backlog=beyond / RECOVERY_SECONDS,
-        )
-
-    def decode_load(self, times: float = 1.0) -> DecodeLoad:
-        once, request, page, _ = self.costs.step
-        window = self.window
-        return DecodeLoad(
-            rate=window.rate * times,
-            answer_tokens=max(window.answer_tokens, 1.0),
-            pages=window.pages,
-            step_seconds=once,
-            request_seconds=request + page * window.pages,
-            waiting=self.waiting,
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class Switch:
@@ -283,7 +260,15 @@ def _need(seen: Observation, goals: Goals, times: float = 1.0) -> tuple[Pools, t
 
 
 def _prefill_need(seen: Observation, goals: Goals, times: float) -> tuple[int, str]:
-    load = seen.prefill_load(times)
+    window = seen.window
+    # A second of work for each worker is no backlog.
+    beyond = max(0.0, seen.queued_seconds - seen.have.prefill)
+    load = PrefillLoad(
+        rate=window.rate * times,
+        compute_seconds=window.compute_seconds,
+        dispersion=window.dispersion,
+        backlog=beyond / RECOVERY_SECONDS,
+    )
     limit = goals.ttft - seen.overhead_seconds
     workers = prefill_workers(load, limit, goals.late)
     late = late_share(load, workers, limit)
@@ -296,7 +281,15 @@ def _prefill_need(seen: Observation, goals: Goals, times: float) -> tuple[int, s
 
 
 def _decode_need(seen: Observation, goals: Goals, times: float) -> tuple[int, str]:
-    load = seen.decode_load(times)
+    window, (once, request, page, _) = seen.window, seen.costs.step
+    load = DecodeLoad(
+        rate=window.rate * times,
+        answer_tokens=max(window.answer_tokens, 1.0),
+        pages=window.pages,
+        step_seconds=once,
+        request_seconds=request + page * window.pages,
+        waiting=seen.waiting,
+    )
     workers = decode_workers(load, goals.itl, seen.max_batch, seen.pool_pages)
     batch = load.batch(workers)
     waiting = f" and {load.waiting} that wait" if load.waiting else ""
