@@ -50,8 +50,8 @@ class PromptCosts(NamedTuple):
         """A worker computes `pending` tokens and then `tokens`, which follow `prefix` cached ones,
         of which it restores `restored`, beside `busy_prefill` prefill workers."""
         once, token, look, queued, back, beside = self
-        own = tokens * (token + look * (prefix + tokens / 2) + beside * busy_prefill)
-        return once + own + queued * pending + back * restored
+        own = tokens * (token + beside * busy_prefill + look * (prefix + tokens / 2))
+        return own + (once + queued * pending + back * restored)
 
     def wait(self, pending: int, restored: int = 0) -> float:
         """The part of this that is not the prompt's own compute."""
@@ -112,9 +112,10 @@ class Costs:
     def decode_seconds(self, tokens: int, requests: int, pages: int, own_pages: int) -> float:
         """The answer's own steps beside `requests` with `pages`, and what it adds to theirs."""
         _, request, page, _ = self.step
-        own = self.step_seconds(requests + 1, pages + own_pages)
-        added = requests * (request + page * own_pages)
-        return min(tokens, self.answer_tokens) * (own + added)
+        # What the answer adds to a step, for itself and for each of the others.
+        added = request + page * own_pages
+        steps = self.step_seconds(requests, pages) + added + added * requests
+        return min(tokens, self.answer_tokens) * steps
 
     def room_seconds(self, waiting: int, requests: int, pages: int) -> float:
         """Until `waiting` requests have room: one place for each answer that ends."""

@@ -24,7 +24,7 @@ from baton.router.placement.scorer import (
     PrefillScores,
     best_pair,
     forecast_local,
-    rank,
+    preferred,
     rows_with_room,
 )
 
@@ -53,7 +53,8 @@ def _prefill_only(snapshot: Snapshot) -> Placement | BatonError:
     if not free:
         return _full("prefill")
     scores = PrefillScores(snapshot)
-    row = rank(snapshot, free, scores.costs(), scores.cached_tokens)[0]
+    costs = scores.costs()
+    row = min(preferred(snapshot, free, scores.cached_tokens), key=costs.__getitem__)
     return Placement(
         workers.worker_ids[row],
         "",

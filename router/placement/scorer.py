@@ -148,11 +148,12 @@ class DecodeScores:
         if self._snapshot.strategy is not Strategy.KV_AWARE:
             return self._load_costs()
         workers, costs = self._snapshot.decode, self._snapshot.costs
+        local = costs.local
 
         def cost(answer: float, transfer: float, saved: int, pending: int) -> float:
             pushed = costs.exposed_seconds(transfer, compute)
-            restored = larger(costs.local.wait(0, saved) - compute, 0.0)
-            return answer + larger(pushed + restored, costs.local.wait(pending) - compute)
+            restored = larger(local.restored * saved - compute, 0.0)
+            return answer + larger(pushed + restored, local.queued * pending - compute)
 
         columns = workers.saved_tokens, workers.pending_tokens
         return _listed(_evaluate(cost, self._answers, self._transfers, *columns))
@@ -184,7 +185,7 @@ class DecodeScores:
             scores = _listed(_evaluate(local, self._answers, *columns, *more))
         else:
             scores = self._load_costs()
-        row = rank(snapshot, rows, scores, workers.cached_tokens)[0]
+        row = min(preferred(snapshot, rows, workers.cached_tokens), key=scores.__getitem__)
         return scores[row], row
 
     def _load_costs(self) -> list[float]:
@@ -209,18 +210,21 @@ def best_pair(
     if not prefill_rows or not decode_rows:
         return None
     names, reaches = snapshot.decode.worker_ids, snapshot.prefill.reaches
+    columns = preferred(snapshot, decode_rows, snapshot.decode.cached_tokens)
     # Pages travel behind the compute: of all pairs' transfers this hides the most.
     hiding = max(prefill.compute)
-    ahead, least = prefill.costs(), decode.costs(hiding)
-    ranked = rank(snapshot, decode_rows, least, snapshot.decode.cached_tokens)
+    ahead, most_hidden = prefill.costs(), decode.costs(hiding)
+    least = min([most_hidden[column] for column in columns])
     best: Pair | None = None
-    for row in rank(snapshot, prefill_rows, ahead, prefill.cached_tokens):
-        if best is not None and ahead[row] + least[ranked[0]] >= best.cost:
+    rows = preferred(snapshot, prefill_rows, prefill.cached_tokens)
+    for row in sorted(rows, key=ahead.__getitem__):
+        if best is not None and ahead[row] + least >= best.cost:
             break
-        compute = prefill.compute[row]
-        behind = least if compute == hiding else decode.costs(compute)
-        reached = [column for column in ranked if names[column] in reaches[row]]
+        compute, reached = prefill.compute[row], columns
+        if len(reaches[row]) < len(names):
+            reached = [column for column in columns if names[column] in reaches[row]]
         if reached:
+            behind = most_hidden if compute == hiding else decode.costs(compute)
             column = min(reached, key=behind.__getitem__)
             cost = ahead[row] + behind[column]
             if best is None or cost < best.cost:
@@ -228,14 +232,13 @@ def best_pair(
     return best
 
 
-def rank(snapshot: Snapshot, rows: list[int], costs: list[float], cached: Column) -> list[int]:
-    """The cheapest first; of equal ones, the one with most cached; then another one each turn."""
+def preferred(snapshot: Snapshot, rows: list[int], cached: Column) -> list[int]:
+    """Among equally cheap rows: the one with most cached first, then another one each turn."""
     start = snapshot.turn % len(rows)
-    ranked = rows[start:] + rows[:start]
+    turned = rows[start:] + rows[:start]
     if snapshot.strategy is Strategy.KV_AWARE:
-        ranked.sort(key=_listed(cached).__getitem__, reverse=True)
-    ranked.sort(key=costs.__getitem__)
-    return ranked
+        turned.sort(key=_listed(cached).__getitem__, reverse=True)
+    return turned
 
 
 def rows_with_room(has_room: Column) -> list[int]:
