@@ -22,7 +22,7 @@ import torch
 from baton.cli.transfer_probe import MakeTransport, Measured, measure
 from baton.core.errors import BatonError
 from baton.kv_transfer.nixl_transport import DEVICE_THREADS, NixlTransport
-from baton.kv_transfer.pool_digest import gpu_digest
+from baton.kv_transfer.pool_layout import gpu_digest
 from baton.kv_transfer.routed_transport import RoutedTransport, choose_transport
 from baton.kv_transfer.transport import PoolMemory
 

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 import numpy
 
 from baton.kv_transfer.nixl_transport import NixlTransport
-from baton.kv_transfer.pool_digest import cpu_digest
+from baton.kv_transfer.pool_layout import cpu_digest
 from baton.kv_transfer.transport import PagePart, PageWrite, PoolMemory, WriteDone
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
 from bench.timing import median_seconds

@@ -26,13 +26,16 @@ A write's life:
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import functools
 import os
 import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from google.protobuf.message import DecodeError
@@ -41,7 +44,6 @@ from torch import Tensor
 from baton.core.errors import Internal, InvalidConfig, WorkerLost
 from baton.core.types import DeviceEvent
 from baton.kernels.gpu.pages import copy_pages, copy_rows
-from baton.kv_transfer import cuda_driver
 from baton.kv_transfer.note_socket import NoteSocket
 from baton.kv_transfer.transport import (
     BaseTransport,
@@ -58,6 +60,8 @@ from baton.v1.transfer_pb2 import CudaIpcRoute, PoolAddress
 AFTERMATH_SECONDS = 1.0
 """How long copies may run after the end of their process: they take milliseconds."""
 
+_DRIVER = "libcuda.so.1"
+_LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PROCESS = uuid.uuid4().hex
 
@@ -249,14 +253,14 @@ class CudaIpcTransport(BaseTransport[_Peer]):
     def _unmap_when_idle(self, peer: _Peer) -> None:
         busy = any(write.peer is peer for write in self._writes.values())
         if peer.gone and not busy and peer.mapping is not None:
-            cuda_driver.unmap_shared(peer.mapping)
+            _unmap_shared(peer.mapping)
             peer.mapping = None
 
 
-def _share(memory: PoolMemory) -> cuda_driver.SharedMemory:
+def _share(memory: PoolMemory) -> _SharedMemory:
     try:
-        return cuda_driver.share(memory.base)
-    except cuda_driver.DriverError as error:
+        return _share_memory(memory.base)
+    except _DriverError as error:
         raise InvalidConfig(
             f"the pool's memory cannot be shared with other processes: {error}; torch must"
             " allocate it with cudaMalloc, so without expandable_segments and cudaMallocAsync"
@@ -285,8 +289,8 @@ def _map_peer(route: CudaIpcRoute, address: PoolAddress, part: PagePart | None) 
     if route.process == _process_identity():
         return _Peer(address.agent, address.base, *pages, None, part)
     try:
-        base = cuda_driver.map_shared(route.handle)
-    except cuda_driver.DriverError as error:
+        base = _map_shared(route.handle)
+    except _DriverError as error:
         raise WorkerLost(f"the memory of {address.agent} cannot be mapped: {error}") from error
     return _Peer(address.agent, base + route.offset, *pages, base, part)
 
@@ -315,3 +319,69 @@ def _process_identity() -> str:
 
 def _gpu_uuid(device_id: int) -> str:
     return str(torch.cuda.get_device_properties(device_id).uuid)
+
+
+# Memory shared through the driver's own library, which works with any build of torch. The
+# calling thread must have a CUDA context: from `torch.cuda.set_device` and its first stream.
+
+
+class _DriverError(Exception):
+    """An error of the CUDA driver, with its message."""
+
+
+class _SharedMemory(NamedTuple):
+    """How another process maps some memory."""
+
+    handle: bytes  # of the whole allocation
+    offset: int  # where in it the memory begins
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_ubyte * 64),)
+
+
+def _share_memory(address: int) -> _SharedMemory:
+    """Shares the allocation that contains `address`, with whatever else torch has in it."""
+    base, size = ctypes.c_uint64(), ctypes.c_size_t()
+    _call(
+        "cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address)
+    )
+    handle = _Handle()
+    _call("cuIpcGetMemHandle", ctypes.byref(handle), base)
+    return _SharedMemory(bytes(handle), address - base.value)
+
+
+def _map_shared(handle: bytes) -> int:
+    """The address, in this process, of an allocation that another process shares."""
+    if len(handle) != ctypes.sizeof(_Handle):
+        raise _DriverError(f"a handle cannot have {len(handle)} bytes")
+    base = ctypes.c_uint64()
+    _call(
+        "cuIpcOpenMemHandle_v2",
+        ctypes.byref(base),
+        _Handle.from_buffer_copy(handle),
+        ctypes.c_uint(_LAZY_PEER_ACCESS),
+    )
+    return base.value
+
+
+def _unmap_shared(base: int) -> None:
+    """Undoes `_map_shared`. No kernel may use the memory any more."""
+    _call("cuIpcCloseMemHandle", ctypes.c_uint64(base))
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(_DRIVER)
+    except OSError as error:
+        raise _DriverError(f"there is no CUDA driver: {error}") from error
+
+
+def _call(name: str, *arguments: object) -> None:
+    code = getattr(_driver(), name)(*arguments)
+    if code != 0:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(code, ctypes.byref(text))
+        message = text.value.decode() if text.value else "unknown error"
+        raise _DriverError(f"{name}: {message} ({code})")

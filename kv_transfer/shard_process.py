@@ -22,8 +22,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from baton.core.errors import BatonError, WorkerLost
-from baton.kv_transfer.pool_digest import PageDigest, choose_digest
-from baton.kv_transfer.pool_layout import HeadRange
+from baton.kv_transfer.pool_layout import HeadRange, PageDigest, choose_digest
 from baton.kv_transfer.transfer_thread import IDLE_PAUSE_SECONDS, polling_pause
 from baton.kv_transfer.transport import (
     Noted,

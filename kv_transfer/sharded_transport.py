@@ -30,8 +30,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from baton.core.errors import BatonError, WorkerLost
-from baton.kv_transfer.pool_digest import PageDigest, join_digests
-from baton.kv_transfer.pool_layout import HeadLink, HeadRange, links
+from baton.kv_transfer.pool_layout import HeadLink, HeadRange, PageDigest, join_digests, links
 from baton.kv_transfer.shard_process import ShardProxy
 from baton.kv_transfer.transport import (
     Noted,

@@ -15,7 +15,6 @@ Version history of the ticket:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
@@ -37,30 +36,8 @@ TICKET_VERSION = 3
 BEATS_PER_LEASE = 5
 
 
-def make_ticket(
-    key: AttemptKey,
-    *,
-    agent: str,
-    held_pages: int = 0,
-    pages: Sequence[int],
-    expires_after_seconds: float,
-    lease_seconds: float,
-    layout: PoolLayout,
-) -> bytes:
-    """A sealed ticket for `pages` of an agent's pool: a prompt's pages from `held_pages` on."""
-    body = TicketBody(
-        request_id=key.request_id,
-        epoch=key.epoch,
-        agent=agent,
-        held_pages=held_pages,
-        pages=pages,
-        expires_after_seconds=expires_after_seconds,
-        lease_seconds=lease_seconds,
-    )
-    return seal(body, layout)
-
-
 def seal(body: TicketBody, layout: PoolLayout) -> bytes:
+    """A ticket for pools of this layout."""
     return SealedTicket(
         version=TICKET_VERSION, layout_hash=layout_hash(layout), body=body.SerializeToString()
     ).SerializeToString()

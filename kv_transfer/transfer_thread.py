@@ -24,9 +24,9 @@ from concurrent.futures import Future
 
 from baton.core.errors import WorkerLost
 from baton.core.types import AttemptKey
-from baton.kv_transfer.pool_digest import PeerDigest
+from baton.kv_transfer.pool_layout import PeerDigest
 from baton.kv_transfer.transfer_events import TransferCommand, TransferCrashed, TransferEvent
-from baton.kv_transfer.transfer_protocol import TICKET_VERSION, make_ticket, parse_note
+from baton.kv_transfer.transfer_protocol import TICKET_VERSION, parse_note, seal
 from baton.kv_transfer.transfers import Transfers
 from baton.kv_transfer.transport import (
     Noted,
@@ -37,7 +37,7 @@ from baton.kv_transfer.transport import (
     WriteDone,
     WriteFailed,
 )
-from baton.v1.transfer_pb2 import PoolAddress, PoolLayout, TransferNote
+from baton.v1.transfer_pb2 import PoolAddress, PoolLayout, TicketBody, TransferNote
 
 LEASE_SECONDS = 10.0
 """How long a sender may start writes after an answered beat, and how long either side waits for
@@ -139,16 +139,18 @@ class TransferThread:
     def ticket(
         self, key: AttemptKey, pages: Sequence[int], seconds: float, held_pages: int = 0
     ) -> bytes:
-        """A ticket for `pages` of this worker's pool, which expires after `seconds`."""
-        return make_ticket(
-            key,
+        """A ticket for `pages` of this worker's pool, a prompt's from `held_pages` on. It expires
+        after `seconds`."""
+        body = TicketBody(
+            request_id=key.request_id,
+            epoch=key.epoch,
             agent=self.pool_address.agent,
             held_pages=held_pages,
             pages=pages,
             expires_after_seconds=seconds,
             lease_seconds=self.lease_seconds,
-            layout=self.pool_address.layout,
         )
+        return seal(body, self.pool_address.layout)
 
     def post(self, command: TransferCommand) -> None:
         """Queues a command. May be called from any thread, and returns at once."""

@@ -17,7 +17,7 @@ from functools import partial
 from baton.core.errors import BatonError
 from baton.core.types import AttemptKey
 from baton.kv_transfer.peers import Peers
-from baton.kv_transfer.pool_digest import PeerDigest
+from baton.kv_transfer.pool_layout import PeerDigest
 from baton.kv_transfer.receiver import Receiver, ReceiverAction, ReceiverState
 from baton.kv_transfer.sender import Introduce, PeerSilent, Sender, SenderAction
 from baton.kv_transfer.transfer_events import (

@@ -26,8 +26,7 @@ from baton.engine.page_files import PageForm
 from baton.engine.page_memory import PageMemory, page_memory
 from baton.engine.second_tier import BATCH, SecondTier, second_tier_of
 from baton.engine.tier_copies import BackgroundThread
-from baton.kv_transfer.pool_digest import choose_digest
-from baton.kv_transfer.pool_layout import LAYOUT_VERSION, HeadRange, cache_root
+from baton.kv_transfer.pool_layout import LAYOUT_VERSION, HeadRange, cache_root, choose_digest
 from baton.kv_transfer.routed_transport import choose_transport
 from baton.kv_transfer.sharded_transport import ShardedTransport
 from baton.kv_transfer.transfer_thread import TransferThread

@@ -19,7 +19,7 @@ from transfer_workers import KEY, TransferWorker
 from baton.core.errors import Unavailable
 from baton.kv_transfer.inprocess_transport import InProcessTransport
 from baton.kv_transfer.nixl_transport import NixlTransport
-from baton.kv_transfer.pool_digest import cpu_digest
+from baton.kv_transfer.pool_layout import cpu_digest
 from baton.kv_transfer.transfer_events import (
     Arrived,
     ConnectPeer,

@@ -19,7 +19,7 @@ from baton.core.errors import (
 )
 from baton.core.types import AttemptKey
 from baton.kv_transfer.inprocess_transport import InProcessTransport
-from baton.kv_transfer.pool_digest import choose_digest
+from baton.kv_transfer.pool_layout import choose_digest
 from baton.kv_transfer.transfer_events import (
     Arrived,
     CancelPush,

@@ -15,7 +15,7 @@ from pool_host import PoolHost, poll_until, pool_host
 from pools import CUDA, PAGES, Pool
 
 from baton.core.errors import WorkerLost
-from baton.kv_transfer.pool_digest import choose_digest
+from baton.kv_transfer.pool_layout import choose_digest
 from baton.kv_transfer.transport import Noted, PageWrite, PeerLost, WriteDone, WriteFailed
 from baton.v1.transfer_pb2 import CudaIpcRoute, PoolAddress
 

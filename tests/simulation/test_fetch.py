@@ -18,9 +18,10 @@ from baton.kv_transfer.transfer_events import (
     ReservationFreed,
     ReservationOverdue,
 )
-from baton.kv_transfer.transfer_protocol import make_ticket
+from baton.kv_transfer.transfer_protocol import seal
 from baton.prefill_worker.prefill_phase import PrefillPhase
 from baton.v1 import worker_pb2 as pb
+from baton.v1.transfer_pb2 import TicketBody
 
 from .engine import fingerprint
 from .test_cache import PAGE, PROMPT, Driven
@@ -151,14 +152,15 @@ class Decode(Driven):
     def want(self, name: str, prompt: list[int]) -> None:
         chain: KeyChain = self.pool.chain("")
         key, keys = AttemptKey(name, 1), chain.keys(prompt, len(prompt))
-        ticket = make_ticket(
-            key,
+        body = TicketBody(
+            request_id=name,
+            epoch=1,
             agent="prefill0.1",
             pages=range(len(keys)),
             expires_after_seconds=5.0,
             lease_seconds=1.0,
-            layout=LAYOUT,
         )
+        ticket = seal(body, LAYOUT)
         self.role.on_transfer(PagesWanted(key, "prefill0.1", ticket, tuple(keys)))
 
 

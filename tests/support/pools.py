@@ -22,8 +22,7 @@ import torch
 
 from baton.kv_transfer.inprocess_transport import InProcessTransport
 from baton.kv_transfer.nixl_transport import NixlTransport
-from baton.kv_transfer.pool_digest import choose_digest
-from baton.kv_transfer.pool_layout import HeadRange
+from baton.kv_transfer.pool_layout import HeadRange, choose_digest
 from baton.kv_transfer.routed_transport import choose_transport
 from baton.kv_transfer.shard_process import ShardProxy, serve_shard
 from baton.kv_transfer.sharded_transport import ShardedTransport

@@ -6,9 +6,8 @@ import queue
 from typing import TypeVar
 
 from baton.core.types import AttemptKey
-from baton.kv_transfer.pool_digest import PeerDigest
+from baton.kv_transfer.pool_layout import PeerDigest
 from baton.kv_transfer.transfer_events import ExpectPages, TransferEvent
-from baton.kv_transfer.transfer_protocol import make_ticket
 from baton.kv_transfer.transfer_thread import TransferThread
 from baton.kv_transfer.transport import PoolMemory, Transport
 from baton.v1.transfer_pb2 import PoolLayout
@@ -30,7 +29,6 @@ class TransferWorker:
         digest: PeerDigest | None,
         lease_seconds: float = 1.0,
     ) -> None:
-        self.layout = layout
         self.events: queue.Queue[TransferEvent] = queue.Queue()
         self.thread = TransferThread(
             *(transport, memory, layout, self.events.put),
@@ -49,14 +47,7 @@ class TransferWorker:
         return event
 
     def ticket(self, pages: list[int], key: AttemptKey = KEY, expires: float = 30.0) -> bytes:
-        return make_ticket(
-            key,
-            agent=self.agent,
-            pages=pages,
-            expires_after_seconds=expires,
-            lease_seconds=self.thread.lease_seconds,
-            layout=self.layout,
-        )
+        return self.thread.ticket(key, pages, expires)
 
     def reserve(
         self, pages: list[int], sender: str, *, expires: float = 30.0, key: AttemptKey = KEY

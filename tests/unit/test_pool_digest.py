@@ -6,7 +6,7 @@ import random
 import pytest
 
 from baton.core.errors import InvalidConfig
-from baton.kv_transfer.pool_digest import choose_digest, cpu_digest
+from baton.kv_transfer.pool_layout import choose_digest, cpu_digest
 from baton.kv_transfer.transport import PoolMemory
 
 PAGES = 3
