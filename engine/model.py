@@ -83,15 +83,15 @@ class Model:
         [n, hidden]."""
         hidden = self.embedding[batch.tokens]
         for layer, cache in zip(self.layers[:-1], caches, strict=False):
-            query, keys_values = self._project(layer, hidden, batch, cache)
-            attended = self._attend(layer, query, keys_values, batch, cache)
+            query = self._project(layer, hidden, batch, cache)
+            attended = self._attend(layer, query, batch, cache)
             hidden = self._finish(layer, hidden, attended)
         return self._last_layer(hidden, batch, caches[-1])
 
     def _last_layer(self, hidden: Tensor, batch: StepBatch, cache: LayerCache) -> Tensor:
         """After its keys and values, only the rows whose logits are needed are computed."""
         layer = self.layers[-1]
-        query, _ = self._project(layer, hidden, batch, cache)
+        query = self._project(layer, hidden, batch, cache)
         if batch.sample_reads is None:
             return hidden[:0]
         if len(batch.samples) < len(batch.tokens):
@@ -103,23 +103,17 @@ class Model:
         """[n, vocabulary] of `forward`'s output."""
         return self.head(hidden, self.norm)
 
-    def _project(
-        self, layer: Layer, hidden: Tensor, batch: StepBatch, cache: LayerCache
-    ) -> tuple[Tensor, Tensor]:
-        """Queries [T, heads, dim], and keys and values [T, 2 * kv_heads, dim], which are stored."""
-        heads, kv_heads = self.architecture.heads, self.architecture.kv_heads
+    def _project(self, layer: Layer, hidden: Tensor, batch: StepBatch, cache: LayerCache) -> Tensor:
+        """Queries [T, heads, dim]; keys and values are stored."""
+        heads = self.architecture.heads
         qkv = layer.qkv(hidden, layer.attention_norm)
         qkv = qkv.view(len(hidden), -1, self.architecture.head_dim)
-        if layer.query_norm and layer.key_norm:
-            qkv[:, :heads] = layer.query_norm(qkv[:, :heads])
-            qkv[:, heads : heads + kv_heads] = layer.key_norm(qkv[:, heads : heads + kv_heads])
+        norms = (layer.query_norm, layer.key_norm) if layer.query_norm and layer.key_norm else None
         rotation = batch.rotation if layer.rotates else None
-        rotate_and_write_(qkv, heads, rotation, cache, batch.writes)
-        return qkv[:, :heads], qkv[:, heads:]
+        rotate_and_write_(qkv, heads, norms, rotation, cache, batch.writes)
+        return qkv[:, :heads]
 
-    def _attend(
-        self, layer: Layer, query: Tensor, keys_values: Tensor, batch: StepBatch, cache: LayerCache
-    ) -> Tensor:
+    def _attend(self, layer: Layer, query: Tensor, batch: StepBatch, cache: LayerCache) -> Tensor:
         """[T, heads * dim]."""
         parts = []
         if batch.decoding:
@@ -127,8 +121,7 @@ class Model:
             parts.append(decode_attention(query[: batch.decoding], cache, reads))
         for chunk in batch.chunks:
             rows = slice(chunk.start, chunk.end)
-            chunk_reads = chunk.reads[layer.window]
-            parts.append(chunk_attention(query[rows], keys_values[rows], cache, chunk_reads))
+            parts.append(chunk_attention(query[rows], cache, chunk.reads[layer.window]))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _finish(self, layer: Layer, hidden: Tensor, attended: Tensor) -> Tensor:

@@ -25,13 +25,8 @@ from baton.engine.step import (
     in_row_order,
 )
 from baton.engine.tensor_parallel import Group
-from baton.kernels.attention import (
-    ChunkReads,
-    DecodeReads,
-    prepare_decode_attention,
-    visibility,
-)
-from baton.kernels.cache import layer_caches, page_rows, token_rows
+from baton.kernels.attention import ChunkReads, DecodeReads, prepare_attention
+from baton.kernels.cache import layer_caches, token_rows
 
 
 class Runner:
@@ -47,14 +42,13 @@ class Runner:
         self._caches = layer_caches(kv)
         self._layers = shape.layers
         self._page_size = kv.shape[3]
-        self._dtype = kv.dtype
         self._device = kv.device
         self._windows = sorted(set(shape.windows), key=lambda window: window or 0)
         self._frequencies = inverse_frequencies(shape.rope, shape.head_dim).to(kv.device)
         self._attention_factor = shape.rope.attention_factor
         self._sampler = Sampler(shape.vocabulary_size)
         model.pack()
-        prepare_decode_attention(shape.heads, self._caches[0])
+        prepare_attention(shape.heads, self._caches[0])
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> FinishedStep:
@@ -172,28 +166,23 @@ class Runner:
         ]
         width = max(map(len, seen))
         pages = [page for each in seen for page in each + each[-1:] * (width - len(each))]
-        ends = [end + 1 - start // size * size for start, end in zip(first, last, strict=True)]
+        starts = [each // size * size for each in first]
         return DecodeReads(
             tables=self._tensor(pages).view(len(chunks), width),
-            first=self._tensor([start % size for start in first]),
-            end=self._tensor(ends),
-            longest=max(ends),
+            start=self._tensor(starts),
+            first=self._tensor(first),
+            end=self._tensor([position + 1 for position in last]),
+            longest=max(end + 1 - start for start, end in zip(starts, last, strict=True)),
+            cut=max(starts) > 0,
         )
 
     def _chunk_reads(self, chunk: ChunkInputs, window: int | None) -> ChunkReads:
         """The pages that any of the chunk's queries sees."""
         size, start, end = self._page_size, chunk.start, chunk.end
-        masked = window is not None and window < end
-        if start == 0 and not masked:
-            return ChunkReads(None, end, None)
-        first_page = _first_visible(start, window) // size
-        pages = chunk.pages[first_page : (end - 1) // size + 1]
-        rows = page_rows(self._tensor(pages), self._layers)
-        if not masked:
-            return ChunkReads(rows, end, None)
-        keys = torch.arange(first_page * size, end, device=self._device)
-        queries = torch.arange(start, end, device=self._device).unsqueeze(1)
-        return ChunkReads(rows, len(keys), visibility(queries, keys, window, self._dtype))
+        hiding = window if window is not None and window < end else None
+        first_page = _first_visible(start, hiding) // size
+        pages = self._tensor(chunk.pages[first_page : (end - 1) // size + 1])
+        return ChunkReads(pages, first_page * size, start, end, hiding)
 
     def _tensor(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)

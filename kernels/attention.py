@@ -1,9 +1,10 @@
 """Attention over paged keys and values: one query per sequence, or one sequence's chunk.
 
-The CPU's fused attention is fastest without a mask and with many rows per call. So query
-heads that share a key head are rows of one matrix, and a chunk is cut into blocks: the past
-of a block needs no mask, the block itself the same small one every time, and the two are
-merged by their normalizers.
+Compiled code (kernels/cpu) reads the pages where they are. Where there is none, the pages are
+gathered for torch's fused attention, which is fastest without a mask and with many rows per
+call. So query heads that share a key head are rows of one matrix, and a chunk is cut into
+blocks: the past of a block needs no mask, the block itself the same small one every time, and
+the two are merged by their normalizers.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from baton.kernels.cache import LayerCache, by_heads, gather, page_rows
 from baton.kernels.cpu import compiler
 
 if TYPE_CHECKING:
-    from baton.kernels.cpu.decode_attention import CompiledAttention
+    from baton.kernels.cpu.paged_attention import CompiledAttention
 
 BLOCK = 128
 """Tokens of a chunk attended together; half of it for a short prompt."""
@@ -32,33 +33,46 @@ class DecodeReads:
     window."""
 
     tables: Tensor  # [B, width], page ids; a short list repeats its last page
-    first: Tensor  # [B], the first visible token of a sequence's pages
-    end: Tensor  # [B], the one after the last visible
-    longest: int  # the greatest end
+    start: Tensor  # [B], the position of a table's first token
+    first: Tensor  # [B], of the first visible token
+    end: Tensor  # [B], of the one after the last visible
+    longest: int  # tokens of a table up to `end`, at most
+    cut: bool  # whether some table starts later than position 0
 
     @functools.cached_property
     def mask(self) -> Tensor:
         """[B, 1, 1, longest], added to scores: -inf for hidden tokens."""
-        tokens = torch.arange(self.longest, device=self.tables.device)
+        tokens = self.start.unsqueeze(1) + torch.arange(self.longest, device=self.tables.device)
         hidden = (tokens < self.first.unsqueeze(1)) | (tokens >= self.end.unsqueeze(1))
         mask = torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, -torch.inf)
         return mask.view(len(self.tables), 1, 1, -1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ChunkReads:
     """What one chunk's queries read: pages that end with the chunk itself."""
 
-    rows: Tensor | None  # [2 * pages]; None: the chunk has no past
-    length: int  # tokens in use of the gathered pages
-    mask: Tensor | None  # [count, length], added to scores; None: all of the past is visible
+    pages: Tensor  # [n], page ids
+    start: int  # the position of their first token
+    position: int  # of the chunk's first token
+    end: int  # of the one after its last
+    window: int | None  # None: no token of these is hidden by the layer's window
+
+    @functools.cached_property
+    def mask(self) -> Tensor | None:
+        """[tokens, tokens of the pages], added to scores; None: all of the past is visible."""
+        if self.window is None:
+            return None
+        keys = torch.arange(self.start, self.end, device=self.pages.device)
+        queries = torch.arange(self.position, self.end, device=self.pages.device).unsqueeze(1)
+        return visibility(queries, keys, self.window, torch.float32)
 
 
 def decode_attention(query: Tensor, cache: LayerCache, reads: DecodeReads) -> Tensor:
     """query [B, heads, head_dim], one per sequence, whose tokens are in the cache
     -> [B, heads * head_dim]."""
     if compiled := _compiled(query.shape[1], cache.kv):
-        return compiled(query, cache.kv, reads.tables, reads.first, reads.end, reads.longest)
+        return compiled.of_queries(query, cache.kv, reads)
     batch, heads, head_dim = query.shape
     rows = page_rows(reads.tables.flatten(), cache.layers)
     found = by_heads(gather(cache, rows), cache, batch, head_dim)
@@ -69,7 +83,7 @@ def decode_attention(query: Tensor, cache: LayerCache, reads: DecodeReads) -> Te
     return attended.reshape(batch, heads * head_dim)
 
 
-def prepare_decode_attention(heads: int, cache: LayerCache) -> None:
+def prepare_attention(heads: int, cache: LayerCache) -> None:
     """Compiles ahead of the first call."""
     _compiled(heads, cache.kv)
 
@@ -77,28 +91,26 @@ def prepare_decode_attention(heads: int, cache: LayerCache) -> None:
 def _compiled(heads: int, kv: Tensor) -> CompiledAttention | None:
     if not compiler.suits(kv):
         return None
-    from baton.kernels.cpu.decode_attention import compiled_attention  # imports llvmlite
+    from baton.kernels.cpu.paged_attention import paged_attention  # imports llvmlite
 
-    return compiled_attention(heads, *kv.shape[2:])
+    return paged_attention(heads, kv)
 
 
-def chunk_attention(
-    query: Tensor, keys_values: Tensor, cache: LayerCache, reads: ChunkReads
-) -> Tensor:
-    """query [T, heads, head_dim] and keys_values [T, 2 * kv_heads, head_dim] of one sequence's
-    chunk, which are in the cache -> [T, heads * head_dim]."""
-    if reads.rows is None:
-        keys, values = (half.transpose(0, 1) for half in keys_values.chunk(2, dim=1))
-    else:
-        found = by_heads(gather(cache, reads.rows), cache, 1, query.shape[2]).squeeze(1)
-        keys, values = found[:, :, : reads.length].contiguous().unbind()
+def chunk_attention(query: Tensor, cache: LayerCache, reads: ChunkReads) -> Tensor:
+    """query [T, heads, head_dim] of one sequence's chunk, whose tokens are in the cache
+    -> [T, heads * head_dim]."""
+    if compiled := _compiled(query.shape[1], cache.kv):
+        return compiled.of_chunk(query, cache.kv, reads)
+    rows = page_rows(reads.pages, cache.layers)
+    found = by_heads(gather(cache, rows), cache, 1, query.shape[2]).squeeze(1)
+    keys, values = found[:, :, : reads.end - reads.start].contiguous().unbind()
     groups = query.view(len(query), len(keys), -1, query.shape[2]).transpose(
         0, 1
     )  # [kv_heads, T, group, dim]
     if reads.mask is None:
         attended = _causal(groups, keys, values)
     else:
-        attended = _masked(groups, keys, values, reads.mask)
+        attended = _masked(groups, keys, values, reads.mask.to(query.dtype))
     return attended.transpose(0, 1).reshape(len(query), -1)
 
 

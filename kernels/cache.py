@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels.cpu import compiler
+from baton.kernels.norm import RMSNorm
 
 
 class LayerCache(NamedTuple):
@@ -63,16 +64,25 @@ def by_heads(found: Tensor, cache: LayerCache, sequences: int, head_dim: int) ->
 
 
 def rotate_and_write_(
-    qkv: Tensor, heads: int, rotation: Tensor | None, cache: LayerCache, rows: Tensor
+    qkv: Tensor,
+    heads: int,
+    norms: tuple[RMSNorm, RMSNorm] | None,
+    rotation: Tensor | None,
+    cache: LayerCache,
+    rows: Tensor,
 ) -> None:
-    """Rotates the queries and keys of qkv [T, heads + 2 * kv_heads, head_dim] by rotation
-    [T, 1, head_dim / 2], if given, and stores keys and values at rows [T, 2]."""
-    if compiler.suits(qkv) and qkv.shape[2] % 4 == 0:
+    """Normalizes the queries and keys of qkv [T, heads + 2 * kv_heads, head_dim] by their norms,
+    rotates them by rotation [T, 1, head_dim / 2], each if given, and stores keys and values at
+    rows [T, 2]."""
+    if compiler.suits(qkv) and compiler.lanes_for(qkv.shape[2], compiler.registers()):
         from baton.kernels.cpu.rotation import rotate_and_write  # imports llvmlite
 
-        rotate_and_write(qkv, heads, rotation, cache.tokens, rows)
+        rotate_and_write(qkv, heads, norms, rotation, cache.tokens, rows)
         return
     kv_heads = (qkv.shape[1] - heads) // 2
+    if norms:
+        qkv[:, :heads] = norms[0](qkv[:, :heads])
+        qkv[:, heads : heads + kv_heads] = norms[1](qkv[:, heads : heads + kv_heads])
     if rotation is not None:
         rotate_(qkv, heads + kv_heads, rotation)
     write_(cache, rows, qkv[:, heads:])

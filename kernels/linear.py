@@ -1,7 +1,7 @@
 """Linear layers with a norm before them, and a gate or a sum after them.
 
-On 64-bit Arm in float32 compiled products (kernels/cpu) do all of this in one pass;
-elsewhere each is an operation of torch.
+On a CPU compiled products (kernels/cpu) do all of this in one pass, and a row's numbers do not
+depend on the other rows; where there are none, each is an operation of torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from baton.kernels.cpu import compiler
 from baton.kernels.norm import RMSNorm
 
 if TYPE_CHECKING:
-    from baton.kernels.cpu.product import Panels
+    from baton.kernels.cpu.panels import Panels
 
 
 class Linear:
@@ -79,7 +79,7 @@ class GatedLinear:
 def _panels(weight: Tensor, bias: Tensor | None) -> Panels | None:
     if not compiler.suits(weight):
         return None
-    from baton.kernels.cpu.product import Panels, suits  # imports llvmlite
+    from baton.kernels.cpu.panels import Panels, suits  # imports llvmlite
 
     return Panels(weight, bias) if suits(weight) else None
 

@@ -13,7 +13,7 @@ import platform
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,31 @@ if TYPE_CHECKING:
     from llvmlite import ir
 
 log = logging.getLogger(__name__)
+
+
+class Registers(NamedTuple):
+    """This CPU's vector registers."""
+
+    lanes: int  # float32 numbers in one
+    number: int
+
+
+NEON, AVX2, AVX512 = Registers(4, 32), Registers(8, 16), Registers(16, 32)
+
+
+@functools.cache
+def registers() -> Registers:
+    """Those that code is compiled for."""
+    if _is_arm():
+        return NEON
+    return AVX512 if _features().get("avx512f") else AVX2
+
+
+@functools.cache
+def lanes_for(head_dim: int, registers: Registers) -> int:
+    """Lanes of vectors that divide a head evenly; 0: none do."""
+    lanes = [lanes for lanes in (16, 8, 4) if head_dim % lanes == 0]
+    return max((each for each in lanes if each <= registers.lanes), default=0)
 
 
 class Library:
@@ -91,7 +116,9 @@ def scratch(*sizes: int) -> list[int]:
 
 def suits(tensor: Tensor) -> bool:
     """Whether compiled code supports this type and device."""
-    return tensor.dtype == torch.float32 and tensor.device.type == "cpu" and available()
+    if tensor.device.type != "cpu" or not available():
+        return False
+    return tensor.dtype == torch.float32 or (tensor.dtype == torch.bfloat16 and not _has_amx())
 
 
 @functools.cache
@@ -99,22 +126,40 @@ def available() -> bool:
     """Whether this process can compile; logs why not."""
     reason = _obstacle()
     if reason:
-        log.info("decoding with torch's own kernels: %s", reason)
+        log.info("torch's own kernels are used, whose last bits depend on the batch: %s", reason)
     return reason is None
 
 
 def _obstacle() -> str | None:
-    if platform.machine() not in ("aarch64", "arm64"):
-        return f"compiled kernels are for 64-bit Arm, not {platform.machine()}"
+    if not _is_arm() and platform.machine() not in ("x86_64", "AMD64"):
+        return f"there are no compiled kernels for {platform.machine()}"
     try:
         from llvmlite import binding
     except ImportError:
         return "llvmlite is not installed"
+    if not _is_arm() and not (_features().get("avx2") and _features().get("fma")):
+        return "this CPU has no AVX2 and FMA"
     if _openmp() is None:
         return "torch's GNU OpenMP runtime was not found"
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
     return None
+
+
+def _is_arm() -> bool:
+    return platform.machine() in ("aarch64", "arm64")
+
+
+def _has_amx() -> bool:
+    """Whether torch multiplies bfloat16 matrices several times as fast as vectors do."""
+    return not _is_arm() and bool(_features().get("amx-bf16"))
+
+
+@functools.cache
+def _features() -> dict[str, bool]:
+    from llvmlite import binding
+
+    return dict(binding.get_host_cpu_features())
 
 
 @functools.cache

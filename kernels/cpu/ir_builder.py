@@ -3,9 +3,9 @@
     with function.loop(0, rows) as row:
         total = total + numbers.vector(row * 4) * weight
 
-A `Count` is a 64-bit integer, `Floats` four float32 in one register, `Memory` an address of
-float32 or of counts. They are values of the compiled code; what Python computes is a constant
-there.
+A `Count` is a 64-bit integer, `Floats` (vectors.py) the float32 of one vector, `Memory` an
+address of float32, bfloat16 or counts. They are values of the compiled code; what Python
+computes is a constant there. bfloat16 exists in memory alone: loads widen it, stores round it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,19 @@ from typing import Any
 
 from llvmlite import ir
 
-LANES = 4
-FLOAT, COUNT, POINTER = ir.FloatType(), ir.IntType(64), ir.PointerType()
-LANE = ir.IntType(32)
-FLOATS = ir.VectorType(FLOAT, LANES)
-LANE_NUMBERS = ir.VectorType(LANE, LANES)
+from baton.kernels.cpu.vectors import (
+    FLOAT,
+    LANE,
+    QUAD,
+    Floats,
+    constant,
+    declare,
+    narrowed,
+    repeat,
+    widened,
+)
+
+COUNT, POINTER = ir.IntType(64), ir.PointerType()
 
 
 def _count_operator(operation: str) -> Callable[[Count, Count | int], Count]:
@@ -45,10 +53,9 @@ class Count:
     def compare(self, how: str, other: Count | int) -> ir.Value:
         return self.builder.icmp_signed(how, self.value, number(other))
 
-    def as_floats(self) -> Floats:
-        """The number four times."""
-        scalar = self.builder.sitofp(self.value, FLOAT)
-        return _repeat(self.builder, scalar)
+    def as_floats(self, lanes: int) -> Floats:
+        """The number in all lanes."""
+        return repeat(self.builder, self.builder.sitofp(self.value, FLOAT), lanes)
 
     def at_most(self, other: Count | int) -> Count:
         return self._chosen("<", other)
@@ -65,137 +72,41 @@ def number(value: Count | int) -> ir.Value:
     return ir.Constant(COUNT, value) if isinstance(value, int) else value.value
 
 
-def _floats_operator(operation: str) -> Callable[[Floats, Floats | float], Floats]:
-    return lambda self, other: Floats(
-        self.builder, getattr(self.builder, operation)(self.value, self._same(other).value)
-    )
-
-
-class Floats:
-    """Four float32 in one register."""
-
-    def __init__(self, builder: ir.IRBuilder, value: ir.Value) -> None:
-        self.builder, self.value = builder, value
-
-    def _same(self, other: Floats | float) -> Floats:
-        return other if isinstance(other, Floats) else constant(self.builder, other)
-
-    __add__ = _floats_operator("fadd")
-    __sub__ = _floats_operator("fsub")
-    __mul__ = _floats_operator("fmul")
-    __truediv__ = _floats_operator("fdiv")
-
-    def plus_product(self, one: Floats, other: Floats | float) -> Floats:
-        """self + one * other, rounded once."""
-        return self._call("fma", one, self._same(other), self)
-
-    def at_least(self, other: Floats | float) -> Floats:
-        return self._call("maxnum", self, self._same(other))
-
-    def at_most(self, other: Floats | float) -> Floats:
-        return self._call("minnum", self, self._same(other))
-
-    def root(self) -> Floats:
-        return self._call("sqrt", self)
-
-    def nearest(self) -> Floats:
-        """Each rounded to a whole number."""
-        return self._call("rint", self)
-
-    def lane(self, index: int) -> Floats:
-        """One of the four, four times."""
-        return self.arranged(self, [index] * LANES)
-
-    def arranged(self, other: Floats, lanes: list[int]) -> Floats:
-        """The given lanes of the eight numbers of self and other."""
-        mask = ir.Constant(LANE_NUMBERS, lanes)
-        return Floats(self.builder, self.builder.shuffle_vector(self.value, other.value, mask))
-
-    def total(self) -> Floats:
-        """The sum of the four, four times."""
-        pairs = self + self.arranged(self, [1, 0, 3, 2])
-        return pairs + pairs.arranged(pairs, [2, 3, 0, 1])
-
-    def greatest(self) -> Floats:
-        """The greatest of the four, four times."""
-        pairs = self.at_least(self.arranged(self, [1, 0, 3, 2]))
-        return pairs.at_least(pairs.arranged(pairs, [2, 3, 0, 1]))
-
-    def _call(self, name: str, *arguments: Floats) -> Floats:
-        values = [argument.value for argument in arguments]
-        intrinsic = declare(
-            self.builder.module, f"llvm.{name}.v{LANES}f32", FLOATS, [FLOATS] * len(values)
-        )
-        return Floats(self.builder, self.builder.call(intrinsic, values))
-
-
-def constant(builder: ir.IRBuilder, value: float) -> Floats:
-    return vector_of(builder, [value] * LANES)
-
-
-def vector_of(builder: ir.IRBuilder, values: list[float]) -> Floats:
-    return Floats(builder, ir.Constant(FLOATS, values))
-
-
-def _repeat(builder: ir.IRBuilder, scalar: ir.Value) -> Floats:
-    empty = ir.Constant(FLOATS, ir.Undefined)
-    first = builder.insert_element(empty, scalar, ir.Constant(LANE, 0))
-    return Floats(builder, first).lane(0)
-
-
-def transposed(rows: list[Floats]) -> list[Floats]:
-    """Four rows of four -> its columns."""
-    low = [rows[0].arranged(rows[2], [0, 4, 1, 5]), rows[1].arranged(rows[3], [0, 4, 1, 5])]
-    high = [rows[0].arranged(rows[2], [2, 6, 3, 7]), rows[1].arranged(rows[3], [2, 6, 3, 7])]
-    return [
-        half[0].arranged(half[1], lanes)
-        for half in (low, high)
-        for lanes in ([0, 4, 1, 5], [2, 6, 3, 7])
-    ]
-
-
-# exp(x) = 2^n * exp(r), x = n ln 2 + r with |r| <= ln 2 / 2; ln 2 in two parts, so
-# that n times the first is exact.
-_LOG2_E, _LN2_HIGH, _LN2_LOW = 1.44269504088896341, 0.693359375, -2.12194440e-4
-_LEAST_EXPONENT, _GREATEST_EXPONENT = -87.0, 88.0
-
-
-def exp(x: Floats) -> Floats:
-    """e^x to about one unit in the last place; e^-87 for anything less."""
-    builder = x.builder
-    x = x.at_least(_LEAST_EXPONENT).at_most(_GREATEST_EXPONENT)
-    twos = (x * _LOG2_E).nearest()
-    rest = x.plus_product(twos, -_LN2_HIGH).plus_product(twos, -_LN2_LOW)
-    series = constant(builder, 1 / 5040)
-    for factorial in (720, 120, 24, 6, 2, 1, 1):
-        series = constant(builder, 1 / factorial).plus_product(series, rest)
-    exponent = builder.fptosi(twos.value, LANE_NUMBERS)
-    bits = builder.shl(
-        builder.add(exponent, ir.Constant(LANE_NUMBERS, [127] * LANES)),
-        ir.Constant(LANE_NUMBERS, [23] * LANES),
-    )
-    return series * Floats(builder, builder.bitcast(bits, FLOATS))
-
-
 class Memory:
-    """An address; indices count its elements, float32 or counts."""
+    """An address; indices count its elements: float32, bfloat16 or counts."""
 
-    def __init__(self, builder: ir.IRBuilder, value: ir.Value, element: ir.Type = FLOAT) -> None:
-        self.builder, self.value, self.element = builder, value, element
+    def __init__(
+        self, builder: ir.IRBuilder, value: ir.Value, lanes: int, element: ir.Type = FLOAT
+    ) -> None:
+        self.builder, self.value, self.lanes, self.element = builder, value, lanes, element
 
     def from_(self, index: Count | int) -> Memory:
         """The same memory, `index` elements further on."""
         moved = self.builder.gep(self.value, [number(index)], source_etype=self.element)
-        return Memory(self.builder, moved, self.element)
+        return Memory(self.builder, moved, self.lanes, self.element)
+
+    def of(self, element: ir.Type) -> Memory:
+        """The same address of other elements."""
+        return Memory(self.builder, self.value, self.lanes, element)
+
+    def in_lanes(self, lanes: int) -> Memory:
+        """The same address, read and written in other vectors."""
+        return Memory(self.builder, self.value, lanes, self.element)
 
     def vector(self, index: Count | int = 0) -> Floats:
-        loaded = self.builder.load(self.from_(index).value, typ=FLOATS, align=4)
-        return Floats(self.builder, loaded)
+        kind = ir.VectorType(self.element, self.lanes)
+        size = 4 if self.element == FLOAT else 2
+        loaded = self.builder.load(self.from_(index).value, typ=kind, align=size)
+        if self.element == FLOAT:
+            return Floats(self.builder, loaded)
+        return widened(self.builder, loaded)
 
     def repeated(self, index: Count | int = 0) -> Floats:
-        """One number, four times."""
-        scalar = self.builder.load(self.from_(index).value, typ=FLOAT, align=4)
-        return _repeat(self.builder, scalar)
+        """One number, in all lanes."""
+        if self.element == FLOAT:
+            scalar = self.builder.load(self.from_(index).value, typ=FLOAT, align=4)
+            return repeat(self.builder, scalar, self.lanes)
+        return self.in_lanes(1).vector(index).spread(self.lanes)
 
     def prefetch(self, index: Count | int = 0) -> None:
         """Fetches the cache line ahead of its use."""
@@ -205,7 +116,10 @@ class Memory:
         self.builder.call(intrinsic, [self.from_(index).value, read, keep, data])
 
     def put(self, numbers: Floats, index: Count | int = 0) -> None:
-        self.builder.store(numbers.value, self.from_(index).value, align=4)
+        if self.element == FLOAT:
+            self.builder.store(numbers.value, self.from_(index).value, align=4)
+        else:
+            self.builder.store(narrowed(numbers), self.from_(index).value, align=2)
 
     def count(self, index: Count | int = 0) -> Count:
         return Count(self.builder, self.builder.load(self.from_(index).value, typ=COUNT, align=8))
@@ -219,12 +133,18 @@ class Memory:
 
 
 class Function:
-    """One function under construction, without a result."""
+    """One function under construction, without a result; `lanes` are those of its vectors."""
 
     def __init__(
-        self, module: ir.Module, name: str, arguments: list[ir.Type], *, exported: bool = False
+        self,
+        module: ir.Module,
+        name: str,
+        arguments: list[ir.Type],
+        *,
+        lanes: int = QUAD,
+        exported: bool = False,
     ) -> None:
-        self.module = module
+        self.module, self.lanes = module, lanes
         self.function = ir.Function(module, ir.FunctionType(ir.VoidType(), arguments), name)
         if not exported:
             self.function.linkage = "internal"
@@ -234,11 +154,15 @@ class Function:
     @property
     def arguments(self) -> list[Any]:
         """A Memory or a Count for each."""
-        kinds: dict[ir.Type, Callable[..., Any]] = {POINTER: Memory, COUNT: Count}
-        return [kinds[value.type](self.builder, value) for value in self.function.args]
+        return [
+            Memory(self.builder, value, self.lanes)
+            if value.type == POINTER
+            else Count(self.builder, value)
+            for value in self.function.args
+        ]
 
     def zero(self) -> Floats:
-        return constant(self.builder, 0.0)
+        return constant(self.builder, 0.0, self.lanes)
 
     def call(self, other: Function, *arguments: Memory | Count | int) -> None:
         values = [each.value if isinstance(each, Memory) else number(each) for each in arguments]
@@ -265,7 +189,7 @@ class Function:
         builder.position_at_end(head)
         index = builder.phi(COUNT)
         index.add_incoming(number(start), before)
-        carried = [builder.phi(FLOATS) for _ in sums]
+        carried = [builder.phi(first.value.type) for first in sums]
         for phi, first in zip(carried, sums, strict=True):
             phi.add_incoming(first.value, before)
         count = Count(builder, index)
@@ -300,37 +224,23 @@ class Function:
             yield
 
 
-def declare(module: ir.Module, name: str, result: ir.Type, arguments: list[ir.Type]) -> ir.Value:
-    known = module.globals.get(name)
-    return known or ir.Function(module, ir.FunctionType(result, arguments), name)
-
-
 class Arguments:
     """The 8-byte fields of the ctypes structure `kind` at `structure`."""
 
     def __init__(self, structure: Memory, kind: type[ctypes.Structure]) -> None:
-        slots = Memory(structure.builder, structure.value, COUNT)
+        slots = structure.of(COUNT)
         names = [field[0] for field in kind._fields_]
         self._slots = {name: slots.from_(slot) for slot, name in enumerate(names)}
 
     def count(self, name: str) -> Count:
         return self._slots[name].count()
 
-    def floats(self, name: str) -> Memory:
-        """The float32 numbers at the field's address."""
+    def memory(self, name: str, element: ir.Type = FLOAT) -> Memory:
+        """What is at the field's address."""
         slot = self._slots[name]
-        return Memory(slot.builder, slot.builder.load(slot.value, typ=POINTER, align=8))
+        address = slot.builder.load(slot.value, typ=POINTER, align=8)
+        return Memory(slot.builder, address, slot.lanes, element)
 
-    def counts(self, name: str) -> Memory:
-        """The 64-bit integers at the field's address."""
-        found = self.floats(name)
-        return Memory(found.builder, found.value, COUNT)
-
-    def number(self, name: str) -> Memory:
-        """The field itself, one float32."""
-        slot = self._slots[name]
-        return Memory(slot.builder, slot.value)
-
-    def counter(self, name: str) -> Memory:
-        """The field itself, an integer."""
-        return self._slots[name]
+    def field(self, name: str, element: ir.Type = COUNT) -> Memory:
+        """The field itself: one integer, or one float32."""
+        return self._slots[name].of(element)

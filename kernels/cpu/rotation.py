@@ -1,7 +1,8 @@
-"""Compiled code that rotates queries and keys by their positions, and stores keys and values.
+"""Compiled code that normalizes queries and keys by head, rotates them by their positions, and
+stores keys and values.
 
 A pair of neighbouring numbers is complex: (a, b) rotated by (c, s) is
-(a * c - b * s, b * c + a * s), two pairs per vector.
+(a * c - b * s, b * c + a * s). Every number is computed from its own head's alone.
 """
 
 from __future__ import annotations
@@ -9,21 +10,15 @@ from __future__ import annotations
 import ctypes
 import functools
 
+import torch
 from llvmlite import ir
 from torch import Tensor
 
 from baton.kernels.cpu import compiler
-from baton.kernels.cpu.compiler import Library
-from baton.kernels.cpu.ir_builder import (
-    LANES,
-    POINTER,
-    Arguments,
-    Count,
-    Floats,
-    Function,
-    Memory,
-    vector_of,
-)
+from baton.kernels.cpu.compiler import Library, Registers
+from baton.kernels.cpu.ir_builder import COUNT, POINTER, Arguments, Count, Function, Memory
+from baton.kernels.cpu.vectors import FLOAT, Floats, element_of, vector_of
+from baton.kernels.norm import RMSNorm
 
 
 class RotationArguments(ctypes.Structure):
@@ -31,10 +26,14 @@ class RotationArguments(ctypes.Structure):
 
     _fields_ = (
         ("rows", ctypes.c_int64),
-        ("qkv", ctypes.c_void_p),  # [rows, queries, keys and values], rotated in place
+        ("qkv", ctypes.c_void_p),  # [rows, queries, keys and values], changed in place
         ("query_numbers", ctypes.c_int64),
         ("key_numbers", ctypes.c_int64),
-        ("rotation", ctypes.c_void_p),  # [rows, head_dim], complex; or null
+        ("query_norm", ctypes.c_void_p),  # [head_dim], or null
+        ("query_epsilon", ctypes.c_float),
+        ("key_norm", ctypes.c_void_p),
+        ("key_epsilon", ctypes.c_float),
+        ("rotation", ctypes.c_void_p),  # float32 [rows, head_dim], complex; or null
         ("head_dim", ctypes.c_int64),
         ("tokens", ctypes.c_void_p),  # [any, key_numbers]
         ("places", ctypes.c_void_p),  # [rows, 2], where a row's key and value go in tokens
@@ -43,22 +42,26 @@ class RotationArguments(ctypes.Structure):
 
 
 def rotate_and_write(
-    qkv: Tensor, heads: int, rotation: Tensor | None, tokens: Tensor, places: Tensor
+    qkv: Tensor,
+    heads: int,
+    norms: tuple[RMSNorm, RMSNorm] | None,
+    rotation: Tensor | None,
+    tokens: Tensor,
+    places: Tensor,
 ) -> None:
-    """qkv [T, heads + 2 * kv_heads, head_dim], rotation [T, 1, head_dim / 2], complex, tokens
-    [any, kv_heads * head_dim] and places [T, 2]."""
+    """qkv [T, heads + 2 * kv_heads, head_dim], norms of queries and keys, rotation
+    [T, 1, head_dim / 2], complex, tokens [any, kv_heads * head_dim] and places [T, 2]."""
     rows, _, head_dim = qkv.shape
-    arguments = RotationArguments(
-        rows,
-        qkv.data_ptr(),
-        heads * head_dim,
-        tokens.shape[1],
-        None if rotation is None else rotation.data_ptr(),
-        head_dim,
-        tokens.data_ptr(),
-        places.data_ptr(),
-    )
-    compiler.run(_address(), arguments, alone=rows <= FEW_ROWS)
+    arguments = RotationArguments(rows, qkv.data_ptr(), heads * head_dim, tokens.shape[1])
+    if norms:
+        query, key = norms
+        arguments.query_norm, arguments.query_epsilon = query.weight.data_ptr(), query.epsilon
+        arguments.key_norm, arguments.key_epsilon = key.weight.data_ptr(), key.epsilon
+    arguments.rotation = None if rotation is None else rotation.data_ptr()
+    arguments.head_dim = head_dim
+    arguments.tokens, arguments.places = tokens.data_ptr(), places.data_ptr()
+    address = _address(head_dim, qkv.dtype, compiler.registers())
+    compiler.run(address, arguments, alone=rows <= FEW_ROWS)
 
 
 FEW_ROWS = 8
@@ -66,43 +69,65 @@ FEW_ROWS = 8
 
 
 @functools.cache
-def _address() -> int:
-    return _library().address("rotate_and_write")
+def _address(head_dim: int, dtype: torch.dtype, registers: Registers) -> int:
+    lanes = compiler.lanes_for(head_dim, registers)
+    return _library(lanes, element_of(dtype)).address("rotate_and_write")
 
 
 @functools.cache
-def _library() -> Library:
+def _library(lanes: int, element: ir.Type) -> Library:
     module = ir.Module("rotation")
-    code = Function(module, "rotate_and_write", [POINTER], exported=True)
+    code = Function(module, "rotate_and_write", [POINTER], lanes=lanes, exported=True)
     given = Arguments(code.arguments[0], RotationArguments)
     queries, keys = given.count("query_numbers"), given.count("key_numbers")
-    with code.claim(given.counter("rows_claimed"), given.count("rows")) as row:
-        numbers = given.floats("qkv").from_(row * (queries + keys * 2))
-        rotation = given.floats("rotation")
+    head_dim, rotation = given.count("head_dim"), given.memory("rotation")
+    with code.claim(given.field("rows_claimed"), given.count("rows")) as row:
+        numbers = given.memory("qkv", element).from_(row * (queries + keys * 2))
+        for kind, of_kind, count in (
+            ("query", numbers, queries),
+            ("key", numbers.from_(queries), keys),
+        ):
+            norm, epsilon = given.memory(f"{kind}_norm", element), f"{kind}_epsilon"
+            with code.when(norm.is_null("!=")):
+                _normalize(code, of_kind, count, norm, given.field(epsilon, FLOAT), head_dim)
         with code.when(rotation.is_null("!=")):
-            _rotate(code, numbers, queries + keys, rotation, row, given.count("head_dim"))
+            _rotate(code, numbers, queries + keys, rotation.from_(row * head_dim), head_dim)
         for half in range(2):
-            place = given.counts("places").count(row * 2 + half)
-            target = given.floats("tokens").from_(place * keys)
-            with code.loop(0, keys, step=LANES) as index:
+            place = given.memory("places", COUNT).count(row * 2 + half)
+            target = given.memory("tokens", element).from_(place * keys)
+            with code.loop(0, keys, step=lanes) as index:
                 target.put(numbers.vector(queries + keys * half + index), index)
     code.end()
     return Library(module)
 
 
-def _rotate(
-    code: Function, numbers: Memory, count: Count, rotation: Memory, row: Count, head_dim: Count
+def _normalize(
+    code: Function, numbers: Memory, count: Count, norm: Memory, epsilon: Memory, head_dim: Count
 ) -> None:
-    turn = rotation.from_(row * head_dim)
-    with code.loop(0, head_dim, step=LANES) as dim:
+    """Each head over the root of its mean square."""
+    with code.loop(0, count // head_dim) as index:
+        head = numbers.from_(index * head_dim)
+        with code.sum_loop(0, head_dim, [code.zero()], step=code.lanes) as (dim, squares):
+            x = head.vector(dim)
+            squares[0] = squares[0].plus_product(x, x)
+        mean = squares[0].total() / head_dim.as_floats(code.lanes)
+        scale = (code.zero() + 1.0) / (mean + epsilon.repeated()).root()
+        with code.loop(0, head_dim, step=code.lanes) as dim:
+            head.put(head.vector(dim) * scale * norm.vector(dim), dim)
+
+
+def _rotate(code: Function, numbers: Memory, count: Count, turn: Memory, head_dim: Count) -> None:
+    pairs_of_lanes = [lane // 2 * 2 for lane in range(code.lanes)]
+    signs = vector_of(code.builder, [-1.0, 1.0] * (code.lanes // 2))
+    with code.loop(0, head_dim, step=code.lanes) as dim:
         pairs = turn.vector(dim)
-        cosines, sines = pairs.arranged(pairs, [0, 0, 2, 2]), pairs.arranged(pairs, [1, 1, 3, 3])
-        signed = sines * vector_of(code.builder, [-1.0, 1.0, -1.0, 1.0])
+        cosines = pairs.arranged(pairs, pairs_of_lanes)
+        sines = pairs.arranged(pairs, [lane + 1 for lane in pairs_of_lanes]) * signs
         with code.loop(0, count // head_dim) as head:
             at = head * head_dim + dim
-            x = numbers.vector(at)
-            numbers.put(_rotated(x, cosines, signed), at)
+            numbers.put(_rotated(numbers.vector(at), cosines, sines), at)
 
 
 def _rotated(x: Floats, cosines: Floats, signed_sines: Floats) -> Floats:
-    return (x * cosines).plus_product(x.arranged(x, [1, 0, 3, 2]), signed_sines)
+    swapped = x.arranged(x, [lane ^ 1 for lane in range(x.lanes)])
+    return (x * cosines).plus_product(swapped, signed_sines)

@@ -1,0 +1,300 @@
+"""Compiled attention over paged keys and values: of single queries, and of a prompt's chunk.
+
+Both compute rows as attention_tile.py describes, and differ in what is done at once:
+
+    decode   a work item is one key head of one sequence over one split; a second function
+             merges the parts
+    chunk    a work item is one key head of some tokens over all their context, split by split,
+             so that a split's keys and values are read once for all of the tokens
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+from llvmlite import ir
+
+from baton.kernels.cpu.attention_tile import (
+    SPLIT,
+    ContextSplit,
+    Heads,
+    Merging,
+    PageTable,
+    Tiles,
+    copy_query,
+    find_tokens,
+)
+from baton.kernels.cpu.compiler import Library
+from baton.kernels.cpu.ir_builder import COUNT, POINTER, Arguments, Count, Function, Memory
+
+CHUNK_ROWS = 48
+"""Rows of a chunk's work item, about: more use each key and value more often, fewer keep more
+threads busy."""
+
+
+class DecodeArguments(ctypes.Structure):
+    """Arguments of `attend` and `merge`."""
+
+    _fields_ = (
+        ("queries", ctypes.c_void_p),  # [sequences, heads, head_dim]
+        ("query_stride", ctypes.c_int64),  # numbers from one sequence's to the next's
+        ("cache", ctypes.c_void_p),  # the layer's keys of page 0
+        ("page_stride", ctypes.c_int64),  # numbers from one page to the next
+        ("tables", ctypes.c_void_p),  # [sequences, table_width], page ids, int64
+        ("table_width", ctypes.c_int64),
+        ("start", ctypes.c_void_p),  # [sequences], the position of a table's first token, int64
+        ("first", ctypes.c_void_p),  # [sequences], of the first token that is seen
+        ("end", ctypes.c_void_p),  # [sequences], and the one after the last
+        ("sequences", ctypes.c_int64),
+        ("splits", ctypes.c_int64),  # at most, of any sequence
+        ("scratch", ctypes.c_void_p),  # [threads, Scratch.numbers]
+        ("parts", ctypes.c_void_p),  # [sequences, heads, splits, part_numbers]
+        ("out", ctypes.c_void_p),  # [sequences, heads, head_dim]
+        ("threads_started", ctypes.c_int64),  # 0 at first
+        ("items_claimed", ctypes.c_int64),  # 0 at first
+        ("merges_claimed", ctypes.c_int64),  # 0 at first
+    )
+
+
+class ChunkArguments(ctypes.Structure):
+    """Arguments of `attend_chunk`."""
+
+    _fields_ = (
+        ("queries", ctypes.c_void_p),  # [tokens, heads, head_dim]
+        ("query_stride", ctypes.c_int64),  # numbers from one token's to the next's
+        ("cache", ctypes.c_void_p),
+        ("page_stride", ctypes.c_int64),
+        ("table", ctypes.c_void_p),  # page ids, int64
+        ("start", ctypes.c_int64),  # the position of the table's first token
+        ("position", ctypes.c_int64),  # of the chunk's first token
+        ("tokens", ctypes.c_int64),
+        ("window", ctypes.c_int64),
+        ("scratch", ctypes.c_void_p),  # [threads, Scratch.numbers]
+        ("out", ctypes.c_void_p),  # [tokens, heads, head_dim]
+        ("threads_started", ctypes.c_int64),  # 0 at first
+        ("items_claimed", ctypes.c_int64),  # 0 at first
+    )
+
+
+class Scratch:
+    """A thread's memory for items of up to `rows` rows."""
+
+    def __init__(self, shape: Heads, rows: int) -> None:
+        sizes = {
+            "places": 2 * SPLIT,  # 64-bit offsets
+            "bounds": 4 * rows,  # 64-bit numbers
+            "weights": shape.rows * SPLIT,
+            "queries": rows * shape.head_dim,
+            "parts": shape.rows * shape.part_numbers,
+            "merged": rows * shape.part_numbers,
+        }
+        self._starts, start = {}, 0
+        for name, size in sizes.items():
+            self._starts[name] = start
+            start += size
+        self.numbers = -(-start // 16) * 16
+
+    def of_thread(self, code: Function, given: Arguments) -> Memory:
+        """This thread's memory."""
+        counter = given.field("threads_started").value
+        one = ir.Constant(COUNT, 1)
+        thread = Count(code.builder, code.builder.atomic_rmw("add", counter, one, "monotonic"))
+        return given.memory("scratch").from_(thread * self.numbers)
+
+    def parts_of(self, memory: Memory) -> dict[str, Memory]:
+        """A thread's memory, by name."""
+        return {name: memory.from_(start) for name, start in self._starts.items()}
+
+
+class AttentionCode:
+    """The functions `attend`, which makes the parts of single queries, `merge`, which merges them,
+    and `attend_chunk`."""
+
+    def __init__(self, shape: Heads) -> None:
+        self._shape = shape
+        self._module = ir.Module("attention")
+        self._tiles, self._merging = Tiles(self._module, shape), Merging(self._module, shape)
+        self._chunk_tokens = max(1, CHUNK_ROWS // shape.group)
+        self.decode_scratch = Scratch(shape, shape.group)
+        self.chunk_scratch = Scratch(shape, self._chunk_tokens * shape.group)
+        self._attend()
+        self._merge()
+        self._attend_chunk()
+        self.library = Library(self._module)
+
+    def _attend(self) -> None:
+        shape, part = self._shape, self._part()
+        code = Function(self._module, "attend", [POINTER], lanes=shape.lanes, exported=True)
+        structure = code.arguments[0]
+        given = Arguments(structure, DecodeArguments)
+        scratch, splits = self.decode_scratch.of_thread(code, given), given.count("splits")
+        items = given.count("sequences") * shape.kv_heads * splits
+        with code.claim(given.field("items_claimed"), items) as item:
+            index, rest = item % splits, item // splits
+            code.call(
+                part, structure, scratch, rest // shape.kv_heads, rest % shape.kv_heads, index
+            )
+        code.end()
+
+    def _part(self) -> Function:
+        """One split of one key head: (arguments, scratch, sequence, kv_head, split)"""
+        shape, types = self._shape, [POINTER, POINTER, COUNT, COUNT, COUNT]
+        code = Function(self._module, "part", types, lanes=shape.lanes)
+        structure, scratch, sequence, kv_head, index = code.arguments
+        given = Arguments(structure, DecodeArguments)
+        memory, splits = self.decode_scratch.parts_of(scratch), given.count("splits")
+        head = kv_head * shape.group
+        query = given.memory("queries", shape.element).from_(
+            sequence * given.count("query_stride") + head * shape.head_dim
+        )
+        with code.loop(0, shape.group * shape.head_dim, step=shape.head_dim) as at:
+            copy_query(code, shape, query.from_(at), memory["queries"].from_(at))
+        table = given.memory("tables", COUNT).from_(sequence * given.count("table_width"))
+        start, first, end = (
+            given.memory(name, COUNT).count(sequence) for name in ("start", "first", "end")
+        )
+        pages = PageTable(table, given.count("page_stride"), start)
+        seen = self._split(code, given, memory, pages, first // SPLIT + index, first, end, kv_head)
+        begin, split = seen
+        with code.loop(0, shape.group) as row:
+            self._put_bounds(memory["bounds"], row, first - begin, end - begin, split)
+        parts = given.memory("parts").from_(
+            ((sequence * shape.heads + head) * splits + index) * shape.part_numbers
+        )
+        stride = splits * shape.part_numbers
+        with code.loop(0, shape.group, step=shape.rows) as row:
+            left = Count(code.builder, ir.Constant(COUNT, shape.group)) - row
+            self._tiles.call(code, left, row, memory, split, parts.from_(stride * row), stride)
+        code.end()
+        return code
+
+    def _split(
+        self,
+        code: Function,
+        given: Arguments,
+        memory: dict[str, Memory],
+        pages: PageTable,
+        number: Count,
+        first: Count,
+        end: Count,
+        kv_head: Count,
+    ) -> tuple[Count, ContextSplit]:
+        """The split of that number, cut to positions [first, end), and where it begins."""
+        shape = self._shape
+        begin = (number * SPLIT).at_least(first // shape.lanes * shape.lanes)
+        stop = ((number + 1) * SPLIT).at_most(end)
+        keys = given.memory("cache", shape.element).from_(kv_head * shape.head_dim)
+        values = keys.from_(shape.page_size * shape.token_stride)
+        places = memory["places"].of(COUNT)
+        split = ContextSplit(keys, values, places, (stop - begin).at_least(0))
+        find_tokens(code, shape, pages, begin, first, split)
+        return begin, split
+
+    def _put_bounds(
+        self, bounds: Memory, row: Count, first: Count, end: Count, split: ContextSplit
+    ) -> None:
+        """Which of the split's tokens a row sees."""
+        first, end = first.at_least(0).at_most(split.tokens), end.at_least(0).at_most(split.tokens)
+        bounds.of(COUNT).put_count(first, row * 2)
+        bounds.of(COUNT).put_count(end, row * 2 + 1)
+
+    def _merge(self) -> None:
+        shape = self._shape
+        code = Function(self._module, "merge", [POINTER], lanes=shape.lanes, exported=True)
+        given = Arguments(code.arguments[0], DecodeArguments)
+        memory = self.decode_scratch.parts_of(self.decode_scratch.of_thread(code, given))
+        merged = memory["merged"]
+        splits, rows = given.count("splits"), given.count("sequences") * shape.heads
+        with code.claim(given.field("merges_claimed"), rows) as row:
+            code.call(self._merging.begin, merged)
+            with code.loop(0, splits) as index:
+                at = (row * splits + index) * shape.part_numbers
+                code.call(self._merging.add, merged, given.memory("parts").from_(at))
+            out = given.memory("out", shape.element).from_(row * shape.head_dim)
+            code.call(self._merging.finish, merged, out)
+        code.end()
+
+    def _attend_chunk(self) -> None:
+        shape, block = self._shape, self._block()
+        code = Function(self._module, "attend_chunk", [POINTER], lanes=shape.lanes, exported=True)
+        structure = code.arguments[0]
+        given = Arguments(structure, ChunkArguments)
+        scratch = self.chunk_scratch.of_thread(code, given)
+        blocks = (given.count("tokens") + self._chunk_tokens - 1) // self._chunk_tokens
+        with code.claim(given.field("items_claimed"), blocks * shape.kv_heads) as item:
+            # The last tokens have the longest context: first.
+            index = blocks - 1 - item // shape.kv_heads
+            code.call(block, structure, scratch, index, item % shape.kv_heads)
+        code.end()
+
+    def _block(self) -> Function:
+        """Some tokens, of one key head: (arguments, scratch, block, kv_head)"""
+        shape, types = self._shape, [POINTER, POINTER, COUNT, COUNT]
+        code = Function(self._module, "block", types, lanes=shape.lanes)
+        structure, scratch, index, kv_head = code.arguments
+        given = Arguments(structure, ChunkArguments)
+        memory = self.chunk_scratch.parts_of(scratch)
+        token = index * self._chunk_tokens
+        tokens = (given.count("tokens") - token).at_most(self._chunk_tokens)
+        rows = tokens * shape.group
+        self._begin_rows(code, given, memory, token, kv_head, rows)
+        position, window = given.count("position") + token, given.count("window")
+        first, end = (position - window + 1).at_least(0), position + tokens
+        pages = PageTable(
+            given.memory("table", COUNT), given.count("page_stride"), given.count("start")
+        )
+        with code.loop(first // SPLIT, (end + SPLIT - 1) // SPLIT) as number:
+            seen = self._split(code, given, memory, pages, number, first, end, kv_head)
+            begin, split = seen
+            with code.loop(0, rows) as row:
+                after = position + row // shape.group + 1 - begin
+                self._put_bounds(memory["bounds"], row, after - window, after, split)
+            self._add_split(code, memory, split, rows)
+        out = given.memory("out", shape.element)
+        with code.loop(0, rows) as row:
+            at = self._query(row, token, kv_head, shape.token_numbers)
+            merged = memory["merged"].from_(row * shape.part_numbers)
+            code.call(self._merging.finish, merged, out.from_(at))
+        code.end()
+        return code
+
+    def _begin_rows(
+        self,
+        code: Function,
+        given: Arguments,
+        memory: dict[str, Memory],
+        token: Count,
+        kv_head: Count,
+        rows: Count,
+    ) -> None:
+        """Rows are the tokens' queries, one token after another."""
+        shape, queries = self._shape, given.memory("queries", self._shape.element)
+        with code.loop(0, rows) as row:
+            source = self._query(row, token, kv_head, given.count("query_stride"))
+            target = memory["queries"].from_(row * shape.head_dim)
+            copy_query(code, shape, queries.from_(source), target)
+            code.call(self._merging.begin, memory["merged"].from_(row * shape.part_numbers))
+
+    def _query(self, row: Count, token: Count, kv_head: Count, stride: Count | int) -> Count:
+        """Where a row's query is: its token, then its head, `stride` numbers a token."""
+        head = kv_head * self._shape.group + row % self._shape.group
+        return (token + row // self._shape.group) * stride + head * self._shape.head_dim
+
+    def _add_split(
+        self, code: Function, memory: dict[str, Memory], split: ContextSplit, rows: Count
+    ) -> None:
+        """Adds one split to all rows."""
+        shape = self._shape
+        with code.loop(0, rows, step=shape.rows) as row:
+            count = (rows - row).at_most(shape.rows)
+            # The last row of a tile sees the most.
+            tokens = memory["bounds"].of(COUNT).count((row + count) * 2 - 1)
+            seen = ContextSplit(split.keys, split.values, split.places, tokens)
+            with code.when(tokens.compare(">", 0)):
+                self._tiles.call(
+                    code, count, row, memory, seen, memory["parts"], shape.part_numbers
+                )
+                with code.loop(0, count) as each:
+                    merged = memory["merged"].from_((row + each) * shape.part_numbers)
+                    part = memory["parts"].from_(each * shape.part_numbers)
+                    code.call(self._merging.add, merged, part)

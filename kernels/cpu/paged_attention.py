@@ -1,0 +1,106 @@
+"""Calls of the compiled attention over pages."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from baton.kernels.cpu import compiler
+from baton.kernels.cpu.attention_code import AttentionCode, ChunkArguments, DecodeArguments
+from baton.kernels.cpu.attention_tile import SPLIT, Heads
+from baton.kernels.cpu.compiler import Registers
+from baton.kernels.cpu.vectors import element_of
+
+if TYPE_CHECKING:
+    from baton.kernels.attention import ChunkReads, DecodeReads
+
+UNLIMITED = 1 << 60
+"""A window that hides nothing."""
+
+
+class CompiledAttention:
+    """Attention over pages, for one shape of heads and pages."""
+
+    def __init__(self, shape: Heads) -> None:
+        self._shape = shape
+        self._code = AttentionCode(shape)
+        address = self._code.library.address
+        self._attend, self._merge = address("attend"), address("merge")
+        self._attend_chunk = address("attend_chunk")
+
+    def of_queries(self, query: Tensor, kv: Tensor, reads: DecodeReads) -> Tensor:
+        """query [B, heads, head_dim], kv [page, 2, token, kv_head, dim]
+        -> [B, heads * head_dim]."""
+        shape, batch = self._shape, query.shape[0]
+        splits = -(-reads.longest // SPLIT) + reads.cut
+        threads = torch.get_num_threads()
+        scratch, parts = compiler.scratch(
+            2 * threads * self._code.decode_scratch.numbers,
+            batch * shape.heads * splits * shape.part_numbers,
+        )
+        out = query.new_empty(batch, shape.heads * shape.head_dim)
+        arguments = DecodeArguments(
+            query.data_ptr(),
+            query.stride(0),
+            kv.data_ptr(),
+            kv.stride(0),
+            reads.tables.data_ptr(),
+            reads.tables.shape[1],
+            reads.start.data_ptr(),
+            reads.first.data_ptr(),
+            reads.end.data_ptr(),
+            batch,
+            splits,
+            scratch,
+            parts,
+            out.data_ptr(),
+        )
+        compiler.run(self._attend, arguments)
+        compiler.run(self._merge, arguments, alone=True)
+        return out
+
+    def of_chunk(self, query: Tensor, kv: Tensor, reads: ChunkReads) -> Tensor:
+        """query [T, heads, head_dim] of one sequence's tokens -> [T, heads * head_dim]."""
+        shape, count = self._shape, query.shape[0]
+        numbers = torch.get_num_threads() * self._code.chunk_scratch.numbers
+        (scratch,) = compiler.scratch(numbers)
+        out = query.new_empty(count, shape.heads * shape.head_dim)
+        arguments = ChunkArguments(
+            query.data_ptr(),
+            query.stride(0),
+            kv.data_ptr(),
+            kv.stride(0),
+            reads.pages.data_ptr(),
+            reads.start,
+            reads.position,
+            count,
+            reads.window or UNLIMITED,
+            scratch,
+            out.data_ptr(),
+        )
+        compiler.run(self._attend_chunk, arguments)
+        return out
+
+
+def paged_attention(heads: int, kv: Tensor) -> CompiledAttention | None:
+    """For kv [page, 2, token, kv_head, dim]; None where there is no code for the shape."""
+    return _compiled(heads, *kv.shape[2:], kv.dtype, compiler.registers())
+
+
+@functools.cache
+def _compiled(
+    heads: int,
+    page_size: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    registers: Registers,
+) -> CompiledAttention | None:
+    lanes = compiler.lanes_for(head_dim, registers)
+    if not lanes:
+        return None
+    element, number = element_of(dtype), registers.number
+    return CompiledAttention(Heads(heads, kv_heads, head_dim, page_size, element, lanes, number))

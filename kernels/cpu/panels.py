@@ -1,0 +1,153 @@
+"""Weights laid out for compiled products, and the calls of those."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from baton.kernels.cpu import compiler
+from baton.kernels.cpu.compiler import AVX2
+from baton.kernels.cpu.product import (
+    INPUTS_PER_TURN,
+    OUTPUTS_PER_ITEM,
+    ROWS_PER_ITEM,
+    ProductArguments,
+    Tile,
+    library,
+)
+from baton.kernels.cpu.vectors import element_of
+from baton.kernels.norm import RMSNorm
+
+FEW_ROWS = 16
+"""Rows that one thread lays out before a second could start."""
+
+
+def host_tile(dtype: torch.dtype) -> Tile:
+    """The tile that fills this CPU's registers."""
+    registers = compiler.registers()
+    return Tile(registers.lanes, 4 if registers.number == AVX2.number else 8, element_of(dtype))
+
+
+class Panels:
+    """A weight [outputs, inputs] and its bias [outputs], laid out for compiled code."""
+
+    __slots__ = (
+        "_addend",
+        "_addresses",
+        "_bias",
+        "_count",
+        "_inputs",
+        "_missing",
+        "_outputs",
+        "_panels",
+        "_tile",
+    )
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._tile = host_tile(weight.dtype)
+        # A weight of fewer outputs than a panel has is filled up.
+        self._missing = max(0, self._tile.panel - weight.shape[0])
+        if self._missing:
+            weight = functional.pad(weight, (0, 0, 0, self._missing))
+            bias = None if bias is None else functional.pad(bias, (0, self._missing))
+        self._outputs, self._inputs = weight.shape
+        self._panels = _packed(weight, self._tile.panel)
+        self._count = len(self._panels)
+        self._bias = bias
+        self._addend = weight.new_zeros(self._outputs) if bias is None else bias
+        compiled = library(self._tile)  # when a model is loaded, not at its first step
+        names = ("lay_out", "product", "gated_product")
+        self._addresses = {name: compiled.address(name) for name in names}
+
+    def product(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
+        """x [rows, inputs], normalized if a norm is given -> [rows, outputs]."""
+        return self._product(x, norm, self._addend, 0)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual [rows, outputs] + the product of x."""
+        if self._missing:
+            residual = functional.pad(residual, (0, self._missing))
+        addend = residual if self._bias is None else residual + self._bias
+        return self._product(x, None, addend, self._outputs)
+
+    def gated(self, up: Panels, x: Tensor, norm: RMSNorm) -> Tensor:
+        """silu(self's product) * up's."""
+        x = x.contiguous()
+        gated = x.new_empty(x.shape[0], self._outputs)
+        size = gated.numel()
+        blocks, gate, raised = compiler.scratch(self._block_numbers(x), size, size)
+        arguments = self._arguments(x, norm, blocks, self._addend, 0, gate)
+        arguments.up_panels, arguments.up_addend = up._panels.data_ptr(), up._addend.data_ptr()
+        arguments.up_out, arguments.gated = raised, gated.data_ptr()
+        return self._run("gated_product", arguments, gated)
+
+    def _product(self, x: Tensor, norm: RMSNorm | None, addend: Tensor, stride: int) -> Tensor:
+        x, addend = x.contiguous(), addend.contiguous()
+        out = x.new_empty(x.shape[0], self._outputs)
+        (blocks,) = compiler.scratch(self._block_numbers(x))
+        arguments = self._arguments(x, norm, blocks, addend, stride, out.data_ptr())
+        return self._run("product", arguments, out)
+
+    def _run(self, name: str, arguments: ProductArguments, out: Tensor) -> Tensor:
+        rows: int = arguments.rows
+        cut = _cut(self._count, rows, self._tile.panel, self._tile.rows, torch.get_num_threads())
+        arguments.panels_per_item, arguments.rows_per_item = cut
+        compiler.run(self._addresses["lay_out"], arguments, alone=rows <= FEW_ROWS)
+        compiler.run(self._addresses[name], arguments)
+        return out[:, : self._outputs - self._missing].contiguous() if self._missing else out
+
+    def _block_numbers(self, x: Tensor) -> int:
+        return -(-x.shape[0] // self._tile.rows) * self._tile.rows * self._inputs
+
+    def _arguments(
+        self,
+        x: Tensor,
+        norm: RMSNorm | None,
+        blocks: int,
+        addend: Tensor,
+        addend_stride: int,
+        out: int,
+    ) -> ProductArguments:
+        return ProductArguments(
+            x.data_ptr(),
+            x.shape[0],
+            self._inputs,
+            norm.weight.data_ptr() if norm else None,
+            norm.epsilon if norm else 0.0,
+            blocks,
+            self._panels.data_ptr(),
+            self._outputs,
+            addend.data_ptr(),
+            addend_stride,
+            out,
+        )
+
+
+def suits(weight: Tensor) -> bool:
+    """Whether compiled code supports weights of this shape."""
+    outputs, inputs = weight.shape
+    return outputs > 0 and inputs > 0 and inputs % INPUTS_PER_TURN == 0
+
+
+@functools.lru_cache(maxsize=1024)
+def _cut(panels: int, rows: int, panel: int, block: int, threads: int) -> tuple[int, int]:
+    """Panels and rows of a work item: all rows, or fewer where there are too few panels to keep
+    all threads busy."""
+    each = max(1, min(OUTPUTS_PER_ITEM // panel, panels // (2 * threads)))
+    items = -(-panels // each)
+    parts = max(1, min(-(-4 * threads // items), rows // ROWS_PER_ITEM))
+    blocks = -(-rows // block)
+    return each, max(1, -(-blocks // parts)) * block
+
+
+def _packed(weight: Tensor, panel: int) -> Tensor:
+    """[outputs, inputs] -> [panels, inputs, panel]; the last panel holds the last outputs."""
+    outputs, inputs = weight.shape
+    whole = outputs // panel
+    packed = weight.new_empty(-(-outputs // panel), inputs, panel)
+    packed[:whole] = weight[: whole * panel].view(whole, panel, inputs).transpose(1, 2)
+    packed[-1] = weight[-panel:].t()
+    return packed

@@ -1,0 +1,226 @@
+"""Vectors of float32 as values of compiled code: what can be computed with them.
+
+Operations are compiled as they are written: none is reordered, and a product and a sum are
+rounded once only where `plus_product` says so. Equal steps give equal bits in any function.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+from llvmlite import ir
+
+QUAD = 4
+"""Lanes of the smallest vectors."""
+
+FLOAT = ir.FloatType()
+BFLOAT16, LANE = ir.IntType(16), ir.IntType(32)
+
+
+def element_of(dtype: torch.dtype) -> ir.Type:
+    """Of memory that holds such numbers."""
+    return {torch.float32: FLOAT, torch.bfloat16: BFLOAT16}[dtype]
+
+
+def floats_type(lanes: int) -> ir.VectorType:
+    return ir.VectorType(FLOAT, lanes)
+
+
+def _lane_numbers(values: list[int]) -> ir.Constant:
+    return ir.Constant(ir.VectorType(LANE, len(values)), values)
+
+
+def _floats_operator(operation: str) -> Callable[[Floats, Floats | float], Floats]:
+    return lambda self, other: Floats(
+        self.builder, getattr(self.builder, operation)(self.value, self._same(other).value)
+    )
+
+
+class Floats:
+    """The float32 numbers of one vector."""
+
+    def __init__(self, builder: ir.IRBuilder, value: ir.Value) -> None:
+        self.builder, self.value = builder, value
+
+    @property
+    def lanes(self) -> int:
+        return int(self.value.type.count)
+
+    def _same(self, other: Floats | float) -> Floats:
+        if isinstance(other, Floats):
+            return other
+        return constant(self.builder, other, self.lanes)
+
+    __add__ = _floats_operator("fadd")
+    __sub__ = _floats_operator("fsub")
+    __mul__ = _floats_operator("fmul")
+    __truediv__ = _floats_operator("fdiv")
+
+    def plus_product(self, one: Floats, other: Floats | float) -> Floats:
+        """self + one * other, rounded once."""
+        return self._call("fma", one, self._same(other), self)
+
+    def at_least(self, other: Floats | float) -> Floats:
+        return self._call("maxnum", self, self._same(other))
+
+    def at_most(self, other: Floats | float) -> Floats:
+        return self._call("minnum", self, self._same(other))
+
+    def root(self) -> Floats:
+        return self._call("sqrt", self)
+
+    def lane(self, index: int) -> Floats:
+        """One of the lanes, in all of them."""
+        return self.arranged(self, [index] * self.lanes)
+
+    def arranged(self, other: Floats, lanes: list[int]) -> Floats:
+        """The given lanes of the numbers of self and, after them, other."""
+        mask = _lane_numbers(lanes)
+        return Floats(self.builder, self.builder.shuffle_vector(self.value, other.value, mask))
+
+    def total(self) -> Floats:
+        """The sum of all lanes, in all of them: of neighbours, of neighbouring pairs, and on."""
+        return self._folded(Floats.__add__)
+
+    def greatest(self) -> Floats:
+        """The greatest of all lanes, in all of them."""
+        return self._folded(Floats.at_least)
+
+    def _folded(self, combine: Callable[[Floats, Floats], Floats]) -> Floats:
+        folded, distance = self, 1
+        while distance < self.lanes:
+            folded = combine(
+                folded, folded.arranged(folded, [lane ^ distance for lane in range(self.lanes)])
+            )
+            distance *= 2
+        return folded
+
+    def spread(self, lanes: int) -> Floats:
+        """The only lane, in `lanes`."""
+        return self.arranged(self, [0] * lanes)
+
+    def above(self, number: float) -> ir.Value:
+        """A condition, by lane."""
+        return self.builder.fcmp_ordered(">", self.value, self._same(number).value)
+
+    def where(self, condition: ir.Value, other: Floats) -> Floats:
+        """self in the lanes of the condition, other elsewhere."""
+        return Floats(self.builder, self.builder.select(condition, self.value, other.value))
+
+    def _call(self, name: str, *arguments: Floats) -> Floats:
+        values = [argument.value for argument in arguments]
+        kind = self.value.type
+        intrinsic = declare(
+            self.builder.module, f"llvm.{name}.v{self.lanes}f32", kind, [kind] * len(values)
+        )
+        return Floats(self.builder, self.builder.call(intrinsic, values))
+
+
+def constant(builder: ir.IRBuilder, value: float, lanes: int) -> Floats:
+    return vector_of(builder, [value] * lanes)
+
+
+def vector_of(builder: ir.IRBuilder, values: list[float]) -> Floats:
+    return Floats(builder, ir.Constant(floats_type(len(values)), values))
+
+
+def repeat(builder: ir.IRBuilder, scalar: ir.Value, lanes: int) -> Floats:
+    empty = ir.Constant(floats_type(lanes), ir.Undefined)
+    first = builder.insert_element(empty, scalar, ir.Constant(LANE, 0))
+    return Floats(builder, first).lane(0)
+
+
+def transposed(rows: list[Floats]) -> list[Floats]:
+    """Four rows of four -> its columns."""
+    low = [rows[0].arranged(rows[2], [0, 4, 1, 5]), rows[1].arranged(rows[3], [0, 4, 1, 5])]
+    high = [rows[0].arranged(rows[2], [2, 6, 3, 7]), rows[1].arranged(rows[3], [2, 6, 3, 7])]
+    return [
+        half[0].arranged(half[1], lanes)
+        for half in (low, high)
+        for lanes in ([0, 4, 1, 5], [2, 6, 3, 7])
+    ]
+
+
+def totals(four: list[Floats]) -> Floats:
+    """The sums of four vectors, in four lanes. Neighbours are added, then neighbouring pairs, then
+    the halves of what is left: fewest instructions on Arm and on x86_64."""
+    first, second = _pair_sums(four[0], four[1]), _pair_sums(four[2], four[3])
+    sums = _pair_sums(first, second)
+    while sums.lanes > QUAD:
+        half = sums.lanes // 2
+        low, high = list(range(half)), list(range(half, 2 * half))
+        sums = sums.arranged(sums, low) + sums.arranged(sums, high)
+    return sums
+
+
+def _pair_sums(one: Floats, other: Floats) -> Floats:
+    """In each four lanes: two sums of neighbours of one, then two of other."""
+    starts = [start for quad in range(0, one.lanes, QUAD) for start in (quad, one.lanes + quad)]
+    even = [start + lane for start in starts for lane in (0, 2)]
+    return one.arranged(other, even) + one.arranged(other, [lane + 1 for lane in even])
+
+
+# exp(x) = 2^n * exp(r), x = n ln 2 + r with |r| <= ln 2 / 2; ln 2 in two parts, so
+# that n times the first is exact. Adding 3 * 2^22 leaves n in the last bits of a number.
+_LOG2_E, _LN2_HIGH, _LN2_LOW = 1.44269504088896341, 0.693359375, -2.12194440e-4
+_LEAST_EXPONENT, _GREATEST_EXPONENT = -86.0, 88.0
+_ROUNDING = 12582912.0
+
+
+def exp(x: Floats) -> Floats:
+    """e^x to about one unit in the last place; e^-86 for anything less."""
+    return exp_of_negative(x.at_most(_GREATEST_EXPONENT))
+
+
+def exp_of_negative(x: Floats) -> Floats:
+    """The same for an x that is not far above 0."""
+    builder = x.builder
+    x = x.at_least(_LEAST_EXPONENT)
+    shifted = constant(builder, _ROUNDING, x.lanes).plus_product(x, _LOG2_E)
+    twos = shifted - _ROUNDING
+    rest = x.plus_product(twos, -_LN2_HIGH).plus_product(twos, -_LN2_LOW)
+    # Terms in pairs, then pairs in pairs: fewer of them wait for each other.
+    terms = [constant(builder, 1 / math.factorial(n), x.lanes) for n in range(8)]
+    power = rest
+    while len(terms) > 1:
+        terms = [low.plus_product(high, power) for low, high in pairwise(terms)][::2]
+        power = power * power
+    integers = ir.VectorType(LANE, x.lanes)
+    exponent = builder.shl(builder.bitcast(shifted.value, integers), _lane_numbers([23] * x.lanes))
+    bits = builder.add(builder.bitcast(terms[0].value, integers), exponent)
+    return Floats(builder, builder.bitcast(bits, x.value.type))
+
+
+def widened(builder: ir.IRBuilder, halves: ir.Value) -> Floats:
+    """bfloat16 numbers, as float32."""
+    lanes = halves.type.count
+    words = builder.zext(halves, ir.VectorType(LANE, lanes))
+    bits = builder.shl(words, _lane_numbers([16] * lanes))
+    return Floats(builder, builder.bitcast(bits, floats_type(lanes)))
+
+
+def narrowed(numbers: Floats) -> ir.Value:
+    """Rounded to bfloat16: to the nearest, of two the even one; NaN stays NaN."""
+    builder, lanes = numbers.builder, numbers.lanes
+    bits = builder.bitcast(numbers.value, ir.VectorType(LANE, lanes))
+    sixteen, one = _lane_numbers([16] * lanes), _lane_numbers([1] * lanes)
+    odd = builder.and_(builder.lshr(bits, sixteen), one)
+    rounded = builder.add(builder.add(bits, _lane_numbers([0x7FFF] * lanes)), odd)
+    is_nan = builder.fcmp_unordered("uno", numbers.value, numbers.value)
+    chosen = builder.select(is_nan, _lane_numbers([0x7FC00000] * lanes), rounded)
+    return builder.trunc(builder.lshr(chosen, sixteen), ir.VectorType(BFLOAT16, lanes))
+
+
+def rounded(numbers: Floats, element: ir.Type) -> Floats:
+    """As a store to memory of these elements and a load would give them."""
+    if element == FLOAT:
+        return numbers
+    return widened(numbers.builder, narrowed(numbers))
+
+
+def declare(module: ir.Module, name: str, result: ir.Type, arguments: list[ir.Type]) -> ir.Value:
+    known = module.globals.get(name)
+    return known or ir.Function(module, ir.FunctionType(result, arguments), name)

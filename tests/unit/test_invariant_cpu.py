@@ -1,0 +1,234 @@
+"""A row's numbers, bit for bit, alone and in any company, on a CPU with compiled kernels.
+
+Vectors of other CPUs are compiled too: LLVM cuts them into this one's.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import TINY_MODELS, save
+from torch import Tensor
+
+from baton.engine.architecture import read_architecture
+from baton.engine.checkpoint import Checkpoint
+from baton.engine.model import Model, rotations
+from baton.engine.runner import Runner
+from baton.engine.step import ChunkInputs
+from baton.engine.weights import load_model
+from baton.kernels.attention import ChunkReads, DecodeReads, chunk_attention, decode_attention
+from baton.kernels.cache import LayerCache, layer_caches, rotate_and_write_, token_rows
+from baton.kernels.cpu import compiler
+from baton.kernels.cpu.compiler import AVX2, AVX512, Registers
+from baton.kernels.linear import GatedLinear, Linear
+from baton.kernels.norm import RMSNorm
+
+pytestmark = pytest.mark.skipif(not compiler.available(), reason="needs compiled kernels")
+
+DTYPES = [torch.float32, torch.bfloat16]
+MOST_ROWS = 256
+"""Of a step."""
+
+
+@pytest.fixture(params=[AVX2, AVX512], ids=["avx2", "avx512"])
+def _wide(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    registers: Registers = request.param
+    monkeypatch.setattr(compiler, "registers", lambda: registers)
+
+
+@pytest.fixture(params=DTYPES, ids=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    found: torch.dtype = request.param
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(before)
+
+
+def assert_rows_are_as_alone(function: Callable[[Tensor], Tensor], rows: Tensor) -> None:
+    """For every number of rows, and wherever among them a row is."""
+    torch.set_num_threads(1)
+    alone = torch.cat([function(rows[row : row + 1]) for row in range(len(rows))])
+    for count in range(1, len(rows) + 1):
+        torch.set_num_threads(1 + count % 3)
+        start = random.Random(count).randrange(len(rows) - count + 1)
+        found = function(rows[start : start + count])
+        assert torch.equal(found, alone[start : start + count]), count
+
+
+def linear(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return torch.randn(outputs, inputs).to(dtype), torch.randn(outputs).to(dtype)
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(96, 199), (64, 10)])
+def test_products(inputs: int, outputs: int, dtype: torch.dtype) -> None:
+    layer = Linear(*linear(outputs, inputs, dtype))
+    norm = RMSNorm(torch.rand(inputs).to(dtype), 1e-5)
+    layer.pack()
+    assert layer.weight.is_meta
+    rows = torch.randn(MOST_ROWS, inputs).to(dtype)
+    assert_rows_are_as_alone(lambda x: layer(x, norm), rows)
+    assert_rows_are_as_alone(layer, rows)
+    # A residual is added to each row: the row's first numbers serve.
+    residual = torch.randn(MOST_ROWS, inputs + outputs).to(dtype)
+    assert_rows_are_as_alone(lambda x: layer.add_to(x[:, inputs:], x[:, :inputs]), residual)
+
+
+def test_gated_products(dtype: torch.dtype) -> None:
+    layer = GatedLinear(*linear(2 * 104, 96, dtype))
+    layer.pack()
+    assert layer.weight.is_meta
+    norm = RMSNorm(torch.rand(96).to(dtype), 1e-5)
+    rows = torch.randn(MOST_ROWS, 96).to(dtype)
+    assert_rows_are_as_alone(lambda x: layer(x, norm), rows)
+
+
+def test_rotations_of_positions() -> None:
+    frequencies = 1.0 / 1e4 ** (torch.arange(0, 64, 2) / 64)
+    positions = torch.randint(0, 100_000, (MOST_ROWS,))
+    assert_rows_are_as_alone(
+        lambda some: torch.view_as_real(rotations(some, frequencies, 1.0)), positions
+    )
+
+
+def test_rotation_and_norms_of_heads(dtype: torch.dtype) -> None:
+    norms = tuple(RMSNorm(torch.rand(32).to(dtype), 1e-6) for _ in range(2))
+    cache = layer_caches(torch.zeros(MOST_ROWS, 1, 2, 1, 2, 32, dtype=dtype))[0]
+    turns = torch.polar(torch.ones(MOST_ROWS, 1, 16), torch.randn(MOST_ROWS, 1, 16))
+
+    def rotated(rows: Tensor) -> Tensor:
+        """The row's own number is its first; it chooses the rotation."""
+        which = rows[:, 0, 0].long()
+        qkv = rows[:, 1:].to(dtype, copy=True).contiguous()
+        places = token_rows(which, torch.zeros_like(which), 1, 1)
+        rotate_and_write_(qkv, 6, (norms[0], norms[1]), turns[which], cache, places)
+        return torch.cat((qkv, cache.kv[which].view(len(rows), -1, 32)), dim=1)
+
+    rows = torch.randn(MOST_ROWS, 11, 32)
+    rows[:, 0, 0] = torch.arange(MOST_ROWS)
+    assert_rows_are_as_alone(rotated, rows)
+
+
+class Context:
+    """One sequence's queries, keys and values, the latter in pages of any size and order."""
+
+    def __init__(self, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+        self.length = 700
+        self.query = torch.randn(self.length, heads, head_dim).to(dtype) * 2
+        self._tokens = torch.randn(self.length, 2, kv_heads, head_dim).to(dtype)
+
+    def pages(self, page_size: int) -> tuple[LayerCache, Tensor]:
+        """The second of two layers, and the page ids."""
+        count = -(-self.length // page_size)
+        kv = torch.full((count + 3, 2, 2, page_size, *self._tokens.shape[2:]), torch.nan)
+        table = torch.randperm(count + 3)[:count]
+        for position, token in enumerate(self._tokens):
+            page, offset = divmod(position, page_size)
+            kv[table[page], 1, :, offset] = token.float()
+        return layer_caches(kv.to(self._tokens.dtype))[1], table
+
+    def whole(self, window: int | None) -> Tensor:
+        cache, table = self.pages(16)
+        reads = ChunkReads(table, 0, 0, self.length, window)
+        return chunk_attention(self.query, cache, reads)
+
+
+def decoded(context: Context, page_size: int, positions: list[int], window: int | None) -> Tensor:
+    """The queries at these positions as single queries of one batch."""
+    cache, table = context.pages(page_size)
+    first = [0 if window is None else max(0, at - window + 1) for at in positions]
+    starts = [each // page_size * page_size for each in first]
+    ends = [at + 1 for at in positions]
+    seen = [
+        table[start // page_size : (end - 1) // page_size + 1]
+        for start, end in zip(starts, ends, strict=True)
+    ]
+    width = max(map(len, seen))
+    tables = torch.stack([torch.cat((each, each[-1:].repeat(width - len(each)))) for each in seen])
+    longest = max(end - start for start, end in zip(starts, ends, strict=True))
+    made = [torch.tensor(each) for each in (starts, first, ends)]
+    reads = DecodeReads(tables, made[0], made[1], made[2], longest, max(starts) > 0)
+    return decode_attention(context.query[positions], cache, reads)
+
+
+@pytest.mark.parametrize("window", [None, 7, 60, 300])
+@pytest.mark.parametrize("shape", [(9, 3, 64), (4, 4, 8), (14, 2, 80)])
+def test_attention(shape: tuple[int, int, int], window: int | None, dtype: torch.dtype) -> None:
+    context = Context(*shape, dtype)
+    wanted = context.whole(window)
+    assert wanted.isfinite().all()
+    source = random.Random(0)
+    for page_size, most in ((16, 1), (1, 9), (5, 300)):
+        cache, table = context.pages(page_size)
+        position = source.randrange(context.length // 2) if most == 1 else 0
+        for _ in range(25):
+            torch.set_num_threads(source.randrange(1, 4))
+            end = min(context.length, position + source.randrange(1, most + 1))
+            first = 0 if window is None else max(0, position - window + 1)
+            start = first // page_size * page_size
+            pages = table[start // page_size : (end - 1) // page_size + 1]
+            reads = ChunkReads(pages, start, position, end, window)
+            found = chunk_attention(context.query[position:end], cache, reads)
+            assert torch.equal(found, wanted[position:end]), (page_size, position, end)
+            position = end % context.length
+        for batch in (1, 2, 33):
+            positions = [source.randrange(context.length) for _ in range(batch)]
+            found = decoded(context, page_size, positions, window)
+            assert torch.equal(found, wanted[positions]), (page_size, positions)
+
+
+class Steps:
+    """A model over pages of one size, with sequences of its own tokens."""
+
+    def __init__(self, model: Model, page_size: int, dtype: torch.dtype) -> None:
+        shape = model.architecture
+        self._model, self._page_size = model, page_size
+        size = (900, shape.layers, 2, page_size, shape.kv_heads, shape.head_dim)
+        self._runner = Runner(model, torch.zeros(size, dtype=dtype))
+        self._pages = random.Random(page_size).sample(range(900), 900)
+
+    def chunk(self, sequence: int, start: int, end: int) -> ChunkInputs:
+        tokens = [(3 + 5 * at + sequence * at * at) % 90 for at in range(start, end)]
+        each = -(-100 // self._page_size)
+        pages = self._pages[sequence * each : (sequence + 1) * each]
+        return ChunkInputs(start, tokens, pages, list(range(start, end)))
+
+    @torch.inference_mode()
+    def logits(self, *chunks: ChunkInputs) -> list[Tensor]:
+        """Of every token, by chunk. Single tokens must come first."""
+        found = self._model.logits(self._runner._forward(list(chunks)))
+        return list(found.split([len(chunk.tokens) for chunk in chunks]))
+
+
+@pytest.mark.usefixtures("_wide")
+def test_vectors_of_other_cpus(dtype: torch.dtype) -> None:
+    test_products(64, 70, dtype)
+    test_gated_products(dtype)
+    test_rotation_and_norms_of_heads(dtype)
+    test_attention((6, 2, 48), 60, dtype)
+
+
+@pytest.mark.parametrize("name", ["llama-biases", "llama-tied-mqa", "mistral-window", "qwen3"])
+def test_whole_models(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    save(TINY_MODELS[name], tmp_path)
+    model = load_model(Checkpoint(tmp_path), read_architecture(tmp_path), dtype, "cpu")
+    steps = Steps(model, 16, dtype)
+    (wanted,) = steps.logits(steps.chunk(1, 0, 90))
+    for page_size, size in ((16, 1), (4, 7), (8, 33), (16, 64)):
+        steps = Steps(model, page_size, dtype)
+        for start in range(0, 90, size):
+            torch.set_num_threads(1 + start % 3)
+            mine = steps.chunk(1, start, min(90, start + size))
+            others = [steps.chunk(2 + each, 0, 1) for each in range(start % 5)]
+            plan = [*others, mine, steps.chunk(0, 0, 2 + start % 50)]
+            found = steps.logits(*plan)[len(others)]
+            assert torch.equal(found, wanted[mine.start : mine.end]), (page_size, size, start)
