@@ -4,6 +4,7 @@ and errors as statuses, redacted. baton/connection.py unpacks the statuses."""
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import re
 from collections.abc import Awaitable, Callable
@@ -25,8 +26,6 @@ log = logging.getLogger(__name__)
 DOMAIN = "baton"
 
 Context = grpc.aio.ServicerContext[Any, Any]
-Service = TypeVar("Service")
-Message = TypeVar("Message")
 Answer = TypeVar("Answer")
 
 # A trailer may have 8 KiB. It holds the message twice, once with three bytes for each byte
@@ -136,29 +135,18 @@ async def abort(context: Context, error: Exception) -> NoReturn:
     raise AssertionError("abort_with_status returned")
 
 
-def unary_with_context(
-    method: Callable[[Service, Message, Context], Awaitable[Answer]],
-) -> Callable[[Service, Message, Context], Awaitable[Answer]]:
-    """A unary method whose errors become statuses."""
+def unary(
+    method: Callable[..., Awaitable[Answer]],
+) -> Callable[[Any, Any, Context], Awaitable[Answer]]:
+    """A unary method whose errors become statuses. It gets the context if it has a parameter for
+    it."""
+    arguments = len(inspect.signature(method).parameters)
 
     @functools.wraps(method)
-    async def call(self: Service, message: Message, context: Context) -> Answer:
+    async def call(self: Any, message: Any, context: Context) -> Answer:
         try:
-            return await method(self, message, context)
+            return await method(*(self, message, context)[:arguments])
         except Exception as error:  # noqa: BLE001 the edge of the process
             await abort(context, error)
-
-    return call
-
-
-def unary(
-    method: Callable[[Service, Message], Awaitable[Answer]],
-) -> Callable[[Service, Message, Context], Awaitable[Answer]]:
-    """The same for a method that needs no context."""
-
-    @unary_with_context
-    @functools.wraps(method)
-    async def call(self: Service, message: Message, context: Context) -> Answer:
-        return await method(self, message)
 
     return call

@@ -28,7 +28,7 @@ from baton.router.observe import time_breakdown
 from baton.router.observe.ledger import RequestLedger
 from baton.router.observe.overview import RouterOverview
 from baton.router.workers.controller_client import ControllerClient
-from baton.rpc import Context, abort, to_status, unary, unary_with_context
+from baton.rpc import Context, abort, to_status, unary
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc, timing_pb2, worker_pb2
 from baton.v1 import inference_pb2 as pb
 
@@ -131,7 +131,7 @@ class AdminService(cluster_pb2_grpc.AdminServicer):
         self._controller = controller
         self._keys = context.keys
 
-    @unary_with_context
+    @unary
     async def Status(
         self, message: cluster_pb2.StatusRequest, context: Context
     ) -> cluster_pb2.StatusResponse:
@@ -163,7 +163,7 @@ class AdminService(cluster_pb2_grpc.AdminServicer):
     ) -> cluster_pb2.SwitchRoleResponse:
         return await self._controller.switch_role(self._membership, message)
 
-    @unary_with_context
+    @unary
     async def Timing(
         self, message: cluster_pb2.TimingRequest, context: Context
     ) -> timing_pb2.RequestTiming:
