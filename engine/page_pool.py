@@ -121,6 +121,7 @@ class LowerTier:
         return []
 
     def __len__(self) -> int:
+        """Pages kept."""
         return 0
 
     def advance(self) -> None:
@@ -169,16 +170,6 @@ class PagePool:
     def cached(self) -> int:
         """Unleased pages with known contents."""
         return self.cache.idle
-
-    @property
-    def kept(self) -> int:
-        """Pages in the second tier."""
-        return len(self.lower)
-
-    @property
-    def ready(self) -> int:
-        """Free pages whose reuse loses nothing."""
-        return self.free - self.cache.unsaved
 
     @property
     def returning(self) -> bool:

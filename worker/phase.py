@@ -188,7 +188,7 @@ class Phase(ABC, Generic[AnyJob]):
             leased_pages=self._pool.leased - quarantined,
             quarantined_pages=quarantined,
             cached_pages=self._pool.cached,
-            kept_pages=self._pool.kept,
+            kept_pages=len(self._pool.lower),
             waiting=self._scheduler.waiting,
             running=self._scheduler.running,
             queued_tokens=self._scheduler.queued_tokens,

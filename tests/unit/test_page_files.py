@@ -125,8 +125,13 @@ def test_the_least_recently_used_files_make_room(tmp_path: Path) -> None:
     assert made.tier.counts[Tier.FILES].evicted == 2
     for age, letter in enumerate("fedc"):
         os.utime(files_in(tmp_path)[keys(letter)[0].hex()], (age, age))
-    assert restarted(tmp_path, files=2).tier.keys == [keys("d")[0], keys("c")[0]]
+    made = restarted(tmp_path, files=2)
     assert set(files_in(tmp_path)) == {keys(letter)[0].hex() for letter in "cd"}
+    assert set(made.tier.keys) == {keys(letter)[0] for letter in "cd"}
+    assert made.tier.counts[Tier.FILES].evicted == 2
+    made.keep("x")
+    made.settle()
+    assert set(files_in(tmp_path)) == {keys(letter)[0].hex() for letter in "cx"}
 
 
 def test_what_a_killed_process_left_half_written_is_cleared_away(tmp_path: Path) -> None:

@@ -184,7 +184,7 @@ def test_what_takes_longer_than_compute_is_computed() -> None:
 def test_what_changed_is_told_once_and_with_its_last_state() -> None:
     made = full(rows=2)
     told = made.tier.changes.drain().keys()
-    assert len(told) == len(made.tier) == made.pool.kept
+    assert len(told) == len(made.tier) == len(made.pool.lower)
     made.keep("vwxyz")
     made.settle()
     assert told ^ made.tier.changes.drain().keys() == set(made.tier.keys)
