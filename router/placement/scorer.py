@@ -129,24 +129,23 @@ class DecodeScores:
             pages = -(-(snapshot.prompt_tokens - cached) // size)
             return costs.transfer_seconds(pages * snapshot.page_bytes)
 
+        columns = workers.requests, workers.leased_pages, workers.waiting, workers.free_pages
         self._snapshot = snapshot
+        self._aware = snapshot.strategy is Strategy.KV_AWARE
         # The wait for room, and the answer's steps beside the others.
-        self._answers = _evaluate(
-            answer,
-            workers.requests,
-            workers.leased_pages,
-            workers.waiting,
-            workers.free_pages,
-            workers.cached_tokens,
-        )
+        if self._aware:
+            self._answers = _evaluate(answer, *columns, workers.cached_tokens)
+        else:
+            self._answers = _load_costs(snapshot)
+        self.answers = _listed(self._answers)
         self._transfers = _evaluate(transfer, workers.cached_tokens)
 
     def costs(self, compute: float) -> list[float]:
         """Of answers whose pages travel behind so much compute: with the wait for the last page
         once the prompt is computed, or for prompts in local prefill. Pages of the second tier are
         restored meanwhile."""
-        if self._snapshot.strategy is not Strategy.KV_AWARE:
-            return self._load_costs()
+        if not self._aware:
+            return self.answers
         workers, costs = self._snapshot.decode, self._snapshot.costs
         local = costs.local
 
@@ -179,23 +178,23 @@ class DecodeScores:
             still = running * larger(prefill - costs.step_seconds(running, leased), 0.0)
             return first + still + answer
 
-        if snapshot.strategy is Strategy.KV_AWARE:
+        scores = self.answers
+        if self._aware:
             columns = workers.cached_tokens, workers.pending_tokens, workers.running
             more = workers.saved_tokens, workers.leased_pages
             scores = _listed(_evaluate(local, self._answers, *columns, *more))
-        else:
-            scores = self._load_costs()
         row = min(preferred(snapshot, rows, workers.cached_tokens), key=scores.__getitem__)
         return scores[row], row
 
-    def _load_costs(self) -> list[float]:
-        """For the other strategies. Least loaded: the fewest requests; of those, the most free
-        pages."""
-        workers = self._snapshot.decode
-        if self._snapshot.strategy is Strategy.ROUND_ROBIN:
-            return [0.0] * len(workers.worker_ids)
-        loads = zip(_listed(workers.requests), _listed(workers.free_pages), strict=True)
-        return [requests + 1.0 / (free + 2) for requests, free in loads]
+
+def _load_costs(snapshot: Snapshot) -> list[float]:
+    """Of answers for the other strategies. Least loaded: the fewest requests; of those, the most
+    free pages."""
+    workers = snapshot.decode
+    if snapshot.strategy is not Strategy.LEAST_LOADED:
+        return [0.0] * len(workers.worker_ids)
+    loads = zip(_listed(workers.requests), _listed(workers.free_pages), strict=True)
+    return [requests + 1.0 / (free + 2) for requests, free in loads]
 
 
 def best_pair(
@@ -205,26 +204,29 @@ def best_pair(
     prefill_rows: list[int],
     decode_rows: list[int],
 ) -> Pair | None:
-    """The cheapest connected pair of these rows. Most pairs are never scored: none costs less than
-    its two workers do, and prefill workers are ranked."""
+    """The cheapest connected pair of these rows. Most pairs are never scored: after a prefill
+    worker that reaches all others, only one whose longer compute hides more of the transfer can
+    do better, and none beyond the cost of the best pair."""
     if not prefill_rows or not decode_rows:
         return None
-    names, reaches = snapshot.decode.worker_ids, snapshot.prefill.reaches
+    names, reaches, ahead = snapshot.decode.worker_ids, snapshot.prefill.reaches, prefill.costs()
     columns = preferred(snapshot, decode_rows, snapshot.decode.cached_tokens)
-    # Pages travel behind the compute: of all pairs' transfers this hides the most.
-    hiding = max(prefill.compute)
-    ahead, most_hidden = prefill.costs(), decode.costs(hiding)
-    least = min([most_hidden[column] for column in columns])
+    least = min([decode.answers[column] for column in columns])
     best: Pair | None = None
+    hidden = -1.0
     rows = preferred(snapshot, prefill_rows, prefill.cached_tokens)
     for row in sorted(rows, key=ahead.__getitem__):
         if best is not None and ahead[row] + least >= best.cost:
             break
         compute, reached = prefill.compute[row], columns
+        if compute <= hidden:
+            continue
         if len(reaches[row]) < len(names):
             reached = [column for column in columns if names[column] in reaches[row]]
+        else:
+            hidden = compute
         if reached:
-            behind = most_hidden if compute == hiding else decode.costs(compute)
+            behind = decode.costs(compute)
             column = min(reached, key=behind.__getitem__)
             cost = ahead[row] + behind[column]
             if best is None or cost < best.cost:
