@@ -50,7 +50,7 @@ class _Meeting:
         return min(self.until, self.introduce_at)
 
 
-class Peers:
+class TransferPeers:
     def __init__(
         self,
         transport: Transport,

@@ -16,7 +16,7 @@ from functools import partial
 
 from baton.core.errors import BatonError
 from baton.core.types import AttemptKey
-from baton.kv_transfer.peers import Peers
+from baton.kv_transfer.peers import TransferPeers
 from baton.kv_transfer.pool_layout import PeerDigest
 from baton.kv_transfer.receiver import Receiver, ReceiverAction, ReceiverState
 from baton.kv_transfer.sender import Introduce, PeerSilent, Sender, SenderAction
@@ -74,7 +74,7 @@ class Transfers:
         deliver: Callable[[TransferEvent], None],
         clock: Callable[[], float],
     ) -> None:
-        self.peers = Peers(transport, address, deliver, clock)
+        self.peers = TransferPeers(transport, address, deliver, clock)
         self._transport = transport
         self._address = address
         self._digest = digest
