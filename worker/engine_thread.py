@@ -11,7 +11,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from baton.kv_transfer.transfer_events import TransferEvent
 from baton.v1 import worker_pb2 as pb
@@ -22,6 +25,8 @@ IDLE_REPORT_SECONDS = 1.0
 BUSY_REPORT_SECONDS = 0.1
 # After the drain time: for requests to be handed back, and their transfers to end.
 HAND_BACK_SECONDS = 5.0
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +51,15 @@ class Detached:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Refuse new requests; hand the others back after `seconds`."""
+    """Refuse new requests; hand the others back after `seconds`.
+
+    `done` is set to "" when no request is left; with `retire`, when nothing is in flight and the
+    phase has ended, or to why it continues.
+    """
 
     seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Retire:
-    """As Drain; then end the phase, with nothing in flight, so that another can start."""
-
-    seconds: float
+    retire: bool = False
+    done: Future[str] = field(default_factory=Future)
 
 
 class Wake:
@@ -66,50 +70,32 @@ class Stop:
     """The last item in the inbox."""
 
 
-Item = FromRouter | Attached | Detached | Drain | Retire | Wake | TransferEvent
+Item = FromRouter | Attached | Detached | Drain | Wake | TransferEvent
 EngineInbox = queue.SimpleQueue[Item | Stop]
-
-
 MakePhase = Callable[[], tuple[AnyPhase, CacheFeed]]
 
 
 class EngineThread(threading.Thread):
-    """Makes a phase with `make_phase`, calls `on_ready`, and runs the phase until Stop.
+    """Runs a phase until Stop, or until it has retired: then the next one.
 
-    `on_drained` is called when no request is left after Drain. After Retire, `on_retired` is
-    called with "", and the thread waits for `run_phase` or `leave`; or with an error, when
-    transfers do not end in time, and the phase continues. An exception of the phase ends the
-    thread, since its state is unknown, and `on_failure` is called with it.
+    An exception of the phase ends the thread, since its state is unknown, and `on_failure` is
+    called with it.
     """
 
     def __init__(
-        self,
-        make_phase: MakePhase,
-        inbox: EngineInbox,
-        outbox: Outbox,
-        *,
-        on_ready: Callable[[], object],
-        on_drained: Callable[[], object],
-        on_retired: Callable[[str], object],
-        on_failure: Callable[[BaseException], object],
+        self, inbox: EngineInbox, outbox: Outbox, on_failure: Callable[[BaseException], object]
     ) -> None:
         super().__init__(name="engine", daemon=True)
-        self._phases: queue.SimpleQueue[MakePhase | None] = queue.SimpleQueue()
-        self._phases.put(make_phase)
+        self._phases: queue.SimpleQueue[tuple[MakePhase, Future[None]] | None] = queue.SimpleQueue()
         self._inbox = inbox
         self._outbox = outbox
-        self._on_ready = on_ready
-        self._on_drained = on_drained
-        self._on_retired = on_retired
         self._on_failure = on_failure
         self._reported = math.inf
         self._began = 0.0
         self._busy_seconds = 0.0
         self._fault = ""
         self.requests = 0  # running or waiting, when last counted
-        self._draining = False
-        self._retiring = False
-        self._retired = False
+        self._drain: Drain | None = None
         self._hand_back_at = math.inf
         self._give_up_at = math.inf
 
@@ -119,9 +105,11 @@ class EngineThread(threading.Thread):
             return f"the engine has not moved for {stall_seconds:g} seconds"
         return self._fault
 
-    def run_phase(self, make_phase: MakePhase) -> None:
-        """Runs another phase once this one has retired."""
-        self._phases.put(make_phase)
+    def run_phase(self, make_phase: MakePhase) -> Future[None]:
+        """Runs a phase, once the one before has retired. The result is set when it is ready."""
+        ready: Future[None] = Future()
+        self._phases.put((make_phase, ready))
+        return ready
 
     def leave(self) -> None:
         """Ends the thread once the phase has retired."""
@@ -129,36 +117,39 @@ class EngineThread(threading.Thread):
 
     def run(self) -> None:
         try:
-            while make_phase := self._phases.get():
+            while order := self._phases.get():
+                make_phase, ready = order
                 phase, self._cache_feed = make_phase()
                 self._begin(phase)
-                self._serve(phase)
-                if not self._retired:
+                _resolve(ready, None)
+                retired = self._serve(phase)
+                if retired is None:
                     break
                 self._reported = math.inf
-                self._on_retired("")
+                _resolve(retired.done, "")
         except BaseException as error:  # noqa: BLE001 the thread's edge: the process must end
             self._on_failure(error)
 
     def _begin(self, phase: AnyPhase) -> None:
-        self._retired = False
         self._busy_seconds = 0.0
         self._began = time.monotonic()
         self._report(phase, -math.inf)
-        self._on_ready()
 
-    def _serve(self, phase: AnyPhase) -> None:
+    def _serve(self, phase: AnyPhase) -> Drain | None:
+        """Returns what has retired the phase; None after Stop."""
         busy = False
-        while not self._retired and self._handle_inbox(phase, wait=not busy):
+        while self._handle_inbox(phase, wait=not busy):
             began = time.monotonic()
             busy = phase.step()
             self._busy_seconds += (time.monotonic() - began) * busy
             self._outbox.flush()  # tokens first: a report may count all pages
             self._report(phase, BUSY_REPORT_SECONDS if busy else 0.0)
             self._cache_feed.publish(busy=busy)
-            if self._draining:
-                self._continue_draining(phase)
+            drained = self._continue_draining(phase)
             self._outbox.flush()
+            if drained is not None and drained.retire:
+                return drained
+        return None
 
     def _handle_inbox(self, phase: AnyPhase, *, wait: bool) -> bool:
         """Handles what is in the inbox. False after Stop."""
@@ -183,37 +174,38 @@ class EngineThread(threading.Thread):
                 self._cache_feed.send_all(item.attachment)
             case Detached():
                 phase.on_detach(item.attachment)
-            case Drain() | Retire():
+            case Drain():
                 self._begin_draining(phase, item)
             case Wake():
                 pass
             case _:
                 phase.on_transfer(item)
 
-    def _begin_draining(self, phase: AnyPhase, item: Drain | Retire) -> None:
-        self._draining, self._retiring = True, isinstance(item, Retire)
-        self._hand_back_at = time.monotonic() + item.seconds
+    def _begin_draining(self, phase: AnyPhase, drain: Drain) -> None:
+        self._drain = drain
+        self._hand_back_at = time.monotonic() + drain.seconds
         self._give_up_at = self._hand_back_at + HAND_BACK_SECONDS
         phase.drain()
         self._outbox.broadcast(pb.WorkerMessage(draining=pb.Draining()))
 
-    def _continue_draining(self, phase: AnyPhase) -> None:
-        now = time.monotonic()
-        if phase.settled if self._retiring else phase.idle:
-            self._end_draining()
-        elif now >= self._hand_back_at:
+    def _continue_draining(self, phase: AnyPhase) -> Drain | None:
+        """The drain that has succeeded now, if any."""
+        drain, now = self._drain, time.monotonic()
+        if drain is None:
+            return None
+        if phase.settled if drain.retire else phase.idle:
+            self._drain = None
+            if not drain.retire:  # else once the phase has ended
+                _resolve(drain.done, "")
+            return drain
+        if now >= self._hand_back_at:
             self._hand_back_at = math.inf
             phase.hand_back()
-        elif self._retiring and now >= self._give_up_at:
-            self._draining = False
+        elif drain.retire and now >= self._give_up_at:
+            self._drain = None
             phase.resume()
-            self._on_retired("transfers of its pages did not end in time")
-
-    def _end_draining(self) -> None:
-        self._draining = False
-        self._retired = self._retiring
-        if not self._retired:
-            self._on_drained()
+            _resolve(drain.done, "transfers of its pages did not end in time")
+        return None
 
     def _report(self, phase: AnyPhase, interval: float) -> None:
         now = time.monotonic()
@@ -224,3 +216,8 @@ class EngineThread(threading.Thread):
             self._fault = load.fault
             self.requests = load.running + load.waiting
             self._outbox.broadcast(pb.WorkerMessage(load=load))
+
+
+def _resolve(future: Future[T], result: T) -> None:
+    with suppress(InvalidStateError):  # nobody waits for it any more
+        future.set_result(result)

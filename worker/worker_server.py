@@ -46,7 +46,6 @@ from baton.worker.engine_thread import (
     EngineInbox,
     EngineThread,
     MakePhase,
-    Retire,
     Stop,
 )
 from baton.worker.metrics import WorkerMetrics
@@ -91,9 +90,7 @@ class WorkerServer:
         loop = asyncio.get_running_loop()
         self._failure: asyncio.Future[None] = loop.create_future()
         self._drained = asyncio.Event()
-        self._engine_ready = asyncio.Event()
         self._drain_asked = asyncio.Event()
-        self._retired: asyncio.Future[str] = loop.create_future()
         self._switching: asyncio.Task[None] | None = None
         self._outbox = Outbox(loop)
         self._backend = Backend(
@@ -105,35 +102,27 @@ class WorkerServer:
             progress=self._progress,
             on_lost=lambda error: loop.call_soon_threadsafe(self._fail, error),
         )
-        await self._start_engine(lambda: self._backend.load(self._role))
+        self._start_thread()
+        await self._run_phase(lambda: self._backend.load(self._role))
         await self._serve(host, port)
 
-    async def _start_engine(self, make_phase: MakePhase) -> None:
+    def _start_thread(self) -> None:
         loop = asyncio.get_running_loop()
         self._thread = EngineThread(
-            make_phase,
             self._inbox,
             self._outbox,
-            on_ready=lambda: loop.call_soon_threadsafe(self._engine_ready.set),
-            on_drained=lambda: loop.call_soon_threadsafe(self._drained.set),
-            on_retired=lambda why: loop.call_soon_threadsafe(self._set_retired, why),
             on_failure=lambda error: loop.call_soon_threadsafe(
                 self._fail, self._backend.failure_reason(error)
             ),
         )
         self._thread.start()
-        await self._wait_for(self._engine_ready)
 
-    async def _hand_engine_over(self, make_phase: MakePhase) -> None:
-        """Starts the next phase once the last one has retired."""
-        self._engine_ready.clear()
-        if self._backend.keeps_thread:
-            self._thread.run_phase(make_phase)
-            await self._wait_for(self._engine_ready)
-        else:
-            self._thread.leave()
-            await asyncio.to_thread(self._thread.join)
-            await self._start_engine(make_phase)
+    async def _run_phase(self, make_phase: MakePhase) -> None:
+        await self._wait_for(asyncio.wrap_future(self._thread.run_phase(make_phase)))
+
+    async def _end_thread(self) -> None:
+        self._thread.leave()
+        await asyncio.to_thread(self._thread.join)
 
     @property
     def agent(self) -> str:
@@ -153,7 +142,8 @@ class WorkerServer:
     async def serve_until(self, stopping: StopSignal) -> None:
         """Serves until the stop signal or a router's Drain; then finishes requests for
         `drain_seconds` and hands the rest back to their routers."""
-        await self._wait_for(stopping.requested, self._drain_asked)
+        asked = (stopping.requested, self._drain_asked)
+        await self._wait_for(*(asyncio.ensure_future(each.wait()) for each in asked))
         await self._drain(stopping)
         self._outbox.close()
         await self._server.stop(grace=GRACE_SECONDS)
@@ -161,8 +151,7 @@ class WorkerServer:
         if self._switching is not None:
             self._switching.cancel()
         self._inbox.put(Stop())
-        self._thread.leave()
-        await asyncio.to_thread(self._thread.join)
+        await self._end_thread()
         for_good = not (stopping.requested.is_set() or self.restarts or self._failure.done())
         await asyncio.to_thread(self._backend.close, for_good=for_good)
         if self._failure.done():
@@ -178,7 +167,9 @@ class WorkerServer:
     async def _drain(self, stopping: StopSignal) -> None:
         self._drain_asked.set()
         await self._report_health()
-        self._inbox.put(Drain(self._config.drain_seconds))
+        drain, loop = Drain(self._config.drain_seconds), asyncio.get_running_loop()
+        drain.done.add_done_callback(lambda _: loop.call_soon_threadsafe(self._drained.set))
+        self._inbox.put(drain)
         limit = self._config.drain_seconds + HAND_BACK_SECONDS
         await stopping.wait_at_most(limit, self._drained)
 
@@ -195,14 +186,17 @@ class WorkerServer:
     async def _switch(self, role: Role) -> None:
         log.info("switching to role %s", role.value)
         began = time.monotonic()
-        self._retired = asyncio.get_running_loop().create_future()
         await self._report_health()
-        self._inbox.put(Retire(self._config.drain_seconds))
-        error = await self._retired
+        drain = Drain(self._config.drain_seconds, retire=True)
+        self._inbox.put(drain)
+        error = await asyncio.wrap_future(drain.done)
         drained = time.monotonic()
         if not error:
             self._role = role
-            await self._hand_engine_over(lambda: self._backend.switch_role(role))
+            if not self._backend.keeps_thread:
+                await self._end_thread()
+                self._start_thread()
+            await self._run_phase(lambda: self._backend.switch_role(role))
             self._on_role(role)
         ended = time.monotonic()
         outcome = f"not taken: {error}" if error else f"taken in {ended - drained:.3f} s"
@@ -214,10 +208,6 @@ class WorkerServer:
             )
         )
         await self._report_health()
-
-    def _set_retired(self, why_not: str) -> None:
-        if not self._retired.done():  # it is cancelled when the process ends
-            self._retired.set_result(why_not)
 
     def _broadcast_role(self, switched: pb.RoleSwitched) -> None:
         switched.welcome.CopyFrom(self._welcome())
@@ -242,13 +232,12 @@ class WorkerServer:
         await self._health.set("", status.SERVING)
         await self._health.set(WORKER, status.SERVING if ready else status.NOT_SERVING)
 
-    async def _wait_for(self, *events: asyncio.Event) -> None:
-        """Returns when an event is set; raises if the worker fails first."""
-        waiting = [asyncio.ensure_future(event.wait()) for event in events]
-        first: set[asyncio.Future[Any]] = {*waiting, self._failure}
+    async def _wait_for(self, *futures: asyncio.Future[Any]) -> None:
+        """Returns when one is done; raises if the worker fails first."""
+        first = {*futures, self._failure}
         await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
-        for task in waiting:
-            task.cancel()
+        for future in futures:
+            future.cancel()
         if self._failure.done():
             self._failure.result()
 
