@@ -193,12 +193,17 @@ class Placement:
     prefill: str
     # Empty when the first token is known to be the last.
     decode: str
-    policy: Policy = Policy.SPLIT
     # More than the code says, or empty.
     reason: str = ""
     code: Reason = Reason.LEAST_TIME
     forecast: Forecast | None = field(default=None, compare=False)
     fetch: FetchPlan | None = None
+
+    @property
+    def policy(self) -> Policy:
+        if not self.prefill:
+            return Policy.LOCAL
+        return Policy.SPLIT if self.decode else Policy.PREFILL
 
     @property
     def explanation(self) -> str:

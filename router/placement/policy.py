@@ -13,7 +13,6 @@ from baton.core.errors import BatonError, Exhausted, LayoutMismatch, Unavailable
 from baton.router.placement.placement import (
     LocalPrefill,
     Placement,
-    Policy,
     Reason,
     Snapshot,
     Strategy,
@@ -58,7 +57,6 @@ def _prefill_only(snapshot: Snapshot) -> Placement | BatonError:
     return Placement(
         workers.worker_ids[row],
         "",
-        Policy.PREFILL,
         code=Reason.ONE_TOKEN,
         forecast=scores.forecast(row),
         fetch=scores.fetches.get(row),
@@ -97,7 +95,7 @@ def _local(snapshot: Snapshot, code: Reason, reason: str = "") -> Placement | Ba
 
 def _place_local(snapshot: Snapshot, row: int, code: Reason, reason: str = "") -> Placement:
     name, forecast = snapshot.decode.worker_ids[row], forecast_local(snapshot, row)
-    return Placement("", name, Policy.LOCAL, reason, code, forecast)
+    return Placement("", name, reason, code, forecast)
 
 
 def _split_reason(snapshot: Snapshot, scores: PrefillScores, pair: Pair) -> Reason:

@@ -22,7 +22,7 @@ from baton.core.types import AttemptKey, Role, Sampling, Work
 from baton.router.answers.answer import Answer
 from baton.router.observe.ledger import AnswerLedger
 from baton.router.observe.metrics import RouterMetrics
-from baton.router.placement.placement import Forecast, Placement, Policy, Reason, Suspicion
+from baton.router.placement.placement import Forecast, Placement, Reason, Suspicion
 from baton.router.placement.placer import Placer
 from baton.router.placement.worker_state import QueuedPrompt
 from baton.router.requests.admission import Admission, Assignment
@@ -105,12 +105,9 @@ class Dispatcher:
     async def _probe(self, link: WorkerLink) -> None:
         """Has the worker make one token after token 0, which every vocabulary has."""
         work = Work(AttemptKey(f"canary-{uuid.uuid4().hex}", 1), [0], Sampling(), 1, frozenset())
-        if link.role is Role.PREFILL:
-            placement = Placement(link.worker_id, "", Policy.PREFILL, code=Reason.CANARY)
-            assignment = Assignment(placement, link, None)
-        else:
-            placement = Placement("", link.worker_id, Policy.LOCAL, code=Reason.CANARY)
-            assignment = Assignment(placement, None, link)
+        prefill, decode = (link, None) if link.role is Role.PREFILL else (None, link)
+        names = prefill.worker_id if prefill else "", decode.worker_id if decode else ""
+        assignment = Assignment(Placement(*names, code=Reason.CANARY), prefill, decode)
         problem = await self._try_once(work, assignment)
         if problem:
             log.warning("worker %s failed its canary: %s", link.worker_id, problem)

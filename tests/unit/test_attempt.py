@@ -5,7 +5,7 @@ import pytest
 from baton.core.errors import DeadlineExceeded, Exhausted, Internal, Unavailable, WorkerLost
 from baton.core.types import AttemptKey, FinishReason, Logprobs, Role, Sampling, Work
 from baton.core.wire import failed_to, finish_to
-from baton.router.placement.placement import FetchPlan, Placement, Policy
+from baton.router.placement.placement import FetchPlan, Placement
 from baton.router.requests.attempt import (
     Action,
     Attempt,
@@ -20,8 +20,8 @@ from baton.v1 import worker_pb2 as pb
 
 KEY = AttemptKey("r", 3)
 SPLIT = Placement("p0", "d0")
-LOCAL = Placement("", "d0", Policy.LOCAL)
-ONE_TOKEN = Placement("p0", "", Policy.PREFILL)
+LOCAL = Placement("", "d0")
+ONE_TOKEN = Placement("p0", "")
 
 
 def attempt(placement: Placement = SPLIT) -> Attempt:

@@ -7,7 +7,7 @@ import pytest
 from baton.router.observe.ledger import AnswerLedger
 from baton.router.observe.trends import Demand
 from baton.router.placement.cost_model import Costs, PromptCosts
-from baton.router.placement.placement import Placement, Policy
+from baton.router.placement.placement import Placement
 from baton.v1.cluster_pb2 import RouterReport
 
 COSTS = Costs(prefill=PromptCosts(0.1, 0.01, 0.0, 0.01, 0.0))
@@ -25,7 +25,7 @@ def ledger(prefill: str = "prefill-0") -> AnswerLedger:
         prompt_tokens=100,
         cached_tokens=60,
         tokens=8,
-        placement=Placement(prefill, "decode-0", Policy.SPLIT if prefill else Policy.LOCAL),
+        placement=Placement(prefill, "decode-0"),
     )
 
 

@@ -10,7 +10,7 @@ from baton.core.types import AttemptKey, Sampling, Work
 from baton.router.observe.ledger import AnswerLedger
 from baton.router.observe.metrics import RouterMetrics
 from baton.router.placement.cost_model import CostModel, Costs
-from baton.router.placement.placement import FetchPlan, Forecast, Placement, Policy
+from baton.router.placement.placement import FetchPlan, Forecast, Placement
 from baton.router.placement.placer import Placer
 from baton.router.requests.admission import Assignment
 from baton.router.requests.dispatch import Feedback
@@ -21,7 +21,7 @@ from baton.v1.transfer_pb2 import PoolAddress, PoolLayout
 WORK = Work(AttemptKey("r", 1), [1] * 100, Sampling(), 9, frozenset())
 FORECAST = Forecast(0.5, 200, 64)
 SPLIT = Placement("p0", "d0", forecast=FORECAST)
-LOCAL = Placement("", "d0", Policy.LOCAL, forecast=FORECAST)
+LOCAL = Placement("", "d0", forecast=FORECAST)
 
 
 def link(name: str) -> WorkerLink:

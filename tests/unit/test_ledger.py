@@ -10,12 +10,12 @@ import pytest
 from baton.prefill_worker.prefill_scheduler import MOST_CHUNKS, ChunkTimes
 from baton.router.observe.ledger import AnswerLedger, Ledgers, RequestLedger
 from baton.router.observe.time_breakdown import TRAILER_BYTES, answer_phases, answer_timing, trailer
-from baton.router.placement.placement import Placement, Policy
+from baton.router.placement.placement import Placement
 from baton.v1 import timing_pb2
 from baton.v1 import worker_pb2 as pb
 
 SPLIT = Placement("prefill-0", "decode-0")
-LOCAL = Placement("", "decode-0", Policy.LOCAL)
+LOCAL = Placement("", "decode-0")
 
 
 def whole() -> AnswerLedger:

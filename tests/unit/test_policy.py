@@ -10,7 +10,6 @@ from baton.core.errors import BatonError, Exhausted, LayoutMismatch, Unavailable
 from baton.router.placement.placement import (
     LocalPrefill,
     Placement,
-    Policy,
     Reason,
     Snapshot,
     Strategy,
@@ -210,7 +209,7 @@ def test_no_placement_says_why(snapshot: Snapshot, error: type[BatonError], word
 def test_decode_workers_read_prompts_when_no_prefill_worker_can(
     snapshot: Snapshot, name: str, reason: str
 ) -> None:
-    assert choose(snapshot) == Placement("", name, Policy.LOCAL, reason, Reason.NO_PREFILL)
+    assert choose(snapshot) == Placement("", name, reason, Reason.NO_PREFILL)
 
 
 def test_pools_that_do_not_fit_are_not_hidden_by_local_prefill() -> None:
