@@ -26,7 +26,6 @@ from baton.core.errors import BatonError
 from baton.core.types import AttemptKey, FinishReason, Logprobs, Role, Work
 from baton.core.wire import finish_to, logprobs_to
 from baton.decode_worker.decode_scheduler import DecodeScheduler
-from baton.engine.engine import Engine
 from baton.engine.page_pool import PagePool
 from baton.engine.step import Plan
 from baton.kv_transfer.transfer_events import (
@@ -45,8 +44,6 @@ from baton.kv_transfer.transfer_events import (
 )
 from baton.kv_transfer.transfer_thread import TransferThread
 from baton.v1 import worker_pb2 as pb
-from baton.worker.metrics import WorkerMetrics
-from baton.worker.outbox import Outbox
 from baton.worker.phase import HeldLeases, Job, Order, Phase
 from baton.worker.step_pipeline import Settled
 
@@ -64,19 +61,11 @@ class DecodePhase(Phase[DecodeSequence]):
     role = Role.DECODE
     accepted = ("reserve", "compute")
 
-    def __init__(
-        self,
-        engine: Engine,
-        transfer: TransferThread,
-        outbox: Outbox,
-        metrics: WorkerMetrics,
-        config: Config,
-    ) -> None:
-        super().__init__(engine, transfer, outbox, metrics, config)
+    def _set_up(self, config: Config) -> None:
         self._scheduler: DecodeScheduler = DecodeScheduler(
-            engine.pool, config.decode.max_batch, config.decode.chunk_tokens
+            self._pool, config.decode.max_batch, config.decode.chunk_tokens
         )
-        self._loans = Loans(engine.pool, transfer)
+        self._loans = Loans(self._pool, self._transfer)
         self._held.append(self._loans)
         self._ticket_seconds = config.decode.ticket_seconds
         self._step_tokens: defaultdict[int, list[pb.StepTokens]] = defaultdict(list)

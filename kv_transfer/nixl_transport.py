@@ -159,7 +159,12 @@ class NixlTransport(BaseTransport[_Peer]):
         self._engine = self._memory = self._own_pages = self._registration = None
 
     def _import_nixl(self) -> Any:
-        nixl = _import_nixl()
+        """Raises InvalidConfig where NIXL is missing."""
+        try:
+            nixl = importlib.import_module("nixl")
+        except ImportError as error:
+            raise InvalidConfig(f"the nixl transport needs NIXL: {error}") from error
+        logging.getLogger("nixl").setLevel(logging.WARNING)  # its start-up messages
         self._errors = tuple(error for name, error in vars(nixl).items() if name.endswith("Error"))
         self._gone_errors = (nixl.nixlRemoteDisconnectError,)
         self._lost_errors = (
@@ -270,16 +275,6 @@ class NixlTransport(BaseTransport[_Peer]):
             raise WorkerLost(f"could not {attempt}: {error}") from error
         except self._errors as error:
             raise Internal(f"could not {attempt}: {error}") from error
-
-
-def _import_nixl() -> Any:
-    """NIXL, with its start-up messages silenced. Raises InvalidConfig where it is missing."""
-    try:
-        nixl = importlib.import_module("nixl")
-    except ImportError as error:
-        raise InvalidConfig(f"the nixl transport needs NIXL: {error}") from error
-    logging.getLogger("nixl").setLevel(logging.WARNING)
-    return nixl
 
 
 def _pieces(

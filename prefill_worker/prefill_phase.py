@@ -23,7 +23,6 @@ from baton.core.config import Config
 from baton.core.errors import Exhausted
 from baton.core.types import AttemptKey, DeviceEvent, FinishReason, Logprobs, Role, Work
 from baton.core.wire import failed_to, finish_to, logprobs_to
-from baton.engine.engine import Engine
 from baton.engine.page_pool import PagePool
 from baton.engine.step import Plan
 from baton.kv_transfer.transfer_events import (
@@ -51,7 +50,6 @@ from baton.kv_transfer.transfer_thread import TransferThread
 from baton.prefill_worker.prefill_scheduler import PrefillScheduler, PrefillSequence, PromptFetch
 from baton.v1 import worker_pb2 as pb
 from baton.worker.metrics import WorkerMetrics
-from baton.worker.outbox import Outbox
 from baton.worker.phase import HeldLeases, Order, Phase
 from baton.worker.step_pipeline import Settled
 
@@ -60,19 +58,11 @@ class PrefillPhase(Phase[PrefillSequence]):
     role = Role.PREFILL
     accepted = ("prefill",)
 
-    def __init__(
-        self,
-        engine: Engine,
-        transfer: TransferThread,
-        outbox: Outbox,
-        metrics: WorkerMetrics,
-        config: Config,
-    ) -> None:
-        super().__init__(engine, transfer, outbox, metrics, config)
-        self._fetches = Fetches(engine.pool, transfer, metrics)
+    def _set_up(self, config: Config) -> None:
+        self._fetches = Fetches(self._pool, self._transfer, self._metrics)
         self._held.append(self._fetches)
         self._scheduler: PrefillScheduler = PrefillScheduler(
-            engine.pool, config.prefill.chunk_tokens, self._fetches.coming
+            self._pool, config.prefill.chunk_tokens, self._fetches.coming
         )
 
     def on_message(self, attachment: int, message: pb.RouterMessage, arrived: float) -> None:

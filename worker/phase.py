@@ -136,6 +136,11 @@ class Phase(ABC, Generic[AnyJob]):
         self._jobs: dict[AttemptKey, AnyJob] = {}
         self._leaving = HeldLeases(written=self.role is Role.DECODE)
         self._held = [self._leaving]
+        self._set_up(config)
+
+    @abstractmethod
+    def _set_up(self, config: Config) -> None:
+        """Makes what only this phase has."""
 
     def on_message(self, attachment: int, message: pb.RouterMessage, arrived: float) -> None:
         """Handles a router's message that arrived at `arrived`, by the monotonic clock."""
