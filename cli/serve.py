@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,103 +79,91 @@ def serve(
     preflight.check(loaded)
     if not name:  # else they may be those of the running cluster
         preflight.check_ports(loaded.router)
-    _serve(loaded, _Where(ray_address, detach, name, watch))
+    _Session(loaded, ray_address, detach, name, watch).serve()
 
 
-@dataclass(frozen=True, slots=True)
-class _Where:
-    """Which Ray, and whether the cluster outlives this command."""
+class _Stopped(Exception):
+    """A signal to stop has come."""
 
+
+@dataclass(slots=True)
+class _Session:
+    """A cluster, as far as this command goes with it."""
+
+    config: Config
     ray_address: str
     detach: bool
     name: str
     watch: bool
+    stopped: threading.Event = field(default_factory=threading.Event)
+    hurry: threading.Event = field(default_factory=threading.Event)
+    printed: dict[str, str] = field(default_factory=dict)  # progress of each process
+    began: float = field(default_factory=time.monotonic)
 
+    def serve(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._stop)
+        # Not on this thread: Ray would take its signals.
+        with ThreadPoolExecutor(max_workers=1) as threads:
+            threads.submit(self._run).result()
 
-def _serve(config: Config, where: _Where) -> None:
-    stopped, hurry = threading.Event(), threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: _stop(stopped, hurry, where))
-    # Not on this thread: Ray would take its signals.
-    with ThreadPoolExecutor(max_workers=1) as threads:
-        threads.submit(_run, config, where, stopped, hurry).result()
+    def _stop(self, *_: object) -> None:
+        if self.watch:
+            typer.echo("the cluster keeps running without this command")
+        elif not self.stopped.is_set():
+            typer.echo("stopping …  (running requests may end; Ctrl-C again ends them at once)")
+        else:
+            self.hurry.set()
+        self.stopped.set()
 
+    def _run(self) -> None:
+        typer.echo("starting Ray …")
+        from baton.cluster.launch import Cluster
 
-def _stop(stopped: threading.Event, hurry: threading.Event, where: _Where) -> None:
-    if where.watch:
-        typer.echo("the cluster keeps running without this command")
-    elif not stopped.is_set():
-        typer.echo("stopping …  (running requests may end; Ctrl-C again ends them at once)")
-    else:
-        hurry.set()
-    stopped.set()
+        cluster = Cluster(self.config, self.ray_address, detached=self.detach, name=self.name)
+        try:
+            self._introduce(cluster, cluster.start(self._print_progress))
+            if self.watch or not self.detach:
+                self._follow(cluster)
+            if self.detach:
+                cluster.leave()
+        except _Stopped:
+            pass
+        finally:
+            cluster.stop(self.hurry)
 
+    def _introduce(self, cluster: Cluster, router: Member) -> None:
+        if cluster.taken_over:
+            typer.echo(f"{cluster.name} runs already; it keeps running")
+        if not cluster.as_configured:
+            typer.echo("it keeps the configuration that it was started with, which differs")
+        typer.echo(_instructions(router, self.config, cluster.log_folder))
+        for member in cluster.members():
+            if not member.role and member.worker_id != router.worker_id:
+                typer.echo(f"{member.worker_id} is at {member.address}\n")
+        if self.detach:
+            typer.echo(f"`baton stop {cluster.name} --ray-address {self.ray_address}` stops it.")
+        else:
+            typer.echo("Ctrl-C stops it.\n")
 
-class _Stopped(Exception):
-    """A signal to stop came during the start."""
+    def _follow(self, cluster: Cluster) -> None:
+        """Until this command or the cluster is stopped."""
+        with contextlib.suppress(_Stopped):
+            while not self.stopped.wait(_WATCH_SECONDS):
+                self._print_progress(cluster.members())
+                if self.watch and cluster.is_gone:
+                    typer.echo(f"{cluster.name} was stopped")
+                    return
 
-
-def _run(config: Config, where: _Where, stopped: threading.Event, hurry: threading.Event) -> None:
-    typer.echo("starting Ray …")
-    from baton.cluster.launch import Cluster
-
-    cluster = Cluster(config, where.ray_address, detached=where.detach, name=where.name)
-    progress = _Progress(stopped)
-    try:
-        router = cluster.start(progress)
-        _introduce(cluster, router, config)
-        if where.detach:
-            typer.echo(f"`baton stop {cluster.name} --ray-address {where.ray_address}` stops it.")
-            if where.watch:
-                _watch(cluster, progress, stopped)
-            cluster.leave()
-            return
-        typer.echo("Ctrl-C stops it.\n")
-        while not stopped.wait(_WATCH_SECONDS):
-            progress(cluster.members())
-    except _Stopped:
-        pass
-    finally:
-        cluster.stop(hurry)
-
-
-def _introduce(cluster: Cluster, router: Member, config: Config) -> None:
-    if cluster.taken_over:
-        typer.echo(f"{cluster.name} runs already; it keeps running")
-    if not cluster.as_configured:
-        typer.echo("it keeps the configuration that it was started with, which differs")
-    typer.echo(_instructions(router, config, cluster.log_folder))
-    for member in cluster.members():
-        if not member.role and member.worker_id != router.worker_id:
-            typer.echo(f"{member.worker_id} is at {member.address}\n")
-
-
-def _watch(cluster: Cluster, progress: _Progress, stopped: threading.Event) -> None:
-    """Until this command or the cluster is stopped."""
-    with contextlib.suppress(_Stopped):
-        while not stopped.wait(_WATCH_SECONDS):
-            progress(cluster.members())
-            if cluster.is_gone:
-                typer.echo(f"{cluster.name} was stopped")
-                return
-
-
-class _Progress:
-    """Prints a line at each progress of a process."""
-
-    def __init__(self, stopped: threading.Event) -> None:
-        self._stopped = stopped
-        self._began = time.monotonic()
-        self._printed: dict[str, str] = {}
-
-    def __call__(self, members: list[Member]) -> None:
-        if self._stopped.is_set():
+    def _print_progress(self, members: list[Member]) -> None:
+        """Prints a line at each progress of a process."""
+        if self.stopped.is_set():
             raise _Stopped
         for member in members:
             now = f"{member.progress}: {member.error}" if member.error else member.progress
-            if self._printed.get(member.worker_id) != now:
-                self._printed[member.worker_id] = now
-                seconds = time.monotonic() - self._began
+            if self.printed.get(member.worker_id) != now:
+                self.printed[member.worker_id] = now
+                seconds = time.monotonic() - self.began
                 typer.echo(f"{seconds:6.1f} s  {member.worker_id:<12} {now}")
 
 
