@@ -289,7 +289,7 @@ def main() -> None:
     torch.manual_seed(0)
     DTYPES[:] = [getattr(torch, name) for name in options.dtypes]
     print(f"{platform.machine()}, torch {torch.__version__}, {options.threads} threads")
-    print(f"compiled: {compiler.available() and compiler.registers()}")
+    print(f"compiled: {compiler.available() and compiler.registers()}, AMX {compiler.has_amx()}")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_text(options.config.read_text() if options.config else json.dumps(SMOLLM2))

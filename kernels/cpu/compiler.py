@@ -118,7 +118,7 @@ def suits(tensor: Tensor) -> bool:
     """Whether compiled code supports this type and device."""
     if tensor.device.type != "cpu" or not available():
         return False
-    return tensor.dtype == torch.float32 or (tensor.dtype == torch.bfloat16 and not _has_amx())
+    return tensor.dtype in (torch.float32, torch.bfloat16)
 
 
 @functools.cache
@@ -150,9 +150,14 @@ def _is_arm() -> bool:
     return platform.machine() in ("aarch64", "arm64")
 
 
-def _has_amx() -> bool:
-    """Whether torch multiplies bfloat16 matrices several times as fast as vectors do."""
-    return not _is_arm() and bool(_features().get("amx-bf16"))
+@functools.cache
+def has_amx() -> bool:
+    """Whether this process may use tile registers for bfloat16."""
+    if _is_arm() or not (_features().get("amx-bf16") and _features().get("avx512f")):
+        return False
+    from baton.kernels.cpu import amx
+
+    return amx.permitted()
 
 
 @functools.cache

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton.kernels.cpu import compiler
+from baton.kernels.cpu import amx, compiler
 from baton.kernels.cpu.compiler import AVX2
 from baton.kernels.cpu.product import (
     INPUTS_PER_TURN,
@@ -25,10 +25,12 @@ FEW_ROWS = 16
 """Rows that one thread lays out before a second could start."""
 
 
-def host_tile(dtype: torch.dtype) -> Tile:
+def host_tile(weight: Tensor) -> Tile:
     """The tile that fills this CPU's registers."""
-    registers = compiler.registers()
-    return Tile(registers.lanes, 4 if registers.number == AVX2.number else 8, element_of(dtype))
+    registers, element = compiler.registers(), element_of(weight.dtype)
+    if weight.dtype == torch.bfloat16 and weight.shape[1] % amx.INPUTS == 0 and compiler.has_amx():
+        return Tile(amx.LANES, amx.ROWS, element, amx=True)
+    return Tile(registers.lanes, 4 if registers.number == AVX2.number else 8, element)
 
 
 class Panels:
@@ -47,14 +49,14 @@ class Panels:
     )
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._tile = host_tile(weight.dtype)
+        self._tile = host_tile(weight)
         # A weight of fewer outputs than a panel has is filled up.
         self._missing = max(0, self._tile.panel - weight.shape[0])
         if self._missing:
             weight = functional.pad(weight, (0, 0, 0, self._missing))
             bias = None if bias is None else functional.pad(bias, (0, self._missing))
         self._outputs, self._inputs = weight.shape
-        self._panels = _packed(weight, self._tile.panel)
+        self._panels = _packed(weight, self._tile)
         self._count = len(self._panels)
         self._bias = bias
         self._addend = weight.new_zeros(self._outputs) if bias is None else bias
@@ -143,10 +145,13 @@ def _cut(panels: int, rows: int, panel: int, block: int, threads: int) -> tuple[
     return each, max(1, -(-blocks // parts)) * block
 
 
-def _packed(weight: Tensor, panel: int) -> Tensor:
+def _packed(weight: Tensor, tile: Tile) -> Tensor:
     """[outputs, inputs] -> [panels, inputs, panel]; the last panel holds the last outputs."""
-    outputs, inputs = weight.shape
+    (outputs, inputs), panel = weight.shape, tile.panel
     whole = outputs // panel
+    if tile.amx:
+        last = weight[-panel:] if outputs % panel else weight[:0]
+        return amx.packed(torch.cat((weight[: whole * panel], last)))
     packed = weight.new_empty(-(-outputs // panel), inputs, panel)
     packed[:whole] = weight[: whole * panel].view(whole, panel, inputs).transpose(1, 2)
     packed[-1] = weight[-panel:].t()

@@ -21,11 +21,12 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from llvmlite import ir
 
+from baton.kernels.cpu import amx
 from baton.kernels.cpu.compiler import NEON, Library
 from baton.kernels.cpu.ir_builder import COUNT, POINTER, Arguments, Count, Function, Memory
 from baton.kernels.cpu.vectors import (
@@ -58,10 +59,15 @@ class Tile:
     lanes: int
     rows: int  # of a block; a multiple of QUAD
     element: ir.Type  # of x, weights and results
+    amx: bool = False  # sums are in tile registers (amx.py)
 
     @property
     def panel(self) -> int:
-        return VECTORS * self.lanes
+        return amx.OUTPUTS if self.amx else VECTORS * self.lanes
+
+    @property
+    def block_element(self) -> ir.Type:
+        return self.element if self.amx else FLOAT
 
 
 class ProductArguments(ctypes.Structure):
@@ -106,6 +112,8 @@ def library(tile: Tile) -> Library:
 
 def _panel(module: ir.Module, tile: Tile, result: ir.Type) -> Function:
     """Some rows of one panel: (blocks, rows, inputs, panel, addend, its stride, out, its stride)"""
+    if tile.amx:
+        return amx.panel_code(module, result)
     parts = [_part(module, tile, rows, result) for rows in range(1, tile.rows + 1)]
     types = [POINTER, COUNT, COUNT, POINTER, POINTER, COUNT, POINTER, COUNT]
     code = Function(module, f"panel_{result}", types)
@@ -161,13 +169,14 @@ def _lay_out(module: ir.Module, tile: Tile) -> None:
     """x as blocks, normalized if a norm is given."""
     code = Function(module, "lay_out", [POINTER], exported=True)
     given = Arguments(code.arguments[0], ProductArguments)
+    make = _rows if tile.amx else _block
     makers = {
-        (single, normed): _block(module, tile, single=single, normed=normed)
+        (single, normed): make(module, tile, single=single, normed=normed)
         for single in (True, False)
         for normed in (True, False)
     }
     x, norm = given.memory("x", tile.element), given.memory("norm", tile.element)
-    blocks, epsilon = given.memory("blocks"), given.field("epsilon")
+    blocks, epsilon = given.memory("blocks", tile.block_element), given.field("epsilon")
     rows, inputs = given.count("rows"), given.count("inputs")
     blocks_of_rows = (rows + tile.rows - 1) // tile.rows
     with code.claim(given.field("blocks_claimed"), blocks_of_rows) as index:
@@ -204,6 +213,24 @@ def _block(module: ir.Module, tile: Tile, *, single: bool, normed: bool) -> Func
             for start in range(0, tile.rows, QUAD):
                 for turn, column in enumerate(transposed(numbers[start : start + QUAD])):
                     block.put(column, (first + turn) * tile.rows + start)
+    code.end()
+    return code
+
+
+def _rows(module: ir.Module, tile: Tile, *, single: bool, normed: bool) -> Function:
+    """As _block, but row by row, as tile registers are loaded."""
+    name = f"rows{'_of_one' * single}{'_normed' * normed}"
+    code = Function(module, name, [POINTER, COUNT, COUNT, POINTER, POINTER, POINTER])
+    x, left, inputs, norm, epsilon, block = code.arguments
+    x, norm, block = x.of(tile.element), norm.of(tile.element), block.of(tile.element)
+    with code.loop(0, left.at_most(tile.rows)) as row:
+        source, target = x.from_(row * inputs), block.from_(row * inputs)
+        scales = _scales(code, [source], inputs, epsilon) if normed else []
+        with code.loop(0, inputs, step=QUAD) as first:
+            numbers = source.vector(first)
+            for scale in scales:
+                numbers = numbers * scale * norm.vector(first)
+            target.put(numbers, first)
     code.end()
     return code
 
@@ -249,6 +276,10 @@ class _Place:
     rows: Count
 
 
+def _registers(code: Function, tile: Tile) -> AbstractContextManager[None]:
+    return amx.tile_registers(code) if tile.amx else nullcontext()
+
+
 @contextmanager
 def _panels(code: Function, given: Arguments, tile: Tile) -> Iterator[_Place]:
     """What this thread claims, panel by panel."""
@@ -257,7 +288,7 @@ def _panels(code: Function, given: Arguments, tile: Tile) -> Iterator[_Place]:
     panels = (outputs + tile.panel - 1) // tile.panel
     parts = (every_row + rows_per_item - 1) // rows_per_item
     items = (panels + a_item - 1) // a_item * parts
-    with code.claim(given.field("items_claimed"), items) as item:
+    with _registers(code, tile), code.claim(given.field("items_claimed"), items) as item:
         first, row = item // parts * a_item, item % parts * rows_per_item
         rows = (every_row - row).at_most(rows_per_item)
         with code.loop(first, (first + a_item).at_most(panels)) as index:
@@ -277,7 +308,7 @@ def _call_panel(
     weights = given.memory(prefix + "panels", tile.element)
     code.call(
         panel,
-        given.memory("blocks").from_(at.row * inputs),
+        given.memory("blocks", tile.block_element).from_(at.row * inputs),
         at.rows,
         inputs,
         weights.from_(at.panel * inputs * tile.panel),

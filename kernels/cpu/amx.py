@@ -1,0 +1,156 @@
+"""Products of bfloat16 on x86_64's tile registers (AMX).
+
+A tile register has 16 rows of 64 bytes. One instruction adds to 16 x 16 float32 sums the
+products of 16 rows of x and 16 outputs over 32 inputs: for each sum the products of even inputs
+one after another, those of odd inputs likewise, and then both. So each sum runs over the inputs
+32 by 32 in order, for any number of rows.
+
+Four registers have the sums of 32 rows and 32 outputs, two x and two weights. A panel has 32
+outputs: of each 32 inputs first 16 outputs' pairs of inputs, then the other 16 outputs'.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
+
+from llvmlite import ir
+from torch import Tensor
+
+from baton.kernels.cpu.ir_builder import COUNT, POINTER, Count, Function, Memory
+from baton.kernels.cpu.vectors import BFLOAT16, declare
+
+INPUTS = 32
+ROWS = 32
+OUTPUTS = 32
+HALF = 16
+ROW_BYTES = 64
+LANES = 16
+
+_BYTE = ir.IntType(8)
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
+
+
+@functools.cache
+def permitted() -> bool:
+    """Asks the system for the tile registers."""
+    return bool(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0)
+
+
+def packed(weight: Tensor) -> Tensor:
+    """[panels * OUTPUTS, inputs] -> [panels, inputs / 32, 2, 16 pairs, 16 outputs, 2]."""
+    blocks = weight.view(-1, 2, HALF, weight.shape[1] // INPUTS, HALF, 2)
+    return blocks.permute(0, 3, 1, 4, 2, 5).contiguous()
+
+
+class TileCode:
+    """Instructions of tile registers, in a function."""
+
+    def __init__(self, code: Function) -> None:
+        self._code = code
+
+    def begin(self) -> None:
+        """All registers have 16 rows of 64 bytes."""
+        module = self._code.module
+        shapes = [1, *[0] * 15, *[ROW_BYTES, 0] * 8, *[0] * 16, *[HALF] * 8, *[0] * 8]
+        kind = ir.ArrayType(_BYTE, len(shapes))
+        name = "tile_shapes"
+        if name not in module.globals:
+            shared = ir.GlobalVariable(module, kind, name)
+            shared.initializer, shared.global_constant = ir.Constant(kind, shapes), True
+            shared.linkage = "internal"
+        self._call("ldtilecfg", [POINTER], module.globals[name])
+
+    def end(self) -> None:
+        self._call("tilerelease", [])
+
+    def zero(self, register: int) -> None:
+        self._call("tilezero", [_BYTE], self._number(register))
+
+    def load(self, register: int, source: Memory, stride: Count | int) -> None:
+        """16 rows, `stride` bytes apart."""
+        self._move("tileloadd64", register, source, stride)
+
+    def store(self, register: int, target: Memory, stride: Count | int) -> None:
+        self._move("tilestored64", register, target, stride)
+
+    def add_products(self, sums: int, x: int, weights: int) -> None:
+        numbers = [self._number(each) for each in (sums, x, weights)]
+        self._call("tdpbf16ps", [_BYTE] * 3, *numbers)
+
+    def _move(self, name: str, register: int, memory: Memory, stride: Count | int) -> None:
+        bytes_apart = ir.Constant(COUNT, stride) if isinstance(stride, int) else stride.value
+        kinds = [_BYTE, POINTER, COUNT]
+        self._call(name, kinds, self._number(register), memory.value, bytes_apart)
+
+    @staticmethod
+    def _number(register: int) -> ir.Constant:
+        return ir.Constant(_BYTE, register)
+
+    def _call(self, name: str, kinds: list[ir.Type], *values: ir.Value) -> None:
+        function = declare(self._code.module, f"llvm.x86.{name}", ir.VoidType(), kinds)
+        self._code.builder.call(function, values)
+
+
+@contextmanager
+def tile_registers(code: Function) -> Iterator[None]:
+    """Within, this thread's tile registers can be used."""
+    tiles = TileCode(code)
+    tiles.begin()
+    yield
+    tiles.end()
+
+
+def panel_code(module: ir.Module, result: ir.Type) -> Function:
+    """Some rows of one panel, within `tile_registers`: (rows of x, rows, inputs, panel, addend, its
+    stride, out, its stride)"""
+    types = [POINTER, COUNT, COUNT, POINTER, POINTER, COUNT, POINTER, COUNT]
+    code = Function(module, f"panel_{result}", types, lanes=LANES)
+    x, rows, inputs, panel, addend, addend_stride, out, out_stride = code.arguments
+    x, panel, addend, out = x.of(BFLOAT16), panel.of(BFLOAT16), addend.of(BFLOAT16), out.of(result)
+    space = code.builder.alloca(ir.ArrayType(ir.FloatType(), ROWS * OUTPUTS))
+    sums = Memory(code.builder, space, LANES)
+    tiles = TileCode(code)
+    with code.loop(0, rows, step=ROWS) as row:
+        left = (rows - row).at_most(ROWS)
+        block = x.from_(row * inputs)
+        for halves, how in ((1, "<="), (2, ">")):
+            with code.when(left.compare(how, HALF)):
+                _sums_of_block(code, tiles, block, inputs, panel, sums, halves)
+        with code.loop(0, left) as index:
+            added = addend.from_((row + index) * addend_stride)
+            target = out.from_((row + index) * out_stride)
+            for column in range(0, OUTPUTS, LANES):
+                total = sums.vector(index * OUTPUTS + column)
+                target.put(total + added.vector(column), column)
+    code.end()
+    return code
+
+
+def _sums_of_block(
+    code: Function,
+    tiles: TileCode,
+    x: Memory,
+    inputs: Count,
+    panel: Memory,
+    sums: Memory,
+    halves: int,
+) -> None:
+    """Of 16 or 32 rows of x: registers 0 to 3 have the sums, 4 and 5 x, 6 and 7 the weights."""
+    places = list(product(range(halves), range(2)))
+    for row, column in places:
+        tiles.zero(2 * row + column)
+    with code.loop(0, inputs, step=INPUTS) as first:
+        for row in range(halves):
+            tiles.load(4 + row, x.from_(inputs * (row * HALF) + first), inputs * 2)
+        for column in range(2):
+            at = first * OUTPUTS + column * (INPUTS * HALF)
+            tiles.load(6 + column, panel.from_(at), ROW_BYTES)
+        for row, column in places:
+            tiles.add_products(2 * row + column, 4 + row, 6 + column)
+    for row, column in places:
+        target = sums.from_(row * HALF * OUTPUTS + column * HALF)
+        tiles.store(2 * row + column, target, 4 * OUTPUTS)
