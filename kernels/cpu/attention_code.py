@@ -32,6 +32,11 @@ CHUNK_ROWS = 48
 threads busy."""
 
 
+CHUNK_STEP = 64
+"""Tokens that are read for all rows of a work item before the next: as many as stay in the
+first cache."""
+
+
 class DecodeArguments(ctypes.Structure):
     """Arguments of `attend` and `merge`."""
 
@@ -83,9 +88,9 @@ class Scratch:
         sizes = {
             "places": 2 * SPLIT,  # 64-bit offsets
             "bounds": 4 * rows,  # 64-bit numbers
-            "weights": shape.rows * SPLIT,
+            "weights": rows * SPLIT,
             "queries": rows * shape.head_dim,
-            "parts": shape.rows * shape.part_numbers,
+            "parts": rows * shape.part_numbers,
             "merged": rows * shape.part_numbers,
         }
         self._starts, start = {}, 0
@@ -162,9 +167,8 @@ class AttentionCode:
             ((sequence * shape.heads + head) * splits + index) * shape.part_numbers
         )
         stride = splits * shape.part_numbers
-        with code.loop(0, shape.group, step=shape.rows) as row:
-            left = Count(code.builder, ir.Constant(COUNT, shape.group)) - row
-            self._tiles.call(code, left, row, memory, split, parts.from_(stride * row), stride)
+        rows = Count(code.builder, ir.Constant(COUNT, shape.group))
+        self._tiles.make_parts(code, rows, memory, split, parts, stride, SPLIT)
         code.end()
         return code
 
@@ -249,7 +253,10 @@ class AttentionCode:
             with code.loop(0, rows) as row:
                 after = position + row // shape.group + 1 - begin
                 self._put_bounds(memory["bounds"], row, after - window, after, split)
-            self._add_split(code, memory, split, rows)
+            parts, stride = memory["parts"], shape.part_numbers
+            self._tiles.make_parts(code, rows, memory, split, parts, stride, CHUNK_STEP)
+            with code.loop(0, rows * stride, step=stride) as at:
+                code.call(self._merging.add, memory["merged"].from_(at), parts.from_(at))
         out = given.memory("out", shape.element)
         with code.loop(0, rows) as row:
             at = self._query(row, token, kv_head, shape.token_numbers)
@@ -279,22 +286,3 @@ class AttentionCode:
         """Where a row's query is: its token, then its head, `stride` numbers a token."""
         head = kv_head * self._shape.group + row % self._shape.group
         return (token + row // self._shape.group) * stride + head * self._shape.head_dim
-
-    def _add_split(
-        self, code: Function, memory: dict[str, Memory], split: ContextSplit, rows: Count
-    ) -> None:
-        """Adds one split to all rows."""
-        shape = self._shape
-        with code.loop(0, rows, step=shape.rows) as row:
-            count = (rows - row).at_most(shape.rows)
-            # The last row of a tile sees the most.
-            tokens = memory["bounds"].of(COUNT).count((row + count) * 2 - 1)
-            seen = ContextSplit(split.keys, split.values, split.places, tokens)
-            with code.when(tokens.compare(">", 0)):
-                self._tiles.call(
-                    code, count, row, memory, seen, memory["parts"], shape.part_numbers
-                )
-                with code.loop(0, count) as each:
-                    merged = memory["merged"].from_((row + each) * shape.part_numbers)
-                    part = memory["parts"].from_(each * shape.part_numbers)
-                    code.call(self._merging.add, merged, part)

@@ -18,7 +18,10 @@ pages of any size, on any number of threads.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from llvmlite import ir
 
@@ -97,50 +100,90 @@ class PageTable:
     start: Count  # the position of the table's first token
 
 
+@dataclass(frozen=True)
+class _Step:
+    """Some tokens of a split, for some rows."""
+
+    row: Count  # the first
+    rows: Count
+    places: Memory
+    tokens: Count
+    weights: Memory  # of the first row and token
+
+
 class Tiles:
     """The functions of one module that compute parts, for 1 to shape.rows rows."""
 
     def __init__(self, module: ir.Module, shape: Heads) -> None:
         self._module, self._shape = module, shape
         self._weigh = self._weights()
-        self._tiles = [self._tile(rows) for rows in range(1, shape.rows + 1)]
+        counts = range(1, shape.rows + 1)
+        self._score = [self._scores(rows) for rows in counts]
+        self._add = [self._values(rows) for rows in counts]
 
-    def call(
+    def make_parts(
         self,
         code: Function,
         rows: Count,
-        row: Count,
         memory: dict[str, Memory],
         split: ContextSplit,
         parts: Memory,
         part_stride: Count | int,
+        step: int,
     ) -> None:
-        """Parts of `rows` rows from `row` on, at most shape.rows. The memory has queries
-        [all rows, head_dim], bounds [all rows, 2], the first token that a row sees and the one
-        after its last, and weights [shape.rows, SPLIT]."""
-        queries = memory["queries"].from_(row * self._shape.head_dim)
-        bounds = memory["bounds"].of(COUNT).from_(row * 2)
-        of_split = (split.keys, split.values, split.places, split.tokens)
-        given = (queries, *of_split, bounds, memory["weights"], parts, part_stride)
-        for count, tile in enumerate(self._tiles, start=1):
-            exact = "==" if count < len(self._tiles) else ">="
-            with code.when(rows.compare(exact, count)):
-                code.call(tile, *given)
+        """The parts of all rows. The memory has their queries [rows, head_dim], bounds [rows, 2],
+        the first token that a row sees and the one after its last, and weights [rows, SPLIT].
+        `step` tokens at a time are read for all rows; sums go on in order."""
+        with self._steps(code, rows, memory, split, step) as at:
+            queries = memory["queries"].from_(at.row * self._shape.head_dim)
+            given = (queries, split.keys, at.places, at.tokens, at.weights)
+            self._dispatch(code, at.rows, self._score, given)
+        with code.loop(0, rows) as row:
+            bounds = memory["bounds"].of(COUNT)
+            first, end = bounds.count(row * 2), bounds.count(row * 2 + 1)
+            tokens = self._tokens_of_tile(bounds, rows, row)
+            weights = memory["weights"].from_(row * SPLIT)
+            code.call(self._weigh, weights, tokens, first, end, parts.from_(row * part_stride))
+        with self._steps(code, rows, memory, split, step) as at:
+            given = (at.weights, split.values, at.places, at.tokens)
+            target = parts.from_(at.row * part_stride)
+            self._dispatch(code, at.rows, self._add, (*given, target, part_stride))
 
-    def _tile(self, rows: int) -> Function:
-        """(queries, split, bounds, weights, parts, part_stride)"""
-        score, add = self._scores(rows), self._values(rows)
-        types = [POINTER, POINTER, POINTER, POINTER, COUNT, POINTER, POINTER, POINTER, COUNT]
-        code = Function(self._module, f"tile_{rows}", types)
-        queries, keys, values, places, tokens, bounds, weights, parts, stride = code.arguments
-        code.call(score, queries, keys, places, tokens, weights)
-        for row in range(rows):
-            first, end = (bounds.of(COUNT).count(2 * row + each) for each in (0, 1))
-            of_row = weights.from_(row * SPLIT)
-            code.call(self._weigh, of_row, tokens, first, end, parts.from_(stride * row))
-        code.call(add, weights, values, places, tokens, parts, stride)
-        code.end()
-        return code
+    @contextmanager
+    def _steps(
+        self,
+        code: Function,
+        rows: Count,
+        memory: dict[str, Memory],
+        split: ContextSplit,
+        step: int,
+    ) -> Iterator[_Step]:
+        """Each tile of rows, within each step of tokens."""
+        shape = self._shape
+        with (
+            code.loop(0, split.tokens, step=step) as token,
+            code.loop(0, rows, step=shape.rows) as row,
+        ):
+            seen = self._tokens_of_tile(memory["bounds"].of(COUNT), rows, row) - token
+            with code.when(seen.compare(">", 0)):
+                weights = memory["weights"].from_(row * SPLIT + token)
+                places, count = split.places.from_(token), (rows - row).at_most(shape.rows)
+                yield _Step(row, count, places, seen.at_most(step), weights)
+
+    def _tokens_of_tile(self, bounds: Memory, rows: Count, row: Count) -> Count:
+        """How many tokens the rows of a row's tile read: the last one sees the most."""
+        size = self._shape.rows
+        last = ((row // size + 1) * size).at_most(rows)
+        return bounds.count(last * 2 - 1)
+
+    @staticmethod
+    def _dispatch(
+        code: Function, rows: Count, functions: list[Function], given: tuple[Any, ...]
+    ) -> None:
+        """Calls the function for this many rows."""
+        for count, function in enumerate(functions, start=1):
+            with code.when(rows.compare("==", count)):
+                code.call(function, *given)
 
     def _scores(self, rows: int) -> Function:
         """Scaled products of queries and keys; past the last token, up to a multiple of four, that
@@ -191,8 +234,8 @@ class Tiles:
             key.prefetch(self._shape.page_size * self._shape.token_stride + start)
 
     def _weights(self) -> Function:
-        """Turns a row's scores into weights, 0 for tokens it does not see, and notes the greatest
-        score and the sum of the weights: (scores, tokens, first, end, part)"""
+        """Turns a row's scores into weights, 0 for tokens it does not see, and begins its part with
+        the greatest score and the sum of the weights: (scores, tokens, first, end, part)"""
         shape, types = self._shape, [POINTER, COUNT, COUNT, COUNT, POINTER]
         code = Function(self._module, "weights", types, lanes=shape.lanes)
         scores, tokens, first, end, part = code.arguments
@@ -209,6 +252,8 @@ class Tiles:
             weight = exp_of_negative(score - top).where(score.above(LEAST / 2), code.zero())
             scores.put(weight, token)
             sums[0] = sums[0] + weight
+        with code.loop(0, shape.head_dim, step=shape.lanes) as at:
+            part.put(code.zero(), at)
         notes = part.from_(shape.head_dim)
         notes.put(top)
         notes.put(sums[0].total(), shape.lanes)
@@ -216,20 +261,24 @@ class Tiles:
         return code
 
     def _values(self, rows: int) -> Function:
-        """The sums of weighted values: (weights, values, places, tokens, parts, part_stride)"""
+        """Adds weighted values to parts: (weights, values, places, tokens, parts, part_stride)"""
         shape, types = self._shape, [POINTER, POINTER, POINTER, COUNT, POINTER, COUNT]
         code = Function(self._module, f"values_{rows}", types, lanes=shape.lanes)
         weights, values, places, tokens, parts, part_stride = code.arguments
         values, places, vectors = values.of(shape.element), places.of(COUNT), shape.vectors(rows)
         with code.loop(0, shape.head_dim, step=vectors * shape.lanes) as start:
-            zeros = [code.zero()] * (rows * vectors)
-            with code.sum_loop(0, tokens, zeros) as (token, sums):
+            places_of_sums = [
+                part_stride * row + start + vector * shape.lanes
+                for row in range(rows)
+                for vector in range(vectors)
+            ]
+            known = [parts.vector(at) for at in places_of_sums]
+            with code.sum_loop(0, tokens, known) as (token, sums):
                 value = values.from_(places.count(token) + start)
                 shares = weights.from_(token)
                 self._add_values(value, shares, rows, vectors, sums)
-            for index, total in enumerate(sums):
-                row, vector = divmod(index, vectors)
-                parts.put(total, part_stride * row + start + vector * shape.lanes)
+            for at, total in zip(places_of_sums, sums, strict=True):
+                parts.put(total, at)
         code.end()
         return code
 
