@@ -145,9 +145,9 @@ class Tiles:
             weights = memory["weights"].from_(row * SPLIT)
             code.call(self._weigh, weights, tokens, first, end, parts.from_(row * part_stride))
         with self._steps(code, rows, memory, split, step) as at:
-            given = (at.weights, split.values, at.places, at.tokens)
             target = parts.from_(at.row * part_stride)
-            self._dispatch(code, at.rows, self._add, (*given, target, part_stride))
+            added = (at.weights, split.values, at.places, at.tokens, target, part_stride)
+            self._dispatch(code, at.rows, self._add, added)
 
     @contextmanager
     def _steps(

@@ -164,6 +164,53 @@ def test_attention_over_pages_is_torchs(shape: tuple[int, int, int, int]) -> Non
 
 
 @compiled
+@pytest.mark.parametrize(("inputs", "outputs"), [(132, 120), (576, 40), (64, 10)])
+def test_bfloat16_products_are_close(inputs: int, outputs: int) -> None:
+    weight, bias = (
+        each.bfloat16() for each in weights(2 * outputs, inputs, True) if each is not None
+    )
+    layer, gated = Linear(weight, bias), GatedLinear(weight, bias)
+    for each in (layer, gated):
+        each.pack()
+        assert each.weight.is_meta
+    norm = RMSNorm((torch.rand(inputs) + 0.5).bfloat16(), 1e-5)
+    exact = RMSNorm(norm.weight.double(), 1e-5)
+    reference = Linear(weight.double(), bias.double())
+    gated_reference = GatedLinear(weight.double(), bias.double())
+    for rows in ROWS:
+        x, residual = (
+            torch.randn(rows, inputs).bfloat16(),
+            torch.randn(rows, 2 * outputs).bfloat16(),
+        )
+        assert_close(layer(x, norm), reference(x.double(), exact))
+        assert_close(layer.add_to(residual, x), reference.add_to(residual.double(), x.double()))
+        assert_close(gated(x, norm), gated_reference(x.double(), exact))
+
+
+@compiled
+@pytest.mark.parametrize("shape", HEADS[:3])
+def test_bfloat16_attention_is_close(shape: tuple[int, int, int, int]) -> None:
+    pages = Pages(*shape)
+    reads = pages.reads([0, 200, 0], [1, 511, 600])
+    rounded, query = layer_caches(pages.kv.bfloat16())[1], pages.query.bfloat16()
+    exact = layer_caches(pages.kv.bfloat16().double())[1]
+    wanted = decode_attention(query.double(), exact, reads)
+    assert_close(decode_attention(query, rounded, reads), wanted)
+
+
+@compiled
+def test_weights_for_tile_registers_are_pairs_of_inputs() -> None:
+    from baton.kernels.cpu import amx
+
+    weight = torch.arange(64 * 96).view(64, 96)
+    packed = amx.packed(weight)
+    assert packed.shape == (2, 3, 2, 16, 16, 2)
+    for panel, step, half, pair, output, parity in ((1, 2, 0, 3, 5, 1), (0, 1, 1, 15, 9, 0)):
+        row, column = 32 * panel + 16 * half + output, 32 * step + 2 * pair + parity
+        assert packed[panel, step, half, pair, output, parity] == weight[row, column]
+
+
+@compiled
 def test_attention_does_not_read_what_a_query_does_not_see() -> None:
     pages = Pages(9, 3, 64, 16)
     reads = pages.reads([0, 40, 260], [5, 300, 599])
