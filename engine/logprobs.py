@@ -89,7 +89,8 @@ def _score(logits: Tensor, tokens: Tensor, rows: list[Row], wanted: list[int]) -
     likeliest = scores.topk(min(max(wanted), scores.shape[1]), dim=-1).indices
     # A token that could not be sampled is -1; its row is dropped.
     chosen = torch.cat((tokens.clamp(min=0).long()[:, None], likeliest), dim=-1)
-    logprobs = scores.gather(-1, chosen) - scores.logsumexp(dim=-1, keepdim=True)
+    # Not by logsumexp: how it sums a row depends on the number of rows and threads.
+    logprobs = scores.log_softmax(dim=-1).gather(-1, chosen)
     return Scores(rows, wanted, chosen.int(), logprobs.clamp(min=LEAST))
 
 

@@ -92,6 +92,12 @@ def test_gated_products(dtype: torch.dtype) -> None:
     assert_rows_are_as_alone(lambda x: layer(x, norm), rows)
 
 
+def test_log_probabilities() -> None:
+    """As engine.logprobs makes them, over a vocabulary that torch cuts among threads."""
+    logits = torch.randn(24, 49_152) * 3
+    assert_rows_are_as_alone(lambda some: some.log_softmax(dim=-1)[:, :9], logits)
+
+
 def test_rotations_of_positions() -> None:
     frequencies = 1.0 / 1e4 ** (torch.arange(0, 64, 2) / 64)
     positions = torch.randint(0, 100_000, (MOST_ROWS,))
