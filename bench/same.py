@@ -18,7 +18,7 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +39,8 @@ REQUESTS = (
     "Compare {} with {}.",
 )
 READY_SECONDS = 240.0
+LAYOUTS = ((8, 64), (32, 200))
+"""Other page sizes, with other chunk sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +167,11 @@ class Asker:
 
 
 def ways(
-    tree: dict[str, object], asker: Asker, folder: Path, kill_after: float
+    tree: dict[str, object],
+    asker: Asker,
+    folder: Path,
+    kill_after: float,
+    layouts: Sequence[tuple[int, int]] = LAYOUTS,
 ) -> Iterator[tuple[str, list[Answer]]]:
     """The answers, asked in each way; the first is the one that others are compared with."""
     with Cluster(tree, folder) as cluster:
@@ -182,7 +188,7 @@ def ways(
             cluster.kill("decode-1")
 
         yield "a worker killed", asker.at_once(client, "d", kill)
-    for page_size, chunk in ((8, 64), (32, 200)):
+    for page_size, chunk in layouts:
         pool = {"chunk_tokens": chunk}
         changed = {**tree, "page_size": page_size}
         for role in ("prefill", "decode"):
