@@ -60,7 +60,6 @@ _Place = tuple[int, str]
 class _Peer:
     total_pages: int
     links: dict[_Place, HeadLink]  # the first one takes notes
-    lost: bool = False
     broken: set[_Place] = field(default_factory=set)  # links that carry nothing any more
     gone: set[_Place] = field(default_factory=set)  # of these, those that nothing comes over
     probe_at: float = 0.0
@@ -97,6 +96,7 @@ class ShardedTransport:
         self._total_pages = 0
         self._page_bytes = 0  # of a page as all shards hold it together
         self._peers: dict[str, _Peer] = {}  # the connected ones
+        self._lost: set[str] = set()  # of these, those with a broken link
         self._writes: dict[int, _Write] = {}
         self._parts: dict[int, int] = {}  # the writes that parts under way belong to
         self._events: list[TransportEvent] = []
@@ -115,8 +115,8 @@ class ShardedTransport:
         return _whole_address(shards, layout, self._page_bytes)
 
     def connect(self, address: PoolAddress) -> str:
-        known = self._peers.get(address.agent)
-        if known is not None and not known.lost:
+        known = address.agent in self._peers
+        if known and address.agent not in self._lost:
             return address.agent
         planned = links(self._heads, self._page_bytes, address)
         connected: dict[_Place, HeadLink] = {}
@@ -125,19 +125,21 @@ class ShardedTransport:
                 self._shards[link.shard].connect(link.pool, link.part)
                 connected[link.shard, link.pool.agent] = link
         except BatonError:
-            if known is None:
+            if not known:
                 self._disconnect(connected)
             raise
+        self._lost.discard(address.agent)
         self._peers[address.agent] = _Peer(address.total_pages, connected)
         return address.agent
 
     def disconnect(self, peer: str) -> None:
+        self._lost.discard(peer)
         if known := self._peers.pop(peer, None):
             self._disconnect(known.links)
 
     def write(self, write: PageWrite) -> int:
         known = self._peers.get(write.peer)
-        if known is None or known.lost:
+        if known is None or write.peer in self._lost:
             raise WorkerLost(f"not connected to {write.peer}")
         check_pages(write, self._total_pages, known.total_pages)
         places = list(known.links)
@@ -179,7 +181,7 @@ class ShardedTransport:
     def close(self) -> None:
         for shard in self._shards:
             shard.close()
-        for table in (self._peers, self._writes, self._parts):
+        for table in (self._peers, self._lost, self._writes, self._parts):
             table.clear()
 
     def _disconnect(self, places: Iterable[_Place]) -> None:
@@ -242,11 +244,12 @@ class ShardedTransport:
         if gone:
             peer.gone.add(place)
         all_gone = len(peer.gone) == len(peer.links)
-        if not peer.lost or all_gone:
+        if name not in self._lost or all_gone:
             self._events.append(PeerLost(name, gone=all_gone))
-        peer.lost = True
+        self._lost.add(name)
         self._fail_writes(name)
         if all_gone:
+            self._lost.remove(name)
             del self._peers[name]
 
     def _fail_writes(self, peer: str) -> None:
@@ -256,11 +259,11 @@ class ShardedTransport:
                 write.error = WorkerLost(f"{peer} is lost")
 
     def _probe(self) -> None:
-        now = self._clock()
-        for peer in self._peers.values():
-            if peer.lost and now >= peer.probe_at:
+        for peer in [self._peers[name] for name in sorted(self._lost)]:
+            now = self._clock()
+            if now >= peer.probe_at:
                 peer.probe_at = now + PROBE_SECONDS
-                for shard, agent in peer.links.keys() - peer.broken:
+                for shard, agent in [link for link in peer.links if link not in peer.broken]:
                     with suppress(BatonError):  # the shard reports it when polled
                         self._shards[shard].write(PageWrite(agent, note=PROBE))
 
