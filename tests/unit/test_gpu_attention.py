@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import kernel_reference as reference
 import pytest
 import torch
 from kernel_checks import assert_close, types_for
 from torch import Tensor
 
 from baton.engine.gpu.prompt_attention import LongChunk, long_chunk_attention
-from baton.kernels import reference
 from baton.kernels.gpu.chunk_attention import BLOCK_QUERIES, chunk_attention, merge_attended
 from baton.kernels.gpu.decode_attention import HeadShape, SplitWorkspace, decode_attention
 

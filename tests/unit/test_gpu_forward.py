@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import kernel_reference as reference
 import pytest
 import torch
 
 from baton.engine.gpu.forward import SPLIT_ROWS, _is_split, _onto
-from baton.kernels import reference
 from baton.kernels.linear import Linear
 
 EPSILON = 1e-5

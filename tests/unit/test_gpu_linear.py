@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
+import kernel_reference as reference
 import pytest
 import torch
 from kernel_checks import assert_close, types_for
 from torch import Tensor
 
-from baton.kernels import reference
 from baton.kernels.gpu.linear import Scaled, few_rows, few_rows_alone, few_rows_onto, squares_for
 from baton.kernels.gpu.tokens import begin, embed, remember
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
+import kernel_reference as reference
 import pytest
 import torch
 from torch import Tensor
 
-from baton.kernels import reference
 from baton.kernels.gpu.linear import Scaled, silu_and_multiply
 from baton.kernels.gpu.norm import add_and_norm, add_and_scale, rms_norm
 

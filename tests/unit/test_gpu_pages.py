@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import kernel_reference as reference
 import pytest
 import torch
 from torch import Tensor
 
-from baton.kernels import reference
 from baton.kernels.gpu.pages import (
     COPY_BLOCK,
     DIGEST_BLOCK,

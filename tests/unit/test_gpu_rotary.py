@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
+import kernel_reference as reference
 import pytest
 import torch
 from torch import Tensor
 
-from baton.kernels import reference
 from baton.kernels.gpu.decode_attention import HeadShape
 from baton.kernels.gpu.rotary import rotate_and_store
 

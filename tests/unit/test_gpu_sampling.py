@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import kernel_reference as reference
 import pytest
 import torch
 import triton
@@ -14,7 +15,6 @@ from baton.core.types import AttemptKey, Sampling, Work
 from baton.engine import sampler
 from baton.engine.page_pool import PagePool
 from baton.engine.sequence import Sequence
-from baton.kernels import reference
 from baton.kernels.gpu.sampling import CAPACITY, LOG2_E, argmax, load_weights, sample
 from baton.kernels.noise import draw_key
 
