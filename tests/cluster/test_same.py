@@ -22,8 +22,8 @@ def test_answers_are_the_same_in_any_company(tmp_path: Path) -> None:
         "log_level": "warning",
     }
     asker = Asker(prompts(6), Settings(tokens=60, temperature=0.9, n=2, presence_penalty=0.3))
-    (_, wanted), *rest = ways(tree, asker, tmp_path, kill_after=0.3, layouts=((8, 24),))
+    (_, wanted), *rest = ways(tree, asker, tmp_path, kill_after=0.3, layouts=())
     assert len({answer.token_ids for answer in wanted}) == 12
-    assert len(rest) == 6
+    assert len(rest) == 5
     for way, found in rest:
         assert found == wanted, way
