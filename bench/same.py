@@ -243,8 +243,9 @@ def main() -> None:
         print(f"temperature {temperature:g}, {options.tokens} tokens, dtype {options.dtype}")
         print(f"{'':<32}{'tokens differ':<15}{'scores differ':<16}first difference at token")
         with tempfile.TemporaryDirectory() as folder:
-            (_, wanted), *rest = ways(tree, asker, Path(folder), options.kill_after)
-            for way, found in rest:
+            answers = ways(tree, asker, Path(folder), options.kill_after)
+            _, wanted = next(answers)
+            for way, found in answers:
                 print(row(way, wanted, found), flush=True)
 
 
