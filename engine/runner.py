@@ -26,7 +26,7 @@ from baton.engine.step import (
 )
 from baton.engine.tensor_parallel import Group
 from baton.kernels.attention import ChunkReads, DecodeReads, prepare_attention
-from baton.kernels.cache import layer_caches, token_rows
+from baton.kernels.cache import layer_caches, prepare_rotation, token_rows
 
 
 class Runner:
@@ -49,6 +49,7 @@ class Runner:
         self._sampler = Sampler(shape.vocabulary_size)
         model.pack()
         prepare_attention(shape.heads, self._caches[0])
+        prepare_rotation(shape.head_dim, self._caches[0])
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> FinishedStep:

@@ -63,6 +63,14 @@ def by_heads(found: Tensor, cache: LayerCache, sequences: int, head_dim: int) ->
     return found.view(2, sequences, -1, kv_heads, head_dim).transpose(2, 3)
 
 
+def prepare_rotation(head_dim: int, cache: LayerCache) -> None:
+    """Compiles ahead of the first call."""
+    if compiler.suits(cache.kv) and compiler.lanes_for(head_dim, compiler.registers()):
+        from baton.kernels.cpu.rotation import compiled_rotation  # imports llvmlite
+
+        compiled_rotation(head_dim, cache.kv.dtype, compiler.registers())
+
+
 def rotate_and_write_(
     qkv: Tensor,
     heads: int,

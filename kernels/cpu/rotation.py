@@ -60,7 +60,7 @@ def rotate_and_write(
     arguments.rotation = None if rotation is None else rotation.data_ptr()
     arguments.head_dim = head_dim
     arguments.tokens, arguments.places = tokens.data_ptr(), places.data_ptr()
-    address = _address(head_dim, qkv.dtype, compiler.registers())
+    address = compiled_rotation(head_dim, qkv.dtype, compiler.registers())
     compiler.run(address, arguments, alone=rows <= FEW_ROWS)
 
 
@@ -69,7 +69,8 @@ FEW_ROWS = 8
 
 
 @functools.cache
-def _address(head_dim: int, dtype: torch.dtype, registers: Registers) -> int:
+def compiled_rotation(head_dim: int, dtype: torch.dtype, registers: Registers) -> int:
+    """The address of the compiled function."""
     lanes = compiler.lanes_for(head_dim, registers)
     return _library(lanes, element_of(dtype)).address("rotate_and_write")
 
