@@ -25,16 +25,21 @@ MANIFEST = "baton.json"
 
 
 def cache_folder() -> Path:
-    """The folder of pulled models: $XDG_CACHE_HOME/baton/models, or under ~/.cache."""
+    """This user's files that can be made again: $XDG_CACHE_HOME/baton, or under ~/.cache."""
     root = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG specification has relative paths ignored.
     base = Path(root) if os.path.isabs(root) else Path.home() / ".cache"
-    return base / "baton" / "models"
+    return base / "baton"
+
+
+def models_folder() -> Path:
+    """The folder of pulled models."""
+    return cache_folder() / "models"
 
 
 def embedded_folder() -> Path:
     """The embedded model's folder, once it is pulled."""
-    return cache_folder() / EMBEDDED_NAME
+    return models_folder() / EMBEDDED_NAME
 
 
 def embedded_is_ready() -> bool:

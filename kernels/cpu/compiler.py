@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import itertools
 import logging
 import platform
@@ -18,8 +19,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from baton.kernels.cpu import code_cache
+
 if TYPE_CHECKING:
     from llvmlite import ir
+    from llvmlite.binding import TargetMachine
 
 log = logging.getLogger(__name__)
 
@@ -49,24 +53,20 @@ def lanes_for(head_dim: int, registers: Registers) -> int:
     return max((each for each in lanes if each <= registers.lanes), default=0)
 
 
+# Loops are final as written.
+PASSES = {"loop_unrolling": False, "loop_vectorization": False, "slp_vectorization": False}
+LEVEL = 3
+
+
 class Library:
     """Machine code of one module."""
 
     def __init__(self, module: ir.Module) -> None:
         from llvmlite import binding
 
-        parsed = binding.parse_assembly(str(module))
-        target = binding.Target.from_default_triple().create_target_machine(
-            cpu=binding.get_host_cpu_name(),
-            features=binding.get_host_cpu_features().flatten(),
-            opt=3,
-        )
-        # Loops are final as written: nothing is unrolled or vectorized.
-        options = binding.create_pipeline_tuning_options(speed_level=2)
-        options.loop_unrolling = options.loop_vectorization = options.slp_vectorization = False
-        passes = binding.create_pass_builder(target, options)
-        passes.getModulePassManager().run(parsed, passes)
-        self._machine = binding.create_mcjit_compiler(parsed, target)
+        code = binding.ObjectFileRef.from_data(_machine_code(str(module)))
+        self._machine = binding.create_mcjit_compiler(binding.parse_assembly(""), _target())
+        self._machine.add_object_file(code)
         self._machine.finalize_object()
         _libraries.append(self)
 
@@ -77,6 +77,45 @@ class Library:
 _libraries: list[Library] = []
 """Never freed, since addresses are handed out: also the loser of two threads that compile the
 same at once."""
+
+
+def _machine_code(assembly: str) -> bytes:
+    """An object file for this CPU, compiled now or by an earlier process."""
+    key = hashlib.sha256(repr((_host(), LEVEL, PASSES, assembly)).encode()).hexdigest()
+    code = code_cache.load(key)
+    if code is None:
+        code = _compile(assembly)
+        code_cache.store(key, code)
+    return code
+
+
+def _compile(assembly: str) -> bytes:
+    from llvmlite import binding
+
+    parsed, target = binding.parse_assembly(assembly), _target()
+    options = binding.create_pipeline_tuning_options()
+    for name, value in PASSES.items():
+        setattr(options, name, value)
+    passes = binding.create_pass_builder(target, options)
+    passes.getModulePassManager().run(parsed, passes)
+    return bytes(target.emit_object(parsed))
+
+
+def _target() -> TargetMachine:
+    from llvmlite import binding
+
+    _, triple, cpu, features = _host()
+    target = binding.Target.from_triple(triple)
+    return target.create_target_machine(cpu=cpu, features=features, opt=LEVEL)
+
+
+def _host() -> tuple[str, str, str, str]:
+    """What machine code depends on beside its assembly: the compiler's version, and this CPU."""
+    import llvmlite
+    from llvmlite import binding
+
+    cpu, features = binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()
+    return llvmlite.__version__, binding.get_default_triple(), cpu, features
 
 
 def run(work: int, arguments: ctypes.Structure, *, alone: bool = False) -> None:

@@ -18,9 +18,17 @@ _context.set_forkserver_preload(
     [
         "baton.prefill_worker.prefill_phase",
         "baton.decode_worker.decode_phase",
-        "baton.worker.worker_server",
+        "baton.worker.standalone",
         "baton.router.server",
+        # What a process imports only where it needs it.
+        "baton.kernels.cpu.paged_attention",
+        "baton.kernels.cpu.panels",
+        "baton.kernels.cpu.rotation",
+        "baton.kv_transfer.nixl_transport",
+        "baton.router.edges.http.http_app",
         "nixl",
+        "uvicorn.protocols.http.h11_impl",
+        "uvloop",
     ]
 )
 

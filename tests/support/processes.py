@@ -193,8 +193,7 @@ class ProcessCluster:
             },
         )
         arguments = ["baton.router", "--config", config, "--controller", self._controller]
-        before = self._before.get("router", ())
-        self.router = Process(self._workspace, "router", arguments, before)
+        self.router = Process(self._workspace, "router", arguments, self._before.get("router"))
         self.address = self.router.wait_for(r"gRPC on (\S+),")
         self.http = self.router.wait_for(r"HTTP on (\S+),")
         self.metrics = self.router.wait_for(r"metrics on (\S+)")

