@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import random
-import statistics
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,28 +21,17 @@ from baton.planner.sizing import Goals, Pools
 from baton.planner.trace import TraceRequest, Traffic, arrivals, read_trace
 from baton.router.placement.cost_model import ANSWER_PRIOR, CostModel, Costs
 from baton.router.placement.placement import LocalPrefill, Snapshot
-from tests.support.shared_cores import Cluster, Hardware, calibrate, poisson
+from tests.support.shared_cores import GPUS, SHARED_CORES, Cluster, Hardware, calibrate, outcome
 
 Change = Callable[[Costs], Costs]
 
-CORES = Hardware(forward=0.045, row=0.0065, message=0.003, push=0.01, cores=2.0)
-GPUS = Hardware(
-    forward=4e-3,
-    row=2e-5,
-    message=5e-4,
-    push=3e-3,
-    prefill_chunk=8192,
-    decode_chunk=2048,
-    page_bytes=2 * 2**20,
-)
 LEARNED = {
-    "cores, 32": (CORES, (32, 16)),
-    "cores, 128": (CORES, (128, 16)),
+    "cores, 32": (SHARED_CORES, (32, 16)),
+    "cores, 128": (SHARED_CORES, (128, 16)),
     "GPUs, 4096": (GPUS, (4096, 32)),
 }
 """Hardware, and the tokens of prompts and answers."""
 LOAD = 0.9
-EARLIER, REQUESTS = 60, 40
 
 # A network of 1 GB/s; and pools that share hardware, where prefill slows decode down.
 REPLAYED = {
@@ -122,17 +110,13 @@ def learned(change: Change, seeds: int) -> Iterator[str]:
     """For each case: good requests, and the mean seconds of one."""
     for hardware, shape in LEARNED.values():
         found = calibrate(hardware, *shape)
-        good: list[bool] = []
-        seconds: list[float] = []
-        rate = LOAD * found.requests_per_second
-        for seed in range(seeds):
-            cluster, draw = Cluster(hardware, LocalPrefill.AUTO), random.Random(seed)
-            cluster.model = AblatedModel(change)
-            cluster.run(poisson(draw, 0.6 * rate, EARLIER), *shape)
-            requests = cluster.run(poisson(draw, rate, REQUESTS), *shape)
-            good += map(found.objective.is_met, requests)
-            seconds += [request.times[-1] - request.arrived for request in requests]
-        yield f"{statistics.mean(good):.1%}, {statistics.mean(seconds):.3g} s"
+        made = partial(_ablated_cluster, hardware, change)
+        measured = outcome(made, found, LOAD, shape, seeds)
+        yield f"{measured.good:.1%}, {measured.seconds:.3g} s"
+
+
+def _ablated_cluster(hardware: Hardware, change: Change) -> Cluster:
+    return Cluster(hardware, LocalPrefill.AUTO, model=AblatedModel(change))
 
 
 def replayed(change: Change, requests: Sequence[TraceRequest]) -> Iterator[str]:

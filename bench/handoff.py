@@ -20,71 +20,40 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import yaml
-
 from baton import Client
-from bench.processes import FREE_ROUTER, address_in, process
+from bench.processes import FREE_ROUTER, router, workers
 
 ANSWER = 8
 WORDS = 30_000
 
 
-class Bench:
-    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
-        self._folder = folder
-        self._tree: dict[str, object] = {
-            "model": str(options.model),
-            "weights": "random" if options.random_weights else "files",
-            "device": options.device,
-            "transport": options.transport,
-            "max_context": 2 * max(options.lengths),
-            "prefill": {"kv_memory": options.kv_memory, "chunk_tokens": options.chunk},
-            "decode": {
-                "kv_memory": options.kv_memory,
-                "chunk_tokens": options.chunk,
-                "max_batch": 8,
-            },
-            "router": {
-                **FREE_ROUTER,
-                "local_prefill": "fallback",
-                "local_prefill_after": 0,
-            },
-        }
+@contextlib.contextmanager
+def clusters(options: argparse.Namespace, folder: Path) -> Iterator[tuple[Client, Client]]:
+    """Clients of a split cluster, and of a worker that does both."""
+    tree = _tree(options)
+    with workers(folder, tree, ("prefill-0", "decode-0", "decode-1")) as started:
+        prefill, decode, both = started.values()
+        with (
+            router(folder, tree, [prefill, decode], "split") as split,
+            router(folder, tree, [both], "colocated") as colocated,
+            Client(split.address) as first,
+            Client(colocated.address) as second,
+        ):
+            yield first, second
 
-    def config(self, name: str, workers: list[str] | None = None) -> str:
-        path = self._folder / f"{name}.yaml"
-        path.write_text(yaml.safe_dump({**self._tree, "members": {"workers": workers or []}}))
-        return str(path)
 
-    @contextlib.contextmanager
-    def clients(self) -> Iterator[tuple[Client, Client]]:
-        """One of the split cluster, one of the worker that does both."""
-        with contextlib.ExitStack() as running:
-            config = self.config("workers")
-            logs = [
-                running.enter_context(
-                    process(self._folder, name, module, "--config", config, "--name", name)
-                )
-                for name, module in (
-                    ("prefill-0", "baton.prefill_worker"),
-                    ("decode-0", "baton.decode_worker"),
-                    ("both-0", "baton.decode_worker"),
-                )
-            ]
-            prefill, decode, both = map(address_in, logs)
-            routers = [
-                running.enter_context(
-                    process(
-                        self._folder, name, "baton.router", "--config", self.config(name, workers)
-                    )
-                )
-                for name, workers in (("split", [prefill, decode]), ("colocated", [both]))
-            ]
-            split, colocated = (
-                running.enter_context(contextlib.closing(Client(address_in(log))))
-                for log in routers
-            )
-            yield split, colocated
+def _tree(options: argparse.Namespace) -> dict[str, object]:
+    pool = {"kv_memory": options.kv_memory, "chunk_tokens": options.chunk}
+    return {
+        "model": str(options.model),
+        "weights": "random" if options.random_weights else "files",
+        "device": options.device,
+        "transport": options.transport,
+        "max_context": 2 * max(options.lengths),
+        "prefill": pool,
+        "decode": {**pool, "max_batch": 8},
+        "router": {**FREE_ROUTER, "local_prefill": "fallback", "local_prefill_after": 0},
+    }
 
 
 def ask(client: Client, length: int) -> tuple[float, float]:
@@ -130,10 +99,11 @@ def main() -> None:
     parser.add_argument("--kv-memory", default="8GiB")
     parser.add_argument("--repeats", type=int, default=15)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(options, Path(folder))
-        with bench.clients() as (split, colocated):
-            print_table(split, colocated, options)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        clusters(options, Path(folder)) as (split, colocated),
+    ):
+        print_table(split, colocated, options)
 
 
 if __name__ == "__main__":

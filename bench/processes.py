@@ -9,9 +9,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+import yaml
+
+from baton import Client
+from baton.core import config as configs
+from baton.v1 import cluster_pb2, worker_pb2
 
 START_SECONDS = 240.0
 STOP_SECONDS = 30.0
@@ -22,42 +28,70 @@ FREE_ROUTER = {"port": 0, "http_port": 0, "metrics_port": 0, "canary_seconds": 0
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    log: Path
+    """A ready process and its addresses."""
+
     pid: int
+    address: str
+    metrics: str  # empty for a worker
 
 
 @contextlib.contextmanager
-def process(
+def workers(
     folder: Path,
-    name: str,
-    module: str,
-    *arguments: str,
+    tree: Mapping[str, object],
+    names: Collection[str],
     variables: Mapping[str, str] | None = None,
-) -> Iterator[Path]:
-    """Starts a process that ends with the block; yields its log."""
-    with start(folder, name, module, *arguments, variables=variables) as started:
-        yield started.log
+) -> Iterator[dict[str, Process]]:
+    """Starts workers, by names such as "prefill-0", which end with the block.
+
+    `variables` are added to their environment."""
+    config = _write(folder / "workers.yaml", tree)
+    with contextlib.ExitStack() as running:
+        started = {}
+        for name in names:
+            module = f"baton.{name.partition('-')[0]}_worker"
+            arguments = [module, "--config", config, "--name", name]
+            log = folder / f"{name}.log"
+            started[name] = running.enter_context(_start(log, arguments, variables or {})), log
+        yield {name: _ready(popen, log) for name, (popen, log) in started.items()}
 
 
 @contextlib.contextmanager
-def start(
-    folder: Path,
-    name: str,
-    module: str,
-    *arguments: str,
-    variables: Mapping[str, str] | None = None,
+def router(
+    folder: Path, tree: Mapping[str, object], members: Collection[Process], name: str = "router"
 ) -> Iterator[Process]:
-    """Starts a process that ends with the block."""
+    """A router of these workers, once every prefill worker reaches every decode worker."""
+    addresses = [member.address for member in members]
+    settings = {**tree, "members": {"workers": addresses}}
+    config = _write(folder / f"{name}.yaml", settings)
     log = folder / f"{name}.log"
+    with _start(log, ["baton.router", "--config", config], {}) as popen:
+        ready = _ready(popen, log)
+        with Client(ready.address) as client:
+            _wait_whole(client, len(addresses))
+        yield ready
+
+
+def _write(path: Path, tree: Mapping[str, object]) -> str:
+    # An unknown key is better reported here than in the log of an ended process.
+    configs.parse(tree)
+    path.write_text(yaml.safe_dump(dict(tree)))
+    return str(path)
+
+
+@contextlib.contextmanager
+def _start(
+    log: Path, arguments: list[str], variables: Mapping[str, str]
+) -> Iterator[subprocess.Popen[bytes]]:
     with log.open("w") as output:
         popen = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
+            [sys.executable, "-m", *arguments],
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **(variables or {})},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **variables},
         )
     try:
-        yield Process(log, popen.pid)
+        yield popen
     finally:
         popen.send_signal(signal.SIGINT)
         popen.send_signal(signal.SIGTERM)
@@ -66,11 +100,28 @@ def start(
         popen.kill()
 
 
-def address_in(log: Path) -> str:
-    """The address in the log of a ready process."""
+def _ready(popen: subprocess.Popen[bytes], log: Path) -> Process:
     deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline:
-        if match := re.search(r"ready(?:: gRPC)? on (\S+:\d+)", log.read_text()):
-            return match[1]
+    while time.monotonic() < deadline and popen.poll() is None:
+        text = log.read_text()
+        if match := re.search(r"ready(?:: gRPC)? on (\S+:\d+)", text):
+            metrics = re.search(r"metrics on (\S+)", text)
+            return Process(popen.pid, match[1], metrics[1] if metrics else "")
         time.sleep(0.1)
     raise SystemExit(f"{log.stem} did not start:\n{log.read_text()[-3000:]}")
+
+
+def _wait_whole(client: Client, count: int) -> None:
+    client.wait_ready(START_SECONDS)
+    deadline = time.monotonic() + START_SECONDS
+    while not _is_whole(client.status().workers, count):
+        if time.monotonic() > deadline:
+            raise SystemExit(f"not all workers are connected:\n{client.status()}")
+        time.sleep(0.2)
+
+
+def _is_whole(members: Collection[cluster_pb2.WorkerStatus], count: int) -> bool:
+    attached = [each for each in members if each.attached]
+    prefill = [each for each in attached if each.member.role == worker_pb2.ROLE_PREFILL]
+    decode = count - len(prefill)
+    return len(attached) == count and all(len(each.connected) == decode for each in prefill)

@@ -18,17 +18,14 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from baton import Client
 from baton.core.model_store import EMBEDDED
-from baton.v1 import worker_pb2
-from bench.processes import FREE_ROUTER, Process, address_in, start
+from bench.processes import FREE_ROUTER, Process, router, workers
 
 SUBJECTS = ("rivers", "bread", "the moon", "trains", "bees", "glass", "chess", "rain", "salt")
 REQUESTS = (
@@ -38,7 +35,7 @@ REQUESTS = (
     "Why do people care about {}? Answer in one paragraph, then list two books.",
     "Compare {} with {}.",
 )
-READY_SECONDS = 240.0
+WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 LAYOUTS = ((8, 64), (32, 200))
 """Other page sizes, with other chunk sizes."""
 
@@ -57,59 +54,6 @@ class Settings:
     temperature: float
     n: int
     presence_penalty: float
-
-
-class Cluster:
-    """Two prefill workers, two decode workers and a router, as processes."""
-
-    def __init__(self, tree: dict[str, object], folder: Path) -> None:
-        self._tree = tree
-        self._folder = folder
-        self._running = contextlib.ExitStack()
-        self.workers: dict[str, Process] = {}
-
-    def __enter__(self) -> Cluster:
-        with contextlib.ExitStack() as running:
-            config = self._write("workers", [])
-            for name in ("prefill-0", "prefill-1", "decode-0", "decode-1"):
-                module = f"baton.{name.partition('-')[0]}_worker"
-                arguments = ("--config", config, "--name", name)
-                self.workers[name] = running.enter_context(
-                    start(self._folder, name, module, *arguments)
-                )
-            members = [address_in(worker.log) for worker in self.workers.values()]
-            router = running.enter_context(
-                start(
-                    *(self._folder, "router", "baton.router"),
-                    *("--config", self._write("router", members)),
-                )
-            )
-            self.client = running.enter_context(Client(address_in(router.log)))
-            self.client.wait_ready(READY_SECONDS)
-            self._wait_connected()
-            self._running = running.pop_all()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._running.close()
-
-    def kill(self, name: str) -> None:
-        os.kill(self.workers[name].pid, signal.SIGKILL)
-
-    def _write(self, name: str, members: list[str]) -> str:
-        path = self._folder / f"{name}.yaml"
-        path.write_text(yaml.safe_dump({**self._tree, "members": {"workers": members}}))
-        return str(path)
-
-    def _wait_connected(self) -> None:
-        deadline = time.monotonic() + READY_SECONDS
-        while time.monotonic() < deadline:
-            workers = self.client.status().workers
-            prefill = [each for each in workers if each.member.role == worker_pb2.ROLE_PREFILL]
-            if len(prefill) == 2 and all(len(each.connected) == 2 for each in prefill):
-                return
-            time.sleep(0.2)
-        raise SystemExit("not all workers are connected")
 
 
 def prompts(count: int) -> list[str]:
@@ -167,34 +111,46 @@ class Asker:
 
 
 def ways(
-    tree: dict[str, object],
-    asker: Asker,
-    folder: Path,
-    kill_after: float,
-    layouts: Sequence[tuple[int, int]] = LAYOUTS,
+    client: Client, asker: Asker, kill: Callable[[], None]
 ) -> Iterator[tuple[str, list[Answer]]]:
-    """The answers, asked in each way; the first is the one that others are compared with."""
-    with Cluster(tree, folder) as cluster:
-        client = cluster.client
-        yield "alone", asker.alone(client, "a")
-        yield "again, cached", asker.alone(client, "a")
-        yield "all at once", asker.at_once(client, "b")
-        yield "all at once, cached", asker.at_once(client, "b")
-        client.switch_role("prefill-1", "decode")
-        yield "after a role switch", asker.at_once(client, "c")
+    """The answers of two prefill and two decode workers, asked in each way; the first is the one
+    that others are compared with. `kill` is called while all run, and kills decode-1."""
+    yield "alone", asker.alone(client, "a")
+    yield "again, cached", asker.alone(client, "a")
+    yield "all at once", asker.at_once(client, "b")
+    yield "all at once, cached", asker.at_once(client, "b")
+    client.switch_role("prefill-1", "decode")
+    yield "after a role switch", asker.at_once(client, "c")
+    yield "a worker killed", asker.at_once(client, "d", kill)
+
+
+def on_clusters(
+    tree: dict[str, object], asker: Asker, folder: Path, kill_after: float
+) -> Iterator[tuple[str, list[Answer]]]:
+    """The same on a cluster started for it, and all at once on clusters of other layouts."""
+    with cluster(tree, folder) as (client, started):
 
         def kill() -> None:
             time.sleep(kill_after)
-            cluster.kill("decode-1")
+            os.kill(started["decode-1"].pid, signal.SIGKILL)
 
-        yield "a worker killed", asker.at_once(client, "d", kill)
-    for page_size, chunk in layouts:
-        pool = {"chunk_tokens": chunk}
+        yield from ways(client, asker, kill)
+    for page_size, chunk in LAYOUTS:
         changed = {**tree, "page_size": page_size}
         for role in ("prefill", "decode"):
-            changed[role] = {**dict(tree[role]), **pool}  # type: ignore[call-overload]
-        with Cluster(changed, folder) as cluster:
-            yield f"pages of {page_size}, chunks of {chunk}", asker.at_once(cluster.client, "a")
+            changed[role] = {**dict(tree[role]), "chunk_tokens": chunk}  # type: ignore[call-overload]
+        with cluster(changed, folder) as (client, _):
+            yield f"pages of {page_size}, chunks of {chunk}", asker.at_once(client, "a")
+
+
+@contextlib.contextmanager
+def cluster(tree: dict[str, object], folder: Path) -> Iterator[tuple[Client, dict[str, Process]]]:
+    with (
+        workers(folder, tree, WORKERS) as started,
+        router(folder, tree, started.values()) as door,
+        Client(door.address) as client,
+    ):
+        yield client, started
 
 
 def row(way: str, wanted: list[Answer], found: list[Answer]) -> str:
@@ -243,7 +199,7 @@ def main() -> None:
         print(f"temperature {temperature:g}, {options.tokens} tokens, dtype {options.dtype}")
         print(f"{'':<32}{'tokens differ':<15}{'scores differ':<16}first difference at token")
         with tempfile.TemporaryDirectory() as folder:
-            answers = ways(tree, asker, Path(folder), options.kill_after)
+            answers = on_clusters(tree, asker, Path(folder), options.kill_after)
             _, wanted = next(answers)
             for way, found in answers:
                 print(row(way, wanted, found), flush=True)

@@ -27,11 +27,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from baton import AsyncClient
 from baton.worker import resources
-from bench.processes import FREE_ROUTER, address_in, process
+from bench.processes import FREE_ROUTER, router, workers
 
 WORDS = 30_000
 STREAM_PROMPT = 512
@@ -158,34 +156,14 @@ def cluster(way: Way, options: argparse.Namespace, folder: Path) -> Iterator[str
         if way.share:
             pipes = Path(running.enter_context(tempfile.TemporaryDirectory()))
             shared = running.enter_context(resources.mps_service(pipes))
-        workers = [("decode-0", "baton.decode_worker")]
-        if way.split:
-            workers.append(("prefill-0", "baton.prefill_worker"))
-        config = _config(folder / "workers.yaml", way, options, [])
-        logs = [
-            running.enter_context(
-                process(
-                    folder,
-                    name,
-                    module,
-                    "--config",
-                    config,
-                    "--name",
-                    name,
-                    variables=shared,
-                )
-            )
-            for name, module in workers
-        ]
-        addresses = [address_in(log) for log in logs]
-        config = _config(folder / "router.yaml", way, options, addresses)
-        yield address_in(
-            running.enter_context(process(folder, "router", "baton.router", "--config", config))
-        )
+        names = ["decode-0", "prefill-0"] if way.split else ["decode-0"]
+        tree = _tree(way, options)
+        members = running.enter_context(workers(folder, tree, names, shared)).values()
+        yield running.enter_context(router(folder, tree, members)).address
 
 
-def _config(path: Path, way: Way, options: argparse.Namespace, members: list[str]) -> str:
-    tree = {
+def _tree(way: Way, options: argparse.Namespace) -> dict[str, object]:
+    return {
         "model": str(options.model),
         "weights": "random" if options.random_weights else "files",
         "device": options.device,
@@ -197,10 +175,7 @@ def _config(path: Path, way: Way, options: argparse.Namespace, members: list[str
             "local_prefill": "fallback",
             "local_prefill_after": 0,
         },
-        "members": {"workers": members},
     }
-    path.write_text(yaml.safe_dump(tree))
-    return str(path)
 
 
 def row(name: str, found: Measured) -> str:

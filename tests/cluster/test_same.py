@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
+from processes import ProcessCluster
 from text_model import save_text_model
 
-from bench.processes import FREE_ROUTER
 from bench.same import Asker, Settings, prompts, ways
+
+POOL = {"kv_memory": "64MiB", "threads": 1}
+TREE: dict[str, object] = {
+    "dtype": "bfloat16",
+    "prefill": POOL,
+    "decode": POOL,
+    "router": {"local_prefill": "auto"},
+}
 
 
 def test_answers_are_the_same_in_any_company(tmp_path: Path) -> None:
     save_text_model(tmp_path / "model")
-    pool = {"kv_memory": "64MiB", "threads": 1}
-    tree: dict[str, object] = {
-        "model": str(tmp_path / "model"),
-        "dtype": "bfloat16",
-        "prefill": pool,
-        "decode": pool,
-        "router": {**FREE_ROUTER},
-        "log_level": "warning",
-    }
     asker = Asker(prompts(6), Settings(tokens=60, temperature=0.9, n=2, presence_penalty=0.3))
-    (_, wanted), *rest = ways(tree, asker, tmp_path, kill_after=0.3, layouts=())
+    with (
+        ProcessCluster(tmp_path / "model", tmp_path, prefill=2, decode=2, tree=TREE) as cluster,
+        cluster.client() as client,
+    ):
+
+        def kill() -> None:
+            time.sleep(0.3)
+            cluster.workers.pop("decode-1").kill()
+
+        (_, wanted), *rest = ways(client, asker, kill)
     assert len({answer.token_ids for answer in wanted}) == 12
     assert len(rest) == 5
     for way, found in rest:

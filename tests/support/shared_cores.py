@@ -15,8 +15,10 @@ import heapq
 import itertools
 import math
 import random
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from baton.core.types import Role
 from baton.router.placement.cost_model import CostModel
@@ -35,6 +37,8 @@ SLACK = 4.0
 BURST = 6
 LEAST_SHARE = 0.015
 """Of a core, what who stands aside gets all the same."""
+EARLIER, REQUESTS = 60, 40
+"""That a router learns from, and that are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,19 @@ class Hardware:
     prefill_chunk: int = 512
     decode_chunk: int = 256
     page_bytes: int = 0
+
+
+# A small model on two cores that four workers share, and a large one on GPUs.
+SHARED_CORES = Hardware(forward=0.045, row=0.0065, message=0.003, push=0.01, cores=2.0)
+GPUS = Hardware(
+    forward=4e-3,
+    row=2e-5,
+    message=5e-4,
+    push=3e-3,
+    prefill_chunk=8192,
+    decode_chunk=2048,
+    page_bytes=2 * 2**20,
+)
 
 
 @dataclass(eq=False, slots=True)
@@ -118,10 +135,16 @@ class Objective:
 
 class Cluster:
     def __init__(
-        self, hardware: Hardware, mode: LocalPrefill, *, prefill: int = 2, decode: int = 2
+        self,
+        hardware: Hardware,
+        mode: LocalPrefill,
+        *,
+        prefill: int = 2,
+        decode: int = 2,
+        model: CostModel | None = None,
     ) -> None:
         self.hardware = hardware
-        self.model = CostModel()
+        self.model = model or CostModel()
         self._mode = mode
         self._now = 0.0
         self._prefill = [
@@ -374,7 +397,36 @@ def calibrate(hardware: Hardware, tokens: int, answer_tokens: int) -> Calibratio
     return Calibration(BURST / taken, Objective(SLACK * alone.ttft, SLACK * alone.itl))
 
 
-def poisson(draw: random.Random, rate: float, count: int) -> list[float]:
+class Outcome(NamedTuple):
+    good: float  # of all requests
+    seconds: float  # from arrival to the last token, on average
+    local: float  # of all prompts
+
+
+def outcome(
+    cluster: Callable[[], Cluster],
+    found: Calibration,
+    load: float,
+    shape: tuple[int, int],
+    seeds: int,
+) -> Outcome:
+    """Of requests at `load`, on clusters that have learned from some at 60% of it.
+
+    `shape` is the tokens of a prompt and of its answer."""
+    rate = load * found.requests_per_second
+    requests = []
+    for seed in range(seeds):
+        fresh, draw = cluster(), random.Random(seed)
+        fresh.run(_poisson(draw, 0.6 * rate, EARLIER), *shape)
+        requests += fresh.run(_poisson(draw, rate, REQUESTS), *shape)
+    return Outcome(
+        statistics.mean(map(found.objective.is_met, requests)),
+        statistics.mean(request.times[-1] - request.arrived for request in requests),
+        statistics.mean(not request.placement.prefill for request in requests if request.placement),
+    )
+
+
+def _poisson(draw: random.Random, rate: float, count: int) -> list[float]:
     times = [0.0]
     while len(times) < count:
         times.append(times[-1] + draw.expovariate(rate))

@@ -2,71 +2,34 @@
 
 from __future__ import annotations
 
-import random
-import statistics
-from typing import NamedTuple
+import dataclasses
+import math
+from functools import partial
 
 import pytest
 
 from baton.router.placement.placement import LocalPrefill
 from tests.support.shared_cores import (
-    Calibration,
+    GPUS,
+    SHARED_CORES,
     Cluster,
     Hardware,
     calibrate,
-    poisson,
+    outcome,
 )
 
-# A small model on two cores that four workers share, and on a core for each of them.
-SHARED = Hardware(forward=0.045, row=0.0065, message=0.003, push=0.01, cores=2.0)
-APART = Hardware(forward=0.045, row=0.0065, message=0.003, push=0.01)
-# A large one on GPUs.
-GPUS = Hardware(
-    forward=4e-3,
-    row=2e-5,
-    message=5e-4,
-    push=3e-3,
-    prefill_chunk=8192,
-    decode_chunk=2048,
-    page_bytes=2 * 2**20,
-)
-SEEDS = range(4)
-REQUESTS = 40
-EARLIER = 60
-"""Requests that the router learns from before, at 60% of the load."""
+APART = dataclasses.replace(SHARED_CORES, cores=math.inf)
+SEEDS = 4
 TOLERANCE = 0.05
 """Of the requests: what so few can tell."""
-
-
-class Outcome(NamedTuple):
-    good: float  # of all requests
-    seconds: float  # from arrival to the last token, on average
-    local: float  # of all prompts
-
-
-def outcome(
-    hardware: Hardware, mode: LocalPrefill, found: Calibration, load: float, shape: tuple[int, int]
-) -> Outcome:
-    rate = load * found.requests_per_second
-    requests = []
-    for seed in SEEDS:
-        cluster = Cluster(hardware, mode)
-        draw = random.Random(seed)
-        cluster.run(poisson(draw, 0.6 * rate, EARLIER), *shape)
-        requests += cluster.run(poisson(draw, rate, REQUESTS), *shape)
-    return Outcome(
-        statistics.mean(map(found.objective.is_met, requests)),
-        statistics.mean(request.times[-1] - request.arrived for request in requests),
-        statistics.mean(not request.placement.prefill for request in requests if request.placement),
-    )
 
 
 @pytest.mark.parametrize(
     ("hardware", "shape", "load"),
     [
-        pytest.param(SHARED, (32, 16), 0.9, id="short prompts on shared cores"),
-        pytest.param(SHARED, (128, 16), 0.9, id="longer ones"),
-        pytest.param(SHARED, (128, 16), 0.5, id="at half the load"),
+        pytest.param(SHARED_CORES, (32, 16), 0.9, id="short prompts on shared cores"),
+        pytest.param(SHARED_CORES, (128, 16), 0.9, id="longer ones"),
+        pytest.param(SHARED_CORES, (128, 16), 0.5, id="at half the load"),
         pytest.param(APART, (128, 16), 0.9, id="on a core for each worker"),
         pytest.param(GPUS, (4096, 32), 0.9, id="long prompts on GPUs"),
     ],
@@ -76,7 +39,7 @@ def test_the_controller_is_never_worse_than_always_or_never(
 ) -> None:
     found = calibrate(hardware, *shape)
     auto, never, always = (
-        outcome(hardware, mode, found, load, shape)
+        outcome(partial(Cluster, hardware, mode), found, load, shape, SEEDS)
         for mode in (LocalPrefill.AUTO, LocalPrefill.NEVER, LocalPrefill.ALWAYS)
     )
     assert auto.good >= max(never.good, always.good) - TOLERANCE
@@ -85,4 +48,5 @@ def test_the_controller_is_never_worse_than_always_or_never(
 
 def test_on_devices_of_their_own_prefill_workers_read_most_long_prompts_under_load() -> None:
     shape = 4096, 32
-    assert outcome(GPUS, LocalPrefill.AUTO, calibrate(GPUS, *shape), 0.9, shape).local < 0.5
+    cluster = partial(Cluster, GPUS, LocalPrefill.AUTO)
+    assert outcome(cluster, calibrate(GPUS, *shape), 0.9, shape, SEEDS).local < 0.5
