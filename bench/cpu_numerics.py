@@ -30,8 +30,7 @@ from baton.engine.weights import RandomTensors, load_model
 from baton.kernels.attention import ChunkReads, DecodeReads, chunk_attention, decode_attention
 from baton.kernels.cache import layer_caches
 from baton.kernels.cpu import compiler
-from baton.kernels.linear import GatedLinear, Linear
-from baton.kernels.norm import RMSNorm
+from baton.kernels.linear import GatedLinear, Linear, RMSNorm
 
 SMOLLM2 = {
     "model_type": "llama",

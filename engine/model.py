@@ -17,8 +17,7 @@ from torch import Tensor
 from baton.engine.architecture import Architecture, Rope
 from baton.kernels.attention import ChunkReads, DecodeReads, chunk_attention, decode_attention
 from baton.kernels.cache import LayerCache, rotate_and_write_
-from baton.kernels.linear import GatedLinear, Linear
-from baton.kernels.norm import RMSNorm
+from baton.kernels.linear import GatedLinear, Linear, RMSNorm
 
 
 @dataclass(frozen=True, slots=True)

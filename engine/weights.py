@@ -15,8 +15,7 @@ from baton.engine.architecture import Architecture, Split
 from baton.engine.checkpoint import Arrange, Checkpoint, Cut
 from baton.engine.model import Layer, Model, interleave_pairs
 from baton.engine.tensor_parallel import Group, SummedLinear
-from baton.kernels.linear import GatedLinear, Linear
-from baton.kernels.norm import RMSNorm
+from baton.kernels.linear import GatedLinear, Linear, RMSNorm
 
 SPREAD = 0.02
 """Standard deviation of random weights."""

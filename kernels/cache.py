@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels.cpu import compiler
-from baton.kernels.norm import RMSNorm
+from baton.kernels.linear import RMSNorm
 
 
 class LayerCache(NamedTuple):

@@ -19,7 +19,7 @@ from baton.kernels.cpu.product import (
     library,
 )
 from baton.kernels.cpu.vectors import element_of
-from baton.kernels.norm import RMSNorm
+from baton.kernels.linear import RMSNorm
 
 FEW_ROWS = 16
 """Rows that one thread lays out before a second could start."""

@@ -18,7 +18,7 @@ from baton.kernels.cpu import compiler
 from baton.kernels.cpu.compiler import Library, Registers
 from baton.kernels.cpu.ir_builder import COUNT, POINTER, Arguments, Count, Function, Memory
 from baton.kernels.cpu.vectors import FLOAT, Floats, element_of, vector_of
-from baton.kernels.norm import RMSNorm
+from baton.kernels.linear import RMSNorm
 
 
 class RotationArguments(ctypes.Structure):

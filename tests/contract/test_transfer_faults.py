@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 
 import pytest
+from inprocess_transport import InProcessTransport
 from pools import NIXL, CpuBytes
 from transfer_workers import KEY, TransferWorker
 
 from baton.core.errors import Unavailable
-from baton.kv_transfer.inprocess_transport import InProcessTransport
 from baton.kv_transfer.nixl_transport import NixlTransport
 from baton.kv_transfer.pool_layout import cpu_digest
 from baton.kv_transfer.transfer_events import (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+from inprocess_transport import InProcessTransport
 from pools import KINDS, Kind
 from transfer_workers import KEY, TransferWorker
 
@@ -18,7 +19,6 @@ from baton.core.errors import (
     WorkerLost,
 )
 from baton.core.types import AttemptKey
-from baton.kv_transfer.inprocess_transport import InProcessTransport
 from baton.kv_transfer.pool_layout import choose_digest
 from baton.kv_transfer.transfer_events import (
     Arrived,

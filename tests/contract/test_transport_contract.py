@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 
 import numpy
 import pytest
+from inprocess_transport import InProcessTransport
 from pool_host import AnyPool, PoolHost, poll_until, pool_host
 from pools import KINDS, LAYOUT, NIXL, PAGE_BYTES, PAGES, UNTOUCHED, Pool, SplitPool
 
 from baton.core.errors import Internal, LayoutMismatch, WorkerLost
-from baton.kv_transfer.inprocess_transport import InProcessTransport
 from baton.kv_transfer.transport import Noted, PageWrite, PeerLost, WriteDone, WriteFailed
 
 Maker = Callable[..., AnyPool]

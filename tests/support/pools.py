@@ -19,8 +19,8 @@ from typing import Protocol
 import numpy
 import numpy.typing
 import torch
+from inprocess_transport import InProcessTransport
 
-from baton.kv_transfer.inprocess_transport import InProcessTransport
 from baton.kv_transfer.nixl_transport import NixlTransport
 from baton.kv_transfer.pool_layout import HeadRange, choose_digest
 from baton.kv_transfer.routed_transport import choose_transport

@@ -16,8 +16,7 @@ from torch import Tensor
 from baton.kernels.attention import DecodeReads, decode_attention
 from baton.kernels.cache import LayerCache, layer_caches, rotate_and_write_, token_rows
 from baton.kernels.cpu import compiler
-from baton.kernels.linear import GatedLinear, Linear
-from baton.kernels.norm import RMSNorm
+from baton.kernels.linear import GatedLinear, Linear, RMSNorm
 
 compiled = pytest.mark.skipif(not compiler.available(), reason="needs compiled kernels")
 

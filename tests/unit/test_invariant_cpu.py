@@ -24,8 +24,7 @@ from baton.kernels.attention import ChunkReads, DecodeReads, chunk_attention, de
 from baton.kernels.cache import LayerCache, layer_caches, rotate_and_write_, token_rows
 from baton.kernels.cpu import compiler
 from baton.kernels.cpu.compiler import AVX2, AVX512, Registers
-from baton.kernels.linear import GatedLinear, Linear
-from baton.kernels.norm import RMSNorm
+from baton.kernels.linear import GatedLinear, Linear, RMSNorm
 
 pytestmark = pytest.mark.skipif(not compiler.available(), reason="needs compiled kernels")
 

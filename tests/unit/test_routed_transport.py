@@ -7,9 +7,9 @@ import logging
 from collections.abc import Iterator
 
 import pytest
+from inprocess_transport import InProcessTransport
 
 from baton.core.errors import InvalidConfig, LayoutMismatch, WorkerLost
-from baton.kv_transfer.inprocess_transport import InProcessTransport
 from baton.kv_transfer.nixl_transport import NixlTransport
 from baton.kv_transfer.routed_transport import (
     RouteChoice,
