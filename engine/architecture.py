@@ -7,6 +7,7 @@ with a model is never run.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,17 @@ from baton.engine.model_config import Family, ModelConfig, read_config
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 ROPE_KINDS: tuple[RopeKind, ...] = get_args(RopeKind)
+
+HARMLESS: dict[str, tuple[object, ...]] = {
+    "is_causal": (True, None),
+    "is_encoder_decoder": (False, None),
+    "attention_chunk_size": (None,),
+    "num_kv_shared_layers": (0, None),
+    "per_layer_config": ({}, None),
+    "transformers_weights": (None,),
+}
+"""Keys that transformers obeys in any family, with the values that ask for nothing. Other keys
+that a family does not know have no effect there either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +73,8 @@ class Architecture:
 
 def read_architecture(folder: Path) -> Architecture:
     """The architecture of the model in `folder`, or UnsupportedModel."""
+    if (folder / "adapter_config.json").is_file():
+        raise UnsupportedModel(f"{folder} holds an adapter, which is not supported; merge it first")
     return parse_architecture(folder / "config.json")
 
 
@@ -104,10 +118,16 @@ def _refuse_what_we_cannot_run(config: ModelConfig) -> None:
     activation = config.get("hidden_act", str)
     if activation != "silu":
         raise UnsupportedModel(f"activation {activation!r} is not supported; supported: silu")
+    for key, harmless in HARMLESS.items():
+        value = config.values.get(key)
+        if value not in harmless:
+            raise UnsupportedModel(f"config.json: {key} {json.dumps(value)} is not supported")
 
 
 def _rope(config: ModelConfig, context_length: int) -> Rope:
-    scaling = config.nested("rope_scaling" if "rope_scaling" in config else "rope_parameters")
+    scaling = config.nested("rope_scaling")
+    if not scaling.values:
+        scaling = config.nested("rope_parameters")
     if any(isinstance(value, dict) for value in scaling.values.values()):
         raise UnsupportedModel("RoPE parameters that differ between layers are not supported")
     if max(abs(1.0 - each.get("partial_rotary_factor", float, 1.0)) for each in (config, scaling)):
@@ -188,18 +208,31 @@ def _windows(
     config: ModelConfig, family: Family, rotates: tuple[bool, ...]
 ) -> tuple[int | None, ...]:
     if family.windows == "none":
-        return (None,) * len(rotates)
+        return _no_windows(config, len(rotates))
     typed = "layer_types" in config
     if typed and family.windows == "all":
         raise UnsupportedModel("Mistral models whose layers differ are not supported")
     in_use = config.get("use_sliding_window", bool) or (typed and family.windows == "unrotated")
     window = config.get("sliding_window", int) if in_use and "sliding_window" in config else None
+    if window == 0:
+        raise InvalidConfig("a sliding window of 0 sees nothing", field="sliding_window")
     if typed:
         return _windows_by_type(config.get("layer_types", list), window, len(rotates))
     if family.windows == "unrotated":
         return tuple(None if rotated else window for rotated in rotates)
     first = config.get("max_window_layers", int) if family.windows == "late" else 0
     return tuple(window if layer >= first else None for layer in range(len(rotates)))
+
+
+def _no_windows(config: ModelConfig, layers: int) -> tuple[None, ...]:
+    """transformers masks nothing in such a family, but its cache would drop what the window hides:
+    prompts and answers would see different contexts."""
+    context = config.get("max_position_embeddings", int)
+    if config.get("sliding_window", int, context) < context:
+        raise UnsupportedModel("a sliding_window is not supported in models of this type")
+    if set(config.get("layer_types", list, [])) - {"full_attention"}:
+        raise UnsupportedModel("layer_types are not supported in models of this type")
+    return (None,) * layers
 
 
 def _windows_by_type(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 import torch
@@ -52,6 +52,10 @@ class Checkpoint:
         self._count = len(self._remaining)
         self._progress = progress
 
+    def __contains__(self, name: str) -> bool:
+        """Whether the tensor can be copied."""
+        return name in self._remaining
+
     def copy(
         self, name: str, target: Tensor, arrange: Arrange | None = None, cut: Cut | None = None
     ) -> None:
@@ -87,10 +91,10 @@ class Checkpoint:
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
-    """The safetensors files of the model in `folder`: those its index names, or the only one."""
+    """The safetensors files of the model in `folder`: the only one, or those its index names."""
     index = folder / "model.safetensors.index.json"
     files = [folder / "model.safetensors"]
-    if index.is_file():
+    if index.is_file() and not files[0].is_file():
         files = [folder / name for name in _names_in_index(index)]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
@@ -114,11 +118,17 @@ def digest_files(files: list[Path]) -> bytes:
 
 
 def _names_in_index(index: Path) -> list[str]:
+    """Raises InvalidCheckpoint for a file outside the folder; links, as in the hub's cache, may
+    lead there."""
     try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, AttributeError) as error:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        paths = [PurePosixPath(name) for name in names]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidCheckpoint(f"{index} is not an index of safetensors files") from error
-    return sorted(names)
+    for path in paths:
+        if path.is_absolute() or ".." in path.parts:
+            raise InvalidCheckpoint(f"{index} names {str(path)!r}, a file outside its folder")
+    return names
 
 
 def _open(file: Path) -> safe_open:

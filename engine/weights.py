@@ -20,6 +20,9 @@ from baton.kernels.linear import GatedLinear, Linear, RMSNorm
 SPREAD = 0.02
 """Standard deviation of random weights."""
 
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+
 
 class RandomTensors:
     """As a Checkpoint, for measurements: the same numbers every time; norms are one.
@@ -29,6 +32,10 @@ class RandomTensors:
 
     def __init__(self, device: str) -> None:
         self._generator = torch.Generator(device)
+
+    def __contains__(self, name: str) -> bool:
+        """Tied weights are stored once."""
+        return name != HEAD
 
     def copy(
         self, name: str, target: Tensor, arrange: Arrange | None = None, cut: Cut | None = None
@@ -80,19 +87,33 @@ class _Loader:
 
     def load(self) -> Model:
         shape = self._architecture
-        embedding = self._tensor("model.embed_tokens.weight", shape.vocabulary_size, shape.hidden)
+        embedding = self._embedding()
         layers = [self._layer(index) for index in range(shape.layers)]
         norm = self._norm("model.norm.weight", shape.hidden)
         head = self._head(embedding)
         self._source.finish()
         return Model(shape, embedding, layers, norm, head)
 
+    def _embedding(self) -> Tensor:
+        """A tied matrix may be stored as either of the two."""
+        shape, source = self._architecture, self._source
+        other = shape.tied_embeddings and EMBEDDING not in source and HEAD in source
+        return self._tensor(HEAD if other else EMBEDDING, shape.vocabulary_size, shape.hidden)
+
     def _head(self, embedding: Tensor) -> Linear:
-        """Without rows on ranks that do not sample."""
-        if self._split.rank or self._architecture.tied_embeddings:
-            self._source.skip("lm_head.weight")
-            return Linear(embedding[:0] if self._split.rank else embedding)
-        return Linear(self._tensor("lm_head.weight", *embedding.shape))
+        """Without rows on ranks that do not sample.
+
+        A config may call a head tied that is stored and differs from the embedding: then, as in
+        transformers, it is not tied.
+        """
+        tied = self._architecture.tied_embeddings
+        if self._split.rank:
+            self._source.skip(HEAD)
+            return Linear(embedding[:0])
+        if tied and HEAD not in self._source:
+            return Linear(embedding)
+        head = self._tensor(HEAD, *embedding.shape)
+        return Linear(embedding if tied and torch.equal(head, embedding) else head)
 
     def _layer(self, index: int) -> Layer:
         shape = self._architecture

@@ -48,6 +48,12 @@ YARN = {"factor": 4.0, "original_max_position_embeddings": 1024}
 ROPES: dict[str, dict[str, object]] = {
     "default": {"rope_theta": 5_000.0},
     "none": {},
+    "empty scaling": {"rope_scaling": {}, "rope_parameters": {"rope_theta": 5_000.0}},
+    "both": {
+        "rope_scaling": {"type": "linear", "factor": 3.0},
+        "rope_parameters": {"rope_theta": 5_000.0},
+    },
+    "theta beside": {"rope_theta": 7e3, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
     "linear": {"rope_scaling": {"type": "linear", "factor": 3.0}},
     "llama3": {"rope_theta": 500_000.0, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
     "llama3-new": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}},
@@ -133,6 +139,31 @@ REFUSED: dict[str, tuple[dict[str, object], type[BatonError], str]] = {
         UnsupportedModel,
         "between layers",
     ),
+    "attention to later tokens": ({"is_causal": False}, UnsupportedModel, "is_causal false"),
+    "an encoder": ({"is_encoder_decoder": True}, UnsupportedModel, "is_encoder_decoder"),
+    "chunked attention": ({"attention_chunk_size": 64}, UnsupportedModel, "attention_chunk_size"),
+    "shared keys": ({"num_kv_shared_layers": 2}, UnsupportedModel, "num_kv_shared_layers"),
+    "layers of their own": (
+        {"per_layer_config": {"1": {"intermediate_size": 64}}},
+        UnsupportedModel,
+        "per_layer_config",
+    ),
+    "other weights": (
+        {"transformers_weights": "other.safetensors"},
+        UnsupportedModel,
+        "transformers_weights",
+    ),
+    "a window in a family without": ({"sliding_window": 512}, UnsupportedModel, "sliding_window"),
+    "layer types in a family without": (
+        {"layer_types": ["sliding_attention"] * 4},
+        UnsupportedModel,
+        "layer_types",
+    ),
+    "a window of nothing": (
+        of_family("mistral") | {"sliding_window": 0},
+        InvalidConfig,
+        "sliding window of 0",
+    ),
     "partial rotation": ({"partial_rotary_factor": 0.5}, UnsupportedModel, "partial"),
     "llama3 without factor": (
         {"rope_scaling": {"rope_type": "llama3"}},
@@ -167,6 +198,24 @@ def test_what_cannot_be_run_is_refused_by_name(name: str, tmp_path: Path) -> Non
     changes, error, message = REFUSED[name]
     with pytest.raises(error, match=message):
         read(tmp_path, **changes)
+
+
+HARMLESS: dict[str, object] = {
+    "is_causal": True,
+    "is_encoder_decoder": False,
+    "sliding_window": 4096,
+    "layer_types": ["full_attention"] * 4,
+    "per_layer_config": None,
+    "pretraining_tp": 2,
+    "final_logit_softcapping": 30.0,
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_a_key_that_changes_nothing_in_transformers_changes_nothing(
+    name: str, tmp_path: Path
+) -> None:
+    assert read(tmp_path, **{name: HARMLESS[name]}) == read(tmp_path)
 
 
 def test_a_folder_without_a_config_is_not_a_model(tmp_path: Path) -> None:

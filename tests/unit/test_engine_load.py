@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from engine_loop import KV_MEMORY, answer, load, sequence
+from rank_threads import split_engine
 from safetensors.torch import load_file, save_file
 from tiny_models import TINY_MODELS, change_config, generate_with_transformers, save
 from transformers import AutoModelForCausalLM
 
-from baton.core.errors import Internal, InvalidCheckpoint, InvalidConfig, ModelNotFound
+from baton.core.errors import (
+    Internal,
+    InvalidCheckpoint,
+    InvalidConfig,
+    ModelNotFound,
+    UnsupportedModel,
+)
 from baton.engine.engine import Engine
 
 PROMPT = list(range(1, 30))
@@ -28,7 +36,8 @@ def rewrite(folder: Path, **tensors: torch.Tensor | None) -> None:
     """Replaces tensors of the checkpoint; None removes one."""
     file = folder / "model.safetensors"
     changed = load_file(file) | tensors
-    save_file({name: tensor for name, tensor in changed.items() if tensor is not None}, file)
+    kept = {name: tensor for name, tensor in changed.items() if tensor is not None}
+    save_file(kept, file, metadata={"format": "pt"})
 
 
 def test_a_sharded_checkpoint_answers_as_transformers_does(tmp_path: Path) -> None:
@@ -52,10 +61,86 @@ def test_settings_of_older_configs_mean_the_same(tmp_path: Path) -> None:
     assert answer(load(tmp_path), PROMPT, 12) == generate_with_transformers(oracle, PROMPT, 12)
 
 
-def test_a_tied_head_that_is_also_stored_is_skipped(tmp_path: Path) -> None:
-    oracle = save(TINY_MODELS["llama-tied-mqa"], tmp_path)
-    rewrite(tmp_path, **{"lm_head.weight": torch.zeros(1)})
-    assert answer(load(tmp_path), PROMPT, 12) == generate_with_transformers(oracle, PROMPT, 12)
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def check_equals_transformers(folder: Path) -> None:
+    oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert answer(load(folder), PROMPT, 12) == generate_with_transformers(oracle, PROMPT, 12)
+
+
+@pytest.mark.parametrize("stored", ["equal", "other", "alone"])
+def test_a_stored_head_of_a_tied_model_means_what_transformers_makes_of_it(
+    stored: str, tmp_path: Path
+) -> None:
+    """On one rank, and on two."""
+    folder = tmp_path / "model"
+    oracle = save(TINY_MODELS["qwen3-windows"], folder)
+    embedding = oracle.get_input_embeddings().weight.detach()
+    head = embedding.flip(0).contiguous() if stored == "other" else embedding.clone()
+    rewrite(folder, **{HEAD: head, EMBEDDING: None if stored == "alone" else embedding.clone()})
+    check_equals_transformers(folder)
+    with split_engine(folder, 2, tmp_path) as split:
+        assert answer(split.engine, PROMPT, 12) == answer(load(folder), PROMPT, 12)
+
+
+def test_a_misshaped_head_of_a_tied_model_is_named(tmp_path: Path) -> None:
+    save(TINY_MODELS["llama-tied-mqa"], tmp_path)
+    rewrite(tmp_path, **{HEAD: torch.zeros(1)})
+    with pytest.raises(InvalidCheckpoint, match=r"lm_head.weight has shape \[1\]"):
+        load(tmp_path)
+
+
+def test_a_single_file_beside_an_index_is_the_model(tmp_path: Path) -> None:
+    save(TINY_MODELS["llama"], tmp_path, shard_size="60KB")
+    save(TINY_MODELS["llama"], tmp_path / "other", seed=3)
+    shutil.copy(tmp_path / "other" / "model.safetensors", tmp_path)
+    assert (tmp_path / "model.safetensors.index.json").is_file()
+    check_equals_transformers(tmp_path)
+
+
+@pytest.fixture
+def moved_shard(tmp_path: Path) -> Path:
+    """A sharded model in `tmp_path/model`, whose first shard is outside that folder."""
+    save(TINY_MODELS["llama"], tmp_path / "model", shard_size="60KB")
+    shard = min((tmp_path / "model").glob("model-*.safetensors"))
+    return shard.rename(tmp_path / shard.name)
+
+
+def name_in_index(folder: Path, file: str, name: str) -> None:
+    index = folder / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace(f'"{file}"', f'"{name}"'))
+
+
+@pytest.mark.parametrize("place", ["..", "../model/..", "/absolute"])
+def test_an_index_that_leaves_its_folder_is_refused(
+    place: str, moved_shard: Path, tmp_path: Path
+) -> None:
+    folder = str(tmp_path) if place == "/absolute" else place
+    name_in_index(tmp_path / "model", moved_shard.name, f"{folder}/{moved_shard.name}")
+    with pytest.raises(InvalidCheckpoint, match=rf"{moved_shard.name}', a file outside"):
+        load(tmp_path / "model")
+
+
+def test_a_link_may_leave_the_folder(moved_shard: Path, tmp_path: Path) -> None:
+    """The hub's cache keeps its files as links."""
+    (tmp_path / "model" / moved_shard.name).symlink_to(moved_shard)
+    check_equals_transformers(tmp_path / "model")
+
+
+@pytest.mark.parametrize("weight_map", [{"tensor": 5}, ["file"], None])
+def test_an_index_without_file_names_is_refused(weight_map: object, tmp_path: Path) -> None:
+    save(TINY_MODELS["llama"], tmp_path, shard_size="60KB")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(InvalidCheckpoint, match="not an index"):
+        load(tmp_path)
+
+
+def test_a_folder_with_an_adapter_is_refused(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(UnsupportedModel, match="adapter"):
+        load(folder)
 
 
 NORM = "model.layers.1.input_layernorm.weight"
