@@ -17,7 +17,8 @@ MessageLike = Message | Mapping[str, str] | tuple[str, str]
 
 
 class GenerateOptions(TypedDict, total=False):
-    """The keyword arguments of every call that generates. None means unset."""
+    """The keyword arguments of every call that generates. None means unset: the model's default,
+    or else what is said here."""
 
     model: str | None  # unset: the one model served
     n: int | None  # answers, 1 to 16; unset: 1. Answer.choices has all
@@ -30,6 +31,11 @@ class GenerateOptions(TypedDict, total=False):
     presence_penalty: float | None
     frequency_penalty: float | None
     logit_bias: Mapping[int, float] | None  # by token id: added to its logit, -100 to 100
+    min_tokens: int | None  # before a stop token may come
+    no_repeat_ngram_size: int | None  # no run of this many tokens comes twice
+    suppress_tokens: Sequence[int] | None  # never come
+    begin_suppress_tokens: Sequence[int] | None  # never come first
+    bad_words_ids: Sequence[Sequence[int]] | None  # runs of tokens that never come
     seed: int | None  # unset: a fresh one, found in the answer
     stop: str | Sequence[str] | None  # strings that end the answer
     stop_token_ids: Sequence[int] | None
@@ -139,12 +145,21 @@ def _request(options: GenerateOptions, **prompt: Any) -> inference_pb2.GenerateR
         given["json_schema"] = json.dumps(given["json_schema"])
     if isinstance(stop := given.get("stop"), str):
         given["stop"] = [stop] if stop else []
-    sampling = {name: given[name] for name in _SAMPLING_FIELDS if name in given}
     return inference_pb2.GenerateRequest(
-        sampling=inference_pb2.SamplingParameters(**sampling),
+        sampling=_sampling(given),
         **prompt,
         **{name: given[name] for name in _FIELDS if name in given},
     )
+
+
+def _sampling(given: dict[str, Any]) -> inference_pb2.SamplingParameters:
+    values = {name: given[name] for name in _SAMPLING_FIELDS if name in given}
+    for name in values.keys() & {"suppress_tokens", "begin_suppress_tokens"}:
+        values[name] = inference_pb2.TokenIds(ids=values[name])
+    if "bad_words_ids" in values:
+        runs = [inference_pb2.TokenIds(ids=run) for run in values["bad_words_ids"]]
+        values["bad_words_ids"] = inference_pb2.TokenRuns(runs=runs)
+    return inference_pb2.SamplingParameters(**values)
 
 
 @contextmanager

@@ -20,8 +20,8 @@ from baton.request_builder import GenerateOptions
 System = Annotated[str | None, typer.Option(metavar="TEXT", help="The system message.")]
 
 SAMPLING = {
-    "max_tokens": option(int, "Most tokens to generate. (default: what fits)", min=1),
-    "temperature": option(float, "0 chooses the likeliest token each time. (default: 0)"),
+    "max_tokens": option(int, "Most tokens. (default: the model's, or what fits)", min=1),
+    "temperature": option(float, "0 takes the likeliest token. (default: the model's, or 0)"),
     "top_k": option(int, "Sample from the k likeliest tokens.", min=0),
     "top_p": option(float, "Sample from the likeliest tokens up to this probability."),
     "min_p": option(float, "Sample from tokens this likely, relative to the likeliest."),

@@ -20,6 +20,7 @@ from baton.core import config as configs
 from baton.core import model_store
 from baton.core.config import Config, Size
 from baton.core.config_values import keys_of
+from baton.core.generation_defaults import read_defaults
 
 if TYPE_CHECKING:
     from baton.cluster.fleet import Member
@@ -171,7 +172,7 @@ def _instructions(router: Member, config: Config, log_folder: str) -> str:
     scheme = "https" if config.tls.folder else "http"
     return f"""
 Baton serves {model_store.model_name(config)}.
-{_lock_instructions(config)}
+{_default_instructions(config)}{_lock_instructions(config)}
   ask          baton generate --address {router.address} "What is the capital of France?"
   chat         baton chat --address {router.address}
   look         baton status --address {router.address}
@@ -180,6 +181,14 @@ Baton serves {model_store.model_name(config)}.
   metrics      {scheme}://{router.metrics}/metrics
   logs         {log_folder}
 """
+
+
+def _default_instructions(config: Config) -> str:
+    """The model's defaults for requests, in one line."""
+    folder = model_store.locate(config.model)
+    shown = str(read_defaults(folder, config.router.generation_config))
+    off = "--generation-config none serves without"
+    return f"Its defaults for requests: {shown}. ({off})\n" if shown else ""
 
 
 def _lock_instructions(config: Config) -> str:

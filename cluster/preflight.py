@@ -16,6 +16,7 @@ from baton.core import config as configs
 from baton.core import model_store
 from baton.core.config import Config, RouterConfig
 from baton.core.errors import InvalidConfig, Unavailable
+from baton.core.generation_defaults import read_defaults
 from baton.core.tls import check_router, node_identity
 from baton.core.types import Role
 from baton.engine.architecture import Architecture, read_architecture
@@ -38,7 +39,9 @@ def check(config: Config) -> None:
     """Raises InvalidConfig if a cluster could not serve `config` on this machine."""
     check_router(config)
     node_identity(config)
-    architecture = read_architecture(model_store.locate(config.model))
+    folder = model_store.locate(config.model)
+    architecture = read_architecture(folder)
+    read_defaults(folder, config.router.generation_config)
     _check_pools(config, architecture)
     _check_planner(config)
     prefill, decode = config.prefill, config.decode

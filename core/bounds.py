@@ -27,6 +27,12 @@ MAX_REQUEST_ID = 128
 MAX_CACHE_SALT = 256
 MAX_BIASES = 1024
 
+MAX_BANNED = 16_384
+"""Token ids in suppress_tokens, begin_suppress_tokens and bad_words_ids together."""
+
+MAX_NGRAM = 64
+"""The longest n-gram that may be kept from coming twice: each step looks for it in all tokens."""
+
 MAX_TOP_LOGPROBS = 20
 """Alternatives returned with each token."""
 
@@ -73,7 +79,22 @@ def checked(sampling: Sampling, prefix: str = "") -> Sampling:
         bounds.check(name, getattr(sampling, name), prefix + name)
     for token, bias in sampling.logit_bias:
         LOGIT_BIAS.check(f"logit_bias of token {token}", bias, f"{prefix}logit_bias")
+    _check_bans(sampling, prefix)
     return normalized(sampling)
+
+
+def _check_bans(sampling: Sampling, prefix: str) -> None:
+    size = sampling.no_repeat_ngram_size
+    Range(0, MAX_NGRAM).check("no_repeat_ngram_size", size, f"{prefix}no_repeat_ngram_size")
+    if not all(sampling.bad_words_ids):
+        raise InvalidSampling("a bad word has no tokens", field=f"{prefix}bad_words_ids")
+    lists = (sampling.suppress_tokens, sampling.begin_suppress_tokens, *sampling.bad_words_ids)
+    if sum(map(len, lists)) > MAX_BANNED:
+        raise InvalidSampling(
+            "suppress_tokens, begin_suppress_tokens and bad_words_ids must have at most"
+            f" {MAX_BANNED} token ids together",
+            field=f"{prefix}suppress_tokens",
+        )
 
 
 def normalized(sampling: Sampling) -> Sampling:

@@ -111,6 +111,12 @@ class RouterConfig:
         "",
         "OTLP/HTTP collector of request traces, such as http://127.0.0.1:4318; empty sends none.",
     )
+    generation_config: Literal["auto", "none"] = key(
+        "auto",
+        "Defaults for what requests leave out: those of the model's generation_config.json (auto),"
+        " or none.",
+        "--generation-config",
+    )
     text_threads: PositiveInt = key(2, "Threads that tokenize and render templates.")
     tool_format: Literal["auto", "hermes", "llama3", "mistral", "mistral-args"] = key(
         "auto", "The model's format of tool calls; auto derives it from the chat template."

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from baton.core.config import Config
-from baton.core.errors import ModelNotFound, UnsupportedModel
+from baton.core.errors import InvalidConfig, ModelNotFound, UnsupportedModel
 
 EMBEDDED = "embedded"
 """The name of the small model that `baton model pull` fetches."""
@@ -67,6 +67,19 @@ def locate(model: str) -> Path:
         f" or use {EMBEDDED!r} after `baton model pull`",
         field="model",
     )
+
+
+def read_json(path: Path) -> dict[str, object]:
+    """A model's JSON file; empty where it is missing."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except ValueError as error:
+        raise InvalidConfig(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise InvalidConfig(f"{path} does not hold a JSON object")
+    return content
 
 
 def model_name(config: Config) -> str:

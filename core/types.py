@@ -5,10 +5,10 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, Protocol
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Version of the router-worker protocol. Both ends must agree."""
 
 MAX_MESSAGE_BYTES = 64 * 2**20
@@ -62,6 +62,26 @@ class Sampling:
     seed: int = 0
     # Unique token ids, and what is added to their logits.
     logit_bias: tuple[tuple[int, float], ...] = ()
+    # Tokens of the answer, and of prompt and answer, before a stop token may come.
+    min_tokens: int = 0
+    min_length: int = 0
+    # No run of this many tokens comes twice in prompt and answer; 0 allows it.
+    no_repeat_ngram_size: int = 0
+    # Tokens that never come, and those that never come first.
+    suppress_tokens: tuple[int, ...] = ()
+    begin_suppress_tokens: tuple[int, ...] = ()
+    # Runs of tokens that never come: each run's last token, after the others.
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    # Asked for every row of every step. Whether logits are changed before a token is chosen, and
+    # whether the tokens before it decide how.
+    adjusts: bool = field(init=False, repr=False)
+    looks_back: bool = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        looks_back = self.penalizes or bool(self.no_repeat_ngram_size or self.bad_words_ids)
+        adjusts = looks_back or self.bans or bool(self.logit_bias)
+        object.__setattr__(self, "looks_back", looks_back)
+        object.__setattr__(self, "adjusts", adjusts)
 
     @property
     def greedy(self) -> bool:
@@ -78,6 +98,18 @@ class Sampling:
             self.repetition_penalty != 1.0
             or self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
+        )
+
+    @property
+    def bans(self) -> bool:
+        """Whether some tokens are ruled out (engine/token_bans.py)."""
+        return bool(
+            self.min_tokens
+            or self.min_length
+            or self.no_repeat_ngram_size
+            or self.suppress_tokens
+            or self.begin_suppress_tokens
+            or self.bad_words_ids
         )
 
     def for_answer(self, index: int) -> Sampling:

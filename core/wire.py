@@ -19,16 +19,19 @@ _FINISH: dict[FinishReason | None, inference_pb2.FinishReason.ValueType] = {
 _FINISH_BACK = {value: reason for reason, value in _FINISH.items()}
 _ROLE = {Role.PREFILL: pb.ROLE_PREFILL, Role.DECODE: pb.ROLE_DECODE}
 _ROLE_BACK = {value: role for role, value in _ROLE.items()}
-_SAMPLING_FIELDS = [field.name for field in fields(Sampling) if field.name != "logit_bias"]
+_NESTED = ("logit_bias", "bad_words_ids")
+_LISTS = ("suppress_tokens", "begin_suppress_tokens")
+_SAMPLING_FIELDS = [
+    each.name for each in fields(Sampling) if each.init and each.name not in _NESTED
+]
 
 
 def work_to(work: Work) -> pb.Work:
-    sampling: dict[str, Any] = {name: getattr(work.sampling, name) for name in _SAMPLING_FIELDS}
     return pb.Work(
         request_id=work.key.request_id,
         epoch=work.key.epoch,
         prompt_tokens=work.prompt_tokens,
-        sampling=pb.Sampling(logit_bias=dict(work.sampling.logit_bias), **sampling),
+        sampling=_sampling_to(work.sampling),
         max_tokens=work.max_tokens,
         stop_token_ids=sorted(work.stop_token_ids),
         answer_tokens=work.answer_tokens,
@@ -40,12 +43,10 @@ def work_to(work: Work) -> pb.Work:
 
 
 def work_from(message: pb.Work) -> Work:
-    sampling = {name: getattr(message.sampling, name) for name in _SAMPLING_FIELDS}
-    bias = tuple(sorted(message.sampling.logit_bias.items()))
     return Work(
         key=AttemptKey(message.request_id, message.epoch),
         prompt_tokens=list(message.prompt_tokens),
-        sampling=Sampling(logit_bias=bias, **sampling),
+        sampling=_sampling_from(message.sampling),
         max_tokens=message.max_tokens,
         stop_token_ids=frozenset(message.stop_token_ids),
         answer_tokens=message.answer_tokens,
@@ -53,6 +54,21 @@ def work_from(message: pb.Work) -> Work:
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         grammar=message.grammar,
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+    )
+
+
+def _sampling_to(sampling: Sampling) -> pb.Sampling:
+    values: dict[str, Any] = {name: getattr(sampling, name) for name in _SAMPLING_FIELDS}
+    words = [inference_pb2.TokenIds(ids=word) for word in sampling.bad_words_ids]
+    return pb.Sampling(logit_bias=dict(sampling.logit_bias), bad_words_ids=words, **values)
+
+
+def _sampling_from(message: pb.Sampling) -> Sampling:
+    values: dict[str, Any] = {name: getattr(message, name) for name in _SAMPLING_FIELDS}
+    return Sampling(
+        **values | {name: tuple(values[name]) for name in _LISTS},
+        logit_bias=tuple(sorted(message.logit_bias.items())),
+        bad_words_ids=tuple(tuple(word.ids) for word in message.bad_words_ids),
     )
 
 

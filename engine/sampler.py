@@ -8,7 +8,7 @@ it, the worker or the number of threads:
 - Filters sum probabilities as whole numbers (`WEIGHT_ONE` is the most probable token's). Sums
   of integers do not depend on the order of addition; those of floats do.
 
-A drawn row passes: penalties, biases, its grammar's mask, temperature, top-k, top-p, min-p.
+A drawn row passes: penalties, biases, bans, its grammar's mask, temperature, top-k, top-p, min-p.
 Of the tokens that are left, the largest logit / temperature + noise wins, which is a draw from
 their softmax. So logits that differ in their last bits give the same token, except with a
 probability of about that difference. Each filter sets the least weight that may be drawn;
@@ -30,6 +30,7 @@ from torch import Tensor
 from baton.core.errors import Internal
 from baton.core.types import Sampling
 from baton.engine.sequence import Sequence
+from baton.engine.token_bans import banned_tokens
 from baton.kernels.noise import add_noise, draw_key
 
 WEIGHT_ONE = 2.0**40
@@ -74,8 +75,7 @@ def is_greedy(sampling: Sampling) -> bool:
 
 def is_adjusted(sequence: Sequence) -> bool:
     """Whether its logits are changed before a token is chosen."""
-    sampling = sequence.work.sampling
-    return sampling.penalizes or bool(sampling.logit_bias) or sequence.guide is not None
+    return sequence.work.sampling.adjusts or sequence.guide is not None
 
 
 def adjust(scores: Tensor, sequences: list[Sequence]) -> None:
@@ -85,10 +85,19 @@ def adjust(scores: Tensor, sequences: list[Sequence]) -> None:
         if rows:
             parts = [part_of(sequences[row]) for row in rows]
             change(scores, *_cells(rows, parts, scores.device))
+    _ban(scores, sequences)
     for row_scores, each in zip(scores, sequences, strict=True):
         if each.guide is not None:
             allowed = to_device(torch.from_numpy(each.guide.mask()), scores.device)
             row_scores.masked_fill_(allowed[: len(row_scores)] == 0, -math.inf)
+
+
+def _ban(scores: Tensor, sequences: list[Sequence]) -> None:
+    rows = [row for row, each in enumerate(sequences) if each.work.sampling.bans]
+    banned = [banned_tokens(sequences[row], scores.shape[1]) for row in rows]
+    if any(map(len, banned)):
+        parts = [(tokens, np.full(len(tokens), -np.inf)) for tokens in banned]
+        _add(scores, *_cells(rows, parts, scores.device))
 
 
 def _is_plain(sequence: Sequence) -> bool:

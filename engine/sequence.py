@@ -64,7 +64,7 @@ class Sequence:
         if not self.expected:
             return False
         last = self.generated + self.expected >= self.work.max_tokens
-        return last or self.work.sampling.penalizes or self.guide is not None
+        return last or self.work.sampling.looks_back or self.guide is not None
 
     def samples(self, count: int) -> bool:
         """Whether a step that runs its next `count` tokens samples another one."""

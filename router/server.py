@@ -21,6 +21,7 @@ from prometheus_client import start_http_server
 from baton.core import model_store
 from baton.core.config import Config
 from baton.core.errors import Internal
+from baton.core.generation_defaults import GenerationDefaults, read_defaults
 from baton.core.process import StopSignal
 from baton.core.tls import (
     NODE,
@@ -72,6 +73,9 @@ class RouterServer:
         folder = model_store.locate(self._config.model)
         router = self._config.router
         text = await asyncio.to_thread(Text.load, folder, router.tool_format, router.reasoning)
+        defaults = read_defaults(folder, router.generation_config)
+        if str(defaults):
+            log.info("the model's defaults for requests: %s", defaults)
         self._health = health.aio.HealthServicer()
         self._membership = Membership(self._router_id, model, self._config)
         placer = Placer(self._membership, router)
@@ -83,7 +87,7 @@ class RouterServer:
             self._spans = Spans(endpoint, model, self._router_id)
             self._serving.ledgers.listen(self._spans.send)
         client = ControllerClient(controller, node_identity(self._config))
-        await self._serve_grpc(model, client)
+        await self._serve_grpc(model, defaults, client)
         self._http = self._serve_http()
         self._serve_metrics()
         self._membership.set_addresses(self._config.members.workers)
@@ -115,11 +119,13 @@ class RouterServer:
         if self._spans:
             await asyncio.to_thread(self._spans.close)
 
-    async def _serve_grpc(self, model: str, controller: ControllerClient) -> None:
+    async def _serve_grpc(
+        self, model: str, defaults: GenerationDefaults, controller: ControllerClient
+    ) -> None:
         limits = self._config.router
         self._server = make_server(self._keys, limits.max_requests)
         self._edges = EdgeContext(
-            self._serving, self._membership, self._keys, model, limits.reader_buffer
+            self._serving, self._membership, self._keys, model, limits.reader_buffer, defaults
         )
         inference = InferenceService(self._edges)
         self._overview = RouterOverview(

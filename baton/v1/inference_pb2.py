@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x62\x61ton/v1/inference.proto\x12\x08\x62\x61ton.v1\"\xf1\x03\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x1e\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x0e.baton.v1.ChatH\x00\x12\'\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12.\n\x08sampling\x18\x05 \x01(\x0b\x32\x1c.baton.v1.SamplingParameters\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x02\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x12\n\nignore_eos\x18\t \x01(\x08\x12\x12\n\nrequest_id\x18\n \x01(\t\x12\x0e\n\x01n\x18\x0b \x01(\rH\x03\x88\x01\x01\x12\x12\n\ncache_salt\x18\x0c \x01(\t\x12\x15\n\x08logprobs\x18\r \x01(\rH\x04\x88\x01\x01\x12\x15\n\x0bjson_schema\x18\x0e \x01(\tH\x01\x12\x0f\n\x05regex\x18\x0f \x01(\tH\x01\x12\x11\n\x07grammar\x18\x10 \x01(\tH\x01\x12\x1c\n\x0fprompt_logprobs\x18\x11 \x01(\rH\x05\x88\x01\x01\x42\x08\n\x06promptB\x0b\n\tstructureB\r\n\x0b_max_tokensB\x04\n\x02_nB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"y\n\x04\x43hat\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\x12\x1d\n\x05tools\x18\x02 \x03(\x0b\x32\x0e.baton.v1.Tool\x12)\n\x0btool_choice\x18\x03 \x01(\x0b\x32\x14.baton.v1.ToolChoice\"\x8b\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12&\n\ntool_calls\x18\x03 \x03(\x0b\x32\x12.baton.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x0c\n\x04name\x18\x05 \x01(\t\x12\x11\n\treasoning\x18\x06 \x01(\t\"=\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\"|\n\nToolChoice\x12\'\n\x04mode\x18\x01 \x01(\x0e\x32\x19.baton.v1.ToolChoice.Mode\x12\x0c\n\x04name\x18\x02 \x01(\t\"7\n\x04Mode\x12\r\n\tMODE_AUTO\x10\x00\x12\r\n\tMODE_NONE\x10\x01\x12\x11\n\rMODE_REQUIRED\x10\x02\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xc9\x03\n\x12SamplingParameters\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x07\x88\x01\x01\x12?\n\nlogit_bias\x18\t \x03(\x0b\x32+.baton.v1.SamplingParameters.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seed\"\x8b\x01\n\x10GenerateResponse\x12$\n\x07started\x18\x01 \x01(\x0b\x32\x11.baton.v1.StartedH\x00\x12 \n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x0f.baton.v1.DeltaH\x00\x12&\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x12.baton.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"\x8b\x01\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x16\n\x0eprefill_worker\x18\x04 \x01(\t\x12\x15\n\rdecode_worker\x18\x05 \x01(\t\x12\x0c\n\x04seed\x18\x06 \x01(\x04\x12\t\n\x01n\x18\x07 \x01(\r\"\xd4\x01\n\x05\x44\x65lta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\r\n\x05index\x18\x03 \x01(\r\x12)\n\x08logprobs\x18\x04 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12\x11\n\treasoning\x18\x05 \x01(\t\x12+\n\ntool_calls\x18\x06 \x03(\x0b\x32\x17.baton.v1.ToolCallDelta\x12\x30\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\"K\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"?\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\x0c\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\"\\\n\rTokenLogprobs\x12&\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x16.baton.v1.TokenLogprob\x12#\n\x03top\x18\x02 \x03(\x0b\x32\x16.baton.v1.TokenLogprob\"\xad\x01\n\x08\x46inished\x12-\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x1e\n\x05usage\x18\x02 \x01(\x0b\x32\x0f.baton.v1.Usage\x12\x0c\n\x04stop\x18\x03 \x01(\t\x12\'\n\nplacements\x18\x04 \x03(\x0b\x32\x13.baton.v1.Placement\x12\r\n\x05index\x18\x05 \x01(\r\x12\x0c\n\x04seed\x18\x06 \x01(\x04\"\x8a\x01\n\tPlacement\x12\x16\n\x0eprefill_worker\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x13\n\x0breason_code\x18\x05 \x01(\t\x12\x19\n\x11predicted_seconds\x18\x06 \x01(\x02\"h\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x16\n\x0e\x66\x65tched_tokens\x18\x04 \x01(\r\"\x13\n\x11ListModelsRequest\"5\n\x12ListModelsResponse\x12\x1f\n\x06models\x18\x01 \x03(\x0b\x32\x0f.baton.v1.Model\"a\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x02 \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x03 \x01(\r\x12\x19\n\x11has_chat_template\x18\x04 \x01(\x08\"Z\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x1e\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x0e.baton.v1.ChatH\x00\x42\x08\n\x06prompt\"7\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08rendered\x18\x02 \x01(\t\"R\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x1b\n\x13keep_special_tokens\x18\x03 \x01(\x08\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t*}\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1c\n\x18\x46INISH_REASON_TOOL_CALLS\x10\x03\x32\xa5\x02\n\tInference\x12\x43\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x12G\n\nListModels\x12\x1b.baton.v1.ListModelsRequest\x1a\x1c.baton.v1.ListModelsResponse\x12\x41\n\x08Tokenize\x12\x19.baton.v1.TokenizeRequest\x1a\x1a.baton.v1.TokenizeResponse\x12G\n\nDetokenize\x12\x1b.baton.v1.DetokenizeRequest\x1a\x1c.baton.v1.DetokenizeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x62\x61ton/v1/inference.proto\x12\x08\x62\x61ton.v1\"\xf1\x03\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x1e\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x0e.baton.v1.ChatH\x00\x12\'\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12.\n\x08sampling\x18\x05 \x01(\x0b\x32\x1c.baton.v1.SamplingParameters\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x02\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x12\n\nignore_eos\x18\t \x01(\x08\x12\x12\n\nrequest_id\x18\n \x01(\t\x12\x0e\n\x01n\x18\x0b \x01(\rH\x03\x88\x01\x01\x12\x12\n\ncache_salt\x18\x0c \x01(\t\x12\x15\n\x08logprobs\x18\r \x01(\rH\x04\x88\x01\x01\x12\x15\n\x0bjson_schema\x18\x0e \x01(\tH\x01\x12\x0f\n\x05regex\x18\x0f \x01(\tH\x01\x12\x11\n\x07grammar\x18\x10 \x01(\tH\x01\x12\x1c\n\x0fprompt_logprobs\x18\x11 \x01(\rH\x05\x88\x01\x01\x42\x08\n\x06promptB\x0b\n\tstructureB\r\n\x0b_max_tokensB\x04\n\x02_nB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"y\n\x04\x43hat\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\x12\x1d\n\x05tools\x18\x02 \x03(\x0b\x32\x0e.baton.v1.Tool\x12)\n\x0btool_choice\x18\x03 \x01(\x0b\x32\x14.baton.v1.ToolChoice\"\x8b\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12&\n\ntool_calls\x18\x03 \x03(\x0b\x32\x12.baton.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x0c\n\x04name\x18\x05 \x01(\t\x12\x11\n\treasoning\x18\x06 \x01(\t\"=\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\"|\n\nToolChoice\x12\'\n\x04mode\x18\x01 \x01(\x0e\x32\x19.baton.v1.ToolChoice.Mode\x12\x0c\n\x04name\x18\x02 \x01(\t\"7\n\x04Mode\x12\r\n\tMODE_AUTO\x10\x00\x12\r\n\tMODE_NONE\x10\x01\x12\x11\n\rMODE_REQUIRED\x10\x02\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xb9\x05\n\x12SamplingParameters\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x07\x88\x01\x01\x12?\n\nlogit_bias\x18\t \x03(\x0b\x32+.baton.v1.SamplingParameters.LogitBiasEntry\x12\x17\n\nmin_tokens\x18\n \x01(\rH\x08\x88\x01\x01\x12!\n\x14no_repeat_ngram_size\x18\x0b \x01(\rH\t\x88\x01\x01\x12+\n\x0fsuppress_tokens\x18\x0c \x01(\x0b\x32\x12.baton.v1.TokenIds\x12\x31\n\x15\x62\x65gin_suppress_tokens\x18\r \x01(\x0b\x32\x12.baton.v1.TokenIds\x12*\n\rbad_words_ids\x18\x0e \x01(\x0b\x32\x13.baton.v1.TokenRuns\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\r\n\x0b_min_tokensB\x17\n\x15_no_repeat_ngram_size\"-\n\tTokenRuns\x12 \n\x04runs\x18\x01 \x03(\x0b\x32\x12.baton.v1.TokenIds\"\x8b\x01\n\x10GenerateResponse\x12$\n\x07started\x18\x01 \x01(\x0b\x32\x11.baton.v1.StartedH\x00\x12 \n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x0f.baton.v1.DeltaH\x00\x12&\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x12.baton.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"\x8b\x01\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x16\n\x0eprefill_worker\x18\x04 \x01(\t\x12\x15\n\rdecode_worker\x18\x05 \x01(\t\x12\x0c\n\x04seed\x18\x06 \x01(\x04\x12\t\n\x01n\x18\x07 \x01(\r\"\xd4\x01\n\x05\x44\x65lta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\r\n\x05index\x18\x03 \x01(\r\x12)\n\x08logprobs\x18\x04 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12\x11\n\treasoning\x18\x05 \x01(\t\x12+\n\ntool_calls\x18\x06 \x03(\x0b\x32\x17.baton.v1.ToolCallDelta\x12\x30\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\"K\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"?\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\x0c\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\"\\\n\rTokenLogprobs\x12&\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x16.baton.v1.TokenLogprob\x12#\n\x03top\x18\x02 \x03(\x0b\x32\x16.baton.v1.TokenLogprob\"\xad\x01\n\x08\x46inished\x12-\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x1e\n\x05usage\x18\x02 \x01(\x0b\x32\x0f.baton.v1.Usage\x12\x0c\n\x04stop\x18\x03 \x01(\t\x12\'\n\nplacements\x18\x04 \x03(\x0b\x32\x13.baton.v1.Placement\x12\r\n\x05index\x18\x05 \x01(\r\x12\x0c\n\x04seed\x18\x06 \x01(\x04\"\x8a\x01\n\tPlacement\x12\x16\n\x0eprefill_worker\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x13\n\x0breason_code\x18\x05 \x01(\t\x12\x19\n\x11predicted_seconds\x18\x06 \x01(\x02\"h\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x16\n\x0e\x66\x65tched_tokens\x18\x04 \x01(\r\"\x13\n\x11ListModelsRequest\"5\n\x12ListModelsResponse\x12\x1f\n\x06models\x18\x01 \x03(\x0b\x32\x0f.baton.v1.Model\"a\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x02 \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x03 \x01(\r\x12\x19\n\x11has_chat_template\x18\x04 \x01(\x08\"Z\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x1e\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x0e.baton.v1.ChatH\x00\x42\x08\n\x06prompt\"7\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08rendered\x18\x02 \x01(\t\"R\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x1b\n\x13keep_special_tokens\x18\x03 \x01(\x08\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t*}\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1c\n\x18\x46INISH_REASON_TOOL_CALLS\x10\x03\x32\xa5\x02\n\tInference\x12\x43\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x12G\n\nListModels\x12\x1b.baton.v1.ListModelsRequest\x1a\x1c.baton.v1.ListModelsResponse\x12\x41\n\x08Tokenize\x12\x19.baton.v1.TokenizeRequest\x1a\x1a.baton.v1.TokenizeResponse\x12G\n\nDetokenize\x12\x1b.baton.v1.DetokenizeRequest\x1a\x1c.baton.v1.DetokenizeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,8 +33,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=3136
-  _globals['_FINISHREASON']._serialized_end=3261
+  _globals['_FINISHREASON']._serialized_start=3423
+  _globals['_FINISHREASON']._serialized_end=3548
   _globals['_GENERATEREQUEST']._serialized_start=39
   _globals['_GENERATEREQUEST']._serialized_end=536
   _globals['_CHAT']._serialized_start=538
@@ -52,41 +52,43 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENIDS']._serialized_start=1049
   _globals['_TOKENIDS']._serialized_end=1072
   _globals['_SAMPLINGPARAMETERS']._serialized_start=1075
-  _globals['_SAMPLINGPARAMETERS']._serialized_end=1532
-  _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_start=1363
-  _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_end=1411
-  _globals['_GENERATERESPONSE']._serialized_start=1535
-  _globals['_GENERATERESPONSE']._serialized_end=1674
-  _globals['_STARTED']._serialized_start=1677
-  _globals['_STARTED']._serialized_end=1816
-  _globals['_DELTA']._serialized_start=1819
-  _globals['_DELTA']._serialized_end=2031
-  _globals['_TOOLCALLDELTA']._serialized_start=2033
-  _globals['_TOOLCALLDELTA']._serialized_end=2108
-  _globals['_TOKENLOGPROB']._serialized_start=2110
-  _globals['_TOKENLOGPROB']._serialized_end=2173
-  _globals['_TOKENLOGPROBS']._serialized_start=2175
-  _globals['_TOKENLOGPROBS']._serialized_end=2267
-  _globals['_FINISHED']._serialized_start=2270
-  _globals['_FINISHED']._serialized_end=2443
-  _globals['_PLACEMENT']._serialized_start=2446
-  _globals['_PLACEMENT']._serialized_end=2584
-  _globals['_USAGE']._serialized_start=2586
-  _globals['_USAGE']._serialized_end=2690
-  _globals['_LISTMODELSREQUEST']._serialized_start=2692
-  _globals['_LISTMODELSREQUEST']._serialized_end=2711
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2713
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2766
-  _globals['_MODEL']._serialized_start=2768
-  _globals['_MODEL']._serialized_end=2865
-  _globals['_TOKENIZEREQUEST']._serialized_start=2867
-  _globals['_TOKENIZEREQUEST']._serialized_end=2957
-  _globals['_TOKENIZERESPONSE']._serialized_start=2959
-  _globals['_TOKENIZERESPONSE']._serialized_end=3014
-  _globals['_DETOKENIZEREQUEST']._serialized_start=3016
-  _globals['_DETOKENIZEREQUEST']._serialized_end=3098
-  _globals['_DETOKENIZERESPONSE']._serialized_start=3100
-  _globals['_DETOKENIZERESPONSE']._serialized_end=3134
-  _globals['_INFERENCE']._serialized_start=3264
-  _globals['_INFERENCE']._serialized_end=3557
+  _globals['_SAMPLINGPARAMETERS']._serialized_end=1772
+  _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_start=1563
+  _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_end=1611
+  _globals['_TOKENRUNS']._serialized_start=1774
+  _globals['_TOKENRUNS']._serialized_end=1819
+  _globals['_GENERATERESPONSE']._serialized_start=1822
+  _globals['_GENERATERESPONSE']._serialized_end=1961
+  _globals['_STARTED']._serialized_start=1964
+  _globals['_STARTED']._serialized_end=2103
+  _globals['_DELTA']._serialized_start=2106
+  _globals['_DELTA']._serialized_end=2318
+  _globals['_TOOLCALLDELTA']._serialized_start=2320
+  _globals['_TOOLCALLDELTA']._serialized_end=2395
+  _globals['_TOKENLOGPROB']._serialized_start=2397
+  _globals['_TOKENLOGPROB']._serialized_end=2460
+  _globals['_TOKENLOGPROBS']._serialized_start=2462
+  _globals['_TOKENLOGPROBS']._serialized_end=2554
+  _globals['_FINISHED']._serialized_start=2557
+  _globals['_FINISHED']._serialized_end=2730
+  _globals['_PLACEMENT']._serialized_start=2733
+  _globals['_PLACEMENT']._serialized_end=2871
+  _globals['_USAGE']._serialized_start=2873
+  _globals['_USAGE']._serialized_end=2977
+  _globals['_LISTMODELSREQUEST']._serialized_start=2979
+  _globals['_LISTMODELSREQUEST']._serialized_end=2998
+  _globals['_LISTMODELSRESPONSE']._serialized_start=3000
+  _globals['_LISTMODELSRESPONSE']._serialized_end=3053
+  _globals['_MODEL']._serialized_start=3055
+  _globals['_MODEL']._serialized_end=3152
+  _globals['_TOKENIZEREQUEST']._serialized_start=3154
+  _globals['_TOKENIZEREQUEST']._serialized_end=3244
+  _globals['_TOKENIZERESPONSE']._serialized_start=3246
+  _globals['_TOKENIZERESPONSE']._serialized_end=3301
+  _globals['_DETOKENIZEREQUEST']._serialized_start=3303
+  _globals['_DETOKENIZEREQUEST']._serialized_end=3385
+  _globals['_DETOKENIZERESPONSE']._serialized_start=3387
+  _globals['_DETOKENIZERESPONSE']._serialized_end=3421
+  _globals['_INFERENCE']._serialized_start=3551
+  _globals['_INFERENCE']._serialized_end=3844
 # @@protoc_insertion_point(module_scope)

@@ -624,6 +624,12 @@ class Sampling(_message.Message):
     FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     LOGIT_BIAS_FIELD_NUMBER: _builtins.int
+    MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    MIN_LENGTH_FIELD_NUMBER: _builtins.int
+    NO_REPEAT_NGRAM_SIZE_FIELD_NUMBER: _builtins.int
+    SUPPRESS_TOKENS_FIELD_NUMBER: _builtins.int
+    BEGIN_SUPPRESS_TOKENS_FIELD_NUMBER: _builtins.int
+    BAD_WORDS_IDS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 is greedy."""
     top_k: _builtins.int
@@ -640,9 +646,27 @@ class Sampling(_message.Message):
     """0 changes nothing."""
     seed: _builtins.int
     """With the position, the key of the random number."""
+    min_tokens: _builtins.int
+    """Tokens of the answer before a stop token may come."""
+    min_length: _builtins.int
+    """Tokens of prompt and answer before a stop token may come."""
+    no_repeat_ngram_size: _builtins.int
+    """No run of this many tokens comes twice; 0 allows it."""
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
         """Added to a token's logit after all penalties, by token id."""
+
+    @_builtins.property
+    def suppress_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens that never come."""
+
+    @_builtins.property
+    def begin_suppress_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens that are never the answer's first."""
+
+    @_builtins.property
+    def bad_words_ids(self) -> _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenIds]:
+        """Runs of tokens that never come."""
 
     def __init__(
         self,
@@ -656,10 +680,16 @@ class Sampling(_message.Message):
         frequency_penalty: _builtins.float = ...,
         seed: _builtins.int = ...,
         logit_bias: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
+        min_tokens: _builtins.int = ...,
+        min_length: _builtins.int = ...,
+        no_repeat_ngram_size: _builtins.int = ...,
+        suppress_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        begin_suppress_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        bad_words_ids: _abc.Iterable[_inference_pb2.TokenIds] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bad_words_ids", b"bad_words_ids", "begin_suppress_tokens", b"begin_suppress_tokens", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "min_length", b"min_length", "min_p", b"min_p", "min_tokens", b"min_tokens", "no_repeat_ngram_size", b"no_repeat_ngram_size", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "suppress_tokens", b"suppress_tokens", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from weakref import WeakSet
 
 from baton.core.errors import Unavailable, UnknownModel
+from baton.core.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from baton.router.edges.auth import KeyRing
 from baton.router.edges.client_buffer import ClientBuffer
 from baton.router.requests.serving import Serving
@@ -19,6 +20,7 @@ class EdgeContext:
     keys: KeyRing
     model: str
     reader_buffer: int
+    defaults: GenerationDefaults = NO_DEFAULTS
     # Of the HTTP calls in progress.
     buffers: WeakSet[ClientBuffer] = field(default_factory=WeakSet)
 

@@ -7,7 +7,6 @@ answers with them, without text.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from tokenizers import Tokenizer
 
 from baton.core import model_store
 from baton.core.errors import (
-    InvalidConfig,
     InvalidRequest,
     PromptTooLong,
     TokenOutOfRange,
@@ -35,8 +33,6 @@ from baton.router.answers.detokenizer import (
 from baton.router.prompts.chat_template import ChatTemplate
 
 SPECIAL_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-
-Json = dict[str, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,9 +183,9 @@ class TextFiles:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._tokenizer_config = _read_json(folder / "tokenizer_config.json")
-        self._generation_config = _read_json(folder / "generation_config.json")
-        config = _read_json(folder / "config.json")
+        self._tokenizer_config = model_store.read_json(folder / "tokenizer_config.json")
+        self._generation_config = model_store.read_json(folder / "generation_config.json")
+        config = model_store.read_json(folder / "config.json")
         # A multimodal model keeps its language model's part apart.
         inner = config.get("text_config")
         self._config = {**config, **inner} if isinstance(inner, dict) else config
@@ -216,7 +212,7 @@ class TextFiles:
         alone = self._folder / "chat_template.jinja"
         if alone.is_file():
             return alone.read_text(encoding="utf-8")
-        legacy = _read_json(self._folder / "chat_template.json")
+        legacy = model_store.read_json(self._folder / "chat_template.json")
         template = self._tokenizer_config.get("chat_template") or legacy.get("chat_template")
         if isinstance(template, list):
             return dict(_named_templates(template)).get("default")
@@ -225,7 +221,9 @@ class TextFiles:
     def eos_token_ids(self, tokenizer: Tokenizer | None) -> frozenset[int]:
         """The generation config's end tokens, or else the model config's; and always the
         tokenizer's own, with which chat models close a turn."""
-        written = self._generation_config.get("eos_token_id", self._config.get("eos_token_id"))
+        written = self._generation_config.get("eos_token_id")
+        if written is None:
+            written = self._config.get("eos_token_id")
         ids = set(written if isinstance(written, list) else [written])
         if tokenizer is not None:
             ids.add(tokenizer.token_to_id(self.special_tokens().get("eos_token", "")))
@@ -237,18 +235,6 @@ class TextFiles:
         if not isinstance(size, int):
             raise UnsupportedModel(f"{self._folder}/config.json does not say vocab_size")
         return size
-
-
-def _read_json(path: Path) -> Json:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise InvalidConfig(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise InvalidConfig(f"{path} does not hold a JSON object")
-    return content
 
 
 def _token_text(token: object) -> str:

@@ -27,7 +27,7 @@ from baton.core.errors import (
     TokenOutOfRange,
     Unavailable,
 )
-from baton.core.types import AttemptKey, ChatPrompt, FinishReason, Prompt, Request, Work
+from baton.core.types import AttemptKey, ChatPrompt, FinishReason, Prompt, Request, Sampling, Work
 from baton.router.answers.answer import Answer
 from baton.router.answers.answer_events import AnswerEvent, Emit
 from baton.router.observe.ledger import AnswerLedger, Ledgers, RequestLedger
@@ -204,7 +204,7 @@ class Serving:
             # The caller's request_id need not be unique; the workers' key must be.
             key=AttemptKey(uuid.uuid4().hex, 1),
             prompt_tokens=prompt.tokens,
-            sampling=request.sampling,
+            sampling=_without_end_words(request.sampling, self.text.eos_token_ids),
             max_tokens=min(request.max_tokens or room, room),
             stop_token_ids=stops,
             cache_salt=request.cache_salt,
@@ -270,6 +270,15 @@ def _started_once(emit: Emit) -> Emit:
         started = True
 
     return emit_once
+
+
+def _without_end_words(sampling: Sampling, eos_token_ids: frozenset[int]) -> Sampling:
+    """An end token is no bad word, as in transformers."""
+    ends = {(token,) for token in eos_token_ids}
+    if ends.isdisjoint(sampling.bad_words_ids):
+        return sampling
+    kept = tuple(word for word in sampling.bad_words_ids if word not in ends)
+    return dataclasses.replace(sampling, bad_words_ids=kept)
 
 
 def _work_of(work: Work, index: int) -> Work:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import time
@@ -15,6 +16,7 @@ import httpx
 import pytest
 import yaml
 from serving import MODEST, Serve, run, thread_ticks
+from tiny_models import TINY_MODELS, save
 
 from baton import Client
 
@@ -105,12 +107,15 @@ def test_a_decode_worker_killed_after_the_controller_comes_back(serve: Serve) ->
 def test_a_second_cluster_with_a_file_and_flags_runs_beside_the_first(
     serve: Serve, tiny: Path, tmp_path: Path
 ) -> None:
-    file = tmp_path / "cluster.yaml"
-    settings = {"model": str(tiny), "model_name": "tiny", "page_size": 32}
+    file, model = tmp_path / "cluster.yaml", tmp_path / "model"
+    shutil.copytree(tiny, model)
+    (model / "generation_config.json").write_text('{"repetition_penalty": 1.05}')
+    settings = {"model": str(model), "model_name": "tiny", "page_size": 32}
     file.write_text(yaml.safe_dump({**settings, **MODEST}))
     flags = ["--config", str(file), "--prefill", "2", "--decode", "2", "--routers", "2"]
     with Serve(tmp_path, *flags, "--kv-memory", "4MiB", "--page-size", "8") as second:
         workers = second.ready().wait_whole(4)
+        assert "Its defaults for requests: repetition_penalty 1.05." in second.stdout
         # K and V of 3 layers, 8 tokens, 4 heads of 12 numbers of 4 bytes.
         page_bytes = 2 * 3 * 8 * 4 * 12 * 4
         assert {item.total_pages for item in workers} == {4 * 2**20 // page_bytes}
@@ -151,6 +156,7 @@ CASES = {
     "a wrong dtype": (["--dtype", "int8"], "dtype must be one of auto, float32"),
     "no such model": (["--model", "/nowhere"], "'/nowhere' is not a folder with a config.json"),
     "another architecture": (["--model", "{mamba}"], "mamba"),
+    "defaults that are not supported": (["--model", "{beams}"], "num_beams 4 is not supported"),
     "too little memory": (
         ["--kv-memory", "1000B"],
         "kv_memory of 1000 bytes holds no page",
@@ -170,8 +176,12 @@ def test_what_is_wrong_is_told_in_one_line_before_ray_starts(case: str, tmp_path
     mamba = tmp_path / "mamba"
     mamba.mkdir()
     (mamba / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    beams = tmp_path / "beams"
+    save(TINY_MODELS["llama"], beams)
+    (beams / "generation_config.json").write_text('{"num_beams": 4}')
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        values = {"config": config, "mamba": mamba, "taken": taken.getsockname()[1]}
+        port = taken.getsockname()[1]
+        values = {"config": config, "mamba": mamba, "beams": beams, "taken": port}
         ended = run(tmp_path, *(flag.format(**values) for flag in flags))
     assert ended.wait() == 1
     assert ended.stdout == ""

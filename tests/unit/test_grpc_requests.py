@@ -64,6 +64,15 @@ def test_a_prompt_may_be_a_chat_or_token_ids() -> None:
             sampling=pb.SamplingParameters(logit_bias=dict.fromkeys(range(1025), 1.0)),
         ),
         pb.GenerateRequest(text="x", logprobs=21),
+        pb.GenerateRequest(text="x", sampling=pb.SamplingParameters(no_repeat_ngram_size=65)),
+        pb.GenerateRequest(
+            text="x",
+            sampling=pb.SamplingParameters(bad_words_ids=pb.TokenRuns(runs=[pb.TokenIds()])),
+        ),
+        pb.GenerateRequest(
+            text="x",
+            sampling=pb.SamplingParameters(suppress_tokens=pb.TokenIds(ids=range(16_385))),
+        ),
     ],
 )
 def test_a_request_outside_the_limits_is_refused_with_its_field(

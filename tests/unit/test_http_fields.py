@@ -64,6 +64,11 @@ SAMPLING: list[tuple[Json, dict[str, Any]]] = [
     ({"seed": 0}, {"seed": 0}),
     ({"logit_bias": {"7": -100, "5": 1.5}}, {"logit_bias": ((5, 1.5), (7, -100.0))}),
     ({"logit_bias": {}}, {}),
+    ({"min_tokens": 5}, {"min_tokens": 5}),
+    ({"no_repeat_ngram_size": 3}, {"no_repeat_ngram_size": 3}),
+    ({"suppress_tokens": [3, 4]}, {"suppress_tokens": (3, 4)}),
+    ({"begin_suppress_tokens": []}, {}),
+    ({"bad_words_ids": [[3], [4, 5.0]]}, {"bad_words_ids": ((3,), (4, 5))}),
 ]
 
 
@@ -154,7 +159,13 @@ WRONG: list[tuple[Json, str, type[BatonError]]] = [
     ({"regex": 5}, "regex", InvalidRequest),
     ({"grammar": ["start"]}, "grammar", InvalidRequest),
     ({"guided_json": {}}, "guided_json", NotServed),
-    ({"min_tokens": 5}, "min_tokens", NotServed),
+    ({"bad_words": ["x"]}, "bad_words", NotServed),
+    ({"min_tokens": -1}, "min_tokens", InvalidRequest),
+    ({"no_repeat_ngram_size": 65}, "no_repeat_ngram_size", InvalidRequest),
+    ({"suppress_tokens": [-1]}, "suppress_tokens", InvalidRequest),
+    ({"suppress_tokens": 5}, "suppress_tokens", InvalidRequest),
+    ({"begin_suppress_tokens": ["a"]}, "begin_suppress_tokens", InvalidRequest),
+    ({"bad_words_ids": [3]}, "bad_words_ids", InvalidRequest),
 ]
 
 

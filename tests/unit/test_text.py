@@ -173,6 +173,7 @@ def test_special_tokens_may_be_text_or_objects(variant: Variant) -> None:
         ({"eos_token_id": 7}, {"eos_token_id": 5}, {7}),
         ({"eos_token_id": [7, 8]}, {}, {7, 8}),
         ({}, {"eos_token_id": 5}, {5}),
+        ({"eos_token_id": None}, {"eos_token_id": 5}, {5}),
         ({}, {"text_config": {"eos_token_id": [5, 6]}}, {5, 6}),
         ({}, {"eos_token_id": None}, set()),
     ],

@@ -5,15 +5,16 @@ from __future__ import annotations
 import secrets
 import uuid
 from collections.abc import Sized
+from typing import Any
 
 from baton.core import bounds
 from baton.core.errors import InvalidRequest, InvalidSampling
+from baton.core.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from baton.core.types import (
     ChatPrompt,
     Message,
     Prompt,
     Request,
-    Sampling,
     Structure,
     Tool,
     ToolCall,
@@ -28,7 +29,10 @@ from baton.router.answers.answer_format import with_tools
 from baton.v1 import inference_pb2 as pb
 
 
-def parse_request(message: pb.GenerateRequest) -> Request:
+def parse_request(
+    message: pb.GenerateRequest, defaults: GenerationDefaults = NO_DEFAULTS
+) -> Request:
+    """What the message leaves unset is as in `defaults`."""
     _check_size("request_id", message.request_id, bounds.MAX_REQUEST_ID, "characters")
     _check_size("cache_salt", message.cache_salt, bounds.MAX_CACHE_SALT, "characters")
     if message.HasField("max_tokens") and message.max_tokens < 1:
@@ -41,8 +45,8 @@ def parse_request(message: pb.GenerateRequest) -> Request:
     return Request(
         request_id=message.request_id or uuid.uuid4().hex,
         prompt=parse_prompt(message),
-        sampling=_parse_sampling(message.sampling),
-        max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
+        sampling=defaults.sampling(_given_sampling(message.sampling), prefix="sampling."),
+        max_tokens=message.max_tokens if message.HasField("max_tokens") else defaults.max_tokens,
         stop=_parse_stop(message),
         stop_token_ids=frozenset(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
@@ -119,24 +123,21 @@ def _parse_stop(message: pb.GenerateRequest) -> tuple[str, ...]:
     return tuple(message.stop)
 
 
-def _parse_sampling(message: pb.SamplingParameters) -> Sampling:
+def _given_sampling(message: pb.SamplingParameters) -> dict[str, Any]:
+    """The fields of Sampling that the message sets."""
     if len(message.logit_bias) > bounds.MAX_BIASES:
         raise InvalidSampling(
             f"logit_bias must have at most {bounds.MAX_BIASES} entries",
             field="sampling.logit_bias",
         )
-    given = {
-        name: getattr(message, name)
-        for name in bounds.SAMPLING
-        if message.HasField(name)  # type: ignore[arg-type]
-    }
-    sampling = Sampling(
-        **given,
-        top_k=message.top_k,
-        seed=message.seed if message.HasField("seed") else secrets.randbits(63),
-        logit_bias=tuple(sorted(message.logit_bias.items())),
-    )
-    return bounds.checked(sampling, "sampling.")
+    given: dict[str, Any] = {field.name: value for field, value in message.ListFields()}
+    for name in given.keys() & {"suppress_tokens", "begin_suppress_tokens"}:
+        given[name] = tuple(given[name].ids)
+    if "bad_words_ids" in given:
+        given["bad_words_ids"] = tuple(tuple(run.ids) for run in message.bad_words_ids.runs)
+    given.setdefault("seed", secrets.randbits(63))
+    given["logit_bias"] = tuple(sorted(message.logit_bias.items()))
+    return given
 
 
 def response(event: AnswerEvent, model: str) -> pb.GenerateResponse:

@@ -66,7 +66,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         try:
             self._context.check_model(message.model)
             caller = _caller(self._context.keys, context)
-            request = parse_request(message)
+            request = parse_request(message, self._context.defaults)
             left = context.time_remaining()
             request = dataclasses.replace(
                 request,

@@ -19,6 +19,7 @@ from typing_extensions import TypedDict
 from baton.core import bounds
 from baton.core.bounds import MAX_TOOLS
 from baton.core.errors import InvalidRequest, NotServed
+from baton.core.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from baton.core.types import ChatPrompt, Message, Prompt, Request, Tool, ToolCall
 from baton.router.answers.answer_format import with_tools
 from baton.router.edges.http.generation_request import (
@@ -209,12 +210,17 @@ class ChatRequest(ToolFields, GenerationRequest):
         "documents": Unserved(_TEMPLATES, ([],)),
     }
 
-    def requests(self, request_id: str, salt: Callable[[str], str]) -> tuple[Request, ...]:
+    def requests(
+        self,
+        request_id: str,
+        salt: Callable[[str], str],
+        defaults: GenerationDefaults = NO_DEFAULTS,
+    ) -> tuple[Request, ...]:
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true", field="top_logprobs")
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         prompt = self.chat_prompt(self.messages)
-        return self._requests(request_id, salt, [prompt], logprobs=logprobs)
+        return self._requests(request_id, salt, defaults, [prompt], logprobs=logprobs)
 
 
 class TokenizeRequest(ToolFields):

@@ -197,7 +197,7 @@ class GenerationEndpoint:
         self, content: Json, request_id: str, caller: Caller
     ) -> tuple[GenerationRequest, tuple[Request, ...]]:
         body: GenerationRequest = self._renderer.body_model.parse(content)
-        return body, body.requests(request_id, caller.salt)
+        return body, body.requests(request_id, caller.salt, self._context.defaults)
 
     async def _echoes(self, body: GenerationRequest) -> list[str]:
         """The texts of the prompts, where they are echoed."""

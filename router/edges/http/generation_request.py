@@ -20,6 +20,7 @@ from pydantic import (
 
 from baton.core import bounds
 from baton.core.errors import InvalidRequest
+from baton.core.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from baton.core.types import (
     Prompt,
     Request,
@@ -40,6 +41,9 @@ from baton.router.prompts.output_grammar import ANY_OBJECT
 DEFAULT_COMPLETION_TOKENS = 16
 """The API's own default of /v1/completions."""
 
+API_TEMPERATURE = 1.0
+"""The API's own default."""
+
 MAX_CHOICES = 128
 """Prompts times answers to each."""
 
@@ -57,9 +61,14 @@ TopLogprobs = Annotated[int, Field(ge=0, le=bounds.MAX_TOP_LOGPROBS)]
 
 
 def _sampling(name: str, default: float, description: str) -> Any:
-    """A field with the bounds of core/bounds.py."""
+    """A field with the bounds of core/bounds.py, and a default where the model has none."""
     least, most, above = bounds.SAMPLING[name]
-    return about(description, default, le=most, **{"gt" if above else "ge": least})
+    return about(
+        f"{description} Absent: the model's default, or this.",
+        default,
+        le=most,
+        **{"gt" if above else "ge": least},
+    )
 
 
 class JsonSchemaFormat(RequestModel):
@@ -125,6 +134,8 @@ Stops = Annotated[
         json_schema_input_type=StopString | _StopList,
     ),
 ]
+BannedIds = Annotated[tuple[int, ...], token_ids(bounds.MAX_BANNED)]
+_SAMPLING_FIELDS = {each.name for each in dataclasses.fields(Sampling)}
 _STRUCTURED = "answers of a given structure"
 
 
@@ -134,7 +145,7 @@ class GenerationRequest(RequestModel):
     model: ShortText = about("As /v1/models names it. Absent: the one that is served.", "")
     max_tokens: TokenCount | None = about("The most tokens of one answer.")
     max_completion_tokens: TokenCount | None = about("The newer max_tokens; takes precedence.")
-    temperature: float = _sampling("temperature", 1.0, "0 takes the likeliest token.")
+    temperature: float = _sampling("temperature", API_TEMPERATURE, "0 takes the likeliest token.")
     top_p: float = _sampling(
         "top_p", 1.0, "Keep the smallest set of this probability; 0: one token."
     )
@@ -150,6 +161,15 @@ class GenerationRequest(RequestModel):
         "frequency_penalty", 0.0, "Subtracted from a token's logit each time it occurs."
     )
     logit_bias: Biases | None = about("By token id: added to its logit.")
+    min_tokens: int = about("Tokens before a stop token may come.", 0, ge=0, le=2**32 - 1)
+    no_repeat_ngram_size: int = about(
+        "No run of this many tokens comes twice; 0 allows it.", 0, ge=0, le=bounds.MAX_NGRAM
+    )
+    suppress_tokens: BannedIds = about("Tokens that never come.", ())
+    begin_suppress_tokens: BannedIds = about("Tokens that never come first.", ())
+    bad_words_ids: Annotated[
+        list[BannedIds], Field(fail_fast=True, max_length=bounds.MAX_BANNED)
+    ] = about("Runs of tokens that never come.", ())
     seed: int | None = about("Repeats an answer. Absent: drawn.", ge=-(2**63), le=2**64 - 1)
     n: int = about("Answers to each prompt.", 1, ge=1, le=bounds.MAX_ANSWERS)
     stop: Stops = about("The text is cut before the first of these.", ())
@@ -168,7 +188,7 @@ class GenerationRequest(RequestModel):
     user: ShortText = about("Ignored.", "")
 
     unserved: ClassVar[dict[str, Unserved]] = {
-        "bad_words": Unserved("biases", ([],)),
+        "bad_words": Unserved("words as text; send their token ids as bad_words_ids", ([],)),
         "allowed_token_ids": Unserved("biases", ([],)),
         "structured_outputs": Unserved(_STRUCTURED, ({},)),
         "guided_json": Unserved(_STRUCTURED),
@@ -176,7 +196,6 @@ class GenerationRequest(RequestModel):
         "guided_choice": Unserved(_STRUCTURED),
         "guided_grammar": Unserved(_STRUCTURED),
         "use_beam_search": Unserved("beam search", (False,)),
-        "min_tokens": Unserved("a least number of tokens", (0,)),
         "truncate_prompt_tokens": Unserved("truncated prompts"),
         "add_special_tokens": Unserved("prompts without special tokens", (True,)),
         "skip_special_tokens": Unserved("answers with special tokens", (True,)),
@@ -187,7 +206,12 @@ class GenerationRequest(RequestModel):
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def requests(self, request_id: str, salt: Callable[[str], str]) -> tuple[Request, ...]:
+    def requests(
+        self,
+        request_id: str,
+        salt: Callable[[str], str],
+        defaults: GenerationDefaults = NO_DEFAULTS,
+    ) -> tuple[Request, ...]:
         """One for each prompt; they differ in prompt and seed only."""
         raise NotImplementedError
 
@@ -195,6 +219,7 @@ class GenerationRequest(RequestModel):
         self,
         request_id: str,
         salt: Callable[[str], str],
+        defaults: GenerationDefaults,
         prompts: Sequence[Prompt],
         *,
         default_tokens: int | None = None,
@@ -206,8 +231,13 @@ class GenerationRequest(RequestModel):
         request = Request(
             request_id=request_id,
             prompt=prompts[0],
-            sampling=self._sampling(),
-            max_tokens=self.max_completion_tokens or self.max_tokens or default_tokens,
+            sampling=self._sampling(defaults),
+            max_tokens=(
+                self.max_completion_tokens
+                or self.max_tokens
+                or defaults.max_tokens
+                or default_tokens
+            ),
             stop=tuple(self.stop),
             stop_token_ids=frozenset(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
@@ -218,19 +248,22 @@ class GenerationRequest(RequestModel):
             prompt_logprobs=prompt_logprobs,
         )
         others = (
-            dataclasses.replace(request, prompt=prompt, sampling=self._sampling())
+            dataclasses.replace(request, prompt=prompt, sampling=self._sampling(defaults))
             for prompt in prompts[1:]
         )
         return request, *others
 
-    def _sampling(self) -> Sampling:
-        sampling = Sampling(
-            **{name: getattr(self, name) for name in bounds.SAMPLING},
-            top_k=max(self.top_k, 0),
-            seed=secrets.randbits(63) if self.seed is None else self.seed % 2**64,
-            logit_bias=self._biases(),
-        )
-        return bounds.normalized(sampling)
+    def _sampling(self, defaults: GenerationDefaults) -> Sampling:
+        given: dict[str, Any] = {
+            name: getattr(self, name) for name in _SAMPLING_FIELDS & self.model_fields_set
+        }
+        given["seed"] = secrets.randbits(63) if self.seed is None else self.seed % 2**64
+        given["logit_bias"] = self._biases()
+        if "top_k" in given:
+            given["top_k"] = max(self.top_k, 0)
+        if "bad_words_ids" in given:
+            given["bad_words_ids"] = tuple(self.bad_words_ids)
+        return defaults.sampling(given, temperature=API_TEMPERATURE)
 
     def _biases(self) -> tuple[tuple[int, float], ...]:
         biases = {int(token): bias for token, bias in (self.logit_bias or {}).items()}
@@ -292,7 +325,12 @@ class CompletionRequest(GenerationRequest):
         "suffix": Unserved("text after the answer", ("",)),
     }
 
-    def requests(self, request_id: str, salt: Callable[[str], str]) -> tuple[Request, ...]:
+    def requests(
+        self,
+        request_id: str,
+        salt: Callable[[str], str],
+        defaults: GenerationDefaults = NO_DEFAULTS,
+    ) -> tuple[Request, ...]:
         if len(self.prompt) * self.n > MAX_CHOICES:
             raise InvalidRequest(
                 f"prompts times n must be at most {MAX_CHOICES} answers", field="prompt"
@@ -301,6 +339,7 @@ class CompletionRequest(GenerationRequest):
         return self._requests(
             request_id,
             salt,
+            defaults,
             self.prompt,
             default_tokens=DEFAULT_COMPLETION_TOKENS,
             logprobs=self.logprobs,

@@ -25,7 +25,7 @@ from baton.core.errors import InvalidRequest, InvalidSampling, NotServed
 from baton.core.proto_json import Json
 
 # Errors of their items name the list or object, not the item.
-_FLAT = {"stop", "logit_bias", "prompt"}
+_FLAT = {"stop", "logit_bias", "prompt", "bad_words_ids"}
 _OUT_OF_RANGE = {"greater_than", "greater_than_equal", "less_than_equal", "float_type"}
 # Null is not the same as absent.
 _MEANINGFUL_NULLS = {"tool_choice"}
