@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from baton.core import model_store
 from baton.core.errors import (
@@ -32,6 +32,7 @@ from baton.router.answers.detokenizer import (
 )
 from baton.router.prompts.chat_template import ChatTemplate
 
+_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 SPECIAL_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
@@ -184,6 +185,9 @@ class TextFiles:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._tokenizer_config = model_store.read_json(folder / "tokenizer_config.json")
+        if "added_tokens_decoder" not in self._tokenizer_config:
+            # Older versions of transformers wrote another file.
+            self._tokenizer_config |= model_store.read_json(folder / "special_tokens_map.json")
         self._generation_config = model_store.read_json(folder / "generation_config.json")
         config = model_store.read_json(folder / "config.json")
         # A multimodal model keeps its language model's part apart.
@@ -191,7 +195,8 @@ class TextFiles:
         self._config = {**config, **inner} if isinstance(inner, dict) else config
 
     def tokenizer(self) -> Tokenizer | None:
-        """As in tokenizer.json, but without truncation and padding."""
+        """As in tokenizer.json, with the tokens that other files add, but without truncation and
+        padding."""
         if (self._folder / "tokenizer.json").is_file():
             made = Tokenizer.from_file(str(self._folder / "tokenizer.json"))
         elif (self._folder / model_store.SENTENCEPIECE_FILE).is_file():
@@ -200,7 +205,28 @@ class TextFiles:
             return None
         made.no_truncation()
         made.no_padding()
+        made.add_tokens(self._added_tokens())  # leaves those it knows as they are
+        made.encode_special_tokens = self._tokenizer_config.get("split_special_tokens") is True
         return made
+
+    def _added_tokens(self) -> list[AddedToken]:
+        """Tokens of files beside tokenizer.json, in the order of the ids that transformers gives
+        them."""
+        config = self._tokenizer_config
+        special = [config.get(f"{each}_token") for each in SPECIAL_TOKENS]
+        for name in ("additional_special_tokens", "extra_special_tokens"):
+            listed = config.get(name)
+            special += listed if isinstance(listed, list) else []
+        texts = {_token_text(each) for each in special}
+        decoder = config.get("added_tokens_decoder")
+        if isinstance(decoder, dict):
+            numbered = [decoder[number] for number in sorted(decoder, key=_padded)]
+        else:
+            added = model_store.read_json(self._folder / "added_tokens.json")
+            numbered = sorted(added, key=lambda text: _padded(added[text]))
+        tokens = [_added_token(each, special=_token_text(each) in texts) for each in numbered]
+        tokens += [_added_token(each, special=True) for each in special]
+        return [token for token in tokens if token.content]
 
     def special_tokens(self) -> dict[str, str]:
         """The text of bos_token, eos_token and so on, of those that are set."""
@@ -241,6 +267,18 @@ def _token_text(token: object) -> str:
     """A special token is written as its text or as an object that holds it."""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else ""
+
+
+def _added_token(token: object, *, special: bool) -> AddedToken:
+    written = token if isinstance(token, dict) else {}
+    flags = {name: bool(written[name]) for name in _TOKEN_FLAGS if name in written}
+    special = special or bool(written.get("special"))
+    return AddedToken(_token_text(token), special=special, **flags)
+
+
+def _padded(number: object) -> str:
+    """Sorts as the number does, whatever else a file holds."""
+    return str(number).zfill(9)
 
 
 def _named_templates(templates: list[object]) -> Iterator[tuple[str, str]]:

@@ -167,6 +167,45 @@ def test_special_tokens_may_be_text_or_objects(variant: Variant) -> None:
     assert variant(tokenizer_config=config).render(CHAT) == "<|im_start|><|im_end|>"
 
 
+NEW = {"content": "<|new|>", "special": True, "lstrip": True}
+BESIDE: dict[str, dict[str, object]] = {
+    "a token with an id": {"tokenizer_config": {"added_tokens_decoder": {"49152": NEW}}},
+    "several": {
+        "tokenizer_config": {
+            "added_tokens_decoder": {"49153": NEW, "49152": {**NEW, "content": "<|first|>"}},
+            "pad_token": "<|pad|>",
+        }
+    },
+    "special tokens": {"tokenizer_config": {"additional_special_tokens": ["<|new|>", "Hi"]}},
+    "their newer name": {"tokenizer_config": {"extra_special_tokens": ["<|new|>"]}},
+    "a named token": {"tokenizer_config": {"bos_token": "<|new|>", "unk_token": "<|pad|>"}},
+    "older files": {
+        "tokenizer_config": {},
+        "special_tokens_map": {"eos_token": {**NEW, "lstrip": False}, "bos_token": "<|first|>"},
+        "added_tokens": {"Hi": 49153, "<|new|>": 49152},
+    },
+    "no special tokens in text": {"tokenizer_config": {"split_special_tokens": True}},
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_tokens_of_files_beside_the_tokenizer_are_transformers(
+    name: str, variant: Variant, tmp_path: Path
+) -> None:
+    text = variant(**BESIDE[name])
+    oracle = AutoTokenizer.from_pretrained(tmp_path, tokenizer_class="PreTrainedTokenizerFast")
+    for prompt in ("Hi <|new|> there<|im_end|>", "<|first|>Hi<|pad|>\n Hi"):
+        assert text.encode(prompt) == oracle(prompt)["input_ids"]
+
+
+def test_an_older_file_names_special_tokens(variant: Variant) -> None:
+    config = {"chat_template": "{{ bos_token }}{{ eos_token }}"}
+    special = {"bos_token": "<|im_start|>", "eos_token": {"content": "<|im_end|>"}}
+    text = variant(tokenizer_config=config, special_tokens_map=special, generation_config={})
+    assert text.render(CHAT) == "<|im_start|><|im_end|>"
+    assert 2 in text.eos_token_ids
+
+
 @pytest.mark.parametrize(
     ("generation", "model", "wanted"),
     [
