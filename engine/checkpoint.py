@@ -1,7 +1,7 @@
-"""Tensors of a safetensors checkpoint, each read once, straight into its final buffer.
+"""Tensors of a checkpoint, each read once, straight into its final buffer.
 
 Files are memory-mapped: the copy into the buffer, which also converts the type, is the first
-to touch a tensor's bytes.
+to touch a tensor's bytes. Those of a GGUF file are dequantized one at a time.
 """
 
 from __future__ import annotations
@@ -12,14 +12,17 @@ from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from baton.core.errors import InvalidCheckpoint, ModelNotFound
+from baton.core.gguf_model import GgufWeights
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
+_MOST_HEADER_BYTES = 1 << 26
 _SAMPLES = 16
 _SAMPLE_BYTES = 4096
 
@@ -47,8 +50,8 @@ class Checkpoint:
     """The tensors of the model in `folder`; each can be copied once."""
 
     def __init__(self, folder: Path, progress: Callable[[float], None] | None = None) -> None:
-        opened = [_open(file) for file in checkpoint_files(folder)]
-        self._remaining = {name: file for file in opened for name in _names(file)}
+        opened = _open_all(checkpoint_files(folder))
+        self._remaining = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
         self._count = len(self._remaining)
         self._progress = progress
 
@@ -63,7 +66,7 @@ class Checkpoint:
         file = self._remaining.pop(name, None)
         if file is None:
             raise InvalidCheckpoint(f"tensor {name} is missing from the checkpoint")
-        tensor: Tensor = file.get_tensor(name)  # type: ignore[no-untyped-call]
+        tensor: Tensor = file.get_tensor(name)
         if tensor.dtype not in FLOATS:
             raise InvalidCheckpoint(f"tensor {name} is {tensor.dtype}, not a float")
         shape = cut.whole_shape(target) if cut else target.shape
@@ -91,11 +94,15 @@ class Checkpoint:
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
-    """The safetensors files of the model in `folder`: the only one, or those its index names."""
-    index = folder / "model.safetensors.index.json"
-    files = [folder / "model.safetensors"]
-    if index.is_file() and not files[0].is_file():
+    """The files of the model in `folder`: the only safetensors file, those its index names, or the
+    parts of a GGUF file."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        files = [single]
+    elif index.is_file():
         files = [folder / name for name in _names_in_index(index)]
+    else:
+        files = sorted(folder.glob("model*.gguf")) or [single]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise ModelNotFound(f"{folder} lacks the weight file {missing[0]} (safetensors only)")
@@ -110,7 +117,7 @@ def digest_files(files: list[Path]) -> bytes:
         digest.update(size.to_bytes(8, "little"))
         with file.open("rb") as stream:
             header = int.from_bytes(stream.read(8), "little")
-            digest.update(stream.read(min(header, size)))
+            digest.update(stream.read(min(header, size, _MOST_HEADER_BYTES)))
             for sample in range(_SAMPLES):
                 stream.seek(max(0, size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1))
                 digest.update(stream.read(_SAMPLE_BYTES))
@@ -131,13 +138,28 @@ def _names_in_index(index: Path) -> list[str]:
     return names
 
 
+class _GgufTensors:
+    """As an open safetensors file."""
+
+    def __init__(self, files: list[Path]) -> None:
+        self._weights = GgufWeights(files)
+
+    def keys(self) -> list[str]:
+        return self._weights.names
+
+    def get_tensor(self, name: str) -> Tensor:
+        # Unquantized values lie in the mapped file, which torch takes for writable.
+        return torch.from_numpy(np.require(self._weights[name], requirements="W"))
+
+
+def _open_all(files: list[Path]) -> list[safe_open] | list[_GgufTensors]:
+    if files[0].suffix == ".gguf":
+        return [_GgufTensors(files)]
+    return [_open(file) for file in files]
+
+
 def _open(file: Path) -> safe_open:
     try:
         return safe_open(file, framework="pt")
     except SafetensorError as error:
         raise InvalidCheckpoint(f"{file} is not a safetensors file: {error}") from error
-
-
-def _names(file: safe_open) -> list[str]:
-    names: list[str] = file.keys()  # type: ignore[no-untyped-call]
-    return names

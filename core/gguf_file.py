@@ -1,0 +1,199 @@
+"""Reads GGUF files: their fields, and their tensors, each dequantized when it is asked for.
+
+The format's own library parses a header of 150,000 tokens in many seconds, since each string
+becomes several arrays; here a field is decoded when it is asked for. Dequantizing is the
+library's.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, cast, get_origin
+
+import numpy as np
+import numpy.typing as npt
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+
+from baton.core.errors import InvalidCheckpoint, UnsupportedModel
+
+Values = npt.NDArray[np.float32]
+Field = TypeVar("Field", str, int, float, bool, list[str], list[int], list[float])
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_ALIGNMENT = 32
+_AT_ONCE = 1 << 22
+"""Values that are dequantized at once: the library needs as much memory again."""
+
+_STRING, _ARRAY = 8, 9
+_SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))
+_BROKEN = (struct.error, ArithmeticError, LookupError, TypeError, ValueError)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    shape: tuple[int, ...]
+    kind: GGMLQuantizationType
+    start: int  # in its file
+    file: mmap.mmap
+
+    @property
+    def size(self) -> int:
+        block, size = GGML_QUANT_SIZES[self.kind]
+        return int(math.prod(self.shape) // block * size)
+
+
+class GgufFile:
+    """The fields of a GGUF file and the tensors of all its parts, of which it is the first."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._name = paths[0].name
+        self._places: dict[str, tuple[int, int]] = {}  # of each field: its type and its position
+        self._values: dict[str, Any] = {}  # of fields that were asked for
+        self._tensors: dict[str, _Tensor] = {}
+        for part, path in enumerate(paths):
+            try:
+                header = _Header(path)
+            except _BROKEN as error:
+                raise InvalidCheckpoint(f"{path} is not a whole GGUF file: {error}") from error
+            self._tensors |= header.tensors
+            if part == 0:
+                self._header, self._places = header, header.fields
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._places
+
+    @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each tensor, as in torch."""
+        return {name: tensor.shape for name, tensor in self._tensors.items()}
+
+    def field(self, name: str, kind: type[Field], default: Field | None = None) -> Field:
+        """Raises UnsupportedModel for a missing field without a default, or another type."""
+        if name not in self._places:
+            if default is None:
+                raise UnsupportedModel(f"{self._name} has no field {name}")
+            return default
+        if name not in self._values:
+            try:
+                self._values[name] = self._header.value(*self._places[name])
+            except _BROKEN as error:
+                raise InvalidCheckpoint(f"{self._name}: {name} is broken: {error}") from error
+        value = self._values[name]
+        expected = get_origin(kind) or kind
+        if not isinstance(value, (int, float) if expected is float else expected):
+            raise UnsupportedModel(f"{self._name}: {name} is not of type {expected.__name__}")
+        return cast(Field, value)
+
+    def tensor(self, name: str) -> Values:
+        """A tensor's values."""
+        tensor = self._tensors[name]
+        data = np.frombuffer(tensor.file, np.uint8, tensor.size, tensor.start)
+        rows = data.reshape(math.prod(tensor.shape[:-1]), -1)
+        if tensor.kind == GGMLQuantizationType.F32:
+            return rows.view(np.float32).reshape(tensor.shape)
+        values = np.empty((len(rows), tensor.shape[-1]), np.float32)
+        step = max(1, _AT_ONCE // tensor.shape[-1])
+        try:
+            for row in range(0, len(rows), step):
+                values[row : row + step] = dequantize(rows[row : row + step], tensor.kind)
+        except NotImplementedError as error:
+            raise UnsupportedModel(f"tensor {name} is {tensor.kind.name}: {error}") from error
+        return values.reshape(tensor.shape)
+
+
+class _Header:
+    """Parses one file up to its data."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("rb") as file:
+            self._file = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._at = 4
+        if self._file[:4] != _MAGIC or self._scalar("I") not in _VERSIONS:
+            raise ValueError(f"it is not GGUF of version {' or '.join(map(str, _VERSIONS))}")
+        tensors, fields = self._scalar("Q"), self._scalar("Q")
+        self.fields: dict[str, tuple[int, int]] = {}
+        for _ in range(fields):
+            name, kind = self._string(), self._scalar("I")
+            self.fields[name] = (kind, self._at)
+            self._skip(kind)
+        found = [self._tensor_info() for _ in range(tensors)]
+        alignment = _ALIGNMENT
+        if "general.alignment" in self.fields:
+            alignment = self.value(*self.fields["general.alignment"])
+        data = -(-self._at // alignment) * alignment
+        self.tensors = {
+            name: _Tensor(shape, kind, data + offset, self._file)
+            for name, shape, kind, offset in found
+        }
+        end = max((each.start + each.size for each in self.tensors.values()), default=0)
+        if end > len(self._file):
+            raise ValueError(f"it has {len(self._file):,} of {end:,} bytes")
+
+    def value(self, kind: int, position: int) -> Any:
+        """A field's value; `position` is that of its bytes."""
+        before, self._at = self._at, position
+        try:
+            return self._value(kind)
+        finally:
+            self._at = before
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._string()
+        if kind != _ARRAY:
+            return self._scalar(_SCALARS[kind])
+        item, count = self._array()
+        if item in _SCALARS:
+            return list(self._unpack(f"<{count}{_SCALARS[item]}"))
+        return [self._value(item) for _ in range(count)]
+
+    def _skip(self, kind: int) -> None:
+        if kind == _STRING:
+            size = self._scalar("Q")
+            self._at += size
+        elif kind != _ARRAY:
+            self._at += struct.calcsize(_SCALARS[kind])
+        else:
+            item, count = self._array()
+            if item in _SCALARS:
+                self._at += count * struct.calcsize(_SCALARS[item])
+            else:
+                for _ in range(count):
+                    self._skip(item)
+
+    def _array(self) -> tuple[int, int]:
+        """The type and the number of an array's items."""
+        item, count = self._scalar("I"), self._scalar("Q")
+        if item == _ARRAY:
+            raise ValueError("it has arrays of arrays")
+        return item, count
+
+    def _tensor_info(self) -> tuple[str, tuple[int, ...], GGMLQuantizationType, int]:
+        name = self._string()
+        shape = self._unpack(f"<{self._scalar('I')}Q")
+        kind = GGMLQuantizationType(self._scalar("I"))
+        if math.prod(shape) == 0 or shape[0] % GGML_QUANT_SIZES[kind][0]:
+            raise ValueError(f"tensor {name} has the shape {shape[::-1]}")
+        return name, shape[::-1], kind, self._scalar("Q")
+
+    def _string(self) -> str:
+        size = self._scalar("Q")
+        self._at += size
+        if self._at > len(self._file):
+            raise ValueError("it ends within its header")
+        return self._file[self._at - size : self._at].decode()
+
+    def _scalar(self, code: str) -> Any:
+        return self._unpack(f"<{code}")[0]
+
+    def _unpack(self, code: str) -> tuple[Any, ...]:
+        found = struct.unpack_from(code, self._file, self._at)
+        self._at += struct.calcsize(code)
+        return found
