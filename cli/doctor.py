@@ -140,9 +140,10 @@ def _free_bytes(device: str) -> int:
 
 def check_model(config: Config) -> Check:
     try:
-        return Check("ok", "model", str(model_store.locate(config.model)))
+        return Check("ok", "model", str(model_store.locate(config.model, download=False)))
     except BatonError as error:
-        return Check("fail", "model", error.message)
+        known = model_store.hub_name(config.model) is not None
+        return Check("warn" if known else "fail", "model", error.message)
 
 
 def check_ports(config: Config) -> Iterator[Check]:

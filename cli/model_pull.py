@@ -1,7 +1,8 @@
-"""`baton model`: finds models, and downloads the embedded one.
+"""`baton model`: finds models, and downloads them.
 
-It comes in a package of pip's index, and is converted to a folder with float32 weights, which load
-faster than quantized ones.
+A hub's model is downloaded by huggingface_hub (core/hub.py). The embedded one comes in a package of
+pip's index, and is converted to a folder with float32 weights, which load faster than quantized
+ones.
 """
 
 from __future__ import annotations
@@ -29,27 +30,28 @@ DOWNLOAD_SECONDS = 1800.0
 Progress = Callable[[str], None]
 """Gets a line for people at each step."""
 
+_NAME = Argument(
+    model_store.EMBEDDED,
+    metavar="MODEL",
+    help="A hub's model (org/name or org/name@revision), a folder, or a GGUF file."
+    " (default: the small model)",
+)
+
 model = typer.Typer(help="Fetch and find models.", no_args_is_help=True)
 
 
 @model.command()
-def pull(as_json: AsJson = False) -> None:
-    """Download the small default model and print its folder."""
-    folder = pull_model(note)
-    print_result({"folder": str(folder)}, str(folder), as_json)
+def pull(name: str = _NAME, as_json: AsJson = False) -> None:
+    """Download a model, unless it is there, and print its folder."""
+    resolved = model_store.resolve(name)
+    folder = pull_model(note) if name == model_store.EMBEDDED else model_store.locate(resolved)
+    print_result({"model": resolved, "folder": str(folder)}, str(folder), as_json)
 
 
 @model.command()
-def path(
-    name: str = Argument(
-        model_store.EMBEDDED,
-        metavar="MODEL",
-        help="A folder, or a GGUF file. (default: the small model)",
-    ),
-    as_json: AsJson = False,
-) -> None:
-    """Print the folder of a model."""
-    folder = model_store.locate(name)
+def path(name: str = _NAME, as_json: AsJson = False) -> None:
+    """Print the folder of a model that is on this machine."""
+    folder = model_store.locate(name, download=False)
     print_result({"folder": str(folder)}, str(folder), as_json)
 
 

@@ -77,10 +77,10 @@ def serve(
     given = {flag: value for flag, value in flags.items() if value is not None}
     keys = {path: value for flag, value in given.items() for path in _PATHS[flag]}
     loaded = configs.load(config, keys)
-    preflight.check(loaded)
+    prepared = preflight.prepare(loaded, workers_here=not ray_address)
     if not name:  # else they may be those of the running cluster
-        preflight.check_ports(loaded.router)
-    _Session(loaded, ray_address, detach, name, watch).serve()
+        preflight.check_ports(prepared.router)
+    _Session(prepared, ray_address, detach, name, watch).serve()
 
 
 class _Stopped(Exception):
@@ -185,7 +185,7 @@ Baton serves {model_store.model_name(config)}.
 
 def _default_instructions(config: Config) -> str:
     """The model's defaults for requests, in one line."""
-    folder = model_store.locate(config.model)
+    folder = model_store.locate(config.model, weights=False)
     shown = str(read_defaults(folder, config.router.generation_config))
     off = "--generation-config none serves without"
     return f"Its defaults for requests: {shown}. ({off})\n" if shown else ""

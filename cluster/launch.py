@@ -75,7 +75,8 @@ class Cluster:
         self.as_configured = True  # it was started with the same configuration, which it keeps
 
     def start(self, on_progress: Progress = lambda members: None, timeout: float = 600.0) -> Member:
-        """Starts everything. Returns the first router's entry, once all are ready.
+        """Starts everything. Returns the first router's entry, once all are ready; raises after
+        `timeout` seconds without progress.
 
         Errors of `on_progress` end the start. Call `stop` after any error.
         """
@@ -88,7 +89,7 @@ class Cluster:
             self._take_over()
         else:
             self._make_everything()
-        return self._wait(on_progress, time.monotonic() + timeout)
+        return self._wait(on_progress, timeout)
 
     def _make_everything(self) -> None:
         check_ports(self._config.router)
@@ -192,17 +193,23 @@ class Cluster:
         tree = configs.dump(dataclasses.replace(self._config, router=router))
         return actor.remote(tree, member, controller_address)
 
-    def _wait(self, on_progress: Progress, deadline: float) -> Member:
-        while time.monotonic() < deadline:
+    def _wait(self, on_progress: Progress, timeout: float) -> Member:
+        seen: set[tuple[str, str]] = set()
+        deadline = time.monotonic() + timeout
+        while True:
             members = self.members()
             on_progress(members)
+            if new := {(each.worker_id, each.progress) for each in members} - seen:
+                seen |= new
+                deadline = time.monotonic() + timeout
             for member in members if not self.taken_over else ():
                 self._check_start(member)
             ready = {item.worker_id: item for item in members if not item.role and item.address}
             if len(ready) == len(self._routers):
                 return ready[ROUTER]
+            if time.monotonic() >= deadline:
+                raise DeadlineExceeded("the cluster was not ready in time")
             time.sleep(POLL_SECONDS)
-        raise DeadlineExceeded("the cluster was not ready in time")
 
     def _check_start(self, member: Member) -> None:
         """While a cluster starts, errors end the start instead of being retried."""

@@ -35,11 +35,14 @@ _CONNECT_SECONDS = 3.0
 _GET_CLUSTER_ID = "/ray.rpc.NodeInfoGcsService/GetClusterId"
 
 
-def check(config: Config) -> None:
-    """Raises InvalidConfig if a cluster could not serve `config` on this machine."""
+def prepare(config: Config, *, workers_here: bool = True) -> Config:
+    """Returns `config` with its model resolved, so that all processes load the same; raises if a
+    cluster could not serve it. With `workers_here`, the weights are on this machine then."""
     check_router(config)
     node_identity(config)
-    folder = model_store.locate(config.model)
+    config = dataclasses.replace(config, model=model_store.resolve(config.model))
+    weights = workers_here and config.weights == "files"
+    folder = model_store.locate(config.model, weights=weights)
     architecture = read_architecture(folder)
     read_defaults(folder, config.router.generation_config)
     _check_pools(config, architecture)
@@ -47,6 +50,7 @@ def check(config: Config) -> None:
     prefill, decode = config.prefill, config.decode
     check_ranks(prefill.tensor_parallel, architecture, prefill.gpu_share)
     check_ranks(decode.tensor_parallel, architecture)
+    return config
 
 
 def _check_pools(config: Config, architecture: Architecture) -> None:

@@ -250,10 +250,13 @@ class Config:
     """A whole cluster."""
 
     model: str = key(
-        "embedded", "A Hugging Face folder, a GGUF file, or the embedded model.", "--model"
+        "embedded",
+        "A model of a hub (org/name or org/name@revision), a Hugging Face folder, a GGUF file, or"
+        " the embedded model.",
+        "--model",
     )
     model_name: str = key(
-        "", "The model's name for clients; empty uses its folder's or file's.", "--model-name"
+        "", "The model's name for clients; empty uses its id, folder or file.", "--model-name"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
         "auto", "float32, bfloat16 or float16; auto chooses by device.", "--dtype"

@@ -3,8 +3,10 @@
     embedded            the small model of `baton model pull`
     /a/folder           a Hugging Face folder
     /a/file.gguf        a GGUF file: a folder of our cache has its config and tokenizer, and a link
+    org/name, …@rev     a model of a hub: a folder of the hub's own cache, which is downloaded
 
-Importing this loads neither torch nor transformers.
+`resolve` makes a name mean the same to every process of a cluster. Importing this loads neither
+torch nor transformers.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from baton.core.config import Config
 from baton.core.errors import InvalidConfig, ModelNotFound, UnsupportedModel
@@ -31,35 +35,80 @@ GGUF_RECIPE = 1
 
 SENTENCEPIECE_FILE = "tokenizer.model"
 
+Report = Callable[[int], None]
+"""Gets the number of bytes that have been downloaded."""
+
+_HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[^@\s]+))?")
 _GGUF_PART = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})")
+
+
+class HubName(NamedTuple):
+    """`org/name@revision`; an empty revision is the main branch."""
+
+    id: str
+    revision: str
+
+    def __str__(self) -> str:
+        return f"{self.id}@{self.revision}" if self.revision else self.id
+
+
+def hub_name(model: str) -> HubName | None:
+    """The name of a hub's model; None for the embedded one and for paths."""
+    found = _HUB_ID.fullmatch(model)
+    if found is None or model.startswith((".", "~")) or is_gguf(model) or os.path.exists(model):
+        return None
+    return HubName(found["id"], found["revision"] or "")
 
 
 def is_gguf(model: str) -> bool:
     return model.endswith(".gguf")
 
 
-def locate(model: str) -> Path:
-    """The folder of `model`; that of a GGUF file is made now unless it exists."""
+def resolve(model: str) -> str:
+    """The same model by a name that means the same to every process: an absolute path, or the
+    commit that a hub's revision is now."""
+    if model == EMBEDDED:
+        return model
+    if name := hub_name(model):
+        from baton.core import hub
+
+        return f"{name.id}@{hub.resolve(*name)}"
+    return str(Path(model).expanduser().absolute())
+
+
+def locate(
+    model: str, *, weights: bool = True, download: bool = True, report: Report | None = None
+) -> Path:
+    """The folder of `model` on this machine, with what is missing downloaded unless `download` is
+    false. Without `weights`, only what stands beside them need be there.
+
+    `report` gets the number of bytes that were downloaded; without it, a terminal shows a bar.
+    """
     if model == EMBEDDED:
         return _embedded()
+    if name := hub_name(model):
+        return _of_hub(name, weights, download, report)
     path = Path(model).expanduser()
     if is_gguf(model):
         return _of_gguf(path.absolute())
     if (path / "config.json").is_file():
         return path
     raise ModelNotFound(
-        f"{model!r} is not a folder with a config.json; give a model's folder, a GGUF file, or"
-        f" {EMBEDDED!r}",
+        f"{model!r} is not a folder with a config.json; give a model's folder, a GGUF file, the id"
+        f" of a hub's model (org/name), or {EMBEDDED!r}",
         field="model",
     )
 
 
 def model_name(config: Config) -> str:
-    """The model's name for clients: the configured one, or that of its file or folder."""
+    """The model's name for clients: the configured one, or its id, or that of its file or
+    folder."""
     if config.model_name:
         return config.model_name
     if config.model == EMBEDDED:
         return EMBEDDED_NAME
+    if name := hub_name(config.model):
+        return name.id
     path = Path(config.model).expanduser()
     return _gguf_parts(path)[0] if is_gguf(config.model) else path.resolve().name
 
@@ -90,17 +139,17 @@ def _embedded() -> Path:
     )
 
 
-def read_json(path: Path) -> dict[str, object]:
-    """A model's JSON file; empty where it is missing."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    except ValueError as error:
-        raise InvalidConfig(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise InvalidConfig(f"{path} does not hold a JSON object")
-    return content
+def _of_hub(name: HubName, weights: bool, download: bool, report: Report | None) -> Path:
+    from baton.core import hub
+
+    if download:
+        return hub.download(name.id, hub.resolve(*name), weights=weights, report=report)
+    folder = hub.find(*name)
+    if folder is None:
+        raise ModelNotFound(
+            f"{name.id} is not in the cache; run `baton model pull {name}`", field="model"
+        )
+    return folder
 
 
 def _of_gguf(path: Path) -> Path:
@@ -138,6 +187,19 @@ def _gguf_parts(path: Path) -> tuple[str, list[Path]]:
     stem, count = found["stem"], int(found["parts"])
     names = [f"{stem}-{part:05}-of-{count:05}.gguf" for part in range(1, count + 1)]
     return stem, [path.with_name(name) for name in names]
+
+
+def read_json(path: Path) -> dict[str, object]:
+    """A model's JSON file; empty where it is missing."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except ValueError as error:
+        raise InvalidConfig(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise InvalidConfig(f"{path} does not hold a JSON object")
+    return content
 
 
 def convert_sentencepiece(folder: Path) -> str:

@@ -70,7 +70,7 @@ class RouterServer:
         check_router(self._config)
         self._keys = KeyRing(self._config.router.keys)
         model = model_store.model_name(self._config)
-        folder = model_store.locate(self._config.model)
+        folder = await asyncio.to_thread(model_store.locate, self._config.model, weights=False)
         router = self._config.router
         text = await asyncio.to_thread(Text.load, folder, router.tool_format, router.reasoning)
         defaults = read_defaults(folder, router.generation_config)

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from baton.core import model_store
 from baton.core.config import CacheConfig, Config, settle
 from baton.core.errors import InvalidConfig, WorkerLost
 from baton.core.types import Role
@@ -39,6 +40,7 @@ from baton.worker.phase import AnyPhase, phase_factory
 from baton.worker.ranks import EXIT_SECONDS, Ranks, has_second_tier, rank_settings
 from baton.worker.resources import claim_threads, lower_priority
 
+_GIGABYTE = 10**9
 # For pages to be written to files.
 FLUSH_SECONDS = 5.0
 
@@ -124,9 +126,10 @@ class Backend:
         dtype = config.dtype
         if dtype == "auto":
             dtype = "float32" if self._device == "cpu" else "bfloat16"
+        folder = self._locate_model()
         self._progress("loading the model")
         gpu = self._gpu_settings(role)
-        settings, devices = rank_settings(config, role, self._device, dtype, gpu)
+        settings, devices = rank_settings(config, folder, role, self._device, dtype, gpu)
         if settings.size == 1:
             self.engine = settings.load(device=settings.device, progress=self._report_loading)
             return
@@ -136,6 +139,19 @@ class Backend:
             device=settings.device, group=self._ranks.group, progress=self._report_loading
         )
         self._ranks.have_met()
+
+    def _locate_model(self) -> Path:
+        """Downloads a hub's model unless it is there, and reports each gigabyte."""
+        gigabytes = -1
+
+        def report(size: int) -> None:
+            nonlocal gigabytes
+            if size // _GIGABYTE > gigabytes:
+                gigabytes = size // _GIGABYTE
+                self._progress(f"downloading the model: {gigabytes} GB")
+
+        weights = self._config.weights == "files"
+        return model_store.locate(self._config.model, weights=weights, report=report)
 
     def _open_transfer(self) -> TransferThread:
         self._progress("opening the transfer layer")

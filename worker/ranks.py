@@ -36,7 +36,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from baton.core import model_store
 from baton.core.config import Config
 from baton.core.errors import WorkerLost
 from baton.core.types import Role
@@ -59,14 +58,14 @@ LOST_SECONDS = 5.0
 
 
 def rank_settings(
-    config: Config, role: Role, device: str, dtype: str, gpu: GpuSettings
+    config: Config, folder: Path, role: Role, device: str, dtype: str, gpu: GpuSettings
 ) -> tuple[RankSettings, list[str]]:
-    """Rank 0's settings, and the device of each rank of a worker. `config` is settled.
+    """Rank 0's settings, and the device of each rank of a worker that runs the model in `folder`.
+    `config` is settled.
 
     Raises InvalidConfig where the ranks could not share its model.
     """
     section = config.pool(role)
-    folder = model_store.locate(config.model)
     size = section.tensor_parallel
     check_ranks(size, read_architecture(folder), gpu.share)
     devices = [device]

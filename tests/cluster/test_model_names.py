@@ -1,21 +1,72 @@
-"""Clusters whose model is a GGUF file."""
+"""Clusters whose model is named by a hub's id or is a GGUF file."""
 
 from __future__ import annotations
 
+import os
+import re
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from gguf import GGMLQuantizationType
 from gguf_files import SHAPE, byte_level, load_with_transformers, write_gguf
 from processes import ProcessCluster
+from serving import Serve
 from text_model import END, tokenizer
-from tiny_models import TinyModel, build, generate_with_transformers
+from tiny_hub import TinyHub
+from tiny_models import TINY_MODELS, TinyModel, build, generate_with_transformers, save
 
 from baton.core.config import Config
 from baton.core.model_store import model_name
 
+NAME = "org/tiny"
 PROMPT = [5, 17, 60, 3, 9]
 ANSWER = 12
+
+
+@pytest.fixture
+def hub() -> Iterator[TinyHub]:
+    made = TinyHub()
+    yield made
+    made.close()
+
+
+def test_a_hubs_model_is_resolved_and_downloaded_once_and_stays_that_commit(
+    hub: TinyHub, tmp_path: Path
+) -> None:
+    oracle = save(TINY_MODELS["llama"], tmp_path / "model")
+    expected = generate_with_transformers(oracle, PROMPT, ANSWER)
+    hub.push(NAME, tmp_path / "model")
+    flags = ["--model", NAME, "--kv-memory", "4MiB", "--dtype", "float32"]
+    environment = hub.environment(tmp_path / "home")
+    with Serve(tmp_path / "serve", *flags, environment=environment) as serve:
+        serve.ready()
+        assert f"Baton serves {NAME}." in serve.stdout
+        assert answer(serve) == expected
+        assert hub.requests.count(f"GET /api/models/{NAME}") == 1
+        assert set(hub.downloads().values()) == {1}
+        save(TINY_MODELS["llama"], tmp_path / "model", seed=1)
+        hub.push(NAME, tmp_path / "model")
+        os.kill(serve.worker("decode-0"), signal.SIGKILL)
+        serve.wait_for("decode-0 +ready", 2)
+        serve.wait_whole()
+        assert answer(serve) == expected
+
+
+def answer(serve: Serve) -> list[int]:
+    with serve.client() as client:
+        return list(client.generate(PROMPT, max_tokens=ANSWER, timeout=60).token_ids)
+
+
+def test_what_is_wrong_with_a_hubs_model_is_told_in_one_line_before_anything_starts(
+    hub: TinyHub, tmp_path: Path
+) -> None:
+    environment = hub.environment(tmp_path / "home")
+    with Serve(tmp_path / "serve", "--model", "org/none", environment=environment) as serve:
+        assert serve.wait() == 1
+    assert serve.stdout == ""
+    assert re.fullmatch(r"baton: there is no folder 'org/none' here and no such .*\n", serve.stderr)
 
 
 def test_a_gguf_file_answers_as_transformers_does(

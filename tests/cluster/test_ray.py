@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import signal
@@ -16,6 +17,8 @@ import pytest
 import yaml
 from ray.util import get_node_ip_address
 from serving import BATON, FREE_PORTS, Command, Serve, run
+from tiny_hub import TinyHub
+from tiny_models import TINY_MODELS, save
 
 from baton import Client
 from baton.cluster.preflight import check_ray, free_port
@@ -29,14 +32,16 @@ TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
 class RayHead(Command):
     """A Ray of one node, run by `ray start`. Ended by its session, never by `ray stop`."""
 
-    def __init__(self, workspace: Path) -> None:
+    def __init__(self, workspace: Path, environment: dict[str, str] | None = None) -> None:
         self.address = f"127.0.0.1:{free_port('127.0.0.1')}"
         ray = str(Path(sys.executable).with_name("ray"))
         options = ["--head", "--block", "--node-ip-address=127.0.0.1", "--num-cpus=2"]
         options.append('--resources={"read": 1, "write": 1}')
         ports = [f"--port={self.address.rpartition(':')[2]}", "--dashboard-agent-listen-port=0"]
         folder = ["--include-dashboard=false", "--disable-usage-stats", f"--temp-dir={workspace}"]
-        super().__init__(workspace, [ray, "start", *options, *ports, *folder], TOKEN)
+        super().__init__(
+            workspace, [ray, "start", *options, *ports, *folder], {**(environment or {}), **TOKEN}
+        )
 
     def actors(self) -> list[str]:
         titles = ("ray::WorkerActor", "ray::RouterActor", "ray::Controller")
@@ -54,9 +59,15 @@ class RayHead(Command):
 
 @pytest.fixture(scope="module")
 def head() -> Iterator[RayHead]:
+    with started_head() as ray:
+        yield ray
+
+
+@contextlib.contextmanager
+def started_head(environment: dict[str, str] | None = None) -> Iterator[RayHead]:
     # Not pytest's folder: Ray has sockets there, whose paths must be short.
     workspace = Path(tempfile.mkdtemp(prefix="ray-"))
-    ray = RayHead(workspace)
+    ray = RayHead(workspace, environment)
     try:
         ray.wait_for("Ray runtime started")
         yield ray
@@ -224,6 +235,31 @@ def test_what_only_a_worker_can_find_is_told_in_one_line(head: RayHead, tmp_path
     (line,) = cluster.stderr.splitlines()
     assert re.fullmatch(r"baton: \S+-0 cannot start: .*weightless.*", line)
     head.wait_without_actors()
+
+
+def test_a_node_downloads_a_hubs_model_itself_and_reports_what_goes_wrong(tmp_path: Path) -> None:
+    hub = TinyHub()
+    save(TINY_MODELS["llama"], tmp_path / "model")
+    commit = hub.push("org/tiny", tmp_path / "model")
+    here, there = hub.environment(tmp_path / "here"), hub.environment(tmp_path / "there")
+    flags = ["--insecure", "--model", "org/tiny", "--kv-memory", "4MiB"]
+    weights = f"hub/models--org--tiny/snapshots/{commit}/model.safetensors"
+    with started_head(there) as head:
+        hub.cuts = 1000
+        address = ["--ray-address", head.address]
+        with Serve(tmp_path / "cut", *address, *flags, environment=here | TOKEN) as cut:
+            assert cut.wait() == 1
+        expected = r"baton: \S+-0 cannot start: the download of org/tiny was cut off .*\n"
+        assert re.fullmatch(expected, cut.stderr)
+        head.wait_without_actors()
+        hub.cuts = 0
+        with Serve(tmp_path / "whole", *address, *flags, environment=here | TOKEN) as cluster:
+            cluster.ready()
+            with cluster.client() as client:
+                assert client.generate([1, 2, 3], max_tokens=5).usage.completion_tokens == 5
+            assert (tmp_path / "there" / weights).is_file()
+            assert not (tmp_path / "here" / weights).exists()
+    hub.close()
 
 
 def test_an_address_where_nobody_answers_is_told_in_one_line(tmp_path: Path) -> None:

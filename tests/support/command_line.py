@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 
 from scripted_router import ScriptedRouter
@@ -27,6 +28,7 @@ class Terminal:
 
     def __init__(self, *arguments: str) -> None:
         self._screen, inside = pty.openpty()
+        termios.tcsetwinsize(inside, (40, 160))
         self.process = subprocess.Popen(
             [*BATON, *arguments],
             stdin=inside,

@@ -1,0 +1,210 @@
+"""Models of a Hugging Face hub: resolved to a commit once, then downloaded by any process.
+
+huggingface_hub downloads: it resumes, takes a lock for each file so that the processes of a machine
+share one download, keeps everything in its own cache, and honours HF_TOKEN, HF_HOME, HF_ENDPOINT
+and HF_HUB_OFFLINE. A commit that is complete in the cache needs no hub. Importing this module takes
+half a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import glob
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx2
+from huggingface_hub import constants, resolve_revision, snapshot_download
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+    RevisionResolutionError,
+)
+from huggingface_hub.utils.tqdm import tqdm
+
+from baton.core.errors import (
+    BatonError,
+    Exhausted,
+    InvalidConfig,
+    ModelNotFound,
+    PermissionDenied,
+    Unavailable,
+)
+from baton.core.model_store import Report, read_json
+
+if "HF_HUB_VERBOSITY" not in os.environ:
+    # A failure is one line, without those of all attempts before it.
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+TEXT_FILES = (
+    "config.json",
+    "adapter_config.json",  # with which a model is refused
+    "generation_config.json",
+    INDEX,
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""All that is downloaded beside the weights: no code, and nothing that is unpickled."""
+
+
+def resolve(model: str, revision: str) -> str:
+    """The commit of a revision; "" is the main branch's."""
+    with _typed_errors(model, revision):
+        return resolve_revision(model, revision=revision or None).resolved
+
+
+def download(model: str, commit: str, *, weights: bool, report: Report | None = None) -> Path:
+    """The folder of a commit's files, which are downloaded unless they are there.
+
+    Without `report`, a terminal shows a progress bar.
+    """
+    with _typed_errors(model, commit):
+        with _bars() as bars:
+            folder = _snapshot(model, commit, TEXT_FILES, tqdm_class=bars)
+        if not weights:
+            return folder
+        title = model if report is None and sys.stderr.isatty() else ""
+        with _bars(report, title=title) as bars:
+            _snapshot(model, commit, [SINGLE], tqdm_class=bars)
+            files = _weight_files(folder)
+            _snapshot(model, commit, files, tqdm_class=bars)
+    for file in files:
+        if not (folder / file).is_file():
+            raise ModelNotFound(f"{model} has no {file} (safetensors only)", field="model")
+    return folder
+
+
+def find(model: str, revision: str) -> Path | None:
+    """The folder of a revision, if all of it is in the cache."""
+    try:
+        folder = _snapshot(model, revision or None, TEXT_FILES, local_files_only=True)
+        _snapshot(model, revision or None, [SINGLE], local_files_only=True)
+        files = _weight_files(folder)
+        _snapshot(model, revision or None, files, local_files_only=True)
+    except EntryNotFoundError:
+        return None
+    return folder if all((folder / file).is_file() for file in files) else None
+
+
+def _snapshot(model: str, revision: str | None, files: Sequence[str], **options: Any) -> Path:
+    patterns = [glob.escape(file) for file in files]
+    return Path(snapshot_download(model, revision=revision, allow_patterns=patterns, **options))
+
+
+def _weight_files(folder: Path) -> list[str]:
+    """The only file, or those that the index names."""
+    if (folder / SINGLE).is_file() or not (folder / INDEX).is_file():
+        return [SINGLE]
+    try:
+        return sorted(set(read_json(folder / INDEX)["weight_map"].values()))  # type: ignore[attr-defined]
+    except (KeyError, AttributeError, TypeError) as error:
+        raise InvalidConfig(f"{folder / INDEX} is not an index of safetensors files") from error
+
+
+@contextlib.contextmanager
+def _bars(report: Report | None = None, *, title: str = "") -> Iterator[type[tqdm]]:
+    """Of the several bars that the library makes, the one for bytes is drawn under a title, and
+    reports."""
+    made: list[tqdm] = []
+
+    class Bar(tqdm):
+        def __init__(self, *arguments: Any, **settings: Any) -> None:
+            self._counts = settings.get("name") == "huggingface_hub.snapshot_download"
+            settings |= {"disable": not (self._counts and title), "desc": title}
+            super().__init__(*arguments, **settings)  # type: ignore[no-untyped-call]
+            made.append(self)
+
+        def update(self, n: float | None = 1) -> None:
+            if self.disable:
+                self.n += n or 0
+            super().update(n)
+            if self._counts and report:
+                report(int(self.n))
+
+        def set_description(self, *_: object) -> None:
+            """Keeps the title."""
+
+    try:
+        yield Bar
+    finally:
+        for bar in made:
+            bar.close()
+
+
+@contextlib.contextmanager
+def _typed_errors(model: str, revision: str) -> Iterator[None]:
+    try:
+        yield
+    except BatonError:
+        raise
+    except HFValidationError as error:
+        raise ModelNotFound(f"{model!r} is not an id of a model: {error}", field="model") from error
+    except HfHubHTTPError as error:
+        raise _refusal(error, model, revision) from error
+    except (EntryNotFoundError, RevisionResolutionError) as error:
+        raise _unreachable(error, model) from error
+    except (httpx2.HTTPError, OSError, RuntimeError) as error:  # the last of hf_xet
+        raise _broken_off(error, model) from error
+
+
+def _refusal(error: HfHubHTTPError, model: str, revision: str) -> BatonError:
+    """What the hub's answer means."""
+    hub, status = constants.ENDPOINT, error.response.status_code
+    if isinstance(error, GatedRepoError):
+        return PermissionDenied(
+            f"{model} is gated: accept its terms at {hub}/{model}, and set HF_TOKEN to a token of"
+            " that account",
+            field="model",
+        )
+    if isinstance(error, RevisionNotFoundError):
+        return ModelNotFound(f"{model} has no revision {revision!r} at {hub}", field="model")
+    if isinstance(error, RepositoryNotFoundError):
+        return ModelNotFound(
+            f"there is no folder {model!r} here and no such model at {hub}; for a private one, set"
+            " HF_TOKEN",
+            field="model",
+        )
+    if status in (401, 403):
+        return PermissionDenied(f"{hub} refused the token in HF_TOKEN ({status})", field="model")
+    return Unavailable(f"{hub} answered {status} for {model}")
+
+
+def _unreachable(error: Exception, model: str) -> BatonError:
+    if constants.HF_HUB_OFFLINE:
+        return Unavailable(f"{model} is not all in the cache, and HF_HUB_OFFLINE is set")
+    why = str(error.__cause__ or error).partition("\n")[0]
+    return Unavailable(
+        f"{model} is not in the cache, and {constants.ENDPOINT} cannot be reached: {why}"
+    )
+
+
+def _broken_off(error: Exception, model: str) -> BatonError:
+    """What ended a download: the disk, or else the connection."""
+    where = constants.HF_HUB_CACHE
+    number = error.errno if isinstance(error, OSError) else None
+    if number in (errno.ENOSPC, errno.EDQUOT) or os.strerror(errno.ENOSPC) in str(error):
+        return Exhausted(f"the disk is full: {model} does not fit into {where}, see HF_HOME")
+    if number in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
+        return InvalidConfig(f"cannot write {model} into {where} (HF_HOME): {error}", field="model")
+    return Unavailable(
+        f"the download of {model} was cut off ({error}); another one fetches only what is missing"
+    )
