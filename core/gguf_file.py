@@ -54,20 +54,13 @@ class GgufFile:
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._name = paths[0].name
-        self._places: dict[str, tuple[int, int]] = {}  # of each field: its type and its position
         self._values: dict[str, Any] = {}  # of fields that were asked for
-        self._tensors: dict[str, _Tensor] = {}
-        for part, path in enumerate(paths):
-            try:
-                header = _Header(path)
-            except _BROKEN as error:
-                raise InvalidCheckpoint(f"{path} is not a whole GGUF file: {error}") from error
-            self._tensors |= header.tensors
-            if part == 0:
-                self._header, self._places = header, header.fields
+        headers = [_open(path) for path in paths]
+        self._header = headers[0]
+        self._tensors = {name: each for header in headers for name, each in header.tensors.items()}
 
     def __contains__(self, name: str) -> bool:
-        return name in self._places
+        return name in self._header.fields
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
@@ -76,13 +69,13 @@ class GgufFile:
 
     def field(self, name: str, kind: type[Field], default: Field | None = None) -> Field:
         """Raises UnsupportedModel for a missing field without a default, or another type."""
-        if name not in self._places:
+        if name not in self:
             if default is None:
                 raise UnsupportedModel(f"{self._name} has no field {name}")
             return default
         if name not in self._values:
             try:
-                self._values[name] = self._header.value(*self._places[name])
+                self._values[name] = self._header.value(*self._header.fields[name])
             except _BROKEN as error:
                 raise InvalidCheckpoint(f"{self._name}: {name} is broken: {error}") from error
         value = self._values[name]
@@ -108,6 +101,13 @@ class GgufFile:
         return values.reshape(tensor.shape)
 
 
+def _open(path: Path) -> _Header:
+    try:
+        return _Header(path)
+    except _BROKEN as error:
+        raise InvalidCheckpoint(f"{path} is not a whole GGUF file: {error}") from error
+
+
 class _Header:
     """Parses one file up to its data."""
 
@@ -118,7 +118,7 @@ class _Header:
         if self._file[:4] != _MAGIC or self._scalar("I") not in _VERSIONS:
             raise ValueError(f"it is not GGUF of version {' or '.join(map(str, _VERSIONS))}")
         tensors, fields = self._scalar("Q"), self._scalar("Q")
-        self.fields: dict[str, tuple[int, int]] = {}
+        self.fields: dict[str, tuple[int, int]] = {}  # of each: its type and its position
         for _ in range(fields):
             name, kind = self._string(), self._scalar("I")
             self.fields[name] = (kind, self._at)

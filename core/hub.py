@@ -39,20 +39,17 @@ from baton.core.errors import (
     PermissionDenied,
     Unavailable,
 )
-from baton.core.model_store import Report, read_json
+from baton.core.model_store import WEIGHT_FILE, WEIGHT_INDEX, Report, weight_files
 
 if "HF_HUB_VERBOSITY" not in os.environ:
     # A failure is one line, without those of all attempts before it.
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-
 TEXT_FILES = (
     "config.json",
     "adapter_config.json",  # with which a model is refused
     "generation_config.json",
-    INDEX,
+    WEIGHT_INDEX,
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
@@ -84,8 +81,8 @@ def download(model: str, commit: str, *, weights: bool, report: Report | None = 
             return folder
         title = model if report is None and sys.stderr.isatty() else ""
         with _bars(report, title=title) as bars:
-            _snapshot(model, commit, [SINGLE], tqdm_class=bars)
-            files = _weight_files(folder)
+            _snapshot(model, commit, [WEIGHT_FILE], tqdm_class=bars)
+            files = weight_files(folder)
             _snapshot(model, commit, files, tqdm_class=bars)
     for file in files:
         if not (folder / file).is_file():
@@ -97,8 +94,8 @@ def find(model: str, revision: str) -> Path | None:
     """The folder of a revision, if all of it is in the cache."""
     try:
         folder = _snapshot(model, revision or None, TEXT_FILES, local_files_only=True)
-        _snapshot(model, revision or None, [SINGLE], local_files_only=True)
-        files = _weight_files(folder)
+        _snapshot(model, revision or None, [WEIGHT_FILE], local_files_only=True)
+        files = weight_files(folder)
         _snapshot(model, revision or None, files, local_files_only=True)
     except EntryNotFoundError:
         return None
@@ -108,16 +105,6 @@ def find(model: str, revision: str) -> Path | None:
 def _snapshot(model: str, revision: str | None, files: Sequence[str], **options: Any) -> Path:
     patterns = [glob.escape(file) for file in files]
     return Path(snapshot_download(model, revision=revision, allow_patterns=patterns, **options))
-
-
-def _weight_files(folder: Path) -> list[str]:
-    """The only file, or those that the index names."""
-    if (folder / SINGLE).is_file() or not (folder / INDEX).is_file():
-        return [SINGLE]
-    try:
-        return sorted(set(read_json(folder / INDEX)["weight_map"].values()))  # type: ignore[attr-defined]
-    except (KeyError, AttributeError, TypeError) as error:
-        raise InvalidConfig(f"{folder / INDEX} is not an index of safetensors files") from error
 
 
 @contextlib.contextmanager

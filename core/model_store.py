@@ -16,11 +16,11 @@ import json
 import os
 import re
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from baton.core.config import Config
-from baton.core.errors import InvalidConfig, ModelNotFound, UnsupportedModel
+from baton.core.errors import InvalidCheckpoint, InvalidConfig, ModelNotFound, UnsupportedModel
 from baton.core.made_folder import Manifest, is_made, make_folder
 
 EMBEDDED = "embedded"
@@ -34,6 +34,9 @@ EMBEDDED_MANIFEST: Manifest = {"recipe": 1, "source": EMBEDDED_PACKAGE}
 GGUF_RECIPE = 1
 
 SENTENCEPIECE_FILE = "tokenizer.model"
+
+WEIGHT_FILE = "model.safetensors"
+WEIGHT_INDEX = "model.safetensors.index.json"
 
 Report = Callable[[int], None]
 """Gets the number of bytes that have been downloaded."""
@@ -187,6 +190,26 @@ def _gguf_parts(path: Path) -> tuple[str, list[Path]]:
     stem, count = found["stem"], int(found["parts"])
     names = [f"{stem}-{part:05}-of-{count:05}.gguf" for part in range(1, count + 1)]
     return stem, [path.with_name(name) for name in names]
+
+
+def weight_files(folder: Path) -> list[str]:
+    """The names of a folder's safetensors files: the only one, or those that its index names.
+
+    Raises InvalidCheckpoint for a file outside the folder; links, as in the hub's cache, may lead
+    there.
+    """
+    index = folder / WEIGHT_INDEX
+    if (folder / WEIGHT_FILE).is_file() or not index.is_file():
+        return [WEIGHT_FILE]
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        paths = [PurePosixPath(name) for name in names]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InvalidCheckpoint(f"{index} is not an index of safetensors files") from error
+    for path in paths:
+        if path.is_absolute() or ".." in path.parts:
+            raise InvalidCheckpoint(f"{index} names {str(path)!r}, a file outside its folder")
+    return names
 
 
 def read_json(path: Path) -> dict[str, object]:

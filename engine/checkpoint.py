@@ -7,9 +7,8 @@ to touch a tensor's bytes. Those of a GGUF file are dequantized one at a time.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from baton.core.errors import InvalidCheckpoint, ModelNotFound
 from baton.core.gguf_model import GgufWeights
+from baton.core.model_store import WEIGHT_FILE, weight_files
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -96,13 +96,10 @@ class Checkpoint:
 def checkpoint_files(folder: Path) -> list[Path]:
     """The files of the model in `folder`: the only safetensors file, those its index names, or the
     parts of a GGUF file."""
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.is_file():
-        files = [single]
-    elif index.is_file():
-        files = [folder / name for name in _names_in_index(index)]
-    else:
-        files = sorted(folder.glob("model*.gguf")) or [single]
+    names = weight_files(folder)
+    files = [folder / name for name in names]
+    if names == [WEIGHT_FILE] and not files[0].is_file():
+        files = sorted(folder.glob("model*.gguf")) or files
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise ModelNotFound(f"{folder} lacks the weight file {missing[0]} (safetensors only)")
@@ -122,20 +119,6 @@ def digest_files(files: list[Path]) -> bytes:
                 stream.seek(max(0, size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1))
                 digest.update(stream.read(_SAMPLE_BYTES))
     return digest.digest()
-
-
-def _names_in_index(index: Path) -> list[str]:
-    """Raises InvalidCheckpoint for a file outside the folder; links, as in the hub's cache, may
-    lead there."""
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        paths = [PurePosixPath(name) for name in names]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidCheckpoint(f"{index} is not an index of safetensors files") from error
-    for path in paths:
-        if path.is_absolute() or ".." in path.parts:
-            raise InvalidCheckpoint(f"{index} names {str(path)!r}, a file outside its folder")
-    return names
 
 
 class _GgufTensors:
