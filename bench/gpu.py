@@ -1,6 +1,6 @@
 """One engine on one GPU: time to first token, decode steps, throughput, against the hardware.
 
-    python -m bench.gpu [--config CONFIG_JSON] [--rows ttft decode batch busy]
+    python -m bench.gpu [--config CONFIG_JSON] [--rows ttft decode batch busy] [--numerics ...]
 
 Needs a GPU, torch and triton; no weights, no network, no ray. The model has the
 shape of the config (Llama 3.1 8B's by default) and random bfloat16 weights;
@@ -11,7 +11,8 @@ A time to first token runs from the submission to the token in the caller's
 hands. A decode step is (time of 130 tokens - time of 2 tokens) / 128 of the
 whole batch. A row's floor is what its matrix products take by themselves, under
 a CUDA graph, plus its attention by cuDNN (prompts) or the time to read its keys
-and values once (decode): all measured in the same run.
+and values once (decode): all measured in the same run. So are both numerics,
+one after the other for each row.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ import torch
 from torch import Tensor
 
 from baton.core.types import AttemptKey, Sampling, Work
-from baton.engine.architecture import Architecture, parse_architecture
+from baton.engine.architecture import parse_architecture
+from baton.engine.gpu.numerics import Numerics
 from baton.engine.gpu.runner import GpuRunner
 from baton.engine.model import Model
 from baton.engine.page_pool import PagePool
@@ -65,16 +67,14 @@ VLLM = {  # vLLM 0.26.0 on the same GPU, Llama 3.1 8B's shape: ms, ms a step, to
 class Bench:
     """An engine without a worker, and the simplest loop that keeps it busy."""
 
-    def __init__(self, shape: Architecture) -> None:
-        self.model = load_model(RandomTensors("cuda"), shape, torch.bfloat16, "cuda")
-        pages = KV_TOKENS // PAGE_SIZE
-        size = (pages, shape.layers, 2, PAGE_SIZE, shape.kv_heads, shape.head_dim)
-        self.kv = torch.zeros(size, dtype=torch.bfloat16, device="cuda")
-        self.pool = PagePool(pages, PAGE_SIZE)
-        self.runner = GpuRunner(self.model, self.kv, CONTEXT, MAX_BATCH)
+    def __init__(self, model: Model, kv: Tensor, numerics: Numerics) -> None:
+        self.model = model
+        self.pool = PagePool(len(kv), PAGE_SIZE)
+        self.runner = GpuRunner(model, kv, CONTEXT, MAX_BATCH, None, numerics)
         began = time.perf_counter()
         self.runner.record()
-        print(f"recorded all steps in {time.perf_counter() - began:.1f} s", flush=True)
+        took = time.perf_counter() - began
+        print(f"{numerics}: recorded all steps in {took:.1f} s", flush=True)
 
     def generate(self, prompts: list[list[int]], count: int) -> float:
         """Answers all prompts with `count` tokens each; the seconds it took."""
@@ -182,11 +182,12 @@ def _busy(bench: Bench, prompts: list[list[int]]) -> float:
 class Floors:
     """The least time the hardware needs, measured part by part."""
 
-    def __init__(self, bench: Bench) -> None:
-        self._model: Model = bench.model
-        self._shape = bench.model.architecture
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._shape = model.architecture
         self._read_rate = _read_rate()
         self._linears: dict[int, float] = {}
+        self._attended: dict[int, float] = {}
 
     def prompt(self, length: int) -> float:
         """All products of a prompt and its causal attention, in ms."""
@@ -211,6 +212,11 @@ class Floors:
         _product(self._model.head, rows if rows <= MAX_BATCH else 1)
 
     def _attention(self, length: int) -> float:
+        if length not in self._attended:
+            self._attended[length] = self._measure_attention(length)
+        return self._attended[length]
+
+    def _measure_attention(self, length: int) -> float:
         shape = self._shape
         query = torch.randn(
             1, shape.heads, length, shape.head_dim, dtype=torch.bfloat16, device="cuda"
@@ -268,28 +274,42 @@ ROWS: dict[str, Callable[[Bench, Floors], Iterator[Measured]]] = {
 }
 
 
-def print_row(row: Measured, compare: bool) -> None:
-    theirs = VLLM.get(row.title) if compare else None
-    cells = [f"{row.title:<32}", f"{row.value:>10.2f} {row.unit:<6}"]
-    cells.append(f"{row.floor:>10.2f}{row.value / row.floor:>9.3f}" if row.floor else " " * 19)
+def print_rows(rows: tuple[Measured, ...], compare: bool) -> None:
+    """One row, measured in each of the numerics."""
+    first = rows[0]
+    theirs = VLLM.get(first.title) if compare else None
+    cells = [f"{first.title:<32}", *(f"{row.value:>11.2f}" for row in rows)]
+    cells.append(f"{first.value / rows[-1].value:>8.3f}" if len(rows) > 1 else "")
+    cells.append(
+        f"{first.floor:>10.2f}{first.value / first.floor:>8.3f}" if first.floor else " " * 18
+    )
     if theirs:
-        ratio = theirs / row.value if row.unit == "ms" else row.value / theirs
-        cells.append(f"{theirs:>10.2f}{ratio:>12.2f}")
-    print("".join(cells), flush=True)
+        ratio = theirs / first.value if first.unit == "ms" else first.value / theirs
+        cells.append(f"{theirs:>10.2f}{ratio:>10.2f}")
+    print("".join(cells) + f"  {first.unit}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--config", type=Path, help="a Hugging Face config.json")
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
+    parser.add_argument(
+        "--numerics", nargs="+", choices=list(Numerics), type=Numerics, default=list(Numerics)
+    )
     options = parser.parse_args()
     ours = Path(__file__).parent / "configs" / "llama-3.1-8b.json"
-    bench = Bench(parse_architecture(options.config or ours))
-    floors = Floors(bench)
-    print(f"{'':<32}{'baton':>10}{'':<7}{'floor':>10}{'ratio':>9}{'vLLM':>10}{'x as fast':>12}")
+    shape = parse_architecture(options.config or ours)
+    model = load_model(RandomTensors("cuda"), shape, torch.bfloat16, "cuda")
+    size = (KV_TOKENS // PAGE_SIZE, shape.layers, 2, PAGE_SIZE, shape.kv_heads, shape.head_dim)
+    kv = torch.zeros(size, dtype=torch.bfloat16, device="cuda")
+    benches = [Bench(model, kv, numerics) for numerics in options.numerics]
+    floors = Floors(model)
+    heads = [f"{'':<32}", *(f"{numerics:>11}" for numerics in options.numerics)]
+    heads.append(f"{'ratio':>8}" if len(benches) > 1 else "")
+    print("".join(heads) + f"{'floor':>10}{'ratio':>8}{'vLLM':>10}{'x as fast':>10}")
     for name in options.rows:
-        for row in ROWS[name](bench, floors):
-            print_row(row, compare=options.config is None)
+        for rows in zip(*(ROWS[name](bench, floors) for bench in benches), strict=True):
+            print_rows(rows, compare=options.config is None)
 
 
 if __name__ == "__main__":

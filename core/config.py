@@ -261,6 +261,12 @@ class Config:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
         "auto", "float32, bfloat16 or float16; auto chooses by device.", "--dtype"
     )
+    numerics: Literal["invariant", "fast"] = key(
+        "invariant",
+        "invariant: an answer's bits do not depend on what else runs, nor on where; fast: on a GPU"
+        " they may, and long prompts are faster (docs/GPUS.md).",
+        "--numerics",
+    )
     device: Literal["auto", "cpu", "cuda"] = key(
         "auto", "cpu or cuda; auto uses GPUs if there are any.", "--device"
     )

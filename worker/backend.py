@@ -191,6 +191,7 @@ class Backend:
             max_batch=decode.max_batch,
             chunk_tokens=max(prefill.chunk_tokens, decode.chunk_tokens),
             share=prefill.gpu_share if role is Role.PREFILL else 1.0,
+            numerics=self._config.numerics,
         )
 
     def _report_loading(self, what: str, done: float) -> None:

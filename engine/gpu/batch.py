@@ -76,7 +76,7 @@ class Limits:
 
     page_size: int
     decoding: int  # rows that are attended as decoding; more are chunks of one token
-    library: bool  # whether the library's attention can run this model
+    long_chunks: bool  # whether long chunks are attended one by one
 
 
 def step_arrays(plan: Plan, slots: list[int], limits: Limits) -> StepArrays:
@@ -94,7 +94,7 @@ def step_arrays(plan: Plan, slots: list[int], limits: Limits) -> StepArrays:
     rows = zip(plan.items(), slots, firsts, strict=True)
     for (sequence, count), slot, first in islice(rows, decoding, None):
         start = sequence.computed
-        if limits.library and is_long(count, start, page_size):
+        if limits.long_chunks and is_long(count, start, page_size):
             long.append(LongChunk(int(first), count, start, slot))
         else:
             blocks += _blocks(int(first), start, count, slot)

@@ -27,6 +27,7 @@ class GpuSettings:
     max_batch: int = 256  # requests of a decode step
     chunk_tokens: int = 8192  # prompt tokens of a step
     share: float = 1.0  # of the GPU's multiprocessors
+    numerics: str = "invariant"  # see engine/gpu/numerics.py
 
 
 def confine(share: float, device: str) -> None:

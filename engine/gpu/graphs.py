@@ -6,8 +6,7 @@ each replay; its outputs stay where the recording left them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,20 +21,6 @@ if TYPE_CHECKING:
 def memory_pool(device: torch.device) -> _POOL_HANDLE | None:
     """Memory that all recordings share: only one runs at a time."""
     return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-
-
-@contextmanager
-def library(name: str) -> Iterator[None]:
-    """Uses this library for matrix products in the block: "cublas" or "cublaslt"."""
-    if not torch.cuda.is_available():
-        yield
-        return
-    before = torch.backends.cuda.preferred_blas_library()
-    torch.backends.cuda.preferred_blas_library(name)
-    try:
-        yield
-    finally:
-        torch.backends.cuda.preferred_blas_library(before)
 
 
 class Recording:

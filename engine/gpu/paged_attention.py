@@ -7,16 +7,23 @@ from torch import Tensor
 
 from baton.engine.gpu.batch import StepArrays
 from baton.engine.gpu.forward import Attend
-from baton.engine.gpu.prompt_attention import long_chunk_attention
+from baton.engine.gpu.numerics import Numerics
+from baton.engine.gpu.prompt_attention import library_attention, own_attention
 from baton.engine.model import Model, inverse_frequencies, rotations
 from baton.kernels.gpu.chunk_attention import chunk_attention
-from baton.kernels.gpu.decode_attention import HeadShape, SplitWorkspace, decode_attention
-from baton.kernels.gpu.rotary import rotate_and_store
+from baton.kernels.gpu.decode_attention import SplitWorkspace, decode_attention
+from baton.kernels.gpu.rotary import HeadShape, Projected, rotate_and_store
 
 
 class PagedAttention:
     def __init__(
-        self, model: Model, kv: Tensor, table: Tensor, context: int, max_batch: int
+        self,
+        model: Model,
+        kv: Tensor,
+        table: Tensor,
+        context: int,
+        max_batch: int,
+        numerics: Numerics,
     ) -> None:
         """kv [page, layer, 2, token, kv_head, dim]; table [sequences, pages]."""
         shape, device = model.architecture, kv.device
@@ -27,23 +34,24 @@ class PagedAttention:
         self._shapes = _head_shapes(model)
         self._cos_sin = _cos_sin(model, context, device)
         self._workspace = SplitWorkspace.make(
-            max_batch, shape.heads, shape.kv_heads, shape.head_dim, device
+            max_batch, context, shape.heads, shape.kv_heads, shape.head_dim, device
         )
+        self._attend_long = own_attention if numerics is Numerics.INVARIANT else library_attention
 
     def of_decoding(self, slots: Tensor, positions: Tensor) -> Attend:
         """For rows that are their sequence's one new token: slots and positions [T]."""
 
-        def attend(layer: int, qkv: Tensor) -> Tensor:
-            return self._decode(layer, qkv, slots, positions, self._room(qkv, len(qkv)))
+        def attend(layer: int, projected: Projected) -> Tensor:
+            return self._decode(layer, projected, slots, positions)
 
         return attend
 
     def of_blocks(self, positions: Tensor, stores: Tensor, blocks: Tensor) -> Attend:
         """For chunks alone: positions and stores [T], blocks [n, 4]."""
 
-        def attend(layer: int, qkv: Tensor) -> Tensor:
-            self._store(layer, qkv, positions, stores)
-            return self._blocks(layer, qkv, blocks, self._room(qkv, len(qkv)))
+        def attend(layer: int, projected: Projected) -> Tensor:
+            self._store(layer, projected, positions, stores)
+            return self._blocks(layer, projected.qkv, blocks, self._room(projected.qkv))
 
         return attend
 
@@ -60,48 +68,56 @@ class PagedAttention:
 
         In the last layer only the rows `samples` are attended.
         """
-        decoding, count = arrays.decoding, arrays.count
+        decoding = arrays.decoding
+        rest = slice(decoding, arrays.count)
 
-        def attend(layer: int, qkv: Tensor) -> Tensor:
+        def attend(layer: int, projected: Projected) -> Tensor:
             if layer == len(self._layers) - 1:
-                sampled = qkv[samples]
-                self._store(layer, qkv[:count], positions, stores)
+                sampled = projected.rows(samples)
+                self._store(layer, projected, positions, stores)
                 return self._sampled(layer, sampled, slots[samples], positions[samples])
-            here = slice(0, decoding)
-            out = self._room(qkv, count)
+            qkv = projected.qkv
+            out = self._room(qkv)
             if decoding:
-                self._decode(layer, qkv[here], slots[here], positions[here], out[here])
-            self._store(layer, qkv[decoding:count], positions[decoding:], stores[decoding:])
+                here = slice(0, decoding)
+                self._decode(layer, projected.rows(here), slots[here], positions[here], out[here])
+            self._store(layer, projected.rows(rest), positions[rest], stores[rest])
             if len(blocks):
                 self._blocks(layer, qkv, blocks, out)
             for chunk in arrays.long:
-                rows = slice(chunk.first, chunk.first + chunk.count)
-                found = long_chunk_attention(
+                found = self._attend_long(
                     qkv, chunk, self._table, self._layers[layer], self._shapes[layer]
                 )
-                if chunk.count == count:
+                if chunk.count == arrays.count:
                     return found
-                out[rows] = found
+                out[chunk.first : chunk.first + chunk.count] = found
             return out
 
         return attend
 
-    def _sampled(self, layer: int, qkv: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+    def _sampled(
+        self, layer: int, projected: Projected, slots: Tensor, positions: Tensor
+    ) -> Tensor:
         """Rows that each end their sequence, attended as if they decoded."""
-        out = self._room(qkv, len(qkv))
-        for start in range(0, len(qkv), self._max_batch):
+        out = self._room(projected.qkv)
+        for start in range(0, len(out), self._max_batch):
             rows = slice(start, start + self._max_batch)
-            self._decode(layer, qkv[rows], slots[rows], positions[rows], out[rows])
+            self._decode(layer, projected.rows(rows), slots[rows], positions[rows], out[rows])
         return out
 
-    def _room(self, qkv: Tensor, rows: int) -> Tensor:
-        return qkv.new_empty(rows, self._shapes[0].heads * self._shapes[0].head_dim)
+    def _room(self, qkv: Tensor) -> Tensor:
+        return qkv.new_empty(len(qkv), self._shapes[0].heads * self._shapes[0].head_dim)
 
     def _decode(
-        self, layer: int, qkv: Tensor, slots: Tensor, positions: Tensor, out: Tensor
+        self,
+        layer: int,
+        projected: Projected,
+        slots: Tensor,
+        positions: Tensor,
+        out: Tensor | None = None,
     ) -> Tensor:
         return decode_attention(
-            qkv,
+            projected,
             self._cos_sin,
             slots,
             positions,
@@ -109,7 +125,7 @@ class PagedAttention:
             self._layers[layer],
             self._shapes[layer],
             self._workspace,
-            out,
+            self._room(projected.qkv) if out is None else out,
             *self._norms(layer),
         )
 
@@ -118,10 +134,10 @@ class PagedAttention:
             qkv, blocks, self._table, self._layers[layer], self._shapes[layer], out
         )
 
-    def _store(self, layer: int, qkv: Tensor, positions: Tensor, stores: Tensor) -> None:
+    def _store(self, layer: int, projected: Projected, positions: Tensor, stores: Tensor) -> None:
         layer_kv, shape = self._layers[layer], self._shapes[layer]
         rotate_and_store(
-            qkv, self._cos_sin, positions, stores, layer_kv, shape, *self._norms(layer)
+            projected, self._cos_sin, positions, stores, layer_kv, shape, *self._norms(layer)
         )
 
     def _norms(self, layer: int) -> tuple[Tensor | None, Tensor | None]:

@@ -1,8 +1,12 @@
-"""Attention of prompts: cuDNN's kernel for long chunks, ours elsewhere.
+"""Attention of a prompt's long chunks: our kernel or, in fast numerics, cuDNN's.
 
-cuDNN's attention is twice as fast as ours on long chunks, but supports no pages and no
-window, and takes 40 ms to prepare for each pair of lengths. So only a few lengths are used,
-and all their pairs are prepared at start:
+Ours reads contiguous keys and values: those of the chunk itself, if nothing precedes it, else
+all of its context, gathered from the pages. A row gets the bits that it gets in a short chunk
+or when it decodes.
+
+cuDNN's attention is faster, but it supports no window, its bits depend on how a prompt was cut
+into chunks, and it takes 40 ms to prepare for each pair of lengths. So only a few lengths are
+used, and all their pairs are prepared at start:
 
 - The new tokens, with those before them back to a multiple of `LIBRARY_TOKENS`, are attended
   causally, as rows rounded up to such a multiple. The results of the extra queries are
@@ -10,7 +14,7 @@ and all their pairs are prepared at start:
 - Earlier tokens are gathered from their pages and attended without a mask, in parts of a few
   lengths. Parts are merged by their normalizers.
 
-Shorter chunks use our kernel: their steps are recorded.
+Shorter chunks are attended from their pages: their steps are recorded.
 """
 
 from __future__ import annotations
@@ -23,9 +27,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton.engine.architecture import Architecture
-from baton.kernels.gpu.chunk_attention import merge_attended
-from baton.kernels.gpu.decode_attention import HeadShape
+from baton.engine.gpu.numerics import Numerics
+from baton.kernels.gpu.chunk_attention import long_chunk_attention, merge_attended
 from baton.kernels.gpu.pages import gather_tokens
+from baton.kernels.gpu.rotary import HeadShape
 
 LIBRARY_TOKENS = 512
 LONG_PART = 8192
@@ -50,15 +55,15 @@ class LongChunk:
         return self.start == self.before and self.count % LIBRARY_TOKENS == 0
 
 
-def supports(shape: Architecture, dtype: torch.dtype) -> bool:
-    """Whether the library supports a model's attention."""
-    known = dtype in (torch.bfloat16, torch.float16)
-    fits = shape.head_dim % 8 == 0 and shape.head_dim <= 128
-    return known and fits and not any(window is not None for window in shape.windows)
+def supports(shape: Architecture, dtype: torch.dtype, numerics: Numerics) -> bool:
+    """Whether a model's long chunks are attended here; else as short ones are."""
+    fits = dtype.itemsize == 2 and shape.head_dim % 8 == 0 and shape.head_dim <= 128
+    windows = any(window is not None for window in shape.windows)
+    return fits and (numerics is Numerics.INVARIANT or not windows)
 
 
 def is_long(count: int, start: int, page_size: int) -> bool:
-    """Whether the library runs a chunk."""
+    """Whether a chunk is attended here."""
     return count > LIBRARY_TOKENS and (start == 0 or LIBRARY_TOKENS % page_size == 0)
 
 
@@ -70,7 +75,7 @@ def prepare(
     context: int,
     progress: Callable[[float], None],
 ) -> None:
-    """Prepares every pair of lengths that chunks of a context can need."""
+    """Has cuDNN prepare every pair of lengths that chunks of a context can need."""
     rows = min(_rounded_up(chunk_tokens), _rounded_up(context)) + LIBRARY_TOKENS
     heads = shape.heads + 2 * shape.kv_heads
     chunk = torch.zeros(rows, heads, shape.head_dim, dtype=dtype, device=device)
@@ -84,10 +89,26 @@ def prepare(
         progress((done + 1) / len(lengths))
 
 
-def long_chunk_attention(
+def own_attention(
     qkv: Tensor, chunk: LongChunk, page_table: Tensor, kv_layer: Tensor, shape: HeadShape
 ) -> Tensor:
-    """qkv [rows, (heads + 2 * kv_heads) * dim], rotated -> [count, heads * dim]."""
+    """qkv [rows, (heads + 2 * kv_heads) * dim], rotated and stored -> [count, heads * dim]."""
+    mine = qkv[chunk.first : chunk.first + chunk.count]
+    if chunk.start:
+        tokens = chunk.start + chunk.count
+        keys, values = kv_layer.new_empty(2, tokens, shape.kv_heads, shape.head_dim)
+        gather_tokens(kv_layer, page_table[chunk.slot], tokens, keys, values)
+    else:
+        by_head = mine.view(chunk.count, -1, shape.head_dim)
+        _, keys, values = _split(by_head, shape.heads, shape.kv_heads)
+    out = qkv.new_empty(chunk.count, shape.heads * shape.head_dim)
+    return long_chunk_attention(mine, keys, values, chunk.start, shape, out)
+
+
+def library_attention(
+    qkv: Tensor, chunk: LongChunk, page_table: Tensor, kv_layer: Tensor, shape: HeadShape
+) -> Tensor:
+    """As own_attention, by cuDNN."""
     pages = page_table[chunk.slot]
     rows = _causal_rows(qkv, chunk, pages, kv_layer, shape)
     query, keys, values = _split(rows, shape.heads, shape.kv_heads)

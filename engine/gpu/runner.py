@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from baton.engine.gpu import graphs, prompt_attention
+from baton.engine.gpu import graphs
 from baton.engine.gpu.batch import (
     Ints,
     Limits,
@@ -34,9 +34,11 @@ from baton.engine.gpu.batch import (
     upload,
     upload_into,
 )
-from baton.engine.gpu.forward import few_rows_forward, logits_of, many_rows_forward
+from baton.engine.gpu.forward import Forward
 from baton.engine.gpu.graphs import Recording
+from baton.engine.gpu.numerics import Numerics
 from baton.engine.gpu.paged_attention import PagedAttention
+from baton.engine.gpu.prompt_attention import supports
 from baton.engine.gpu.sampler import GpuSampler
 from baton.engine.gpu.slots import Slots
 from baton.engine.gpu.step import GpuInFlightStep
@@ -46,7 +48,6 @@ from baton.engine.sequence import Sequence
 from baton.engine.step import Plan, check_plan, in_row_order
 from baton.engine.tensor_parallel import Group
 from baton.kernels.gpu.chunk_attention import BLOCK_QUERIES
-from baton.kernels.gpu.linear import MOST_ROWS
 from baton.kernels.gpu.tokens import begin, remember
 
 SLOTS = 1024
@@ -54,9 +55,6 @@ SLOTS = 1024
 
 SAMPLED_ROWS = 256
 """Prompts whose logits are computed at a time."""
-
-LT_ROWS = 64
-"""Up to this many rows cuBLASLt picks faster products than cuBLAS, by 3% of a step."""
 
 SPARE_BLOCKS = 16
 """Blocks of a recorded prompt step beyond what one prompt of its size needs."""
@@ -98,17 +96,17 @@ class GpuRunner:
         context: int,
         max_batch: int,
         group: Group | None = None,
+        numerics: Numerics = Numerics.INVARIANT,
     ) -> None:
         shape, device = model.architecture, kv.device
-        self._model = model
+        self._forward = Forward(model, numerics)
         self._device = device
         self._group = group
         recordable = device.type == "cuda" and (group is None or group.recordable)
-        library = prompt_attention.supports(shape, kv.dtype)
-        self._limits = Limits(kv.shape[3], max_batch, library)
+        self._limits = Limits(kv.shape[3], max_batch, supports(shape, kv.dtype, numerics))
         slots = max(SLOTS, 4 * max_batch)
         self._slots = Slots(slots, -(-context // self._limits.page_size), device)
-        self._attention = PagedAttention(model, kv, self._slots.table, context, max_batch)
+        self._attention = PagedAttention(model, kv, self._slots.table, context, max_batch, numerics)
         self._sampler = GpuSampler(shape.vocabulary_size)
         most = max(max_batch, graphs.PROMPT_ROWS[-1])
         self._inputs = torch.zeros(8 * most + 4 * SPARE_BLOCKS, dtype=torch.int32, device=device)
@@ -208,11 +206,11 @@ class GpuRunner:
         scores: list[Scores[Sequence]] = []
         for start in range(0, len(sequences), SAMPLED_ROWS):
             rows = slice(start, start + SAMPLED_ROWS)
-            logits = logits_of(self._model, normed[: len(sequences)][rows])
+            logits = self._forward.logits(normed[: len(sequences)][rows])
             chosen = self._choose(logits, sequences[rows])
             tokens.append(chosen.tokens)
             scores += chosen.scores
-        prompts = self._score_prompts(wanted, lambda some: logits_of(self._model, normed[some]))
+        prompts = self._score_prompts(wanted, lambda some: self._forward.logits(normed[some]))
         return Chosen(torch.cat(tokens), scores, prompts)
 
     def _score_prompts(
@@ -261,22 +259,13 @@ class GpuRunner:
         tokens, logits = self._tokens[:rows], self._logits[:rows]
         attend = self._attention.of_decoding(slots, positions)
 
-        def few() -> Tensor:
-            return few_rows_forward(self._model, tokens, attend, logits)
-
-        def many() -> Tensor:
-            with graphs.library("cublaslt" if rows <= LT_ROWS else "cublas"):
-                normed = many_rows_forward(self._model, tokens, attend)
-                return logits_of(self._model, normed, logits)
-
-        # Values between the products are not normed yet, and may exceed float16.
-        return few if rows <= MOST_ROWS and logits.dtype != torch.float16 else many
+        return lambda: self._forward.logits(self._forward(tokens, attend), logits)
 
     def _prompt_body(self, rows: int) -> Callable[[], Tensor]:
         _, _, positions, stores = self._inputs[: 4 * rows].view(4, rows)
         blocks = self._inputs[4 * rows : 4 * rows + 4 * _blocks_of(rows)].view(-1, 4)
         attend = self._attention.of_blocks(positions, stores, blocks)
-        return lambda: many_rows_forward(self._model, self._tokens[:rows], attend)
+        return lambda: self._forward(self._tokens[:rows], attend)
 
     def _run(self, arrays: StepArrays, pages: Tensor, samples: Ints) -> Tensor:
         """A step of any shape, kernel by kernel: the last layer's output for its samples."""
@@ -288,7 +277,7 @@ class GpuRunner:
         self._begin(staged, slots, tokens, pages)
         sampled = upload(samples, self._device)
         attend = self._attention.of_any(arrays, slots, positions, stores, blocks, sampled)
-        normed = many_rows_forward(self._model, tokens, attend, sampled)
+        normed = self._forward(tokens, attend, sampled)
         if self._group and not len(samples):
             self._group.wait()  # no sum follows the last keys and values
         return normed

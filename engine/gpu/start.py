@@ -15,10 +15,10 @@ from torch import Tensor
 from baton.core.errors import InvalidConfig
 from baton.core.types import AttemptKey, Sampling, Work
 from baton.engine.architecture import Architecture
-from baton.engine.gpu import prompt_attention
 from baton.engine.gpu.device import GpuSettings
 from baton.engine.gpu.graphs import PROMPT_ROWS
-from baton.engine.gpu.prompt_attention import LIBRARY_TOKENS
+from baton.engine.gpu.numerics import Numerics
+from baton.engine.gpu.prompt_attention import LIBRARY_TOKENS, prepare, supports
 from baton.engine.gpu.runner import SAMPLED_ROWS, GpuRunner
 from baton.engine.gpu.sampler import ADJUSTED_ROWS
 from baton.engine.model import Model
@@ -26,6 +26,7 @@ from baton.engine.page_pool import PagePool
 from baton.engine.sequence import Sequence
 from baton.engine.step import Plan
 from baton.engine.tensor_parallel import Group
+from baton.kernels.gpu.decode_attention import split_rows
 from baton.kernels.gpu.sampling import FEW_ROWS
 
 LIBRARY_BYTES = 2 << 30
@@ -81,7 +82,8 @@ def _work_bytes(
     logits = 4 * max(settings.max_batch, SAMPLED_ROWS) * shape.vocabulary_size
     values = row * rows + kv_token * context + logits
     tables = 4 * context * shape.head_dim + 64 * ADJUSTED_ROWS * shape.vocabulary_size
-    return values * dtype.itemsize + tables
+    parts = split_rows(settings.max_batch, context, shape.heads, shape.kv_heads)
+    return values * dtype.itemsize + tables + 4 * parts * (shape.head_dim + 2)
 
 
 def start_runner(
@@ -97,12 +99,13 @@ def start_runner(
 
     In a group all ranks call it at once; the others then follow rank 0's rehearsals.
     """
-    runner = GpuRunner(model, kv, context, settings.max_batch, group)
+    numerics = Numerics(settings.numerics)
+    runner = GpuRunner(model, kv, context, settings.max_batch, group, numerics)
     runner.record(lambda done: progress(done / 2))
     # After a role switch, pages may be in use or in quarantine.
     most = min(settings.chunk_tokens, context, pool.free * pool.page_size)
-    if prompt_attention.supports(model.architecture, kv.dtype):
-        prompt_attention.prepare(
+    if numerics is Numerics.FAST and supports(model.architecture, kv.dtype, numerics):
+        prepare(
             model.architecture,
             kv.dtype,
             kv.device,

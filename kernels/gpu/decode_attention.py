@@ -4,10 +4,11 @@ The kernel does everything between the projection of queries, keys and values an
 output: it norms and rotates the new token's query and key, stores key and value into their
 page, and attends.
 
-A context is cut into splits so that a small batch fills the chip. Query heads that share a
-key head are rows of one matrix, so each key and value is read once. The first split also
-handles the new token, from registers: no program waits for another's store. A second kernel
-merges the splits.
+Query heads that share a key head are rows of one matrix, so each key and value is read once.
+Several programs share a context where that fills the chip: each attends some tiles in a row
+(kernels/gpu/fixed_order.py). The first merges its own, the others store each of theirs, and a
+second kernel merges these in their order. The program with the last tile stores the new token
+before it reads it: no other program reads it.
 """
 
 from __future__ import annotations
@@ -19,67 +20,64 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MOST_SPLITS = 32
-SHORTEST_SPLIT = 64
+from baton.kernels.gpu.fixed_order import TILE, attend, inverse_size, merge
+from baton.kernels.gpu.rotary import HeadShape, Projected, prepare_heads
+
+WANTED_PROGRAMS = 512
+"""Programs that fill the chip."""
+
+MOST_PROGRAMS = 32
+"""Programs that share a context at most."""
+
+MERGED_TOGETHER = (64, 8)
+"""Tiles whose results are loaded before the first of them is merged: of many, and of a rest."""
+
+FEW_ROWS = 16
+"""Below this many sequences latency counts: more warps, less loaded ahead."""
+
 LOG2_E = 1.4426950408889634
+
+
+def programs_for(batch: int, kv_heads: int) -> int:
+    """Programs that share one sequence's context: enough to fill the chip, no more."""
+    wanted = triton.cdiv(WANTED_PROGRAMS, batch * kv_heads)
+    return min(triton.next_power_of_2(wanted), MOST_PROGRAMS)
 
 
 @dataclass(frozen=True, slots=True)
 class SplitWorkspace:
-    """The splits' results for the merging kernel. Successive calls may share it."""
+    """The tiles' results for the merging kernel. Successive calls may share it."""
 
-    partial: Tensor  # [batch * heads * splits, head_dim], float32
-    weight: Tensor  # [batch * heads * splits], float32, log2 of each split's normalizer
+    sums: Tensor  # [sequences * heads * tiles, head_dim], float32
+    weights: Tensor  # [sequences * heads * tiles, 2], float32: highest score, normalizer
+    tiles: int  # of a sequence
 
     @classmethod
     def make(
-        cls, batch: int, heads: int, kv_heads: int, head_dim: int, device: torch.device
+        cls,
+        batch: int,
+        context: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        device: torch.device,
     ) -> SplitWorkspace:
-        rows = max(splits_for(size, kv_heads) * size for size in range(1, batch + 1)) * heads
+        rows = split_rows(batch, context, heads, kv_heads)
         return cls(
             torch.empty(rows, head_dim, dtype=torch.float32, device=device),
-            torch.empty(rows, dtype=torch.float32, device=device),
+            torch.empty(rows, 2, dtype=torch.float32, device=device),
+            triton.cdiv(context, TILE),
         )
 
 
-def splits_for(batch: int, kv_heads: int) -> int:
-    """Programs that share one sequence's context: enough to fill the chip, no more."""
-    wanted = triton.cdiv(512, batch * kv_heads)
-    return min(triton.next_power_of_2(wanted), MOST_SPLITS)
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionTiling:
-    tokens: int  # per iteration of a program's loop
-    warps: int
-    stages: int
-
-
-MANY_PROGRAMS = 1024
-
-
-def tiling_for(programs: int, splits: int, block_d: int) -> AttentionTiling:
-    """Many small programs keep the memory busy by their number, few by what each loads at once;
-    splits load further ahead than whole contexts."""
-    if programs >= MANY_PROGRAMS:
-        return AttentionTiling(16, 1, 3)
-    return AttentionTiling(64 if block_d <= 128 else 32, 2, 3 if splits > 1 else 2)
-
-
-@dataclass(frozen=True, slots=True)
-class HeadShape:
-    """The shape of a layer's attention."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    window: int | None
-    rotates: bool
-    epsilon: float
+def split_rows(batch: int, context: int, heads: int, kv_heads: int) -> int:
+    """Rows of a workspace for batches of any size up to `batch`."""
+    shared = (size for size in range(1, batch + 1) if programs_for(size, kv_heads) > 1)
+    return max(shared, default=0) * heads * triton.cdiv(context, TILE)
 
 
 def decode_attention(
-    qkv: Tensor,
+    projected: Projected,
     cos_sin: Tensor,
     rows: Tensor,
     positions: Tensor,
@@ -91,19 +89,21 @@ def decode_attention(
     query_norm: Tensor | None = None,
     key_norm: Tensor | None = None,
 ) -> Tensor:
-    """qkv [B, (heads + 2 * kv_heads) * dim], not yet rotated -> out [B, heads * dim].
+    """Queries, keys and values of B new tokens -> out [B, heads * dim].
 
     rows [B] are the sequences' rows of page_table [sequences, pages], positions [B] those of
     the new tokens; a row with a negative position is skipped. cos_sin [positions, dim] holds
     a position's cosines, then its sines. kv_layer [page, 2, token, kv_head, dim] is one
     layer of the pool.
     """
+    qkv, squares, bias = projected.qkv, projected.squares, projected.bias
     batch, group = len(qkv), shape.heads // shape.kv_heads
-    splits = splits_for(batch, shape.kv_heads)
+    programs = programs_for(batch, shape.kv_heads)
     block_d = max(16, triton.next_power_of_2(shape.head_dim))
-    tiling = tiling_for(batch * shape.kv_heads, splits, block_d)
-    _decode[(batch, shape.kv_heads, splits)](
+    _decode[(batch, shape.kv_heads, programs)](
         qkv,
+        qkv if squares is None else squares,
+        qkv if bias is None else bias,
         cos_sin,
         rows,
         positions,
@@ -111,15 +111,17 @@ def decode_attention(
         kv_layer,
         query_norm if query_norm is not None else qkv,
         key_norm if key_norm is not None else qkv,
-        workspace.partial,
-        workspace.weight,
+        workspace.sums,
+        workspace.weights,
         out,
         shape.head_dim**-0.5 * LOG2_E,
+        projected.source.epsilon if projected.source else 0.0,
         shape.epsilon,
         shape.window or 0,
         page_table.stride(0),
         kv_layer.stride(0),
         kv_layer.stride(1),
+        workspace.tiles,
         PAGE_SIZE=kv_layer.shape[2],
         HEADS=shape.heads,
         KV_HEADS=shape.kv_heads,
@@ -127,35 +129,69 @@ def decode_attention(
         BLOCK_G=max(16, triton.next_power_of_2(group)),
         DIM=shape.head_dim,
         BLOCK_D=block_d,
-        BLOCK_N=tiling.tokens,
-        SPLITS=splits,
-        SHORTEST=SHORTEST_SPLIT,
-        ROTATES=shape.rotates,
+        INPUTS=projected.source.x.shape[1] if projected.source else 1,
+        TILE=TILE,
+        PROGRAMS=programs,
+        SCALED=squares is not None,
+        BIAS=bias is not None,
         NORMS=query_norm is not None,
-        num_warps=tiling.warps,
-        num_stages=tiling.stages,
+        ROTATES=shape.rotates,
+        num_warps=4 if batch < FEW_ROWS else 2,
+        enable_fp_fusion=False,
+        num_stages=2 if batch < FEW_ROWS or block_d > 128 else 3,
     )
-    if splits > 1:
+    if programs > 1:
         _merge[(batch, shape.heads)](
             positions,
-            workspace.partial,
-            workspace.weight,
+            workspace.sums,
+            workspace.weights,
             out,
             shape.window or 0,
+            workspace.tiles,
             HEADS=shape.heads,
             DIM=shape.head_dim,
             BLOCK_D=block_d,
-            BLOCK_N=tiling.tokens,
-            SPLITS=splits,
-            SHORTEST=SHORTEST_SPLIT,
+            TILE=TILE,
+            PROGRAMS=programs,
+            MANY=MERGED_TOGETHER[0],
+            FEW=MERGED_TOGETHER[1],
             num_warps=4,
+            enable_fp_fusion=False,
         )
     return out
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows_pointer", "positions_pointer"])
+@triton.jit
+def load_tile(
+    kv_pointer, table, value_offset, page_stride, block, end, inside, in_dim,
+    TILE: tl.constexpr, PAGE_SIZE: tl.constexpr, ROW: tl.constexpr,
+):  # fmt: skip
+    """Keys [BLOCK_D, TILE], values [TILE, BLOCK_D] and the tokens [TILE] from `block` on."""
+    token = block + tl.arange(0, TILE)
+    there = token < end
+    pages = tl.load(table + token // PAGE_SIZE, mask=there, other=0).to(tl.int64)
+    spots = pages * page_stride + (token % PAGE_SIZE) * ROW
+    keys = tl.load(
+        kv_pointer + spots[None, :] + inside[:, None],
+        mask=there[None, :] & in_dim[:, None],
+        other=0.0,
+    )
+    values = tl.load(
+        kv_pointer + value_offset + spots[:, None] + inside[None, :],
+        mask=there[:, None] & in_dim[None, :],
+        other=0.0,
+    )
+    return keys, values, token
+
+
+@triton.jit(
+    do_not_specialize=["tiles"],
+    do_not_specialize_on_alignment=["squares_pointer", "rows_pointer", "positions_pointer"],
+)
 def _decode(
     qkv_pointer,
+    squares_pointer,
+    bias_pointer,
     cos_sin_pointer,
     rows_pointer,
     positions_pointer,
@@ -163,15 +199,17 @@ def _decode(
     kv_pointer,
     query_norm_pointer,
     key_norm_pointer,
-    partial_pointer,
-    weight_pointer,
+    sums_pointer,
+    weights_pointer,
     out_pointer,
     scale,
     epsilon,
+    head_epsilon,
     window,
     table_stride,
     page_stride,
     value_offset,
+    tiles,
     PAGE_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -179,154 +217,168 @@ def _decode(
     BLOCK_G: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SHORTEST: tl.constexpr,
-    ROTATES: tl.constexpr,
+    INPUTS: tl.constexpr,
+    TILE: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    SCALED: tl.constexpr,
+    BIAS: tl.constexpr,
     NORMS: tl.constexpr,
+    ROTATES: tl.constexpr,
 ):
-    sequence, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    sequence, head, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = tl.load(positions_pointer + sequence)
     first = tl.maximum(position - window + 1, 0) if window > 0 else 0
-    length = tl.maximum(tl.cdiv(position - first, SPLITS), SHORTEST)
-    length = tl.cdiv(length, BLOCK_N) * BLOCK_N
-    active = tl.maximum(tl.cdiv(position - first, length), 1)
-    live = (position >= 0) & (split < active)
-    row = tl.load(rows_pointer + sequence).to(tl.int64)
-    table = table_pointer + row * table_stride
-    start = first + split * length
-    end = tl.minimum(start + length, position)
-    lane = tl.arange(0, BLOCK_N)
-    if live:
-        dtype = qkv_pointer.dtype.element_ty
+    active = position // TILE - first // TILE + 1
+    mine = tl.cdiv(active, PROGRAMS)
+    if (position >= 0) & (program * mine < active):
+        table = table_pointer + tl.load(rows_pointer + sequence).to(tl.int64) * table_stride
         dim = tl.arange(0, BLOCK_D)
         in_dim = dim < DIM
-        inside = head * DIM + dim
         member = tl.arange(0, BLOCK_G)
         in_group = (member < GROUP)[:, None] & in_dim[None, :]
-
-        # The queries of the heads that share this key head: [BLOCK_G, BLOCK_D].
+        size, bias, key_bias, value_bias = 1.0, 0.0, 0.0, 0.0
+        norm, key_norm, cos, sin = 1.0, 1.0, 1.0, 0.0
         new = qkv_pointer + sequence.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * DIM)
         at = (head * GROUP + member)[:, None] * DIM + dim[None, :]
-        query = tl.load(new + at, mask=in_group, other=0.0).to(tl.float32)
+        key_at = (HEADS + head) * DIM + dim[None, :]
+        value_at = (HEADS + KV_HEADS + head) * DIM + dim[None, :]
+        if SCALED:
+            size = inverse_size(tl.load(squares_pointer + sequence), epsilon, INPUTS)
+        if BIAS:
+            bias = tl.load(bias_pointer + at, mask=in_group, other=0.0).to(tl.float32)
+            key_bias = tl.load(bias_pointer + key_at, mask=in_dim[None, :], other=0.0)
+            key_bias = key_bias.to(tl.float32)
+            value_bias = tl.load(bias_pointer + value_at, mask=in_dim[None, :], other=0.0)
+            value_bias = value_bias.to(tl.float32)
         if NORMS:
-            size = tl.rsqrt(tl.sum(query * query, axis=1) / DIM + epsilon)
-            norm = tl.load(query_norm_pointer + dim, mask=in_dim, other=0.0).to(tl.float32)
-            query = (query * size[:, None] * norm[None, :]).to(dtype).to(tl.float32)
-        turn = cos_sin_pointer + position.to(tl.int64) * DIM + dim // 2
+            norm = tl.load(query_norm_pointer + dim, mask=in_dim, other=0.0)[None, :]
+            norm = norm.to(tl.float32)
+            key_norm = tl.load(key_norm_pointer + dim, mask=in_dim, other=0.0)[None, :]
+            key_norm = key_norm.to(tl.float32)
         if ROTATES:
-            cos = tl.load(turn, mask=in_dim, other=0.0)
-            sin = tl.load(turn + DIM // 2, mask=in_dim, other=0.0)
-            other = (head * GROUP + member)[:, None] * DIM + (dim ^ 1)[None, :]
-            partner = tl.load(new + other, mask=in_group, other=0.0).to(tl.float32)
-            if NORMS:
-                swapped = tl.load(query_norm_pointer + (dim ^ 1), mask=in_dim, other=0.0)
-                partner = (partner * size[:, None] * swapped.to(tl.float32)[None, :]).to(dtype)
-                partner = partner.to(tl.float32)
-            # Of a pair (a, b): a cos - b sin, and b cos + a sin.
-            sin = tl.where(dim % 2 == 0, -sin, sin)
-            query = query * cos[None, :] + partner * sin[None, :]
-        query = query.to(dtype)
+            turn_at = cos_sin_pointer + position.to(tl.int64) * DIM + dim // 2
+            cos = tl.load(turn_at, mask=in_dim, other=0.0)[None, :]
+            sin = tl.load(turn_at + DIM // 2, mask=in_dim, other=0.0)[None, :]
 
+        if program == (active - 1) // mine:
+            raw = tl.load(new + key_at, mask=in_dim[None, :], other=0.0)
+            key, _ = prepare_heads(
+                raw, size, key_bias, key_norm, cos, sin, head_epsilon,
+                1, DIM, BLOCK_D, SCALED, BIAS, NORMS, ROTATES,
+            )  # fmt: skip
+            raw = tl.load(new + value_at, mask=in_dim[None, :], other=0.0)
+            _, value = prepare_heads(
+                raw, size, value_bias, key_norm, cos, sin, head_epsilon,
+                1, DIM, BLOCK_D, SCALED, BIAS, False, False,
+            )  # fmt: skip
+            page = tl.load(table + position // PAGE_SIZE).to(tl.int64)
+            spot = kv_pointer + page * page_stride + (position % PAGE_SIZE) * (KV_HEADS * DIM)
+            tl.store(spot + head * DIM + dim[None, :], key, mask=in_dim[None, :])
+            tl.store(spot + value_offset + head * DIM + dim[None, :], value, mask=in_dim[None, :])
+            tl.debug_barrier()
+
+        # The queries of the heads that share this key head: [BLOCK_G, BLOCK_D].
+        raw = tl.load(new + at, mask=in_group, other=0.0)
+        query, _ = prepare_heads(
+            raw, size, bias, norm, cos, sin, head_epsilon,
+            BLOCK_G, DIM, BLOCK_D, SCALED, BIAS, NORMS, ROTATES,
+        )  # fmt: skip
+        inside = head * DIM + dim
+        out = out_pointer + sequence.to(tl.int64) * (HEADS * DIM) + at
         highest = tl.full([BLOCK_G], float("-inf"), dtype=tl.float32)
         total = tl.zeros([BLOCK_G], dtype=tl.float32)
         sums = tl.zeros([BLOCK_G, BLOCK_D], dtype=tl.float32)
-        if split == 0:
-            key_at = new + (HEADS + head) * DIM
-            key = tl.load(key_at + dim, mask=in_dim, other=0.0).to(tl.float32)
-            if NORMS:
-                key_size = tl.rsqrt(tl.sum(key * key, axis=0) / DIM + epsilon)
-                key_norm = tl.load(key_norm_pointer + dim, mask=in_dim, other=0.0).to(tl.float32)
-                key = (key * key_size * key_norm).to(dtype).to(tl.float32)
-            if ROTATES:
-                cos_key = tl.load(turn, mask=in_dim, other=0.0)
-                sin_key = tl.load(turn + DIM // 2, mask=in_dim, other=0.0)
-                key_partner = tl.load(key_at + (dim ^ 1), mask=in_dim, other=0.0).to(tl.float32)
-                if NORMS:
-                    swapped_key = tl.load(key_norm_pointer + (dim ^ 1), mask=in_dim, other=0.0)
-                    key_partner = (key_partner * key_size * swapped_key.to(tl.float32)).to(dtype)
-                    key_partner = key_partner.to(tl.float32)
-                key = key * cos_key + key_partner * tl.where(dim % 2 == 0, -sin_key, sin_key)
-            key = key.to(dtype)
-            value = tl.load(new + (HEADS + KV_HEADS + head) * DIM + dim, mask=in_dim, other=0.0)
-            page = tl.load(table + position // PAGE_SIZE).to(tl.int64)
-            spot = kv_pointer + page * page_stride + (position % PAGE_SIZE) * (KV_HEADS * DIM)
-            tl.store(spot + head * DIM + dim, key, mask=in_dim)
-            tl.store(spot + value_offset + head * DIM + dim, value, mask=in_dim)
-            score = tl.sum(query.to(tl.float32) * key.to(tl.float32)[None, :], axis=1)
-            highest = score * scale
-            total += 1.0
-            sums += value.to(tl.float32)[None, :]
-
-        for block in range(start, end, BLOCK_N):
-            token = block + lane
-            seen = token < end
-            pages = tl.load(table + token // PAGE_SIZE, mask=seen, other=0).to(tl.int64)
-            spots = pages * page_stride + (token % PAGE_SIZE) * (KV_HEADS * DIM)
-            # keys [BLOCK_D, BLOCK_N], values [BLOCK_N, BLOCK_D]
-            keys = tl.load(
-                kv_pointer + spots[None, :] + inside[:, None],
-                mask=seen[None, :] & in_dim[:, None],
-                other=0.0,
-            )
-            scores = tl.dot(query, keys, out_dtype=tl.float32, input_precision="ieee") * scale
-            scores = tl.where(seen[None, :], scores, float("-inf"))
-            values = tl.load(
-                kv_pointer + value_offset + spots[:, None] + inside[None, :],
-                mask=seen[:, None] & in_dim[None, :],
-                other=0.0,
-            )
-            higher = tl.maximum(highest, tl.max(scores, axis=1))
-            weights = tl.exp2(scores - higher[:, None])
-            fade = tl.exp2(highest - higher)
-            total = total * fade + tl.sum(weights, axis=1)
-            sums = sums * fade[:, None]
-            sums = tl.dot(weights.to(dtype), values, sums, input_precision="ieee")
-            highest = higher
-
-        sums = sums / total[:, None]
-        out = out_pointer + sequence.to(tl.int64) * (HEADS * DIM) + at
-        if active == 1:
-            tl.store(out, sums.to(dtype), mask=in_group)
+        place = (sequence * HEADS + head * GROUP + member).to(tl.int64) * tiles
+        end = tl.minimum((program + 1) * mine, active)
+        # Two loops: with a branch in one, its loads would not run ahead.
+        if program == 0:
+            for tile in range(end):
+                keys, values, token = load_tile(
+                    kv_pointer, table, value_offset, page_stride, (first // TILE + tile) * TILE,
+                    position + 1, inside, in_dim, TILE, PAGE_SIZE, KV_HEADS * DIM,
+                )  # fmt: skip
+                seen = ((token >= first) & (token <= position))[None, :]
+                found = attend(query, keys, values, seen, scale, BLOCK_G, TILE, True)
+                highest, total, sums = merge(highest, total, sums, found[0], found[1], found[2])
+            if PROGRAMS == 1:
+                result = sums * (1.0 / total)[:, None]
+                tl.store(out, result.to(query.dtype), mask=in_group)
+            else:
+                # What it has merged, in place of its last tile.
+                last = place + mine - 1
+                tl.store(sums_pointer + last[:, None] * DIM + dim[None, :], sums, mask=in_group)
+                tl.store(weights_pointer + 2 * last, highest, mask=member < GROUP)
+                tl.store(weights_pointer + 2 * last + 1, total, mask=member < GROUP)
         else:
-            # [sequence, head, split], each group's rows side by side
-            spare = (sequence * HEADS + head * GROUP + member) * SPLITS
-            spot = partial_pointer + (spare + split)[:, None] * DIM + dim[None, :]
-            tl.store(spot, sums, mask=in_group)
-            tl.store(weight_pointer + spare + split, highest + tl.log2(total), mask=member < GROUP)
+            for tile in range(program * mine, end):
+                keys, values, token = load_tile(
+                    kv_pointer, table, value_offset, page_stride, (first // TILE + tile) * TILE,
+                    position + 1, inside, in_dim, TILE, PAGE_SIZE, KV_HEADS * DIM,
+                )  # fmt: skip
+                seen = ((token >= first) & (token <= position))[None, :]
+                found = attend(query, keys, values, seen, scale, BLOCK_G, TILE, True)
+                at_tile = place + tile
+                sums_at = sums_pointer + at_tile[:, None] * DIM + dim[None, :]
+                tl.store(sums_at, found[2], mask=in_group)
+                tl.store(weights_pointer + 2 * at_tile, found[0], mask=member < GROUP)
+                tl.store(weights_pointer + 2 * at_tile + 1, found[1], mask=member < GROUP)
 
 
-@triton.jit(do_not_specialize_on_alignment=["positions_pointer"])
+@triton.jit
+def _merge_tiles(
+    highest, total, sums, sums_pointer, weights_pointer, place, tile, active, dim,
+    DIM: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    for index in tl.static_range(COUNT):
+        at = place + tile + index + tl.arange(0, 1)
+        there = at < place + active
+        found = tl.load(
+            sums_pointer + at[:, None] * DIM + dim, mask=there[:, None] & (dim < DIM), other=0.0
+        )
+        tile_highest = tl.load(weights_pointer + 2 * at, mask=there, other=float("-inf"))
+        tile_total = tl.load(weights_pointer + 2 * at + 1, mask=there, other=0.0)
+        highest, total, sums = merge(highest, total, sums, tile_highest, tile_total, found)
+    return highest, total, sums
+
+
+@triton.jit(do_not_specialize=["tiles"], do_not_specialize_on_alignment=["positions_pointer"])
 def _merge(
     positions_pointer,
-    partial_pointer,
-    weight_pointer,
+    sums_pointer,
+    weights_pointer,
     out_pointer,
     window,
+    tiles,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SHORTEST: tl.constexpr,
+    TILE: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    MANY: tl.constexpr,
+    FEW: tl.constexpr,
 ):
     sequence, head = tl.program_id(0), tl.program_id(1)
     position = tl.load(positions_pointer + sequence)
     first = tl.maximum(position - window + 1, 0) if window > 0 else 0
-    length = tl.maximum(tl.cdiv(position - first, SPLITS), SHORTEST)
-    length = tl.cdiv(length, BLOCK_N) * BLOCK_N
-    active = tl.cdiv(position - first, length)
-    if active > 1:
-        part, dim = tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
+    active = position // TILE - first // TILE + 1
+    if position >= 0:
+        dim = tl.arange(0, BLOCK_D)[None, :]
         row = sequence.to(tl.int64) * HEADS + head
-        at = row * SPLITS + part
-        share = tl.load(weight_pointer + at, mask=part < active, other=float("-inf"))
-        share = tl.exp2(share - tl.max(share, axis=0))
-        found = tl.load(
-            partial_pointer + at[:, None] * DIM + dim[None, :],
-            mask=(part < active)[:, None] & (dim < DIM)[None, :],
-            other=0.0,
-        )
-        merged = tl.sum(found * share[:, None], axis=0) / tl.sum(share, axis=0)
+        highest = tl.full([1], float("-inf"), dtype=tl.float32)
+        total = tl.zeros([1], dtype=tl.float32)
+        sums = tl.zeros([1, BLOCK_D], dtype=tl.float32)
+        first_tile = tl.cdiv(active, PROGRAMS) - 1
+        rest = first_tile + (active - first_tile) // MANY * MANY
+        for tile in range(first_tile, rest, MANY):
+            highest, total, sums = _merge_tiles(
+                highest, total, sums, sums_pointer, weights_pointer, row * tiles, tile, active,
+                dim, DIM, MANY,
+            )  # fmt: skip
+        for tile in range(rest, active, FEW):
+            highest, total, sums = _merge_tiles(
+                highest, total, sums, sums_pointer, weights_pointer, row * tiles, tile, active,
+                dim, DIM, FEW,
+            )  # fmt: skip
+        result = sums * (1.0 / total)[:, None]
         to = out_pointer + row * DIM + dim
-        tl.store(to, merged.to(out_pointer.dtype.element_ty), mask=dim < DIM)
+        tl.store(to, result.to(out_pointer.dtype.element_ty), mask=dim < DIM)

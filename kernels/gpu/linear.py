@@ -3,8 +3,12 @@
 With few rows a product costs what reading its weights costs, and each further kernel costs a
 launch. So the gate, the residual sum and the norm are part of the products. A norm is shared
 between two of them: the product that makes a residual sees elements but never a whole row; it
-scales them by the norm's weight and stores, per program, their sum of squares. The product
-that reads the row adds these up at its end: a row's scale is a factor of its whole product.
+scales them by the norm's weight and stores sums of squares of some columns each. The product
+that reads the row adds these up at its end: a row's size is a factor of its whole product.
+
+A row has the same bits as in the matrix library's product of many rows, followed by
+`silu_and_multiply` or by the attention's kernels: all walk the inputs in order and round at
+the same places.
 """
 
 from __future__ import annotations
@@ -15,6 +19,16 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from baton.kernels.gpu.fixed_order import (
+    SQUARES,
+    gate,
+    inverse_size,
+    part_sums,
+    settle,
+    square_sums,
+)
+from baton.kernels.gpu.norm import Scaled
 
 MOST_ROWS = 32
 """Beyond this many rows the matrix library is faster."""
@@ -47,36 +61,23 @@ def stages_for(tiling: LinearTiling, block_m: int, gated: bool, dtype: torch.dty
     return min(tiling.stages, STAGE_BYTES // turn)
 
 
-@dataclass(frozen=True, slots=True)
-class Scaled:
-    """Rows of a residual within a norm: scaled by its weight, not yet by their size."""
-
-    x: Tensor  # [M, K]
-    squares: Tensor  # [parts, M], float32: each part's sum of squares of the residual
-    epsilon: float
-
-
-def squares_for(rows: int, outputs: int, device: torch.device) -> Tensor:
-    """The buffer for `few_rows_onto`'s squares."""
-    parts = triton.cdiv(outputs, tiling_for(outputs).outputs)
-    return torch.empty(parts, rows, dtype=torch.float32, device=device)
-
-
 def few_rows(
-    source: Scaled, weight: Tensor, out: Tensor, bias: Tensor | None = None, *, gated: bool = False
+    source: Scaled, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False
 ) -> Tensor:
-    """out [M, N] = norm(residual) @ weight.T + bias, for weight [N, K].
+    """norm(residual) @ weight.T + bias, for weight [N, K]: [M, N].
 
-    `gated`: weight holds gates, then as many ups: out = silu(gates) * ups, [M, N / 2].
+    `gated`: weight holds gates, then as many ups: silu(gates) * ups, [M, N / 2].
     """
     outputs = len(weight) // 2 if gated else len(weight)
+    out = source.x.new_empty(len(source.x), outputs)
     _launch(source.x, weight, bias, out, outputs, source=source, gated=gated)
     return out
 
 
-def few_rows_alone(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) -> Tensor:
-    """out [M, N] = x @ weight.T + bias, for weight [N, K]."""
-    _launch(x, weight, bias, out, len(weight))
+def few_rows_alone(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    """x @ weight.T, for weight [N, K]: [M, N]."""
+    out = x.new_empty(len(x), len(weight)) if out is None else out
+    _launch(x, weight, None, out, len(weight))
     return out
 
 
@@ -85,11 +86,21 @@ def few_rows_onto(
     weight: Tensor,
     residual: Tensor,
     norm: Tensor,
-    target: Scaled,
+    epsilon: float,
     bias: Tensor | None = None,
-) -> None:
-    """residual [M, N] += x @ weight.T + bias; stores it in `target`, scaled by `norm` [N]."""
-    _launch(x, weight, bias, residual, len(weight), norm=norm, target=target)
+) -> Scaled:
+    """residual [M, N] += x @ weight.T + bias; and scaled by `norm` [N]."""
+    rows, outputs = residual.shape
+    parts = triton.cdiv(outputs, tiling_for(outputs).outputs) * _parts(outputs)
+    squares = residual.new_empty(parts, rows, dtype=torch.float32)
+    target = Scaled(torch.empty_like(residual), squares, epsilon)
+    _launch(x, weight, bias, residual, outputs, norm=norm, target=target)
+    return target
+
+
+def _parts(outputs: int) -> int:
+    """Sums of squares that a program leaves."""
+    return tiling_for(outputs).outputs // SQUARES.value
 
 
 def _launch(
@@ -107,20 +118,21 @@ def _launch(
     rows, depth = x.shape
     tiling = tiling_for(outputs)
     block_m = max(16, triton.next_power_of_2(rows))
-    squares = source.squares if source else (target.squares if target else x)
+    read = source.squares if source else None
+    written = target.squares if target else None
     _few_rows[(triton.cdiv(outputs, tiling.outputs),)](
         x,
         weight,
         bias if bias is not None else weight,
         out,
-        squares,
+        read if read is not None else (written if written is not None else x),
         norm if norm is not None else weight,
         target.x if target else out,
         rows,
         outputs,
         source.epsilon if source else 0.0,
-        PARTS=len(squares) if source else 0,
-        BLOCK_PARTS=triton.next_power_of_2(len(squares)) if source else 1,
+        PARTS=0 if read is None else len(read),
+        BLOCK_PARTS=1 if read is None else triton.next_power_of_2(len(read)),
         K=depth,
         BIAS=bias is not None,
         GATED=gated,
@@ -130,6 +142,7 @@ def _launch(
         BLOCK_K=tiling.depth,
         EVEN=depth % tiling.depth == 0 and outputs % tiling.outputs == 0,
         num_warps=tiling.warps,
+        enable_fp_fusion=False,
         num_stages=stages_for(tiling, block_m, gated, weight.dtype),
     )
 
@@ -183,34 +196,46 @@ def _few_rows(
             else:
                 up_weights = tl.load(weight_at + to_up + start, mask=mask, other=0.0)
             ups = tl.dot(up_weights, x, ups, input_precision="ieee")
-    if PARTS > 0:
-        part = tl.arange(0, BLOCK_PARTS)
-        squares = tl.load(
-            squares_pointer + part[:, None] * rows + row[None, :],
-            mask=(part < PARTS)[:, None] & in_rows[None, :],
-            other=0.0,
-        )
-        size = tl.rsqrt(tl.sum(squares, axis=0) / K + epsilon)[None, :]
-        sums *= size
-        ups *= size
-    if BIAS:
-        sums += tl.load(bias_pointer + column, mask=in_columns, other=0.0).to(tl.float32)[:, None]
-        if GATED:
-            up_bias = tl.load(bias_pointer + outputs + column, mask=in_columns, other=0.0)
-            ups += up_bias.to(tl.float32)[:, None]
-    if GATED:
-        sums = sums * tl.sigmoid(sums) * ups
     at = row.to(tl.int64)[None, :] * outputs + column[:, None]
     mask = in_rows[None, :] & in_columns[:, None]
     dtype = out_pointer.dtype.element_ty
+    if BIAS:
+        bias = tl.load(bias_pointer + column, mask=in_columns, other=0.0).to(tl.float32)[:, None]
+    else:
+        bias = 0.0
     if ADDS:
+        # Rounded as many rows are: the product, with its bias, with the residual.
+        sums = sums.to(dtype).to(tl.float32)
+        if BIAS:
+            sums = (sums + bias).to(dtype).to(tl.float32)
         sums += tl.load(out_pointer + at, mask=mask, other=0.0).to(tl.float32)
-        # The sum as later kernels read it.
         sums = tl.where(mask, sums.to(dtype).to(tl.float32), 0.0)
         norm = tl.load(norm_pointer + column, mask=in_columns, other=0.0).to(tl.float32)
         tl.store(scaled_pointer + at, (sums * norm[:, None]).to(dtype), mask=mask)
-        left = squares_pointer + program * rows + row
-        tl.store(left, tl.sum(sums * sums, axis=0), mask=in_rows)
+        left: tl.constexpr = BLOCK_N // SQUARES
+        squares = square_sums(tl.reshape(sums, (left, SQUARES, BLOCK_M)), 1, SQUARES)
+        part = program * left + tl.arange(0, left)
+        squares_at = squares_pointer + part[:, None] * rows + row[None, :]
+        tl.store(squares_at, squares, mask=in_rows[None, :])
+    else:
+        # Rounded as the matrix library leaves a product, before a row's size is applied.
+        sums, ups = sums.to(dtype).to(tl.float32), ups.to(dtype).to(tl.float32)
+        size = 1.0
+        if PARTS > 0:
+            part = tl.arange(0, BLOCK_PARTS)
+            squares = tl.load(
+                squares_pointer + part[:, None] * rows + row[None, :],
+                mask=(part < PARTS)[:, None] & in_rows[None, :],
+                other=0.0,
+            )
+            size = inverse_size(part_sums(squares, 0, BLOCK_PARTS), epsilon, K)[None, :]
+        sums = settle(sums, size, bias, PARTS > 0, BIAS)
+        if GATED:
+            up_bias = 0.0
+            if BIAS:
+                up_bias = tl.load(bias_pointer + outputs + column, mask=in_columns, other=0.0)
+                up_bias = up_bias.to(tl.float32)[:, None]
+            sums = gate(sums, settle(ups, size, up_bias, PARTS > 0, BIAS))
     tl.store(out_pointer + at, sums.to(dtype), mask=mask)
 
 
@@ -218,13 +243,23 @@ GATE_BLOCK = 1024
 """Elements per program: with 4 warps, one 16-byte load of each half per thread."""
 
 
-def silu_and_multiply(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
-    """gate_up [T, 2 * size], whole rows -> silu(gate) * up, [T, size]."""
+def silu_and_multiply(gate_up: Tensor, source: Scaled, bias: Tensor | None = None) -> Tensor:
+    """gate_up [T, 2 * size], the product of `source` -> silu(gate) * up, [T, size]."""
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-    if out is None:
-        out = torch.empty((rows, size), dtype=gate_up.dtype, device=gate_up.device)
+    out = gate_up.new_empty(rows, size)
     _silu_and_multiply[(rows, triton.cdiv(size, GATE_BLOCK))](
-        gate_up, out, gate_up.stride(0), out.stride(0), SIZE=size, BLOCK=GATE_BLOCK, num_warps=4
+        gate_up,
+        gate_up if source.squares is None else source.squares,
+        gate_up if bias is None else bias,
+        out,
+        source.epsilon,
+        SIZE=size,
+        K=source.x.shape[1],
+        SCALED=source.squares is not None,
+        BIAS=bias is not None,
+        BLOCK=GATE_BLOCK,
+        num_warps=4,
+        enable_fp_fusion=False,
     )
     return out
 
@@ -232,18 +267,30 @@ def silu_and_multiply(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
 @triton.jit
 def _silu_and_multiply(
     gate_up_pointer,
+    squares_pointer,
+    bias_pointer,
     out_pointer,
-    gate_up_stride,
-    out_stride,
+    epsilon,
     SIZE: tl.constexpr,
+    K: tl.constexpr,
+    SCALED: tl.constexpr,
+    BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < SIZE
-    gate_at = gate_up_pointer + row * gate_up_stride + column
-    gate = tl.load(gate_at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_at + SIZE, mask=inside, other=0.0).to(tl.float32)
-    product = gate / (1.0 + tl.exp(-gate)) * up
-    out_at = out_pointer + row * out_stride + column
-    tl.store(out_at, product.to(out_pointer.dtype.element_ty), mask=inside)
+    gate_at = gate_up_pointer + row * (2 * SIZE) + column
+    gates = tl.load(gate_at, mask=inside, other=0.0).to(tl.float32)
+    ups = tl.load(gate_at + SIZE, mask=inside, other=0.0).to(tl.float32)
+    size, bias, up_bias = 1.0, 0.0, 0.0
+    if SCALED:
+        size = inverse_size(tl.load(squares_pointer + row), epsilon, K)
+    if BIAS:
+        bias = tl.load(bias_pointer + column, mask=inside, other=0.0).to(tl.float32)
+        up_bias = tl.load(bias_pointer + SIZE + column, mask=inside, other=0.0).to(tl.float32)
+    gates = settle(gates, size, bias, SCALED, BIAS)
+    product = gate(gates, settle(ups, size, up_bias, SCALED, BIAS))
+    tl.store(
+        out_pointer + row * SIZE + column, product.to(out_pointer.dtype.element_ty), mask=inside
+    )

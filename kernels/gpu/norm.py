@@ -1,79 +1,96 @@
-"""Root-mean-square normalization: one program per row, which it reads once.
+"""Rows before a layer's products: their residual, scaled by a norm's weight and by their size.
 
-The residual sum before a norm is part of the product that makes it or, where that product is
-made in parts, of the norm.
+One program per row, which it reads once. A product reads rows that are scaled by the norm's
+weight only; their size, the inverse root of their mean square, is a factor of the whole
+product and is applied after it. So a product's kernel may also leave such rows (`Scaled`)
+without ever seeing a whole one. In float16 rows that are not of size one could overflow;
+there they are normed before the product.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.kernels.gpu.linear import Scaled
+from baton.kernels.gpu.fixed_order import inverse_size, squares_of_row
 
 FEW_ROWS = 256
 """Up to this many rows latency counts: more warps, one 16-byte load per thread."""
 
 
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float, out: Tensor | None = None) -> Tensor:
-    """x / sqrt(mean(x^2) + epsilon) * weight: x [T, H] with whole rows -> [T, H]."""
-    rows, size = x.shape
-    if out is None:
-        out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
-    block = triton.next_power_of_2(size)
-    _norm[(rows,)](
-        x,
-        weight,
-        out,
-        epsilon,
-        x.stride(0),
-        out.stride(0),
-        SIZE=size,
-        BLOCK=block,
-        num_warps=_warps(rows, block),
-    )
-    return out
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """Rows of a residual within a norm: scaled by its weight, and by their size only where
+    `squares` is None."""
+
+    x: Tensor  # [M, K]
+    squares: Tensor | None  # [parts, M], float32: each part's sum of squares of the residual
+    epsilon: float
+
+    def rows(self, chosen: slice | Tensor) -> Scaled:
+        squares = None if self.squares is None else self.squares[:, chosen]
+        return Scaled(self.x[chosen], squares, self.epsilon)
 
 
-def add_and_norm(parts: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """residual [T, H] += the sum of parts [n, T, H]; then its norm, [T, H]."""
-    count, rows, size = parts.shape
-    out = torch.empty_like(residual)
-    block = triton.next_power_of_2(size)
-    _add_and_norm[(rows,)](
-        parts,
-        residual,
-        weight,
-        out,
-        epsilon,
-        rows * size,
-        PARTS=count,
-        SIZE=size,
-        BLOCK=block,
-        num_warps=_warps(rows, block),
-    )
-    return out
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """x / sqrt(mean(x^2) + epsilon) * weight: [T, H] -> [T, H]."""
+    return _launch(x, weight, epsilon, normed=True).x
 
 
-def add_and_scale(part: Tensor, residual: Tensor, weight: Tensor, target: Scaled) -> None:
-    """residual [T, H] += part [T, H]; stores it in `target`, scaled by `weight` [H].
+def scale_rows(
+    residual: Tensor, weight: Tensor, epsilon: float, parts: Tensor | None = None
+) -> Scaled:
+    """residual [T, H] += the sum of parts [n, T, H]; then scaled by weight [H]."""
+    return _launch(residual, weight, epsilon, parts, normed=residual.dtype is torch.float16)
 
-    target.squares is [1, T].
-    """
+
+def embed(
+    tokens: Tensor, embedding: Tensor, weight: Tensor, epsilon: float
+) -> tuple[Tensor, Scaled]:
+    """The rows of embedding [vocabulary, H] for tokens [T]; and scaled by weight [H]."""
+    residual = embedding.new_empty(len(tokens), embedding.shape[1])
+    normed = residual.dtype is torch.float16
+    return residual, _launch(residual, weight, epsilon, gathered=(tokens, embedding), normed=normed)
+
+
+def _launch(
+    residual: Tensor,
+    weight: Tensor,
+    epsilon: float,
+    parts: Tensor | None = None,
+    gathered: tuple[Tensor, Tensor] | None = None,
+    *,
+    normed: bool,
+) -> Scaled:
     rows, size = residual.shape
     block = triton.next_power_of_2(size)
-    _add_and_scale[(rows,)](
-        part,
+    out = torch.empty(rows, size, dtype=residual.dtype, device=residual.device)
+    squares = None if normed else residual.new_empty(1, rows, dtype=torch.float32)
+    tokens, embedding = gathered or (residual, residual)
+    _rows[(rows,)](
         residual,
+        tokens,
+        embedding,
+        residual if parts is None else parts,
         weight,
-        target.x,
-        target.squares,
+        out,
+        out if squares is None else squares,
+        epsilon,
+        residual.stride(0),
+        rows * size,
+        PARTS=0 if parts is None else len(parts),
+        GATHERS=gathered is not None,
+        NORMED=normed,
         SIZE=size,
         BLOCK=block,
         num_warps=_warps(rows, block),
+        enable_fp_fusion=False,
     )
+    return Scaled(out, squares, epsilon)
 
 
 def _warps(rows: int, block: int) -> int:
@@ -81,74 +98,46 @@ def _warps(rows: int, block: int) -> int:
     return min(max(block // elements_a_warp, 1), 16)
 
 
-@triton.jit
-def _norm(
-    x_pointer,
+@triton.jit(do_not_specialize=["part_stride"], do_not_specialize_on_alignment=["tokens_pointer"])
+def _rows(
+    residual_pointer,
+    tokens_pointer,
+    embedding_pointer,
+    parts_pointer,
     weight_pointer,
     out_pointer,
+    squares_pointer,
     epsilon,
-    x_stride,
-    out_stride,
+    residual_stride,
+    part_stride,
+    PARTS: tl.constexpr,
+    GATHERS: tl.constexpr,
+    NORMED: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
-    x = tl.load(x_pointer + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    weight = tl.load(weight_pointer + column, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + epsilon)
-    normed = (x * scale * weight).to(out_pointer.dtype.element_ty)
-    tl.store(out_pointer + row * out_stride + column, normed, mask=inside)
-
-
-@triton.jit(do_not_specialize=["part_stride"])
-def _add_and_norm(
-    parts_pointer,
-    residual_pointer,
-    weight_pointer,
-    out_pointer,
-    epsilon,
-    part_stride,
-    PARTS: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    column = tl.arange(0, BLOCK)
-    inside = column < SIZE
-    place = tl.program_id(0).to(tl.int64) * SIZE + column
-    x = tl.load(residual_pointer + place, mask=inside, other=0.0).to(tl.float32)
+    residual_at = residual_pointer + row * residual_stride + column
+    if GATHERS:
+        token = tl.load(tokens_pointer + row).to(tl.int64)
+        source = tl.load(embedding_pointer + token * SIZE + column, mask=inside, other=0.0)
+        tl.store(residual_at, source, mask=inside)
+    else:
+        source = tl.load(residual_at, mask=inside, other=0.0)
+    x = source.to(tl.float32)
     for part in tl.static_range(PARTS):
-        here = parts_pointer + part * part_stride + place
-        x += tl.load(here, mask=inside, other=0.0).to(tl.float32)
-    rounded = x.to(out_pointer.dtype.element_ty)
-    tl.store(residual_pointer + place, rounded, mask=inside)
-    x = rounded.to(tl.float32)
+        part_at = parts_pointer + part * part_stride + row * SIZE + column
+        x += tl.load(part_at, mask=inside, other=0.0).to(tl.float32)
+    dtype = out_pointer.dtype.element_ty
+    if PARTS > 0:
+        tl.store(residual_at, x.to(dtype), mask=inside)
+        x = x.to(dtype).to(tl.float32)
     weight = tl.load(weight_pointer + column, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + epsilon)
-    normed = (x * scale * weight).to(out_pointer.dtype.element_ty)
-    tl.store(out_pointer + place, normed, mask=inside)
-
-
-@triton.jit
-def _add_and_scale(
-    part_pointer,
-    residual_pointer,
-    weight_pointer,
-    scaled_pointer,
-    squares_pointer,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0)
-    column = tl.arange(0, BLOCK)
-    inside = column < SIZE
-    place = row.to(tl.int64) * SIZE + column
-    x = tl.load(residual_pointer + place, mask=inside, other=0.0).to(tl.float32)
-    x += tl.load(part_pointer + place, mask=inside, other=0.0).to(tl.float32)
-    rounded = x.to(scaled_pointer.dtype.element_ty)
-    tl.store(residual_pointer + place, rounded, mask=inside)
-    x = rounded.to(tl.float32)
-    weight = tl.load(weight_pointer + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(scaled_pointer + place, (x * weight).to(scaled_pointer.dtype.element_ty), mask=inside)
-    tl.store(squares_pointer + row, tl.sum(x * x, axis=0))
+    squares = squares_of_row(x, BLOCK)
+    if NORMED:
+        x = x * inverse_size(squares, epsilon, SIZE)
+    else:
+        tl.store(squares_pointer + row, squares)
+    tl.store(out_pointer + row * SIZE + column, (x * weight).to(dtype), mask=inside)

@@ -2,18 +2,52 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.kernels.gpu.decode_attention import HeadShape
+from baton.kernels.gpu.fixed_order import inverse_size, settle, square_sums, turn
+from baton.kernels.gpu.norm import Scaled
 
 FEW_TOKENS = 32
 """Up to this many tokens each head is a program of its own."""
 
 
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """The shape of a layer's attention."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int | None
+    rotates: bool
+    epsilon: float
+
+
+@dataclass(frozen=True, slots=True)
+class Projected:
+    """Queries, keys and values [T, (heads + 2 * kv_heads) * dim] as a product leaves them, not
+    yet rotated: with a `source`, its rows' sizes are still to be applied; so is a bias."""
+
+    qkv: Tensor
+    source: Scaled | None = None
+    bias: Tensor | None = None
+
+    def rows(self, chosen: slice | Tensor) -> Projected:
+        source = self.source and self.source.rows(chosen)
+        return Projected(self.qkv[chosen], source, self.bias)
+
+    @property
+    def squares(self) -> Tensor | None:
+        """[1, T]"""
+        return self.source.squares if self.source else None
+
+
 def rotate_and_store(
-    qkv: Tensor,
+    projected: Projected,
     cos_sin: Tensor,
     positions: Tensor,
     slots: Tensor,
@@ -22,14 +56,15 @@ def rotate_and_store(
     query_norm: Tensor | None = None,
     key_norm: Tensor | None = None,
 ) -> None:
-    """Norms and rotates the queries and keys of qkv [T, (heads + 2 * kv_heads) * dim] in place,
-    and stores keys and values in kv_layer [page, 2, token, kv_head, dim].
+    """Settles, norms and rotates queries and keys in place, settles values in place, and stores
+    keys and values in kv_layer [page, 2, token, kv_head, dim].
 
     A pair of neighbouring dimensions is one complex number. cos_sin [positions, dim], float32,
     holds a position's cosines, one per pair, then its sines. slots [T] are page * page_size +
     offset; a token with a negative slot is rotated but not stored; its position must still be
     in cos_sin. The norms' weights are [dim]; both or neither are given.
     """
+    qkv, squares, bias = projected.qkv, projected.squares, projected.bias
     tokens, dim = len(qkv), kv_layer.shape[4]
     heads, kv_heads = shape.heads, shape.kv_heads
     page_stride, value_offset, token_stride, head_stride, _ = kv_layer.stride()
@@ -37,12 +72,15 @@ def rotate_and_store(
     block_dim = triton.next_power_of_2(dim)
     _rotate_and_store[(tokens, triton.cdiv(heads + 2 * kv_heads, block_heads))](
         qkv,
+        qkv if squares is None else squares,
+        qkv if bias is None else bias,
         cos_sin,
         positions,
         slots,
         kv_layer,
         query_norm if query_norm is not None else qkv,
         key_norm if key_norm is not None else qkv,
+        projected.source.epsilon if projected.source else 0.0,
         shape.epsilon,
         page_stride,
         value_offset,
@@ -52,17 +90,54 @@ def rotate_and_store(
         HEADS=heads,
         KV_HEADS=kv_heads,
         DIM=dim,
+        INPUTS=projected.source.x.shape[1] if projected.source else 1,
         BLOCK_HEADS=block_heads,
         BLOCK_DIM=block_dim,
+        SCALED=squares is not None,
+        BIAS=bias is not None,
         NORMS=query_norm is not None,
         ROTATES=shape.rotates,
         num_warps=min(max(block_heads * block_dim // 256, 1), 8),
+        enable_fp_fusion=False,
     )
 
 
-@triton.jit(do_not_specialize_on_alignment=["positions_pointer", "slots_pointer"])
+@triton.jit
+def prepare_heads(
+    raw,
+    size,
+    bias,
+    norm,
+    cos,
+    sin,
+    epsilon,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    SCALED: tl.constexpr,
+    BIAS: tl.constexpr,
+    NORMS: tl.constexpr,
+    ROTATES: tl.constexpr,
+):
+    """raw [ROWS, BLOCK_DIM], heads of one token as a product left them -> settled, normed and
+    rotated, and settled only; both rounded."""
+    settled = settle(raw.to(tl.float32), size, bias, SCALED, BIAS).to(raw.dtype)
+    x = settled.to(tl.float32)
+    if NORMS:
+        inverse = inverse_size(square_sums(x, 1, BLOCK_DIM), epsilon, DIM)
+        x = (x * inverse[:, None] * norm).to(raw.dtype).to(tl.float32)
+    if ROTATES:
+        x = turn(x, cos, sin, ROWS, BLOCK_DIM)
+    return x.to(raw.dtype), settled
+
+
+@triton.jit(
+    do_not_specialize_on_alignment=["squares_pointer", "positions_pointer", "slots_pointer"]
+)
 def _rotate_and_store(
     qkv_pointer,
+    squares_pointer,
+    bias_pointer,
     cos_sin_pointer,
     positions_pointer,
     slots_pointer,
@@ -70,6 +145,7 @@ def _rotate_and_store(
     query_norm_pointer,
     key_norm_pointer,
     epsilon,
+    head_epsilon,
     page_stride,
     value_offset,
     token_stride,
@@ -78,8 +154,11 @@ def _rotate_and_store(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
+    INPUTS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
+    SCALED: tl.constexpr,
+    BIAS: tl.constexpr,
     NORMS: tl.constexpr,
     ROTATES: tl.constexpr,
 ):
@@ -89,28 +168,40 @@ def _rotate_and_store(
     is_query, is_value = head < HEADS, head >= HEADS + KV_HEADS
     in_dim = dim < DIM
     inside = (head < HEADS + 2 * KV_HEADS)[:, None] & in_dim[None, :]
-    turns = (head < HEADS + KV_HEADS)[:, None] & in_dim[None, :]
-
-    at = qkv_pointer + token * ((HEADS + 2 * KV_HEADS) * DIM) + head[:, None] * DIM + dim[None, :]
+    within = head[:, None] * DIM + dim[None, :]
+    at = qkv_pointer + token * ((HEADS + 2 * KV_HEADS) * DIM) + within
     raw = tl.load(at, mask=inside, other=0.0)  # [BLOCK_HEADS, BLOCK_DIM]
-    x = raw.to(tl.float32)
+    size, bias, norm, cos, sin = 1.0, 0.0, 1.0, 1.0, 0.0
+    if SCALED:
+        size = inverse_size(tl.load(squares_pointer + token), epsilon, INPUTS)
+    if BIAS:
+        bias = tl.load(bias_pointer + within, mask=inside, other=0.0).to(tl.float32)
     if NORMS:
-        scale = tl.rsqrt(tl.sum(x * x, axis=1) / DIM + epsilon)
         query_norm = tl.load(query_norm_pointer + dim, mask=in_dim, other=0.0).to(tl.float32)
         key_norm = tl.load(key_norm_pointer + dim, mask=in_dim, other=0.0).to(tl.float32)
         norm = tl.where(is_query[:, None], query_norm[None, :], key_norm[None, :])
-        x = (x * scale[:, None] * norm).to(raw.dtype).to(tl.float32)
     if ROTATES:
-        pair = tl.arange(0, BLOCK_DIM // 2)
-        in_pair = pair < DIM // 2
-        turn_at = cos_sin_pointer + tl.load(positions_pointer + token).to(tl.int64) * DIM + pair
-        cos = tl.load(turn_at, mask=in_pair, other=0.0)[None, :]
-        sin = tl.load(turn_at + DIM // 2, mask=in_pair, other=0.0)[None, :]
-        real, imaginary = tl.split(tl.reshape(x, (BLOCK_HEADS, BLOCK_DIM // 2, 2)))
-        turned = tl.join(real * cos - imaginary * sin, real * sin + imaginary * cos)
-        x = tl.reshape(turned, (BLOCK_HEADS, BLOCK_DIM))
-    stored = tl.where(is_value[:, None], raw, x.to(raw.dtype))
-    tl.store(at, stored, mask=turns)
+        turn_at = cos_sin_pointer + tl.load(positions_pointer + token).to(tl.int64) * DIM + dim // 2
+        cos = tl.load(turn_at, mask=in_dim, other=0.0)[None, :]
+        sin = tl.load(turn_at + DIM // 2, mask=in_dim, other=0.0)[None, :]
+    turned, settled = prepare_heads(
+        raw,
+        size,
+        bias,
+        norm,
+        cos,
+        sin,
+        head_epsilon,
+        BLOCK_HEADS,
+        DIM,
+        BLOCK_DIM,
+        SCALED,
+        BIAS,
+        NORMS,
+        ROTATES,
+    )
+    stored = tl.where(is_value[:, None], settled, turned)
+    tl.store(at, stored, mask=inside if SCALED or BIAS else inside & ~is_value[:, None])
 
     slot = tl.load(slots_pointer + token).to(tl.int64)
     if slot >= 0:

@@ -1,12 +1,10 @@
-"""A step's tokens on the device: its inputs, their embeddings, and the sampled ones."""
+"""A step's tokens on the device: its inputs and the sampled ones."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from baton.kernels.gpu.linear import Scaled
 
 BLOCK = 256
 
@@ -75,47 +73,3 @@ def _remember(sampled_pointer, rows_pointer, last_pointer, count, BLOCK: tl.cons
     mine = index < count
     row = tl.load(rows_pointer + index, mask=mine, other=0)
     tl.store(last_pointer + row, tl.load(sampled_pointer + index, mask=mine), mask=mine)
-
-
-def embed(
-    tokens: Tensor, embedding: Tensor, norm: Tensor, residual: Tensor, target: Scaled
-) -> None:
-    """residual [T, H] = embedding[tokens]; stores it in `target`, scaled by `norm` [H].
-
-    target.squares is [1, T].
-    """
-    size = embedding.shape[1]
-    _embed[(len(tokens),)](
-        tokens,
-        embedding,
-        norm,
-        residual,
-        target.x,
-        target.squares,
-        SIZE=size,
-        BLOCK_SIZE=triton.next_power_of_2(size),
-        num_warps=8,
-    )
-
-
-@triton.jit(do_not_specialize_on_alignment=["tokens_pointer"])
-def _embed(
-    tokens_pointer,
-    embedding_pointer,
-    norm_pointer,
-    residual_pointer,
-    scaled_pointer,
-    squares_pointer,
-    SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK_SIZE)
-    mask = column < SIZE
-    token = tl.load(tokens_pointer + row).to(tl.int64)
-    x = tl.load(embedding_pointer + token * SIZE + column, mask=mask, other=0.0)
-    norm = tl.load(norm_pointer + column, mask=mask, other=0.0).to(tl.float32)
-    tl.store(residual_pointer + row * SIZE + column, x, mask=mask)
-    wide = x.to(tl.float32)
-    tl.store(scaled_pointer + row * SIZE + column, (wide * norm).to(x.dtype), mask=mask)
-    tl.store(squares_pointer + row, tl.sum(wide * wide, axis=0))

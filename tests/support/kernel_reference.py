@@ -11,53 +11,59 @@ import ctypes
 import torch
 from torch import Tensor
 
-from baton.kernels.gpu.decode_attention import HeadShape, SplitWorkspace
-from baton.kernels.gpu.linear import Scaled
+from baton.kernels.gpu.decode_attention import SplitWorkspace
+from baton.kernels.gpu.norm import Scaled
+from baton.kernels.gpu.rotary import HeadShape, Projected
 from baton.kernels.noise import add_noise
 
 WEIGHT_ONE = 2.0**40
 COLDEST = 1e-10
 
 
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float, out: Tensor | None = None) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """x [T, H], weight [H] -> [T, H]."""
-    return _result(_normed(x.double(), weight, epsilon), x.dtype, out)
+    return _normed(x.double(), weight, epsilon).to(x.dtype)
 
 
-def add_and_norm(parts: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """parts [n, T, H], residual [T, H], which becomes the sum of all -> [T, H]."""
-    residual.copy_(residual.double() + parts.double().sum(dim=0))
-    return rms_norm(residual, weight, epsilon)
+def scale_rows(
+    residual: Tensor, weight: Tensor, epsilon: float, parts: Tensor | None = None
+) -> Scaled:
+    """residual [T, H], which becomes the sum with parts [n, T, H]; scaled by weight [H]."""
+    if parts is not None:
+        residual.copy_(residual.double() + parts.double().sum(dim=0))
+    if residual.dtype is torch.float16:
+        return Scaled(rms_norm(residual, weight, epsilon), None, epsilon)
+    squares = residual.double().square().sum(dim=-1).float()[None]
+    return Scaled((residual.double() * weight.double()).to(residual.dtype), squares, epsilon)
 
 
-def add_and_scale(part: Tensor, residual: Tensor, weight: Tensor, target: Scaled) -> None:
-    """part and residual [T, H], which becomes the sum, scaled in `target`."""
-    residual.copy_(residual.double() + part.double())
-    _scale(residual, weight, target)
+def embed(
+    tokens: Tensor, embedding: Tensor, weight: Tensor, epsilon: float
+) -> tuple[Tensor, Scaled]:
+    """tokens [T] -> their embeddings [T, H], and scaled by weight [H]."""
+    residual = embedding[tokens.long()]
+    return residual, scale_rows(residual, weight, epsilon)
 
 
-def silu_and_multiply(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
-    """gate_up [T, 2 * size] -> [T, size]."""
-    gate, up = gate_up.double().chunk(2, dim=-1)
-    return _result(gate * gate.sigmoid() * up, gate_up.dtype, out)
+def silu_and_multiply(gate_up: Tensor, source: Scaled, bias: Tensor | None = None) -> Tensor:
+    """gate_up [T, 2 * size], the product of `source` -> [T, size]."""
+    gate, up = _settled(gate_up, source, bias).chunk(2, dim=-1)
+    return (gate * gate.sigmoid() * up).to(gate_up.dtype)
 
 
 def few_rows(
-    source: Scaled, weight: Tensor, out: Tensor, bias: Tensor | None = None, *, gated: bool = False
+    source: Scaled, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False
 ) -> Tensor:
     """source [M, K] and weight [N, K] -> [M, N], or [M, N / 2] with gates."""
-    mean = source.squares.double().sum(dim=0) / source.x.shape[1]
-    x = source.x.double() * (mean + source.epsilon).rsqrt().unsqueeze(1)
-    product = _product(x, weight, bias)
+    product = few_rows_alone(source.x, weight)
     if gated:
-        gate, up = product.chunk(2, dim=-1)
-        product = gate * gate.sigmoid() * up
-    return out.copy_(product)
+        return silu_and_multiply(product, source, bias)
+    return _settled(product, source, bias).to(product.dtype)
 
 
-def few_rows_alone(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) -> Tensor:
+def few_rows_alone(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
     """x [M, K] and weight [N, K] -> [M, N]."""
-    return out.copy_(_product(x.double(), weight, bias))
+    return _result(x.double() @ weight.double().t(), x.dtype, out)
 
 
 def few_rows_onto(
@@ -65,30 +71,21 @@ def few_rows_onto(
     weight: Tensor,
     residual: Tensor,
     norm: Tensor,
-    target: Scaled,
+    epsilon: float,
     bias: Tensor | None = None,
-) -> None:
-    """residual [M, N] += x [M, K] @ weight.T + bias; all squares go into target's first part."""
-    residual += _product(x.double(), weight, bias)
-    target.squares.zero_()
-    _scale(residual, norm, target)
+) -> Scaled:
+    """residual [M, N] += x [M, K] @ weight.T + bias; and scaled by norm [N]."""
+    product = _settled(few_rows_alone(x, weight), None, bias).to(x.dtype)
+    return scale_rows(residual, norm, epsilon, product[None])
 
 
-def _scale(residual: Tensor, norm: Tensor, target: Scaled) -> None:
-    target.x.copy_(residual.double() * norm.double())
-    target.squares[0] = residual.double().square().sum(dim=-1)
-
-
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.nn.functional.linear(x, weight.double(), None if bias is None else bias.double())
-
-
-def embed(
-    tokens: Tensor, embedding: Tensor, norm: Tensor, residual: Tensor, target: Scaled
-) -> None:
-    """tokens [T] -> residual [T, H], and in `target` scaled by norm [H]."""
-    residual.copy_(embedding[tokens.long()])
-    _scale(residual, norm, target)
+def _settled(product: Tensor, source: Scaled | None, bias: Tensor | None) -> Tensor:
+    """A product [M, N] times its rows' sizes, plus the bias; float64."""
+    settled = product.double()
+    if source is not None and source.squares is not None:
+        mean = source.squares.double().sum(dim=0) / source.x.shape[1]
+        settled = settled * (mean + source.epsilon).rsqrt().unsqueeze(1)
+    return settled if bias is None else settled + bias.double()
 
 
 def merge_attended(
@@ -115,7 +112,7 @@ def remember(sampled: Tensor, rows: Tensor, last_tokens: Tensor) -> None:
 
 
 def decode_attention(
-    qkv: Tensor,
+    projected: Projected,
     cos_sin: Tensor,
     rows: Tensor,
     positions: Tensor,
@@ -127,15 +124,16 @@ def decode_attention(
     query_norm: Tensor | None = None,
     key_norm: Tensor | None = None,
 ) -> Tensor:
-    """qkv [B, (heads + 2 * kv_heads) * dim], one new token per sequence -> out [B, heads * dim]."""
+    """One new token per sequence -> out [B, heads * dim]."""
     size = kv_layer.shape[2]
     live = positions >= 0
     pages = page_table[rows.long(), positions.clamp(min=0).long() // size].long()
-    rotated, known = qkv.clone(), positions.clamp(min=0)
+    known = positions.clamp(min=0)
+    mine = Projected(projected.qkv.clone(), projected.source, projected.bias)
     slots = torch.where(live, pages * size + positions % size, -1)
-    rotate_and_store(rotated, cos_sin, known, slots, kv_layer, shape, query_norm, key_norm)
-    blocks = torch.stack((torch.arange(len(qkv), device=rows.device), positions, live, rows), 1)
-    return chunk_attention(rotated, blocks, page_table, kv_layer, shape, out)
+    rotate_and_store(mine, cos_sin, known, slots, kv_layer, shape, query_norm, key_norm)
+    blocks = torch.stack((torch.arange(len(rows), device=rows.device), positions, live, rows), 1)
+    return chunk_attention(mine.qkv, blocks, page_table, kv_layer, shape, out)
 
 
 def chunk_attention(
@@ -165,7 +163,7 @@ def chunk_attention(
 
 
 def rotate_and_store(
-    qkv: Tensor,
+    projected: Projected,
     cos_sin: Tensor,
     positions: Tensor,
     slots: Tensor,
@@ -174,9 +172,11 @@ def rotate_and_store(
     query_norm: Tensor | None = None,
     key_norm: Tensor | None = None,
 ) -> None:
-    """qkv [T, (heads + 2 * kv_heads) * dim] is rotated in place and stored in
+    """Queries, keys and values are settled and rotated in place, and stored in
     kv_layer [page, 2, token, kv_head, dim]."""
     heads, kv_heads = shape.heads, shape.kv_heads
+    qkv = projected.qkv
+    qkv.copy_(_settled(qkv, projected.source, projected.bias))
     by_head = qkv.view(len(qkv), heads + 2 * kv_heads, -1)
     queries, keys, values = by_head.tensor_split((heads, heads + kv_heads), dim=1)
     for part, norm in ((queries, query_norm), (keys, key_norm)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import kernel_reference as reference
@@ -11,9 +12,11 @@ import torch
 from kernel_checks import assert_close, types_for
 from torch import Tensor
 
-from baton.engine.gpu.prompt_attention import LongChunk, long_chunk_attention
+from baton.engine.gpu.prompt_attention import LongChunk, library_attention, own_attention
 from baton.kernels.gpu.chunk_attention import BLOCK_QUERIES, chunk_attention, merge_attended
-from baton.kernels.gpu.decode_attention import HeadShape, SplitWorkspace, decode_attention
+from baton.kernels.gpu.decode_attention import SplitWorkspace, decode_attention
+from baton.kernels.gpu.norm import Scaled
+from baton.kernels.gpu.rotary import HeadShape, Projected
 
 LAYERS = 3
 
@@ -26,6 +29,7 @@ class Heads:
     window: int | None = None
     rotates: bool = True
     norms: bool = False
+    late: bool = False  # sizes and biases are applied after the product
 
     @property
     def shape(self) -> HeadShape:
@@ -61,6 +65,14 @@ class Pool:
     def qkv(self, rows: int) -> Tensor:
         return self.random(rows, (self.heads.heads + 2 * self.heads.kv_heads) * self.heads.dim)
 
+    def projected(self, rows: int) -> Projected:
+        qkv = self.qkv(rows)
+        if not self.heads.late:
+            return Projected(qkv)
+        squares = 20 * torch.rand(1, rows, generator=self.generator).to(self.device)
+        source = Scaled(self.random(rows, 20), squares, 1e-5)
+        return Projected(qkv, source, self.random(qkv.shape[1]))
+
     def ints(self, *values: object) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
 
@@ -73,10 +85,10 @@ class Pool:
 @pytest.mark.parametrize(
     "heads",
     [
-        Heads(4, 2, 64),
+        Heads(4, 2, 64, late=True),
         Heads(3, 1, 80, window=40, norms=True),
         Heads(2, 2, 96, rotates=False),
-        Heads(8, 1, 256, norms=True),
+        Heads(8, 1, 256, norms=True, late=True),
         Heads(6, 2, 8, window=7),
     ],
     ids=str,
@@ -85,18 +97,18 @@ def test_decode_attention_matches_the_reference(
     device: torch.device, heads: Heads, page_size: int
 ) -> None:
     for dtype in types_for(device, torch.float16, torch.bfloat16):
-        pool = Pool(device, dtype, heads, page_size, [200, 1, 66, 9])
-        rows, positions = pool.ints(2, 0, 1, 3), pool.ints(65, 199, 0, -1)
+        pool = Pool(device, dtype, heads, page_size, [600, 1, 66, 9])
+        rows, positions = pool.ints(2, 0, 1, 3), pool.ints(65, 599, 0, -1)
         norms = [pool.random(heads.dim) if heads.norms else None for _ in range(2)]
-        qkv, kv = pool.qkv(4), pool.kv.clone()
-        workspace = SplitWorkspace.make(4, heads.heads, heads.kv_heads, heads.dim, device)
+        projected, kv = pool.projected(4), pool.kv.clone()
+        workspace = SplitWorkspace.make(4, 600, heads.heads, heads.kv_heads, heads.dim, device)
         found, wanted = pool.blank(4), pool.blank(4)
         for attend, memory, out in (
             (decode_attention, pool.kv, found),
             (reference.decode_attention, kv, wanted),
         ):
             attend(
-                qkv, pool.cos_sin, rows, positions, pool.table, memory[:, 1], heads.shape,
+                projected, pool.cos_sin, rows, positions, pool.table, memory[:, 1], heads.shape,
                 workspace, out, norms[0], norms[1],
             )  # fmt: skip
         assert_close(found[:3], wanted[:3])
@@ -131,8 +143,9 @@ def test_chunk_attention_matches_the_reference(
 
 
 @pytest.mark.parametrize("start", [0, 512, 700, 1536])
-def test_the_librarys_attention_of_a_long_chunk_matches_ours(
-    device: torch.device, start: int
+@pytest.mark.parametrize("attention", [own_attention, library_attention])
+def test_attention_of_a_long_chunk_matches_the_reference(
+    device: torch.device, start: int, attention: Callable[..., Tensor]
 ) -> None:
     heads, count = Heads(4, 2, 64), 600
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -143,9 +156,7 @@ def test_the_librarys_attention_of_a_long_chunk_matches_ours(
     pages, keys_values = pool.table[1, tokens // 16].long(), qkv[2 : 2 + count].view(count, 8, 64)
     layer[pages, 0, tokens % 16] = keys_values[:, 4:6]
     layer[pages, 1, tokens % 16] = keys_values[:, 6:]
-    found = long_chunk_attention(
-        qkv, LongChunk(2, count, start, slot=1), pool.table, layer, heads.shape
-    )
+    found = attention(qkv, LongChunk(2, count, start, slot=1), pool.table, layer, heads.shape)
     wanted = pool.blank(count + 3)
     reference.chunk_attention(
         qkv, pool.ints((2, start, count, 1)), pool.table, layer, heads.shape, wanted

@@ -10,8 +10,8 @@ import torch
 from kernel_checks import assert_close, types_for
 from torch import Tensor
 
-from baton.kernels.gpu.linear import Scaled, few_rows, few_rows_alone, few_rows_onto, squares_for
-from baton.kernels.gpu.tokens import begin, embed, remember
+from baton.kernels.gpu.linear import few_rows, few_rows_alone, few_rows_onto
+from baton.kernels.gpu.tokens import begin, remember
 
 SHAPES = [(1, 128, 64), (3, 70, 100), (17, 256, 33)]
 
@@ -25,11 +25,6 @@ class Source:
         values = torch.randn(shape, generator=self._generator) / shape[-1] ** 0.5
         return values.to(self.device, self.dtype)
 
-    def scaled(self, rows: int, size: int) -> Scaled:
-        """Room for rows on their way through a norm, poisoned."""
-        x = torch.full((rows, size), math.nan, dtype=self.dtype, device=self.device)
-        return Scaled(x, squares_for(rows, size, self.device).fill_(math.nan), 1e-5)
-
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("rows", "hidden", "inner"), SHAPES)
@@ -41,37 +36,22 @@ def test_a_sum_and_the_product_that_reads_it_match_the_reference(
         residual, x = source.random(rows, hidden), source.random(rows, inner)
         down, norm = source.random(hidden, inner), source.random(hidden)
         down_bias = source.random(hidden) if bias else None
-        summed, target = residual.clone(), source.scaled(rows, hidden)
-        few_rows_onto(x, down, residual, norm, target, down_bias)
-        expected = source.scaled(rows, hidden)
-        reference.few_rows_onto(x, down, summed, norm, expected, down_bias)
+        summed = residual.clone()
+        found = few_rows_onto(x, down, residual, norm, 1e-5, down_bias)
+        wanted = reference.few_rows_onto(x, down, summed, norm, 1e-5, down_bias)
         assert_close(residual, summed)
-        assert_close(target.x, expected.x)
-        assert_close(target.squares.sum(dim=0), expected.squares.sum(dim=0))
-        alone, wanted = (torch.full_like(residual, math.nan) for _ in range(2))
-        few_rows_alone(x, down, alone, down_bias)
-        assert_close(alone, reference.few_rows_alone(x, down, wanted, down_bias))
+        assert_close(found.x, wanted.x)
+        assert found.squares is not None
+        assert wanted.squares is not None
+        assert_close(found.squares.sum(dim=0), wanted.squares.sum(dim=0))
+        alone = torch.full_like(residual, math.nan)
+        assert few_rows_alone(x, down, alone) is alone
+        assert_close(alone, reference.few_rows_alone(x, down))
         up = source.random(2 * inner, hidden)
         up_bias = source.random(2 * inner) if bias else None
-        for gated, width in ((False, 2 * inner), (True, inner)):
-            found, wanted = (torch.full((rows, width), math.nan).to(up) for _ in range(2))
-            few_rows(target, up, found, up_bias, gated=gated)
-            reference.few_rows(target, up, wanted, up_bias, gated=gated)
-            assert_close(found, wanted)
-
-
-def test_embeddings_are_scaled_as_in_the_reference(device: torch.device) -> None:
-    source = Source(device, torch.float32, 5)
-    embedding, norm = source.random(50, 72), source.random(72)
-    tokens = torch.tensor([3, 49, 0], dtype=torch.int32, device=device)
-    results = []
-    for function in (embed, reference.embed):
-        residual = torch.full((3, 72), math.nan, device=device)
-        target = Scaled(residual.clone(), torch.full((1, 3), math.nan, device=device), 1e-5)
-        function(tokens, embedding, norm, residual, target)
-        results.append((residual, target.x, target.squares))
-    for found, wanted in zip(*results, strict=True):
-        torch.testing.assert_close(found, wanted)
+        for gated in (False, True):
+            product = few_rows(found, up, up_bias, gated=gated)
+            assert_close(product, reference.few_rows(found, up, up_bias, gated=gated))
 
 
 def test_a_step_finds_the_tokens_and_pages_of_the_one_before(device: torch.device) -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.kernels.gpu.decode_attention import HeadShape
-from baton.kernels.gpu.rotary import rotate_and_store
+from baton.kernels.gpu.norm import Scaled
+from baton.kernels.gpu.rotary import HeadShape, Projected, rotate_and_store
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 PAGES, LAYERS, PAGE_SIZE, POSITIONS = 9, 2, 5, 100
@@ -28,6 +28,7 @@ class Case:
         kv_heads: int,
         dim: int,
         norms: bool = False,
+        late: bool = False,
     ) -> None:
         self.generator = torch.Generator().manual_seed(tokens * heads + dim)
         self.device, self.dtype = device, dtype
@@ -40,6 +41,11 @@ class Case:
         self.slots = slots.to(device)
         shape = (PAGES, LAYERS, 2, PAGE_SIZE, kv_heads, dim)
         self.kv = torch.full(shape, math.nan, dtype=dtype, device=device)
+        self.source = self.bias = None
+        if late:
+            squares = 20 * torch.rand(1, tokens, generator=self.generator).to(device)
+            self.source = Scaled(self.random(tokens, 20), squares, 1e-5)
+            self.bias = self.random(self.qkv.shape[1])
         self.norms = (self.random(dim), self.random(dim)) if norms else (None, None)
 
     def random(self, *shape: int) -> Tensor:
@@ -54,7 +60,8 @@ class Case:
         ):
             layer, places = one_kv[:, 1], (self.positions, self.slots)
             shape = HeadShape(self.heads, self.kv_heads, layer.shape[4], None, rotates, 1e-6)
-            function(one_qkv, self.cos_sin, *places, layer, shape, *self.norms)
+            projected = Projected(one_qkv, self.source, self.bias)
+            function(projected, self.cos_sin, *places, layer, shape, *self.norms)
         # A norm that rounds the other way reaches both dimensions of a pair.
         step = max(torch.finfo(self.dtype).eps, 1e-6)
         for found, wanted in ((self.qkv, qkv), (self.kv, kv)):
@@ -77,6 +84,7 @@ def test_tokens_and_heads_of_any_number_are_turned_and_stored(
     device: torch.device, tokens: int, heads: int, kv_heads: int
 ) -> None:
     Case(device, torch.bfloat16, tokens, heads, kv_heads, 16, norms=True).check()
+    Case(device, torch.float32, tokens, heads, kv_heads, 16, norms=True, late=True).check()
 
 
 @pytest.mark.parametrize("tokens", [3, 33])

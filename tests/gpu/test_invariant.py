@@ -1,0 +1,241 @@
+"""A row has the same bits alone and in any company: logits, keys and values, bit for bit.
+
+Each case is compared with prompts that were computed alone, in one chunk, and decoded alone.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from pools import CUDA
+from torch import Tensor
+
+from baton.core.types import AttemptKey, Sampling, Work
+from baton.engine.architecture import parse_architecture
+from baton.engine.gpu.numerics import Numerics
+from baton.engine.gpu.runner import GpuRunner
+from baton.engine.model import Model
+from baton.engine.page_pool import PagePool
+from baton.engine.sequence import Sequence
+from baton.engine.step import Plan
+from baton.engine.weights import RandomTensors, load_model
+from baton.kernels.gpu.linear import MOST_ROWS, few_rows, few_rows_alone, few_rows_onto
+from baton.kernels.gpu.norm import scale_rows
+
+pytestmark = pytest.mark.skipif(not CUDA, reason="needs a CUDA GPU")
+
+CONTEXT, BATCH, VOCABULARY, TOKENS = 4096, 256, 4000, 80_000
+LENGTHS = (1, 5, 31, 63, 64, 65, 127, 200, 255, 256, 257, 300, 513, 700, 1030, 2100)
+ANSWER = 4
+SMALL = {
+    "model_type": "llama",
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": CONTEXT,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+}
+SHAPES = {
+    "small": SMALL,
+    "llama-8b": SMALL
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+    "qwen2": SMALL | {"model_type": "qwen2", "hidden_size": 896, "num_attention_heads": 14,
+                      "num_key_value_heads": 2, "intermediate_size": 4864},
+    "qwen3": SMALL | {"model_type": "qwen3", "head_dim": 128},
+}  # fmt: skip
+
+
+def model_of(name: str, folder: Path, dtype: torch.dtype) -> Model:
+    path = folder / "config.json"
+    path.write_text(json.dumps(SHAPES[name]))
+    torch.manual_seed(1)
+    return load_model(RandomTensors("cuda"), parse_architecture(path), dtype, "cuda")
+
+
+Logits = dict[tuple[int, int], Tensor]
+"""By prompt and position."""
+
+
+class Engine:
+    """A runner whose logits are kept."""
+
+    def __init__(self, model: Model, page_size: int = 16) -> None:
+        shape = model.architecture
+        pages = TOKENS // page_size
+        size = (pages, shape.layers, 2, page_size, shape.kv_heads, shape.head_dim)
+        self.kv = torch.zeros(size, dtype=model.embedding.dtype, device="cuda")
+        self.pool = PagePool(pages, page_size)
+        self.runner = GpuRunner(model, self.kv, CONTEXT, BATCH, None, Numerics.INVARIANT)
+        self.runner.record()
+        self.logits: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
+        sampler = self.runner._sampler
+        sample = sampler.sample
+
+        def keep(logits: Tensor, sequences: list[Sequence]) -> Tensor:
+            for row, each in zip(logits.clone(), sequences, strict=True):
+                self.logits[int(each.work.key.request_id), len(each.tokens)].append(row)
+            return sample(logits, sequences)
+
+        sampler.sample = keep  # type: ignore[method-assign]
+
+    def submit(self, prompt: int) -> Sequence:
+        tokens = random.Random(prompt).choices(range(VOCABULARY), k=LENGTHS[prompt])
+        work = Work(AttemptKey(str(prompt), 0), tokens, Sampling(), ANSWER, frozenset())
+        lease = self.pool.acquire(self.pool.pages_for(len(tokens) + ANSWER))
+        return Sequence(work, lease)
+
+    def step(self, plan: Plan) -> None:
+        for sequence, token in zip(plan, self.runner.launch(plan).wait(), strict=True):
+            if isinstance(token, int):
+                sequence.append(token)
+
+    def finish(self, sequences: list[Sequence], chunk: int = CONTEXT, budget: int = 8192) -> None:
+        """Prompts in chunks of this size, several in a step; answers as they become ready."""
+        while left := [each for each in sequences if each.generated < ANSWER]:
+            plan: Plan = {}
+            for each in left:
+                if count := min(chunk, each.uncomputed, budget - sum(plan.values())):
+                    plan[each] = count
+            self.step(plan)
+
+
+def kept(engine: Engine, sequences: list[Sequence]) -> dict[int, Tensor]:
+    """Each prompt's keys and values [token, layer, 2, head, dim]; releases the pages."""
+    found = {}
+    for each in sequences:
+        pages = engine.kv[each.lease.pages].permute(0, 3, 1, 2, 4, 5).flatten(0, 1)
+        found[int(each.work.key.request_id)] = pages[: each.computed].clone()
+        each.lease.release()
+    return found
+
+
+def differing(
+    engine: Engine, wanted: Logits, found: dict[int, Tensor], memory: dict[int, Tensor]
+) -> list[str]:
+    wrong = []
+    for place, rows in engine.logits.items():
+        wrong += [f"logits {place}" for row in rows if not torch.equal(row, wanted[place])]
+    for prompt, tokens in found.items():
+        same = (tokens == memory[prompt]).flatten(2).all(dim=2)  # [token, layer]
+        if not same.all():
+            token = int(same.all(dim=1).int().argmin())
+            layer = int(same[token].int().argmin())
+            wrong.append(f"memory of {LENGTHS[prompt]} from token {token}, layer {layer}")
+    return sorted(set(wrong))
+
+
+Case = Callable[[Engine], list[Sequence]]
+
+
+def in_chunks(size: int) -> Case:
+    def run(engine: Engine) -> list[Sequence]:
+        prompts = [prompt for prompt in range(len(LENGTHS)) if size > 10 or LENGTHS[prompt] <= 300]
+        sequences = [engine.submit(prompt) for prompt in prompts]
+        for each in sequences:
+            engine.finish([each], size)
+        return sequences
+
+    return run
+
+
+def at_once(copies: int, chunk: int = CONTEXT) -> Case:
+    def run(engine: Engine) -> list[Sequence]:
+        short = [prompt for prompt in range(len(LENGTHS)) if LENGTHS[prompt] <= 300]
+        prompts = [*range(len(LENGTHS)), *(short * copies)][:BATCH]
+        sequences = [engine.submit(prompt) for prompt in prompts]
+        engine.finish(sequences, chunk)
+        return sequences
+
+    return run
+
+
+CASES = {
+    **{f"chunks of {size}": in_chunks(size) for size in (1, 7, 16, 33, 64, 100, 256, 520, 600)},
+    "all at once": at_once(0),
+    "all at once, in chunks of 50": at_once(0, 50),
+    "70 at once": at_once(5),
+    "136 at once": at_once(10),
+    "256 at once": at_once(20),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, torch.bfloat16) for name in SHAPES), ("small", torch.float16)]
+)
+def test_bits_do_not_depend_on_company(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model = model_of(name, tmp_path, dtype)
+    engine = Engine(model)
+    sequences = [engine.submit(prompt) for prompt in range(len(LENGTHS))]
+    for each in sequences:
+        engine.finish([each])
+    wanted = {place: rows[0] for place, rows in engine.logits.items()}
+    memory = kept(engine, sequences)
+    assert all(rows.isfinite().all() for rows in wanted.values())
+    wrong: dict[str, list[str]] = {}
+    for case, run in CASES.items():
+        engine.logits.clear()
+        found = kept(engine, run(engine))
+        if differ := differing(engine, wanted, found, memory):
+            wrong[case] = differ[-6:]
+    engine = Engine(model, page_size=5)
+    found = kept(engine, at_once(5, 50)(engine))
+    if differ := differing(engine, wanted, found, memory):
+        wrong["pages of 5"] = differ[-6:]
+    assert not wrong, "\n".join(f"{case}: {differ}" for case, differ in wrong.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("outputs", "inputs"),
+    [
+        (6144, 4096),
+        (4096, 4096),
+        (28672, 4096),
+        (4096, 14336),
+        (576, 1536),
+        (960, 576),
+        (896, 4864),
+    ],
+)
+def test_the_matrix_librarys_products_have_the_bits_of_ours(
+    outputs: int, inputs: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    x, residual = (
+        torch.randn(8192, inputs, device="cuda"),
+        torch.randn(8192, outputs, device="cuda"),
+    )
+    weight = (torch.randn(outputs, inputs, device="cuda") / inputs**0.5).to(dtype)
+    norm = torch.randn(outputs, device="cuda").to(dtype)
+    x, residual = x.to(dtype), residual.to(dtype)
+    alone, summed = few_rows_alone(x[:MOST_ROWS], weight), residual[:MOST_ROWS].clone()
+    scaled = few_rows_onto(x[:MOST_ROWS], weight, summed, norm, 1e-5)
+    head = torch.randn(64, outputs, device="cuda").to(dtype)
+    read = few_rows(scaled, head)
+    for rows in (1, 2, 3, 8, 17, 31):
+        assert torch.equal(few_rows_alone(x[:rows], weight), alone[:rows])
+    for rows in (33, 40, 64, 65, 96, 128, 192, 250, 256, 257, 512, 1000, 2048, 4096, 8192):
+        with Numerics.INVARIANT.library(rows):
+            product = torch.mm(x[:rows], weight.t())
+        assert torch.equal(product[:MOST_ROWS], alone), rows
+        added = residual[:rows].clone()
+        left = scale_rows(added, norm, 1e-5, product[None])
+        assert torch.equal(added[:MOST_ROWS], summed), rows
+        if dtype is torch.bfloat16:
+            assert torch.equal(left.x[:MOST_ROWS], scaled.x), rows
+            assert torch.equal(few_rows(left.rows(slice(0, MOST_ROWS)), head), read), rows
