@@ -28,7 +28,8 @@ from torch.nn import functional
 
 from baton.engine.architecture import Architecture
 from baton.engine.gpu.numerics import Numerics
-from baton.kernels.gpu.chunk_attention import long_chunk_attention, merge_attended
+from baton.kernels.gpu import long_attention
+from baton.kernels.gpu.chunk_attention import merge_attended
 from baton.kernels.gpu.pages import gather_tokens
 from baton.kernels.gpu.rotary import HeadShape
 
@@ -55,11 +56,14 @@ class LongChunk:
         return self.start == self.before and self.count % LIBRARY_TOKENS == 0
 
 
-def supports(shape: Architecture, dtype: torch.dtype, numerics: Numerics) -> bool:
+def supports(
+    shape: Architecture, dtype: torch.dtype, device: torch.device, numerics: Numerics
+) -> bool:
     """Whether a model's long chunks are attended here; else as short ones are."""
+    if numerics is Numerics.INVARIANT:
+        return long_attention.supports(shape.head_dim, dtype, device)
     fits = dtype.itemsize == 2 and shape.head_dim % 8 == 0 and shape.head_dim <= 128
-    windows = any(window is not None for window in shape.windows)
-    return fits and (numerics is Numerics.INVARIANT or not windows)
+    return fits and all(window is None for window in shape.windows)
 
 
 def is_long(count: int, start: int, page_size: int) -> bool:
@@ -102,7 +106,7 @@ def own_attention(
         by_head = mine.view(chunk.count, -1, shape.head_dim)
         _, keys, values = _split(by_head, shape.heads, shape.kv_heads)
     out = qkv.new_empty(chunk.count, shape.heads * shape.head_dim)
-    return long_chunk_attention(mine, keys, values, chunk.start, shape, out)
+    return long_attention.long_attention(mine, keys, values, chunk.start, shape, out)
 
 
 def library_attention(

@@ -103,7 +103,9 @@ class GpuRunner:
         self._device = device
         self._group = group
         recordable = device.type == "cuda" and (group is None or group.recordable)
-        self._limits = Limits(kv.shape[3], max_batch, supports(shape, kv.dtype, numerics))
+        self._limits = Limits(
+            kv.shape[3], max_batch, supports(shape, kv.dtype, kv.device, numerics)
+        )
         slots = max(SLOTS, 4 * max_batch)
         self._slots = Slots(slots, -(-context // self._limits.page_size), device)
         self._attention = PagedAttention(model, kv, self._slots.table, context, max_batch, numerics)

@@ -104,7 +104,7 @@ def start_runner(
     runner.record(lambda done: progress(done / 2))
     # After a role switch, pages may be in use or in quarantine.
     most = min(settings.chunk_tokens, context, pool.free * pool.page_size)
-    if numerics is Numerics.FAST and supports(model.architecture, kv.dtype, numerics):
+    if numerics is Numerics.FAST and supports(model.architecture, kv.dtype, kv.device, numerics):
         prepare(
             model.architecture,
             kv.dtype,

@@ -1,9 +1,8 @@
 """Attention of many new tokens per sequence over its context, which already holds them.
 
 A program handles a block of one chunk's queries for one head and walks over the keys that any
-of them sees, in the tiles of kernels/gpu/fixed_order.py. One launch serves short
-chunks of many sequences, from their pages, or one long chunk, from contiguous keys and values
-that the chip's copy engine loads.
+of them sees, in the tiles of kernels/gpu/fixed_order.py. One launch serves the chunks of many
+sequences.
 """
 
 from __future__ import annotations
@@ -11,17 +10,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from baton.kernels.gpu.decode_attention import LOG2_E, load_tile
-from baton.kernels.gpu.fixed_order import TILE, attend, merge
+from baton.kernels.gpu.fixed_order import SPLIT, TILE, attend, merge
 from baton.kernels.gpu.rotary import HeadShape
 
 BLOCK_QUERIES = 64
 """Tokens of one entry of `blocks`."""
-
-LONG_QUERIES, LONG_WARPS, LONG_STAGES = 64, 4, 3
-"""Of a program for a long chunk."""
 
 
 def chunk_attention(
@@ -57,39 +52,10 @@ def chunk_attention(
         BLOCK_D=block_d,
         BLOCK_M=BLOCK_QUERIES,
         TILE=TILE,
+        SPLIT=SPLIT,
         num_warps=4 if block_d <= 128 else 8,
         enable_fp_fusion=False,
         num_stages=3 if block_d <= 128 else 2,
-    )
-    return out
-
-
-def long_chunk_attention(
-    qkv: Tensor, keys: Tensor, values: Tensor, start: int, shape: HeadShape, out: Tensor
-) -> Tensor:
-    """The same for rows qkv [count, ...] of one sequence from position `start` on, over
-    keys and values [start + count or more, kv_heads, dim], all neighbours in memory
-    16 bytes or a multiple apart -> out [count, heads * dim]."""
-    count, dim = len(qkv), shape.head_dim
-    block_d = max(16, triton.next_power_of_2(dim))
-    _long_chunk[(shape.heads, triton.cdiv(count, LONG_QUERIES))](
-        qkv,
-        TensorDescriptor.from_tensor(keys, [TILE, 1, block_d]),
-        TensorDescriptor.from_tensor(values, [TILE, 1, block_d]),
-        out,
-        count,
-        start,
-        dim**-0.5 * LOG2_E,
-        shape.window or 0,
-        HEADS=shape.heads,
-        KV_HEADS=shape.kv_heads,
-        DIM=dim,
-        BLOCK_D=block_d,
-        BLOCK_M=LONG_QUERIES,
-        TILE=TILE,
-        num_warps=LONG_WARPS,
-        enable_fp_fusion=False,
-        num_stages=LONG_STAGES,
     )
     return out
 
@@ -113,6 +79,7 @@ def _chunk(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     TILE: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
     head, block = tl.program_id(0), tl.program_id(1)
     entry = blocks_pointer + block * 4
@@ -134,72 +101,28 @@ def _chunk(
         highest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
         total = tl.zeros([BLOCK_M], dtype=tl.float32)
         sums = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-        for tile in range(first // TILE * TILE, end, TILE):
-            keys, values, token = load_tile(
-                kv_pointer, table, value_offset, page_stride, tile, end,
-                inside, in_dim, TILE, PAGE_SIZE, KV_HEADS * DIM,
-            )  # fmt: skip
-            seen = token[None, :] <= position
-            if window > 0:
-                seen &= token[None, :] > position - window
-            found = attend(query, keys, values, seen, scale, BLOCK_M, TILE, True)
-            highest, total, sums = merge(highest, total, sums, found[0], found[1], found[2])
+        for split in range(first // SPLIT * SPLIT, end, SPLIT):
+            split_highest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+            split_total = tl.zeros([BLOCK_M], dtype=tl.float32)
+            split_sums = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+            for tile in tl.static_range(SPLIT // TILE):
+                keys, values, token = load_tile(
+                    kv_pointer, table, value_offset, page_stride, split + tile * TILE, end,
+                    inside, in_dim, TILE, PAGE_SIZE, KV_HEADS * DIM,
+                )  # fmt: skip
+                seen = token[None, :] <= position
+                if window > 0:
+                    seen &= token[None, :] > position - window
+                split_highest, split_total, split_sums = attend(
+                    split_highest, split_total, split_sums, query, keys, values, seen, scale,
+                    BLOCK_M, TILE,
+                )  # fmt: skip
+            highest, total, sums = merge(
+                highest, total, sums, split_highest, split_total, split_sums
+            )
         result = sums * (1.0 / total)[:, None]
         out_at = (first_row + member)[:, None] * (HEADS * DIM) + head * DIM + dim[None, :]
         tl.store(out_pointer + out_at, result.to(query.dtype), mask=mine)
-
-
-@triton.jit(do_not_specialize=["count", "start"])
-def _long_chunk(
-    qkv_pointer,
-    keys_descriptor,
-    values_descriptor,
-    out_pointer,
-    count,
-    start,
-    scale,
-    window,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    head = tl.program_id(0)
-    # The last block first: it sees the most.
-    from_row = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M
-    row = from_row + tl.arange(0, BLOCK_M)
-    dim = tl.arange(0, BLOCK_D)
-    mine = (row < count)[:, None] & (dim < DIM)[None, :]
-    at = row.to(tl.int64)[:, None] * ((HEADS + 2 * KV_HEADS) * DIM) + head * DIM + dim[None, :]
-    query = tl.load(qkv_pointer + at, mask=mine, other=0.0)
-    kv_head = head // (HEADS // KV_HEADS)
-    position = (start + row)[:, None]
-    lane = tl.arange(0, TILE)[None, :]
-
-    highest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-    total = tl.zeros([BLOCK_M], dtype=tl.float32)
-    sums = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-    end = start + tl.minimum(from_row + BLOCK_M, count)
-    first = tl.maximum(start + from_row - window + 1, 0) // TILE * TILE if window > 0 else 0
-    # Tiles that all rows see wholly, then those that need a mask: at the end, or with a window.
-    whole = first if window > 0 else (start + from_row + 1) // TILE * TILE
-    for masked in tl.static_range(2):
-        for tile in range(whole if masked else first, end if masked else whole, TILE):
-            keys = tl.reshape(keys_descriptor.load([tile, kv_head, 0]), (TILE, BLOCK_D))
-            values = tl.reshape(values_descriptor.load([tile, kv_head, 0]), (TILE, BLOCK_D))
-            seen = True
-            if masked:
-                token = tile + lane
-                seen = token <= position
-                if window > 0:
-                    seen &= token > position - window
-            found = attend(query, tl.trans(keys), values, seen, scale, BLOCK_M, TILE, masked == 1)
-            highest, total, sums = merge(highest, total, sums, found[0], found[1], found[2])
-    result = sums * (1.0 / total)[:, None]
-    out_at = row.to(tl.int64)[:, None] * (HEADS * DIM) + head * DIM + dim[None, :]
-    tl.store(out_pointer + out_at, result.to(query.dtype), mask=mine)
 
 
 BLOCK_TOKENS = 16

@@ -5,9 +5,9 @@ output: it norms and rotates the new token's query and key, stores key and value
 page, and attends.
 
 Query heads that share a key head are rows of one matrix, so each key and value is read once.
-Several programs share a context where that fills the chip: each attends some tiles in a row
+Several programs share a context where that fills the chip: each attends some splits in a row
 (kernels/gpu/fixed_order.py). The first merges its own, the others store each of theirs, and a
-second kernel merges these in their order. The program with the last tile stores the new token
+second kernel merges these in their order. The program with the last split stores the new token
 before it reads it: no other program reads it.
 """
 
@@ -20,8 +20,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.kernels.gpu.fixed_order import TILE, attend, inverse_size, merge
-from baton.kernels.gpu.rotary import HeadShape, Projected, prepare_heads
+from baton.kernels.gpu.fixed_order import SPLIT, TILE, attend, fades, inverse_size, merge
+from baton.kernels.gpu.rotary import (
+    HeadShape,
+    Projected,
+    load_pairs,
+    load_turn,
+    prepare_heads,
+)
 
 WANTED_PROGRAMS = 512
 """Programs that fill the chip."""
@@ -29,8 +35,8 @@ WANTED_PROGRAMS = 512
 MOST_PROGRAMS = 32
 """Programs that share a context at most."""
 
-MERGED_TOGETHER = (64, 8)
-"""Tiles whose results are loaded before the first of them is merged: of many, and of a rest."""
+MERGED_TOGETHER = 16
+"""Splits whose results are loaded before the first of them is merged."""
 
 FEW_ROWS = 16
 """Below this many sequences latency counts: more warps, less loaded ahead."""
@@ -46,11 +52,11 @@ def programs_for(batch: int, kv_heads: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SplitWorkspace:
-    """The tiles' results for the merging kernel. Successive calls may share it."""
+    """The splits' results for the merging kernel. Successive calls may share it."""
 
-    sums: Tensor  # [sequences * heads * tiles, head_dim], float32
-    weights: Tensor  # [sequences * heads * tiles, 2], float32: highest score, normalizer
-    tiles: int  # of a sequence
+    sums: Tensor  # [sequences * heads * splits, head_dim], float32
+    weights: Tensor  # [sequences * heads * splits, 2], float32: highest score, normalizer
+    splits: int  # of a sequence
 
     @classmethod
     def make(
@@ -66,14 +72,14 @@ class SplitWorkspace:
         return cls(
             torch.empty(rows, head_dim, dtype=torch.float32, device=device),
             torch.empty(rows, 2, dtype=torch.float32, device=device),
-            triton.cdiv(context, TILE),
+            triton.cdiv(context, SPLIT),
         )
 
 
 def split_rows(batch: int, context: int, heads: int, kv_heads: int) -> int:
     """Rows of a workspace for batches of any size up to `batch`."""
     shared = (size for size in range(1, batch + 1) if programs_for(size, kv_heads) > 1)
-    return max(shared, default=0) * heads * triton.cdiv(context, TILE)
+    return max(shared, default=0) * heads * triton.cdiv(context, SPLIT)
 
 
 def decode_attention(
@@ -121,7 +127,7 @@ def decode_attention(
         page_table.stride(0),
         kv_layer.stride(0),
         kv_layer.stride(1),
-        workspace.tiles,
+        workspace.splits,
         PAGE_SIZE=kv_layer.shape[2],
         HEADS=shape.heads,
         KV_HEADS=shape.kv_heads,
@@ -131,6 +137,7 @@ def decode_attention(
         BLOCK_D=block_d,
         INPUTS=projected.source.x.shape[1] if projected.source else 1,
         TILE=TILE,
+        SPLIT=SPLIT,
         PROGRAMS=programs,
         SCALED=squares is not None,
         BIAS=bias is not None,
@@ -147,14 +154,13 @@ def decode_attention(
             workspace.weights,
             out,
             shape.window or 0,
-            workspace.tiles,
+            workspace.splits,
+            programs,
             HEADS=shape.heads,
             DIM=shape.head_dim,
             BLOCK_D=block_d,
-            TILE=TILE,
-            PROGRAMS=programs,
-            MANY=MERGED_TOGETHER[0],
-            FEW=MERGED_TOGETHER[1],
+            SPLIT=SPLIT,
+            COUNT=MERGED_TOGETHER,
             num_warps=4,
             enable_fp_fusion=False,
         )
@@ -185,7 +191,7 @@ def load_tile(
 
 
 @triton.jit(
-    do_not_specialize=["tiles"],
+    do_not_specialize=["splits"],
     do_not_specialize_on_alignment=["squares_pointer", "rows_pointer", "positions_pointer"],
 )
 def _decode(
@@ -209,7 +215,7 @@ def _decode(
     table_stride,
     page_stride,
     value_offset,
-    tiles,
+    splits,
     PAGE_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -219,6 +225,7 @@ def _decode(
     BLOCK_D: tl.constexpr,
     INPUTS: tl.constexpr,
     TILE: tl.constexpr,
+    SPLIT: tl.constexpr,
     PROGRAMS: tl.constexpr,
     SCALED: tl.constexpr,
     BIAS: tl.constexpr,
@@ -228,7 +235,7 @@ def _decode(
     sequence, head, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = tl.load(positions_pointer + sequence)
     first = tl.maximum(position - window + 1, 0) if window > 0 else 0
-    active = position // TILE - first // TILE + 1
+    active = position // SPLIT - first // SPLIT + 1
     mine = tl.cdiv(active, PROGRAMS)
     if (position >= 0) & (program * mine < active):
         table = table_pointer + tl.load(rows_pointer + sequence).to(tl.int64) * table_stride
@@ -236,40 +243,33 @@ def _decode(
         in_dim = dim < DIM
         member = tl.arange(0, BLOCK_G)
         in_group = (member < GROUP)[:, None] & in_dim[None, :]
-        size, bias, key_bias, value_bias = 1.0, 0.0, 0.0, 0.0
-        norm, key_norm, cos, sin = 1.0, 1.0, 1.0, 0.0
+        size, turn, norm, key_norm = 1.0, (1.0, 0.0), (1.0, 1.0), (1.0, 1.0)
+        bias, key_bias, value_bias = (0.0, 0.0), (0.0, 0.0), (0.0, 0.0)
         new = qkv_pointer + sequence.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * DIM)
         at = (head * GROUP + member)[:, None] * DIM + dim[None, :]
         key_at = (HEADS + head) * DIM + dim[None, :]
         value_at = (HEADS + KV_HEADS + head) * DIM + dim[None, :]
+        here = in_dim[None, :]
         if SCALED:
             size = inverse_size(tl.load(squares_pointer + sequence), epsilon, INPUTS)
         if BIAS:
-            bias = tl.load(bias_pointer + at, mask=in_group, other=0.0).to(tl.float32)
-            key_bias = tl.load(bias_pointer + key_at, mask=in_dim[None, :], other=0.0)
-            key_bias = key_bias.to(tl.float32)
-            value_bias = tl.load(bias_pointer + value_at, mask=in_dim[None, :], other=0.0)
-            value_bias = value_bias.to(tl.float32)
+            bias = load_pairs(bias_pointer, at, in_group)
+            key_bias = load_pairs(bias_pointer, key_at, here)
+            value_bias = load_pairs(bias_pointer, value_at, here)
         if NORMS:
-            norm = tl.load(query_norm_pointer + dim, mask=in_dim, other=0.0)[None, :]
-            norm = norm.to(tl.float32)
-            key_norm = tl.load(key_norm_pointer + dim, mask=in_dim, other=0.0)[None, :]
-            key_norm = key_norm.to(tl.float32)
+            norm = load_pairs(query_norm_pointer, dim[None, :], here)
+            key_norm = load_pairs(key_norm_pointer, dim[None, :], here)
         if ROTATES:
-            turn_at = cos_sin_pointer + position.to(tl.int64) * DIM + dim // 2
-            cos = tl.load(turn_at, mask=in_dim, other=0.0)[None, :]
-            sin = tl.load(turn_at + DIM // 2, mask=in_dim, other=0.0)[None, :]
+            turn = load_turn(cos_sin_pointer, position, dim, DIM)
 
         if program == (active - 1) // mine:
-            raw = tl.load(new + key_at, mask=in_dim[None, :], other=0.0)
             key, _ = prepare_heads(
-                raw, size, key_bias, key_norm, cos, sin, head_epsilon,
-                1, DIM, BLOCK_D, SCALED, BIAS, NORMS, ROTATES,
+                load_pairs(new, key_at, here), size, key_bias, key_norm, turn, head_epsilon,
+                DIM, BLOCK_D, SCALED, BIAS, NORMS, ROTATES,
             )  # fmt: skip
-            raw = tl.load(new + value_at, mask=in_dim[None, :], other=0.0)
             _, value = prepare_heads(
-                raw, size, value_bias, key_norm, cos, sin, head_epsilon,
-                1, DIM, BLOCK_D, SCALED, BIAS, False, False,
+                load_pairs(new, value_at, here), size, value_bias, key_norm, turn, head_epsilon,
+                DIM, BLOCK_D, SCALED, BIAS, False, False,
             )  # fmt: skip
             page = tl.load(table + position // PAGE_SIZE).to(tl.int64)
             spot = kv_pointer + page * page_stride + (position % PAGE_SIZE) * (KV_HEADS * DIM)
@@ -278,107 +278,121 @@ def _decode(
             tl.debug_barrier()
 
         # The queries of the heads that share this key head: [BLOCK_G, BLOCK_D].
-        raw = tl.load(new + at, mask=in_group, other=0.0)
         query, _ = prepare_heads(
-            raw, size, bias, norm, cos, sin, head_epsilon,
-            BLOCK_G, DIM, BLOCK_D, SCALED, BIAS, NORMS, ROTATES,
+            load_pairs(new, at, in_group), size, bias, norm, turn, head_epsilon,
+            DIM, BLOCK_D, SCALED, BIAS, NORMS, ROTATES,
         )  # fmt: skip
         inside = head * DIM + dim
         out = out_pointer + sequence.to(tl.int64) * (HEADS * DIM) + at
         highest = tl.full([BLOCK_G], float("-inf"), dtype=tl.float32)
         total = tl.zeros([BLOCK_G], dtype=tl.float32)
         sums = tl.zeros([BLOCK_G, BLOCK_D], dtype=tl.float32)
-        place = (sequence * HEADS + head * GROUP + member).to(tl.int64) * tiles
-        end = tl.minimum((program + 1) * mine, active)
+        before = first // SPLIT
+        begin = (before + program * mine) * SPLIT
+        end = tl.minimum((before + (program + 1) * mine) * SPLIT, position + 1)
+        place = (sequence * HEADS + head * GROUP + member).to(tl.int64) * splits - before
         # Two loops: with a branch in one, its loads would not run ahead.
         if program == 0:
-            for tile in range(end):
+            all_highest, all_total, all_sums = highest, total, sums
+            for tile in range(begin, end, TILE):
                 keys, values, token = load_tile(
-                    kv_pointer, table, value_offset, page_stride, (first // TILE + tile) * TILE,
+                    kv_pointer, table, value_offset, page_stride, tile,
                     position + 1, inside, in_dim, TILE, PAGE_SIZE, KV_HEADS * DIM,
                 )  # fmt: skip
                 seen = ((token >= first) & (token <= position))[None, :]
-                found = attend(query, keys, values, seen, scale, BLOCK_G, TILE, True)
-                highest, total, sums = merge(highest, total, sums, found[0], found[1], found[2])
+                highest = tl.where(tile % SPLIT == 0, float("-inf"), highest)
+                highest, total, sums = attend(
+                    highest, total, sums, query, keys, values, seen, scale, BLOCK_G, TILE
+                )
+                if ((tile + TILE) % SPLIT == 0) | (tile + TILE >= end):
+                    all_highest, all_total, all_sums = merge(
+                        all_highest, all_total, all_sums, highest, total, sums
+                    )
             if PROGRAMS == 1:
-                result = sums * (1.0 / total)[:, None]
+                result = all_sums * (1.0 / all_total)[:, None]
                 tl.store(out, result.to(query.dtype), mask=in_group)
             else:
-                # What it has merged, in place of its last tile.
-                last = place + mine - 1
-                tl.store(sums_pointer + last[:, None] * DIM + dim[None, :], sums, mask=in_group)
-                tl.store(weights_pointer + 2 * last, highest, mask=member < GROUP)
-                tl.store(weights_pointer + 2 * last + 1, total, mask=member < GROUP)
+                # What it has merged, in place of its last split.
+                last = place + before + mine - 1
+                sums_at = sums_pointer + last[:, None] * DIM + dim[None, :]
+                tl.store(sums_at, all_sums, mask=in_group)
+                tl.store(weights_pointer + 2 * last, all_highest, mask=member < GROUP)
+                tl.store(weights_pointer + 2 * last + 1, all_total, mask=member < GROUP)
         else:
-            for tile in range(program * mine, end):
+            for tile in range(begin, end, TILE):
                 keys, values, token = load_tile(
-                    kv_pointer, table, value_offset, page_stride, (first // TILE + tile) * TILE,
+                    kv_pointer, table, value_offset, page_stride, tile,
                     position + 1, inside, in_dim, TILE, PAGE_SIZE, KV_HEADS * DIM,
                 )  # fmt: skip
                 seen = ((token >= first) & (token <= position))[None, :]
-                found = attend(query, keys, values, seen, scale, BLOCK_G, TILE, True)
-                at_tile = place + tile
-                sums_at = sums_pointer + at_tile[:, None] * DIM + dim[None, :]
-                tl.store(sums_at, found[2], mask=in_group)
-                tl.store(weights_pointer + 2 * at_tile, found[0], mask=member < GROUP)
-                tl.store(weights_pointer + 2 * at_tile + 1, found[1], mask=member < GROUP)
+                highest = tl.where(tile % SPLIT == 0, float("-inf"), highest)
+                highest, total, sums = attend(
+                    highest, total, sums, query, keys, values, seen, scale, BLOCK_G, TILE
+                )
+                if ((tile + TILE) % SPLIT == 0) | (tile + TILE >= end):
+                    at_split = place + tile // SPLIT
+                    sums_at = sums_pointer + at_split[:, None] * DIM + dim[None, :]
+                    tl.store(sums_at, sums, mask=in_group)
+                    tl.store(weights_pointer + 2 * at_split, highest, mask=member < GROUP)
+                    tl.store(weights_pointer + 2 * at_split + 1, total, mask=member < GROUP)
 
 
 @triton.jit
-def _merge_tiles(
-    highest, total, sums, sums_pointer, weights_pointer, place, tile, active, dim,
-    DIM: tl.constexpr, COUNT: tl.constexpr,
-):  # fmt: skip
-    for index in tl.static_range(COUNT):
-        at = place + tile + index + tl.arange(0, 1)
-        there = at < place + active
-        found = tl.load(
-            sums_pointer + at[:, None] * DIM + dim, mask=there[:, None] & (dim < DIM), other=0.0
-        )
-        tile_highest = tl.load(weights_pointer + 2 * at, mask=there, other=float("-inf"))
-        tile_total = tl.load(weights_pointer + 2 * at + 1, mask=there, other=0.0)
-        highest, total, sums = merge(highest, total, sums, tile_highest, tile_total, found)
-    return highest, total, sums
+def _unstack(x, COUNT: tl.constexpr, SIZE: tl.constexpr):
+    """x [COUNT, SIZE] -> its rows, a tuple."""
+    parts = (tl.trans(x),)
+    for level in tl.static_range(COUNT.bit_length() - 1):
+        halves = ()
+        for index in tl.static_range(1 << level):
+            pair = tl.reshape(parts[index], (SIZE, 2, COUNT >> (level + 1)))
+            halves = halves + tl.split(tl.permute(pair, (0, 2, 1)))
+        parts = halves  # type: ignore[assignment]
+    return parts
 
 
-@triton.jit(do_not_specialize=["tiles"], do_not_specialize_on_alignment=["positions_pointer"])
+@triton.jit(
+    do_not_specialize=["splits", "programs"], do_not_specialize_on_alignment=["positions_pointer"]
+)
 def _merge(
     positions_pointer,
     sums_pointer,
     weights_pointer,
     out_pointer,
     window,
-    tiles,
+    splits,
+    programs,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    TILE: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    MANY: tl.constexpr,
-    FEW: tl.constexpr,
+    SPLIT: tl.constexpr,
+    COUNT: tl.constexpr,
 ):
+    """One head of one sequence: what its first program has merged, then each further split."""
     sequence, head = tl.program_id(0), tl.program_id(1)
     position = tl.load(positions_pointer + sequence)
     first = tl.maximum(position - window + 1, 0) if window > 0 else 0
-    active = position // TILE - first // TILE + 1
+    active = position // SPLIT - first // SPLIT + 1
     if position >= 0:
-        dim = tl.arange(0, BLOCK_D)[None, :]
+        dim = tl.arange(0, BLOCK_D)
         row = sequence.to(tl.int64) * HEADS + head
-        highest = tl.full([1], float("-inf"), dtype=tl.float32)
-        total = tl.zeros([1], dtype=tl.float32)
-        sums = tl.zeros([1, BLOCK_D], dtype=tl.float32)
-        first_tile = tl.cdiv(active, PROGRAMS) - 1
-        rest = first_tile + (active - first_tile) // MANY * MANY
-        for tile in range(first_tile, rest, MANY):
-            highest, total, sums = _merge_tiles(
-                highest, total, sums, sums_pointer, weights_pointer, row * tiles, tile, active,
-                dim, DIM, MANY,
-            )  # fmt: skip
-        for tile in range(rest, active, FEW):
-            highest, total, sums = _merge_tiles(
-                highest, total, sums, sums_pointer, weights_pointer, row * tiles, tile, active,
-                dim, DIM, FEW,
-            )  # fmt: skip
-        result = sums * (1.0 / total)[:, None]
+        highest = tl.full([BLOCK_D], float("-inf"), dtype=tl.float32)
+        total, sums = tl.zeros_like(highest), tl.zeros_like(highest)
+        for split in range(tl.cdiv(active, programs) - 1, active, COUNT):
+            index = split + tl.arange(0, COUNT)[:, None] + tl.zeros([1, BLOCK_D], dtype=tl.int32)
+            # Beyond the last split the last one again, with no weight.
+            at = row * splits + tl.minimum(index, active - 1)
+            found = tl.load(
+                sums_pointer + at * DIM + dim[None, :], mask=(dim < DIM)[None, :], other=0.0
+            )
+            highests = tl.load(weights_pointer + 2 * at)
+            highests = tl.where(index < active, highests, float("-inf"))
+            totals = tl.load(weights_pointer + 2 * at + 1)
+            found = _unstack(found, COUNT, BLOCK_D)
+            highests = _unstack(highests, COUNT, BLOCK_D)
+            totals = _unstack(totals, COUNT, BLOCK_D)
+            for each in tl.static_range(COUNT):
+                highest, fade, share = fades(highest, tl.reshape(highests[each], (BLOCK_D,)))
+                total = tl.fma(total, fade, tl.reshape(totals[each], (BLOCK_D,)) * share)
+                sums = tl.fma(sums, fade, tl.reshape(found[each], (BLOCK_D,)) * share)
         to = out_pointer + row * DIM + dim
-        tl.store(to, result.to(out_pointer.dtype.element_ty), mask=dim < DIM)
+        tl.store(to, (sums * (1.0 / total)).to(out_pointer.dtype.element_ty), mask=dim < DIM)

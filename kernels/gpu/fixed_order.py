@@ -6,10 +6,10 @@ kernel, so a row would differ in its last bits with the kernel that computes it.
 exact, or trees over the columns themselves; kernels are compiled with `enable_fp_fusion=False`,
 and where one operation is wanted for both, it is an explicit `fma`.
 
-Attention walks a context in tiles of TILE tokens at fixed positions. Each is attended by
-itself, with the highest score of its own, and tiles are merged in their order: the same in
-every kernel, however many programs share a context. A tile without a visible token changes
-nothing.
+Attention cuts a context at multiples of SPLIT tokens. In a split, tile after tile is added to the
+sums so far, which are scaled down when a higher score comes. Splits are merged in their order.
+That is the same in every kernel, however many programs share a context. A tile or split without
+a visible token changes nothing.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ import triton
 import triton.language as tl
 
 TILE = 64
-"""Parts of 256 tokens would spare merging, but need registers for a second sum: on an H200
-prompts of 8,192 tokens are attended at 418 instead of 508 TFLOP/s."""
+"""Tokens whose scores are computed together."""
+
+SPLIT = 128
+"""Tokens whose sums one program adds up: a multiple of TILE. Longer splits spare merging, shorter
+ones occupy more programs with one sequence."""
 
 SQUARES = tl.constexpr(64)
 """Columns whose squares a product adds up; a row's squares are the sum of these."""
@@ -91,33 +94,30 @@ def settle(product, size, bias, SCALED: tl.constexpr, BIAS: tl.constexpr):
 
 
 @triton.jit
-def turn(x, cos, sin, ROWS: tl.constexpr, DIM: tl.constexpr):
-    """x [ROWS, DIM], neighbours (a, b) a pair -> a cos - b sin, b cos + a sin; cos and sin
-    [1, DIM], the same for both of a pair.
-
-    Not with tl.join: the compiler then changes the order of inputs of a product of the result.
-    """
-    dim = tl.arange(0, DIM)[None, :]
-    partner = tl.gather(x, tl.broadcast_to(dim ^ 1, (ROWS, DIM)), axis=1)
-    return tl.fma(x, cos, partner * tl.where(dim % 2 == 0, -sin, sin))
-
-
-@triton.jit
-def _weight_sums(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """x [ROWS, COLUMNS] -> [ROWS], in the order in which a product's result lies in registers:
+def thread_sums(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """x [ROWS, COLUMNS] -> [ROWS, 4], in the order in which a product's result lies in registers:
     a thread has pairs of neighbours, eight columns apart, and four threads share a row."""
     left, right = tl.split(tl.reshape(x, (ROWS, COLUMNS // 8, 4, 2)))
     x = tl.permute(left + right, (0, 2, 1))
     for level in tl.static_range(_halvings(COLUMNS // 8)):
         first, second = tl.split(tl.reshape(x, (ROWS, 4, COLUMNS // 8 >> (level + 1), 2)))
         x = first + second
-    upper, lower = tl.split(tl.reshape(x, (ROWS, 2, 2)))
-    first, second = tl.split(upper + lower)
+    return tl.reshape(x, (ROWS, 4))
+
+
+@triton.jit
+def _row_sums(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """x [ROWS, COLUMNS] -> [ROWS]: of four threads, neighbours first."""
+    left, right = tl.split(tl.reshape(thread_sums(x, ROWS, COLUMNS), (ROWS, 2, 2)))
+    first, second = tl.split(left + right)
     return first + second
 
 
 @triton.jit
 def attend(
+    highest,
+    total,
+    sums,
     query,
     keys,
     values,
@@ -125,27 +125,35 @@ def attend(
     scale,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
-    MASKED: tl.constexpr,
 ):
-    """One tile: query [ROWS, dim], keys [dim, TOKENS], values [TOKENS, dim] -> each row's
-    highest score and normalizer [ROWS], and weighted sums [ROWS, dim]."""
+    """Adds a tile to those before it in its split: query [ROWS, dim], keys [dim, TOKENS], values
+    [TOKENS, dim]; each row's highest score, normalizer [ROWS] and weighted sums [ROWS, dim].
+
+    The first tile of a split starts with a highest score of minus infinity.
+    """
     scores = tl.dot(query, keys, out_dtype=tl.float32, input_precision="ieee")
-    if MASKED:
-        scores = tl.where(seen, scores, float("-inf"))
-    highest = tl.max(scores, axis=1) * scale
-    # A row that sees nothing has zero weight.
-    base = tl.where(highest == float("-inf"), 0.0, highest) if MASKED else highest
+    scores = tl.where(seen, scores, float("-inf"))
+    higher = tl.maximum(highest, tl.max(scores, axis=1) * scale)
+    base = tl.where(higher == float("-inf"), 0.0, higher)
     weights = tl.exp2(tl.fma(scores, scale, -base[:, None]))
-    sums = tl.dot(weights.to(values.dtype), values, out_dtype=tl.float32, input_precision="ieee")
-    return highest, _weight_sums(weights, ROWS, TOKENS), sums
+    fade = tl.exp2(highest - base)
+    total = tl.fma(total, fade, _row_sums(weights, ROWS, TOKENS))
+    sums = tl.dot(weights.to(values.dtype), values, sums * fade[:, None], input_precision="ieee")
+    return higher, total, sums
 
 
 @triton.jit
-def merge(highest, total, sums, tile_highest, tile_total, tile_sums):
-    """Adds the next tile to those before it."""
-    higher = tl.maximum(highest, tile_highest)
+def fades(highest, split_highest):
+    """The highest of both, and what sums of either are multiplied by."""
+    higher = tl.maximum(highest, split_highest)
     base = tl.where(higher == float("-inf"), 0.0, higher)
-    fade, share = tl.exp2(highest - base), tl.exp2(tile_highest - base)
-    total = tl.fma(total, fade, tile_total * share)
-    sums = tl.fma(sums, fade[:, None], tile_sums * share[:, None])
-    return higher, total, sums
+    return higher, tl.exp2(highest - base), tl.exp2(split_highest - base)
+
+
+@triton.jit
+def merge(highest, total, sums, split_highest, split_total, split_sums):
+    """Adds the next split to those before it."""
+    highest, fade, share = fades(highest, split_highest)
+    total = tl.fma(total, fade, split_total * share)
+    sums = tl.fma(sums, fade[:, None], split_sums * share[:, None])
+    return highest, total, sums

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.kernels.gpu.fixed_order import inverse_size, settle, square_sums, turn
+from baton.kernels.gpu.fixed_order import inverse_size, settle, square_sums
 from baton.kernels.gpu.norm import Scaled
 
 FEW_TOKENS = 32
@@ -103,15 +103,34 @@ def rotate_and_store(
 
 
 @triton.jit
+def load_pairs(pointer, at, mask):
+    """What is at offsets `at`, and for each its partner in a rotation.
+
+    A second load, because the compiler changes the order of a product's inputs if they come from
+    tl.join, and takes long over tl.gather.
+    """
+    return tl.load(pointer + at, mask=mask, other=0.0), tl.load(
+        pointer + (at ^ 1), mask=mask, other=0.0
+    )
+
+
+@triton.jit
+def load_turn(cos_sin_pointer, position, dim, DIM: tl.constexpr):
+    """What an element and its partner are multiplied by in a rotation: [1, BLOCK_DIM] each."""
+    at = cos_sin_pointer + position.to(tl.int64) * DIM + dim // 2
+    cos = tl.load(at, mask=dim < DIM, other=0.0)
+    sin = tl.load(at + DIM // 2, mask=dim < DIM, other=0.0)
+    return cos[None, :], tl.where(dim % 2 == 0, -sin, sin)[None, :]
+
+
+@triton.jit
 def prepare_heads(
     raw,
     size,
     bias,
     norm,
-    cos,
-    sin,
+    turn,
     epsilon,
-    ROWS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     SCALED: tl.constexpr,
@@ -119,16 +138,26 @@ def prepare_heads(
     NORMS: tl.constexpr,
     ROTATES: tl.constexpr,
 ):
-    """raw [ROWS, BLOCK_DIM], heads of one token as a product left them -> settled, normed and
-    rotated, and settled only; both rounded."""
-    settled = settle(raw.to(tl.float32), size, bias, SCALED, BIAS).to(raw.dtype)
+    """raw [heads, BLOCK_DIM], heads of one token as a product left them -> settled, normed and
+    rotated, and settled only; both rounded. raw, bias and norm come with their partners."""
+    dtype: tl.constexpr = raw[0].dtype
+    settled = _settle(raw[0], size, bias[0], SCALED, BIAS)
     x = settled.to(tl.float32)
     if NORMS:
-        inverse = inverse_size(square_sums(x, 1, BLOCK_DIM), epsilon, DIM)
-        x = (x * inverse[:, None] * norm).to(raw.dtype).to(tl.float32)
+        inverse = inverse_size(square_sums(x, 1, BLOCK_DIM), epsilon, DIM)[:, None]
+        x = (x * inverse * norm[0].to(tl.float32)).to(dtype).to(tl.float32)
     if ROTATES:
-        x = turn(x, cos, sin, ROWS, BLOCK_DIM)
-    return x.to(raw.dtype), settled
+        partner = _settle(raw[1], size, bias[1], SCALED, BIAS).to(tl.float32)
+        if NORMS:
+            partner = (partner * inverse * norm[1].to(tl.float32)).to(dtype).to(tl.float32)
+        x = tl.fma(x, turn[0], partner * turn[1])
+    return x.to(dtype), settled
+
+
+@triton.jit
+def _settle(raw, size, bias, SCALED: tl.constexpr, BIAS: tl.constexpr):
+    wide = bias.to(tl.float32) if BIAS else bias
+    return settle(raw.to(tl.float32), size, wide, SCALED, BIAS).to(raw.dtype)
 
 
 @triton.jit(
@@ -169,39 +198,28 @@ def _rotate_and_store(
     in_dim = dim < DIM
     inside = (head < HEADS + 2 * KV_HEADS)[:, None] & in_dim[None, :]
     within = head[:, None] * DIM + dim[None, :]
-    at = qkv_pointer + token * ((HEADS + 2 * KV_HEADS) * DIM) + within
-    raw = tl.load(at, mask=inside, other=0.0)  # [BLOCK_HEADS, BLOCK_DIM]
-    size, bias, norm, cos, sin = 1.0, 0.0, 1.0, 1.0, 0.0
+    new = qkv_pointer + token * ((HEADS + 2 * KV_HEADS) * DIM)
+    raw = load_pairs(new, within, inside)  # [BLOCK_HEADS, BLOCK_DIM] each
+    size, bias, norm, turn = 1.0, (0.0, 0.0), (1.0, 1.0), (1.0, 0.0)
     if SCALED:
         size = inverse_size(tl.load(squares_pointer + token), epsilon, INPUTS)
     if BIAS:
-        bias = tl.load(bias_pointer + within, mask=inside, other=0.0).to(tl.float32)
+        bias = load_pairs(bias_pointer, within, inside)
     if NORMS:
-        query_norm = tl.load(query_norm_pointer + dim, mask=in_dim, other=0.0).to(tl.float32)
-        key_norm = tl.load(key_norm_pointer + dim, mask=in_dim, other=0.0).to(tl.float32)
-        norm = tl.where(is_query[:, None], query_norm[None, :], key_norm[None, :])
+        query_norm = load_pairs(query_norm_pointer, dim[None, :], in_dim[None, :])
+        key_norm = load_pairs(key_norm_pointer, dim[None, :], in_dim[None, :])
+        norm = (
+            tl.where(is_query[:, None], query_norm[0], key_norm[0]),
+            tl.where(is_query[:, None], query_norm[1], key_norm[1]),
+        )
     if ROTATES:
-        turn_at = cos_sin_pointer + tl.load(positions_pointer + token).to(tl.int64) * DIM + dim // 2
-        cos = tl.load(turn_at, mask=in_dim, other=0.0)[None, :]
-        sin = tl.load(turn_at + DIM // 2, mask=in_dim, other=0.0)[None, :]
+        turn = load_turn(cos_sin_pointer, tl.load(positions_pointer + token), dim, DIM)
     turned, settled = prepare_heads(
-        raw,
-        size,
-        bias,
-        norm,
-        cos,
-        sin,
-        head_epsilon,
-        BLOCK_HEADS,
-        DIM,
-        BLOCK_DIM,
-        SCALED,
-        BIAS,
-        NORMS,
-        ROTATES,
+        raw, size, bias, norm, turn, head_epsilon, DIM, BLOCK_DIM, SCALED, BIAS, NORMS, ROTATES
     )
+    tl.debug_barrier()  # Partners are read before they are replaced.
     stored = tl.where(is_value[:, None], settled, turned)
-    tl.store(at, stored, mask=inside if SCALED or BIAS else inside & ~is_value[:, None])
+    tl.store(new + within, stored, mask=inside if SCALED or BIAS else inside & ~is_value[:, None])
 
     slot = tl.load(slots_pointer + token).to(tl.int64)
     if slot >= 0:

@@ -57,6 +57,7 @@ SHAPES = {
     "qwen2": SMALL | {"model_type": "qwen2", "hidden_size": 896, "num_attention_heads": 14,
                       "num_key_value_heads": 2, "intermediate_size": 4864},
     "qwen3": SMALL | {"model_type": "qwen3", "head_dim": 128},
+    "mistral": SMALL | {"model_type": "mistral", "head_dim": 64, "sliding_window": 300},
 }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import torch
 from tiny_models import TINY_MODELS, save
 
 from baton.engine.architecture import read_architecture
+from baton.engine.checkpoint import Checkpoint
 from baton.engine.gpu.forward import SPLIT_ROWS, Forward, _is_split
 from baton.engine.gpu.numerics import Numerics
 from baton.engine.weights import load_model
@@ -31,7 +32,7 @@ def test_a_product_is_added_to_the_residual_and_scaled(
         return torch.randn(shape, generator=generator).to(device, dtype)
 
     save(TINY_MODELS["llama"], tmp_path)
-    model = load_model(tmp_path, read_architecture(tmp_path), dtype, str(device))
+    model = load_model(Checkpoint(tmp_path), read_architecture(tmp_path), dtype, str(device))
     linear = Linear(random(64, 256), random(64) if biased else None)
     residual, x, norm = random(rows, 64), random(rows, 256), random(64)
     bias = 0.0 if linear.bias is None else linear.bias.double()
