@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, distributed
 from torch.distributed import FileStore, ProcessGroupGloo  # type: ignore[attr-defined]
+from torch.nn import functional
 
 from baton.engine.architecture import Split
 from baton.kernels.linear import Linear
@@ -111,9 +112,21 @@ class NcclGroup(Group):
     recordable = True
 
     def sum(self, part: Tensor) -> Tensor:
-        if part.numel():
-            distributed.all_reduce(part)
-        return part
+        """NCCL's own sum of more than two parts begins with a rank that depends on the place in
+        the tensor. So each rank adds up a share of the numbers, and all gather the shares."""
+        if self.split.size <= 2:
+            if part.numel():
+                distributed.all_reduce(part)
+            return part
+        size, numbers = self.split.size, part.reshape(-1)
+        whole = functional.pad(numbers, (0, -len(numbers) % size))
+        parts = torch.empty_like(whole)
+        distributed.all_to_all_single(parts, whole)
+        first, *others = parts.view(size, -1)
+        for other in others:
+            first += other
+        distributed.all_gather_into_tensor(whole, first)
+        return whole[: len(numbers)].view_as(part)
 
     def share(self, values: Tensor) -> None:
         distributed.broadcast(values, src=0)

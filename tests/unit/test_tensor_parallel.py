@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import pickle
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -14,14 +15,16 @@ import torch
 from engine_loop import answer, load, sequence, serve
 from rank_threads import groups, split_engine
 from tiny_models import TINY_MODELS, VOCABULARY, generate_with_transformers, save
+from torch import distributed
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from baton.core.errors import InvalidCheckpoint, InvalidConfig
 from baton.core.types import AttemptKey, Sampling, Work
-from baton.engine.architecture import Architecture, read_architecture
+from baton.engine.architecture import Architecture, Split, read_architecture
 from baton.engine.engine import Engine
 from baton.engine.gpu.device import GpuSettings
 from baton.engine.sequence import Sequence
-from baton.engine.tensor_parallel import Group
+from baton.engine.tensor_parallel import Group, NcclGroup
 from baton.worker.rank_process import (
     RankSettings,
     check_ranks,
@@ -198,6 +201,33 @@ def test_a_sum_adds_the_parts_of_all_ranks(dtype: torch.dtype, tmp_path: Path) -
     with ThreadPoolExecutor(3) as pool:
         for total in pool.map(add, made):
             assert torch.equal(total, torch.full((2, 5), 111.0, dtype=dtype))
+
+
+class GlooInPlaceOfNccl(NcclGroup):
+    """NCCL's group on CPUs: the same collectives, carried out by gloo."""
+
+    def _open(self, store: FileStore) -> None:
+        split = self.split
+        distributed.init_process_group("gloo", store=store, rank=split.rank, world_size=split.size)
+
+
+def summed(rank: int, meeting_point: Path) -> list[torch.Tensor]:
+    """Of 1 and of 7 rows: row 0 is the same in both."""
+    group = GlooInPlaceOfNccl(Split(rank, 3), meeting_point)
+    group.connect(torch.device("cpu"))
+    rows = torch.randn(7, 5, generator=torch.Generator().manual_seed(rank)).bfloat16()
+    return [group.sum(rows[:1].clone()), group.sum(rows.clone()), rows]
+
+
+def test_nccls_sum_of_three_parts_is_in_the_order_of_ranks(tmp_path: Path) -> None:
+    with multiprocessing.get_context("spawn").Pool(3) as pool:
+        waiting = [pool.apply_async(summed, (rank, tmp_path / "meeting")) for rank in range(3)]
+        found = [each.get(timeout=120) for each in waiting]
+    parts = [rows for _, _, rows in found]
+    wanted = parts[0] + parts[1] + parts[2]
+    for alone, together, _ in found:
+        assert torch.equal(together, wanted)
+        assert torch.equal(alone, wanted[:1])
 
 
 def test_an_error_of_a_rank_reads_back_as_it_was_sent() -> None:
