@@ -202,6 +202,28 @@ def _measure(logits, best, scale, floor, SIZE: tl.constexpr, BLOCK: tl.constexpr
 
 
 @triton.jit
+def _measure_both(logits, best, scale, low, high, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """The same for two floors, in one pass."""
+    low_counts = tl.zeros([BLOCK], dtype=tl.int32)
+    low_sums = tl.zeros([BLOCK], dtype=tl.int64)
+    high_counts, high_sums = low_counts, low_sums
+    for start in tl.range(0, SIZE, BLOCK, num_stages=3):
+        weights = load_weights(logits, start, best, scale, SIZE, BLOCK)
+        heavy = _heavy(weights, low)
+        low_counts += (heavy > 0).to(tl.int32)
+        low_sums += heavy
+        heavy = _heavy(weights, high)
+        high_counts += (heavy > 0).to(tl.int32)
+        high_sums += heavy
+    return (
+        tl.sum(low_counts, axis=0),
+        tl.sum(low_sums, axis=0),
+        tl.sum(high_counts, axis=0),
+        tl.sum(high_sums, axis=0),
+    )
+
+
+@triton.jit
 def _pick(logits, best, scale, low, high, spare, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Writes the weights with bits in [low, high) to spare."""
     filled = tl.full([], 0, dtype=tl.int32)
@@ -227,6 +249,9 @@ def _raise_floor(
     low,
     low_count,
     low_sum,
+    middle,
+    count,
+    total,
     spare,
     BY_SUM: tl.constexpr,
     SIZE: tl.constexpr,
@@ -235,11 +260,15 @@ def _raise_floor(
 ):
     """The greatest floor at or above `low` whose tokens are still enough, their number and sum.
 
-    Enough is a sum of at least `needed`, or a number. At `low` they are taken to be enough.
+    Enough is a sum of at least `needed`, or a number. At `low` they are taken to be enough;
+    `middle`, at or above it, is already measured.
     """
     high = tl.full([], ONE_BITS + 1, dtype=tl.int32)
     high_count = tl.full([], 0, dtype=tl.int32)
     high_sum = tl.full([], 0, dtype=tl.int64)
+    enough = (total if BY_SUM else count) >= needed
+    low, low_count, low_sum = _either(enough, middle, count, total, low, low_count, low_sum)
+    high, high_count, high_sum = _either(enough, high, high_count, high_sum, middle, count, total)
     while (low_count - high_count > SPARE) & (high - low > 1):
         middle = low + (high - low) // 2
         count, total = _measure(logits, best, scale, middle, SIZE, BLOCK)
@@ -312,16 +341,22 @@ def _find_floors(
         spare = spare_pointer + row * SPARE
         best = tl.load(logits + token).to(tl.float32)
         floor = tl.full([], ZERO_BITS, dtype=tl.int32)
-        count, total = _measure(logits, best, scale, floor, SIZE, BLOCK)
+        middle = tl.full([], ZERO_BITS + (ONE_BITS - ZERO_BITS) // 2, dtype=tl.int32)
+        count, total, middle_count, middle_sum = _measure_both(
+            logits, best, scale, floor, middle, SIZE, BLOCK
+        )
         if (top_k > 0) & (top_k < SIZE):
             floor, count, total = _raise_floor(
-                logits, best, scale, top_k, floor, count, total, spare, False, SIZE, BLOCK, SPARE
-            )
+                logits, best, scale, top_k, floor, count, total, middle, middle_count, middle_sum,
+                spare, False, SIZE, BLOCK, SPARE,
+            )  # fmt: skip
+            middle, middle_count, middle_sum = floor, count, total
         if top_p < 1.0:
             needed = tl.minimum((total.to(tl.float64) * top_p).to(tl.int64), total)
             floor, count, total = _raise_floor(
-                logits, best, scale, needed, floor, count, total, spare, True, SIZE, BLOCK, SPARE
-            )
+                logits, best, scale, needed, floor, count, total, middle, middle_count, middle_sum,
+                spare, True, SIZE, BLOCK, SPARE,
+            )  # fmt: skip
         floor = tl.maximum(floor, (min_p * WEIGHT_ONE).to(tl.int32, bitcast=True))
     tl.store(floors_pointer + row, floor)
 
