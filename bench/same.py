@@ -1,6 +1,7 @@
 """Whether an answer depends on anything but its request.
 
     python -m bench.same [--model FOLDER] [--dtype bfloat16] [--answers 40] [--tokens 100]
+                         [--numerics fast]
 
 Every prompt is answered alone, on an idle cluster, and then in other ways: again (its prefix is
 cached), beside all others, with other chunk and page sizes, while a worker is killed, after a
@@ -175,6 +176,7 @@ def main() -> None:
     parser.add_argument("--model", default=EMBEDDED, help="a folder")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--numerics", default="invariant", help="of a GPU")
     parser.add_argument("--kv-memory", default="1GiB", help="of each worker")
     parser.add_argument("--answers", type=int, default=40)
     parser.add_argument("--tokens", type=int, default=100)
@@ -188,6 +190,7 @@ def main() -> None:
         "model": options.model,
         "dtype": options.dtype,
         "device": options.device,
+        "numerics": options.numerics,
         "prefill": pool,
         "decode": pool,
         "router": {**FREE_ROUTER},
@@ -196,7 +199,10 @@ def main() -> None:
     for temperature in options.temperatures:
         settings = Settings(options.tokens, temperature, options.n, options.presence_penalty)
         asker = Asker(prompts(options.answers), settings)
-        print(f"temperature {temperature:g}, {options.tokens} tokens, dtype {options.dtype}")
+        print(
+            f"temperature {temperature:g}, {options.tokens} tokens, dtype {options.dtype},"
+            f" {options.numerics}"
+        )
         print(f"{'':<32}{'tokens differ':<15}{'scores differ':<16}first difference at token")
         with tempfile.TemporaryDirectory() as folder:
             answers = on_clusters(tree, asker, Path(folder), options.kill_after)
