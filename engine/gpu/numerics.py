@@ -17,10 +17,6 @@ import torch
 LT_ROWS = 64
 """Up to this many rows cuBLASLt picks faster products than cuBLAS, by 3% of a step."""
 
-WHOLE_ROWS = 4096
-"""From this many rows on, a product has tiles enough for the chip, and cuBLAS, which cannot be
-told not to cut its inputs, does not (tests/gpu/test_invariant.py). It is 2% faster there."""
-
 
 class Numerics(enum.StrEnum):
     INVARIANT = "invariant"
@@ -33,9 +29,10 @@ class Numerics(enum.StrEnum):
             yield
             return
         before = torch.backends.cuda.preferred_blas_library()
-        light = rows < (WHOLE_ROWS if self is Numerics.INVARIANT else LT_ROWS + 1)
+        # Only cuBLASLt can be told not to cut a product's inputs.
+        light = self is Numerics.INVARIANT or rows <= LT_ROWS
         torch.backends.cuda.preferred_blas_library("cublaslt" if light else "cublas")
-        _allow_split_inputs(self is Numerics.FAST or not light)
+        _allow_split_inputs(self is Numerics.FAST)
         try:
             yield
         finally:

@@ -12,7 +12,7 @@ from baton.kernels.gpu.fixed_order import inverse_size, settle, square_sums
 from baton.kernels.gpu.norm import Scaled
 
 FEW_TOKENS = 32
-"""Up to this many tokens each head is a program of its own."""
+"""Up to this many tokens, all of the step, each head is a program of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,8 @@ def rotate_and_store(
     tokens, dim = len(qkv), kv_layer.shape[4]
     heads, kv_heads = shape.heads, shape.kv_heads
     page_stride, value_offset, token_stride, head_stride, _ = kv_layer.stride()
-    block_heads = 1 if tokens <= FEW_TOKENS else 8
+    # Rows whose size is still to be applied are of a larger step.
+    block_heads = 1 if tokens <= FEW_TOKENS and squares is None else 8
     block_dim = triton.next_power_of_2(dim)
     _rotate_and_store[(tokens, triton.cdiv(heads + 2 * kv_heads, block_heads))](
         qkv,
