@@ -1,4 +1,4 @@
-"""Products of bfloat16 on x86_64's tile registers (AMX).
+"""Products of bfloat16 on x86_64's tile registers (AMX), also those of attention.
 
 A tile register has 16 rows of 64 bytes. One instruction adds to 16 x 16 float32 sums the
 products of 16 rows of x and 16 outputs over 32 inputs: for each sum the products of even inputs
@@ -21,7 +21,7 @@ from llvmlite import ir
 from torch import Tensor
 
 from baton.kernels.cpu.ir_builder import COUNT, POINTER, Count, Function, Memory
-from baton.kernels.cpu.vectors import BFLOAT16, declare
+from baton.kernels.cpu.vectors import BFLOAT16, declare, floats_type
 
 INPUTS = 32
 ROWS = 32
@@ -96,12 +96,36 @@ class TileCode:
 
 
 @contextmanager
-def tile_registers(code: Function) -> Iterator[None]:
+def tile_registers(code: Function, *, used: bool) -> Iterator[None]:
     """Within, this thread's tile registers can be used."""
     tiles = TileCode(code)
-    tiles.begin()
+    if used:
+        tiles.begin()
     yield
-    tiles.end()
+    if used:
+        tiles.end()
+
+
+def add_products(
+    code: Function,
+    tiles: TileCode,
+    x: list[Memory],
+    x_stride: Count | int,
+    inputs: Count | int,
+    weights: list[Memory],
+    outputs: int,
+) -> None:
+    """Adds to registers 0 to 3 the products of each 16 rows of x, `x_stride` bytes apart, with
+    each 16 outputs of weights, laid out with `outputs` numbers for an input. Registers 4 and 5
+    have x, 6 and 7 weights."""
+    with code.loop(0, inputs, step=INPUTS) as first:
+        for row, of_rows in enumerate(x):
+            tiles.load(4 + row, of_rows.from_(first), x_stride)
+        for column, of_outputs in enumerate(weights):
+            register = 6 + column % 2
+            tiles.load(register, of_outputs.from_(first * outputs), ROW_BYTES)
+            for row in range(len(x)):
+                tiles.add_products(len(weights) * row + column, 4 + row, register)
 
 
 def panel_code(module: ir.Module, result: ir.Type) -> Function:
@@ -111,7 +135,7 @@ def panel_code(module: ir.Module, result: ir.Type) -> Function:
     code = Function(module, f"panel_{result}", types, lanes=LANES)
     x, rows, inputs, panel, addend, addend_stride, out, out_stride = code.arguments
     x, panel, addend, out = x.of(BFLOAT16), panel.of(BFLOAT16), addend.of(BFLOAT16), out.of(result)
-    space = code.builder.alloca(ir.ArrayType(ir.FloatType(), ROWS * OUTPUTS))
+    space = code.builder.alloca(floats_type(LANES), size=ROWS * OUTPUTS // LANES)
     sums = Memory(code.builder, space, LANES)
     tiles = TileCode(code)
     with code.loop(0, rows, step=ROWS) as row:
@@ -139,18 +163,13 @@ def _sums_of_block(
     sums: Memory,
     halves: int,
 ) -> None:
-    """Of 16 or 32 rows of x: registers 0 to 3 have the sums, 4 and 5 x, 6 and 7 the weights."""
+    """Of 16 or 32 rows of x."""
     places = list(product(range(halves), range(2)))
     for row, column in places:
         tiles.zero(2 * row + column)
-    with code.loop(0, inputs, step=INPUTS) as first:
-        for row in range(halves):
-            tiles.load(4 + row, x.from_(inputs * (row * HALF) + first), inputs * 2)
-        for column in range(2):
-            at = first * OUTPUTS + column * (INPUTS * HALF)
-            tiles.load(6 + column, panel.from_(at), ROW_BYTES)
-        for row, column in places:
-            tiles.add_products(2 * row + column, 4 + row, 6 + column)
+    blocks = [x.from_(inputs * (row * HALF)) for row in range(halves)]
+    weights = [panel.from_(column * (INPUTS * HALF)) for column in range(2)]
+    add_products(code, tiles, blocks, inputs * 2, inputs, weights, OUTPUTS)
     for row, column in places:
         target = sums.from_(row * HALF * OUTPUTS + column * HALF)
         tiles.store(2 * row + column, target, 4 * OUTPUTS)

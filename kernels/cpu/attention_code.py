@@ -14,16 +14,9 @@ import ctypes
 
 from llvmlite import ir
 
-from baton.kernels.cpu.attention_tile import (
-    SPLIT,
-    ContextSplit,
-    Heads,
-    Merging,
-    PageTable,
-    Tiles,
-    copy_query,
-    find_tokens,
-)
+from baton.kernels.cpu import amx
+from baton.kernels.cpu.attention_shape import SPLIT, WEIGHTS_STRIDE, ContextSplit, Heads, PageTable
+from baton.kernels.cpu.attention_tile import Merging, Tiles, copy_query, find_tokens
 from baton.kernels.cpu.compiler import Library
 from baton.kernels.cpu.ir_builder import COUNT, POINTER, Arguments, Count, Function, Memory
 
@@ -85,14 +78,19 @@ class Scratch:
     """A thread's memory for items of up to `rows` rows."""
 
     def __init__(self, shape: Heads, rows: int) -> None:
+        rows = -(-rows // shape.rows) * shape.rows
+        laid_out = SPLIT * shape.head_dim // 2 if shape.amx else 0
         sizes = {
             "places": 2 * SPLIT,  # 64-bit offsets
             "bounds": 4 * rows,  # 64-bit numbers
-            "weights": rows * SPLIT,
+            "weights": rows * WEIGHTS_STRIDE,
             "queries": rows * shape.head_dim,
             "parts": rows * shape.part_numbers,
             "merged": rows * shape.part_numbers,
+            "keys": laid_out,
+            "values": laid_out,
         }
+        self._operand = shape.operand
         self._starts, start = {}, 0
         for name, size in sizes.items():
             self._starts[name] = start
@@ -108,7 +106,8 @@ class Scratch:
 
     def parts_of(self, memory: Memory) -> dict[str, Memory]:
         """A thread's memory, by name."""
-        return {name: memory.from_(start) for name, start in self._starts.items()}
+        parts = {name: memory.from_(start) for name, start in self._starts.items()}
+        return parts | {"queries": parts["queries"].of(self._operand)}
 
 
 class AttentionCode:
@@ -134,7 +133,8 @@ class AttentionCode:
         given = Arguments(structure, DecodeArguments)
         scratch, splits = self.decode_scratch.of_thread(code, given), given.count("splits")
         items = given.count("sequences") * shape.kv_heads * splits
-        with code.claim(given.field("items_claimed"), items) as item:
+        registers = amx.tile_registers(code, used=shape.amx)
+        with registers, code.claim(given.field("items_claimed"), items) as item:
             index, rest = item % splits, item // splits
             code.call(
                 part, structure, scratch, rest // shape.kv_heads, rest % shape.kv_heads, index
@@ -166,9 +166,14 @@ class AttentionCode:
         parts = given.memory("parts").from_(
             ((sequence * shape.heads + head) * splits + index) * shape.part_numbers
         )
-        stride = splits * shape.part_numbers
         rows = Count(code.builder, ir.Constant(COUNT, shape.group))
-        self._tiles.make_parts(code, rows, memory, split, parts, stride, SPLIT)
+        self._tiles.make_parts(code, rows, memory, split, SPLIT)
+        with (
+            code.loop(0, shape.group) as row,
+            code.loop(0, shape.part_numbers, step=shape.lanes) as at,
+        ):
+            part = memory["parts"].vector(row * shape.part_numbers + at)
+            parts.put(part, row * splits * shape.part_numbers + at)
         code.end()
         return code
 
@@ -185,7 +190,7 @@ class AttentionCode:
     ) -> tuple[Count, ContextSplit]:
         """The split of that number, cut to positions [first, end), and where it begins."""
         shape = self._shape
-        begin = (number * SPLIT).at_least(first // shape.lanes * shape.lanes)
+        begin = (number * SPLIT).at_least(first // shape.aligned * shape.aligned)
         stop = ((number + 1) * SPLIT).at_most(end)
         keys = given.memory("cache", shape.element).from_(kv_head * shape.head_dim)
         values = keys.from_(shape.page_size * shape.token_stride)
@@ -225,7 +230,8 @@ class AttentionCode:
         given = Arguments(structure, ChunkArguments)
         scratch = self.chunk_scratch.of_thread(code, given)
         blocks = (given.count("tokens") + self._chunk_tokens - 1) // self._chunk_tokens
-        with code.claim(given.field("items_claimed"), blocks * shape.kv_heads) as item:
+        items, registers = blocks * shape.kv_heads, amx.tile_registers(code, used=shape.amx)
+        with registers, code.claim(given.field("items_claimed"), items) as item:
             # The last tokens have the longest context: first.
             index = blocks - 1 - item // shape.kv_heads
             code.call(block, structure, scratch, index, item % shape.kv_heads)
@@ -253,10 +259,10 @@ class AttentionCode:
             with code.loop(0, rows) as row:
                 after = position + row // shape.group + 1 - begin
                 self._put_bounds(memory["bounds"], row, after - window, after, split)
-            parts, stride = memory["parts"], shape.part_numbers
-            self._tiles.make_parts(code, rows, memory, split, parts, stride, CHUNK_STEP)
-            with code.loop(0, rows * stride, step=stride) as at:
-                code.call(self._merging.add, memory["merged"].from_(at), parts.from_(at))
+            self._tiles.make_parts(code, rows, memory, split, CHUNK_STEP)
+            with code.loop(0, rows * shape.part_numbers, step=shape.part_numbers) as at:
+                part = memory["parts"].from_(at)
+                code.call(self._merging.add, memory["merged"].from_(at), part)
         out = given.memory("out", shape.element)
         with code.loop(0, rows) as row:
             at = self._query(row, token, kv_head, shape.token_numbers)

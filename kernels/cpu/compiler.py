@@ -200,6 +200,12 @@ def has_amx() -> bool:
 
 
 @functools.cache
+def rounds_to_bfloat16() -> bool:
+    """Whether this CPU has an instruction for it; without one, LLVM calls a library."""
+    return not _is_arm() and bool(_features().get("avx512bf16"))
+
+
+@functools.cache
 def _features() -> dict[str, bool]:
     from llvmlite import binding
 

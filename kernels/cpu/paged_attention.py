@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from baton.kernels.cpu import compiler
+from baton.kernels.cpu import amx, compiler
 from baton.kernels.cpu.attention_code import AttentionCode, ChunkArguments, DecodeArguments
-from baton.kernels.cpu.attention_tile import SPLIT, Heads
+from baton.kernels.cpu.attention_shape import SPLIT, Heads
 from baton.kernels.cpu.compiler import Registers
 from baton.kernels.cpu.vectors import element_of
 
@@ -87,7 +87,9 @@ class CompiledAttention:
 
 def paged_attention(heads: int, kv: Tensor) -> CompiledAttention | None:
     """For kv [page, 2, token, kv_head, dim]; None where there is no code for the shape."""
-    return _compiled(heads, *kv.shape[2:], kv.dtype, compiler.registers())
+    head_dim = kv.shape[-1]
+    tiles = kv.dtype == torch.bfloat16 and head_dim % amx.INPUTS == 0 and compiler.has_amx()
+    return _compiled(heads, *kv.shape[2:], kv.dtype, compiler.registers(), tiles)
 
 
 @functools.cache
@@ -98,9 +100,11 @@ def _compiled(
     head_dim: int,
     dtype: torch.dtype,
     registers: Registers,
+    tiles: bool,
 ) -> CompiledAttention | None:
     lanes = compiler.lanes_for(head_dim, registers)
     if not lanes:
         return None
     element, number = element_of(dtype), registers.number
-    return CompiledAttention(Heads(heads, kv_heads, head_dim, page_size, element, lanes, number))
+    shape = Heads(heads, kv_heads, head_dim, page_size, element, lanes, number, tiles)
+    return CompiledAttention(shape)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from llvmlite import ir
@@ -276,10 +276,6 @@ class _Place:
     rows: Count
 
 
-def _registers(code: Function, tile: Tile) -> AbstractContextManager[None]:
-    return amx.tile_registers(code) if tile.amx else nullcontext()
-
-
 @contextmanager
 def _panels(code: Function, given: Arguments, tile: Tile) -> Iterator[_Place]:
     """What this thread claims, panel by panel."""
@@ -288,7 +284,8 @@ def _panels(code: Function, given: Arguments, tile: Tile) -> Iterator[_Place]:
     panels = (outputs + tile.panel - 1) // tile.panel
     parts = (every_row + rows_per_item - 1) // rows_per_item
     items = (panels + a_item - 1) // a_item * parts
-    with _registers(code, tile), code.claim(given.field("items_claimed"), items) as item:
+    registers = amx.tile_registers(code, used=tile.amx)
+    with registers, code.claim(given.field("items_claimed"), items) as item:
         first, row = item // parts * a_item, item % parts * rows_per_item
         rows = (every_row - row).at_most(rows_per_item)
         with code.loop(first, (first + a_item).at_most(panels)) as index:

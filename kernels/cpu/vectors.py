@@ -13,6 +13,8 @@ from itertools import pairwise
 import torch
 from llvmlite import ir
 
+from baton.kernels.cpu import compiler
+
 QUAD = 4
 """Lanes of the smallest vectors."""
 
@@ -66,6 +68,10 @@ class Floats:
     def at_least(self, other: Floats | float) -> Floats:
         return self._call("maxnum", self, self._same(other))
 
+    def or_greater(self, other: Floats) -> Floats:
+        """As at_least where none is NaN: on x86_64 one instruction instead of three."""
+        return self._call("maxnum", self, other, fastmath=("nnan", "nsz"))
+
     def at_most(self, other: Floats | float) -> Floats:
         return self._call("minnum", self, self._same(other))
 
@@ -87,7 +93,7 @@ class Floats:
 
     def greatest(self) -> Floats:
         """The greatest of all lanes, in all of them."""
-        return self._folded(Floats.at_least)
+        return self._folded(Floats.or_greater)
 
     def _folded(self, combine: Callable[[Floats, Floats], Floats]) -> Floats:
         folded, distance = self, 1
@@ -110,13 +116,13 @@ class Floats:
         """self in the lanes of the condition, other elsewhere."""
         return Floats(self.builder, self.builder.select(condition, self.value, other.value))
 
-    def _call(self, name: str, *arguments: Floats) -> Floats:
+    def _call(self, name: str, *arguments: Floats, fastmath: tuple[str, ...] = ()) -> Floats:
         values = [argument.value for argument in arguments]
         kind = self.value.type
         intrinsic = declare(
             self.builder.module, f"llvm.{name}.v{self.lanes}f32", kind, [kind] * len(values)
         )
-        return Floats(self.builder, self.builder.call(intrinsic, values))
+        return Floats(self.builder, self.builder.call(intrinsic, values, fastmath=fastmath))
 
 
 def constant(builder: ir.IRBuilder, value: float, lanes: int) -> Floats:
@@ -134,14 +140,18 @@ def repeat(builder: ir.IRBuilder, scalar: ir.Value, lanes: int) -> Floats:
 
 
 def transposed(rows: list[Floats]) -> list[Floats]:
-    """Four rows of four -> its columns."""
-    low = [rows[0].arranged(rows[2], [0, 4, 1, 5]), rows[1].arranged(rows[3], [0, 4, 1, 5])]
-    high = [rows[0].arranged(rows[2], [2, 6, 3, 7]), rows[1].arranged(rows[3], [2, 6, 3, 7])]
-    return [
-        half[0].arranged(half[1], lanes)
-        for half in (low, high)
-        for lanes in ([0, 4, 1, 5], [2, 6, 3, 7])
+    """As many rows as they have lanes -> its columns. Each turn interleaves the rows of the first
+    half with those of the second."""
+    size = len(rows)
+    half = size // 2
+    low = [
+        lane for pair in zip(range(half), range(size, size + half), strict=True) for lane in pair
     ]
+    high = [lane + half for lane in low]
+    for _ in range(half.bit_length()):
+        pairs = zip(rows[:half], rows[half:], strict=True)
+        rows = [one.arranged(other, lanes) for one, other in pairs for lanes in (low, high)]
+    return rows
 
 
 def totals(four: list[Floats]) -> Floats:
@@ -202,9 +212,19 @@ def widened(builder: ir.IRBuilder, halves: ir.Value) -> Floats:
     return Floats(builder, builder.bitcast(bits, floats_type(lanes)))
 
 
+class _BrainFloat(ir.Type):  # type: ignore[misc]
+    """LLVM's own bfloat16, which llvmlite does not name."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+
 def narrowed(numbers: Floats) -> ir.Value:
     """Rounded to bfloat16: to the nearest, of two the even one; NaN stays NaN."""
     builder, lanes = numbers.builder, numbers.lanes
+    if compiler.rounds_to_bfloat16():
+        found = builder.fptrunc(numbers.value, ir.VectorType(_BrainFloat(), lanes))
+        return builder.bitcast(found, ir.VectorType(BFLOAT16, lanes))
     bits = builder.bitcast(numbers.value, ir.VectorType(LANE, lanes))
     sixteen, one = _lane_numbers([16] * lanes), _lane_numbers([1] * lanes)
     odd = builder.and_(builder.lshr(bits, sixteen), one)
@@ -212,6 +232,14 @@ def narrowed(numbers: Floats) -> ir.Value:
     is_nan = builder.fcmp_unordered("uno", numbers.value, numbers.value)
     chosen = builder.select(is_nan, _lane_numbers([0x7FC00000] * lanes), rounded)
     return builder.trunc(builder.lshr(chosen, sixteen), ir.VectorType(BFLOAT16, lanes))
+
+
+def paired(low: Floats, high: Floats) -> Floats:
+    """Numbers that are bfloat16, two in each lane."""
+    builder, integers = low.builder, ir.VectorType(LANE, low.lanes)
+    bits = [builder.bitcast(each.value, integers) for each in (low, high)]
+    shifted = builder.lshr(bits[0], _lane_numbers([16] * low.lanes))
+    return Floats(builder, builder.bitcast(builder.or_(shifted, bits[1]), low.value.type))
 
 
 def rounded(numbers: Floats, element: ir.Type) -> Floats:

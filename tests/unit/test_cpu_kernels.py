@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from emulated_tiles import emulated_tiles
 from engine_loop import load, serve
 from kernel_checks import assert_close
 from tiny_models import TINY_MODELS, generate_with_transformers, save
@@ -195,6 +196,15 @@ def test_bfloat16_attention_is_close(shape: tuple[int, int, int, int]) -> None:
     exact = layer_caches(pages.kv.bfloat16().double())[1]
     wanted = decode_attention(query.double(), exact, reads)
     assert_close(decode_attention(query, rounded, reads), wanted)
+
+
+@compiled
+@pytest.mark.parametrize("shape", [(9, 3, 64, 16), (33, 1, 32, 5), (14, 2, 96, 32)])
+def test_attention_on_tile_registers_is_close(
+    shape: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with emulated_tiles(monkeypatch):
+        test_bfloat16_attention_is_close(shape)
 
 
 @compiled

@@ -1,6 +1,7 @@
 """A row's numbers, bit for bit, alone and in any company, on a CPU with compiled kernels.
 
-Vectors of other CPUs are compiled too: LLVM cuts them into this one's.
+Vectors of other CPUs are compiled too: LLVM cuts them into this one's. Tile registers are
+emulated.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from emulated_tiles import emulated_tiles
 from tiny_models import TINY_MODELS, save
 from torch import Tensor
 
@@ -220,6 +222,30 @@ def test_vectors_of_other_cpus(dtype: torch.dtype) -> None:
     test_gated_products(dtype)
     test_rotation_and_norms_of_heads(dtype)
     test_attention((6, 2, 48), 60, dtype)
+
+
+@pytest.mark.parametrize(
+    ("shape", "window"), [((9, 3, 64), None), ((4, 4, 32), 60), ((20, 1, 96), 300)]
+)
+def test_attention_on_tile_registers(
+    shape: tuple[int, int, int], window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with emulated_tiles(monkeypatch):
+        test_attention(shape, window, torch.bfloat16)
+
+
+def test_products_on_tile_registers(monkeypatch: pytest.MonkeyPatch) -> None:
+    with emulated_tiles(monkeypatch):
+        test_products(64, 70, torch.bfloat16)
+        test_gated_products(torch.bfloat16)
+
+
+@pytest.mark.skipif(not compiler.has_amx(), reason="needs AMX")
+def test_tile_registers_are_as_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = Context(9, 3, 64, torch.bfloat16)
+    found = context.whole(None)
+    with emulated_tiles(monkeypatch):
+        assert torch.equal(context.whole(None), found)
 
 
 @pytest.mark.parametrize("name", ["llama-biases", "llama-tied-mqa", "mistral-window", "qwen3"])

@@ -1,0 +1,273 @@
+"""Products of attention: scores of queries with keys, and weighted sums of values.
+
+VectorProducts computes both with vectors and reads keys and values where they are. TileProducts
+is for bfloat16 on tile registers (amx.py), where keys and values are the weights of a product:
+they are laid out so once per split.
+
+    scores     [rows, head_dim] x [head_dim, tokens], 64 tokens at a time
+    values     [rows, tokens] x [tokens, head_dim], 32 tokens at a time
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+
+from baton.kernels.cpu import amx
+from baton.kernels.cpu.attention_shape import WEIGHTS_STRIDE, ContextSplit, Heads, Step
+from baton.kernels.cpu.ir_builder import COUNT, POINTER, Count, Function, Memory
+from baton.kernels.cpu.vectors import BFLOAT16, FLOAT, QUAD, Floats, paired, totals, transposed
+
+LINE = 64
+"""Bytes of a cache line."""
+
+SUMS = 4
+"""Tile registers for sums."""
+
+
+class VectorProducts:
+    """Functions for 1 to shape.rows rows."""
+
+    def __init__(self, module: ir.Module, shape: Heads) -> None:
+        self._module, self._shape = module, shape
+        counts = range(1, shape.rows + 1)
+        self._score = [self._scores(rows) for rows in counts]
+        self._add = [self._values(rows) for rows in counts]
+
+    def lay_out(self, code: Function, memory: dict[str, Memory], split: ContextSplit) -> None:
+        """Nothing: keys and values are read from their pages."""
+
+    def scores(
+        self, code: Function, at: Step, memory: dict[str, Memory], split: ContextSplit
+    ) -> None:
+        """Stores products of queries and keys as memory["weights"]."""
+        queries = memory["queries"].from_(at.row * self._shape.head_dim)
+        scores = memory["weights"].from_(at.row * WEIGHTS_STRIDE + at.token)
+        given = (queries, split.keys, split.places.from_(at.token), at.tokens, scores)
+        self._dispatch(code, at.rows, self._score, given)
+
+    def values(
+        self, code: Function, at: Step, memory: dict[str, Memory], split: ContextSplit
+    ) -> None:
+        """Adds weighted values to memory["parts"]."""
+        weights = memory["weights"].from_(at.row * WEIGHTS_STRIDE + at.token)
+        parts = memory["parts"].from_(at.row * self._shape.part_numbers)
+        given = (weights, split.values, split.places.from_(at.token), at.tokens, parts)
+        self._dispatch(code, at.rows, self._add, given)
+
+    @staticmethod
+    def _dispatch(
+        code: Function, rows: Count, functions: list[Function], given: tuple[Any, ...]
+    ) -> None:
+        """Calls the function for this many rows."""
+        for count, function in enumerate(functions, start=1):
+            with code.when(rows.compare("==", count)):
+                code.call(function, *given)
+
+    def _scores(self, rows: int) -> Function:
+        """Products of queries and keys; past the last token, up to a multiple of four, that
+        token's again: (queries, keys, places, tokens, scores)"""
+        shape, types = self._shape, [POINTER, POINTER, POINTER, COUNT, POINTER]
+        code = Function(self._module, f"scores_{rows}", types, lanes=shape.lanes)
+        query, keys, places, tokens, scores = code.arguments
+        keys, places = keys.of(shape.element), places.of(COUNT)
+        with code.loop(0, tokens, step=QUAD) as first:
+            last = tokens - 1
+            at = [keys.from_(places.count((first + each).at_most(last))) for each in range(QUAD)]
+            for key in at:
+                prefetch_value(shape, key)
+            zeros = [code.zero()] * (rows * QUAD)
+            with code.sum_loop(0, shape.head_dim, zeros, step=shape.lanes) as (dim, sums):
+                self._add_products(query, at, dim, rows, sums)
+            for row in range(rows):
+                of_row = totals(sums[row * QUAD : (row + 1) * QUAD])
+                scores.in_lanes(QUAD).put(of_row, first + row * WEIGHTS_STRIDE)
+        code.end()
+        return code
+
+    def _add_products(
+        self, query: Memory, keys: list[Memory], dim: Count, rows: int, sums: list[Floats]
+    ) -> None:
+        """The fewer of queries and keys stay in registers."""
+        of_rows = [query.from_(dim + row * self._shape.head_dim) for row in range(rows)]
+        if rows < QUAD:
+            held = [row.vector() for row in of_rows]
+            for token, key in enumerate(keys):
+                k = key.vector(dim)
+                for row, q in enumerate(held):
+                    at = row * QUAD + token
+                    sums[at] = sums[at].plus_product(q, k)
+            return
+        held = [key.vector(dim) for key in keys]
+        for row, memory in enumerate(of_rows):
+            q = memory.vector()
+            for token, k in enumerate(held):
+                at = row * QUAD + token
+                sums[at] = sums[at].plus_product(q, k)
+
+    def _values(self, rows: int) -> Function:
+        """Adds weighted values to parts: (weights, values, places, tokens, parts)"""
+        shape, types = self._shape, [POINTER, POINTER, POINTER, COUNT, POINTER]
+        code = Function(self._module, f"values_{rows}", types, lanes=shape.lanes)
+        weights, values, places, tokens, parts = code.arguments
+        values, places, vectors = values.of(shape.element), places.of(COUNT), shape.vectors(rows)
+        with code.loop(0, shape.head_dim, step=vectors * shape.lanes) as start:
+            places_of_sums = [
+                start + (row * shape.part_numbers + vector * shape.lanes)
+                for row in range(rows)
+                for vector in range(vectors)
+            ]
+            known = [parts.vector(at) for at in places_of_sums]
+            with code.sum_loop(0, tokens, known) as (token, sums):
+                value = values.from_(places.count(token) + start)
+                shares = weights.from_(token)
+                self._add_values(value, shares, rows, vectors, sums)
+            for at, total in zip(places_of_sums, sums, strict=True):
+                parts.put(total, at)
+        code.end()
+        return code
+
+    def _add_values(
+        self, value: Memory, weights: Memory, rows: int, vectors: int, sums: list[Floats]
+    ) -> None:
+        """One token's. The fewer of values and weights stay in registers."""
+        of_token = [value.from_(vector * self._shape.lanes) for vector in range(vectors)]
+        of_rows = [weights.from_(row * WEIGHTS_STRIDE) for row in range(rows)]
+        if rows < vectors:
+            shares = [each.repeated() for each in of_rows]
+            for vector, memory in enumerate(of_token):
+                numbers = memory.vector()
+                for row, share in enumerate(shares):
+                    at = row * vectors + vector
+                    sums[at] = sums[at].plus_product(numbers, share)
+            return
+        held = [memory.vector() for memory in of_token]
+        for row, memory in enumerate(of_rows):
+            share = memory.repeated()
+            for vector, numbers in enumerate(held):
+                at = row * vectors + vector
+                sums[at] = sums[at].plus_product(numbers, share)
+
+
+class TileProducts:
+    """Functions for 16 rows; what is beyond the last has numbers of no use."""
+
+    def __init__(self, module: ir.Module, shape: Heads) -> None:
+        self._module, self._shape = module, shape
+        self._lay_out_keys, self._lay_out_values = self._keys_code(), self._values_code()
+        self._score, self._add = self._score_code(), self._add_code()
+
+    def lay_out(self, code: Function, memory: dict[str, Memory], split: ContextSplit) -> None:
+        """Keys and values as memory["keys"] and memory["values"]."""
+        given = (split.places, split.tokens)
+        code.call(self._lay_out_keys, split.keys, *given, memory["keys"])
+        code.call(self._lay_out_values, split.values, *given, memory["values"])
+
+    def scores(
+        self, code: Function, at: Step, memory: dict[str, Memory], split: ContextSplit
+    ) -> None:
+        """Stores products of queries and keys as memory["weights"]."""
+        size = self._shape.head_dim
+        queries = memory["queries"].from_(at.row * size)
+        keys = memory["keys"].of(BFLOAT16).from_(at.token * size)
+        scores = memory["weights"].from_(at.row * WEIGHTS_STRIDE + at.token)
+        code.call(self._score, queries, keys, at.tokens, scores)
+
+    def values(
+        self, code: Function, at: Step, memory: dict[str, Memory], split: ContextSplit
+    ) -> None:
+        """Adds weighted values to memory["parts"]."""
+        weights = memory["weights"].from_(at.row * WEIGHTS_STRIDE).of(BFLOAT16).from_(at.token)
+        values = memory["values"].of(BFLOAT16).from_(at.token * self._shape.head_dim)
+        parts = memory["parts"].from_(at.row * self._shape.part_numbers)
+        code.call(self._add, weights, values, at.tokens, parts)
+
+    def _keys_code(self) -> Function:
+        """16 tokens at a time: of each 32 of their numbers, pairs of them: (keys, places, tokens,
+        laid out)"""
+        shape, types = self._shape, [POINTER, POINTER, COUNT, POINTER]
+        code = Function(self._module, "lay_out_keys", types, lanes=amx.LANES)
+        keys, places, tokens, out = code.arguments
+        with code.loop(0, tokens, step=amx.HALF) as first:
+            at = _places(keys, places, first, tokens, amx.HALF)
+            for key in at:
+                prefetch_value(shape, key)
+            with code.loop(0, shape.head_dim, step=amx.INPUTS) as dim:
+                target = out.from_(first * (shape.head_dim // 2) + dim * (amx.HALF // 2))
+                pairs = transposed([key.from_(dim).of(FLOAT).vector() for key in at])
+                for pair, of_tokens in enumerate(pairs):
+                    target.put(of_tokens, pair * amx.HALF)
+        code.end()
+        return code
+
+    def _values_code(self) -> Function:
+        """32 tokens at a time: of each 16 of their numbers, pairs of tokens; past the last token
+        that one: (values, places, tokens, laid out)"""
+        shape, types = self._shape, [POINTER, POINTER, COUNT, POINTER]
+        code = Function(self._module, "lay_out_values", types, lanes=amx.LANES)
+        values, places, tokens, out = code.arguments
+        blocks = (tokens + amx.INPUTS - 1) // amx.INPUTS
+        with code.loop(0, blocks * amx.INPUTS, step=2) as first:
+            low, high = _places(values, places, first, tokens, 2)
+            block = out.from_(first // amx.INPUTS * (amx.HALF * shape.head_dim))
+            with code.loop(0, shape.head_dim, step=amx.HALF) as dim:
+                pairs = paired(low.vector(dim), high.vector(dim))
+                block.put(pairs, dim * amx.HALF + first % amx.INPUTS * (amx.HALF // 2))
+        code.end()
+        return code
+
+    def _score_code(self) -> Function:
+        """(queries, keys, tokens, scores)"""
+        size, types = self._shape.head_dim, [POINTER, POINTER, COUNT, POINTER]
+        code = Function(self._module, "scores", types, lanes=amx.LANES)
+        queries, keys, tokens, scores = code.arguments
+        queries, keys, tiles = queries.of(BFLOAT16), keys.of(BFLOAT16), amx.TileCode(code)
+        with code.loop(0, tokens, step=SUMS * amx.HALF) as first:
+            columns = [first + column for column in range(0, SUMS * amx.HALF, amx.HALF)]
+            for register in range(SUMS):
+                tiles.zero(register)
+            blocks = [keys.from_(column * size) for column in columns]
+            amx.add_products(code, tiles, [queries], 2 * size, size, blocks, amx.HALF)
+            for register, column in enumerate(columns):
+                tiles.store(register, scores.from_(column), 4 * WEIGHTS_STRIDE)
+        code.end()
+        return code
+
+    def _add_code(self) -> Function:
+        """(weights, values, tokens, parts)"""
+        size, stride = self._shape.head_dim, 4 * self._shape.part_numbers
+        types = [POINTER, POINTER, COUNT, POINTER]
+        code = Function(self._module, "values", types, lanes=amx.LANES)
+        weights, values, tokens, parts = code.arguments
+        weights, values, tiles = weights.of(BFLOAT16), values.of(BFLOAT16), amx.TileCode(code)
+        for start in range(0, size, SUMS * amx.HALF):
+            columns = range(start, min(size, start + SUMS * amx.HALF), amx.HALF)
+            for register, column in enumerate(columns):
+                tiles.load(register, parts.from_(column), stride)
+            blocks = [values.from_(column * amx.INPUTS) for column in columns]
+            amx.add_products(code, tiles, [weights], 4 * WEIGHTS_STRIDE, tokens, blocks, size)
+            for register, column in enumerate(columns):
+                tiles.store(register, parts.from_(column), stride)
+        code.end()
+        return code
+
+
+def products_of(module: ir.Module, shape: Heads) -> VectorProducts | TileProducts:
+    return TileProducts(module, shape) if shape.amx else VectorProducts(module, shape)
+
+
+def prefetch_value(shape: Heads, key: Memory) -> None:
+    """The value of a key's token, for the weighted sum: rows are too far apart for the hardware's
+    prefetcher."""
+    size = 4 if shape.element == FLOAT else 2
+    for start in range(0, shape.head_dim, LINE // size):
+        key.prefetch(shape.page_size * shape.token_stride + start)
+
+
+def _places(
+    numbers: Memory, places: Memory, first: Count, tokens: Count, count: int
+) -> list[Memory]:
+    """The bfloat16 numbers of tokens from the first on; past the last token, its own."""
+    numbers, places, last = numbers.of(BFLOAT16), places.of(COUNT), tokens - 1
+    return [numbers.from_(places.count((first + each).at_most(last))) for each in range(count)]

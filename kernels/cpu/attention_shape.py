@@ -1,0 +1,104 @@
+"""What compiled attention is written for, and what it reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llvmlite import ir
+
+from baton.kernels.cpu import amx
+from baton.kernels.cpu.ir_builder import Count, Memory
+from baton.kernels.cpu.vectors import BFLOAT16, FLOAT, QUAD
+
+SPLIT = 256
+"""Tokens whose weights share one greatest score; a multiple of any number of lanes."""
+
+WEIGHTS_STRIDE = SPLIT + 16
+"""Numbers from one row's weights to the next's: not a power of two, which would place all rows
+in few sets of the first cache."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The shape that code is compiled for."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    element: ir.Type  # of queries, keys, values and results
+    lanes: int
+    registers: int
+    amx: bool = False  # products are of tile registers (amx.py)
+
+    @property
+    def operand(self) -> ir.Type:
+        """Of queries and weights, as products take them."""
+        return BFLOAT16 if self.amx else FLOAT
+
+    @property
+    def aligned(self) -> int:
+        """Tokens that sums take at once, from a multiple of it."""
+        return amx.INPUTS if self.amx else self.lanes
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile: of a tile register, or as many as fill the registers with their scores
+        with four tokens."""
+        if self.amx:
+            return amx.HALF
+        return (self.registers - 4) // QUAD - (self.registers > 16)
+
+    def vectors(self, rows: int) -> int:
+        """Vectors of each row's result that are summed at a time."""
+        every = self.head_dim // self.lanes
+        at_most = max(1, (self.registers - 4) // rows)
+        return max(n for n in range(1, at_most + 1) if every % n == 0)
+
+    @property
+    def token_stride(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    @property
+    def token_numbers(self) -> int:
+        """All queries of a token."""
+        return self.heads * self.head_dim
+
+    @property
+    def part_numbers(self) -> int:
+        """A part: its weighted sum, then greatest score and sum of weights, each in all lanes."""
+        return self.head_dim + 2 * self.lanes
+
+
+@dataclass(frozen=True)
+class ContextSplit:
+    """What rows of one key head read of one split."""
+
+    keys: Memory  # of the head, in page 0
+    values: Memory
+    places: Memory  # [tokens], offsets from there
+    tokens: Count
+
+
+@dataclass(frozen=True)
+class PageTable:
+    """Where a sequence's tokens are."""
+
+    table: Memory  # page ids
+    stride: Count  # numbers from one page to the next
+    start: Count  # the position of the table's first token
+
+
+@dataclass(frozen=True)
+class Step:
+    """Some tokens of a split, for a tile of rows."""
+
+    row: Count  # the first
+    rows: Count
+    token: Count  # the first
+    tokens: Count
