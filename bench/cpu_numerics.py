@@ -27,7 +27,13 @@ from baton.engine.architecture import Architecture, parse_architecture
 from baton.engine.runner import Runner
 from baton.engine.step import ChunkInputs
 from baton.engine.weights import RandomTensors, load_model
-from baton.kernels.attention import ChunkReads, DecodeReads, chunk_attention, decode_attention
+from baton.kernels.attention import (
+    ChunkReads,
+    DecodeReads,
+    Scoring,
+    chunk_attention,
+    decode_attention,
+)
 from baton.kernels.cache import layer_caches
 from baton.kernels.cpu import compiler
 from baton.kernels.linear import GatedLinear, Linear, RMSNorm
@@ -167,17 +173,19 @@ class Pages:
         size = (pages, 1, 2, PAGE_SIZE, shape.kv_heads, shape.head_dim)
         (self.cache,) = layer_caches(torch.randn(size).to(dtype))
         self.table = torch.randperm(pages)
+        self._scoring = Scoring(shape.score_scale, shape.score_cap)
 
     def chunk(self, query: Tensor, position: int) -> Tensor:
         end = position + len(query)
         pages = self.table[: (end - 1) // PAGE_SIZE + 1]
-        return chunk_attention(query, self.cache, ChunkReads(pages, 0, position, end, None))
+        reads = ChunkReads(pages, 0, position, end, None)
+        return chunk_attention(query, self.cache, reads, self._scoring)
 
     def decode(self, query: Tensor, ends: list[int]) -> Tensor:
         start = torch.zeros(len(ends), dtype=torch.int64)
         tables = self.table.repeat(len(ends), 1)
         reads = DecodeReads(tables, start, start, torch.tensor(ends), max(ends), False)
-        return decode_attention(query, self.cache, reads)
+        return decode_attention(query, self.cache, reads, self._scoring)
 
 
 def attention(shape: Architecture) -> None:

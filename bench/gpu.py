@@ -10,9 +10,10 @@ sampled, fetched and appended.
 A time to first token runs from the submission to the token in the caller's
 hands. A decode step is (time of 130 tokens - time of 2 tokens) / 128 of the
 whole batch. A row's floor is what its matrix products take by themselves, under
-a CUDA graph, plus its attention by cuDNN (prompts) or the time to read its keys
-and values once (decode): all measured in the same run. So are both numerics,
-one after the other for each row.
+a CUDA graph (of experts, those that evenly spread rows choose), plus its
+attention by cuDNN (prompts) or the time to read its keys and values once
+(decode): all measured in the same run. So are both numerics, one after the
+other for each row.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from baton.engine.page_pool import PagePool
 from baton.engine.sequence import Sequence
 from baton.engine.step import InFlightStep, Plan
 from baton.engine.weights import RandomTensors, load_model
+from baton.kernels.experts import MLP, Experts
 from baton.kernels.linear import GatedLinear, Linear
 
 PAGE_SIZE = 16
@@ -207,8 +209,9 @@ class Floors:
 
     def _run_products(self, rows: int) -> None:
         for layer in self._model.layers:
-            for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
+            for linear in (layer.qkv, layer.output):
                 _product(linear, rows)
+            _feed_forward(layer.mlp, rows)
         _product(self._model.head, rows if rows <= MAX_BATCH else 1)
 
     def _attention(self, length: int) -> float:
@@ -239,6 +242,33 @@ def _product(linear: Linear | GatedLinear, rows: int) -> None:
     if size not in _inputs:
         _inputs[size] = torch.randn(size, dtype=torch.bfloat16, device="cuda")
     torch.mm(_inputs[size], linear.weight.t())
+
+
+def _feed_forward(mlp: MLP | Experts, rows: int) -> None:
+    """Of experts those that evenly spread rows choose, each with as many rows."""
+    if isinstance(mlp, MLP):
+        _product(mlp.gate_up, rows)
+        _product(mlp.down, rows)
+        return
+    routing = mlp.routing
+    chosen = routing.experts * (1.0 - (1.0 - routing.top_k / routing.experts) ** rows)
+    used = max(routing.top_k, round(chosen))
+    _product(mlp.router, rows)
+    for weight in (mlp.gate_up, mlp.down):
+        _batched(weight[:used], -(-rows * routing.top_k // used))
+        _batched(weight[routing.experts :], rows)
+
+
+_batches: dict[tuple[int, int, int], Tensor] = {}
+
+
+def _batched(weight: Tensor, rows: int) -> None:
+    """weight [experts, N, K], each with `rows` rows."""
+    size = (len(weight), rows, weight.shape[2])
+    if size not in _batches:
+        _batches[size] = torch.randn(size, dtype=torch.bfloat16, device="cuda")
+    if len(weight):
+        torch.bmm(_batches[size], weight.transpose(1, 2))
 
 
 def _graph_ms(body: Callable[[], None], repeats: int = 5) -> float:

@@ -11,16 +11,23 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import TYPE_CHECKING
 
 from baton.core.errors import InvalidConfig, UnsupportedModel
-from baton.engine.model_config import Family, ModelConfig, read_config
+from baton.engine.model_config import Family, LayerNorms, ModelConfig, QueryKeyNorm, read_config
+from baton.engine.rope import Rope, extended_context, read_rope
+from baton.engine.routing_config import parse_routing, sparse_layers
+from baton.kernels.routing import Routing
 
-RopeKind = Literal["default", "linear", "llama3", "yarn"]
-ROPE_KINDS: tuple[RopeKind, ...] = get_args(RopeKind)
+if TYPE_CHECKING:
+    from baton.kernels.linear import Activation
+
+ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+"""By transformers' names."""
 
 HARMLESS: dict[str, tuple[object, ...]] = {
     "is_causal": (True, None),
+    "use_bidirectional_attention": (False, None),
     "is_encoder_decoder": (False, None),
     "attention_chunk_size": (None,),
     "num_kv_shared_layers": (0, None),
@@ -32,24 +39,8 @@ that a family does not know have no effect there either."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rope:
-    """How positions rotate queries and keys. Fields that a kind does not use are neutral."""
-
-    kind: RopeKind
-    theta: float
-    factor: float = 1.0
-    original_context: int = 0
-    low_frequency_factor: float = 1.0
-    high_frequency_factor: float = 1.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    attention_factor: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
 class Architecture:
-    """The shape of a model. `windows` and `rotates` have one entry per layer."""
+    """The shape of a model. `windows`, `rope_of_layer` and `sparse` have one entry per layer."""
 
     family: str
     layers: int
@@ -61,134 +52,149 @@ class Architecture:
     vocabulary_size: int
     context_length: int
     norm_epsilon: float
-    rope: Rope
+    ropes: tuple[Rope, ...]
+    rope_of_layer: tuple[int | None, ...]  # its place in `ropes`; None: nothing is rotated
     windows: tuple[int | None, ...]  # a token sees itself and window - 1 tokens before it
-    rotates: tuple[bool, ...]
     tied_embeddings: bool
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
-    query_key_norm: bool
+    query_key_norm: QueryKeyNorm
+    norms: LayerNorms
+    norm_offset: float
+    activation: Activation
+    fused: bool  # the checkpoint keeps qkv_proj and gate_up_proj
+    embedding_scale: float
+    embedding_root: bool  # the scale is rounded to the model's dtype
+    score_scale: float
+    score_cap: float | None
+    logit_divisor: float
+    logit_cap: float | None
+    sparse: tuple[bool, ...]  # experts instead of an MLP
+    routing: Routing | None  # of sparse layers
 
 
-def read_architecture(folder: Path) -> Architecture:
-    """The architecture of the model in `folder`, or UnsupportedModel."""
+def read_architecture(folder: Path, max_context: int | None = None) -> Architecture:
+    """The architecture of the model in `folder`, for contexts of up to `max_context`; or
+    UnsupportedModel."""
     if (folder / "adapter_config.json").is_file():
         raise UnsupportedModel(f"{folder} holds an adapter, which is not supported; merge it first")
-    return parse_architecture(folder / "config.json")
+    return parse_architecture(folder / "config.json", max_context)
 
 
-def parse_architecture(path: Path) -> Architecture:
+def parse_architecture(path: Path, max_context: int | None = None) -> Architecture:
     """The architecture that a Hugging Face config file describes, or UnsupportedModel."""
     name, family, config = read_config(path)
     _refuse_what_we_cannot_run(config)
     hidden, heads = config.get("hidden_size", int), config.get("num_attention_heads", int)
-    context_length = config.get("max_position_embeddings", int)
-    rope = _rope(config, context_length)
+    head_dim = config.get("head_dim", int, hidden // max(heads, 1))
+    stated = config.get("max_position_embeddings", int)
+    served = max_context or stated
+    ropes = _ropes(config, family, head_dim, served)
+    context = extended_context(ropes[0], stated, served)
     rotates = _rotates(config, family)
+    windows = _windows(config, family, rotates)
     attention_bias = config.get("attention_bias", bool)
+    # The residual is kept divided by its multiplier, so that what is added needs no product: norms
+    # do not see the difference if their epsilon is divided by its square.
+    residual = _positive(config, "residual_multiplier", 1.0)
+    embedding = hidden**0.5 if family.embedding_root else 1.0
+    routing = parse_routing(config, family)
     architecture = Architecture(
         family=name,
-        layers=len(rotates),
+        layers=len(windows),
         hidden=hidden,
         intermediate=config.get("intermediate_size", int),
         heads=heads,
         kv_heads=config.get("num_key_value_heads", int, heads),
-        head_dim=config.get("head_dim", int, hidden // max(heads, 1)),
+        head_dim=head_dim,
         vocabulary_size=config.get("vocab_size", int),
-        context_length=_extended_context(rope, context_length),
-        norm_epsilon=config.get("rms_norm_eps", float),
-        rope=rope,
-        windows=_windows(config, family, rotates),
-        rotates=rotates,
+        context_length=context,
+        norm_epsilon=config.get("rms_norm_eps", float) / residual**2,
+        ropes=ropes,
+        rope_of_layer=tuple(
+            int(family.local_rope and window is not None) if rotated else None
+            for rotated, window in zip(rotates, windows, strict=True)
+        ),
+        windows=tuple(
+            None if window is None or window >= context else window for window in windows
+        ),
         tied_embeddings=config.get("tie_word_embeddings", bool),
-        qkv_bias=family.qkv_bias or attention_bias,
+        qkv_bias=_qkv_bias(config, family) or attention_bias,
         output_bias=attention_bias,
         mlp_bias=config.get("mlp_bias", bool),
         query_key_norm=family.query_key_norm,
+        norms=family.norms,
+        norm_offset=family.norm_offset,
+        activation=_activation(config, family),
+        fused=family.fused,
+        embedding_scale=config.get("embedding_multiplier", float, embedding) / residual,
+        embedding_root=family.embedding_root,
+        score_scale=_score_scale(config, head_dim),
+        score_cap=_cap(config, "attn_logit_softcapping"),
+        logit_divisor=_positive(config, "logits_scaling", 1.0),
+        logit_cap=_cap(config, "final_logit_softcapping"),
+        sparse=sparse_layers(config, routing, len(rotates)),
+        routing=routing,
     )
     _check_shape(architecture)
     return architecture
+
+
+def _positive(config: ModelConfig, key: str, default: float) -> float:
+    value = config.get(key, float, default)
+    if value <= 0.0:
+        raise InvalidConfig(f"{key} must be above 0, not {value:g}", field=key)
+    return value
+
+
+def _cap(config: ModelConfig, key: str) -> float | None:
+    return _positive(config, key, 1.0) if key in config else None
+
+
+def _activation(config: ModelConfig, family: Family) -> Activation:
+    name = config.get(family.activation, str)
+    if name not in ACTIVATIONS:
+        supported = ", ".join(ACTIVATIONS)
+        raise UnsupportedModel(f"activation {name!r} is not supported; supported: {supported}")
+    return ACTIVATIONS[name]
+
+
+def _score_scale(config: ModelConfig, head_dim: int) -> float:
+    scalar = _positive(config, "query_pre_attn_scalar", float(max(head_dim, 1)))
+    return config.get("attention_multiplier", float, 1.0 / math.sqrt(scalar))
 
 
 def _refuse_what_we_cannot_run(config: ModelConfig) -> None:
     if "quantization_config" in config:
         method = config.nested("quantization_config").get("quant_method", str, "unknown")
         raise UnsupportedModel(f"quantized checkpoints are not supported (method {method!r})")
-    activation = config.get("hidden_act", str)
-    if activation != "silu":
-        raise UnsupportedModel(f"activation {activation!r} is not supported; supported: silu")
     for key, harmless in HARMLESS.items():
         value = config.values.get(key)
         if value not in harmless:
             raise UnsupportedModel(f"config.json: {key} {json.dumps(value)} is not supported")
 
 
-def _rope(config: ModelConfig, context_length: int) -> Rope:
-    scaling = config.nested("rope_scaling")
-    if not scaling.values:
-        scaling = config.nested("rope_parameters")
-    if any(isinstance(value, dict) for value in scaling.values.values()):
-        raise UnsupportedModel("RoPE parameters that differ between layers are not supported")
-    if max(abs(1.0 - each.get("partial_rotary_factor", float, 1.0)) for each in (config, scaling)):
-        raise UnsupportedModel("partial rotary embeddings are not supported")
-    theta = scaling.get("rope_theta", float, config.get("rope_theta", float))
-    name = scaling.get("rope_type", str, scaling.get("type", str, "default"))
-    kind = next((kind for kind in ROPE_KINDS if kind == name), None)
-    if kind is None:
-        raise UnsupportedModel(
-            f"RoPE scaling {name!r} is not supported; supported: {', '.join(ROPE_KINDS)}"
-        )
-    if kind == "default":
-        return Rope(kind, theta)
-    if kind == "linear":
-        return Rope(kind, theta, factor=scaling.get("factor", float))
-    original = scaling.get("original_max_position_embeddings", int, context_length)
-    original = config.get("original_max_position_embeddings", int, original)
-    if kind == "llama3":
-        return Rope(
-            kind,
-            theta,
-            factor=scaling.get("factor", float),
-            original_context=original,
-            low_frequency_factor=scaling.get("low_freq_factor", float),
-            high_frequency_factor=scaling.get("high_freq_factor", float),
-        )
-    return _yarn(scaling, theta, original, context_length)
+def _qkv_bias(config: ModelConfig, family: Family) -> bool:
+    return config.get("qkv_bias", bool) if family.qkv_bias is None else family.qkv_bias
 
 
-def _yarn(scaling: ModelConfig, theta: float, original: int, context_length: int) -> Rope:
-    factor = scaling.get("factor", float, context_length / original)
-    return Rope(
-        "yarn",
-        theta,
-        factor=factor,
-        original_context=original,
-        beta_fast=scaling.get("beta_fast", float, 32.0) or 32.0,
-        beta_slow=scaling.get("beta_slow", float, 1.0) or 1.0,
-        truncate=scaling.get("truncate", bool, True),
-        attention_factor=scaling.get("attention_factor", float, _yarn_attention(scaling, factor)),
+def _ropes(
+    config: ModelConfig, family: Family, head_dim: int, max_context: int
+) -> tuple[Rope, ...]:
+    """Of all layers, or first of those without a window, then of those with one."""
+    parameters = config.nested("rope_parameters")
+    if not family.local_rope:
+        scaling = config.nested("rope_scaling")
+        scaling = scaling if scaling.values else parameters
+        return (read_rope(config, scaling, family, head_dim, max_context),)
+    everywhere = parameters.nested("full_attention").values | config.nested("rope_scaling").values
+    local = parameters.nested("sliding_attention").values
+    local = {"rope_theta": config.get("rope_local_base_freq", float)} | local
+    return tuple(
+        read_rope(config, ModelConfig(values), family, head_dim, max_context)
+        for values in (everywhere, local)
     )
-
-
-def _yarn_attention(scaling: ModelConfig, factor: float) -> float:
-    """YaRN's default correction of the attention temperature."""
-
-    def correction(scale: float) -> float:
-        return 1.0 if factor <= 1.0 else 0.1 * scale * math.log(factor) + 1.0
-
-    numerator = scaling.get("mscale", float, 0.0)
-    denominator = scaling.get("mscale_all_dim", float, 0.0)
-    if numerator and denominator:
-        return correction(numerator) / correction(denominator)
-    return correction(1.0)
-
-
-def _extended_context(rope: Rope, context_length: int) -> int:
-    """YaRN configs often state the context before scaling."""
-    if rope.kind != "yarn":
-        return context_length
-    return max(context_length, int(rope.original_context * rope.factor))
 
 
 def _rotates(config: ModelConfig, family: Family) -> tuple[bool, ...]:
@@ -211,17 +217,29 @@ def _windows(
         return _no_windows(config, len(rotates))
     typed = "layer_types" in config
     if typed and family.windows == "all":
-        raise UnsupportedModel("Mistral models whose layers differ are not supported")
+        raise UnsupportedModel("layer_types are not supported in models of this type")
     in_use = config.get("use_sliding_window", bool) or (typed and family.windows == "unrotated")
     window = config.get("sliding_window", int) if in_use and "sliding_window" in config else None
     if window == 0:
         raise InvalidConfig("a sliding window of 0 sees nothing", field="sliding_window")
     if typed:
         return _windows_by_type(config.get("layer_types", list), window, len(rotates))
+    return tuple(window if windowed else None for windowed in _by_place(config, family, rotates))
+
+
+def _by_place(config: ModelConfig, family: Family, rotates: tuple[bool, ...]) -> list[bool]:
+    """Which layers have a window where their types are not stated."""
+    layers = range(len(rotates))
     if family.windows == "unrotated":
-        return tuple(None if rotated else window for rotated in rotates)
+        return [not rotated for rotated in rotates]
+    if family.windows == "pattern":
+        every = max(config.get("sliding_window_pattern", int), 1)
+        return [(layer + 1) % every != 0 for layer in layers]
+    if family.windows == "alternate":
+        end = config.get("max_window_layers", int)
+        return [layer % 2 == 0 and layer < end for layer in layers]
     first = config.get("max_window_layers", int) if family.windows == "late" else 0
-    return tuple(window if layer >= first else None for layer in range(len(rotates)))
+    return [layer >= first for layer in layers]
 
 
 def _no_windows(config: ModelConfig, layers: int) -> tuple[None, ...]:
@@ -264,7 +282,9 @@ class Split:
 
     cut by outputs   query, key, value, gate, up: a rank computes its own heads and columns
     cut by inputs    output, down: the ranks' products are summed (engine/tensor_parallel.py)
-    whole            embeddings and norms, on each rank; the head, on rank 0, which samples
+    whole            embeddings, norms and routers, on each rank; the head, on rank 0, which samples
+
+    Every rank has its columns of every expert, as of an MLP.
 
     A rank's pages hold the keys and values of its own heads, under the same page ids on all
     ranks, so rank 0's pool keeps the books for all.
@@ -276,8 +296,12 @@ class Split:
     def of(self, whole: Architecture) -> Architecture:
         """What one rank runs. Raises InvalidConfig where a model cannot be split evenly."""
         check_split(whole, self.size)
+        routing = whole.routing
+        if routing:
+            routing = dataclasses.replace(routing, columns=routing.columns // self.size)
         return dataclasses.replace(
             whole,
+            routing=routing,
             heads=whole.heads // self.size,
             kv_heads=whole.kv_heads // self.size,
             intermediate=whole.intermediate // self.size,
@@ -289,10 +313,16 @@ def check_split(whole: Architecture, size: int) -> None:
 
     Key heads are not repeated, so there are never more ranks than key heads.
     """
+    if size > 1 and whole.query_key_norm == "projection":
+        raise InvalidConfig(
+            f"{size} ranks cannot share a model that norms all heads together",
+            field="tensor_parallel",
+        )
     counts = {
         "key heads": whole.kv_heads,
         "heads": whole.heads,
-        "columns of an MLP": whole.intermediate,
+        "columns of an MLP": 0 if all(whole.sparse) else whole.intermediate,
+        "columns of an expert": whole.routing.columns if whole.routing else 0,
     }
     for what, count in counts.items():
         if count % size:

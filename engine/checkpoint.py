@@ -30,20 +30,20 @@ Arrange = Callable[[Tensor], Tensor]
 
 
 class Cut(NamedTuple):
-    """A part of a tensor: it begins at `start` of the `whole` size of one dimension."""
+    """Parts of a tensor, joined: (start, size) each, of the `whole` size of one dimension."""
 
     dimension: int
-    start: int
     whole: int
+    parts: tuple[tuple[int, int], ...]
 
-    def whole_shape(self, part: Tensor) -> torch.Size:
-        shape = list(part.shape)
+    def whole_shape(self, joined: Tensor) -> torch.Size:
+        shape = list(joined.shape)
         shape[self.dimension] = self.whole
         return torch.Size(shape)
 
-    def of(self, tensor: Tensor, part: Tensor) -> Tensor:
-        """As large as `part`."""
-        return tensor.narrow(self.dimension, self.start, part.shape[self.dimension])
+    def of(self, tensor: Tensor) -> Tensor:
+        found = [tensor.narrow(self.dimension, *part) for part in self.parts]
+        return found[0] if len(found) == 1 else torch.cat(found, dim=self.dimension)
 
 
 class Checkpoint:
@@ -75,7 +75,7 @@ class Checkpoint:
                 f"tensor {name} has shape {list(tensor.shape)}, config.json asks for {list(shape)}"
             )
         if cut:
-            tensor = cut.of(tensor, target)
+            tensor = cut.of(tensor)
         target.copy_(arrange(tensor) if arrange else tensor)
         if self._progress:
             self._progress(1.0 - len(self._remaining) / self._count)

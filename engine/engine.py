@@ -89,7 +89,7 @@ class Engine:
         """
         if threads is not None:
             torch.set_num_threads(threads)
-        architecture = read_architecture(folder)
+        architecture = read_architecture(folder, max_context)
         split = group.split if group else WHOLE
         part = split.of(architecture)
         kind = _dtype(dtype)

@@ -8,9 +8,33 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 from baton.core.errors import InvalidConfig, ModelNotFound, UnsupportedModel
+from baton.kernels.routing import Scores
+
+
+class LayerNorms(NamedTuple):
+    """A layer's norms, by the names of their tensors: of what attention and the MLP read, and of
+    what they add to the residual."""
+
+    attention: str | None = "input_layernorm"
+    attention_after: str | None = None
+    mlp: str | None = "post_attention_layernorm"
+    mlp_after: str | None = None
+
+
+NORMS_BEFORE = LayerNorms()
+NORMS_AFTER = LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+NORMS_AROUND = LayerNorms(
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+
+QueryKeyNorm = Literal["none", "head", "projection"]
+"""What is normed of queries and keys: nothing, each head, or all heads together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +44,20 @@ class Family:
     class_name: str
     assumed: dict[str, object]  # where config.json is silent
     fixed: dict[str, object] = field(default_factory=dict)  # whatever config.json says
-    qkv_bias: bool = False
-    query_key_norm: bool = False
-    windows: Literal["none", "all", "late", "unrotated"] = "none"
+    qkv_bias: bool | None = False  # None: as config.json says
+    query_key_norm: QueryKeyNorm = "none"
+    norms: LayerNorms = NORMS_BEFORE
+    norm_offset: float = 0.0  # added to the weights of norms
+    embedding_root: bool = False  # embeddings times the root of their size, in the model's dtype
+    activation: str = "hidden_act"  # the key that names it
+    fused: bool = False  # the checkpoint keeps qkv_proj and gate_up_proj
+    windows: Literal["none", "all", "typed", "late", "unrotated", "pattern", "alternate"] = "none"
     skips_rotation: bool = False
+    partial_rotary: bool = False
+    local_rope: bool = False  # layers with a window have a rope of their own
+    rope_names: dict[str, str] = field(default_factory=dict)  # other names of RoPE scalings
+    router: Scores | None = None  # None: no experts
+    shared_gate: bool = False
 
 
 ASSUMED: dict[str, object] = {
@@ -38,6 +72,22 @@ ASSUMED: dict[str, object] = {
     "no_rope_layer_interval": 4,
 }
 """By every family."""
+
+_GEMMA: dict[str, object] = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "sliding_window": 4096,
+}
+
+_NO_GROUPS: dict[str, object] = dict.fromkeys(
+    ("n_group", "topk_group", "topk_method", "routed_scaling_factor", "n_shared_experts")
+)
+_NO_SHARED: dict[str, object] = {"shared_expert_intermediate_size": None}
+_NO_STEPS: dict[str, object] = {"mlp_only_layers": None, "decoder_sparse_step": None}
+_NO_FIRST: dict[str, object] = {"first_k_dense_replace": None}
+"""Keys of other mixtures of experts."""
 
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", {"max_position_embeddings": 2048}),
@@ -63,7 +113,7 @@ FAMILIES = {
             "head_dim": 128,
         },
         fixed={"mlp_bias": False},
-        query_key_norm=True,
+        query_key_norm="head",
         windows="late",
     ),
     "smollm3": Family(
@@ -77,9 +127,173 @@ FAMILIES = {
         windows="unrotated",
         skips_rotation=True,
     ),
+    "granite": Family(
+        "GraniteForCausalLM",
+        {
+            "max_position_embeddings": 2048,
+            "embedding_multiplier": 1.0,
+            "residual_multiplier": 1.0,
+            "attention_multiplier": 1.0,
+            "logits_scaling": 1.0,
+        },
+    ),
+    "olmo2": Family(
+        "Olmo2ForCausalLM",
+        {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
+        fixed={"mlp_bias": False},
+        query_key_norm="projection",
+        norms=NORMS_AFTER,
+    ),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        {
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+        },
+        fixed={"attention_bias": False, "mlp_bias": False, "use_sliding_window": True},
+        fused=True,
+        windows="all",
+        partial_rotary=True,
+        rope_names={"su": "longrope", "yarn": "longrope"},
+    ),
+    "gemma2": Family(
+        "Gemma2ForCausalLM",
+        {
+            **_GEMMA,
+            "max_position_embeddings": 8192,
+            "query_pre_attn_scalar": 256,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+        fixed={"mlp_bias": False, "use_sliding_window": True, "sliding_window_pattern": 2},
+        norms=NORMS_AROUND,
+        norm_offset=1.0,
+        embedding_root=True,
+        activation="hidden_activation",
+        windows="pattern",
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        {
+            **_GEMMA,
+            "max_position_embeddings": 131_072,
+            "query_pre_attn_scalar": 256,
+            "final_logit_softcapping": None,
+            "sliding_window_pattern": 6,
+            "rope_theta": 1_000_000.0,
+            "rope_local_base_freq": 10_000.0,
+        },
+        fixed={"mlp_bias": False, "use_sliding_window": True},
+        query_key_norm="head",
+        norms=NORMS_AROUND,
+        norm_offset=1.0,
+        embedding_root=True,
+        activation="hidden_activation",
+        windows="pattern",
+        local_rope=True,
+    ),
+    "ministral": Family(
+        "MinistralForCausalLM",
+        {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096},
+        fixed={"attention_bias": False, "mlp_bias": False, "use_sliding_window": True},
+        windows="typed",
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        {
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131_072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1_000_000.0,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        fixed={
+            **_NO_GROUPS,
+            **_NO_SHARED,
+            **_NO_STEPS,
+            **_NO_FIRST,
+            "attention_bias": False,
+            "moe_intermediate_size": None,
+            "norm_topk_prob": True,
+            "use_sliding_window": True,
+        },
+        windows="all",
+        router="softmax",
+    ),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM",
+        {
+            "num_key_value_heads": 16,
+            "max_position_embeddings": 32_768,
+            "sliding_window": 4096,
+            "qkv_bias": True,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+        },
+        fixed={**_NO_GROUPS, **_NO_FIRST, "attention_bias": False, "mlp_bias": False},
+        qkv_bias=None,
+        windows="alternate",
+        router="softmax",
+        shared_gate=True,
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        {
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32_768,
+            "sliding_window": 4096,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+        },
+        fixed={**_NO_GROUPS, **_NO_SHARED, **_NO_FIRST, "mlp_bias": False},
+        query_key_norm="head",
+        windows="all",
+        router="softmax",
+    ),
+    "dots1": Family(
+        "Dots1ForCausalLM",
+        {
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 2048,
+            "max_window_layers": 62,
+            "sliding_window": 4096,
+            "moe_intermediate_size": 1408,
+        },
+        fixed={
+            **_NO_SHARED,
+            **_NO_STEPS,
+            "mlp_bias": False,
+            "topk_method": None,
+            "use_sliding_window": True,
+        },
+        query_key_norm="head",
+        windows="late",
+        router="sigmoid",
+    ),
 }
 
-NULL_MEANS_NONE = ("num_key_value_heads", "sliding_window")
+OPTIONAL = (
+    "embedding_multiplier",
+    "residual_multiplier",
+    "attention_multiplier",
+    "logits_scaling",
+    "query_pre_attn_scalar",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+)
+"""Keys that only families obey which assume a value for them."""
+
+NULL_MEANS_NONE = (
+    "num_key_value_heads",
+    "sliding_window",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+)
 """Keys whose null is not the same as silence."""
 
 
@@ -146,6 +360,9 @@ def read_config(path: Path) -> tuple[str, Family, ModelConfig]:
             f"supported: {supported()}"
         )
     said = {
-        key: value for key, value in stated.items() if value is not None or key in NULL_MEANS_NONE
+        key: value
+        for key, value in stated.items()
+        if (value is not None or key in NULL_MEANS_NONE)
+        and (key not in OPTIONAL or key in family.assumed)
     }
     return name, family, ModelConfig({**ASSUMED, **family.assumed, **said, **family.fixed})

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from baton.engine.logprobs import prompt_rows, score, score_prompts, store_prompt_scores
-from baton.engine.model import ChunkRows, Model, StepBatch, inverse_frequencies, rotations
+from baton.engine.model import ChunkRows, Model, StepBatch
+from baton.engine.rotations import Rotation
 from baton.engine.sampler import Sampler
 from baton.engine.sequence import Sequence
 from baton.engine.step import (
@@ -44,11 +45,10 @@ class Runner:
         self._page_size = kv.shape[3]
         self._device = kv.device
         self._windows = sorted(set(shape.windows), key=lambda window: window or 0)
-        self._frequencies = inverse_frequencies(shape.rope, shape.head_dim).to(kv.device)
-        self._attention_factor = shape.rope.attention_factor
+        self._rotations = [Rotation(rope, shape.head_dim, kv.device) for rope in shape.ropes]
         self._sampler = Sampler(shape.vocabulary_size)
         model.pack()
-        prepare_attention(shape.heads, self._caches[0])
+        prepare_attention(shape.heads, self._caches[0], model.layers[0].scoring)
         prepare_rotation(shape.head_dim, self._caches[0])
 
     @torch.inference_mode()
@@ -117,7 +117,7 @@ class Runner:
         decode_reads = self._by_window(inputs[:decoding])
         return StepBatch(
             tokens=self._tensor(tokens),
-            rotation=rotations(position, self._frequencies, self._attention_factor),
+            rotations=[rotation(position) for rotation in self._rotations],
             writes=token_rows(
                 self._tensor(pages), position % self._page_size, self._layers, self._page_size
             ),

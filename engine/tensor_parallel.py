@@ -20,7 +20,9 @@ from torch.distributed import FileStore, ProcessGroupGloo  # type: ignore[attr-d
 from torch.nn import functional
 
 from baton.engine.architecture import Split
-from baton.kernels.linear import Linear
+from baton.kernels.experts import Experts
+from baton.kernels.linear import Activation, Linear, RMSNorm
+from baton.kernels.routing import Routing
 
 TIMEOUT = timedelta(minutes=2)
 """A rank that waits longer for another within a step ends."""
@@ -161,7 +163,38 @@ class SummedLinear(Linear):
         super().__init__(weight, bias)
         self.group = group
 
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """residual [rows, out], the same on all ranks, + the sum."""
+    def add_to(self, residual: Tensor, x: Tensor, after: RMSNorm | None = None) -> Tensor:
+        """residual [rows, out], the same on all ranks, + the sum, normalized if a norm is given."""
+        if after:
+            return after.add_to(residual, self.group.sum(self(x)))
         part = self(x) if self.group.split.rank else super().add_to(residual, x)
         return self.group.sum(part)
+
+
+class SummedExperts(Experts):
+    """Each rank has its columns of every expert: their sums are summed."""
+
+    __slots__ = ("group",)
+
+    def __init__(
+        self,
+        routing: Routing,
+        router: Linear,
+        correction: Tensor | None,
+        gate_up: Tensor,
+        down: Tensor,
+        activation: Activation,
+        group: Group,
+    ) -> None:
+        super().__init__(routing, router, correction, gate_up, down, activation)
+        self.group = group
+
+    def add_to(
+        self, residual: Tensor, norm: RMSNorm | None, after: RMSNorm | None = None
+    ) -> Tensor:
+        """As SummedLinear.add_to."""
+        if after:
+            own = self(residual, norm).to(residual.dtype)
+            return after.add_to(residual, self.group.sum(own))
+        part = self(residual, norm) if self.group.split.rank else super().add_to(residual, norm)
+        return self.group.sum(part.to(residual.dtype))

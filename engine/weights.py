@@ -5,23 +5,37 @@ Where several ranks run the model, each keeps only its own part (architecture.Sp
 
 from __future__ import annotations
 
+import math
 import zlib
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from baton.engine.architecture import Architecture, Split
 from baton.engine.checkpoint import Arrange, Checkpoint, Cut
-from baton.engine.model import Layer, Model, interleave_pairs
-from baton.engine.tensor_parallel import Group, SummedLinear
+from baton.engine.model import Layer, Model
+from baton.engine.rotations import interleave_pairs
+from baton.engine.tensor_parallel import Group, SummedExperts, SummedLinear
+from baton.kernels.attention import Scoring
+from baton.kernels.experts import MLP, Experts
 from baton.kernels.linear import GatedLinear, Linear, RMSNorm
+
+Name = TypeVar("Name")
 
 SPREAD = 0.02
 """Standard deviation of random weights."""
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
+
+EXPERTS = ("mlp.", "block_sparse_moe.")
+SHARED_EXPERTS = ("shared_expert.", "shared_experts.")
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+MIXTRAL_PROJECTIONS = ("w1", "w3", "w2")
+"""What a checkpoint may call the same: the first that it has, or else the first."""
 
 
 class RandomTensors:
@@ -46,7 +60,7 @@ class RandomTensors:
         self._generator.manual_seed(zlib.crc32(name.encode()))
         shape = cut.whole_shape(target) if cut else target.shape
         whole = target.new_empty(shape).normal_(0.0, SPREAD, generator=self._generator)
-        target.copy_(cut.of(whole, target) if cut else whole)
+        target.copy_(cut.of(whole) if cut else whole)
 
     def skip(self, name: str) -> None:
         pass
@@ -92,7 +106,10 @@ class _Loader:
         norm = self._norm("model.norm.weight", shape.hidden)
         head = self._head(embedding)
         self._source.finish()
-        return Model(shape, embedding, layers, norm, head)
+        scale = shape.embedding_scale
+        if shape.embedding_root:
+            scale = float(torch.tensor(scale, dtype=self._dtype))
+        return Model(shape, embedding, scale, layers, norm, head)
 
     def _embedding(self) -> Tensor:
         """A tied matrix may be stored as either of the two."""
@@ -118,38 +135,127 @@ class _Loader:
     def _layer(self, index: int) -> Layer:
         shape = self._architecture
         prefix = f"model.layers.{index}."
-        attention, mlp = prefix + "self_attn.", prefix + "mlp."
-        normed = shape.query_key_norm
+        attention = prefix + "self_attn."
         query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        qkv = {"q_proj": query, "k_proj": key, "v_proj": key}
-        gate_up = {"gate_proj": shape.intermediate, "up_proj": shape.intermediate}
+        place = shape.rope_of_layer[index]
+        turned = shape.head_dim if place is None else shape.ropes[place].dim
+        paired = partial(interleave_pairs, head_dim=shape.head_dim, dim=turned)
+        qkv = self._qkv(attention, query, key, paired)
+        norms = {
+            field: self._norm(f"{prefix}{name}.weight", shape.hidden) if name else None
+            for field, name in shape.norms._asdict().items()
+        }
         return Layer(
-            attention_norm=self._norm(prefix + "input_layernorm.weight", shape.hidden),
-            qkv=Linear(*self._fused(attention, qkv, bias=shape.qkv_bias)),
-            query_norm=self._head_norm(attention + "q_norm.weight") if normed else None,
-            key_norm=self._head_norm(attention + "k_norm.weight") if normed else None,
+            attention_norm=norms["attention"],
+            qkv=Linear(*qkv),
+            query_norm=self._query_key_norm(attention + "q_norm.weight", query, paired),
+            key_norm=self._query_key_norm(attention + "k_norm.weight", key, paired),
+            scoring=Scoring(shape.score_scale, shape.score_cap),
             output=self._summed(attention + "o_proj", query, bias=shape.output_bias),
-            mlp_norm=self._norm(prefix + "post_attention_layernorm.weight", shape.hidden),
-            gate_up=GatedLinear(*self._fused(mlp, gate_up, bias=shape.mlp_bias)),
-            down=self._summed(mlp + "down_proj", shape.intermediate, bias=shape.mlp_bias),
+            attention_after=norms["attention_after"],
+            mlp_norm=norms["mlp"],
+            mlp=self._experts(prefix) if shape.sparse[index] else self._mlp(prefix + "mlp."),
+            mlp_after=norms["mlp_after"],
             window=shape.windows[index],
-            rotates=shape.rotates[index],
+            rope=place,
         )
 
-    def _fused(
-        self, prefix: str, sizes: dict[str, int], *, bias: bool
+    def _mlp(self, prefix: str) -> MLP:
+        shape = self._architecture
+        size, bias = shape.intermediate, shape.mlp_bias
+        fused = "gate_up_proj" if shape.fused else None
+        gate_up = self._joined(prefix, {"gate_proj": size, "up_proj": size}, fused, bias=bias)
+        down = self._summed(prefix + "down_proj", size, bias=bias)
+        return MLP(GatedLinear(*gate_up, shape.activation), down)
+
+    def _experts(self, layer: str) -> Experts:
+        routing, hidden = self._architecture.routing, self._architecture.hidden
+        assert routing is not None
+        prefix = layer + self._stored(EXPERTS, lambda name: f"{layer}{name}gate.weight")
+        gate_up = self._empty(routing.every, 2 * routing.columns, hidden)
+        down = self._empty(routing.every, hidden, routing.columns)
+        self._chosen_experts(prefix + "experts.", gate_up[: routing.experts], down)
+        if routing.shared:
+            self._shared_experts(prefix, gate_up[routing.experts :], down[routing.experts :])
+        router = self._empty(routing.outputs, hidden)
+        self._source.copy(f"{prefix}gate.weight", router[: routing.experts])
+        if routing.shared_gate:
+            self._source.copy(f"{prefix}shared_expert_gate.weight", router[routing.experts :])
+        correction = None
+        if routing.corrected:
+            correction = self._empty(routing.experts).float()
+            self._source.copy(f"{prefix}gate.e_score_correction_bias", correction)
+        activation = self._architecture.activation
+        parts = (routing, Linear(router), correction, gate_up, down, activation)
+        return SummedExperts(*parts, self._group) if self._group else Experts(*parts)
+
+    def _chosen_experts(self, prefix: str, gate_up: Tensor, down: Tensor) -> None:
+        """gate_up [experts, 2 * columns, hidden]; down [experts or more, hidden, columns].
+
+        Stored one by one, or all as one tensor.
+        """
+        columns = down.shape[2]
+        if f"{prefix}gate_up_proj" in self._source:
+            halves = self._cut(1, columns, columns)
+            self._source.copy(f"{prefix}gate_up_proj", gate_up, cut=halves)
+            cut = self._cut(2, columns)
+            self._source.copy(f"{prefix}down_proj", down[: len(gate_up)], cut=cut)
+            return
+        names = (PROJECTIONS, MIXTRAL_PROJECTIONS)
+        gate, up, out = self._stored(names, lambda each: f"{prefix}0.{each[0]}.weight")
+        for index, both in enumerate(gate_up):
+            for name, target in ((gate, both[:columns]), (up, both[columns:])):
+                cut = self._cut(0, columns)
+                self._source.copy(f"{prefix}{index}.{name}.weight", target, cut=cut)
+            cut = self._cut(1, columns)
+            self._source.copy(f"{prefix}{index}.{out}.weight", down[index], cut=cut)
+
+    def _shared_experts(self, prefix: str, gate_up: Tensor, down: Tensor) -> None:
+        """gate_up [shared, 2 * columns, hidden]; down [shared, hidden, columns].
+
+        Stored as one MLP: each takes its part of the columns, and each rank its part of those.
+        """
+        shared, hidden, columns = down.shape
+        rank, cut = self._split.rank, (shared, self._split.size, columns)
+        stored = self._stored(SHARED_EXPERTS, lambda name: f"{prefix}{name}down_proj.weight")
+        for index, name in enumerate(PROJECTIONS[:2]):
+            whole = self._tensor(f"{prefix}{stored}{name}.weight", math.prod(cut), hidden)
+            gate_up.view(shared, 2, columns, hidden)[:, index] = whole.view(*cut, hidden)[:, rank]
+        whole = self._tensor(f"{prefix}{stored}down_proj.weight", hidden, math.prod(cut))
+        down.copy_(whole.view(hidden, *cut)[:, :, rank].transpose(0, 1))
+
+    def _stored(self, names: Sequence[Name], tensor: Callable[[Name], str]) -> Name:
+        """The first of the names whose tensor is there, or else the first."""
+        return next((name for name in names if tensor(name) in self._source), names[0])
+
+    def _qkv(
+        self, prefix: str, query: int, key: int, paired: Arrange
     ) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of projections of the residual, {name: outputs}, as one."""
-        weight = self._empty(sum(sizes.values()), self._architecture.hidden)
-        biases = self._empty(sum(sizes.values())) if bias else None
+        shape = self._architecture
+        sizes = {"q_proj": query, "k_proj": key, "v_proj": key}
+        fused = "qkv_proj" if shape.fused else None
+        weight, bias = self._joined(prefix, sizes, fused, bias=shape.qkv_bias)
+        for joined in (weight, bias):
+            if joined is not None:
+                joined[: query + key] = paired(joined[: query + key])
+        return weight, bias
+
+    def _joined(
+        self, prefix: str, sizes: dict[str, int], fused: str | None, *, bias: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of projections of the residual, {name: outputs}, as one; in the
+        checkpoint they are `fused` or apart."""
+        rows = sum(sizes.values())
+        weight = self._empty(rows, self._architecture.hidden)
+        biases = self._empty(rows) if bias else None
         start = 0
-        for name, size in sizes.items():
-            arrange = self._interleave if name in ("q_proj", "k_proj") else None
-            rows, cut = slice(start, start + size), self._cut(0, size)
-            self._source.copy(f"{prefix}{name}.weight", weight[rows], arrange, cut)
+        parts = {fused: tuple(sizes.values())} if fused else {n: (s,) for n, s in sizes.items()}
+        for name, some in parts.items():
+            mine, cut = slice(start, start + sum(some)), self._cut(0, *some)
+            self._source.copy(f"{prefix}{name}.weight", weight[mine], cut=cut)
             if biases is not None:
-                self._source.copy(f"{prefix}{name}.bias", biases[rows], arrange, cut)
-            start += size
+                self._source.copy(f"{prefix}{name}.bias", biases[mine], cut=cut)
+            start += sum(some)
         return weight, biases
 
     def _summed(self, name: str, inputs: int, *, bias: bool) -> Linear:
@@ -162,17 +268,30 @@ class _Loader:
             biases = self._tensor(f"{name}.bias", self._architecture.hidden)
         return SummedLinear(weight, biases, self._group) if self._group else Linear(weight, biases)
 
-    def _cut(self, dimension: int, size: int) -> Cut:
-        """This rank's `size` of what all ranks share evenly."""
-        return Cut(dimension, self._split.rank * size, self._split.size * size)
+    def _cut(self, dimension: int, *sizes: int) -> Cut:
+        """This rank's `sizes` of parts that all ranks share evenly; a single rank's are one part,
+        which is not copied to be joined."""
+        if self._split.size == 1:
+            sizes = (sum(sizes),)
+        parts, start = [], 0
+        for size in sizes:
+            parts.append((start + self._split.rank * size, size))
+            start += self._split.size * size
+        return Cut(dimension, start, tuple(parts))
 
-    def _norm(self, name: str, size: int) -> RMSNorm:
-        return RMSNorm(self._tensor(name, size), self._architecture.norm_epsilon)
+    def _norm(self, name: str, size: int, arrange: Arrange | None = None) -> RMSNorm:
+        """With an offset its weight is in float32, since the sum may need more digits."""
+        offset = self._architecture.norm_offset
+        dtype = torch.float32 if offset else self._dtype
+        weight = torch.empty(size, dtype=dtype, device=self._device)
+        self._source.copy(name, weight, arrange)
+        return RMSNorm(weight.add_(offset) if offset else weight, self._architecture.norm_epsilon)
 
-    def _head_norm(self, name: str) -> RMSNorm:
-        weight = self._empty(self._architecture.head_dim)
-        self._source.copy(name, weight, self._interleave)
-        return RMSNorm(weight, self._architecture.norm_epsilon)
+    def _query_key_norm(self, name: str, outputs: int, paired: Arrange) -> RMSNorm | None:
+        kind = self._architecture.query_key_norm
+        if kind == "none":
+            return None
+        return self._norm(name, self._architecture.head_dim if kind == "head" else outputs, paired)
 
     def _tensor(self, name: str, *shape: int) -> Tensor:
         tensor = self._empty(*shape)
@@ -181,7 +300,3 @@ class _Loader:
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self._dtype, device=self._device)
-
-    @property
-    def _interleave(self) -> Arrange:
-        return partial(interleave_pairs, head_dim=self._architecture.head_dim)

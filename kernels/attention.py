@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,14 @@ if TYPE_CHECKING:
 
 BLOCK = 128
 """Tokens of a chunk attended together; half of it for a short prompt."""
+
+
+class Scoring(NamedTuple):
+    """How the product of a query and a key becomes a score: times `scale`; with a cap,
+    cap * tanh(score / cap)."""
+
+    scale: float
+    cap: float | None = None
 
 
 @dataclass(frozen=True)
@@ -59,19 +67,19 @@ class ChunkReads:
     window: int | None  # None: no token of these is hidden by the layer's window
 
     @functools.cached_property
-    def mask(self) -> Tensor | None:
-        """[tokens, tokens of the pages], added to scores; None: all of the past is visible."""
-        if self.window is None:
-            return None
+    def mask(self) -> Tensor:
+        """[tokens, tokens of the pages], added to scores: -inf for hidden tokens."""
         keys = torch.arange(self.start, self.end, device=self.pages.device)
         queries = torch.arange(self.position, self.end, device=self.pages.device).unsqueeze(1)
         return visibility(queries, keys, self.window, torch.float32)
 
 
-def decode_attention(query: Tensor, cache: LayerCache, reads: DecodeReads) -> Tensor:
+def decode_attention(
+    query: Tensor, cache: LayerCache, reads: DecodeReads, scoring: Scoring
+) -> Tensor:
     """query [B, heads, head_dim], one per sequence, whose tokens are in the cache
     -> [B, heads * head_dim]."""
-    if compiled := _compiled(query.shape[1], cache.kv):
+    if compiled := _compiled(query.shape[1], cache.kv, scoring):
         return compiled.of_queries(query, cache.kv, reads)
     batch, heads, head_dim = query.shape
     rows = page_rows(reads.tables.flatten(), cache.layers)
@@ -79,27 +87,43 @@ def decode_attention(query: Tensor, cache: LayerCache, reads: DecodeReads) -> Te
     keys, values = found[:, :, :, : reads.longest].unbind()
     groups = query.view(batch, keys.shape[1], -1, head_dim)
     mask = reads.mask.to(query.dtype)
-    attended = functional.scaled_dot_product_attention(groups, keys, values, mask)
+    attended = _with_mask(groups, keys, values, mask, scoring)
     return attended.reshape(batch, heads * head_dim)
 
 
-def prepare_attention(heads: int, cache: LayerCache) -> None:
+def prepare_attention(heads: int, cache: LayerCache, scoring: Scoring) -> None:
     """Compiles ahead of the first call."""
-    _compiled(heads, cache.kv)
+    _compiled(heads, cache.kv, scoring)
 
 
-def _compiled(heads: int, kv: Tensor) -> CompiledAttention | None:
+def _compiled(heads: int, kv: Tensor, scoring: Scoring) -> CompiledAttention | None:
     if not compiler.suits(kv):
         return None
     from baton.kernels.cpu.paged_attention import paged_attention  # imports llvmlite
 
-    return paged_attention(heads, kv)
+    return paged_attention(heads, kv, scoring)
 
 
-def chunk_attention(query: Tensor, cache: LayerCache, reads: ChunkReads) -> Tensor:
+def _with_mask(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scoring: Scoring
+) -> Tensor:
+    """query [..., rows, dim] over [..., tokens, dim] -> as query."""
+    if scoring.cap is None:
+        return functional.scaled_dot_product_attention(
+            query, keys, values, mask, scale=scoring.scale
+        )
+    kind = torch.promote_types(query.dtype, torch.float32)
+    found = (query.to(kind) @ keys.to(kind).transpose(-1, -2)).mul_(scoring.scale / scoring.cap)
+    weights = found.tanh_().mul_(scoring.cap).add_(mask).softmax(dim=-1)
+    return (weights @ values.to(kind)).to(query.dtype)
+
+
+def chunk_attention(
+    query: Tensor, cache: LayerCache, reads: ChunkReads, scoring: Scoring
+) -> Tensor:
     """query [T, heads, head_dim] of one sequence's chunk, whose tokens are in the cache
     -> [T, heads * head_dim]."""
-    if compiled := _compiled(query.shape[1], cache.kv):
+    if compiled := _compiled(query.shape[1], cache.kv, scoring):
         return compiled.of_chunk(query, cache.kv, reads)
     rows = page_rows(reads.pages, cache.layers)
     found = by_heads(gather(cache, rows), cache, 1, query.shape[2]).squeeze(1)
@@ -107,26 +131,27 @@ def chunk_attention(query: Tensor, cache: LayerCache, reads: ChunkReads) -> Tens
     groups = query.view(len(query), len(keys), -1, query.shape[2]).transpose(
         0, 1
     )  # [kv_heads, T, group, dim]
-    if reads.mask is None:
-        attended = _causal(groups, keys, values)
+    if reads.window is None and scoring.cap is None:
+        attended = _causal(groups, keys, values, scoring.scale)
     else:
-        attended = _masked(groups, keys, values, reads.mask.to(query.dtype))
+        attended = _masked(groups, keys, values, reads.mask.to(query.dtype), scoring)
     return attended.transpose(0, 1).reshape(len(query), -1)
 
 
-def _masked(groups: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+def _masked(groups: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scoring: Scoring) -> Tensor:
     """groups [kv_heads, T, group, dim] -> the same shape, with any mask."""
     shared = (-1, groups.shape[2], -1, -1)
-    attended = functional.scaled_dot_product_attention(
+    attended = _with_mask(
         groups.transpose(1, 2),
         keys.unsqueeze(1).expand(shared),
         values.unsqueeze(1).expand(shared),
         mask,
+        scoring,
     )
     return attended.transpose(1, 2)
 
 
-def _causal(groups: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def _causal(groups: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
     """groups [kv_heads, T, group, dim] at the last T of the keys' positions -> the same shape."""
     count, before = groups.shape[1], keys.shape[1] - groups.shape[1]
     size = BLOCK if keys.shape[1] > 2 * BLOCK else BLOCK // 2
@@ -134,13 +159,13 @@ def _causal(groups: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     parts = []
     if whole:
         seen = before + whole
-        parts.append(_blocks(groups[:, :whole], keys[:, :seen], values[:, :seen], size))
+        parts.append(_blocks(groups[:, :whole], keys[:, :seen], values[:, :seen], size, scale))
     if whole < count:
-        parts.append(_blocks(groups[:, whole:], keys, values, count - whole))
+        parts.append(_blocks(groups[:, whole:], keys, values, count - whole, scale))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
-def _blocks(groups: Tensor, keys: Tensor, values: Tensor, size: int) -> Tensor:
+def _blocks(groups: Tensor, keys: Tensor, values: Tensor, size: int, scale: float) -> Tensor:
     """Causal attention of whole blocks of `size` tokens at the last of the keys' positions."""
     kv_heads, count, group, head_dim = groups.shape
     before = keys.shape[1] - count
@@ -148,15 +173,14 @@ def _blocks(groups: Tensor, keys: Tensor, values: Tensor, size: int) -> Tensor:
     own_keys, own_values = (
         own[:, before:].view(kv_heads, -1, size, head_dim) for own in (keys, values)
     )
-    attended, weight = _attend(
-        rows, own_keys, own_values, _triangle(size, group, rows.dtype, rows.device)
-    )
+    triangle = _triangle(size, group, rows.dtype, rows.device)
+    attended, weight = _attend(rows, own_keys, own_values, scale, triangle)
     for block in range(count // size):
         past = slice(0, before + block * size)
         if past.stop:
             rows_of_block = rows[:, block : block + 1]
             earlier, earlier_weight = _attend(
-                rows_of_block, keys[:, None, past], values[:, None, past]
+                rows_of_block, keys[:, None, past], values[:, None, past], scale
             )
             share = (earlier_weight - weight[:, block : block + 1]).sigmoid_().unsqueeze(-1)
             attended[:, block : block + 1].lerp_(earlier, share.to(attended.dtype))
@@ -164,11 +188,11 @@ def _blocks(groups: Tensor, keys: Tensor, values: Tensor, size: int) -> Tensor:
 
 
 def _attend(
-    rows: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None
+    rows: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """rows [B, C, R, dim] over [B, C, tokens, dim] -> the result, and log normalizers [B, C, R]."""
     attended, weight = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        rows, keys, values, attn_mask=mask
+        rows, keys, values, attn_mask=mask, scale=scale
     )
     return attended, weight
 

@@ -80,8 +80,8 @@ def rotate_and_write_(
     rows: Tensor,
 ) -> None:
     """Normalizes the queries and keys of qkv [T, heads + 2 * kv_heads, head_dim] by their norms,
-    rotates them by rotation [T, 1, head_dim / 2], each if given, and stores keys and values at
-    rows [T, 2]."""
+    which are of one head or of all, rotates them by rotation [T, 1, head_dim / 2], each if given,
+    and stores keys and values at rows [T, 2]."""
     if compiler.suits(qkv) and compiler.lanes_for(qkv.shape[2], compiler.registers()):
         from baton.kernels.cpu.rotation import rotate_and_write  # imports llvmlite
 
@@ -89,8 +89,10 @@ def rotate_and_write_(
         return
     kv_heads = (qkv.shape[1] - heads) // 2
     if norms:
-        qkv[:, :heads] = norms[0](qkv[:, :heads])
-        qkv[:, heads : heads + kv_heads] = norms[1](qkv[:, heads : heads + kv_heads])
+        parts = qkv[:, :heads], qkv[:, heads : heads + kv_heads]
+        for norm, part in zip(norms, parts, strict=True):
+            numbers = part.reshape(len(qkv), -1, len(norm.weight))
+            part.copy_(norm(numbers).view(part.shape))
     if rotation is not None:
         rotate_(qkv, heads + kv_heads, rotation)
     write_(cache, rows, qkv[:, heads:])

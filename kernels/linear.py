@@ -7,7 +7,7 @@ depend on the other rows; where there are none, each is an operation of torch.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -18,27 +18,41 @@ from baton.kernels.cpu import compiler
 if TYPE_CHECKING:
     from baton.kernels.cpu.panels import Panels
 
+Activation = Literal["silu", "gelu_tanh"]
+"""Of a gate: x / (1 + exp(-x)), or gelu by its approximation with tanh."""
+
 
 class RMSNorm:
     """x / sqrt(mean(x^2) + epsilon) * weight, over the last dimension."""
 
-    __slots__ = ("_floor", "_scaled", "epsilon", "weight")
+    __slots__ = ("_floor", "_scaled", "epsilon", "weight", "wide")
 
     def __init__(self, weight: Tensor, epsilon: float) -> None:
         size = weight.shape[0]
-        self.weight = weight  # [size]
+        self.weight = weight  # [size], of what is normalized or float32
+        self.wide = weight.float()
         self.epsilon = epsilon
-        self._scaled = weight * math.sqrt(size)
+        self._scaled = self.wide * math.sqrt(size)
         self._floor = torch.tensor(math.sqrt(size * epsilon), device=weight.device)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., size] -> the same shape."""
         if x.dtype != torch.float32:
-            return functional.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
+            kind = torch.promote_types(x.dtype, self.weight.dtype)
+            weight = self.weight.to(kind)
+            return functional.rms_norm(x.to(kind), weight.shape, weight, self.epsilon).to(x.dtype)
         # hypot(|x|, sqrt(size * epsilon)) = sqrt(size) * sqrt(mean(x^2) + epsilon), in two
         # operations instead of the five of the written formula.
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(self._floor)
         return torch.div(x, length).mul_(self._scaled)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual + self(x), both [rows, size]."""
+        if compiler.suits(x) and compiler.lanes_for(x.shape[1], compiler.registers()):
+            from baton.kernels.cpu.norm import add_normed  # imports llvmlite
+
+            return add_normed(residual, x, self)
+        return self(x).add_(residual)
 
 
 class Linear:
@@ -63,8 +77,10 @@ class Linear:
             return self._panels.product(x, norm)
         return functional.linear(norm(x) if norm else x, self.weight, self.bias)
 
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """residual [rows, out] + self(x)."""
+    def add_to(self, residual: Tensor, x: Tensor, after: RMSNorm | None = None) -> Tensor:
+        """residual [rows, out] + self(x), normalized if a norm is given."""
+        if after:
+            return after.add_to(residual, self(x))
         if self._panels:
             return self._panels.add_to(residual, x)
         if self.bias is None:
@@ -73,13 +89,17 @@ class Linear:
 
 
 class GatedLinear:
-    """silu(x @ gate.T) * (x @ up.T), each with its bias; gate and up are halves of one weight."""
+    """activation(x @ gate.T) * (x @ up.T), each with its bias; gate and up are halves of one
+    weight."""
 
-    __slots__ = ("_panels", "bias", "weight")
+    __slots__ = ("_panels", "activation", "bias", "weight")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, activation: Activation = "silu"
+    ) -> None:
         self.weight = weight  # [2 * out, in]
         self.bias = bias  # [2 * out]
+        self.activation = activation
         self._panels: tuple[Panels, Panels] | None = None
 
     def pack(self) -> None:
@@ -90,12 +110,13 @@ class GatedLinear:
             self._panels = (gate, up) if gate and up else None
             self.weight = self.weight if self._panels is None else _shape_only(self.weight)
 
-    def __call__(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """x [rows, in], normalized -> [rows, out]."""
+    def __call__(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
+        """x [rows, in], normalized if a norm is given -> [rows, out]."""
         if self._panels:
             gate, up = self._panels
-            return gate.gated(up, x, norm)
-        return silu_and_multiply(functional.linear(norm(x), self.weight, self.bias))
+            return gate.gated(up, x, norm, self.activation)
+        product = functional.linear(norm(x) if norm else x, self.weight, self.bias)
+        return gate_and_multiply(product, self.activation)
 
 
 def _panels(weight: Tensor, bias: Tensor | None) -> Panels | None:
@@ -111,7 +132,9 @@ def _shape_only(weight: Tensor) -> Tensor:
     return torch.empty_like(weight, device="meta")
 
 
-def silu_and_multiply(gate_up: Tensor) -> Tensor:
-    """gate_up [T, 2 * size] -> silu(gate) * up, [T, size]."""
+def gate_and_multiply(gate_up: Tensor, activation: Activation) -> Tensor:
+    """gate_up [T, 2 * size] -> activation(gate) * up, [T, size]."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return functional.silu(gate).mul_(up)
+    if activation == "silu":
+        return functional.silu(gate).mul_(up)
+    return functional.gelu(gate, approximate="tanh").mul_(up)

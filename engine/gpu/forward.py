@@ -4,7 +4,8 @@ Few rows cost what reading the weights costs: products with the norms, the gate 
 inside them (kernels/gpu/linear.py), five kernels per layer. Many rows use the matrix library's
 products, with one kernel each between them. Both give a row the same bits, if the library does
 not cut the inputs of a product into parts (`Numerics`). Where several ranks share the model,
-their parts are summed before they are added to the residual, in either form.
+their parts are summed before they are added to the residual, in either form. Experts have one
+form for any number of rows (kernels/gpu/experts.py).
 """
 
 from __future__ import annotations
@@ -15,18 +16,22 @@ import torch
 from torch import Tensor
 
 from baton.engine.gpu.numerics import Numerics
-from baton.engine.model import Model
-from baton.engine.tensor_parallel import SummedLinear
+from baton.engine.model import Layer, Model
+from baton.engine.tensor_parallel import SummedExperts, SummedLinear
+from baton.kernels.experts import MLP, Experts
+from baton.kernels.gpu.experts import gated as experts_gated
+from baton.kernels.gpu.experts import sum_parts, weighted
 from baton.kernels.gpu.linear import (
     MOST_ROWS,
     few_rows,
     few_rows_alone,
     few_rows_onto,
-    silu_and_multiply,
+    gate_and_multiply,
 )
 from baton.kernels.gpu.norm import Scaled, embed, rms_norm, scale_rows
-from baton.kernels.gpu.rotary import Projected
-from baton.kernels.linear import Linear
+from baton.kernels.gpu.rotary import Projected, norm_projections
+from baton.kernels.gpu.routing import route
+from baton.kernels.linear import GatedLinear, Linear, RMSNorm
 
 SPLIT_ROWS = range(65, 257)
 """With this many rows a product onto the residual has tiles for half of the chip: where a
@@ -44,6 +49,7 @@ class Forward:
     def __init__(self, model: Model, numerics: Numerics) -> None:
         self._model = model
         self._epsilon = model.architecture.norm_epsilon
+        self._norms_projections = model.architecture.query_key_norm == "projection"
         self._numerics = numerics
         # In float16 rows are normed before the product: see kernels/gpu/norm.py.
         self._late_size = model.embedding.dtype != torch.float16
@@ -58,17 +64,20 @@ class Forward:
 
     def _layers(self, tokens: Tensor, attend: Attend, samples: Tensor | None) -> Tensor:
         model = self._model
-        first = model.layers[0].attention_norm.weight
-        residual, source = embed(tokens, model.embedding, first, self._epsilon)
+        first = _weight(model.layers[0].attention_norm)
+        residual, source = embed(
+            tokens, model.embedding, first, self._epsilon, model.embedding_scale
+        )
         last = len(model.layers) - 1
         for index, layer in enumerate(model.layers):
-            attended = attend(index, self._project(layer.qkv, source))
+            attended = attend(index, self._project(layer, source))
             if index == last and samples is not None:
                 residual = residual[samples]
-            source = self._onto(residual, layer.output, attended, layer.mlp_norm.weight)
-            gated = self._gated(layer.gate_up.weight, layer.gate_up.bias, source)
+            norms = _weight(layer.mlp_norm), _weight(layer.attention_after)
+            source = self._onto(residual, layer.output, attended, *norms)
             following = model.norm if index == last else model.layers[index + 1].attention_norm
-            source = self._onto(residual, layer.down, gated, following.weight)
+            norms = _weight(following), _weight(layer.mlp_after)
+            source = self._feed_forward(residual, layer.mlp, source, *norms)
         return rms_norm(residual, model.norm.weight, self._epsilon)
 
     def logits(self, normed: Tensor, out: Tensor | None = None) -> Tensor:
@@ -77,7 +86,7 @@ class Forward:
         if not len(weight):
             return normed[:, :0]
         with self._numerics.library(len(normed)):
-            return self._product(weight, normed, out)
+            return self._model.finish_logits(self._product(weight, normed, out))
 
     def _is_few(self, x: Tensor) -> bool:
         return len(x) <= MOST_ROWS
@@ -87,30 +96,78 @@ class Forward:
             return few_rows_alone(x, weight, out)
         return torch.mm(x, weight.t(), out=out)
 
-    def _project(self, linear: Linear, source: Scaled) -> Projected:
+    def _project(self, layer: Layer, source: Scaled) -> Projected:
+        linear = layer.qkv
         if self._is_few(source.x) and self._late_size:
-            return Projected(few_rows(source, linear.weight, linear.bias))
-        return Projected(self._product(linear.weight, source.x), source, linear.bias)
+            projected = Projected(few_rows(source, linear.weight, linear.bias))
+        else:
+            projected = Projected(self._product(linear.weight, source.x), source, linear.bias)
+        if self._norms_projections and layer.query_norm and layer.key_norm:
+            norms = layer.query_norm.weight, layer.key_norm.weight
+            return norm_projections(projected, *norms, self._epsilon)
+        return projected
 
-    def _gated(self, weight: Tensor, bias: Tensor | None, source: Scaled) -> Tensor:
+    def _feed_forward(
+        self,
+        residual: Tensor,
+        mlp: MLP | Experts,
+        source: Scaled,
+        norm: Tensor | None,
+        after: Tensor | None,
+    ) -> Scaled:
+        """residual += mlp(source), as _onto."""
+        if isinstance(mlp, MLP):
+            return self._onto(residual, mlp.down, self._gated(mlp.gate_up, source), norm, after)
+        routed = route(source, mlp.router.weight, mlp.correction, mlp.routing)
+        gated = experts_gated(source, routed, mlp.gate_up, mlp.activation)
+        parts = weighted(gated, routed, mlp.down)
+        if isinstance(mlp, SummedExperts):
+            parts = mlp.group.sum(sum_parts(parts))[None]
+        elif after is not None:  # The norm is of their sum.
+            parts = sum_parts(parts)[None]
+        return scale_rows(residual, norm, self._epsilon, parts, after)
+
+    def _gated(self, linear: GatedLinear, source: Scaled) -> Tensor:
         if self._is_few(source.x):
-            return few_rows(source, weight, bias, gated=True)
-        return silu_and_multiply(self._product(weight, source.x), source, bias)
+            return few_rows(source, linear.weight, linear.bias, linear.activation)
+        product = self._product(linear.weight, source.x)
+        return gate_and_multiply(product, source, linear.bias, linear.activation)
 
-    def _onto(self, residual: Tensor, linear: Linear, x: Tensor, norm: Tensor) -> Scaled:
-        """residual += linear(x); then scaled for its norm."""
+    def _onto(
+        self,
+        residual: Tensor,
+        linear: Linear,
+        x: Tensor,
+        norm: Tensor | None,
+        after: Tensor | None = None,
+    ) -> Scaled:
+        """residual += linear(x), normed by `after` if given; then scaled for its norm, if any."""
+        if norm is not None and after is None:
+            found = self._fused_onto(residual, linear, x, norm)
+            if found:
+                return found
+        part = self._product(linear.weight, x)
+        if linear.bias is not None:
+            part += linear.bias
+        if isinstance(linear, SummedLinear):
+            part = linear.group.sum(part)
+        return scale_rows(residual, norm, self._epsilon, part[None], after)
+
+    def _fused_onto(
+        self, residual: Tensor, linear: Linear, x: Tensor, norm: Tensor
+    ) -> Scaled | None:
+        """As _onto, where a faster form gives the same bits, or others are accepted."""
         if self._is_few(x) and not isinstance(linear, SummedLinear):
             scaled = few_rows_onto(x, linear.weight, residual, norm, self._epsilon, linear.bias)
             return scaled if self._late_size else scale_rows(residual, norm, self._epsilon)
         if self._numerics is Numerics.FAST and _is_split(linear, x):
             parts = torch.bmm(_halves(x).transpose(0, 1), _halves(linear.weight).permute(1, 2, 0))
             return scale_rows(residual, norm, self._epsilon, parts)
-        part = self._product(linear.weight, x)
-        if linear.bias is not None:
-            part += linear.bias
-        if isinstance(linear, SummedLinear):
-            part = linear.group.sum(part)
-        return scale_rows(residual, norm, self._epsilon, part[None])
+        return None
+
+
+def _weight(norm: RMSNorm | None) -> Tensor | None:
+    return norm.weight if norm else None
 
 
 def _is_split(linear: Linear, x: Tensor) -> bool:

@@ -9,7 +9,9 @@ from baton.engine.gpu.batch import StepArrays
 from baton.engine.gpu.forward import Attend
 from baton.engine.gpu.numerics import Numerics
 from baton.engine.gpu.prompt_attention import library_attention, own_attention
-from baton.engine.model import Model, inverse_frequencies, rotations
+from baton.engine.model import Model
+from baton.engine.rope import Rope
+from baton.engine.rotations import Rotation
 from baton.kernels.gpu.chunk_attention import chunk_attention
 from baton.kernels.gpu.decode_attention import SplitWorkspace, decode_attention
 from baton.kernels.gpu.rotary import HeadShape, Projected, rotate_and_store
@@ -28,11 +30,13 @@ class PagedAttention:
         """kv [page, layer, 2, token, kv_head, dim]; table [sequences, pages]."""
         shape, device = model.architecture, kv.device
         self._weights = model.layers
+        self._by_head = shape.query_key_norm == "head"
         self._table = table
         self._max_batch = max_batch
         self._layers = [kv[:, index] for index in range(shape.layers)]
         self._shapes = _head_shapes(model)
-        self._cos_sin = _cos_sin(model, context, device)
+        tables = [_cos_sin(rope, shape.head_dim, context).to(device) for rope in shape.ropes]
+        self._cos_sin = [tables[layer.rope or 0] for layer in model.layers]
         self._workspace = SplitWorkspace.make(
             max_batch, context, shape.heads, shape.kv_heads, shape.head_dim, device
         )
@@ -118,7 +122,7 @@ class PagedAttention:
     ) -> Tensor:
         return decode_attention(
             projected,
-            self._cos_sin,
+            self._cos_sin[layer],
             slots,
             positions,
             self._table,
@@ -137,12 +141,19 @@ class PagedAttention:
     def _store(self, layer: int, projected: Projected, positions: Tensor, stores: Tensor) -> None:
         layer_kv, shape = self._layers[layer], self._shapes[layer]
         rotate_and_store(
-            projected, self._cos_sin, positions, stores, layer_kv, shape, *self._norms(layer)
+            projected,
+            self._cos_sin[layer],
+            positions,
+            stores,
+            layer_kv,
+            shape,
+            *self._norms(layer),
         )
 
     def _norms(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
+        """Of heads; those of whole projections are applied before."""
         query, key = self._weights[layer].query_norm, self._weights[layer].key_norm
-        return (query.weight, key.weight) if query and key else (None, None)
+        return (query.weight, key.weight) if self._by_head and query and key else (None, None)
 
 
 def _head_shapes(model: Model) -> list[HeadShape]:
@@ -153,16 +164,15 @@ def _head_shapes(model: Model) -> list[HeadShape]:
             shape.kv_heads,
             shape.head_dim,
             layer.window,
-            layer.rotates,
+            layer.rope is not None,
             shape.norm_epsilon,
+            layer.scoring,
         )
         for layer in model.layers
     ]
 
 
-def _cos_sin(model: Model, context: int, device: torch.device) -> Tensor:
+def _cos_sin(rope: Rope, head_dim: int, context: int) -> Tensor:
     """[context, head_dim]: each position's cosines, one per pair, then its sines."""
-    shape = model.architecture
-    frequencies = inverse_frequencies(shape.rope, shape.head_dim)
-    turns = rotations(torch.arange(context), frequencies, shape.rope.attention_factor)[:, 0]
-    return torch.cat((turns.real, turns.imag), dim=1).contiguous().to(device)
+    turns = Rotation(rope, head_dim)(torch.arange(context))[:, 0]
+    return torch.cat((turns.real, turns.imag), dim=1).contiguous()

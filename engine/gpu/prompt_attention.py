@@ -60,6 +60,8 @@ def supports(
     shape: Architecture, dtype: torch.dtype, device: torch.device, numerics: Numerics
 ) -> bool:
     """Whether a model's long chunks are attended here; else as short ones are."""
+    if shape.score_cap is not None:
+        return False
     if numerics is Numerics.INVARIANT:
         return long_attention.supports(shape.head_dim, dtype, device)
     fits = dtype.itemsize == 2 and shape.head_dim % 8 == 0 and shape.head_dim <= 128
@@ -87,9 +89,9 @@ def prepare(
     lengths = range(LIBRARY_TOKENS, rows + 1, LIBRARY_TOKENS)
     for done, length in enumerate(lengths):
         query, keys, values = _split(chunk[:length], shape.heads, shape.kv_heads)
-        _attend(query, keys, values, causal=True)
+        _attend(query, keys, values, shape.score_scale, causal=True)
         for size in _part_sizes(context):
-            _attend(query, past[0, :size], past[1, :size], causal=False)
+            _attend(query, past[0, :size], past[1, :size], shape.score_scale, causal=False)
         progress((done + 1) / len(lengths))
 
 
@@ -116,12 +118,13 @@ def library_attention(
     pages = page_table[chunk.slot]
     rows = _causal_rows(qkv, chunk, pages, kv_layer, shape)
     query, keys, values = _split(rows, shape.heads, shape.kv_heads)
-    attended, weight = _attend(query, keys, values, causal=True)
+    scale = shape.scoring.scale
+    attended, weight = _attend(query, keys, values, scale, causal=True)
     if chunk.before:
         past = kv_layer.new_empty(2, chunk.before, shape.kv_heads, shape.head_dim)
         gather_tokens(kv_layer, pages, chunk.before, past[0], past[1])
         for part in _parts(chunk.before):
-            earlier = _attend(query, past[0, part], past[1, part], causal=False)
+            earlier = _attend(query, past[0, part], past[1, part], scale, causal=False)
             merge_attended(attended, weight, *earlier)
     skipped = chunk.start - chunk.before
     mine = attended[0].transpose(0, 1)[skipped : skipped + chunk.count]
@@ -170,24 +173,26 @@ def _rounded_up(tokens: int) -> int:
     return -(-tokens // LIBRARY_TOKENS) * LIBRARY_TOKENS
 
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+def _attend(
+    query: Tensor, keys: Tensor, values: Tensor, scale: float, *, causal: bool
+) -> tuple[Tensor, Tensor]:
     """[T, heads, dim] over [tokens, kv_heads, dim] -> [1, heads, T, dim] and [1, heads, T, 1]."""
     query, keys, values = (each.transpose(0, 1)[None] for each in (query, keys, values))
     if query.device.type == "cuda":
         found = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            query, keys, values, None, True, 0.0, causal, False
+            query, keys, values, None, True, 0.0, causal, False, scale=scale
         )
         return found[0], found[1].view(1, query.shape[1], -1, 1)
-    return _attend_on_cpu(query, keys, values, causal)
+    return _attend_on_cpu(query, keys, values, scale, causal)
 
 
 def _attend_on_cpu(
-    query: Tensor, keys: Tensor, values: Tensor, causal: bool
+    query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor]:
     """The library's attention on a CPU, for tests."""
     group = query.shape[1] // keys.shape[1]
     keys, values = (each.repeat_interleave(group, dim=1).double() for each in (keys, values))
-    scores = query.double() @ keys.transpose(2, 3) * query.shape[3] ** -0.5
+    scores = query.double() @ keys.transpose(2, 3) * scale
     if causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
         scores.masked_fill_(hidden, -torch.inf)

@@ -27,7 +27,9 @@ from baton.engine.sequence import Sequence
 from baton.engine.step import Plan
 from baton.engine.tensor_parallel import Group
 from baton.kernels.gpu.decode_attention import split_rows
+from baton.kernels.gpu.experts import rows_of_tilings
 from baton.kernels.gpu.sampling import FEW_ROWS
+from baton.kernels.routing import Routing
 
 LIBRARY_BYTES = 2 << 30
 """The CUDA context, the libraries' own workspaces, compiled kernels, fragments."""
@@ -77,11 +79,16 @@ def _work_bytes(
     attended = shape.heads * shape.head_dim
     kv_token = 2 * shape.kv_heads * shape.head_dim
     row = 3 * shape.hidden + 4 * attended + 2 * kv_token + 3 * shape.intermediate
+    if shape.routing:
+        row += shape.routing.per_row * (shape.hidden + shape.routing.columns + 6)
+        row += 2 * shape.routing.outputs
     rows = settings.chunk_tokens + 2 * LIBRARY_TOKENS
     rows += 2 * max(settings.max_batch, PROMPT_ROWS[-1])
     logits = 4 * max(settings.max_batch, SAMPLED_ROWS) * shape.vocabulary_size
     values = row * rows + kv_token * context + logits
-    tables = 4 * context * shape.head_dim + 64 * ADJUSTED_ROWS * shape.vocabulary_size
+    tables = (
+        4 * context * shape.head_dim * len(shape.ropes) + 64 * ADJUSTED_ROWS * shape.vocabulary_size
+    )
     parts = split_rows(settings.max_batch, context, shape.heads, shape.kv_heads)
     return values * dtype.itemsize + tables + 4 * parts * (shape.head_dim + 2)
 
@@ -114,16 +121,20 @@ def start_runner(
             lambda done: progress(0.5 + done / 2),
         )
     if group is None or group.split.rank == 0:
-        _rehearse_steps(runner, pool, most, context)
+        _rehearse_steps(runner, pool, most, context, model.architecture.routing)
     progress(1.0)
     return runner
 
 
-def _rehearse_steps(runner: GpuRunner, pool: PagePool, most: int, context: int) -> None:
+def _rehearse_steps(
+    runner: GpuRunner, pool: PagePool, most: int, context: int, routing: Routing | None
+) -> None:
     """Runs one step of each kind that is not fully recorded. `most` is the largest chunk."""
     for sampling in SAMPLINGS:
         _rehearse(runner, pool, [(0, most)], sampling)
         _rehearse(runner, pool, [(0, 1)] * min(FEW_ROWS + 1, pool.free), sampling)
+    for rows in rows_of_tilings(routing) if routing else ():
+        _rehearse(runner, pool, [(0, min(rows, most))])
     # Prompts with a cached prefix, aligned with the library's lengths or not.
     for start in (pool.page_size, LIBRARY_TOKENS, LIBRARY_TOKENS + pool.page_size):
         part = (start, min(most, LIBRARY_TOKENS + 1))

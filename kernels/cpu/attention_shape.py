@@ -29,6 +29,8 @@ class Heads:
     element: ir.Type  # of queries, keys, values and results
     lanes: int
     registers: int
+    scale: float  # of scores
+    cap: float | None
     amx: bool = False  # products are of tile registers (amx.py)
 
     @property

@@ -27,7 +27,7 @@ from llvmlite import ir
 from baton.kernels.cpu.attention_products import products_of
 from baton.kernels.cpu.attention_shape import WEIGHTS_STRIDE, ContextSplit, Heads, PageTable, Step
 from baton.kernels.cpu.ir_builder import COUNT, POINTER, Count, Function, Memory
-from baton.kernels.cpu.vectors import constant, exp_of_negative
+from baton.kernels.cpu.vectors import constant, exp_of_negative, tanh
 
 LEAST = -3e38
 """Less than any score."""
@@ -97,13 +97,17 @@ class Tiles:
         code = Function(self._module, "weights", types, lanes=shape.lanes)
         scores, tokens, first, end, part = code.arguments
         vectors = (tokens + shape.aligned - 1) // shape.aligned * shape.aligned
+        scale = shape.scale if shape.cap is None else 1.0
+        if shape.cap is not None:
+            with code.loop(0, vectors, step=shape.lanes) as token:
+                share = scores.vector(token) * (shape.scale / shape.cap)
+                scores.put(tanh(share) * shape.cap, token)
         for start, stop in ((0, first), (end, vectors)):
             with code.loop(start, stop) as token:
                 scores.in_lanes(1).put(constant(code.builder, LEAST, 1), token)
         least = code.zero() + LEAST
         with code.sum_loop(0, vectors, [least], step=shape.lanes) as (token, greatest):
             greatest[0] = greatest[0].or_greater(scores.vector(token))
-        scale = shape.head_dim**-0.5
         top = greatest[0].greatest() * scale
         below = code.zero() - top
         with code.sum_loop(0, vectors, [code.zero()], step=shape.lanes) as (token, sums):

@@ -15,7 +15,7 @@ from baton.kernels.cpu.compiler import Registers
 from baton.kernels.cpu.vectors import element_of
 
 if TYPE_CHECKING:
-    from baton.kernels.attention import ChunkReads, DecodeReads
+    from baton.kernels.attention import ChunkReads, DecodeReads, Scoring
 
 UNLIMITED = 1 << 60
 """A window that hides nothing."""
@@ -85,11 +85,11 @@ class CompiledAttention:
         return out
 
 
-def paged_attention(heads: int, kv: Tensor) -> CompiledAttention | None:
+def paged_attention(heads: int, kv: Tensor, scoring: Scoring) -> CompiledAttention | None:
     """For kv [page, 2, token, kv_head, dim]; None where there is no code for the shape."""
     head_dim = kv.shape[-1]
     tiles = kv.dtype == torch.bfloat16 and head_dim % amx.INPUTS == 0 and compiler.has_amx()
-    return _compiled(heads, *kv.shape[2:], kv.dtype, compiler.registers(), tiles)
+    return _compiled(heads, *kv.shape[2:], scoring, kv.dtype, compiler.registers(), tiles)
 
 
 @functools.cache
@@ -98,6 +98,7 @@ def _compiled(
     page_size: int,
     kv_heads: int,
     head_dim: int,
+    scoring: Scoring,
     dtype: torch.dtype,
     registers: Registers,
     tiles: bool,
@@ -106,5 +107,6 @@ def _compiled(
     if not lanes:
         return None
     element, number = element_of(dtype), registers.number
-    shape = Heads(heads, kv_heads, head_dim, page_size, element, lanes, number, tiles)
-    return CompiledAttention(shape)
+    return CompiledAttention(
+        Heads(heads, kv_heads, head_dim, page_size, element, lanes, number, *scoring, tiles)
+    )

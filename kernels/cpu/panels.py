@@ -11,6 +11,7 @@ from torch.nn import functional
 from baton.kernels.cpu import amx, compiler
 from baton.kernels.cpu.compiler import AVX2
 from baton.kernels.cpu.product import (
+    GATES,
     INPUTS_PER_TURN,
     OUTPUTS_PER_ITEM,
     ROWS_PER_ITEM,
@@ -19,7 +20,7 @@ from baton.kernels.cpu.product import (
     library,
 )
 from baton.kernels.cpu.vectors import element_of
-from baton.kernels.linear import RMSNorm
+from baton.kernels.linear import Activation, RMSNorm
 
 FEW_ROWS = 16
 """Rows that one thread lays out before a second could start."""
@@ -61,7 +62,7 @@ class Panels:
         self._bias = bias
         self._addend = weight.new_zeros(self._outputs) if bias is None else bias
         compiled = library(self._tile)  # when a model is loaded, not at its first step
-        names = ("lay_out", "product", "gated_product")
+        names = ("lay_out", "product", *GATES)
         self._addresses = {name: compiled.address(name) for name in names}
 
     def product(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
@@ -75,8 +76,8 @@ class Panels:
         addend = residual if self._bias is None else residual + self._bias
         return self._product(x, None, addend, self._outputs)
 
-    def gated(self, up: Panels, x: Tensor, norm: RMSNorm) -> Tensor:
-        """silu(self's product) * up's."""
+    def gated(self, up: Panels, x: Tensor, norm: RMSNorm | None, activation: Activation) -> Tensor:
+        """activation(self's product) * up's."""
         x = x.contiguous()
         gated = x.new_empty(x.shape[0], self._outputs)
         size = gated.numel()
@@ -84,7 +85,7 @@ class Panels:
         arguments = self._arguments(x, norm, blocks, self._addend, 0, gate)
         arguments.up_panels, arguments.up_addend = up._panels.data_ptr(), up._addend.data_ptr()
         arguments.up_out, arguments.gated = raised, gated.data_ptr()
-        return self._run("gated_product", arguments, gated)
+        return self._run(activation, arguments, gated)
 
     def _product(self, x: Tensor, norm: RMSNorm | None, addend: Tensor, stride: int) -> Tensor:
         x, addend = x.contiguous(), addend.contiguous()
@@ -117,7 +118,7 @@ class Panels:
             x.data_ptr(),
             x.shape[0],
             self._inputs,
-            norm.weight.data_ptr() if norm else None,
+            norm.wide.data_ptr() if norm else None,
             norm.epsilon if norm else 0.0,
             blocks,
             self._panels.data_ptr(),

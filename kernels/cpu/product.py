@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -33,10 +34,12 @@ from baton.kernels.cpu.vectors import (
     FLOAT,
     QUAD,
     Floats,
+    constant,
     exp,
     rounded,
     transposed,
 )
+from baton.kernels.linear import Activation
 
 VECTORS = 3
 """Vectors of a panel."""
@@ -77,7 +80,7 @@ class ProductArguments(ctypes.Structure):
         ("x", ctypes.c_void_p),  # [rows, inputs]
         ("rows", ctypes.c_int64),
         ("inputs", ctypes.c_int64),
-        ("norm", ctypes.c_void_p),  # [inputs], the weight of an RMS norm of x; or null
+        ("norm", ctypes.c_void_p),  # float32 [inputs], the weight of an RMS norm of x; or null
         ("epsilon", ctypes.c_float),  # the norm's
         ("blocks", ctypes.c_void_p),  # float32 [rows up to a multiple of a block, inputs], scratch
         ("panels", ctypes.c_void_p),  # [panels, inputs, panel]
@@ -88,7 +91,7 @@ class ProductArguments(ctypes.Structure):
         ("up_panels", ctypes.c_void_p),  # gated products only: as panels, addend and out
         ("up_addend", ctypes.c_void_p),
         ("up_out", ctypes.c_void_p),
-        ("gated", ctypes.c_void_p),  # [rows, outputs], silu(out) * up_out
+        ("gated", ctypes.c_void_p),  # [rows, outputs], activation(out) * up_out
         ("panels_per_item", ctypes.c_int64),
         ("rows_per_item", ctypes.c_int64),  # a multiple of a block
         ("blocks_claimed", ctypes.c_int64),  # 0 at first
@@ -98,15 +101,16 @@ class ProductArguments(ctypes.Structure):
 
 @functools.cache
 def library(tile: Tile) -> Library:
-    """Functions `lay_out` (x as blocks), then `product` (x @ weight.T + addend) or
-    `gated_product` (silu of that, times the same of up_panels)."""
+    """Functions `lay_out` (x as blocks), then `product` (x @ weight.T + addend) or one of an
+    activation's name (that of the product, times the same of up_panels)."""
     module = ir.Module("products")
     _lay_out(module, tile)
     panel = _panel(module, tile, tile.element)
     _product(module, tile, panel)
     # A gate and what it multiplies are not rounded.
     unrounded = panel if tile.element == FLOAT else _panel(module, tile, FLOAT)
-    _gated_product(module, tile, unrounded, _gate(module, tile))
+    for name, exponent in GATES.items():
+        _gated_product(module, tile, unrounded, _gate(module, tile, name, exponent), name)
     return Library(module)
 
 
@@ -175,7 +179,7 @@ def _lay_out(module: ir.Module, tile: Tile) -> None:
         for single in (True, False)
         for normed in (True, False)
     }
-    x, norm = given.memory("x", tile.element), given.memory("norm", tile.element)
+    x, norm = given.memory("x", tile.element), given.memory("norm")
     blocks, epsilon = given.memory("blocks", tile.block_element), given.field("epsilon")
     rows, inputs = given.count("rows"), given.count("inputs")
     blocks_of_rows = (rows + tile.rows - 1) // tile.rows
@@ -196,7 +200,7 @@ def _block(module: ir.Module, tile: Tile, *, single: bool, normed: bool) -> Func
     name = f"block{'_of_one' * single}{'_normed' * normed}"
     code = Function(module, name, [POINTER, COUNT, COUNT, POINTER, POINTER, POINTER])
     x, left, inputs, norm, epsilon, block = code.arguments
-    x, norm = x.of(tile.element), norm.of(tile.element)
+    x = x.of(tile.element)
     # Lanes beyond the last row repeat it; no tile reads them.
     count = 1 if single else tile.rows
     rows = [x.from_((left - 1).at_most(row) * inputs) for row in range(count)]
@@ -222,7 +226,7 @@ def _rows(module: ir.Module, tile: Tile, *, single: bool, normed: bool) -> Funct
     name = f"rows{'_of_one' * single}{'_normed' * normed}"
     code = Function(module, name, [POINTER, COUNT, COUNT, POINTER, POINTER, POINTER])
     x, left, inputs, norm, epsilon, block = code.arguments
-    x, norm, block = x.of(tile.element), norm.of(tile.element), block.of(tile.element)
+    x, block = x.of(tile.element), block.of(tile.element)
     with code.loop(0, left.at_most(tile.rows)) as row:
         source, target = x.from_(row * inputs), block.from_(row * inputs)
         scales = _scales(code, [source], inputs, epsilon) if normed else []
@@ -253,8 +257,10 @@ def _product(module: ir.Module, tile: Tile, panel: Function) -> None:
     code.end()
 
 
-def _gated_product(module: ir.Module, tile: Tile, panel: Function, gate: Function) -> None:
-    code = Function(module, "gated_product", [POINTER], exported=True)
+def _gated_product(
+    module: ir.Module, tile: Tile, panel: Function, gate: Function, name: str
+) -> None:
+    code = Function(module, name, [POINTER], exported=True)
     given = Arguments(code.arguments[0], ProductArguments)
     with _panels(code, given, tile) as at:
         for prefix in ("", "up_"):
@@ -316,10 +322,25 @@ def _call_panel(
     )
 
 
-def _gate(module: ir.Module, tile: Tile) -> Function:
-    """gated = silu(gate) * up in one panel's columns: (gate, up, gated, rows, outputs)"""
+def _gelu_exponent(x: Floats) -> Floats:
+    """x / 2 * (1 + tanh(u)) = x / (1 + exp(-2 u)), with u = root(2 / pi) * (x + 0.044715 x^3)"""
+    twice = 2.0 * math.sqrt(2.0 / math.pi)
+    return x * (constant(x.builder, twice, x.lanes) + x * x * (twice * 0.044715))
+
+
+GATES: dict[Activation, Callable[[Floats], Floats]] = {
+    "silu": lambda x: x,
+    "gelu_tanh": _gelu_exponent,
+}
+"""The e of each activation x / (1 + exp(-e))."""
+
+
+def _gate(
+    module: ir.Module, tile: Tile, name: str, exponent: Callable[[Floats], Floats]
+) -> Function:
+    """gated = activation(gate) * up in one panel's columns: (gate, up, gated, rows, outputs)"""
     types = [POINTER, POINTER, POINTER, COUNT, COUNT]
-    code = Function(module, "gate", types, lanes=tile.lanes)
+    code = Function(module, f"gate_{name}", types, lanes=tile.lanes)
     gate, up, gated, rows, outputs = code.arguments
     gated = gated.of(tile.element)
     one = code.zero() + 1.0
@@ -327,6 +348,6 @@ def _gate(module: ir.Module, tile: Tile) -> Function:
         for column in range(0, tile.panel, tile.lanes):
             at = row * outputs + column
             x = gate.vector(at)
-            gated.put(x / (one + exp(code.zero() - x)) * up.vector(at), at)
+            gated.put(x / (one + exp(code.zero() - exponent(x))) * up.vector(at), at)
     code.end()
     return code

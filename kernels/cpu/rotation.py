@@ -1,8 +1,9 @@
-"""Compiled code that normalizes queries and keys by head, rotates them by their positions, and
-stores keys and values.
+"""Compiled code that normalizes queries and keys, rotates them by their positions, and stores
+keys and values.
 
 A pair of neighbouring numbers is complex: (a, b) rotated by (c, s) is
-(a * c - b * s, b * c + a * s). Every number is computed from its own head's alone.
+(a * c - b * s, b * c + a * s). Every number is computed from its own head's alone, or, if the
+norms are of all heads, from its own row's.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 from baton.kernels.cpu import compiler
 from baton.kernels.cpu.compiler import Library, Registers
 from baton.kernels.cpu.ir_builder import COUNT, POINTER, Arguments, Count, Function, Memory
+from baton.kernels.cpu.norm import inverse_root
 from baton.kernels.cpu.vectors import FLOAT, Floats, element_of, vector_of
 from baton.kernels.linear import RMSNorm
 
@@ -29,9 +31,11 @@ class RotationArguments(ctypes.Structure):
         ("qkv", ctypes.c_void_p),  # [rows, queries, keys and values], changed in place
         ("query_numbers", ctypes.c_int64),
         ("key_numbers", ctypes.c_int64),
-        ("query_norm", ctypes.c_void_p),  # [head_dim], or null
+        ("query_norm", ctypes.c_void_p),  # float32 [query_norm_size], or null
+        ("query_norm_size", ctypes.c_int64),  # head_dim, or query_numbers
         ("query_epsilon", ctypes.c_float),
         ("key_norm", ctypes.c_void_p),
+        ("key_norm_size", ctypes.c_int64),
         ("key_epsilon", ctypes.c_float),
         ("rotation", ctypes.c_void_p),  # float32 [rows, head_dim], complex; or null
         ("head_dim", ctypes.c_int64),
@@ -55,8 +59,9 @@ def rotate_and_write(
     arguments = RotationArguments(rows, qkv.data_ptr(), heads * head_dim, tokens.shape[1])
     if norms:
         query, key = norms
-        arguments.query_norm, arguments.query_epsilon = query.weight.data_ptr(), query.epsilon
-        arguments.key_norm, arguments.key_epsilon = key.weight.data_ptr(), key.epsilon
+        arguments.query_norm, arguments.query_epsilon = query.wide.data_ptr(), query.epsilon
+        arguments.key_norm, arguments.key_epsilon = key.wide.data_ptr(), key.epsilon
+        arguments.query_norm_size, arguments.key_norm_size = len(query.wide), len(key.wide)
     arguments.rotation = None if rotation is None else rotation.data_ptr()
     arguments.head_dim = head_dim
     arguments.tokens, arguments.places = tokens.data_ptr(), places.data_ptr()
@@ -88,9 +93,10 @@ def _library(lanes: int, element: ir.Type) -> Library:
             ("query", numbers, queries),
             ("key", numbers.from_(queries), keys),
         ):
-            norm, epsilon = given.memory(f"{kind}_norm", element), f"{kind}_epsilon"
+            norm, size = given.memory(f"{kind}_norm"), given.count(f"{kind}_norm_size")
             with code.when(norm.is_null("!=")):
-                _normalize(code, of_kind, count, norm, given.field(epsilon, FLOAT), head_dim)
+                epsilon = given.field(f"{kind}_epsilon", FLOAT)
+                _normalize(code, of_kind, count, norm, epsilon, size)
         with code.when(rotation.is_null("!=")):
             _rotate(code, numbers, queries + keys, rotation.from_(row * head_dim), head_dim)
         for half in range(2):
@@ -103,18 +109,14 @@ def _library(lanes: int, element: ir.Type) -> Library:
 
 
 def _normalize(
-    code: Function, numbers: Memory, count: Count, norm: Memory, epsilon: Memory, head_dim: Count
+    code: Function, numbers: Memory, count: Count, norm: Memory, epsilon: Memory, size: Count
 ) -> None:
-    """Each head over the root of its mean square."""
-    with code.loop(0, count // head_dim) as index:
-        head = numbers.from_(index * head_dim)
-        with code.sum_loop(0, head_dim, [code.zero()], step=code.lanes) as (dim, squares):
-            x = head.vector(dim)
-            squares[0] = squares[0].plus_product(x, x)
-        mean = squares[0].total() / head_dim.as_floats(code.lanes)
-        scale = (code.zero() + 1.0) / (mean + epsilon.repeated()).root()
-        with code.loop(0, head_dim, step=code.lanes) as dim:
-            head.put(head.vector(dim) * scale * norm.vector(dim), dim)
+    """Each `size` numbers over the root of their mean square."""
+    with code.loop(0, count // size) as index:
+        some = numbers.from_(index * size)
+        scale = inverse_root(code, some, epsilon, size)
+        with code.loop(0, size, step=code.lanes) as at:
+            some.put(some.vector(at) * scale * norm.vector(at), at)
 
 
 def _rotate(code: Function, numbers: Memory, count: Count, turn: Memory, head_dim: Count) -> None:

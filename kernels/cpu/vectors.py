@@ -204,6 +204,12 @@ def exp_of_negative(x: Floats) -> Floats:
     return Floats(builder, builder.bitcast(bits, x.value.type))
 
 
+def tanh(x: Floats) -> Floats:
+    """To about one unit in the last place of 1."""
+    one = constant(x.builder, 1.0, x.lanes)
+    return one - (one + one) / (one + exp(x + x))
+
+
 def widened(builder: ir.IRBuilder, halves: ir.Value) -> Floats:
     """bfloat16 numbers, as float32."""
     lanes = halves.type.count

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.kernels.gpu.decode_attention import LOG2_E, load_tile
+from baton.kernels.gpu.decode_attention import load_tile
 from baton.kernels.gpu.fixed_order import SPLIT, TILE, attend, merge
 from baton.kernels.gpu.rotary import HeadShape
 
@@ -40,7 +40,7 @@ def chunk_attention(
         page_table,
         kv_layer,
         out,
-        shape.head_dim**-0.5 * LOG2_E,
+        *shape.score_factors,
         shape.window or 0,
         page_table.stride(0),
         kv_layer.stride(0),
@@ -53,6 +53,7 @@ def chunk_attention(
         BLOCK_M=BLOCK_QUERIES,
         TILE=TILE,
         SPLIT=SPLIT,
+        CAPPED=shape.scoring.cap is not None,
         num_warps=4 if block_d <= 128 else 8,
         enable_fp_fusion=False,
         num_stages=3 if block_d <= 128 else 2,
@@ -68,6 +69,7 @@ def _chunk(
     kv_pointer,
     out_pointer,
     scale,
+    bend,
     window,
     table_stride,
     page_stride,
@@ -80,6 +82,7 @@ def _chunk(
     BLOCK_M: tl.constexpr,
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):
     head, block = tl.program_id(0), tl.program_id(1)
     entry = blocks_pointer + block * 4
@@ -115,7 +118,7 @@ def _chunk(
                     seen &= token[None, :] > position - window
                 split_highest, split_total, split_sums = attend(
                     split_highest, split_total, split_sums, query, keys, values, seen, scale,
-                    BLOCK_M, TILE,
+                    bend, BLOCK_M, TILE, CAPPED,
                 )  # fmt: skip
             highest, total, sums = merge(
                 highest, total, sums, split_highest, split_total, split_sums

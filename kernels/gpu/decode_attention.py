@@ -41,8 +41,6 @@ MERGED_TOGETHER = 16
 FEW_ROWS = 16
 """Below this many sequences latency counts: more warps, less loaded ahead."""
 
-LOG2_E = 1.4426950408889634
-
 
 def programs_for(batch: int, kv_heads: int) -> int:
     """Programs that share one sequence's context: enough to fill the chip, no more."""
@@ -120,7 +118,7 @@ def decode_attention(
         workspace.sums,
         workspace.weights,
         out,
-        shape.head_dim**-0.5 * LOG2_E,
+        *shape.score_factors,
         projected.source.epsilon if projected.source else 0.0,
         shape.epsilon,
         shape.window or 0,
@@ -143,6 +141,7 @@ def decode_attention(
         BIAS=bias is not None,
         NORMS=query_norm is not None,
         ROTATES=shape.rotates,
+        CAPPED=shape.scoring.cap is not None,
         num_warps=4 if batch < FEW_ROWS else 2,
         enable_fp_fusion=False,
         num_stages=2 if batch < FEW_ROWS or block_d > 128 else 3,
@@ -209,6 +208,7 @@ def _decode(
     weights_pointer,
     out_pointer,
     scale,
+    bend,
     epsilon,
     head_epsilon,
     window,
@@ -231,6 +231,7 @@ def _decode(
     BIAS: tl.constexpr,
     NORMS: tl.constexpr,
     ROTATES: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):
     sequence, head, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = tl.load(positions_pointer + sequence)
@@ -302,8 +303,8 @@ def _decode(
                 seen = ((token >= first) & (token <= position))[None, :]
                 highest = tl.where(tile % SPLIT == 0, float("-inf"), highest)
                 highest, total, sums = attend(
-                    highest, total, sums, query, keys, values, seen, scale, BLOCK_G, TILE
-                )
+                    highest, total, sums, query, keys, values, seen, scale, bend,
+                    BLOCK_G, TILE, CAPPED)  # fmt: skip
                 if ((tile + TILE) % SPLIT == 0) | (tile + TILE >= end):
                     all_highest, all_total, all_sums = merge(
                         all_highest, all_total, all_sums, highest, total, sums
@@ -327,8 +328,8 @@ def _decode(
                 seen = ((token >= first) & (token <= position))[None, :]
                 highest = tl.where(tile % SPLIT == 0, float("-inf"), highest)
                 highest, total, sums = attend(
-                    highest, total, sums, query, keys, values, seen, scale, BLOCK_G, TILE
-                )
+                    highest, total, sums, query, keys, values, seen, scale, bend,
+                    BLOCK_G, TILE, CAPPED)  # fmt: skip
                 if ((tile + TILE) % SPLIT == 0) | (tile + TILE >= end):
                     at_split = place + tile // SPLIT
                     sums_at = sums_pointer + at_split[:, None] * DIM + dim[None, :]

@@ -78,9 +78,16 @@ def inverse_size(squares, epsilon, SIZE: tl.constexpr):
 
 
 @triton.jit
-def gate(gates, ups):
-    """silu(gates) * ups"""
-    return gates / (1.0 + tl.exp(-gates)) * ups
+def gate(gates, ups, ACTIVATION: tl.constexpr):
+    """activation(gates) * ups: silu, or gelu by its approximation with tanh.
+
+    x / 2 * (1 + tanh(u)) = x / (1 + exp(-2 u)), with u = root(2 / pi) * (x + 0.044715 x^3)
+    """
+    if ACTIVATION == "gelu_tanh":
+        exponent = gates * (1.5957691216057308 + gates * gates * 0.07135481282989508)
+    else:
+        exponent = gates
+    return gates / (1.0 + tl.exp(-exponent)) * ups
 
 
 @triton.jit
@@ -123,15 +130,20 @@ def attend(
     values,
     seen,
     scale,
+    bend,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):
     """Adds a tile to those before it in its split: query [ROWS, dim], keys [dim, TOKENS], values
     [TOKENS, dim]; each row's highest score, normalizer [ROWS] and weighted sums [ROWS, dim].
 
-    The first tile of a split starts with a highest score of minus infinity.
+    The first tile of a split starts with a highest score of minus infinity. CAPPED: tanh comes
+    before the scale, of products times `bend`: tanh(x) = 1 - 2 / (1 + 2^(2 x log2 e)).
     """
     scores = tl.dot(query, keys, out_dtype=tl.float32, input_precision="ieee")
+    if CAPPED:
+        scores = 1.0 - 2.0 / (1.0 + tl.exp2(scores * bend))
     scores = tl.where(seen, scores, float("-inf"))
     higher = tl.maximum(highest, tl.max(scores, axis=1) * scale)
     base = tl.where(higher == float("-inf"), 0.0, higher)

@@ -7,7 +7,7 @@ scales them by the norm's weight and stores sums of squares of some columns each
 that reads the row adds these up at its end: a row's size is a factor of its whole product.
 
 A row has the same bits as in the matrix library's product of many rows, followed by
-`silu_and_multiply` or by the attention's kernels: all walk the inputs in order and round at
+`gate_and_multiply` or by the attention's kernels: all walk the inputs in order and round at
 the same places.
 """
 
@@ -29,6 +29,7 @@ from baton.kernels.gpu.fixed_order import (
     square_sums,
 )
 from baton.kernels.gpu.norm import Scaled
+from baton.kernels.linear import Activation
 
 MOST_ROWS = 32
 """Beyond this many rows the matrix library is faster."""
@@ -62,15 +63,15 @@ def stages_for(tiling: LinearTiling, block_m: int, gated: bool, dtype: torch.dty
 
 
 def few_rows(
-    source: Scaled, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False
+    source: Scaled, weight: Tensor, bias: Tensor | None = None, gates: Activation | None = None
 ) -> Tensor:
     """norm(residual) @ weight.T + bias, for weight [N, K]: [M, N].
 
-    `gated`: weight holds gates, then as many ups: silu(gates) * ups, [M, N / 2].
+    With `gates`, weight holds those, then as many ups: activation(gates) * ups, [M, N / 2].
     """
-    outputs = len(weight) // 2 if gated else len(weight)
+    outputs = len(weight) // 2 if gates else len(weight)
     out = source.x.new_empty(len(source.x), outputs)
-    _launch(source.x, weight, bias, out, outputs, source=source, gated=gated)
+    _launch(source.x, weight, bias, out, outputs, source=source, gates=gates)
     return out
 
 
@@ -113,7 +114,7 @@ def _launch(
     source: Scaled | None = None,
     norm: Tensor | None = None,
     target: Scaled | None = None,
-    gated: bool = False,
+    gates: Activation | None = None,
 ) -> None:
     rows, depth = x.shape
     tiling = tiling_for(outputs)
@@ -135,7 +136,8 @@ def _launch(
         BLOCK_PARTS=1 if read is None else triton.next_power_of_2(len(read)),
         K=depth,
         BIAS=bias is not None,
-        GATED=gated,
+        GATED=gates is not None,
+        ACTIVATION=gates or "",
         ADDS=target is not None,
         BLOCK_M=block_m,
         BLOCK_N=tiling.outputs,
@@ -143,7 +145,7 @@ def _launch(
         EVEN=depth % tiling.depth == 0 and outputs % tiling.outputs == 0,
         num_warps=tiling.warps,
         enable_fp_fusion=False,
-        num_stages=stages_for(tiling, block_m, gated, weight.dtype),
+        num_stages=stages_for(tiling, block_m, gates is not None, weight.dtype),
     )
 
 
@@ -164,6 +166,7 @@ def _few_rows(
     K: tl.constexpr,
     BIAS: tl.constexpr,
     GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     ADDS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -235,7 +238,7 @@ def _few_rows(
             if BIAS:
                 up_bias = tl.load(bias_pointer + outputs + column, mask=in_columns, other=0.0)
                 up_bias = up_bias.to(tl.float32)[:, None]
-            sums = gate(sums, settle(ups, size, up_bias, PARTS > 0, BIAS))
+            sums = gate(sums, settle(ups, size, up_bias, PARTS > 0, BIAS), ACTIVATION)
     tl.store(out_pointer + at, sums.to(dtype), mask=mask)
 
 
@@ -243,11 +246,13 @@ GATE_BLOCK = 1024
 """Elements per program: with 4 warps, one 16-byte load of each half per thread."""
 
 
-def silu_and_multiply(gate_up: Tensor, source: Scaled, bias: Tensor | None = None) -> Tensor:
-    """gate_up [T, 2 * size], the product of `source` -> silu(gate) * up, [T, size]."""
+def gate_and_multiply(
+    gate_up: Tensor, source: Scaled, bias: Tensor | None, activation: Activation
+) -> Tensor:
+    """gate_up [T, 2 * size], the product of `source` -> activation(gate) * up, [T, size]."""
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, size)
-    _silu_and_multiply[(rows, triton.cdiv(size, GATE_BLOCK))](
+    _gate_and_multiply[(rows, triton.cdiv(size, GATE_BLOCK))](
         gate_up,
         gate_up if source.squares is None else source.squares,
         gate_up if bias is None else bias,
@@ -257,6 +262,7 @@ def silu_and_multiply(gate_up: Tensor, source: Scaled, bias: Tensor | None = Non
         K=source.x.shape[1],
         SCALED=source.squares is not None,
         BIAS=bias is not None,
+        ACTIVATION=activation,
         BLOCK=GATE_BLOCK,
         num_warps=4,
         enable_fp_fusion=False,
@@ -265,7 +271,7 @@ def silu_and_multiply(gate_up: Tensor, source: Scaled, bias: Tensor | None = Non
 
 
 @triton.jit
-def _silu_and_multiply(
+def _gate_and_multiply(
     gate_up_pointer,
     squares_pointer,
     bias_pointer,
@@ -275,6 +281,7 @@ def _silu_and_multiply(
     K: tl.constexpr,
     SCALED: tl.constexpr,
     BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -290,7 +297,7 @@ def _silu_and_multiply(
         bias = tl.load(bias_pointer + column, mask=inside, other=0.0).to(tl.float32)
         up_bias = tl.load(bias_pointer + SIZE + column, mask=inside, other=0.0).to(tl.float32)
     gates = settle(gates, size, bias, SCALED, BIAS)
-    product = gate(gates, settle(ups, size, up_bias, SCALED, BIAS))
+    product = gate(gates, settle(ups, size, up_bias, SCALED, BIAS), ACTIVATION)
     tl.store(
         out_pointer + row * SIZE + column, product.to(out_pointer.dtype.element_ty), mask=inside
     )

@@ -23,7 +23,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from baton.kernels.gpu import fixed_order
-from baton.kernels.gpu.decode_attention import LOG2_E
 from baton.kernels.gpu.fixed_order import SPLIT, TILE
 from baton.kernels.gpu.rotary import HeadShape
 
@@ -64,7 +63,7 @@ def long_attention(
         out,
         count,
         start,
-        dim**-0.5 * LOG2_E,
+        shape.score_factors[0],
         shape.window or 0,
         HEADS=shape.heads,
         KV_HEADS=shape.kv_heads,

@@ -42,48 +42,70 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def scale_rows(
-    residual: Tensor, weight: Tensor, epsilon: float, parts: Tensor | None = None
+    residual: Tensor,
+    weight: Tensor | None,
+    epsilon: float,
+    parts: Tensor | None = None,
+    after: Tensor | None = None,
 ) -> Scaled:
-    """residual [T, H] += the sum of parts [n, T, H]; then scaled by weight [H]."""
-    return _launch(residual, weight, epsilon, parts, normed=residual.dtype is torch.float16)
+    """residual [T, H] += the sum of parts [n, T, H], or of one part, normed with weight `after`
+    [H]; then scaled by weight [H], or without one left as it is."""
+    normed = residual.dtype is torch.float16
+    return _launch(residual, weight, epsilon, parts, after=after, normed=normed)
 
 
 def embed(
-    tokens: Tensor, embedding: Tensor, weight: Tensor, epsilon: float
+    tokens: Tensor,
+    embedding: Tensor,
+    weight: Tensor | None,
+    epsilon: float,
+    scale: float = 1.0,
 ) -> tuple[Tensor, Scaled]:
-    """The rows of embedding [vocabulary, H] for tokens [T]; and scaled by weight [H]."""
+    """The rows of embedding [vocabulary, H] for tokens [T], times `scale`; and scaled by weight
+    [H], if there is one."""
     residual = embedding.new_empty(len(tokens), embedding.shape[1])
-    normed = residual.dtype is torch.float16
-    return residual, _launch(residual, weight, epsilon, gathered=(tokens, embedding), normed=normed)
+    normed, gathered = residual.dtype is torch.float16, (tokens, embedding)
+    return residual, _launch(
+        residual, weight, epsilon, gathered=gathered, scale=scale, normed=normed
+    )
 
 
 def _launch(
     residual: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     epsilon: float,
     parts: Tensor | None = None,
     gathered: tuple[Tensor, Tensor] | None = None,
     *,
+    after: Tensor | None = None,
+    scale: float = 1.0,
     normed: bool,
 ) -> Scaled:
     rows, size = residual.shape
     block = triton.next_power_of_2(size)
-    out = torch.empty(rows, size, dtype=residual.dtype, device=residual.device)
-    squares = None if normed else residual.new_empty(1, rows, dtype=torch.float32)
+    out, squares = residual, None
+    if weight is not None:
+        out = torch.empty(rows, size, dtype=residual.dtype, device=residual.device)
+        squares = None if normed else residual.new_empty(1, rows, dtype=torch.float32)
     tokens, embedding = gathered or (residual, residual)
     _rows[(rows,)](
         residual,
         tokens,
         embedding,
         residual if parts is None else parts,
-        weight,
+        residual if weight is None else weight,
+        residual if after is None else after,
         out,
         out if squares is None else squares,
         epsilon,
+        scale,
         residual.stride(0),
         rows * size,
         PARTS=0 if parts is None else len(parts),
         GATHERS=gathered is not None,
+        ENLARGED=scale != 1.0,
+        AFTER=after is not None,
+        WEIGHED=weight is not None,
         NORMED=normed,
         SIZE=size,
         BLOCK=block,
@@ -105,13 +127,18 @@ def _rows(
     embedding_pointer,
     parts_pointer,
     weight_pointer,
+    after_pointer,
     out_pointer,
     squares_pointer,
     epsilon,
+    scale,
     residual_stride,
     part_stride,
     PARTS: tl.constexpr,
     GATHERS: tl.constexpr,
+    ENLARGED: tl.constexpr,
+    AFTER: tl.constexpr,
+    WEIGHED: tl.constexpr,
     NORMED: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -123,21 +150,29 @@ def _rows(
     if GATHERS:
         token = tl.load(tokens_pointer + row).to(tl.int64)
         source = tl.load(embedding_pointer + token * SIZE + column, mask=inside, other=0.0)
+        if ENLARGED:
+            source = (source.to(tl.float32) * scale).to(source.dtype)
         tl.store(residual_at, source, mask=inside)
     else:
         source = tl.load(residual_at, mask=inside, other=0.0)
     x = source.to(tl.float32)
     for part in tl.static_range(PARTS):
         part_at = parts_pointer + part * part_stride + row * SIZE + column
-        x += tl.load(part_at, mask=inside, other=0.0).to(tl.float32)
+        part_x = tl.load(part_at, mask=inside, other=0.0).to(tl.float32)
+        if AFTER:
+            after = tl.load(after_pointer + column, mask=inside, other=0.0).to(tl.float32)
+            part_x = part_x * inverse_size(squares_of_row(part_x, BLOCK), epsilon, SIZE) * after
+            part_x = part_x.to(source.dtype).to(tl.float32)
+        x += part_x
     dtype = out_pointer.dtype.element_ty
     if PARTS > 0:
         tl.store(residual_at, x.to(dtype), mask=inside)
         x = x.to(dtype).to(tl.float32)
-    weight = tl.load(weight_pointer + column, mask=inside, other=0.0).to(tl.float32)
-    squares = squares_of_row(x, BLOCK)
-    if NORMED:
-        x = x * inverse_size(squares, epsilon, SIZE)
-    else:
-        tl.store(squares_pointer + row, squares)
-    tl.store(out_pointer + row * SIZE + column, (x * weight).to(dtype), mask=inside)
+    if WEIGHED:
+        weight = tl.load(weight_pointer + column, mask=inside, other=0.0).to(tl.float32)
+        squares = squares_of_row(x, BLOCK)
+        if NORMED:
+            x = x * inverse_size(squares, epsilon, SIZE)
+        else:
+            tl.store(squares_pointer + row, squares)
+        tl.store(out_pointer + row * SIZE + column, (x * weight).to(dtype), mask=inside)

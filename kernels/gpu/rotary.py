@@ -8,8 +8,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.kernels.gpu.fixed_order import inverse_size, settle, square_sums
+from baton.kernels.attention import Scoring
+from baton.kernels.gpu.fixed_order import inverse_size, settle, square_sums, squares_of_row
 from baton.kernels.gpu.norm import Scaled
+
+LOG2_E = 1.4426950408889634
 
 FEW_TOKENS = 32
 """Up to this many tokens, all of the step, each head is a program of its own."""
@@ -25,6 +28,13 @@ class HeadShape:
     window: int | None
     rotates: bool
     epsilon: float
+    scoring: Scoring
+
+    @property
+    def score_factors(self) -> tuple[float, float]:
+        """`scale` and `bend` of fixed_order.attend, for powers of two."""
+        scale, cap = self.scoring
+        return (scale * LOG2_E, 0.0) if cap is None else (cap * LOG2_E, scale / cap * 2 * LOG2_E)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +111,96 @@ def rotate_and_store(
         num_warps=min(max(block_heads * block_dim // 256, 1), 8),
         enable_fp_fusion=False,
     )
+
+
+def norm_projections(
+    projected: Projected, query_norm: Tensor, key_norm: Tensor, epsilon: float
+) -> Projected:
+    """Settled, in place, with all queries and all keys of a row normed together; the weights are
+    as long as these."""
+    qkv, squares, bias = projected.qkv, projected.squares, projected.bias
+    queries, keys = len(query_norm), len(key_norm)
+    _norm_projections[(len(qkv),)](
+        qkv,
+        qkv if squares is None else squares,
+        qkv if bias is None else bias,
+        query_norm,
+        key_norm,
+        projected.source.epsilon if projected.source else 0.0,
+        epsilon,
+        QUERIES=queries,
+        KEYS=keys,
+        QUERY_BLOCK=triton.next_power_of_2(queries),
+        KEY_BLOCK=triton.next_power_of_2(keys),
+        INPUTS=projected.source.x.shape[1] if projected.source else 1,
+        SCALED=squares is not None,
+        BIAS=bias is not None,
+        num_warps=8,
+        enable_fp_fusion=False,
+    )
+    return Projected(qkv)
+
+
+@triton.jit(do_not_specialize_on_alignment=["squares_pointer"])
+def _norm_projections(
+    qkv_pointer,
+    squares_pointer,
+    bias_pointer,
+    query_norm_pointer,
+    key_norm_pointer,
+    epsilon,
+    norm_epsilon,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    QUERY_BLOCK: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    INPUTS: tl.constexpr,
+    SCALED: tl.constexpr,
+    BIAS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    new = qkv_pointer + row * (QUERIES + 2 * KEYS)
+    size = 1.0
+    if SCALED:
+        size = inverse_size(tl.load(squares_pointer + row), epsilon, INPUTS)
+    _norm_part(
+        new, bias_pointer, query_norm_pointer, size, norm_epsilon,
+        QUERIES, QUERY_BLOCK, SCALED, BIAS, True,
+    )  # fmt: skip
+    _norm_part(
+        new + QUERIES, bias_pointer + QUERIES, key_norm_pointer, size, norm_epsilon,
+        KEYS, KEY_BLOCK, SCALED, BIAS, True,
+    )  # fmt: skip
+    if SCALED or BIAS:
+        _norm_part(
+            new + QUERIES + KEYS, bias_pointer + QUERIES + KEYS, key_norm_pointer, size,
+            norm_epsilon, KEYS, KEY_BLOCK, SCALED, BIAS, False,
+        )  # fmt: skip
+
+
+@triton.jit
+def _norm_part(
+    pointer,
+    bias_pointer,
+    norm_pointer,
+    size,
+    epsilon,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SCALED: tl.constexpr,
+    BIAS: tl.constexpr,
+    NORMED: tl.constexpr,
+):
+    column = tl.arange(0, BLOCK)
+    inside = column < SIZE
+    raw, bias = tl.load(pointer + column, mask=inside, other=0.0), 0.0
+    if BIAS:
+        bias = tl.load(bias_pointer + column, mask=inside, other=0.0)
+    x = _settle(raw, size, bias, SCALED, BIAS).to(tl.float32)
+    if NORMED:
+        norm = tl.load(norm_pointer + column, mask=inside, other=0.0).to(tl.float32)
+        x = x * inverse_size(squares_of_row(x, BLOCK), epsilon, SIZE) * norm
+    tl.store(pointer + column, x.to(raw.dtype), mask=inside)
 
 
 @triton.jit

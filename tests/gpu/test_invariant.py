@@ -58,6 +58,19 @@ SHAPES = {
                       "num_key_value_heads": 2, "intermediate_size": 4864},
     "qwen3": SMALL | {"model_type": "qwen3", "head_dim": 128},
     "mistral": SMALL | {"model_type": "mistral", "head_dim": 64, "sliding_window": 300},
+    "granite": SMALL | {"model_type": "granite", "residual_multiplier": 0.22, "logits_scaling": 6.0,
+                        "embedding_multiplier": 12.0, "attention_multiplier": 0.02},
+    "olmo2": SMALL | {"model_type": "olmo2"},
+    "phi3": SMALL | {"model_type": "phi3", "partial_rotary_factor": 0.75},
+    "gemma2": SMALL | {"model_type": "gemma2", "head_dim": 256, "sliding_window": 300},
+    "gemma3": SMALL | {"model_type": "gemma3_text", "head_dim": 256, "sliding_window": 300,
+                       "sliding_window_pattern": 2},
+    "qwen3-moe": SMALL | {"model_type": "qwen3_moe", "head_dim": 128, "num_experts": 128,
+                          "num_experts_per_tok": 8, "moe_intermediate_size": 192,
+                          "norm_topk_prob": True},
+    "dots1": SMALL | {"model_type": "dots1", "head_dim": 64, "n_routed_experts": 24,
+                      "num_experts_per_tok": 4, "moe_intermediate_size": 384, "n_group": 4,
+                      "topk_group": 2, "n_shared_experts": 2, "first_k_dense_replace": 1},
 }  # fmt: skip
 
 

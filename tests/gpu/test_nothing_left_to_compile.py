@@ -34,6 +34,12 @@ SHAPE = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
 }
+EXPERTS = SHAPE | {
+    "model_type": "qwen3_moe",
+    "num_experts": 32,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+}
 SAMPLINGS = [
     Sampling(),
     Sampling(temperature=0.7, top_p=0.9),
@@ -74,12 +80,14 @@ class Server:
             self.step({**dict.fromkeys(beside, 1), sequence: count})
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+@pytest.fixture(scope="module", params=[SHAPE, EXPERTS], ids=["dense", "experts"])
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     from triton import knobs
 
     config = tmp_path_factory.mktemp("model") / "config.json"
-    config.write_text(json.dumps(SHAPE))
+    config.write_text(json.dumps(request.param))
     compiled: list[str] = []
 
     def note(*, repr: str, **_: object) -> None:

@@ -10,10 +10,12 @@ import ctypes
 
 import torch
 from torch import Tensor
+from torch.nn.functional import gelu, silu
 
 from baton.kernels.gpu.decode_attention import SplitWorkspace
 from baton.kernels.gpu.norm import Scaled
 from baton.kernels.gpu.rotary import HeadShape, Projected
+from baton.kernels.linear import Activation
 from baton.kernels.noise import add_noise
 
 WEIGHT_ONE = 2.0**40
@@ -26,11 +28,19 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def scale_rows(
-    residual: Tensor, weight: Tensor, epsilon: float, parts: Tensor | None = None
+    residual: Tensor,
+    weight: Tensor | None,
+    epsilon: float,
+    parts: Tensor | None = None,
+    after: Tensor | None = None,
 ) -> Scaled:
     """residual [T, H], which becomes the sum with parts [n, T, H]; scaled by weight [H]."""
     if parts is not None:
+        if after is not None:
+            parts = _normed(parts.double(), after, epsilon).to(parts.dtype)
         residual.copy_(residual.double() + parts.double().sum(dim=0))
+    if weight is None:
+        return Scaled(residual, None, epsilon)
     if residual.dtype is torch.float16:
         return Scaled(rms_norm(residual, weight, epsilon), None, epsilon)
     squares = residual.double().square().sum(dim=-1).float()[None]
@@ -38,26 +48,29 @@ def scale_rows(
 
 
 def embed(
-    tokens: Tensor, embedding: Tensor, weight: Tensor, epsilon: float
+    tokens: Tensor, embedding: Tensor, weight: Tensor, epsilon: float, scale: float = 1.0
 ) -> tuple[Tensor, Scaled]:
     """tokens [T] -> their embeddings [T, H], and scaled by weight [H]."""
-    residual = embedding[tokens.long()]
+    residual = (embedding[tokens.long()].double() * scale).to(embedding.dtype)
     return residual, scale_rows(residual, weight, epsilon)
 
 
-def silu_and_multiply(gate_up: Tensor, source: Scaled, bias: Tensor | None = None) -> Tensor:
+def gate_and_multiply(
+    gate_up: Tensor, source: Scaled, bias: Tensor | None, activation: Activation
+) -> Tensor:
     """gate_up [T, 2 * size], the product of `source` -> [T, size]."""
     gate, up = _settled(gate_up, source, bias).chunk(2, dim=-1)
-    return (gate * gate.sigmoid() * up).to(gate_up.dtype)
+    opened = silu(gate) if activation == "silu" else gelu(gate, approximate="tanh")
+    return (opened * up).to(gate_up.dtype)
 
 
 def few_rows(
-    source: Scaled, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False
+    source: Scaled, weight: Tensor, bias: Tensor | None = None, gates: Activation | None = None
 ) -> Tensor:
     """source [M, K] and weight [N, K] -> [M, N], or [M, N / 2] with gates."""
     product = few_rows_alone(source.x, weight)
-    if gated:
-        return silu_and_multiply(product, source, bias)
+    if gates:
+        return gate_and_multiply(product, source, bias, gates)
     return _settled(product, source, bias).to(product.dtype)
 
 
@@ -152,7 +165,9 @@ def chunk_attention(
         keys, values = kv_layer[pages, :, tokens % size].double().unbind(1)
         mine = qkv[row : row + count].view(count, -1, shape.head_dim)[:, : shape.heads].double()
         grouped = mine.view(count, shape.kv_heads, group, shape.head_dim)
-        scores = torch.einsum("tkgd,nkd->kgtn", grouped, keys) * shape.head_dim**-0.5
+        scores = torch.einsum("tkgd,nkd->kgtn", grouped, keys) * shape.scoring.scale
+        if shape.scoring.cap is not None:
+            scores = (scores / shape.scoring.cap).tanh() * shape.scoring.cap
         queries = torch.arange(start, start + count, device=qkv.device).unsqueeze(1)
         hidden = tokens > queries
         if shape.window is not None:
@@ -160,6 +175,21 @@ def chunk_attention(
         weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
         out[row : row + count] = torch.einsum("kgtn,nkd->tkgd", weights, values).flatten(1)
     return out
+
+
+def norm_projections(
+    projected: Projected, query_norm: Tensor, key_norm: Tensor, epsilon: float
+) -> Projected:
+    """qkv [T, ...] becomes settled, with all queries and all keys of a row normed together."""
+    qkv = projected.qkv
+    qkv.copy_(_settled(qkv, projected.source, projected.bias))
+    for part, norm in zip(
+        qkv.split((len(query_norm), len(key_norm), len(key_norm)), dim=1),
+        (query_norm, key_norm),
+        strict=False,
+    ):
+        part.copy_(_normed(part.double(), norm, epsilon))
+    return Projected(qkv)
 
 
 def rotate_and_store(

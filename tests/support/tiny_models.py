@@ -118,6 +118,147 @@ TINY_MODELS: dict[str, TinyModel] = {
         "smollm3",
         {"no_rope_layers": [1, 0, 0], "use_sliding_window": True, "sliding_window": 10},
     ),
+    "granite": TinyModel(
+        "granite",
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.4,
+            "logits_scaling": 6.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "llama-dynamic-rope": TinyModel(
+        "llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}
+    ),
+    "olmo2": TinyModel("olmo2", {"attention_bias": True}),
+    "phi3": TinyModel("phi3", {"sliding_window": 13}),
+    "phi3-partial": TinyModel(
+        "phi3", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.67}}
+    ),
+    "phi3-long": TinyModel(
+        "phi3",
+        {
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "original_max_position_embeddings": 256,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "attention_factor": 1.2,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+                "long_factor": [1.0, 2.0, 3.0, 4.0, 6.0, 8.0],
+            },
+        },
+    ),
+    "gemma2": TinyModel(
+        "gemma2",
+        {
+            "head_dim": 16,
+            "tie_word_embeddings": False,  # tied ones repeat themselves
+            "sliding_window": 9,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 5.0,
+        },
+    ),
+    "gemma3": TinyModel(
+        "gemma3_text",
+        {
+            "head_dim": 256,
+            "tie_word_embeddings": False,
+            "sliding_window": 12,
+            "query_pre_attn_scalar": 100,
+            "num_key_value_heads": 1,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e4},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+            },
+        },
+    ),
+    "ministral": TinyModel(
+        "ministral",
+        {
+            "head_dim": 16,
+            "sliding_window": 10,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "mixtral": TinyModel("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "mixtral-window": TinyModel(
+        "mixtral",
+        {"num_local_experts": 4, "sliding_window": 11, "hidden_act": "gelu_pytorch_tanh"},
+    ),
+    "qwen2-moe": TinyModel(
+        "qwen2_moe",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 72,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen2-moe-windows": TinyModel(
+        "qwen2_moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 40,
+            "norm_topk_prob": True,
+            "qkv_bias": False,
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "max_window_layers": 2,
+        },
+    ),
+    "qwen3-moe": TinyModel(
+        "qwen3_moe",
+        {
+            "num_experts": 16,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+            "head_dim": 16,
+        },
+    ),
+    "qwen3-moe-steps": TinyModel(
+        "qwen3_moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "decoder_sparse_step": 2,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+        },
+    ),
+    "dots1": TinyModel(
+        "dots1",
+        {
+            "n_routed_experts": 12,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "n_shared_experts": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.7,
+        },
+    ),
+    "dots1-one-group": TinyModel(
+        "dots1",
+        {
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "n_shared_experts": 1,
+        },
+    ),
 }
 
 
@@ -132,6 +273,10 @@ def build(model: TinyModel, seed: int = 0) -> PreTrainedModel:
             noise = torch.randn(parameter.shape, generator=generator)
             norm = "norm" in name
             parameter.copy_(1.0 + 0.3 * noise if norm else 0.3 * noise)
+        for name, buffer in built.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                generator.manual_seed(seed)
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     return built
 
 

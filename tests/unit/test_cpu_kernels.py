@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -14,13 +15,14 @@ from kernel_checks import assert_close
 from tiny_models import TINY_MODELS, generate_with_transformers, save
 from torch import Tensor
 
-from baton.kernels.attention import DecodeReads, decode_attention
+from baton.kernels.attention import DecodeReads, Scoring, decode_attention
 from baton.kernels.cache import LayerCache, layer_caches, rotate_and_write_, token_rows
 from baton.kernels.cpu import compiler
-from baton.kernels.linear import GatedLinear, Linear, RMSNorm
+from baton.kernels.linear import Activation, GatedLinear, Linear, RMSNorm
 
 compiled = pytest.mark.skipif(not compiler.available(), reason="needs compiled kernels")
 
+SCORING = Scoring(0.125)
 ROWS = [*range(1, 10), 16, 37]
 SHAPES = [(4, 12), (48, 199), (80, 13), (132, 120), (576, 40)]  # (inputs, outputs)
 HEADS = [  # (heads, kv_heads, head_dim, page_size)
@@ -84,18 +86,32 @@ def test_a_product_is_torchs(inputs: int, outputs: int, biased: bool) -> None:
 
 
 @compiled
+@pytest.mark.parametrize("activation", get_args(Activation))
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
-def test_a_gated_product_is_torchs(inputs: int, outputs: int, biased: bool) -> None:
+def test_a_gated_product_is_torchs(
+    inputs: int, outputs: int, biased: bool, activation: Activation
+) -> None:
     weight, bias = weights(2 * outputs, inputs, biased)
-    layer = GatedLinear(weight, bias)
+    layer = GatedLinear(weight, bias, activation)
     layer.pack()
     assert layer.weight.is_meta
-    reference = GatedLinear(weight.double(), None if bias is None else bias.double())
+    exact = None if bias is None else bias.double()
+    reference = GatedLinear(weight.double(), exact, activation)
     norm, norm_reference = norms(inputs)
     for rows in ROWS:
         x = torch.randn(rows, inputs) * 3
         assert_close(layer(x, norm), reference(x.double(), norm_reference))
+        assert_close(layer(x, None), reference(x.double(), None))
+
+
+@compiled
+@pytest.mark.parametrize("size", [48, 36, 576])
+def test_normed_rows_are_added_as_by_torch(size: int) -> None:
+    norm, reference = norms(size)
+    for rows in ROWS:
+        x, residual = torch.randn(rows, size) * 3, torch.randn(rows, size)
+        assert_close(norm.add_to(residual, x), reference.add_to(residual.double(), x.double()))
 
 
 @compiled
@@ -153,14 +169,15 @@ class Pages:
 
 
 @compiled
+@pytest.mark.parametrize("scoring", [Scoring(0.125), Scoring(0.3, 5.0)], ids=["plain", "capped"])
 @pytest.mark.parametrize("shape", HEADS)
-def test_attention_over_pages_is_torchs(shape: tuple[int, int, int, int]) -> None:
+def test_attention_over_pages_is_torchs(shape: tuple[int, int, int, int], scoring: Scoring) -> None:
     pages = Pages(*shape)
     reference = layer_caches(pages.kv.double())[1]
     for first, end in (([0, 0, 0], [1, 257, 600]), ([0, 200, 255], [2, 511, 259])):
         reads = pages.reads(first, end)
-        found = decode_attention(pages.query, pages.cache, reads)
-        assert_close(found, decode_attention(pages.query.double(), reference, reads))
+        found = decode_attention(pages.query, pages.cache, reads, scoring)
+        assert_close(found, decode_attention(pages.query.double(), reference, reads, scoring))
 
 
 @compiled
@@ -194,8 +211,8 @@ def test_bfloat16_attention_is_close(shape: tuple[int, int, int, int]) -> None:
     reads = pages.reads([0, 200, 0], [1, 511, 600])
     rounded, query = layer_caches(pages.kv.bfloat16())[1], pages.query.bfloat16()
     exact = layer_caches(pages.kv.bfloat16().double())[1]
-    wanted = decode_attention(query.double(), exact, reads)
-    assert_close(decode_attention(query, rounded, reads), wanted)
+    wanted = decode_attention(query.double(), exact, reads, SCORING)
+    assert_close(decode_attention(query, rounded, reads, SCORING), wanted)
 
 
 @compiled
@@ -223,7 +240,7 @@ def test_weights_for_tile_registers_are_pairs_of_inputs() -> None:
 def test_attention_does_not_read_what_a_query_does_not_see() -> None:
     pages = Pages(9, 3, 64, 16)
     reads = pages.reads([0, 40, 260], [5, 300, 599])
-    before = decode_attention(pages.query, pages.cache, reads)
+    before = decode_attention(pages.query, pages.cache, reads, SCORING)
     seen = torch.zeros(pages.kv.shape[0] * 16, dtype=torch.bool)
     for table, first, end in zip(pages.tables, reads.first, reads.end, strict=True):
         tokens = torch.arange(int(first), int(end))
@@ -231,7 +248,7 @@ def test_attention_does_not_read_what_a_query_does_not_see() -> None:
     hidden = (~seen).nonzero().squeeze(1)
     pages.kv[hidden // 16, :, :, hidden % 16] = torch.nan
     pages.kv[:, 0] = torch.nan
-    assert torch.equal(decode_attention(pages.query, pages.cache, reads), before)
+    assert torch.equal(decode_attention(pages.query, pages.cache, reads, SCORING), before)
 
 
 @compiled
@@ -240,10 +257,10 @@ def test_attention_is_the_same_in_any_batch_and_on_any_number_of_threads(
 ) -> None:
     pages = Pages(9, 3, 64, 16)
     ends = [300, 17, 600]
-    together = decode_attention(pages.query, pages.cache, pages.reads([0, 0, 0], ends))
+    together = decode_attention(pages.query, pages.cache, pages.reads([0, 0, 0], ends), SCORING)
     for threads in thread_counts:
         torch.set_num_threads(threads)
-        alone = decode_attention(pages.query[:1], pages.cache, pages.reads([0], ends[:1]))
+        alone = decode_attention(pages.query[:1], pages.cache, pages.reads([0], ends[:1]), SCORING)
         assert torch.equal(alone, together[:1])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from baton.core.errors import BatonError, InvalidConfig, ModelNotFound, UnsupportedModel
 from baton.engine.architecture import Architecture, read_architecture
-from baton.engine.model import inverse_frequencies
 from baton.engine.model_config import FAMILIES
+from baton.engine.rotations import inverse_frequencies
 
 LLAMA: dict[str, object] = {
     "model_type": "llama",
@@ -45,6 +46,8 @@ LLAMA3 = {
 }
 YARN = {"factor": 4.0, "original_max_position_embeddings": 1024}
 
+STRETCHES = {"short_factor": [1.0 + n / 4 for n in range(8)], "long_factor": [8.0] * 8}
+
 ROPES: dict[str, dict[str, object]] = {
     "default": {"rope_theta": 5_000.0},
     "none": {},
@@ -63,6 +66,21 @@ ROPES: dict[str, dict[str, object]] = {
     "yarn-betas": {"rope_scaling": {"type": "yarn", **YARN, "beta_fast": 20, "beta_slow": 3}},
     "yarn-exact": {"rope_scaling": {"type": "yarn", **YARN, "truncate": False}},
     "yarn-mscale": {"rope_scaling": {"type": "yarn", **YARN, "mscale": 2.0, "mscale_all_dim": 0.7}},
+    "dynamic": {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
+    "longrope": {
+        **of_family("phi3"),
+        "pad_token_id": 0,
+        "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 4096,
+        "partial_rotary_factor": 0.25,
+        "rope_scaling": {"type": "longrope", **STRETCHES},
+    },
+    "longrope-new": {
+        **of_family("phi3"),
+        "pad_token_id": 0,
+        "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e5, **STRETCHES}
+        | {"partial_rotary_factor": 0.25, "attention_factor": 1.3},
+    },
     "yarn-attention": {"rope_scaling": {"type": "yarn", **YARN, "attention_factor": 1.3}},
 }
 
@@ -74,9 +92,9 @@ def test_rotations_equal_those_of_transformers(name: str, tmp_path: Path) -> Non
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     rotary = type(model.model.rotary_emb)(config)
-    ours = inverse_frequencies(architecture.rope, architecture.head_dim)
-    torch.testing.assert_close(ours, rotary.inv_freq, rtol=1e-5, atol=1e-12)
-    assert architecture.rope.attention_factor == pytest.approx(rotary.attention_scaling)
+    (rope,) = architecture.ropes
+    torch.testing.assert_close(inverse_frequencies(rope), rotary.inv_freq, rtol=1e-5, atol=1e-12)
+    assert rope.attention_factor == pytest.approx(rotary.attention_scaling)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -89,24 +107,85 @@ def test_what_a_config_leaves_out_is_assumed_as_transformers_does(
         "max_position_embeddings": None,
         "rms_norm_eps": None,
     }
+    if name == "dots1":  # It assumes no number.
+        silent |= {"n_routed_experts": 16, "num_experts_per_tok": 4}
     values = {key: value for key, value in (LLAMA | silent).items() if value is not None}
     (tmp_path / "config.json").write_text(json.dumps(values))
     ours, config = read_architecture(tmp_path), AutoConfig.from_pretrained(tmp_path)
+    if ours.routing:
+        experts = config.num_experts if name == "qwen2_moe" else config.num_local_experts
+        assert ours.routing.experts == experts
+        assert ours.routing.top_k == config.num_experts_per_tok
+        columns = getattr(config, "moe_intermediate_size", config.intermediate_size)
+        assert ours.routing.columns == columns
+        shared = getattr(config, "shared_expert_intermediate_size", 0)
+        assert ours.routing.shared * columns == shared
+        assert ours.routing.normalized == getattr(config, "norm_topk_prob", True)
     assert ours.kv_heads == config.num_key_value_heads
-    assert ours.head_dim == getattr(config, "head_dim", 256 // 32)
+    assert ours.head_dim == (getattr(config, "head_dim", None) or 256 // 32)
     assert ours.context_length == config.max_position_embeddings
     assert ours.norm_epsilon == config.rms_norm_eps
-    assert ours.rope.theta == config.rope_parameters["rope_theta"]
+    thetas = [found["rope_theta"] for found in _by_layer_type(config.rope_parameters)]
+    assert [rope.theta for rope in ours.ropes] == thetas
     assert ours.tied_embeddings == config.tie_word_embeddings
     window = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None) or ["sliding_attention"] * 4
     assert ours.windows == tuple(window if kind == "sliding_attention" else None for kind in types)
-    assert ours.rotates == tuple(map(bool, getattr(config, "no_rope_layers", [1] * 4)))
+    rotates = [place is not None for place in ours.rope_of_layer]
+    assert rotates == list(map(bool, getattr(config, "no_rope_layers", [1] * 4)))
+
+
+def _by_layer_type(parameters: dict[str, Any]) -> list[dict[str, Any]]:
+    types = ("full_attention", "sliding_attention")
+    return [parameters[kind] for kind in types] if types[0] in parameters else [parameters]
 
 
 def test_yarn_extends_a_context_that_is_stated_before_scaling(tmp_path: Path) -> None:
     scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
     assert read(tmp_path, rope_scaling=scaling).context_length == 16_384
+
+
+def test_longrope_is_long_where_more_than_the_original_context_is_served(tmp_path: Path) -> None:
+    original = {"original_max_position_embeddings": 1024, "partial_rotary_factor": 0.25}
+    config = LLAMA | of_family("phi3") | original | {"rope_scaling": {"type": "su", **STRETCHES}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = {most: read_architecture(tmp_path, most).ropes[0] for most in (None, 1025, 1024)}
+    assert found[None] == found[1025]
+    assert [list(rope.stretches) for rope in found.values()] == [
+        STRETCHES["long_factor"],
+        STRETCHES["long_factor"],
+        STRETCHES["short_factor"],
+    ]
+    assert found[1024].attention_factor == pytest.approx((1 + 2 / 10) ** 0.5)
+
+
+def test_dynamic_ntk_extends_a_context_for_who_asks(tmp_path: Path) -> None:
+    read(tmp_path, rope_scaling={"type": "dynamic", "factor": 2.0})
+    contexts = (None, 100, 6000, 100_000)
+    found = [read_architecture(tmp_path, most) for most in contexts]
+    assert [each.context_length for each in found] == [4096, 4096, 6000, 8192]
+    assert [each.ropes[0].theta > 10_000.0 for each in found] == [False, False, True, True]
+
+
+def test_a_window_over_the_whole_context_is_none(tmp_path: Path) -> None:
+    windows = {
+        size: read(tmp_path, **of_family("mistral"), sliding_window=size).windows[0]
+        for size in (4095, 4096, 262_144)
+    }
+    assert windows == {4095: 4095, 4096: None, 262_144: None}
+
+
+def test_keys_that_a_family_does_not_know_have_no_effect(tmp_path: Path) -> None:
+    strange = {"residual_multiplier": 0.5, "attn_logit_softcapping": 3.0, "logits_scaling": 2.0}
+    assert read(tmp_path, **strange) == read(tmp_path)
+
+
+def test_a_null_cap_is_none(tmp_path: Path) -> None:
+    silent = read(tmp_path, **of_family("gemma2"))
+    assert (silent.score_cap, silent.logit_cap) == (50.0, 30.0)
+    capped = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+    found = read(tmp_path, **of_family("gemma2"), **capped)
+    assert (found.score_cap, found.logit_cap) == (None, None)
 
 
 REFUSED: dict[str, tuple[dict[str, object], type[BatonError], str]] = {
@@ -124,15 +203,11 @@ REFUSED: dict[str, tuple[dict[str, object], type[BatonError], str]] = {
     ),
     "quantized": ({"quantization_config": {"quant_method": "gptq"}}, UnsupportedModel, "gptq"),
     "activation": ({"hidden_act": "gelu"}, UnsupportedModel, "gelu"),
-    "dynamic rope": (
-        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-        UnsupportedModel,
-        "dynamic.*yarn",
-    ),
-    "longrope": (
+    "unknown rope": ({"rope_scaling": {"type": "proportional"}}, UnsupportedModel, "dynamic.*yarn"),
+    "longrope without factors": (
         {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
-        UnsupportedModel,
-        "longrope",
+        InvalidConfig,
+        "short_factor",
     ),
     "rope by layer": (
         {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
@@ -164,6 +239,26 @@ REFUSED: dict[str, tuple[dict[str, object], type[BatonError], str]] = {
         InvalidConfig,
         "sliding window of 0",
     ),
+    "a residual of nothing": (
+        of_family("granite") | {"residual_multiplier": 0.0},
+        InvalidConfig,
+        "residual_multiplier",
+    ),
+    "a cap of nothing": (
+        of_family("gemma2") | {"attn_logit_softcapping": 0.0},
+        InvalidConfig,
+        "attn_logit_softcapping must be above 0",
+    ),
+    "too few factors": (
+        of_family("phi3") | {"rope_scaling": {"type": "longrope", **STRETCHES}},
+        InvalidConfig,
+        "short_factor must have 32 numbers",
+    ),
+    "attention to both sides": (
+        of_family("gemma3_text") | {"use_bidirectional_attention": True},
+        UnsupportedModel,
+        "use_bidirectional_attention",
+    ),
     "partial rotation": ({"partial_rotary_factor": 0.5}, UnsupportedModel, "partial"),
     "llama3 without factor": (
         {"rope_scaling": {"rope_type": "llama3"}},
@@ -188,7 +283,7 @@ REFUSED: dict[str, tuple[dict[str, object], type[BatonError], str]] = {
     "mistral with layer types": (
         of_family("mistral") | {"layer_types": ["full_attention"] * 4},
         UnsupportedModel,
-        "Mistral",
+        "layer_types",
     ),
 }
 

@@ -10,6 +10,8 @@ import torch
 from engine_loop import answer, load, sequence, serve
 from tiny_models import TINY_MODELS, VOCABULARY, build, generate_with_transformers, save
 
+from baton.engine.engine import Engine
+
 ANSWER = 20
 
 
@@ -54,6 +56,27 @@ FEATURES: dict[str, tuple[str, dict[str, object]]] = {
     "layers without rotation": ("smollm3", {"no_rope_layers": [1, 1, 1, 1]}),
     "the base of rotation": ("llama", {"rope_parameters": {"rope_theta": 100.0}}),
     "the epsilon of norms": ("llama", {"rms_norm_eps": 0.5}),
+    "the embedding's multiplier": ("granite", {"embedding_multiplier": 1.0}),
+    "the residual's multiplier": ("granite", {"residual_multiplier": 1.0}),
+    "the scores' multiplier": ("granite", {"attention_multiplier": 0.1}),
+    "partial rotation": ("phi3-partial", {"rope_parameters": {"rope_theta": 1e4}}),
+    "a window in all layers": ("phi3", {"sliding_window": None}),
+    "the cap of scores": ("gemma2", {"attn_logit_softcapping": None}),
+    "the scale of scores": ("gemma2", {"query_pre_attn_scalar": 16}),
+    "windows by pattern": ("gemma2", {"layer_types": ["full_attention"] * 3}),
+    "gelu": ("gemma2", {"hidden_activation": "silu"}),
+    "the rope of local layers": ("gemma3", {"rope_parameters": None}),
+    "windows by type": ("ministral", {"layer_types": ["full_attention"] * 3}),
+    "weights that sum to one": ("qwen3-moe", {"norm_topk_prob": False}),
+    "the number of experts per token": ("mixtral", {"num_experts_per_tok": 1}),
+    "gelu in experts": ("mixtral-window", {"hidden_act": "silu"}),
+    "layers without experts": ("qwen2-moe", {"mlp_only_layers": []}),
+    "steps between layers with experts": ("qwen3-moe-steps", {"decoder_sparse_step": 1}),
+    "first layers without experts": ("dots1", {"first_k_dense_replace": 0}),
+    "groups of experts": ("dots1", {"n_group": 1, "topk_group": 1}),
+    "the scale of experts": ("dots1", {"routed_scaling_factor": 1.0}),
+    "alternate windows": ("qwen2-moe-windows", {"use_sliding_window": False}),
+    "a window of every layer": ("qwen3-moe-steps", {"use_sliding_window": False}),
 }
 
 
@@ -66,6 +89,29 @@ def test_a_feature_switched_off_changes_the_answer(feature: str, tmp_path: Path)
     off = answer(load(tmp_path / "off"), prompt, ANSWER)
     assert off == generate_with_transformers(oracle, prompt, ANSWER)
     assert off != answer(load(tmp_path / "on"), prompt, ANSWER)
+
+
+@pytest.mark.parametrize("max_context", [32, 256])
+def test_longrope_stretches_as_the_served_context_asks(max_context: int, tmp_path: Path) -> None:
+    """transformers chooses by the length of a call."""
+    model = TINY_MODELS["phi3-long"].changed(original_max_position_embeddings=32)
+    oracle = save(model, tmp_path)
+    for prompt in [prompt for prompt in PROMPTS if (len(prompt) > 32) == (max_context > 32)]:
+        count = min(ANSWER, max_context - len(prompt))
+        engine = Engine.load(tmp_path, kv_memory=4 << 20, max_context=max_context)
+        expected = generate_with_transformers(oracle, prompt, count)
+        assert serve(engine, [prompt], count, 7) == [expected]
+
+
+def test_a_longer_context_by_dynamic_ntk_is_as_in_one_call_of_its_length(tmp_path: Path) -> None:
+    oracle = save(TINY_MODELS["llama-dynamic-rope"], tmp_path)
+    prompt = random_prompt(399)
+    engine = Engine.load(tmp_path, kv_memory=4 << 20, max_context=400)
+    assert engine.context_length == 400
+    padded = torch.tensor([[*prompt, 0]])
+    with torch.no_grad():
+        logits = oracle(padded).logits[0, len(prompt) - 1]
+    assert serve(engine, [prompt], 1, 64) == [[int(logits.argmax())]]
 
 
 @pytest.mark.parametrize("changes", [{"attention_factor": 1.7}, {"mscale": 1.0}])
@@ -94,6 +140,14 @@ def test_what_yarn_does_to_attention_changes_the_answer(
         ("llama-biases", "down_proj.bias"),
         ("qwen3", "q_norm.weight"),
         ("qwen3", "k_norm.weight"),
+        ("olmo2", "q_norm.weight"),
+        ("olmo2", "k_norm.weight"),
+        ("olmo2", "o_proj.bias"),
+        ("olmo2", "post_feedforward_layernorm.weight"),
+        ("gemma2", "post_attention_layernorm.weight"),
+        ("gemma2", "pre_feedforward_layernorm.weight"),
+        ("gemma2", "post_feedforward_layernorm.weight"),
+        ("gemma3", "q_norm.weight"),
     ],
 )
 def test_each_small_tensor_counts(name: str, parameter: str, tmp_path: Path) -> None:
@@ -111,7 +165,9 @@ def test_each_small_tensor_counts(name: str, parameter: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", ["llama-biases", "qwen3", "mistral-window"])
+@pytest.mark.parametrize(
+    "name", ["llama-biases", "qwen3", "mistral-window", "granite", "olmo2", "phi3-long", "gemma3"]
+)
 def test_half_precision_stays_close_to_float32(name: str, dtype: str, tmp_path: Path) -> None:
     """The answer of a narrower type, token by token, is among float32's likeliest."""
     oracle = save(TINY_MODELS[name], tmp_path)

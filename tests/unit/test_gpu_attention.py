@@ -12,6 +12,7 @@ from kernel_checks import assert_close, types_for
 from torch import Tensor
 
 from baton.engine.gpu.prompt_attention import LongChunk, library_attention
+from baton.kernels.attention import Scoring
 from baton.kernels.gpu.chunk_attention import BLOCK_QUERIES, chunk_attention, merge_attended
 from baton.kernels.gpu.decode_attention import SplitWorkspace, decode_attention
 from baton.kernels.gpu.norm import Scaled
@@ -29,11 +30,18 @@ class Heads:
     rotates: bool = True
     norms: bool = False
     late: bool = False  # sizes and biases are applied after the product
+    cap: float | None = None
 
     @property
     def shape(self) -> HeadShape:
         return HeadShape(
-            self.heads, self.kv_heads, self.dim, self.window, self.rotates, epsilon=1e-5
+            self.heads,
+            self.kv_heads,
+            self.dim,
+            self.window,
+            self.rotates,
+            epsilon=1e-5,
+            scoring=Scoring(self.dim**-0.5, self.cap),
         )
 
 
@@ -89,6 +97,7 @@ class Pool:
         Heads(2, 2, 96, rotates=False),
         Heads(8, 1, 256, norms=True, late=True),
         Heads(6, 2, 8, window=7),
+        Heads(4, 2, 64, window=40, cap=0.5),
     ],
     ids=str,
 )
@@ -118,7 +127,12 @@ def test_decode_attention_matches_the_reference(
 
 @pytest.mark.parametrize(
     ("heads", "page_size"),
-    [(Heads(4, 2, 64), 16), (Heads(3, 1, 80, window=20), 5), (Heads(2, 2, 8), 3)],
+    [
+        (Heads(4, 2, 64), 16),
+        (Heads(3, 1, 80, window=20), 5),
+        (Heads(2, 2, 8), 3),
+        (Heads(2, 1, 32, cap=0.5), 16),
+    ],
     ids=str,
 )
 def test_chunk_attention_matches_the_reference(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import kernel_reference as reference
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from baton.kernels.gpu.linear import few_rows, few_rows_alone, few_rows_onto
 from baton.kernels.gpu.tokens import begin, remember
+from baton.kernels.linear import Activation
 
 SHAPES = [(1, 128, 64), (3, 70, 100), (17, 256, 33)]
 
@@ -49,9 +51,9 @@ def test_a_sum_and_the_product_that_reads_it_match_the_reference(
         assert_close(alone, reference.few_rows_alone(x, down))
         up = source.random(2 * inner, hidden)
         up_bias = source.random(2 * inner) if bias else None
-        for gated in (False, True):
-            product = few_rows(found, up, up_bias, gated=gated)
-            assert_close(product, reference.few_rows(found, up, up_bias, gated=gated))
+        for gates in (None, *get_args(Activation)):
+            product = few_rows(found, up, up_bias, gates)
+            assert_close(product, reference.few_rows(found, up, up_bias, gates))
 
 
 def test_a_step_finds_the_tokens_and_pages_of_the_one_before(device: torch.device) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import kernel_reference as reference
 import pytest
 import torch
 from torch import Tensor
 
-from baton.kernels.gpu.linear import silu_and_multiply
+from baton.kernels.gpu.linear import gate_and_multiply
 from baton.kernels.gpu.norm import Scaled, embed, rms_norm, scale_rows
+from baton.kernels.linear import Activation
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SHAPES = [(1, 1), (3, 80), (2, 4096), (5, 5120)]
@@ -76,28 +79,66 @@ def test_embeddings_are_scaled_as_in_the_reference(
     assert_scaled(scaled, reference.embed(tokens, embedding, weight, EPSILON)[1], residual)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_embeddings_are_enlarged(device: torch.device, dtype: torch.dtype) -> None:
+    embedding, weight = random(device, dtype, 50, 72), random(device, torch.float32, 72)
+    tokens = torch.tensor([3, 49, 0], dtype=torch.int32, device=device)
+    residual, scaled = embed(tokens, embedding, weight, EPSILON, 8.5)
+    wanted, wanted_scaled = reference.embed(tokens, embedding, weight, EPSILON, 8.5)
+    assert_close(residual, wanted)
+    assert_scaled(scaled, wanted_scaled, residual)
+
+
+@pytest.mark.parametrize("weighed", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "size"), SHAPES)
+def test_a_part_is_normed_before_it_is_added(
+    device: torch.device, dtype: torch.dtype, rows: int, size: int, weighed: bool
+) -> None:
+    part, after = random(device, dtype, 1, rows, size), random(device, torch.float32, size)
+    weight = random(device, torch.float32, size, seed=1) if weighed else None
+    residual, wanted = random(device, dtype, rows, size), random(device, dtype, rows, size)
+    found = scale_rows(residual, weight, EPSILON, part, after)
+    reference.scale_rows(wanted, weight, EPSILON, part, after)
+    assert_close(residual, wanted, size=10.0)
+    if weight is None:
+        assert found.x is residual
+        assert found.squares is None
+    else:
+        assert_scaled(found, reference.scale_rows(residual, weight, EPSILON), residual)
+
+
 def test_a_row_of_zeros_stays_zero(device: torch.device) -> None:
     x = torch.zeros(2, 64, device=device)
     assert torch.equal(rms_norm(x, torch.ones(64, device=device), EPSILON), x)
 
 
+@pytest.mark.parametrize("activation", get_args(Activation))
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "size"), [(1, 1), (3, 80), (2, 14336), (11, 1025)])
 def test_an_activation_matches_the_reference(
-    device: torch.device, dtype: torch.dtype, rows: int, size: int, late: bool
+    device: torch.device,
+    dtype: torch.dtype,
+    rows: int,
+    size: int,
+    late: bool,
+    activation: Activation,
 ) -> None:
     gate_up, x = random(device, dtype, rows, 2 * size), random(device, dtype, rows, 20)
     squares = torch.rand(1, rows).to(device) * 40 if late else None
     bias = random(device, dtype, 2 * size, seed=1) if late else None
     source = Scaled(x, squares, EPSILON)
-    found = silu_and_multiply(gate_up, source, bias)
-    wanted = reference.silu_and_multiply(gate_up, source, bias)
+    found = gate_and_multiply(gate_up, source, bias, activation)
+    wanted = reference.gate_and_multiply(gate_up, source, bias, activation)
     assert_close(found, wanted, size=10.0 if late else 0.25)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
-def test_an_activation_of_extreme_gates_is_finite(device: torch.device) -> None:
+@pytest.mark.parametrize("activation", get_args(Activation))
+def test_an_activation_of_extreme_gates_is_finite(
+    device: torch.device, activation: Activation
+) -> None:
     gate_up = torch.tensor([[-1e4, 1e4, -90.0, 2.0, 2.0, 2.0]], device=device)
-    found = silu_and_multiply(gate_up, Scaled(gate_up, None, EPSILON))
+    found = gate_and_multiply(gate_up, Scaled(gate_up, None, EPSILON), None, activation)
     assert_close(found, torch.tensor([[0.0, 2e4, 0.0]], device=device))

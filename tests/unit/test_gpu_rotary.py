@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from baton.kernels.attention import Scoring
 from baton.kernels.gpu.norm import Scaled
-from baton.kernels.gpu.rotary import HeadShape, Projected, rotate_and_store
+from baton.kernels.gpu.rotary import HeadShape, Projected, norm_projections, rotate_and_store
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 PAGES, LAYERS, PAGE_SIZE, POSITIONS = 9, 2, 5, 100
@@ -59,7 +60,9 @@ class Case:
             (rotate_and_store, self.qkv, self.kv),
         ):
             layer, places = one_kv[:, 1], (self.positions, self.slots)
-            shape = HeadShape(self.heads, self.kv_heads, layer.shape[4], None, rotates, 1e-6)
+            shape = HeadShape(
+                self.heads, self.kv_heads, layer.shape[4], None, rotates, 1e-6, Scoring(1.0)
+            )
             projected = Projected(one_qkv, self.source, self.bias)
             function(projected, self.cos_sin, *places, layer, shape, *self.norms)
         # A norm that rounds the other way reaches both dimensions of a pair.
@@ -110,6 +113,22 @@ def test_a_token_with_a_negative_slot_is_turned_but_not_stored(
     case.slots[1:] = -1
     case.check()
     assert int(case.kv.isfinite().sum()) == 2 * 2 * 32
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_heads_are_normed_together(
+    device: torch.device, dtype: torch.dtype, late: bool
+) -> None:
+    case = Case(device, dtype, 5, 6, 2, 24, late=late)
+    norms = case.random(6 * 24), case.random(2 * 24)
+    wanted = Projected(case.qkv.clone(), case.source, case.bias)
+    wanted = reference.norm_projections(wanted, *norms, 1e-6)
+    found = norm_projections(Projected(case.qkv, case.source, case.bias), *norms, 1e-6)
+    step = max(torch.finfo(dtype).eps, 1e-6)
+    torch.testing.assert_close(found.qkv, wanted.qkv, rtol=2 * step, atol=4 * step)
+    assert found.source is None
+    assert found.bias is None
 
 
 def test_a_layer_that_does_not_rotate_stores_its_keys_as_they_are(device: torch.device) -> None:

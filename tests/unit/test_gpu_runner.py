@@ -6,9 +6,10 @@ import random
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from gpu_ranks import gpu_runner, two_ranks
-from tiny_models import TINY_MODELS, VOCABULARY, save
+from tiny_models import TINY_MODELS, VOCABULARY, generate_with_transformers, save
 
 from baton.core.types import AttemptKey, Sampling, Work
 from baton.engine.architecture import read_architecture
@@ -88,8 +89,23 @@ def test_a_gpu_answers_as_a_cpu_does(device: torch.device, tmp_path: Path) -> No
     assert answers(runner_for(tmp_path, device), prompts, samplings, 4) == wanted
 
 
-def test_two_ranks_of_a_gpu_answer_as_a_cpu_does(device: torch.device, tmp_path: Path) -> None:
-    save(TINY_MODELS["llama-biases"], tmp_path / "model")
+@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "dots1"])
+def test_experts_of_a_gpu_answer_as_transformers_does(
+    name: str, device: torch.device, tmp_path: Path
+) -> None:
+    oracle = save(TINY_MODELS[name].changed(num_hidden_layers=2), tmp_path)
+    source = random.Random(4)
+    prompts = [[source.randrange(VOCABULARY) for _ in range(length)] for length in (7, 1)]
+    wanted = [generate_with_transformers(oracle, prompt, 3) for prompt in prompts]
+    runner = runner_for(tmp_path, device)
+    assert answers(runner, prompts, [Sampling()] * 2, 3) == wanted
+
+
+@pytest.mark.parametrize("name", ["llama-biases", "qwen2-moe"])
+def test_two_ranks_of_a_gpu_answer_as_a_cpu_does(
+    name: str, device: torch.device, tmp_path: Path
+) -> None:
+    save(TINY_MODELS[name].changed(num_hidden_layers=2), tmp_path / "model")
     source = random.Random(3)
     prompts = [[source.randrange(VOCABULARY) for _ in range(length)] for length in (9, 2)]
     samplings = [Sampling(), Sampling(temperature=0.9, top_p=0.9, seed=5)]
@@ -158,3 +174,16 @@ def step(runner: AnyRunner, sequences: list[Sequence]) -> None:
         assert isinstance(token, int)
         each.settle(each.computed)
         each.append(token)
+
+
+@pytest.mark.parametrize("name", ["granite", "olmo2", "phi3-long", "gemma2", "gemma3"])
+def test_a_gpu_runs_each_kind_of_layer_as_a_cpu_does(
+    name: str, device: torch.device, tmp_path: Path
+) -> None:
+    """Multipliers, norms after or of all heads, fused weights and partial rotation, caps, ropes."""
+    save(TINY_MODELS[name], tmp_path)
+    source = random.Random(4)
+    prompts = [[source.randrange(VOCABULARY) for _ in range(length)] for length in (7, 1)]
+    samplings = [Sampling(), Sampling(temperature=0.9, top_p=0.9, seed=5)]
+    wanted = answers(runner_for(tmp_path, None), prompts, samplings, 2)
+    assert answers(runner_for(tmp_path, device), prompts, samplings, 2) == wanted

@@ -18,19 +18,30 @@ from torch import Tensor
 
 from baton.engine.architecture import read_architecture
 from baton.engine.checkpoint import Checkpoint
-from baton.engine.model import Model, rotations
+from baton.engine.model import Model
+from baton.engine.rope import Rope
+from baton.engine.rotations import Rotation
 from baton.engine.runner import Runner
 from baton.engine.step import ChunkInputs
 from baton.engine.weights import load_model
-from baton.kernels.attention import ChunkReads, DecodeReads, chunk_attention, decode_attention
+from baton.kernels.attention import (
+    ChunkReads,
+    DecodeReads,
+    Scoring,
+    chunk_attention,
+    decode_attention,
+)
 from baton.kernels.cache import LayerCache, layer_caches, rotate_and_write_, token_rows
 from baton.kernels.cpu import compiler
 from baton.kernels.cpu.compiler import AVX2, AVX512, Registers
+from baton.kernels.experts import Experts
 from baton.kernels.linear import GatedLinear, Linear, RMSNorm
+from baton.kernels.routing import Routing
 
 pytestmark = pytest.mark.skipif(not compiler.available(), reason="needs compiled kernels")
 
 DTYPES = [torch.float32, torch.bfloat16]
+SCORING = Scoring(0.125, 4.0)
 MOST_ROWS = 256
 """Of a step."""
 
@@ -93,6 +104,35 @@ def test_gated_products(dtype: torch.dtype) -> None:
     assert_rows_are_as_alone(lambda x: layer(x, norm), rows)
 
 
+def test_normed_rows_added_to_a_residual(dtype: torch.dtype) -> None:
+    norm = RMSNorm(torch.rand(96), 1e-5)
+    rows = torch.randn(MOST_ROWS, 192).to(dtype)
+    assert_rows_are_as_alone(lambda x: norm.add_to(x[:, 96:], x[:, :96]), rows)
+
+
+ROUTINGS = [
+    Routing(60, 4, 24, shared=2, shared_gate=True),
+    Routing(32, 6, 24, scores="sigmoid", corrected=True, normalized=True, groups=4, top_groups=2,
+            group_best=2, scale=2.5, shared=1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("routing", ROUTINGS, ids=["gate", "groups"])
+def test_experts(routing: Routing, dtype: torch.dtype) -> None:
+    experts = Experts(
+        routing,
+        Linear(torch.randn(routing.outputs, 96).to(dtype)),
+        torch.randn(routing.experts) if routing.corrected else None,
+        torch.randn(routing.every, 2 * routing.columns, 96).to(dtype),
+        torch.randn(routing.every, 96, routing.columns).to(dtype),
+    )
+    experts.pack()
+    assert experts.gate_up.is_meta
+    norm = RMSNorm(torch.rand(96).to(dtype), 1e-5)
+    rows = torch.randn(64, 96).to(dtype)
+    assert_rows_are_as_alone(lambda x: experts.add_to(x, norm), rows)
+
+
 def test_log_probabilities() -> None:
     """As engine.logprobs makes them, over a vocabulary that torch cuts among threads."""
     logits = torch.randn(24, 49_152) * 3
@@ -100,11 +140,9 @@ def test_log_probabilities() -> None:
 
 
 def test_rotations_of_positions() -> None:
-    frequencies = 1.0 / 1e4 ** (torch.arange(0, 64, 2) / 64)
+    rotation = Rotation(Rope("default", 1e4, 48), 64)
     positions = torch.randint(0, 100_000, (MOST_ROWS,))
-    assert_rows_are_as_alone(
-        lambda some: torch.view_as_real(rotations(some, frequencies, 1.0)), positions
-    )
+    assert_rows_are_as_alone(lambda some: torch.view_as_real(rotation(some)), positions)
 
 
 def test_rotation_and_norms_of_heads(dtype: torch.dtype) -> None:
@@ -146,7 +184,7 @@ class Context:
     def whole(self, window: int | None) -> Tensor:
         cache, table = self.pages(16)
         reads = ChunkReads(table, 0, 0, self.length, window)
-        return chunk_attention(self.query, cache, reads)
+        return chunk_attention(self.query, cache, reads, SCORING)
 
 
 def decoded(context: Context, page_size: int, positions: list[int], window: int | None) -> Tensor:
@@ -164,7 +202,7 @@ def decoded(context: Context, page_size: int, positions: list[int], window: int 
     longest = max(end - start for start, end in zip(starts, ends, strict=True))
     made = [torch.tensor(each) for each in (starts, first, ends)]
     reads = DecodeReads(tables, made[0], made[1], made[2], longest, max(starts) > 0)
-    return decode_attention(context.query[positions], cache, reads)
+    return decode_attention(context.query[positions], cache, reads, SCORING)
 
 
 @pytest.mark.parametrize("window", [None, 7, 60, 300])
@@ -184,7 +222,7 @@ def test_attention(shape: tuple[int, int, int], window: int | None, dtype: torch
             start = first // page_size * page_size
             pages = table[start // page_size : (end - 1) // page_size + 1]
             reads = ChunkReads(pages, start, position, end, window)
-            found = chunk_attention(context.query[position:end], cache, reads)
+            found = chunk_attention(context.query[position:end], cache, reads, SCORING)
             assert torch.equal(found, wanted[position:end]), (page_size, position, end)
             position = end % context.length
         for batch in (1, 2, 33):
@@ -248,7 +286,23 @@ def test_tile_registers_are_as_emulated(monkeypatch: pytest.MonkeyPatch) -> None
         assert torch.equal(context.whole(None), found)
 
 
-@pytest.mark.parametrize("name", ["llama-biases", "llama-tied-mqa", "mistral-window", "qwen3"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama-biases",
+        "llama-tied-mqa",
+        "mistral-window",
+        "qwen3",
+        "granite",
+        "olmo2",
+        "phi3-long",
+        "gemma2",
+        "gemma3",
+        "qwen2-moe",
+        "qwen3-moe",
+        "dots1",
+    ],
+)
 def test_whole_models(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     save(TINY_MODELS[name], tmp_path)
     model = load_model(Checkpoint(tmp_path), read_architecture(tmp_path), dtype, "cpu")

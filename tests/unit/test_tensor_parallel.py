@@ -40,8 +40,10 @@ def random_prompt(length: int) -> list[int]:
 
 
 PROMPTS = [random_prompt(length) for length in (1, 5, 40, 150)]
-# Biases, norms of heads, windows, a tied head, layers without rotation.
-FAMILIES = ["llama-biases", "qwen3-windows", "smollm3"]
+# Biases, norms of heads, windows, a tied head, layers without rotation; multipliers, fused weights,
+# norms of what ranks have summed; experts.
+FAMILIES = ["llama-biases", "qwen3-windows", "smollm3", "granite", "phi3-partial", "gemma2"]
+FAMILIES += ["mixtral", "qwen2-moe", "dots1"]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -109,8 +111,9 @@ def _drawn(engine: Engine) -> list[int]:
     return running.tokens
 
 
-def test_random_weights_are_those_of_the_whole_model(tmp_path: Path) -> None:
-    save(TINY_MODELS["llama-biases"], tmp_path / "model")
+@pytest.mark.parametrize("name", ["llama-biases", "dots1"])
+def test_random_weights_are_those_of_the_whole_model(name: str, tmp_path: Path) -> None:
+    save(TINY_MODELS[name], tmp_path / "model")
     whole = Engine.load(tmp_path / "model", kv_memory=4 << 20, random_weights=True)
     with split_engine(tmp_path / "model", 2, tmp_path, random_weights=True) as split:
         assert answer(split.engine, PROMPTS[2], ANSWER) == answer(whole, PROMPTS[2], ANSWER)
@@ -128,7 +131,10 @@ def test_a_tensor_of_another_shape_is_named_by_a_rank_too(tmp_path: Path) -> Non
 
 
 def architecture(tmp_path: Path, name: str) -> Architecture:
-    save(TINY_MODELS[name], tmp_path)
+    models = TINY_MODELS | {
+        "odd-experts": TINY_MODELS["qwen3-moe"].changed(moe_intermediate_size=15)
+    }
+    save(models[name], tmp_path)
     return read_architecture(tmp_path)
 
 
@@ -138,6 +144,7 @@ def architecture(tmp_path: Path, name: str) -> Architecture:
         ("llama-tied-mqa", 2, "1 key heads"),
         ("llama", 3, "4 key heads"),
         ("qwen2", 4, "2 key heads"),
+        ("odd-experts", 2, "15 columns of an expert"),
     ],
 )
 def test_what_ranks_cannot_share_evenly_is_refused(
@@ -145,6 +152,11 @@ def test_what_ranks_cannot_share_evenly_is_refused(
 ) -> None:
     with pytest.raises(InvalidConfig, match=f"{size} ranks cannot share the model's {what}"):
         check_ranks(size, architecture(tmp_path, name))
+
+
+def test_norms_of_all_heads_together_are_not_split(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfig, match="norms all heads together"):
+        check_ranks(2, architecture(tmp_path, "olmo2"))
 
 
 def test_ranks_with_a_part_of_a_gpu_are_refused(tmp_path: Path) -> None:

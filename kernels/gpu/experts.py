@@ -1,0 +1,239 @@
+"""Products of experts: each over the rows that chose it, in tiles of some pairs of one expert.
+
+A tile finds its expert among the starts of all experts' pairs. Few rows cost what reading the
+chosen experts' weights costs, many rows what their products cost: only a tile's number of pairs
+differs. As in the products of few rows (kernels/gpu/linear.py) the weights are the tall side of
+a tile and the inputs are walked in order, so that a row's bits depend on neither.
+
+A tile of gates and ups holds eight of either in turn: a thread then has a gate and its up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton.kernels.gpu.fixed_order import gate, settle
+from baton.kernels.gpu.norm import Scaled
+from baton.kernels.gpu.routing import Routed
+from baton.kernels.linear import Activation
+from baton.kernels.routing import Routing
+
+STAGE_BYTES = 200 << 10
+"""Of a multiprocessor's shared memory, for what a program loads ahead."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedTiling:
+    pairs: int
+    height: int  # rows of a weight; a multiple of 64
+    depth: int  # inputs per iteration
+    warps: int
+    stages: int
+
+
+TILINGS = {
+    16: GroupedTiling(16, 64, 128, 4, 6),
+    32: GroupedTiling(32, 64, 128, 4, 6),
+    64: GroupedTiling(64, 256, 64, 8, 4),
+}
+"""By the most pairs of an expert, if all have as many."""
+
+LARGEST = GroupedTiling(128, 256, 64, 8, 4)
+
+
+def tiling_for(pairs: int, experts: int) -> GroupedTiling:
+    fitting = (tiling for most, tiling in TILINGS.items() if pairs <= most * experts)
+    return next(fitting, LARGEST)
+
+
+def rows_of_tilings(routing: Routing) -> list[int]:
+    """Numbers of rows that meet each tiling."""
+    most = [limit * routing.every // routing.per_row for limit in TILINGS]
+    return [*most, most[-1] + 1]
+
+
+def most_tiles(pairs: int, experts: int, tile: int) -> int:
+    """Tiles that any choice can need: an expert's last one may hold a single pair."""
+    used = min(pairs, experts)
+    return (pairs + used * (tile - 1)) // tile
+
+
+def gated(source: Scaled, routed: Routed, weight: Tensor, activation: Activation) -> Tensor:
+    """Of every pair: activation(gates) * ups of norm(residual), for weight [experts, 2 * N, H],
+    which holds gates, then ups: [pairs, N], in the order of routed.pairs."""
+    columns = weight.shape[1] // 2
+    out = source.x.new_empty(routed.chosen.numel(), columns)
+    _launch(source.x, routed, weight, out, columns, activation)
+    return out
+
+
+def weighted(x: Tensor, routed: Routed, weight: Tensor) -> Tensor:
+    """x [pairs, N], in the order of routed.pairs, for weight [experts, H, N], times the pairs'
+    weights: [per_row, T, H]."""
+    (rows, per_row), outputs = routed.chosen.shape, weight.shape[1]
+    out = x.new_empty(per_row, rows, outputs)
+    _launch(x, routed, weight, out, outputs)
+    return out
+
+
+def _launch(
+    x: Tensor,
+    routed: Routed,
+    weight: Tensor,
+    out: Tensor,
+    outputs: int,
+    gates: Activation | None = None,
+) -> None:
+    experts, height, depth = weight.shape
+    (rows, per_row), count = routed.chosen.shape, routed.chosen.numel()
+    tiling = tiling_for(count, experts)
+    tiles = most_tiles(count, experts, tiling.pairs)
+    turn = (tiling.height + tiling.pairs) * tiling.depth * weight.element_size()
+    _grouped[(triton.cdiv(height, tiling.height), tiles)](
+        x,
+        weight,
+        routed.chosen if routed.pairs is None else routed.pairs,
+        routed.chosen if routed.starts is None else routed.starts,
+        routed.sizes,
+        routed.weights,
+        out,
+        rows,
+        outputs,
+        K=depth,
+        EXPERTS=experts,
+        BLOCK_EXPERTS=triton.next_power_of_2(experts),
+        PER_ROW=per_row,
+        SINGLE=routed.pairs is None,
+        GATED=gates is not None,
+        ACTIVATION=gates or "",
+        BLOCK_M=tiling.pairs,
+        BLOCK_N=tiling.height,
+        BLOCK_K=tiling.depth,
+        EVEN=depth % tiling.depth == 0 and height % tiling.height == 0,
+        num_warps=tiling.warps,
+        num_stages=max(1, min(tiling.stages, STAGE_BYTES // turn)),
+        enable_fp_fusion=False,
+    )
+
+
+@triton.jit
+def _tile(starts_pointer, tile, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.constexpr):
+    """The tile's expert, and its first pair and the end of the expert's pairs. Beyond the last
+    tile the expert is EXPERTS."""
+    lane = tl.arange(0, BLOCK)
+    inside = lane < EXPERTS
+    starts = tl.load(starts_pointer + lane, mask=inside, other=0)
+    ends = tl.load(starts_pointer + 1 + lane, mask=inside, other=0)
+    tiles = (ends - starts + PAIRS - 1) // PAIRS
+    expert = tl.sum((inside & (tl.cumsum(tiles, axis=0) <= tile)).to(tl.int32), axis=0)
+    earlier = tl.sum(tl.where(lane < expert, tiles, 0), axis=0)
+    start = tl.sum(tl.where(lane == expert, starts, 0), axis=0)
+    end = tl.sum(tl.where(lane == expert, ends, 0), axis=0)
+    return expert, start + (tile - earlier) * PAIRS, end
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _grouped(
+    x_pointer,
+    weight_pointer,
+    pairs_pointer,
+    starts_pointer,
+    sizes_pointer,
+    weights_pointer,
+    out_pointer,
+    rows,
+    outputs,
+    K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    SINGLE: tl.constexpr,
+    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    tile = tl.program_id(1)
+    if SINGLE:
+        expert = tl.load(pairs_pointer + tile)  # of each pair, in order of rank
+        place = tile + tl.arange(0, BLOCK_M)
+        in_rows = place == tile
+        pair = tl.where(in_rows, place, 0)
+    else:
+        expert, start, end = _tile(starts_pointer, tile, EXPERTS, BLOCK_EXPERTS, BLOCK_M)
+        if expert == EXPERTS:
+            return
+        place = start + tl.arange(0, BLOCK_M)
+        in_rows = place < end
+        pair = tl.load(pairs_pointer + place, mask=in_rows, other=0)
+    row = (pair // PER_ROW).to(tl.int64)
+    tall = tl.arange(0, BLOCK_N)
+    if GATED:
+        turned = tall // 16 * 8 + tall % 8  # of eight gates and their ups
+        column = tl.program_id(0) * (BLOCK_N // 2) + turned
+        weight_row = expert.to(tl.int64) * (2 * outputs) + tall // 8 % 2 * outputs + column
+        x_row = row
+    else:
+        column = tl.program_id(0) * BLOCK_N + tall
+        weight_row = expert.to(tl.int64) * outputs + column
+        x_row = place.to(tl.int64)
+    in_columns = column < outputs
+    lane = tl.arange(0, BLOCK_K)
+    x_at = x_pointer + x_row[None, :] * K + lane[:, None]  # [BLOCK_K, BLOCK_M]
+    weight_at = weight_pointer + weight_row[:, None] * K + lane[None, :]
+    sums = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+    for depth in range(0, K, BLOCK_K):
+        if EVEN:
+            x = tl.load(x_at + depth, mask=in_rows[None, :], other=0.0)
+            weights = tl.load(weight_at + depth)
+        else:
+            in_depth = depth + lane < K
+            x = tl.load(x_at + depth, mask=in_rows[None, :] & in_depth[:, None], other=0.0)
+            mask = in_columns[:, None] & in_depth[None, :]
+            weights = tl.load(weight_at + depth, mask=mask, other=0.0)
+        sums = tl.dot(weights, x, sums, input_precision="ieee")
+    dtype = out_pointer.dtype.element_ty
+    if GATED:
+        # Rounded as products of an MLP are.
+        size = tl.load(sizes_pointer + row, mask=in_rows, other=0.0)
+        sums = settle(sums.to(dtype).to(tl.float32), size[None, :], 0.0, True, False)
+        in_turn = tl.reshape(sums, (BLOCK_N // 16, 2, 8, BLOCK_M))
+        gates, ups = tl.split(tl.permute(in_turn, (0, 2, 3, 1)))
+        sums = tl.reshape(gate(gates, ups, ACTIVATION), (BLOCK_N // 2, BLOCK_M))
+        column = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        out_row = place.to(tl.int64)
+    else:
+        share = tl.load(weights_pointer + pair, mask=in_rows, other=0.0)
+        sums = sums * share[None, :]
+        out_row = (pair % PER_ROW).to(tl.int64) * rows + row
+    at = out_pointer + out_row[None, :] * outputs + column[:, None]
+    tl.store(at, sums.to(dtype), mask=in_rows[None, :] & (column < outputs)[:, None])
+
+
+SUM_BLOCK = 1024
+
+
+def sum_parts(parts: Tensor) -> Tensor:
+    """parts [n, T, H] -> [T, H]: their sum, in order."""
+    out = torch.empty_like(parts[0])
+    _sum_parts[(triton.cdiv(out.numel(), SUM_BLOCK),)](
+        parts, out, out.numel(), PARTS=len(parts), BLOCK=SUM_BLOCK, num_warps=4
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["size"])
+def _sum_parts(parts_pointer, out_pointer, size, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for part in tl.static_range(PARTS):
+        start = parts_pointer + part * size.to(tl.int64)
+        total += tl.load(start + at, mask=at < size, other=0.0).to(tl.float32)
+    tl.store(out_pointer + at, total.to(out_pointer.dtype.element_ty), mask=at < size)

@@ -1,0 +1,285 @@
+"""Routing on a GPU: a row's experts, and all rows' pairs of row and expert in order of experts.
+
+The host reads nothing: what follows is launched for the most tiles that any choice can need, so
+that a step can be recorded. Each row is one program of one shape, and so are its bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton.kernels.gpu.fixed_order import inverse_size, part_sums
+from baton.kernels.gpu.norm import Scaled
+from baton.kernels.routing import Routing
+
+FEW_ROWS = 32
+EXPERTS_PER_PROGRAM = 16
+"""Few, so that a small expert router occupies several multiprocessors."""
+
+DEPTH = 128
+SORT_BLOCKS = (512, 4096)
+"""Pairs that a program looks at together, of few and of many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """The experts of T rows. A pair is a row's index times per_row, plus the expert's rank.
+
+    The pairs of a single row are left in order of rank: each has an expert to itself.
+    """
+
+    chosen: Tensor  # [T, per_row], int32
+    weights: Tensor  # [T, per_row], float32
+    sizes: Tensor  # [T], float32: the factor of a row's products, as its norm is applied late
+    pairs: Tensor | None = None  # [T * per_row], int32, by expert and, within one, by row
+    starts: Tensor | None = None  # [every + 1], int32: where an expert's pairs begin
+
+
+def route(source: Scaled, router: Tensor, correction: Tensor | None, routing: Routing) -> Routed:
+    """Chooses the experts of norm(residual) with router [outputs, H]: see kernels/experts.route."""
+    rows, device = len(source.x), source.x.device
+    logits = _logits(source.x, router)
+    chosen = torch.empty(rows, routing.per_row, dtype=torch.int32, device=device)
+    weights = torch.empty(rows, routing.per_row, dtype=torch.float32, device=device)
+    sizes = torch.empty(rows, dtype=torch.float32, device=device)
+    squares = source.squares
+    _choose[(rows,)](
+        logits,
+        logits if squares is None else squares,
+        logits if correction is None else correction,
+        chosen,
+        weights,
+        sizes,
+        rows,
+        source.epsilon,
+        routing.scale,
+        K=source.x.shape[1],
+        PARTS=0 if squares is None else len(squares),
+        BLOCK_PARTS=1 if squares is None else triton.next_power_of_2(len(squares)),
+        EXPERTS=routing.experts,
+        OUTPUTS=routing.outputs,
+        TOP_K=routing.top_k,
+        SHARED=routing.shared,
+        SIGMOID=routing.scores == "sigmoid",
+        CORRECTED=correction is not None,
+        NORMALIZED=routing.normalized,
+        GROUPS=routing.groups,
+        TOP_GROUPS=routing.top_groups,
+        GROUP_BEST=routing.group_best,
+        BLOCK=triton.next_power_of_2(routing.experts),
+        BLOCK_ROW=triton.next_power_of_2(routing.per_row),
+        BLOCK_GROUPS=triton.next_power_of_2(routing.groups),
+        num_warps=1,
+        enable_fp_fusion=False,
+    )
+    if rows == 1:
+        return Routed(chosen, weights, sizes)
+    return Routed(chosen, weights, sizes, *_sorted(chosen, routing.every))
+
+
+def _logits(x: Tensor, router: Tensor) -> Tensor:
+    """x [T, H] @ router [outputs, H].T -> [T, outputs], float32."""
+    (rows, depth), outputs = x.shape, len(router)
+    logits = torch.empty(rows, outputs, dtype=torch.float32, device=x.device)
+    block_m = 16 if rows <= FEW_ROWS else 64
+    _products[(triton.cdiv(outputs, EXPERTS_PER_PROGRAM), triton.cdiv(rows, block_m))](
+        x,
+        router,
+        logits,
+        rows,
+        outputs,
+        K=depth,
+        BLOCK_M=block_m,
+        BLOCK_N=EXPERTS_PER_PROGRAM,
+        BLOCK_K=DEPTH,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    return logits
+
+
+def _sorted(chosen: Tensor, every: int) -> tuple[Tensor, Tensor]:
+    """chosen [T, per_row] -> Routed.pairs and starts."""
+    count = chosen.numel()
+    pairs = torch.empty(count, dtype=torch.int32, device=chosen.device)
+    starts = torch.empty(every + 1, dtype=torch.int32, device=chosen.device)
+    few, many = SORT_BLOCKS
+    block = few if count <= few else many
+    _sort[(every,)](chosen, pairs, starts, count, EVERY=every, BLOCK=block, num_warps=block // 512)
+    return pairs, starts
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _products(
+    x_pointer,
+    router_pointer,
+    logits_pointer,
+    rows,
+    outputs,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    lane = tl.arange(0, BLOCK_K)
+    in_rows, in_outputs = row < rows, output < outputs
+    sums = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+    for start in range(0, K, BLOCK_K):
+        depth = start + lane
+        x = tl.load(
+            x_pointer + row[None, :] * K + depth[:, None],
+            mask=in_rows[None, :] & (depth < K)[:, None],
+            other=0.0,
+        )
+        weights = tl.load(
+            router_pointer + output[:, None] * K + depth[None, :],
+            mask=in_outputs[:, None] & (depth < K)[None, :],
+            other=0.0,
+        )
+        sums = tl.dot(weights, x, sums, input_precision="ieee")
+    at = logits_pointer + row[None, :] * outputs + output[:, None]
+    tl.store(at, sums, mask=in_rows[None, :] & in_outputs[:, None])
+
+
+@triton.jit
+def _best(scores, lane, BLOCK: tl.constexpr):
+    """The lane of the highest score, the lowest of equal ones. Always a lane."""
+    found = tl.where(scores == tl.max(scores, axis=0), lane, BLOCK - 1)
+    return tl.min(found, axis=0)
+
+
+@triton.jit
+def _in_best_groups(
+    ranked,
+    lane,
+    EXPERTS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    GROUP_BEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr,
+):
+    """ranked, minus infinity outside the best groups."""
+    lowest = float("-inf")
+    group = lane // (EXPERTS // GROUPS)
+    group_lane = tl.arange(0, BLOCK_GROUPS)
+    scores = tl.full([BLOCK_GROUPS], lowest, dtype=tl.float32)
+    for index in tl.static_range(GROUPS):
+        left = tl.where(group == index, ranked, lowest)
+        score = tl.max(left, axis=0)
+        if GROUP_BEST == 2:
+            left = tl.where(lane == _best(left, lane, BLOCK), lowest, left)
+            score += tl.max(left, axis=0)
+        scores = tl.where(group_lane == index, score, scores)
+    kept = lane < 0
+    for _ in tl.static_range(TOP_GROUPS):
+        best = _best(scores, group_lane, BLOCK_GROUPS)
+        scores = tl.where(group_lane == best, lowest, scores)
+        kept = kept | (group == best)
+    return tl.where(kept, ranked, lowest)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _choose(
+    logits_pointer,
+    squares_pointer,
+    correction_pointer,
+    chosen_pointer,
+    weights_pointer,
+    sizes_pointer,
+    rows,
+    epsilon,
+    scale,
+    K: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SHARED: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    CORRECTED: tl.constexpr,
+    NORMALIZED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    GROUP_BEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_ROW: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    lowest = float("-inf")
+    size = 1.0
+    if PARTS > 0:
+        part = tl.arange(0, BLOCK_PARTS)
+        squares = tl.load(squares_pointer + part * rows + row, mask=part < PARTS, other=0.0)
+        size = inverse_size(part_sums(squares, 0, BLOCK_PARTS), epsilon, K)
+    tl.store(sizes_pointer + row, size)
+    lane = tl.arange(0, BLOCK)
+    inside = lane < EXPERTS
+    logits = tl.load(logits_pointer + row * OUTPUTS + lane, mask=inside, other=0.0) * size
+    if SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-logits))
+    else:
+        logits = tl.where(inside, logits, lowest)
+        scores = tl.exp(logits - tl.max(logits, axis=0))
+        scores = scores / tl.sum(scores, axis=0)
+    ranked = scores
+    if CORRECTED:
+        ranked += tl.load(correction_pointer + lane, mask=inside, other=0.0)
+    ranked = tl.where(inside, ranked, lowest)
+    if GROUPS > 1:
+        ranked = _in_best_groups(
+            ranked, lane, EXPERTS, GROUPS, TOP_GROUPS, GROUP_BEST, BLOCK, BLOCK_GROUPS
+        )
+    rank = tl.arange(0, BLOCK_ROW)
+    chosen = EXPERTS + rank - TOP_K  # the shared ones; the others follow
+    weights = tl.full([BLOCK_ROW], 1.0, dtype=tl.float32)
+    total = 0.0
+    for index in tl.static_range(TOP_K):
+        best = tl.minimum(_best(ranked, lane, BLOCK), EXPERTS - 1)
+        weight = tl.sum(tl.where(lane == best, scores, 0.0), axis=0)
+        total += weight
+        chosen = tl.where(rank == index, best, chosen)
+        weights = tl.where(rank == index, weight, weights)
+        ranked = tl.where(lane == best, lowest, ranked)
+    if NORMALIZED:
+        weights = tl.where(rank < TOP_K, weights / (total + 1e-20), weights)
+    weights = tl.where(rank < TOP_K, weights * scale, weights)
+    if OUTPUTS > EXPERTS:
+        gate = tl.load(logits_pointer + row * OUTPUTS + EXPERTS) * size
+        weights = tl.where(rank < TOP_K, weights, 1.0 / (1.0 + tl.exp(-gate)))
+    at = row * (TOP_K + SHARED) + rank
+    mine = rank < TOP_K + SHARED
+    tl.store(chosen_pointer + at, chosen, mask=mine)
+    tl.store(weights_pointer + at, weights, mask=mine)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _sort(
+    chosen_pointer, pairs_pointer, starts_pointer, count, EVERY: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Writes one expert's pairs behind those of all experts before it."""
+    expert = tl.program_id(0)
+    lane = tl.arange(0, BLOCK)
+    before = tl.zeros([BLOCK], dtype=tl.int32)
+    for start in range(0, count, BLOCK):
+        chosen = tl.load(chosen_pointer + start + lane, mask=start + lane < count, other=EVERY)
+        before += (chosen < expert).to(tl.int32)
+    place = tl.sum(before, axis=0)
+    tl.store(starts_pointer + expert, place)
+    for start in range(0, count, BLOCK):
+        chosen = tl.load(chosen_pointer + start + lane, mask=start + lane < count, other=EVERY)
+        mine = (chosen == expert).to(tl.int32)
+        at = place + tl.cumsum(mine, axis=0) - 1
+        tl.store(pairs_pointer + at, start + lane, mask=mine == 1)
+        place += tl.sum(mine, axis=0)
+    if expert == EVERY - 1:
+        tl.store(starts_pointer + EVERY, place)

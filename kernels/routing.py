@@ -1,0 +1,46 @@
+"""How an expert router chooses a row's experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Scores = Literal["softmax", "sigmoid"]
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """A row has the `top_k` experts with the highest scores, and every shared expert.
+
+    Shared experts have the ids after the others. A row's sum runs over its experts in the order
+    of their scores, the highest first, then over the shared ones; of equal scores the lowest id
+    comes first.
+    """
+
+    experts: int  # to choose from
+    top_k: int
+    columns: int  # of an expert's MLP
+    shared: int = 0
+    shared_gate: bool = False  # one more output of the expert router weighs the shared experts
+    scores: Scores = "softmax"
+    corrected: bool = False  # a bias is added to scores for the choice, not for the weights
+    normalized: bool = False  # a row's weights sum to one
+    scale: float = 1.0  # of the weights of chosen experts
+    groups: int = 1  # of neighbouring experts; only the best `top_groups` are chosen from
+    top_groups: int = 1
+    group_best: int = 1  # experts whose scores, added up, rank a group
+
+    @property
+    def every(self) -> int:
+        """Experts, shared ones included."""
+        return self.experts + self.shared
+
+    @property
+    def per_row(self) -> int:
+        """Experts of a row."""
+        return self.top_k + self.shared
+
+    @property
+    def outputs(self) -> int:
+        """Of the expert router."""
+        return self.experts + self.shared_gate
