@@ -96,14 +96,18 @@ class Checkpoint:
 def checkpoint_files(folder: Path) -> list[Path]:
     """The files of the model in `folder`: the only safetensors file, those its index names, or the
     parts of a GGUF file."""
-    names = weight_files(folder)
-    files = [folder / name for name in names]
-    if names == [WEIGHT_FILE] and not files[0].is_file():
-        files = sorted(folder.glob("model*.gguf")) or files
+    files = gguf_files(folder) or [folder / name for name in weight_files(folder)]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise ModelNotFound(f"{folder} lacks the weight file {missing[0]} (safetensors only)")
     return files
+
+
+def gguf_files(folder: Path) -> list[Path]:
+    """The parts of a GGUF file; none where there are safetensors."""
+    if (folder / WEIGHT_FILE).is_file() or weight_files(folder) != [WEIGHT_FILE]:
+        return []
+    return sorted(folder.glob("model*.gguf"))
 
 
 def digest_files(files: list[Path]) -> bytes:

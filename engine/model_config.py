@@ -5,12 +5,12 @@ Each supported family has one row in FAMILIES.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 from baton.core.errors import InvalidConfig, ModelNotFound, UnsupportedModel
+from baton.core.model_store import read_json
 from baton.kernels.routing import Scores
 
 
@@ -339,21 +339,21 @@ class ModelConfig:
         return ModelConfig(self.get(key, dict, {}), f"{self._name}.{key}")
 
 
-def read_config(path: Path) -> tuple[str, Family, ModelConfig]:
-    """The family's name, the family, and the config with what the family assumes."""
+def read_stated(path: Path) -> ModelConfig:
+    """A config.json as it stands."""
     if not path.is_file():
         raise ModelNotFound(f"no model in {path.parent}: it has no config.json")
-    try:
-        stated = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InvalidConfig(f"{path} is not JSON: {error}") from error
-    if not isinstance(stated, dict):
-        raise InvalidConfig(f"{path} does not hold an object")
-    name = ModelConfig(stated).get("model_type", str, "")
+    return ModelConfig(read_json(path))
+
+
+def read_config(path: Path) -> tuple[str, Family, ModelConfig]:
+    """The family's name, the family, and the config with what the family assumes."""
+    stated = read_stated(path)
+    name = stated.get("model_type", str, "")
     family = FAMILIES.get(name)
     if family is None:
         raise UnsupportedModel(f"model type {name!r} is not supported; supported: {supported()}")
-    classes = ModelConfig(stated).get("architectures", list, [])
+    classes = stated.get("architectures", list, [])
     if classes and classes != [family.class_name]:
         raise UnsupportedModel(
             f"architecture {classes} of model type {name!r} is not supported; "
@@ -361,7 +361,7 @@ def read_config(path: Path) -> tuple[str, Family, ModelConfig]:
         )
     said = {
         key: value
-        for key, value in stated.items()
+        for key, value in stated.values.items()
         if (value is not None or key in NULL_MEANS_NONE)
         and (key not in OPTIONAL or key in family.assumed)
     }

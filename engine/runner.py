@@ -7,6 +7,7 @@ ranks run the model, rank 0 runs plans and the others follow.
 from __future__ import annotations
 
 import pickle
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,26 +31,33 @@ from baton.kernels.attention import ChunkReads, DecodeReads, prepare_attention
 from baton.kernels.cache import layer_caches, prepare_rotation, token_rows
 
 
-class Runner:
-    """Runs plans of `model` over the paged memory `kv` [page, layer, 2, token, kv_head, dim].
+class StepRows(NamedTuple):
+    """The rows of a step: one for each token."""
 
-    In a group both are this rank's part.
-    """
+    tokens: Tensor  # [T]
+    positions: Tensor  # [T]
+    writes: Tensor  # [T, 2], rows of LayerCache.tokens
+    wanted: Tensor  # [n], the rows whose logits are needed, in order
 
-    def __init__(self, model: Model, kv: Tensor, group: Group | None = None) -> None:
-        shape = model.architecture
-        self._model = model
+
+class StepRunner:
+    """What runs plans of any model over the paged memory `kv`
+    [page, layer, 2, token, kv_head, dim]: all but the forward pass."""
+
+    def __init__(self, kv: Tensor, vocabulary_size: int, group: Group | None = None) -> None:
         self._group = group
         self._caches = layer_caches(kv)
-        self._layers = shape.layers
-        self._page_size = kv.shape[3]
+        self._layers, self._page_size = kv.shape[1], kv.shape[3]
         self._device = kv.device
-        self._windows = sorted(set(shape.windows), key=lambda window: window or 0)
-        self._rotations = [Rotation(rope, shape.head_dim, kv.device) for rope in shape.ropes]
-        self._sampler = Sampler(shape.vocabulary_size)
-        model.pack()
-        prepare_attention(shape.heads, self._caches[0], model.layers[0].scoring)
-        prepare_rotation(shape.head_dim, self._caches[0])
+        self._sampler = Sampler(vocabulary_size)
+
+    def _forward(self, inputs: list[ChunkInputs]) -> Tensor:
+        """The last layer's output for the wanted rows, [n, hidden]."""
+        raise NotImplementedError
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """[n, vocabulary] of `_forward`'s output."""
+        raise NotImplementedError
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> FinishedStep:
@@ -64,7 +72,7 @@ class Runner:
         sampling = [sequence for sequence, count in rows.items() if sequence.samples(count)]
         outcomes: dict[Sequence, Outcome] = dict.fromkeys(plan)
         if sampling:
-            logits = self._model.logits(sampled)
+            logits = self._logits(sampled)
             tokens = self._sampler.sample(logits, sampling)
             outcomes.update(zip(sampling, tokens, strict=True))
             for scores in score(logits[:, : self._sampler.vocabulary_size], tokens, sampling):
@@ -83,26 +91,12 @@ class Runner:
         prompts = hidden[scored]
 
         def logits_of(part: slice) -> Tensor:
-            return self._model.logits(prompts[part])[:, : self._sampler.vocabulary_size]
+            return self._logits(prompts[part])[:, : self._sampler.vocabulary_size]
 
         store_prompt_scores(score_prompts(rows, logits_of))
         return hidden[~scored]
 
-    @torch.inference_mode()
-    def follow(self, step: bytes) -> None:
-        """Runs this rank's part of a step that rank 0 runs."""
-        self._forward(pickle.loads(step))
-
-    def _forward(self, inputs: list[ChunkInputs]) -> Tensor:
-        """The last layer's output for the wanted rows, [n, hidden]. On rank 0 it returns when all
-        ranks have written."""
-        hidden = self._model.forward(self._batch(inputs), self._caches)
-        if self._group and not len(hidden):
-            self._group.wait()  # no sum follows the last keys and values
-        return hidden
-
-    def _batch(self, inputs: list[ChunkInputs]) -> StepBatch:
-        decoding = sum(len(chunk.tokens) == 1 for chunk in inputs)
+    def _rows(self, inputs: list[ChunkInputs]) -> StepRows:
         tokens: list[int] = []
         positions: list[int] = []
         pages: list[int] = []
@@ -114,46 +108,10 @@ class Runner:
             positions += inside
             pages += [chunk.pages[position // self._page_size] for position in inside]
         position = self._tensor(positions)
-        decode_reads = self._by_window(inputs[:decoding])
-        return StepBatch(
-            tokens=self._tensor(tokens),
-            rotations=[rotation(position) for rotation in self._rotations],
-            writes=token_rows(
-                self._tensor(pages), position % self._page_size, self._layers, self._page_size
-            ),
-            decoding=decoding,
-            decode_reads=decode_reads,
-            chunks=self._chunks(inputs[decoding:], decoding),
-            samples=self._tensor(wanted),
-            sample_reads=self._sample_reads(inputs, decode_reads),
+        writes = token_rows(
+            self._tensor(pages), position % self._page_size, self._layers, self._page_size
         )
-
-    def _by_window(self, decoding: list[ChunkInputs]) -> dict[int | None, DecodeReads]:
-        if not decoding:
-            return {}
-        last = [chunk.start for chunk in decoding]
-        return {window: self._decode_reads(decoding, last, window) for window in self._windows}
-
-    def _sample_reads(
-        self, inputs: list[ChunkInputs], decode_reads: dict[int | None, DecodeReads]
-    ) -> DecodeReads | None:
-        """What each wanted row reads in the last layer."""
-        window = self._model.layers[-1].window
-        if decode_reads and all(len(chunk.tokens) == 1 and chunk.wanted for chunk in inputs):
-            return decode_reads[window]
-        wanted = [(chunk, position) for chunk in inputs for position in chunk.wanted]
-        if not wanted:
-            return None
-        chunks, positions = [chunk for chunk, _ in wanted], [position for _, position in wanted]
-        return self._decode_reads(chunks, positions, window)
-
-    def _chunks(self, inputs: list[ChunkInputs], row: int) -> list[ChunkRows]:
-        chunks = []
-        for chunk in inputs:
-            reads = {window: self._chunk_reads(chunk, window) for window in self._windows}
-            chunks.append(ChunkRows(row, row + len(chunk.tokens), reads))
-            row += len(chunk.tokens)
-        return chunks
+        return StepRows(self._tensor(tokens), position, writes, self._tensor(wanted))
 
     def _decode_reads(
         self, chunks: list[ChunkInputs], last: list[int], window: int | None
@@ -187,6 +145,81 @@ class Runner:
 
     def _tensor(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
+
+
+class Runner(StepRunner):
+    """Runs plans of a native `model`.
+
+    In a group model and memory are this rank's part.
+    """
+
+    def __init__(self, model: Model, kv: Tensor, group: Group | None = None) -> None:
+        shape = model.architecture
+        super().__init__(kv, shape.vocabulary_size, group)
+        self._model = model
+        self._windows = sorted(set(shape.windows), key=lambda window: window or 0)
+        self._rotations = [Rotation(rope, shape.head_dim, kv.device) for rope in shape.ropes]
+        model.pack()
+        prepare_attention(shape.heads, self._caches[0], model.layers[0].scoring)
+        prepare_rotation(shape.head_dim, self._caches[0])
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return self._model.logits(hidden)
+
+    @torch.inference_mode()
+    def follow(self, step: bytes) -> None:
+        """Runs this rank's part of a step that rank 0 runs."""
+        self._forward(pickle.loads(step))
+
+    def _forward(self, inputs: list[ChunkInputs]) -> Tensor:
+        """The last layer's output for the wanted rows, [n, hidden]. On rank 0 it returns when all
+        ranks have written."""
+        hidden = self._model.forward(self._batch(inputs), self._caches)
+        if self._group and not len(hidden):
+            self._group.wait()  # no sum follows the last keys and values
+        return hidden
+
+    def _batch(self, inputs: list[ChunkInputs]) -> StepBatch:
+        decoding = sum(len(chunk.tokens) == 1 for chunk in inputs)
+        rows = self._rows(inputs)
+        decode_reads = self._by_window(inputs[:decoding])
+        return StepBatch(
+            tokens=rows.tokens,
+            rotations=[rotation(rows.positions) for rotation in self._rotations],
+            writes=rows.writes,
+            decoding=decoding,
+            decode_reads=decode_reads,
+            chunks=self._chunks(inputs[decoding:], decoding),
+            samples=rows.wanted,
+            sample_reads=self._sample_reads(inputs, decode_reads),
+        )
+
+    def _by_window(self, decoding: list[ChunkInputs]) -> dict[int | None, DecodeReads]:
+        if not decoding:
+            return {}
+        last = [chunk.start for chunk in decoding]
+        return {window: self._decode_reads(decoding, last, window) for window in self._windows}
+
+    def _sample_reads(
+        self, inputs: list[ChunkInputs], decode_reads: dict[int | None, DecodeReads]
+    ) -> DecodeReads | None:
+        """What each wanted row reads in the last layer."""
+        window = self._model.layers[-1].window
+        if decode_reads and all(len(chunk.tokens) == 1 and chunk.wanted for chunk in inputs):
+            return decode_reads[window]
+        wanted = [(chunk, position) for chunk in inputs for position in chunk.wanted]
+        if not wanted:
+            return None
+        chunks, positions = [chunk for chunk, _ in wanted], [position for _, position in wanted]
+        return self._decode_reads(chunks, positions, window)
+
+    def _chunks(self, inputs: list[ChunkInputs], row: int) -> list[ChunkRows]:
+        chunks = []
+        for chunk in inputs:
+            reads = {window: self._chunk_reads(chunk, window) for window in self._windows}
+            chunks.append(ChunkRows(row, row + len(chunk.tokens), reads))
+            row += len(chunk.tokens)
+        return chunks
 
 
 def _first_visible(position: int, window: int | None) -> int:

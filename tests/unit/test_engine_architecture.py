@@ -320,5 +320,5 @@ def test_a_folder_without_a_config_is_not_a_model(tmp_path: Path) -> None:
 
 def test_a_config_that_is_not_json_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(InvalidConfig, match="not JSON"):
+    with pytest.raises(InvalidConfig, match="not valid JSON"):
         read_architecture(tmp_path)
