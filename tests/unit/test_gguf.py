@@ -162,7 +162,7 @@ def test_scaled_rotation_is_that_of_the_model_in_its_own_format(
     asked = prompts(oracle.config.vocab_size)
     expected = [generate_with_transformers(oracle, prompt, ANSWER) for prompt in asked]
     folder = model_store.locate(str(file))
-    assert read_architecture(folder).rope.kind == scaling["rope_type"]
+    assert read_architecture(folder).ropes[0].kind == scaling["rope_type"]
     assert serve(load(folder), asked, ANSWER, chunk=32) == expected
 
 
