@@ -172,7 +172,7 @@ def _instructions(router: Member, config: Config, log_folder: str) -> str:
     scheme = "https" if config.tls.folder else "http"
     return f"""
 Baton serves {model_store.model_name(config)}.
-{_default_instructions(config)}{_lock_instructions(config)}
+{_engine_note(config)}{_default_instructions(config)}{_lock_instructions(config)}
   ask          baton generate --address {router.address} "What is the capital of France?"
   chat         baton chat --address {router.address}
   look         baton status --address {router.address}
@@ -181,6 +181,12 @@ Baton serves {model_store.model_name(config)}.
   metrics      {scheme}://{router.metrics}/metrics
   logs         {log_folder}
 """
+
+
+def _engine_note(config: Config) -> str:
+    """What a model costs that has no native engine, in one line."""
+    note = preflight.engine_note(config)
+    return f"{note}\n" if note else ""
 
 
 def _default_instructions(config: Config) -> str:

@@ -19,7 +19,13 @@ from baton.core.errors import InvalidConfig, Unavailable
 from baton.core.generation_defaults import read_defaults
 from baton.core.tls import check_router, node_identity
 from baton.core.types import Role
-from baton.engine.architecture import Architecture, read_architecture
+from baton.engine.model_choice import (
+    AnyArchitecture,
+    describe_fallback,
+    model_type,
+    read_model,
+    uses_fallback,
+)
 from baton.worker.rank_process import check_ranks
 
 # Bytes of one K or V value; the worker, which sees the device, resolves "auto".
@@ -43,7 +49,7 @@ def prepare(config: Config, *, workers_here: bool = True) -> Config:
     config = dataclasses.replace(config, model=model_store.resolve(config.model))
     weights = workers_here and config.weights == "files"
     folder = model_store.locate(config.model, weights=weights)
-    architecture = read_architecture(folder)
+    architecture = read_model(folder, config.engine, config.max_context)
     read_defaults(folder, config.router.generation_config)
     _check_pools(config, architecture)
     _check_planner(config)
@@ -53,7 +59,15 @@ def prepare(config: Config, *, workers_here: bool = True) -> Config:
     return config
 
 
-def _check_pools(config: Config, architecture: Architecture) -> None:
+def engine_note(config: Config) -> str:
+    """What the fallback engine costs, in one line; empty where a model runs natively."""
+    folder = model_store.locate(config.model, weights=False)
+    if not uses_fallback(folder, config.engine):
+        return ""
+    return describe_fallback(model_type(folder))
+
+
+def _check_pools(config: Config, architecture: AnyArchitecture) -> None:
     values = architecture.layers * architecture.kv_heads * architecture.head_dim * 2
     page_bytes = values * config.page_size * _VALUE_BYTES[config.dtype]
     for name, kv_memory in (

@@ -261,6 +261,12 @@ class Config:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
         "auto", "float32, bfloat16 or float16; auto chooses by device.", "--dtype"
     )
+    engine: Literal["auto", "native", "transformers"] = key(
+        "auto",
+        "native runs the families in docs/MODELS.md; transformers runs its own model classes over"
+        " our pages, without invariant numerics; auto: native where the family has one.",
+        "--engine",
+    )
     numerics: Literal["invariant", "fast"] = key(
         "invariant",
         "invariant: an answer's bits do not depend on what else runs, nor on where; fast: on a GPU"

@@ -9,28 +9,42 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from baton.core.errors import InvalidConfig
 from baton.core.types import Work
-from baton.engine.architecture import Architecture, Split, read_architecture
+from baton.engine.architecture import Architecture, Split
 from baton.engine.checkpoint import Checkpoint, checkpoint_files, digest_files
 from baton.engine.gpu.device import GpuSettings, confine
 from baton.engine.grammar import Grammars, TokenGuide
 from baton.engine.model import Model
+from baton.engine.model_choice import (
+    AnyArchitecture,
+    EngineChoice,
+    FallbackArchitecture,
+    check_ranks_of,
+    describe_fallback,
+    read_model,
+)
 from baton.engine.page_pool import PagePool
 from baton.engine.runner import Runner
 from baton.engine.step import InFlightStep, Outcome, Plan
 from baton.engine.tensor_parallel import Group
 from baton.engine.weights import RandomTensors, load_model
+
+if TYPE_CHECKING:
+    from baton.engine.fallback.fallback_model import FallbackModel
+
+log = logging.getLogger(__name__)
 
 LoadProgress = Callable[[str, float], None]
 DEFAULT_GPU_SETTINGS = GpuSettings()
@@ -51,7 +65,7 @@ class AnyRunner(Protocol):
 class Engine:
     """Owned by one thread: nothing here may be called from two."""
 
-    architecture: Architecture  # of the whole model
+    architecture: AnyArchitecture  # of the whole model
     split: Split
     pool: PagePool
     kv: Tensor  # [page, layer, 2, token, kv_head, dim], one allocation; this rank's heads
@@ -79,6 +93,7 @@ class Engine:
         gpu: GpuSettings = DEFAULT_GPU_SETTINGS,
         progress: LoadProgress = lambda what, done: None,
         group: Group | None = None,
+        engine: EngineChoice = "auto",
     ) -> Engine:
         """Loads the model in `folder`, with `kv_memory` bytes of pages; on a GPU, 0 takes the
         rest of its memory.
@@ -89,22 +104,25 @@ class Engine:
         """
         if threads is not None:
             torch.set_num_threads(threads)
-        architecture = read_architecture(folder, max_context)
+        architecture = read_model(folder, engine, max_context)
         split = group.split if group else WHOLE
-        part = split.of(architecture)
+        check_ranks_of(architecture, split.size)
         kind = _dtype(dtype)
         page_bytes = _page_bytes(architecture, page_size, kind)
         if kv_memory or device == "cpu":
             _check_holds_a_page(kv_memory, page_bytes)
         if gpu.share < 1 and device != "cpu":
             confine(gpu.share, device)
-        checkpoint = None if random_weights else Checkpoint(folder, partial(progress, "weights"))
-        model = load_model(checkpoint or RandomTensors(device), architecture, kind, device, group)
+        model: Model | FallbackModel
+        if isinstance(architecture, Architecture):
+            found = None if random_weights else Checkpoint(folder, partial(progress, "weights"))
+            model = load_model(found or RandomTensors(device), architecture, kind, device, group)
+        else:
+            model = _load_fallback(folder, architecture, kind, device, random_weights)
         context = min(architecture.context_length, max_context or architecture.context_length)
         if not kv_memory:
-            from baton.engine.gpu.start import memory_for_pages  # imports triton
-
-            kv_memory = memory_for_pages(gpu, part, context, kind, device, group) * split.size
+            kv_memory = _memory_for_pages(model, gpu, context, kind, device, group)
+            kv_memory *= split.size
             _check_holds_a_page(kv_memory, page_bytes)
         pages = kv_memory // page_bytes
         if group:
@@ -112,7 +130,8 @@ class Engine:
             pages = group.least(pages)
         pool = PagePool(pages, page_size)
         context = min(context, pool.total * page_size)
-        kv = torch.zeros(_kv_shape(part, pool.total, page_size), dtype=kind, device=device)
+        shape = _kv_shape(model.architecture, pool.total, page_size)
+        kv = torch.zeros(shape, dtype=kind, device=device)
         make = partial(_make_runner, model, kv, pool, context, partial(progress, "steps"), group)
         name = fingerprint(folder, architecture, random_weights)
         grammars = Grammars(folder, architecture.vocabulary_size)
@@ -156,8 +175,44 @@ class Engine:
         self._runner.follow(step)
 
 
+def _load_fallback(
+    folder: Path,
+    architecture: FallbackArchitecture,
+    dtype: torch.dtype,
+    device: str,
+    random_weights: bool,
+) -> FallbackModel:
+    """Loads and checks the model, and says what it costs."""
+    from baton.engine.fallback.fallback_model import load_fallback  # imports transformers
+    from baton.engine.fallback.fallback_runner import check_model
+
+    if random_weights:
+        raise InvalidConfig("random weights are for native models", field="weights")
+    log.warning("%s", describe_fallback(architecture.family))
+    model = load_fallback(folder, architecture, dtype, device)
+    check_model(model, dtype, device)
+    return model
+
+
+def _memory_for_pages(
+    model: Model | FallbackModel,
+    gpu: GpuSettings,
+    context: int,
+    dtype: torch.dtype,
+    device: str,
+    group: Group | None,
+) -> int:
+    if isinstance(model, Model):
+        from baton.engine.gpu.start import memory_for_pages  # imports triton
+
+        return memory_for_pages(gpu, model.architecture, context, dtype, device, group)
+    from baton.engine.fallback.fallback_runner import memory_beside
+
+    return memory_beside(gpu, device)
+
+
 def _make_runner(
-    model: Model,
+    model: Model | FallbackModel,
     kv: Tensor,
     pool: PagePool,
     context: int,
@@ -165,6 +220,10 @@ def _make_runner(
     group: Group | None,
     gpu: GpuSettings,
 ) -> AnyRunner:
+    if not isinstance(model, Model):
+        from baton.engine.fallback.fallback_runner import FallbackRunner  # imports transformers
+
+        return FallbackRunner(model, kv)
     if kv.device.type == "cpu":
         return Runner(model, kv, group)
     from baton.engine.gpu.start import start_runner  # imports triton
@@ -172,18 +231,18 @@ def _make_runner(
     return start_runner(model, kv, pool, context, gpu, progress, group)
 
 
-def fingerprint(folder: Path, architecture: Architecture, random_weights: bool = False) -> str:
+def fingerprint(folder: Path, architecture: AnyArchitecture, random_weights: bool = False) -> str:
     """Equal for the same model on any machine; different for any other, but for collisions."""
     shape = json.dumps(dataclasses.asdict(architecture), sort_keys=True)
     files = b"random" if random_weights else digest_files(checkpoint_files(folder))
     return hashlib.sha256(shape.encode() + files).hexdigest()
 
 
-def _kv_shape(shape: Architecture, pages: int, page_size: int) -> tuple[int, ...]:
+def _kv_shape(shape: AnyArchitecture, pages: int, page_size: int) -> tuple[int, ...]:
     return (pages, shape.layers, 2, page_size, shape.kv_heads, shape.head_dim)
 
 
-def _page_bytes(architecture: Architecture, page_size: int, dtype: torch.dtype) -> int:
+def _page_bytes(architecture: AnyArchitecture, page_size: int, dtype: torch.dtype) -> int:
     if page_size < 1:
         raise InvalidConfig(f"a page holds at least 1 token, not {page_size}", field="page_size")
     return math.prod(_kv_shape(architecture, 1, page_size)) * dtype.itemsize

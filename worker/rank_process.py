@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING
 
 from baton.core.errors import BatonError, InvalidConfig
 from baton.core.process import set_up_logging
-from baton.engine.architecture import Architecture, Split, check_split
+from baton.engine.architecture import Split
+from baton.engine.model_choice import AnyArchitecture, check_ranks_of
 from baton.worker.resources import lower_priority, use_threads
 
 if TYPE_CHECKING:
@@ -80,11 +81,11 @@ def rank_devices(size: int, device: str, visible: int, *, may_share: bool) -> li
     return [f"cuda:{rank % visible}" for rank in range(size)]
 
 
-def check_ranks(size: int, model: Architecture, gpu_share: float = 1.0) -> None:
+def check_ranks(size: int, model: AnyArchitecture, gpu_share: float = 1.0) -> None:
     """Raises InvalidConfig when `size` processes cannot serve as one worker."""
     if size == 1:
         return
-    check_split(model, size)
+    check_ranks_of(model, size)
     if gpu_share < 1:
         raise InvalidConfig(
             "a split model takes its GPUs whole: gpu_share or tensor_parallel must be 1",

@@ -39,9 +39,9 @@ from torch import Tensor
 from baton.core.config import Config
 from baton.core.errors import WorkerLost
 from baton.core.types import Role
-from baton.engine.architecture import read_architecture
 from baton.engine.engine import Engine
 from baton.engine.gpu.device import GpuSettings
+from baton.engine.model_choice import read_model
 from baton.engine.page_memory import PageMemory, share_rows
 from baton.engine.tensor_parallel import Group, NcclGroup
 from baton.kv_transfer.shard_process import ShardProxy
@@ -67,9 +67,9 @@ def rank_settings(
     """
     section = config.pool(role)
     size = section.tensor_parallel
-    check_ranks(size, read_architecture(folder), gpu.share)
     devices = [device]
     if size > 1:
+        check_ranks(size, read_model(folder, config.engine, config.max_context), gpu.share)
         visible = torch.cuda.device_count()
         devices = rank_devices(size, device, visible, may_share=config.ranks_share_gpus)
     most = max(Counter(devices).values())
@@ -83,6 +83,7 @@ def rank_settings(
         max_context=config.max_context,
         threads=threads,
         random_weights=config.weights == "random",
+        engine=config.engine,
         gpu=dataclasses.replace(gpu, memory_share=gpu.memory_share / most),
     )
     settings = RankSettings(

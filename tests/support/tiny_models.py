@@ -271,7 +271,7 @@ def build(model: TinyModel, seed: int = 0) -> PreTrainedModel:
         for index, (name, parameter) in enumerate(built.named_parameters()):
             generator.manual_seed(seed * 1000 + index)
             noise = torch.randn(parameter.shape, generator=generator)
-            norm = "norm" in name
+            norm = ("norm" in name or "ln_" in name) and not name.endswith("bias")
             parameter.copy_(1.0 + 0.3 * noise if norm else 0.3 * noise)
         for name, buffer in built.named_buffers():
             if name.endswith("e_score_correction_bias"):
@@ -297,8 +297,8 @@ def change_config(folder: Path, **changes: object) -> None:
 def generate_with_transformers(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
     """The oracle: the greedy answer of `count` tokens."""
     answer = model.generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        torch.tensor([prompt], device=model.device),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long, device=model.device),
         max_new_tokens=count,
         do_sample=False,
         pad_token_id=0,

@@ -37,7 +37,7 @@ ONLY = {
     "llvmlite": {"kernels"},
     "llguidance": {"engine", "router"},
     "grpc": {"rpc", "baton", "worker", "router", "cluster"},
-    "transformers": {"core"},
+    "transformers": {"core", "engine"},
 }
 
 

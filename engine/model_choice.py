@@ -1,0 +1,78 @@
+"""Which engine runs a model: the native one, or transformers' classes (engine/fallback).
+
+Imports no torch unless the fallback is chosen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from baton.core.errors import InvalidConfig
+from baton.engine.architecture import Architecture, check_split, read_architecture
+from baton.engine.model_config import FAMILIES, read_stated
+
+EngineChoice = Literal["auto", "native", "transformers"]
+
+
+@dataclass(frozen=True, slots=True)
+class FallbackArchitecture:
+    """The shape of a model that transformers runs."""
+
+    family: str
+    class_name: str
+    version: str  # of transformers, whose code decides what a page holds
+    body: str  # the submodule in front of the head
+    layers: int
+    kv_heads: int
+    head_dim: int  # of keys; values may be shorter
+    vocabulary_size: int
+    context_length: int
+    windows: tuple[int | None, ...]  # a token sees itself and window - 1 tokens before it
+
+
+AnyArchitecture = Architecture | FallbackArchitecture
+
+
+def uses_fallback(folder: Path, engine: EngineChoice = "auto") -> bool:
+    """Native families run natively unless asked otherwise."""
+    if engine != "auto":
+        return engine == "transformers"
+    return model_type(folder) not in FAMILIES
+
+
+def model_type(folder: Path) -> str:
+    """As its config.json states it."""
+    return read_stated(folder / "config.json").get("model_type", str, "")
+
+
+def read_model(
+    folder: Path, engine: EngineChoice = "auto", max_context: int | None = None
+) -> AnyArchitecture:
+    """What the model in `folder` is, for the engine that runs it; or UnsupportedModel."""
+    if not uses_fallback(folder, engine):
+        return read_architecture(folder, max_context)
+    from baton.engine.fallback.inspection import inspect_model  # imports torch and transformers
+
+    return inspect_model(folder)
+
+
+def check_ranks_of(model: AnyArchitecture, size: int) -> None:
+    """Raises InvalidConfig when `size` ranks cannot share the model."""
+    if isinstance(model, Architecture):
+        check_split(model, size)
+    elif size > 1:
+        raise InvalidConfig(
+            f"{size} ranks cannot share a model that runs through transformers",
+            field="tensor_parallel",
+        )
+
+
+def describe_fallback(family: str) -> str:
+    """What the fallback means for who starts it, in one line."""
+    return (
+        f"{family} runs through transformers, over our pages: without compiled kernels or recorded"
+        " steps, without tensor parallelism, and with last bits that depend on the batch, whatever"
+        " numerics says"
+    )

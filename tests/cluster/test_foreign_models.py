@@ -1,0 +1,88 @@
+"""Models that run through transformers, in router, prefill, NIXL and decode processes."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from foreign_models import FOREIGN_MODELS
+from processes import ProcessCluster
+from serving import Serve
+from tiny_hub import TinyHub
+from tiny_models import VOCABULARY, generate_with_transformers, save
+from waiting import until
+
+from baton import AsyncClient
+
+TREE: dict[str, object] = {
+    "page_size": 4,
+    "prefill": {"kv_memory": "4MiB", "chunk_tokens": 16, "threads": 1},
+    "decode": {"kv_memory": "4MiB", "threads": 1},
+}
+
+
+def prompts() -> list[list[int]]:
+    draw = random.Random(0)
+    return [[draw.randrange(VOCABULARY) for _ in range(n)] for n in (1, 15, 16, 40, 100)]
+
+
+def ask(cluster: ProcessCluster, asked: list[list[int]]) -> list[list[int]]:
+    """All prompts at once."""
+    with cluster.client() as client, ThreadPoolExecutor(len(asked)) as threads:
+        answers = threads.map(lambda p: client.generate(p, max_tokens=24, timeout=120), asked)
+        return [list(answer.token_ids) for answer in answers]
+
+
+async def writer(client: AsyncClient) -> str:
+    """The decode worker that is in use; empty while there is none."""
+    workers = (await client.status()).workers
+    busy = [each.member.worker_id for each in workers if each.load.running]
+    return next((name for name in busy if name.startswith("decode")), "")
+
+
+async def test_answers_equal_transformers_also_from_cached_pages_and_after_a_death(
+    tmp_path: Path,
+) -> None:
+    oracle = save(FOREIGN_MODELS["starcoder2"], tmp_path / "model")
+    asked = prompts()
+    expected = [generate_with_transformers(oracle, prompt, 24) for prompt in asked]
+    long = generate_with_transformers(oracle, asked[3], 150)
+    with ProcessCluster(tmp_path / "model", tmp_path, decode=2, tree=TREE) as cluster:
+        assert await asyncio.to_thread(ask, cluster, asked) == expected
+        assert await asyncio.to_thread(ask, cluster, asked) == expected  # from cached pages
+        async with AsyncClient(cluster.address) as client:
+            stream = client.stream(asked[3], max_tokens=150, ignore_eos=True)
+            for _ in range(3):
+                await anext(stream)
+            await until(lambda: writer(client))
+            lost = await writer(client)
+            cluster.workers[lost].kill()
+            answer = await stream.read()
+            assert list(answer.token_ids) == long
+            assert len(answer.placements) == 2
+        assert "starcoder2 runs through transformers" in cluster.workers["prefill-0"].log
+        await asyncio.to_thread(cluster.restart, lost)
+        cluster.wait_idle()
+
+
+def test_a_hubs_model_is_served_with_its_defaults_and_says_what_runs_it(tmp_path: Path) -> None:
+    oracle, prompt = save(FOREIGN_MODELS["gpt2"], tmp_path / "model"), prompts()[3]
+    plain = generate_with_transformers(oracle, prompt, 24)
+    oracle.generation_config.repetition_penalty = 1.8
+    oracle.generation_config.save_pretrained(tmp_path / "model")
+    expected = generate_with_transformers(oracle, prompt, 24)
+    assert expected != plain
+    hub = TinyHub()
+    hub.push("org/tiny", tmp_path / "model")
+    flags = ["--model", "org/tiny", "--kv-memory", "4MiB", "--dtype", "float32"]
+    environment = hub.environment(tmp_path / "home")
+    with Serve(tmp_path / "serve", *flags, environment=environment) as serve:
+        serve.ready()
+        assert "gpt2 runs through transformers, over our pages" in serve.stdout
+        assert "repetition_penalty" in serve.stdout
+        with serve.client() as client:
+            answer = client.generate(prompt, max_tokens=24, timeout=60)
+        assert list(answer.token_ids) == expected
+    hub.close()
