@@ -18,6 +18,9 @@ from baton.kernels.gpu.rotary import HeadShape
 BLOCK_QUERIES = 64
 """Tokens of one entry of `blocks`."""
 
+NARROW_BYTES = 256
+"""Heads up to this size leave room in shared memory to load a split ahead."""
+
 
 def chunk_attention(
     qkv: Tensor,
@@ -34,6 +37,7 @@ def chunk_attention(
     kv_layer [page, 2, token, kv_head, dim] is one layer of the pool.
     """
     block_d = max(16, triton.next_power_of_2(shape.head_dim))
+    wide = block_d * qkv.itemsize > NARROW_BYTES
     _chunk[(shape.heads, len(blocks))](
         qkv,
         blocks,
@@ -56,7 +60,7 @@ def chunk_attention(
         CAPPED=shape.scoring.cap is not None,
         num_warps=4 if block_d <= 128 else 8,
         enable_fp_fusion=False,
-        num_stages=3 if block_d <= 128 else 2,
+        num_stages=1 if wide else 3,
     )
     return out
 

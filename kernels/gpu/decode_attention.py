@@ -144,7 +144,7 @@ def decode_attention(
         CAPPED=shape.scoring.cap is not None,
         num_warps=4 if batch < FEW_ROWS else 2,
         enable_fp_fusion=False,
-        num_stages=2 if batch < FEW_ROWS or block_d > 128 else 3,
+        num_stages=_tiles_ahead(batch, block_d * qkv.itemsize),
     )
     if programs > 1:
         _merge[(batch, shape.heads)](
@@ -164,6 +164,13 @@ def decode_attention(
             enable_fp_fusion=False,
         )
     return out
+
+
+def _tiles_ahead(batch: int, head_bytes: int) -> int:
+    """Tiles in shared memory at a time: as many as hide its latency, and fit."""
+    if head_bytes > 512:
+        return 1
+    return 2 if batch < FEW_ROWS or head_bytes > 256 else 3
 
 
 @triton.jit
