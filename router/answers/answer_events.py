@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, groupby
 
 from baton.v1 import inference_pb2 as pb
 
@@ -56,7 +56,8 @@ class AnswerDelta:
         self.token_ids = self.token_ids + later.token_ids  # others hold the first list
         self.logprobs += later.logprobs
         self.reasoning += later.reasoning
-        self.tool_calls += later.tool_calls
+        if later.tool_calls:
+            self.tool_calls = _joined(self.tool_calls + later.tool_calls)
         self.prompt_logprobs += later.prompt_logprobs
 
 
@@ -68,8 +69,17 @@ def merged(deltas: Sequence[AnswerDelta], index: int) -> AnswerDelta:
         index,
         tuple(chain.from_iterable(each.logprobs for each in deltas)),
         "".join(each.reasoning for each in deltas),
-        tuple(chain.from_iterable(each.tool_calls for each in deltas)),
+        _joined(chain.from_iterable(each.tool_calls for each in deltas)),
         tuple(chain.from_iterable(each.prompt_logprobs for each in deltas)),
+    )
+
+
+def _joined(calls: Iterable[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
+    """One delta a call: clients take the first entry of a chunk for all of it."""
+    runs = (list(run) for _, run in groupby(calls, key=lambda call: call.index))
+    return tuple(
+        ToolCallDelta(run[0].index, run[0].id, run[0].name, "".join(each.arguments for each in run))
+        for run in runs
     )
 
 

@@ -306,7 +306,7 @@ class ToolCallSplitter:
         delta = self._delta
         if not text:
             return
-        if not delta.tool_calls or delta.tool_calls[-1].name:
+        if not delta.tool_calls:
             delta.tool_calls += (ToolCallDelta(self._calls - 1),)
         delta.tool_calls[-1].arguments += text
 

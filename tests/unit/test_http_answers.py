@@ -212,19 +212,19 @@ CALLED = [
         "",
         [4],
         0,
-        tool_calls=(
-            ToolCallDelta(0, arguments="{"),
-            ToolCallDelta(0, arguments="}"),
-        ),
+        tool_calls=(ToolCallDelta(0, arguments="{"),),
+    ),
+    AnswerDelta(
+        "",
+        [4],
+        0,
+        tool_calls=(ToolCallDelta(0, arguments="}"),),
     ),
     AnswerDelta(
         "",
         [5],
         0,
-        tool_calls=(
-            ToolCallDelta(1, "c2", "g"),
-            ToolCallDelta(1, arguments="{}"),
-        ),
+        tool_calls=(ToolCallDelta(1, "c2", "g", "{}"),),
     ),
     finished(0, 5, pb.FINISH_REASON_TOOL_CALLS),
 ]
@@ -265,7 +265,7 @@ def test_reasoning_and_tool_calls_are_rendered_in_chunks() -> None:
             "function": {"name": "f", "arguments": ""},
         }
     ]
-    assert deltas[3]["tool_calls"][1] == {"index": 0, "function": {"arguments": "}"}}
+    assert deltas[4]["tool_calls"] == [{"index": 0, "function": {"arguments": "}"}}]
     assert deltas[-1] == {}
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
 

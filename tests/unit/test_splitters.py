@@ -231,6 +231,19 @@ def test_arguments_stream_as_they_come() -> None:
     assert push(parser, 'ents": {"a": 1').tool_calls == (ToolCallDelta(0, arguments='{"a": 1'),)
 
 
+def test_a_delta_has_one_entry_for_each_call() -> None:
+    parser = ToolCallSplitter(HERMES, TOOLS)
+    begin, *rest = '<tool_call>{"name": "add", "arguments": {"city": "Paris"}}</tool_call>'
+    joined = push(parser, begin)
+    for character in rest:
+        joined.add(push(parser, character))
+    (call,) = joined.tool_calls
+    assert (call.name, call.arguments) == ("add", '{"city": "Paris"}')
+    two = '<tool_call>{"name": "add", "arguments": {}}</tool_call>' * 2
+    calls = push(ToolCallSplitter(HERMES, TOOLS), two).tool_calls
+    assert [(each.index, each.arguments) for each in calls] == [(0, "{}"), (1, "{}")]
+
+
 @pytest.mark.parametrize(
     ("template", "form"),
     [

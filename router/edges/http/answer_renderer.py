@@ -7,7 +7,7 @@ import dataclasses
 import json
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from json.encoder import encode_basestring
 from typing import ClassVar, Generic, TypeVar
@@ -184,7 +184,7 @@ class ChatRenderer(AnswerRenderer[ChatRequest]):
             message["reasoning_content"] = delta.reasoning
         if delta.tool_calls:
             message["content"] = delta.text or None
-            message["tool_calls"] = _whole_calls(delta.tool_calls)
+            message["tool_calls"] = [*map(_whole_call, delta.tool_calls)]
         return {
             "index": delta.index,
             "message": message,
@@ -258,14 +258,9 @@ class CompletionRenderer(AnswerRenderer[CompletionRequest]):
         }
 
 
-def _whole_calls(deltas: Iterable[ToolCallDelta]) -> list[ToolCallObject]:
-    calls: list[ToolCallObject] = []
-    for delta in deltas:
-        if delta.name:
-            function: CalledFunctionObject = {"name": delta.name, "arguments": ""}
-            calls.append({"id": delta.id, "type": "function", "function": function})
-        calls[-1]["function"]["arguments"] += delta.arguments
-    return calls
+def _whole_call(call: ToolCallDelta) -> ToolCallObject:
+    function: CalledFunctionObject = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 def _call_chunk(delta: ToolCallDelta) -> ToolCallChunk:
