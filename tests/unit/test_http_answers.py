@@ -69,9 +69,10 @@ Renderer = AnswerRenderer[Any]
 
 
 def renderer_of(kind: type[Renderer], **fields: object) -> Renderer:
-    content = {"prompt": "p", "messages": [{"role": "user", "content": "p"}], "n": 2, **fields}
-    body = kind.body_model.parse(content)
-    return kind(body, body.requests("id", str), "tiny", ["p"] if fields.get("echo") else [])
+    given = {"prompt": "p", "messages": [{"role": "user", "content": "p"}], "n": 2, **fields}
+    body = kind.body_model.parse(given)
+    echoes = [str(given["prompt"])] if fields.get("echo") else []
+    return kind(body, body.requests("id", str), "tiny", echoes)
 
 
 def whole(kind: type[Renderer], **fields: object) -> Json:
@@ -376,3 +377,27 @@ def test_an_echo_has_the_prompts_logprobs_before_the_answers(stream: bool) -> No
             "1": {"logprob": -1, "rank": None, "decoded_token": "p"},
         },
     ]
+
+
+def in_bytes(text: str) -> tuple[ScoredToken, ...]:
+    """Scored tokens: one an ASCII character, and one a byte of any other."""
+    return tuple(ScoredToken(TokenScore(1, bytes([byte]), -1.0), ()) for byte in text.encode())
+
+
+@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_offsets_count_characters_that_span_tokens_once(stream: bool, echo: bool) -> None:
+    fields = {"prompt": "日p", "n": 1, "echo": echo, "logprobs": 0, "stream": stream}
+    renderer = renderer_of(CompletionRenderer, **fields)
+    scores = in_bytes("a🌟🌟b")
+    events = [AnswerDelta(each.chosen.text, [1], 0, (each,)) for each in scores]
+    events[0].prompt_logprobs = in_bytes("日p") if echo else ()
+    if stream:
+        sent = [json.loads(renderer.chunk(event).removeprefix(b"data: ")) for event in events]
+    else:
+        for event in [*events, finished(0, len(scores))]:
+            renderer.collect(event)
+        sent = [json.loads(renderer.whole())]
+    offsets = [at for each in sent for at in each["choices"][0]["logprobs"]["text_offset"]]
+    answer = [0, 1, 1, 1, 1, 2, 2, 2, 2, 3]
+    assert offsets == ([0, 0, 0, 1, *(2 + at for at in answer)] if echo else answer)

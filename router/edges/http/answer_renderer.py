@@ -3,12 +3,12 @@ server-sent chunks."""
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import json
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import accumulate
 from json.encoder import encode_basestring
 from typing import ClassVar, Generic, TypeVar
 
@@ -75,8 +75,7 @@ class AnswerRenderer(Generic[Body]):
         self._frames: dict[int, tuple[bytes, bytes]] = {}
         self._deltas: defaultdict[int, list[AnswerDelta]] = defaultdict(list)
         self._finishes: dict[int, FinishName] = {}
-        # By answer: where the text of its next token begins.
-        self._offsets: defaultdict[int, int] = defaultdict(int)
+        self._offsets: defaultdict[int, _TextOffsets] = defaultdict(_TextOffsets)  # by answer
         self._head: dict[str, object] = {
             "id": requests[0].request_id,
             "object": self.chunk_object if body.stream else self.answer_object,
@@ -226,7 +225,8 @@ class CompletionRenderer(AnswerRenderer[CompletionRequest]):
         scores = delta.prompt_logprobs if self._body.logprobs is not None else ()
         # The prompt's tokens end where its text does, whatever precedes it: below 0 where its
         # first token is no part of it.
-        self._offsets[delta.index] = len(echo) - sum(len(each.chosen.text) for each in scores)
+        given = b"".join(each.chosen.data for each in scores).decode(errors="replace")
+        self._offsets[delta.index] = _TextOffsets(len(echo) - len(given))
         return dataclasses.replace(
             delta, text=echo + delta.text, logprobs=(*scores, *delta.logprobs)
         )
@@ -248,14 +248,27 @@ class CompletionRenderer(AnswerRenderer[CompletionRequest]):
         return self._choice(delta, finish)
 
     def _logprobs(self, index: int, scores: Sequence[ScoredToken]) -> CompletionLogprobs:
-        lengths = (len(each.chosen.text) for each in scores)
-        *offsets, self._offsets[index] = accumulate(lengths, initial=self._offsets[index])
+        offsets = self._offsets[index]
         return {
             "tokens": [each.chosen.text for each in scores],
             "token_logprobs": [each.chosen.logprob for each in scores],
             "top_logprobs": [*map(_by_text, scores)],
-            "text_offset": [max(0, each) for each in offsets],
+            "text_offset": [offsets.push(each.chosen.data) for each in scores],
         }
+
+
+class _TextOffsets:
+    """Where the tokens of one text begin, in characters. A token within a character begins where
+    that does."""
+
+    def __init__(self, start: int = 0) -> None:
+        self._next = start
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token: bytes) -> int:
+        begin = max(0, self._next)
+        self._next += len(self._decoder.decode(token))
+        return begin
 
 
 def _whole_call(call: ToolCallDelta) -> ToolCallObject:
