@@ -100,6 +100,51 @@ async def test_an_unfinished_second_head_times_out(
     await until_closed(door, HEAD + b"\r\n", *[b"G"] * 1000)
 
 
+async def sent(door: RouterServer, head: bytes) -> tuple[int, str, str]:
+    """The status, type and error message that answer these bytes."""
+    host, _, port = door.http_address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(head)
+    async with asyncio.timeout(10):
+        answer = await reader.read()
+    writer.close()
+    lines, _, body = answer.decode().partition("\r\n\r\n")
+    status, *fields = lines.split("\r\n")
+    headers = dict(field.lower().split(": ", 1) for field in fields)
+    message: str = json.loads(body)["error"]["message"]
+    return int(status.split()[1]), headers["content-type"], message
+
+
+WRONG_HEADS = {
+    "long": (HEAD + b"x: " + b"y" * 17_000 + b"\r\n\r\n", 431, "at most 16384 bytes"),
+    "many fields": (HEAD + b"x: y\r\n" * 3000 + b"\r\n", 431, "at most 16384 bytes"),
+    "long and unfinished": (HEAD + b"x: " + b"y" * 20_000, 431, "at most 16384 bytes"),
+    "no HTTP": (b"hello\r\n\r\n", 400, "illegal request line"),
+    "HTTP/9.9": (b"GET /health HTTP/9.9\r\nhost: x\r\n\r\n", 505, "HTTP/9.9 is not served"),
+    "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505, "HTTP/2.0 is not served"),
+    "bad chunk": (
+        b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"transfer-encoding: chunked\r\n\r\nzz\r\n",
+        400,
+        "illegal chunk header",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_HEADS)
+async def test_what_is_no_request_gets_an_error_as_json(door: RouterServer, case: str) -> None:
+    head, wanted, words = WRONG_HEADS[case]
+    status, kind, message = await sent(door, head)
+    assert (status, kind) == (wanted, "application/json")
+    assert words in message
+
+
+async def test_a_head_within_the_limit_is_served(door: RouterServer) -> None:
+    async with httpx.AsyncClient(base_url=f"http://{door.http_address}") as client:
+        response = await client.get("/health", headers={"x": "y" * 16_000})
+    assert response.status_code == 200
+
+
 async def test_connections_beyond_the_limit_are_closed(
     door: RouterServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

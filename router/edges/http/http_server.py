@@ -1,4 +1,5 @@
-"""Uvicorn on the router's event loop, with bounds on what a client may do without a request.
+"""Uvicorn on the router's event loop, with bounds on what a client may do without a request, and
+JSON errors for what is no HTTP.
 
 start()  listens
 stop()   takes no more calls, ends those in progress and closes
@@ -10,25 +11,28 @@ import asyncio
 import contextlib
 import socket
 import ssl
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import h11
 import uvicorn
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from baton.core.config import TlsConfig
 from baton.core.errors import Internal
 from baton.core.tls import CLIENTS_CA, NODE, certificate_path, key_path
+from baton.router.edges.http.http_errors import error_response
 
 HEAD_SECONDS = 10.0
 """From a connection's start, or the first byte after an answer, to the end of the next request's
 head. Uvicorn closes an idle connection sooner."""
 
 MAX_CONNECTIONS = 4096
-MAX_HEAD_BYTES = 64 * 2**10
+MAX_HEAD_BYTES = 16 * 2**10
 
 SEND_BYTES = 128 * 2**10
 """What the kernel buffers for one client. Beyond it tokens wait where they are counted."""
@@ -38,9 +42,23 @@ CONNECTION = "connection"
 
 
 class ChunkingConnection(h11.Connection):
-    """Frames the chunks of a body itself: they change no state, and there is one a token."""
+    """Frames the chunks of a body itself: they change no state, and there is one a token.
 
+    Refuses heads that h11 accepts: long ones that arrive at once, and versions other than HTTP/1.
+    """
+
+    refusal: h11.RemoteProtocolError | None = None
     _chunked = False  # a chunked body is being sent
+
+    def next_event(self) -> Any:
+        try:
+            event = super().next_event()
+            if type(event) is h11.Request:
+                _check_head(event)
+        except h11.RemoteProtocolError as error:
+            self.refusal = error
+            raise
+        return event
 
     def send(self, event: h11.Event) -> bytes | None:  # type: ignore[override]
         if self._chunked and type(event) is h11.Data:
@@ -90,6 +108,29 @@ class BoundedConnection(H11Protocol):
         """Sends more of the current body to a client that keeps up."""
         self.transport.write(self.conn.frame(content))
 
+    def send_400_response(self, msg: str) -> None:
+        """Uvicorn's answer to what is no HTTP, as JSON and with its own status."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and self.conn.refusal:
+            self.transport.write(self._refused(self.conn.refusal))
+        self.transport.close()
+
+    def _refused(self, error: h11.RemoteProtocolError) -> bytes:
+        status = error.error_status_hint
+        message = (
+            f"the request head must have at most {MAX_HEAD_BYTES} bytes"
+            if status == 431
+            else str(error)
+        )
+        response = error_response(
+            HTTPException(status, message, {"connection": "close"}), uuid.uuid4().hex
+        )
+        events = (
+            h11.Response(status_code=status, headers=response.raw_headers),
+            h11.Data(data=bytes(response.body)),
+            h11.EndOfMessage(),
+        )
+        return b"".join(self.conn.send(event) or b"" for event in events)
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         super().connection_lost(exc)
@@ -106,6 +147,17 @@ class BoundedConnection(H11Protocol):
         if self._timer:
             self._timer.cancel()
             self._timer = None
+
+
+def _check_head(head: h11.Request) -> None:
+    if not head.http_version.startswith(b"1."):
+        version = head.http_version.decode()
+        raise h11.RemoteProtocolError(
+            f"HTTP/{version} is not served here, HTTP/1.1 is", error_status_hint=505
+        )
+    fields = sum(len(name) + len(value) + len(b": \r\n") for name, value in head.headers)
+    if len(head.method) + len(head.target) + fields > MAX_HEAD_BYTES:
+        raise h11.RemoteProtocolError("too long", error_status_hint=431)
 
 
 class HttpServer(uvicorn.Server):
