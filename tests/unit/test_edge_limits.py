@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from collections.abc import AsyncIterator
 
@@ -143,6 +144,23 @@ async def test_a_head_within_the_limit_is_served(door: RouterServer) -> None:
     async with httpx.AsyncClient(base_url=f"http://{door.http_address}") as client:
         response = await client.get("/health", headers={"x": "y" * 16_000})
     assert response.status_code == 200
+
+
+async def test_a_compressed_body_is_refused_by_name(door: RouterServer) -> None:
+    async with httpx.AsyncClient(base_url=f"http://{door.http_address}") as client:
+        response = await client.post(
+            "/v1/completions",
+            content=gzip.compress(b'{"prompt": "x"}'),
+            headers={"content-type": "application/json", "content-encoding": "gzip"},
+        )
+    assert response.status_code == 415
+    assert 'Content-Encoding is "gzip"' in response.json()["error"]["message"]
+
+
+async def test_a_number_with_too_many_digits_is_refused(door: RouterServer) -> None:
+    response = await post(door, b'{"prompt": "x", "seed": ' + b"9" * 10_000 + b"}")
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].endswith("a number must have at most 4096 digits")
 
 
 async def test_connections_beyond_the_limit_are_closed(

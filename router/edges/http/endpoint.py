@@ -44,6 +44,7 @@ from baton.router.edges.http.generation_request import (
 )
 from baton.router.edges.http.http_errors import error_response
 from baton.router.edges.http.http_server import CONNECTION, BoundedConnection
+from baton.router.edges.http.request_model import shown
 from baton.router.observe.ledger import RequestLedger
 from baton.router.requests.serving import gather_all
 from baton.v1 import inference_pb2 as pb
@@ -63,6 +64,9 @@ MAX_VALUES = 300_000
 COSTS = {b",": 1, b"[": 1, b"{": 1, b":": 3}
 """What is beside a value or a key, and its cost in the time of a number."""
 
+MAX_DIGITS = 4096
+"""Python refuses longer ones, which would take long."""
+
 SHORT_BYTES = 64 * 2**10
 BODY_SECONDS = 60.0
 
@@ -78,6 +82,12 @@ async def parse_body(
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise HTTPException(415, "the header Content-Type must be application/json")
+    if (coding := http.headers.get("content-encoding", "identity")).lower() != "identity":
+        raise HTTPException(
+            415,
+            f"the body must not be compressed: Content-Encoding is {shown(coding)}",
+            {"accept-encoding": "identity"},
+        )
     try:
         async with asyncio.timeout(BODY_SECONDS):
             content = await _receive(http)
@@ -133,7 +143,9 @@ def _decode(content: bytes) -> Json:
 def _decode_slowly(content: bytes) -> object:
     """Accepts deeper nesting, and lone surrogates, whose field the model names."""
     try:
-        return json.loads(content.decode(), parse_constant=_refuse_constant)
+        return json.loads(
+            content.decode(), parse_constant=_refuse_constant, parse_int=_parse_integer
+        )
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deep" if isinstance(error, RecursionError) else str(error)
         raise InvalidRequest(f"the body is not valid JSON: {reason}") from None
@@ -141,6 +153,12 @@ def _decode_slowly(content: bytes) -> object:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
+
+
+def _parse_integer(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"a number must have at most {MAX_DIGITS} digits")
+    return int(digits)
 
 
 def _model_of(body: Json) -> str:
