@@ -42,6 +42,9 @@ from baton.router.observe.overview import RECENT_REQUESTS, RouterOverview
 OPEN_PATHS = ("/health", "/ready")
 """Need no API key, like the page, which asks for one where the router does."""
 
+EMBEDDINGS = "/v1/embeddings"
+"""Refused by name."""
+
 _ADMIN_PATHS = ("/v1/requests",)
 _PAGE_TYPES = {
     "html": "text/html; charset=utf-8",
@@ -115,14 +118,17 @@ class HttpApp:
         self._registry = registry
         self._created = int(time.time())
         self._document = encode(document())
+        routes = self._routes()
+        paths = [each.path for each in routes if each.path.startswith("/v1/")]
+        self._served = ", ".join(path for path in paths if path != EMBEDDINGS)
         page = _page_routes()
         open_paths = [*OPEN_PATHS, *(route.path for route in page)]
         if open_metrics:
             open_paths.append("/metrics")
         self.app = Starlette(
-            routes=[*self._routes(), *page],
+            routes=[*routes, *page],
             middleware=[Middleware(ApiKeyMiddleware, keys=context.keys, open_paths=open_paths)],
-            exception_handlers={HTTPException: _refuse},
+            exception_handlers={404: self._not_found, HTTPException: _refuse},
         )
         # A redirect would contain the host name that the caller used.
         self.app.router.redirect_slashes = False
@@ -133,7 +139,7 @@ class HttpApp:
         return [
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/completions", completions, methods=["POST"]),
-            Route("/v1/embeddings", answered(_embeddings), methods=["POST"]),
+            Route(EMBEDDINGS, answered(_embeddings), methods=["POST"]),
             Route("/v1/models", _plain(self._models)),
             Route("/v1/models/{name:path}", answered(self._model, "model")),
             Route("/v1/cluster", _plain(lambda: to_json(self._overview.public_status()))),
@@ -149,6 +155,12 @@ class HttpApp:
             Route("/metrics", answered(self._metrics)),
             Route("/openapi.json", answered(self._openapi)),
         ]
+
+    async def _not_found(self, http: HttpRequest, error: Exception) -> Response:
+        path = shown(http.url.path)
+        return await _refuse(
+            http, HTTPException(404, f"there is no {path} here; served are {self._served}")
+        )
 
     def _models(self) -> Json:
         return {"object": "list", "data": [self._model_object()]}
@@ -220,7 +232,7 @@ async def _embeddings(http: HttpRequest) -> Response:
 
 
 async def _refuse(http: HttpRequest, error: Exception) -> Response:
-    """Also where there is no such path, or not with this method."""
+    """Also where a path has no such method."""
     return error_response(error, request_id_of(http))
 
 

@@ -33,6 +33,7 @@ head. Uvicorn closes an idle connection sooner."""
 
 MAX_CONNECTIONS = 4096
 MAX_HEAD_BYTES = 16 * 2**10
+TOO_LONG = f"the request head must have at most {MAX_HEAD_BYTES} bytes"
 
 SEND_BYTES = 128 * 2**10
 """What the kernel buffers for one client. Beyond it tokens wait where they are counted."""
@@ -157,7 +158,7 @@ def _check_head(head: h11.Request) -> None:
         )
     fields = sum(len(name) + len(value) + len(b": \r\n") for name, value in head.headers)
     if len(head.method) + len(head.target) + fields > MAX_HEAD_BYTES:
-        raise h11.RemoteProtocolError("too long", error_status_hint=431)
+        raise h11.RemoteProtocolError(TOO_LONG, error_status_hint=431)
 
 
 class HttpServer(uvicorn.Server):
