@@ -20,6 +20,7 @@ from baton.core.config_values import (
     Niceness,
     NonNegativeFloat,
     NonNegativeInt,
+    Origins,
     Port,
     PositiveFloat,
     PositiveInt,
@@ -60,6 +61,11 @@ class RouterConfig:
     open_metrics: bool = key(
         False,
         "With keys: serve metrics without one. Else the metrics port is open to this host only.",
+    )
+    cors_origins: Origins = key(
+        (),
+        "Origins of other sites whose pages may call the HTTP API from a browser, such as"
+        ' "https://chat.example.com"; "*" is every site.',
     )
     max_requests: PositiveInt = key(1024, "Running and queued requests; more are refused.")
     max_queued: PositiveInt = key(512, "Requests that may wait for capacity.")

@@ -17,6 +17,7 @@ from baton.core.errors import InvalidConfig
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
 
 Check = tuple[Callable[[typing.Any], bool], str]
 """Whether a value is allowed, and what it must be."""
@@ -47,6 +48,13 @@ Share = Annotated[float, (lambda value: 0 < value <= 1, "must be above 0 and at 
 ShareOrNone = Annotated[float, (lambda value: 0 <= value <= 1, "must be from 0 to 1")]
 Port = Annotated[int, (lambda value: 0 <= value <= 65535, "must be a port, 0 to 65535")]
 Niceness = Annotated[int, (lambda value: 0 <= value <= 19, "must be from 0 to 19")]
+Origins = Annotated[
+    tuple[str, ...],
+    (
+        lambda value: all(each == "*" or _ORIGIN.fullmatch(each) for each in value),
+        'must have origins such as "https://chat.example.com" (no path), or "*"',
+    ),
+]
 
 
 def key(default: object, meaning: str, flag: str = "") -> typing.Any:

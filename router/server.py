@@ -158,7 +158,11 @@ class RouterServer:
             return None
         limits = self._config.router
         app = HttpApp(
-            self._edges, self._overview, self._metrics.registry, open_metrics=limits.open_metrics
+            self._edges,
+            self._overview,
+            self._metrics.registry,
+            open_metrics=limits.open_metrics,
+            cors_origins=limits.cors_origins,
         )
         server = HttpServer(app.app, self._edges.end_calls, self._config.tls)
         self.http_address = server.start(limits.host, limits.http_port)

@@ -49,6 +49,7 @@ def test_a_dumped_configuration_parses_to_the_same() -> None:
         ({"decode": {"resources": {"baton": -1}}}, ["decode.resources", "0.0001 or more", "baton"]),
         ({"decode": {"max_batch": -1}}, ["decode.max_batch", "0 or more"]),
         ({"prefill": {"kv_memory": "1 GB/s"}}, ["prefill.kv_memory", "1GiB"]),
+        ({"router": {"cors_origins": ["https://a.com/x"]}}, ["router.cors_origins", "no path"]),
         ({"dtype": "int4"}, ["dtype", "bfloat16"]),
         ({"prefill": 3}, ["prefill", "keys and values"]),
         ({"members": {"workers": "a:1"}}, ["members.workers", "list of strings"]),

@@ -8,7 +8,7 @@ import re
 import socket
 import sys
 import tomllib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -82,12 +82,13 @@ class ScriptedServing:
 
 @asynccontextmanager
 async def served(
-    serving: ScriptedServing, reader_buffer: int = 100, keys: str = ""
+    serving: ScriptedServing, reader_buffer: int = 100, keys: str = "", origins: Sequence[str] = ()
 ) -> AsyncIterator[str]:
     """The address of a server in front of `serving`, which asks for the keys in a file."""
     membership = cast(Membership, SimpleNamespace(context_length=lambda: 64))
     context = EdgeContext(cast(Serving, serving), membership, KeyRing(keys), "tiny", reader_buffer)
-    app = HttpApp(context, cast(RouterOverview, MagicMock()), CollectorRegistry())
+    overview = cast(RouterOverview, MagicMock())
+    app = HttpApp(context, overview, CollectorRegistry(), cors_origins=origins)
     server = HttpServer(app.app, context.end_calls, TlsConfig())
     address = server.start("127.0.0.1", 0)
     try:
@@ -97,9 +98,11 @@ async def served(
 
 
 @asynccontextmanager
-async def client_of(serving: ScriptedServing, keys: str = "") -> AsyncIterator[httpx.AsyncClient]:
+async def client_of(
+    serving: ScriptedServing, keys: str = "", origins: Sequence[str] = ()
+) -> AsyncIterator[httpx.AsyncClient]:
     async with (
-        served(serving, keys=keys) as address,
+        served(serving, keys=keys, origins=origins) as address,
         httpx.AsyncClient(base_url=f"http://{address}") as client,
     ):
         yield client
@@ -170,6 +173,44 @@ async def test_the_version_is_that_of_the_package() -> None:
         document = (await client.get("/openapi.json")).json()
     assert version == {"version": baton.__version__}
     assert document["info"]["version"] == baton.__version__
+
+
+SITE = "https://chat.example.com"
+PREFLIGHT = {
+    "access-control-request-method": "POST",
+    "access-control-request-headers": "authorization,content-type,x-stainless-lang",
+}
+
+
+async def test_a_page_of_an_allowed_origin_can_stream(tmp_path: Path) -> None:
+    key, entry = make_key("page")
+    write_keys(tmp_path / "keys", [entry])
+    serving = ScriptedServing(STARTED, AnswerDelta("hi", [1]), FINISHED)
+    async with client_of(serving, str(tmp_path / "keys"), [SITE]) as client:
+        asked = await client.options("/v1/chat/completions", headers={"origin": SITE, **PREFLIGHT})
+        headers = {"origin": SITE, "authorization": f"Bearer {key}"}
+        answer = await client.post("/v1/chat/completions", json=STREAM, headers=headers)
+        refused = await client.get("/v1/models", headers={"origin": SITE})
+        other = await client.options(
+            "/v1/chat/completions", headers={"origin": "https://other.example", **PREFLIGHT}
+        )
+    assert asked.status_code == 200
+    assert "x-stainless-lang" in asked.headers["access-control-allow-headers"]
+    assert "POST" in asked.headers["access-control-allow-methods"]
+    assert (answer.status_code, refused.status_code) == (200, 401)
+    assert answer.text.endswith("data: [DONE]\n\n")
+    for each in (asked, answer, refused):
+        assert each.headers["access-control-allow-origin"] == SITE
+    assert "x-request-id" in answer.headers["access-control-expose-headers"]
+    assert "access-control-allow-origin" not in other.headers
+
+
+async def test_no_origin_is_allowed_by_default() -> None:
+    async with client_of(ScriptedServing()) as client:
+        asked = await client.options("/v1/chat/completions", headers={"origin": SITE, **PREFLIGHT})
+        answer = await client.get("/v1/models", headers={"origin": SITE})
+    assert asked.status_code == 405
+    assert not [name for name in (*asked.headers, *answer.headers) if "access-control" in name]
 
 
 async def test_an_error_in_a_stream_is_an_event_that_ends_it() -> None:

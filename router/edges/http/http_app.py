@@ -13,6 +13,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
@@ -112,6 +113,7 @@ class HttpApp:
         registry: CollectorRegistry,
         *,
         open_metrics: bool = False,
+        cors_origins: Collection[str] = (),
     ) -> None:
         self._context = context
         self._overview = overview
@@ -127,7 +129,10 @@ class HttpApp:
             open_paths.append("/metrics")
         self.app = Starlette(
             routes=[*routes, *page],
-            middleware=[Middleware(ApiKeyMiddleware, keys=context.keys, open_paths=open_paths)],
+            middleware=[
+                *_cors(cors_origins),
+                Middleware(ApiKeyMiddleware, keys=context.keys, open_paths=open_paths),
+            ],
             exception_handlers={404: self._not_found, HTTPException: _refuse},
         )
         # A redirect would contain the host name that the caller used.
@@ -218,6 +223,22 @@ class HttpApp:
 
     async def _openapi(self, http: HttpRequest) -> Response:
         return Response(self._document, media_type="application/json")
+
+
+def _cors(origins: Collection[str]) -> list[Middleware]:
+    """In front of the keys: a browser's preflight request has none, and a page must be able to
+    read a 401. Keys come in a header, so no cookies are allowed."""
+    if not origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),  # SDKs send headers of their own
+            expose_headers=("x-request-id", "retry-after"),
+        )
+    ]
 
 
 def _plain(get: Callable[[], Json]) -> Endpoint:
