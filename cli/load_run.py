@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import itertools
 import json
 import os
@@ -21,7 +22,7 @@ from rich.text import Text
 from baton.cli.load_test import Load
 from baton.cli.terminal import grid
 from baton.connection import TLS_VARIABLE
-from baton.core.errors import BatonError, InvalidConfig, Unavailable
+from baton.core.errors import BatonError, InvalidConfig, InvalidRequest, Unavailable
 from baton.core.metrics import PERCENTILES, Spread
 from baton.core.tls import CA, CLIENT, certificate_path, key_path
 
@@ -74,6 +75,8 @@ class Target:
 
 def base_url(url: str) -> str:
     """Accepts a URL with or without /v1."""
+    if not url.startswith(("http://", "https://")):
+        raise InvalidRequest(f"{url!r} is no URL; write http://{url.partition('://')[2] or url}")
     return f"{url.rstrip('/').removesuffix('/v1')}/v1/"
 
 
@@ -105,9 +108,8 @@ def _access(url: str, api_key: str) -> dict[str, Any]:
 
 async def run(
     target: Target, loads: Sequence[Load], concurrency: int, ended: Callable[[Call], None]
-) -> list[Call]:
+) -> None:
     """Sends each load at its time, at most `concurrency` at once. `ended` gets each result."""
-    calls: list[Call] = []
     start = time.perf_counter()
     free = asyncio.Semaphore(concurrency)
 
@@ -116,12 +118,10 @@ async def run(
         async with free:
             call = Call(began=time.perf_counter() - start)
             await _complete(call, client, target.body(load))
-        calls.append(call)
         ended(call)
 
     async with target.client() as client:
         await asyncio.gather(*(send(client, load) for load in loads))
-    return calls
 
 
 async def _complete(call: Call, client: httpx.AsyncClient, body: dict[str, object]) -> None:
@@ -267,12 +267,18 @@ def _time(seconds: float) -> str:
     return f"{seconds * 1e3:,.1f} ms" if seconds < 1.0 else f"{seconds:,.2f} s"
 
 
+def check_plot(path: Path) -> None:
+    """Raises InvalidConfig if no plot could be drawn at `path`."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise InvalidConfig("a plot needs matplotlib: install baton-llm[plot]")
+    if not path.parent.is_dir():
+        raise InvalidConfig(f"there is no folder {path.parent} for the plot")
+
+
 def plot(calls: Sequence[Call], path: Path) -> None:
     """Draws the distributions of times, and TTFT and TPOT over the run."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise InvalidConfig("a plot needs matplotlib: install baton-llm[plot]") from None
+    from matplotlib.figure import Figure
+
     done = [call for call in calls if not call.error]
     figure = Figure(figsize=(11, 4), layout="constrained")
     spread, course = figure.subplots(1, 2)
@@ -289,4 +295,7 @@ def plot(calls: Sequence[Call], path: Path) -> None:
     course.scatter([call.began for call in done], [call.tpot for call in done], s=12, label="TPOT")
     course.set(yscale="log", xlabel="seconds into the run", ylabel="seconds", title="When")
     course.legend()
-    figure.savefig(path, dpi=120)
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        raise InvalidConfig(f"cannot draw {path}: {error}") from error

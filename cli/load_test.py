@@ -137,7 +137,7 @@ def bench(
     model: str = Option("", help="(default: the server's first)"),
     api_key: str | None = Option(None, help=f"(default: {API_KEY_VARIABLE})", show_default=False),
     seed: int = Option(0, min=0, help="The same seed sends the same requests."),
-    plot: Path | None = Option(None, metavar="PNG", help="Draw the times (needs baton-llm[plot])."),
+    plot: Path | None = Option(None, metavar="PNG", help="Draw the times (needs matplotlib)."),
     as_json: AsJson = False,
 ) -> None:
     """Put load on a server, and report TTFT, ITL, end-to-end times and goodput."""
@@ -147,23 +147,29 @@ def bench(
     shape = Shape(requests, *lengths, shared_tokens, rate or 0.0, not constant, seed)
     key = os.environ.get(API_KEY_VARIABLE, "") if api_key is None else api_key
     base = load_run.base_url(url)
+    if plot:
+        load_run.check_plot(plot)
     named = model or load_run.served_model(base, key)
     target = load_run.Target(base, named, key, ignore_eos)
-    calls = _run(target, shape.loads(), requests if rate else concurrency)
+    calls, complete = _run(target, shape.loads(), requests if rate else concurrency)
     objective = load_run.Objective(slo_ttft, slo_tpot)
     report = load_run.LoadReport.of(calls, objective)
-    if plot:
-        load_run.plot(calls, plot)
-        note(f"drew {plot}")
     if as_json:
         print_json({"url": base, "model": named, **asdict(report)})
     else:
         console().print(load_run.render(report, objective))
+    if plot and calls:
+        load_run.plot(calls, plot)
+        note(f"drew {plot}")
+    if not complete:
+        note(f"interrupted; {requests - len(calls)} of {requests} requests are not in the report")
+        raise typer.Exit(130)
     raise typer.Exit(1 if report.failed == report.requests else 0)
 
 
-def _run(target: Target, loads: list[Load], concurrency: int) -> list[Call]:
-    """Shows the progress meanwhile."""
+def _run(target: Target, loads: list[Load], concurrency: int) -> tuple[list[Call], bool]:
+    """The calls that ended, and whether these are all: Ctrl-C ends a run. Shows the progress
+    meanwhile."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -176,15 +182,21 @@ def _run(target: Target, loads: list[Load], concurrency: int) -> list[Call]:
         TimeElapsedColumn(),
         TextColumn("{task.fields[summary]}"),
     )
+    calls: list[Call] = []
     tokens = failed = 0
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("answered", total=len(loads), summary="")
 
         def ended(call: Call) -> None:
             nonlocal tokens, failed
+            calls.append(call)
             tokens += call.output_tokens
             failed += bool(call.error)
             summary = f"{tokens:,} tokens" + (f", {failed} failed" if failed else "")
             progress.update(task, advance=1, summary=summary)
 
-        return asyncio.run(run(target, loads, concurrency, ended))
+        try:
+            asyncio.run(run(target, loads, concurrency, ended))
+        except KeyboardInterrupt:
+            return calls, False
+    return calls, True

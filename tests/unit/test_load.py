@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
 import statistics
@@ -11,6 +12,7 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
+from command_line import Terminal
 from typer.testing import CliRunner
 
 from baton.cli.app import app
@@ -131,6 +133,46 @@ def test_a_picture_is_drawn_where_that_is_possible(server: str, tmp_path: Path) 
     arguments = ["bench", server, "--requests", "3", "--prompt-tokens", "9", "--plot", str(picture)]
     assert CliRunner().invoke(app, arguments).exit_code == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_that_cannot_be_drawn_is_refused_before_the_load(
+    server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = CliRunner().invoke(app, ["bench", server, "--plot", str(tmp_path / "none" / "a.png")])
+    assert (ran.exit_code, ran.stdout) == (1, "")
+    assert "there is no folder" in ran.stderr
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    ran = CliRunner().invoke(app, ["bench", server, "--plot", str(tmp_path / "a.png")])
+    assert (ran.exit_code, ran.stdout) == (1, "")
+    assert ran.stderr == "baton: a plot needs matplotlib: install baton-llm[plot]\n"
+
+
+def test_the_report_comes_before_a_plot_that_fails(server: str, tmp_path: Path) -> None:
+    arguments = ["bench", server, "--requests", "3", "--prompt-tokens", "9"]
+    ran = CliRunner().invoke(app, [*arguments, "--plot", str(tmp_path / "a.strange")])
+    assert ran.exit_code == 1
+    assert "3 of 3 answered" in ran.stdout
+    assert "baton: cannot draw" in ran.stderr
+
+
+def test_control_c_prints_what_was_measured(server: str) -> None:
+    arguments = ["bench", server, "--requests", "1000", "--rate", "5", "--prompt-tokens", "9"]
+    terminal = Terminal(*arguments)
+    try:
+        terminal.wait_for("3 tokens")
+        terminal.press_control_c()
+        terminal.wait_for("answered in")
+        terminal.wait_for("interrupted; ")
+        assert terminal.process.wait(20) == 130
+    finally:
+        terminal.close()
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "grpc://127.0.0.1:8000"])
+def test_an_address_that_is_no_url_is_named(url: str) -> None:
+    ran = CliRunner().invoke(app, ["bench", url])
+    assert ran.exit_code == 1
+    assert ran.stderr == f"baton: '{url}' is no URL; write http://127.0.0.1:8000\n"
 
 
 def test_a_missing_server_is_one_line() -> None:
