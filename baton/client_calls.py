@@ -35,6 +35,7 @@ from baton.connection import (
     CHANNEL_OPTIONS,
     DEFAULT_ADDRESS,
     POLL_SECONDS,
+    check_address,
     tls_credentials,
     translated,
     why_not_ready,
@@ -167,7 +168,7 @@ class ClientCalls(Generic[StreamType]):
     ) -> None:
         """By default, `api_key` is the environment's BATON_API_KEY, and `tls`, a folder of
         certificates (see `baton certs`), its BATON_TLS."""
-        self.address = address
+        self.address = check_address(address)
         self._api_key = api_key
         self._credentials = tls_credentials(tls)
         if self.BLOCKING:

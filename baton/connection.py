@@ -49,6 +49,17 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
 ]
 
 
+def check_address(address: str) -> str:
+    """Returns the address, unless it is that of a web server: gRPC would look for a host called
+    http."""
+    if address.startswith(("http://", "https://")):
+        raise errors.InvalidRequest(
+            f"{address!r} is a URL; a router's address is HOST:PORT, that of its gRPC API, such as"
+            f" {DEFAULT_ADDRESS}"
+        )
+    return address
+
+
 def why_not_ready(status: cluster_pb2.StatusResponse) -> str:
     """Empty when some prefill worker can push to some decode worker; else what is missing."""
     usable = [worker for worker in status.workers if worker.attached and not worker.fault]

@@ -62,7 +62,7 @@ def generate_request(
     prompt: str | Sequence[int], options: GenerateOptions
 ) -> inference_pb2.GenerateRequest:
     """A request to continue text, or token ids."""
-    with _numbers_checked():
+    with _values_checked():
         if isinstance(prompt, str):
             return _request(options, text=prompt)
         return _request(options, token_ids=inference_pb2.TokenIds(ids=prompt))
@@ -72,7 +72,7 @@ def chat_request(
     messages: Iterable[MessageLike], options: GenerateOptions
 ) -> inference_pb2.GenerateRequest:
     """A request to answer a conversation."""
-    with _numbers_checked():
+    with _values_checked():
         chat = _chat(messages)
         _set_tools(chat, options)
         return _request(options, chat=chat)
@@ -82,16 +82,17 @@ def tokenize_request(
     prompt: str | Iterable[MessageLike], model: str
 ) -> inference_pb2.TokenizeRequest:
     """A request to tokenize text, or a conversation."""
-    if isinstance(prompt, str):
-        return inference_pb2.TokenizeRequest(model=model, text=prompt)
-    return inference_pb2.TokenizeRequest(model=model, chat=_chat(prompt))
+    with _values_checked():
+        if isinstance(prompt, str):
+            return inference_pb2.TokenizeRequest(model=model, text=prompt)
+        return inference_pb2.TokenizeRequest(model=model, chat=_chat(prompt))
 
 
 def detokenize_request(
     token_ids: Iterable[int], keep_special_tokens: bool, model: str
 ) -> inference_pb2.DetokenizeRequest:
     """A request to turn token ids into text."""
-    with _numbers_checked():
+    with _values_checked():
         return inference_pb2.DetokenizeRequest(
             model=model, token_ids=token_ids, keep_special_tokens=keep_special_tokens
         )
@@ -163,9 +164,14 @@ def _sampling(given: dict[str, Any]) -> inference_pb2.SamplingParameters:
 
 
 @contextmanager
-def _numbers_checked() -> Iterator[None]:
-    """Raises InvalidRequest for a number that its field cannot hold."""
+def _values_checked() -> Iterator[None]:
+    """Raises InvalidRequest for a number or a text that its field cannot hold."""
     try:
         yield
+    except UnicodeEncodeError as error:
+        # What a terminal or a pipe gave that is no UTF-8 is in a str as lone surrogates.
+        raise InvalidRequest(
+            f"a text cannot be written in UTF-8: {error.reason} at character {error.start}"
+        ) from error
     except ValueError as error:
         raise InvalidRequest(f"a number does not fit its field: {error}") from error

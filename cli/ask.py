@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, TextIO, cast
 
 import typer
 from typer import Argument, Option
@@ -116,8 +117,15 @@ def _read_prompt(argument: str | None) -> str:
     if argument is None and sys.stdin.isatty():
         raise typer.BadParameter("give a prompt, or pipe one in", param_hint="PROMPT")
     if argument is None or argument == "-":
-        return sys.stdin.read().removesuffix("\n")
+        return _piped().read().removesuffix("\n")
     return argument
+
+
+def _piped() -> TextIO:
+    """Standard input. What is no UTF-8 is refused with the request, whatever the locale."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
+    return sys.stdin
 
 
 def _start(
@@ -174,7 +182,7 @@ class Conversation:
 
     def run(self) -> None:
         interactive = sys.stdin.isatty()
-        for line in _typed_lines() if interactive else map(str.strip, sys.stdin):
+        for line in _typed_lines() if interactive else map(str.strip, _piped()):
             command, _, text = line.partition(" ")
             match command:
                 case "/exit" if not text:

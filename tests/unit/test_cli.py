@@ -45,6 +45,16 @@ def test_a_missing_router_is_named_with_what_to_do(
     )
 
 
+@pytest.mark.parametrize("command", ["status", "chat", "top"])
+def test_a_url_is_no_address_of_a_router(command: str) -> None:
+    result = CliRunner().invoke(app, [command, "--address", "http://127.0.0.1:8000"])
+    assert result.exit_code == 1
+    assert result.stderr == (
+        "baton: 'http://127.0.0.1:8000' is a URL; a router's address is HOST:PORT, that of its"
+        " gRPC API, such as 127.0.0.1:50051\n"
+    )
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 
 import pytest
-from command_line import Terminal, run
+from command_line import BATON, Terminal, run
 from scripted_router import ScriptedRouter
 
 from baton.core.errors import PromptTooLong
@@ -44,6 +46,24 @@ def test_raw_makes_a_prompt_plain_text(router: ScriptedRouter) -> None:
 def test_a_prompt_can_be_piped_in(router: ScriptedRouter, arguments: list[str]) -> None:
     run(router, "generate", "--raw", *arguments, stdin="two\nlines\n")
     assert router.requests[0].text == "two\nlines"
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+@pytest.mark.parametrize("command", [["chat"], ["generate", "-"], ["generate", "--raw"]])
+def test_a_prompt_that_is_no_utf_8_is_named(
+    router: ScriptedRouter, command: list[str], errors: str
+) -> None:
+    ran = subprocess.run(
+        [*BATON, *command, "--address", router.address],
+        input=b"ab\xff",
+        env=os.environ | {"PYTHONIOENCODING": f"utf-8:{errors}"},
+        capture_output=True,
+        check=False,
+    )
+    assert ran.returncode == 1
+    assert ran.stderr == (
+        b"baton: a text cannot be written in UTF-8: surrogates not allowed at character 2\n"
+    )
 
 
 def test_generate_passes_every_option_on(router: ScriptedRouter) -> None:
