@@ -132,10 +132,17 @@ def check_memory(config: Config, device: str) -> Check:
 
 def _free_bytes(device: str) -> int:
     if device == "cpu":
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return _available_bytes(Path("/proc/meminfo").read_text())
     import torch
 
     return int(torch.cuda.mem_get_info()[0])
+
+
+def _available_bytes(meminfo: str) -> int:
+    """Memory that processes can still take: more than what is free, since Linux keeps files in
+    most of that and gives it back."""
+    fields = dict(line.split(":", 1) for line in meminfo.splitlines())
+    return int(fields["MemAvailable"].split()[0]) << 10
 
 
 def check_model(config: Config) -> Check:

@@ -63,6 +63,14 @@ def test_pools_that_do_not_fit_into_memory_are_a_warning(sound: dict[str, object
     assert "decode.kv_memory" in found.advice
 
 
+def test_memory_that_linux_would_give_back_is_free(
+    sound: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meminfo = "MemTotal:  8388608 kB\nMemFree:  1024 kB\nMemAvailable:  6291456 kB\n"
+    monkeypatch.setattr(Path, "read_text", lambda path: meminfo)
+    assert check_memory(parse(sound), "cpu").finding.endswith("and 6.0 GiB are free")
+
+
 def test_a_missing_gpu_fails(sound: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     device, found = check_device(parse({**sound, "device": "cuda"}))
