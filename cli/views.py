@@ -30,7 +30,7 @@ _PAGES = (
     ("leased", "█", "green"),
     ("quarantined", "▓", "red"),
     ("cached", "▒", "blue"),
-    ("free", "░", "dim"),
+    ("empty", "░", "dim"),
 )
 
 _ROLES = {worker_pb2.ROLE_PREFILL: "prefill", worker_pb2.ROLE_DECODE: "decode"}
@@ -72,6 +72,8 @@ def status_table(status: cluster_pb2.StatusResponse, address: str) -> Renderable
     legend = Text(" + ").join(
         Text.assemble((shade, colour), f" {name}") for name, shade, colour in _PAGES
     )
+    # As in JSON and metrics.
+    legend.append("; cached and empty pages are free")
     return Group(router, "", table, "", legend, *_faults(status), *_misfits(status))
 
 

@@ -25,6 +25,15 @@ def test_status_shows_the_router_and_a_row_for_each_worker(router: ScriptedRoute
     ]
 
 
+def test_the_table_and_json_count_the_same_pages_as_free(router: ScriptedRouter) -> None:
+    load = json.loads(run(router, "status", "--json").stdout)["workers"][1]["load"]
+    lines = run(router, "status").stdout.splitlines()
+    leased, quarantined, cached, empty = map(int, lines[6].split()[1].split("+"))
+    assert (leased, quarantined) == (load["leased_pages"], load["quarantined_pages"])
+    assert (cached, cached + empty) == (load["cached_pages"], load["free_pages"])
+    assert "█ leased + ▓ quarantined + ▒ cached + ░ empty; cached and empty pages are free" in lines
+
+
 def test_status_shows_what_is_in_the_second_tier(router: ScriptedRouter) -> None:
     router.status.workers[1].load.kept_pages = 1234
     assert "1234 in second tier" in run(router, "status").stdout

@@ -3,7 +3,7 @@
 import { age, count, element, share } from "./format.js";
 
 const TONES = { none: "good", idle: "good", prefill: "warn", decode: "warn", transfer: "warn", workers: "bad" };
-const PAGES = ["leased", "quarantined", "cached", "free"];
+const PAGES = ["leased", "quarantined", "cached", "empty"];
 
 export function showCluster(status) {
   document.getElementById("model").textContent = status.model;
@@ -57,7 +57,7 @@ function card(worker) {
   const state = !worker.attached ? "not attached" : worker.fault ? "unusable" : worker.draining ? "draining" : share(worker.busy_share) + " busy";
   const counts = {
     leased: load.leased_pages, quarantined: load.quarantined_pages, cached: load.cached_pages,
-    free: load.free_pages - load.cached_pages,
+    empty: load.free_pages - load.cached_pages,
   };
   const hits = worker.prompt_tokens ? `, ${share(worker.cached_tokens / worker.prompt_tokens)} hits` : "";
   const made = element(
