@@ -2,7 +2,8 @@
 
 A cluster is bound by what its requests wait for. Where they hardly wait, it keeps up or is idle.
 Decode engines compute whenever there is an answer to continue, however small the batch, so busy
-decode engines alone mean nothing.
+decode engines alone mean nothing. Nor does a request that is alone on its worker: its short waits
+are those of its way, and another worker would not end them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ BUSY_SHARE = 0.85
 """Engines that are busy more than this have no time left."""
 FELT_SHARE = 0.15
 """A wait matters when it is this share of the TTFT."""
+LONG_SECONDS = 0.05
+"""A wait that matters also where each worker has one request at most just now."""
 FULL_SHARE = 0.1
 """A pool with fewer free pages than this is full."""
 LARGE_BATCH = 8
@@ -49,15 +52,28 @@ def _bound(seen: pb.Diagnosis, queued: int) -> Bound:
     waiting = queued + prefill.waiting + decode.waiting
     if not waiting and max(prefill.busy_share, decode.busy_share) < IDLE_SHARE:
         return pb.BOUND_IDLE
+    shared = queued > 0 or _shared(prefill) or _shared(decode)
     wait, bound = max(_waits(seen))
-    if seen.traffic.answers and wait > FELT_SHARE * seen.traffic.ttft_seconds:
+    felt = seen.traffic.answers and wait > FELT_SHARE * seen.traffic.ttft_seconds
+    if felt and (shared or wait > LONG_SECONDS):
         return bound
-    if prefill.busy_share > BUSY_SHARE and prefill.waiting:
+    if prefill.busy_share > BUSY_SHARE and prefill.waiting and _shared(prefill):
         return pb.BOUND_PREFILL
-    batch = decode.running / decode.workers
-    if decode.waiting or (decode.busy_share > BUSY_SHARE and batch >= LARGE_BATCH):
+    if decode.waiting and _shared(decode):
+        return pb.BOUND_DECODE
+    if decode.busy_share > BUSY_SHARE and _batch(decode) >= LARGE_BATCH:
         return pb.BOUND_DECODE
     return pb.BOUND_NONE
+
+
+def _shared(pool: pb.PoolLoad) -> bool:
+    """Whether some of its workers must have more than one request."""
+    return pool.waiting + pool.running > pool.workers
+
+
+def _batch(decode: pb.PoolLoad) -> float:
+    """Requests that a step serves."""
+    return decode.running / decode.workers
 
 
 def _waits(seen: pb.Diagnosis) -> list[tuple[float, Bound]]:
@@ -80,11 +96,12 @@ def _evidence(seen: pb.Diagnosis, queued: int) -> list[str]:
     traffic, prefill, decode = seen.traffic, seen.prefill, seen.decode
     lines = [
         f"prefill: {_pool(prefill)}, {prefill.queued_tokens:,} prompt tokens to compute",
-        f"decode: {_pool(decode)}, {decode.running} requests in batches,"
+        f"decode: {_pool(decode)}, {_count(decode.running, 'request')} in batches,"
         f" {decode.free_share:.0%} of the pages free",
     ]
     if queued:
-        lines.append(f"router: {queued} requests wait for a worker with room")
+        verb = "waits" if queued == 1 else "wait"
+        lines.append(f"router: {_count(queued, 'request')} {verb} for a worker with room")
     if not traffic.answers:
         return lines
     seconds = max(traffic.seconds, 1.0)
@@ -111,11 +128,14 @@ def _cached_share(traffic: pb.Traffic) -> float:
 
 
 def _pool(pool: pb.PoolLoad) -> str:
-    plural = "s" if pool.workers != 1 else ""
     return (
-        f"{pool.workers} worker{plural}, computing {pool.busy_share:.0%} of the time,"
+        f"{_count(pool.workers, 'worker')}, computing {pool.busy_share:.0%} of the time,"
         f" {pool.waiting} waiting"
     )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _lengths(spread: pb.Spread) -> str:
@@ -146,9 +166,11 @@ def _for_workers(seen: pb.Diagnosis) -> list[str]:
 def _for_prefill(seen: pb.Diagnosis) -> list[str]:
     traffic, prefill = seen.traffic, seen.prefill
     needed = round(prefill.workers * max(prefill.busy_share, BUSY_SHARE) / TARGET_SHARE + 0.5)
+    needed = max(needed, prefill.workers + 1)
+    busy = prefill.busy_share * prefill.workers / needed
     advice = [
-        f"run {max(needed, prefill.workers + 1)} prefill workers instead of {prefill.workers}"
-        " (prefill.workers)",
+        f"run {needed} prefill workers instead of {prefill.workers} (prefill.workers): at this load"
+        f" they would compute {busy:.0%} of the time instead of {prefill.busy_share:.0%}",
         *_switch_one("decode", seen.decode),
     ]
     if _cached_share(traffic) < FEW_CACHED:
@@ -175,9 +197,22 @@ def _for_decode(seen: pb.Diagnosis) -> list[str]:
     return [
         *advice,
         f"run {decode.workers + 1} decode workers instead of {decode.workers} (decode.workers):"
-        f" each step now serves {decode.running / decode.workers:.0f} requests",
+        f" {_gain(seen)}",
         *_switch_one("prefill", seen.prefill),
     ]
+
+
+def _gain(seen: pb.Diagnosis) -> str:
+    """What one decode worker more would change."""
+    decode = seen.decode
+    if _batch(decode) >= 2:
+        after = decode.running / (decode.workers + 1)
+        return f"a step would serve {after:.1f} requests instead of {_batch(decode):.1f}"
+    wait = next(wait for wait, bound in _waits(seen) if bound == pb.BOUND_DECODE)
+    return (
+        f"requests that wait for pages or a batch ({decode.waiting} now, {_ms(wait)} on average)"
+        " would have another worker's"
+    )
 
 
 def _for_transfer(seen: pb.Diagnosis) -> list[str]:

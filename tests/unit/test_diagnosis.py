@@ -66,6 +66,30 @@ CASES = {
         pb.PoolLoad(workers=1, busy_share=1.0, running=1, free_share=0.9),
         pb.BOUND_NONE,
     ),
+    "one stream, seen between its arrival and its batch": (
+        traffic(ttft_seconds=1.0),
+        QUIET,
+        pb.PoolLoad(workers=1, busy_share=1.0, waiting=1, free_share=0.9),
+        pb.BOUND_NONE,
+    ),
+    "one stream, whose short waits are much of a short time to its first token": (
+        traffic(ttft_seconds=0.02, admit_seconds=0.004, prefill_wait_seconds=0.003),
+        QUIET,
+        pb.PoolLoad(workers=1, busy_share=1.0, running=1, free_share=0.9),
+        pb.BOUND_NONE,
+    ),
+    "many streams, whose short waits are much of a short time to the first token": (
+        traffic(ttft_seconds=0.02, admit_seconds=0.004),
+        QUIET,
+        pb.PoolLoad(workers=1, busy_share=1.0, running=5, free_share=0.9),
+        pb.BOUND_DECODE,
+    ),
+    "one prompt at a time keeps prefill busy": (
+        traffic(ttft_seconds=1.0, prefill_seconds=0.99),
+        pb.PoolLoad(workers=1, busy_share=0.99, waiting=1, free_share=0.9),
+        QUIET,
+        pb.BOUND_NONE,
+    ),
     "no decode worker": (pb.Traffic(), HALF, NONE, pb.BOUND_WORKERS),
 }
 
@@ -86,10 +110,23 @@ def test_advice_names_the_setting_and_the_numbers() -> None:
         queued=7,
     )
     assert "run 3 prefill workers instead of 2" in found.advice[0]
+    assert "would compute 66% of the time instead of 99%" in found.advice[0]
     assert any("decode's 3 compute 10%" in line for line in found.advice)
     assert any("only 0% of the prompt tokens were cached" in line for line in found.advice)
     assert any("7 requests wait for a worker" in line for line in found.evidence)
     assert any("3.00 s in prefill's" in line for line in found.evidence)
+
+
+def test_advice_for_decode_says_what_a_worker_more_would_change() -> None:
+    decode = pb.PoolLoad(workers=1, busy_share=1.0, running=40, free_share=0.5)
+    found = diagnose(traffic(ttft_seconds=1.0), HALF, decode, 0)
+    assert found.advice == [
+        "run 2 decode workers instead of 1 (decode.workers): a step would serve 20.0 requests"
+        " instead of 40.0"
+    ]
+    lone = diagnose(traffic(ttft_seconds=1.0, admit_seconds=0.5), HALF, HALF, 1)
+    assert "(0 now, 500.0 ms on average) would have another worker's" in lone.advice[0]
+    assert "router: 1 request waits for a worker with room" in lone.evidence
 
 
 def test_a_full_pool_needs_memory_and_a_full_batch_a_larger_one() -> None:
