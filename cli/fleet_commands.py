@@ -9,6 +9,7 @@ the new one from the second worker on.
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -188,17 +189,24 @@ def stop(
     cluster: str = Argument("", help="As `baton serve` named it. (default: the only one)"),
     ray_address: RayAddress = "auto",
     wait: float = Option(60.0, help="Seconds that answers may take to end."),
+    yes: bool = Option(False, "--yes", help="Do not ask."),
     as_json: AsJson = False,
 ) -> None:
-    """Stop a detached cluster. Running requests may end; Ctrl-C ends them at once."""
-    from baton.cluster.stopping import stop_detached
+    """Stop a detached cluster. Running requests may end; Ctrl-C ends them at once.
+
+    In a terminal it asks first, unless the cluster is named.
+    """
+    from baton.cluster.stopping import find_detached, stop_detached
 
     hurry = threading.Event()
-    signal.signal(signal.SIGINT, lambda *_: hurry.set())
     # Not on this thread: Ray would take its signals.
     with ThreadPoolExecutor(max_workers=1) as threads:
-        stopped = threads.submit(stop_detached, ray_address, cluster, wait, hurry).result()
-    print_result({"cluster": stopped, "stopped": True}, f"{stopped} is stopped", as_json)
+        address, found = threads.submit(find_detached, ray_address, cluster).result()
+        if not (yes or cluster) and sys.stdin.isatty():
+            typer.confirm(f"Stop {found} on the Ray at {address}?", abort=True, err=True)
+        signal.signal(signal.SIGINT, lambda *_: hurry.set())
+        threads.submit(stop_detached, address, found, wait, hurry).result()
+    print_result({"cluster": found, "stopped": True}, f"{found} is stopped", as_json)
 
 
 def drain(

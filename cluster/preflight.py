@@ -204,18 +204,35 @@ def check_ray(address: str) -> None:
     except OSError as error:
         reason = error.strerror or str(error)
         raise Unavailable(f"no Ray cluster answers at {address}: {reason}") from None
-    if not os.environ.get("RAY_AUTH_MODE") and _wants_token(address):
+    mode = os.environ.get("RAY_AUTH_MODE", "")
+    if mode not in ("", "token") or not _refuses(address, _token() if mode else {}):
+        return
+    if mode:
         raise InvalidConfig(
-            f"the Ray at {address} asks for a token, which Ray sends to an address only when"
-            " told to: set RAY_AUTH_MODE=token"
+            f"the Ray at {address} refuses the token from here: set RAY_AUTH_TOKEN, or write into"
+            " ~/.ray/auth_token, what that Ray was started with"
         )
+    raise InvalidConfig(
+        f"the Ray at {address} asks for a token, which Ray sends to an address only when"
+        " told to: set RAY_AUTH_MODE=token"
+    )
 
 
-def _wants_token(address: str) -> bool:
+def _token() -> dict[str, str]:
+    """The header with which Ray would prove who it is, from the environment or a file."""
+    from ray import _raylet
+
+    tokens = _raylet.AuthenticationTokenLoader.instance()  # type: ignore[attr-defined]
+    header: dict[str, str] = tokens.get_token_for_http_header() if tokens.has_token() else {}
+    return header
+
+
+def _refuses(address: str, header: Mapping[str, str]) -> bool:
+    """Whether the Ray there wants another token."""
     with grpc.insecure_channel(address) as channel:
         try:
             call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(_GET_CLUSTER_ID)
-            call(b"", timeout=_CONNECT_SECONDS)
+            call(b"", timeout=_CONNECT_SECONDS, metadata=tuple(header.items()))
         except grpc.RpcError as error:
             return bool(error.code() is grpc.StatusCode.UNAUTHENTICATED)
     return False

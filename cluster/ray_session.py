@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray._private import services
 from ray.experimental import internal_kv
 
 from baton.cluster import fleet as fleets
 from baton.cluster.fleet import Fleet
 from baton.cluster.preflight import check_ray
-from baton.core.errors import Unavailable
+from baton.core.errors import InvalidRequest, Unavailable
 
 PREFIX = "baton-"
 """Of every cluster's Ray namespace."""
@@ -38,6 +39,25 @@ def join(address: str, namespace: str) -> str:
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         raise Unavailable(f"cannot join Ray at {address}: {error}") from error
     return _log_folder(context)
+
+
+def only_address(address: str) -> str:
+    """The address of a Ray; where it is "auto", that of RAY_ADDRESS or of the only one that this
+    machine is part of. Ray itself would take any."""
+    if address != "auto":
+        return address
+    if given := os.environ.get("RAY_ADDRESS"):
+        return given
+    # The file names the Ray that was started last; its processes may be in another container.
+    found = services.find_gcs_addresses() or {services.find_bootstrap_address(None)} - {None}
+    if not found:
+        raise Unavailable("no Ray runs on this machine; give the --ray-address of one")
+    if len(found) > 1:
+        raise InvalidRequest(
+            f"several Rays run on this machine; give --ray-address {' or '.join(sorted(found))}"
+        )
+    (only,) = found
+    return str(only)
 
 
 def start(namespace: str, processes: int) -> str:

@@ -18,7 +18,15 @@ import ray
 from ray.core.generated import autoscaler_pb2
 
 from baton.cluster.fleet import CONTROLLER, Member, is_router, is_worker
-from baton.cluster.ray_session import PREFIX, clear_store, clusters, find_actor, join, kill_actor
+from baton.cluster.ray_session import (
+    PREFIX,
+    clear_store,
+    clusters,
+    find_actor,
+    join,
+    kill_actor,
+    only_address,
+)
 from baton.core.errors import DeadlineExceeded, InvalidRequest, Unavailable
 
 POLL_SECONDS = 0.1
@@ -40,19 +48,22 @@ def stop_cluster(seconds: float, hurry: threading.Event) -> None:
         ray.shutdown()
 
 
-def stop_detached(address: str, name: str, seconds: float, hurry: threading.Event) -> str:
-    """Stops a cluster on the Ray at `address`, the only one where `name` is empty. Returns its
-    name."""
+def find_detached(address: str, name: str) -> tuple[str, str]:
+    """Returns a Ray's address and the cluster there that is called `name`, the only one where it
+    is empty."""
+    address = only_address(address)
     join(address, PREFIX)
     found = clusters()
     ray.shutdown()
     try:
-        name = select_cluster(name, found)
+        return address, select_cluster(name, found)
     except InvalidRequest as error:
         raise InvalidRequest(f"{error.message} (on the Ray at {address})") from None
+
+
+def stop_detached(address: str, name: str, seconds: float, hurry: threading.Event) -> None:
     join(address, name)
     stop_cluster(seconds, hurry)
-    return name
 
 
 def select_cluster(name: str, found: list[str]) -> str:

@@ -280,3 +280,8 @@ def test_a_ray_that_asks_for_a_token_is_told_in_one_line(head: RayHead, tmp_path
     assert ended.wait() == 1
     (line,) = ended.stderr.splitlines()
     assert "set RAY_AUTH_MODE=token" in line
+    wrong = TOKEN | {"RAY_AUTH_TOKEN": "f" * 64}
+    stop = Command(tmp_path, [BATON, "stop", "--ray-address", head.address], wrong)
+    assert stop.wait() == 1
+    (line,) = stop.stderr.splitlines()
+    assert f"the Ray at {head.address} refuses the token" in line
