@@ -121,7 +121,7 @@ class HttpApp:
         self._created = int(time.time())
         self._document = encode(document())
         routes = self._routes()
-        paths = [each.path for each in routes if each.path.startswith("/v1/")]
+        paths = [each.path.replace(":path", "") for each in routes if each.path.startswith("/v1/")]
         self._served = ", ".join(path for path in paths if path != EMBEDDINGS)
         page = _page_routes()
         open_paths = [*OPEN_PATHS, *(route.path for route in page)]
