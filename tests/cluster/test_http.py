@@ -347,14 +347,21 @@ def test_five_hundred_malformed_calls_leave_nothing_behind(
 
 
 @pytest.mark.parametrize(
-    "garbage",
-    [b"\r\n\r\n\r\n", b"GET\r\n\r\n", b"POST / HTTP/1.1\r\nh: " + b"x" * 70_000, bytes(99)],
+    ("garbage", "status"),
+    [
+        (b"\r\n\r\n\r\n", b"400"),
+        (b"GET\r\n\r\n", b"400"),
+        (b"POST / HTTP/1.1\r\nh: " + b"x" * 70_000, b"431"),
+        (bytes(99), b"400"),
+    ],
 )
-def test_garbage_is_answered_with_400_and_closed(idle: ProcessCluster, garbage: bytes) -> None:
+def test_garbage_is_refused_and_the_connection_closed(
+    idle: ProcessCluster, garbage: bytes, status: bytes
+) -> None:
     host, _, port = idle.http.rpartition(":")
     with socket.create_connection((host, int(port)), 10) as connection:
         connection.sendall(garbage)
-        assert connection.recv(100)[:12] in (b"HTTP/1.1 400", b"")
+        assert connection.recv(100)[:12] in (b"HTTP/1.1 " + status, b"")
 
 
 def computed(cluster: ProcessCluster) -> float:
