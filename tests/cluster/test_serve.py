@@ -155,7 +155,7 @@ CASES = {
     "an unknown key": (["--config", "{config}"], "unknown key page_sise; did you mean page_size?"),
     "a wrong dtype": (["--dtype", "int8"], "dtype must be one of auto, float32"),
     "no such model": (["--model", "/nowhere"], "'/nowhere' is not a folder with a config.json"),
-    "another architecture": (["--model", "{mamba}"], "mamba"),
+    "another architecture": (["--model", "{mamba}"], "MambaForCausalLM keeps a state"),
     "defaults that are not supported": (["--model", "{beams}"], "num_beams 4 is not supported"),
     "too little memory": (
         ["--kv-memory", "1000B"],
