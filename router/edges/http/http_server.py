@@ -117,11 +117,7 @@ class BoundedConnection(H11Protocol):
 
     def _refused(self, error: h11.RemoteProtocolError) -> bytes:
         status = error.error_status_hint
-        message = (
-            f"the request head must have at most {MAX_HEAD_BYTES} bytes"
-            if status == 431
-            else str(error)
-        )
+        message = TOO_LONG if status == 431 else str(error)
         response = error_response(
             HTTPException(status, message, {"connection": "close"}), uuid.uuid4().hex
         )
