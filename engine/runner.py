@@ -44,8 +44,16 @@ class StepRunner:
     """What runs plans of any model over the paged memory `kv`
     [page, layer, 2, token, kv_head, dim]: all but the forward pass."""
 
-    def __init__(self, kv: Tensor, vocabulary_size: int, group: Group | None = None) -> None:
+    def __init__(
+        self,
+        kv: Tensor,
+        vocabulary_size: int,
+        windows: tuple[int | None, ...],
+        group: Group | None = None,
+    ) -> None:
+        """`windows` are those of the layers."""
         self._group = group
+        self._windows = sorted(set(windows), key=lambda window: window or 0)
         self._caches = layer_caches(kv)
         self._layers, self._page_size = kv.shape[1], kv.shape[3]
         self._device = kv.device
@@ -113,6 +121,12 @@ class StepRunner:
         )
         return StepRows(self._tensor(tokens), position, writes, self._tensor(wanted))
 
+    def _by_window(self, decoding: list[ChunkInputs]) -> dict[int | None, DecodeReads]:
+        if not decoding:
+            return {}
+        last = [chunk.start for chunk in decoding]
+        return {window: self._decode_reads(decoding, last, window) for window in self._windows}
+
     def _decode_reads(
         self, chunks: list[ChunkInputs], last: list[int], window: int | None
     ) -> DecodeReads:
@@ -143,6 +157,14 @@ class StepRunner:
         pages = self._tensor(chunk.pages[first_page : (end - 1) // size + 1])
         return ChunkReads(pages, first_page * size, start, end, hiding)
 
+    def _chunks(self, inputs: list[ChunkInputs], row: int) -> list[ChunkRows]:
+        chunks = []
+        for chunk in inputs:
+            reads = {window: self._chunk_reads(chunk, window) for window in self._windows}
+            chunks.append(ChunkRows(row, row + len(chunk.tokens), reads))
+            row += len(chunk.tokens)
+        return chunks
+
     def _tensor(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
@@ -155,9 +177,8 @@ class Runner(StepRunner):
 
     def __init__(self, model: Model, kv: Tensor, group: Group | None = None) -> None:
         shape = model.architecture
-        super().__init__(kv, shape.vocabulary_size, group)
+        super().__init__(kv, shape.vocabulary_size, shape.windows, group)
         self._model = model
-        self._windows = sorted(set(shape.windows), key=lambda window: window or 0)
         self._rotations = [Rotation(rope, shape.head_dim, kv.device) for rope in shape.ropes]
         model.pack()
         prepare_attention(shape.heads, self._caches[0], model.layers[0].scoring)
@@ -194,12 +215,6 @@ class Runner(StepRunner):
             sample_reads=self._sample_reads(inputs, decode_reads),
         )
 
-    def _by_window(self, decoding: list[ChunkInputs]) -> dict[int | None, DecodeReads]:
-        if not decoding:
-            return {}
-        last = [chunk.start for chunk in decoding]
-        return {window: self._decode_reads(decoding, last, window) for window in self._windows}
-
     def _sample_reads(
         self, inputs: list[ChunkInputs], decode_reads: dict[int | None, DecodeReads]
     ) -> DecodeReads | None:
@@ -212,14 +227,6 @@ class Runner(StepRunner):
             return None
         chunks, positions = [chunk for chunk, _ in wanted], [position for _, position in wanted]
         return self._decode_reads(chunks, positions, window)
-
-    def _chunks(self, inputs: list[ChunkInputs], row: int) -> list[ChunkRows]:
-        chunks = []
-        for chunk in inputs:
-            reads = {window: self._chunk_reads(chunk, window) for window in self._windows}
-            chunks.append(ChunkRows(row, row + len(chunk.tokens), reads))
-            row += len(chunk.tokens)
-        return chunks
 
 
 def _first_visible(position: int, window: int | None) -> int:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from baton.engine.model import ChunkRows
 from baton.kernels.attention import ChunkReads, DecodeReads, Scoring, visibility
 from baton.kernels.cache import LayerCache, by_heads, gather, page_rows, write_
 
@@ -26,15 +27,6 @@ NAME = "baton"
 
 QUERIES = 256
 """Rows of a chunk attended together where scores are kept in memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkRead:
-    """One sequence's rows [start, end) of a step, and what they read, by window."""
-
-    start: int
-    end: int
-    reads: dict[int | None, ChunkReads]
 
 
 @dataclass(slots=True)
@@ -46,7 +38,7 @@ class PagedStep:
     writes: Tensor  # [T, 2], rows of LayerCache.tokens
     decoding: int
     decode_reads: dict[int | None, DecodeReads]  # of the first `decoding` rows
-    chunks: list[ChunkRead]
+    chunks: list[ChunkRows]
     layer: int = 0  # the next to attend
 
     def attend(

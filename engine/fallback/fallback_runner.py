@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from baton.core.errors import InvalidConfig, UnsupportedModel
-from baton.engine.fallback.attention_interface import ChunkRead, PagedStep
+from baton.engine.fallback.attention_interface import PagedStep
 from baton.engine.fallback.fallback_model import FallbackModel
 from baton.engine.gpu.device import GpuSettings
 from baton.engine.runner import StepRunner
@@ -29,9 +29,8 @@ class FallbackRunner(StepRunner):
 
     def __init__(self, model: FallbackModel, kv: Tensor) -> None:
         shape = model.architecture
-        super().__init__(kv, shape.vocabulary_size)
+        super().__init__(kv, shape.vocabulary_size, shape.windows)
         self._model = model
-        self._windows = set(shape.windows)
 
     def follow(self, step: bytes) -> None:
         raise NotImplementedError("a model that runs through transformers has one rank")
@@ -49,17 +48,13 @@ class FallbackRunner(StepRunner):
 
     def _paged_step(self, inputs: list[ChunkInputs], writes: Tensor) -> PagedStep:
         decoding = sum(len(chunk.tokens) == 1 for chunk in inputs)
-        single, chunks, row = inputs[:decoding], [], decoding
-        for chunk in inputs[decoding:]:
-            reads = {window: self._chunk_reads(chunk, window) for window in self._windows}
-            chunks.append(ChunkRead(row, row + len(chunk.tokens), reads))
-            row += len(chunk.tokens)
-        last = [chunk.start for chunk in single]
-        decode_reads = {
-            window: self._decode_reads(single, last, window) for window in self._windows if single
-        }
         return PagedStep(
-            self._caches, self._model.architecture.windows, writes, decoding, decode_reads, chunks
+            self._caches,
+            self._model.architecture.windows,
+            writes,
+            decoding,
+            self._by_window(inputs[:decoding]),
+            self._chunks(inputs[decoding:], decoding),
         )
 
     @torch.inference_mode()
