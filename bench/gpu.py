@@ -200,8 +200,9 @@ class Floors:
     def step(self, batch: int, context: int) -> float:
         """All products of a decode step, and reading its keys and values, in ms."""
         shape = self._shape
-        token = 2 * shape.layers * shape.kv_heads * shape.head_dim * 2
-        return self._products(batch) + batch * context * token / self._read_rate * 1e3
+        token = 2 * shape.kv_heads * shape.head_dim * 2
+        tokens = batch * sum(min(context, window or context) for window in shape.windows)
+        return self._products(batch) + tokens * token / self._read_rate * 1e3
 
     def _products(self, rows: int) -> float:
         if rows not in self._linears:
@@ -232,7 +233,9 @@ class Floors:
                 query, keys, keys, None, True, 0.0, True, False
             )
 
-        return shape.layers * _graph_ms(attend)
+        # Of a window that share of all pairs of a query and a key that it leaves.
+        layers = sum(min(1.0, 2 * (window or length) / length) for window in shape.windows)
+        return layers * _graph_ms(attend)
 
 
 _inputs: dict[tuple[int, int], Tensor] = {}

@@ -22,8 +22,12 @@ from baton.kernels.routing import Routing
 if TYPE_CHECKING:
     from baton.kernels.linear import Activation
 
-ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-"""By transformers' names."""
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "clamped_swiglu": "clamped_swiglu",
+}
+"""By transformers' names; the last has none there."""
 
 HARMLESS: dict[str, tuple[object, ...]] = {
     "is_causal": (True, None),
@@ -63,7 +67,9 @@ class Architecture:
     norms: LayerNorms
     norm_offset: float
     activation: Activation
+    sinks: bool  # of attention
     fused: bool  # the checkpoint keeps qkv_proj and gate_up_proj
+    interleaved: bool  # the checkpoint keeps experts by inputs, gates and ups in turn
     embedding_scale: float
     embedding_root: bool  # the scale is rounded to the model's dtype
     score_scale: float
@@ -85,7 +91,7 @@ def read_architecture(folder: Path, max_context: int | None = None) -> Architect
 def parse_architecture(path: Path, max_context: int | None = None) -> Architecture:
     """The architecture that a Hugging Face config file describes, or UnsupportedModel."""
     name, family, config = read_config(path)
-    _refuse_what_we_cannot_run(config)
+    _refuse_what_we_cannot_run(config, family)
     hidden, heads = config.get("hidden_size", int), config.get("num_attention_heads", int)
     head_dim = config.get("head_dim", int, hidden // max(heads, 1))
     stated = config.get("max_position_embeddings", int)
@@ -127,7 +133,9 @@ def parse_architecture(path: Path, max_context: int | None = None) -> Architectu
         norms=family.norms,
         norm_offset=family.norm_offset,
         activation=_activation(config, family),
+        sinks=family.sinks,
         fused=family.fused,
+        interleaved=family.interleaved,
         embedding_scale=config.get("embedding_multiplier", float, embedding) / residual,
         embedding_root=family.embedding_root,
         score_scale=_score_scale(config, head_dim),
@@ -165,11 +173,12 @@ def _score_scale(config: ModelConfig, head_dim: int) -> float:
     return config.get("attention_multiplier", float, 1.0 / math.sqrt(scalar))
 
 
-def _refuse_what_we_cannot_run(config: ModelConfig) -> None:
+def _refuse_what_we_cannot_run(config: ModelConfig, family: Family) -> None:
     if "quantization_config" in config:
         method = config.nested("quantization_config").get("quant_method", str, "unknown")
-        raise UnsupportedModel(f"quantized checkpoints are not supported (method {method!r})")
-    for key, harmless in HARMLESS.items():
+        if method not in family.quantizations:
+            raise UnsupportedModel(f"quantized checkpoints are not supported (method {method!r})")
+    for key, harmless in (HARMLESS | family.harmless).items():
         value = config.values.get(key)
         if value not in harmless:
             raise UnsupportedModel(f"config.json: {key} {json.dumps(value)} is not supported")

@@ -1,7 +1,7 @@
 """Tensors of a checkpoint, each read once, straight into its final buffer.
 
 Files are memory-mapped: the copy into the buffer, which also converts the type, is the first
-to touch a tensor's bytes. Those of a GGUF file are dequantized one at a time.
+to touch a tensor's bytes. Those of a GGUF file and those in MXFP4 are dequantized one at a time.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from baton.core.errors import InvalidCheckpoint, ModelNotFound
 from baton.core.gguf_model import GgufWeights
 from baton.core.model_store import WEIGHT_FILE, weight_files
+from baton.engine.mxfp4 import BLOCKS, SCALES, dequantize
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -46,12 +47,19 @@ class Cut(NamedTuple):
         return found[0] if len(found) == 1 else torch.cat(found, dim=self.dimension)
 
 
+class _OpenFile(Protocol):
+    def get_tensor(self, name: str) -> Tensor: ...
+
+
 class Checkpoint:
     """The tensors of the model in `folder`; each can be copied once."""
 
     def __init__(self, folder: Path, progress: Callable[[float], None] | None = None) -> None:
         opened = _open_all(checkpoint_files(folder))
-        self._remaining = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
+        stored: dict[str, _OpenFile] = {}
+        for file in opened:
+            stored |= dict.fromkeys(file.keys(), file)
+        self._remaining = _with_dequantized(stored)
         self._count = len(self._remaining)
         self._progress = progress
 
@@ -137,6 +145,28 @@ class _GgufTensors:
     def get_tensor(self, name: str) -> Tensor:
         # Unquantized values lie in the mapped file, which torch takes for writable.
         return torch.from_numpy(np.require(self._weights[name], requirements="W"))
+
+
+class _Mxfp4Tensor(NamedTuple):
+    """One tensor, as an open safetensors file. Kept in four bits on a device, it would be handed
+    out here as it is."""
+
+    blocks: _OpenFile
+    scales: _OpenFile
+
+    def get_tensor(self, name: str) -> Tensor:
+        blocks, scales = name + BLOCKS, name + SCALES
+        return dequantize(name, self.blocks.get_tensor(blocks), self.scales.get_tensor(scales))
+
+
+def _with_dequantized(stored: dict[str, _OpenFile]) -> dict[str, _OpenFile]:
+    """Blocks and their scales, which may be in two files, are one tensor."""
+    names = [name.removesuffix(BLOCKS) for name in stored if name.endswith(BLOCKS)]
+    for name in names:
+        if name + SCALES not in stored:
+            raise InvalidCheckpoint(f"tensor {name}{SCALES} is missing from the checkpoint")
+        stored[name] = _Mxfp4Tensor(stored.pop(name + BLOCKS), stored.pop(name + SCALES))
+    return stored
 
 
 def _open_all(files: list[Path]) -> list[safe_open] | list[_GgufTensors]:

@@ -55,6 +55,7 @@ class Layer:
     query_norm: RMSNorm | None
     key_norm: RMSNorm | None
     scoring: Scoring
+    sinks: Tensor | None  # [heads], float32
     output: Linear
     attention_after: RMSNorm | None
     mlp_norm: RMSNorm | None
@@ -100,7 +101,7 @@ class Model:
             return hidden[:0]
         if len(batch.samples) < len(batch.tokens):
             hidden, query = hidden[batch.samples], query[batch.samples]
-        attended = decode_attention(query, cache, batch.sample_reads, layer.scoring)
+        attended = decode_attention(query, cache, batch.sample_reads, layer.scoring, layer.sinks)
         return self._finish(layer, hidden, attended)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -128,12 +129,11 @@ class Model:
         """[T, heads * dim]."""
         parts = []
         if batch.decoding:
-            single = batch.decode_reads[layer.window]
-            parts.append(decode_attention(query[: batch.decoding], cache, single, layer.scoring))
+            single, rows = batch.decode_reads[layer.window], query[: batch.decoding]
+            parts.append(decode_attention(rows, cache, single, layer.scoring, layer.sinks))
         for chunk in batch.chunks:
-            rows = slice(chunk.start, chunk.end)
-            reads = chunk.reads[layer.window]
-            parts.append(chunk_attention(query[rows], cache, reads, layer.scoring))
+            reads, rows = chunk.reads[layer.window], query[chunk.start : chunk.end]
+            parts.append(chunk_attention(rows, cache, reads, layer.scoring, layer.sinks))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _finish(self, layer: Layer, hidden: Tensor, attended: Tensor) -> Tensor:

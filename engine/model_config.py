@@ -58,6 +58,11 @@ class Family:
     rope_names: dict[str, str] = field(default_factory=dict)  # other names of RoPE scalings
     router: Scores | None = None  # None: no experts
     shared_gate: bool = False
+    expert_biases: bool = False  # of experts and of their router
+    interleaved: bool = False  # the checkpoint keeps experts by inputs, gates and ups in turn
+    sinks: bool = False  # each head has a score of no token
+    harmless: dict[str, tuple[object, ...]] = field(default_factory=dict)  # as HARMLESS
+    quantizations: tuple[str, ...] = ()  # of checkpoints
 
 
 ASSUMED: dict[str, object] = {
@@ -88,6 +93,13 @@ _NO_SHARED: dict[str, object] = {"shared_expert_intermediate_size": None}
 _NO_STEPS: dict[str, object] = {"mlp_only_layers": None, "decoder_sparse_step": None}
 _NO_FIRST: dict[str, object] = {"first_k_dense_replace": None}
 """Keys of other mixtures of experts."""
+
+_AS_MIXTRAL: dict[str, object] = {
+    **(_NO_GROUPS | _NO_SHARED | _NO_STEPS | _NO_FIRST),
+    "moe_intermediate_size": None,
+    "norm_topk_prob": True,
+    "use_sliding_window": True,
+}
 
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", {"max_position_embeddings": 2048}),
@@ -209,16 +221,7 @@ FAMILIES = {
             "num_local_experts": 8,
             "num_experts_per_tok": 2,
         },
-        fixed={
-            **_NO_GROUPS,
-            **_NO_SHARED,
-            **_NO_STEPS,
-            **_NO_FIRST,
-            "attention_bias": False,
-            "moe_intermediate_size": None,
-            "norm_topk_prob": True,
-            "use_sliding_window": True,
-        },
+        fixed={**_AS_MIXTRAL, "attention_bias": False},
         windows="all",
         router="softmax",
     ),
@@ -274,6 +277,34 @@ FAMILIES = {
         query_key_norm="head",
         windows="late",
         router="sigmoid",
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        {
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "max_position_embeddings": 131_072,
+            "sliding_window": 128,
+            "rms_norm_eps": 1e-5,
+            "attention_bias": True,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "rope_theta": 150_000.0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+        },
+        fixed={**_AS_MIXTRAL, "hidden_act": "clamped_swiglu", "sliding_window_pattern": 2},
+        windows="pattern",
+        router="softmax",
+        expert_biases=True,
+        interleaved=True,
+        sinks=True,
+        harmless={"swiglu_alpha": (1.702, None), "swiglu_limit": (7.0, None)},
+        quantizations=("mxfp4",),
     ),
 }
 

@@ -32,6 +32,7 @@ def parse_routing(config: ModelConfig, family: Family) -> Routing | None:
         columns=columns,
         shared=-(-shared // max(columns, 1)),
         shared_gate=family.shared_gate,
+        biased=family.expert_biases,
         scores=family.router,
         corrected=family.router == "sigmoid",
         normalized=config.get("norm_topk_prob", bool, False),

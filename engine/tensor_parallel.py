@@ -20,7 +20,7 @@ from torch.distributed import FileStore, ProcessGroupGloo  # type: ignore[attr-d
 from torch.nn import functional
 
 from baton.engine.architecture import Split
-from baton.kernels.experts import Experts
+from baton.kernels.experts import ExpertBiases, Experts
 from baton.kernels.linear import Activation, Linear, RMSNorm
 from baton.kernels.routing import Routing
 
@@ -172,7 +172,8 @@ class SummedLinear(Linear):
 
 
 class SummedExperts(Experts):
-    """Each rank has its columns of every expert: their sums are summed."""
+    """Each rank has its columns of every expert: their sums are summed. Only rank 0 has the biases
+    of `down`."""
 
     __slots__ = ("group",)
 
@@ -184,9 +185,10 @@ class SummedExperts(Experts):
         gate_up: Tensor,
         down: Tensor,
         activation: Activation,
+        biases: ExpertBiases,
         group: Group,
     ) -> None:
-        super().__init__(routing, router, correction, gate_up, down, activation)
+        super().__init__(routing, router, correction, gate_up, down, activation, biases)
         self.group = group
 
     def add_to(

@@ -20,8 +20,9 @@ from baton.engine.model import Layer, Model
 from baton.engine.rotations import interleave_pairs
 from baton.engine.tensor_parallel import Group, SummedExperts, SummedLinear
 from baton.kernels.attention import Scoring
-from baton.kernels.experts import MLP, Experts
+from baton.kernels.experts import MLP, NO_BIASES, ExpertBiases, Experts
 from baton.kernels.linear import GatedLinear, Linear, RMSNorm
+from baton.kernels.routing import Routing
 
 Name = TypeVar("Name")
 
@@ -33,6 +34,7 @@ HEAD = "lm_head.weight"
 
 EXPERTS = ("mlp.", "block_sparse_moe.")
 SHARED_EXPERTS = ("shared_expert.", "shared_experts.")
+ROUTERS = ("gate", "router")
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 MIXTRAL_PROJECTIONS = ("w1", "w3", "w2")
 """What a checkpoint may call the same: the first that it has, or else the first."""
@@ -60,7 +62,8 @@ class RandomTensors:
         self._generator.manual_seed(zlib.crc32(name.encode()))
         shape = cut.whole_shape(target) if cut else target.shape
         whole = target.new_empty(shape).normal_(0.0, SPREAD, generator=self._generator)
-        target.copy_(cut.of(whole) if cut else whole)
+        mine = cut.of(whole) if cut else whole
+        target.copy_(arrange(mine) if arrange else mine)
 
     def skip(self, name: str) -> None:
         pass
@@ -81,6 +84,13 @@ def load_model(
     `architecture` is the whole model's; the returned model has that of its part.
     """
     return _Loader(source, architecture, dtype, device, group).load()
+
+
+def separate_pairs(pairs: Tensor) -> Tensor:
+    """[experts, ..., 2 * n], gates and ups in turn -> all gates, then all ups. Within, by outputs,
+    as the model has them: a tensor that is so in memory is copied row by row."""
+    rows = pairs.movedim(-1, 1)
+    return torch.cat((rows[:, ::2], rows[:, 1::2]), dim=1).movedim(1, -1)
 
 
 class _Loader:
@@ -151,6 +161,7 @@ class _Loader:
             query_norm=self._query_key_norm(attention + "q_norm.weight", query, paired),
             key_norm=self._query_key_norm(attention + "k_norm.weight", key, paired),
             scoring=Scoring(shape.score_scale, shape.score_cap),
+            sinks=self._sinks(attention + "sinks") if shape.sinks else None,
             output=self._summed(attention + "o_proj", query, bias=shape.output_bias),
             attention_after=norms["attention_after"],
             mlp_norm=norms["mlp"],
@@ -177,17 +188,24 @@ class _Loader:
         self._chosen_experts(prefix + "experts.", gate_up[: routing.experts], down)
         if routing.shared:
             self._shared_experts(prefix, gate_up[routing.experts :], down[routing.experts :])
-        router = self._empty(routing.outputs, hidden)
-        self._source.copy(f"{prefix}gate.weight", router[: routing.experts])
+        biases = self._expert_biases(prefix + "experts.", routing)
+        router, correction = self._expert_router(prefix, routing)
+        parts = (routing, router, correction, gate_up, down, self._architecture.activation, biases)
+        return SummedExperts(*parts, self._group) if self._group else Experts(*parts)
+
+    def _expert_router(self, prefix: str, routing: Routing) -> tuple[Linear, Tensor | None]:
+        """The router, and the correction of its scores."""
+        weight = self._empty(routing.outputs, self._architecture.hidden)
+        name = prefix + self._stored(ROUTERS, lambda name: f"{prefix}{name}.weight")
+        self._source.copy(f"{name}.weight", weight[: routing.experts])
         if routing.shared_gate:
-            self._source.copy(f"{prefix}shared_expert_gate.weight", router[routing.experts :])
+            self._source.copy(f"{prefix}shared_expert_gate.weight", weight[routing.experts :])
+        bias = self._tensor(f"{name}.bias", routing.outputs) if routing.biased else None
         correction = None
         if routing.corrected:
             correction = self._empty(routing.experts).float()
-            self._source.copy(f"{prefix}gate.e_score_correction_bias", correction)
-        activation = self._architecture.activation
-        parts = (routing, Linear(router), correction, gate_up, down, activation)
-        return SummedExperts(*parts, self._group) if self._group else Experts(*parts)
+            self._source.copy(f"{name}.e_score_correction_bias", correction)
+        return Linear(weight, bias), correction
 
     def _chosen_experts(self, prefix: str, gate_up: Tensor, down: Tensor) -> None:
         """gate_up [experts, 2 * columns, hidden]; down [experts or more, hidden, columns].
@@ -195,6 +213,13 @@ class _Loader:
         Stored one by one, or all as one tensor.
         """
         columns = down.shape[2]
+        if self._architecture.interleaved:
+            pairs = self._cut(2, 2 * columns)
+            name = f"{prefix}gate_up_proj"
+            self._source.copy(name, gate_up.transpose(1, 2), separate_pairs, pairs)
+            cut = self._cut(1, columns)
+            self._source.copy(f"{prefix}down_proj", down.transpose(1, 2), cut=cut)
+            return
         if f"{prefix}gate_up_proj" in self._source:
             halves = self._cut(1, columns, columns)
             self._source.copy(f"{prefix}gate_up_proj", gate_up, cut=halves)
@@ -209,6 +234,20 @@ class _Loader:
                 self._source.copy(f"{prefix}{index}.{name}.weight", target, cut=cut)
             cut = self._cut(1, columns)
             self._source.copy(f"{prefix}{index}.{out}.weight", down[index], cut=cut)
+
+    def _expert_biases(self, prefix: str, routing: Routing) -> ExpertBiases:
+        """As of _summed, only rank 0 has those of projections onto the residual."""
+        if not routing.biased:
+            return NO_BIASES
+        gate_up, down = self._empty(routing.every, 2 * routing.columns), None
+        pairs = self._cut(1, 2 * routing.columns)
+        self._source.copy(f"{prefix}gate_up_proj_bias", gate_up, separate_pairs, pairs)
+        if self._split.rank:
+            self._source.skip(f"{prefix}down_proj_bias")
+        else:
+            shape = (routing.every, self._architecture.hidden)
+            down = self._tensor(f"{prefix}down_proj_bias", *shape)
+        return ExpertBiases(gate_up, down)
 
     def _shared_experts(self, prefix: str, gate_up: Tensor, down: Tensor) -> None:
         """gate_up [shared, 2 * columns, hidden]; down [shared, hidden, columns].
@@ -286,6 +325,11 @@ class _Loader:
         weight = torch.empty(size, dtype=dtype, device=self._device)
         self._source.copy(name, weight, arrange)
         return RMSNorm(weight.add_(offset) if offset else weight, self._architecture.norm_epsilon)
+
+    def _sinks(self, name: str) -> Tensor:
+        sinks = torch.empty(self._architecture.heads, device=self._device)
+        self._source.copy(name, sinks, cut=self._cut(0, len(sinks)))
+        return sinks
 
     def _query_key_norm(self, name: str, outputs: int, paired: Arrange) -> RMSNorm | None:
         kind = self._architecture.query_key_norm

@@ -75,19 +75,25 @@ class ChunkReads:
 
 
 def decode_attention(
-    query: Tensor, cache: LayerCache, reads: DecodeReads, scoring: Scoring
+    query: Tensor,
+    cache: LayerCache,
+    reads: DecodeReads,
+    scoring: Scoring,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """query [B, heads, head_dim], one per sequence, whose tokens are in the cache
-    -> [B, heads * head_dim]."""
+    -> [B, heads * head_dim]. A head's sink, of sinks [heads], float32, is one more score, of a
+    token without a value."""
     if compiled := _compiled(query.shape[1], cache.kv, scoring):
-        return compiled.of_queries(query, cache.kv, reads)
+        return compiled.of_queries(query, cache.kv, reads, sinks)
     batch, heads, head_dim = query.shape
     rows = page_rows(reads.tables.flatten(), cache.layers)
     found = by_heads(gather(cache, rows), cache, batch, head_dim)
     keys, values = found[:, :, :, : reads.longest].unbind()
     groups = query.view(batch, keys.shape[1], -1, head_dim)
     mask = reads.mask.to(query.dtype)
-    attended = _with_mask(groups, keys, values, mask, scoring)
+    by_group = None if sinks is None else sinks.view(keys.shape[1], -1, 1)
+    attended = _with_mask(groups, keys, values, mask, scoring, by_group)
     return attended.reshape(batch, heads * head_dim)
 
 
@@ -105,41 +111,64 @@ def _compiled(heads: int, kv: Tensor, scoring: Scoring) -> CompiledAttention | N
 
 
 def _with_mask(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scoring: Scoring
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    scoring: Scoring,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """query [..., rows, dim] over [..., tokens, dim] -> as query."""
-    if scoring.cap is None:
+    """query [..., rows, dim] over [..., tokens, dim], sinks [..., rows or 1, 1] -> as query."""
+    if scoring.cap is None and sinks is None:
         return functional.scaled_dot_product_attention(
             query, keys, values, mask, scale=scoring.scale
         )
     kind = torch.promote_types(query.dtype, torch.float32)
-    found = (query.to(kind) @ keys.to(kind).transpose(-1, -2)).mul_(scoring.scale / scoring.cap)
-    weights = found.tanh_().mul_(scoring.cap).add_(mask).softmax(dim=-1)
+    found = (query.to(kind) @ keys.to(kind).transpose(-1, -2)).mul_(scoring.scale)
+    if scoring.cap is not None:
+        found = found.div_(scoring.cap).tanh_().mul_(scoring.cap)
+    found += mask
+    if sinks is not None:
+        found = torch.cat((found, sinks.to(kind).expand(*found.shape[:-1], 1)), dim=-1)
+    weights = found.softmax(dim=-1)[..., : keys.shape[-2]]
     return (weights @ values.to(kind)).to(query.dtype)
 
 
 def chunk_attention(
-    query: Tensor, cache: LayerCache, reads: ChunkReads, scoring: Scoring
+    query: Tensor,
+    cache: LayerCache,
+    reads: ChunkReads,
+    scoring: Scoring,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """query [T, heads, head_dim] of one sequence's chunk, whose tokens are in the cache
-    -> [T, heads * head_dim]."""
+    -> [T, heads * head_dim]. Sinks are as in decode_attention."""
     if compiled := _compiled(query.shape[1], cache.kv, scoring):
-        return compiled.of_chunk(query, cache.kv, reads)
+        return compiled.of_chunk(query, cache.kv, reads, sinks)
     rows = page_rows(reads.pages, cache.layers)
     found = by_heads(gather(cache, rows), cache, 1, query.shape[2]).squeeze(1)
     keys, values = found[:, :, : reads.end - reads.start].contiguous().unbind()
     groups = query.view(len(query), len(keys), -1, query.shape[2]).transpose(
         0, 1
     )  # [kv_heads, T, group, dim]
-    if reads.window is None and scoring.cap is None:
+    if reads.window is None and scoring.cap is None and sinks is None:
         attended = _causal(groups, keys, values, scoring.scale)
     else:
-        attended = _masked(groups, keys, values, reads.mask.to(query.dtype), scoring)
+        by_group = None if sinks is None else sinks.view(len(keys), -1, 1, 1)
+        attended = _masked(groups, keys, values, reads.mask.to(query.dtype), scoring, by_group)
     return attended.transpose(0, 1).reshape(len(query), -1)
 
 
-def _masked(groups: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scoring: Scoring) -> Tensor:
-    """groups [kv_heads, T, group, dim] -> the same shape, with any mask."""
+def _masked(
+    groups: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    scoring: Scoring,
+    sinks: Tensor | None,
+) -> Tensor:
+    """groups [kv_heads, T, group, dim], sinks [kv_heads, group, 1, 1] -> the same shape, with any
+    mask."""
     shared = (-1, groups.shape[2], -1, -1)
     attended = _with_mask(
         groups.transpose(1, 2),
@@ -147,6 +176,7 @@ def _masked(groups: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scoring:
         values.unsqueeze(1).expand(shared),
         mask,
         scoring,
+        sinks,
     )
     return attended.transpose(1, 2)
 

@@ -6,6 +6,8 @@ others' not at all. A row's numbers do not depend on the other rows: see kernels
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -35,10 +37,29 @@ class MLP:
         return self.down.add_to(residual, self.gate_up(residual, norm), after)
 
 
+class ExpertBiases(NamedTuple):
+    """Of experts' products."""
+
+    gate_up: Tensor | None = None  # [every, 2 * columns]
+    down: Tensor | None = None  # [every, hidden]
+
+
+NO_BIASES = ExpertBiases()
+
+
 class Experts:
     """The weighted sum of the MLPs that the expert router chooses for a row."""
 
-    __slots__ = ("_each", "activation", "correction", "down", "gate_up", "router", "routing")
+    __slots__ = (
+        "_each",
+        "activation",
+        "biases",
+        "correction",
+        "down",
+        "gate_up",
+        "router",
+        "routing",
+    )
 
     def __init__(
         self,
@@ -48,6 +69,7 @@ class Experts:
         gate_up: Tensor,
         down: Tensor,
         activation: Activation = "silu",
+        biases: ExpertBiases = NO_BIASES,
     ) -> None:
         self.routing = routing
         self.router = router  # [outputs, hidden]
@@ -55,8 +77,12 @@ class Experts:
         self.gate_up = gate_up  # [every, 2 * columns, hidden]
         self.down = down  # [every, hidden, columns]
         self.activation = activation
-        pairs = zip(gate_up, down, strict=True)
-        self._each = [MLP(GatedLinear(up, None, activation), Linear(down)) for up, down in pairs]
+        self.biases = biases
+        ups, downs = ([None] * len(down) if each is None else each for each in biases)
+        self._each = [
+            MLP(GatedLinear(up, up_bias, activation), Linear(out, out_bias))
+            for up, up_bias, out, out_bias in zip(gate_up, ups, down, downs, strict=True)
+        ]
 
     def pack(self) -> None:
         """As Linear.pack."""

@@ -18,8 +18,12 @@ from baton.kernels.cpu import compiler
 if TYPE_CHECKING:
     from baton.kernels.cpu.panels import Panels
 
-Activation = Literal["silu", "gelu_tanh"]
-"""Of a gate: x / (1 + exp(-x)), or gelu by its approximation with tanh."""
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
+"""Of a gate: x / (1 + exp(-x)); gelu by its approximation with tanh; or gpt-oss's, which also
+changes what the gate multiplies: gate / (1 + exp(-SWIGLU_ALPHA gate)) * (up + 1), with the gate
+clamped from above and up from both sides."""
+
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 
 
 class RMSNorm:
@@ -137,4 +141,7 @@ def gate_and_multiply(gate_up: Tensor, activation: Activation) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     if activation == "silu":
         return functional.silu(gate).mul_(up)
-    return functional.gelu(gate, approximate="tanh").mul_(up)
+    if activation == "gelu_tanh":
+        return functional.gelu(gate, approximate="tanh").mul_(up)
+    gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+    return (gate * SWIGLU_ALPHA).sigmoid_().mul_(gate).mul_(up.add_(1.0))

@@ -22,6 +22,7 @@ class Routing:
     columns: int  # of an expert's MLP
     shared: int = 0
     shared_gate: bool = False  # one more output of the expert router weighs the shared experts
+    biased: bool = False  # the expert router's outputs and the experts' products have biases
     scores: Scores = "softmax"
     corrected: bool = False  # a bias is added to scores for the choice, not for the weights
     normalized: bool = False  # a row's weights sum to one

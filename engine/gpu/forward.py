@@ -118,9 +118,9 @@ class Forward:
         """residual += mlp(source), as _onto."""
         if isinstance(mlp, MLP):
             return self._onto(residual, mlp.down, self._gated(mlp.gate_up, source), norm, after)
-        routed = route(source, mlp.router.weight, mlp.correction, mlp.routing)
-        gated = experts_gated(source, routed, mlp.gate_up, mlp.activation)
-        parts = weighted(gated, routed, mlp.down)
+        routed = route(source, mlp.router, mlp.correction, mlp.routing)
+        gated = experts_gated(source, routed, mlp.gate_up, mlp.activation, mlp.biases.gate_up)
+        parts = weighted(gated, routed, mlp.down, mlp.biases.down)
         if isinstance(mlp, SummedExperts):
             parts = mlp.group.sum(sum_parts(parts))[None]
         elif after is not None:  # The norm is of their sum.

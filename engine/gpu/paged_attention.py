@@ -14,7 +14,7 @@ from baton.engine.rope import Rope
 from baton.engine.rotations import Rotation
 from baton.kernels.gpu.chunk_attention import chunk_attention
 from baton.kernels.gpu.decode_attention import SplitWorkspace, decode_attention
-from baton.kernels.gpu.rotary import HeadShape, Projected, rotate_and_store
+from baton.kernels.gpu.rotary import LOG2_E, HeadShape, Projected, rotate_and_store
 
 
 class PagedAttention:
@@ -167,6 +167,7 @@ def _head_shapes(model: Model) -> list[HeadShape]:
             layer.rope is not None,
             shape.norm_epsilon,
             layer.scoring,
+            None if layer.sinks is None else layer.sinks * LOG2_E,
         )
         for layer in model.layers
     ]

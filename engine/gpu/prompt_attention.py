@@ -4,9 +4,9 @@ Ours reads contiguous keys and values: those of the chunk itself, if nothing pre
 all of its context, gathered from the pages. A row gets the bits that it gets in a short chunk
 or when it decodes.
 
-cuDNN's attention is faster, but it supports no window, its bits depend on how a prompt was cut
-into chunks, and it takes 40 ms to prepare for each pair of lengths. So only a few lengths are
-used, and all their pairs are prepared at start:
+cuDNN's attention is faster, but it supports neither windows nor sinks, its bits depend on how a
+prompt was cut into chunks, and it takes 40 ms to prepare for each pair of lengths. So only a few
+lengths are used, and all their pairs are prepared at start:
 
 - The new tokens, with those before them back to a multiple of `LIBRARY_TOKENS`, are attended
   causally, as rows rounded up to such a multiple. The results of the extra queries are
@@ -64,6 +64,8 @@ def supports(
         return False
     if numerics is Numerics.INVARIANT:
         return long_attention.supports(shape.head_dim, dtype, device)
+    if shape.sinks:
+        return False
     fits = dtype.itemsize == 2 and shape.head_dim % 8 == 0 and shape.head_dim <= 128
     return fits and all(window is None for window in shape.windows)
 

@@ -45,6 +45,7 @@ class DecodeArguments(ctypes.Structure):
         ("end", ctypes.c_void_p),  # [sequences], and the one after the last
         ("sequences", ctypes.c_int64),
         ("splits", ctypes.c_int64),  # at most, of any sequence
+        ("sinks", ctypes.c_void_p),  # float32 [heads]
         ("scratch", ctypes.c_void_p),  # [threads, Scratch.numbers]
         ("parts", ctypes.c_void_p),  # [sequences, heads, splits, part_numbers]
         ("out", ctypes.c_void_p),  # [sequences, heads, head_dim]
@@ -67,6 +68,7 @@ class ChunkArguments(ctypes.Structure):
         ("position", ctypes.c_int64),  # of the chunk's first token
         ("tokens", ctypes.c_int64),
         ("window", ctypes.c_int64),
+        ("sinks", ctypes.c_void_p),  # float32 [heads]
         ("scratch", ctypes.c_void_p),  # [threads, Scratch.numbers]
         ("out", ctypes.c_void_p),  # [tokens, heads, head_dim]
         ("threads_started", ctypes.c_int64),  # 0 at first
@@ -215,7 +217,7 @@ class AttentionCode:
         merged = memory["merged"]
         splits, rows = given.count("splits"), given.count("sequences") * shape.heads
         with code.claim(given.field("merges_claimed"), rows) as row:
-            code.call(self._merging.begin, merged)
+            code.call(self._merging.begin, merged, given.memory("sinks").from_(row % shape.heads))
             with code.loop(0, splits) as index:
                 at = (row * splits + index) * shape.part_numbers
                 code.call(self._merging.add, merged, given.memory("parts").from_(at))
@@ -286,7 +288,9 @@ class AttentionCode:
             source = self._query(row, token, kv_head, given.count("query_stride"))
             target = memory["queries"].from_(row * shape.head_dim)
             copy_query(code, shape, queries.from_(source), target)
-            code.call(self._merging.begin, memory["merged"].from_(row * shape.part_numbers))
+            sink = given.memory("sinks").from_(kv_head * shape.group + row % shape.group)
+            merged = memory["merged"].from_(row * shape.part_numbers)
+            code.call(self._merging.begin, merged, sink)
 
     def _query(self, row: Count, token: Count, kv_head: Count, stride: Count | int) -> Count:
         """Where a row's query is: its token, then its head, `stride` numbers a token."""

@@ -135,12 +135,14 @@ class Merging:
         self.begin, self.add, self.finish = self._begin(), self._add(), self._finish()
 
     def _begin(self) -> Function:
-        """(merged)"""
-        code = Function(self._module, "begin", [POINTER], lanes=self._shape.lanes)
-        (merged,) = code.arguments
-        with code.loop(0, self._shape.part_numbers, step=self._shape.lanes) as at:
+        """With a sink, which is one more score, of a token without a value: (merged, sink)"""
+        shape = self._shape
+        code = Function(self._module, "begin", [POINTER, POINTER], lanes=shape.lanes)
+        merged, sink = code.arguments
+        with code.loop(0, shape.head_dim, step=shape.lanes) as at:
             merged.put(code.zero(), at)
-        merged.put(code.zero() + LEAST, self._shape.head_dim)
+        merged.put(sink.repeated(), shape.head_dim)
+        merged.put(code.zero() + 1.0, shape.head_dim + shape.lanes)
         code.end()
         return code
 

@@ -30,9 +30,12 @@ class CompiledAttention:
         address = self._code.library.address
         self._attend, self._merge = address("attend"), address("merge")
         self._attend_chunk = address("attend_chunk")
+        self._no_sinks = torch.full((shape.heads,), -torch.inf)
 
-    def of_queries(self, query: Tensor, kv: Tensor, reads: DecodeReads) -> Tensor:
-        """query [B, heads, head_dim], kv [page, 2, token, kv_head, dim]
+    def of_queries(
+        self, query: Tensor, kv: Tensor, reads: DecodeReads, sinks: Tensor | None
+    ) -> Tensor:
+        """query [B, heads, head_dim], kv [page, 2, token, kv_head, dim], sinks [heads], float32
         -> [B, heads * head_dim]."""
         shape, batch = self._shape, query.shape[0]
         splits = -(-reads.longest // SPLIT) + reads.cut
@@ -54,6 +57,7 @@ class CompiledAttention:
             reads.end.data_ptr(),
             batch,
             splits,
+            self._address(sinks),
             scratch,
             parts,
             out.data_ptr(),
@@ -62,7 +66,9 @@ class CompiledAttention:
         compiler.run(self._merge, arguments, alone=True)
         return out
 
-    def of_chunk(self, query: Tensor, kv: Tensor, reads: ChunkReads) -> Tensor:
+    def of_chunk(
+        self, query: Tensor, kv: Tensor, reads: ChunkReads, sinks: Tensor | None
+    ) -> Tensor:
         """query [T, heads, head_dim] of one sequence's tokens -> [T, heads * head_dim]."""
         shape, count = self._shape, query.shape[0]
         numbers = torch.get_num_threads() * self._code.chunk_scratch.numbers
@@ -78,11 +84,15 @@ class CompiledAttention:
             reads.position,
             count,
             reads.window or UNLIMITED,
+            self._address(sinks),
             scratch,
             out.data_ptr(),
         )
         compiler.run(self._attend_chunk, arguments)
         return out
+
+    def _address(self, sinks: Tensor | None) -> int:
+        return (self._no_sinks if sinks is None else sinks).data_ptr()
 
 
 def paged_attention(heads: int, kv: Tensor, scoring: Scoring) -> CompiledAttention | None:

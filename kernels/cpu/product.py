@@ -39,7 +39,7 @@ from baton.kernels.cpu.vectors import (
     rounded,
     transposed,
 )
-from baton.kernels.linear import Activation
+from baton.kernels.linear import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
 
 VECTORS = 3
 """Vectors of a panel."""
@@ -109,8 +109,8 @@ def library(tile: Tile) -> Library:
     _product(module, tile, panel)
     # A gate and what it multiplies are not rounded.
     unrounded = panel if tile.element == FLOAT else _panel(module, tile, FLOAT)
-    for name, exponent in GATES.items():
-        _gated_product(module, tile, unrounded, _gate(module, tile, name, exponent), name)
+    for name in GATES:
+        _gated_product(module, tile, unrounded, _gate(module, tile, name), name)
     return Library(module)
 
 
@@ -328,16 +328,20 @@ def _gelu_exponent(x: Floats) -> Floats:
     return x * (constant(x.builder, twice, x.lanes) + x * x * (twice * 0.044715))
 
 
-GATES: dict[Activation, Callable[[Floats], Floats]] = {
-    "silu": lambda x: x,
-    "gelu_tanh": _gelu_exponent,
+def _clamped_swiglu(gate: Floats, up: Floats) -> tuple[Floats, Floats, Floats]:
+    gate, up = gate.at_most(SWIGLU_LIMIT), up.at_most(SWIGLU_LIMIT).at_least(-SWIGLU_LIMIT)
+    return gate, gate * SWIGLU_ALPHA, up + 1.0
+
+
+GATES: dict[Activation, Callable[[Floats, Floats], tuple[Floats, Floats, Floats]]] = {
+    "silu": lambda gate, up: (gate, gate, up),
+    "gelu_tanh": lambda gate, up: (gate, _gelu_exponent(gate), up),
+    "clamped_swiglu": _clamped_swiglu,
 }
-"""The e of each activation x / (1 + exp(-e))."""
+"""The x, e and y of each activation x / (1 + exp(-e)) * y of gate and up."""
 
 
-def _gate(
-    module: ir.Module, tile: Tile, name: str, exponent: Callable[[Floats], Floats]
-) -> Function:
+def _gate(module: ir.Module, tile: Tile, name: Activation) -> Function:
     """gated = activation(gate) * up in one panel's columns: (gate, up, gated, rows, outputs)"""
     types = [POINTER, POINTER, POINTER, COUNT, COUNT]
     code = Function(module, f"gate_{name}", types, lanes=tile.lanes)
@@ -347,7 +351,7 @@ def _gate(
     with code.loop(0, rows) as row:
         for column in range(0, tile.panel, tile.lanes):
             at = row * outputs + column
-            x = gate.vector(at)
-            gated.put(x / (one + exp(code.zero() - exponent(x))) * up.vector(at), at)
+            x, exponent, factor = GATES[name](gate.vector(at), up.vector(at))
+            gated.put(x / (one + exp(code.zero() - exponent)) * factor, at)
     code.end()
     return code

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.kernels.gpu.decode_attention import load_tile
 from baton.kernels.gpu.fixed_order import SPLIT, TILE, attend, merge
+from baton.kernels.gpu.pages import load_tile
 from baton.kernels.gpu.rotary import HeadShape
 
 BLOCK_QUERIES = 64
@@ -43,6 +43,7 @@ def chunk_attention(
         blocks,
         page_table,
         kv_layer,
+        qkv if shape.sinks is None else shape.sinks,
         out,
         *shape.score_factors,
         shape.window or 0,
@@ -58,6 +59,7 @@ def chunk_attention(
         TILE=TILE,
         SPLIT=SPLIT,
         CAPPED=shape.scoring.cap is not None,
+        SINKS=shape.sinks is not None,
         num_warps=4 if block_d <= 128 else 8,
         enable_fp_fusion=False,
         num_stages=1 if wide else 3,
@@ -71,6 +73,7 @@ def _chunk(
     blocks_pointer,
     table_pointer,
     kv_pointer,
+    sinks_pointer,
     out_pointer,
     scale,
     bend,
@@ -87,6 +90,7 @@ def _chunk(
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
     CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     head, block = tl.program_id(0), tl.program_id(1)
     entry = blocks_pointer + block * 4
@@ -108,6 +112,9 @@ def _chunk(
         highest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
         total = tl.zeros([BLOCK_M], dtype=tl.float32)
         sums = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+        if SINKS:
+            highest = tl.zeros_like(total) + tl.load(sinks_pointer + head)
+            total += 1.0
         for split in range(first // SPLIT * SPLIT, end, SPLIT):
             split_highest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
             split_total = tl.zeros([BLOCK_M], dtype=tl.float32)

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.kernels.gpu.fixed_order import SPLIT, TILE, attend, fades, inverse_size, merge
+from baton.kernels.gpu.pages import load_tile
 from baton.kernels.gpu.rotary import (
     HeadShape,
     Projected,
@@ -115,6 +116,7 @@ def decode_attention(
         kv_layer,
         query_norm if query_norm is not None else qkv,
         key_norm if key_norm is not None else qkv,
+        qkv if shape.sinks is None else shape.sinks,
         workspace.sums,
         workspace.weights,
         out,
@@ -142,6 +144,7 @@ def decode_attention(
         NORMS=query_norm is not None,
         ROTATES=shape.rotates,
         CAPPED=shape.scoring.cap is not None,
+        SINKS=shape.sinks is not None,
         num_warps=4 if batch < FEW_ROWS else 2,
         enable_fp_fusion=False,
         num_stages=_tiles_ahead(batch, block_d * qkv.itemsize),
@@ -173,29 +176,6 @@ def _tiles_ahead(batch: int, head_bytes: int) -> int:
     return 2 if batch < FEW_ROWS or head_bytes > 256 else 3
 
 
-@triton.jit
-def load_tile(
-    kv_pointer, table, value_offset, page_stride, block, end, inside, in_dim,
-    TILE: tl.constexpr, PAGE_SIZE: tl.constexpr, ROW: tl.constexpr,
-):  # fmt: skip
-    """Keys [BLOCK_D, TILE], values [TILE, BLOCK_D] and the tokens [TILE] from `block` on."""
-    token = block + tl.arange(0, TILE)
-    there = token < end
-    pages = tl.load(table + token // PAGE_SIZE, mask=there, other=0).to(tl.int64)
-    spots = pages * page_stride + (token % PAGE_SIZE) * ROW
-    keys = tl.load(
-        kv_pointer + spots[None, :] + inside[:, None],
-        mask=there[None, :] & in_dim[:, None],
-        other=0.0,
-    )
-    values = tl.load(
-        kv_pointer + value_offset + spots[:, None] + inside[None, :],
-        mask=there[:, None] & in_dim[None, :],
-        other=0.0,
-    )
-    return keys, values, token
-
-
 @triton.jit(
     do_not_specialize=["splits"],
     do_not_specialize_on_alignment=["squares_pointer", "rows_pointer", "positions_pointer"],
@@ -211,6 +191,7 @@ def _decode(
     kv_pointer,
     query_norm_pointer,
     key_norm_pointer,
+    sinks_pointer,
     sums_pointer,
     weights_pointer,
     out_pointer,
@@ -239,6 +220,7 @@ def _decode(
     NORMS: tl.constexpr,
     ROTATES: tl.constexpr,
     CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     sequence, head, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = tl.load(positions_pointer + sequence)
@@ -302,6 +284,10 @@ def _decode(
         # Two loops: with a branch in one, its loads would not run ahead.
         if program == 0:
             all_highest, all_total, all_sums = highest, total, sums
+            if SINKS:
+                sinks_at = sinks_pointer + head * GROUP + member
+                all_highest = tl.load(sinks_at, mask=member < GROUP, other=0.0)
+                all_total += 1.0
             for tile in range(begin, end, TILE):
                 keys, values, token = load_tile(
                     kv_pointer, table, value_offset, page_stride, tile,

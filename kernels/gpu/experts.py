@@ -63,21 +63,27 @@ def most_tiles(pairs: int, experts: int, tile: int) -> int:
     return (pairs + used * (tile - 1)) // tile
 
 
-def gated(source: Scaled, routed: Routed, weight: Tensor, activation: Activation) -> Tensor:
-    """Of every pair: activation(gates) * ups of norm(residual), for weight [experts, 2 * N, H],
-    which holds gates, then ups: [pairs, N], in the order of routed.pairs."""
+def gated(
+    source: Scaled,
+    routed: Routed,
+    weight: Tensor,
+    activation: Activation,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Of every pair: activation(gates) * ups of norm(residual), for weight [experts, 2 * N, H] and
+    bias [experts, 2 * N], which hold gates, then ups: [pairs, N], in the order of routed.pairs."""
     columns = weight.shape[1] // 2
     out = source.x.new_empty(routed.chosen.numel(), columns)
-    _launch(source.x, routed, weight, out, columns, activation)
+    _launch(source.x, routed, weight, bias, out, columns, activation)
     return out
 
 
-def weighted(x: Tensor, routed: Routed, weight: Tensor) -> Tensor:
-    """x [pairs, N], in the order of routed.pairs, for weight [experts, H, N], times the pairs'
-    weights: [per_row, T, H]."""
+def weighted(x: Tensor, routed: Routed, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [pairs, N], in the order of routed.pairs, for weight [experts, H, N] and bias [experts, H],
+    times the pairs' weights: [per_row, T, H]."""
     (rows, per_row), outputs = routed.chosen.shape, weight.shape[1]
     out = x.new_empty(per_row, rows, outputs)
-    _launch(x, routed, weight, out, outputs)
+    _launch(x, routed, weight, bias, out, outputs)
     return out
 
 
@@ -85,6 +91,7 @@ def _launch(
     x: Tensor,
     routed: Routed,
     weight: Tensor,
+    bias: Tensor | None,
     out: Tensor,
     outputs: int,
     gates: Activation | None = None,
@@ -97,6 +104,7 @@ def _launch(
     _grouped[(triton.cdiv(height, tiling.height), tiles)](
         x,
         weight,
+        weight if bias is None else bias,
         routed.chosen if routed.pairs is None else routed.pairs,
         routed.chosen if routed.starts is None else routed.starts,
         routed.sizes,
@@ -111,10 +119,11 @@ def _launch(
         SINGLE=routed.pairs is None,
         GATED=gates is not None,
         ACTIVATION=gates or "",
+        BIAS=bias is not None,
         BLOCK_M=tiling.pairs,
         BLOCK_N=tiling.height,
         BLOCK_K=tiling.depth,
-        EVEN=depth % tiling.depth == 0 and height % tiling.height == 0,
+        EVEN=depth % tiling.depth == 0,
         num_warps=tiling.warps,
         num_stages=max(1, min(tiling.stages, STAGE_BYTES // turn)),
         enable_fp_fusion=False,
@@ -141,6 +150,7 @@ def _tile(starts_pointer, tile, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, PAIR
 def _grouped(
     x_pointer,
     weight_pointer,
+    bias_pointer,
     pairs_pointer,
     starts_pointer,
     sizes_pointer,
@@ -155,6 +165,7 @@ def _grouped(
     SINGLE: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -177,14 +188,14 @@ def _grouped(
     tall = tl.arange(0, BLOCK_N)
     if GATED:
         turned = tall // 16 * 8 + tall % 8  # of eight gates and their ups
-        column = tl.program_id(0) * (BLOCK_N // 2) + turned
+        # Beyond the last column the last one again: its results are not stored.
+        column = tl.minimum(tl.program_id(0) * (BLOCK_N // 2) + turned, outputs - 1)
         weight_row = expert.to(tl.int64) * (2 * outputs) + tall // 8 % 2 * outputs + column
         x_row = row
     else:
-        column = tl.program_id(0) * BLOCK_N + tall
+        column = tl.minimum(tl.program_id(0) * BLOCK_N + tall, outputs - 1)
         weight_row = expert.to(tl.int64) * outputs + column
         x_row = place.to(tl.int64)
-    in_columns = column < outputs
     lane = tl.arange(0, BLOCK_K)
     x_at = x_pointer + x_row[None, :] * K + lane[:, None]  # [BLOCK_K, BLOCK_M]
     weight_at = weight_pointer + weight_row[:, None] * K + lane[None, :]
@@ -196,14 +207,16 @@ def _grouped(
         else:
             in_depth = depth + lane < K
             x = tl.load(x_at + depth, mask=in_rows[None, :] & in_depth[:, None], other=0.0)
-            mask = in_columns[:, None] & in_depth[None, :]
-            weights = tl.load(weight_at + depth, mask=mask, other=0.0)
+            weights = tl.load(weight_at + depth, mask=in_depth[None, :], other=0.0)
         sums = tl.dot(weights, x, sums, input_precision="ieee")
     dtype = out_pointer.dtype.element_ty
+    bias = 0.0
+    if BIAS:
+        bias = tl.load(bias_pointer + weight_row).to(tl.float32)[:, None]
     if GATED:
         # Rounded as products of an MLP are.
         size = tl.load(sizes_pointer + row, mask=in_rows, other=0.0)
-        sums = settle(sums.to(dtype).to(tl.float32), size[None, :], 0.0, True, False)
+        sums = settle(sums.to(dtype).to(tl.float32), size[None, :], bias, True, BIAS)
         in_turn = tl.reshape(sums, (BLOCK_N // 16, 2, 8, BLOCK_M))
         gates, ups = tl.split(tl.permute(in_turn, (0, 2, 3, 1)))
         sums = tl.reshape(gate(gates, ups, ACTIVATION), (BLOCK_N // 2, BLOCK_M))
@@ -211,7 +224,8 @@ def _grouped(
         out_row = place.to(tl.int64)
     else:
         share = tl.load(weights_pointer + pair, mask=in_rows, other=0.0)
-        sums = sums * share[None, :]
+        sums = settle(sums, 1.0, bias, False, BIAS) * share[None, :]
+        column = tl.program_id(0) * BLOCK_N + tall
         out_row = (pair % PER_ROW).to(tl.int64) * rows + row
     at = out_pointer + out_row[None, :] * outputs + column[:, None]
     tl.store(at, sums.to(dtype), mask=in_rows[None, :] & (column < outputs)[:, None])

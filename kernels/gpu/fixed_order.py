@@ -9,13 +9,16 @@ and where one operation is wanted for both, it is an explicit `fma`.
 Attention cuts a context at multiples of SPLIT tokens. In a split, tile after tile is added to the
 sums so far, which are scaled down when a higher score comes. Splits are merged in their order.
 That is the same in every kernel, however many programs share a context. A tile or split without
-a visible token changes nothing.
+a visible token changes nothing. A head's sink, one more score, of a token without a value, comes
+before the first split.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from baton.kernels.linear import SWIGLU_ALPHA, SWIGLU_LIMIT
 
 TILE = 64
 """Tokens whose scores are computed together."""
@@ -26,6 +29,9 @@ ones occupy more programs with one sequence."""
 
 SQUARES = tl.constexpr(64)
 """Columns whose squares a product adds up; a row's squares are the sum of these."""
+
+
+ALPHA, LIMIT = tl.constexpr(SWIGLU_ALPHA), tl.constexpr(SWIGLU_LIMIT)
 
 
 @triton.constexpr_function
@@ -79,11 +85,15 @@ def inverse_size(squares, epsilon, SIZE: tl.constexpr):
 
 @triton.jit
 def gate(gates, ups, ACTIVATION: tl.constexpr):
-    """activation(gates) * ups: silu, or gelu by its approximation with tanh.
+    """activation(gates) * ups: see kernels/linear.Activation. Of gelu by its approximation:
 
     x / 2 * (1 + tanh(u)) = x / (1 + exp(-2 u)), with u = root(2 / pi) * (x + 0.044715 x^3)
     """
-    if ACTIVATION == "gelu_tanh":
+    if ACTIVATION == "clamped_swiglu":
+        gates = tl.minimum(gates, LIMIT)
+        ups = tl.maximum(tl.minimum(ups, LIMIT), -LIMIT) + 1.0
+        exponent = gates * ALPHA
+    elif ACTIVATION == "gelu_tanh":
         exponent = gates * (1.5957691216057308 + gates * gates * 0.07135481282989508)
     else:
         exponent = gates

@@ -60,6 +60,7 @@ def long_attention(
     _long[(shape.heads, triton.cdiv(count, GROUPS.value * GROUP_QUERIES.value))](
         qkv,
         *tokens,
+        qkv if shape.sinks is None else shape.sinks,
         out,
         count,
         start,
@@ -70,6 +71,7 @@ def long_attention(
         DIM=dim,
         TILE=TILE,
         SPLIT=SPLIT,
+        SINKS=shape.sinks is not None,
         ROOMS=ROOMS,
         GROUP_REGISTERS=GROUP_REGISTERS,
         LOADER_REGISTERS=LOADER_REGISTERS,
@@ -87,6 +89,7 @@ def _long(
     qkv_pointer,
     keys,
     values,
+    sinks_pointer,
     out_pointer,
     count,
     start,
@@ -97,6 +100,7 @@ def _long(
     DIM: gl.constexpr,
     TILE: gl.constexpr,
     SPLIT: gl.constexpr,
+    SINKS: gl.constexpr,
     ROOMS: gl.constexpr,
     GROUP_REGISTERS: gl.constexpr,
     LOADER_REGISTERS: gl.constexpr,
@@ -136,10 +140,10 @@ def _long(
     column = head // (HEADS // KV_HEADS) * DIM
     gl.warp_specialize(
         [
-            (_attend, (0, qkv_pointer, out_pointer, query_rooms, rooms, span, place,
-                       HEADS, KV_HEADS, DIM, TILE, SPLIT, ROOMS)),
-            (_attend, (1, qkv_pointer, out_pointer, query_rooms, rooms, span, place,
-                       HEADS, KV_HEADS, DIM, TILE, SPLIT, ROOMS)),
+            (_attend, (0, qkv_pointer, sinks_pointer, out_pointer, query_rooms, rooms, span,
+                       place, HEADS, KV_HEADS, DIM, TILE, SPLIT, SINKS, ROOMS)),
+            (_attend, (1, qkv_pointer, sinks_pointer, out_pointer, query_rooms, rooms, span,
+                       place, HEADS, KV_HEADS, DIM, TILE, SPLIT, SINKS, ROOMS)),
             (_load, (keys, values, column, rooms, span, TILE, SPLIT, ROOMS)),
         ],
         [4, 1],
@@ -182,6 +186,7 @@ def _load(
 def _attend(
     GROUP: gl.constexpr,
     qkv_pointer,
+    sinks_pointer,
     out_pointer,
     query_rooms,
     rooms,
@@ -192,6 +197,7 @@ def _attend(
     DIM: gl.constexpr,
     TILE: gl.constexpr,
     SPLIT: gl.constexpr,
+    SINKS: gl.constexpr,
     ROOMS: gl.constexpr,
 ):
     """One group's queries, over all tiles."""
@@ -213,6 +219,9 @@ def _attend(
     highest = gl.full([GROUP_QUERIES], float("-inf"), gl.float32, rows)
     total = gl.zeros([GROUP_QUERIES], gl.float32, rows)
     sums = gl.zeros([GROUP_QUERIES, DIM], gl.float32, sums_layout)
+    if SINKS:
+        highest = gl.zeros_like(total) + gl.load(sinks_pointer + head)
+        total += 1.0
     state = (highest, total, sums)
     number = gl.to_tensor(0)
     mbarrier.wait(rooms[2].index(0), 0)

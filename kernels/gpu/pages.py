@@ -1,5 +1,5 @@
 """Copies whole pages or parts of their rows between two memories, gathers the tokens of pages,
-and digests pages.
+and digests pages; and loads a tile of tokens for attention.
 
 Pages span all layers, so each is cut into blocks, one program each: few pages fill the chip
 as well as many.
@@ -189,3 +189,26 @@ def _digest_pages(
     mixed = (mixed ^ (mixed >> 15)) * SECOND
     mixed = tl.where(inside, mixed ^ (mixed >> 16), 0).to(tl.int32, bitcast=True)
     tl.atomic_add(out_pointer + index, tl.sum(mixed, axis=0))
+
+
+@triton.jit
+def load_tile(
+    kv_pointer, table, value_offset, page_stride, block, end, inside, in_dim,
+    TILE: tl.constexpr, PAGE_SIZE: tl.constexpr, ROW: tl.constexpr,
+):  # fmt: skip
+    """Keys [BLOCK_D, TILE], values [TILE, BLOCK_D] and the tokens [TILE] from `block` on."""
+    token = block + tl.arange(0, TILE)
+    there = token < end
+    pages = tl.load(table + token // PAGE_SIZE, mask=there, other=0).to(tl.int64)
+    spots = pages * page_stride + (token % PAGE_SIZE) * ROW
+    keys = tl.load(
+        kv_pointer + spots[None, :] + inside[:, None],
+        mask=there[None, :] & in_dim[:, None],
+        other=0.0,
+    )
+    values = tl.load(
+        kv_pointer + value_offset + spots[:, None] + inside[None, :],
+        mask=there[:, None] & in_dim[None, :],
+        other=0.0,
+    )
+    return keys, values, token

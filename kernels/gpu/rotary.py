@@ -29,6 +29,7 @@ class HeadShape:
     rotates: bool
     epsilon: float
     scoring: Scoring
+    sinks: Tensor | None = None  # [heads], float32, in powers of two
 
     @property
     def score_factors(self) -> tuple[float, float]:

@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.kernels.gpu.fixed_order import inverse_size, part_sums
+from baton.kernels.gpu.fixed_order import inverse_size, part_sums, settle
 from baton.kernels.gpu.norm import Scaled
+from baton.kernels.linear import Linear
 from baton.kernels.routing import Routing
 
 FEW_ROWS = 32
@@ -40,10 +41,10 @@ class Routed:
     starts: Tensor | None = None  # [every + 1], int32: where an expert's pairs begin
 
 
-def route(source: Scaled, router: Tensor, correction: Tensor | None, routing: Routing) -> Routed:
-    """Chooses the experts of norm(residual) with router [outputs, H]: see kernels/experts.route."""
+def route(source: Scaled, router: Linear, correction: Tensor | None, routing: Routing) -> Routed:
+    """Chooses the experts of norm(residual): see kernels/experts.route."""
     rows, device = len(source.x), source.x.device
-    logits = _logits(source.x, router)
+    logits = _logits(source.x, router.weight)
     chosen = torch.empty(rows, routing.per_row, dtype=torch.int32, device=device)
     weights = torch.empty(rows, routing.per_row, dtype=torch.float32, device=device)
     sizes = torch.empty(rows, dtype=torch.float32, device=device)
@@ -51,6 +52,7 @@ def route(source: Scaled, router: Tensor, correction: Tensor | None, routing: Ro
     _choose[(rows,)](
         logits,
         logits if squares is None else squares,
+        logits if router.bias is None else router.bias,
         logits if correction is None else correction,
         chosen,
         weights,
@@ -65,6 +67,7 @@ def route(source: Scaled, router: Tensor, correction: Tensor | None, routing: Ro
         OUTPUTS=routing.outputs,
         TOP_K=routing.top_k,
         SHARED=routing.shared,
+        BIAS=router.bias is not None,
         SIGMOID=routing.scores == "sigmoid",
         CORRECTED=correction is not None,
         NORMALIZED=routing.normalized,
@@ -190,6 +193,7 @@ def _in_best_groups(
 def _choose(
     logits_pointer,
     squares_pointer,
+    bias_pointer,
     correction_pointer,
     chosen_pointer,
     weights_pointer,
@@ -204,6 +208,7 @@ def _choose(
     OUTPUTS: tl.constexpr,
     TOP_K: tl.constexpr,
     SHARED: tl.constexpr,
+    BIAS: tl.constexpr,
     SIGMOID: tl.constexpr,
     CORRECTED: tl.constexpr,
     NORMALIZED: tl.constexpr,
@@ -224,7 +229,11 @@ def _choose(
     tl.store(sizes_pointer + row, size)
     lane = tl.arange(0, BLOCK)
     inside = lane < EXPERTS
-    logits = tl.load(logits_pointer + row * OUTPUTS + lane, mask=inside, other=0.0) * size
+    logits = tl.load(logits_pointer + row * OUTPUTS + lane, mask=inside, other=0.0)
+    bias = 0.0
+    if BIAS:
+        bias = tl.load(bias_pointer + lane, mask=inside, other=0.0).to(tl.float32)
+    logits = settle(logits, size, bias, True, BIAS)
     if SIGMOID:
         scores = 1.0 / (1.0 + tl.exp(-logits))
     else:

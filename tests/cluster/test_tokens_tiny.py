@@ -41,5 +41,5 @@ def test_tokens_equal_transformers(index: int, name: str, tmp_path: Path) -> Non
     }
     with ProcessCluster(tmp_path / "model", tmp_path, tree=tree) as cluster:
         assert ask(cluster, asked) == expected
-        assert ask(cluster, asked[:1]) == expected[:1]
+        assert ask(cluster, asked[-1:]) == expected[-1:], "with the prompt's pages cached"
         cluster.wait_idle()

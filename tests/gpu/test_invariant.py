@@ -71,6 +71,9 @@ SHAPES = {
     "dots1": SMALL | {"model_type": "dots1", "head_dim": 64, "n_routed_experts": 24,
                       "num_experts_per_tok": 4, "moe_intermediate_size": 384, "n_group": 4,
                       "topk_group": 2, "n_shared_experts": 2, "first_k_dense_replace": 1},
+    "gpt-oss": SMALL | {"model_type": "gpt_oss", "head_dim": 64, "num_local_experts": 16,
+                        "num_experts_per_tok": 4, "intermediate_size": 288,
+                        "num_attention_heads": 24},
 }  # fmt: skip
 
 

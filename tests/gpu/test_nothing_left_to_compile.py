@@ -40,6 +40,13 @@ EXPERTS = SHAPE | {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 128,
 }
+SINKS = SHAPE | {
+    "model_type": "gpt_oss",
+    "head_dim": 64,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 128,
+}
 SAMPLINGS = [
     Sampling(),
     Sampling(temperature=0.7, top_p=0.9),
@@ -80,7 +87,7 @@ class Server:
             self.step({**dict.fromkeys(beside, 1), sequence: count})
 
 
-@pytest.fixture(scope="module", params=[SHAPE, EXPERTS], ids=["dense", "experts"])
+@pytest.fixture(scope="module", params=[SHAPE, EXPERTS, SINKS], ids=["dense", "experts", "sinks"])
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:

@@ -14,8 +14,8 @@ from torch.nn.functional import gelu, silu
 
 from baton.kernels.gpu.decode_attention import SplitWorkspace
 from baton.kernels.gpu.norm import Scaled
-from baton.kernels.gpu.rotary import HeadShape, Projected
-from baton.kernels.linear import Activation
+from baton.kernels.gpu.rotary import LOG2_E, HeadShape, Projected
+from baton.kernels.linear import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
 from baton.kernels.noise import add_noise
 
 WEIGHT_ONE = 2.0**40
@@ -60,6 +60,9 @@ def gate_and_multiply(
 ) -> Tensor:
     """gate_up [T, 2 * size], the product of `source` -> [T, size]."""
     gate, up = _settled(gate_up, source, bias).chunk(2, dim=-1)
+    if activation == "clamped_swiglu":
+        gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT) + 1.0
+        return (gate * (gate * SWIGLU_ALPHA).sigmoid() * up).to(gate_up.dtype)
     opened = silu(gate) if activation == "silu" else gelu(gate, approximate="tanh")
     return (opened * up).to(gate_up.dtype)
 
@@ -172,7 +175,11 @@ def chunk_attention(
         hidden = tokens > queries
         if shape.window is not None:
             hidden |= tokens <= queries - shape.window
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if shape.sinks is not None:
+            sinks = shape.sinks.double().view(shape.kv_heads, group, 1, 1) / LOG2_E
+            scores = torch.cat((scores, sinks.expand(-1, -1, count, 1)), dim=-1)
+        weights = scores.softmax(dim=-1)[..., : len(tokens)]
         out[row : row + count] = torch.einsum("kgtn,nkd->tkgd", weights, values).flatten(1)
     return out
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config, PreTrainedModel
 
 VOCABULARY = 199
 
@@ -259,7 +260,38 @@ TINY_MODELS: dict[str, TinyModel] = {
             "n_shared_experts": 1,
         },
     ),
+    "gpt-oss": TinyModel(
+        "gpt_oss",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "head_dim": 16,
+            "sliding_window": 9,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e3,
+                "factor": 4.0,
+                "truncate": False,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "gpt-oss-full": TinyModel(
+        "gpt_oss",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "num_key_value_heads": 1,
+            "head_dim": 8,
+            "attention_bias": False,
+            "layer_types": ["full_attention"] * 3,
+        },
+    ),
 }
+
+
+MXFP4 = TINY_MODELS["gpt-oss"].changed(hidden_size=64, intermediate_size=96)
+"""Of whole blocks of 32."""
 
 
 def build(model: TinyModel, seed: int = 0) -> PreTrainedModel:
@@ -285,6 +317,29 @@ def save(model: TinyModel, folder: Path, seed: int = 0, shard_size: str = "5GB")
     built = build(model, seed)
     built.save_pretrained(folder, max_shard_size=shard_size)
     return built
+
+
+def save_mxfp4(folder: Path, seed: int = 0, model: TinyModel | None = None) -> PreTrainedModel:
+    """Writes the folder of a gpt-oss with experts in MXFP4, blocks in one file and scales in
+    another; returns the model as transformers dequantizes it."""
+    save(model or MXFP4, folder, seed)
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    generator, scales = torch.Generator().manual_seed(seed), {}
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        size = (experts, outputs, inputs // 32)
+        tensors[f"{name}_blocks"] = torch.randint(256, (*size, 16), generator=generator).byte()
+        scales[f"{name}_scales"] = torch.randint(122, 126, size, generator=generator).byte()
+    files = {"model-1.safetensors": tensors, "model-2.safetensors": scales}
+    for file, held in files.items():
+        save_file(held, folder / file, metadata={"format": "pt"})
+    names = {name: file for file, held in files.items() for name in held}
+    index = {"metadata": {}, "weight_map": names}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    change_config(folder, quantization_config={"quant_method": "mxfp4"})
+    plain = Mxfp4Config(dequantize=True)
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=plain).float()
 
 
 def change_config(folder: Path, **changes: object) -> None:

@@ -174,10 +174,24 @@ class Pages:
 def test_attention_over_pages_is_torchs(shape: tuple[int, int, int, int], scoring: Scoring) -> None:
     pages = Pages(*shape)
     reference = layer_caches(pages.kv.double())[1]
-    for first, end in (([0, 0, 0], [1, 257, 600]), ([0, 200, 255], [2, 511, 259])):
-        reads = pages.reads(first, end)
-        found = decode_attention(pages.query, pages.cache, reads, scoring)
-        assert_close(found, decode_attention(pages.query.double(), reference, reads, scoring))
+    for sinks in (None, torch.linspace(-3.0, 9.0, shape[0])):
+        for first, end in (([0, 0, 0], [1, 257, 600]), ([0, 200, 255], [2, 511, 259])):
+            reads = pages.reads(first, end)
+            found = decode_attention(pages.query, pages.cache, reads, scoring, sinks)
+            query = pages.query.double()
+            assert_close(found, decode_attention(query, reference, reads, scoring, sinks))
+
+
+@compiled
+def test_a_sink_that_weighs_nothing_changes_no_bit() -> None:
+    pages = Pages(9, 3, 64, 16)
+    reads = pages.reads([0, 200, 255], [1, 511, 600])
+    wanted = decode_attention(pages.query, pages.cache, reads, SCORING)
+    for score in (-torch.inf, -100.0):
+        sinks = torch.full((9,), score)
+        assert torch.equal(
+            decode_attention(pages.query, pages.cache, reads, SCORING, sinks), wanted
+        )
 
 
 @compiled
@@ -285,7 +299,7 @@ def test_rotation_and_storing_are_torchs(shape: tuple[int, int, int, int], turni
         assert_close(kv, kv_reference)
 
 
-@pytest.mark.parametrize("name", ["llama-biases", "mistral-window", "qwen3"])
+@pytest.mark.parametrize("name", ["llama-biases", "mistral-window", "qwen3", "gpt-oss"])
 def test_without_a_compiler_the_engine_answers_as_transformers_does(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

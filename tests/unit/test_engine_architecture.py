@@ -81,6 +81,19 @@ ROPES: dict[str, dict[str, object]] = {
         "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e5, **STRETCHES}
         | {"partial_rotary_factor": 0.25, "attention_factor": 1.3},
     },
+    "gpt-oss": of_family("gpt_oss"),
+    "gpt-oss-20b": {
+        **of_family("gpt_oss"),
+        "rope_theta": 150_000,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    },
     "yarn-attention": {"rope_scaling": {"type": "yarn", **YARN, "attention_factor": 1.3}},
 }
 
@@ -258,6 +271,21 @@ REFUSED: dict[str, tuple[dict[str, object], type[BatonError], str]] = {
         of_family("gemma3_text") | {"use_bidirectional_attention": True},
         UnsupportedModel,
         "use_bidirectional_attention",
+    ),
+    "another clamp": (
+        of_family("gpt_oss") | {"swiglu_limit": 10.0},
+        UnsupportedModel,
+        "swiglu_limit 10.0",
+    ),
+    "quantized otherwise": (
+        of_family("gpt_oss") | {"quantization_config": {"quant_method": "awq"}},
+        UnsupportedModel,
+        "awq",
+    ),
+    "MXFP4 in another family": (
+        {"quantization_config": {"quant_method": "mxfp4"}},
+        UnsupportedModel,
+        "mxfp4",
     ),
     "partial rotation": ({"partial_rotary_factor": 0.5}, UnsupportedModel, "partial"),
     "llama3 without factor": (

@@ -76,6 +76,11 @@ FEATURES: dict[str, tuple[str, dict[str, object]]] = {
     "groups of experts": ("dots1", {"n_group": 1, "topk_group": 1}),
     "the scale of experts": ("dots1", {"routed_scaling_factor": 1.0}),
     "alternate windows": ("qwen2-moe-windows", {"use_sliding_window": False}),
+    "windows of alternate layers": ("gpt-oss", {"layer_types": ["full_attention"] * 3}),
+    "YaRN's fractions of pairs": (
+        "gpt-oss",
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e3, "factor": 4.0}},
+    ),
     "a window of every layer": ("qwen3-moe-steps", {"use_sliding_window": False}),
 }
 
@@ -148,6 +153,10 @@ def test_what_yarn_does_to_attention_changes_the_answer(
         ("gemma2", "pre_feedforward_layernorm.weight"),
         ("gemma2", "post_feedforward_layernorm.weight"),
         ("gemma3", "q_norm.weight"),
+        ("gpt-oss", "sinks"),
+        ("gpt-oss", "router.bias"),
+        ("gpt-oss", "gate_up_proj_bias"),
+        ("gpt-oss", "down_proj_bias"),
     ],
 )
 def test_each_small_tensor_counts(name: str, parameter: str, tmp_path: Path) -> None:
@@ -190,8 +199,9 @@ def test_a_step_without_a_last_token_samples_nothing_and_advances(tmp_path: Path
     assert first.tokens == PROMPTS[3]
 
 
-def test_pages_of_another_engine_continue_the_answer(tmp_path: Path) -> None:
-    oracle = save(TINY_MODELS["qwen3-windows"], tmp_path)
+@pytest.mark.parametrize("name", ["qwen3-windows", "gpt-oss"])
+def test_pages_of_another_engine_continue_the_answer(name: str, tmp_path: Path) -> None:
+    oracle = save(TINY_MODELS[name], tmp_path)
     prefill, decode = load(tmp_path, 4), load(tmp_path, 4)
     prompt = random_prompt(37)
     there, here = sequence(prefill, prompt, ANSWER), sequence(decode, prompt, ANSWER)

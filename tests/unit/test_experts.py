@@ -10,13 +10,15 @@ import pytest
 import torch
 from engine_loop import answer, load
 from tiny_models import TINY_MODELS, TinyModel, generate_with_transformers, save
-from transformers import DeepseekV2Config, DeepseekV3Config
+from transformers import DeepseekV2Config, DeepseekV3Config, GptOssConfig
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Moe
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 
 from baton.core.errors import BatonError, InvalidCheckpoint, InvalidConfig, UnsupportedModel
 from baton.engine.architecture import read_architecture
-from baton.kernels.experts import Experts, route
+from baton.engine.weights import separate_pairs
+from baton.kernels.experts import ExpertBiases, Experts, route
 from baton.kernels.linear import Linear, RMSNorm
 from baton.kernels.routing import Routing
 
@@ -83,6 +85,36 @@ def _weights(oracle: Any, routing: Routing) -> tuple[Any, ...]:
         torch.cat((oracle.experts.gate_up_proj, ups)),
         torch.cat((oracle.experts.down_proj, downs)),
     )
+
+
+@torch.inference_mode()
+def test_gpt_oss_mixture_is_as_in_transformers() -> None:
+    """With numbers beyond the limits of its activation."""
+    routing = Routing(8, 3, COLUMNS, normalized=True, biased=True)
+    shape = {"hidden_size": HIDDEN, "intermediate_size": COLUMNS}
+    config: Any = GptOssConfig(**shape, num_local_experts=8, num_experts_per_tok=3)
+    config._experts_implementation = "eager"
+    torch.manual_seed(0)
+    oracle: Any = GptOssMLP(config)
+    for tensor in oracle.parameters():
+        tensor.normal_(0.0, 1.0)
+    theirs = oracle.experts
+    experts = Experts(
+        routing,
+        Linear(oracle.router.weight, oracle.router.bias),
+        None,
+        separate_pairs(theirs.gate_up_proj).transpose(1, 2).contiguous(),
+        theirs.down_proj.transpose(1, 2).contiguous(),
+        "clamped_swiglu",
+        ExpertBiases(separate_pairs(theirs.gate_up_proj_bias), theirs.down_proj_bias),
+    )
+    x, norm = torch.randn(50, HIDDEN), RMSNorm(torch.rand(HIDDEN), 1e-5)
+    wanted = oracle(norm(x)[None])[0][0]
+    torch.testing.assert_close(experts(x, norm), wanted, rtol=1e-4, atol=1e-4)
+    experts.pack()
+    torch.testing.assert_close(experts(x, norm), wanted, rtol=1e-4, atol=1e-4)
+    theirs.limit = 100.0
+    assert not torch.allclose(oracle(norm(x)[None])[0][0], wanted, atol=1.0)
 
 
 @torch.inference_mode()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from baton.engine.gpu.prompt_attention import LongChunk, library_attention
 from baton.kernels.attention import Scoring
+from baton.kernels.gpu import decode_attention as decoding
 from baton.kernels.gpu.chunk_attention import BLOCK_QUERIES, chunk_attention, merge_attended
 from baton.kernels.gpu.decode_attention import SplitWorkspace, decode_attention
 from baton.kernels.gpu.norm import Scaled
@@ -31,9 +32,10 @@ class Heads:
     norms: bool = False
     late: bool = False  # sizes and biases are applied after the product
     cap: float | None = None
+    sinks: bool = False
 
-    @property
-    def shape(self) -> HeadShape:
+    def shape_on(self, device: torch.device) -> HeadShape:
+        sinks = torch.linspace(-9.0, 9.0, self.heads, device=device) if self.sinks else None
         return HeadShape(
             self.heads,
             self.kv_heads,
@@ -42,6 +44,7 @@ class Heads:
             self.rotates,
             epsilon=1e-5,
             scoring=Scoring(self.dim**-0.5, self.cap),
+            sinks=sinks,
         )
 
 
@@ -98,12 +101,15 @@ class Pool:
         Heads(8, 1, 256, norms=True, late=True),
         Heads(6, 2, 8, window=7),
         Heads(4, 2, 64, window=40, cap=0.5),
+        Heads(8, 2, 64, window=40, sinks=True, late=True),
+        Heads(6, 1, 32, sinks=True),
     ],
     ids=str,
 )
 def test_decode_attention_matches_the_reference(
     device: torch.device, heads: Heads, page_size: int
 ) -> None:
+    shape = heads.shape_on(device)
     for dtype in types_for(device, torch.float16, torch.bfloat16):
         pool = Pool(device, dtype, heads, page_size, [600, 1, 66, 9])
         rows, positions = pool.ints(2, 0, 1, 3), pool.ints(65, 599, 0, -1)
@@ -116,13 +122,33 @@ def test_decode_attention_matches_the_reference(
             (reference.decode_attention, kv, wanted),
         ):
             attend(
-                projected, pool.cos_sin, rows, positions, pool.table, memory[:, 1], heads.shape,
+                projected, pool.cos_sin, rows, positions, pool.table, memory[:, 1], shape,
                 workspace, out, norms[0], norms[1],
             )  # fmt: skip
         assert_close(found[:3], wanted[:3])
         assert found[3].isnan().all(), "a row without a sequence is left alone"
         assert_close(pool.kv, kv)
         assert torch.equal(pool.kv[:, [0, 2]], kv[:, [0, 2]]), "another layer was written"
+
+
+@pytest.mark.parametrize("window", [None, 200])
+def test_any_number_of_programs_gives_the_same_bits(
+    device: torch.device, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads = Heads(8, 2, 64, window=window, sinks=True)
+    found = []
+    for programs in (1, 2, 4):
+        monkeypatch.setattr(decoding, "MOST_PROGRAMS", programs)
+        pool = Pool(device, torch.float32, heads, 16, [600, 66])
+        workspace = SplitWorkspace.make(2, 600, 8, 2, 64, device)
+        out = pool.blank(2)
+        decode_attention(
+            pool.projected(2), pool.cos_sin, pool.ints(0, 1), pool.ints(599, 65), pool.table,
+            pool.kv[:, 1], heads.shape_on(device), workspace, out,
+        )  # fmt: skip
+        found.append(out)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
 
 
 @pytest.mark.parametrize(
@@ -132,13 +158,15 @@ def test_decode_attention_matches_the_reference(
         (Heads(3, 1, 80, window=20), 5),
         (Heads(2, 2, 8), 3),
         (Heads(2, 1, 32, cap=0.5), 16),
+        (Heads(4, 2, 64, sinks=True), 16),
+        (Heads(3, 1, 32, window=9, sinks=True), 5),
     ],
     ids=str,
 )
 def test_chunk_attention_matches_the_reference(
     device: torch.device, heads: Heads, page_size: int
 ) -> None:
-    starts, counts = (30, 0), (70, 3)
+    starts, counts, shape = (30, 0), (70, 3), heads.shape_on(device)
     for dtype in types_for(device, torch.float16, torch.bfloat16):
         pool = Pool(device, dtype, heads, page_size, [100, 3])
         blocks, row = [(0, 0, 0, 0)], 0
@@ -149,8 +177,8 @@ def test_chunk_attention_matches_the_reference(
             row += count
         qkv, found, wanted = pool.qkv(row + 1), pool.blank(row + 1), pool.blank(row + 1)
         layer = pool.kv[:, 1]
-        chunk_attention(qkv, pool.ints(*blocks), pool.table, layer, heads.shape, found)
-        reference.chunk_attention(qkv, pool.ints(*blocks), pool.table, layer, heads.shape, wanted)
+        chunk_attention(qkv, pool.ints(*blocks), pool.table, layer, shape, found)
+        reference.chunk_attention(qkv, pool.ints(*blocks), pool.table, layer, shape, wanted)
         assert_close(found[:row], wanted[:row])
         assert found[row].isnan().all(), "a row of no block is left alone"
 
@@ -160,6 +188,7 @@ def test_the_librarys_attention_of_a_long_chunk_matches_the_reference(
     device: torch.device, start: int
 ) -> None:
     heads, count = Heads(4, 2, 64), 600
+    shape = heads.shape_on(device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     pool = Pool(device, dtype, heads, 16, [start + count, start + count])
     qkv, layer = pool.qkv(count + 3), pool.kv[:, 1]
@@ -169,10 +198,10 @@ def test_the_librarys_attention_of_a_long_chunk_matches_the_reference(
     layer[pages, 0, tokens % 16] = keys_values[:, 4:6]
     layer[pages, 1, tokens % 16] = keys_values[:, 6:]
     chunk = LongChunk(2, count, start, slot=1)
-    found = library_attention(qkv, chunk, pool.table, layer, heads.shape)
+    found = library_attention(qkv, chunk, pool.table, layer, shape)
     wanted = pool.blank(count + 3)
     reference.chunk_attention(
-        qkv, pool.ints((2, start, count, 1)), pool.table, layer, heads.shape, wanted
+        qkv, pool.ints((2, start, count, 1)), pool.table, layer, shape, wanted
     )
     assert_close(found, wanted[2 : 2 + count])
 

@@ -8,6 +8,7 @@ from kernel_checks import assert_close, types_for
 from torch import Tensor
 
 from baton.kernels import experts as reference
+from baton.kernels.experts import NO_BIASES, ExpertBiases
 from baton.kernels.gpu.experts import (
     LARGEST,
     TILINGS,
@@ -20,7 +21,7 @@ from baton.kernels.gpu.experts import (
 )
 from baton.kernels.gpu.norm import scale_rows
 from baton.kernels.gpu.routing import Routed, route
-from baton.kernels.linear import Activation, gate_and_multiply
+from baton.kernels.linear import Activation, Linear, gate_and_multiply
 from baton.kernels.routing import Routing
 
 ROUTINGS = {
@@ -32,6 +33,7 @@ ROUTINGS = {
                                 groups=4, top_groups=2, group_best=2),
     "one": Routing(1, 1, 24),
     "whole tiles": Routing(4, 2, 128),
+    "biased": Routing(6, 3, 24, normalized=True, biased=True),
 }  # fmt: skip
 CASES = [(name, rows) for name in ROUTINGS for rows in (1, 7)]
 CASES += [("shared gate", 40), ("corrected groups", 40), ("whole tiles", 150)]
@@ -55,12 +57,20 @@ class Case:
         self.correction = random(routing.experts).float() if routing.corrected else None
         self.gate_up = random(routing.every, 2 * routing.columns, hidden)
         self.down = random(routing.every, hidden, routing.columns)
+        self.biases = NO_BIASES
+        if routing.biased:
+            ups, downs = random(routing.every, 2 * routing.columns), random(routing.every, hidden)
+            self.biases = ExpertBiases(40 * ups, 10 * downs)
+        self.router_bias = random(routing.outputs) * 5 if routing.biased else None
 
     def route(self) -> Routed:
-        return route(self.source, self.router, self.correction, self.routing)
+        router = Linear(self.router, self.router_bias)
+        return route(self.source, router, self.correction, self.routing)
 
     def parts(self, routed: Routed, activation: Activation = "silu") -> Tensor:
-        return weighted(gated(self.source, routed, self.gate_up, activation), routed, self.down)
+        ups, downs = self.biases
+        opened = gated(self.source, routed, self.gate_up, activation, ups)
+        return weighted(opened, routed, self.down, downs)
 
     def normed(self) -> Tensor:
         assert self.source.squares is not None
@@ -69,7 +79,10 @@ class Case:
 
     def wanted(self) -> tuple[Tensor, Tensor]:
         """Experts and weights [T, per_row], on the CPU."""
-        logits = (self.normed() @ self.router.double().T).float().cpu()
+        logits = self.normed() @ self.router.double().T
+        if self.router_bias is not None:
+            logits += self.router_bias
+        logits = logits.float().cpu()
         correction = None if self.correction is None else self.correction.cpu()
         return reference.route(logits, self.routing, correction)
 
@@ -93,7 +106,12 @@ def test_rows_go_to_the_experts_of_the_reference(
 
 @pytest.mark.parametrize(
     ("name", "rows", "activation"),
-    [*((*case, "silu") for case in CASES), ("shared gate", 7, "gelu_tanh")],
+    [
+        *((*case, "silu") for case in CASES),
+        ("shared gate", 7, "gelu_tanh"),
+        ("biased", 7, "clamped_swiglu"),
+        ("biased", 40, "clamped_swiglu"),
+    ],
 )
 def test_experts_outputs_are_those_of_the_reference(
     device: torch.device, name: str, rows: int, activation: Activation
@@ -103,8 +121,14 @@ def test_experts_outputs_are_those_of_the_reference(
         parts = case.parts(case.route(), activation)
         chosen, weights = (each.to(device) for each in case.wanted())
         gate_up = torch.einsum("th,tknh->tkn", case.normed(), case.gate_up.double()[chosen])
-        hidden = gate_and_multiply(gate_up.to(dtype).double(), activation).to(dtype).double()
+        gate_up = gate_up.to(dtype).double()
+        ups, downs = case.biases
+        if ups is not None:
+            gate_up += ups[chosen]
+        hidden = gate_and_multiply(gate_up, activation).to(dtype).double()
         wanted = torch.einsum("tkn,tkhn->kth", hidden, case.down.double()[chosen])
+        if downs is not None:
+            wanted += downs[chosen].transpose(0, 1)
         wanted = wanted * weights.double().T.unsqueeze(2)
         assert_close(parts, wanted.to(dtype))
         assert_close(sum_parts(parts), wanted.sum(dim=0).to(dtype))

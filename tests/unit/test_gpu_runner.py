@@ -89,7 +89,7 @@ def test_a_gpu_answers_as_a_cpu_does(device: torch.device, tmp_path: Path) -> No
     assert answers(runner_for(tmp_path, device), prompts, samplings, 4) == wanted
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "dots1"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "dots1", "gpt-oss"])
 def test_experts_of_a_gpu_answer_as_transformers_does(
     name: str, device: torch.device, tmp_path: Path
 ) -> None:
@@ -101,7 +101,7 @@ def test_experts_of_a_gpu_answer_as_transformers_does(
     assert answers(runner, prompts, [Sampling()] * 2, 3) == wanted
 
 
-@pytest.mark.parametrize("name", ["llama-biases", "qwen2-moe"])
+@pytest.mark.parametrize("name", ["llama-biases", "qwen2-moe", "gpt-oss"])
 def test_two_ranks_of_a_gpu_answer_as_a_cpu_does(
     name: str, device: torch.device, tmp_path: Path
 ) -> None:

@@ -34,7 +34,7 @@ from baton.kernels.attention import (
 from baton.kernels.cache import LayerCache, layer_caches, rotate_and_write_, token_rows
 from baton.kernels.cpu import compiler
 from baton.kernels.cpu.compiler import AVX2, AVX512, Registers
-from baton.kernels.experts import Experts
+from baton.kernels.experts import NO_BIASES, ExpertBiases, Experts
 from baton.kernels.linear import GatedLinear, Linear, RMSNorm
 from baton.kernels.routing import Routing
 
@@ -114,10 +114,18 @@ ROUTINGS = [
     Routing(60, 4, 24, shared=2, shared_gate=True),
     Routing(32, 6, 24, scores="sigmoid", corrected=True, normalized=True, groups=4, top_groups=2,
             group_best=2, scale=2.5, shared=1),
+    Routing(12, 3, 24, normalized=True, biased=True),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("routing", ROUTINGS, ids=["gate", "groups"])
+def expert_biases(routing: Routing, hidden: int, dtype: torch.dtype) -> ExpertBiases:
+    if not routing.biased:
+        return NO_BIASES
+    sizes = (2 * routing.columns, hidden)
+    return ExpertBiases(*(torch.randn(routing.every, size).to(dtype) for size in sizes))
+
+
+@pytest.mark.parametrize("routing", ROUTINGS, ids=["gate", "groups", "biases"])
 def test_experts(routing: Routing, dtype: torch.dtype) -> None:
     experts = Experts(
         routing,
@@ -125,6 +133,8 @@ def test_experts(routing: Routing, dtype: torch.dtype) -> None:
         torch.randn(routing.experts) if routing.corrected else None,
         torch.randn(routing.every, 2 * routing.columns, 96).to(dtype),
         torch.randn(routing.every, 96, routing.columns).to(dtype),
+        "clamped_swiglu" if routing.biased else "silu",
+        expert_biases(routing, 96, dtype),
     )
     experts.pack()
     assert experts.gate_up.is_meta
@@ -170,6 +180,7 @@ class Context:
         self.length = 700
         self.query = torch.randn(self.length, heads, head_dim).to(dtype) * 2
         self._tokens = torch.randn(self.length, 2, kv_heads, head_dim).to(dtype)
+        self.sinks = 4 * torch.randn(heads)
 
     def pages(self, page_size: int) -> tuple[LayerCache, Tensor]:
         """The second of two layers, and the page ids."""
@@ -184,7 +195,7 @@ class Context:
     def whole(self, window: int | None) -> Tensor:
         cache, table = self.pages(16)
         reads = ChunkReads(table, 0, 0, self.length, window)
-        return chunk_attention(self.query, cache, reads, SCORING)
+        return chunk_attention(self.query, cache, reads, SCORING, self.sinks)
 
 
 def decoded(context: Context, page_size: int, positions: list[int], window: int | None) -> Tensor:
@@ -202,7 +213,7 @@ def decoded(context: Context, page_size: int, positions: list[int], window: int 
     longest = max(end - start for start, end in zip(starts, ends, strict=True))
     made = [torch.tensor(each) for each in (starts, first, ends)]
     reads = DecodeReads(tables, made[0], made[1], made[2], longest, max(starts) > 0)
-    return decode_attention(context.query[positions], cache, reads, SCORING)
+    return decode_attention(context.query[positions], cache, reads, SCORING, context.sinks)
 
 
 @pytest.mark.parametrize("window", [None, 7, 60, 300])
@@ -222,7 +233,8 @@ def test_attention(shape: tuple[int, int, int], window: int | None, dtype: torch
             start = first // page_size * page_size
             pages = table[start // page_size : (end - 1) // page_size + 1]
             reads = ChunkReads(pages, start, position, end, window)
-            found = chunk_attention(context.query[position:end], cache, reads, SCORING)
+            rows = context.query[position:end]
+            found = chunk_attention(rows, cache, reads, SCORING, context.sinks)
             assert torch.equal(found, wanted[position:end]), (page_size, position, end)
             position = end % context.length
         for batch in (1, 2, 33):
@@ -301,6 +313,7 @@ def test_tile_registers_are_as_emulated(monkeypatch: pytest.MonkeyPatch) -> None
         "qwen2-moe",
         "qwen3-moe",
         "dots1",
+        "gpt-oss",
     ],
 )
 def test_whole_models(name: str, dtype: torch.dtype, tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ PROMPTS = [random_prompt(length) for length in (1, 5, 40, 150)]
 # Biases, norms of heads, windows, a tied head, layers without rotation; multipliers, fused weights,
 # norms of what ranks have summed; experts.
 FAMILIES = ["llama-biases", "qwen3-windows", "smollm3", "granite", "phi3-partial", "gemma2"]
-FAMILIES += ["mixtral", "qwen2-moe", "dots1"]
+FAMILIES += ["mixtral", "qwen2-moe", "dots1", "gpt-oss"]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -111,7 +111,7 @@ def _drawn(engine: Engine) -> list[int]:
     return running.tokens
 
 
-@pytest.mark.parametrize("name", ["llama-biases", "dots1"])
+@pytest.mark.parametrize("name", ["llama-biases", "dots1", "gpt-oss"])
 def test_random_weights_are_those_of_the_whole_model(name: str, tmp_path: Path) -> None:
     save(TINY_MODELS[name], tmp_path / "model")
     whole = Engine.load(tmp_path / "model", kv_memory=4 << 20, random_weights=True)

@@ -212,3 +212,90 @@ def test_tools_calls_and_results_are_given_as_transformers_gives_them() -> None:
     ]
     tools = [Tool("f", "does", json.dumps(parameters))]
     assert ChatTemplate(WITH_TOOLS, {}).render(messages, tools) == expected
+
+
+# As gpt-oss's: channels, types of tools by a macro that calls itself, calls after their analysis.
+HARMONY = """\
+{%- macro type_of(spec) -%}
+    {%- if spec.type == "array" -%}
+        {{- type_of(spec["items"]) + "[]" }}
+    {%- elif spec.enum -%}
+        {{- '"' + spec.enum | join('" | "') + '"' -}}
+    {%- else -%}
+        {{- spec.type if spec.type is string else spec.type | join(" | ") }}
+    {%- endif -%}
+{%- endmacro -%}
+{{- "<|start|>system<|message|>Current date: " + strftime_now("%Y") + "\\n\\nReasoning: " }}
+{{- (reasoning_effort if reasoning_effort is defined else "medium") + "<|end|>" }}
+{%- set developer = messages[0].role in ("developer", "system") %}
+{%- set turns = messages[1:] if developer else messages %}
+{%- if developer or tools %}
+    {{- "<|start|>developer<|message|>" + (messages[0].content if developer else "") }}
+    {%- for tool in tools or [] %}
+        {%- for name, spec in tool.function.parameters.properties.items() %}
+            {{- "\\n" + tool.function.name + "." + name + ": " + type_of(spec) }}
+        {%- endfor %}
+    {%- endfor %}
+    {{- "<|end|>" }}
+{%- endif %}
+{%- set last = namespace(name=none) %}
+{%- for turn in turns %}
+    {%- if turn.role == "assistant" and "tool_calls" in turn %}
+        {%- set later = namespace(final=false) %}
+        {%- for other in turns[loop.index:] if other.role == "assistant" %}
+            {%- set later.final = true %}
+        {%- endfor %}
+        {%- if turn.content and not later.final %}
+            {{- "<|start|>assistant<|channel|>analysis<|message|>" + turn.content + "<|end|>" }}
+        {%- endif %}
+        {%- set call = turn.tool_calls[0].function %}
+        {%- set last.name = call.name %}
+        {{- "<|start|>assistant to=functions." + call.name + "<|channel|>commentary json" }}
+        {{- "<|message|>" + call.arguments | tojson + "<|call|>" }}
+    {%- elif turn.role == "assistant" %}
+        {%- if "<|channel|>" in turn.content %}{{- raise_exception("no channels here") }}{% endif %}
+        {{- "<|start|>assistant<|channel|>final<|message|>" + turn.content + "<|end|>" }}
+    {%- elif turn.role == "tool" %}
+        {{- "<|start|>functions." + last.name + " to=assistant<|channel|>commentary<|message|>" }}
+        {{- turn.content | tojson + "<|end|>" }}
+    {%- else %}
+        {{- "<|start|>user<|message|>" + turn.content + "<|end|>" }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- "<|start|>assistant" }}{% endif %}"""
+
+
+def test_a_chat_in_channels_renders_as_in_transformers() -> None:
+    kinds = {"unit": {"type": "string", "enum": ["c", "f"]}, "at": {"type": ["string", "null"]}}
+    kinds["days"] = {"type": "array", "items": {"type": "array", "items": {"type": "number"}}}
+    tool = Tool("weather", "looks", json.dumps({"type": "object", "properties": kinds}))
+    messages = [
+        Message("developer", "Be brief."),
+        Message("user", "Hi"),
+        Message("assistant", "Hello."),
+        Message("user", "Weather?"),
+        Message("assistant", "I look.", (ToolCall("1", "weather", '{"unit": "c"}'),)),
+        Message("tool", '{"sun": true}', tool_call_id="1", name="weather"),
+    ]
+    function = {"name": "weather", "arguments": {"unit": "c"}}
+    given: list[dict[str, object]] = [
+        {"role": each.role, "content": each.content} for each in messages
+    ]
+    given[4]["tool_calls"] = [{"id": "1", "type": "function", "function": function}]
+    described = {
+        "name": "weather",
+        "description": "looks",
+        "parameters": json.loads(tool.parameters),
+    }
+    (expected,), _ = render_jinja_template(
+        conversations=[given],
+        tools=[{"type": "function", "function": described}],
+        chat_template=HARMONY,
+        add_generation_prompt=True,
+    )
+    found = ChatTemplate(HARMONY, {}).render(messages, [tool])
+    assert found == expected
+    assert "<|channel|>analysis<|message|>I look.<|end|>" in found
+    assert found.endswith("<|start|>assistant")
+    with pytest.raises(InvalidRequest, match="no channels here"):
+        ChatTemplate(HARMONY, {}).render([Message("assistant", "<|channel|>final")])
