@@ -11,7 +11,7 @@ from engine_loop import serve
 from foreign_models import FOREIGN_MODELS
 from pools import CUDA
 from processes import ProcessCluster
-from tiny_models import VOCABULARY, generate_with_transformers, save
+from tiny_models import TINY_MODELS, VOCABULARY, generate_with_transformers, save
 from transformers import PreTrainedModel
 
 from baton import AsyncClient
@@ -29,7 +29,7 @@ def prompts() -> list[list[int]]:
 
 
 def oracle_on_gpu(name: str, folder: Path) -> PreTrainedModel:
-    oracle: PreTrainedModel = save(FOREIGN_MODELS[name], folder).to("cuda")
+    oracle: PreTrainedModel = save((FOREIGN_MODELS | TINY_MODELS)[name], folder).to("cuda")
     return oracle
 
 
@@ -39,7 +39,7 @@ async def answers(client: AsyncClient) -> list[list[int]]:
     return [list(each.token_ids) for each in await asyncio.gather(*asked)]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "cohere2", "gpt_oss-sinks"])
+@pytest.mark.parametrize("name", ["gpt2", "cohere2", "gpt-oss"])
 def test_a_mixed_batch_answers_as_transformers_does(name: str, tmp_path: Path) -> None:
     oracle = oracle_on_gpu(name, tmp_path)
     expected = [generate_with_transformers(oracle, prompt, ANSWER) for prompt in prompts()]

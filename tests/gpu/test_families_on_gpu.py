@@ -26,6 +26,7 @@ NAMES = (
     "qwen2-moe",
     "qwen3-moe",
     "dots1",
+    "gpt-oss",
 )
 MODELS = {name: TINY_MODELS[name] for name in NAMES} | {
     "wide-heads": TinyModel("llama", {"head_dim": 128})

@@ -48,16 +48,6 @@ FOREIGN_MODELS: dict[str, TinyModel] = {
         "glm4_moe", _SHAPE | _EXPERTS | {"head_dim": 16, "n_routed_experts": 4, "n_group": 1}
     ),
     "minimax_m2": TinyModel("minimax_m2", _SHAPE | _EXPERTS | {"head_dim": 16}),
-    "gpt_oss-sinks": TinyModel(
-        "gpt_oss",
-        _SHAPE
-        | _EXPERTS
-        | {
-            "head_dim": 16,
-            "sliding_window": 8,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
-        },
-    ),
     "minicpm3-short-values": TinyModel("minicpm3", _SHAPE | _MLA),
 }
 REFUSED_MODELS: dict[str, tuple[TinyModel, str]] = {
