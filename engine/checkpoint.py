@@ -1,7 +1,9 @@
 """Tensors of a checkpoint, each read once, straight into its final buffer.
 
-Files are memory-mapped: the copy into the buffer, which also converts the type, is the first
-to touch a tensor's bytes. Those of a GGUF file and those in MXFP4 are dequantized one at a time.
+Files are memory-mapped: the copy into the buffer is the first to touch a tensor's bytes, and a
+rank touches only its part. On a CPU that copy also converts the type; to a GPU it goes through
+a little pinned memory (engine/gpu/upload.py), and the GPU converts and rearranges. Tensors of a
+GGUF file and those in MXFP4 are dequantized one at a time.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from torch import Tensor
 from baton.core.errors import InvalidCheckpoint, ModelNotFound
 from baton.core.gguf_model import GgufWeights
 from baton.core.model_store import WEIGHT_FILE, weight_files
+from baton.engine.gpu.upload import Upload
 from baton.engine.mxfp4 import BLOCKS, SCALES, dequantize
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -54,7 +57,13 @@ class _OpenFile(Protocol):
 class Checkpoint:
     """The tensors of the model in `folder`; each can be copied once."""
 
-    def __init__(self, folder: Path, progress: Callable[[float], None] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        progress: Callable[[float], None] | None = None,
+        upload: Upload | None = None,
+    ) -> None:
+        """With `upload`, which it closes, targets are on that device."""
         opened = _open_all(checkpoint_files(folder))
         stored: dict[str, _OpenFile] = {}
         for file in opened:
@@ -62,6 +71,7 @@ class Checkpoint:
         self._remaining = _with_dequantized(stored)
         self._count = len(self._remaining)
         self._progress = progress
+        self._upload = upload
 
     def __contains__(self, name: str) -> bool:
         """Whether the tensor can be copied."""
@@ -84,9 +94,17 @@ class Checkpoint:
             )
         if cut:
             tensor = cut.of(tensor)
-        target.copy_(arrange(tensor) if arrange else tensor)
+        self._copy(tensor, target, arrange)
         if self._progress:
             self._progress(1.0 - len(self._remaining) / self._count)
+
+    def _copy(self, tensor: Tensor, target: Tensor, arrange: Arrange | None) -> None:
+        if self._upload is None:
+            target.copy_(arrange(tensor) if arrange else tensor)
+            return
+        self._upload.copy(tensor, target)
+        if arrange:
+            target.copy_(arrange(target))
 
     def skip(self, name: str) -> None:
         """Marks a tensor, if present, as not needed."""
@@ -94,6 +112,8 @@ class Checkpoint:
 
     def finish(self) -> None:
         """Raises if a tensor was not used: then the model is not what its config says."""
+        if self._upload is not None:
+            self._upload.close()
         unused = sorted(name for name in self._remaining if not name.endswith(".inv_freq"))
         if unused:
             raise InvalidCheckpoint(

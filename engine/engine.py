@@ -25,6 +25,7 @@ from baton.core.types import Work
 from baton.engine.architecture import Architecture, Split
 from baton.engine.checkpoint import Checkpoint, checkpoint_files, digest_files
 from baton.engine.gpu.device import GpuSettings, confine
+from baton.engine.gpu.upload import Upload
 from baton.engine.grammar import Grammars, TokenGuide
 from baton.engine.model import Model
 from baton.engine.model_choice import (
@@ -115,8 +116,8 @@ class Engine:
             confine(gpu.share, device)
         model: Model | FallbackModel
         if isinstance(architecture, Architecture):
-            found = None if random_weights else Checkpoint(folder, partial(progress, "weights"))
-            model = load_model(found or RandomTensors(device), architecture, kind, device, group)
+            source = _open_weights(folder, device, random_weights, partial(progress, "weights"))
+            model = load_model(source, architecture, kind, device, group)
         else:
             model = _load_fallback(folder, architecture, kind, device, random_weights)
         context = min(architecture.context_length, max_context or architecture.context_length)
@@ -173,6 +174,15 @@ class Engine:
     def follow(self, step: bytes) -> None:
         """On a rank other than 0: runs its part of a step that rank 0 broadcast."""
         self._runner.follow(step)
+
+
+def _open_weights(
+    folder: Path, device: str, random_weights: bool, progress: Callable[[float], None]
+) -> Checkpoint | RandomTensors:
+    if random_weights:
+        return RandomTensors(device)
+    upload = None if device == "cpu" else Upload(torch.device(device))
+    return Checkpoint(folder, progress, upload)
 
 
 def _load_fallback(
