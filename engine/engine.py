@@ -133,7 +133,8 @@ class Engine:
         context = min(context, pool.total * page_size)
         shape = _kv_shape(model.architecture, pool.total, page_size)
         kv = torch.zeros(shape, dtype=kind, device=device)
-        make = partial(_make_runner, model, kv, pool, context, partial(progress, "steps"), group)
+        make = partial(_make_runner, model, kv, pool, context, progress, group)
+        progress("pages", 1.0)
         name = fingerprint(folder, architecture, random_weights)
         grammars = Grammars(folder, architecture.vocabulary_size)
         return cls(architecture, split, pool, kv, context, name, grammars, make, gpu)
@@ -226,7 +227,7 @@ def _make_runner(
     kv: Tensor,
     pool: PagePool,
     context: int,
-    progress: Callable[[float], None],
+    progress: LoadProgress,
     group: Group | None,
     gpu: GpuSettings,
 ) -> AnyRunner:

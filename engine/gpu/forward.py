@@ -51,8 +51,19 @@ class Forward:
         self._epsilon = model.architecture.norm_epsilon
         self._norms_projections = model.architecture.query_key_norm == "projection"
         self._numerics = numerics
+        self._indices = list(range(len(model.layers)))
         # In float16 rows are normed before the product: see kernels/gpu/norm.py.
         self._late_size = model.embedding.dtype != torch.float16
+
+    def with_few_layers(self) -> Forward:
+        """The first layer and the last, whose kernels differ, and one of each kind between."""
+        layers, few = self._model.layers, Forward(self._model, self._numerics)
+        kinds = {}
+        for index in self._indices[:0:-1]:
+            layer = layers[index]
+            kinds[layer.window, layer.rope, type(layer.mlp)] = index
+        few._indices = sorted({0, *kinds.values(), len(layers) - 1})
+        return few
 
     def __call__(self, tokens: Tensor, attend: Attend, samples: Tensor | None = None) -> Tensor:
         """tokens [T] -> the head's input, [n, hidden], for rows `samples` [n] or for all.
@@ -69,7 +80,8 @@ class Forward:
             tokens, model.embedding, first, self._epsilon, model.embedding_scale
         )
         last = len(model.layers) - 1
-        for index, layer in enumerate(model.layers):
+        for index in self._indices:
+            layer = model.layers[index]
             attended = attend(index, self._project(layer, source))
             if index == last and samples is not None:
                 residual = residual[samples]

@@ -7,50 +7,53 @@ each replay; its outputs stay where the recording left them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from baton.core.errors import Internal
 
-if TYPE_CHECKING:
-    from torch.cuda import _POOL_HANDLE
+class Recorder:
+    """Records bodies one after another, into memory that all share: only one runs at a time.
 
+    torch.cuda.graph would free all cached memory before each of them.
+    """
 
-def memory_pool(device: torch.device) -> _POOL_HANDLE | None:
-    """Memory that all recordings share: only one runs at a time."""
-    return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
+
+    def record(self, body: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(self._stream):
+            # Only this thread's calls can break it: the transfer thread and NCCL's query their
+            # own events meanwhile.
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                output = body()
+            finally:
+                graph.capture_end()
+        return graph, output
 
 
 class Recording:
-    """A recorded body of kernels; where it is not recordable, it runs each time."""
+    """A body of kernels, replayed once it is recorded; until then, it runs each time."""
 
-    def __init__(self, body: Callable[[], Tensor], *, recordable: bool) -> None:
+    def __init__(self, body: Callable[[], Tensor]) -> None:
         self._body = body
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._output: Tensor | None = None
-        self._recordable = recordable
+        self._recorded: tuple[torch.cuda.CUDAGraph, Tensor] | None = None
 
-    def record(self, pool: _POOL_HANDLE | None) -> None:
-        """Runs the body once to compile its kernels, then records it."""
-        if not self._recordable:
-            return
+    def record(self, recorder: Recorder) -> None:
+        """Runs the body once to load its kernels, then records it."""
         self._body()
-        torch.cuda.synchronize()
-        self._graph = torch.cuda.CUDAGraph()
-        # Only this thread's calls can break it: the transfer thread and NCCL's query their own
-        # events meanwhile.
-        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
-            self._output = self._body()
+        self._recorded = recorder.record(self._body)
 
     def replay(self) -> Tensor:
-        if not self._recordable:
+        if self._recorded is None:
             return self._body()
-        if self._graph is None or self._output is None:
-            raise Internal("a step was replayed before it was recorded")
-        self._graph.replay()
-        return self._output
+        graph, output = self._recorded
+        graph.replay()
+        return output
 
 
 def row_counts(most: int) -> list[int]:

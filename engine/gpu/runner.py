@@ -13,7 +13,8 @@ part, and shares the step's tokens from device to device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -34,6 +35,7 @@ from baton.engine.gpu.batch import (
     upload,
     upload_into,
 )
+from baton.engine.gpu.compile import compiling
 from baton.engine.gpu.forward import Forward
 from baton.engine.gpu.graphs import Recording
 from baton.engine.gpu.numerics import Numerics
@@ -102,7 +104,7 @@ class GpuRunner:
         self._forward = Forward(model, numerics)
         self._device = device
         self._group = group
-        recordable = device.type == "cuda" and (group is None or group.recordable)
+        self._recordable = device.type == "cuda" and (group is None or group.recordable)
         self._limits = Limits(
             kv.shape[3], max_batch, supports(shape, kv.dtype, kv.device, numerics)
         )
@@ -115,20 +117,18 @@ class GpuRunner:
         self._tokens = torch.zeros(most, dtype=torch.int32, device=device)
         self._logits = torch.empty(max_batch, len(model.head.weight), dtype=kv.dtype, device=device)
         self._decode = {
-            rows: Recording(self._decode_body(rows), recordable=recordable)
-            for rows in graphs.row_counts(max_batch)
+            rows: Recording(self._decode_body(rows)) for rows in graphs.row_counts(max_batch)
         }
-        self._prompt = {
-            rows: Recording(self._prompt_body(rows), recordable=recordable)
-            for rows in graphs.PROMPT_ROWS
-        }
+        self._prompt = {rows: Recording(self._prompt_body(rows)) for rows in graphs.PROMPT_ROWS}
 
     @torch.inference_mode()
     def record(self, progress: Callable[[float], None] = lambda done: None) -> None:
-        """Compiles and records every replayed step; called once, before the first launch.
+        """Records every replayed step; called once, before the first launch.
 
         Leaves pages unchanged: after a role switch they hold the worker's cache.
         """
+        if not self._recordable:
+            return
         padding = self._slots.padding
         # The largest first: the smaller ones reuse its memory.
         steps = [
@@ -138,11 +138,31 @@ class GpuRunner:
             (StepArrays.idle(rows, _blocks_of(rows), padding, decodes=False), recording)
             for rows, recording in reversed(self._prompt.items())
         ]
-        pool = graphs.memory_pool(self._device)
+        recorder = graphs.Recorder()
         for done, (idle, recording) in enumerate(steps):
             upload_into(self._inputs, idle.joined())
-            recording.record(pool)
+            recording.record(recorder)
             progress((done + 1) / len(steps))
+        torch.cuda.empty_cache()
+
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Compiles the kernels of all steps that are recorded later, and of those that are
+        launched meanwhile. These compute nothing."""
+        whole = self._forward
+        self._forward = whole.with_few_layers()
+        try:
+            with compiling():
+                self._run_recordings()
+                yield
+        finally:
+            self._forward = whole
+
+    @torch.inference_mode()
+    def _run_recordings(self) -> None:
+        if self._recordable:
+            for recording in (*self._decode.values(), *self._prompt.values()):
+                recording.replay()
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> GpuInFlightStep:

@@ -46,6 +46,9 @@ GROUP_BYTES = 1 << 30
 """NCCL's buffers, allocated when the ranks connect."""
 
 
+StartProgress = Callable[[str, float], None]
+"""Receives what is being done, and its completed fraction."""
+
 PromptPart = tuple[int, int]
 """Start and number of the tokens of a prompt that one step computes."""
 
@@ -99,7 +102,7 @@ def start_runner(
     pool: PagePool,
     context: int,
     settings: GpuSettings,
-    progress: Callable[[float], None],
+    progress: StartProgress,
     group: Group | None = None,
 ) -> GpuRunner:
     """A runner with all steps recorded and nothing left to compile.
@@ -108,9 +111,14 @@ def start_runner(
     """
     numerics = Numerics(settings.numerics)
     runner = GpuRunner(model, kv, context, settings.max_batch, group, numerics)
-    runner.record(lambda done: progress(done / 2))
     # After a role switch, pages may be in use or in quarantine.
     most = min(settings.chunk_tokens, context, pool.free * pool.page_size)
+    routing = model.architecture.routing
+    with runner.compiling():
+        if group is None:  # else other ranks would follow with tokens of no step
+            _rehearse_steps(runner, pool, most, context, routing)
+    progress("kernels", 1.0)
+    runner.record(lambda done: progress("steps", done / 2))
     if numerics is Numerics.FAST and supports(model.architecture, kv.dtype, kv.device, numerics):
         prepare(
             model.architecture,
@@ -118,11 +126,11 @@ def start_runner(
             kv.device,
             most,
             context,
-            lambda done: progress(0.5 + done / 2),
+            lambda done: progress("steps", 0.5 + done / 2),
         )
     if group is None or group.split.rank == 0:
-        _rehearse_steps(runner, pool, most, context, model.architecture.routing)
-    progress(1.0)
+        _rehearse_steps(runner, pool, most, context, routing)
+    progress("steps", 1.0)
     return runner
 
 
@@ -130,9 +138,10 @@ def _rehearse_steps(
     runner: GpuRunner, pool: PagePool, most: int, context: int, routing: Routing | None
 ) -> None:
     """Runs one step of each kind that is not fully recorded. `most` is the largest chunk."""
+    _rehearse(runner, pool, [(0, most)])
     for sampling in SAMPLINGS:
-        _rehearse(runner, pool, [(0, most)], sampling)
-        _rehearse(runner, pool, [(0, 1)] * min(FEW_ROWS + 1, pool.free), sampling)
+        for rows in (1, min(FEW_ROWS + 1, pool.free)):
+            _rehearse(runner, pool, [(0, 1)] * rows, sampling)
     for rows in rows_of_tilings(routing) if routing else ():
         _rehearse(runner, pool, [(0, min(rows, most))])
     # Prompts with a cached prefix, aligned with the library's lengths or not.

@@ -138,7 +138,7 @@ def decode_attention(
         INPUTS=projected.source.x.shape[1] if projected.source else 1,
         TILE=TILE,
         SPLIT=SPLIT,
-        PROGRAMS=programs,
+        ALONE=programs == 1,
         SCALED=squares is not None,
         BIAS=bias is not None,
         NORMS=query_norm is not None,
@@ -214,7 +214,7 @@ def _decode(
     INPUTS: tl.constexpr,
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
-    PROGRAMS: tl.constexpr,
+    ALONE: tl.constexpr,
     SCALED: tl.constexpr,
     BIAS: tl.constexpr,
     NORMS: tl.constexpr,
@@ -226,7 +226,7 @@ def _decode(
     position = tl.load(positions_pointer + sequence)
     first = tl.maximum(position - window + 1, 0) if window > 0 else 0
     active = position // SPLIT - first // SPLIT + 1
-    mine = tl.cdiv(active, PROGRAMS)
+    mine = active if ALONE else tl.cdiv(active, tl.num_programs(2))
     if (position >= 0) & (program * mine < active):
         table = table_pointer + tl.load(rows_pointer + sequence).to(tl.int64) * table_stride
         dim = tl.arange(0, BLOCK_D)
@@ -302,7 +302,7 @@ def _decode(
                     all_highest, all_total, all_sums = merge(
                         all_highest, all_total, all_sums, highest, total, sums
                     )
-            if PROGRAMS == 1:
+            if ALONE:
                 result = all_sums * (1.0 / all_total)[:, None]
                 tl.store(out, result.to(query.dtype), mask=in_group)
             else:

@@ -149,7 +149,7 @@ def _launch(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _few_rows(
     x_pointer,
     weight_pointer,

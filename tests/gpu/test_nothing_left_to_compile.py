@@ -66,7 +66,7 @@ class Server:
         kv = torch.zeros(size, dtype=torch.bfloat16, device="cuda")
         self.pool = PagePool(PAGES, PAGE_SIZE)
         settings = GpuSettings(chunk_tokens=2048, max_batch=64)
-        self.runner = start_runner(model, kv, self.pool, CONTEXT, settings, lambda _: None)
+        self.runner = start_runner(model, kv, self.pool, CONTEXT, settings, lambda what, done: None)
         self.compiled = compiled
         compiled.clear()
 

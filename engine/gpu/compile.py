@@ -1,0 +1,41 @@
+"""Compiles kernels on several threads before anything is launched.
+
+Most of a compilation runs outside Python's lock. What was compiled once is in Triton's cache of
+files, and only loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+
+import triton
+from triton.runtime.jit import JITFunction
+
+THREADS = min(16, len(os.sched_getaffinity(0)))
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Compiles the kernels that this thread would launch, and launches none.
+
+    All are compiled at its end. Results are left as they were allocated: nothing may index with
+    them, other than kernels. Other threads launch as always.
+    """
+    launch, here = JITFunction.__getitem__, threading.get_ident()
+
+    def compile_or_launch(kernel: JITFunction[object], grid: object) -> Callable[..., object]:
+        if threading.get_ident() == here:
+            return partial(kernel.warmup, grid=grid)
+        return launch(kernel, grid)
+
+    with ThreadPoolExecutor(THREADS) as threads, triton.AsyncCompileMode(threads):
+        JITFunction.__getitem__ = compile_or_launch
+        try:
+            yield
+        finally:
+            JITFunction.__getitem__ = launch
