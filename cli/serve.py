@@ -21,6 +21,7 @@ from baton.core import model_store
 from baton.core.config import Config, Size
 from baton.core.config_values import keys_of
 from baton.core.generation_defaults import read_defaults
+from baton.core.process import StartTimes, process_began
 
 if TYPE_CHECKING:
     from baton.cluster.fleet import Member
@@ -100,6 +101,7 @@ class _Session:
     hurry: threading.Event = field(default_factory=threading.Event)
     printed: dict[str, str] = field(default_factory=dict)  # progress of each process
     began: float = field(default_factory=time.monotonic)
+    times: StartTimes = field(default_factory=lambda: StartTimes(process_began()))
 
     def serve(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -118,12 +120,15 @@ class _Session:
         self.stopped.set()
 
     def _run(self) -> None:
+        self.times.mark("command")
         typer.echo("starting Ray …")
         from baton.cluster.launch import Cluster
 
         cluster = Cluster(self.config, self.ray_address, detached=self.detach, name=self.name)
         try:
-            self._introduce(cluster, cluster.start(self._print_progress))
+            router = cluster.start(self._print_progress)
+            self.times.mark("workers and router")
+            self._introduce(cluster, router)
             if self.watch or not self.detach:
                 self._follow(cluster)
             if self.detach:
@@ -139,7 +144,10 @@ class _Session:
         if not cluster.as_configured:
             typer.echo("it keeps the configuration that it was started with, which differs")
         typer.echo(_instructions(router, self.config, cluster.log_folder))
+        typer.echo(f"Started in {self.times}")
         for member in cluster.members():
+            if member.started:
+                typer.echo(f"  {member.worker_id:<12} {member.started}")
             if not member.role and member.worker_id != router.worker_id:
                 typer.echo(f"{member.worker_id} is at {member.address}\n")
         if self.detach:
@@ -157,9 +165,11 @@ class _Session:
                     return
 
     def _print_progress(self, members: list[Member]) -> None:
-        """Prints a line at each progress of a process."""
+        """Prints a line at each progress of a process. There is none until Ray runs."""
         if self.stopped.is_set():
             raise _Stopped
+        if not members:
+            self.times.mark("Ray")
         for member in members:
             now = f"{member.progress}: {member.error}" if member.error else member.progress
             if self.printed.get(member.worker_id) != now:

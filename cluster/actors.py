@@ -29,7 +29,7 @@ from baton.cluster.ray_session import complete, find_actor, load_fleet
 from baton.core import config as configs
 from baton.core.config import Config
 from baton.core.errors import BatonError
-from baton.core.process import StopSignal, settle_memory
+from baton.core.process import StartTimes, StopSignal, settle_memory
 from baton.core.types import Role
 from baton.worker.resources import claim_threads
 
@@ -158,6 +158,7 @@ class WorkerActor(_ServerActor):
         return self._server.requests if self._server else 0
 
     async def _serve(self) -> bool:
+        times = StartTimes()
         self._report(progress="importing torch")
         assert self._member.role is not None
         claim_threads(self._config, self._member.role)
@@ -171,11 +172,15 @@ class WorkerActor(_ServerActor):
             progress=lambda text: self._report(progress=text),
             on_role=lambda role: self._report(role=role),
             on_leaving=lambda: self._report(progress=DRAINING),
+            times=times,
         )
         await server.start(self._member.host or ray.util.get_node_ip_address(), 0)
         self._server = server
         self._serving = True
-        self._report(progress="ready", address=server.address, agent=server.agent)
+        log.info("started in %s", times)
+        self._report(
+            progress="ready", address=server.address, agent=server.agent, started=str(times)
+        )
         await server.serve_until(self._stopping)
         if self._stopping.requested.is_set():
             return False

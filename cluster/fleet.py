@@ -150,6 +150,7 @@ class Member:
     metrics: str = ""  # a router's address for metrics
     error: str = ""  # why it cannot start
     pid: int = 0  # another one after a restart
+    started: str = ""  # in how many seconds, and what took them
     agent: str = ""  # a serving worker's transport agent, another one after a restart
     requests: int = 0  # a worker's, running or waiting
 

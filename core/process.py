@@ -1,4 +1,4 @@
-"""Logging, stopping and garbage collection, alike in every process."""
+"""Start times, logging, stopping and garbage collection, alike in every process."""
 
 from __future__ import annotations
 
@@ -6,12 +6,42 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import signal
+import time
+from collections import defaultdict
 from dataclasses import dataclass, field
+from pathlib import Path
 
 # New objects before a collection, and young collections before an older generation's. Most of
 # a request's garbage has no cycles and is freed without a collection.
 GARBAGE_THRESHOLDS = (20_000, 20, 20)
+
+
+class StartTimes:
+    """Where the seconds of a start go, stage by stage."""
+
+    def __init__(self, began: float | None = None) -> None:
+        """`began` in time.monotonic's seconds; now by default."""
+        self._last = time.monotonic() if began is None else began
+        self._stages: defaultdict[str, float] = defaultdict(float)
+
+    def mark(self, stage: str) -> None:
+        """The time since the mark before was spent on `stage`."""
+        now = time.monotonic()
+        self._stages[stage] += now - self._last
+        self._last = now
+
+    def __str__(self) -> str:
+        stages = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self._stages.items())
+        return f"{sum(self._stages.values()):.1f} s: {stages}"
+
+
+def process_began() -> float:
+    """When the kernel started this process, in time.monotonic's seconds."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.monotonic() - age
 
 
 @dataclass(frozen=True, slots=True)

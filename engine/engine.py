@@ -114,6 +114,9 @@ class Engine:
             _check_holds_a_page(kv_memory, page_bytes)
         if gpu.share < 1 and device != "cpu":
             confine(gpu.share, device)
+        if device != "cpu":
+            torch.cuda.synchronize(device)  # makes its context
+            progress("device", 1.0)
         model: Model | FallbackModel
         if isinstance(architecture, Architecture):
             source = _open_weights(folder, device, random_weights, partial(progress, "weights"))

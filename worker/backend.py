@@ -20,6 +20,7 @@ from torch import Tensor
 from baton.core import model_store
 from baton.core.config import CacheConfig, Config, settle
 from baton.core.errors import InvalidConfig, WorkerLost
+from baton.core.process import StartTimes
 from baton.core.types import Role
 from baton.engine.engine import Engine
 from baton.engine.gpu.device import GpuSettings
@@ -58,6 +59,7 @@ class Backend:
         inbox: EngineInbox,
         outbox: Outbox,
         metrics: WorkerMetrics,
+        times: StartTimes,
         *,
         progress: ReportProgress,
         on_lost: Callable[[WorkerLost], object],
@@ -71,6 +73,7 @@ class Backend:
         self._inbox = inbox
         self._outbox = outbox
         self._metrics = metrics
+        self._times = times
         self._progress = progress
         self._on_lost = on_lost
         self._ranks: Ranks | None = None
@@ -79,7 +82,9 @@ class Backend:
     def load(self, role: Role) -> tuple[AnyPhase, CacheFeed]:
         self._lower_priority(role)
         self._load_engine(role)
+        self._times.mark("steps")
         self.transfer = self._open_transfer()
+        self._times.mark("transfer")
         self._cache_feed = CacheFeed(self.engine.pool, self._outbox)
         return self._make_phase(role), self._cache_feed
 
@@ -130,6 +135,7 @@ class Backend:
         self._progress("loading the model")
         gpu = self._gpu_settings(role)
         settings, devices = rank_settings(config, folder, role, self._device, dtype, gpu)
+        self._times.mark("config")
         if settings.size == 1:
             self.engine = settings.load(device=settings.device, progress=self._report_loading)
             return
@@ -195,8 +201,11 @@ class Backend:
         )
 
     def _report_loading(self, what: str, done: float) -> None:
-        """Reports every tenth."""
-        if int(done * 10) > self._tenths.get(what, 0):
+        """Reports every tenth of what is done in parts."""
+        self._times.mark(what)
+        if done == 1.0 and what not in self._tenths:
+            return
+        if int(done * 10) > self._tenths.setdefault(what, 0):
             self._tenths[what] = int(done * 10)
             self._progress(f"preparing {what}: {done:.0%}")
 

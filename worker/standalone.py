@@ -12,7 +12,7 @@ import uvloop
 from baton.core import config as configs
 from baton.core.config import Config
 from baton.core.errors import BatonError
-from baton.core.process import set_up_logging, stop_on_signals
+from baton.core.process import StartTimes, process_began, set_up_logging, stop_on_signals
 from baton.core.types import Role
 from baton.worker.resources import claim_threads
 
@@ -22,15 +22,17 @@ if TYPE_CHECKING:
 
 def main(role: Role) -> None:
     """Runs until SIGTERM or SIGINT, which drain the worker; a second one ends it at once."""
+    times = StartTimes(process_began())
     arguments = _parse(role)
     try:
         config = configs.load(arguments.config)
         set_up_logging(config.log_level)
         claim_threads(config, role)
+        times.mark("command")
         from baton.worker.worker_server import WorkerServer
 
         worker_id = arguments.name or f"{role.value}-0"
-        server = WorkerServer(config, role, worker_id)
+        server = WorkerServer(config, role, worker_id, times=times)
         uvloop.run(_run(server, config, role, arguments.port, arguments.metrics_port))
     except BatonError as error:
         sys.exit(f"{role.value}_worker: {error.message}")
@@ -54,5 +56,6 @@ async def _run(
     if metrics_port is not None:
         metrics = server.serve_metrics(section.host, metrics_port)
         print(f"metrics on {metrics}", flush=True)
+    print(f"started in {server.times}", flush=True)
     print(f"{role.value} worker ready on {server.address}", flush=True)
     await server.serve_until(stopping)

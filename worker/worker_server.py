@@ -32,7 +32,7 @@ from prometheus_client import start_http_server
 from baton.core import model_store
 from baton.core.config import Config
 from baton.core.errors import Internal
-from baton.core.process import StopSignal
+from baton.core.process import StartTimes, StopSignal
 from baton.core.tls import check_worker, node_identity
 from baton.core.types import MAX_MESSAGE_BYTES, PROTOCOL, Role
 from baton.core.wire import role_to
@@ -69,15 +69,18 @@ class WorkerServer:
         progress: ReportProgress = log.info,
         on_role: Callable[[Role], None] = lambda role: None,
         on_leaving: Callable[[], None] = lambda: None,
+        times: StartTimes | None = None,
     ) -> None:
         """`on_role` is called after a role switch, `on_leaving` when the worker is told to drain
-        and leave for good."""
+        and leave for good. `times` has been kept since the start of the process."""
         self._config = config
         self._role = role
         self._worker_id = worker_id
         self._progress = progress
         self._on_role = on_role
         self._on_leaving = on_leaving
+        self.times = times or StartTimes()
+        self.times.mark("imports")
         self._incarnation = secrets.randbits(64)
         self._inbox = EngineInbox()
         self._metrics = WorkerMetrics(worker_id, role)
@@ -99,12 +102,14 @@ class WorkerServer:
             self._inbox,
             self._outbox,
             self._metrics,
+            self.times,
             progress=self._progress,
             on_lost=lambda error: loop.call_soon_threadsafe(self._fail, error),
         )
         self._start_thread()
         await self._run_phase(lambda: self._backend.load(self._role))
         await self._serve(host, port)
+        self.times.mark("server")
 
     def _start_thread(self) -> None:
         loop = asyncio.get_running_loop()

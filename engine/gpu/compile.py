@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import triton
 from triton.runtime.jit import JITFunction
@@ -28,10 +29,11 @@ def compiling() -> Iterator[None]:
     """
     launch, here = JITFunction.__getitem__, threading.get_ident()
 
-    def compile_or_launch(kernel: JITFunction[object], grid: object) -> Callable[..., object]:
+    def compile_or_launch(kernel: Any, grid: object) -> Callable[..., Any]:
         if threading.get_ident() == here:
             return partial(kernel.warmup, grid=grid)
-        return launch(kernel, grid)
+        started: Callable[..., Any] = launch(kernel, grid)
+        return started
 
     with ThreadPoolExecutor(THREADS) as threads, triton.AsyncCompileMode(threads):
         JITFunction.__getitem__ = compile_or_launch

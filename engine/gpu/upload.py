@@ -84,7 +84,9 @@ def _pieces(source: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         for each in zip(source, target, strict=True):
             yield from _pieces(*each)
         return
-    yield from zip(source.split(rows), target.split(rows), strict=True)
+    for start in range(0, len(source), rows):
+        some = slice(start, start + rows)
+        yield source[some], target[some]
 
 
 def _mark() -> torch.cuda.Event:
