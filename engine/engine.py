@@ -7,6 +7,7 @@ Several processes can run one model together, each with a part of it on its own 
 from __future__ import annotations
 
 import dataclasses
+import gc
 import hashlib
 import json
 import logging
@@ -156,7 +157,8 @@ class Engine:
         self.gpu = gpu
         if gpu.share < 1:
             confine(gpu.share, str(self.kv.device))
-        del self._runner  # frees its memory first
+        del self._runner
+        gc.collect()  # it is part of cycles; frees its memory first
         torch.cuda.empty_cache()
         self._runner = self.make_runner(gpu)
 

@@ -35,7 +35,6 @@ from baton.engine.gpu.batch import (
     upload,
     upload_into,
 )
-from baton.engine.gpu.compile import compiling
 from baton.engine.gpu.forward import Forward
 from baton.engine.gpu.graphs import Recording
 from baton.engine.gpu.numerics import Numerics
@@ -50,6 +49,7 @@ from baton.engine.sequence import Sequence
 from baton.engine.step import Plan, check_plan, in_row_order
 from baton.engine.tensor_parallel import Group
 from baton.kernels.gpu.chunk_attention import BLOCK_QUERIES
+from baton.kernels.gpu.compile import compiling
 from baton.kernels.gpu.tokens import begin, remember
 
 SLOTS = 1024

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import subprocess
+import sys
+import time
 
-from baton.core.process import StopSignal
+from baton.core.process import StartTimes, StopSignal
 
 
 def test_a_second_request_stops_immediately() -> None:
@@ -30,3 +34,22 @@ async def test_a_hurry_ends_the_wait() -> None:
     asyncio.get_running_loop().call_soon(stopping.immediate.set)
     async with asyncio.timeout(5):
         await stopping.wait_at_most(60.0, asyncio.Event())
+
+
+def test_the_times_of_a_start_add_up_by_stage() -> None:
+    times = StartTimes(time.monotonic() - 100.0)
+    times.mark("weights")
+    times.mark("pages")
+    times.mark("weights")
+    found = re.fullmatch(r"(\S+) s: weights (\S+), pages (\S+)", str(times))
+    assert found
+    total, weights, pages = map(float, found.groups())
+    assert total >= weights >= 100.0 > pages
+
+
+def test_a_process_began_after_its_parent_started_it() -> None:
+    before = time.monotonic()
+    code = "from baton.core.process import process_began; print(process_began())"
+    ran = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    # The kernel counts in hundredths of a second.
+    assert before - 0.02 <= float(ran.stdout) <= time.monotonic()

@@ -1,0 +1,73 @@
+"""Which kernels a GPU runner compiles, without a GPU: `python compiled_kernels.py FOLDER`.
+
+Prints a JSON object: the kernels compiled by `compiling`, and those that steps of all layers
+would still compile. Stands in for the driver and for the compiler, so nothing is launched.
+Triton must not interpret.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import triton.compiler
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from baton.engine.architecture import read_architecture
+from baton.engine.checkpoint import Checkpoint
+from baton.engine.gpu.runner import GpuRunner
+from baton.engine.gpu.start import _rehearse, _rehearse_steps
+from baton.engine.page_pool import PagePool
+from baton.engine.weights import load_model
+from baton.kernels.gpu.compile import compiling
+
+CONTEXT, PAGES, PAGE_SIZE = 1024, 256, 16
+
+
+class Hopper:
+    """A driver of no device."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def main(folder: Path) -> None:
+    driver.set_active(Hopper())
+    triton.compiler.compile = lambda source, **options: object()
+    compiled: list[str] = []
+    knobs.runtime.jit_post_compile_hook = lambda *, fn, key, **_: compiled.append(
+        f"{fn.name} {key}"
+    )
+    shape = read_architecture(folder)
+    model = load_model(Checkpoint(folder), shape, torch.bfloat16, "cpu")
+    size = (PAGES, shape.layers, 2, PAGE_SIZE, shape.kv_heads, shape.head_dim)
+    runner = GpuRunner(model, torch.zeros(size, dtype=torch.bfloat16), CONTEXT, 64)
+    runner._recordable = True
+    pool = PagePool(PAGES, PAGE_SIZE)
+    with runner.compiling():
+        _rehearse_steps(runner, pool, 700, CONTEXT)
+    ahead = list(compiled)
+    with compiling():
+        runner._run_recordings()
+        _rehearse_steps(runner, pool, 700, CONTEXT)
+        for part in ((0, 17), (0, 600), (16, 500), (512, 256)):
+            for count in (1, 3):
+                _rehearse(runner, pool, [part] * count)
+    print(json.dumps({"ahead": sorted(ahead), "later": sorted(compiled[len(ahead) :])}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
