@@ -56,13 +56,13 @@ class Forward:
         self._late_size = model.embedding.dtype != torch.float16
 
     def with_few_layers(self) -> Forward:
-        """The first layer and the last, whose kernels differ, and one of each kind between."""
-        layers, few = self._model.layers, Forward(self._model, self._numerics)
-        kinds = {}
-        for index in self._indices[:0:-1]:
-            layer = layers[index]
-            kinds[layer.window, layer.rope, type(layer.mlp)] = index
-        few._indices = sorted({0, *kinds.values(), len(layers) - 1})
+        """The first layer and the last, whose kernels differ, and one of each kind between, after
+        one of each kind: what a layer reads depends on the one before."""
+        kinds = [(layer.window, layer.rope, type(layer.mlp)) for layer in self._model.layers]
+        pairs = {(kinds[at - 1], kinds[at]): at for at in self._indices[:0:-1]}
+        before = {at - 1 for at in pairs.values()}
+        few = Forward(self._model, self._numerics)
+        few._indices = sorted({0, *before, *pairs.values(), len(kinds) - 1})
         return few
 
     def __call__(self, tokens: Tensor, attend: Attend, samples: Tensor | None = None) -> Tensor:

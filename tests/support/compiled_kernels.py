@@ -58,11 +58,11 @@ def main(folder: Path) -> None:
     runner._recordable = True
     pool = PagePool(PAGES, PAGE_SIZE)
     with runner.compiling():
-        _rehearse_steps(runner, pool, 700, CONTEXT)
+        _rehearse_steps(runner, pool, 700, CONTEXT, shape.routing)
     ahead = list(compiled)
     with compiling():
         runner._run_recordings()
-        _rehearse_steps(runner, pool, 700, CONTEXT)
+        _rehearse_steps(runner, pool, 700, CONTEXT, shape.routing)
         for part in ((0, 17), (0, 600), (16, 500), (512, 256)):
             for count in (1, 3):
                 _rehearse(runner, pool, [part] * count)

@@ -57,7 +57,9 @@ def test_a_rank_gets_its_part_in_its_place_of_a_larger_buffer(
     part = tensor.narrow(dimension, 32, 32)
     buffer = torch.zeros(3 * len(part), part.shape[1], device=DEVICE)
     mine = slice(len(part), 2 * len(part))
-    checkpoint.copy("weight", buffer[mine], cut=Cut(dimension, tensor.shape[dimension], ((32, 32),)))
+    checkpoint.copy(
+        "weight", buffer[mine], cut=Cut(dimension, tensor.shape[dimension], ((32, 32),))
+    )
     checkpoint.finish()
     assert torch.equal(buffer[mine].cpu(), part)
     assert not buffer[: len(part)].any()
