@@ -3,11 +3,7 @@
 A draw takes the largest of logit / temperature + noise (kernels/noise.py) among the tokens
 that the filters leave, so a row can be cut into parts like any search for a maximum.
 
-Nothing is sorted. Every filter needs the greatest weight at which the tokens at least as
-heavy are enough, by number or by sum. The bits of floats that are not negative order as the
-floats do, so that weight is found by bisecting a range of bits: with passes over the row
-while many weights are within the range, then among those few in registers. All sums are
-integers, so their order does not matter.
+Nothing is sorted: a filter is a least weight (kernels/gpu/floors.py).
 """
 
 from __future__ import annotations
@@ -17,6 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton.kernels.gpu.floors import (
+    ONE_BITS,
+    WEIGHT_ONE,
+    ZERO_BITS,
+    measure_both,
+    raise_floor,
+)
+
 FEW_ROWS = 8
 """Up to this many rows a row is cut into more parts, to fill the chip."""
 
@@ -25,12 +29,8 @@ NOISE_BLOCK = tl.constexpr(1024)
 CAPACITY = 2048
 """Weights within the searched range that fit into registers."""
 
-WEIGHT_ONE = tl.constexpr(2.0**40)
 COLDEST = tl.constexpr(1e-10)
 LOG2_E = tl.constexpr(1.4426950408889634)
-ONE_BITS = tl.constexpr(0x53800000)  # of WEIGHT_ONE as float32
-ZERO_BITS = tl.constexpr(0x3F7FFFFF)  # just below the least weight but 0, which is 1.0
-
 INFINITY_BITS = tl.constexpr(0x7F800000)
 NOT_A_NUMBER = tl.constexpr(0x7FFFFFFF)
 LOWEST_KEY = tl.constexpr(-0x7FFFFFFFFFFFFFFF)
@@ -172,133 +172,6 @@ def _best_of_parts(keys_pointer, out_pointer, PARTS: tl.constexpr, BLOCK: tl.con
     tl.store(out_pointer + row, _token(_best_key(keys_pointer, row, PARTS, BLOCK)))
 
 
-@triton.jit
-def load_weights(logits, start, best, scale, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """The weights of BLOCK tokens of a row, whole numbers in float32; 0 beyond the row.
-
-    scale is the logarithm of e to base 2, over the temperature.
-    """
-    token = start + tl.arange(0, BLOCK)
-    logit = tl.load(logits + token, mask=token < SIZE, other=float("-inf")).to(tl.float32)
-    return tl.floor(tl.exp2((logit - best) * scale) * WEIGHT_ONE)
-
-
-@triton.jit
-def _heavy(weights, floor):
-    """The weights whose bits are at least `floor`, as int64; 0 for the others."""
-    return tl.where(weights.to(tl.int32, bitcast=True) >= floor, weights, 0.0).to(tl.int64)
-
-
-@triton.jit
-def _measure(logits, best, scale, floor, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """How many of a row's weights have bits of at least `floor`, and their sum."""
-    counts = tl.zeros([BLOCK], dtype=tl.int32)
-    sums = tl.zeros([BLOCK], dtype=tl.int64)
-    for start in tl.range(0, SIZE, BLOCK, num_stages=3):
-        heavy = _heavy(load_weights(logits, start, best, scale, SIZE, BLOCK), floor)
-        counts += (heavy > 0).to(tl.int32)
-        sums += heavy
-    return tl.sum(counts, axis=0), tl.sum(sums, axis=0)
-
-
-@triton.jit
-def _measure_both(logits, best, scale, low, high, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """The same for two floors, in one pass."""
-    low_counts = tl.zeros([BLOCK], dtype=tl.int32)
-    low_sums = tl.zeros([BLOCK], dtype=tl.int64)
-    high_counts, high_sums = low_counts, low_sums
-    for start in tl.range(0, SIZE, BLOCK, num_stages=3):
-        weights = load_weights(logits, start, best, scale, SIZE, BLOCK)
-        heavy = _heavy(weights, low)
-        low_counts += (heavy > 0).to(tl.int32)
-        low_sums += heavy
-        heavy = _heavy(weights, high)
-        high_counts += (heavy > 0).to(tl.int32)
-        high_sums += heavy
-    return (
-        tl.sum(low_counts, axis=0),
-        tl.sum(low_sums, axis=0),
-        tl.sum(high_counts, axis=0),
-        tl.sum(high_sums, axis=0),
-    )
-
-
-@triton.jit
-def _pick(logits, best, scale, low, high, spare, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Writes the weights with bits in [low, high) to spare."""
-    filled = tl.full([], 0, dtype=tl.int32)
-    for start in tl.range(0, SIZE, BLOCK, num_stages=3):
-        weights = load_weights(logits, start, best, scale, SIZE, BLOCK)
-        bits = weights.to(tl.int32, bitcast=True)
-        within = ((bits >= low) & (bits < high)).to(tl.int32)
-        tl.store(spare + filled + tl.cumsum(within, axis=0) - 1, weights, mask=within > 0)
-        filled += tl.sum(within, axis=0)
-
-
-@triton.jit
-def _either(first, a, b, c, d, e, f):
-    return tl.where(first, a, d), tl.where(first, b, e), tl.where(first, c, f)
-
-
-@triton.jit
-def _raise_floor(
-    logits,
-    best,
-    scale,
-    needed,
-    low,
-    low_count,
-    low_sum,
-    middle,
-    count,
-    total,
-    spare,
-    BY_SUM: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPARE: tl.constexpr,
-):
-    """The greatest floor at or above `low` whose tokens are still enough, their number and sum.
-
-    Enough is a sum of at least `needed`, or a number. At `low` they are taken to be enough;
-    `middle`, at or above it, is already measured.
-    """
-    high = tl.full([], ONE_BITS + 1, dtype=tl.int32)
-    high_count = tl.full([], 0, dtype=tl.int32)
-    high_sum = tl.full([], 0, dtype=tl.int64)
-    enough = (total if BY_SUM else count) >= needed
-    low, low_count, low_sum = _either(enough, middle, count, total, low, low_count, low_sum)
-    high, high_count, high_sum = _either(enough, high, high_count, high_sum, middle, count, total)
-    while (low_count - high_count > SPARE) & (high - low > 1):
-        middle = low + (high - low) // 2
-        count, total = _measure(logits, best, scale, middle, SIZE, BLOCK)
-        enough = (total if BY_SUM else count) >= needed
-        low, low_count, low_sum = _either(enough, middle, count, total, low, low_count, low_sum)
-        high, high_count, high_sum = _either(
-            enough, high, high_count, high_sum, middle, count, total
-        )
-    if high - low > 1:
-        # Threads read what others of this program wrote, here and in an earlier call.
-        tl.debug_barrier()
-        _pick(logits, best, scale, low, high, spare, SIZE, BLOCK)
-        tl.debug_barrier()
-        lane = tl.arange(0, SPARE)
-        picked = tl.load(spare + lane, mask=lane < low_count - high_count, other=0.0)
-        above_count, above_sum = high_count, high_sum
-        # A single weight left within the range is the result.
-        while (low_count - high_count > 1) & (high - low > 1):
-            middle = low + (high - low) // 2
-            heavy = _heavy(picked, middle)
-            count = above_count + tl.sum((heavy > 0).to(tl.int32), axis=0)
-            total = above_sum + tl.sum(heavy, axis=0)
-            enough = (total if BY_SUM else count) >= needed
-            low, low_count, low_sum = _either(enough, middle, count, total, low, low_count, low_sum)
-            high, high_count, high_sum = _either(
-                enough, high, high_count, high_sum, middle, count, total
-            )
-    return low, low_count, low_sum
-
-
 @triton.jit(
     do_not_specialize_on_alignment=[
         "temperatures_pointer",
@@ -342,18 +215,18 @@ def _find_floors(
         best = tl.load(logits + token).to(tl.float32)
         floor = tl.full([], ZERO_BITS, dtype=tl.int32)
         middle = tl.full([], ZERO_BITS + (ONE_BITS - ZERO_BITS) // 2, dtype=tl.int32)
-        count, total, middle_count, middle_sum = _measure_both(
+        count, total, middle_count, middle_sum = measure_both(
             logits, best, scale, floor, middle, SIZE, BLOCK
         )
         if (top_k > 0) & (top_k < SIZE):
-            floor, count, total = _raise_floor(
+            floor, count, total = raise_floor(
                 logits, best, scale, top_k, floor, count, total, middle, middle_count, middle_sum,
                 spare, False, SIZE, BLOCK, SPARE,
             )  # fmt: skip
             middle, middle_count, middle_sum = floor, count, total
         if top_p < 1.0:
             needed = tl.minimum((total.to(tl.float64) * top_p).to(tl.int64), total)
-            floor, count, total = _raise_floor(
+            floor, count, total = raise_floor(
                 logits, best, scale, needed, floor, count, total, middle, middle_count, middle_sum,
                 spare, True, SIZE, BLOCK, SPARE,
             )  # fmt: skip

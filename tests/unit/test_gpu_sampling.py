@@ -15,7 +15,8 @@ from baton.core.types import AttemptKey, Sampling, Work
 from baton.engine import sampler
 from baton.engine.page_pool import PagePool
 from baton.engine.sequence import Sequence
-from baton.kernels.gpu.sampling import CAPACITY, LOG2_E, argmax, load_weights, sample
+from baton.kernels.gpu.floors import load_weights
+from baton.kernels.gpu.sampling import CAPACITY, LOG2_E, argmax, sample
 from baton.kernels.noise import draw_key
 
 POISON = -77
