@@ -24,9 +24,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton.engine.architecture import Architecture, parse_architecture
+from baton.engine.random_tensors import RandomTensors
 from baton.engine.runner import Runner
 from baton.engine.step import ChunkInputs
-from baton.engine.weights import RandomTensors, load_model
+from baton.engine.weights import load_model
 from baton.kernels.attention import (
     ChunkReads,
     DecodeReads,
@@ -227,7 +228,7 @@ class Whole:
     def __init__(self, shape: Architecture, dtype: torch.dtype, tokens: int) -> None:
         self._model = load_model(RandomTensors("cpu"), shape, dtype, "cpu")
         self._pages = tokens // PAGE_SIZE
-        size = (self._pages, shape.layers, 2, PAGE_SIZE, shape.kv_heads, shape.head_dim)
+        size = shape.pages_shape(self._pages, PAGE_SIZE)
         self._runner = Runner(self._model, torch.zeros(size, dtype=dtype))
 
     @torch.inference_mode()

@@ -19,6 +19,7 @@ other for each row.
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import statistics
 import time
@@ -36,9 +37,10 @@ from baton.engine.gpu.numerics import Numerics
 from baton.engine.gpu.runner import GpuRunner
 from baton.engine.model import Model
 from baton.engine.page_pool import PagePool
+from baton.engine.random_tensors import RandomTensors
 from baton.engine.sequence import Sequence
 from baton.engine.step import InFlightStep, Plan
-from baton.engine.weights import RandomTensors, load_model
+from baton.engine.weights import load_model
 from baton.kernels.experts import MLP, Experts
 from baton.kernels.linear import GatedLinear, Linear
 
@@ -48,21 +50,34 @@ MAX_BATCH = 256
 CHUNK = 8192
 KV_TOKENS = 300_000
 
-VLLM = {  # vLLM 0.26.0 on the same GPU, Llama 3.1 8B's shape: ms, ms a step, tokens a second
-    "TTFT 128": 11.7,
-    "TTFT 512": 15.6,
-    "TTFT 2,048": 51.2,
-    "TTFT 8,192": 218.5,
-    "TTFT 32,768": 1186.0,
-    "step 1 x 512": 4.86,
-    "step 1 x 8,192": 5.17,
-    "step 8 x 512": 5.10,
-    "step 32 x 512": 5.61,
-    "step 32 x 2,048": 7.33,
-    "step 64 x 1,024": 7.66,
-    "step 128 x 512": 8.82,
-    "step 256 x 512": 14.01,
-    "128 at once, 1,024 in, 128 out": 3689.0,
+VLLM = {  # vLLM 0.26.0 on the same GPU, by config: ms, ms a step, tokens a second
+    "llama-3.1-8b": {
+        "TTFT 128": 11.7,
+        "TTFT 512": 15.6,
+        "TTFT 2,048": 51.2,
+        "TTFT 8,192": 218.5,
+        "TTFT 32,768": 1186.0,
+        "step 1 x 512": 4.86,
+        "step 1 x 8,192": 5.17,
+        "step 8 x 512": 5.10,
+        "step 32 x 512": 5.61,
+        "step 32 x 2,048": 7.33,
+        "step 64 x 1,024": 7.66,
+        "step 128 x 512": 8.82,
+        "step 256 x 512": 14.01,
+        "128 at once, 1,024 in, 128 out": 3689.0,
+    },
+    "deepseek-v2-lite": {
+        "TTFT 128": 11.1,
+        "TTFT 512": 11.6,
+        "TTFT 2,048": 67.1,
+        "TTFT 8,192": 99.0,
+        "step 1 x 512": 3.35,
+        "step 8 x 512": 3.73,
+        "step 32 x 512": 4.48,
+        "step 64 x 1,024": 5.13,
+        "step 256 x 512": 7.56,
+    },
 }
 
 
@@ -203,7 +218,7 @@ class Floors:
     def step(self, batch: int, context: int) -> float:
         """All products of a decode step, and reading its keys and values, in ms."""
         shape = self._shape
-        token = 2 * shape.kv_heads * shape.head_dim * 2
+        token = math.prod(shape.pages_shape(1, 1)) // shape.layers * 2
         tokens = batch * sum(min(context, window or context) for window in shape.windows)
         return self._products(batch) + tokens * token / self._read_rate * 1e3
 
@@ -214,8 +229,12 @@ class Floors:
 
     def _run_products(self, rows: int) -> None:
         for layer in self._model.layers:
-            for linear in (layer.qkv, layer.output):
-                _product(linear, rows)
+            for linear in (layer.qkv, layer.latent and layer.latent.query, layer.output):
+                if linear:
+                    _product(linear, rows)
+            if layer.latent:
+                _batched(layer.latent.absorb.weight, rows)
+                _batched(layer.latent.expand.weight, rows)
             _feed_forward(layer.mlp, rows)
         _product(self._model.head, rows if rows <= MAX_BATCH else 1)
 
@@ -226,10 +245,13 @@ class Floors:
 
     def _measure_attention(self, length: int) -> float:
         shape = self._shape
-        query = torch.randn(
-            1, shape.heads, length, shape.head_dim, dtype=torch.bfloat16, device="cuda"
-        )
-        keys = query[:, : shape.kv_heads].clone()
+        heads, kv_heads, dim, share = shape.heads, shape.kv_heads, shape.head_dim, 1.0
+        if latent := shape.latent:
+            # As if keys and values were made of latents; cuDNN has no heads of such sizes.
+            kv_heads, dim = heads, 128
+            share = (latent.plain + latent.rotated + latent.value) / (2 * dim)
+        query = torch.randn(1, heads, length, dim, dtype=torch.bfloat16, device="cuda")
+        keys = query[:, :kv_heads].clone()
 
         def attend() -> None:
             torch.ops.aten._scaled_dot_product_cudnn_attention(
@@ -238,7 +260,7 @@ class Floors:
 
         # Of a window that share of all pairs of a query and a key that it leaves.
         layers = sum(min(1.0, 2 * (window or length) / length) for window in shape.windows)
-        return layers * _graph_ms(attend)
+        return layers * share * _graph_ms(attend)
 
 
 _inputs: dict[tuple[int, int], Tensor] = {}
@@ -311,10 +333,10 @@ ROWS: dict[str, Callable[[Bench, Floors], Iterator[Measured]]] = {
 }
 
 
-def print_rows(rows: tuple[Measured, ...], compare: bool) -> None:
+def print_rows(rows: tuple[Measured, ...], others: dict[str, float]) -> None:
     """One row, measured in each of the numerics."""
     first = rows[0]
-    theirs = VLLM.get(first.title) if compare else None
+    theirs = others.get(first.title)
     cells = [f"{first.title:<32}", *(f"{row.value:>11.2f}" for row in rows)]
     cells.append(f"{first.value / rows[-1].value:>8.3f}" if len(rows) > 1 else "")
     cells.append(
@@ -334,10 +356,10 @@ def main() -> None:
         "--numerics", nargs="+", choices=list(Numerics), type=Numerics, default=list(Numerics)
     )
     options = parser.parse_args()
-    ours = Path(__file__).parent / "configs" / "llama-3.1-8b.json"
-    shape = parse_architecture(options.config or ours)
+    config = options.config or Path(__file__).parent / "configs" / "llama-3.1-8b.json"
+    shape, others = parse_architecture(config), VLLM.get(config.stem, {})
     model = load_model(RandomTensors("cuda"), shape, torch.bfloat16, "cuda")
-    size = (KV_TOKENS // PAGE_SIZE, shape.layers, 2, PAGE_SIZE, shape.kv_heads, shape.head_dim)
+    size = shape.pages_shape(KV_TOKENS // PAGE_SIZE, PAGE_SIZE)
     kv = torch.zeros(size, dtype=torch.bfloat16, device="cuda")
     benches = [Bench(model, kv, numerics) for numerics in options.numerics]
     floors = Floors(model)
@@ -346,7 +368,7 @@ def main() -> None:
     print("".join(heads) + f"{'floor':>10}{'ratio':>8}{'vLLM':>10}{'x as fast':>10}")
     for name in options.rows:
         for rows in zip(*(ROWS[name](bench, floors) for bench in benches), strict=True):
-            print_rows(rows, compare=options.config is None)
+            print_rows(rows, others)
 
 
 if __name__ == "__main__":

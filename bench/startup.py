@@ -39,7 +39,8 @@ from torch import Tensor
 
 from baton.engine.architecture import Architecture, parse_architecture
 from baton.engine.checkpoint import Arrange, Cut
-from baton.engine.weights import RandomTensors, load_model
+from baton.engine.random_tensors import RandomTensors
+from baton.engine.weights import load_model
 
 FILE_BYTES = 2 << 30
 STARTED = re.compile(r"started in (.*) s: (.*)")

@@ -68,8 +68,8 @@ def engine_note(config: Config) -> str:
 
 
 def _check_pools(config: Config, architecture: AnyArchitecture) -> None:
-    values = architecture.layers * architecture.kv_heads * architecture.head_dim * 2
-    page_bytes = values * config.page_size * _VALUE_BYTES[config.dtype]
+    values = math.prod(architecture.pages_shape(1, config.page_size))
+    page_bytes = values * _VALUE_BYTES[config.dtype]
     for name, kv_memory in (
         ("prefill.kv_memory", config.prefill.kv_memory),
         ("decode.kv_memory", config.decode.kv_memory),

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baton.core.errors import InvalidConfig, UnsupportedModel
-from baton.engine.model_config import Family, LayerNorms, ModelConfig, QueryKeyNorm, read_config
+from baton.engine.families import Family, LayerNorms, QueryKeyNorm
+from baton.engine.latent_config import LatentShape, latent_score_scale, parse_latent
+from baton.engine.model_config import ModelConfig, read_config
 from baton.engine.rope import Rope, extended_context, read_rope
 from baton.engine.routing_config import parse_routing, sparse_layers
 from baton.kernels.routing import Routing
@@ -78,6 +80,19 @@ class Architecture:
     logit_cap: float | None
     sparse: tuple[bool, ...]  # experts instead of an MLP
     routing: Routing | None  # of sparse layers
+    latent: LatentShape | None  # a token has one key head of `head_dim`, and no values beside it
+    neighbours: bool  # the checkpoint keeps the two numbers of a rotated pair side by side
+    extra_layers: int  # that the checkpoint may have after the others, and that are not run
+
+    @property
+    def value_dim(self) -> int:
+        """Of what a head attends to."""
+        return self.latent.rank if self.latent else self.head_dim
+
+    def pages_shape(self, pages: int, page_size: int) -> tuple[int, ...]:
+        """[page, layer, k/v, token, kv_head, dim]; see kernels/cache.py."""
+        parts = 1 if self.latent else 2
+        return (pages, self.layers, parts, page_size, self.kv_heads, self.head_dim)
 
 
 def read_architecture(folder: Path, max_context: int | None = None) -> Architecture:
@@ -93,10 +108,12 @@ def parse_architecture(path: Path, max_context: int | None = None) -> Architectu
     name, family, config = read_config(path)
     _refuse_what_we_cannot_run(config, family)
     hidden, heads = config.get("hidden_size", int), config.get("num_attention_heads", int)
+    latent = parse_latent(config, family)
     head_dim = config.get("head_dim", int, hidden // max(heads, 1))
+    head_dim = latent.rank + latent.rotated if latent else head_dim
     stated = config.get("max_position_embeddings", int)
     served = max_context or stated
-    ropes = _ropes(config, family, head_dim, served)
+    ropes = _ropes(config, family, latent.rotated if latent else head_dim, served)
     context = extended_context(ropes[0], stated, served)
     rotates = _rotates(config, family)
     windows = _windows(config, family, rotates)
@@ -112,7 +129,7 @@ def parse_architecture(path: Path, max_context: int | None = None) -> Architectu
         hidden=hidden,
         intermediate=config.get("intermediate_size", int),
         heads=heads,
-        kv_heads=config.get("num_key_value_heads", int, heads),
+        kv_heads=1 if latent else config.get("num_key_value_heads", int, heads),
         head_dim=head_dim,
         vocabulary_size=config.get("vocab_size", int),
         context_length=context,
@@ -138,12 +155,17 @@ def parse_architecture(path: Path, max_context: int | None = None) -> Architectu
         interleaved=family.interleaved,
         embedding_scale=config.get("embedding_multiplier", float, embedding) / residual,
         embedding_root=family.embedding_root,
-        score_scale=_score_scale(config, head_dim),
+        score_scale=latent_score_scale(config, latent, ropes[0])
+        if latent
+        else _score_scale(config, head_dim),
         score_cap=_cap(config, "attn_logit_softcapping"),
         logit_divisor=_positive(config, "logits_scaling", 1.0),
         logit_cap=_cap(config, "final_logit_softcapping"),
         sparse=sparse_layers(config, routing, len(rotates)),
         routing=routing,
+        latent=latent,
+        neighbours=config.get("rope_interleave", bool, False),
+        extra_layers=config.get("num_nextn_predict_layers", int, 0),
     )
     _check_shape(architecture)
     return architecture
@@ -281,7 +303,7 @@ def _check_shape(architecture: Architecture) -> None:
         raise InvalidConfig("a model needs layers, heads, key heads and a head size")
     if heads % kv_heads:
         raise InvalidConfig(f"{heads} heads cannot share {kv_heads} key heads evenly")
-    if architecture.head_dim % 2:
+    if architecture.ropes[0].dim % 2 or architecture.head_dim % 2:
         raise InvalidConfig(f"a head size of {architecture.head_dim} cannot be rotated in pairs")
 
 
@@ -296,7 +318,8 @@ class Split:
     Every rank has its columns of every expert, as of an MLP.
 
     A rank's pages hold the keys and values of its own heads, under the same page ids on all
-    ranks, so rank 0's pool keeps the books for all.
+    ranks, so rank 0's pool keeps the books for all. Latents have no heads: every rank has them
+    whole, and the projections that make them.
     """
 
     rank: int = 0
@@ -312,7 +335,7 @@ class Split:
             whole,
             routing=routing,
             heads=whole.heads // self.size,
-            kv_heads=whole.kv_heads // self.size,
+            kv_heads=whole.kv_heads if whole.latent else whole.kv_heads // self.size,
             intermediate=whole.intermediate // self.size,
         )
 
@@ -328,7 +351,7 @@ def check_split(whole: Architecture, size: int) -> None:
             field="tensor_parallel",
         )
     counts = {
-        "key heads": whole.kv_heads,
+        "key heads": 0 if whole.latent else whole.kv_heads,
         "heads": whole.heads,
         "columns of an MLP": 0 if all(whole.sparse) else whole.intermediate,
         "columns of an expert": whole.routing.columns if whole.routing else 0,

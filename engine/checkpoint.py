@@ -110,11 +110,16 @@ class Checkpoint:
         """Marks a tensor, if present, as not needed."""
         self._remaining.pop(name, None)
 
-    def finish(self) -> None:
-        """Raises if a tensor was not used: then the model is not what its config says."""
+    def finish(self, not_run: tuple[str, ...] = ()) -> None:
+        """Raises if a tensor was not used whose name does not begin with one of `not_run`: then the
+        model is not what its config says."""
         if self._upload is not None:
             self._upload.close()
-        unused = sorted(name for name in self._remaining if not name.endswith(".inv_freq"))
+        unused = sorted(
+            name
+            for name in self._remaining
+            if not name.endswith(".inv_freq") and not name.startswith(not_run)
+        )
         if unused:
             raise InvalidCheckpoint(
                 f"config.json has no place for tensor {unused[0]} ({len(unused)} such tensors)"

@@ -33,15 +33,16 @@ from baton.engine.model_choice import (
     AnyArchitecture,
     EngineChoice,
     FallbackArchitecture,
-    check_ranks_of,
     describe_fallback,
+    part_of,
     read_model,
 )
 from baton.engine.page_pool import PagePool
+from baton.engine.random_tensors import RandomTensors
 from baton.engine.runner import Runner
 from baton.engine.step import InFlightStep, Outcome, Plan
 from baton.engine.tensor_parallel import Group
-from baton.engine.weights import RandomTensors, load_model
+from baton.engine.weights import load_model
 
 if TYPE_CHECKING:
     from baton.engine.fallback.fallback_model import FallbackModel
@@ -70,7 +71,7 @@ class Engine:
     architecture: AnyArchitecture  # of the whole model
     split: Split
     pool: PagePool
-    kv: Tensor  # [page, layer, 2, token, kv_head, dim], one allocation; this rank's heads
+    kv: Tensor  # [page, layer, k/v, token, kv_head, dim], one allocation; this rank's heads
     context_length: int
     fingerprint: str
     grammars: Grammars
@@ -108,9 +109,9 @@ class Engine:
             torch.set_num_threads(threads)
         architecture = read_model(folder, engine, max_context)
         split = group.split if group else WHOLE
-        check_ranks_of(architecture, split.size)
+        part = part_of(architecture, split)
         kind = _dtype(dtype)
-        page_bytes = _page_bytes(architecture, page_size, kind)
+        page_bytes = _page_bytes(part, page_size, kind) * split.size
         if kv_memory or device == "cpu":
             _check_holds_a_page(kv_memory, page_bytes)
         if gpu.share < 1 and device != "cpu":
@@ -135,7 +136,7 @@ class Engine:
             pages = group.least(pages)
         pool = PagePool(pages, page_size)
         context = min(context, pool.total * page_size)
-        shape = _kv_shape(model.architecture, pool.total, page_size)
+        shape = part.pages_shape(pool.total, page_size)
         kv = torch.zeros(shape, dtype=kind, device=device)
         make = partial(_make_runner, model, kv, pool, context, progress, group)
         progress("pages", 1.0)
@@ -254,14 +255,10 @@ def fingerprint(folder: Path, architecture: AnyArchitecture, random_weights: boo
     return hashlib.sha256(shape.encode() + files).hexdigest()
 
 
-def _kv_shape(shape: AnyArchitecture, pages: int, page_size: int) -> tuple[int, ...]:
-    return (pages, shape.layers, 2, page_size, shape.kv_heads, shape.head_dim)
-
-
 def _page_bytes(architecture: AnyArchitecture, page_size: int, dtype: torch.dtype) -> int:
     if page_size < 1:
         raise InvalidConfig(f"a page holds at least 1 token, not {page_size}", field="page_size")
-    return math.prod(_kv_shape(architecture, 1, page_size)) * dtype.itemsize
+    return math.prod(architecture.pages_shape(1, page_size)) * dtype.itemsize
 
 
 def _check_holds_a_page(kv_memory: int, page_bytes: int) -> None:

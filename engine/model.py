@@ -17,6 +17,7 @@ from baton.kernels.attention import (
 )
 from baton.kernels.cache import LayerCache, rotate_and_write_
 from baton.kernels.experts import MLP, Experts
+from baton.kernels.latent import LatentHeads
 from baton.kernels.linear import Linear, RMSNorm
 
 
@@ -38,7 +39,7 @@ class StepBatch:
 
     tokens: Tensor  # [T]
     rotations: list[Tensor]  # by rope, [T, 1, head_dim / 2], complex
-    writes: Tensor  # [T, 2], rows of LayerCache.tokens
+    writes: Tensor  # [T, k/v], rows of LayerCache.tokens
     decoding: int
     decode_reads: dict[int | None, DecodeReads]  # by window; empty when nothing decodes
     chunks: list[ChunkRows]
@@ -52,6 +53,7 @@ class Layer:
 
     attention_norm: RMSNorm | None
     qkv: Linear
+    latent: LatentHeads | None
     query_norm: RMSNorm | None
     key_norm: RMSNorm | None
     scoring: Scoring
@@ -77,8 +79,9 @@ class Model:
     def pack(self) -> None:
         """Lays the weights out as this CPU's compiled products read them."""
         for layer in self.layers:
-            for part in (layer.qkv, layer.output, layer.mlp):
-                part.pack()
+            for part in (layer.qkv, layer.latent, layer.output, layer.mlp):
+                if part:
+                    part.pack()
         self.head.pack()
 
     def forward(self, batch: StepBatch, caches: list[LayerCache]) -> Tensor:
@@ -119,14 +122,16 @@ class Model:
         """Queries [T, heads, dim]; keys and values are stored."""
         heads = self.architecture.heads
         qkv = layer.qkv(hidden, layer.attention_norm)
+        if layer.latent:
+            qkv = layer.latent.queries_and_latent(qkv)
         qkv = qkv.view(len(hidden), -1, self.architecture.head_dim)
-        norms = (layer.query_norm, layer.key_norm) if layer.query_norm and layer.key_norm else None
+        norms = layer.query_norm, layer.key_norm
         rotation = None if layer.rope is None else batch.rotations[layer.rope]
         rotate_and_write_(qkv, heads, norms, rotation, cache, batch.writes)
         return qkv[:, :heads]
 
     def _attend(self, layer: Layer, query: Tensor, batch: StepBatch, cache: LayerCache) -> Tensor:
-        """[T, heads * dim]."""
+        """[T, heads * value_dim]."""
         parts = []
         if batch.decoding:
             single, rows = batch.decode_reads[layer.window], query[: batch.decoding]
@@ -137,5 +142,7 @@ class Model:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _finish(self, layer: Layer, hidden: Tensor, attended: Tensor) -> Tensor:
+        if layer.latent:
+            attended = layer.latent.values(attended)
         hidden = layer.output.add_to(hidden, attended, layer.attention_after)
         return layer.mlp.add_to(hidden, layer.mlp_norm, layer.mlp_after)

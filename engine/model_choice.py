@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Literal
 
 from baton.core.errors import InvalidConfig
-from baton.engine.architecture import Architecture, check_split, read_architecture
-from baton.engine.model_config import FAMILIES, read_stated
+from baton.engine.architecture import Architecture, Split, check_split, read_architecture
+from baton.engine.families import FAMILIES
+from baton.engine.model_config import read_stated
 
 EngineChoice = Literal["auto", "native", "transformers"]
 
@@ -30,6 +31,10 @@ class FallbackArchitecture:
     vocabulary_size: int
     context_length: int
     windows: tuple[int | None, ...]  # a token sees itself and window - 1 tokens before it
+
+    def pages_shape(self, pages: int, page_size: int) -> tuple[int, ...]:
+        """[page, layer, k/v, token, kv_head, dim]"""
+        return (pages, self.layers, 2, page_size, self.kv_heads, self.head_dim)
 
 
 AnyArchitecture = Architecture | FallbackArchitecture
@@ -67,6 +72,12 @@ def check_ranks_of(model: AnyArchitecture, size: int) -> None:
             f"{size} ranks cannot share a model that runs through transformers",
             field="tensor_parallel",
         )
+
+
+def part_of(model: AnyArchitecture, split: Split) -> AnyArchitecture:
+    """What one rank runs; or InvalidConfig."""
+    check_ranks_of(model, split.size)
+    return split.of(model) if isinstance(model, Architecture) else model
 
 
 def describe_fallback(family: str) -> str:

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from baton.core.errors import InvalidConfig, UnsupportedModel
-from baton.engine.model_config import Family, ModelConfig
+from baton.engine.families import Family
+from baton.engine.model_config import ModelConfig
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 ROPE_KINDS: tuple[RopeKind, ...] = get_args(RopeKind)
@@ -23,7 +24,7 @@ class Rope:
 
     kind: RopeKind
     theta: float
-    dim: int  # the first dimensions of a head are rotated, the others are not
+    dim: int  # the first dimensions of a head are rotated, of a latent the last; others are not
     factor: float = 1.0
     original_context: int = 0
     low_frequency_factor: float = 1.0
@@ -134,14 +135,15 @@ def _yarn(plain: Rope, scaling: ModelConfig, original: int, stated: int) -> Rope
 def _yarn_attention(scaling: ModelConfig, factor: float) -> float:
     """YaRN's default correction of the attention temperature."""
 
-    def correction(scale: float) -> float:
-        return 1.0 if factor <= 1.0 else 0.1 * scale * math.log(factor) + 1.0
-
     numerator = scaling.get("mscale", float, 0.0)
     denominator = scaling.get("mscale_all_dim", float, 0.0)
     if numerator and denominator:
-        return correction(numerator) / correction(denominator)
-    return correction(1.0)
+        return yarn_correction(factor, numerator) / yarn_correction(factor, denominator)
+    return yarn_correction(factor, 1.0)
+
+
+def yarn_correction(factor: float, scale: float) -> float:
+    return 1.0 if factor <= 1.0 else 0.1 * scale * math.log(factor) + 1.0
 
 
 def extended_context(rope: Rope, stated: int, max_context: int) -> int:

@@ -12,19 +12,23 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from baton.engine.rope import Rope
 
 
 class Rotation:
-    """The rotations of one rope for heads of `head_dim`."""
+    """The rotations of one rope for heads of `head_dim`, of which the first dimensions turn, or
+    the last."""
 
-    def __init__(self, rope: Rope, head_dim: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, rope: Rope, head_dim: int, device: torch.device | str = "cpu", *, last: bool = False
+    ) -> None:
         still = head_dim // 2 - rope.dim // 2
+        around = (still, 0) if last else (0, still)
         turned = torch.full((rope.dim // 2,), rope.attention_factor)
-        frequencies = torch.cat((inverse_frequencies(rope), torch.zeros(still)))
-        self._frequencies = frequencies.to(device)
-        self._lengths = torch.cat((turned, torch.ones(still))).to(device)
+        self._frequencies = functional.pad(inverse_frequencies(rope), around).to(device)
+        self._lengths = functional.pad(turned, around, value=1.0).to(device)
 
     def __call__(self, positions: Tensor) -> Tensor:
         """positions [T] -> [T, 1, head_dim / 2], complex64."""

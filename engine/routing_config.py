@@ -7,7 +7,8 @@ does not know.
 from __future__ import annotations
 
 from baton.core.errors import InvalidConfig, UnsupportedModel
-from baton.engine.model_config import Family, ModelConfig
+from baton.engine.families import Family
+from baton.engine.model_config import ModelConfig
 from baton.kernels.routing import Routing
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")

@@ -42,20 +42,21 @@ class StepRows(NamedTuple):
 
 class StepRunner:
     """What runs plans of any model over the paged memory `kv`
-    [page, layer, 2, token, kv_head, dim]: all but the forward pass."""
+    [page, layer, k/v, token, kv_head, dim]: all but the forward pass."""
 
     def __init__(
         self,
         kv: Tensor,
         vocabulary_size: int,
         windows: tuple[int | None, ...],
+        value_dim: int | None = None,
         group: Group | None = None,
     ) -> None:
         """`windows` are those of the layers."""
         self._group = group
         self._windows = sorted(set(windows), key=lambda window: window or 0)
-        self._caches = layer_caches(kv)
-        self._layers, self._page_size = kv.shape[1], kv.shape[3]
+        self._caches = layer_caches(kv, value_dim)
+        _, self._layers, self._parts, self._page_size = kv.shape[:4]
         self._device = kv.device
         self._sampler = Sampler(vocabulary_size)
 
@@ -117,7 +118,11 @@ class StepRunner:
             pages += [chunk.pages[position // self._page_size] for position in inside]
         position = self._tensor(positions)
         writes = token_rows(
-            self._tensor(pages), position % self._page_size, self._layers, self._page_size
+            self._tensor(pages),
+            position % self._page_size,
+            self._layers,
+            self._page_size,
+            self._parts,
         )
         return StepRows(self._tensor(tokens), position, writes, self._tensor(wanted))
 
@@ -177,12 +182,15 @@ class Runner(StepRunner):
 
     def __init__(self, model: Model, kv: Tensor, group: Group | None = None) -> None:
         shape = model.architecture
-        super().__init__(kv, shape.vocabulary_size, shape.windows, group)
+        super().__init__(kv, shape.vocabulary_size, shape.windows, shape.value_dim, group)
         self._model = model
-        self._rotations = [Rotation(rope, shape.head_dim, kv.device) for rope in shape.ropes]
+        last = shape.latent is not None
+        self._rotations = [
+            Rotation(rope, shape.head_dim, kv.device, last=last) for rope in shape.ropes
+        ]
         model.pack()
         prepare_attention(shape.heads, self._caches[0], model.layers[0].scoring)
-        prepare_rotation(shape.head_dim, self._caches[0])
+        prepare_rotation(self._caches[0])
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return self._model.logits(hidden)

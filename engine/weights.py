@@ -6,7 +6,6 @@ Where several ranks run the model, each keeps only its own part (architecture.Sp
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
@@ -16,18 +15,21 @@ from torch import Tensor
 
 from baton.engine.architecture import Architecture, Split
 from baton.engine.checkpoint import Arrange, Checkpoint, Cut
+from baton.engine.latent_config import NORM_EPSILON
 from baton.engine.model import Layer, Model
+from baton.engine.random_tensors import RandomTensors
 from baton.engine.rotations import interleave_pairs
 from baton.engine.tensor_parallel import Group, SummedExperts, SummedLinear
 from baton.kernels.attention import Scoring
 from baton.kernels.experts import MLP, NO_BIASES, ExpertBiases, Experts
-from baton.kernels.linear import GatedLinear, Linear, RMSNorm
+from baton.kernels.latent import LatentHeads
+from baton.kernels.linear import GatedLinear, HeadLinear, Linear, RMSNorm
 from baton.kernels.routing import Routing
 
 Name = TypeVar("Name")
 
-SPREAD = 0.02
-"""Standard deviation of random weights."""
+Projections = tuple[Linear, LatentHeads | None, RMSNorm | None, RMSNorm | None]
+"""A layer's qkv and what lies between it and attention: latents, norms of queries and keys."""
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -38,38 +40,6 @@ ROUTERS = ("gate", "router")
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 MIXTRAL_PROJECTIONS = ("w1", "w3", "w2")
 """What a checkpoint may call the same: the first that it has, or else the first."""
-
-
-class RandomTensors:
-    """As a Checkpoint, for measurements: the same numbers every time; norms are one.
-
-    Numbers depend on a tensor's name and whole shape alone, so that ranks agree on them.
-    """
-
-    def __init__(self, device: str) -> None:
-        self._generator = torch.Generator(device)
-
-    def __contains__(self, name: str) -> bool:
-        """Tied weights are stored once."""
-        return name != HEAD
-
-    def copy(
-        self, name: str, target: Tensor, arrange: Arrange | None = None, cut: Cut | None = None
-    ) -> None:
-        if name.endswith("norm.weight"):
-            target.fill_(1.0)
-            return
-        self._generator.manual_seed(zlib.crc32(name.encode()))
-        shape = cut.whole_shape(target) if cut else target.shape
-        whole = target.new_empty(shape).normal_(0.0, SPREAD, generator=self._generator)
-        mine = cut.of(whole) if cut else whole
-        target.copy_(arrange(mine) if arrange else mine)
-
-    def skip(self, name: str) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
 
 
 def load_model(
@@ -115,7 +85,7 @@ class _Loader:
         layers = [self._layer(index) for index in range(shape.layers)]
         norm = self._norm("model.norm.weight", shape.hidden)
         head = self._head(embedding)
-        self._source.finish()
+        self._source.finish(_extra_layers(shape))
         scale = shape.embedding_scale
         if shape.embedding_root:
             scale = float(torch.tensor(scale, dtype=self._dtype))
@@ -146,23 +116,23 @@ class _Loader:
         shape = self._architecture
         prefix = f"model.layers.{index}."
         attention = prefix + "self_attn."
-        query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         place = shape.rope_of_layer[index]
-        turned = shape.head_dim if place is None else shape.ropes[place].dim
-        paired = partial(interleave_pairs, head_dim=shape.head_dim, dim=turned)
-        qkv = self._qkv(attention, query, key, paired)
+        projections = self._latent if shape.latent else self._by_heads
+        qkv, latent, query_norm, key_norm = projections(attention, place)
+        values = shape.heads * (shape.latent.value if shape.latent else shape.head_dim)
         norms = {
             field: self._norm(f"{prefix}{name}.weight", shape.hidden) if name else None
             for field, name in shape.norms._asdict().items()
         }
         return Layer(
             attention_norm=norms["attention"],
-            qkv=Linear(*qkv),
-            query_norm=self._query_key_norm(attention + "q_norm.weight", query, paired),
-            key_norm=self._query_key_norm(attention + "k_norm.weight", key, paired),
+            qkv=qkv,
+            latent=latent,
+            query_norm=query_norm,
+            key_norm=key_norm,
             scoring=Scoring(shape.score_scale, shape.score_cap),
             sinks=self._sinks(attention + "sinks") if shape.sinks else None,
-            output=self._summed(attention + "o_proj", query, bias=shape.output_bias),
+            output=self._summed(attention + "o_proj", values, bias=shape.output_bias),
             attention_after=norms["attention_after"],
             mlp_norm=norms["mlp"],
             mlp=self._experts(prefix) if shape.sparse[index] else self._mlp(prefix + "mlp."),
@@ -267,17 +237,63 @@ class _Loader:
         """The first of the names whose tensor is there, or else the first."""
         return next((name for name in names if tensor(name) in self._source), names[0])
 
-    def _qkv(
-        self, prefix: str, query: int, key: int, paired: Arrange
-    ) -> tuple[Tensor, Tensor | None]:
+    def _by_heads(self, prefix: str, place: int | None) -> Projections:
         shape = self._architecture
+        query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        turned = shape.head_dim if place is None else shape.ropes[place].dim
+        paired = partial(interleave_pairs, head_dim=shape.head_dim, dim=turned)
         sizes = {"q_proj": query, "k_proj": key, "v_proj": key}
         fused = "qkv_proj" if shape.fused else None
         weight, bias = self._joined(prefix, sizes, fused, bias=shape.qkv_bias)
         for joined in (weight, bias):
             if joined is not None:
                 joined[: query + key] = paired(joined[: query + key])
-        return weight, bias
+        query_norm = self._query_key_norm(f"{prefix}q_norm.weight", query, paired)
+        key_norm = self._query_key_norm(f"{prefix}k_norm.weight", key, paired)
+        return Linear(weight, bias), None, query_norm, key_norm
+
+    def _latent(self, prefix: str, _: int | None) -> Projections:
+        """Queries, or what they are made of, and latents as one product; and the rest."""
+        heads, latent = self._architecture.heads, self._architecture.latent
+        assert latent is not None
+        queries = heads * (latent.plain + latent.rotated)
+        size, query, norm = queries, None, None
+        if latent.query_rank:
+            size = latent.query_rank
+            norm = self._latent_norm(f"{prefix}q_a_layernorm.weight", size)
+            query = Linear(self._queries(f"{prefix}q_b_proj.weight", self._empty(queries, size)))
+        weight = self._empty(size + latent.rank + latent.rotated, self._architecture.hidden)
+        if query:
+            self._source.copy(f"{prefix}q_a_proj.weight", weight[:size])
+        else:
+            self._queries(f"{prefix}q_proj.weight", weight[:size])
+        self._source.copy(f"{prefix}kv_a_proj_with_mqa.weight", weight[size:])
+        self._join_pairs(weight[-latent.rotated :])
+        both = self._empty(heads * (latent.plain + latent.value), latent.rank)
+        self._source.copy(f"{prefix}kv_b_proj.weight", both, cut=self._cut(0, len(both)))
+        both = both.view(heads, -1, latent.rank)
+        absorb = HeadLinear(both[:, : latent.plain].transpose(1, 2).contiguous())
+        expand = HeadLinear(both[:, latent.plain :].contiguous())
+        products = LatentHeads(query, norm, absorb, expand, latent.rotated)
+        key_norm = self._latent_norm(f"{prefix}kv_a_layernorm.weight", latent.rank)
+        return Linear(weight), products, None, key_norm
+
+    def _queries(self, name: str, weight: Tensor) -> Tensor:
+        """weight [heads * (plain + rotated), inputs]"""
+        latent = self._architecture.latent
+        assert latent is not None
+        self._source.copy(name, weight, cut=self._cut(0, len(weight)))
+        for head in weight.view(-1, latent.plain + latent.rotated, weight.shape[1]):
+            self._join_pairs(head[latent.plain :])
+        return weight
+
+    def _join_pairs(self, rows: Tensor) -> None:
+        """rows [rotated, inputs]"""
+        if not self._architecture.neighbours:
+            rows.copy_(interleave_pairs(rows.clone(), len(rows), len(rows)))
+
+    def _latent_norm(self, name: str, size: int) -> RMSNorm:
+        return RMSNorm(self._tensor(name, size), NORM_EPSILON)
 
     def _joined(
         self, prefix: str, sizes: dict[str, int], fused: str | None, *, bias: bool
@@ -344,3 +360,8 @@ class _Loader:
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self._dtype, device=self._device)
+
+
+def _extra_layers(shape: Architecture) -> tuple[str, ...]:
+    """Prefixes of layers that predict further tokens, which a model runs without."""
+    return tuple(f"model.layers.{shape.layers + index}." for index in range(shape.extra_layers))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton.kernels.cache import LayerCache, by_heads, gather, page_rows
+from baton.kernels.cache import LayerCache, by_heads, gather, keys_values
 from baton.kernels.cpu import compiler
 
 if TYPE_CHECKING:
@@ -82,32 +82,31 @@ def decode_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """query [B, heads, head_dim], one per sequence, whose tokens are in the cache
-    -> [B, heads * head_dim]. A head's sink, of sinks [heads], float32, is one more score, of a
+    -> [B, heads * value_dim]. A head's sink, of sinks [heads], float32, is one more score, of a
     token without a value."""
-    if compiled := _compiled(query.shape[1], cache.kv, scoring):
+    if compiled := _compiled(query.shape[1], cache, scoring):
         return compiled.of_queries(query, cache.kv, reads, sinks)
     batch, heads, head_dim = query.shape
-    rows = page_rows(reads.tables.flatten(), cache.layers)
-    found = by_heads(gather(cache, rows), cache, batch, head_dim)
-    keys, values = found[:, :, :, : reads.longest].unbind()
+    found = by_heads(gather(cache, reads.tables.flatten()), cache, batch)
+    keys, values = keys_values(found[:, :, :, : reads.longest], cache)
     groups = query.view(batch, keys.shape[1], -1, head_dim)
     mask = reads.mask.to(query.dtype)
     by_group = None if sinks is None else sinks.view(keys.shape[1], -1, 1)
     attended = _with_mask(groups, keys, values, mask, scoring, by_group)
-    return attended.reshape(batch, heads * head_dim)
+    return attended.reshape(batch, heads * cache.value_dim)
 
 
 def prepare_attention(heads: int, cache: LayerCache, scoring: Scoring) -> None:
     """Compiles ahead of the first call."""
-    _compiled(heads, cache.kv, scoring)
+    _compiled(heads, cache, scoring)
 
 
-def _compiled(heads: int, kv: Tensor, scoring: Scoring) -> CompiledAttention | None:
-    if not compiler.suits(kv):
+def _compiled(heads: int, cache: LayerCache, scoring: Scoring) -> CompiledAttention | None:
+    if not compiler.suits(cache.kv):
         return None
     from baton.kernels.cpu.paged_attention import paged_attention  # imports llvmlite
 
-    return paged_attention(heads, kv, scoring)
+    return paged_attention(heads, cache, scoring)
 
 
 def _with_mask(
@@ -118,7 +117,8 @@ def _with_mask(
     scoring: Scoring,
     sinks: Tensor | None,
 ) -> Tensor:
-    """query [..., rows, dim] over [..., tokens, dim], sinks [..., rows or 1, 1] -> as query."""
+    """query [..., rows, dim] over [..., tokens, dim], sinks [..., rows or 1, 1] -> [..., rows,
+    value_dim]."""
     if scoring.cap is None and sinks is None:
         return functional.scaled_dot_product_attention(
             query, keys, values, mask, scale=scoring.scale
@@ -142,16 +142,16 @@ def chunk_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """query [T, heads, head_dim] of one sequence's chunk, whose tokens are in the cache
-    -> [T, heads * head_dim]. Sinks are as in decode_attention."""
-    if compiled := _compiled(query.shape[1], cache.kv, scoring):
+    -> [T, heads * value_dim]. Sinks are as in decode_attention."""
+    if compiled := _compiled(query.shape[1], cache, scoring):
         return compiled.of_chunk(query, cache.kv, reads, sinks)
-    rows = page_rows(reads.pages, cache.layers)
-    found = by_heads(gather(cache, rows), cache, 1, query.shape[2]).squeeze(1)
-    keys, values = found[:, :, : reads.end - reads.start].contiguous().unbind()
+    found = by_heads(gather(cache, reads.pages), cache, 1).squeeze(1)
+    keys, values = keys_values(found[:, :, : reads.end - reads.start].contiguous(), cache)
     groups = query.view(len(query), len(keys), -1, query.shape[2]).transpose(
         0, 1
     )  # [kv_heads, T, group, dim]
-    if reads.window is None and scoring.cap is None and sinks is None:
+    plain = reads.window is None and scoring.cap is None and sinks is None
+    if plain and keys.shape == values.shape:
         attended = _causal(groups, keys, values, scoring.scale)
     else:
         by_group = None if sinks is None else sinks.view(len(keys), -1, 1, 1)
@@ -167,8 +167,8 @@ def _masked(
     scoring: Scoring,
     sinks: Tensor | None,
 ) -> Tensor:
-    """groups [kv_heads, T, group, dim], sinks [kv_heads, group, 1, 1] -> the same shape, with any
-    mask."""
+    """groups [kv_heads, T, group, dim], sinks [kv_heads, group, 1, 1] -> [kv_heads, T,
+    group, value_dim], with any mask."""
     shared = (-1, groups.shape[2], -1, -1)
     attended = _with_mask(
         groups.transpose(1, 2),

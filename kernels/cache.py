@@ -1,12 +1,14 @@
 """The paged K/V memory as one layer sees it.
 
-The memory is [page, layer, 2, token, kv_head, dim], so a page of all layers is contiguous
-for a transfer. A layer reads and writes it as rows: its views start at its own offset, so
-the same row indices, made once per step, serve every layer.
+The memory is [page, layer, k/v, token, kv_head, dim], so a page of all layers is contiguous
+for a transfer. k/v are two: keys, then values. Or one: a latent, which is the only key head, and
+whose first numbers are the value. A layer reads and writes the memory as rows: its views start
+at its own offset, so the same row indices, made once per step, serve every layer.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -15,87 +17,113 @@ from torch import Tensor
 from baton.kernels.cpu import compiler
 from baton.kernels.linear import RMSNorm
 
+Norms = tuple[RMSNorm | None, RMSNorm | None]
+"""Of queries and of keys."""
+
 
 class LayerCache(NamedTuple):
     """One layer's keys and values, by page and by token."""
 
-    kv: Tensor  # [page, 2, token, kv_head, dim]
-    pages: Tensor  # [rows, page_size * kv_heads * head_dim]; see page_rows
+    kv: Tensor  # [page, k/v, token, kv_head, dim]
+    pages: Tensor  # [rows, page_size * kv_heads * head_dim]; see gather
     tokens: Tensor  # [rows, kv_heads * head_dim]; see token_rows
     layers: int
+    value_dim: int  # of a head
+
+    @property
+    def lanes(self) -> int:
+        """Of vectors that divide keys and values evenly; 0: none do."""
+        size = math.gcd(self.kv.shape[4], self.value_dim)
+        return compiler.lanes_for(size, compiler.registers())
 
 
-def layer_caches(kv: Tensor) -> list[LayerCache]:
-    """Views of kv [page, layer, 2, token, kv_head, dim], one per layer."""
-    layers, page_size = kv.shape[1], kv.shape[3]
+def layer_caches(kv: Tensor, value_dim: int | None = None) -> list[LayerCache]:
+    """Views of kv [page, layer, k/v, token, kv_head, dim], one per layer. A latent's `value_dim`
+    must be given."""
+    _, layers, parts, page_size, _, dim = kv.shape
     pages, tokens = kv.flatten(3).flatten(0, 2), kv.flatten(4).flatten(0, 3)
+    starts = range(0, parts * layers, parts)
     return [
-        LayerCache(kv[:, layer], pages[2 * layer :], tokens[2 * layer * page_size :], layers)
-        for layer in range(layers)
+        LayerCache(
+            kv[:, layer], pages[start:], tokens[start * page_size :], layers, value_dim or dim
+        )
+        for layer, start in enumerate(starts)
     ]
 
 
-def page_rows(pages: Tensor, layers: int) -> Tensor:
-    """Rows of LayerCache.pages: page ids [n] -> [2 * n], all keys, then all values."""
-    keys = pages * (2 * layers)
-    return torch.cat((keys, keys + 1))
-
-
-def token_rows(pages: Tensor, offsets: Tensor, layers: int, page_size: int) -> Tensor:
-    """Rows of LayerCache.tokens: page ids and offsets within them [T] -> [T, 2], key and value."""
-    keys = pages * (2 * layers * page_size) + offsets
-    return torch.stack((keys, keys + page_size), dim=1)
+def token_rows(
+    pages: Tensor, offsets: Tensor, layers: int, page_size: int, parts: int = 2
+) -> Tensor:
+    """Rows of LayerCache.tokens: page ids and offsets within them [T] -> [T, k/v]."""
+    keys = pages * (parts * layers * page_size) + offsets
+    return torch.stack([keys + part * page_size for part in range(parts)], dim=1)
 
 
 def write_(cache: LayerCache, rows: Tensor, keys_values: Tensor) -> None:
-    """Stores keys_values [T, 2 * kv_heads, head_dim], keys first, at rows [T, 2]."""
-    cache.tokens.index_put_((rows,), keys_values.view(*rows.shape, -1))
+    """Stores keys_values [T, k/v * kv_heads, head_dim], keys first, at rows [T, k/v]."""
+    cache.tokens.index_put_((rows,), keys_values.reshape(*rows.shape, -1))
 
 
-def gather(cache: LayerCache, rows: Tensor) -> Tensor:
-    """The pages at rows [2 * sequences * pages], in their memory layout."""
+def gather(cache: LayerCache, pages: Tensor) -> Tensor:
+    """Pages [n] in their memory layout: all keys, then all values."""
+    parts = cache.kv.shape[1]
+    keys = pages * (parts * cache.layers)
+    rows = torch.cat([keys + part for part in range(parts)])
     return cache.pages.index_select(0, rows)
 
 
-def by_heads(found: Tensor, cache: LayerCache, sequences: int, head_dim: int) -> Tensor:
-    """Gathered pages as [2, sequences, kv_heads, tokens, head_dim]."""
-    kv_heads = cache.tokens.shape[1] // head_dim
-    return found.view(2, sequences, -1, kv_heads, head_dim).transpose(2, 3)
+def by_heads(found: Tensor, cache: LayerCache, sequences: int) -> Tensor:
+    """Gathered pages as [k/v, sequences, kv_heads, tokens, head_dim]."""
+    _, parts, _, kv_heads, head_dim = cache.kv.shape
+    return found.view(parts, sequences, -1, kv_heads, head_dim).transpose(2, 3)
 
 
-def prepare_rotation(head_dim: int, cache: LayerCache) -> None:
+def keys_values(found: Tensor, cache: LayerCache) -> tuple[Tensor, Tensor]:
+    """Of found [k/v, ..., head_dim]."""
+    return found[0], found[-1][..., : cache.value_dim]
+
+
+def prepare_rotation(cache: LayerCache) -> None:
     """Compiles ahead of the first call."""
-    if compiler.suits(cache.kv) and compiler.lanes_for(head_dim, compiler.registers()):
+    if compiler.suits(cache.kv) and cache.lanes:
         from baton.kernels.cpu.rotation import compiled_rotation  # imports llvmlite
 
-        compiled_rotation(head_dim, cache.kv.dtype, compiler.registers())
+        compiled_rotation(cache.lanes, cache.kv.dtype, cache.kv.shape[1])
 
 
 def rotate_and_write_(
     qkv: Tensor,
     heads: int,
-    norms: tuple[RMSNorm, RMSNorm] | None,
+    norms: Norms,
     rotation: Tensor | None,
     cache: LayerCache,
     rows: Tensor,
 ) -> None:
-    """Normalizes the queries and keys of qkv [T, heads + 2 * kv_heads, head_dim] by their norms,
-    which are of one head or of all, rotates them by rotation [T, 1, head_dim / 2], each if given,
-    and stores keys and values at rows [T, 2]."""
-    if compiler.suits(qkv) and compiler.lanes_for(qkv.shape[2], compiler.registers()):
+    """Normalizes the queries and keys of qkv [T, heads + k/v * kv_heads, head_dim] by their norms,
+    which are of one head, its first numbers or all heads, rotates them by rotation
+    [T, 1, head_dim / 2], each if given, and stores keys and values at rows [T, k/v]."""
+    if compiler.suits(qkv) and cache.lanes:
         from baton.kernels.cpu.rotation import rotate_and_write  # imports llvmlite
 
-        rotate_and_write(qkv, heads, norms, rotation, cache.tokens, rows)
+        rotate_and_write(qkv, heads, norms, rotation, cache, rows)
         return
-    kv_heads = (qkv.shape[1] - heads) // 2
-    if norms:
-        parts = qkv[:, :heads], qkv[:, heads : heads + kv_heads]
-        for norm, part in zip(norms, parts, strict=True):
-            numbers = part.reshape(len(qkv), -1, len(norm.weight))
-            part.copy_(norm(numbers).view(part.shape))
+    kv_heads = cache.kv.shape[3]
+    parts = qkv[:, :heads], qkv[:, heads : heads + kv_heads]
+    for norm, part in zip(norms, parts, strict=True):
+        if norm:
+            _normalize_(part, norm)
     if rotation is not None:
         rotate_(qkv, heads + kv_heads, rotation)
     write_(cache, rows, qkv[:, heads:])
+
+
+def _normalize_(part: Tensor, norm: RMSNorm) -> None:
+    """part [T, heads, head_dim]"""
+    size = len(norm.weight)
+    if size <= part.shape[2]:
+        part[..., :size] = norm(part[..., :size])
+    else:
+        part.copy_(norm(part.flatten(1)).view(part.shape))
 
 
 def rotate_(x: Tensor, heads: int, rotation: Tensor) -> None:

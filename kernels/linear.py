@@ -123,6 +123,28 @@ class GatedLinear:
         return gate_and_multiply(product, self.activation)
 
 
+class HeadLinear:
+    """x @ weight.T of each head, with weights of its own."""
+
+    __slots__ = ("_each", "weight")
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight  # [heads, out, in]
+        self._each = [Linear(each) for each in weight]
+
+    def pack(self) -> None:
+        """As Linear.pack."""
+        for linear in self._each:
+            linear.pack()
+        if all(linear.weight.is_meta for linear in self._each):
+            self.weight = _shape_only(self.weight)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [rows, heads, in] -> [rows, heads, out]."""
+        found = [linear(x[:, head]) for head, linear in enumerate(self._each)]
+        return torch.stack(found, dim=1)
+
+
 def _panels(weight: Tensor, bias: Tensor | None) -> Panels | None:
     if not compiler.suits(weight):
         return None

@@ -8,12 +8,16 @@ A page is [layer, k/v, token, kv_head, dim] in every shard. What two shards have
 common is therefore one run of heads in each row of a token. Where both hold the
 same heads a page is copied as a whole.
 
+A page of latents is [layer, 1, token, 1, dim]: one head, whose first numbers are its
+value. Every shard of such a pool holds whole pages, all alike: replicas. Each
+gets them from one shard of a peer's.
+
 A digest of each page shows whether it arrived as it was sent. CPU pools use
 core/page_keys.py. GPU pools use a kernel with another algorithm, so a CPU pool and
 a GPU pool cannot check each other. Where two pools split the heads differently,
 each shard digests the parts of its pages that it has in common with a shard of the
-peer's; a page's digest combines these, equally at both ends. A GPU digests whole
-pages only.
+peer's; a page's digest combines these, equally at both ends. That of replicas is the
+digest of any, if all are alike. A GPU digests whole pages only.
 
 Version history of the layout:
 
@@ -80,6 +84,11 @@ def links(ours: Sequence[HeadRange], page_bytes: int, address: PoolAddress) -> l
     """
     check_page_size(page_bytes, address)
     theirs = shards_of(address)
+    whole = HeadRange(0, address.layout.kv_heads)
+    if all(heads == whole for heads in (*ours, *map(_heads, theirs))):
+        return [
+            HeadLink(rank % len(ours), shard.pool, 0, None) for rank, shard in enumerate(theirs)
+        ]
     if ours == [_heads(shard) for shard in theirs]:
         return [
             HeadLink(rank, shard.pool, shard.first_head, None) for rank, shard in enumerate(theirs)
@@ -217,10 +226,13 @@ def cpu_digest(memory: PoolMemory) -> PageDigest:
 def join_digests(first_heads: Sequence[int], parts: Sequence[Sequence[int]]) -> list[int]:
     """Combines the digests of pages' parts, each identified by its first head.
 
-    Empty when a part has none. A page that is one part has that part's digest.
+    Empty when a part has none. A page that is one part has that part's digest; so has one whose
+    replicas are alike.
     """
-    if len(parts) == 1 or not all(parts):
-        return list(parts[0]) if len(parts) == 1 else []
+    if not all(parts):
+        return []
+    if len(set(first_heads)) == 1 and all(part == parts[0] for part in parts):
+        return list(parts[0])
     return [
         zlib.crc32(b"".join(map(_SHARE.pack, first_heads, page)))
         for page in zip(*parts, strict=True)

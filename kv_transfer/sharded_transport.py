@@ -10,6 +10,7 @@ bytes). These pairs are links.
         shard 1 (heads 4-7) ─┘                          its parts are
 
 - Where neither side is split, there is one link, over which whole pages go.
+- Shards that hold whole pages are replicas: a link to each, from one of ours.
 - Notes go between the first shards. A note of a write is sent when its parts on
   all links are done; with one link only, with the pages.
 - A peer is lost as a whole when one link breaks. Its writes fail when the last of
@@ -94,7 +95,7 @@ class ShardedTransport:
         self._digest = digest
         self._clock = clock
         self._total_pages = 0
-        self._page_bytes = 0  # of a page as all shards hold it together
+        self._page_bytes = 0  # of a whole page
         self._peers: dict[str, _Peer] = {}  # the connected ones
         self._lost: set[str] = set()  # of these, those with a broken link
         self._writes: dict[int, _Write] = {}
@@ -111,7 +112,7 @@ class ShardedTransport:
         shards = [PoolShard(first_head=first, heads=count, pool=address)]
         shards += [other.register(layout) for other in self._others]
         self._heads = [HeadRange(shard.first_head, shard.heads) for shard in shards]
-        self._page_bytes = sum(shard.pool.page_bytes for shard in shards)
+        self._page_bytes = memory.page_bytes * layout.kv_heads // count
         return _whole_address(shards, layout, self._page_bytes)
 
     def connect(self, address: PoolAddress) -> str:

@@ -175,7 +175,7 @@ class Backend:
         digest = choose_digest(config.page_digests, memory)
         transport = ShardedTransport(
             choose_transport(config.transport, self._device),
-            HeadRange(0, self.engine.kv.shape[4]),
+            head_range(self.engine),
             self._ranks.shards if self._ranks else (),
             digest=digest,
         )
@@ -220,6 +220,13 @@ def pool_memory(engine: Engine) -> PoolMemory:
         device=kv.device.type,
         device_id=kv.device.index or 0,
     )
+
+
+def head_range(engine: Engine) -> HeadRange:
+    """The key heads in this rank's pages. Each rank has all of a latent's, which is one."""
+    heads: int = engine.kv.shape[4]
+    rank = 0 if heads == engine.architecture.kv_heads else engine.split.rank
+    return HeadRange(rank * heads, heads)
 
 
 def pool_layout(engine: Engine) -> PoolLayout:

@@ -145,17 +145,14 @@ def _use(device: str) -> None:
 
 def _serve_transfers(transfers: Connection, engine: Engine, transport: str) -> None:
     """Ends the process when rank 0 closes the socket, or when a transfer raises."""
-    from baton.kv_transfer.pool_layout import HeadRange
     from baton.kv_transfer.routed_transport import choose_transport
     from baton.kv_transfer.shard_process import serve_shard
-    from baton.worker.backend import pool_memory
+    from baton.worker.backend import head_range, pool_memory
 
-    heads = engine.kv.shape[4]
     try:
         _use(str(engine.kv.device))
         chosen = choose_transport(transport, engine.kv.device.type)
-        own = HeadRange(engine.split.rank * heads, heads)
-        serve_shard(transfers, chosen, pool_memory(engine), own)
+        serve_shard(transfers, chosen, pool_memory(engine), head_range(engine))
     except BaseException:
         log.exception("the transfers of this rank have failed")
         os._exit(1)

@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from baton.engine.model import ChunkRows
 from baton.kernels.attention import ChunkReads, DecodeReads, Scoring, visibility
-from baton.kernels.cache import LayerCache, by_heads, gather, page_rows, write_
+from baton.kernels.cache import LayerCache, by_heads, gather, write_
 
 NAME = "baton"
 """Of our attention among transformers' implementations."""
@@ -124,8 +124,8 @@ def _of_queries(
 ) -> Tensor:
     """query [heads, B, dim], one row per sequence -> [B, heads, dim]."""
     heads, batch, dim = query.shape
-    found = gather(cache, page_rows(reads.tables.flatten(), cache.layers))
-    keys, values = by_heads(found, cache, batch, dim)[:, :, :, : reads.longest].unbind()
+    found = by_heads(gather(cache, reads.tables.flatten()), cache, batch)
+    keys, values = found[:, :, :, : reads.longest].unbind()
     groups = query.transpose(0, 1).reshape(batch, keys.shape[1], -1, dim)
     if sinks is not None:
         sinks = sinks.view(1, keys.shape[1], -1, 1)
@@ -138,7 +138,7 @@ def _of_chunk(
 ) -> Tensor:
     """query [heads, T, dim] of one sequence -> [T, heads, dim]."""
     heads, count, dim = query.shape
-    found = by_heads(gather(cache, page_rows(reads.pages, cache.layers)), cache, 1, dim)
+    found = by_heads(gather(cache, reads.pages), cache, 1)
     keys, values = found[:, 0, :, None, : reads.end - reads.start].unbind()
     groups = query.view(len(keys), -1, count, dim)
     if sinks is not None:

@@ -21,6 +21,7 @@ from baton.engine.tensor_parallel import SummedExperts, SummedLinear
 from baton.kernels.experts import MLP, Experts
 from baton.kernels.gpu.experts import gated as experts_gated
 from baton.kernels.gpu.experts import sum_parts, weighted
+from baton.kernels.gpu.latent_projection import norm_queries
 from baton.kernels.gpu.linear import (
     MOST_ROWS,
     few_rows,
@@ -114,10 +115,17 @@ class Forward:
             projected = Projected(few_rows(source, linear.weight, linear.bias))
         else:
             projected = Projected(self._product(linear.weight, source.x), source, linear.bias)
+        if layer.latent and layer.latent.query and layer.latent.query_norm:
+            return self._with_queries(projected, layer.latent.query, layer.latent.query_norm)
         if self._norms_projections and layer.query_norm and layer.key_norm:
             norms = layer.query_norm.weight, layer.key_norm.weight
             return norm_projections(projected, *norms, self._epsilon)
         return projected
+
+    def _with_queries(self, projected: Projected, query: Linear, norm: RMSNorm) -> Projected:
+        normed = norm_queries(projected, norm.weight, norm.epsilon)
+        queries = self._product(query.weight, normed)
+        return Projected(projected.qkv, projected.source, queries=queries)
 
     def _feed_forward(
         self,

@@ -1,7 +1,8 @@
 """Whether a row's bits may depend on the rows beside it.
 
     invariant   never: no product is cut along its inputs, and attention of any chunk is ours
-    fast        the matrix library may cut a product, and cuDNN attends long chunks
+    fast        the matrix library may cut a product, and long chunks are attended by cuDNN, or with
+                the keys and values of latents made
 
 In both, a sum's order does not depend on the kernel (kernels/gpu/fixed_order.py).
 """

@@ -13,8 +13,9 @@ from baton.engine.model import Model
 from baton.engine.rope import Rope
 from baton.engine.rotations import Rotation
 from baton.kernels.gpu.chunk_attention import chunk_attention
-from baton.kernels.gpu.decode_attention import SplitWorkspace, decode_attention
+from baton.kernels.gpu.decode_attention import decode_attention
 from baton.kernels.gpu.rotary import LOG2_E, HeadShape, Projected, rotate_and_store
+from baton.kernels.gpu.splits import SplitWorkspace
 
 
 class PagedAttention:
@@ -35,7 +36,7 @@ class PagedAttention:
         self._max_batch = max_batch
         self._layers = [kv[:, index] for index in range(shape.layers)]
         self._shapes = _head_shapes(model)
-        tables = [_cos_sin(rope, shape.head_dim, context).to(device) for rope in shape.ropes]
+        tables = [cos_sin(rope, shape.head_dim, context).to(device) for rope in shape.ropes]
         self._cos_sin = [tables[layer.rope or 0] for layer in model.layers]
         self._workspace = SplitWorkspace.make(
             max_batch, context, shape.heads, shape.kv_heads, shape.head_dim, device
@@ -173,7 +174,7 @@ def _head_shapes(model: Model) -> list[HeadShape]:
     ]
 
 
-def _cos_sin(rope: Rope, head_dim: int, context: int) -> Tensor:
+def cos_sin(rope: Rope, head_dim: int, context: int) -> Tensor:
     """[context, head_dim]: each position's cosines, one per pair, then its sines."""
     turns = Rotation(rope, head_dim)(torch.arange(context))[:, 0]
     return torch.cat((turns.real, turns.imag), dim=1).contiguous()

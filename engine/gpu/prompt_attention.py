@@ -62,6 +62,8 @@ def supports(
     """Whether a model's long chunks are attended here; else as short ones are."""
     if shape.score_cap is not None:
         return False
+    if shape.latent:
+        return numerics is Numerics.FAST and dtype.itemsize == 2
     if numerics is Numerics.INVARIANT:
         return long_attention.supports(shape.head_dim, dtype, device)
     if shape.sinks:

@@ -37,6 +37,7 @@ from baton.engine.gpu.batch import (
 )
 from baton.engine.gpu.forward import Forward
 from baton.engine.gpu.graphs import Recording
+from baton.engine.gpu.latent_attention import LatentAttention
 from baton.engine.gpu.numerics import Numerics
 from baton.engine.gpu.paged_attention import PagedAttention
 from baton.engine.gpu.prompt_attention import supports
@@ -86,7 +87,7 @@ class _Rows(NamedTuple):
 
 
 class GpuRunner:
-    """Runs plans of `model` over the paged memory `kv` [page, layer, 2, token, kv_head, dim].
+    """Runs plans of `model` over the paged memory `kv` [page, layer, k/v, token, kv_head, dim].
 
     In a group, which is connected, both are this rank's part.
     """
@@ -110,7 +111,12 @@ class GpuRunner:
         )
         slots = max(SLOTS, 4 * max_batch)
         self._slots = Slots(slots, -(-context // self._limits.page_size), device)
-        self._attention = PagedAttention(model, kv, self._slots.table, context, max_batch, numerics)
+        table = self._slots.table
+        self._attention = (
+            LatentAttention(model, kv, table, context, max_batch)
+            if shape.latent
+            else PagedAttention(model, kv, table, context, max_batch, numerics)
+        )
         self._sampler = GpuSampler(shape.vocabulary_size)
         most = max(max_batch, graphs.PROMPT_ROWS[-1])
         self._inputs = torch.zeros(8 * most + 4 * SPARE_BLOCKS, dtype=torch.int32, device=device)

@@ -26,9 +26,10 @@ from baton.engine.page_pool import PagePool
 from baton.engine.sequence import Sequence
 from baton.engine.step import Plan
 from baton.engine.tensor_parallel import Group
-from baton.kernels.gpu.decode_attention import split_rows
 from baton.kernels.gpu.experts import rows_of_tilings
+from baton.kernels.gpu.latent_attention import filling_heads
 from baton.kernels.gpu.sampling import FEW_ROWS
+from baton.kernels.gpu.splits import split_rows
 from baton.kernels.routing import Routing
 
 LIBRARY_BYTES = 2 << 30
@@ -85,6 +86,8 @@ def _work_bytes(
     if shape.routing:
         row += shape.routing.per_row * (shape.hidden + shape.routing.columns + 6)
         row += 2 * shape.routing.outputs
+    if latent := shape.latent:  # Of a long chunk in fast numerics.
+        kv_token += shape.heads * (latent.plain + latent.value)
     rows = settings.chunk_tokens + 2 * LIBRARY_TOKENS
     rows += 2 * max(settings.max_batch, PROMPT_ROWS[-1])
     logits = 4 * max(settings.max_batch, SAMPLED_ROWS) * shape.vocabulary_size
@@ -92,7 +95,8 @@ def _work_bytes(
     tables = (
         4 * context * shape.head_dim * len(shape.ropes) + 64 * ADJUSTED_ROWS * shape.vocabulary_size
     )
-    parts = split_rows(settings.max_batch, context, shape.heads, shape.kv_heads)
+    filling = filling_heads(shape.heads) if shape.latent else shape.kv_heads
+    parts = split_rows(settings.max_batch, context, shape.heads, filling)
     return values * dtype.itemsize + tables + 4 * parts * (shape.head_dim + 2)
 
 
@@ -113,15 +117,16 @@ def start_runner(
     runner = GpuRunner(model, kv, context, settings.max_batch, group, numerics)
     # After a role switch, pages may be in use or in quarantine.
     most = min(settings.chunk_tokens, context, pool.free * pool.page_size)
-    routing = model.architecture.routing
+    shape = model.architecture
     with runner.compiling():
         if group is None:  # else other ranks would follow with tokens of no step
-            _rehearse_steps(runner, pool, most, context, routing)
+            _rehearse_steps(runner, pool, most, context, shape.routing)
     progress("kernels", 1.0)
     runner.record(lambda done: progress("steps", done / 2))
-    if numerics is Numerics.FAST and supports(model.architecture, kv.dtype, kv.device, numerics):
+    fast = numerics is Numerics.FAST and supports(shape, kv.dtype, kv.device, numerics)
+    if fast and not shape.latent:
         prepare(
-            model.architecture,
+            shape,
             kv.dtype,
             kv.device,
             most,
@@ -129,7 +134,7 @@ def start_runner(
             lambda done: progress("steps", 0.5 + done / 2),
         )
     if group is None or group.split.rank == 0:
-        _rehearse_steps(runner, pool, most, context, routing)
+        _rehearse_steps(runner, pool, most, context, shape.routing)
     progress("steps", 1.0)
     return runner
 

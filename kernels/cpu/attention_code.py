@@ -48,7 +48,7 @@ class DecodeArguments(ctypes.Structure):
         ("sinks", ctypes.c_void_p),  # float32 [heads]
         ("scratch", ctypes.c_void_p),  # [threads, Scratch.numbers]
         ("parts", ctypes.c_void_p),  # [sequences, heads, splits, part_numbers]
-        ("out", ctypes.c_void_p),  # [sequences, heads, head_dim]
+        ("out", ctypes.c_void_p),  # [sequences, heads, value_dim]
         ("threads_started", ctypes.c_int64),  # 0 at first
         ("items_claimed", ctypes.c_int64),  # 0 at first
         ("merges_claimed", ctypes.c_int64),  # 0 at first
@@ -70,7 +70,7 @@ class ChunkArguments(ctypes.Structure):
         ("window", ctypes.c_int64),
         ("sinks", ctypes.c_void_p),  # float32 [heads]
         ("scratch", ctypes.c_void_p),  # [threads, Scratch.numbers]
-        ("out", ctypes.c_void_p),  # [tokens, heads, head_dim]
+        ("out", ctypes.c_void_p),  # [tokens, heads, value_dim]
         ("threads_started", ctypes.c_int64),  # 0 at first
         ("items_claimed", ctypes.c_int64),  # 0 at first
     )
@@ -195,7 +195,7 @@ class AttentionCode:
         begin = (number * SPLIT).at_least(first // shape.aligned * shape.aligned)
         stop = ((number + 1) * SPLIT).at_most(end)
         keys = given.memory("cache", shape.element).from_(kv_head * shape.head_dim)
-        values = keys.from_(shape.page_size * shape.token_stride)
+        values = keys.from_(shape.value_offset)
         places = memory["places"].of(COUNT)
         split = ContextSplit(keys, values, places, (stop - begin).at_least(0))
         find_tokens(code, shape, pages, begin, first, split)
@@ -221,7 +221,7 @@ class AttentionCode:
             with code.loop(0, splits) as index:
                 at = (row * splits + index) * shape.part_numbers
                 code.call(self._merging.add, merged, given.memory("parts").from_(at))
-            out = given.memory("out", shape.element).from_(row * shape.head_dim)
+            out = given.memory("out", shape.element).from_(row * shape.value_dim)
             code.call(self._merging.finish, merged, out)
         code.end()
 
@@ -267,7 +267,7 @@ class AttentionCode:
                 code.call(self._merging.add, memory["merged"].from_(at), part)
         out = given.memory("out", shape.element)
         with code.loop(0, rows) as row:
-            at = self._query(row, token, kv_head, shape.token_numbers)
+            at = self._place(row, token, kv_head, shape.heads * shape.value_dim, shape.value_dim)
             merged = memory["merged"].from_(row * shape.part_numbers)
             code.call(self._merging.finish, merged, out.from_(at))
         code.end()
@@ -285,14 +285,17 @@ class AttentionCode:
         """Rows are the tokens' queries, one token after another."""
         shape, queries = self._shape, given.memory("queries", self._shape.element)
         with code.loop(0, rows) as row:
-            source = self._query(row, token, kv_head, given.count("query_stride"))
+            stride = given.count("query_stride")
+            source = self._place(row, token, kv_head, stride, shape.head_dim)
             target = memory["queries"].from_(row * shape.head_dim)
             copy_query(code, shape, queries.from_(source), target)
             sink = given.memory("sinks").from_(kv_head * shape.group + row % shape.group)
             merged = memory["merged"].from_(row * shape.part_numbers)
             code.call(self._merging.begin, merged, sink)
 
-    def _query(self, row: Count, token: Count, kv_head: Count, stride: Count | int) -> Count:
-        """Where a row's query is: its token, then its head, `stride` numbers a token."""
+    def _place(
+        self, row: Count, token: Count, kv_head: Count, stride: Count | int, size: int
+    ) -> Count:
+        """Where a row is: its token, then its head; `stride` numbers a token, `size` a head."""
         head = kv_head * self._shape.group + row % self._shape.group
-        return (token + row // self._shape.group) * stride + head * self._shape.head_dim
+        return (token + row // self._shape.group) * stride + head * size

@@ -5,7 +5,7 @@ is for bfloat16 on tile registers (amx.py), where keys and values are the weight
 they are laid out so once per split.
 
     scores     [rows, head_dim] x [head_dim, tokens], 64 tokens at a time
-    values     [rows, tokens] x [tokens, head_dim], 32 tokens at a time
+    values     [rows, tokens] x [tokens, value_dim], 32 tokens at a time
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class VectorProducts:
         code = Function(self._module, f"values_{rows}", types, lanes=shape.lanes)
         weights, values, places, tokens, parts = code.arguments
         values, places, vectors = values.of(shape.element), places.of(COUNT), shape.vectors(rows)
-        with code.loop(0, shape.head_dim, step=vectors * shape.lanes) as start:
+        with code.loop(0, shape.value_dim, step=vectors * shape.lanes) as start:
             places_of_sums = [
                 start + (row * shape.part_numbers + vector * shape.lanes)
                 for row in range(rows)
@@ -179,7 +179,7 @@ class TileProducts:
     ) -> None:
         """Adds weighted values to memory["parts"]."""
         weights = memory["weights"].from_(at.row * WEIGHTS_STRIDE).of(BFLOAT16).from_(at.token)
-        values = memory["values"].of(BFLOAT16).from_(at.token * self._shape.head_dim)
+        values = memory["values"].of(BFLOAT16).from_(at.token * self._shape.value_dim)
         parts = memory["parts"].from_(at.row * self._shape.part_numbers)
         code.call(self._add, weights, values, at.tokens, parts)
 
@@ -210,8 +210,8 @@ class TileProducts:
         blocks = (tokens + amx.INPUTS - 1) // amx.INPUTS
         with code.loop(0, blocks * amx.INPUTS, step=2) as first:
             low, high = _places(values, places, first, tokens, 2)
-            block = out.from_(first // amx.INPUTS * (amx.HALF * shape.head_dim))
-            with code.loop(0, shape.head_dim, step=amx.HALF) as dim:
+            block = out.from_(first // amx.INPUTS * (amx.HALF * shape.value_dim))
+            with code.loop(0, shape.value_dim, step=amx.HALF) as dim:
                 pairs = paired(low.vector(dim), high.vector(dim))
                 block.put(pairs, dim * amx.HALF + first % amx.INPUTS * (amx.HALF // 2))
         code.end()
@@ -236,7 +236,7 @@ class TileProducts:
 
     def _add_code(self) -> Function:
         """(weights, values, tokens, parts)"""
-        size, stride = self._shape.head_dim, 4 * self._shape.part_numbers
+        size, stride = self._shape.value_dim, 4 * self._shape.part_numbers
         types = [POINTER, POINTER, COUNT, POINTER]
         code = Function(self._module, "values", types, lanes=amx.LANES)
         weights, values, tokens, parts = code.arguments
@@ -261,8 +261,8 @@ def prefetch_value(shape: Heads, key: Memory) -> None:
     """The value of a key's token, for the weighted sum: rows are too far apart for the hardware's
     prefetcher."""
     size = 4 if shape.element == FLOAT else 2
-    for start in range(0, shape.head_dim, LINE // size):
-        key.prefetch(shape.page_size * shape.token_stride + start)
+    for start in range(0, shape.value_dim if shape.value_offset else 0, LINE // size):
+        key.prefetch(shape.value_offset + start)
 
 
 def _places(

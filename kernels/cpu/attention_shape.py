@@ -25,6 +25,8 @@ class Heads:
     heads: int
     kv_heads: int
     head_dim: int
+    value_dim: int
+    value_offset: int  # numbers from a key to its value; 0: the key's first are its value
     page_size: int
     element: ir.Type  # of queries, keys, values and results
     lanes: int
@@ -58,7 +60,7 @@ class Heads:
 
     def vectors(self, rows: int) -> int:
         """Vectors of each row's result that are summed at a time."""
-        every = self.head_dim // self.lanes
+        every = self.value_dim // self.lanes
         at_most = max(1, (self.registers - 4) // rows)
         return max(n for n in range(1, at_most + 1) if every % n == 0)
 
@@ -67,14 +69,9 @@ class Heads:
         return self.kv_heads * self.head_dim
 
     @property
-    def token_numbers(self) -> int:
-        """All queries of a token."""
-        return self.heads * self.head_dim
-
-    @property
     def part_numbers(self) -> int:
         """A part: its weighted sum, then greatest score and sum of weights, each in all lanes."""
-        return self.head_dim + 2 * self.lanes
+        return self.value_dim + 2 * self.lanes
 
 
 @dataclass(frozen=True)

@@ -117,9 +117,9 @@ class Tiles:
             # What is narrower than a score is not written past the scores that were read.
             scores.of(shape.operand).put(weight, token)
             sums[0] = sums[0] + weight
-        with code.loop(0, shape.head_dim, step=shape.lanes) as at:
+        with code.loop(0, shape.value_dim, step=shape.lanes) as at:
             part.put(code.zero(), at)
-        notes = part.from_(shape.head_dim)
+        notes = part.from_(shape.value_dim)
         notes.put(top)
         notes.put(sums[0].total(), shape.lanes)
         code.end()
@@ -139,10 +139,10 @@ class Merging:
         shape = self._shape
         code = Function(self._module, "begin", [POINTER, POINTER], lanes=shape.lanes)
         merged, sink = code.arguments
-        with code.loop(0, shape.head_dim, step=shape.lanes) as at:
+        with code.loop(0, shape.value_dim, step=shape.lanes) as at:
             merged.put(code.zero(), at)
-        merged.put(sink.repeated(), shape.head_dim)
-        merged.put(code.zero() + 1.0, shape.head_dim + shape.lanes)
+        merged.put(sink.repeated(), shape.value_dim)
+        merged.put(code.zero() + 1.0, shape.value_dim + shape.lanes)
         code.end()
         return code
 
@@ -151,12 +151,12 @@ class Merging:
         shape = self._shape
         code = Function(self._module, "merge_part", [POINTER, POINTER], lanes=shape.lanes)
         merged, part = code.arguments
-        known, found = merged.vector(shape.head_dim), part.vector(shape.head_dim)
+        known, found = merged.vector(shape.value_dim), part.vector(shape.value_dim)
         greatest = known.at_least(found)
         kept, added = exp_of_negative(known - greatest), exp_of_negative(found - greatest)
-        merged.put(greatest, shape.head_dim)
-        weight_sum = shape.head_dim + shape.lanes
-        for start, stop in ((0, shape.head_dim), (weight_sum, weight_sum + shape.lanes)):
+        merged.put(greatest, shape.value_dim)
+        weight_sum = shape.value_dim + shape.lanes
+        for start, stop in ((0, shape.value_dim), (weight_sum, weight_sum + shape.lanes)):
             with code.loop(start, stop, step=shape.lanes) as at:
                 merged.put((merged.vector(at) * kept).plus_product(part.vector(at), added), at)
         code.end()
@@ -167,8 +167,8 @@ class Merging:
         shape = self._shape
         code = Function(self._module, "finish", [POINTER, POINTER], lanes=shape.lanes)
         merged, out = code.arguments
-        total = merged.vector(shape.head_dim + shape.lanes)
-        with code.loop(0, shape.head_dim, step=shape.lanes) as at:
+        total = merged.vector(shape.value_dim + shape.lanes)
+        with code.loop(0, shape.value_dim, step=shape.lanes) as at:
             out.of(shape.element).put(merged.vector(at) / total, at)
         code.end()
         return code

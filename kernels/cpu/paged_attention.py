@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +17,7 @@ from baton.kernels.cpu.vectors import element_of
 
 if TYPE_CHECKING:
     from baton.kernels.attention import ChunkReads, DecodeReads, Scoring
+    from baton.kernels.cache import LayerCache
 
 UNLIMITED = 1 << 60
 """A window that hides nothing."""
@@ -35,8 +37,8 @@ class CompiledAttention:
     def of_queries(
         self, query: Tensor, kv: Tensor, reads: DecodeReads, sinks: Tensor | None
     ) -> Tensor:
-        """query [B, heads, head_dim], kv [page, 2, token, kv_head, dim], sinks [heads], float32
-        -> [B, heads * head_dim]."""
+        """query [B, heads, head_dim], kv [page, k/v, token, kv_head, dim], sinks [heads], float32
+        -> [B, heads * value_dim]."""
         shape, batch = self._shape, query.shape[0]
         splits = -(-reads.longest // SPLIT) + reads.cut
         threads = torch.get_num_threads()
@@ -44,7 +46,7 @@ class CompiledAttention:
             2 * threads * self._code.decode_scratch.numbers,
             batch * shape.heads * splits * shape.part_numbers,
         )
-        out = query.new_empty(batch, shape.heads * shape.head_dim)
+        out = query.new_empty(batch, shape.heads * shape.value_dim)
         arguments = DecodeArguments(
             query.data_ptr(),
             query.stride(0),
@@ -69,11 +71,11 @@ class CompiledAttention:
     def of_chunk(
         self, query: Tensor, kv: Tensor, reads: ChunkReads, sinks: Tensor | None
     ) -> Tensor:
-        """query [T, heads, head_dim] of one sequence's tokens -> [T, heads * head_dim]."""
+        """query [T, heads, head_dim] of one sequence's tokens -> [T, heads * value_dim]."""
         shape, count = self._shape, query.shape[0]
         numbers = torch.get_num_threads() * self._code.chunk_scratch.numbers
         (scratch,) = compiler.scratch(numbers)
-        out = query.new_empty(count, shape.heads * shape.head_dim)
+        out = query.new_empty(count, shape.heads * shape.value_dim)
         arguments = ChunkArguments(
             query.data_ptr(),
             query.stride(0),
@@ -95,28 +97,44 @@ class CompiledAttention:
         return (self._no_sinks if sinks is None else sinks).data_ptr()
 
 
-def paged_attention(heads: int, kv: Tensor, scoring: Scoring) -> CompiledAttention | None:
-    """For kv [page, 2, token, kv_head, dim]; None where there is no code for the shape."""
-    head_dim = kv.shape[-1]
-    tiles = kv.dtype == torch.bfloat16 and head_dim % amx.INPUTS == 0 and compiler.has_amx()
-    return _compiled(heads, *kv.shape[2:], scoring, kv.dtype, compiler.registers(), tiles)
+def paged_attention(heads: int, cache: LayerCache, scoring: Scoring) -> CompiledAttention | None:
+    """None where there is no code for the shape."""
+    kv, value_dim = cache.kv, cache.value_dim
+    whole = math.gcd(kv.shape[-1], value_dim) % amx.INPUTS == 0
+    tiles = kv.dtype == torch.bfloat16 and whole and compiler.has_amx()
+    return _compiled(
+        heads, *kv.shape[1:], value_dim, scoring, kv.dtype, compiler.registers(), tiles
+    )
 
 
 @functools.cache
 def _compiled(
     heads: int,
+    parts: int,
     page_size: int,
     kv_heads: int,
     head_dim: int,
+    value_dim: int,
     scoring: Scoring,
     dtype: torch.dtype,
     registers: Registers,
     tiles: bool,
 ) -> CompiledAttention | None:
-    lanes = compiler.lanes_for(head_dim, registers)
+    lanes = compiler.lanes_for(math.gcd(head_dim, value_dim), registers)
     if not lanes:
         return None
-    element, number = element_of(dtype), registers.number
     return CompiledAttention(
-        Heads(heads, kv_heads, head_dim, page_size, element, lanes, number, *scoring, tiles)
+        Heads(
+            heads,
+            kv_heads,
+            head_dim,
+            value_dim,
+            (parts - 1) * page_size * kv_heads * head_dim,
+            page_size,
+            element_of(dtype),
+            lanes,
+            registers.number,
+            *scoring,
+            tiles,
+        )
     )

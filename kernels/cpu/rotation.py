@@ -10,17 +10,21 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from typing import TYPE_CHECKING
 
 import torch
 from llvmlite import ir
 from torch import Tensor
 
 from baton.kernels.cpu import compiler
-from baton.kernels.cpu.compiler import Library, Registers
+from baton.kernels.cpu.compiler import Library
 from baton.kernels.cpu.ir_builder import COUNT, POINTER, Arguments, Count, Function, Memory
 from baton.kernels.cpu.norm import inverse_root
 from baton.kernels.cpu.vectors import FLOAT, Floats, element_of, vector_of
 from baton.kernels.linear import RMSNorm
+
+if TYPE_CHECKING:
+    from baton.kernels.cache import LayerCache
 
 
 class RotationArguments(ctypes.Structure):
@@ -32,15 +36,17 @@ class RotationArguments(ctypes.Structure):
         ("query_numbers", ctypes.c_int64),
         ("key_numbers", ctypes.c_int64),
         ("query_norm", ctypes.c_void_p),  # float32 [query_norm_size], or null
-        ("query_norm_size", ctypes.c_int64),  # head_dim, or query_numbers
+        ("query_norm_size", ctypes.c_int64),  # of a head, its first numbers, or all heads
+        ("query_norms", ctypes.c_int64),  # as many sizes, one after another
         ("query_epsilon", ctypes.c_float),
         ("key_norm", ctypes.c_void_p),
         ("key_norm_size", ctypes.c_int64),
+        ("key_norms", ctypes.c_int64),
         ("key_epsilon", ctypes.c_float),
         ("rotation", ctypes.c_void_p),  # float32 [rows, head_dim], complex; or null
         ("head_dim", ctypes.c_int64),
         ("tokens", ctypes.c_void_p),  # [any, key_numbers]
-        ("places", ctypes.c_void_p),  # [rows, 2], where a row's key and value go in tokens
+        ("places", ctypes.c_void_p),  # [rows, k/v], where a row's key and value go in tokens
         ("rows_claimed", ctypes.c_int64),  # 0 at first
     )
 
@@ -48,24 +54,27 @@ class RotationArguments(ctypes.Structure):
 def rotate_and_write(
     qkv: Tensor,
     heads: int,
-    norms: tuple[RMSNorm, RMSNorm] | None,
+    norms: tuple[RMSNorm | None, RMSNorm | None],
     rotation: Tensor | None,
-    tokens: Tensor,
+    cache: LayerCache,
     places: Tensor,
 ) -> None:
-    """qkv [T, heads + 2 * kv_heads, head_dim], norms of queries and keys, rotation
-    [T, 1, head_dim / 2], complex, tokens [any, kv_heads * head_dim] and places [T, 2]."""
-    rows, _, head_dim = qkv.shape
+    """qkv [T, heads + k/v * kv_heads, head_dim], norms of queries and keys, rotation
+    [T, 1, head_dim / 2], complex, and places [T, k/v], rows of cache.tokens."""
+    (rows, _, head_dim), tokens = qkv.shape, cache.tokens
     arguments = RotationArguments(rows, qkv.data_ptr(), heads * head_dim, tokens.shape[1])
-    if norms:
-        query, key = norms
-        arguments.query_norm, arguments.query_epsilon = query.wide.data_ptr(), query.epsilon
-        arguments.key_norm, arguments.key_epsilon = key.wide.data_ptr(), key.epsilon
-        arguments.query_norm_size, arguments.key_norm_size = len(query.wide), len(key.wide)
+    numbers = {"query": heads * head_dim, "key": tokens.shape[1]}
+    for kind, norm in zip(numbers, norms, strict=True):
+        if norm:
+            size = len(norm.wide)
+            setattr(arguments, f"{kind}_norm", norm.wide.data_ptr())
+            setattr(arguments, f"{kind}_epsilon", norm.epsilon)
+            setattr(arguments, f"{kind}_norm_size", size)
+            setattr(arguments, f"{kind}_norms", numbers[kind] // max(size, head_dim))
     arguments.rotation = None if rotation is None else rotation.data_ptr()
     arguments.head_dim = head_dim
     arguments.tokens, arguments.places = tokens.data_ptr(), places.data_ptr()
-    address = compiled_rotation(head_dim, qkv.dtype, compiler.registers())
+    address = compiled_rotation(cache.lanes, qkv.dtype, cache.kv.shape[1])
     compiler.run(address, arguments, alone=rows <= FEW_ROWS)
 
 
@@ -74,36 +83,32 @@ FEW_ROWS = 8
 
 
 @functools.cache
-def compiled_rotation(head_dim: int, dtype: torch.dtype, registers: Registers) -> int:
-    """The address of the compiled function."""
-    lanes = compiler.lanes_for(head_dim, registers)
-    return _library(lanes, element_of(dtype)).address("rotate_and_write")
+def compiled_rotation(lanes: int, dtype: torch.dtype, parts: int) -> int:
+    """The address of the compiled function; `parts` are k/v."""
+    return _library(lanes, element_of(dtype), parts).address("rotate_and_write")
 
 
 @functools.cache
-def _library(lanes: int, element: ir.Type) -> Library:
+def _library(lanes: int, element: ir.Type, parts: int) -> Library:
     module = ir.Module("rotation")
     code = Function(module, "rotate_and_write", [POINTER], lanes=lanes, exported=True)
     given = Arguments(code.arguments[0], RotationArguments)
     queries, keys = given.count("query_numbers"), given.count("key_numbers")
     head_dim, rotation = given.count("head_dim"), given.memory("rotation")
     with code.claim(given.field("rows_claimed"), given.count("rows")) as row:
-        numbers = given.memory("qkv", element).from_(row * (queries + keys * 2))
-        for kind, of_kind, count in (
-            ("query", numbers, queries),
-            ("key", numbers.from_(queries), keys),
-        ):
+        numbers = given.memory("qkv", element).from_(row * (queries + keys * parts))
+        for kind, of_kind in (("query", numbers), ("key", numbers.from_(queries))):
             norm, size = given.memory(f"{kind}_norm"), given.count(f"{kind}_norm_size")
             with code.when(norm.is_null("!=")):
                 epsilon = given.field(f"{kind}_epsilon", FLOAT)
-                _normalize(code, of_kind, count, norm, epsilon, size)
+                _normalize(code, of_kind, given.count(f"{kind}_norms"), norm, epsilon, size)
         with code.when(rotation.is_null("!=")):
             _rotate(code, numbers, queries + keys, rotation.from_(row * head_dim), head_dim)
-        for half in range(2):
-            place = given.memory("places", COUNT).count(row * 2 + half)
+        for part in range(parts):
+            place = given.memory("places", COUNT).count(row * parts + part)
             target = given.memory("tokens", element).from_(place * keys)
             with code.loop(0, keys, step=lanes) as index:
-                target.put(numbers.vector(queries + keys * half + index), index)
+                target.put(numbers.vector(queries + keys * part + index), index)
     code.end()
     return Library(module)
 
@@ -111,8 +116,8 @@ def _library(lanes: int, element: ir.Type) -> Library:
 def _normalize(
     code: Function, numbers: Memory, count: Count, norm: Memory, epsilon: Memory, size: Count
 ) -> None:
-    """Each `size` numbers over the root of their mean square."""
-    with code.loop(0, count // size) as index:
+    """Each `size` numbers, `count` times, over the root of their mean square."""
+    with code.loop(0, count) as index:
         some = numbers.from_(index * size)
         scale = inverse_root(code, some, epsilon, size)
         with code.loop(0, size, step=code.lanes) as at:

@@ -146,14 +146,24 @@ def attend(
     CAPPED: tl.constexpr,
 ):
     """Adds a tile to those before it in its split: query [ROWS, dim], keys [dim, TOKENS], values
-    [TOKENS, dim]; each row's highest score, normalizer [ROWS] and weighted sums [ROWS, dim].
-
-    The first tile of a split starts with a highest score of minus infinity. CAPPED: tanh comes
-    before the scale, of products times `bend`: tanh(x) = 1 - 2 / (1 + 2^(2 x log2 e)).
+    [TOKENS, dim]. CAPPED: tanh comes before the scale, of products times `bend`:
+    tanh(x) = 1 - 2 / (1 + 2^(2 x log2 e)).
     """
     scores = tl.dot(query, keys, out_dtype=tl.float32, input_precision="ieee")
     if CAPPED:
         scores = 1.0 - 2.0 / (1.0 + tl.exp2(scores * bend))
+    return add_tile(highest, total, sums, scores, values, seen, scale, ROWS, TOKENS)
+
+
+@triton.jit
+def add_tile(
+    highest, total, sums, scores, values, seen, scale, ROWS: tl.constexpr, TOKENS: tl.constexpr
+):
+    """Adds a tile's scores [ROWS, TOKENS] and values [TOKENS, dim] to each row's highest score,
+    normalizer [ROWS] and weighted sums [ROWS, dim].
+
+    The first tile of a split starts with a highest score of minus infinity.
+    """
     scores = tl.where(seen, scores, float("-inf"))
     higher = tl.maximum(highest, tl.max(scores, axis=1) * scale)
     base = tl.where(higher == float("-inf"), 0.0, higher)

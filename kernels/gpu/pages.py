@@ -57,27 +57,29 @@ def copy_rows(
 
 
 def gather_tokens(
-    kv_layer: Tensor, pages: Tensor, length: int, out_keys: Tensor, out_values: Tensor
+    kv_layer: Tensor, pages: Tensor, length: int, out_keys: Tensor, out_values: Tensor | None = None
 ) -> None:
     """The first `length` tokens of these pages, as rows.
 
-    kv_layer [page, 2, token, kv_head, dim], with a token's heads contiguous; pages [n];
-    out_keys and out_values [length or more, kv_head, dim], rows like the layer's.
+    kv_layer [page, k/v, token, kv_head, dim], with a token's heads contiguous; pages [n];
+    out_keys and out_values [length or more, kv_head, dim], rows like the layer's. Of latents only
+    keys.
     """
+    out = out_keys if out_values is None else out_values
     size = kv_layer.shape[3] * kv_layer.shape[4]
     block = triton.next_power_of_2(size)
     tokens = max(GATHER_BLOCK // block, 1)
-    _gather_tokens[(triton.cdiv(length, tokens), 2)](
+    _gather_tokens[(triton.cdiv(length, tokens), kv_layer.shape[1])](
         kv_layer,
         pages,
         out_keys,
-        out_values,
+        out,
         length,
         kv_layer.stride(0),
         kv_layer.stride(1),
         kv_layer.stride(2),
         out_keys.stride(0),
-        out_values.stride(0),
+        out.stride(0),
         PAGE_SIZE=kv_layer.shape[2],
         SIZE=size,
         TOKENS=tokens,

@@ -41,15 +41,18 @@ class HeadShape:
 @dataclass(frozen=True, slots=True)
 class Projected:
     """Queries, keys and values [T, (heads + 2 * kv_heads) * dim] as a product leaves them, not
-    yet rotated: with a `source`, its rows' sizes are still to be applied; so is a bias."""
+    yet rotated: with a `source`, its rows' sizes are still to be applied; so is a bias. Of latents
+    see kernels/gpu/latent_projection.py."""
 
     qkv: Tensor
     source: Scaled | None = None
     bias: Tensor | None = None
+    queries: Tensor | None = None  # made of what `qkv` has in their place
 
     def rows(self, chosen: slice | Tensor) -> Projected:
         source = self.source and self.source.rows(chosen)
-        return Projected(self.qkv[chosen], source, self.bias)
+        queries = None if self.queries is None else self.queries[chosen]
+        return Projected(self.qkv[chosen], source, self.bias, queries)
 
     @property
     def squares(self) -> Tensor | None:

@@ -43,10 +43,13 @@ class Split:
         return {(SIZES[each.prefill_worker], SIZES[each.decode_worker]) for each in answers}
 
 
-@pytest.fixture(scope="module")
-def split(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Split]:
+@pytest.fixture(scope="module", params=["qwen3-windows", "deepseek-v3"])
+def split(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Split]:
+    """Pages by heads, and latents, of which every process has all."""
     workspace = tmp_path_factory.mktemp("split")
-    oracle = save(TINY_MODELS["qwen3-windows"], workspace / "model")
+    oracle = save(TINY_MODELS[request.param], workspace / "model")
     tree: dict[str, object] = {
         "page_size": 4,
         "router": {"policy": "round_robin"},

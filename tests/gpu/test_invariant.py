@@ -22,9 +22,10 @@ from baton.engine.gpu.numerics import Numerics
 from baton.engine.gpu.runner import GpuRunner
 from baton.engine.model import Model
 from baton.engine.page_pool import PagePool
+from baton.engine.random_tensors import RandomTensors
 from baton.engine.sequence import Sequence
 from baton.engine.step import Plan
-from baton.engine.weights import RandomTensors, load_model
+from baton.engine.weights import load_model
 from baton.kernels.gpu.linear import MOST_ROWS, few_rows, few_rows_alone, few_rows_onto
 from baton.kernels.gpu.norm import scale_rows
 
@@ -68,6 +69,13 @@ SHAPES = {
     "qwen3-moe": SMALL | {"model_type": "qwen3_moe", "head_dim": 128, "num_experts": 128,
                           "num_experts_per_tok": 8, "moe_intermediate_size": 192,
                           "norm_topk_prob": True},
+    "deepseek-v2": SMALL | {"model_type": "deepseek_v2", "num_attention_heads": 16,
+                            "hidden_size": 512, "q_lora_rank": None, "num_experts_per_tok": 6,
+                            "moe_intermediate_size": 192, "first_k_dense_replace": 1},
+    "deepseek-v3": SMALL | {"model_type": "deepseek_v3", "num_attention_heads": 32,
+                            "hidden_size": 512, "q_lora_rank": 384, "n_routed_experts": 32,
+                            "num_experts_per_tok": 4, "moe_intermediate_size": 192,
+                            "first_k_dense_replace": 1},
     "dots1": SMALL | {"model_type": "dots1", "head_dim": 64, "n_routed_experts": 24,
                       "num_experts_per_tok": 4, "moe_intermediate_size": 384, "n_group": 4,
                       "topk_group": 2, "n_shared_experts": 2, "first_k_dense_replace": 1},
@@ -94,7 +102,7 @@ class Engine:
     def __init__(self, model: Model, page_size: int = 16) -> None:
         shape = model.architecture
         pages = TOKENS // page_size
-        size = (pages, shape.layers, 2, page_size, shape.kv_heads, shape.head_dim)
+        size = shape.pages_shape(pages, page_size)
         self.kv = torch.zeros(size, dtype=model.embedding.dtype, device="cuda")
         self.pool = PagePool(pages, page_size)
         self.runner = GpuRunner(model, self.kv, CONTEXT, BATCH, None, Numerics.INVARIANT)
@@ -132,7 +140,7 @@ class Engine:
 
 
 def kept(engine: Engine, sequences: list[Sequence]) -> dict[int, Tensor]:
-    """Each prompt's keys and values [token, layer, 2, head, dim]; releases the pages."""
+    """Each prompt's keys and values [token, layer, k/v, head, dim]; releases the pages."""
     found = {}
     for each in sequences:
         pages = engine.kv[each.lease.pages].permute(0, 3, 1, 2, 4, 5).flatten(0, 1)

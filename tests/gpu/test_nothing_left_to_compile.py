@@ -15,9 +15,10 @@ from baton.engine.architecture import Architecture, parse_architecture
 from baton.engine.gpu.device import GpuSettings
 from baton.engine.gpu.start import start_runner
 from baton.engine.page_pool import PagePool
+from baton.engine.random_tensors import RandomTensors
 from baton.engine.sequence import Sequence
 from baton.engine.step import Plan
-from baton.engine.weights import RandomTensors, load_model
+from baton.engine.weights import load_model
 
 pytestmark = pytest.mark.skipif(not CUDA, reason="needs a CUDA GPU")
 
@@ -47,6 +48,14 @@ SINKS = SHAPE | {
     "num_experts_per_tok": 2,
     "intermediate_size": 128,
 }
+LATENTS = SHAPE | {
+    "model_type": "deepseek_v3",
+    "q_lora_rank": 96,
+    "n_routed_experts": 32,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "first_k_dense_replace": 1,
+}
 SAMPLINGS = [
     Sampling(),
     Sampling(temperature=0.7, top_p=0.9),
@@ -62,7 +71,7 @@ class Server:
 
     def __init__(self, shape: Architecture, compiled: list[str]) -> None:
         model = load_model(RandomTensors("cuda"), shape, torch.bfloat16, "cuda")
-        size = (PAGES, shape.layers, 2, PAGE_SIZE, shape.kv_heads, shape.head_dim)
+        size = shape.pages_shape(PAGES, PAGE_SIZE)
         kv = torch.zeros(size, dtype=torch.bfloat16, device="cuda")
         self.pool = PagePool(PAGES, PAGE_SIZE)
         settings = GpuSettings(chunk_tokens=2048, max_batch=64)
@@ -87,7 +96,11 @@ class Server:
             self.step({**dict.fromkeys(beside, 1), sequence: count})
 
 
-@pytest.fixture(scope="module", params=[SHAPE, EXPERTS, SINKS], ids=["dense", "experts", "sinks"])
+@pytest.fixture(
+    scope="module",
+    params=[SHAPE, EXPERTS, SINKS, LATENTS],
+    ids=["dense", "experts", "sinks", "latents"],
+)
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:

@@ -40,10 +40,6 @@ FOREIGN_MODELS: dict[str, TinyModel] = {
     "olmo3": TinyModel("olmo3", _SHAPE | {"sliding_window": 9, "num_hidden_layers": 4}),
     "olmoe": TinyModel("olmoe", _SHAPE | _EXPERTS | {"num_experts": 4}),
     "seed_oss": TinyModel("seed_oss", _SHAPE | {"head_dim": 16}),
-    "deepseek_v3": TinyModel(
-        "deepseek_v3",
-        _SHAPE | _EXPERTS | _MLA | {"head_dim": 8, "n_routed_experts": 4, "n_group": 1},
-    ),
     "glm4_moe": TinyModel(
         "glm4_moe", _SHAPE | _EXPERTS | {"head_dim": 16, "n_routed_experts": 4, "n_group": 1}
     ),

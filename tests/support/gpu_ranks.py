@@ -28,7 +28,7 @@ def gpu_runner(
     if group:
         group.connect(torch.device(device))
     shape = model.architecture
-    size = (pages, shape.layers, 2, page_size, shape.kv_heads, shape.head_dim)
+    size = shape.pages_shape(pages, page_size)
     runner = GpuRunner(model, torch.full(size, torch.nan, device=device), 128, 4, group)
     runner.record()
     return runner

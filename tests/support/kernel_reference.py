@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
-from baton.kernels.gpu.decode_attention import SplitWorkspace
 from baton.kernels.gpu.norm import Scaled
 from baton.kernels.gpu.rotary import LOG2_E, HeadShape, Projected
+from baton.kernels.gpu.splits import SplitWorkspace
 from baton.kernels.linear import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
 from baton.kernels.noise import add_noise
 
@@ -24,7 +24,7 @@ COLDEST = 1e-10
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """x [T, H], weight [H] -> [T, H]."""
-    return _normed(x.double(), weight, epsilon).to(x.dtype)
+    return normed(x.double(), weight, epsilon).to(x.dtype)
 
 
 def scale_rows(
@@ -37,7 +37,7 @@ def scale_rows(
     """residual [T, H], which becomes the sum with parts [n, T, H]; scaled by weight [H]."""
     if parts is not None:
         if after is not None:
-            parts = _normed(parts.double(), after, epsilon).to(parts.dtype)
+            parts = normed(parts.double(), after, epsilon).to(parts.dtype)
         residual.copy_(residual.double() + parts.double().sum(dim=0))
     if weight is None:
         return Scaled(residual, None, epsilon)
@@ -59,7 +59,7 @@ def gate_and_multiply(
     gate_up: Tensor, source: Scaled, bias: Tensor | None, activation: Activation
 ) -> Tensor:
     """gate_up [T, 2 * size], the product of `source` -> [T, size]."""
-    gate, up = _settled(gate_up, source, bias).chunk(2, dim=-1)
+    gate, up = settled(gate_up, source, bias).chunk(2, dim=-1)
     if activation == "clamped_swiglu":
         gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT) + 1.0
         return (gate * (gate * SWIGLU_ALPHA).sigmoid() * up).to(gate_up.dtype)
@@ -74,7 +74,7 @@ def few_rows(
     product = few_rows_alone(source.x, weight)
     if gates:
         return gate_and_multiply(product, source, bias, gates)
-    return _settled(product, source, bias).to(product.dtype)
+    return settled(product, source, bias).to(product.dtype)
 
 
 def few_rows_alone(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
@@ -91,11 +91,11 @@ def few_rows_onto(
     bias: Tensor | None = None,
 ) -> Scaled:
     """residual [M, N] += x [M, K] @ weight.T + bias; and scaled by norm [N]."""
-    product = _settled(few_rows_alone(x, weight), None, bias).to(x.dtype)
+    product = settled(few_rows_alone(x, weight), None, bias).to(x.dtype)
     return scale_rows(residual, norm, epsilon, product[None])
 
 
-def _settled(product: Tensor, source: Scaled | None, bias: Tensor | None) -> Tensor:
+def settled(product: Tensor, source: Scaled | None, bias: Tensor | None) -> Tensor:
     """A product [M, N] times its rows' sizes, plus the bias; float64."""
     settled = product.double()
     if source is not None and source.squares is not None:
@@ -189,13 +189,13 @@ def norm_projections(
 ) -> Projected:
     """qkv [T, ...] becomes settled, with all queries and all keys of a row normed together."""
     qkv = projected.qkv
-    qkv.copy_(_settled(qkv, projected.source, projected.bias))
+    qkv.copy_(settled(qkv, projected.source, projected.bias))
     for part, norm in zip(
         qkv.split((len(query_norm), len(key_norm), len(key_norm)), dim=1),
         (query_norm, key_norm),
         strict=False,
     ):
-        part.copy_(_normed(part.double(), norm, epsilon))
+        part.copy_(normed(part.double(), norm, epsilon))
     return Projected(qkv)
 
 
@@ -213,14 +213,14 @@ def rotate_and_store(
     kv_layer [page, 2, token, kv_head, dim]."""
     heads, kv_heads = shape.heads, shape.kv_heads
     qkv = projected.qkv
-    qkv.copy_(_settled(qkv, projected.source, projected.bias))
+    qkv.copy_(settled(qkv, projected.source, projected.bias))
     by_head = qkv.view(len(qkv), heads + 2 * kv_heads, -1)
     queries, keys, values = by_head.tensor_split((heads, heads + kv_heads), dim=1)
     for part, norm in ((queries, query_norm), (keys, key_norm)):
         if norm is not None:
-            part.copy_(_normed(part.double(), norm, shape.epsilon))
+            part.copy_(normed(part.double(), norm, shape.epsilon))
         if shape.rotates:
-            part.copy_(_rotated(part.double(), cos_sin[positions.long()].double()))
+            part.copy_(rotated(part.double(), cos_sin[positions.long()].double()))
     stored = slots >= 0
     pages, offsets = slots[stored] // kv_layer.shape[2], slots[stored] % kv_layer.shape[2]
     kv_layer[pages, 0, offsets] = keys[stored]
@@ -330,11 +330,11 @@ def _result(result: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
     return result.to(dtype) if out is None else out.copy_(result)
 
 
-def _normed(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+def normed(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return x * (x.square().mean(dim=-1, keepdim=True) + epsilon).rsqrt() * weight.double()
 
 
-def _rotated(x: Tensor, cos_sin: Tensor) -> Tensor:
+def rotated(x: Tensor, cos_sin: Tensor) -> Tensor:
     """x [T, heads, dim] by cos_sin [T, dim]."""
     cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
     pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))

@@ -30,6 +30,30 @@ _SHAPE = {
 }
 
 
+_LATENT: dict[str, object] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
+
+_YARN: dict[str, object] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.7,
+}
+
+
 @dataclass(frozen=True)
 class TinyModel:
     """A model family and its settings beyond the common shape."""
@@ -250,6 +274,40 @@ TINY_MODELS: dict[str, TinyModel] = {
             "norm_topk_prob": True,
             "routed_scaling_factor": 1.7,
         },
+    ),
+    "deepseek-v2-lite": TinyModel("deepseek_v2", {**_LATENT, "rope_parameters": _YARN}),
+    "deepseek-v2": TinyModel(
+        "deepseek_v2",
+        {
+            **_LATENT,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 8,
+            "q_lora_rank": 24,
+            "n_routed_experts": 12,
+            "n_group": 4,
+            "topk_group": 1,
+            "num_experts_per_tok": 3,
+            "topk_method": "group_limited_greedy",
+            "routed_scaling_factor": 1.7,
+            "norm_topk_prob": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "deepseek-v3": TinyModel(
+        "deepseek_v3",
+        {
+            **_LATENT,
+            "q_lora_rank": 24,
+            "n_routed_experts": 12,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 1,
+            "rope_parameters": {**_YARN, "mscale": 1.5, "mscale_all_dim": 1.0},
+        },
+    ),
+    "deepseek-v3-halves": TinyModel(
+        "deepseek_v3",
+        {**_LATENT, "kv_lora_rank": 40, "n_group": 1, "topk_group": 1, "rope_interleave": False},
     ),
     "dots1-one-group": TinyModel(
         "dots1",

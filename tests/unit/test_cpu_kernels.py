@@ -15,7 +15,13 @@ from kernel_checks import assert_close
 from tiny_models import TINY_MODELS, generate_with_transformers, save
 from torch import Tensor
 
-from baton.kernels.attention import DecodeReads, Scoring, decode_attention
+from baton.kernels.attention import (
+    ChunkReads,
+    DecodeReads,
+    Scoring,
+    chunk_attention,
+    decode_attention,
+)
 from baton.kernels.cache import LayerCache, layer_caches, rotate_and_write_, token_rows
 from baton.kernels.cpu import compiler
 from baton.kernels.linear import Activation, GatedLinear, Linear, RMSNorm
@@ -23,6 +29,7 @@ from baton.kernels.linear import Activation, GatedLinear, Linear, RMSNorm
 compiled = pytest.mark.skipif(not compiler.available(), reason="needs compiled kernels")
 
 SCORING = Scoring(0.125)
+NO_NORMS = (None, None)
 ROWS = [*range(1, 10), 16, 37]
 SHAPES = [(4, 12), (48, 199), (80, 13), (132, 120), (576, 40)]  # (inputs, outputs)
 HEADS = [  # (heads, kv_heads, head_dim, page_size)
@@ -194,6 +201,45 @@ def test_a_sink_that_weighs_nothing_changes_no_bit() -> None:
         )
 
 
+LATENTS = [(4, 32, 8, 16), (16, 512, 64, 5), (9, 12, 4, 7)]  # (heads, rank, rotated, page_size)
+
+
+@compiled
+@pytest.mark.parametrize("shape", LATENTS)
+def test_attention_over_latents_is_torchs(shape: tuple[int, int, int, int]) -> None:
+    heads, rank, rotated, page_size = shape
+    pages = Pages(heads, 1, rank + rotated, page_size)
+    pages.kv = pages.kv[:, :, :1].contiguous()
+    cache, reference = (layer_caches(kv, rank)[1] for kv in (pages.kv, pages.kv.double()))
+    reads, scoring = pages.reads([0, 0, 0], [1, 257, 600]), Scoring(0.06)
+    found = decode_attention(pages.query, cache, reads, scoring)
+    assert_close(found, decode_attention(pages.query.double(), reference, reads, scoring))
+    chunk = ChunkReads(pages.tables[0], 0, 250, 253, None)
+    found = chunk_attention(pages.query, cache, chunk, scoring)
+    assert_close(found, chunk_attention(pages.query.double(), reference, chunk, scoring))
+
+
+@compiled
+@pytest.mark.parametrize("shape", LATENTS)
+def test_norm_rotation_and_storing_of_latents_are_torchs(shape: tuple[int, int, int, int]) -> None:
+    heads, rank, rotated, page_size = shape
+    size = rank + rotated
+    weight = torch.rand(rank) + 0.5
+    for rows in (1, 40):
+        kv, qk = torch.randn(50, 2, 1, page_size, 1, size), torch.randn(rows, heads + 1, size)
+        angles = torch.randn(rows, 1, size // 2)
+        angles[..., : rank // 2] = 0.0
+        rotation = torch.polar(torch.ones_like(angles), angles)
+        pages, last = torch.randperm(50)[:rows], torch.tensor(page_size - 1)
+        places = token_rows(pages, last, 2, page_size, 1)
+        exact, exact_qk = kv.double(), qk.double()
+        for memory, numbers, kind in ((kv, qk, weight), (exact, exact_qk, weight.double())):
+            cache = layer_caches(memory, rank)[1]
+            rotate_and_write_(numbers, heads, (None, RMSNorm(kind, 1e-6)), rotation, cache, places)
+        assert_close(qk, exact_qk)
+        assert_close(kv, exact)
+
+
 @compiled
 @pytest.mark.parametrize(("inputs", "outputs"), [(132, 120), (576, 40), (64, 10)])
 def test_bfloat16_products_are_close(inputs: int, outputs: int) -> None:
@@ -236,6 +282,29 @@ def test_attention_on_tile_registers_is_close(
 ) -> None:
     with emulated_tiles(monkeypatch):
         test_bfloat16_attention_is_close(shape)
+
+
+def latents_in_bfloat16(heads: int, rank: int, rotated: int, page_size: int) -> None:
+    """Three tokens alone are close to float64, and as a chunk's last."""
+    pages = Pages(heads, 1, rank + rotated, page_size)
+    kv, query, scoring = pages.kv[:, :, :1].bfloat16(), pages.query.bfloat16(), Scoring(0.06)
+    cache, exact = layer_caches(kv, rank)[1], layer_caches(kv.double(), rank)[1]
+    pages.tables[1:] = pages.tables[0]
+    reads = pages.reads([0, 0, 0], [298, 299, 300])
+    found = decode_attention(query, cache, reads, scoring)
+    assert_close(found, decode_attention(query.double(), exact, reads, scoring))
+    chunk = ChunkReads(pages.tables[0], 0, 297, 300, None)
+    assert torch.equal(chunk_attention(query, cache, chunk, scoring), found)
+
+
+@compiled
+@pytest.mark.parametrize("shape", [(17, 64, 32, 5), (16, 512, 64, 16)])
+def test_latents_in_bfloat16_by_vectors_and_on_tile_registers(
+    shape: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    latents_in_bfloat16(*shape)
+    with emulated_tiles(monkeypatch):
+        latents_in_bfloat16(*shape)
 
 
 @compiled
@@ -291,15 +360,17 @@ def test_rotation_and_storing_are_torchs(shape: tuple[int, int, int, int], turni
         angles = torch.randn(rows, 1, head_dim // 2)
         rotation = torch.polar(torch.rand_like(angles) + 0.5, angles) if turning else None
         places = token_rows(torch.randperm(50)[:rows], torch.tensor(page_size - 1), 2, page_size)
-        rotate_and_write_(qkv, heads, None, rotation, layer_caches(kv)[1], places)
+        rotate_and_write_(qkv, heads, NO_NORMS, rotation, layer_caches(kv)[1], places)
         rotate_and_write_(
-            qkv_reference, heads, None, rotation, layer_caches(kv_reference)[1], places
+            qkv_reference, heads, NO_NORMS, rotation, layer_caches(kv_reference)[1], places
         )
         assert_close(qkv, qkv_reference)
         assert_close(kv, kv_reference)
 
 
-@pytest.mark.parametrize("name", ["llama-biases", "mistral-window", "qwen3", "gpt-oss"])
+@pytest.mark.parametrize(
+    "name", ["llama-biases", "mistral-window", "qwen3", "gpt-oss", "deepseek-v3"]
+)
 def test_without_a_compiler_the_engine_answers_as_transformers_does(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

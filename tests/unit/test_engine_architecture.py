@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from baton.core.errors import BatonError, InvalidConfig, ModelNotFound, UnsupportedModel
 from baton.engine.architecture import Architecture, read_architecture
-from baton.engine.model_config import FAMILIES
+from baton.engine.families import FAMILIES
 from baton.engine.rotations import inverse_frequencies
 
 LLAMA: dict[str, object] = {
@@ -122,20 +122,30 @@ def test_what_a_config_leaves_out_is_assumed_as_transformers_does(
     }
     if name == "dots1":  # It assumes no number.
         silent |= {"n_routed_experts": 16, "num_experts_per_tok": 4}
+    if name == "deepseek_v2":
+        silent |= {"num_experts_per_tok": 4}
     values = {key: value for key, value in (LLAMA | silent).items() if value is not None}
     (tmp_path / "config.json").write_text(json.dumps(values))
     ours, config = read_architecture(tmp_path), AutoConfig.from_pretrained(tmp_path)
     if ours.routing:
-        experts = config.num_experts if name == "qwen2_moe" else config.num_local_experts
+        named = "num_experts" if name in ("qwen2_moe", "deepseek_v2") else "num_local_experts"
+        experts = getattr(config, named)
         assert ours.routing.experts == experts
         assert ours.routing.top_k == config.num_experts_per_tok
         columns = getattr(config, "moe_intermediate_size", config.intermediate_size)
         assert ours.routing.columns == columns
-        shared = getattr(config, "shared_expert_intermediate_size", 0)
+        shared = columns * (getattr(config, "n_shared_experts", 0) or 0)
+        shared = getattr(config, "shared_expert_intermediate_size", shared)
         assert ours.routing.shared * columns == shared
         assert ours.routing.normalized == getattr(config, "norm_topk_prob", True)
-    assert ours.kv_heads == config.num_key_value_heads
-    assert ours.head_dim == (getattr(config, "head_dim", None) or 256 // 32)
+    if latent := ours.latent:
+        assert (latent.rank, latent.query_rank) == (config.kv_lora_rank, config.q_lora_rank)
+        assert (latent.plain, latent.rotated) == (config.qk_nope_head_dim, config.qk_rope_head_dim)
+        assert latent.value == config.v_head_dim
+        assert (ours.kv_heads, ours.head_dim) == (1, latent.rank + latent.rotated)
+    else:
+        assert ours.kv_heads == config.num_key_value_heads
+        assert ours.head_dim == (getattr(config, "head_dim", None) or 256 // 32)
     assert ours.context_length == config.max_position_embeddings
     assert ours.norm_epsilon == config.rms_norm_eps
     thetas = [found["rope_theta"] for found in _by_layer_type(config.rope_parameters)]
@@ -191,6 +201,17 @@ def test_a_window_over_the_whole_context_is_none(tmp_path: Path) -> None:
 def test_keys_that_a_family_does_not_know_have_no_effect(tmp_path: Path) -> None:
     strange = {"residual_multiplier": 0.5, "attn_logit_softcapping": 3.0, "logits_scaling": 2.0}
     assert read(tmp_path, **strange) == read(tmp_path)
+
+
+def test_the_scale_of_scores_over_latents_is_that_of_transformers(tmp_path: Path) -> None:
+    scaling = {"type": "yarn", "mscale": 0.7, "mscale_all_dim": 0.7, **YARN}
+    for name in ("deepseek_v2", "deepseek_v3"):
+        for changes in ({}, {"rope_scaling": scaling}):
+            few = {"num_experts_per_tok": 2, "n_routed_experts": 16, "num_key_value_heads": 4}
+            ours = read(tmp_path, **of_family(name), **few, **changes)
+            with torch.device("meta"):
+                theirs = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+            assert ours.score_scale == pytest.approx(theirs.model.layers[0].self_attn.scaling)
 
 
 def test_a_null_cap_is_none(tmp_path: Path) -> None:
@@ -307,6 +328,21 @@ REFUSED: dict[str, tuple[dict[str, object], type[BatonError], str]] = {
         of_family("qwen2") | {"layer_types": ["sliding_attention"] * 4},
         InvalidConfig,
         "window",
+    ),
+    "biases of latents": (
+        of_family("deepseek_v3") | {"attention_bias": True},
+        UnsupportedModel,
+        "attention_bias",
+    ),
+    "latents of nothing": (
+        of_family("deepseek_v3") | {"kv_lora_rank": 0},
+        InvalidConfig,
+        "latent attention needs",
+    ),
+    "an unknown choice of experts": (
+        of_family("deepseek_v2") | {"topk_method": "random", "num_experts_per_tok": 2},
+        UnsupportedModel,
+        "topk_method 'random'",
     ),
     "mistral with layer types": (
         of_family("mistral") | {"layer_types": ["full_attention"] * 4},

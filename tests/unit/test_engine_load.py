@@ -170,6 +170,16 @@ def test_a_tensor_that_the_config_has_no_place_for_is_named(folder: Path) -> Non
         load(folder)
 
 
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    oracle = save(TINY_MODELS["deepseek-v3"].changed(num_nextn_predict_layers=1), tmp_path)
+    wanted = generate_with_transformers(oracle, PROMPT, 4)
+    rewrite(tmp_path, **{"model.layers.3.enorm.weight": torch.ones(48)})
+    assert answer(load(tmp_path), PROMPT, 4) == wanted
+    rewrite(tmp_path, **{"model.layers.4.enorm.weight": torch.ones(48)})
+    with pytest.raises(InvalidCheckpoint, match=r"model.layers.4.enorm.weight"):
+        load(tmp_path)
+
+
 def test_a_damaged_file_is_named(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"\xff" * 100)
     with pytest.raises(InvalidCheckpoint, match=r"model.safetensors"):

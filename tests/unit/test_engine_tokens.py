@@ -81,6 +81,15 @@ FEATURES: dict[str, tuple[str, dict[str, object]]] = {
         "gpt-oss",
         {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e3, "factor": 4.0}},
     ),
+    "YaRN's correction of scores": (
+        "deepseek-v2-lite",
+        {
+            "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+            | {"original_max_position_embeddings": 64}
+        },
+    ),
+    "groups of experts with the best one": ("deepseek-v2", {"topk_method": "greedy"}),
+    "pairs of a latent side by side": ("deepseek-v3", {"rope_interleave": False}),
     "a window of every layer": ("qwen3-moe-steps", {"use_sliding_window": False}),
 }
 
@@ -157,6 +166,8 @@ def test_what_yarn_does_to_attention_changes_the_answer(
         ("gpt-oss", "router.bias"),
         ("gpt-oss", "gate_up_proj_bias"),
         ("gpt-oss", "down_proj_bias"),
+        ("deepseek-v3", "q_a_layernorm.weight"),
+        ("deepseek-v3", "kv_a_layernorm.weight"),
     ],
 )
 def test_each_small_tensor_counts(name: str, parameter: str, tmp_path: Path) -> None:
@@ -175,7 +186,17 @@ def test_each_small_tensor_counts(name: str, parameter: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
-    "name", ["llama-biases", "qwen3", "mistral-window", "granite", "olmo2", "phi3-long", "gemma3"]
+    "name",
+    [
+        "llama-biases",
+        "qwen3",
+        "mistral-window",
+        "granite",
+        "olmo2",
+        "phi3-long",
+        "gemma3",
+        "deepseek-v2-lite",
+    ],
 )
 def test_half_precision_stays_close_to_float32(name: str, dtype: str, tmp_path: Path) -> None:
     """The answer of a narrower type, token by token, is among float32's likeliest."""

@@ -66,7 +66,7 @@ def test_a_mixed_batch_answers_as_transformers_does(name: str, tmp_path: Path) -
     [
         *("llama", "qwen3-windows", "smollm3-windows", "gemma2", "gemma3", "granite", "olmo2"),
         *("phi3-partial", "phi3-long", "ministral", "mixtral", "qwen2-moe", "qwen3-moe", "dots1"),
-        "gpt-oss",
+        *("gpt-oss", "deepseek-v3"),
     ],
 )
 def test_a_native_family_answers_the_same_through_transformers(name: str, tmp_path: Path) -> None:

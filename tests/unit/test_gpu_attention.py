@@ -15,9 +15,10 @@ from baton.engine.gpu.prompt_attention import LongChunk, library_attention
 from baton.kernels.attention import Scoring
 from baton.kernels.gpu import decode_attention as decoding
 from baton.kernels.gpu.chunk_attention import BLOCK_QUERIES, chunk_attention, merge_attended
-from baton.kernels.gpu.decode_attention import SplitWorkspace, decode_attention
+from baton.kernels.gpu.decode_attention import decode_attention
 from baton.kernels.gpu.norm import Scaled
 from baton.kernels.gpu.rotary import HeadShape, Projected
+from baton.kernels.gpu.splits import SplitWorkspace
 
 LAYERS = 3
 

@@ -32,7 +32,7 @@ def runner_for(folder: Path, device: torch.device | None) -> AnyRunner:
         return gpu_runner(folder, str(device), PAGES, PAGE_SIZE)
     shape = read_architecture(folder)
     model = load_model(Checkpoint(folder), shape, torch.float32, "cpu")
-    size = (PAGES, shape.layers, 2, PAGE_SIZE, shape.kv_heads, shape.head_dim)
+    size = shape.pages_shape(PAGES, PAGE_SIZE)
     return Runner(model, torch.zeros(size))
 
 
@@ -89,8 +89,11 @@ def test_a_gpu_answers_as_a_cpu_does(device: torch.device, tmp_path: Path) -> No
     assert answers(runner_for(tmp_path, device), prompts, samplings, 4) == wanted
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "dots1", "gpt-oss"])
-def test_experts_of_a_gpu_answer_as_transformers_does(
+@pytest.mark.parametrize(
+    "name",
+    ["mixtral", "qwen2-moe", "dots1", "gpt-oss", "deepseek-v2-lite", "deepseek-v3"],
+)
+def test_a_gpu_answers_as_transformers_does(
     name: str, device: torch.device, tmp_path: Path
 ) -> None:
     oracle = save(TINY_MODELS[name].changed(num_hidden_layers=2), tmp_path)

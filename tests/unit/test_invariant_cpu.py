@@ -249,7 +249,7 @@ class Steps:
     def __init__(self, model: Model, page_size: int, dtype: torch.dtype) -> None:
         shape = model.architecture
         self._model, self._page_size = model, page_size
-        size = (900, shape.layers, 2, page_size, shape.kv_heads, shape.head_dim)
+        size = shape.pages_shape(900, page_size)
         self._runner = Runner(model, torch.zeros(size, dtype=dtype))
         self._pages = random.Random(page_size).sample(range(900), 900)
 
@@ -314,6 +314,8 @@ def test_tile_registers_are_as_emulated(monkeypatch: pytest.MonkeyPatch) -> None
         "qwen3-moe",
         "dots1",
         "gpt-oss",
+        "deepseek-v2-lite",
+        "deepseek-v3",
     ],
 )
 def test_whole_models(name: str, dtype: torch.dtype, tmp_path: Path) -> None:

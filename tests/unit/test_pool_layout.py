@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.core.errors import LayoutMismatch
-from baton.kv_transfer.pool_layout import HeadRange, links
+from baton.kv_transfer.pool_layout import HeadRange, join_digests, links
 from baton.kv_transfer.transport import PagePart
 from baton.v1.transfer_pb2 import PoolAddress, PoolLayout, PoolShard
 
@@ -66,6 +66,27 @@ def test_shards_without_common_heads_have_no_link() -> None:
         (1, "2"),
         (1, "3"),
     ]
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(1, 2), (2, 1), (2, 2), (2, 4)])
+def test_replicas_each_get_whole_pages_from_one(ours: int, theirs: int) -> None:
+    one = PoolLayout(layers=32, page_size=16, kv_heads=1, head_dim=576, dtype="bfloat16")
+    shards = [
+        PoolShard(heads=1, pool=PoolAddress(agent=str(rank), page_bytes=64))
+        for rank in range(theirs)
+    ]
+    whole = PoolAddress(agent="0", page_bytes=64, layout=one, shards=shards)
+    found = links([HeadRange(0, 1)] * ours, 64, whole)
+    assert [(link.shard, link.pool.agent, link.part) for link in found] == [
+        (rank % ours, str(rank), None) for rank in range(theirs)
+    ]
+
+
+def test_the_digest_of_replicas_is_that_of_one_unless_they_differ() -> None:
+    assert join_digests([0], [[7, 8]]) == [7, 8]
+    assert join_digests([0, 0], [[7, 8], [7, 8]]) == [7, 8]
+    assert join_digests([0, 0], [[7, 8], [7, 9]])[1] != 8
+    assert join_digests([0, 4], [[7, 8], [7, 8]]) != [7, 8]
 
 
 def test_pages_of_another_size_are_refused() -> None:

@@ -41,9 +41,9 @@ def random_prompt(length: int) -> list[int]:
 
 PROMPTS = [random_prompt(length) for length in (1, 5, 40, 150)]
 # Biases, norms of heads, windows, a tied head, layers without rotation; multipliers, fused weights,
-# norms of what ranks have summed; experts.
+# norms of what ranks have summed; experts; latents.
 FAMILIES = ["llama-biases", "qwen3-windows", "smollm3", "granite", "phi3-partial", "gemma2"]
-FAMILIES += ["mixtral", "qwen2-moe", "dots1", "gpt-oss"]
+FAMILIES += ["mixtral", "qwen2-moe", "dots1", "gpt-oss", "deepseek-v2", "deepseek-v3-halves"]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -76,6 +76,18 @@ def test_ranks_hold_the_pages_of_the_whole_by_heads(tmp_path: Path) -> None:
         assert sum(part.kv.nbytes for part in parts) == whole.kv.nbytes
         found = torch.cat([part.kv[:3] for part in parts], dim=4)
         torch.testing.assert_close(found, whole.kv[:3], rtol=1e-4, atol=1e-5)
+
+
+def test_ranks_hold_the_same_latents(tmp_path: Path) -> None:
+    save(TINY_MODELS["deepseek-v3"], tmp_path / "model")
+    whole = load(tmp_path / "model")
+    with split_engine(tmp_path / "model", 2, tmp_path) as split:
+        for engine in (whole, split.engine):
+            engine.step({sequence(engine, PROMPTS[2], 1): 40})
+        first, other = split.engine.kv[:3], split.others[0].kv[:3]
+        assert torch.equal(first, other)
+        assert split.engine.pool.total == whole.pool.total // 2
+        torch.testing.assert_close(first, whole.kv[:3], rtol=1e-4, atol=1e-5)
 
 
 def test_prompts_are_scored_as_by_the_whole_model(tmp_path: Path) -> None:
@@ -111,7 +123,7 @@ def _drawn(engine: Engine) -> list[int]:
     return running.tokens
 
 
-@pytest.mark.parametrize("name", ["llama-biases", "dots1", "gpt-oss"])
+@pytest.mark.parametrize("name", ["llama-biases", "dots1", "gpt-oss", "deepseek-v2"])
 def test_random_weights_are_those_of_the_whole_model(name: str, tmp_path: Path) -> None:
     save(TINY_MODELS[name], tmp_path / "model")
     whole = Engine.load(tmp_path / "model", kv_memory=4 << 20, random_weights=True)

@@ -1,0 +1,206 @@
+"""Attention over pages of latents on a GPU, for any mix of rows of a step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from baton.core.errors import InvalidConfig
+from baton.engine.gpu.batch import StepArrays
+from baton.engine.gpu.forward import Attend
+from baton.engine.gpu.paged_attention import cos_sin
+from baton.engine.gpu.prompt_attention import LongChunk
+from baton.engine.latent_config import NORM_EPSILON
+from baton.engine.model import Layer, Model
+from baton.kernels.gpu.expanded_attention import expanded_attention
+from baton.kernels.gpu.head_products import head_products
+from baton.kernels.gpu.latent_attention import (
+    MOST_BYTES,
+    chunk_latents,
+    decode_latents,
+    filling_heads,
+)
+from baton.kernels.gpu.latent_projection import (
+    LatentSizes,
+    Stores,
+    absorb_and_store,
+    rotate_and_store_latents,
+)
+from baton.kernels.gpu.pages import gather_tokens
+from baton.kernels.gpu.rotary import Projected
+from baton.kernels.gpu.splits import SplitWorkspace
+from baton.kernels.latent import LatentHeads
+
+
+class LatentAttention:
+    """As PagedAttention."""
+
+    def __init__(
+        self, model: Model, kv: Tensor, table: Tensor, context: int, max_batch: int
+    ) -> None:
+        """kv [page, layer, 1, token, 1, rank + rotated]; table [sequences, pages]."""
+        shape, latent = model.architecture, model.architecture.latent
+        assert latent is not None
+        if shape.head_dim * kv.element_size() > MOST_BYTES and kv.device.type == "cuda":
+            raise InvalidConfig(
+                f"latents of {shape.head_dim} numbers are served on a GPU in bfloat16 or float16",
+                field="dtype",
+            )
+        self._weights = model.layers
+        self._table = table
+        self._max_batch = max_batch
+        self._layers = [kv[:, index] for index in range(shape.layers)]
+        self._sizes = LatentSizes(
+            shape.heads,
+            latent.rank,
+            latent.rotated,
+            latent.plain,
+            latent.value,
+            shape.score_scale,
+            NORM_EPSILON,
+        )
+        self._cos_sin = cos_sin(shape.ropes[0], latent.rotated, context).to(kv.device)
+        self._workspace = SplitWorkspace.make(
+            max_batch, context, shape.heads, filling_heads(shape.heads), latent.rank, kv.device
+        )
+
+    def of_decoding(self, slots: Tensor, positions: Tensor) -> Attend:
+        """For rows that are their sequence's one new token: slots and positions [T]."""
+
+        def attend(layer: int, projected: Projected) -> Tensor:
+            query = self._queries(layer, projected, positions, (slots, self._table))
+            out = self._room(query)
+            self._decode(layer, query, slots, positions, out)
+            return self._values(layer, out)
+
+        return attend
+
+    def of_blocks(self, positions: Tensor, stores: Tensor, blocks: Tensor) -> Attend:
+        """For chunks alone: positions and stores [T], blocks [n, 4]."""
+
+        def attend(layer: int, projected: Projected) -> Tensor:
+            query = self._queries(layer, projected, positions, stores)
+            out = self._room(query)
+            chunk_latents(query, blocks, self._table, self._layers[layer], self._sizes, out)
+            return self._values(layer, out)
+
+        return attend
+
+    def of_any(
+        self,
+        arrays: StepArrays,
+        slots: Tensor,
+        positions: Tensor,
+        stores: Tensor,
+        blocks: Tensor,
+        samples: Tensor,
+    ) -> Attend:
+        """For any step; the tensors are those of `arrays` on the device.
+
+        In the last layer only the rows `samples` are attended.
+        """
+        decoding = slice(0, arrays.decoding)
+
+        def attend(layer: int, projected: Projected) -> Tensor:
+            plain, query = self._begin(layer, projected, positions, stores)
+            if layer == len(self._layers) - 1:
+                plain, query = plain[samples], query[samples]
+                self._absorb(layer, plain, query)
+                return self._sampled(layer, query, slots[samples], positions[samples])
+            if arrays.long and arrays.long[0].count == arrays.count:
+                return self._expanded(layer, arrays.long[0], plain, query)
+            self._absorb(layer, plain, query)
+            out = self._room(query)
+            self._decode(layer, query[decoding], slots[decoding], positions[decoding], out)
+            if len(blocks):
+                chunk_latents(query, blocks, self._table, self._layers[layer], self._sizes, out)
+            values = self._values(layer, out)
+            for chunk in arrays.long:
+                rows = slice(chunk.first, chunk.first + chunk.count)
+                values[rows] = self._expanded(layer, chunk, plain[rows], query[rows])
+            return values
+
+        return attend
+
+    def _expanded(self, layer: int, chunk: LongChunk, plain: Tensor, query: Tensor) -> Tensor:
+        """A chunk's plain queries [count, heads, plain], and its rotated ones in `query`
+        -> [count, heads * value]."""
+        sizes, latent = self._sizes, _latent(self._weights[layer])
+        tokens = chunk.start + chunk.count
+        latents = query.new_empty(tokens, 1, sizes.latent)
+        gather_tokens(self._layers[layer], self._table[chunk.slot], tokens, latents)
+        latents = latents.squeeze(1)
+        shared = latents[:, : sizes.rank].expand(sizes.heads, -1, -1)
+        keys = torch.bmm(shared, latent.absorb.weight)
+        values = torch.bmm(shared, latent.expand.weight.transpose(1, 2))
+        out = query.new_empty(chunk.count, sizes.heads, sizes.value)
+        turned, turned_keys = query[..., sizes.rank :], latents[:, sizes.rank :]
+        expanded_attention(plain, turned, keys, turned_keys, values, chunk.start, sizes, out)
+        return out.flatten(1)
+
+    def _sampled(self, layer: int, query: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        """Rows that each end their sequence, attended as if they decoded."""
+        out = self._room(query)
+        for start in range(0, len(out), self._max_batch):
+            rows = slice(start, start + self._max_batch)
+            self._decode(layer, query[rows], slots[rows], positions[rows], out[rows])
+        return self._values(layer, out)
+
+    def _queries(
+        self, layer: int, projected: Projected, positions: Tensor, stores: Stores
+    ) -> Tensor:
+        """[T, heads, rank + rotated]; the tokens' latents are stored."""
+        weights, kv_layer = self._weights[layer], self._layers[layer]
+        return absorb_and_store(
+            projected,
+            self._cos_sin,
+            positions,
+            stores,
+            kv_layer,
+            self._sizes,
+            _key_norm(weights),
+            _latent(weights).absorb.weight,
+        )
+
+    def _begin(
+        self, layer: int, projected: Projected, positions: Tensor, stores: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Queries [T, heads, plain], and [T, heads, rank + rotated], of which only the rotated part
+        is there; the tokens' latents are stored."""
+        sizes, kv_layer = self._sizes, self._layers[layer]
+        query = projected.qkv.new_empty(len(projected.qkv), sizes.heads, sizes.latent)
+        norm = _key_norm(self._weights[layer])
+        plain = rotate_and_store_latents(
+            projected, self._cos_sin, positions, stores, kv_layer, sizes, norm, query
+        )
+        return plain, query
+
+    def _absorb(self, layer: int, plain: Tensor, query: Tensor) -> None:
+        head_products(plain, _latent(self._weights[layer]).absorb.weight, query)
+
+    def _decode(
+        self, layer: int, query: Tensor, slots: Tensor, positions: Tensor, out: Tensor
+    ) -> None:
+        if len(query):
+            kv_layer, sizes = self._layers[layer], self._sizes
+            decode_latents(
+                query, slots, positions, self._table, kv_layer, sizes, self._workspace, out
+            )
+
+    def _values(self, layer: int, attended: Tensor) -> Tensor:
+        """attended [T, heads, rank] -> [T, heads * value]."""
+        out = attended.new_empty(len(attended), self._sizes.heads, self._sizes.value)
+        return head_products(attended, _latent(self._weights[layer]).expand.weight, out).flatten(1)
+
+    def _room(self, query: Tensor) -> Tensor:
+        return query.new_empty(len(query), self._sizes.heads, self._sizes.rank)
+
+
+def _key_norm(layer: Layer) -> Tensor:
+    assert layer.key_norm is not None
+    return layer.key_norm.weight
+
+
+def _latent(layer: Layer) -> LatentHeads:
+    assert layer.latent is not None
+    return layer.latent

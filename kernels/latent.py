@@ -1,0 +1,52 @@
+"""Latent attention: a token's keys and values, of all heads, are products of its latent.
+
+A latent has `rank` numbers, which are normed, and `rotated` ones; pages hold nothing else. A head's
+key is a product of the normed ones, beside the rotated ones, and its value is another product of
+them. Neither is made: a query takes over the key's product (absorb), so that latents are keys for
+all heads, and their first `rank` numbers are values; their weighted sum is made a head's value at
+the end (expand). Prompts and answers are computed alike, in the same order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from baton.kernels.linear import HeadLinear, Linear, RMSNorm
+
+
+@dataclass(frozen=True, slots=True)
+class LatentHeads:
+    """A layer's products between the residual's projection and attention, and after it."""
+
+    query: Linear | None  # of what is projected; None: those are the queries
+    query_norm: RMSNorm | None
+    absorb: HeadLinear  # [heads, rank, plain]
+    expand: HeadLinear  # [heads, value, rank]
+    rotated: int
+
+    def pack(self) -> None:
+        """As Linear.pack."""
+        for part in (self.query, self.absorb, self.expand):
+            if part:
+                part.pack()
+
+    def queries_and_latent(self, projected: Tensor) -> Tensor:
+        """projected [T, queries + rank + rotated] -> [T, heads + 1, rank + rotated], not yet
+        normed or rotated."""
+        heads, rank, plain = self.absorb.weight.shape
+        size = rank + self.rotated
+        queries, latents = projected[:, :-size], projected[:, -size:]
+        if self.query:
+            queries = self.query(queries, self.query_norm)
+        queries = queries.view(len(latents), heads, -1)
+        out = latents.new_empty(len(latents), heads + 1, size)
+        out[:, :heads, :rank] = self.absorb(queries[..., :plain])
+        out[:, :heads, rank:] = queries[..., plain:]
+        out[:, heads] = latents
+        return out
+
+    def values(self, attended: Tensor) -> Tensor:
+        """attended [T, heads * rank] -> [T, heads * value]."""
+        return self.expand(attended.view(len(attended), *self.expand.weight.shape[::2])).flatten(1)
