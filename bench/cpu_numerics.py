@@ -241,7 +241,7 @@ class Whole:
         tokens = [(11 * sequence + 7 * at + at * at) % 32_000 for at in range(start, start + count)]
         each = -(-context // PAGE_SIZE)
         pages = [(sequence * each + page) % self._pages for page in range(each)]
-        return ChunkInputs(start, tokens, pages, [start + count - 1])
+        return ChunkInputs(start, tokens, [pages], [start + count - 1])
 
 
 def model(shape: Architecture) -> None:

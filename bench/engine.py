@@ -52,7 +52,10 @@ class Ours:
     def _sequence(self, prompt: list[int], count: int) -> Sequence:
         work = Work(AttemptKey("bench", 0), prompt, Sampling(), count, frozenset())
         pool = self._engine.pool
-        return Sequence(work, pool.acquire(pool.pages_for(len(prompt) + count)))
+        pages = pool.pages_for(len(prompt) + count)
+        lease = pool.acquire(pages)
+        lease.cover(pages)
+        return Sequence(work, lease)
 
     def _next(self, sequences: list[Sequence], count: int) -> Plan:
         """As much of the prompts as the budget allows; once they are done, one token each."""

@@ -36,7 +36,7 @@ from baton.engine.architecture import parse_architecture
 from baton.engine.gpu.numerics import Numerics
 from baton.engine.gpu.runner import GpuRunner
 from baton.engine.model import Model
-from baton.engine.page_pool import PagePool
+from baton.engine.page_groups import make_pool
 from baton.engine.random_tensors import RandomTensors
 from baton.engine.sequence import Sequence
 from baton.engine.step import InFlightStep, Plan
@@ -86,7 +86,7 @@ class Bench:
 
     def __init__(self, model: Model, kv: Tensor, numerics: Numerics) -> None:
         self.model = model
-        self.pool = PagePool(len(kv), PAGE_SIZE)
+        self.pool = make_pool(len(kv), PAGE_SIZE, model.architecture.slices.windows)
         self.runner = GpuRunner(model, kv, CONTEXT, MAX_BATCH, None, numerics)
         began = time.perf_counter()
         with self.runner.compiling():
@@ -116,7 +116,10 @@ class Bench:
 
     def _submit(self, prompt: list[int], count: int) -> Sequence:
         work = Work(AttemptKey("bench", 0), prompt, Sampling(), count, frozenset())
-        return Sequence(work, self.pool.acquire(self.pool.pages_for(len(prompt) + count)))
+        pages = self.pool.pages_for(len(prompt) + count)
+        lease = self.pool.acquire(pages)
+        lease.cover(pages)
+        return Sequence(work, lease)
 
     def _next(self, sequences: list[Sequence], count: int) -> Plan:
         """As much of the prompts as a step takes; once they are done, one token each."""
@@ -218,7 +221,7 @@ class Floors:
     def step(self, batch: int, context: int) -> float:
         """All products of a decode step, and reading its keys and values, in ms."""
         shape = self._shape
-        token = math.prod(shape.pages_shape(1, 1)) // shape.layers * 2
+        token = math.prod(shape.pages_shape(1, 1)) // shape.slices.layers * 2
         tokens = batch * sum(min(context, window or context) for window in shape.windows)
         return self._products(batch) + tokens * token / self._read_rate * 1e3
 
@@ -359,7 +362,8 @@ def main() -> None:
     config = options.config or Path(__file__).parent / "configs" / "llama-3.1-8b.json"
     shape, others = parse_architecture(config), VLLM.get(config.stem, {})
     model = load_model(RandomTensors("cuda"), shape, torch.bfloat16, "cuda")
-    size = shape.pages_shape(KV_TOKENS // PAGE_SIZE, PAGE_SIZE)
+    pages = KV_TOKENS // PAGE_SIZE * len(shape.slices.windows)
+    size = shape.pages_shape(pages, PAGE_SIZE)
     kv = torch.zeros(size, dtype=torch.bfloat16, device="cuda")
     benches = [Bench(model, kv, numerics) for numerics in options.numerics]
     floors = Floors(model)

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 KEY_BYTES = 16
+KEY_SIZES = (KEY_BYTES, KEY_BYTES + 1)
+"""Of pages with slice 0 of the layers, and with another."""
 TOKEN_BYTES = 4
 
 _DIGEST_COLUMNS = 511
@@ -40,6 +42,16 @@ def page_keys(parent: bytes, tokens: Sequence[int], page_size: int) -> list[byte
         parent = blake2b(parent + page, digest_size=KEY_BYTES).digest()
         keys.append(parent)
     return keys
+
+
+def slice_key(key: bytes, number: int) -> bytes:
+    """The key of the page with slice `number` of the layers, where `key` is that of slice 0."""
+    return key + bytes((number,)) if number else key
+
+
+def is_first_slice(key: bytes) -> bool:
+    """Whether it is the key of a page with slice 0, which is all that routers know."""
+    return len(key) == KEY_BYTES
 
 
 class KeyChain:

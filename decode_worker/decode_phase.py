@@ -112,11 +112,12 @@ class DecodePhase(Phase[DecodeSequence]):
 
     def _send_ticket(self, job: DecodeSequence) -> None:
         key, lease, seconds = job.work.key, job.lease, self._ticket_seconds
-        self._transfer.post(ExpectPages(key, job.sender, lease.fresh, seconds))
+        pages = lease.fresh
+        self._transfer.post(ExpectPages(key, job.sender, pages, seconds))
         reserved = pb.Reserved(
             request_id=key.request_id,
             epoch=key.epoch,
-            ticket=self._transfer.ticket(key, lease.fresh, seconds, held_pages=lease.found),
+            ticket=self._transfer.ticket(key, pages, seconds, held_pages=lease.held_before),
             queue_seconds=time.monotonic() - job.queued_at,
             cached_tokens=job.cached_tokens,
         )

@@ -82,16 +82,17 @@ class DecodeScheduler:
         """Requests whose prompts got their pages now, oldest first."""
         granted = []
         while not self._preempted and (first := self._first_waiting()):
-            keys, pages = first.keys_to_find, self._pool.pages_for(len(first.tokens))
+            keys, tokens = first.keys_to_find, len(first.tokens)
             # Leaves a page for each request to grow, so that a new one does not cause a
             # preemption at once.
             room = len(self._running) + len(self._ready) + len(self._travelling)
-            if self._pool.cost(pages, keys) + room > self._pool.free:
+            cost = self._pool.cost_to_receive(tokens, keys)
+            if cost + room * self._pool.slices > self._pool.free:
                 break
             if self._pool.lower.restore_pages(keys):
                 continue
             del self._waiting[first.work.key]
-            first.lease = self._pool.acquire(pages, keys)
+            first.lease = self._pool.receive(tokens, keys)
             self._travelling[first.work.key] = first
             granted.append(first)
         return granted
@@ -142,7 +143,7 @@ class DecodeScheduler:
             if sequence.planned_out:
                 continue
             # A decoding request always gets its token; only prefill shares the budget.
-            count = 1 if sequence.uncomputed == 1 else min(sequence.uncomputed, budget)
+            count = 1 if sequence.uncomputed == 1 else sequence.cover(budget, self._pool)
             if count:
                 plan[sequence] = count
                 budget -= count if count > 1 else 0
@@ -179,13 +180,11 @@ class DecodeScheduler:
             sequence = self._running[index]
             tokens = len(sequence.tokens) + sequence.expected
             missing = self._pool.pages_for(tokens) - len(sequence.lease)
-            if missing > self._pool.free:
+            if missing > 0 and not sequence.cover(self._chunk_tokens, self._pool):
                 if self._pool.returning or any(each.lease.pinned for each in self._running):
                     return False
                 self._preempt_youngest()
                 continue
-            if missing > 0:
-                sequence.lease.extend(missing)
             index += 1
         return True
 

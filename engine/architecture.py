@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from baton.core.errors import InvalidConfig, UnsupportedModel
 from baton.engine.families import Family, LayerNorms, QueryKeyNorm
 from baton.engine.latent_config import LatentShape, latent_score_scale, parse_latent
+from baton.engine.layer_slices import LayerSlices, cut_layers
 from baton.engine.model_config import ModelConfig, read_config
 from baton.engine.rope import Rope, extended_context, read_rope
 from baton.engine.routing_config import parse_routing, sparse_layers
@@ -90,9 +91,13 @@ class Architecture:
         return self.latent.rank if self.latent else self.head_dim
 
     def pages_shape(self, pages: int, page_size: int) -> tuple[int, ...]:
-        """[page, layer, k/v, token, kv_head, dim]; see kernels/cache.py."""
+        """[page, layer of a slice, k/v, token, kv_head, dim]; see kernels/cache.py."""
         parts = 1 if self.latent else 2
-        return (pages, self.layers, parts, page_size, self.kv_heads, self.head_dim)
+        return (pages, self.slices.layers, parts, page_size, self.kv_heads, self.head_dim)
+
+    @property
+    def slices(self) -> LayerSlices:
+        return cut_layers(self.windows)
 
 
 def read_architecture(folder: Path, max_context: int | None = None) -> Architecture:

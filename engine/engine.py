@@ -37,6 +37,7 @@ from baton.engine.model_choice import (
     part_of,
     read_model,
 )
+from baton.engine.page_groups import make_pool
 from baton.engine.page_pool import PagePool
 from baton.engine.random_tensors import RandomTensors
 from baton.engine.runner import Runner
@@ -71,7 +72,7 @@ class Engine:
     architecture: AnyArchitecture  # of the whole model
     split: Split
     pool: PagePool
-    kv: Tensor  # [page, layer, k/v, token, kv_head, dim], one allocation; this rank's heads
+    kv: Tensor  # [page, layer of a slice, k/v, token, kv_head, dim], one allocation; own heads
     context_length: int
     fingerprint: str
     grammars: Grammars
@@ -112,8 +113,9 @@ class Engine:
         part = part_of(architecture, split)
         kind = _dtype(dtype)
         page_bytes = _page_bytes(part, page_size, kind) * split.size
+        least = page_bytes * len(architecture.slices.windows)
         if kv_memory or device == "cpu":
-            _check_holds_a_page(kv_memory, page_bytes)
+            _check_holds_a_page(kv_memory, least)
         if gpu.share < 1 and device != "cpu":
             confine(gpu.share, device)
         if device != "cpu":
@@ -127,15 +129,15 @@ class Engine:
             model = _load_fallback(folder, architecture, kind, device, random_weights)
         context = min(architecture.context_length, max_context or architecture.context_length)
         if not kv_memory:
-            kv_memory = _memory_for_pages(model, gpu, context, kind, device, group)
+            kv_memory = _memory_for_pages(model, gpu, context, page_size, kind, device, group)
             kv_memory *= split.size
-            _check_holds_a_page(kv_memory, page_bytes)
+            _check_holds_a_page(kv_memory, least)
         pages = kv_memory // page_bytes
         if group:
             group.connect(torch.device(device))
             pages = group.least(pages)
-        pool = PagePool(pages, page_size)
-        context = min(context, pool.total * page_size)
+        pool = make_pool(pages, page_size, architecture.slices.windows)
+        context = pool.longest_context(context)
         shape = part.pages_shape(pool.total, page_size)
         kv = torch.zeros(shape, dtype=kind, device=device)
         make = partial(_make_runner, model, kv, pool, context, progress, group)
@@ -215,6 +217,7 @@ def _memory_for_pages(
     model: Model | FallbackModel,
     gpu: GpuSettings,
     context: int,
+    page_size: int,
     dtype: torch.dtype,
     device: str,
     group: Group | None,
@@ -222,7 +225,8 @@ def _memory_for_pages(
     if isinstance(model, Model):
         from baton.engine.gpu.start import memory_for_pages  # imports triton
 
-        return memory_for_pages(gpu, model.architecture, context, dtype, device, group)
+        shape = model.architecture
+        return memory_for_pages(gpu, shape, context, page_size, dtype, device, group)
     from baton.engine.fallback.fallback_runner import memory_beside
 
     return memory_beside(gpu, device)

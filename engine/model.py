@@ -23,11 +23,11 @@ from baton.kernels.linear import Linear, RMSNorm
 
 @dataclass(frozen=True, slots=True)
 class ChunkRows:
-    """One sequence's rows [start, end) of a batch, and what they read, by window."""
+    """One sequence's rows [start, end) of a batch, and what they read, by table."""
 
     start: int
     end: int
-    reads: dict[int | None, ChunkReads]
+    reads: list[ChunkReads]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,9 @@ class StepBatch:
 
     tokens: Tensor  # [T]
     rotations: list[Tensor]  # by rope, [T, 1, head_dim / 2], complex
-    writes: Tensor  # [T, k/v], rows of LayerCache.tokens
+    writes: list[Tensor]  # by table, [T, k/v], rows of LayerCache.tokens
     decoding: int
-    decode_reads: dict[int | None, DecodeReads]  # by window; empty when nothing decodes
+    decode_reads: list[DecodeReads]  # by table; empty when nothing decodes
     chunks: list[ChunkRows]
     samples: Tensor  # [n], the rows whose logits are needed, in order
     sample_reads: DecodeReads | None  # of those rows, in the last layer; None without any
@@ -127,17 +127,17 @@ class Model:
         qkv = qkv.view(len(hidden), -1, self.architecture.head_dim)
         norms = layer.query_norm, layer.key_norm
         rotation = None if layer.rope is None else batch.rotations[layer.rope]
-        rotate_and_write_(qkv, heads, norms, rotation, cache, batch.writes)
+        rotate_and_write_(qkv, heads, norms, rotation, cache, batch.writes[cache.table])
         return qkv[:, :heads]
 
     def _attend(self, layer: Layer, query: Tensor, batch: StepBatch, cache: LayerCache) -> Tensor:
         """[T, heads * value_dim]."""
         parts = []
         if batch.decoding:
-            single, rows = batch.decode_reads[layer.window], query[: batch.decoding]
+            single, rows = batch.decode_reads[cache.table], query[: batch.decoding]
             parts.append(decode_attention(rows, cache, single, layer.scoring, layer.sinks))
         for chunk in batch.chunks:
-            reads, rows = chunk.reads[layer.window], query[chunk.start : chunk.end]
+            reads, rows = chunk.reads[cache.table], query[chunk.start : chunk.end]
             parts.append(chunk_attention(rows, cache, reads, layer.scoring, layer.sinks))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

@@ -12,6 +12,7 @@ from typing import Literal
 from baton.core.errors import InvalidConfig
 from baton.engine.architecture import Architecture, Split, check_split, read_architecture
 from baton.engine.families import FAMILIES
+from baton.engine.layer_slices import LayerSlices, cut_layers
 from baton.engine.model_config import read_stated
 
 EngineChoice = Literal["auto", "native", "transformers"]
@@ -32,9 +33,13 @@ class FallbackArchitecture:
     context_length: int
     windows: tuple[int | None, ...]  # a token sees itself and window - 1 tokens before it
 
+    @property
+    def slices(self) -> LayerSlices:
+        return cut_layers(self.windows)
+
     def pages_shape(self, pages: int, page_size: int) -> tuple[int, ...]:
-        """[page, layer, k/v, token, kv_head, dim]"""
-        return (pages, self.layers, 2, page_size, self.kv_heads, self.head_dim)
+        """[page, layer of a slice, k/v, token, kv_head, dim]"""
+        return (pages, self.slices.layers, 2, page_size, self.kv_heads, self.head_dim)
 
 
 AnyArchitecture = Architecture | FallbackArchitecture

@@ -13,7 +13,8 @@ retried after `RETRY_SECONDS`.
 
 Version history of the format:
 
-    1   header as `_HEADER`, then the page
+    1   magic, version, root, dtype, tokens, bytes and key of the page, and its digest; then the
+        page. Pages with a slice of the layers have keys of one byte more, slice 0's a zero
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from baton.core.page_keys import KEY_BYTES, page_digest
+from baton.core.page_keys import KEY_BYTES, KEY_SIZES, page_digest
 from baton.engine.page_memory import PageBytes
 
 log = logging.getLogger(__name__)
@@ -41,9 +42,6 @@ MAGIC = b"baton kv"
 VERSION = 1
 UNFINISHED = ".new"
 """Suffix of files that are being written."""
-
-# Magic, version, root, dtype, tokens, bytes and key of the page, and its digest.
-_HEADER = struct.Struct("<8sI16s16sIQ16sI")
 
 Result = TypeVar("Result")
 Task = Callable[[], None]
@@ -57,14 +55,23 @@ class PageForm:
     dtype: str
     page_size: int  # tokens
     page_bytes: int
+    key_bytes: int = KEY_BYTES
+
+    @property
+    def header_bytes(self) -> int:
+        return self._header.size
 
     @property
     def file_bytes(self) -> int:
-        return _HEADER.size + self.page_bytes
+        return self.header_bytes + self.page_bytes
 
     def header(self, key: bytes, page: PageBytes) -> bytes:
         form = self.root, self.dtype.encode(), self.page_size, self.page_bytes
-        return _HEADER.pack(MAGIC, VERSION, *form, key, page_digest(page))
+        return self._header.pack(MAGIC, VERSION, *form, key, page_digest(page))
+
+    @property
+    def _header(self) -> struct.Struct:
+        return struct.Struct(f"<8sI16s16sIQ{self.key_bytes}sI")
 
 
 class PageFiles:
@@ -145,7 +152,7 @@ class PageFiles:
         path = self._path(key)
         try:
             with open(path, "rb") as file:
-                header = file.read(_HEADER.size)
+                header = file.read(self.form.header_bytes)
                 whole = file.readinto(into.data) == self.form.page_bytes and not file.read(1)
             if whole and header == self.form.header(key, into):
                 os.utime(path)  # keeps the order of use across a restart
@@ -195,7 +202,7 @@ def _key_of(name: str) -> bytes | None:
         key = bytes.fromhex(name)
     except ValueError:
         return None
-    return key if len(key) == KEY_BYTES and key.hex() == name else None
+    return key if len(key) in KEY_SIZES and key.hex() == name else None
 
 
 def _unlink(path: Path) -> None:

@@ -15,7 +15,8 @@ its leases: pages released meanwhile return when the step has ended.
 A page is named once it is full and the step or transfer that filled it has ended; it is
 never written again. Others may then lease it to read, and it outlives its leases. Only
 cached pages are evicted. engine/prefix_cache.py indexes known contents and orders eviction;
-engine/second_tier.py keeps evicted pages.
+engine/second_tier.py keeps evicted pages. engine/page_groups.py has the pool of a model whose
+layers differ.
 
 `free` counts pages that can be leased at once: the free and the cached.
 
@@ -25,14 +26,18 @@ Only the thread that owns the pool may call it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Sequence
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from baton.core.errors import Exhausted, Internal
 from baton.core.page_keys import KeyChain, salted_root
+from baton.engine.free_pages import FreePages
 from baton.engine.prefix_cache import PrefixCache
+
+AnyLease = TypeVar("AnyLease", bound="Lease")
 
 
 class Lease:
@@ -58,9 +63,33 @@ class Lease:
         return self._pins > 0
 
     @property
+    def tables(self) -> Sequence[list[int]]:
+        """The pages of each slice of the layers, in the order of tokens."""
+        return (self.pages,)
+
+    @property
+    def entries(self) -> int:
+        """Of all tables."""
+        return len(self.pages)
+
+    @property
+    def held(self) -> list[int]:
+        """All pages, in the order of tokens."""
+        return self.pages
+
+    @property
     def fresh(self) -> list[int]:
         """The pages behind those that were found."""
         return self.pages[self.found :]
+
+    @property
+    def held_before(self) -> int:
+        """How many pages come before the fresh ones in what a prompt's transfer lists."""
+        return self.found
+
+    def listed(self, start: int, end: int, tokens: int) -> list[int]:
+        """Of the pages number `start` to `end`, those that a transfer of `tokens` tokens lists."""
+        return self.pages[start:end]
 
     def pin(self) -> None:
         self._pins += 1
@@ -76,12 +105,28 @@ class Lease:
             raise Internal("a released lease cannot grow")
         self.pages.extend(self._pool._allocate(count))
 
+    def missing(self, count: int) -> int:
+        """Pages that `cover` would allocate, if positive."""
+        return count - len(self.pages)
+
+    def cover(self, count: int) -> None:
+        """Grows to `count` pages of tokens, unless it has as many; or raises Exhausted and changes
+        nothing."""
+        self.extend(max(0, self.missing(count)))
+
+    def advance(self, tokens: int) -> None:
+        """Gives back what neither the tokens from number `tokens` on see, nor a sequence that
+        continues after the last full page."""
+
     def name(self, keys: Sequence[bytes]) -> None:
         """Declares the pages of these keys, counted from the first, complete."""
         for page, key in zip(self.pages[self.named : len(keys)], keys[self.named :], strict=True):
-            if not self._pool.cache.store(key, page):
-                self._copies[page] = key
+            self._name(page, key)
         self.named = max(self.named, len(keys))
+
+    def _name(self, page: int, key: bytes) -> None:
+        if not self._pool.cache.store(key, page):
+            self._copies[page] = key
 
     def share_copies(self) -> None:
         """Replaces each copy by the known page. Only before a step uses the lease."""
@@ -145,6 +190,8 @@ class LowerTier:
 class PagePool:
     """`total` pages, numbered from 0, of `page_size` tokens each."""
 
+    slices = 1  # of the layers: `page_size` tokens take a page of each
+
     def __init__(self, total: int, page_size: int, root: bytes | None = None) -> None:
         """`root` is the root of page keys; without one nothing is cached."""
         self.total = total
@@ -184,23 +231,60 @@ class PagePool:
         root = None if self.root is None else salted_root(self.root, salt)
         return KeyChain(root, self.page_size)
 
+    def longest_context(self, limit: int) -> int:
+        """The most tokens of one sequence, up to `limit`."""
+        return min(limit, self.total * self.page_size)
+
+    def find(self, keys: Sequence[bytes]) -> int:
+        """How many pages at the front of a sequence it need not compute."""
+        return len(self.cache.find(keys))
+
+    def extend_hit(self, keys: Sequence[bytes], known: Container[bytes], start: int = 0) -> int:
+        """As `find`, if the cache had `known` too. The first `start` pages are found anyway."""
+        places = range(start, len(keys))
+        return next((place for place in places if keys[place] not in known), len(keys))
+
+    def keys_of_hit(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        """Keys of all pages that a sequence needs to continue after these."""
+        return keys
+
     def cost(self, count: int, keys: Sequence[bytes] = ()) -> int:
         """Free pages that `acquire` would use: known pages that others lease cost nothing."""
-        return count - sum(self._holders[page] > 0 for page in self.cache.find(keys))
+        return self.lease_cost(self.cache.find(keys), count)
 
     def acquire(self, count: int, keys: Sequence[bytes] = ()) -> Lease:
-        """A lease of `count` pages, or Exhausted. Known pages of `keys` are shared."""
+        """A lease of `count` pages for a sequence to compute, or Exhausted. Known pages of `keys`
+        are shared."""
         self._require(self.cost(count, keys))
         found = self.cache.find(keys)
-        self.cache.looked_up += len(keys)
-        self.cache.found += len(found)
+        self._count_lookup(keys, len(found))
         return self.lease(found, count - len(found))
+
+    def cost_to_receive(self, tokens: int, keys: Sequence[bytes]) -> int:
+        """Free pages that `receive` would use."""
+        return self.cost(self.pages_for(tokens), keys)
+
+    def receive(self, tokens: int, keys: Sequence[bytes]) -> Lease:
+        """As `acquire`, for a sequence whose first `tokens` tokens another worker computes."""
+        return self.acquire(self.pages_for(tokens), keys)
+
+    def growth(self, lease: Lease, tokens: int) -> int:
+        """Pages that a lease will still need to compute `tokens` tokens."""
+        return 0
+
+    def lease_cost(self, known: Sequence[int], count: int) -> int:
+        """Free pages of a lease of `count` pages, the first of which are known."""
+        return count - sum(self._holders[page] > 0 for page in known)
 
     def lease(self, known: list[int], more: int = 0) -> Lease:
         """A lease of known pages to read, and of `more` free pages behind them."""
         for page in known:
             self._hold(page)
         return self._make_lease(known + self._allocate(more), len(known))
+
+    def _count_lookup(self, keys: Sequence[bytes], found: int) -> None:
+        self.cache.looked_up += len(keys)
+        self.cache.found += found
 
     def hold(self, keys: Sequence[bytes]) -> Lease:
         """A lease of the known prefix of `keys` for a transfer; not counted as a cache lookup."""
@@ -233,11 +317,11 @@ class PagePool:
         if not copied:
             return self.leased
         leases = self._leases.difference(copied)
-        return len({page for lease in leases for page in lease.pages})
+        return len({page for lease in leases for page in lease.held})
 
     def _count_pages(self) -> str:
         unleased = self._occurrences(itertools.chain(self._free, self.cache.idle_pages))
-        held = self._occurrences(page for lease in self._leases for page in lease.pages)
+        held = self._occurrences(page for lease in self._leases for page in lease.held)
         (wrong,) = np.nonzero((held != self._holders) | (unleased != (held == 0)))
         if len(wrong):
             return f"{len(wrong)} of {self.total} pages are lost or held twice, first {wrong[0]}"
@@ -254,7 +338,9 @@ class PagePool:
             self.lower.forget(key)
 
     def _make_lease(self, pages: list[int], found: int) -> Lease:
-        lease = Lease(self, pages, found)
+        return self._add_lease(Lease(self, pages, found))
+
+    def _add_lease(self, lease: AnyLease) -> AnyLease:
         self._leases.add(lease)
         return lease
 
@@ -279,10 +365,13 @@ class PagePool:
 
     def _give_back(self, lease: Lease) -> None:
         self._leases.remove(lease)
-        freed = []
         # Backwards, so that the cache keeps a prefix longer than what follows it.
-        for page in reversed(lease.pages):
-            key = lease._copies.get(page)
+        self._return(lease, reversed(lease.held))
+
+    def _return(self, lease: Lease, pages: Iterable[int]) -> None:
+        freed = []
+        for page in pages:
+            key = lease._copies.pop(page, None)
             if key is not None and not self.cache.store(key, page):
                 self.cache.touch(key)
             self._holders[page] -= 1
@@ -292,85 +381,11 @@ class PagePool:
         self._changed = True
 
     def _share_copies(self, lease: Lease) -> None:
-        for place, page in enumerate(lease.pages):
-            key = lease._copies.get(page)
-            if key is not None:
-                (lease.pages[place],) = self.cache.find([key])
-                self._hold(lease.pages[place])
-                self._holders[page] = 0
+        for table in lease.tables:
+            for place, page in enumerate(table):
+                if page in lease._copies:
+                    table[place] = self.cache.page_of(lease._copies[page])
+                    self._hold(table[place])
+                    self._holders[page] = 0
         self._free.add(lease._copies)
         lease._copies = {}
-
-
-class FreePages:
-    """Free pages as runs of neighbours, at first one run of all `total`.
-
-    Several pages allocated together are neighbours where possible, so that a transfer merges
-    them into few descriptors. Runs are in buckets by length, each twice as wide as the one
-    before: allocation looks at a few buckets, however many runs there are.
-    """
-
-    def __init__(self, total: int) -> None:
-        self._count = 0
-        self._ends: dict[int, int] = {}  # of runs [start, end), by start
-        self._starts: dict[int, int] = {}  # and by end
-        # The starts of runs of 2^(i-1) to 2^i - 1 pages are the keys of bucket i.
-        self._buckets: list[dict[int, None]] = [{} for _ in range(total.bit_length() + 1)]
-        if total:
-            self._insert(0, total)
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __iter__(self) -> Iterator[int]:
-        for start, end in self._ends.items():
-            yield from range(start, end)
-
-    def add(self, pages: Iterable[int]) -> None:
-        for start, end in merge_runs(sorted(pages)):
-            if start in self._starts:
-                start = self._remove(self._starts[start])[0]
-            if end in self._ends:
-                end = self._remove(end)[1]
-            self._insert(start, end)
-
-    def allocate(self, count: int) -> list[int]:
-        """`count` pages; there must be as many."""
-        pages: list[int] = []
-        while len(pages) < count:
-            start, end = self._remove(self._choose(count - len(pages)))
-            cut = min(end, start + count - len(pages))
-            pages += range(start, cut)
-            if cut < end:
-                self._insert(cut, end)
-        return pages
-
-    def _choose(self, wanted: int) -> int:
-        """The start of a run that holds `wanted` pages, or else of a long one."""
-        fitting = (wanted - 1).bit_length() + 1
-        for bucket in self._buckets[fitting:]:
-            if bucket:
-                return next(iter(bucket))
-        return next(next(iter(bucket)) for bucket in reversed(self._buckets) if bucket)
-
-    def _insert(self, start: int, end: int) -> None:
-        self._ends[start], self._starts[end] = end, start
-        self._buckets[(end - start).bit_length()][start] = None
-        self._count += end - start
-
-    def _remove(self, start: int) -> tuple[int, int]:
-        end = self._ends.pop(start)
-        del self._starts[end], self._buckets[(end - start).bit_length()][start]
-        self._count -= end - start
-        return start, end
-
-
-def merge_runs(pages: Iterable[int]) -> list[tuple[int, int]]:
-    """`pages` in order, as runs [start, end) of consecutive ids."""
-    runs: list[tuple[int, int]] = []
-    for page in pages:
-        if runs and runs[-1][1] == page:
-            runs[-1] = (runs[-1][0], page + 1)
-        else:
-            runs.append((page, page + 1))
-    return runs

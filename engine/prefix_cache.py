@@ -84,6 +84,13 @@ class PrefixCache:
             pages.append(page)
         return pages
 
+    def page_of(self, key: bytes) -> int:
+        """The page of a known key."""
+        return self._pages[key]
+
+    def key_of(self, page: int) -> bytes | None:
+        return self._keys.get(page)
+
     def store(self, key: bytes, page: int) -> bool:
         """Stores a leased page. False when the key already has another page."""
         if key not in self._pages:

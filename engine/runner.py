@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from baton.engine.layer_slices import LayerSlices
 from baton.engine.logprobs import prompt_rows, score, score_prompts, store_prompt_scores
 from baton.engine.model import ChunkRows, Model, StepBatch
 from baton.engine.rotations import Rotation
@@ -36,26 +37,25 @@ class StepRows(NamedTuple):
 
     tokens: Tensor  # [T]
     positions: Tensor  # [T]
-    writes: Tensor  # [T, 2], rows of LayerCache.tokens
+    writes: list[Tensor]  # by table, [T, 2], rows of LayerCache.tokens
     wanted: Tensor  # [n], the rows whose logits are needed, in order
 
 
 class StepRunner:
     """What runs plans of any model over the paged memory `kv`
-    [page, layer, k/v, token, kv_head, dim]: all but the forward pass."""
+    [page, layer of a slice, k/v, token, kv_head, dim]: all but the forward pass."""
 
     def __init__(
         self,
         kv: Tensor,
+        slices: LayerSlices,
         vocabulary_size: int,
-        windows: tuple[int | None, ...],
         value_dim: int | None = None,
         group: Group | None = None,
     ) -> None:
-        """`windows` are those of the layers."""
         self._group = group
-        self._windows = sorted(set(windows), key=lambda window: window or 0)
-        self._caches = layer_caches(kv, value_dim)
+        self._windows = slices.windows
+        self._caches = layer_caches(kv, value_dim, slices.places)
         _, self._layers, self._parts, self._page_size = kv.shape[:4]
         self._device = kv.device
         self._sampler = Sampler(vocabulary_size)
@@ -108,38 +108,36 @@ class StepRunner:
     def _rows(self, inputs: list[ChunkInputs]) -> StepRows:
         tokens: list[int] = []
         positions: list[int] = []
-        pages: list[int] = []
+        pages: list[list[int]] = [[] for _ in self._windows]
         wanted: list[int] = []
         for chunk in inputs:
             wanted += [len(tokens) + position - chunk.start for position in chunk.wanted]
             tokens += chunk.tokens
             inside = range(chunk.start, chunk.end)
             positions += inside
-            pages += [chunk.pages[position // self._page_size] for position in inside]
+            for held, table in zip(pages, chunk.tables, strict=True):
+                held += [table[position // self._page_size] for position in inside]
         position = self._tensor(positions)
-        writes = token_rows(
-            self._tensor(pages),
-            position % self._page_size,
-            self._layers,
-            self._page_size,
-            self._parts,
-        )
+        offsets = position % self._page_size
+        writes = [
+            token_rows(self._tensor(held), offsets, self._layers, self._page_size, self._parts)
+            for held in pages
+        ]
         return StepRows(self._tensor(tokens), position, writes, self._tensor(wanted))
 
-    def _by_window(self, decoding: list[ChunkInputs]) -> dict[int | None, DecodeReads]:
+    def _reads_by_table(self, decoding: list[ChunkInputs]) -> list[DecodeReads]:
+        """Of rows that are the one new token of their sequence; empty without any."""
         if not decoding:
-            return {}
+            return []
         last = [chunk.start for chunk in decoding]
-        return {window: self._decode_reads(decoding, last, window) for window in self._windows}
+        return [self._decode_reads(decoding, last, table) for table in range(len(self._windows))]
 
-    def _decode_reads(
-        self, chunks: list[ChunkInputs], last: list[int], window: int | None
-    ) -> DecodeReads:
-        """The pages that the query at each of the positions `last` sees."""
-        size = self._page_size
+    def _decode_reads(self, chunks: list[ChunkInputs], last: list[int], table: int) -> DecodeReads:
+        """The pages of a table that the query at each of the positions `last` sees."""
+        size, window = self._page_size, self._windows[table]
         first = [_first_visible(position, window) for position in last]
         seen = [
-            chunk.pages[start // size : end // size + 1]
+            chunk.tables[table][start // size : end // size + 1]
             for chunk, start, end in zip(chunks, first, last, strict=True)
         ]
         width = max(map(len, seen))
@@ -154,19 +152,21 @@ class StepRunner:
             cut=max(starts) > 0,
         )
 
-    def _chunk_reads(self, chunk: ChunkInputs, window: int | None) -> ChunkReads:
-        """The pages that any of the chunk's queries sees."""
+    def _chunk_reads(self, chunk: ChunkInputs) -> list[ChunkReads]:
+        """By table, the pages that any of the chunk's queries sees."""
         size, start, end = self._page_size, chunk.start, chunk.end
-        hiding = window if window is not None and window < end else None
-        first_page = _first_visible(start, hiding) // size
-        pages = self._tensor(chunk.pages[first_page : (end - 1) // size + 1])
-        return ChunkReads(pages, first_page * size, start, end, hiding)
+        reads = []
+        for table, window in zip(chunk.tables, self._windows, strict=True):
+            hiding = window if window is not None and window < end else None
+            first_page = _first_visible(start, hiding) // size
+            pages = self._tensor(table[first_page : (end - 1) // size + 1])
+            reads.append(ChunkReads(pages, first_page * size, start, end, hiding))
+        return reads
 
     def _chunks(self, inputs: list[ChunkInputs], row: int) -> list[ChunkRows]:
         chunks = []
         for chunk in inputs:
-            reads = {window: self._chunk_reads(chunk, window) for window in self._windows}
-            chunks.append(ChunkRows(row, row + len(chunk.tokens), reads))
+            chunks.append(ChunkRows(row, row + len(chunk.tokens), self._chunk_reads(chunk)))
             row += len(chunk.tokens)
         return chunks
 
@@ -182,7 +182,7 @@ class Runner(StepRunner):
 
     def __init__(self, model: Model, kv: Tensor, group: Group | None = None) -> None:
         shape = model.architecture
-        super().__init__(kv, shape.vocabulary_size, shape.windows, shape.value_dim, group)
+        super().__init__(kv, shape.slices, shape.vocabulary_size, shape.value_dim, group)
         self._model = model
         last = shape.latent is not None
         self._rotations = [
@@ -211,7 +211,7 @@ class Runner(StepRunner):
     def _batch(self, inputs: list[ChunkInputs]) -> StepBatch:
         decoding = sum(len(chunk.tokens) == 1 for chunk in inputs)
         rows = self._rows(inputs)
-        decode_reads = self._by_window(inputs[:decoding])
+        decode_reads = self._reads_by_table(inputs[:decoding])
         return StepBatch(
             tokens=rows.tokens,
             rotations=[rotation(rows.positions) for rotation in self._rotations],
@@ -224,17 +224,17 @@ class Runner(StepRunner):
         )
 
     def _sample_reads(
-        self, inputs: list[ChunkInputs], decode_reads: dict[int | None, DecodeReads]
+        self, inputs: list[ChunkInputs], decode_reads: list[DecodeReads]
     ) -> DecodeReads | None:
         """What each wanted row reads in the last layer."""
-        window = self._model.layers[-1].window
+        table = self._caches[-1].table
         if decode_reads and all(len(chunk.tokens) == 1 and chunk.wanted for chunk in inputs):
-            return decode_reads[window]
+            return decode_reads[table]
         wanted = [(chunk, position) for chunk in inputs for position in chunk.wanted]
         if not wanted:
             return None
         chunks, positions = [chunk for chunk, _ in wanted], [position for _, position in wanted]
-        return self._decode_reads(chunks, positions, window)
+        return self._decode_reads(chunks, positions, table)
 
 
 def _first_visible(position: int, window: int | None) -> int:

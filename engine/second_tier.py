@@ -30,7 +30,8 @@ from __future__ import annotations
 import contextlib
 import queue
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -146,29 +147,36 @@ class SecondTier(LowerTier):
 
     def restore_pages(self, keys: Sequence[bytes]) -> int:
         """Returns 0 where nothing is kept, or computing it takes less time."""
-        known = self._pool.cache.find(keys)
-        rows = list(self._rows(keys[len(known) :]))
-        job_keys = keys[: len(known) + len(rows)]
-        if not rows or self._abandoned or not self._pays(rows):
+        pool, before = self._pool, self._pool.find(keys)
+        count = pool.extend_hit(keys, _Restorable(pool.cache, self._kept, self._coming), before)
+        if count <= before or self._abandoned:
             return 0
-        if self._pool.cost(len(job_keys), keys) > self._pool.free:
+        wanted = pool.keys_of_hit(keys[:count])
+        known = [key for key in wanted if key in pool.cache]
+        missing = [key for key in wanted if key not in pool.cache]
+        rows = [next(iter(self.tiers[Tier.HOST].cache.find([key])), None) for key in missing]
+        found = list(map(pool.cache.page_of, known))
+        if not self._pays(rows, count - before):
             return 0
-        job = Restoration(job_keys, self._pool.lease(known, len(rows)), rows)
+        if pool.lease_cost(found, len(wanted)) > pool.free:
+            return 0
+        lease = pool.lease(found, len(missing))
+        job = Restoration([*known, *missing], lease, rows, keys[before])
         for pages in self.tiers.values():
             held = [page for key in job.missing for page in pages.cache.find([key])]
             job.held.append(pages.lease(held))
         self._restoring[job] = None
-        self._coming.update(job.missing)
+        self._coming.update(job.coming)
         self._restorer.submit(lambda: self._run_restoration(job))
-        return len(rows)
+        return count - before
 
     def forget(self, key: bytes) -> None:
         for tier in Tier:
             self._forget(tier, key)
 
     def check(self) -> str:
-        missing = {key for job in self._restoring for key in job.missing}
-        if missing != self._coming:
+        coming = {key for job in self._restoring for key in job.coming}
+        if coming != self._coming:
             return "a page counts as coming from the second tier and is not"
         rows, files = (self.tiers[tier] for tier in Tier)
         if self._kept.keys() != rows.cache.keys | files.cache.keys:
@@ -295,19 +303,12 @@ class SecondTier(LowerTier):
 
     # Restoring.
 
-    def _rows(self, keys: Sequence[bytes]) -> Iterator[int | None]:
-        """Rows of the longest kept prefix of `keys`; None for a page in a file."""
-        for key in keys:
-            if key not in self or key in self._coming or key in self._pool.cache:
-                return
-            yield next(iter(self.tiers[Tier.HOST].cache.find([key])), None)
-
-    def _pays(self, rows: Sequence[int | None]) -> bool:
+    def _pays(self, rows: Sequence[int | None], places: int) -> bool:
         tiers = [Tier.FILES if row is None else Tier.HOST for row in rows]
         for tier in tiers:
             self._counts[tier].hits += 1
         queued = [tier for job in self._restoring for tier in job.tiers[job.done :]]
-        return self.costs.pays(tiers, queued)
+        return self.costs.pays(tiers, queued, places)
 
     def _run_restoration(self, job: Restoration) -> None:
         job.run(self._memory, self.files)
@@ -318,7 +319,7 @@ class SecondTier(LowerTier):
             self._abandoned.remove(job)
             return
         del self._restoring[job]
-        self._coming.difference_update(job.missing)
+        self._coming.difference_update(job.coming)
         for held in job.held:
             held.release()
         job.lease.name(job.keys[: job.found + job.done])
@@ -339,6 +340,18 @@ class SecondTier(LowerTier):
                 job.cancel()
                 self._end_restoration(job)
                 self._abandoned.add(job)
+
+
+@dataclass(frozen=True, slots=True)
+class _Restorable(Container[bytes]):
+    """Keys of pages in the pool, or kept and not on their way to it."""
+
+    cached: Container[bytes]
+    kept: Container[bytes]
+    coming: Container[bytes]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.cached or (key in self.kept and key not in self.coming)
 
 
 def second_tier_of(pool: PagePool) -> SecondTier | None:

@@ -78,6 +78,18 @@ class Sequence:
         start = max(self.computed, len(self.prompt_scores))
         return range(start, min(self.computed + count, self.prompt_length - 1))
 
+    def cover(self, count: int, pool: PagePool) -> int:
+        """Adds pages for its next `count` tokens, or for fewer where there is little room. Returns
+        for how many of them it has pages now."""
+        count = min(count, self.uncomputed)
+        while count:
+            places = pool.pages_for(self.computed + count)
+            if self.lease.missing(places) <= pool.free:
+                self.lease.cover(places)
+                return count
+            count //= 2
+        return 0
+
     def launched(self, count: int) -> None:
         """Advances to where a step in flight will leave it."""
         self.expected += self.samples(count)
@@ -100,9 +112,11 @@ class Sequence:
         return min(self.restored, self.lease.found) * self.chain.page_size
 
     def settle(self, computed: int) -> None:
-        """Declares keys and values of tokens[:computed] final: full pages may be shared."""
+        """Declares keys and values of tokens[:computed] final: full pages may be shared, and those
+        that no further token sees are given back."""
         if computed // self.chain.page_size > self.lease.named:
             self.lease.name(self.chain.keys(self.tokens, computed))
+            self.lease.advance(computed)
 
     def add_prompt_score(self, position: int, logprobs: Logprobs) -> None:
         """Scores the token after `position`; ignored when computed again."""
@@ -125,7 +139,7 @@ class Sequence:
 def next_page_pending(keys: list[bytes], pool: PagePool, sequences: Iterable[Sequence]) -> bool:
     """Whether the first page that the cache lacks is being restored, or computed for one of
     `sequences`."""
-    place = len(pool.cache.find(keys))
+    place = pool.find(keys)
     if place == len(keys):
         return False
     key = keys[place]

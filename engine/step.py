@@ -71,7 +71,7 @@ class ChunkInputs(NamedTuple):
 
     start: int  # position of the first token
     tokens: list[int]
-    pages: list[int]  # of the sequence, at least up to the last token
+    tables: list[list[int]]  # pages of the sequence by slice, at least up to the last token
     wanted: list[int]  # positions whose logits are needed
 
     @property
@@ -81,6 +81,6 @@ class ChunkInputs(NamedTuple):
 
 def chunk_inputs(sequence: Sequence, count: int, page_size: int) -> ChunkInputs:
     start, end = sequence.computed, sequence.computed + count
-    pages = sequence.lease.pages[: -(-end // page_size)]
+    tables = [table[: -(-end // page_size)] for table in sequence.lease.tables]
     wanted = [*sequence.scored(count), *([end - 1] if sequence.samples(count) else ())]
-    return ChunkInputs(start, sequence.tokens[start:end], pages, wanted)
+    return ChunkInputs(start, sequence.tokens[start:end], tables, wanted)

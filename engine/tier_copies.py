@@ -98,6 +98,7 @@ class Restoration:
     keys: Sequence[bytes]  # of the lease's pages; the last len(rows) are restored
     lease: Lease
     rows: Sequence[int | None]  # where each page to restore is; None: in a file
+    next_key: bytes  # of the first page that the prompt lacks
     held: list[Lease] = field(default_factory=list)  # of the rows and files
     moved: float = field(default_factory=time.monotonic)  # start, or time of the last page
     done: int = 0
@@ -115,6 +116,11 @@ class Restoration:
     def missing(self) -> Sequence[bytes]:
         """Keys of the pages to restore."""
         return self.keys[self.found :]
+
+    @property
+    def coming(self) -> set[bytes]:
+        """What prompts wait for that continue alike."""
+        return {self.next_key, *self.missing}
 
     @property
     def tiers(self) -> list[Tier]:
@@ -177,12 +183,13 @@ class RestoreCosts:
         self.compute = UnitCost()  # tokens
         self.copies = {tier: UnitCost() for tier in Tier}  # pages
 
-    def pays(self, tiers: list[Tier], queued: list[Tier]) -> bool:
-        """Whether pages of these tiers, behind those queued, arrive sooner than by compute."""
+    def pays(self, tiers: list[Tier], queued: list[Tier], places: int) -> bool:
+        """Whether pages of these tiers, behind those queued, arrive sooner than `places` pages of
+        tokens are computed."""
         if not self.compute.known:
             return True
         copy = sum(self.copies[tier].each for tier in (*queued, *tiers))
-        if copy <= len(tiers) * self._page_size * self.compute.each:
+        if copy <= places * self._page_size * self.compute.each:
             return True
         for tier in set(tiers):
             self.copies[tier].fade()

@@ -1,14 +1,16 @@
 """The paged K/V memory as one layer sees it.
 
-The memory is [page, layer, k/v, token, kv_head, dim], so a page of all layers is contiguous
-for a transfer. k/v are two: keys, then values. Or one: a latent, which is the only key head, and
-whose first numbers are the value. A layer reads and writes the memory as rows: its views start
-at its own offset, so the same row indices, made once per step, serve every layer.
+The memory is [page, layer, k/v, token, kv_head, dim], so a page is contiguous for a transfer.
+k/v are two: keys, then values. Or one: a latent, which is the only key head, and whose first
+numbers are the value. A layer reads and writes the memory as rows: its views start at its own
+offset, so the same row indices, made once per step, serve every layer of a slice
+(engine/layer_slices.py).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,7 +29,8 @@ class LayerCache(NamedTuple):
     kv: Tensor  # [page, k/v, token, kv_head, dim]
     pages: Tensor  # [rows, page_size * kv_heads * head_dim]; see gather
     tokens: Tensor  # [rows, kv_heads * head_dim]; see token_rows
-    layers: int
+    layers: int  # of a page
+    table: int  # which of a sequence's tables lists its pages
     value_dim: int  # of a head
 
     @property
@@ -37,17 +40,24 @@ class LayerCache(NamedTuple):
         return compiler.lanes_for(size, compiler.registers())
 
 
-def layer_caches(kv: Tensor, value_dim: int | None = None) -> list[LayerCache]:
-    """Views of kv [page, layer, k/v, token, kv_head, dim], one per layer. A latent's `value_dim`
-    must be given."""
+def layer_caches(
+    kv: Tensor, value_dim: int | None = None, places: Sequence[tuple[int, int]] | None = None
+) -> list[LayerCache]:
+    """Views of kv [page, layer of a page, k/v, token, kv_head, dim], one per layer of the model.
+    A latent's `value_dim` must be given. `places` has the table and the place in a page of each
+    layer; without, a page has all layers."""
     _, layers, parts, page_size, _, dim = kv.shape
     pages, tokens = kv.flatten(3).flatten(0, 2), kv.flatten(4).flatten(0, 3)
-    starts = range(0, parts * layers, parts)
     return [
         LayerCache(
-            kv[:, layer], pages[start:], tokens[start * page_size :], layers, value_dim or dim
+            kv[:, place],
+            pages[parts * place :],
+            tokens[parts * place * page_size :],
+            layers,
+            table,
+            value_dim or dim,
         )
-        for layer, start in enumerate(starts)
+        for table, place in places or [(0, layer) for layer in range(layers)]
     ]
 
 

@@ -145,6 +145,8 @@ def layout_hash(layout: PoolLayout) -> bytes:
     """A digest of the layout's values, independent of the protobuf encoding."""
     digest = hashlib.blake2b(digest_size=16)
     for name, value in _layout_fields(layout):
+        if value == []:
+            continue  # as before there were windows
         digest.update(f"{name}={value!r}\n".encode())
     return digest.digest()
 
@@ -166,8 +168,9 @@ def describe_mismatch(ours: PoolLayout, theirs: PoolLayout) -> str:
     return "; ".join(differing)
 
 
-def _layout_fields(layout: PoolLayout) -> list[tuple[str, int | str]]:
-    return [(field.name, getattr(layout, field.name)) for field in PoolLayout.DESCRIPTOR.fields]
+def _layout_fields(layout: PoolLayout) -> list[tuple[str, int | str | list[int]]]:
+    plain = ((name.name, getattr(layout, name.name)) for name in PoolLayout.DESCRIPTOR.fields)
+    return [(name, list(value) if name == "windows" else value) for name, value in plain]
 
 
 class PageDigest(Protocol):

@@ -135,7 +135,7 @@ class PrefillPhase(Phase[PrefillSequence]):
         job.chunks.end(settled.computed, time.monotonic())
         token = settled.token
         if token is None:
-            self._push(job, job.lease.pages[: settled.computed // self._pool.page_size])
+            self._push(job, settled.computed // self._pool.page_size)
         else:
             self._emit(job, token, settled.logprobs)
         job.settle(settled.computed)
@@ -147,11 +147,15 @@ class PrefillPhase(Phase[PrefillSequence]):
 
         Several routers may order the same two requests differently here and at
         decode. Then one prompt may fill this pool and wait for decode's pages,
-        which decode holds for another prompt that waits for this pool.
+        which decode holds for another prompt that waits for this pool. Or several prompts
+        need a page of a layer with a window, and there is none.
         """
-        holders = [job for job in self._jobs.values() if job.started_at]
-        will_free = any(job.delivered for job in holders) or self._leaving or self._pool.returning
-        if not holders or will_free or not self._scheduler.cleared_waiting:
+        holders = [job for job in self._jobs.values() if not job.lease.released]
+        # A started prompt is in every plan, unless there is no page for its next token.
+        leaving = (job.delivered and not self._scheduler.has_started(job) for job in holders)
+        will_free = any(leaving) or self._leaving or self._pool.returning
+        blocked = self._scheduler.cleared_waiting or self._scheduler.running
+        if not holders or will_free or not blocked:
             return False
         if self._fetches.coming:
             return False
@@ -169,7 +173,9 @@ class PrefillPhase(Phase[PrefillSequence]):
         if job.push and finish:
             self._leave(job)
         elif job.push:
-            self._transfer.post(FinishPush(key, token, job.lease.pages[job.pushed_pages :]))
+            tokens = len(job.work.prompt_tokens)
+            pages = job.lease.listed(job.pushed_pages, len(job.lease), tokens)
+            self._transfer.post(FinishPush(key, token, pages))
 
     def _end_step(self, plan: Plan) -> None:
         """Pushes pages that the device is still computing: the write waits for the device, not for
@@ -180,16 +186,16 @@ class PrefillPhase(Phase[PrefillSequence]):
         for key in [sequence.work.key for sequence in plan]:
             if job := self._jobs.get(key):
                 whole = job.expected  # its last chunk: its last page too
-                full = None if whole else job.computed // self._pool.page_size
-                self._push(job, job.lease.pages[:full], end)
+                full = len(job.lease) if whole else job.computed // self._pool.page_size
+                self._push(job, full, end)
 
-    def _push(
-        self, job: PrefillSequence, pages: list[int], after: DeviceEvent | None = None
-    ) -> None:
-        """Pushes those of a prompt's first pages that were not pushed before."""
-        if job.push and len(pages) > job.pushed_pages:
-            self._transfer.post(PushPages(job.work.key, pages[job.pushed_pages :], after))
-            job.pushed_pages = len(pages)
+    def _push(self, job: PrefillSequence, count: int, after: DeviceEvent | None = None) -> None:
+        """Pushes those of a prompt's first `count` pages that were not pushed before."""
+        if job.push and count > job.pushed_pages:
+            pages = job.lease.listed(job.pushed_pages, count, len(job.work.prompt_tokens))
+            if pages:
+                self._transfer.post(PushPages(job.work.key, pages, after))
+            job.pushed_pages = count
 
     def _release(self, key: AttemptKey) -> None:
         job = self._jobs.get(key)
@@ -297,15 +303,17 @@ class Fetches(HeldLeases):
         """Asks the holder for the uncached ones of a prompt's first pages, for which the pool must
         have room. None when all are cached."""
         keys = keys[: holder.pages]
-        lease = self._pool.hold(keys)
-        fetch = PromptFetch(keys, lease, time.monotonic())
-        if not fetch.awaited:
-            lease.release()
+        before, cache = self._pool.find(keys), self._pool.cache
+        if before == len(keys):
             return None
+        wanted = self._pool.keys_of_hit(keys)
+        ordered = sorted(wanted, key=lambda each: each not in cache)  # the cached ones first
+        lease = self._pool.hold(ordered)
+        fetch = PromptFetch(ordered, lease, keys[before], before, time.monotonic())
         lease.extend(len(fetch.awaited))
         self.hold(key, lease)
         self._fetches[key] = fetch
-        self.coming.update(fetch.awaited)
+        self.coming.update(fetch.coming)
         self._ask(key, fetch, holder)
         return fetch
 
@@ -348,7 +356,7 @@ class Fetches(HeldLeases):
     def _end(self, fetch: PromptFetch) -> None:
         fetch.under_way = False
         fetch.seconds = time.monotonic() - fetch.began
-        for key in fetch.awaited:
+        for key in fetch.coming:
             self.coming[key] -= 1
             if not self.coming[key]:
                 del self.coming[key]

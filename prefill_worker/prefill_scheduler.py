@@ -2,8 +2,9 @@
 
 First come, first served, in chunks: each step takes up to `chunk_tokens`
 prompt tokens from the oldest prompts, several prompts in one step where they
-fit. A prompt starts when the pool has room for all of its pages; until then the
-prompts behind it wait too, so none is starved.
+fit. A prompt starts when the pool has room for all the pages that it will hold at
+once; until then the prompts behind it wait too, so none is starved. Where layers
+have windows it gets their pages chunk by chunk, and waits while there is none.
 
 Cleared prompts start first: a prompt whose ticket has arrived (or that is not
 pushed) frees its pages as soon as it is computed, while another may have to
@@ -65,11 +66,13 @@ class ChunkTimes:
 
 @dataclass(slots=True, eq=False)
 class PromptFetch:
-    """The fetch of one prompt. Its lease holds the front of the prompt: cached and awaited
-    pages."""
+    """The fetch of one prompt. Its lease holds what the front of the prompt needs: cached pages,
+    then awaited ones."""
 
     keys: Sequence[bytes]
     lease: Lease
+    next_key: bytes  # of the first page that the prompt lacks
+    before: int  # pages at its front that it does not lack
     began: float
     pages: int = 0  # that arrived
     seconds: float = 0.0  # how long they took, or were waited for
@@ -79,9 +82,14 @@ class PromptFetch:
     def awaited(self) -> Sequence[bytes]:
         return self.keys[self.lease.found :]
 
+    @property
+    def coming(self) -> set[bytes]:
+        """What prompts wait for that continue alike."""
+        return {self.next_key, *self.awaited}
+
     def used(self, found: int) -> int:
         """How many of the fetched pages are among the `found` at the prompt's front."""
-        return max(0, min(self.pages, found - self.lease.found))
+        return max(0, min(self.pages, found - self.before))
 
 
 @dataclass(slots=True, eq=False)
@@ -90,7 +98,7 @@ class PrefillSequence(Job):
     chunks: ChunkTimes = field(default_factory=ChunkTimes)
     fetch: PromptFetch | None = None
     delivered: bool = False  # decode's ticket has arrived
-    pushed_pages: int = 0
+    pushed_pages: int = 0  # at the prompt's front
 
     @property
     def cleared(self) -> bool:
@@ -124,12 +132,17 @@ class PrefillScheduler:
     @property
     def waiting_pages(self) -> int:
         """Pages that queued prompts may need."""
-        return sum(self._pool.pages_for(len(each.tokens)) for each in self._waiting.values())
+        prompts = self._waiting.values()
+        return sum(self._pool.cost(self._pool.pages_for(len(each.tokens))) for each in prompts)
 
     @property
     def cleared_waiting(self) -> bool:
         """Whether a cleared prompt waits."""
         return any(each.cleared for each in self._waiting.values())
+
+    def has_started(self, sequence: PrefillSequence) -> bool:
+        """Whether it has pages, and is not computed yet."""
+        return sequence.work.key in self._started
 
     def add(self, sequence: PrefillSequence) -> None:
         self._waiting[sequence.work.key] = sequence
@@ -138,7 +151,7 @@ class PrefillScheduler:
         """Whether the first page that the cache lacks is being computed or fetched."""
         if next_page_pending(keys, self._pool, self._started.values()):
             return True
-        missing = keys[len(self._pool.cache.find(keys)) :] if self._coming else []
+        missing = keys[self._pool.find(keys) :] if self._coming else []
         return bool(missing) and missing[0] in self._coming
 
     def remove(self, sequence: PrefillSequence) -> None:
@@ -161,10 +174,11 @@ class PrefillScheduler:
         return plan
 
     def _add_chunk(self, plan: Plan, sequence: PrefillSequence, budget: int) -> int:
-        count = min(sequence.uncomputed, budget)
+        count = sequence.cover(budget, self._pool)
         if count == sequence.uncomputed and count >= 2 * LAST_TOKENS:
             count -= LAST_TOKENS
-        plan[sequence] = count
+        if count:
+            plan[sequence] = count
         return count
 
     def _start_next(self) -> bool:
@@ -173,7 +187,10 @@ class PrefillScheduler:
         if sequence is None:
             return False
         keys, pages = sequence.keys_to_find, self._pool.pages_for(len(sequence.tokens))
-        if self._pool.cost(pages, keys) > self._pool.free:
+        growth = sum(
+            self._pool.growth(each.lease, len(each.tokens)) for each in self._started.values()
+        )
+        if self._pool.cost(pages, keys) + growth > self._pool.free:
             return False
         if coming := self._pool.lower.restore_pages(keys):
             sequence.restored += coming

@@ -20,6 +20,7 @@ from torch import Tensor
 from baton.core import model_store
 from baton.core.config import CacheConfig, Config, settle
 from baton.core.errors import InvalidConfig, WorkerLost
+from baton.core.page_keys import KEY_SIZES
 from baton.core.process import StartTimes
 from baton.core.types import Role
 from baton.engine.engine import Engine
@@ -237,9 +238,10 @@ def pool_layout(engine: Engine) -> PoolLayout:
         model=engine.fingerprint,
         dtype=str(engine.kv.dtype).removeprefix("torch."),
         page_size=engine.pool.page_size,
-        layers=model.layers,
+        layers=model.slices.layers,
         kv_heads=model.kv_heads,
         head_dim=model.head_dim,
+        windows=[window or 0 for window in model.slices.windows] if any(model.windows) else (),
     )
 
 
@@ -272,6 +274,7 @@ def open_second_tier(
             dtype=str(kv.dtype).removeprefix("torch."),
             page_size=engine.pool.page_size,
             page_bytes=page_bytes,
+            key_bytes=KEY_SIZES[engine.pool.slices > 1],
         )
         tier.open_files(_folder(config, form.root, worker_id), config.files_budget, form)
 

@@ -10,6 +10,7 @@ import asyncio
 import math
 import time
 
+from baton.core.page_keys import is_first_slice
 from baton.engine.page_pool import PagePool
 from baton.engine.second_tier import second_tier_of
 from baton.v1 import worker_pb2 as pb
@@ -114,8 +115,8 @@ class CacheFeed:
         whole = pb.CacheEvents(
             number=self._number,
             reset=True,
-            stored=self._cache.keys,
-            kept=(key for key in below if key not in self._cache),
+            stored=filter(is_first_slice, self._cache.keys),
+            kept=(key for key in filter(is_first_slice, below) if key not in self._cache),
         )
         self._outbox.send(attachment, pb.WorkerMessage(cache_events=whole))
 
@@ -127,9 +128,10 @@ class CacheFeed:
     def _send_changes(self) -> None:
         below = self._second_tier
         changes = self._cache.changes.drain()
-        events = pb.CacheEvents(stored=(key for key in changes if key in self._cache))
+        first = filter(is_first_slice, changes)
+        events = pb.CacheEvents(stored=(key for key in first if key in self._cache))
         for key in {**changes, **(below.changes.drain() if below is not None else {})}:
-            if key not in self._cache:
+            if key not in self._cache and is_first_slice(key):
                 is_kept = below is not None and key in below
                 (events.kept if is_kept else events.evicted).append(key)
         if events.ByteSize():  # empty when pages were only copied to the second tier

@@ -88,12 +88,12 @@ class HeldLeases:
 
     @property
     def pages(self) -> set[int]:
-        return {page for lease in self._leases.values() for page in lease.pages}
+        return {page for lease in self._leases.values() for page in lease.held}
 
     @property
     def overdue_pages(self) -> set[int]:
         leases = [self._leases[key] for key in self._overdue]
-        return {page for each in leases for page in (each.fresh if self._written else each.pages)}
+        return {page for each in leases for page in (each.fresh if self._written else each.held)}
 
     def hold(self, key: AttemptKey, lease: Lease) -> None:
         self._leases[key] = lease

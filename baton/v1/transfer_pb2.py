@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x62\x61ton/v1/transfer.proto\x12\x08\x62\x61ton.v1\"\x82\x01\n\nPoolLayout\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\r\n\x05model\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x11\n\tpage_size\x18\x04 \x01(\r\x12\x0e\n\x06layers\x18\x05 \x01(\r\x12\x10\n\x08kv_heads\x18\x06 \x01(\r\x12\x10\n\x08head_dim\x18\x07 \x01(\r\"\x86\x02\n\x0bPoolAddress\x12\r\n\x05\x61gent\x18\x02 \x01(\t\x12\x0c\n\x04\x62\x61se\x18\x04 \x01(\x06\x12\x12\n\npage_bytes\x18\x05 \x01(\x04\x12\x13\n\x0btotal_pages\x18\x06 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x07 \x01(\t\x12\x11\n\tdevice_id\x18\x08 \x01(\r\x12$\n\x06layout\x18\t \x01(\x0b\x32\x14.baton.v1.PoolLayout\x12\x1f\n\x06routes\x18\n \x03(\x0b\x32\x0f.baton.v1.Route\x12\x16\n\x0eticket_version\x18\x0b \x01(\r\x12#\n\x06shards\x18\x0c \x03(\x0b\x32\x13.baton.v1.PoolShardJ\x04\x08\x01\x10\x02J\x04\x08\x03\x10\x04\"S\n\tPoolShard\x12\x12\n\nfirst_head\x18\x01 \x01(\r\x12\r\n\x05heads\x18\x02 \x01(\r\x12#\n\x04pool\x18\x03 \x01(\x0b\x32\x15.baton.v1.PoolAddress\",\n\x05Route\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x10\n\x08metadata\x18\x02 \x01(\x0c\"j\n\x0c\x43udaIpcRoute\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x0f\n\x07process\x18\x02 \x01(\t\x12\x0b\n\x03gpu\x18\x03 \x01(\t\x12\x0e\n\x06handle\x18\x04 \x01(\x0c\x12\x0e\n\x06offset\x18\x05 \x01(\x04\x12\x0e\n\x06socket\x18\x06 \x01(\t\"7\n\tLocalNote\x12\x0e\n\x06sender\x18\x01 \x01(\t\x12\x0c\n\x04note\x18\x02 \x01(\x0c\x12\x0c\n\x04more\x18\x03 \x01(\x08\"B\n\x0cSealedTicket\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x13\n\x0blayout_hash\x18\x02 \x01(\x0c\x12\x0c\n\x04\x62ody\x18\x03 \x01(\x0c\"\x97\x01\n\nTicketBody\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\r\n\x05\x61gent\x18\x03 \x01(\t\x12\r\n\x05pages\x18\x04 \x03(\r\x12\x1d\n\x15\x65xpires_after_seconds\x18\x05 \x01(\x02\x12\x15\n\rlease_seconds\x18\x06 \x01(\x02\x12\x12\n\nheld_pages\x18\x07 \x01(\r\"\xb7\x03\n\x0cTransferNote\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12$\n\x07\x61rrived\x18\x03 \x01(\x0b\x32\x11.baton.v1.ArrivedH\x00\x12$\n\x07\x64rained\x18\x04 \x01(\x0b\x32\x11.baton.v1.DrainedH\x00\x12\x1e\n\x04\x62\x65\x61t\x18\x05 \x01(\x0b\x32\x0e.baton.v1.BeatH\x00\x12$\n\x07renewed\x18\x06 \x01(\x0b\x32\x11.baton.v1.RenewedH\x00\x12$\n\x07revoked\x18\x07 \x01(\x0b\x32\x11.baton.v1.RevokedH\x00\x12\"\n\x06resend\x18\x08 \x01(\x0b\x32\x10.baton.v1.ResendH\x00\x12&\n\x08\x61\x63\x63\x65pted\x18\t \x01(\x0b\x32\x12.baton.v1.AcceptedH\x00\x12.\n\x0cintroduction\x18\n \x01(\x0b\x32\x16.baton.v1.IntroductionH\x00\x12&\n\x08greeting\x18\x0b \x01(\x0b\x32\x12.baton.v1.GreetingH\x00\x12 \n\x05\x66\x65tch\x18\x0c \x01(\x0b\x32\x0f.baton.v1.FetchH\x00\x42\x06\n\x04kind\"M\n\x07\x41rrived\x12\x13\n\x0b\x66irst_token\x18\x01 \x01(\r\x12\r\n\x05pages\x18\x02 \x01(\r\x12\x0f\n\x07\x64igests\x18\x03 \x03(\x07\x12\r\n\x05round\x18\x04 \x01(\r\"\t\n\x07\x44rained\"\x16\n\x04\x42\x65\x61t\x12\x0e\n\x06number\x18\x01 \x01(\r\"\x19\n\x07Renewed\x12\x0e\n\x06number\x18\x01 \x01(\r\"\t\n\x07Revoked\"*\n\x06Resend\x12\x11\n\tpositions\x18\x01 \x03(\r\x12\r\n\x05round\x18\x02 \x01(\r\"\n\n\x08\x41\x63\x63\x65pted\"\n\n\x08Greeting\"*\n\x05\x46\x65tch\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12\x11\n\tpage_keys\x18\x02 \x03(\x0c\"3\n\x0cIntroduction\x12#\n\x04pool\x18\x01 \x01(\x0b\x32\x15.baton.v1.PoolAddressb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x62\x61ton/v1/transfer.proto\x12\x08\x62\x61ton.v1\"\x93\x01\n\nPoolLayout\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\r\n\x05model\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x11\n\tpage_size\x18\x04 \x01(\r\x12\x0e\n\x06layers\x18\x05 \x01(\r\x12\x10\n\x08kv_heads\x18\x06 \x01(\r\x12\x10\n\x08head_dim\x18\x07 \x01(\r\x12\x0f\n\x07windows\x18\x08 \x03(\r\"\x86\x02\n\x0bPoolAddress\x12\r\n\x05\x61gent\x18\x02 \x01(\t\x12\x0c\n\x04\x62\x61se\x18\x04 \x01(\x06\x12\x12\n\npage_bytes\x18\x05 \x01(\x04\x12\x13\n\x0btotal_pages\x18\x06 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x07 \x01(\t\x12\x11\n\tdevice_id\x18\x08 \x01(\r\x12$\n\x06layout\x18\t \x01(\x0b\x32\x14.baton.v1.PoolLayout\x12\x1f\n\x06routes\x18\n \x03(\x0b\x32\x0f.baton.v1.Route\x12\x16\n\x0eticket_version\x18\x0b \x01(\r\x12#\n\x06shards\x18\x0c \x03(\x0b\x32\x13.baton.v1.PoolShardJ\x04\x08\x01\x10\x02J\x04\x08\x03\x10\x04\"S\n\tPoolShard\x12\x12\n\nfirst_head\x18\x01 \x01(\r\x12\r\n\x05heads\x18\x02 \x01(\r\x12#\n\x04pool\x18\x03 \x01(\x0b\x32\x15.baton.v1.PoolAddress\",\n\x05Route\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x10\n\x08metadata\x18\x02 \x01(\x0c\"j\n\x0c\x43udaIpcRoute\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x0f\n\x07process\x18\x02 \x01(\t\x12\x0b\n\x03gpu\x18\x03 \x01(\t\x12\x0e\n\x06handle\x18\x04 \x01(\x0c\x12\x0e\n\x06offset\x18\x05 \x01(\x04\x12\x0e\n\x06socket\x18\x06 \x01(\t\"7\n\tLocalNote\x12\x0e\n\x06sender\x18\x01 \x01(\t\x12\x0c\n\x04note\x18\x02 \x01(\x0c\x12\x0c\n\x04more\x18\x03 \x01(\x08\"B\n\x0cSealedTicket\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x13\n\x0blayout_hash\x18\x02 \x01(\x0c\x12\x0c\n\x04\x62ody\x18\x03 \x01(\x0c\"\x97\x01\n\nTicketBody\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\r\n\x05\x61gent\x18\x03 \x01(\t\x12\r\n\x05pages\x18\x04 \x03(\r\x12\x1d\n\x15\x65xpires_after_seconds\x18\x05 \x01(\x02\x12\x15\n\rlease_seconds\x18\x06 \x01(\x02\x12\x12\n\nheld_pages\x18\x07 \x01(\r\"\xb7\x03\n\x0cTransferNote\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12$\n\x07\x61rrived\x18\x03 \x01(\x0b\x32\x11.baton.v1.ArrivedH\x00\x12$\n\x07\x64rained\x18\x04 \x01(\x0b\x32\x11.baton.v1.DrainedH\x00\x12\x1e\n\x04\x62\x65\x61t\x18\x05 \x01(\x0b\x32\x0e.baton.v1.BeatH\x00\x12$\n\x07renewed\x18\x06 \x01(\x0b\x32\x11.baton.v1.RenewedH\x00\x12$\n\x07revoked\x18\x07 \x01(\x0b\x32\x11.baton.v1.RevokedH\x00\x12\"\n\x06resend\x18\x08 \x01(\x0b\x32\x10.baton.v1.ResendH\x00\x12&\n\x08\x61\x63\x63\x65pted\x18\t \x01(\x0b\x32\x12.baton.v1.AcceptedH\x00\x12.\n\x0cintroduction\x18\n \x01(\x0b\x32\x16.baton.v1.IntroductionH\x00\x12&\n\x08greeting\x18\x0b \x01(\x0b\x32\x12.baton.v1.GreetingH\x00\x12 \n\x05\x66\x65tch\x18\x0c \x01(\x0b\x32\x0f.baton.v1.FetchH\x00\x42\x06\n\x04kind\"M\n\x07\x41rrived\x12\x13\n\x0b\x66irst_token\x18\x01 \x01(\r\x12\r\n\x05pages\x18\x02 \x01(\r\x12\x0f\n\x07\x64igests\x18\x03 \x03(\x07\x12\r\n\x05round\x18\x04 \x01(\r\"\t\n\x07\x44rained\"\x16\n\x04\x42\x65\x61t\x12\x0e\n\x06number\x18\x01 \x01(\r\"\x19\n\x07Renewed\x12\x0e\n\x06number\x18\x01 \x01(\r\"\t\n\x07Revoked\"*\n\x06Resend\x12\x11\n\tpositions\x18\x01 \x03(\r\x12\r\n\x05round\x18\x02 \x01(\r\"\n\n\x08\x41\x63\x63\x65pted\"\n\n\x08Greeting\"*\n\x05\x46\x65tch\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12\x11\n\tpage_keys\x18\x02 \x03(\x0c\"3\n\x0cIntroduction\x12#\n\x04pool\x18\x01 \x01(\x0b\x32\x15.baton.v1.PoolAddressb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,41 +32,41 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.transfer_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_POOLLAYOUT']._serialized_start=38
-  _globals['_POOLLAYOUT']._serialized_end=168
-  _globals['_POOLADDRESS']._serialized_start=171
-  _globals['_POOLADDRESS']._serialized_end=433
-  _globals['_POOLSHARD']._serialized_start=435
-  _globals['_POOLSHARD']._serialized_end=518
-  _globals['_ROUTE']._serialized_start=520
-  _globals['_ROUTE']._serialized_end=564
-  _globals['_CUDAIPCROUTE']._serialized_start=566
-  _globals['_CUDAIPCROUTE']._serialized_end=672
-  _globals['_LOCALNOTE']._serialized_start=674
-  _globals['_LOCALNOTE']._serialized_end=729
-  _globals['_SEALEDTICKET']._serialized_start=731
-  _globals['_SEALEDTICKET']._serialized_end=797
-  _globals['_TICKETBODY']._serialized_start=800
-  _globals['_TICKETBODY']._serialized_end=951
-  _globals['_TRANSFERNOTE']._serialized_start=954
-  _globals['_TRANSFERNOTE']._serialized_end=1393
-  _globals['_ARRIVED']._serialized_start=1395
-  _globals['_ARRIVED']._serialized_end=1472
-  _globals['_DRAINED']._serialized_start=1474
-  _globals['_DRAINED']._serialized_end=1483
-  _globals['_BEAT']._serialized_start=1485
-  _globals['_BEAT']._serialized_end=1507
-  _globals['_RENEWED']._serialized_start=1509
-  _globals['_RENEWED']._serialized_end=1534
-  _globals['_REVOKED']._serialized_start=1536
-  _globals['_REVOKED']._serialized_end=1545
-  _globals['_RESEND']._serialized_start=1547
-  _globals['_RESEND']._serialized_end=1589
-  _globals['_ACCEPTED']._serialized_start=1591
-  _globals['_ACCEPTED']._serialized_end=1601
-  _globals['_GREETING']._serialized_start=1603
-  _globals['_GREETING']._serialized_end=1613
-  _globals['_FETCH']._serialized_start=1615
-  _globals['_FETCH']._serialized_end=1657
-  _globals['_INTRODUCTION']._serialized_start=1659
-  _globals['_INTRODUCTION']._serialized_end=1710
+  _globals['_POOLLAYOUT']._serialized_end=185
+  _globals['_POOLADDRESS']._serialized_start=188
+  _globals['_POOLADDRESS']._serialized_end=450
+  _globals['_POOLSHARD']._serialized_start=452
+  _globals['_POOLSHARD']._serialized_end=535
+  _globals['_ROUTE']._serialized_start=537
+  _globals['_ROUTE']._serialized_end=581
+  _globals['_CUDAIPCROUTE']._serialized_start=583
+  _globals['_CUDAIPCROUTE']._serialized_end=689
+  _globals['_LOCALNOTE']._serialized_start=691
+  _globals['_LOCALNOTE']._serialized_end=746
+  _globals['_SEALEDTICKET']._serialized_start=748
+  _globals['_SEALEDTICKET']._serialized_end=814
+  _globals['_TICKETBODY']._serialized_start=817
+  _globals['_TICKETBODY']._serialized_end=968
+  _globals['_TRANSFERNOTE']._serialized_start=971
+  _globals['_TRANSFERNOTE']._serialized_end=1410
+  _globals['_ARRIVED']._serialized_start=1412
+  _globals['_ARRIVED']._serialized_end=1489
+  _globals['_DRAINED']._serialized_start=1491
+  _globals['_DRAINED']._serialized_end=1500
+  _globals['_BEAT']._serialized_start=1502
+  _globals['_BEAT']._serialized_end=1524
+  _globals['_RENEWED']._serialized_start=1526
+  _globals['_RENEWED']._serialized_end=1551
+  _globals['_REVOKED']._serialized_start=1553
+  _globals['_REVOKED']._serialized_end=1562
+  _globals['_RESEND']._serialized_start=1564
+  _globals['_RESEND']._serialized_end=1606
+  _globals['_ACCEPTED']._serialized_start=1608
+  _globals['_ACCEPTED']._serialized_end=1618
+  _globals['_GREETING']._serialized_start=1620
+  _globals['_GREETING']._serialized_end=1630
+  _globals['_FETCH']._serialized_start=1632
+  _globals['_FETCH']._serialized_end=1674
+  _globals['_INTRODUCTION']._serialized_start=1676
+  _globals['_INTRODUCTION']._serialized_end=1727
 # @@protoc_insertion_point(module_scope)

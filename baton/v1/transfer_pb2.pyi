@@ -36,6 +36,7 @@ class PoolLayout(_message.Message):
     LAYERS_FIELD_NUMBER: _builtins.int
     KV_HEADS_FIELD_NUMBER: _builtins.int
     HEAD_DIM_FIELD_NUMBER: _builtins.int
+    WINDOWS_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """The layout's version; see kv_transfer/pool_layout.py."""
     model: _builtins.str
@@ -45,11 +46,17 @@ class PoolLayout(_message.Message):
     page_size: _builtins.int
     """Tokens per page."""
     layers: _builtins.int
-    """Layers, all in one page."""
+    """Layers of a page: all, or a slice of them where their windows differ."""
     kv_heads: _builtins.int
     """Key/value heads per layer."""
     head_dim: _builtins.int
     """Values per head."""
+    @_builtins.property
+    def windows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The window of each slice of the layers, in the order of a sequence's tables;
+        0 where a slice has none. Empty where a page has all layers, without a window.
+        """
+
     def __init__(
         self,
         *,
@@ -60,10 +67,11 @@ class PoolLayout(_message.Message):
         layers: _builtins.int = ...,
         kv_heads: _builtins.int = ...,
         head_dim: _builtins.int = ...,
+        windows: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "head_dim", b"head_dim", "kv_heads", b"kv_heads", "layers", b"layers", "model", b"model", "page_size", b"page_size", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "head_dim", b"head_dim", "kv_heads", b"kv_heads", "layers", b"layers", "model", b"model", "page_size", b"page_size", "version", b"version", "windows", b"windows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -34,10 +34,9 @@ class PagedStep:
     """What the layers of one step read and write."""
 
     caches: list[LayerCache]
-    windows: tuple[int | None, ...]  # by layer
-    writes: Tensor  # [T, 2], rows of LayerCache.tokens
+    writes: list[Tensor]  # by table, [T, 2], rows of LayerCache.tokens
     decoding: int
-    decode_reads: dict[int | None, DecodeReads]  # of the first `decoding` rows
+    decode_reads: list[DecodeReads]  # by table, of the first `decoding` rows
     chunks: list[ChunkRows]
     layer: int = 0  # the next to attend
 
@@ -46,18 +45,18 @@ class PagedStep:
     ) -> Tensor:
         """query, key, value [heads, T, dim] of the next layer -> [T, heads, value's dim]. Sinks
         [heads] are scores without a value."""
-        cache, window = self.caches[self.layer], self.windows[self.layer]
+        cache = self.caches[self.layer]
         self.layer += 1
         size = value.shape[2]
         wide = functional.pad(value, (0, key.shape[2] - size))
-        write_(cache, self.writes, torch.cat((key, wide)).transpose(0, 1).contiguous())
+        write_(cache, self.writes[cache.table], torch.cat((key, wide)).transpose(0, 1).contiguous())
         parts = []
         if self.decoding:
             rows = query[:, : self.decoding]
-            parts.append(_of_queries(rows, cache, self.decode_reads[window], scoring, sinks))
+            parts.append(_of_queries(rows, cache, self.decode_reads[cache.table], scoring, sinks))
         for chunk in self.chunks:
             rows = query[:, chunk.start : chunk.end]
-            parts.append(_of_chunk(rows, cache, chunk.reads[window], scoring, sinks))
+            parts.append(_of_chunk(rows, cache, chunk.reads[cache.table], scoring, sinks))
         return torch.cat(parts)[..., :size]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -29,7 +31,7 @@ class FallbackRunner(StepRunner):
 
     def __init__(self, model: FallbackModel, kv: Tensor) -> None:
         shape = model.architecture
-        super().__init__(kv, shape.vocabulary_size, shape.windows)
+        super().__init__(kv, shape.slices, shape.vocabulary_size)
         self._model = model
 
     def follow(self, step: bytes) -> None:
@@ -46,16 +48,11 @@ class FallbackRunner(StepRunner):
     def _logits(self, hidden: Tensor) -> Tensor:
         return self._model.logits(hidden)
 
-    def _paged_step(self, inputs: list[ChunkInputs], writes: Tensor) -> PagedStep:
+    def _paged_step(self, inputs: list[ChunkInputs], writes: list[Tensor]) -> PagedStep:
         decoding = sum(len(chunk.tokens) == 1 for chunk in inputs)
-        return PagedStep(
-            self._caches,
-            self._model.architecture.windows,
-            writes,
-            decoding,
-            self._by_window(inputs[:decoding]),
-            self._chunks(inputs[decoding:], decoding),
-        )
+        chunks = self._chunks(inputs[decoding:], decoding)
+        single = self._reads_by_table(inputs[:decoding])
+        return PagedStep(self._caches, writes, decoding, single, chunks)
 
     @torch.inference_mode()
     def check_against_transformers(self) -> None:
@@ -65,8 +62,11 @@ class FallbackRunner(StepRunner):
         tokens = torch.randint(
             shape.vocabulary_size, (CHECK_TOKENS,), generator=torch.Generator().manual_seed(0)
         )
-        listed, pages = tokens.tolist(), list(range(CHECK_TOKENS // CHECK_PAGE))
-        other = [page + len(pages) for page in reversed(pages)]
+        listed, count = tokens.tolist(), CHECK_TOKENS // CHECK_PAGE
+        numbers = iter(range(len(self._caches[0].kv)))
+        pages, other = (
+            [list(itertools.islice(numbers, count)) for _ in self._windows] for _ in range(2)
+        )
         found = []
         for start, end in CHECK_CHUNKS:
             checked = ChunkInputs(start, listed[start:end], pages, [end - 1])
@@ -85,8 +85,9 @@ class FallbackRunner(StepRunner):
 
 def check_model(model: FallbackModel, dtype: torch.dtype, device: str) -> None:
     """Checks a loaded model over a few pages of its own."""
-    shape, count = model.architecture, 2 * CHECK_TOKENS // CHECK_PAGE
-    size = (count, shape.layers, 2, CHECK_PAGE, shape.kv_heads, shape.head_dim)
+    shape, slices = model.architecture, model.architecture.slices
+    count = 2 * CHECK_TOKENS // CHECK_PAGE * len(slices.windows)
+    size = (count, slices.layers, 2, CHECK_PAGE, shape.kv_heads, shape.head_dim)
     kv = torch.zeros(size, dtype=dtype, device=device)
     FallbackRunner(model, kv).check_against_transformers()
 

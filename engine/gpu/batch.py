@@ -21,11 +21,14 @@ from baton.engine.sequence import Sequence
 from baton.engine.step import Plan
 from baton.kernels.gpu.chunk_attention import BLOCK_QUERIES
 
+INPUT_ROWS = 3
+"""Rows of a step's inputs before the stores of each slice."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepArrays:
-    rows: Ints  # [4, T]: tokens (-1: the one the step before sampled for this slot), slots of the
-    # page table, positions, and stores (page * page_size + offset)
+    rows: Ints  # [3 + slices, T]: tokens (-1: the one the step before sampled for this slot),
+    # slots of the page table, positions, and the stores of each slice (page * page_size + offset)
     blocks: Ints  # [n, 4], see kernels/gpu/chunk_attention.py
     long: list[LongChunk]
     decoding: int  # rows that are the one new token of their sequence
@@ -50,7 +53,9 @@ class StepArrays:
     def padded(self, rows: int, blocks: int, padding_slot: int) -> StepArrays:
         """With idle rows and blocks at the end."""
         count = rows - self.count
-        idle = StepArrays.idle(count, blocks - len(self.blocks), padding_slot, self.only_decodes)
+        slices = len(self.rows) - INPUT_ROWS
+        more = blocks - len(self.blocks)
+        idle = StepArrays.idle(count, more, padding_slot, slices, decodes=self.only_decodes)
         return StepArrays(
             rows=np.concatenate((self.rows, idle.rows), axis=1),
             blocks=np.concatenate((self.blocks, idle.blocks)),
@@ -59,11 +64,13 @@ class StepArrays:
         )
 
     @classmethod
-    def idle(cls, rows: int, blocks: int, padding_slot: int, decodes: bool) -> StepArrays:
+    def idle(
+        cls, rows: int, blocks: int, padding_slot: int, slices: int, *, decodes: bool
+    ) -> StepArrays:
         """A step that changes no page."""
-        row = np.array([[0], [padding_slot], [-1 if decodes else 0], [-1]], dtype=np.int32)
+        row = np.array([0, padding_slot, -1 if decodes else 0, *[-1] * slices], dtype=np.int32)
         return cls(
-            rows=np.repeat(row, rows, axis=1),
+            rows=np.repeat(row[:, None], rows, axis=1),
             blocks=np.zeros((blocks, 4), dtype=np.int32),
             long=[],
             decoding=rows if decodes else 0,
@@ -77,6 +84,7 @@ class Limits:
     page_size: int
     decoding: int  # rows that are attended as decoding; more are chunks of one token
     long_chunks: bool  # whether long chunks are attended one by one
+    slices: int
 
 
 def step_arrays(plan: Plan, slots: list[int], limits: Limits) -> StepArrays:
@@ -88,7 +96,6 @@ def step_arrays(plan: Plan, slots: list[int], limits: Limits) -> StepArrays:
     firsts = np.cumsum(counts) - counts
     positions = np.repeat(starts - firsts.astype(np.int32), counts)
     positions += np.arange(len(positions), dtype=np.int32)
-    pages = np.concatenate([_pages(*chunk, page_size) for chunk in plan.items()])
     blocks: list[tuple[int, int, int, int]] = []
     long: list[LongChunk] = []
     rows = zip(plan.items(), slots, firsts, strict=True)
@@ -101,9 +108,14 @@ def step_arrays(plan: Plan, slots: list[int], limits: Limits) -> StepArrays:
     known = [token for chunk in plan.items() for token in _tokens(*chunk)]
     tokens = np.asarray(known, dtype=np.int32)
     row_slots = np.repeat(np.asarray(slots, dtype=np.int32), counts)
-    stores = pages * page_size + positions % page_size
+    offsets = positions % page_size
+    stores = [
+        np.concatenate([_pages(*chunk, number, page_size) for chunk in plan.items()]) * page_size
+        + offsets
+        for number in range(limits.slices)
+    ]
     return StepArrays(
-        rows=np.stack((tokens, row_slots, positions, stores)),
+        rows=np.stack((tokens, row_slots, positions, *stores)),
         blocks=np.asarray(blocks, dtype=np.int32).reshape(-1, 4),
         long=long,
         decoding=decoding,
@@ -117,9 +129,9 @@ def _tokens(sequence: Sequence, count: int) -> list[int]:
     return known + [-1] * (count - len(known))
 
 
-def _pages(sequence: Sequence, count: int, page_size: int) -> Ints:
-    """The page of each of its next `count` tokens."""
-    start, pages = sequence.computed, sequence.lease.pages
+def _pages(sequence: Sequence, count: int, number: int, page_size: int) -> Ints:
+    """The page of each of its next `count` tokens, in a table of its lease."""
+    start, pages = sequence.computed, sequence.lease.tables[number]
     if count == 1:
         return np.asarray([pages[start // page_size]], dtype=np.int32)
     held = np.asarray(pages, dtype=np.int32)
@@ -162,7 +174,7 @@ def _pinned(array: Ints, device: torch.device) -> Tensor:
     return host.pin_memory() if device.type == "cuda" else host
 
 
-HEAD = 6
+HEAD = 7
 
 
 class StepMessage(NamedTuple):
@@ -172,9 +184,10 @@ class StepMessage(NamedTuple):
 
 
 def encode_step(step: StepMessage) -> bytes:
-    """Counts of rows, blocks, long chunks, decoding rows, pages and wanted rows; then all."""
+    """Counts of inputs of a row, rows, blocks, long chunks, decoding rows, pages and wanted rows;
+    then all."""
     arrays = step.arrays
-    head = [arrays.count, len(arrays.blocks), len(arrays.long), arrays.decoding]
+    head = [*arrays.rows.shape, len(arrays.blocks), len(arrays.long), arrays.decoding]
     head += [len(step.pages), len(step.wanted)]
     for chunk in arrays.long:
         head += [chunk.first, chunk.count, chunk.start, chunk.slot]
@@ -184,11 +197,11 @@ def encode_step(step: StepMessage) -> bytes:
 
 def decode_step(message: bytes) -> StepMessage:
     numbers = np.frombuffer(message, np.int32).copy()
-    rows, blocks, long, decoding, pages, wanted = numbers[:HEAD].tolist()
-    sizes = [HEAD, 4 * long, 4 * rows, 4 * blocks, 2 * pages, wanted]
+    inputs, rows, blocks, long, decoding, pages, wanted = numbers[:HEAD].tolist()
+    sizes = [HEAD, 4 * long, inputs * rows, 4 * blocks, 2 * pages, wanted]
     parts = np.split(numbers, np.cumsum(sizes)[:-1])
     arrays = StepArrays(
-        rows=parts[2].reshape(4, -1),
+        rows=parts[2].reshape(inputs, -1),
         blocks=parts[3].reshape(-1, 4),
         long=[LongChunk(*chunk) for chunk in parts[1].reshape(-1, 4).tolist()],
         decoding=decoding,

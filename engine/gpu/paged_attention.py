@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -23,18 +25,20 @@ class PagedAttention:
         self,
         model: Model,
         kv: Tensor,
-        table: Tensor,
+        tables: Sequence[Tensor],
         context: int,
         max_batch: int,
         numerics: Numerics,
     ) -> None:
-        """kv [page, layer, 2, token, kv_head, dim]; table [sequences, pages]."""
+        """kv [page, layer, 2, token, kv_head, dim]; tables, one per slice, [sequences, pages]."""
         shape, device = model.architecture, kv.device
         self._weights = model.layers
         self._by_head = shape.query_key_norm == "head"
-        self._table = table
         self._max_batch = max_batch
-        self._layers = [kv[:, index] for index in range(shape.layers)]
+        places = shape.slices.places
+        self._slices = [number for number, _ in places]
+        self._tables = [tables[number] for number in self._slices]
+        self._layers = [kv[:, place] for _, place in places]
         self._shapes = _head_shapes(model)
         tables = [cos_sin(rope, shape.head_dim, context).to(device) for rope in shape.ropes]
         self._cos_sin = [tables[layer.rope or 0] for layer in model.layers]
@@ -52,7 +56,7 @@ class PagedAttention:
         return attend
 
     def of_blocks(self, positions: Tensor, stores: Tensor, blocks: Tensor) -> Attend:
-        """For chunks alone: positions and stores [T], blocks [n, 4]."""
+        """For chunks alone: positions [T], stores [slices, T], blocks [n, 4]."""
 
         def attend(layer: int, projected: Projected) -> Tensor:
             self._store(layer, projected, positions, stores)
@@ -86,12 +90,12 @@ class PagedAttention:
             if decoding:
                 here = slice(0, decoding)
                 self._decode(layer, projected.rows(here), slots[here], positions[here], out[here])
-            self._store(layer, projected.rows(rest), positions[rest], stores[rest])
+            self._store(layer, projected.rows(rest), positions[rest], stores[:, rest])
             if len(blocks):
                 self._blocks(layer, qkv, blocks, out)
             for chunk in arrays.long:
                 found = self._attend_long(
-                    qkv, chunk, self._table, self._layers[layer], self._shapes[layer]
+                    qkv, chunk, self._tables[layer], self._layers[layer], self._shapes[layer]
                 )
                 if chunk.count == arrays.count:
                     return found
@@ -126,7 +130,7 @@ class PagedAttention:
             self._cos_sin[layer],
             slots,
             positions,
-            self._table,
+            self._tables[layer],
             self._layers[layer],
             self._shapes[layer],
             self._workspace,
@@ -136,7 +140,7 @@ class PagedAttention:
 
     def _blocks(self, layer: int, qkv: Tensor, blocks: Tensor, out: Tensor) -> Tensor:
         return chunk_attention(
-            qkv, blocks, self._table, self._layers[layer], self._shapes[layer], out
+            qkv, blocks, self._tables[layer], self._layers[layer], self._shapes[layer], out
         )
 
     def _store(self, layer: int, projected: Projected, positions: Tensor, stores: Tensor) -> None:
@@ -145,7 +149,7 @@ class PagedAttention:
             projected,
             self._cos_sin[layer],
             positions,
-            stores,
+            stores[self._slices[layer]],
             layer_kv,
             shape,
             *self._norms(layer),

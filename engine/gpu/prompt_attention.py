@@ -26,10 +26,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from baton.core.page_reach import first_page
 from baton.engine.architecture import Architecture
 from baton.engine.gpu.numerics import Numerics
 from baton.kernels.gpu import long_attention
 from baton.kernels.gpu.chunk_attention import merge_attended
+from baton.kernels.gpu.fixed_order import SPLIT
 from baton.kernels.gpu.pages import gather_tokens
 from baton.kernels.gpu.rotary import HeadShape
 
@@ -105,9 +107,15 @@ def own_attention(
     """qkv [rows, (heads + 2 * kv_heads) * dim], rotated and stored -> [count, heads * dim]."""
     mine = qkv[chunk.first : chunk.first + chunk.count]
     if chunk.start:
-        tokens = chunk.start + chunk.count
+        tokens, page_size = chunk.start + chunk.count, kv_layer.shape[2]
         keys, values = kv_layer.new_empty(2, tokens, shape.kv_heads, shape.head_dim)
-        gather_tokens(kv_layer, page_table[chunk.slot], tokens, keys, values)
+        # Pages before the first in reach may have been given back; what is read of their tokens,
+        # up to a split, has weight 0.
+        first = first_page(shape.window, chunk.start, page_size)
+        gone = first * page_size
+        values[max(0, gone - SPLIT) : gone] = 0
+        pages = page_table[chunk.slot, first:]
+        gather_tokens(kv_layer, pages, tokens - gone, keys[gone:], values[gone:])
     else:
         by_head = mine.view(chunk.count, -1, shape.head_dim)
         _, keys, values = _split(by_head, shape.heads, shape.kv_heads)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from baton.engine.gpu import graphs
 from baton.engine.gpu.batch import (
+    INPUT_ROWS,
     Ints,
     Limits,
     StepArrays,
@@ -107,19 +108,24 @@ class GpuRunner:
         self._group = group
         self._recordable = device.type == "cuda" and (group is None or group.recordable)
         self._limits = Limits(
-            kv.shape[3], max_batch, supports(shape, kv.dtype, kv.device, numerics)
+            page_size=kv.shape[3],
+            decoding=max_batch,
+            long_chunks=supports(shape, kv.dtype, kv.device, numerics),
+            slices=len(shape.slices.windows),
         )
-        slots = max(SLOTS, 4 * max_batch)
-        self._slots = Slots(slots, -(-context // self._limits.page_size), device)
-        table = self._slots.table
+        self._row_inputs = INPUT_ROWS + self._limits.slices
+        pages = -(-context // self._limits.page_size)
+        self._slots = Slots(slot_count(max_batch), pages, device, self._limits.slices)
+        tables = self._slots.tables
         self._attention = (
-            LatentAttention(model, kv, table, context, max_batch)
+            LatentAttention(model, kv, tables[0], context, max_batch)
             if shape.latent
-            else PagedAttention(model, kv, table, context, max_batch, numerics)
+            else PagedAttention(model, kv, tables, context, max_batch, numerics)
         )
         self._sampler = GpuSampler(shape.vocabulary_size)
         most = max(max_batch, graphs.PROMPT_ROWS[-1])
-        self._inputs = torch.zeros(8 * most + 4 * SPARE_BLOCKS, dtype=torch.int32, device=device)
+        inputs = (self._row_inputs + 4) * most + 4 * SPARE_BLOCKS
+        self._inputs = torch.zeros(inputs, dtype=torch.int32, device=device)
         self._tokens = torch.zeros(most, dtype=torch.int32, device=device)
         self._logits = torch.empty(max_batch, len(model.head.weight), dtype=kv.dtype, device=device)
         self._decode = {
@@ -135,13 +141,13 @@ class GpuRunner:
         """
         if not self._recordable:
             return
-        padding = self._slots.padding
+        padding, slices = self._slots.padding, self._limits.slices
         # The largest first: the smaller ones reuse its memory.
         steps = [
-            (StepArrays.idle(rows, 0, padding, decodes=True), recording)
+            (StepArrays.idle(rows, 0, padding, slices, decodes=True), recording)
             for rows, recording in reversed(self._decode.items())
         ] + [
-            (StepArrays.idle(rows, _blocks_of(rows), padding, decodes=False), recording)
+            (StepArrays.idle(rows, _blocks_of(rows), padding, slices, decodes=False), recording)
             for rows, recording in reversed(self._prompt.items())
         ]
         recorder = graphs.Recorder()
@@ -290,8 +296,10 @@ class GpuRunner:
         return lambda: self._forward.logits(self._forward(tokens, attend), logits)
 
     def _prompt_body(self, rows: int) -> Callable[[], Tensor]:
-        _, _, positions, stores = self._inputs[: 4 * rows].view(4, rows)
-        blocks = self._inputs[4 * rows : 4 * rows + 4 * _blocks_of(rows)].view(-1, 4)
+        end = self._row_inputs * rows
+        inputs = self._inputs[:end].view(-1, rows)
+        positions, stores = inputs[2], inputs[INPUT_ROWS:]
+        blocks = self._inputs[end : end + 4 * _blocks_of(rows)].view(-1, 4)
         attend = self._attention.of_blocks(positions, stores, blocks)
         return lambda: self._forward(self._tokens[:rows], attend)
 
@@ -299,8 +307,9 @@ class GpuRunner:
         """A step of any shape, kernel by kernel: the last layer's output for its samples."""
         count = arrays.count
         there = upload(arrays.joined(), self._device)
-        staged, slots, positions, stores = there[: 4 * count].view(4, count)
-        blocks = there[4 * count :].view(-1, 4)
+        inputs = there[: self._row_inputs * count].view(-1, count)
+        (staged, slots, positions), stores = inputs[:INPUT_ROWS], inputs[INPUT_ROWS:]
+        blocks = there[inputs.numel() :].view(-1, 4)
         tokens = torch.empty_like(staged)
         self._begin(staged, slots, tokens, pages)
         sampled = upload(samples, self._device)
@@ -315,6 +324,10 @@ def _sampled_rows(plan: Plan) -> Ints:
     """The last row of each sequence that samples."""
     ends: npt.NDArray[np.int64] = np.cumsum(list(plan.values())) - 1
     return ends[[sequence.samples(count) for sequence, count in plan.items()]].astype(np.int32)
+
+
+def slot_count(max_batch: int) -> int:
+    return max(SLOTS, 4 * max_batch)
 
 
 def _blocks_of(rows: int) -> int:

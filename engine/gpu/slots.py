@@ -1,8 +1,10 @@
-"""The page table on the device: one row (slot) per sequence, with its pages.
+"""The page table on the device: one row (slot) per sequence, with its pages by slice of the
+layers.
 
-A sequence gets a slot with its first step. Leases only grow, so a step uploads the new pages
-alone. When no slot is free, those of released leases are reused, then the least recently
-used; a sequence that returns is uploaded again.
+A sequence gets a slot with its first step. Its tables only grow, so a step uploads the new
+pages alone; entries of pages that were given back are left, and nothing reads them. When no
+slot is free, those of released leases are reused, then the least recently used; a sequence
+that returns is uploaded again.
 """
 
 from __future__ import annotations
@@ -18,28 +20,36 @@ Ints = npt.NDArray[np.int32]
 
 
 class Slots:
-    def __init__(self, count: int, pages: int, device: torch.device) -> None:
-        """`count` slots of up to `pages` pages, and a padding row of no sequence."""
-        self.table = torch.zeros(count + 1, pages, dtype=torch.int32, device=device)
+    def __init__(self, count: int, pages: int, device: torch.device, slices: int = 1) -> None:
+        """`count` slots of up to `pages` pages a slice, and a padding row of no sequence."""
+        self.table = torch.zeros(count + 1, slices * pages, dtype=torch.int32, device=device)
+        self.tables = [self.table[:, at * pages : (at + 1) * pages] for at in range(slices)]
+        self._width = pages
         self.last_tokens = torch.zeros(count + 1, dtype=torch.int32, device=device)
         self.padding = count
         self._free = list(range(count))
         self._slots: dict[Lease, int] = {}  # the last used at the end
-        self._known: list[int] = [0] * count  # pages of each slot that the table holds
+        # Of each slot: entries that the table holds, and how many of them of each slice.
+        self._known: list[int] = [0] * count
+        self._known_of_slice = [[0] * slices for _ in range(count)]
 
     def place(self, leases: list[Lease]) -> tuple[list[int], Ints]:
         """The slot of each lease, and the table's updates: [n, 2], flat place and page.
 
         Raises before anything changes. The updates must reach the table.
         """
-        if max(map(len, leases)) > self.table.shape[1]:
+        counts = [len(lease.pages) for lease in leases]  # the first table is the longest
+        if max(counts) > self._width:
             raise Internal("a sequence has more pages than its context has room for")
+        if len(self.tables) > 1:
+            counts = [lease.entries for lease in leases]
         self._make_room(leases)
         slots = [self._slot(lease) for lease in leases]
         fresh = [
-            self._new_pages(slot, lease.pages)
-            for slot, lease in zip(slots, leases, strict=True)
-            if len(lease.pages) > self._known[slot]
+            self._new_pages(slot, number, table)
+            for slot, lease, count in zip(slots, leases, counts, strict=True)
+            if count > self._known[slot]
+            for number, table in enumerate(lease.tables)
         ]
         return slots, np.concatenate(fresh) if fresh else np.empty((0, 2), dtype=np.int32)
 
@@ -64,11 +74,16 @@ class Slots:
         if slot is None:
             slot = self._free.pop()
             self._known[slot] = 0
+            self._known_of_slice[slot] = [0] * len(self.tables)
         self._slots[lease] = slot
         return slot
 
-    def _new_pages(self, slot: int, pages: list[int]) -> Ints:
-        known, width = self._known[slot], self.table.shape[1]
-        self._known[slot] = len(pages)
-        places = np.arange(known, len(pages), dtype=np.int32) + slot * width
-        return np.stack((places, np.asarray(pages[known:], dtype=np.int32)), axis=1)
+    def _new_pages(self, slot: int, number: int, pages: list[int]) -> Ints:
+        known = self._known_of_slice[slot][number]
+        self._known[slot] += len(pages) - known
+        self._known_of_slice[slot][number] = len(pages)
+        start = slot * self.table.shape[1] + number * self._width
+        places = np.arange(known, len(pages), dtype=np.int32) + start
+        # A page that was given back has no number: any will do.
+        there = np.maximum(np.asarray(pages[known:], dtype=np.int32), 0)
+        return np.stack((places, there), axis=1)

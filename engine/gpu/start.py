@@ -19,7 +19,7 @@ from baton.engine.gpu.device import GpuSettings
 from baton.engine.gpu.graphs import PROMPT_ROWS
 from baton.engine.gpu.numerics import Numerics
 from baton.engine.gpu.prompt_attention import LIBRARY_TOKENS, prepare, supports
-from baton.engine.gpu.runner import SAMPLED_ROWS, GpuRunner
+from baton.engine.gpu.runner import SAMPLED_ROWS, GpuRunner, slot_count
 from baton.engine.gpu.sampler import ADJUSTED_ROWS
 from baton.engine.model import Model
 from baton.engine.page_pool import PagePool
@@ -43,6 +43,9 @@ SAMPLINGS = (
 )
 """The best token or a drawn one, of plain or of adjusted logits."""
 
+PAGE_ENTRY_BYTES = 4
+"""Of the page table."""
+
 GROUP_BYTES = 1 << 30
 """NCCL's buffers, allocated when the ranks connect."""
 
@@ -58,6 +61,7 @@ def memory_for_pages(
     settings: GpuSettings,
     shape: Architecture,
     context: int,
+    page_size: int,
     dtype: torch.dtype,
     device: str,
     group: Group | None = None,
@@ -67,6 +71,8 @@ def memory_for_pages(
     mine = int(total * settings.memory_share) - torch.cuda.memory_reserved(device)
     left = min(mine, free) - _work_bytes(settings, shape, context, dtype) - LIBRARY_BYTES
     left -= GROUP_BYTES if group else 0
+    entries = slot_count(settings.max_batch) * -(-context // page_size)
+    left -= PAGE_ENTRY_BYTES * entries * len(shape.slices.windows)
     if left <= 0:
         raise InvalidConfig(
             f"gpu_memory {settings.memory_share} of {total >> 30} GiB leaves no room for pages"
@@ -116,7 +122,7 @@ def start_runner(
     numerics = Numerics(settings.numerics)
     runner = GpuRunner(model, kv, context, settings.max_batch, group, numerics)
     # After a role switch, pages may be in use or in quarantine.
-    most = min(settings.chunk_tokens, context, pool.free * pool.page_size)
+    most = min(settings.chunk_tokens, context, _free_tokens(pool))
     shape = model.architecture
     with runner.compiling():
         if group is None:  # else other ranks would follow with tokens of no step
@@ -145,15 +151,20 @@ def _rehearse_steps(
     """Runs one step of each kind that is not fully recorded. `most` is the largest chunk."""
     _rehearse(runner, pool, [(0, most)])
     for sampling in SAMPLINGS:
-        for rows in (1, min(FEW_ROWS + 1, pool.free)):
+        for rows in (1, min(FEW_ROWS + 1, pool.free // pool.slices)):
             _rehearse(runner, pool, [(0, 1)] * rows, sampling)
     for rows in rows_of_tilings(routing) if routing else ():
         _rehearse(runner, pool, [(0, min(rows, most))])
     # Prompts with a cached prefix, aligned with the library's lengths or not.
     for start in (pool.page_size, LIBRARY_TOKENS, LIBRARY_TOKENS + pool.page_size):
         part = (start, min(most, LIBRARY_TOKENS + 1))
-        if sum(part) <= min(context, pool.free * pool.page_size):
+        if sum(part) <= min(context, _free_tokens(pool)):
             _rehearse(runner, pool, [part])
+
+
+def _free_tokens(pool: PagePool) -> int:
+    """Tokens that the free pages of a pool hold, in all layers."""
+    return pool.free // pool.slices * pool.page_size
 
 
 def _rehearse(
@@ -166,6 +177,8 @@ def _rehearse(
             work = Work(
                 AttemptKey("rehearsal", 0), [0] * (start + tokens), sampling, 1, frozenset()
             )
-            lease = leases.enter_context(pool.acquire(pool.pages_for(start + tokens)))
+            pages = pool.pages_for(start + tokens)
+            lease = leases.enter_context(pool.acquire(pages))
+            lease.cover(pages)
             plan[Sequence(work, lease, computed=start)] = tokens
         runner.launch(plan).wait()

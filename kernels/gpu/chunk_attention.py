@@ -121,7 +121,7 @@ def _chunk(
             split_sums = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
             for tile in tl.static_range(SPLIT // TILE):
                 keys, values, token = load_tile(
-                    kv_pointer, table, value_offset, page_stride, split + tile * TILE, end,
+                    kv_pointer, table, value_offset, page_stride, split + tile * TILE, first, end,
                     inside, in_dim, TILE, PAGE_SIZE, KV_HEADS * DIM,
                 )  # fmt: skip
                 seen = token[None, :] <= position

@@ -227,7 +227,7 @@ def _decode(
             for tile in range(begin, end, TILE):
                 keys, values, token = load_tile(
                     kv_pointer, table, value_offset, page_stride, tile,
-                    position + 1, inside, in_dim, TILE, PAGE_SIZE, KV_HEADS * DIM,
+                    first, position + 1, inside, in_dim, TILE, PAGE_SIZE, KV_HEADS * DIM,
                 )  # fmt: skip
                 seen = ((token >= first) & (token <= position))[None, :]
                 highest = tl.where(tile % SPLIT == 0, float("-inf"), highest)
@@ -252,7 +252,7 @@ def _decode(
             for tile in range(begin, end, TILE):
                 keys, values, token = load_tile(
                     kv_pointer, table, value_offset, page_stride, tile,
-                    position + 1, inside, in_dim, TILE, PAGE_SIZE, KV_HEADS * DIM,
+                    first, position + 1, inside, in_dim, TILE, PAGE_SIZE, KV_HEADS * DIM,
                 )  # fmt: skip
                 seen = ((token >= first) & (token <= position))[None, :]
                 highest = tl.where(tile % SPLIT == 0, float("-inf"), highest)

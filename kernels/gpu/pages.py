@@ -1,7 +1,7 @@
 """Copies whole pages or parts of their rows between two memories, gathers the tokens of pages,
 and digests pages; and loads a tile of tokens for attention.
 
-Pages span all layers, so each is cut into blocks, one program each: few pages fill the chip
+Pages span many layers, so each is cut into blocks, one program each: few pages fill the chip
 as well as many.
 """
 
@@ -195,12 +195,15 @@ def _digest_pages(
 
 @triton.jit
 def load_tile(
-    kv_pointer, table, value_offset, page_stride, block, end, inside, in_dim,
+    kv_pointer, table, value_offset, page_stride, block, first, end, inside, in_dim,
     TILE: tl.constexpr, PAGE_SIZE: tl.constexpr, ROW: tl.constexpr,
 ):  # fmt: skip
-    """Keys [BLOCK_D, TILE], values [TILE, BLOCK_D] and the tokens [TILE] from `block` on."""
+    """Keys [BLOCK_D, TILE], values [TILE, BLOCK_D] and the tokens [TILE] from `block` on.
+
+    Tokens before `first` are not read: their pages may have been given back.
+    """
     token = block + tl.arange(0, TILE)
-    there = token < end
+    there = (token >= first) & (token < end)
     pages = tl.load(table + token // PAGE_SIZE, mask=there, other=0).to(tl.int64)
     spots = pages * page_stride + (token % PAGE_SIZE) * ROW
     keys = tl.load(

@@ -256,12 +256,12 @@ class Demand:
         overhead = ledger.first - ledger.arrived - known - ledger.queue_seconds
         counts.overhead_seconds += max(0.0, overhead)
 
-    def answer(self, ledger: AnswerLedger, page_size: int) -> None:
-        """An answer is complete."""
+    def answer(self, ledger: AnswerLedger, pages_held: Callable[[float], float]) -> None:
+        """An answer is complete. `pages_held` are those of so many tokens."""
         counts = self._counts
         counts.answers += 1
         counts.answer_tokens += ledger.tokens
-        pages = (ledger.prompt_tokens + ledger.tokens / 2) / page_size
+        pages = pages_held(ledger.prompt_tokens + ledger.tokens / 2)
         counts.page_tokens += ledger.tokens * pages
 
     def drain(self) -> pb.RouterReport:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy
 from numpy.typing import NDArray
 
-from baton.router.placement.cost_model import Costs
+from baton.core.page_reach import Window, first_kept
+from baton.router.placement.cost_model import Costs, larger
 
 
 class Suspicion(enum.Enum):
@@ -161,6 +162,14 @@ class Snapshot:
     tokens_wanted: int = 1
     page_size: int = 16
     page_bytes: int = 0
+    windows: tuple[Window, ...] = (None,)  # by slice of the layers: each has its pages
+
+    def pages_after(self, tokens: int, cached: Any) -> Any:
+        """Pages that a worker lacks of `tokens` tokens of a prompt, of which it has the `cached`
+        first, numbers or arrays."""
+        places, size = -(-tokens // self.page_size), self.page_size
+        firsts = (first_kept(window, tokens, size) for window in self.windows)
+        return sum(places - larger(cached // size, first) for first in firsts)
 
 
 class FetchPlan(NamedTuple):

@@ -9,6 +9,7 @@ from operator import attrgetter
 
 from baton.core.config import RouterConfig
 from baton.core.errors import BatonError, DeadlineExceeded, LayoutMismatch
+from baton.core.page_reach import windows_of
 from baton.core.types import Role, Work
 from baton.router.placement.cost_model import CostModel
 from baton.router.placement.placement import (
@@ -45,9 +46,10 @@ class Topology:
         # Why pairs can never exchange pages.
         misfits = (link.peers.mismatch(other.agent) for link in prefill for other in decode)
         self.mismatches = list(filter(None, misfits))
-        # Tokens and bytes of a page; 1 and 0 without decode workers.
+        # Tokens and bytes of a page; 1 and 0 without decode workers. By slice, its window.
         self.page_size = decode[0].pool.layout.page_size or 1 if decode else 1
         self.page_bytes = decode[0].pool.page_bytes if decode else 0
+        self.windows = windows_of(decode[0].pool.layout.windows if decode else ())
 
     def prefill_columns(self, work: Work, suspicion: Suspicion) -> PrefillColumns:
         rows = [
@@ -141,10 +143,11 @@ class Placer:
         """How long prefill workers have had queued prompts, summed over them."""
         return sum(link.prompts.busy_seconds for link in self._topology.prefill)
 
-    @property
-    def page_size(self) -> int:
-        """Tokens a page."""
-        return self._topology.page_size
+    def pages_held(self, tokens: float) -> float:
+        """Pages of a sequence of so many tokens."""
+        topology = self._topology
+        held = sum(min(tokens, window or tokens) for window in topology.windows)
+        return held / topology.page_size
 
     def _snapshot(self, work: Work, suspicion: Suspicion) -> Snapshot:
         topology = self._topology
@@ -162,6 +165,7 @@ class Placer:
             tokens_wanted=work.tokens_wanted,
             page_size=topology.page_size,
             page_bytes=topology.page_bytes,
+            windows=topology.windows,
         )
 
     @property

@@ -98,7 +98,7 @@ class PrefillScores:
         snapshot, costs, workers = self._snapshot, self._snapshot.costs, self._snapshot.prefill
         # What the prefill worker has in its second tier is fetched too, not restored.
         tokens = near - (self.cached_tokens[row] - int(workers.saved_tokens[row]))
-        pages, held_pages = tokens // snapshot.page_size, near // snapshot.page_size
+        pages, held_pages = snapshot.pages_after(near, near - tokens), near // snapshot.page_size
         compute = costs.prefill.seconds(snapshot.prompt_tokens - near, near)
         wait = costs.prefill.wait(int(workers.pending_tokens[row]))
         late = costs.fetch_seconds(pages * snapshot.page_bytes) - wait
@@ -117,17 +117,18 @@ class DecodeScores:
     """What an answer costs on each decode worker, by row."""
 
     def __init__(self, snapshot: Snapshot) -> None:
-        costs, size, workers = snapshot.costs, snapshot.page_size, snapshot.decode
-        own, wanted = -(-snapshot.prompt_tokens // size), snapshot.tokens_wanted
+        costs, workers, prompt = snapshot.costs, snapshot.decode, snapshot.prompt_tokens
+        own, wanted = snapshot.pages_after(prompt, 0), snapshot.tokens_wanted
 
         def answer(requests: int, leased: int, waiting: int, free: int, cached: int) -> float:
-            short = own > free + cached // size
+            short = snapshot.pages_after(prompt, cached) > free
             room = costs.room_seconds(waiting + short, requests, leased)
             return room + costs.decode_seconds(wanted, requests, leased, own)
 
         def transfer(cached: int) -> float:
-            pages = -(-(snapshot.prompt_tokens - cached) // size)
-            return costs.transfer_seconds(pages * snapshot.page_bytes)
+            return costs.transfer_seconds(
+                snapshot.pages_after(prompt, cached) * snapshot.page_bytes
+            )
 
         columns = workers.requests, workers.leased_pages, workers.waiting, workers.free_pages
         self._snapshot = snapshot

@@ -36,6 +36,7 @@ class CacheIndex:
         self._pending: dict[bytes, int] = {}  # and for how many requests
         self._number: int | None = None  # of the last message; None before the first
         self._asked_at: int | None = None  # while a reset is awaited
+        self.windowed = False  # all layers have windows: a prefix is held by its end
 
     def __len__(self) -> int:
         return len(self._pool) + len(self._saved)
@@ -63,12 +64,18 @@ class CacheIndex:
         if not self._saved:
             return self.leading_in_pool(keys)
         either: ChainMap[bytes, None] = ChainMap(self._pool, self._saved)
-        return max(self.leading_in_pool(keys), _leading(keys, either))
+        return max(self.leading_in_pool(keys), self._leading(keys, either))
 
     def leading_in_pool(self, keys: Sequence[bytes]) -> int:
         """How many pages at the front of a chain are held without a restore."""
-        held = _leading(keys, self._pool)
-        return max(held, _leading(keys, self._pending)) if self._pending else held
+        held = self._leading(keys, self._pool)
+        return max(held, self._leading(keys, self._pending)) if self._pending else held
+
+    def _leading(self, keys: Sequence[bytes], known: Container[bytes]) -> int:
+        if self.windowed:
+            places = range(len(keys), 0, -1)
+            return next((place for place in places if keys[place - 1] in known), 0)
+        return _leading(keys, known)
 
     @property
     def has_saved(self) -> bool:

@@ -345,7 +345,7 @@ class Feedback:
             return
         fetch, pool = self.assignment.placement.fetch, self.assignment.prefiller.pool
         tokens = first.fetched_tokens or (fetch.tokens if fetch else 0)
-        size = tokens // max(pool.layout.page_size, 1) * pool.page_bytes
+        size = round(self.placer.pages_held(tokens) * pool.page_bytes)
         self.placer.costs.note_fetch(size, first.fetch_seconds)
 
     def _busy_prefill(self) -> float:

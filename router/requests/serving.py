@@ -193,7 +193,7 @@ class Serving:
         if ledger.tokens > 1:
             self._metrics.tpot.observe((ledger.last - ledger.first) / (ledger.tokens - 1))
         self.trends.answer(ledger)
-        self.demand.answer(ledger, self.placer.page_size)
+        self.demand.answer(ledger, self.placer.pages_held)
 
     def _work(self, request: Request, prompt: TokenizedPrompt, context: int, grammar: str) -> Work:
         room = context - len(prompt.tokens)

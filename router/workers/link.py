@@ -305,6 +305,7 @@ class WorkerLink:
         role_from(welcome.role)
         self.welcome, self.fault, self._announced = welcome, "", frozenset()
         self._name = welcome.worker_id
+        self.cache.windowed = any(welcome.pool.layout.windows[:1])
         self.draining = welcome.draining
         self._on_change(self)
 

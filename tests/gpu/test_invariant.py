@@ -21,7 +21,7 @@ from baton.engine.architecture import parse_architecture
 from baton.engine.gpu.numerics import Numerics
 from baton.engine.gpu.runner import GpuRunner
 from baton.engine.model import Model
-from baton.engine.page_pool import PagePool
+from baton.engine.page_groups import make_pool
 from baton.engine.random_tensors import RandomTensors
 from baton.engine.sequence import Sequence
 from baton.engine.step import Plan
@@ -101,10 +101,11 @@ class Engine:
 
     def __init__(self, model: Model, page_size: int = 16) -> None:
         shape = model.architecture
-        pages = TOKENS // page_size
+        slices = shape.slices
+        pages = TOKENS // page_size * len(slices.windows)
         size = shape.pages_shape(pages, page_size)
         self.kv = torch.zeros(size, dtype=model.embedding.dtype, device="cuda")
-        self.pool = PagePool(pages, page_size)
+        self.pool = make_pool(pages, page_size, slices.windows)
         self.runner = GpuRunner(model, self.kv, CONTEXT, BATCH, None, Numerics.INVARIANT)
         self.runner.record()
         self.logits: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
@@ -121,7 +122,9 @@ class Engine:
     def submit(self, prompt: int) -> Sequence:
         tokens = random.Random(prompt).choices(range(VOCABULARY), k=LENGTHS[prompt])
         work = Work(AttemptKey(str(prompt), 0), tokens, Sampling(), ANSWER, frozenset())
-        lease = self.pool.acquire(self.pool.pages_for(len(tokens) + ANSWER))
+        pages = self.pool.pages_for(len(tokens) + ANSWER)
+        lease = self.pool.acquire(pages)
+        lease.cover(pages)
         return Sequence(work, lease)
 
     def step(self, plan: Plan) -> None:
@@ -143,8 +146,9 @@ def kept(engine: Engine, sequences: list[Sequence]) -> dict[int, Tensor]:
     """Each prompt's keys and values [token, layer, k/v, head, dim]; releases the pages."""
     found = {}
     for each in sequences:
-        pages = engine.kv[each.lease.pages].permute(0, 3, 1, 2, 4, 5).flatten(0, 1)
-        found[int(each.work.key.request_id)] = pages[: each.computed].clone()
+        tables = [engine.kv[table].permute(0, 3, 1, 2, 4, 5) for table in each.lease.tables]
+        tokens = torch.cat([table.flatten(0, 1) for table in tables], dim=1)
+        found[int(each.work.key.request_id)] = tokens[: each.computed].clone()
         each.lease.release()
     return found
 
@@ -222,6 +226,36 @@ def test_bits_do_not_depend_on_company(name: str, dtype: torch.dtype, tmp_path: 
     if differ := differing(engine, wanted, found, memory):
         wrong["pages of 5"] = differ[-6:]
     assert not wrong, "\n".join(f"{case}: {differ}" for case, differ in wrong.items())
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "gemma3"])
+def test_pages_that_windows_have_passed_are_not_read(name: str, tmp_path: Path) -> None:
+    engine = Engine(model_of(name, tmp_path, torch.bfloat16))
+    whole = [engine.submit(prompt) for prompt in range(len(LENGTHS))]
+    engine.finish(whole)
+    wanted = {place: rows[0] for place, rows in engine.logits.items()}
+    for each in whole:
+        each.lease.release()
+    step = engine.step
+
+    def poison(plan: Plan) -> None:
+        step(plan)
+        for each in plan:
+            before = set(each.lease.held)
+            each.lease.advance(each.computed)
+            engine.kv[list(before.difference(each.lease.held))] = torch.nan
+
+    engine.step = poison  # type: ignore[method-assign]
+    for chunk in (50, 600):
+        engine.logits.clear()
+        engine.kv.zero_()
+        sequences = [engine.submit(prompt) for prompt in range(len(LENGTHS))]
+        engine.finish(sequences, chunk)
+        assert any(-1 in table for each in sequences for table in each.lease.tables)
+        for each in sequences:
+            each.lease.release()
+        for place, rows in engine.logits.items():
+            assert all(torch.equal(row, wanted[place]) for row in rows), (chunk, place)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

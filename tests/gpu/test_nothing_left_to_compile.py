@@ -14,7 +14,7 @@ from baton.core.types import AttemptKey, Sampling, Work
 from baton.engine.architecture import Architecture, parse_architecture
 from baton.engine.gpu.device import GpuSettings
 from baton.engine.gpu.start import start_runner
-from baton.engine.page_pool import PagePool
+from baton.engine.page_groups import make_pool
 from baton.engine.random_tensors import RandomTensors
 from baton.engine.sequence import Sequence
 from baton.engine.step import Plan
@@ -73,7 +73,7 @@ class Server:
         model = load_model(RandomTensors("cuda"), shape, torch.bfloat16, "cuda")
         size = shape.pages_shape(PAGES, PAGE_SIZE)
         kv = torch.zeros(size, dtype=torch.bfloat16, device="cuda")
-        self.pool = PagePool(PAGES, PAGE_SIZE)
+        self.pool = make_pool(PAGES, PAGE_SIZE, shape.slices.windows)
         settings = GpuSettings(chunk_tokens=2048, max_batch=64)
         self.runner = start_runner(model, kv, self.pool, CONTEXT, settings, lambda what, done: None)
         self.compiled = compiled
@@ -82,7 +82,10 @@ class Server:
     def submit(self, length: int, sampling: Sampling) -> Sequence:
         prompt = [each % 6000 for each in range(length)]
         work = Work(AttemptKey("asked", 0), prompt, sampling, 64, frozenset())
-        return Sequence(work, self.pool.acquire(self.pool.pages_for(length + 64)))
+        pages = self.pool.pages_for(length + 64)
+        lease = self.pool.acquire(pages)
+        lease.cover(pages)
+        return Sequence(work, lease)
 
     def step(self, plan: Plan) -> None:
         tokens = self.runner.launch(plan).wait()

@@ -42,7 +42,7 @@ class Checks:
         if expected.state not in (ReceiverState.OPEN, ReceiverState.QUARANTINED):
             raise Violation(f"{key} writes into a reservation that is {expected.state}")
         lease = _expected_in(receiver, key)
-        if lease is None or lease.released or not set(write.remote_pages) <= set(lease.pages):
+        if lease is None or lease.released or not set(write.remote_pages) <= set(lease.held):
             raise Violation(f"{key} writes into pages of {receiver.agent} that it does not hold")
         pool = receiver.engine.pool
         for page in write.remote_pages:
@@ -56,7 +56,7 @@ class Checks:
 
     def _source(self, sender: SimulatedWorker, key: AttemptKey, write: Write) -> None:
         lease = _sent_from(sender, key)
-        if lease is None or lease.released or not set(write.local_pages) <= set(lease.pages):
+        if lease is None or lease.released or not set(write.local_pages) <= set(lease.held):
             raise Violation(f"{key} reads pages of {sender.agent} that it does not hold")
 
     def rest(self) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from functools import partial
+from random import Random
 
 from baton.core.config import Config, DecodeConfig, PrefillConfig, RouterConfig
 from baton.core.types import AttemptKey, Role, Sampling, Work
 
 from .checks import Checks
-from .engine import VOCABULARY, reference
+from .engine import VOCABULARY, Windows, reference
 from .fabric import Fabric
 from .faults import Faults
 from .router import SimulatedRequest, SimulatedRouter
@@ -19,6 +20,9 @@ from .worker import SimulatedWorker
 from .world import World
 
 REST_SECONDS = 400.0
+
+WINDOWS: tuple[Windows, ...] = ((None, 3), (None, None, 5), (None, 9, 4), (6,), (None, 1))
+"""Of the slices of the layers, in every third seed; in the others the layers are alike."""
 
 
 class Cluster:
@@ -53,6 +57,7 @@ class Cluster:
         )
         self.second_tier = seed % 4 == 3
         self.pages = draw.choice((6, 7, 8, 12))
+        self.windows: Windows = Random(seed).choice(WINDOWS) if seed % 3 == 0 else (None,)
         # A request that no engine can compute from some position on.
         self.breaks_at = {"r0": draw.randint(1, 12)} if self.faults and draw.random() < 0.1 else {}
         self.workers: dict[str, SimulatedWorker] = {}  # by name, the process that lives
@@ -91,9 +96,9 @@ class Cluster:
             at, prompt = draw.random() * spread, self._prompt()
             if self.config.prefix_cache and asked and draw.random() < 0.5:
                 before, earlier = draw.choice(asked)
-                at, prompt = at + before, _next_turn(earlier, prompt)
+                at, prompt = at + before, self._next_turn(earlier, prompt)
             asked.append((at, self._work(number, prompt)))
-            request = SimulatedRequest(asked[-1][1])
+            request = SimulatedRequest(asked[-1][1], self.windows)
             self.world.after(at, partial(self._submit, draw.choice(self.routers), request))
 
     def _plan_forgetting(self) -> None:
@@ -106,7 +111,7 @@ class Cluster:
         for worker in self.workers.values():
             if worker.kind is Role.PREFILL:
                 pool = worker.engine.pool
-                pool.acquire(pool.free).release()
+                pool.lease([], pool.free).release()
 
     def _prompt(self) -> list[int]:
         draw = self.world.random
@@ -136,7 +141,8 @@ class Cluster:
         incarnation = next(self._incarnations)
         worker = SimulatedWorker(
             *(self.world, self.fabric, name, role, self.config),
-            pages=self.pages,
+            pages=self._pages_of_pool,
+            windows=self.windows,
             digests=self.digests,
             incarnation=incarnation,
             second_tier=self.second_tier,
@@ -150,6 +156,17 @@ class Cluster:
         for router in self.routers:
             router.watch(name)
 
+    @property
+    def _pages_of_pool(self) -> int:
+        """Just enough for one sequence of `pages` pages of tokens."""
+        size = self.config.page_size
+        reach = (self.pages if w is None else -(-w // size) + 2 for w in self.windows)
+        return sum(min(self.pages, pages) for pages in reach)
+
+    def _next_turn(self, work: Work, prompt: list[int]) -> list[int]:
+        """What a client asks that has had the answer to `work`."""
+        return [*work.prompt_tokens, *reference(work, self.windows), *prompt]
+
     def _attach(self, router: SimulatedRouter, name: str) -> Stream | None:
         worker = self.workers.get(name)
         if worker is None or worker.frozen:
@@ -157,11 +174,6 @@ class Cluster:
         stream = Stream(self.world, router, worker, next(self._attachments))
         worker.attach(stream)
         return stream
-
-
-def _next_turn(work: Work, prompt: list[int]) -> list[int]:
-    """What a client asks that has had the answer to `work`."""
-    return [*work.prompt_tokens, *reference(work), *prompt]
 
 
 def _begun_alike(tokens: list[int]) -> list[int]:

@@ -1,8 +1,9 @@
 """An engine whose tokens show whether its pages are right.
 
 A cell of a page holds a fingerprint of (token, position). The next token is
-computed from the fingerprints that the sequence's pages hold at that moment, so
-one page that is missing, stale or damaged gives a wrong answer.
+computed from the fingerprints that the sequence's pages hold at that moment, as far as
+the windows of the layers reach, so one page that is missing, stale or damaged gives a
+wrong answer.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from baton.core.errors import Internal
+from baton.core.page_reach import Window
 from baton.core.types import DeviceEvent, FinishReason, Work
-from baton.engine.page_pool import Lease, PagePool
+from baton.engine.page_groups import make_pool
+from baton.engine.page_pool import Lease
 from baton.engine.sequence import Sequence
 from baton.engine.step import FinishedStep, InFlightStep, Outcome, Plan
 
@@ -21,6 +24,9 @@ from .world import Violation
 
 VOCABULARY = 97
 _PRIME = (1 << 61) - 1
+
+Windows = tuple[Window, ...]
+"""Of the slices of the layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +42,19 @@ class SimulatedEngine:
     under way by itself.
     """
 
-    def __init__(self, pages: int, page_size: int, salt: int, *, runs_ahead: bool = False) -> None:
-        self.pool = PagePool(pages, page_size)
+    def __init__(
+        self,
+        pages: int,
+        page_size: int,
+        salt: int,
+        *,
+        runs_ahead: bool = False,
+        windows: Windows = (None,),
+    ) -> None:
+        self.pool = make_pool(pages, page_size, windows)
         self.architecture = SimulatedArchitecture()
-        self.context_length = pages * page_size
+        self.context_length = self.pool.longest_context(1 << 20)
+        self._windows = windows
         self._runs_ahead = runs_ahead
         # Memory is never clean: what a page held before looks like anything else.
         self.memory = [[salt + page] * page_size for page in range(pages)]
@@ -71,14 +86,19 @@ class SimulatedEngine:
 
     def run(self, run: _Run) -> int | None:
         for position in range(run.start, run.end):
-            self._check_write(run.lease.pages[position // self.pool.page_size])
-            page, place = self._find(run.lease, position)
             known = run.tokens[position] if position < len(run.tokens) else None
             token = self._last_tokens[run.lease] if known is None else known
-            page[place] = fingerprint(token, position)
+            for number, table in enumerate(run.lease.tables):
+                self._check_write(table[position // self.pool.page_size])
+                page, place = self._find(table, position)
+                page[place] = fingerprint(token, position, number)
         if not run.samples:
             return None
-        found = (self._find(run.lease, position) for position in range(run.end))
+        found = [
+            self._find(table, position)
+            for table, window in zip(run.lease.tables, self._windows, strict=True)
+            for position in visible(window, run.end)
+        ]
         token = next_token(page[place] for page, place in found)
         self._last_tokens[run.lease] = token
         return token
@@ -87,9 +107,11 @@ class SimulatedEngine:
         if page in self.pool.cache.known_pages or self.pool._holders[page] != 1:
             raise Violation(f"a step writes into page {page}, which others may read")
 
-    def _find(self, lease: Lease, position: int) -> tuple[list[int], int]:
-        size = self.pool.page_size
-        return self.memory[lease.pages[position // size]], position % size
+    def _find(self, table: list[int], position: int) -> tuple[list[int], int]:
+        page = table[position // self.pool.page_size]
+        if page < 0:
+            raise Violation(f"a step uses position {position}, whose page was given back")
+        return self.memory[page], position % self.pool.page_size
 
 
 class _Run:
@@ -134,8 +156,14 @@ class _Flight:
         return self.outcomes
 
 
-def fingerprint(token: int, position: int) -> int:
-    return (token * 1_000_003 + position * 7_919 + 1) * 2_654_435_761 % _PRIME
+def visible(window: Window, end: int) -> range:
+    """The positions that the last of `end` tokens sees."""
+    return range(0 if window is None else max(0, end - window), end)
+
+
+def fingerprint(token: int, position: int, number: int) -> int:
+    """Of a token, as slice `number` of the layers holds it."""
+    return (token * 1_000_003 + position * 7_919 + number * 104_729 + 1) * 2_654_435_761 % _PRIME
 
 
 def next_token(cells: Iterable[int]) -> int:
@@ -145,14 +173,18 @@ def next_token(cells: Iterable[int]) -> int:
     return mixed % VOCABULARY
 
 
-def reference(work: Work) -> list[int]:
+def reference(work: Work, windows: Windows = (None,)) -> list[int]:
     """The answer that an undisturbed run gives."""
-    cells = [fingerprint(token, position) for position, token in enumerate(work.prompt_tokens)]
+    tokens = list(work.prompt_tokens)
     answer: list[int] = []
     finish: FinishReason | None = None
     while finish is None:
-        token = next_token(cells)
-        cells.append(fingerprint(token, len(cells)))
+        token = next_token(
+            fingerprint(tokens[position], position, number)
+            for number, window in enumerate(windows)
+            for position in visible(window, len(tokens))
+        )
+        tokens.append(token)
         answer.append(token)
         finish = work.finish_reason(token, len(answer))
     return answer

@@ -24,7 +24,7 @@ from baton.router.requests.attempt import (
 from baton.v1 import worker_pb2 as pb
 from tests.support.snapshots import DecodeView, PrefillView, cluster
 
-from .engine import reference
+from .engine import Windows, reference
 from .streams import Stream
 from .world import Violation, World
 
@@ -63,10 +63,10 @@ class Link:
 class SimulatedRequest:
     """One request, and its client: checks every token that comes."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: Work, windows: Windows = (None,)) -> None:
         self.work = work
         self.retries = RetryState(work, max_deaths=MAX_DEATHS, max_attempts=MAX_ATTEMPTS)
-        self.expected = reference(work)
+        self.expected = reference(work, windows)
         self.received: list[int] = []
         self.attempt: Attempt | None = None
         self.outcome = ""  # "finished", or the error's reason

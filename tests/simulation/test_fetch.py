@@ -51,7 +51,7 @@ class Prefill(Driven):
             for cell in range(PAGE):
                 position = place * PAGE + cell
                 memory = self.worker.engine.memory[lease.pages[place]]
-                memory[cell] = fingerprint(prompt[position], position)
+                memory[cell] = fingerprint(prompt[position], position, 0)
 
     @property
     def first_tokens(self) -> list[pb.FirstToken]:

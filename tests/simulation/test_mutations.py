@@ -15,6 +15,7 @@ from baton.core.types import AttemptKey
 from baton.decode_worker.decode_phase import Loans
 from baton.decode_worker.decode_scheduler import DecodeScheduler
 from baton.engine.engine import Engine
+from baton.engine.page_groups import GroupedLease, GroupedPool
 from baton.engine.prefix_cache import PrefixCache
 from baton.engine.second_tier import SecondTier
 from baton.engine.sequence import Sequence
@@ -302,6 +303,38 @@ def know_before_it_is_restored(patch: Patch) -> None:
     patch.setattr(SecondTier, "restore_pages", named)
 
 
+def give_back_too_early(patch: Patch) -> None:
+    """The page that a window has not quite passed goes too."""
+    firsts = GroupedPool.first_pages
+
+    def advance(self: GroupedLease, tokens: int) -> None:
+        for number, first in enumerate(firsts(self._grouped, tokens + self._pool.page_size)):
+            if self._passed[number] < first < len(self._tables[number]):
+                self._pass(number, first)
+
+    patch.setattr(GroupedLease, "advance", advance)
+
+
+def give_back_what_is_running(patch: Patch) -> None:
+    """Pages are given back by what was launched, not by what has settled."""
+
+    def settle(self: Sequence, computed: int) -> None:
+        self.lease.name(self.chain.keys(self.tokens, computed))
+        self.lease.advance(self.computed)
+
+    patch.setattr(Sequence, "settle", settle)
+
+
+def list_by_another_length(patch: Patch) -> None:
+    """Prefill lists the pages in reach of its last chunk, not of the prompt's end."""
+    listed = GroupedLease.listed
+
+    def longer(self: GroupedLease, start: int, end: int, tokens: int) -> list[int]:
+        return listed(self, start, end, tokens - self._pool.page_size)
+
+    patch.setattr(GroupedLease, "listed", longer)
+
+
 def repeat_token_one(patch: Patch) -> None:
     """Tokens of decode that overtook token #1 are not held back."""
     step = Attempt._step
@@ -355,6 +388,9 @@ MUTATIONS: list[Callable[[Patch], None]] = [
     lend_twice,
     save_without_a_lease,
     know_before_it_is_restored,
+    give_back_too_early,
+    give_back_what_is_running,
+    list_by_another_length,
 ]
 
 

@@ -58,7 +58,7 @@ class SimulatedBackground:
 class AlwaysPays(RestoreCosts):
     """Nothing that is measured on a real clock decides anything here."""
 
-    def pays(self, tiers: list[Tier], queued: list[Tier]) -> bool:
+    def pays(self, tiers: list[Tier], queued: list[Tier], places: int) -> bool:
         return True
 
 

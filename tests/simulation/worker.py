@@ -24,7 +24,7 @@ from baton.worker.engine_thread import Detached, FromRouter
 from baton.worker.metrics import WorkerMetrics
 from baton.worker.outbox import Outbox
 
-from .engine import SimulatedEngine
+from .engine import SimulatedEngine, Windows
 from .fabric import CELL_BYTES, HEADS, Fabric, SimulatedTransport, Write
 from .shard import RankLost, SimulatedShard
 from .streams import Stream
@@ -106,6 +106,7 @@ class SimulatedWorker:
         incarnation: int,
         second_tier: bool = False,
         shards: int = 0,
+        windows: Windows = (None,),
     ) -> None:
         """With `shards`, the heads of its pages are split among so many processes."""
         self.world = world
@@ -117,7 +118,11 @@ class SimulatedWorker:
         self._engine_due = self._transfer_due = False
         # As on a CPU with digests, or as on a GPU without.
         self.engine = SimulatedEngine(
-            pages, config.page_size, salt=incarnation * 10**6, runs_ahead=not digests
+            pages,
+            config.page_size,
+            salt=incarnation * 10**6,
+            runs_ahead=not digests,
+            windows=windows,
         )
         if config.prefix_cache:
             self.engine.pool.root = cache_root(LAYOUT)

@@ -21,7 +21,7 @@ from baton.engine.architecture import read_architecture
 from baton.engine.checkpoint import Checkpoint
 from baton.engine.gpu.runner import GpuRunner
 from baton.engine.gpu.start import _rehearse, _rehearse_steps
-from baton.engine.page_pool import PagePool
+from baton.engine.page_groups import make_pool
 from baton.engine.weights import load_model
 from baton.kernels.gpu.compile import compiling
 
@@ -53,10 +53,10 @@ def main(folder: Path) -> None:
     )
     shape = read_architecture(folder)
     model = load_model(Checkpoint(folder), shape, torch.bfloat16, "cpu")
-    size = (PAGES, shape.layers, 2, PAGE_SIZE, shape.kv_heads, shape.head_dim)
+    size = shape.pages_shape(PAGES, PAGE_SIZE)
     runner = GpuRunner(model, torch.zeros(size, dtype=torch.bfloat16), CONTEXT, 64)
     runner._recordable = True
-    pool = PagePool(PAGES, PAGE_SIZE)
+    pool = make_pool(PAGES, PAGE_SIZE, shape.slices.windows)
     with runner.compiling():
         _rehearse_steps(runner, pool, 700, CONTEXT, shape.routing)
     ahead = list(compiled)

@@ -18,6 +18,13 @@ def load(folder: Path, page_size: int = 16, **options: str) -> Engine:
 
 def sequence(engine: Engine, prompt: list[int], count: int) -> Sequence:
     """A greedy request with pages for prompt and answer."""
+    started = _start(engine, prompt, count)
+    started.lease.cover(engine.pool.pages_for(len(prompt) + count))
+    return started
+
+
+def _start(engine: Engine, prompt: list[int], count: int) -> Sequence:
+    """As `sequence`; tables with a window get their pages step by step."""
     work = Work(AttemptKey("test", 0), prompt, Sampling(), count, frozenset())
     return Sequence(work, engine.pool.acquire(engine.pool.pages_for(len(prompt) + count)))
 
@@ -31,11 +38,14 @@ def serve(
     step = 0
     while len(sequences) < len(prompts) or any(each.generated < count for each in sequences):
         if step % join_every == 0 and len(sequences) < len(prompts):
-            sequences.append(sequence(engine, prompts[len(sequences)], count))
+            sequences.append(_start(engine, prompts[len(sequences)], count))
         live = [each for each in sequences if each.generated < count]
         shuffle(live)
         plan = {each: min(chunk, each.uncomputed) for each in live}
+        for each, tokens in plan.items():
+            each.lease.cover(engine.pool.pages_for(each.computed + tokens))
         for each, token in zip(plan, engine.step(plan), strict=True):
+            each.lease.advance(each.computed)
             if token is not None:
                 each.append(token)
         step += 1

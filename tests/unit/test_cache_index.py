@@ -160,3 +160,11 @@ def test_whatever_is_lost_repeated_or_late_a_reset_heals(seed: int) -> None:
     asked |= pages.apply(stored(sender.number))
     known = {key for key in universe if pages.leading([key])}
     assert asked or known == sender.keys
+
+
+def test_where_all_layers_have_windows_a_prefix_is_held_by_its_end() -> None:
+    index = CacheIndex()
+    index.apply(reset(7, B, C))
+    assert index.leading(CHAIN) == 0
+    index.windowed = True
+    assert (index.leading(CHAIN), index.leading(CHAIN[:1])) == (3, 0)

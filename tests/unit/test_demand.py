@@ -45,7 +45,7 @@ def test_a_local_prefill_costs_prefill_workers_nothing() -> None:
 
 def test_an_answer_counts_with_the_pages_that_it_held() -> None:
     demand = Demand()
-    demand.answer(ledger(), page_size=16)
+    demand.answer(ledger(), lambda tokens: tokens / 16)
     counts = demand.drain()
     assert (counts.answers, counts.answer_tokens) == (1, 8)
     assert counts.page_tokens == pytest.approx(8 * (100 + 4) / 16)

@@ -229,7 +229,7 @@ def test_pages_of_another_engine_continue_the_answer(name: str, tmp_path: Path) 
     here.lease.pages.reverse()
     token = prefill.step({there: len(prompt)})[0]
     assert token is not None
-    decode.kv[here.lease.pages] = prefill.kv[there.lease.pages]
+    decode.kv[here.lease.held] = prefill.kv[there.lease.held]
     here.computed = len(prompt)
     here.append(token)
     while here.generated < ANSWER:

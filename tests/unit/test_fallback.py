@@ -93,7 +93,7 @@ def test_pages_of_another_engine_continue_the_answer(tmp_path: Path) -> None:
     here.lease.pages.reverse()
     token = prefill.step({there: len(prompt)})[0]
     assert isinstance(token, int)
-    decode.kv[here.lease.pages] = prefill.kv[there.lease.pages]
+    decode.kv[here.lease.held] = prefill.kv[there.lease.held]
     here.computed = len(prompt)
     here.append(token)
     while here.generated < ANSWER:
@@ -111,6 +111,7 @@ def test_prompt_tokens_are_scored_from_the_model_s_own_logits(tmp_path: Path) ->
     engine = load(tmp_path)
     work = Work(AttemptKey("test", 0), prompt, Sampling(), 1, frozenset(), prompt_logprobs=0)
     scored = Sequence(work, engine.pool.acquire(4))
+    scored.lease.cover(4)
     engine.step({scored: 11})
     engine.step({scored: 19})
     found = [each.logprob for each in scored.prompt_scores]

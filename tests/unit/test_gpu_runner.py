@@ -11,19 +11,22 @@ import torch
 from gpu_ranks import gpu_runner, two_ranks
 from tiny_models import TINY_MODELS, VOCABULARY, generate_with_transformers, save
 
+from baton.core.page_reach import Window
 from baton.core.types import AttemptKey, Sampling, Work
 from baton.engine.architecture import read_architecture
 from baton.engine.checkpoint import Checkpoint
 from baton.engine.engine import AnyRunner
 from baton.engine.gpu.batch import StepArrays, StepMessage, decode_step, encode_step
 from baton.engine.gpu.prompt_attention import LongChunk
+from baton.engine.page_groups import make_pool
 from baton.engine.page_pool import PagePool
 from baton.engine.runner import Runner
 from baton.engine.sequence import Sequence
-from baton.engine.step import FinishedStep, InFlightStep, Plan
+from baton.engine.step import FinishedStep, InFlightStep
 from baton.engine.weights import load_model
 
 PAGES, PAGE_SIZE = 64, 4
+Windows = tuple[Window, ...]
 
 
 def runner_for(folder: Path, device: torch.device | None) -> AnyRunner:
@@ -42,9 +45,10 @@ def answers(
     samplings: list[Sampling],
     count: int,
     chunk: int = 6,
+    windows: Windows = (None,),
 ) -> list[list[int]]:
     """All prompts in chunks and batches of every kind, one step ahead where the runner is."""
-    pool = PagePool(PAGES, PAGE_SIZE)
+    pool = make_pool(PAGES, PAGE_SIZE, windows)
     sequences = [
         Sequence(
             Work(AttemptKey(str(index), 0), prompt, sampling, count, frozenset()),
@@ -52,7 +56,7 @@ def answers(
         )
         for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
     ]
-    under_way: list[tuple[Plan, InFlightStep]] = []
+    under_way: list[tuple[dict[Sequence, int], InFlightStep]] = []
     joined = 1
     while any(each.generated < count for each in sequences):
         plan = {
@@ -61,12 +65,16 @@ def answers(
             if each.generated < count and not each.planned_out
         }
         joined += 1
+        for sequence, tokens in plan.items():
+            sequence.lease.cover(pool.pages_for(sequence.computed + tokens))
         if plan:
-            under_way.append((plan, runner.launch(plan)))
+            step = runner.launch(plan)
+            under_way.append(({sequence: sequence.computed for sequence in plan}, step))
         ahead = plan and not isinstance(under_way[-1][1], FinishedStep)
         while len(under_way) > (1 if ahead else 0):
             settled, flight = under_way.pop(0)
             for sequence, token in zip(settled, flight.wait(), strict=True):
+                sequence.lease.advance(settled[sequence])
                 if isinstance(token, int):
                     sequence.append(token)
     for each in sequences:
@@ -185,8 +193,23 @@ def test_a_gpu_runs_each_kind_of_layer_as_a_cpu_does(
 ) -> None:
     """Multipliers, norms after or of all heads, fused weights and partial rotation, caps, ropes."""
     save(TINY_MODELS[name], tmp_path)
+    windows = read_architecture(tmp_path).slices.windows
     source = random.Random(4)
     prompts = [[source.randrange(VOCABULARY) for _ in range(length)] for length in (7, 1)]
     samplings = [Sampling(), Sampling(temperature=0.9, top_p=0.9, seed=5)]
-    wanted = answers(runner_for(tmp_path, None), prompts, samplings, 2)
-    assert answers(runner_for(tmp_path, device), prompts, samplings, 2) == wanted
+    wanted = answers(runner_for(tmp_path, None), prompts, samplings, 2, windows=windows)
+    assert answers(runner_for(tmp_path, device), prompts, samplings, 2, windows=windows) == wanted
+
+
+@pytest.mark.parametrize("name", ["mistral-window", "gemma3"])
+def test_a_gpu_gives_back_pages_that_windows_have_passed(
+    name: str, device: torch.device, tmp_path: Path
+) -> None:
+    """The pool is too small for all pages of the prompts: others use those given back."""
+    oracle = save(TINY_MODELS[name].changed(sliding_window=5), tmp_path)
+    windows = read_architecture(tmp_path).slices.windows
+    source = random.Random(5)
+    prompts = [[source.randrange(VOCABULARY) for _ in range(length)] for length in (60, 41)]
+    wanted = [generate_with_transformers(oracle, prompt, 3) for prompt in prompts]
+    found = answers(runner_for(tmp_path, device), prompts, [Sampling()] * 2, 3, 9, windows)
+    assert found == wanted

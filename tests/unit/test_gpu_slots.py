@@ -5,6 +5,7 @@ import torch
 
 from baton.core.errors import Exhausted, Internal
 from baton.engine.gpu.slots import Slots
+from baton.engine.page_groups import make_pool
 from baton.engine.page_pool import Lease, PagePool
 
 
@@ -59,3 +60,25 @@ def test_a_sequence_longer_than_its_row_is_refused_and_changes_nothing() -> None
     with pytest.raises(Internal):
         table.place([short, long])
     assert len(table.place([short])[1]) == 1
+
+
+def test_each_slice_of_the_layers_has_a_table_that_grows_by_itself() -> None:
+    pool = make_pool(20, 4, (None, 5))
+    table = Slots(2, 4, torch.device("cpu"), slices=2)
+    lease = pool.acquire(3)
+    lease.cover(1)
+    (slot,), new = table.place([lease])
+    assert dict(new.tolist()) == {
+        slot * 8 + 4 * number + place: page
+        for number, pages in enumerate(lease.tables)
+        for place, page in enumerate(pages)
+    }
+    lease.cover(3)
+    assert table.place([lease])[1].tolist() == [
+        [slot * 8 + 5, lease.tables[1][1]],
+        [slot * 8 + 6, lease.tables[1][2]],
+    ]
+    lease.advance(12)
+    assert table.place([lease])[1].tolist() == []
+    again = dict(Slots(2, 4, torch.device("cpu"), slices=2).place([lease])[1].tolist())
+    assert min(again.values()) >= 0, "a page that was given back is no place to read from"

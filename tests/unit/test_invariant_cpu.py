@@ -250,14 +250,18 @@ class Steps:
         shape = model.architecture
         self._model, self._page_size = model, page_size
         size = shape.pages_shape(900, page_size)
+        self._tables = len(shape.slices.windows)
         self._runner = Runner(model, torch.zeros(size, dtype=dtype))
         self._pages = random.Random(page_size).sample(range(900), 900)
 
     def chunk(self, sequence: int, start: int, end: int) -> ChunkInputs:
         tokens = [(3 + 5 * at + sequence * at * at) % 90 for at in range(start, end)]
         each = -(-100 // self._page_size)
-        pages = self._pages[sequence * each : (sequence + 1) * each]
-        return ChunkInputs(start, tokens, pages, list(range(start, end)))
+        tables = [
+            self._pages[at * each : (at + 1) * each]
+            for at in range(sequence * self._tables, (sequence + 1) * self._tables)
+        ]
+        return ChunkInputs(start, tokens, tables, list(range(start, end)))
 
     @torch.inference_mode()
     def logits(self, *chunks: ChunkInputs) -> list[Tensor]:

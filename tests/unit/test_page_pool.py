@@ -5,7 +5,8 @@ import random
 import pytest
 
 from baton.core.errors import Exhausted, Internal
-from baton.engine.page_pool import Lease, PagePool, merge_runs
+from baton.engine.free_pages import merge_runs
+from baton.engine.page_pool import Lease, PagePool
 
 
 def test_pages_come_as_neighbours_when_there_are_any() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from baton.core.types import AttemptKey, Sampling, Work
+from baton.engine.page_groups import make_pool
 from baton.engine.page_pool import PagePool
 from baton.engine.step import Plan
 from baton.prefill_worker.prefill_scheduler import PrefillScheduler, PrefillSequence
@@ -136,3 +137,32 @@ def test_others_may_start_while_a_prompt_waits_for_another() -> None:
     made.queue(Work(AttemptKey("other", 1), [9, 9, 9], Sampling(), 8, frozenset()))
     assert run(made) == [("r0", 6), ("other", 3)]
     assert run(made) == [("r1", 10)]
+
+
+def with_windows(*lengths: int, pages: int, windows: tuple[int | None, ...]) -> Scheduler:
+    made = Scheduler(make_pool(pages, 4, windows), 40)
+    for index, length in enumerate(lengths):
+        made.queue(work(f"r{index}", length))
+    return made
+
+
+def test_a_prompt_with_windows_needs_no_room_for_what_they_pass() -> None:
+    made = with_windows(400, pages=8, windows=(9,))
+    computed = 0
+    while planned := run(made):
+        computed += sum(count for _, count in planned)
+        assert made._pool.check_integrity() == ""
+    assert (computed, made._pool.free) == (400, 8)
+
+
+def test_a_prompt_waits_until_those_before_it_have_the_pages_of_their_windows() -> None:
+    made = with_windows(60, 60, pages=8, windows=(9,))
+    first = made.next()
+    assert shape(first)[0][0] == "r0"
+    assert len(first) == 1, "r1 would take what r0 needs to go on"
+
+
+def test_a_chunk_is_shorter_where_pages_are_few() -> None:
+    made = with_windows(60, pages=21, windows=(None, 9))
+    ((_, count),) = shape(made.next())
+    assert count == 20

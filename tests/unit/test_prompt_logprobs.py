@@ -23,7 +23,10 @@ def begin(pool: PagePool, prompt: list[int], wanted: int | None) -> Sequence:
     work = Work(
         AttemptKey(str(len(prompt)), 1), prompt, Sampling(), 3, frozenset(), prompt_logprobs=wanted
     )
-    return Sequence(work, pool.acquire(pool.pages_for(len(prompt) + 3)))
+    pages = pool.pages_for(len(prompt) + 3)
+    lease = pool.acquire(pages)
+    lease.cover(pages)
+    return Sequence(work, lease)
 
 
 def read(engine: Engine, sequences: list[Sequence], chunk: int) -> None:

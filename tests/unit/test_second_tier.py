@@ -161,15 +161,15 @@ def test_a_thread_that_fails_is_not_overlooked() -> None:
 def test_pages_are_computed_where_that_takes_less_and_now_and_then_tried_again() -> None:
     costs = RestoreCosts(PAGE)
     page = [Tier.HOST]
-    assert costs.pays(page, []), "nothing was measured"
+    assert costs.pays(page, [], 1), "nothing was measured"
     costs.copies[Tier.HOST].add(10, 1.0)
-    assert costs.pays(page, []), "nothing to compare with"
+    assert costs.pays(page, [], 1), "nothing to compare with"
     costs.compute.add(10 * PAGE, 1.1)
-    assert costs.pays(page, [])
-    assert not costs.pays(page, page), "another one is before it"
+    assert costs.pays(page, [], 1)
+    assert not costs.pays(page, page, 1), "another one is before it"
     costs.compute.add(1000 * PAGE, 90.0)
-    assert not costs.pays(page, [])
-    assert any(costs.pays(page, []) for _ in range(20))
+    assert not costs.pays(page, [], 1)
+    assert any(costs.pays(page, [], 1) for _ in range(20))
 
 
 def test_what_takes_longer_than_compute_is_computed() -> None:

@@ -22,9 +22,9 @@ from baton.worker.backend import open_second_tier
 
 PAGE = 4
 ANSWER = 8
-LARGE, SMALL = 400, 24
-"""Pages of pools: for everything, and for the two longest requests."""
-PAGE_BYTES = 3 * 2 * PAGE * 48 * 4
+LARGE = 1200
+SMALL = {"llama": 24, "mistral-window": 12, "qwen2-layer-types": 40}
+"""Pages of pools: for everything; and by model, for the two longest requests."""
 WAKE_SECONDS = 10.0
 
 
@@ -40,20 +40,29 @@ def prompts() -> list[list[int]]:
 class Oracle:
     folder: Path
     answers: list[list[int]]
+    page_bytes: int
+    small: int  # pages
+
+    def cache(self, rows: int, files: Path | None = None) -> CacheConfig:
+        """With so many pages in host memory."""
+        return CacheConfig(Size(rows * self.page_bytes), str(files or ""))
 
 
-@pytest.fixture(scope="module")
-def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+@pytest.fixture(scope="module", params=SMALL)
+def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
     folder = tmp_path_factory.mktemp("tiny")
-    model = save(TINY_MODELS["llama"], folder)
-    return Oracle(folder, [generate_with_transformers(model, each, ANSWER) for each in prompts()])
+    model = save(TINY_MODELS[request.param], folder)
+    answers = [generate_with_transformers(model, each, ANSWER) for each in prompts()]
+    engine = Engine.load(folder, page_size=PAGE, kv_memory=1 << 20)
+    return Oracle(folder, answers, engine.kv[0].nbytes, SMALL[request.param])
 
 
 class Server:
     """An engine that reads prompts and writes answers, as a decode worker does."""
 
-    def __init__(self, folder: Path, pages: int, cache: CacheConfig | None) -> None:
-        self.engine = Engine.load(folder, page_size=PAGE, kv_memory=pages * PAGE_BYTES)
+    def __init__(self, oracle: Oracle, pages: int, cache: CacheConfig | None) -> None:
+        kv_memory = pages * oracle.page_bytes
+        self.engine = Engine.load(oracle.folder, page_size=PAGE, kv_memory=kv_memory)
         assert self.engine.pool.total == pages
         self.pool = self.engine.pool
         self._woken = threading.Event()
@@ -104,19 +113,17 @@ class Server:
                 self._scheduler.remove(sequence)
 
 
-HOST = CacheConfig(host_memory=Size(200 * PAGE_BYTES))
-
-
 @pytest.mark.parametrize("together", [1, 6])
 @pytest.mark.parametrize(
-    ("pages", "cache"),
-    [(LARGE, None), (LARGE, CacheConfig()), (SMALL, CacheConfig()), (SMALL, HOST)],
+    ("small", "rows"),
+    [(False, None), (False, 0), (True, 0), (True, 600)],
     ids=["off", "warm", "half evicted", "second tier"],
 )
 def test_tokens_do_not_depend_on_what_is_cached(
-    oracle: Oracle, pages: int, cache: CacheConfig | None, together: int
+    oracle: Oracle, small: bool, rows: int | None, together: int
 ) -> None:
-    server = Server(oracle.folder, pages, cache)
+    cache = None if rows is None else oracle.cache(rows)
+    server = Server(oracle, oracle.small if small else LARGE, cache)
     for _ in range(3):
         assert server.ask(together) == oracle.answers
     if second_tier_of(server.pool) is not None:
@@ -132,14 +139,14 @@ def damage_some(folder: Path) -> None:
         path.write_bytes(content)
 
 
-@pytest.mark.parametrize("host_memory", [0, 8 * PAGE_BYTES])
+@pytest.mark.parametrize("rows", [0, 8])
 @pytest.mark.parametrize("meanwhile", [None, damage_some], ids=["sound", "damaged"])
 def test_tokens_are_the_same_across_restarts(
-    oracle: Oracle, host_memory: int, meanwhile: Callable[[Path], None] | None, tmp_path: Path
+    oracle: Oracle, rows: int, meanwhile: Callable[[Path], None] | None, tmp_path: Path
 ) -> None:
-    cache = CacheConfig(Size(host_memory), str(tmp_path))
+    cache = oracle.cache(rows, tmp_path)
     for _ in range(3):
-        server = Server(oracle.folder, SMALL, cache)
+        server = Server(oracle, oracle.small, cache)
         server.rest()
         assert server.ask(together=2) == oracle.answers
         server.rest()

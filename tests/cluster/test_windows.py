@@ -1,0 +1,74 @@
+"""A model of five layers with a window to one without, in whole clusters: tokens equal
+transformers', cached or not, in full pools, and when a worker is lost."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from processes import ProcessCluster
+from tiny_models import TINY_MODELS, VOCABULARY, generate_with_transformers, save
+
+from baton import AsyncClient
+
+LOCAL, GLOBAL = "sliding_attention", "full_attention"
+MODEL = TINY_MODELS["gemma3"].changed(
+    num_hidden_layers=6, layer_types=[LOCAL] * 5 + [GLOBAL], max_position_embeddings=1024
+)
+PAGE_BYTES = 2 * 4 * 256 * 4
+"""Of one layer: a head of 256 values, 4 tokens, float32."""
+
+
+def prompt_of(length: int) -> list[int]:
+    draw = random.Random(length)
+    return [draw.randrange(VOCABULARY) for _ in range(length)]
+
+
+def tree(pages: int, **more: object) -> dict[str, object]:
+    memory = f"{pages * PAGE_BYTES}"
+    return {
+        "page_size": 4,
+        "prefill": {"kv_memory": memory, "chunk_tokens": 32, "threads": 1},
+        "decode": {"kv_memory": memory, "chunk_tokens": 32, "threads": 1},
+        **more,
+    }
+
+
+async def test_turns_of_long_conversations_fit_into_a_fifth_of_the_pages(tmp_path: Path) -> None:
+    """440 tokens take 110 pages of the layer without a window; alike, all layers would take 660."""
+    oracle = save(MODEL, tmp_path / "model")
+    configured = tree(pages=160, cache={"host_memory": f"{600 * PAGE_BYTES}"})
+    with ProcessCluster(tmp_path / "model", tmp_path, tree=configured) as cluster:
+        async with AsyncClient(cluster.address) as client:
+            cached = 0
+            for length in (300, 330):  # the second evicts the first, or most of it
+                prompt = prompt_of(length)
+                for _ in range(3):
+                    answer = await client.generate(prompt, max_tokens=16, timeout=60)
+                    expected = generate_with_transformers(oracle, prompt, 16)
+                    assert list(answer.token_ids) == expected
+                    cached += answer.usage.cached_tokens
+                    prompt = [*prompt, *expected, *prompt_of(20)]
+            assert cached > 600
+        cluster.wait_idle()
+
+
+async def test_an_answer_goes_on_elsewhere_when_its_worker_is_lost(tmp_path: Path) -> None:
+    oracle = save(MODEL, tmp_path / "model")
+    prompt = prompt_of(200)
+    expected = generate_with_transformers(oracle, prompt, 150)
+    configured = tree(pages=400)
+    with ProcessCluster(tmp_path / "model", tmp_path, decode=2, tree=configured) as cluster:
+        async with AsyncClient(cluster.address) as client:
+            stream = client.stream(prompt, max_tokens=150, ignore_eos=True)
+            for _ in range(5):
+                await anext(stream)
+            answering = next(
+                worker.member.worker_id
+                for worker in (await client.status()).workers
+                if worker.load.running and worker.member.worker_id.startswith("decode")
+            )
+            cluster.workers.pop(answering).kill()
+            answer = await stream.read()
+        assert list(answer.token_ids) == expected
+        assert len(answer.placements) == 2
