@@ -11,15 +11,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.kernels.gpu.fixed_order import SPLIT, TILE, attend, merge
+from baton.kernels.gpu.decode_attention import WIDE_BYTES, tiles_ahead
+from baton.kernels.gpu.fixed_order import SPLIT, TILE, attend, merge, tile_of
 from baton.kernels.gpu.pages import load_tile
 from baton.kernels.gpu.rotary import HeadShape
 
 BLOCK_QUERIES = 64
 """Tokens of one entry of `blocks`."""
 
-NARROW_BYTES = 256
-"""Heads up to this size leave room in shared memory to load a split ahead."""
+FLOAT32_QUERIES = 16
+"""Queries of a program in float32: see fixed_order.FLOAT32_TILE."""
 
 
 def chunk_attention(
@@ -37,8 +38,11 @@ def chunk_attention(
     kv_layer [page, 2, token, kv_head, dim] is one layer of the pool.
     """
     block_d = max(16, triton.next_power_of_2(shape.head_dim))
-    wide = block_d * qkv.itemsize > NARROW_BYTES
-    _chunk[(shape.heads, len(blocks))](
+    tile = tile_of(qkv.dtype)
+    queries = BLOCK_QUERIES if tile == TILE else FLOAT32_QUERIES
+    # A split at a time, where shared memory has room to load the next ones ahead.
+    by_split = tile == TILE and block_d * qkv.itemsize < WIDE_BYTES
+    _chunk[(shape.heads, len(blocks) * (BLOCK_QUERIES // queries))](
         qkv,
         blocks,
         page_table,
@@ -55,16 +59,35 @@ def chunk_attention(
         KV_HEADS=shape.kv_heads,
         DIM=shape.head_dim,
         BLOCK_D=block_d,
-        BLOCK_M=BLOCK_QUERIES,
-        TILE=TILE,
+        PARTS=BLOCK_QUERIES // queries,
+        BLOCK_M=queries,
+        TILE=tile,
         SPLIT=SPLIT,
+        BY_SPLIT=by_split,
         CAPPED=shape.scoring.cap is not None,
         SINKS=shape.sinks is not None,
         num_warps=4 if block_d <= 128 else 8,
         enable_fp_fusion=False,
-        num_stages=1 if wide else 3,
+        num_stages=3 if by_split else tiles_ahead(1, tile * block_d * qkv.itemsize),
     )
     return out
+
+
+@triton.jit
+def _attend_tile(
+    highest, total, sums, query, position, kv_pointer, table, value_offset, page_stride, tile,
+    first, end, inside, in_dim, scale, bend, window, ROWS: tl.constexpr, TILE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, TOKEN: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """Adds the tokens from `tile` on to those before them in their split: fixed_order.attend."""
+    keys, values, token = load_tile(
+        kv_pointer, table, value_offset, page_stride, tile, first, end, inside, in_dim,
+        TILE, PAGE_SIZE, TOKEN,
+    )  # fmt: skip
+    seen = token[None, :] <= position
+    if window > 0:
+        seen &= token[None, :] > position - window
+    return attend(highest, total, sums, query, keys, values, seen, scale, bend, ROWS, TILE, CAPPED)
 
 
 @triton.jit(do_not_specialize_on_alignment=["blocks_pointer"])
@@ -86,17 +109,20 @@ def _chunk(
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
+    BY_SPLIT: tl.constexpr,
     CAPPED: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    head, block = tl.program_id(0), tl.program_id(1)
+    head, block = tl.program_id(0), tl.program_id(1) // PARTS
     entry = blocks_pointer + block * 4
-    count = tl.load(entry + 2)
+    earlier = tl.program_id(1) % PARTS * BLOCK_M  # queries of the entry
+    count = tl.minimum(tl.load(entry + 2) - earlier, BLOCK_M)
     if count > 0:
-        first_row, start = tl.load(entry).to(tl.int64), tl.load(entry + 1)
+        first_row, start = tl.load(entry).to(tl.int64) + earlier, tl.load(entry + 1) + earlier
         table = table_pointer + tl.load(entry + 3).to(tl.int64) * table_stride
         dim = tl.arange(0, BLOCK_D)
         in_dim = dim < DIM
@@ -115,25 +141,33 @@ def _chunk(
         if SINKS:
             highest = tl.zeros_like(total) + tl.load(sinks_pointer + head)
             total += 1.0
-        for split in range(first // SPLIT * SPLIT, end, SPLIT):
-            split_highest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-            split_total = tl.zeros([BLOCK_M], dtype=tl.float32)
-            split_sums = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-            for tile in tl.static_range(SPLIT // TILE):
-                keys, values, token = load_tile(
-                    kv_pointer, table, value_offset, page_stride, split + tile * TILE, first, end,
-                    inside, in_dim, TILE, PAGE_SIZE, KV_HEADS * DIM,
+        split_highest, split_total, split_sums = highest, total, sums
+        if BY_SPLIT:
+            for split in range(first // SPLIT * SPLIT, end, SPLIT):
+                split_highest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+                split_total = tl.zeros([BLOCK_M], dtype=tl.float32)
+                split_sums = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+                for tile in tl.static_range(SPLIT // TILE):
+                    split_highest, split_total, split_sums = _attend_tile(
+                        split_highest, split_total, split_sums, query, position, kv_pointer, table,
+                        value_offset, page_stride, split + tile * TILE, first, end, inside, in_dim,
+                        scale, bend, window, BLOCK_M, TILE, PAGE_SIZE, KV_HEADS * DIM, CAPPED,
+                    )  # fmt: skip
+                highest, total, sums = merge(
+                    highest, total, sums, split_highest, split_total, split_sums
+                )
+        else:
+            for tile in range(first // SPLIT * SPLIT, end, TILE):
+                split_highest = tl.where(tile % SPLIT == 0, float("-inf"), split_highest)
+                split_highest, split_total, split_sums = _attend_tile(
+                    split_highest, split_total, split_sums, query, position, kv_pointer, table,
+                    value_offset, page_stride, tile, first, end, inside, in_dim, scale,
+                    bend, window, BLOCK_M, TILE, PAGE_SIZE, KV_HEADS * DIM, CAPPED,
                 )  # fmt: skip
-                seen = token[None, :] <= position
-                if window > 0:
-                    seen &= token[None, :] > position - window
-                split_highest, split_total, split_sums = attend(
-                    split_highest, split_total, split_sums, query, keys, values, seen, scale,
-                    bend, BLOCK_M, TILE, CAPPED,
-                )  # fmt: skip
-            highest, total, sums = merge(
-                highest, total, sums, split_highest, split_total, split_sums
-            )
+                if ((tile + TILE) % SPLIT == 0) | (tile + TILE >= end):
+                    highest, total, sums = merge(
+                        highest, total, sums, split_highest, split_total, split_sums
+                    )
         result = sums * (1.0 / total)[:, None]
         out_at = (first_row + member)[:, None] * (HEADS * DIM) + head * DIM + dim[None, :]
         tl.store(out_pointer + out_at, result.to(query.dtype), mask=mine)

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.kernels.gpu.fixed_order import SPLIT, TILE, attend, inverse_size, merge
+from baton.kernels.gpu.fixed_order import SPLIT, attend, inverse_size, merge, tile_of
 from baton.kernels.gpu.pages import load_tile
 from baton.kernels.gpu.rotary import (
     HeadShape,
@@ -27,6 +27,9 @@ from baton.kernels.gpu.rotary import (
     prepare_heads,
 )
 from baton.kernels.gpu.splits import SplitWorkspace, merge_splits, programs_for
+
+WIDE_BYTES = 512
+"""Heads of this size fill the registers of two warps, and shared memory with few tiles."""
 
 FEW_ROWS = 16
 """Below this many sequences latency counts: more warps, less loaded ahead."""
@@ -55,7 +58,7 @@ def decode_attention(
     qkv, squares, bias = projected.qkv, projected.squares, projected.bias
     batch, group = len(qkv), shape.heads // shape.kv_heads
     programs = programs_for(batch, shape.kv_heads)
-    block_d = max(16, triton.next_power_of_2(shape.head_dim))
+    block_d, tile = max(16, triton.next_power_of_2(shape.head_dim)), tile_of(qkv.dtype)
     _decode[(batch, shape.kv_heads, programs)](
         qkv,
         qkv if squares is None else squares,
@@ -87,7 +90,7 @@ def decode_attention(
         DIM=shape.head_dim,
         BLOCK_D=block_d,
         INPUTS=projected.source.x.shape[1] if projected.source else 1,
-        TILE=TILE,
+        TILE=tile,
         SPLIT=SPLIT,
         ALONE=programs == 1,
         SCALED=squares is not None,
@@ -96,20 +99,21 @@ def decode_attention(
         ROTATES=shape.rotates,
         CAPPED=shape.scoring.cap is not None,
         SINKS=shape.sinks is not None,
-        num_warps=4 if batch < FEW_ROWS else 2,
+        num_warps=4 if batch < FEW_ROWS or block_d * qkv.itemsize >= WIDE_BYTES else 2,
         enable_fp_fusion=False,
-        num_stages=_tiles_ahead(batch, block_d * qkv.itemsize),
+        num_stages=tiles_ahead(batch, tile * block_d * qkv.itemsize),
     )
     if programs > 1:
         merge_splits(positions, workspace, programs, shape.heads, shape.window or 0, out)
     return out
 
 
-def _tiles_ahead(batch: int, head_bytes: int) -> int:
-    """Tiles in shared memory at a time: as many as hide its latency, and fit."""
-    if head_bytes > 512:
+def tiles_ahead(batch: int, tile_bytes: int) -> int:
+    """Tiles of keys, and of values, in shared memory at a time: as many as hide its latency, and
+    fit."""
+    if tile_bytes > 32 << 10:
         return 1
-    return 2 if batch < FEW_ROWS or head_bytes > 256 else 3
+    return 2 if batch < FEW_ROWS or tile_bytes > 16 << 10 else 3
 
 
 @triton.jit(

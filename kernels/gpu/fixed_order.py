@@ -15,6 +15,7 @@ before the first split.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -22,6 +23,10 @@ from baton.kernels.linear import SWIGLU_ALPHA, SWIGLU_LIMIT
 
 TILE = 64
 """Tokens whose scores are computed together."""
+
+FLOAT32_TILE = 16
+"""The same in float32, whose products are no instructions of tensor cores but unrolled code: tiles
+of 64 tokens took minutes to compile."""
 
 SPLIT = 128
 """Tokens whose sums one program adds up: a multiple of TILE. Longer splits spare merging, shorter
@@ -32,6 +37,10 @@ SQUARES = tl.constexpr(64)
 
 
 ALPHA, LIMIT = tl.constexpr(SWIGLU_ALPHA), tl.constexpr(SWIGLU_LIMIT)
+
+
+def tile_of(dtype: torch.dtype) -> int:
+    return TILE if dtype.itemsize == 2 else FLOAT32_TILE
 
 
 @triton.constexpr_function

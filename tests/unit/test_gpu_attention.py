@@ -13,9 +13,10 @@ from torch import Tensor
 
 from baton.engine.gpu.prompt_attention import LongChunk, library_attention
 from baton.kernels.attention import Scoring
-from baton.kernels.gpu import decode_attention as decoding
+from baton.kernels.gpu import fixed_order, splits
 from baton.kernels.gpu.chunk_attention import BLOCK_QUERIES, chunk_attention, merge_attended
 from baton.kernels.gpu.decode_attention import decode_attention
+from baton.kernels.gpu.fixed_order import FLOAT32_TILE, TILE
 from baton.kernels.gpu.norm import Scaled
 from baton.kernels.gpu.rotary import HeadShape, Projected
 from baton.kernels.gpu.splits import SplitWorkspace
@@ -139,7 +140,7 @@ def test_any_number_of_programs_gives_the_same_bits(
     heads = Heads(8, 2, 64, window=window, sinks=True)
     found = []
     for programs in (1, 2, 4):
-        monkeypatch.setattr(decoding, "MOST_PROGRAMS", programs)
+        monkeypatch.setattr(splits, "MOST_PROGRAMS", programs)
         pool = Pool(device, torch.float32, heads, 16, [600, 66])
         workspace = SplitWorkspace.make(2, 600, 8, 2, 64, device)
         out = pool.blank(2)
@@ -152,6 +153,17 @@ def test_any_number_of_programs_gives_the_same_bits(
     assert torch.equal(found[0], found[2])
 
 
+@pytest.fixture(params=[TILE, FLOAT32_TILE])
+def tile(
+    request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Float32 in the form of 16-bit types, which the interpreter lacks, and in its own."""
+    if device.type == "cuda" and request.param != FLOAT32_TILE:
+        pytest.skip("takes minutes to compile, and 16-bit types have it")
+    monkeypatch.setattr(fixed_order, "FLOAT32_TILE", request.param)
+
+
+@pytest.mark.usefixtures("tile")
 @pytest.mark.parametrize(
     ("heads", "page_size"),
     [
@@ -161,15 +173,16 @@ def test_any_number_of_programs_gives_the_same_bits(
         (Heads(2, 1, 32, cap=0.5), 16),
         (Heads(4, 2, 64, sinks=True), 16),
         (Heads(3, 1, 32, window=9, sinks=True), 5),
+        (Heads(1, 1, 256, window=90), 16),
     ],
     ids=str,
 )
 def test_chunk_attention_matches_the_reference(
     device: torch.device, heads: Heads, page_size: int
 ) -> None:
-    starts, counts, shape = (30, 0), (70, 3), heads.shape_on(device)
+    starts, counts, shape = (100, 0), (70, 3), heads.shape_on(device)
     for dtype in types_for(device, torch.float16, torch.bfloat16):
-        pool = Pool(device, dtype, heads, page_size, [100, 3])
+        pool = Pool(device, dtype, heads, page_size, [170, 3])
         blocks, row = [(0, 0, 0, 0)], 0
         for slot, (start, count) in enumerate(zip(starts, counts, strict=True)):
             for offset in range(0, count, BLOCK_QUERIES):
