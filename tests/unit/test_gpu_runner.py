@@ -108,8 +108,8 @@ def test_a_gpu_answers_as_transformers_does(
     source = random.Random(4)
     prompts = [[source.randrange(VOCABULARY) for _ in range(length)] for length in (7, 1)]
     wanted = [generate_with_transformers(oracle, prompt, 3) for prompt in prompts]
-    runner = runner_for(tmp_path, device)
-    assert answers(runner, prompts, [Sampling()] * 2, 3) == wanted
+    runner, windows = runner_for(tmp_path, device), read_architecture(tmp_path).slices.windows
+    assert answers(runner, prompts, [Sampling()] * 2, 3, windows=windows) == wanted
 
 
 @pytest.mark.parametrize("name", ["llama-biases", "qwen2-moe", "gpt-oss"])
@@ -120,9 +120,10 @@ def test_two_ranks_of_a_gpu_answer_as_a_cpu_does(
     source = random.Random(3)
     prompts = [[source.randrange(VOCABULARY) for _ in range(length)] for length in (9, 2)]
     samplings = [Sampling(), Sampling(temperature=0.9, top_p=0.9, seed=5)]
-    wanted = answers(runner_for(tmp_path / "model", None), prompts, samplings, 3)
+    windows = read_architecture(tmp_path / "model").slices.windows
+    wanted = answers(runner_for(tmp_path / "model", None), prompts, samplings, 3, windows=windows)
     with two_ranks(tmp_path / "model", str(device), PAGES, PAGE_SIZE, tmp_path) as runner:
-        assert answers(runner, prompts, samplings, 3) == wanted
+        assert answers(runner, prompts, samplings, 3, windows=windows) == wanted
 
 
 def test_a_step_of_a_gpu_reads_back_as_it_was_sent() -> None:
