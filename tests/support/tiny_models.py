@@ -355,6 +355,8 @@ MXFP4 = TINY_MODELS["gpt-oss"].changed(hidden_size=64, intermediate_size=96)
 def build(model: TinyModel, seed: int = 0) -> PreTrainedModel:
     """The model in transformers, float32. The seed and the tensors' names decide the weights."""
     config = AutoConfig.for_model(model.family, **{**_SHAPE, **model.settings})
+    if model.settings.get("attn_logit_softcapping"):
+        config._attn_implementation = "eager"  # transformers' default may leave the cap out
     built = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator()
     with torch.no_grad():
