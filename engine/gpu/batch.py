@@ -85,6 +85,7 @@ class Limits:
     decoding: int  # rows that are attended as decoding; more are chunks of one token
     long_chunks: bool  # whether long chunks are attended one by one
     slices: int
+    recorded: int  # rows of the largest recorded step over prompts
 
 
 def step_arrays(plan: Plan, slots: list[int], limits: Limits) -> StepArrays:
@@ -101,7 +102,7 @@ def step_arrays(plan: Plan, slots: list[int], limits: Limits) -> StepArrays:
     rows = zip(plan.items(), slots, firsts, strict=True)
     for (sequence, count), slot, first in islice(rows, decoding, None):
         start = sequence.computed
-        if limits.long_chunks and is_long(count, start, page_size):
+        if limits.long_chunks and is_long(count, start, page_size, limits.recorded):
             long.append(LongChunk(int(first), count, start, slot))
         else:
             blocks += _blocks(int(first), start, count, slot)

@@ -11,6 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from baton.engine.architecture import Architecture
+
 
 class Recorder:
     """Records bodies one after another, into memory that all share: only one runs at a time.
@@ -65,3 +67,27 @@ def row_counts(most: int) -> list[int]:
 
 PROMPT_ROWS = (16, 32, 64, 128, 192, 256, 384, 512)
 """Recorded sizes of steps over prompts, whose kernels are short."""
+
+MORE_ROWS = (768, 1024, 1280, 1536, 2048)
+"""The same, where a layer has little to compute for its number of kernels."""
+
+HOST_BOUND = 150e9
+"""Products of a weight and an input, of one layer, that take a GPU 0.6 ms: in that time the host
+launches the layer's kernels."""
+
+
+def prompt_rows(shape: Architecture, chunk_tokens: int) -> list[int]:
+    """Recorded sizes of steps over prompts: those that the host would take longer to launch than
+    the device to run, of up to `chunk_tokens` rows."""
+    products = _products_of_a_row(shape) / shape.layers
+    needed = next((rows for rows in MORE_ROWS if rows >= chunk_tokens), MORE_ROWS[-1])
+    more = [rows for rows in MORE_ROWS if rows <= needed and rows * products <= HOST_BOUND]
+    return [*PROMPT_ROWS, *(more if chunk_tokens > PROMPT_ROWS[-1] else ())]
+
+
+def _products_of_a_row(shape: Architecture) -> int:
+    """Of all layers, without attention."""
+    heads = 2 * (shape.heads + shape.kv_heads) * shape.head_dim
+    experts = shape.routing.per_row * shape.routing.columns if shape.routing else 0
+    columns = sum(experts if sparse else shape.intermediate for sparse in shape.sparse)
+    return shape.hidden * (shape.layers * heads + 3 * columns)

@@ -14,7 +14,7 @@ lengths are used, and all their pairs are prepared at start:
 - Earlier tokens are gathered from their pages and attended without a mask, in parts of a few
   lengths. Parts are merged by their normalizers.
 
-Shorter chunks are attended from their pages: their steps are recorded.
+Shorter chunks, and others of recorded steps, are attended from their pages.
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ from baton.kernels.gpu.rotary import HeadShape
 
 LIBRARY_TOKENS = 512
 LONG_PART = 8192
+
+RECORDED_CONTEXT = 8192
+"""Up to this context a recorded step gains more than the faster attention of long chunks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +77,10 @@ def supports(
     return fits and all(window is None for window in shape.windows)
 
 
-def is_long(count: int, start: int, page_size: int) -> bool:
-    """Whether a chunk is attended here."""
-    return count > LIBRARY_TOKENS and (start == 0 or LIBRARY_TOKENS % page_size == 0)
+def is_long(count: int, start: int, page_size: int, recorded: int) -> bool:
+    """Whether a chunk is attended here. `recorded`: the most rows of a recorded step."""
+    most = recorded if start + count <= RECORDED_CONTEXT else LIBRARY_TOKENS
+    return count > most and (start == 0 or LIBRARY_TOKENS % page_size == 0)
 
 
 def prepare(

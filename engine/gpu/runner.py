@@ -101,17 +101,21 @@ class GpuRunner:
         max_batch: int,
         group: Group | None = None,
         numerics: Numerics = Numerics.INVARIANT,
+        chunk_tokens: int = 8192,
     ) -> None:
         shape, device = model.architecture, kv.device
         self._forward = Forward(model, numerics)
         self._device = device
         self._group = group
         self._recordable = device.type == "cuda" and (group is None or group.recordable)
+        recorded = graphs.prompt_rows(shape, chunk_tokens)
+        self.recorded_rows = recorded[-1]  # most rows of a recorded step over prompts
         self._limits = Limits(
             page_size=kv.shape[3],
             decoding=max_batch,
             long_chunks=supports(shape, kv.dtype, kv.device, numerics),
             slices=len(shape.slices.windows),
+            recorded=recorded[-1],
         )
         self._row_inputs = INPUT_ROWS + self._limits.slices
         pages = -(-context // self._limits.page_size)
@@ -123,7 +127,7 @@ class GpuRunner:
             else PagedAttention(model, kv, tables, context, max_batch, numerics)
         )
         self._sampler = GpuSampler(shape.vocabulary_size)
-        most = max(max_batch, graphs.PROMPT_ROWS[-1])
+        most = max(max_batch, recorded[-1])
         inputs = (self._row_inputs + 4) * most + 4 * SPARE_BLOCKS
         self._inputs = torch.zeros(inputs, dtype=torch.int32, device=device)
         self._tokens = torch.zeros(most, dtype=torch.int32, device=device)
@@ -131,7 +135,7 @@ class GpuRunner:
         self._decode = {
             rows: Recording(self._decode_body(rows)) for rows in graphs.row_counts(max_batch)
         }
-        self._prompt = {rows: Recording(self._prompt_body(rows)) for rows in graphs.PROMPT_ROWS}
+        self._prompt = {rows: Recording(self._prompt_body(rows)) for rows in recorded}
 
     @torch.inference_mode()
     def record(self, progress: Callable[[float], None] = lambda done: None) -> None:

@@ -16,9 +16,14 @@ from baton.core.errors import InvalidConfig
 from baton.core.types import AttemptKey, Sampling, Work
 from baton.engine.architecture import Architecture
 from baton.engine.gpu.device import GpuSettings
-from baton.engine.gpu.graphs import PROMPT_ROWS
+from baton.engine.gpu.graphs import prompt_rows
 from baton.engine.gpu.numerics import Numerics
-from baton.engine.gpu.prompt_attention import LIBRARY_TOKENS, prepare, supports
+from baton.engine.gpu.prompt_attention import (
+    LIBRARY_TOKENS,
+    RECORDED_CONTEXT,
+    prepare,
+    supports,
+)
 from baton.engine.gpu.runner import SAMPLED_ROWS, GpuRunner, slot_count
 from baton.engine.gpu.sampler import ADJUSTED_ROWS
 from baton.engine.model import Model
@@ -95,7 +100,7 @@ def _work_bytes(
     if latent := shape.latent:  # Of a long chunk in fast numerics.
         kv_token += shape.heads * (latent.plain + latent.value)
     rows = settings.chunk_tokens + 2 * LIBRARY_TOKENS
-    rows += 2 * max(settings.max_batch, PROMPT_ROWS[-1])
+    rows += 2 * max(settings.max_batch, prompt_rows(shape, settings.chunk_tokens)[-1])
     logits = 4 * max(settings.max_batch, SAMPLED_ROWS) * shape.vocabulary_size
     values = row * rows + kv_token * context + logits
     tables = (
@@ -120,7 +125,9 @@ def start_runner(
     In a group all ranks call it at once; the others then follow rank 0's rehearsals.
     """
     numerics = Numerics(settings.numerics)
-    runner = GpuRunner(model, kv, context, settings.max_batch, group, numerics)
+    runner = GpuRunner(
+        model, kv, context, settings.max_batch, group, numerics, settings.chunk_tokens
+    )
     # After a role switch, pages may be in use or in quarantine.
     most = min(settings.chunk_tokens, context, _free_tokens(pool))
     shape = model.architecture
@@ -153,11 +160,16 @@ def _rehearse_steps(
     for sampling in SAMPLINGS:
         for rows in (1, min(FEW_ROWS + 1, pool.free // pool.slices)):
             _rehearse(runner, pool, [(0, 1)] * rows, sampling)
-    for rows in rows_of_tilings(routing) if routing else ():
-        _rehearse(runner, pool, [(0, min(rows, most))])
-    # Prompts with a cached prefix, aligned with the library's lengths or not.
+    # Beside a token of another sequence no prompt's step is recorded.
+    for rows in (most, *(rows_of_tilings(routing) if routing else ())):
+        beside = min(rows - 1, most - pool.page_size)
+        if beside > 1:
+            _rehearse(runner, pool, [(0, 1), (0, beside)])
+    # Long chunks with a cached prefix, aligned with the library's lengths or not.
+    long = runner.recorded_rows + 1
+    first, count = (0, long) if long <= most else (RECORDED_CONTEXT, LIBRARY_TOKENS + 1)
     for start in (pool.page_size, LIBRARY_TOKENS, LIBRARY_TOKENS + pool.page_size):
-        part = (start, min(most, LIBRARY_TOKENS + 1))
+        part = (first + start, min(most, count))
         if sum(part) <= min(context, _free_tokens(pool)):
             _rehearse(runner, pool, [part])
 

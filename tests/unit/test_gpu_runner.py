@@ -13,11 +13,12 @@ from tiny_models import TINY_MODELS, VOCABULARY, generate_with_transformers, sav
 
 from baton.core.page_reach import Window
 from baton.core.types import AttemptKey, Sampling, Work
-from baton.engine.architecture import read_architecture
+from baton.engine.architecture import parse_architecture, read_architecture
 from baton.engine.checkpoint import Checkpoint
 from baton.engine.engine import AnyRunner
 from baton.engine.gpu.batch import StepArrays, StepMessage, decode_step, encode_step
-from baton.engine.gpu.prompt_attention import LongChunk
+from baton.engine.gpu.graphs import prompt_rows
+from baton.engine.gpu.prompt_attention import LongChunk, is_long
 from baton.engine.page_groups import make_pool
 from baton.engine.page_pool import PagePool
 from baton.engine.runner import Runner
@@ -27,6 +28,7 @@ from baton.engine.weights import load_model
 
 PAGES, PAGE_SIZE = 64, 4
 Windows = tuple[Window, ...]
+CONFIGS = Path(__file__).parents[2] / "bench" / "configs"
 
 
 def runner_for(folder: Path, device: torch.device | None) -> AnyRunner:
@@ -141,6 +143,38 @@ def test_a_step_of_a_gpu_reads_back_as_it_was_sent() -> None:
     assert found.arrays.blocks.shape == (1, 4)
     assert found.pages.tolist() == [[7, 8], [9, 10]]
     assert found.wanted.tolist() == [2]
+
+
+@pytest.mark.parametrize(
+    ("config", "chunk_tokens", "most"),
+    [
+        ("llama-3.1-8b", 8192, 512),
+        ("qwen3-30b-a3b", 8192, 2048),
+        ("qwen3-30b-a3b", 900, 1024),
+        ("qwen3-30b-a3b", 512, 512),
+    ],
+)
+def test_long_steps_are_recorded_if_their_layers_are_short(
+    config: str, chunk_tokens: int, most: int
+) -> None:
+    shape = parse_architecture(CONFIGS / f"{config}.json")
+    assert prompt_rows(shape, chunk_tokens)[-1] == most
+
+
+@pytest.mark.parametrize(
+    ("count", "start", "recorded", "long"),
+    [
+        (512, 30_000, 512, False),
+        (513, 0, 512, True),
+        (2048, 0, 2048, False),
+        (2048, 7000, 2048, True),
+        (2049, 0, 2048, True),
+    ],
+)
+def test_chunks_of_recorded_steps_are_short(
+    count: int, start: int, recorded: int, long: bool
+) -> None:
+    assert is_long(count, start, 16, recorded) is long
 
 
 def test_single_tokens_of_prompts_may_run_among_those_that_decode(
