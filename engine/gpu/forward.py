@@ -21,6 +21,7 @@ from baton.engine.tensor_parallel import SummedExperts, SummedLinear
 from baton.kernels.experts import MLP, Experts
 from baton.kernels.gpu.experts import gated as experts_gated
 from baton.kernels.gpu.experts import sum_parts, weighted
+from baton.kernels.gpu.experts_of_row import weighted_onto
 from baton.kernels.gpu.latent_projection import norm_queries
 from baton.kernels.gpu.linear import (
     MOST_ROWS,
@@ -140,6 +141,10 @@ class Forward:
             return self._onto(residual, mlp.down, self._gated(mlp.gate_up, source), norm, after)
         routed = route(source, mlp.router, mlp.correction, mlp.routing)
         gated = experts_gated(source, routed, mlp.gate_up, mlp.activation, mlp.biases.gate_up)
+        alone = not isinstance(mlp, SummedExperts) and len(residual) == 1
+        if alone and norm is not None and after is None and self._late_size:
+            down, bias = mlp.down, mlp.biases.down
+            return weighted_onto(gated, routed, down, bias, residual, norm, self._epsilon)
         parts = weighted(gated, routed, mlp.down, mlp.biases.down)
         if isinstance(mlp, SummedExperts):
             parts = mlp.group.sum(sum_parts(parts))[None]

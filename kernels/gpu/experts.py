@@ -5,7 +5,8 @@ chosen experts' weights costs, many rows what their products cost: only a tile's
 differs. As in the products of few rows (kernels/gpu/linear.py) the weights are the tall side of
 a tile and the inputs are walked in order, so that a row's bits depend on neither.
 
-A tile of gates and ups holds eight of either in turn: a thread then has a gate and its up.
+A tile of gates and ups holds eight of either in turn: a thread then has a gate and its up. The
+last tile of an expert has the width of the pairs left, so that large tiles waste little.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from baton.kernels.linear import Activation
 from baton.kernels.routing import Routing
 
 STAGE_BYTES = 200 << 10
-"""Of a multiprocessor's shared memory, for what a program loads ahead."""
+"""Of a multiprocessor's shared memory, for what its programs load ahead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,20 +35,27 @@ class GroupedTiling:
     depth: int  # inputs per iteration
     warps: int
     stages: int
+    programs: int  # that share a multiprocessor: one begins or ends while others load
+    tails: int = 0  # times that a tile's pairs are halved for the last ones of an expert
+
+    def stages_of(self, itemsize: int) -> int:
+        """Iterations loaded ahead: as many as fit."""
+        turn = (self.height + self.pairs) * self.depth * itemsize
+        return max(1, min(self.stages, STAGE_BYTES // self.programs // turn))
 
 
 TILINGS = {
-    16: GroupedTiling(16, 64, 128, 4, 6),
-    32: GroupedTiling(32, 64, 128, 4, 6),
-    64: GroupedTiling(64, 256, 64, 8, 4),
+    10: GroupedTiling(16, 64, 128, 4, 6, 2),
+    22: GroupedTiling(32, 64, 128, 4, 6, 2),
+    48: GroupedTiling(64, 128, 64, 4, 4, 2, 1),
 }
-"""By the most pairs of an expert, if all have as many."""
+"""By the mean of pairs of an expert: most experts then need one tile, though some have more."""
 
-LARGEST = GroupedTiling(128, 256, 64, 8, 4)
+LARGEST = GroupedTiling(128, 256, 64, 8, 4, 1, 2)
 
 
 def tiling_for(pairs: int, experts: int) -> GroupedTiling:
-    fitting = (tiling for most, tiling in TILINGS.items() if pairs <= most * experts)
+    fitting = (tiling for mean, tiling in TILINGS.items() if pairs <= mean * experts)
     return next(fitting, LARGEST)
 
 
@@ -100,7 +108,6 @@ def _launch(
     (rows, per_row), count = routed.chosen.shape, routed.chosen.numel()
     tiling = tiling_for(count, experts)
     tiles = most_tiles(count, experts, tiling.pairs)
-    turn = (tiling.height + tiling.pairs) * tiling.depth * weight.element_size()
     _grouped[(triton.cdiv(height, tiling.height), tiles)](
         x,
         weight,
@@ -120,12 +127,13 @@ def _launch(
         GATED=gates is not None,
         ACTIVATION=gates or "",
         BIAS=bias is not None,
+        TAILS=tiling.tails,
         BLOCK_M=tiling.pairs,
         BLOCK_N=tiling.height,
         BLOCK_K=tiling.depth,
         EVEN=depth % tiling.depth == 0,
         num_warps=tiling.warps,
-        num_stages=max(1, min(tiling.stages, STAGE_BYTES // turn)),
+        num_stages=tiling.stages_of(weight.element_size()),
         enable_fp_fusion=False,
     )
 
@@ -166,6 +174,7 @@ def _grouped(
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BIAS: tl.constexpr,
+    TAILS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -174,24 +183,95 @@ def _grouped(
     tile = tl.program_id(1)
     if SINGLE:
         expert = tl.load(pairs_pointer + tile)  # of each pair, in order of rank
-        place = tile + tl.arange(0, BLOCK_M)
-        in_rows = place == tile
-        pair = tl.where(in_rows, place, 0)
+        start, end = tile, tile + 1
     else:
         expert, start, end = _tile(starts_pointer, tile, EXPERTS, BLOCK_EXPERTS, BLOCK_M)
         if expert == EXPERTS:
             return
-        place = start + tl.arange(0, BLOCK_M)
-        in_rows = place < end
-        pair = tl.load(pairs_pointer + place, mask=in_rows, other=0)
-    row = (pair // PER_ROW).to(tl.int64)
+    pointers = (
+        x_pointer, weight_pointer, bias_pointer, pairs_pointer, sizes_pointer, weights_pointer,
+        out_pointer,
+    )  # fmt: skip
+    _fit(
+        pointers, expert, start, end, rows, outputs, K, PER_ROW, SINGLE, GATED, ACTIVATION, BIAS,
+        TAILS, BLOCK_M, BLOCK_N, BLOCK_K, EVEN,
+    )  # fmt: skip
+
+
+@triton.jit
+def _fit(
+    pointers,
+    expert,
+    start,
+    end,
+    rows,
+    outputs,
+    K: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    SINGLE: tl.constexpr,
+    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BIAS: tl.constexpr,
+    TAILS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """The products in a tile that fits the pairs left: BLOCK_M, or half as many TAILS times."""
+    if TAILS == 0 or end - start > BLOCK_M // 2:
+        _products(
+            pointers, expert, start, end, rows, outputs, K, PER_ROW, SINGLE, GATED, ACTIVATION,
+            BIAS, BLOCK_M, BLOCK_N, BLOCK_K, EVEN,
+        )  # fmt: skip
+    else:
+        _fit(
+            pointers, expert, start, end, rows, outputs, K, PER_ROW, SINGLE, GATED, ACTIVATION,
+            BIAS, TAILS - 1, BLOCK_M // 2, BLOCK_N, BLOCK_K, EVEN,
+        )  # fmt: skip
+
+
+@triton.jit
+def _pairs(pairs_pointer, place, inside, SINGLE: tl.constexpr):
+    """The pairs at places; of a single row each is its place."""
+    if SINGLE:
+        pair = tl.where(inside, place, 0)
+    else:
+        pair = tl.load(pairs_pointer + place, mask=inside, other=0)
+    return pair
+
+
+@triton.jit
+def _products(
+    pointers,
+    expert,
+    start,
+    end,
+    rows,
+    outputs,
+    K: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    SINGLE: tl.constexpr,
+    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """An expert's products of up to BLOCK_M pairs from `start` on."""
+    x_pointer, weight_pointer, bias_pointer, pairs_pointer = pointers[:4]
+    sizes_pointer, weights_pointer, out_pointer = pointers[4:]
+    place = start + tl.arange(0, BLOCK_M)
+    in_rows = place < end
     tall = tl.arange(0, BLOCK_N)
     if GATED:
         turned = tall // 16 * 8 + tall % 8  # of eight gates and their ups
         # Beyond the last column the last one again: its results are not stored.
         column = tl.minimum(tl.program_id(0) * (BLOCK_N // 2) + turned, outputs - 1)
         weight_row = expert.to(tl.int64) * (2 * outputs) + tall // 8 % 2 * outputs + column
-        x_row = row
+        x_row = _pairs(pairs_pointer, place, in_rows, SINGLE).to(tl.int64) // PER_ROW
     else:
         column = tl.minimum(tl.program_id(0) * BLOCK_N + tall, outputs - 1)
         weight_row = expert.to(tl.int64) * outputs + column
@@ -209,6 +289,9 @@ def _grouped(
             x = tl.load(x_at + depth, mask=in_rows[None, :] & in_depth[:, None], other=0.0)
             weights = tl.load(weight_at + depth, mask=in_depth[None, :], other=0.0)
         sums = tl.dot(weights, x, sums, input_precision="ieee")
+    # Only now: registers are short in the loop.
+    pair = _pairs(pairs_pointer, place, in_rows, SINGLE)
+    row = (pair // PER_ROW).to(tl.int64)
     dtype = out_pointer.dtype.element_ty
     bias = 0.0
     if BIAS:

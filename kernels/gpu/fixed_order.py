@@ -32,7 +32,7 @@ SPLIT = 128
 """Tokens whose sums one program adds up: a multiple of TILE. Longer splits spare merging, shorter
 ones occupy more programs with one sequence."""
 
-SQUARES = tl.constexpr(64)
+SQUARES = tl.constexpr(32)
 """Columns whose squares a product adds up; a row's squares are the sum of these."""
 
 

@@ -46,14 +46,17 @@ class LinearTiling:
 STAGE_BYTES = 224 << 10
 """Of a multiprocessor's shared memory, for what a program loads ahead."""
 
-NARROW = LinearTiling(64, 128, 4, 6)
+NARROW = LinearTiling(32, 256, 4, 6)
+MIDDLE = LinearTiling(64, 128, 4, 6)
 WIDE = LinearTiling(128, 128, 8, 3)
-"""Both measured on an H200, for 1 to 32 rows of Llama 3.1 8B's shapes: docs/PERFORMANCE.md."""
+"""The last two measured on an H200, for 1 to 32 rows of Llama 3.1 8B's shapes: docs/PERFORMANCE.md."""
 
 
 def tiling_for(outputs: int) -> LinearTiling:
     """Few outputs need small tiles to fill the chip; many are read faster in large ones."""
-    return NARROW if outputs < 8192 else WIDE
+    if outputs < 8192:
+        return NARROW if outputs < 4096 else MIDDLE
+    return WIDE
 
 
 def stages_for(tiling: LinearTiling, block_m: int, gated: bool, dtype: torch.dtype) -> int:

@@ -18,11 +18,29 @@ from baton.kernels.gpu.norm import Scaled
 from baton.kernels.linear import Linear
 from baton.kernels.routing import Routing
 
-FEW_ROWS = 32
-EXPERTS_PER_PROGRAM = 16
-"""Few, so that a small expert router occupies several multiprocessors."""
+LOWEST = tl.constexpr(-(1 << 31))
+"""Below the order of any score."""
 
-DEPTH = 128
+
+@dataclass(frozen=True, slots=True)
+class RouterTiling:
+    rows: int
+    experts: int
+    depth: int  # inputs per iteration
+    stages: int
+
+
+ROUTER_TILINGS = {
+    32: RouterTiling(16, 16, 512, 4),
+    512: RouterTiling(64, 16, 128, 4),
+}
+"""By the most rows: few programs' loads are all under way at once, and a small expert router
+still occupies several multiprocessors."""
+
+MANY_ROWS = RouterTiling(64, 64, 128, 4)
+STAGE_BYTES = 200 << 10
+"""Of a multiprocessor's shared memory, for what a program loads ahead."""
+
 SORT_BLOCKS = (512, 4096)
 """Pairs that a program looks at together, of few and of many."""
 
@@ -75,7 +93,7 @@ def route(source: Scaled, router: Linear, correction: Tensor | None, routing: Ro
         TOP_GROUPS=routing.top_groups,
         GROUP_BEST=routing.group_best,
         BLOCK=triton.next_power_of_2(routing.experts),
-        BLOCK_ROW=triton.next_power_of_2(routing.per_row),
+        BLOCK_SHARED=triton.next_power_of_2(max(routing.shared, 1)),
         BLOCK_GROUPS=triton.next_power_of_2(routing.groups),
         num_warps=1,
         enable_fp_fusion=False,
@@ -89,18 +107,21 @@ def _logits(x: Tensor, router: Tensor) -> Tensor:
     """x [T, H] @ router [outputs, H].T -> [T, outputs], float32."""
     (rows, depth), outputs = x.shape, len(router)
     logits = torch.empty(rows, outputs, dtype=torch.float32, device=x.device)
-    block_m = 16 if rows <= FEW_ROWS else 64
-    _products[(triton.cdiv(outputs, EXPERTS_PER_PROGRAM), triton.cdiv(rows, block_m))](
+    fitting = (tiling for most, tiling in ROUTER_TILINGS.items() if rows <= most)
+    tiling = next(fitting, MANY_ROWS)
+    turn = (tiling.rows + tiling.experts) * tiling.depth * x.element_size()
+    _products[(triton.cdiv(outputs, tiling.experts), triton.cdiv(rows, tiling.rows))](
         x,
         router,
         logits,
         rows,
         outputs,
         K=depth,
-        BLOCK_M=block_m,
-        BLOCK_N=EXPERTS_PER_PROGRAM,
-        BLOCK_K=DEPTH,
+        BLOCK_M=tiling.rows,
+        BLOCK_N=tiling.experts,
+        BLOCK_K=tiling.depth,
         num_warps=4,
+        num_stages=min(tiling.stages, STAGE_BYTES // turn),
         enable_fp_fusion=False,
     )
     return logits
@@ -113,7 +134,16 @@ def _sorted(chosen: Tensor, every: int) -> tuple[Tensor, Tensor]:
     starts = torch.empty(every + 1, dtype=torch.int32, device=chosen.device)
     few, many = SORT_BLOCKS
     block = few if count <= few else many
-    _sort[(every,)](chosen, pairs, starts, count, EVERY=every, BLOCK=block, num_warps=block // 512)
+    _sort[(every,)](
+        chosen,
+        pairs,
+        starts,
+        count,
+        EVERY=every,
+        BLOCK=block,
+        STAGES=1 if block == few else 3,
+        num_warps=block // 512,
+    )
     return pairs, starts
 
 
@@ -149,6 +179,14 @@ def _products(
         sums = tl.dot(weights, x, sums, input_precision="ieee")
     at = logits_pointer + row[None, :] * outputs + output[:, None]
     tl.store(at, sums, mask=in_rows[None, :] & in_outputs[:, None])
+
+
+@triton.jit
+def _ordered(x):
+    """Whole numbers in the order of floats, above LOWEST: a warp finds the greatest of these in
+    one instruction."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)  # of one zero
+    return tl.maximum(bits ^ ((bits >> 31) & 0x7FFFFFFF), LOWEST + 1)
 
 
 @triton.jit
@@ -216,7 +254,7 @@ def _choose(
     TOP_GROUPS: tl.constexpr,
     GROUP_BEST: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCK_ROW: tl.constexpr,
+    BLOCK_SHARED: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -239,52 +277,60 @@ def _choose(
     else:
         logits = tl.where(inside, logits, lowest)
         scores = tl.exp(logits - tl.max(logits, axis=0))
-        scores = scores / tl.sum(scores, axis=0)
+        scores = scores / part_sums(scores, 0, BLOCK)
     ranked = scores
     if CORRECTED:
         ranked += tl.load(correction_pointer + lane, mask=inside, other=0.0)
-    ranked = tl.where(inside, ranked, lowest)
     if GROUPS > 1:
+        ranked = tl.where(inside, ranked, lowest)
         ranked = _in_best_groups(
             ranked, lane, EXPERTS, GROUPS, TOP_GROUPS, GROUP_BEST, BLOCK, BLOCK_GROUPS
         )
-    rank = tl.arange(0, BLOCK_ROW)
-    chosen = EXPERTS + rank - TOP_K  # the shared ones; the others follow
-    weights = tl.full([BLOCK_ROW], 1.0, dtype=tl.float32)
-    total = 0.0
+    order = tl.where(inside, _ordered(ranked), LOWEST)
+    rank = tl.full([BLOCK], TOP_K, dtype=tl.int32)
     for index in tl.static_range(TOP_K):
-        best = tl.minimum(_best(ranked, lane, BLOCK), EXPERTS - 1)
-        weight = tl.sum(tl.where(lane == best, scores, 0.0), axis=0)
-        total += weight
-        chosen = tl.where(rank == index, best, chosen)
-        weights = tl.where(rank == index, weight, weights)
-        ranked = tl.where(lane == best, lowest, ranked)
+        best = _best(order, lane, BLOCK)
+        rank = tl.where(lane == best, index, rank)
+        order = tl.where(lane == best, LOWEST, order)
+    mine = rank < TOP_K
+    weights = scores
     if NORMALIZED:
-        weights = tl.where(rank < TOP_K, weights / (total + 1e-20), weights)
-    weights = tl.where(rank < TOP_K, weights * scale, weights)
-    if OUTPUTS > EXPERTS:
-        gate = tl.load(logits_pointer + row * OUTPUTS + EXPERTS) * size
-        weights = tl.where(rank < TOP_K, weights, 1.0 / (1.0 + tl.exp(-gate)))
-    at = row * (TOP_K + SHARED) + rank
-    mine = rank < TOP_K + SHARED
-    tl.store(chosen_pointer + at, chosen, mask=mine)
-    tl.store(weights_pointer + at, weights, mask=mine)
+        weights = weights / (part_sums(tl.where(mine, scores, 0.0), 0, BLOCK) + 1e-20)
+    at = row * (TOP_K + SHARED)
+    tl.store(chosen_pointer + at + rank, lane, mask=mine)
+    tl.store(weights_pointer + at + rank, weights * scale, mask=mine)
+    if SHARED > 0:
+        share = 1.0
+        if OUTPUTS > EXPERTS:
+            gate = tl.load(logits_pointer + row * OUTPUTS + EXPERTS) * size
+            share = 1.0 / (1.0 + tl.exp(-gate))
+        shared = tl.arange(0, BLOCK_SHARED)
+        at += TOP_K
+        tl.store(chosen_pointer + at + shared, EXPERTS + shared, mask=shared < SHARED)
+        weights = tl.zeros([BLOCK_SHARED], dtype=tl.float32) + share
+        tl.store(weights_pointer + at + shared, weights, mask=shared < SHARED)
 
 
 @triton.jit(do_not_specialize=["count"])
 def _sort(
-    chosen_pointer, pairs_pointer, starts_pointer, count, EVERY: tl.constexpr, BLOCK: tl.constexpr
+    chosen_pointer,
+    pairs_pointer,
+    starts_pointer,
+    count,
+    EVERY: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Writes one expert's pairs behind those of all experts before it."""
     expert = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     before = tl.zeros([BLOCK], dtype=tl.int32)
-    for start in range(0, count, BLOCK):
+    for start in tl.range(0, count, BLOCK, num_stages=STAGES):
         chosen = tl.load(chosen_pointer + start + lane, mask=start + lane < count, other=EVERY)
         before += (chosen < expert).to(tl.int32)
     place = tl.sum(before, axis=0)
     tl.store(starts_pointer + expert, place)
-    for start in range(0, count, BLOCK):
+    for start in tl.range(0, count, BLOCK, num_stages=STAGES):
         chosen = tl.load(chosen_pointer + start + lane, mask=start + lane < count, other=EVERY)
         mine = (chosen == expert).to(tl.int32)
         at = place + tl.cumsum(mine, axis=0) - 1

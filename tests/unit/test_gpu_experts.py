@@ -19,6 +19,7 @@ from baton.kernels.gpu.experts import (
     tiling_for,
     weighted,
 )
+from baton.kernels.gpu.experts_of_row import weighted_onto
 from baton.kernels.gpu.norm import scale_rows
 from baton.kernels.gpu.routing import Routed, route
 from baton.kernels.linear import Activation, Linear, gate_and_multiply
@@ -37,6 +38,7 @@ ROUTINGS = {
 }  # fmt: skip
 CASES = [(name, rows) for name in ROUTINGS for rows in (1, 7)]
 CASES += [("shared gate", 40), ("corrected groups", 40), ("whole tiles", 150)]
+CASES += [("whole tiles", 110), ("one", 150)]  # tiles of all widths
 
 
 class Case:
@@ -132,6 +134,23 @@ def test_experts_outputs_are_those_of_the_reference(
         wanted = wanted * weights.double().T.unsqueeze(2)
         assert_close(parts, wanted.to(dtype))
         assert_close(sum_parts(parts), wanted.sum(dim=0).to(dtype))
+
+
+@pytest.mark.parametrize("name", ["softmax", "shared gate", "whole tiles", "biased"])
+def test_a_row_alone_gets_its_experts_sum_and_norm_at_once(device: torch.device, name: str) -> None:
+    for dtype in types_for(device, torch.bfloat16):
+        case = Case(ROUTINGS[name], 1, device, dtype)
+        routed, norm = case.route(), case.residual[0].abs() + 0.5
+        ups, downs = case.biases
+        opened = gated(case.source, routed, case.gate_up, "silu", ups)
+        residual, wanted = case.residual.clone(), case.residual.clone()
+        found = weighted_onto(opened, routed, case.down, downs, residual, norm, 1e-5)
+        parts = weighted(opened, routed, case.down, downs)
+        scaled = scale_rows(wanted, norm, 1e-5, parts)
+        assert_close(residual, wanted)
+        assert_close(found.x, scaled.x)
+        assert found.squares is not None and scaled.squares is not None
+        assert_close(found.squares.sum(dim=0), scaled.squares.sum(dim=0))
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")

@@ -1,0 +1,149 @@
+"""The last products of a single row's experts, with their sum, the residual and the next norm.
+
+A program has some columns of all of the row's experts: as it sums them in order of rank itself,
+no kernel has to follow. The tall side of its tile are those columns of one expert after another,
+the other side the pairs' inputs. Only an expert's own pair counts of what they give, but the
+instruction has no fewer columns for a single pair. The bits are those of experts.weighted and
+norm.scale_rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton.kernels.gpu.fixed_order import SQUARES, settle, square_sums
+from baton.kernels.gpu.norm import Scaled
+from baton.kernels.gpu.routing import Routed
+
+STAGE_BYTES = 224 << 10
+"""Of a multiprocessor's shared memory, for what a program loads ahead."""
+
+LEAST_PAIRS = 16
+"""Columns of the least product of the hardware."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowTiling:
+    columns: int  # of a program; a multiple of SQUARES
+    tile: int  # weights of all experts per iteration
+    warps: int
+
+
+TILING = RowTiling(SQUARES.value, 1 << 14, 8)
+
+
+def weighted_onto(
+    x: Tensor,
+    routed: Routed,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    norm: Tensor,
+    epsilon: float,
+    tiling: RowTiling = TILING,
+) -> Scaled:
+    """residual [1, H] += the sum of experts.weighted(x, routed, weight, bias), in order; and
+    scaled by `norm` [H]."""
+    (_, outputs, depth), per_row = weight.shape, routed.chosen.shape[1]
+    pairs = triton.next_power_of_2(per_row)
+    block_k = max(16, min(tiling.tile // (pairs * tiling.columns), triton.next_power_of_2(depth)))
+    turn = (pairs * tiling.columns + max(pairs, LEAST_PAIRS)) * block_k * weight.element_size()
+    programs = triton.cdiv(outputs, tiling.columns)
+    parts = programs * tiling.columns // SQUARES.value
+    squares = residual.new_empty(parts, 1, dtype=torch.float32)
+    scaled = torch.empty_like(residual)
+    _weighted_onto[(programs,)](
+        x,
+        weight,
+        weight if bias is None else bias,
+        routed.chosen,
+        routed.weights,
+        residual,
+        norm,
+        scaled,
+        squares,
+        outputs,
+        K=depth,
+        PER_ROW=per_row,
+        PAIRS=pairs,
+        BIAS=bias is not None,
+        COLUMNS=tiling.columns,
+        BLOCK_M=max(pairs, LEAST_PAIRS),
+        BLOCK_K=block_k,
+        EVEN=depth % block_k == 0 and pairs == per_row,
+        num_warps=tiling.warps,
+        num_stages=max(1, STAGE_BYTES // turn),
+        enable_fp_fusion=False,
+    )
+    return Scaled(scaled, squares, epsilon)
+
+
+@triton.jit
+def _weighted_onto(
+    x_pointer,
+    weight_pointer,
+    bias_pointer,
+    chosen_pointer,
+    weights_pointer,
+    residual_pointer,
+    norm_pointer,
+    scaled_pointer,
+    squares_pointer,
+    outputs,
+    K: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BIAS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    program = tl.program_id(0)
+    tall, other = tl.arange(0, PAIRS * COLUMNS), tl.arange(0, BLOCK_M)
+    rank, lane = tall // COLUMNS, tl.arange(0, BLOCK_K)
+    real = rank < PER_ROW
+    expert = tl.load(chosen_pointer + rank, mask=real, other=0)
+    # Beyond the last column the last one again: its results are not stored.
+    column = tl.minimum(program * COLUMNS + tall % COLUMNS, outputs - 1)
+    weight_row = expert.to(tl.int64) * outputs + column
+    x_at = x_pointer + other[None, :] * K + lane[:, None]  # [BLOCK_K, BLOCK_M]
+    weight_at = weight_pointer + weight_row[:, None] * K + lane[None, :]
+    in_pairs = (other < PER_ROW)[None, :]
+    sums = tl.zeros([PAIRS * COLUMNS, BLOCK_M], dtype=tl.float32)
+    for depth in range(0, K, BLOCK_K):
+        if EVEN:
+            x = tl.load(x_at + depth, mask=in_pairs, other=0.0)
+            weights = tl.load(weight_at + depth, eviction_policy="evict_first")
+        else:
+            in_depth = depth + lane < K
+            x = tl.load(x_at + depth, mask=in_pairs & in_depth[:, None], other=0.0)
+            mask = real[:, None] & in_depth[None, :]
+            weights = tl.load(weight_at + depth, mask=mask, other=0.0)
+        sums = tl.dot(weights, x, sums, input_precision="ieee")
+    dtype = residual_pointer.dtype.element_ty
+    own = tl.sum(tl.where(rank[:, None] == other[None, :], sums, 0.0), axis=1)
+    bias = 0.0
+    if BIAS:
+        bias = tl.load(bias_pointer + weight_row, mask=real, other=0.0).to(tl.float32)
+    share = tl.load(weights_pointer + rank, mask=real, other=0.0)
+    own = settle(own, 1.0, bias, False, BIAS) * share
+    parts = tl.reshape(own.to(dtype).to(tl.float32), (PAIRS, COLUMNS))
+    mine = program * COLUMNS + tl.arange(0, COLUMNS)
+    inside = mine < outputs
+    total = tl.load(residual_pointer + mine, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(PER_ROW):
+        at_rank = (tl.arange(0, PAIRS) == part)[:, None]
+        total += tl.sum(tl.where(at_rank, parts, 0.0), axis=0)
+    total = tl.where(inside, total.to(dtype).to(tl.float32), 0.0)
+    norm = tl.load(norm_pointer + mine, mask=inside, other=0.0).to(tl.float32)
+    tl.store(residual_pointer + mine, total.to(dtype), mask=inside)
+    tl.store(scaled_pointer + mine, (total * norm).to(dtype), mask=inside)
+    left: tl.constexpr = COLUMNS // SQUARES
+    squares = square_sums(tl.reshape(total, (left, SQUARES)), 1, SQUARES)
+    tl.store(squares_pointer + program * left + tl.arange(0, left), squares)
