@@ -113,7 +113,8 @@ class Forward:
     def _project(self, layer: Layer, source: Scaled) -> Projected:
         linear = layer.qkv
         if self._is_few(source.x) and self._late_size:
-            projected = Projected(few_rows(source, linear.weight, linear.bias))
+            ahead = layer.output.weight  # loaded while attention runs
+            projected = Projected(few_rows(source, linear.weight, linear.bias, ahead=ahead))
         else:
             projected = Projected(self._product(linear.weight, source.x), source, linear.bias)
         if layer.latent and layer.latent.query and layer.latent.query_norm:

@@ -14,6 +14,7 @@ the same places.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
@@ -49,7 +50,10 @@ STAGE_BYTES = 224 << 10
 NARROW = LinearTiling(32, 256, 4, 6)
 MIDDLE = LinearTiling(64, 128, 4, 6)
 WIDE = LinearTiling(128, 128, 8, 3)
-"""The last two measured on an H200, for 1 to 32 rows of Llama 3.1 8B's shapes: docs/PERFORMANCE.md."""
+"""The last two measured on an H200, for 1 to 32 rows of Llama 3.1 8B: docs/PERFORMANCE.md."""
+
+MOST_AHEAD = 32 << 20
+"""Bytes of a later product's weights that a product has loaded into the L2 cache."""
 
 
 def tiling_for(outputs: int) -> LinearTiling:
@@ -66,15 +70,20 @@ def stages_for(tiling: LinearTiling, block_m: int, gated: bool, dtype: torch.dty
 
 
 def few_rows(
-    source: Scaled, weight: Tensor, bias: Tensor | None = None, gates: Activation | None = None
+    source: Scaled,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    gates: Activation | None = None,
+    ahead: Tensor | None = None,
 ) -> Tensor:
     """norm(residual) @ weight.T + bias, for weight [N, K]: [M, N].
 
     With `gates`, weight holds those, then as many ups: activation(gates) * ups, [M, N / 2].
+    `ahead`: the weights of a later product, after a kernel that leaves memory idle.
     """
     outputs = len(weight) // 2 if gates else len(weight)
     out = source.x.new_empty(len(source.x), outputs)
-    _launch(source.x, weight, bias, out, outputs, source=source, gates=gates)
+    _launch(source.x, weight, bias, out, outputs, source=source, gates=gates, ahead=ahead)
     return out
 
 
@@ -118,13 +127,16 @@ def _launch(
     norm: Tensor | None = None,
     target: Scaled | None = None,
     gates: Activation | None = None,
+    ahead: Tensor | None = None,
 ) -> None:
     rows, depth = x.shape
     tiling = tiling_for(outputs)
+    programs, threads = triton.cdiv(outputs, tiling.outputs), 32 * tiling.warps
+    piece = 0 if ahead is None else min(ahead.nbytes, MOST_AHEAD) // (programs * threads)
     block_m = max(16, triton.next_power_of_2(rows))
     read = source.squares if source else None
     written = target.squares if target else None
-    _few_rows[(triton.cdiv(outputs, tiling.outputs),)](
+    _few_rows[(programs,)](
         x,
         weight,
         bias if bias is not None else weight,
@@ -132,8 +144,10 @@ def _launch(
         read if read is not None else (written if written is not None else x),
         norm if norm is not None else weight,
         target.x if target else out,
+        weight if ahead is None else ahead,
         rows,
         outputs,
+        piece // 16 * 16,
         source.epsilon if source else 0.0,
         PARTS=0 if read is None else len(read),
         BLOCK_PARTS=1 if read is None else triton.next_power_of_2(len(read)),
@@ -142,6 +156,7 @@ def _launch(
         GATED=gates is not None,
         ACTIVATION=gates or "",
         ADDS=target is not None,
+        AHEAD=threads if ahead is not None and _prefetches(ahead.device) else 0,
         BLOCK_M=block_m,
         BLOCK_N=tiling.outputs,
         BLOCK_K=tiling.depth,
@@ -152,7 +167,27 @@ def _launch(
     )
 
 
-@triton.jit(do_not_specialize=["rows"])
+@lru_cache
+def _prefetches(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@triton.jit
+def _prefetch(pointer, piece, THREADS: tl.constexpr):
+    """Has a piece of memory for each of all programs' threads loaded into the L2 cache: `piece`
+    bytes, a multiple of 16."""
+    thread = tl.program_id(0).to(tl.int64) * THREADS + tl.arange(0, THREADS)
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
+        "=r,l,r",
+        [pointer.to(tl.int64) + thread * piece, tl.zeros([THREADS], dtype=tl.int32) + piece],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit(do_not_specialize=["rows", "piece"])
 def _few_rows(
     x_pointer,
     weight_pointer,
@@ -161,8 +196,10 @@ def _few_rows(
     squares_pointer,
     norm_pointer,
     scaled_pointer,
+    ahead_pointer,
     rows,
     outputs,
+    piece,
     epsilon,
     PARTS: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
@@ -171,6 +208,7 @@ def _few_rows(
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ADDS: tl.constexpr,
+    AHEAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -202,6 +240,8 @@ def _few_rows(
             else:
                 up_weights = tl.load(weight_at + to_up + start, mask=mask, other=0.0)
             ups = tl.dot(up_weights, x, ups, input_precision="ieee")
+    if AHEAD > 0:
+        _prefetch(ahead_pointer, piece, AHEAD)
     at = row.to(tl.int64)[None, :] * outputs + column[:, None]
     mask = in_rows[None, :] & in_columns[:, None]
     dtype = out_pointer.dtype.element_ty

@@ -149,7 +149,8 @@ def test_a_row_alone_gets_its_experts_sum_and_norm_at_once(device: torch.device,
         scaled = scale_rows(wanted, norm, 1e-5, parts)
         assert_close(residual, wanted)
         assert_close(found.x, scaled.x)
-        assert found.squares is not None and scaled.squares is not None
+        assert found.squares is not None
+        assert scaled.squares is not None
         assert_close(found.squares.sum(dim=0), scaled.squares.sum(dim=0))
 
 
