@@ -89,9 +89,13 @@ class Forward:
                 residual = residual[samples]
             norms = _weight(layer.mlp_norm), _weight(layer.attention_after)
             source = self._onto(residual, layer.output, attended, *norms)
-            following = model.norm if index == last else model.layers[index + 1].attention_norm
+            following: RMSNorm | None = model.norm
+            product = model.head
+            if index < last:
+                following = model.layers[index + 1].attention_norm
+                product = model.layers[index + 1].qkv
             norms = _weight(following), _weight(layer.mlp_after)
-            source = self._feed_forward(residual, layer.mlp, source, *norms)
+            source = self._feed_forward(residual, layer.mlp, source, *norms, product.weight)
         return rms_norm(residual, model.norm.weight, self._epsilon)
 
     def logits(self, normed: Tensor, out: Tensor | None = None) -> Tensor:
@@ -136,8 +140,9 @@ class Forward:
         source: Scaled,
         norm: Tensor | None,
         after: Tensor | None,
+        ahead: Tensor,
     ) -> Scaled:
-        """residual += mlp(source), as _onto."""
+        """residual += mlp(source), as _onto. `ahead`: the weights of the next product."""
         if isinstance(mlp, MLP):
             return self._onto(residual, mlp.down, self._gated(mlp.gate_up, source), norm, after)
         routed = route(source, mlp.router, mlp.correction, mlp.routing)
@@ -145,7 +150,7 @@ class Forward:
         alone = not isinstance(mlp, SummedExperts) and len(residual) == 1
         if alone and norm is not None and after is None and self._late_size:
             down, bias = mlp.down, mlp.biases.down
-            return weighted_onto(gated, routed, down, bias, residual, norm, self._epsilon)
+            return weighted_onto(gated, routed, down, bias, residual, norm, self._epsilon, ahead)
         parts = weighted(gated, routed, mlp.down, mlp.biases.down)
         if isinstance(mlp, SummedExperts):
             parts = mlp.group.sum(sum_parts(parts))[None]

@@ -61,7 +61,7 @@ SAMPLED_ROWS = 256
 """Prompts whose logits are computed at a time."""
 
 SPARE_BLOCKS = 16
-"""Blocks of a recorded prompt step beyond what one prompt of its size needs."""
+"""Least number of blocks of a recorded prompt step beyond what one prompt of its size needs."""
 
 
 class Chosen(NamedTuple):
@@ -336,4 +336,4 @@ def slot_count(max_batch: int) -> int:
 
 def _blocks_of(rows: int) -> int:
     """Blocks of a recorded step over prompts."""
-    return rows // BLOCK_QUERIES + SPARE_BLOCKS
+    return rows // BLOCK_QUERIES + max(SPARE_BLOCKS, rows // 32)

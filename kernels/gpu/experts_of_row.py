@@ -18,6 +18,7 @@ from torch import Tensor
 
 from baton.kernels.gpu.fixed_order import SQUARES, settle, square_sums
 from baton.kernels.gpu.norm import Scaled
+from baton.kernels.gpu.prefetch import piece_for, prefetch
 from baton.kernels.gpu.routing import Routed
 
 STAGE_BYTES = 224 << 10
@@ -45,15 +46,18 @@ def weighted_onto(
     residual: Tensor,
     norm: Tensor,
     epsilon: float,
+    ahead: Tensor | None = None,
     tiling: RowTiling = TILING,
 ) -> Scaled:
     """residual [1, H] += the sum of experts.weighted(x, routed, weight, bias), in order; and
-    scaled by `norm` [H]."""
+    scaled by `norm` [H]. `ahead`: the weights of the next product."""
     (_, outputs, depth), per_row = weight.shape, routed.chosen.shape[1]
     pairs = triton.next_power_of_2(per_row)
     block_k = max(16, min(tiling.tile // (pairs * tiling.columns), triton.next_power_of_2(depth)))
     turn = (pairs * tiling.columns + max(pairs, LEAST_PAIRS)) * block_k * weight.element_size()
     programs = triton.cdiv(outputs, tiling.columns)
+    threads = 32 * tiling.warps
+    piece = piece_for(ahead, programs * threads)
     parts = programs * tiling.columns // SQUARES.value
     squares = residual.new_empty(parts, 1, dtype=torch.float32)
     scaled = torch.empty_like(residual)
@@ -67,11 +71,14 @@ def weighted_onto(
         norm,
         scaled,
         squares,
+        weight if ahead is None else ahead,
         outputs,
+        piece,
         K=depth,
         PER_ROW=per_row,
         PAIRS=pairs,
         BIAS=bias is not None,
+        AHEAD=threads if piece else 0,
         COLUMNS=tiling.columns,
         BLOCK_M=max(pairs, LEAST_PAIRS),
         BLOCK_K=block_k,
@@ -83,7 +90,7 @@ def weighted_onto(
     return Scaled(scaled, squares, epsilon)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["piece"])
 def _weighted_onto(
     x_pointer,
     weight_pointer,
@@ -94,11 +101,14 @@ def _weighted_onto(
     norm_pointer,
     scaled_pointer,
     squares_pointer,
+    ahead_pointer,
     outputs,
+    piece,
     K: tl.constexpr,
     PER_ROW: tl.constexpr,
     PAIRS: tl.constexpr,
     BIAS: tl.constexpr,
+    AHEAD: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -126,6 +136,8 @@ def _weighted_onto(
             mask = real[:, None] & in_depth[None, :]
             weights = tl.load(weight_at + depth, mask=mask, other=0.0)
         sums = tl.dot(weights, x, sums, input_precision="ieee")
+    if AHEAD > 0:
+        prefetch(ahead_pointer, piece, AHEAD)
     dtype = residual_pointer.dtype.element_ty
     own = tl.sum(tl.where(rank[:, None] == other[None, :], sums, 0.0), axis=1)
     bias = 0.0

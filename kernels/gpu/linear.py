@@ -14,7 +14,6 @@ the same places.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import triton
@@ -30,6 +29,7 @@ from baton.kernels.gpu.fixed_order import (
     square_sums,
 )
 from baton.kernels.gpu.norm import Scaled
+from baton.kernels.gpu.prefetch import piece_for, prefetch
 from baton.kernels.linear import Activation
 
 MOST_ROWS = 32
@@ -51,9 +51,6 @@ NARROW = LinearTiling(32, 256, 4, 6)
 MIDDLE = LinearTiling(64, 128, 4, 6)
 WIDE = LinearTiling(128, 128, 8, 3)
 """The last two measured on an H200, for 1 to 32 rows of Llama 3.1 8B: docs/PERFORMANCE.md."""
-
-MOST_AHEAD = 32 << 20
-"""Bytes of a later product's weights that a product has loaded into the L2 cache."""
 
 
 def tiling_for(outputs: int) -> LinearTiling:
@@ -132,7 +129,7 @@ def _launch(
     rows, depth = x.shape
     tiling = tiling_for(outputs)
     programs, threads = triton.cdiv(outputs, tiling.outputs), 32 * tiling.warps
-    piece = 0 if ahead is None else min(ahead.nbytes, MOST_AHEAD) // (programs * threads)
+    piece = piece_for(ahead, programs * threads)
     block_m = max(16, triton.next_power_of_2(rows))
     read = source.squares if source else None
     written = target.squares if target else None
@@ -147,7 +144,7 @@ def _launch(
         weight if ahead is None else ahead,
         rows,
         outputs,
-        piece // 16 * 16,
+        piece,
         source.epsilon if source else 0.0,
         PARTS=0 if read is None else len(read),
         BLOCK_PARTS=1 if read is None else triton.next_power_of_2(len(read)),
@@ -156,7 +153,7 @@ def _launch(
         GATED=gates is not None,
         ACTIVATION=gates or "",
         ADDS=target is not None,
-        AHEAD=threads if ahead is not None and _prefetches(ahead.device) else 0,
+        AHEAD=threads if piece else 0,
         BLOCK_M=block_m,
         BLOCK_N=tiling.outputs,
         BLOCK_K=tiling.depth,
@@ -164,26 +161,6 @@ def _launch(
         num_warps=tiling.warps,
         enable_fp_fusion=False,
         num_stages=stages_for(tiling, block_m, gates is not None, weight.dtype),
-    )
-
-
-@lru_cache
-def _prefetches(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-@triton.jit
-def _prefetch(pointer, piece, THREADS: tl.constexpr):
-    """Has a piece of memory for each of all programs' threads loaded into the L2 cache: `piece`
-    bytes, a multiple of 16."""
-    thread = tl.program_id(0).to(tl.int64) * THREADS + tl.arange(0, THREADS)
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
-        "=r,l,r",
-        [pointer.to(tl.int64) + thread * piece, tl.zeros([THREADS], dtype=tl.int32) + piece],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
     )
 
 
@@ -241,7 +218,7 @@ def _few_rows(
                 up_weights = tl.load(weight_at + to_up + start, mask=mask, other=0.0)
             ups = tl.dot(up_weights, x, ups, input_precision="ieee")
     if AHEAD > 0:
-        _prefetch(ahead_pointer, piece, AHEAD)
+        prefetch(ahead_pointer, piece, AHEAD)
     at = row.to(tl.int64)[None, :] * outputs + column[:, None]
     mask = in_rows[None, :] & in_columns[:, None]
     dtype = out_pointer.dtype.element_ty

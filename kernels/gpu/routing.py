@@ -30,14 +30,12 @@ class RouterTiling:
     stages: int
 
 
-ROUTER_TILINGS = {
-    32: RouterTiling(16, 16, 512, 4),
-    512: RouterTiling(64, 16, 128, 4),
-}
-"""By the most rows: few programs' loads are all under way at once, and a small expert router
-still occupies several multiprocessors."""
+FEW_ROWS = 32
+FEW = RouterTiling(16, 16, 512, 4)
+MANY = RouterTiling(64, 32, 128, 4)
+"""Few rows have all loads under way at once, and a small expert router still occupies several
+multiprocessors."""
 
-MANY_ROWS = RouterTiling(64, 64, 128, 4)
 STAGE_BYTES = 200 << 10
 """Of a multiprocessor's shared memory, for what a program loads ahead."""
 
@@ -107,8 +105,7 @@ def _logits(x: Tensor, router: Tensor) -> Tensor:
     """x [T, H] @ router [outputs, H].T -> [T, outputs], float32."""
     (rows, depth), outputs = x.shape, len(router)
     logits = torch.empty(rows, outputs, dtype=torch.float32, device=x.device)
-    fitting = (tiling for most, tiling in ROUTER_TILINGS.items() if rows <= most)
-    tiling = next(fitting, MANY_ROWS)
+    tiling = FEW if rows <= FEW_ROWS else MANY
     turn = (tiling.rows + tiling.experts) * tiling.depth * x.element_size()
     _products[(triton.cdiv(outputs, tiling.experts), triton.cdiv(rows, tiling.rows))](
         x,

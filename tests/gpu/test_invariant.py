@@ -99,14 +99,16 @@ Logits = dict[tuple[int, int], Tensor]
 class Engine:
     """A runner whose logits are kept."""
 
-    def __init__(self, model: Model, page_size: int = 16) -> None:
+    def __init__(self, model: Model, page_size: int = 16, chunk_tokens: int = 8192) -> None:
         shape = model.architecture
         slices = shape.slices
         pages = TOKENS // page_size * len(slices.windows)
         size = shape.pages_shape(pages, page_size)
         self.kv = torch.zeros(size, dtype=model.embedding.dtype, device="cuda")
         self.pool = make_pool(pages, page_size, slices.windows)
-        self.runner = GpuRunner(model, self.kv, CONTEXT, BATCH, None, Numerics.INVARIANT)
+        self.runner = GpuRunner(
+            model, self.kv, CONTEXT, BATCH, None, Numerics.INVARIANT, chunk_tokens
+        )
         self.runner.record()
         self.logits: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
         sampler = self.runner._sampler
@@ -221,10 +223,14 @@ def test_bits_do_not_depend_on_company(name: str, dtype: torch.dtype, tmp_path: 
         found = kept(engine, run(engine))
         if differ := differing(engine, wanted, found, memory):
             wrong[case] = differ[-6:]
-    engine = Engine(model, page_size=5)
-    found = kept(engine, at_once(5, 50)(engine))
-    if differ := differing(engine, wanted, found, memory):
-        wrong["pages of 5"] = differ[-6:]
+    others = {
+        "pages of 5": (Engine(model, page_size=5), at_once(5, 50)),
+        "long chunks not recorded": (Engine(model, chunk_tokens=512), in_chunks(600)),
+    }
+    for case, (engine, run) in others.items():
+        found = kept(engine, run(engine))
+        if differ := differing(engine, wanted, found, memory):
+            wrong[case] = differ[-6:]
     assert not wrong, "\n".join(f"{case}: {differ}" for case, differ in wrong.items())
 
 
@@ -266,6 +272,7 @@ def test_pages_that_windows_have_passed_are_not_read(name: str, tmp_path: Path) 
         (4096, 4096),
         (28672, 4096),
         (4096, 14336),
+        (2048, 4096),
         (576, 1536),
         (960, 576),
         (896, 4864),
