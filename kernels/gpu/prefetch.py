@@ -19,7 +19,7 @@ MOST_BYTES = 32 << 20
 
 def piece_for(ahead: Tensor | None, threads: int) -> int:
     """Bytes of `ahead` that each of all threads has loaded; 0: none are."""
-    if ahead is None or not can_prefetch(ahead.device):
+    if ahead is None or not can_prefetch(ahead.device) or ahead.data_ptr() % 16:
         return 0
     return min(ahead.nbytes, MOST_BYTES) // threads // 16 * 16
 
