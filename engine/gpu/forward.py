@@ -31,6 +31,7 @@ from baton.kernels.gpu.linear import (
     gate_and_multiply,
 )
 from baton.kernels.gpu.norm import Scaled, embed, rms_norm, scale_rows
+from baton.kernels.gpu.prefetch import SHORT_BYTES
 from baton.kernels.gpu.rotary import Projected, norm_projections
 from baton.kernels.gpu.routing import route
 from baton.kernels.linear import GatedLinear, Linear, RMSNorm
@@ -117,7 +118,8 @@ class Forward:
     def _project(self, layer: Layer, source: Scaled) -> Projected:
         linear = layer.qkv
         if self._is_few(source.x) and self._late_size:
-            ahead = layer.output.weight  # loaded while attention runs
+            output = layer.output.weight
+            ahead = output if output.nbytes <= SHORT_BYTES else None
             projected = Projected(few_rows(source, linear.weight, linear.bias, ahead=ahead))
         else:
             projected = Projected(self._product(linear.weight, source.x), source, linear.bias)

@@ -9,14 +9,12 @@ norm.scale_rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.kernels.gpu.fixed_order import SQUARES, settle, square_sums
+from baton.kernels.gpu.fixed_order import settle, square_columns, square_sums
 from baton.kernels.gpu.norm import Scaled
 from baton.kernels.gpu.prefetch import piece_for, prefetch
 from baton.kernels.gpu.routing import Routed
@@ -27,15 +25,9 @@ STAGE_BYTES = 224 << 10
 LEAST_PAIRS = 16
 """Columns of the least product of the hardware."""
 
-
-@dataclass(frozen=True, slots=True)
-class RowTiling:
-    columns: int  # of a program; a multiple of SQUARES
-    tile: int  # weights of all experts per iteration
-    warps: int
-
-
-TILING = RowTiling(SQUARES.value, 1 << 14, 8)
+TILE = 1 << 14
+"""Weights of all experts per iteration."""
+WARPS = 8
 
 
 def weighted_onto(
@@ -47,19 +39,16 @@ def weighted_onto(
     norm: Tensor,
     epsilon: float,
     ahead: Tensor | None = None,
-    tiling: RowTiling = TILING,
 ) -> Scaled:
     """residual [1, H] += the sum of experts.weighted(x, routed, weight, bias), in order; and
     scaled by `norm` [H]. `ahead`: the weights of the next product."""
     (_, outputs, depth), per_row = weight.shape, routed.chosen.shape[1]
-    pairs = triton.next_power_of_2(per_row)
-    block_k = max(16, min(tiling.tile // (pairs * tiling.columns), triton.next_power_of_2(depth)))
-    turn = (pairs * tiling.columns + max(pairs, LEAST_PAIRS)) * block_k * weight.element_size()
-    programs = triton.cdiv(outputs, tiling.columns)
-    threads = 32 * tiling.warps
+    pairs, columns = triton.next_power_of_2(per_row), square_columns(outputs)
+    block_k = max(16, min(TILE // (pairs * columns), triton.next_power_of_2(depth)))
+    turn = (pairs * columns + max(pairs, LEAST_PAIRS)) * block_k * weight.element_size()
+    programs, threads = triton.cdiv(outputs, columns), 32 * WARPS
     piece = piece_for(ahead, programs * threads)
-    parts = programs * tiling.columns // SQUARES.value
-    squares = residual.new_empty(parts, 1, dtype=torch.float32)
+    squares = residual.new_empty(programs, 1, dtype=torch.float32)
     scaled = torch.empty_like(residual)
     _weighted_onto[(programs,)](
         x,
@@ -79,11 +68,11 @@ def weighted_onto(
         PAIRS=pairs,
         BIAS=bias is not None,
         AHEAD=threads if piece else 0,
-        COLUMNS=tiling.columns,
+        COLUMNS=columns,
         BLOCK_M=max(pairs, LEAST_PAIRS),
         BLOCK_K=block_k,
         EVEN=depth % block_k == 0 and pairs == per_row,
-        num_warps=tiling.warps,
+        num_warps=WARPS,
         num_stages=max(1, STAGE_BYTES // turn),
         enable_fp_fusion=False,
     )
@@ -156,6 +145,4 @@ def _weighted_onto(
     norm = tl.load(norm_pointer + mine, mask=inside, other=0.0).to(tl.float32)
     tl.store(residual_pointer + mine, total.to(dtype), mask=inside)
     tl.store(scaled_pointer + mine, (total * norm).to(dtype), mask=inside)
-    left: tl.constexpr = COLUMNS // SQUARES
-    squares = square_sums(tl.reshape(total, (left, SQUARES)), 1, SQUARES)
-    tl.store(squares_pointer + program * left + tl.arange(0, left), squares)
+    tl.store(squares_pointer + program, square_sums(total, 0, COLUMNS))

@@ -32,15 +32,18 @@ SPLIT = 128
 """Tokens whose sums one program adds up: a multiple of TILE. Longer splits spare merging, shorter
 ones occupy more programs with one sequence."""
 
-SQUARES = tl.constexpr(32)
-"""Columns whose squares a product adds up; a row's squares are the sum of these."""
-
-
 ALPHA, LIMIT = tl.constexpr(SWIGLU_ALPHA), tl.constexpr(SWIGLU_LIMIT)
 
 
 def tile_of(dtype: torch.dtype) -> int:
     return TILE if dtype.itemsize == 2 else FLOAT32_TILE
+
+
+@triton.constexpr_function
+def square_columns(size):
+    """Columns whose squares a product of `size` outputs adds up; a row's squares are the sum of
+    these."""
+    return 32 if size < 4096 else 64
 
 
 @triton.constexpr_function
@@ -79,11 +82,11 @@ def part_sums(parts, AXIS: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def squares_of_row(x, SIZE: tl.constexpr):
-    """x [SIZE], a power of two, float32 -> its sum of squares, as products leave it in parts."""
-    part: tl.constexpr = min(SIZE, SQUARES)
-    parts = square_sums(tl.reshape(x, (SIZE // part, part)), 1, part)
-    return part_sums(parts, 0, SIZE // part)
+def squares_of_row(x, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """x [BLOCK], float32, a row of SIZE -> its sum of squares, as products leave it in parts."""
+    part: tl.constexpr = min(BLOCK, square_columns(SIZE))
+    parts = square_sums(tl.reshape(x, (BLOCK // part, part)), 1, part)
+    return part_sums(parts, 0, BLOCK // part)
 
 
 @triton.jit

@@ -112,7 +112,7 @@ def _normed(
     """raw [BLOCK] -> settled and normed, rounded."""
     x = settle(raw.to(tl.float32), size, 0.0, SCALED, False).to(raw.dtype).to(tl.float32)
     weight = tl.load(norm_pointer + column, mask=column < SIZE, other=0.0).to(tl.float32)
-    return (x * inverse_size(squares_of_row(x, BLOCK), epsilon, SIZE) * weight).to(raw.dtype)
+    return (x * inverse_size(squares_of_row(x, SIZE, BLOCK), epsilon, SIZE) * weight).to(raw.dtype)
 
 
 def absorb_and_store(

@@ -21,11 +21,11 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.kernels.gpu.fixed_order import (
-    SQUARES,
     gate,
     inverse_size,
     part_sums,
     settle,
+    square_columns,
     square_sums,
 )
 from baton.kernels.gpu.norm import Scaled
@@ -110,7 +110,7 @@ def few_rows_onto(
 
 def _parts(outputs: int) -> int:
     """Sums of squares that a program leaves."""
-    return tiling_for(outputs).outputs // SQUARES.value
+    return tiling_for(outputs).outputs // square_columns(outputs)
 
 
 def _launch(
@@ -154,6 +154,7 @@ def _launch(
         ACTIVATION=gates or "",
         ADDS=target is not None,
         AHEAD=threads if piece else 0,
+        SQUARES=square_columns(outputs),
         BLOCK_M=block_m,
         BLOCK_N=tiling.outputs,
         BLOCK_K=tiling.depth,
@@ -186,6 +187,7 @@ def _few_rows(
     ACTIVATION: tl.constexpr,
     ADDS: tl.constexpr,
     AHEAD: tl.constexpr,
+    SQUARES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,

@@ -161,7 +161,8 @@ def _rows(
         part_x = tl.load(part_at, mask=inside, other=0.0).to(tl.float32)
         if AFTER:
             after = tl.load(after_pointer + column, mask=inside, other=0.0).to(tl.float32)
-            part_x = part_x * inverse_size(squares_of_row(part_x, BLOCK), epsilon, SIZE) * after
+            size = inverse_size(squares_of_row(part_x, SIZE, BLOCK), epsilon, SIZE)
+            part_x = part_x * size * after
             part_x = part_x.to(source.dtype).to(tl.float32)
         x += part_x
     dtype = out_pointer.dtype.element_ty
@@ -170,7 +171,7 @@ def _rows(
         x = x.to(dtype).to(tl.float32)
     if WEIGHED:
         weight = tl.load(weight_pointer + column, mask=inside, other=0.0).to(tl.float32)
-        squares = squares_of_row(x, BLOCK)
+        squares = squares_of_row(x, SIZE, BLOCK)
         if NORMED:
             x = x * inverse_size(squares, epsilon, SIZE)
         else:

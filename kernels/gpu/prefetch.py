@@ -16,6 +16,9 @@ from torch import Tensor
 MOST_BYTES = 32 << 20
 """Of the L2 cache, which is larger."""
 
+SHORT_BYTES = 24 << 20
+"""Weights that load while attention decodes: larger ones keep it from its keys and values."""
+
 
 def piece_for(ahead: Tensor | None, threads: int) -> int:
     """Bytes of `ahead` that each of all threads has loaded; 0: none are."""

@@ -203,7 +203,7 @@ def _norm_part(
     x = _settle(raw, size, bias, SCALED, BIAS).to(tl.float32)
     if NORMED:
         norm = tl.load(norm_pointer + column, mask=inside, other=0.0).to(tl.float32)
-        x = x * inverse_size(squares_of_row(x, BLOCK), epsilon, SIZE) * norm
+        x = x * inverse_size(squares_of_row(x, SIZE, BLOCK), epsilon, SIZE) * norm
     tl.store(pointer + column, x.to(raw.dtype), mask=inside)
 
 
