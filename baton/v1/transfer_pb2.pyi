@@ -48,7 +48,7 @@ class PoolLayout(_message.Message):
     layers: _builtins.int
     """Layers of a page: all, or a slice of them where their windows differ."""
     kv_heads: _builtins.int
-    """Key/value heads per layer."""
+    """Key/value heads per layer. A latent is one head without values of its own."""
     head_dim: _builtins.int
     """Values per head."""
     @_builtins.property
@@ -98,7 +98,7 @@ class PoolAddress(_message.Message):
     base: _builtins.int
     """The first byte of page 0 in the owner's address space."""
     page_bytes: _builtins.int
-    """Bytes per page, of all shards together."""
+    """Bytes per page, of all heads."""
     total_pages: _builtins.int
     """Pages in the pool."""
     device: _builtins.str
@@ -119,9 +119,9 @@ class PoolAddress(_message.Message):
 
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolShard]:
-        """The shards of a pool whose heads are split among several processes, the one
-        of `agent` first; `base` and `routes` are then empty. Empty when one process
-        holds all heads.
+        """The shards of a pool whose heads are split among several processes, or that
+        each hold whole pages of latents, the one of `agent` first; `base` and
+        `routes` are then empty. Empty when there is one process.
         """
 
     def __init__(

@@ -35,6 +35,9 @@ class Known:
     costs: CostModel = field(default_factory=CostModel)
     prefill_busy_seconds: float = 0.0
 
+    def pages_held(self, tokens: float) -> float:
+        return tokens / 16
+
 
 def assigned(placement: Placement) -> Assignment:
     prefill = link("p0") if placement.prefill else None
