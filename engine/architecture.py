@@ -320,7 +320,8 @@ class Split:
     cut by inputs    output, down: the ranks' products are summed (engine/tensor_parallel.py)
     whole            embeddings, norms and routers, on each rank; the head, on rank 0, which samples
 
-    Every rank has its columns of every expert, as of an MLP.
+    Every rank has its columns of every expert, as of an MLP. Of norms over all heads together each
+    has its heads' weights, and the ranks' squares are summed.
 
     A rank's pages hold the keys and values of its own heads, under the same page ids on all
     ranks, so rank 0's pool keeps the books for all. Latents have no heads: every rank has them
@@ -350,11 +351,6 @@ def check_split(whole: Architecture, size: int) -> None:
 
     Key heads are not repeated, so there are never more ranks than key heads.
     """
-    if size > 1 and whole.query_key_norm == "projection":
-        raise InvalidConfig(
-            f"{size} ranks cannot share a model that norms all heads together",
-            field="tensor_parallel",
-        )
     counts = {
         "key heads": 0 if whole.latent else whole.kv_heads,
         "heads": whole.heads,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.architecture import Architecture
+from baton.engine.tensor_parallel import SummedNorms
 from baton.kernels.attention import (
     ChunkReads,
     DecodeReads,
@@ -56,6 +57,7 @@ class Layer:
     latent: LatentHeads | None
     query_norm: RMSNorm | None
     key_norm: RMSNorm | None
+    summed_norms: SummedNorms | None  # in place of both, where ranks share what they norm
     scoring: Scoring
     sinks: Tensor | None  # [heads], float32
     output: Linear
@@ -79,7 +81,7 @@ class Model:
     def pack(self) -> None:
         """Lays the weights out as this CPU's compiled products read them."""
         for layer in self.layers:
-            for part in (layer.qkv, layer.latent, layer.output, layer.mlp):
+            for part in (layer.qkv, layer.latent, layer.summed_norms, layer.output, layer.mlp):
                 if part:
                     part.pack()
         self.head.pack()
@@ -124,6 +126,8 @@ class Model:
         qkv = layer.qkv(hidden, layer.attention_norm)
         if layer.latent:
             qkv = layer.latent.queries_and_latent(qkv)
+        if layer.summed_norms:
+            layer.summed_norms.normalize_(qkv)
         qkv = qkv.view(len(hidden), -1, self.architecture.head_dim)
         norms = layer.query_norm, layer.key_norm
         rotation = None if layer.rope is None else batch.rotations[layer.rope]

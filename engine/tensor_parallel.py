@@ -171,6 +171,32 @@ class SummedLinear(Linear):
         return self.group.sum(part)
 
 
+class SummedNorms:
+    """Norms of queries and of keys, each over the heads of all ranks: their squares are summed."""
+
+    __slots__ = ("_add_squares", "_sizes", "group", "key", "query")
+
+    def __init__(self, query: RMSNorm, key: RMSNorm, group: Group) -> None:
+        """Each with this rank's part of the weight."""
+        self.query, self.key, self.group = query, key, group
+        self._sizes = torch.tensor([len(norm.wide) for norm in (query, key)])
+        # As a product, since that adds up a row in one order, whatever the other rows.
+        self._add_squares = Linear(torch.eye(2).repeat_interleave(self._sizes, dim=1))
+
+    def pack(self) -> None:
+        """As Linear.pack."""
+        self._add_squares.pack()
+
+    def normalize_(self, qkv: Tensor) -> None:
+        """Normalizes the queries and keys of qkv [T, queries + keys + values]."""
+        part = qkv[:, : int(self._sizes.sum())]
+        x = part.float()
+        squares = self.group.sum(self._add_squares(x * x))  # [T, 2]
+        mean = squares / (self._sizes * self.group.split.size)
+        inverse = (mean + self.query.epsilon).rsqrt().repeat_interleave(self._sizes, dim=1)
+        part.copy_(x * inverse * torch.cat((self.query.wide, self.key.wide)))
+
+
 class SummedExperts(Experts):
     """Each rank has its columns of every expert: their sums are summed. Only rank 0 has the biases
     of `down`."""

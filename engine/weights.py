@@ -19,7 +19,7 @@ from baton.engine.latent_config import NORM_EPSILON
 from baton.engine.model import Layer, Model
 from baton.engine.random_tensors import RandomTensors
 from baton.engine.rotations import interleave_pairs
-from baton.engine.tensor_parallel import Group, SummedExperts, SummedLinear
+from baton.engine.tensor_parallel import Group, SummedExperts, SummedLinear, SummedNorms
 from baton.kernels.attention import Scoring
 from baton.kernels.experts import MLP, NO_BIASES, ExpertBiases, Experts
 from baton.kernels.latent import LatentHeads
@@ -119,6 +119,7 @@ class _Loader:
         place = shape.rope_of_layer[index]
         projections = self._latent if shape.latent else self._by_heads
         qkv, latent, query_norm, key_norm = projections(attention, place)
+        summed_norms = self._summed_norms(query_norm, key_norm)
         values = shape.heads * (shape.latent.value if shape.latent else shape.head_dim)
         norms = {
             field: self._norm(f"{prefix}{name}.weight", shape.hidden) if name else None
@@ -128,8 +129,9 @@ class _Loader:
             attention_norm=norms["attention"],
             qkv=qkv,
             latent=latent,
-            query_norm=query_norm,
-            key_norm=key_norm,
+            query_norm=None if summed_norms else query_norm,
+            key_norm=None if summed_norms else key_norm,
+            summed_norms=summed_norms,
             scoring=Scoring(shape.score_scale, shape.score_cap),
             sinks=self._sinks(attention + "sinks") if shape.sinks else None,
             output=self._summed(attention + "o_proj", values, bias=shape.output_bias),
@@ -334,12 +336,14 @@ class _Loader:
             start += self._split.size * size
         return Cut(dimension, start, tuple(parts))
 
-    def _norm(self, name: str, size: int, arrange: Arrange | None = None) -> RMSNorm:
+    def _norm(
+        self, name: str, size: int, arrange: Arrange | None = None, cut: Cut | None = None
+    ) -> RMSNorm:
         """With an offset its weight is in float32, since the sum may need more digits."""
         offset = self._architecture.norm_offset
         dtype = torch.float32 if offset else self._dtype
         weight = torch.empty(size, dtype=dtype, device=self._device)
-        self._source.copy(name, weight, arrange)
+        self._source.copy(name, weight, arrange, cut)
         return RMSNorm(weight.add_(offset) if offset else weight, self._architecture.norm_epsilon)
 
     def _sinks(self, name: str) -> Tensor:
@@ -351,7 +355,15 @@ class _Loader:
         kind = self._architecture.query_key_norm
         if kind == "none":
             return None
-        return self._norm(name, self._architecture.head_dim if kind == "head" else outputs, paired)
+        if kind == "head":
+            return self._norm(name, self._architecture.head_dim, paired)
+        return self._norm(name, outputs, paired, self._cut(0, outputs))
+
+    def _summed_norms(self, query: RMSNorm | None, key: RMSNorm | None) -> SummedNorms | None:
+        together = self._architecture.query_key_norm == "projection"
+        if together and query and key and self._group:
+            return SummedNorms(query, key, self._group)
+        return None
 
     def _tensor(self, name: str, *shape: int) -> Tensor:
         tensor = self._empty(*shape)

@@ -125,6 +125,10 @@ class Forward:
             projected = Projected(self._product(linear.weight, source.x), source, linear.bias)
         if layer.latent and layer.latent.query and layer.latent.query_norm:
             return self._with_queries(projected, layer.latent.query, layer.latent.query_norm)
+        if layer.summed_norms:
+            shared = layer.summed_norms
+            norms, group = (shared.query.weight, shared.key.weight), shared.group
+            return norm_projections(projected, *norms, self._epsilon, group.split.size, group.sum)
         if self._norms_projections and layer.query_norm and layer.key_norm:
             norms = layer.query_norm.weight, layer.key_norm.weight
             return norm_projections(projected, *norms, self._epsilon)

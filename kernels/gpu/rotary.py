@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -118,20 +120,48 @@ def rotate_and_store(
 
 
 def norm_projections(
-    projected: Projected, query_norm: Tensor, key_norm: Tensor, epsilon: float
+    projected: Projected,
+    query_norm: Tensor,
+    key_norm: Tensor,
+    epsilon: float,
+    ranks: int = 1,
+    sum_ranks: Callable[[Tensor], Tensor] | None = None,
 ) -> Projected:
     """Settled, in place, with all queries and all keys of a row normed together; the weights are
-    as long as these."""
+    as long as these. Where `ranks` share the heads, `sum_ranks` adds up their squares."""
+    norms = query_norm, key_norm
+    if sum_ranks is None:
+        _norm_step("all", projected, norms, epsilon, ranks, projected.qkv)
+        return Projected(projected.qkv)
+    sums = torch.empty(len(projected.qkv), 2, dtype=torch.float32, device=projected.qkv.device)
+    _norm_step("squares", projected, norms, epsilon, ranks, sums)
+    settled = Projected(projected.qkv)
+    _norm_step("norm", settled, norms, epsilon, ranks, sum_ranks(sums))
+    return settled
+
+
+def _norm_step(
+    step: str,
+    projected: Projected,
+    norms: tuple[Tensor, Tensor],
+    epsilon: float,
+    ranks: int,
+    sums: Tensor,
+) -> None:
+    """One of "squares", which settles too, and "norm"; or "all". sums [T, 2]: of the squares of
+    queries and of keys, between both."""
     qkv, squares, bias = projected.qkv, projected.squares, projected.bias
-    queries, keys = len(query_norm), len(key_norm)
+    queries, keys = map(len, norms)
     _norm_projections[(len(qkv),)](
         qkv,
         qkv if squares is None else squares,
         qkv if bias is None else bias,
-        query_norm,
-        key_norm,
+        *norms,
+        sums,
         projected.source.epsilon if projected.source else 0.0,
         epsilon,
+        STEP=step,
+        RANKS=ranks,
         QUERIES=queries,
         KEYS=keys,
         QUERY_BLOCK=triton.next_power_of_2(queries),
@@ -142,7 +172,6 @@ def norm_projections(
         num_warps=8,
         enable_fp_fusion=False,
     )
-    return Projected(qkv)
 
 
 @triton.jit(do_not_specialize_on_alignment=["squares_pointer"])
@@ -152,8 +181,11 @@ def _norm_projections(
     bias_pointer,
     query_norm_pointer,
     key_norm_pointer,
+    sums_pointer,
     epsilon,
     norm_epsilon,
+    STEP: tl.constexpr,
+    RANKS: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     QUERY_BLOCK: tl.constexpr,
@@ -168,17 +200,17 @@ def _norm_projections(
     if SCALED:
         size = inverse_size(tl.load(squares_pointer + row), epsilon, INPUTS)
     _norm_part(
-        new, bias_pointer, query_norm_pointer, size, norm_epsilon,
-        QUERIES, QUERY_BLOCK, SCALED, BIAS, True,
+        new, bias_pointer, query_norm_pointer, sums_pointer + 2 * row, size, norm_epsilon,
+        STEP, RANKS, QUERIES, QUERY_BLOCK, SCALED, BIAS,
     )  # fmt: skip
     _norm_part(
-        new + QUERIES, bias_pointer + QUERIES, key_norm_pointer, size, norm_epsilon,
-        KEYS, KEY_BLOCK, SCALED, BIAS, True,
+        new + QUERIES, bias_pointer + QUERIES, key_norm_pointer, sums_pointer + 2 * row + 1, size,
+        norm_epsilon, STEP, RANKS, KEYS, KEY_BLOCK, SCALED, BIAS,
     )  # fmt: skip
     if SCALED or BIAS:
         _norm_part(
-            new + QUERIES + KEYS, bias_pointer + QUERIES + KEYS, key_norm_pointer, size,
-            norm_epsilon, KEYS, KEY_BLOCK, SCALED, BIAS, False,
+            new + QUERIES + KEYS, bias_pointer + QUERIES + KEYS, key_norm_pointer, sums_pointer,
+            size, norm_epsilon, "none", RANKS, KEYS, KEY_BLOCK, SCALED, BIAS,
         )  # fmt: skip
 
 
@@ -187,13 +219,15 @@ def _norm_part(
     pointer,
     bias_pointer,
     norm_pointer,
+    sum_pointer,
     size,
     epsilon,
+    STEP: tl.constexpr,
+    RANKS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     SCALED: tl.constexpr,
     BIAS: tl.constexpr,
-    NORMED: tl.constexpr,
 ):
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
@@ -201,9 +235,12 @@ def _norm_part(
     if BIAS:
         bias = tl.load(bias_pointer + column, mask=inside, other=0.0)
     x = _settle(raw, size, bias, SCALED, BIAS).to(tl.float32)
-    if NORMED:
+    if STEP == "squares":
+        tl.store(sum_pointer, squares_of_row(x, SIZE, BLOCK))
+    elif STEP != "none":
         norm = tl.load(norm_pointer + column, mask=inside, other=0.0).to(tl.float32)
-        x = x * inverse_size(squares_of_row(x, SIZE, BLOCK), epsilon, SIZE) * norm
+        squares = tl.load(sum_pointer) if STEP == "norm" else squares_of_row(x, SIZE, BLOCK)
+        x = x * inverse_size(squares, epsilon, RANKS * SIZE) * norm
     tl.store(pointer + column, x.to(raw.dtype), mask=inside)
 
 

@@ -131,6 +131,22 @@ def test_all_heads_are_normed_together(
     assert found.bias is None
 
 
+def test_the_heads_of_two_ranks_are_normed_together(device: torch.device) -> None:
+    case = Case(device, torch.float32, 5, 6, 2, 24, late=True)
+    norms = case.random(6 * 24), case.random(2 * 24)
+    sums: list[torch.Tensor] = []
+
+    def add_equal_rank(squares: torch.Tensor) -> torch.Tensor:
+        sums.append(squares)
+        return squares + squares
+
+    alone, shared = (Projected(case.qkv.clone(), case.source, case.bias) for _ in range(2))
+    wanted = norm_projections(alone, *norms, 1e-6)
+    found = norm_projections(shared, *norms, 1e-6, 2, add_equal_rank)
+    assert torch.equal(found.qkv, wanted.qkv)
+    assert [each.shape for each in sums] == [(5, 2)]
+
+
 def test_a_layer_that_does_not_rotate_stores_its_keys_as_they_are(device: torch.device) -> None:
     case = Case(device, torch.bfloat16, 6, 4, 2, 32)
     before = case.qkv.clone()

@@ -114,7 +114,7 @@ def test_a_gpu_answers_as_transformers_does(
     assert answers(runner, prompts, [Sampling()] * 2, 3, windows=windows) == wanted
 
 
-@pytest.mark.parametrize("name", ["llama-biases", "qwen2-moe", "gpt-oss"])
+@pytest.mark.parametrize("name", ["llama-biases", "olmo2", "qwen2-moe", "gpt-oss"])
 def test_two_ranks_of_a_gpu_answer_as_a_cpu_does(
     name: str, device: torch.device, tmp_path: Path
 ) -> None:

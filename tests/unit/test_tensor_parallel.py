@@ -24,7 +24,8 @@ from baton.engine.architecture import Architecture, Split, read_architecture
 from baton.engine.engine import Engine
 from baton.engine.gpu.device import GpuSettings
 from baton.engine.sequence import Sequence
-from baton.engine.tensor_parallel import Group, NcclGroup
+from baton.engine.tensor_parallel import Group, NcclGroup, SummedNorms
+from baton.kernels.linear import RMSNorm
 from baton.worker.rank_process import (
     RankSettings,
     check_ranks,
@@ -41,9 +42,17 @@ def random_prompt(length: int) -> list[int]:
 
 PROMPTS = [random_prompt(length) for length in (1, 5, 40, 150)]
 # Biases, norms of heads, windows, a tied head, layers without rotation; multipliers, fused weights,
-# norms of what ranks have summed; experts; latents.
+# norms of what ranks have summed, or of all their heads together; experts; latents.
 FAMILIES = ["llama-biases", "qwen3-windows", "smollm3", "granite", "phi3-partial", "gemma2"]
-FAMILIES += ["mixtral", "qwen2-moe", "dots1", "gpt-oss", "deepseek-v2", "deepseek-v3-halves"]
+FAMILIES += [
+    "olmo2",
+    "mixtral",
+    "qwen2-moe",
+    "dots1",
+    "gpt-oss",
+    "deepseek-v2",
+    "deepseek-v3-halves",
+]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -166,11 +175,6 @@ def test_what_ranks_cannot_share_evenly_is_refused(
         check_ranks(size, architecture(tmp_path, name))
 
 
-def test_norms_of_all_heads_together_are_not_split(tmp_path: Path) -> None:
-    with pytest.raises(InvalidConfig, match="norms all heads together"):
-        check_ranks(2, architecture(tmp_path, "olmo2"))
-
-
 def test_ranks_with_a_part_of_a_gpu_are_refused(tmp_path: Path) -> None:
     model = architecture(tmp_path, "llama")
     check_ranks(1, model, gpu_share=0.5)
@@ -225,6 +229,39 @@ def test_a_sum_adds_the_parts_of_all_ranks(dtype: torch.dtype, tmp_path: Path) -
     with ThreadPoolExecutor(3) as pool:
         for total in pool.map(add, made):
             assert torch.equal(total, torch.full((2, 5), 111.0, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_of_all_heads_do_not_depend_on_other_rows(dtype: torch.dtype, tmp_path: Path) -> None:
+    made, _ = groups(2, tmp_path)
+    source = torch.Generator().manual_seed(1)
+    query, key = torch.randn(192, generator=source), torch.randn(64, generator=source)
+    rows = torch.randn(33, 384, generator=source).to(dtype)  # by kind: of rank 0, of rank 1
+    parts = [part.chunk(2, dim=1) for part in rows.split([192, 64, 128], dim=1)]
+
+    def normalize(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+        group.connect(torch.device("cpu"))
+        rank = group.split.rank
+        weights = query.chunk(2)[rank], key.chunk(2)[rank]
+        norms = SummedNorms(*(RMSNorm(weight, 1e-6) for weight in weights), group)
+        norms.pack()
+        together = torch.cat([part[rank] for part in parts], dim=1)
+        alone = together[7:8].clone()
+        for each in (together, alone):
+            norms.normalize_(each)
+        return together, alone
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(normalize, made))
+    for together, alone in found:
+        assert torch.equal(together[7:8], alone)
+    by_rank = [together.split([96, 32, 64], dim=1) for together, _ in found]
+    joined = [torch.cat(both, dim=1) for both in zip(*by_rank, strict=True)]
+    for weight, part, whole in zip(
+        (query, key), joined, (rows[:, :192], rows[:, 192:256]), strict=False
+    ):
+        torch.testing.assert_close(part, RMSNorm(weight.to(dtype), 1e-6)(whole))
+    assert torch.equal(joined[2], rows[:, 256:])
 
 
 class GlooInPlaceOfNccl(NcclGroup):
