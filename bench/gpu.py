@@ -1,9 +1,11 @@
 """One engine on one GPU: time to first token, decode steps, throughput, against the hardware.
 
-    python -m bench.gpu [--config CONFIG_JSON] [--rows ttft decode batch busy] [--numerics ...]
+    python -m bench.gpu [--config CONFIG_JSON ... | --all] [--rows ttft decode batch busy]
+                        [--numerics ...]
 
 Needs a GPU, torch and triton; no weights, no network, no ray. The model has the
-shape of the config (Llama 3.1 8B's by default) and random bfloat16 weights;
+shape of the config (Llama 3.1 8B's by default, all of bench/configs with --all) and random
+bfloat16 weights;
 prompts are random tokens, answers greedy. Nothing is skipped: every token is
 sampled, fetched and appended.
 
@@ -19,6 +21,7 @@ other for each row.
 from __future__ import annotations
 
 import argparse
+import gc
 import math
 import random
 import statistics
@@ -43,42 +46,14 @@ from baton.engine.step import InFlightStep, Plan
 from baton.engine.weights import load_model
 from baton.kernels.experts import MLP, Experts
 from baton.kernels.linear import GatedLinear, Linear
+from bench.vllm_figures import VLLM
 
+CONFIGS = Path(__file__).parent / "configs"
 PAGE_SIZE = 16
 CONTEXT = 36_000
 MAX_BATCH = 256
 CHUNK = 8192
-KV_TOKENS = 300_000
-
-VLLM = {  # vLLM 0.26.0 on the same GPU, by config: ms, ms a step, tokens a second
-    "llama-3.1-8b": {
-        "TTFT 128": 11.7,
-        "TTFT 512": 15.6,
-        "TTFT 2,048": 51.2,
-        "TTFT 8,192": 218.5,
-        "TTFT 32,768": 1186.0,
-        "step 1 x 512": 4.86,
-        "step 1 x 8,192": 5.17,
-        "step 8 x 512": 5.10,
-        "step 32 x 512": 5.61,
-        "step 32 x 2,048": 7.33,
-        "step 64 x 1,024": 7.66,
-        "step 128 x 512": 8.82,
-        "step 256 x 512": 14.01,
-        "128 at once, 1,024 in, 128 out": 3689.0,
-    },
-    "deepseek-v2-lite": {
-        "TTFT 128": 11.1,
-        "TTFT 512": 11.6,
-        "TTFT 2,048": 67.1,
-        "TTFT 8,192": 99.0,
-        "step 1 x 512": 3.35,
-        "step 8 x 512": 3.73,
-        "step 32 x 512": 4.48,
-        "step 64 x 1,024": 5.13,
-        "step 256 x 512": 7.56,
-    },
-}
+KV_TOKENS = 180_000
 
 
 class Bench:
@@ -353,26 +328,32 @@ def print_rows(rows: tuple[Measured, ...], others: dict[str, float]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--config", type=Path, help="a Hugging Face config.json")
+    parser.add_argument("--config", type=Path, nargs="+", default=[CONFIGS / "llama-3.1-8b.json"])
+    parser.add_argument("--all", action="store_true", help="every shape of bench/configs")
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
     parser.add_argument(
         "--numerics", nargs="+", choices=list(Numerics), type=Numerics, default=list(Numerics)
     )
     options = parser.parse_args()
-    config = options.config or Path(__file__).parent / "configs" / "llama-3.1-8b.json"
+    for config in sorted(CONFIGS.glob("*.json")) if options.all else options.config:
+        print_shape(config, options.numerics, options.rows)
+        gc.collect()  # runners and their recordings know each other
+        torch.cuda.empty_cache()
+
+
+def print_shape(config: Path, numerics: list[Numerics], rows: list[str]) -> None:
     shape, others = parse_architecture(config), VLLM.get(config.stem, {})
     model = load_model(RandomTensors("cuda"), shape, torch.bfloat16, "cuda")
     pages = KV_TOKENS // PAGE_SIZE * len(shape.slices.windows)
-    size = shape.pages_shape(pages, PAGE_SIZE)
-    kv = torch.zeros(size, dtype=torch.bfloat16, device="cuda")
-    benches = [Bench(model, kv, numerics) for numerics in options.numerics]
+    kv = torch.zeros(shape.pages_shape(pages, PAGE_SIZE), dtype=torch.bfloat16, device="cuda")
+    benches = [Bench(model, kv, each) for each in numerics]
     floors = Floors(model)
-    heads = [f"{'':<32}", *(f"{numerics:>11}" for numerics in options.numerics)]
+    heads = [f"{config.stem:<32}", *(f"{each:>11}" for each in numerics)]
     heads.append(f"{'ratio':>8}" if len(benches) > 1 else "")
     print("".join(heads) + f"{'floor':>10}{'ratio':>8}{'vLLM':>10}{'x as fast':>10}")
-    for name in options.rows:
-        for rows in zip(*(ROWS[name](bench, floors) for bench in benches), strict=True):
-            print_rows(rows, others)
+    for name in rows:
+        for measured in zip(*(ROWS[name](bench, floors) for bench in benches), strict=True):
+            print_rows(measured, others)
 
 
 if __name__ == "__main__":
