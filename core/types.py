@@ -207,9 +207,18 @@ class Tool:
 class ChatPrompt:
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
-    # Whether a tool must be called, and which; empty: any.
+    # Whether a tool must be called, and which ones may be; empty: any.
     must_call: bool = False
-    tool_name: str = ""
+    allowed_tools: tuple[str, ...] = ()
+    # What the chat template sees besides, as a JSON object.
+    template_kwargs: str = "{}"
+    # Whether an answer begins after the last message, nothing follows it, or it is continued.
+    end: Literal["open", "closed", "continued"] = "open"
+
+    @property
+    def callable_tools(self) -> tuple[Tool, ...]:
+        allowed = self.allowed_tools
+        return tuple(tool for tool in self.tools if not allowed or tool.name in allowed)
 
 
 Prompt = str | tuple[int, ...] | ChatPrompt
@@ -231,7 +240,7 @@ class Request:
     request_id: str
     prompt: Prompt
     sampling: Sampling
-    max_tokens: int | None
+    max_tokens: int | None  # None: as many as the context holds; 0 only scores the prompt
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
@@ -242,6 +251,11 @@ class Request:
     prompt_logprobs: int | None = None
     # What every answer must match; None: anything.
     structure: Structure | None = None
+    # Whether a text gets the model's special tokens, and whether answers show theirs.
+    add_special_tokens: bool = True
+    skip_special_tokens: bool = True
+    # The prompt's last tokens that are kept; -1: as many as leave room for the answer.
+    truncate_prompt_tokens: int | None = None
     # Cached pages are shared only among requests of the same salt.
     cache_salt: str = ""
     # The caller's deadline, on time.monotonic()'s clock.

@@ -106,6 +106,14 @@ class AnswerText:
         return text
 
 
+class NoText(AnswerText):
+    """Of a request that only scores its prompt: drops the one token that this takes."""
+
+    def push(self, tokens: list[int], finish: FinishReason | None) -> str:
+        self.finish = FinishReason.LENGTH
+        return ""
+
+
 class Answer:
     """Gets placements and tokens from the dispatcher, and emits events."""
 
@@ -134,7 +142,9 @@ class Answer:
         self._on_first_token = on_first_token
         self._splitter = splitter_for(text.answers, chat, thinking=thinking)
         markers = not isinstance(self._splitter, ContentSplitter)
-        self._text = AnswerText(text.detokenizer(markers=markers), request.stop)
+        detokenizer = text.detokenizer(markers=markers, skip_special=request.skip_special_tokens)
+        kind = NoText if request.max_tokens == 0 else AnswerText
+        self._text = kind(detokenizer, request.stop)
         self._called = False  # a tool
         self._placements: list[pb.Placement] = []
         self._cached: tuple[int, int] | None = None  # of the first attempt with tokens
@@ -234,7 +244,7 @@ def splitter_for(form: AnswerFormat, chat: ChatPrompt | None, *, thinking: bool)
     """The splitter of one answer; without a chat, all text is content."""
     splitter: Splitter = ContentSplitter()
     if chat and chat.tools:
-        splitter = ToolCallSplitter(form.tools, {tool.name for tool in chat.tools})
+        splitter = ToolCallSplitter(form.tools, {tool.name for tool in chat.callable_tools})
     if chat and form.reasoning:
         splitter = ReasoningSplitter(thinking=thinking, content=splitter)
     return splitter

@@ -141,8 +141,7 @@ class AnswerFormat:
 
     def forced_call(self, chat: ChatPrompt, special_id: SpecialId) -> Structure:
         """The structure of an answer that is exactly one tool call."""
-        wanted = [tool for tool in chat.tools if chat.tool_name in ("", tool.name)]
-        return Structure("lark", self.tools.grammar(wanted, special_id))
+        return Structure("lark", self.tools.grammar(chat.callable_tools, special_id))
 
 
 PLAIN = AnswerFormat(HERMES, reasoning=False)
@@ -163,7 +162,7 @@ def tool_format_of(template: str) -> ToolFormat:
 
 
 def with_tools(
-    chat: ChatPrompt, tools: Sequence[Tool], *, must_call: bool, tool_name: str, field: str
+    chat: ChatPrompt, tools: Sequence[Tool], *, must_call: bool, allowed: Sequence[str], field: str
 ) -> ChatPrompt:
     """The chat with checked tools; errors name `field`."""
     checked = tuple(_checked_tool(tool, field) for tool in tools)
@@ -174,9 +173,11 @@ def with_tools(
         raise InvalidRequest("two tools have the same name", field=field)
     if must_call and not names:
         raise InvalidRequest("a tool must be called, and there is none", field=field)
-    if tool_name and tool_name not in names:
-        raise InvalidRequest(f"there is no tool {tool_name!r} to call", field=field)
-    return dataclasses.replace(chat, tools=checked, must_call=must_call, tool_name=tool_name)
+    if unknown := next((name for name in allowed if name not in names), None):
+        raise InvalidRequest(f"there is no tool {unknown!r} to call", field=field)
+    return dataclasses.replace(
+        chat, tools=checked, must_call=must_call, allowed_tools=tuple(allowed)
+    )
 
 
 def _checked_tool(tool: Tool, field: str) -> Tool:

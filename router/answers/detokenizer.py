@@ -114,15 +114,19 @@ class WindowDetokenizer:
         return self._new_text()
 
     def _new_text(self) -> str:
-        text = self._tokenizer.decode(self._window)
+        text = self._decode(self._window)
         fresh, self._seen = text[len(self._seen) :], text
         # The shortest context that has text: after one without, the next token would count as the
         # first and lose its space.
         for width in (1, 2):
-            if seen := self._tokenizer.decode(self._window[-width:]):
+            if seen := self._decode(self._window[-width:]):
                 self._window, self._seen = self._window[-width:], seen
                 break
         return fresh
+
+    def _decode(self, ids: list[int]) -> str:
+        # Those that are not shown were never in the window.
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def _decoder_steps(tokenizer: Tokenizer | None) -> list[str]:

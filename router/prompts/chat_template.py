@@ -7,10 +7,12 @@ outside: a check of the time is compiled into every loop and macro.
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import secrets
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -23,7 +25,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from baton.core.errors import InvalidConfig, InvalidRequest
-from baton.core.types import Message, Tool, ToolCall
+from baton.core.types import ChatPrompt, Message, Tool, ToolCall
 
 MAX_RENDERED = 16_000_000
 """Characters. Several times what the longest contexts hold."""
@@ -56,14 +58,20 @@ class ChatTemplate:
             raise InvalidConfig(f"the model's chat template is broken: {error}") from error
         self._special_tokens = special_tokens
 
-    def render(self, messages: Iterable[Message], tools: Sequence[Tool] = ()) -> str:
-        """The chat as text that ends where the assistant's answer begins."""
+    def render(self, chat: ChatPrompt) -> str:
+        """The chat as text that ends as it says; by default where the assistant's answer
+        begins."""
+        if chat.end == "continued":
+            return self._continued(chat)
         pieces = self._template.generate(
-            **self._special_tokens,
-            messages=[_message(message) for message in messages],
-            tools=[_tool(tool) for tool in tools] or None,
-            documents=None,
-            add_generation_prompt=True,
+            {
+                **json.loads(chat.template_kwargs),
+                **self._special_tokens,
+                "messages": [_message(message) for message in chat.messages],
+                "tools": [_tool(tool) for tool in chat.tools] or None,
+                "documents": None,
+                "add_generation_prompt": chat.end == "open",
+            }
         )
         _render_deadline.at = time.monotonic() + RENDER_SECONDS
         try:
@@ -74,6 +82,21 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"the model's chat template refuses the messages{why}", field="chat.messages"
             ) from error
+
+    def _continued(self, chat: ChatPrompt) -> str:
+        """Cut where the last message's content ends, before what the template closes it with."""
+        *others, last = chat.messages
+        mark = secrets.token_hex(16)
+        marked = dataclasses.replace(last, content=last.content + mark)
+        rendered = self.render(dataclasses.replace(chat, messages=(*others, marked), end="closed"))
+        text, found, _ = rendered.rpartition(mark)
+        if not found:
+            raise InvalidRequest(
+                "the model's chat template does not show the last message, which cannot be"
+                " continued",
+                field="chat.messages",
+            )
+        return text
 
 
 def _message(message: Message) -> dict[str, object]:

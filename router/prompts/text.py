@@ -8,7 +8,7 @@ answers with them, without text.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,8 +55,10 @@ class Text:
         eos_token_ids: frozenset[int],
         vocabulary_size: int,
         answers: AnswerFormat = PLAIN,
+        tokenizer_info: Mapping[str, str | None] | None = None,
     ) -> None:
         self.answers = answers
+        self.tokenizer_info = tokenizer_info or {}
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         # In characters; byte-level vocabularies write at least one per character.
@@ -67,6 +69,7 @@ class Text:
         markers = {self.special_id(marker) for marker in answers.markers}
         hidden = frozenset(self._special_ids - markers)
         self._make_marking_detokenizer = detokenizer_factory(tokenizer, hidden)
+        self._make_full_detokenizer = detokenizer_factory(tokenizer, frozenset())
         self._token_bytes = TokenBytes(tokenizer)
         self.eos_token_ids = eos_token_ids
         self.vocabulary_size = vocabulary_size
@@ -84,6 +87,7 @@ class Text:
             files.eos_token_ids(tokenizer),
             files.vocabulary_size(),
             answer_format(source or "", tools, reasoning),
+            {**files.special_tokens(), "chat_template": source},
         )
 
     @property
@@ -98,7 +102,7 @@ class Text:
         chat = request.prompt if isinstance(request.prompt, ChatPrompt) else None
         text = self.render(chat) if chat else ""
         rendered = time.monotonic()
-        tokens = self.encode(request.prompt, text, most_tokens)
+        tokens = self._request_tokens(request, text, most_tokens)
         keys = naming.keys(tokens[:most_tokens], request.cache_salt) if naming else []
         return TokenizedPrompt(
             tokens,
@@ -108,8 +112,23 @@ class Text:
             tokenize_seconds=time.monotonic() - rendered,
         )
 
+    def _request_tokens(self, request: Request, rendered: str, most_tokens: int) -> list[int]:
+        kept = request.truncate_prompt_tokens
+        special = request.add_special_tokens
+        if kept is None:
+            return self.encode(request.prompt, rendered, most_tokens, add_special_tokens=special)
+        tokens = self.encode(request.prompt, rendered, add_special_tokens=special)
+        if kept < 0:
+            kept = max(1, most_tokens - max(1, request.max_tokens or 1))
+        return tokens[max(0, len(tokens) - kept) :]
+
     def encode(
-        self, prompt: Prompt, rendered: str | None = None, most_tokens: int | None = None
+        self,
+        prompt: Prompt,
+        rendered: str | None = None,
+        most_tokens: int | None = None,
+        *,
+        add_special_tokens: bool = True,
     ) -> list[int]:
         """The prompt's token ids. Plain text gets the model's special tokens (such as BOS); a chat
         has those that its template writes; token ids pass unchanged. A chat may be `rendered`.
@@ -118,7 +137,7 @@ class Text:
         """
         match prompt:
             case str():
-                return self._tokenize(prompt, most_tokens, add_special_tokens=True)
+                return self._tokenize(prompt, most_tokens, add_special_tokens=add_special_tokens)
             case ChatPrompt():
                 text = self.render(prompt) if rendered is None else rendered
                 return self._tokenize(text, most_tokens, add_special_tokens=False)
@@ -129,7 +148,7 @@ class Text:
         """The chat as the text that the model sees."""
         if self._chat_template is None:
             raise InvalidRequest("this model has no chat template; send plain text", field="chat")
-        return self._chat_template.render(chat.messages, chat.tools)
+        return self._chat_template.render(chat)
 
     def decode(
         self, ids: Sequence[int], keep_special: bool = False, field: str = "token_ids"
@@ -154,9 +173,11 @@ class Text:
         found = self._tokenizer.token_to_id(token) if self._tokenizer else None
         return found if found in self._special_ids else None
 
-    def detokenizer(self, *, markers: bool = False) -> Detokenizer:
-        """For one answer. Its text has no special tokens, except the markers of reasoning and tool
-        calls where wanted."""
+    def detokenizer(self, *, markers: bool = False, skip_special: bool = True) -> Detokenizer:
+        """For one answer. Its text has no special tokens, except all of them or the markers of
+        reasoning and tool calls where wanted."""
+        if not skip_special:
+            return self._make_full_detokenizer()
         return self._make_marking_detokenizer() if markers else self._make_detokenizer()
 
     def _tokenize(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -112,12 +113,15 @@ class Serving:
                 retry_after=self.admission.retry_after,
             )
 
-    async def tokenize(self, prompt: Prompt) -> tuple[list[int], str]:
+    async def tokenize(
+        self, prompt: Prompt, add_special_tokens: bool = True
+    ) -> tuple[list[int], str]:
         """Returns the prompt's tokens and, for a chat, the rendered text."""
         rendered = ""
         if isinstance(prompt, ChatPrompt):
             rendered = await self._in_thread(self.text.render, prompt)
-        return await self._in_thread(self.text.encode, prompt, rendered), rendered
+        encode = functools.partial(self.text.encode, add_special_tokens=add_special_tokens)
+        return await self._in_thread(encode, prompt, rendered), rendered
 
     async def decode(
         self, token_ids: Sequence[int], keep_special: bool, field: str = "token_ids"
@@ -197,6 +201,8 @@ class Serving:
 
     def _work(self, request: Request, prompt: TokenizedPrompt, context: int, grammar: str) -> Work:
         room = context - len(prompt.tokens)
+        # A prompt is scored together with the token that follows it.
+        wanted = room if request.max_tokens is None else max(1, request.max_tokens)
         stops = request.stop_token_ids
         if grammar or not request.ignore_eos:
             stops |= self.text.eos_token_ids
@@ -205,7 +211,7 @@ class Serving:
             key=AttemptKey(uuid.uuid4().hex, 1),
             prompt_tokens=prompt.tokens,
             sampling=_without_end_words(request.sampling, self.text.eos_token_ids),
-            max_tokens=min(request.max_tokens or room, room),
+            max_tokens=min(wanted, room),
             stop_token_ids=stops,
             cache_salt=request.cache_salt,
             logprobs=request.logprobs,

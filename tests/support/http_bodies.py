@@ -5,7 +5,7 @@ from __future__ import annotations
 from baton.core.proto_json import Json
 from baton.core.types import Request
 from baton.router.edges.http.chat_request import ChatRequest
-from baton.router.edges.http.generation_request import CompletionRequest
+from baton.router.edges.http.completion_request import CompletionRequest
 
 HELLO: Json = {"messages": [{"role": "user", "content": "Hello"}]}
 

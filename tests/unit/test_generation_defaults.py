@@ -16,7 +16,7 @@ from baton.core.types import Request, Sampling
 from baton.request_builder import GenerateOptions, generate_request
 from baton.router.edges.grpc.protobuf import parse_request
 from baton.router.edges.http.chat_request import ChatRequest
-from baton.router.edges.http.generation_request import CompletionRequest
+from baton.router.edges.http.completion_request import CompletionRequest
 
 QWEN: dict[str, object] = {
     "do_sample": True,

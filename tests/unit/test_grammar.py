@@ -233,7 +233,7 @@ def test_a_forced_call_is_one_that_its_parser_reads(
     engine: Engine, form: ToolFormat, name: str
 ) -> None:
     bounded = Tool(ADD.name, parameters=ADD.parameters[:-1] + ', "additionalProperties": false}')
-    chat = ChatPrompt((), (bounded, SAY), must_call=True, tool_name=name)
+    chat = ChatPrompt((), (bounded, SAY), must_call=True, allowed_tools=(name,) if name else ())
     structure = AnswerFormat(form, reasoning=False).forced_call(chat, lambda mark: None)
     for seed in range(4):
         warm = Sampling(temperature=1.0, seed=seed)

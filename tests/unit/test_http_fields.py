@@ -22,7 +22,7 @@ from baton.core.types import (
     Structure,
 )
 from baton.router.edges.http.chat_request import ChatRequest
-from baton.router.edges.http.generation_request import CompletionRequest
+from baton.router.edges.http.completion_request import CompletionRequest
 from baton.router.edges.http.openapi import document
 from baton.router.prompts.output_grammar import ANY_OBJECT
 
@@ -101,6 +101,20 @@ OTHER: list[tuple[Json, dict[str, Any]]] = [
     ({"regex": "a+"}, {"structure": Structure("regex", "a+")}),
     ({"grammar": 'start: "a"'}, {"structure": Structure("lark", 'start: "a"')}),
     ({"logprobs": True, "top_logprobs": 20}, {"logprobs": 20}),
+    ({"guided_json": {"const": 1}}, {"structure": Structure("json_schema", '{"const": 1}')}),
+    ({"guided_json": '{"const": 1}'}, {"structure": Structure("json_schema", '{"const": 1}')}),
+    ({"guided_regex": "a+"}, {"structure": Structure("regex", "a+")}),
+    ({"guided_grammar": 'start: "a"'}, {"structure": Structure("lark", 'start: "a"')}),
+    ({"guided_choice": ["a", '"']}, {"structure": Structure("lark", 'start: "a" | "\\""')}),
+    (
+        {"structured_outputs": {"json": {"const": 1}}},
+        {"structure": Structure("json_schema", '{"const": 1}')},
+    ),
+    ({"structured_outputs": {"regex": "a+"}}, {"structure": Structure("regex", "a+")}),
+    ({"structured_outputs": {"json_object": True}}, {"structure": ANY_OBJECT}),
+    ({"structured_outputs": {}}, {}),
+    ({"skip_special_tokens": False}, {"skip_special_tokens": False}),
+    ({"truncate_prompt_tokens": -1}, {"truncate_prompt_tokens": -1}),
 ]
 
 
@@ -130,7 +144,7 @@ WRONG: list[tuple[Json, str, type[BatonError]]] = [
     ({"seed": float("inf")}, "seed", InvalidRequest),
     ({"n": 0}, "n", InvalidRequest),
     ({"n": 17}, "n", InvalidRequest),
-    ({"max_tokens": 0}, "max_tokens", InvalidRequest),
+    ({"max_tokens": -1}, "max_tokens", InvalidRequest),
     ({"max_completion_tokens": -5}, "max_completion_tokens", InvalidRequest),
     ({"stop": ["a"] * 17}, "stop", InvalidRequest),
     ({"stop": ""}, "stop", InvalidRequest),
@@ -158,7 +172,11 @@ WRONG: list[tuple[Json, str, type[BatonError]]] = [
     ({"response_format": "json_object"}, "response_format", InvalidRequest),
     ({"regex": 5}, "regex", InvalidRequest),
     ({"grammar": ["start"]}, "grammar", InvalidRequest),
-    ({"guided_json": {}}, "guided_json", NotServed),
+    ({"guided_json": 5}, "guided_json", InvalidRequest),
+    ({"guided_choice": []}, "guided_choice", InvalidRequest),
+    ({"structured_outputs": {"choice": "a"}}, "structured_outputs.choice", InvalidRequest),
+    ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", InvalidRequest),
+    ({"skip_special_tokens": 0}, "skip_special_tokens", InvalidRequest),
     ({"bad_words": ["x"]}, "bad_words", NotServed),
     ({"min_tokens": -1}, "min_tokens", InvalidRequest),
     ({"no_repeat_ngram_size": 65}, "no_repeat_ngram_size", InvalidRequest),
@@ -218,9 +236,7 @@ def test_the_document_is_made_of_schemas() -> None:
         ({"functions": [{}]}, "functions"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {}}, "audio"),
-        ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"chat_template": "x"}, "chat_template"),
-        ({"continue_final_message": True}, "continue_final_message"),
     ],
 )
 def test_unserved_chat_fields_are_refused_by_name(given: Json, field: str) -> None:
@@ -264,6 +280,15 @@ def test_a_completion_has_logprobs_of_its_prompt(given: Json, wanted: int | None
     assert request(completion(**given)).prompt_logprobs == wanted
 
 
+def test_no_tokens_are_wanted_where_a_prompt_is_scored() -> None:
+    for scores in ({"echo": True}, {"prompt_logprobs": 0}):
+        assert request(completion(max_tokens=0, **scores)).max_tokens == 0
+    for read in (chat, completion):
+        with pytest.raises(InvalidRequest) as refused:
+            read(max_tokens=0)
+        assert refused.value.field == "max_tokens"
+
+
 def test_a_chat_has_no_logprobs_of_its_prompt() -> None:
     with pytest.raises(NotServed, match="prompt_logprobs"):
         chat(prompt_logprobs=0)
@@ -285,6 +310,8 @@ def test_unserved_completion_fields_are_refused_by_name(given: Json, field: str)
         {"response_format": {"type": "json_schema", "json_schema": {"schema": []}}},
         {"response_format": {"type": "json_object"}, "regex": "a"},
         {"regex": "a", "grammar": "b"},
+        {"regex": "a", "guided_choice": ["b"]},
+        {"structured_outputs": {"regex": "a", "grammar": "b"}},
     ],
 )
 def test_an_invalid_structure_or_two_are_refused(given: Json) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from http_bodies import HELLO, chat, completion, request
 
@@ -91,7 +93,7 @@ def test_prompts_times_answers_are_bounded() -> None:
 def test_tokenize_takes_a_chat_or_a_text() -> None:
     assert tokenized(HELLO) == ChatPrompt((Message("user", "Hello"),))
     assert tokenized({"prompt": "Hello"}) == "Hello"
-    for wrong in ({}, {"prompt": [1]}, {"prompt": "x", "add_special_tokens": False}):
+    for wrong in ({}, {"prompt": [1]}, {"prompt": "x", "add_special_tokens": 1}):
         with pytest.raises(InvalidRequest):
             tokenized(wrong)
 
@@ -109,26 +111,35 @@ WEATHER: Json = {
     },
 }
 PARAMETERS = '{"type": "object", "properties": {"city": {"type": "string"}}}'
+
+
+def allowed(mode: str, *names: str) -> Json:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 TOOL = Tool("get_weather", "Tells it.", PARAMETERS)
 
 
 @pytest.mark.parametrize(
     ("choice", "expected"),
     [
-        (None, ((), False, "")),
-        ("none", ((), False, "")),
-        ("auto", ((TOOL,), False, "")),
-        ("required", ((TOOL,), True, "")),
+        (None, ((), False, ())),
+        ("none", ((), False, ())),
+        ("auto", ((TOOL,), False, ())),
+        ("required", ((TOOL,), True, ())),
         (
             {"type": "function", "function": {"name": "get_weather"}},
-            ((TOOL,), True, "get_weather"),
+            ((TOOL,), True, ("get_weather",)),
         ),
+        (allowed("auto", "get_weather"), ((TOOL,), False, ("get_weather",))),
+        (allowed("required", "get_weather"), ((TOOL,), True, ("get_weather",))),
     ],
 )
 def test_tools_are_parsed_with_their_choice(choice: object, expected: object) -> None:
     prompt = request(chat(tools=[WEATHER], tool_choice=choice)).prompt
     assert isinstance(prompt, ChatPrompt)
-    assert (prompt.tools, prompt.must_call, prompt.tool_name) == expected
+    assert (prompt.tools, prompt.must_call, prompt.allowed_tools) == expected
 
 
 def test_tools_may_be_called_where_nothing_is_chosen() -> None:
@@ -148,6 +159,9 @@ def test_tools_may_be_called_where_nothing_is_chosen() -> None:
         {"tools": [WEATHER, WEATHER]},
         {"tools": [WEATHER], "tool_choice": "always"},
         {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "b"}}},
+        {"tools": [WEATHER], "tool_choice": allowed("auto", "b")},
+        {"tools": [WEATHER], "tool_choice": allowed("none", "get_weather")},
+        {"tools": [WEATHER], "tool_choice": allowed("auto")},
         {"tool_choice": "required"},
     ],
 )
@@ -175,3 +189,52 @@ def test_tokenize_includes_tools() -> None:
     prompt = tokenized({**HELLO, "tools": [WEATHER]})
     assert isinstance(prompt, ChatPrompt)
     assert prompt.tools == (TOOL,)
+
+
+@pytest.mark.parametrize(
+    ("given", "kwargs", "end"),
+    [
+        ({}, {}, "open"),
+        ({"add_generation_prompt": True}, {}, "open"),
+        ({"add_generation_prompt": False}, {}, "closed"),
+        ({"continue_final_message": True}, {}, "continued"),
+        ({"continue_final_message": True, "add_generation_prompt": False}, {}, "continued"),
+        (
+            {"chat_template_kwargs": {"enable_thinking": False, "a": [1]}},
+            {"enable_thinking": False, "a": [1]},
+            "open",
+        ),
+        (
+            {"reasoning_effort": "none"},
+            {"reasoning_effort": "none", "enable_thinking": False, "thinking": False},
+            "open",
+        ),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"thinking": 7}},
+            {"reasoning_effort": "low", "enable_thinking": True, "thinking": 7},
+            "open",
+        ),
+    ],
+)
+def test_the_template_sees_what_a_caller_sets(given: Json, kwargs: Json, end: str) -> None:
+    for prompt in (request(chat(**given)).prompt, tokenized({**HELLO, **given})):
+        assert isinstance(prompt, ChatPrompt)
+        assert (json.loads(prompt.template_kwargs), prompt.end) == (kwargs, end)
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
+        ({"reasoning_effort": "some"}, "reasoning_effort"),
+        (
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+        ),
+    ],
+)
+def test_what_a_template_cannot_take_is_refused(given: Json, field: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        chat(**given)
+    assert refused.value.field == field

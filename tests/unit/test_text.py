@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -15,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from baton.core import model_store
 from baton.core.errors import InvalidConfig, InvalidRequest, TokenOutOfRange, UnsupportedModel
-from baton.core.types import ChatPrompt, Message
+from baton.core.types import ChatPrompt, Message, Request, Sampling
 from baton.router.answers.answer_format import HERMES, MISTRAL
 from baton.router.prompts.text import Text
 
@@ -293,3 +294,23 @@ def test_marks_of_calls_and_thoughts_are_text_only_where_they_are_wanted(tmp_pat
     configured = Text.load(tmp_path, "hermes", "off")
     assert (configured.answers.tools, configured.answers.reasoning) == (HERMES, False)
     assert not configured.answers.opens_reasoning("<think>")
+
+
+@pytest.mark.parametrize(
+    ("kept", "max_tokens", "left"),
+    [(3, None, 3), (0, None, 0), (99, None, 8), (-1, 5, 5), (-1, None, 8)],
+)
+def test_a_prompt_keeps_its_last_tokens(
+    text: Text, kept: int, max_tokens: int | None, left: int
+) -> None:
+    prompt = tuple(range(100, 108))
+    request = Request("id", prompt, Sampling(), max_tokens, truncate_prompt_tokens=kept)
+    assert text.prepare(request, 10, None).tokens == list(prompt)[len(prompt) - left :]
+
+
+def test_a_text_that_is_too_long_is_cut_where_wanted(text: Text) -> None:
+    request = Request("id", "word " * 5000, Sampling(), 2)
+    with pytest.raises(InvalidRequest, match="the context holds 10 tokens"):
+        text.prepare(request, 10, None)
+    cut = dataclasses.replace(request, truncate_prompt_tokens=-1)
+    assert text.prepare(cut, 10, None).tokens == text.encode("word " * 5000)[-8:]

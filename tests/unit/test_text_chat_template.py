@@ -9,7 +9,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from baton.core.errors import InvalidConfig, InvalidRequest
-from baton.core.types import Message, Tool, ToolCall
+from baton.core.types import ChatPrompt, Message, Tool, ToolCall
 from baton.router.prompts import chat_template
 from baton.router.prompts.chat_template import MAX_RENDERED, ChatTemplate
 
@@ -67,18 +67,18 @@ def test_a_template_renders_as_in_transformers(source: str) -> None:
     wanted, _ = render_jinja_template(
         [chat], chat_template=source, add_generation_prompt=True, **SPECIAL
     )
-    assert ChatTemplate(source, SPECIAL).render(CHAT) == wanted[0]
+    assert ChatTemplate(source, SPECIAL).render(ChatPrompt(CHAT)) == wanted[0]
 
 
 def test_strftime_now_is_the_local_date() -> None:
-    rendered = ChatTemplate("{{ strftime_now('%Y') }}", {}).render(CHAT)
+    rendered = ChatTemplate("{{ strftime_now('%Y') }}", {}).render(ChatPrompt(CHAT))
     assert abs(int(rendered) - datetime.now().year) <= 1
 
 
 def test_a_template_that_refuses_says_why() -> None:
     template = ChatTemplate("{{ raise_exception('roles must alternate') }}", {})
     with pytest.raises(InvalidRequest, match="roles must alternate"):
-        template.render(CHAT)
+        template.render(ChatPrompt(CHAT))
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_a_template_that_refuses_says_why() -> None:
 )
 def test_a_failing_template_is_the_requests_fault(source: str) -> None:
     with pytest.raises(InvalidRequest, match="chat template refuses"):
-        ChatTemplate(source, {}).render(CHAT)
+        ChatTemplate(source, {}).render(ChatPrompt(CHAT))
 
 
 @pytest.mark.parametrize("source", ["{% for %}", "{{ 1", "{{ x | no_such_filter }}"])
@@ -122,12 +122,12 @@ def test_a_broken_template_is_found_when_it_is_loaded(source: str) -> None:
 )
 def test_a_template_cannot_leave_the_sandbox(source: str) -> None:
     with pytest.raises(InvalidRequest):
-        ChatTemplate(source, {}).render(CHAT)
+        ChatTemplate(source, {}).render(ChatPrompt(CHAT))
 
 
 def test_a_template_cannot_loop_without_bounds() -> None:
     with pytest.raises(InvalidRequest):
-        ChatTemplate("{% for i in range(10 ** 12) %}{% endfor %}", {}).render(CHAT)
+        ChatTemplate("{% for i in range(10 ** 12) %}{% endfor %}", {}).render(ChatPrompt(CHAT))
 
 
 def test_a_template_cannot_write_without_bounds() -> None:
@@ -136,7 +136,7 @@ def test_a_template_cannot_write_without_bounds() -> None:
         "{% for i in range(99999) %}{% for j in range(99999) %}{{ block }}{% endfor %}{% endfor %}"
     )
     with pytest.raises(InvalidRequest, match=str(MAX_RENDERED)):
-        ChatTemplate(source, {}).render(CHAT)
+        ChatTemplate(source, {}).render(ChatPrompt(CHAT))
 
 
 ENDLESS = {
@@ -153,10 +153,10 @@ def test_a_template_has_so_much_time(case: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(chat_template, "RENDER_SECONDS", 0.1)
     template = ChatTemplate(ENDLESS[case], {})
     with pytest.raises(InvalidRequest, match=r"longer than 0\.1 seconds"):
-        template.render([Message("user", "x")] * 20)
+        template.render(ChatPrompt((Message("user", "x"),) * 20))
     assert (
         ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {}).render(
-            [Message("user", "x")] * 20
+            ChatPrompt((Message("user", "x"),) * 20)
         )
         == "x" * 20
     )
@@ -167,13 +167,13 @@ def test_a_template_has_so_much_time(case: str, monkeypatch: pytest.MonkeyPatch)
 )
 def test_a_template_makes_nothing_enormous_at_once(expression: str) -> None:
     with pytest.raises(InvalidRequest, match="too l"):
-        ChatTemplate("{{ " + expression + " }}", {}).render([Message("user", "x")])
+        ChatTemplate("{{ " + expression + " }}", {}).render(ChatPrompt((Message("user", "x"),)))
 
 
 @pytest.mark.parametrize("expression", ["1 // 0", "range(1, 2, 3, 4)", "messages[0] + 1"])
 def test_pythons_own_words_are_not_told(expression: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        ChatTemplate("{{ " + expression + " }}", {}).render([Message("user", "x")])
+        ChatTemplate("{{ " + expression + " }}", {}).render(ChatPrompt((Message("user", "x"),)))
     assert refused.value.message == "the model's chat template refuses the messages"
 
 
@@ -211,7 +211,9 @@ def test_tools_calls_and_results_are_given_as_transformers_gives_them() -> None:
         Message("assistant", "2.", reasoning="so"),
     ]
     tools = [Tool("f", "does", json.dumps(parameters))]
-    assert ChatTemplate(WITH_TOOLS, {}).render(messages, tools) == expected
+    assert (
+        ChatTemplate(WITH_TOOLS, {}).render(ChatPrompt(tuple(messages), tuple(tools))) == expected
+    )
 
 
 # As gpt-oss's: channels, types of tools by a macro that calls itself, calls after their analysis.
@@ -293,9 +295,38 @@ def test_a_chat_in_channels_renders_as_in_transformers() -> None:
         chat_template=HARMONY,
         add_generation_prompt=True,
     )
-    found = ChatTemplate(HARMONY, {}).render(messages, [tool])
+    found = ChatTemplate(HARMONY, {}).render(ChatPrompt(tuple(messages), (tool,)))
     assert found == expected
     assert "<|channel|>analysis<|message|>I look.<|end|>" in found
     assert found.endswith("<|start|>assistant")
     with pytest.raises(InvalidRequest, match="no channels here"):
-        ChatTemplate(HARMONY, {}).render([Message("assistant", "<|channel|>final")])
+        ChatTemplate(HARMONY, {}).render(ChatPrompt((Message("assistant", "<|channel|>final"),)))
+
+
+ENDINGS = TEMPLATES["whitespace control"].replace("    {{ loop", "{{ loop")
+
+
+@pytest.mark.parametrize("source", [TEMPLATES[next(iter(TEMPLATES))], ENDINGS])
+@pytest.mark.parametrize("last", [Message("assistant", "Paris is "), Message("user", "é")])
+def test_the_last_message_is_continued_as_in_transformers(source: str, last: Message) -> None:
+    chat = [{"role": message.role, "content": message.content} for message in (*CHAT, last)]
+    wanted, _ = render_jinja_template(
+        [chat], chat_template=source, continue_final_message=True, **SPECIAL
+    )
+    continued = ChatPrompt((*CHAT, last), end="continued")
+    assert ChatTemplate(source, SPECIAL).render(continued) == wanted[0]
+    assert wanted[0].endswith(last.content)
+
+
+def test_a_template_that_hides_the_last_message_cannot_continue_it() -> None:
+    with pytest.raises(InvalidRequest, match="cannot be continued"):
+        ChatTemplate("nothing", {}).render(ChatPrompt(CHAT, end="continued"))
+
+
+def test_a_template_sees_the_callers_arguments() -> None:
+    source = "{{ enable_thinking }}{{ bos_token }}{% if add_generation_prompt %}open{% endif %}"
+    kwargs = '{"enable_thinking": false, "bos_token": "theirs", "self": 1}'
+    template = ChatTemplate(source, SPECIAL)
+    begin = f"False{SPECIAL['bos_token']}"
+    assert template.render(ChatPrompt(CHAT, template_kwargs=kwargs)) == begin + "open"
+    assert template.render(ChatPrompt(CHAT, template_kwargs=kwargs, end="closed")) == begin

@@ -91,7 +91,7 @@ def _parse_chat(chat: pb.Chat) -> ChatPrompt:
         ChatPrompt(tuple(_parse_message(item) for item in chat.messages)),
         tools if offered else (),
         must_call=must_call,
-        tool_name=choice.name if must_call else "",
+        allowed=(choice.name,) if must_call and choice.name else (),
         field="chat.tools",
     )
 

@@ -22,7 +22,7 @@ from baton.router.answers.answer_events import (
     merged,
 )
 from baton.router.edges.http.chat_request import ChatRequest
-from baton.router.edges.http.generation_request import CompletionRequest, GenerationRequest
+from baton.router.edges.http.completion_request import ChoicesRequest, CompletionRequest
 from baton.router.edges.http.openapi import (
     AssistantDelta,
     AssistantMessage,
@@ -51,7 +51,7 @@ DONE = b"data: [DONE]\n\n"
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 _PLACEHOLDER = "\0text\0"
 
-Body = TypeVar("Body", bound=GenerationRequest)
+Body = TypeVar("Body", bound=ChoicesRequest)
 
 
 class AnswerRenderer(Generic[Body]):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Callable
-from typing import Annotated, ClassVar, Literal, get_args
+from collections.abc import Callable, Sequence
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     ConfigDict,
     Discriminator,
@@ -22,9 +24,9 @@ from baton.core.errors import InvalidRequest, NotServed
 from baton.core.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from baton.core.types import ChatPrompt, Message, Prompt, Request, Tool, ToolCall
 from baton.router.answers.answer_format import with_tools
+from baton.router.edges.http.completion_request import ChoicesRequest
 from baton.router.edges.http.generation_request import (
     MAX_PROMPT_CHARACTERS,
-    GenerationRequest,
     PromptText,
     ShortText,
     TopLogprobs,
@@ -114,6 +116,20 @@ def _invalid(place: int, field: str, message: str) -> InvalidRequest:
     return InvalidRequest(f"{path} {message}", field=path)
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+# What templates see anyway.
+_TEMPLATE_NAMES = {"messages", "tools", "documents", "add_generation_prompt"}
+
+
+def _free_names(kwargs: dict[str, object]) -> dict[str, object]:
+    if taken := _TEMPLATE_NAMES & kwargs.keys():
+        raise invalid(f"must not set {min(taken)}")
+    return kwargs
+
+
+TemplateKwargs = Annotated[dict[str, object], AfterValidator(_free_names)]
+
+
 class FunctionTool(StrictModel):
     name: ToolText = Field(json_schema_extra={"pattern": "^[a-zA-Z0-9_-]{1,64}$"})
     description: ToolText | None = None
@@ -138,25 +154,42 @@ class NamedChoice(StrictModel):
     function: NamedFunction
 
 
-ToolMode = Literal["none", "auto", "required"]
+class AllowedTools(StrictModel):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedChoice], Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS)]
 
 
-def _tool_choice(choice: object) -> object:
-    named = isinstance(choice, dict) and isinstance(choice.get("function"), dict)
-    if not named and choice not in get_args(ToolMode):
-        raise invalid(f"must be none, auto, required or a function, not {shown(choice)}")
+class AllowedChoice(StrictModel):
+    allowed_tools: AllowedTools
+
+
+def _tool_choice_tag(choice: object) -> str:
+    if isinstance(choice, dict) and isinstance(choice.get("function"), dict):
+        return "<function>"
+    if isinstance(choice, dict) and isinstance(choice.get("allowed_tools"), dict):
+        return "<allowed>"
+    return "<mode>"
+
+
+def _known_choice(choice: object) -> object:
+    if _tool_choice_tag(choice) == "<mode>" and choice not in ("none", "auto", "required"):
+        raise invalid(
+            f"must be none, auto, required, a function or allowed_tools, not {shown(choice)}"
+        )
     return choice
 
 
 ToolChoice = Annotated[
-    Annotated[ToolMode, Tag("<mode>")] | Annotated[NamedChoice, Tag("<function>")],
-    Discriminator(lambda choice: "<function>" if isinstance(choice, dict) else "<mode>"),
-    BeforeValidator(_tool_choice),
+    Annotated[Literal["none", "auto", "required"], Tag("<mode>")]
+    | Annotated[NamedChoice, Tag("<function>")]
+    | Annotated[AllowedChoice, Tag("<allowed>")],
+    Discriminator(_tool_choice_tag),
+    BeforeValidator(_known_choice),
 ]
 
 
-class ToolFields(RequestModel):
-    """Tools, as chats and /tokenize accept them."""
+class ChatFields(RequestModel):
+    """What a chat's prompt is made of besides its messages, for chats and /tokenize."""
 
     tools: Annotated[list[ChatTool], Field(fail_fast=True, max_length=MAX_TOOLS)] = about(
         "Functions that the model may ask the caller to call.", ()
@@ -165,20 +198,63 @@ class ToolFields(RequestModel):
         "Whether a tool is called: as the model likes (auto), never, or exactly one."
     )
 
+    chat_template_kwargs: TemplateKwargs = about(
+        "What the model's chat template sees besides, such as enable_thinking.", {}
+    )
+    reasoning_effort: Effort | None = about(
+        "How long to think, where the chat template knows: reasoning_effort, and enable_thinking"
+        " (false for none)."
+    )
+    add_generation_prompt: bool | None = about("Whether an answer begins after the messages.")
+    continue_final_message: bool = about("Continue the last message, instead.", False)
+
     def chat_prompt(self, messages: list[ChatMessage]) -> ChatPrompt:
-        """The model sees no tools that it may not call."""
         chat = ChatPrompt(
-            tuple(message.to_message(place) for place, message in enumerate(messages))
+            tuple(message.to_message(place) for place, message in enumerate(messages)),
+            template_kwargs=template_kwargs(self.reasoning_effort, self.chat_template_kwargs),
+            end=self._end(),
         )
-        choice = self.tool_choice
+        choice, tools = self.tool_choice, [tool.tool() for tool in self.tools]
         if choice is None:
-            choice = "auto" if self.tools and "tool_choice" not in self.model_fields_set else "none"
-        if choice == "none" or (choice == "auto" and not self.tools):
-            return chat
-        name = choice.function.name if isinstance(choice, NamedChoice) else ""
-        tools = [tool.tool() for tool in self.tools]
-        must_call = choice != "auto"
-        return with_tools(chat, tools, must_call=must_call, tool_name=name, field="tool_choice")
+            choice = "auto" if tools and "tool_choice" not in self.model_fields_set else "none"
+        if isinstance(choice, NamedChoice):
+            mode, allowed = "required", [choice.function.name]
+        elif isinstance(choice, AllowedChoice):
+            mode = choice.allowed_tools.mode
+            allowed = [each.function.name for each in choice.allowed_tools.tools]
+        else:
+            mode, allowed = choice, []
+        return choose_tools(chat, tools, mode, allowed)
+
+    def _end(self) -> Literal["open", "closed", "continued"]:
+        if not self.continue_final_message:
+            return "closed" if self.add_generation_prompt is False else "open"
+        if self.add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message and add_generation_prompt contradict each other",
+                field="continue_final_message",
+            )
+        return "continued"
+
+
+def template_kwargs(effort: str | None, given: dict[str, object]) -> str:
+    """As JSON. Templates have different names for the switch of their reasoning."""
+    if effort is None:
+        return json.dumps(given)
+    thinks = effort != "none"
+    switches = {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
+    return json.dumps({**switches, **given})
+
+
+def choose_tools(
+    chat: ChatPrompt, tools: list[Tool], mode: str, allowed: Sequence[str] = ()
+) -> ChatPrompt:
+    """The chat with its tools. With none the model sees none, since it may call none."""
+    if mode == "none" or (mode == "auto" and not tools):
+        return chat
+    return with_tools(
+        chat, tools, must_call=mode == "required", allowed=allowed, field="tool_choice"
+    )
 
 
 Messages = Annotated[
@@ -188,25 +264,21 @@ _FUNCTIONS = "functions, which are called tools now"
 _TEMPLATES = "changes of the chat template"
 
 
-class ChatRequest(ToolFields, GenerationRequest):
+class ChatRequest(ChatFields, ChoicesRequest):
     messages: Messages
     logprobs: bool = about("Return each token's log probability.", False)
     top_logprobs: TopLogprobs | None = about("Alternatives returned with each; needs logprobs.")
 
     unserved: ClassVar[dict[str, Unserved]] = {
-        **GenerationRequest.unserved,
+        **ChoicesRequest.unserved,
         "prompt_logprobs": Unserved("log probabilities of a chat's prompt"),
         "functions": Unserved(_FUNCTIONS, ([],)),
         "function_call": Unserved(_FUNCTIONS, ("none",)),
         "modalities": Unserved("answers that are not text", (["text"],)),
         "audio": Unserved("answers that are not text"),
         "web_search_options": Unserved("searches"),
-        "reasoning_effort": Unserved("a choice of how long to think", ("none",)),
         "verbosity": Unserved("a choice of how much to say", ("medium",)),
         "chat_template": Unserved(_TEMPLATES),
-        "chat_template_kwargs": Unserved(_TEMPLATES, ({},)),
-        "add_generation_prompt": Unserved(_TEMPLATES, (True,)),
-        "continue_final_message": Unserved(_TEMPLATES, (False,)),
         "documents": Unserved(_TEMPLATES, ([],)),
     }
 
@@ -220,17 +292,16 @@ class ChatRequest(ToolFields, GenerationRequest):
             raise InvalidRequest("top_logprobs needs logprobs to be true", field="top_logprobs")
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         prompt = self.chat_prompt(self.messages)
-        return self._requests(request_id, salt, defaults, [prompt], logprobs=logprobs)
+        request = self._first(request_id, salt, defaults, prompt)
+        return (dataclasses.replace(request, logprobs=logprobs),)
 
 
-class TokenizeRequest(ToolFields):
+class TokenizeRequest(ChatFields):
     model: ShortText = ""
     prompt: PromptText | None = None
     messages: Messages | None = about("Instead of a prompt.")
 
-    unserved: ClassVar[dict[str, Unserved]] = {
-        "add_special_tokens": GenerationRequest.unserved["add_special_tokens"]
-    }
+    add_special_tokens: bool = about("Give a text the model's special tokens.", True)
 
     def to_prompt(self) -> Prompt:
         if self.messages is not None:

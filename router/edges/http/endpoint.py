@@ -37,11 +37,8 @@ from baton.router.edges.auth import Caller
 from baton.router.edges.client_buffer import ClientBuffer, buffered
 from baton.router.edges.edge_context import EdgeContext
 from baton.router.edges.http.answer_renderer import AnswerRenderer
-from baton.router.edges.http.generation_request import (
-    MAX_NAME,
-    CompletionRequest,
-    GenerationRequest,
-)
+from baton.router.edges.http.completion_request import CompletionRequest
+from baton.router.edges.http.generation_request import MAX_NAME, GenerationRequest
 from baton.router.edges.http.http_errors import error_response
 from baton.router.edges.http.http_server import CONNECTION, BoundedConnection
 from baton.router.edges.http.request_model import shown
@@ -192,7 +189,7 @@ class GenerationEndpoint:
             body, requests = await parse_body(
                 http, self._context, lambda body: self._parse(body, request_id, caller)
             )
-            answers = body.n * len(requests)
+            answers = sum(request.n for request in requests)
             ledger = RequestLedger(
                 request_id,
                 arrived,

@@ -154,6 +154,7 @@ class HttpApp:
             Route("/v1/requests/{request_id:path}/timing", answered(self._timing)),
             Route("/tokenize", answered(self._tokenize), methods=["POST"]),
             Route("/detokenize", answered(self._detokenize, "tokens"), methods=["POST"]),
+            Route("/tokenizer_info", _plain(lambda: {**self._context.serving.text.tokenizer_info})),
             Route("/health", _plain(lambda: {"status": "ok"})),
             Route("/ready", _plain(self._ready)),
             Route("/version", _plain(lambda: {"version": __version__})),
@@ -193,10 +194,9 @@ class HttpApp:
         return _json(to_json(self._overview.timing(http.path_params["request_id"], http.user)))
 
     async def _tokenize(self, http: HttpRequest) -> Response:
-        prompt = await parse_body(
-            http, self._context, lambda body: TokenizeRequest.parse(body).to_prompt()
-        )
-        tokens, rendered = await self._context.serving.tokenize(prompt)
+        body = await parse_body(http, self._context, TokenizeRequest.parse)
+        tokenize = self._context.serving.tokenize
+        tokens, rendered = await tokenize(body.to_prompt(), body.add_special_tokens)
         answer: Json = {
             "tokens": tokens,
             "count": len(tokens),

@@ -15,7 +15,7 @@ from baton.router.edges.http.chat_request import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from baton.router.edges.http.generation_request import CompletionRequest
+from baton.router.edges.http.completion_request import CompletionRequest
 from baton.router.observe.ledger import KEPT_REQUESTS
 from baton.router.observe.overview import RECENT_REQUESTS
 from baton.v1 import cluster_pb2, timing_pb2
@@ -193,6 +193,17 @@ class TokenizeAnswer(TypedDict):
     rendered: NotRequired[str]
 
 
+class TokenizerInfo(TypedDict):
+    bos_token: NotRequired[str]
+    eos_token: NotRequired[str]
+    unk_token: NotRequired[str]
+    sep_token: NotRequired[str]
+    pad_token: NotRequired[str]
+    cls_token: NotRequired[str]
+    mask_token: NotRequired[str]
+    chat_template: str | None
+
+
 class DetokenizeAnswer(TypedDict):
     prompt: str
 
@@ -208,7 +219,7 @@ class Version(TypedDict):
 _REQUESTS = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
 _ANSWERS = (
     *(ChatAnswer, ChatChunk, CompletionAnswer, ModelList, TokenizeAnswer, DetokenizeAnswer),
-    *(HealthStatus, Version, ErrorBody),
+    *(TokenizerInfo, HealthStatus, Version, ErrorBody),
 )
 # Rendered by core/proto_json.py.
 _MESSAGES = (
@@ -242,6 +253,7 @@ def _paths() -> Json:
         "/v1/requests/{request_id}/timing": _named(_get("RequestTiming", "404"), "request_id"),
         "/tokenize": _post("TokenizeRequest", "TokenizeAnswer"),
         "/detokenize": _post("DetokenizeRequest", "DetokenizeAnswer"),
+        "/tokenizer_info": _get("TokenizerInfo"),
         "/health": _get("HealthStatus"),
         "/ready": _get("HealthStatus", "503"),
         "/version": _get("Version"),
