@@ -18,6 +18,7 @@ from baton.engine.families import Family, LayerNorms, QueryKeyNorm
 from baton.engine.latent_config import LatentShape, latent_score_scale, parse_latent
 from baton.engine.layer_slices import LayerSlices, cut_layers
 from baton.engine.model_config import ModelConfig, read_config
+from baton.engine.quantization_config import Quantization, parse_quantization
 from baton.engine.rope import Rope, extended_context, read_rope
 from baton.engine.routing_config import parse_routing, sparse_layers
 from baton.kernels.routing import Routing
@@ -84,6 +85,7 @@ class Architecture:
     latent: LatentShape | None  # a token has one key head of `head_dim`, and no values beside it
     neighbours: bool  # the checkpoint keeps the two numbers of a rotated pair side by side
     extra_layers: int  # that the checkpoint may have after the others, and that are not run
+    quantization: Quantization | None  # of the checkpoint
 
     @property
     def value_dim(self) -> int:
@@ -171,6 +173,7 @@ def parse_architecture(path: Path, max_context: int | None = None) -> Architectu
         latent=latent,
         neighbours=config.get("rope_interleave", bool, False),
         extra_layers=config.get("num_nextn_predict_layers", int, 0),
+        quantization=parse_quantization(config, interleaved=family.interleaved),
     )
     _check_shape(architecture)
     return architecture
@@ -201,10 +204,6 @@ def _score_scale(config: ModelConfig, head_dim: int) -> float:
 
 
 def _refuse_what_we_cannot_run(config: ModelConfig, family: Family) -> None:
-    if "quantization_config" in config:
-        method = config.nested("quantization_config").get("quant_method", str, "unknown")
-        if method not in family.quantizations:
-            raise UnsupportedModel(f"quantized checkpoints are not supported (method {method!r})")
     for key, harmless in (HARMLESS | family.harmless).items():
         value = config.values.get(key)
         if value not in harmless:

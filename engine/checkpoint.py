@@ -3,7 +3,7 @@
 Files are memory-mapped: the copy into the buffer is the first to touch a tensor's bytes, and a
 rank touches only its part. On a CPU that copy also converts the type; to a GPU it goes through
 a little pinned memory (engine/gpu/upload.py), and the GPU converts and rearranges. Tensors of a
-GGUF file and those in MXFP4 are dequantized one at a time.
+GGUF file and quantized ones are dequantized one at a time, in float32, rounded once.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +23,8 @@ from baton.core.gguf_model import GgufWeights
 from baton.core.model_store import WEIGHT_FILE, weight_files
 from baton.engine.gpu.upload import Upload
 from baton.engine.mxfp4 import BLOCKS, SCALES, dequantize
+from baton.engine.quantization_config import Quantization
+from baton.engine.quantized_tensor import OpenFile, QuantizedTensor, QuantizedWeight, join_parts
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -45,13 +47,9 @@ class Cut(NamedTuple):
         shape[self.dimension] = self.whole
         return torch.Size(shape)
 
-    def of(self, tensor: Tensor) -> Tensor:
+    def of(self, tensor: Tensor | QuantizedTensor) -> Tensor:
         found = [tensor.narrow(self.dimension, *part) for part in self.parts]
         return found[0] if len(found) == 1 else torch.cat(found, dim=self.dimension)
-
-
-class _OpenFile(Protocol):
-    def get_tensor(self, name: str) -> Tensor: ...
 
 
 class Checkpoint:
@@ -62,13 +60,14 @@ class Checkpoint:
         folder: Path,
         progress: Callable[[float], None] | None = None,
         upload: Upload | None = None,
+        quantization: Quantization | None = None,
     ) -> None:
         """With `upload`, which it closes, targets are on that device."""
         opened = _open_all(checkpoint_files(folder))
-        stored: dict[str, _OpenFile] = {}
+        stored: dict[str, OpenFile] = {}
         for file in opened:
             stored |= dict.fromkeys(file.keys(), file)
-        self._remaining = _with_dequantized(stored)
+        self._remaining = _joined(stored, quantization)
         self._count = len(self._remaining)
         self._progress = progress
         self._upload = upload
@@ -84,7 +83,7 @@ class Checkpoint:
         file = self._remaining.pop(name, None)
         if file is None:
             raise InvalidCheckpoint(f"tensor {name} is missing from the checkpoint")
-        tensor: Tensor = file.get_tensor(name)
+        tensor = file.get_tensor(name)
         if tensor.dtype not in FLOATS:
             raise InvalidCheckpoint(f"tensor {name} is {tensor.dtype}, not a float")
         shape = cut.whole_shape(target) if cut else target.shape
@@ -92,7 +91,10 @@ class Checkpoint:
             raise InvalidCheckpoint(
                 f"tensor {name} has shape {list(tensor.shape)}, config.json asks for {list(shape)}"
             )
-        if cut:
+        if isinstance(tensor, QuantizedTensor):
+            tensor = tensor._replace(dtype=target.dtype)
+            tensor = (cut or Cut(0, shape[0], ((0, shape[0]),))).of(tensor)
+        elif cut:
             tensor = cut.of(tensor)
         self._copy(tensor, target, arrange)
         if self._progress:
@@ -176,22 +178,33 @@ class _Mxfp4Tensor(NamedTuple):
     """One tensor, as an open safetensors file. Kept in four bits on a device, it would be handed
     out here as it is."""
 
-    blocks: _OpenFile
-    scales: _OpenFile
+    blocks: OpenFile
+    scales: OpenFile
 
     def get_tensor(self, name: str) -> Tensor:
         blocks, scales = name + BLOCKS, name + SCALES
         return dequantize(name, self.blocks.get_tensor(blocks), self.scales.get_tensor(scales))
 
 
-def _with_dequantized(stored: dict[str, _OpenFile]) -> dict[str, _OpenFile]:
-    """Blocks and their scales, which may be in two files, are one tensor."""
-    names = [name.removesuffix(BLOCKS) for name in stored if name.endswith(BLOCKS)]
-    for name in names:
+def _joined(
+    stored: dict[str, OpenFile], quantization: Quantization | None
+) -> dict[str, OpenFile | QuantizedWeight]:
+    if quantization is None:
+        return dict(stored)
+    if quantization.method == "mxfp4":
+        return _join_blocks(stored)
+    return join_parts(stored, quantization)
+
+
+def _join_blocks(stored: dict[str, OpenFile]) -> dict[str, OpenFile | QuantizedWeight]:
+    """Blocks in MXFP4 and their scales, which may be in two files, as one tensor."""
+    joined: dict[str, OpenFile | QuantizedWeight] = dict(stored)
+    for name in [name.removesuffix(BLOCKS) for name in stored if name.endswith(BLOCKS)]:
         if name + SCALES not in stored:
             raise InvalidCheckpoint(f"tensor {name}{SCALES} is missing from the checkpoint")
-        stored[name] = _Mxfp4Tensor(stored.pop(name + BLOCKS), stored.pop(name + SCALES))
-    return stored
+        joined[name] = _Mxfp4Tensor(stored[name + BLOCKS], stored[name + SCALES])
+        del joined[name + BLOCKS], joined[name + SCALES]
+    return joined
 
 
 def _open_all(files: list[Path]) -> list[safe_open] | list[_GgufTensors]:

@@ -123,7 +123,11 @@ class Engine:
             progress("device", 1.0)
         model: Model | FallbackModel
         if isinstance(architecture, Architecture):
-            source = _open_weights(folder, device, random_weights, partial(progress, "weights"))
+            source = (
+                RandomTensors(device)
+                if random_weights
+                else _open_weights(folder, architecture, device, partial(progress, "weights"))
+            )
             model = load_model(source, architecture, kind, device, group)
         else:
             model = _load_fallback(folder, architecture, kind, device, random_weights)
@@ -186,12 +190,10 @@ class Engine:
 
 
 def _open_weights(
-    folder: Path, device: str, random_weights: bool, progress: Callable[[float], None]
-) -> Checkpoint | RandomTensors:
-    if random_weights:
-        return RandomTensors(device)
+    folder: Path, architecture: Architecture, device: str, progress: Callable[[float], None]
+) -> Checkpoint:
     upload = None if device == "cpu" else Upload(torch.device(device))
-    return Checkpoint(folder, progress, upload)
+    return Checkpoint(folder, progress, upload, architecture.quantization)
 
 
 def _load_fallback(

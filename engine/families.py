@@ -57,7 +57,6 @@ class Family:
     interleaved: bool = False  # the checkpoint keeps experts by inputs, gates and ups in turn
     sinks: bool = False  # each head has a score of no token
     harmless: dict[str, tuple[object, ...]] = field(default_factory=dict)  # as HARMLESS
-    quantizations: tuple[str, ...] = ()  # of checkpoints
 
 
 ASSUMED: dict[str, object] = {
@@ -296,7 +295,6 @@ FAMILIES = {
         interleaved=True,
         sinks=True,
         harmless={"swiglu_alpha": (1.702, None), "swiglu_limit": (7.0, None)},
-        quantizations=("mxfp4",),
     ),
     "deepseek_v2": Family(
         "DeepseekV2ForCausalLM",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from processes import ProcessCluster
+from quantized_models import save_quantized
 from tiny_models import TINY_MODELS, VOCABULARY, generate_with_transformers, save
 
 # Each model with its own page size, chunk size and batch limit, so that all of them are met.
@@ -42,4 +43,20 @@ def test_tokens_equal_transformers(index: int, name: str, tmp_path: Path) -> Non
     with ProcessCluster(tmp_path / "model", tmp_path, tree=tree) as cluster:
         assert ask(cluster, asked) == expected
         assert ask(cluster, asked[-1:]) == expected[-1:], "with the prompt's pages cached"
+        cluster.wait_idle()
+
+
+@pytest.mark.parametrize(("name", "quantized"), [("llama", "gptq"), ("deepseek-v3", "fp8")])
+def test_tokens_of_a_quantized_checkpoint_equal_transformers(
+    name: str, quantized: str, tmp_path: Path
+) -> None:
+    """With the numbers that its codes stand for; prefill has two ranks, decode one."""
+    oracle = save_quantized(quantized, tmp_path / "model", TINY_MODELS[name])
+    expected = [generate_with_transformers(oracle, prompt, ANSWER) for prompt in prompts(0)]
+    tree: dict[str, object] = {
+        "prefill": {"kv_memory": "4MiB", "threads": 2, "tensor_parallel": 2},
+        "decode": {"kv_memory": "4MiB", "threads": 1},
+    }
+    with ProcessCluster(tmp_path / "model", tmp_path, tree=tree) as cluster:
+        assert ask(cluster, prompts(0)) == expected
         cluster.wait_idle()

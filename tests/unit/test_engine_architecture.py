@@ -235,7 +235,7 @@ REFUSED: dict[str, tuple[dict[str, object], type[BatonError], str]] = {
         UnsupportedModel,
         "SequenceClassification",
     ),
-    "quantized": ({"quantization_config": {"quant_method": "gptq"}}, UnsupportedModel, "gptq"),
+    "quantized": ({"quantization_config": {"quant_method": "hqq"}}, UnsupportedModel, "'hqq'"),
     "activation": ({"hidden_act": "gelu"}, UnsupportedModel, "gelu"),
     "unknown rope": ({"rope_scaling": {"type": "proportional"}}, UnsupportedModel, "dynamic.*yarn"),
     "longrope without factors": (

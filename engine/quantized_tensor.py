@@ -1,0 +1,259 @@
+"""Quantized weights of a checkpoint, in one form whatever the format that keeps them:
+
+    weight[output, input] = (code - zero) * scale
+
+The zero and the scale are those of the output's row and the input's column in small matrices:
+one number for all weights, one an output, one for each group of inputs, or one a block.
+
+    format                               codes                          scales, zeros
+    compressed-tensors, not packed; fp8  weight [out, in], one byte     as codes
+    compressed-tensors, packed           weight_packed, words of in     zeros are words of out
+    GPTQ                                 qweight [in words, out]        [groups, out], zeros words
+    AWQ                                  qweight [in, out words]        [groups, out], zeros words
+
+A word has 32 bits, the first code in its lowest; of AWQ's eight codes, those with even places come
+first. GPTQ and compressed-tensors may name each input's group (act-order).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, NoReturn, Protocol
+
+import torch
+from torch import Tensor
+
+from baton.core.errors import InvalidCheckpoint
+from baton.engine.quantization_config import PACKED_BITS, Quantization
+
+PARTS = (
+    *("weight", "weight_scale", "weight_scale_inv", "weight_zero_point"),
+    *("weight_packed", "weight_shape", "weight_g_idx", "qweight", "scales", "qzeros", "g_idx"),
+)
+"""Of one weight; a module with any but the first is quantized."""
+
+NOT_USED = (
+    *("input_scale", "input_zero_point", "activation_scale", "output_scale", "output_zero_point"),
+    *("q_scale", "k_scale", "v_scale", "kv_scale", "k_zero_point", "v_zero_point"),
+)
+"""Scales of activations, keys and values, which stay as they are computed."""
+
+CHUNK = 1 << 22
+"""Weights that are dequantized at once: a tensor in float32 would take much."""
+
+
+class Packed(NamedTuple):
+    """Codes in words of 32 bits, which take the place of 32 / bits codes along one dimension."""
+
+    words: Tensor  # int32
+    dimension: int
+    bits: int
+    even_first: bool = False  # of the codes of a word
+
+    @property
+    def shape(self) -> torch.Size:
+        shape = list(self.words.shape)
+        shape[self.dimension] *= 32 // self.bits
+        return torch.Size(shape)
+
+    def narrow(self, dimension: int, start: int, size: int) -> Tensor:
+        """As torch's narrow of the codes, of bytes."""
+        if dimension != self.dimension:
+            return self._codes(self.words.narrow(dimension, start, size))
+        each = 32 // self.bits
+        first, end = start // each, -(-(start + size) // each)
+        words = self.words.narrow(dimension, first, end - first)
+        return self._codes(words).narrow(dimension, start - first * each, size)
+
+    def all(self) -> Tensor:
+        return self._codes(self.words)
+
+    def _codes(self, words: Tensor) -> Tensor:
+        copied = words.movedim(self.dimension, -1).clone(memory_format=torch.contiguous_format)
+        found = copied.view(torch.uint8)
+        if self.bits == 4:
+            found = torch.stack((found & 15, found >> 4), dim=-1).flatten(-2)
+        if self.even_first:
+            halves = found.view(*found.shape[:-1], -1, 2, 16 // self.bits)
+            found = halves.transpose(-2, -1).flatten(-3)
+        return found.movedim(-1, self.dimension).contiguous()
+
+
+class QuantizedTensor(NamedTuple):
+    """A weight, of which any part can be dequantized: in float32, rounded once to its dtype."""
+
+    codes: Tensor | Packed  # [outputs, inputs]
+    scales: Tensor  # [rows, columns], float32
+    zeros: Tensor | None  # [rows, columns], float32
+    rows: Tensor  # [outputs], of `scales`
+    columns: Tensor  # [inputs]
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+    def narrow(self, dimension: int, start: int, size: int) -> Tensor:
+        """As torch's narrow, dequantized."""
+        codes = self.codes.narrow(dimension, start, size)
+        rows, columns = (
+            each.narrow(0, start, size) if dimension == index else each
+            for index, each in enumerate((self.rows, self.columns))
+        )
+        found = torch.empty(codes.shape, dtype=self.dtype)
+        step = max(1, CHUNK // max(1, codes.shape[1]))
+        for first in range(0, len(codes), step):
+            some = slice(first, first + step)
+            numbers = codes[some].float()
+            if self.zeros is not None:
+                numbers -= _spread(self.zeros, rows[some], columns)
+            torch.mul(numbers, _spread(self.scales, rows[some], columns), out=numbers)
+            found[some] = numbers
+        return found
+
+
+def _spread(small: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """[rows, columns], or [rows, 1] where all columns are one."""
+    chosen = small.index_select(0, rows)
+    return chosen if small.shape[1] == 1 else chosen.index_select(1, columns)
+
+
+class OpenFile(Protocol):
+    """As safetensors'."""
+
+    def get_tensor(self, name: str) -> Tensor: ...
+
+
+class QuantizedWeight:
+    """The stored parts of one weight."""
+
+    def __init__(self, module: str, files: dict[str, OpenFile], quantization: Quantization) -> None:
+        self._module = module
+        self._files = files
+        self.quantization = quantization
+
+    def get_tensor(self, _: str) -> QuantizedTensor:
+        """The weight, as of an open file."""
+        if self.quantization.method in ("awq", "gptq"):
+            return _by_inputs(self)
+        return _packed(self) if "weight_packed" in self else _bytes(self)
+
+    def __contains__(self, part: str) -> bool:
+        return part in self._files
+
+    def __getitem__(self, part: str) -> Tensor:
+        name = f"{self._module}.{part}"
+        if part not in self:
+            raise InvalidCheckpoint(f"tensor {name} is missing from the checkpoint")
+        return self._files[part].get_tensor(name)
+
+    def words(self, part: str) -> Tensor:
+        found = self[part]
+        if found.dtype != torch.int32 or found.dim() != 2:
+            self.refuse(f"{part} {list(found.shape)} of {found.dtype}, not a matrix of torch.int32")
+        return found
+
+    def refuse(self, why: str) -> NoReturn:
+        raise InvalidCheckpoint(f"tensor {self._module}.weight is not quantized as stated: {why}")
+
+
+def join_parts(
+    stored: dict[str, OpenFile], quantization: Quantization
+) -> dict[str, OpenFile | QuantizedWeight]:
+    """The parts of a weight, which may be in several files, as one tensor; others as they are."""
+    kept = {name: file for name, file in stored.items() if _part(name) not in NOT_USED}
+    modules: dict[str, dict[str, OpenFile]] = {}
+    for name in kept:
+        if _part(name) in PARTS[1:]:
+            modules[name.rpartition(".")[0]] = {}
+    for name in list(kept):
+        module = name.rpartition(".")[0]
+        if module in modules and _part(name) in PARTS:
+            modules[module][_part(name)] = kept.pop(name)
+    weights = {
+        f"{module}.weight": QuantizedWeight(module, files, quantization)
+        for module, files in modules.items()
+    }
+    return {**kept, **weights}
+
+
+def _part(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _bytes(parts: QuantizedWeight) -> QuantizedTensor:
+    codes = parts["weight"]
+    if codes.dtype not in (torch.float8_e4m3fn, torch.int8) or codes.dim() != 2:
+        parts.refuse(f"weight {list(codes.shape)} of {codes.dtype}")
+    scale = "weight_scale" if "weight_scale" in parts else "weight_scale_inv"
+    scales, zeros = _matrix(parts[scale], len(codes)), None
+    if "weight_zero_point" in parts:
+        zeros = _matrix(parts["weight_zero_point"], len(codes))
+    return _checked(parts, codes, scales, zeros, block=parts.quantization.block)
+
+
+def _matrix(scales: Tensor, outputs: int) -> Tensor:
+    """[1, 1], [outputs, 1] or what it is."""
+    if scales.dim() < 2:
+        scales = scales.view(-1, 1)
+    return scales.float() if scales.shape != (1, outputs) else scales.float().view(-1, 1)
+
+
+def _packed(parts: QuantizedWeight) -> QuantizedTensor:
+    words, shape = parts.words("weight_packed"), parts["weight_shape"].tolist()
+    inputs = max(1, shape[-1])
+    bits = 32 * words.shape[1] // inputs
+    if bits not in PACKED_BITS or [len(words), 32 * words.shape[1]] != [shape[0], bits * inputs]:
+        parts.refuse(f"words {list(words.shape)} for a shape of {shape}")
+    scales, zeros = _matrix(parts["weight_scale"], len(words)), None
+    if "weight_zero_point" in parts:
+        # The last word of zeros may be longer than the outputs.
+        zeros = Packed(parts.words("weight_zero_point"), 0, bits).all()[: len(words)].float()
+    else:
+        zeros = torch.full_like(scales, 1 << (bits - 1))
+    return _checked(parts, Packed(words, 1, bits), scales, zeros, order="weight_g_idx")
+
+
+def _by_inputs(parts: QuantizedWeight) -> QuantizedTensor:
+    """AWQ and GPTQ, whose layers multiply from the left."""
+    quantization, bits = parts.quantization, parts.quantization.bits
+    awq = quantization.method == "awq"
+    layout = (bits, awq)
+    codes = Packed(parts.words("qweight").t(), 0 if awq else 1, *layout)
+    scales = parts["scales"].t().float().contiguous()
+    if quantization.zeros == "middle":
+        zeros = torch.full_like(scales, 1 << (bits - 1))
+    else:
+        zeros = Packed(parts.words("qzeros").t(), 0, *layout).all().float()
+        zeros += quantization.zeros == "less one"
+    return _checked(parts, codes, scales, zeros, order="g_idx", group=quantization.group)
+
+
+def _checked(
+    parts: QuantizedWeight,
+    codes: Tensor | Packed,
+    scales: Tensor,
+    zeros: Tensor | None,
+    *,
+    order: str = "",
+    group: int | None = None,
+    block: tuple[int, int] | None = None,
+) -> QuantizedTensor:
+    """order: the part that names each input's group, where groups are not of neighbours."""
+    outputs, inputs = codes.shape
+    high, wide = scales.shape
+    rows = _places(outputs, high, block[0] if block and high not in (1, outputs) else None)
+    columns = _places(inputs, wide, block[1] if block and wide > 1 else group)
+    if (int(rows.max()) + 1, int(columns.max()) + 1) != (high, wide):
+        parts.refuse(f"scales {list(scales.shape)} for {[outputs, inputs]} weights")
+    if order in parts and int(parts[order].min()) >= 0:  # -1 stands for no order
+        columns = parts[order].long()
+        if columns.shape != (inputs,) or int(columns.max()) >= wide:
+            parts.refuse(f"{order} {list(columns.shape)} for {inputs} inputs in {wide} groups")
+    if zeros is not None and zeros.shape != scales.shape:
+        parts.refuse(f"zero points {list(zeros.shape)} for scales {list(scales.shape)}")
+    return QuantizedTensor(codes, scales, zeros, rows, columns)
+
+
+def _places(size: int, count: int, each: int | None) -> Tensor:
+    """[size], which of `count` scales is whose, if `each` neighbours share one."""
+    return torch.arange(size) // (each or max(1, size // count))
