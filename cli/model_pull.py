@@ -33,7 +33,8 @@ Progress = Callable[[str], None]
 _NAME = Argument(
     model_store.EMBEDDED,
     metavar="MODEL",
-    help="A hub's model (org/name or org/name@revision), a folder, or a GGUF file."
+    help="A hub's model (org/name, org/name@revision, or org/name:Q4_K_M for a GGUF file), a"
+    " folder, or a GGUF file."
     " (default: the small model)",
 )
 

@@ -257,7 +257,8 @@ class Config:
 
     model: str = key(
         "embedded",
-        "A model of a hub (org/name or org/name@revision), a Hugging Face folder, a GGUF file, or"
+        "A model of a hub (org/name, org/name@revision, or org/name:Q4_K_M for a GGUF file), a"
+        " Hugging Face folder, a GGUF file, or"
         " the embedded model.",
         "--model",
     )

@@ -11,7 +11,7 @@ import math
 import mmap
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_origin
 
@@ -47,6 +47,10 @@ class _Tensor:
     def size(self) -> int:
         block, size = GGML_QUANT_SIZES[self.kind]
         return int(math.prod(self.shape) // block * size)
+
+    def at(self, index: int) -> _Tensor:
+        part = replace(self, shape=self.shape[1:])
+        return replace(part, start=self.start + index * part.size)
 
 
 class GgufFile:
@@ -84,9 +88,11 @@ class GgufFile:
             raise UnsupportedModel(f"{self._name}: {name} is not of type {expected.__name__}")
         return cast(Field, value)
 
-    def tensor(self, name: str) -> Values:
-        """A tensor's values."""
+    def tensor(self, name: str, index: int | None = None) -> Values:
+        """A tensor's values, or those at an index of its first dimension."""
         tensor = self._tensors[name]
+        if index is not None:
+            tensor = tensor.at(index)
         data = np.frombuffer(tensor.file, np.uint8, tensor.size, tensor.start)
         rows = data.reshape(math.prod(tensor.shape[:-1]), -1)
         if tensor.kind == GGMLQuantizationType.F32:

@@ -1,8 +1,9 @@
 """The model in a GGUF file, as a Hugging Face folder has it: its config.json, and its weights.
 
-GGUF and Hugging Face differ in names, and in the rows of query and key projections: GGUF has each
-rotary pair adjacent for Llama's relatives, Hugging Face has the two halves of a head one after the
-other. A file that asks for what has no counterpart here is refused.
+GGUF and Hugging Face differ in names, in what norms add to their weights, in experts, which are one
+tensor in a GGUF file, and in the rows of query and key projections: GGUF has each rotary pair
+adjacent for Llama's relatives, Hugging Face has the two halves of a head one after the other. A
+file that asks for what has no counterpart here is refused.
 """
 
 from __future__ import annotations
@@ -15,37 +16,14 @@ from pathlib import Path
 import numpy as np
 
 from baton.core.errors import InvalidCheckpoint, UnsupportedModel
+from baton.core.gguf_architectures import (
+    EXPERT,
+    ROPE_TENSORS,
+    GgufArchitecture,
+    Json,
+    architecture_of,
+)
 from baton.core.gguf_file import GgufFile, Values
-
-Json = dict[str, object]
-
-ADJACENT_PAIRS = {"llama": True, "qwen2": False, "qwen3": False, "smollm3": True}
-"""The supported architectures, which have the same names as Hugging Face's model types, and
-whether rotary pairs are adjacent rows."""
-
-ROPE_FACTORS = "rope_freqs.weight"
-"""Divides the rotary frequencies; only Llama 3.1 and later have it."""
-
-_LAYER_TENSORS = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_OUTER_TENSORS = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-_UNKNOWN_FIELDS = ("expert_count", "attention.sliding_window", "rope.scale_linear")
-"""What some files of a supported architecture ask for, and is not served from GGUF."""
 
 # Of every Llama 3.1, 3.2 and 3.3; the file has the factors alone.
 _LLAMA3_ROPE = {
@@ -53,6 +31,8 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+_LOCAL_ROPE_BASE = 10_000.0
+_ORIGINAL = "rope.scaling.original_context_length"
 
 
 class GgufWeights:
@@ -60,87 +40,107 @@ class GgufWeights:
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._file = GgufFile(paths)
-        architecture = supported_architecture(self._file)
+        self._architecture = architecture_of(self._file)
         self._heads: dict[str, int] = {}  # of projections whose rotary pairs are adjacent
-        if ADJACENT_PAIRS[architecture]:
+        if self._architecture.adjacent_pairs:
             shape = _Shape.of(self._file)
             self._heads = {"attn_q": shape.heads, "attn_k": shape.kv_heads}
-        self._names = {
-            weight_name(name): name for name in self._file.tensors if name != ROPE_FACTORS
-        }
+        self._names: dict[str, tuple[str, int | None]] = {}  # the tensor, and which expert of it
+        for tensor, (count, *_) in self._file.tensors.items():
+            if tensor not in ROPE_TENSORS:
+                self._add_names(tensor, count)
+
+    def _add_names(self, tensor: str, count: int) -> None:
+        name = self._architecture.weight_name(tensor)
+        if EXPERT not in name:
+            self._names[name] = (tensor, None)
+            return
+        for expert in range(count):
+            self._names[name.replace(EXPERT, str(expert))] = (tensor, expert)
 
     @property
     def names(self) -> list[str]:
         return list(self._names)
 
     def __getitem__(self, name: str) -> Values:
-        found = self._names[name]
-        values = self._file.tensor(found)
-        heads = self._heads.get(found.split(".")[-2])
+        tensor, expert = self._names[name]
+        values, part = self._file.tensor(tensor, expert), tensor.split(".")[-2]
+        if part.endswith("norm") and self._architecture.norm_offset:
+            return values - np.float32(self._architecture.norm_offset)
+        if part == "ffn_gate_inp_shexp":
+            return values.reshape(1, -1)
+        heads = self._heads.get(part)
         return _split_halves(values, heads) if heads else values
 
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
+    hidden: int
     heads: int
     kv_heads: int
     head_dim: int
 
     @classmethod
     def of(cls, file: GgufFile) -> _Shape:
-        prefix = supported_architecture(file)
+        prefix = file.field("general.architecture", str)
+        hidden = file.field(f"{prefix}.embedding_length", int)
         heads = file.field(f"{prefix}.attention.head_count", int)
         kv_heads = file.field(f"{prefix}.attention.head_count_kv", int, heads)
-        dim = file.field(f"{prefix}.embedding_length", int) // max(heads, 1)
-        return cls(heads, kv_heads, file.field(f"{prefix}.attention.key_length", int, dim))
-
-
-def supported_architecture(file: GgufFile) -> str:
-    name = file.field("general.architecture", str)
-    if name not in ADJACENT_PAIRS:
-        raise UnsupportedModel(
-            f"GGUF architecture {name!r} is not supported; supported: {', '.join(ADJACENT_PAIRS)}"
-        )
-    return name
-
-
-def weight_name(name: str) -> str:
-    """The Hugging Face name of a GGUF tensor, as "blk.7.attn_q.weight"."""
-    match name.split("."):
-        case ["blk", layer, part, ("weight" | "bias") as kind] if part in _LAYER_TENSORS:
-            return f"model.layers.{layer}.{_LAYER_TENSORS[part]}.{kind}"
-        case _ if name in _OUTER_TENSORS:
-            return _OUTER_TENSORS[name]
-    raise UnsupportedModel(f"GGUF tensor {name!r} is not of a supported model")
+        dim = file.field(f"{prefix}.attention.key_length", int, hidden // max(heads, 1))
+        return cls(hidden, heads, kv_heads, dim)
 
 
 def model_config(file: GgufFile) -> Json:
     """The content of config.json."""
-    prefix, shape, tensors = supported_architecture(file), _Shape.of(file), file.tensors
-    for name in _UNKNOWN_FIELDS:
-        if file.field(f"{prefix}.{name}", int, 0):
-            raise UnsupportedModel(f"GGUF field {prefix}.{name} is not supported")
-    for name in tensors.keys() - {ROPE_FACTORS}:
-        weight_name(name)
-    if file.field(f"{prefix}.rope.dimension_count", int, shape.head_dim) != shape.head_dim:
-        raise UnsupportedModel("partial rotary embeddings are not supported")
+    architecture, shape, tensors = architecture_of(file), _Shape.of(file), file.tensors
+    prefix = file.field("general.architecture", str)
+    for name in tensors.keys() - set(ROPE_TENSORS):
+        architecture.weight_name(name)
     return {
-        "model_type": prefix,
+        "model_type": architecture.model_type,
         "hidden_act": "silu",
-        "hidden_size": file.field(f"{prefix}.embedding_length", int),
+        "hidden_size": shape.hidden,
         "intermediate_size": file.field(f"{prefix}.feed_forward_length", int),
         "num_hidden_layers": file.field(f"{prefix}.block_count", int),
         "num_attention_heads": shape.heads,
         "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.head_dim,
         "max_position_embeddings": file.field(f"{prefix}.context_length", int),
+        # Where the family states one by default, as Phi-3 does, it counts before RoPE's own.
+        "original_max_position_embeddings": file.field(f"{prefix}.{_ORIGINAL}", int, 0) or None,
         "vocab_size": vocabulary_size(file),
         "rms_norm_eps": _decimal(file, f"{prefix}.attention.layer_norm_rms_epsilon"),
-        "rope_parameters": _rope(file, prefix, shape.head_dim),
+        "rope_parameters": _rope_parameters(file, prefix, architecture, shape.head_dim),
         "attention_bias": "blk.0.attn_output.bias" in tensors,
         "mlp_bias": "blk.0.ffn_down.bias" in tensors,
         "tie_word_embeddings": "output.weight" not in tensors,
+        **architecture.stated,
+        **_own_fields(file, prefix, architecture),
+        **_score_scale(file, prefix, architecture, shape),
     }
+
+
+def _own_fields(file: GgufFile, prefix: str, architecture: GgufArchitecture) -> Json:
+    """What the fields of this architecture say; 0 is nothing."""
+    found: Json = {
+        key: file.field(f"{prefix}.{name}", int, 0) or None
+        for name, key in architecture.counts.items()
+        if f"{prefix}.{name}" in file
+    }
+    for name, key in architecture.decimals.items():
+        if f"{prefix}.{name}" in file:
+            found[key] = _decimal(file, f"{prefix}.{name}") or None
+    return found
+
+
+def _score_scale(
+    file: GgufFile, prefix: str, architecture: GgufArchitecture, shape: _Shape
+) -> Json:
+    """Gemma's, which the file does not have: its largest models are known by their layers."""
+    if architecture.wide_layers is None:
+        return {}
+    wide = file.field(f"{prefix}.block_count", int) == architecture.wide_layers
+    return {"query_pre_attn_scalar": shape.hidden // shape.heads if wide else shape.head_dim}
 
 
 def vocabulary_size(file: GgufFile) -> int:
@@ -151,11 +151,36 @@ def vocabulary_size(file: GgufFile) -> int:
     return shape[0]
 
 
+def _rope_parameters(
+    file: GgufFile, prefix: str, architecture: GgufArchitecture, head_dim: int
+) -> Json:
+    rotated = file.field(f"{prefix}.rope.dimension_count", int, head_dim)
+    if rotated != head_dim and not architecture.partial_rotary:
+        raise UnsupportedModel("partial rotary embeddings are not supported")
+    rope = _rope(file, prefix, head_dim)
+    if architecture.local_rope:
+        base = _decimal(file, f"{prefix}.rope.freq_base_swa", _LOCAL_ROPE_BASE)
+        return {"full_attention": rope, "sliding_attention": {"rope_theta": base}}
+    return rope if rotated == head_dim else {**rope, "partial_rotary_factor": rotated / head_dim}
+
+
 def _rope(file: GgufFile, prefix: str, head_dim: int) -> Json:
     theta = _decimal(file, f"{prefix}.rope.freq_base", 10_000.0)
     kind = file.field(f"{prefix}.rope.scaling.type", str, "none")
-    if ROPE_FACTORS in file.tensors:
-        return _llama3_rope(file.tensor(ROPE_FACTORS), theta, head_dim)
+    llama3, long, short = (
+        file.tensor(name) if name in file.tensors else None for name in ROPE_TENSORS
+    )
+    original = f"{prefix}.{_ORIGINAL}"
+    if llama3 is not None:
+        return _llama3_rope(llama3, theta, head_dim)
+    if long is not None and short is not None:
+        return {
+            "rope_type": "longrope",
+            "rope_theta": theta,
+            "long_factor": [float(str(each)) for each in long],
+            "short_factor": [float(str(each)) for each in short],
+            "original_max_position_embeddings": file.field(original, int),
+        }
     if kind == "none":
         return {"rope_type": "default", "rope_theta": theta}
     if kind not in ("linear", "yarn") or f"{prefix}.rope.scaling.attn_factor" in file:
@@ -166,7 +191,6 @@ def _rope(file: GgufFile, prefix: str, head_dim: int) -> Json:
         "factor": _decimal(file, f"{prefix}.rope.scaling.factor"),
     }
     if kind == "yarn":
-        original = f"{prefix}.rope.scaling.original_context_length"
         scaling["original_max_position_embeddings"] = file.field(original, int)
     return scaling
 
@@ -180,7 +204,7 @@ def _llama3_rope(factors: Values, theta: float, head_dim: int) -> Json:
     share = np.clip((context / waves - low) / (high - low), 0.0, 1.0)
     expected = 1 / ((1 - share) / factor + share)
     if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-3):
-        raise UnsupportedModel(f"the factors in GGUF tensor {ROPE_FACTORS} are not Llama 3's")
+        raise UnsupportedModel(f"the factors in GGUF tensor {ROPE_TENSORS[0]} are not Llama 3's")
     return {"rope_type": "llama3", "rope_theta": theta, "factor": factor, **_LLAMA3_ROPE}
 
 

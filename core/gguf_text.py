@@ -17,28 +17,34 @@ from tokenizers import (
     Tokenizer,
     decoders,
     models,
+    normalizers,
     pre_tokenizers,
     processors,
 )
 
 from baton.core.errors import InvalidCheckpoint, UnsupportedModel
+from baton.core.gguf_architectures import Json
 from baton.core.gguf_file import GgufFile
-from baton.core.gguf_model import Json, model_config
+from baton.core.gguf_model import model_config
 
+_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS"
+    _ENDINGS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _LLAMA3 = _WORDS.replace("DIGITS", r"\p{N}{1,3}")
 _QWEN2 = _WORDS.replace("DIGITS", r"\p{N}")
-_TEKKEN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+ENDINGS"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*ENDINGS"
+    r"|DIGITS| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_TEKKEN = _CASED.replace("ENDINGS", "").replace("DIGITS", r"\p{N}")
+_GPT4O = _CASED.replace("ENDINGS", _ENDINGS + "?").replace("DIGITS", r"\p{N}{1,3}")
 _SPLITS = {
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "smaug-bpe"), _LLAMA3),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "smaug-bpe", "dbrx"), _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _QWEN2),
+    **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
     "tekken": _TEKKEN,
 }
 _SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r")
@@ -121,7 +127,8 @@ def _byte_level(file: GgufFile) -> Tokenizer:
     for left, right in merges:
         if not {left, right, left + right} <= vocabulary.keys():
             raise InvalidCheckpoint(f"the GGUF file merges {left!r} and {right!r}, no tokens")
-    whole = _SPLITS.get(pre) is _LLAMA3  # a word that is a token needs no merges
+    # A word that is a token needs no merges.
+    whole = _SPLITS.get(pre) is _LLAMA3 and pre != "dbrx"
     made = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=whole))
     made.pre_tokenizer = _pre_tokenizer(pre)
     made.decoder = decoders.ByteLevel()
@@ -144,26 +151,40 @@ def _pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
 
 def _sentencepiece(file: GgufFile) -> Tokenizer:
     """BPE whose merges follow from the tokens' scores; what is no token is written in bytes."""
-    vocabulary = _vocabulary(file)
-    unknown = _id(file, "unknown_token_id")
+    architecture = file.field("general.architecture", str)
+    vocabulary, unknown = _vocabulary(file), _id(file, "unknown_token_id")
+    if architecture.startswith("gemma"):
+        # Its tokens of spaces are spelled as such, and its scores are not in the order of merges.
+        vocabulary = {_spaces_replaced(token): index for token, index in vocabulary.items()}
+        scores = [-float(index) for index in vocabulary.values()]
+    else:
+        scores = file.field("tokenizer.ggml.scores", list[float])
     made = Tokenizer(
         models.BPE(
             vocab=vocabulary,
-            merges=_merges(vocabulary, file.field("tokenizer.ggml.scores", list[float])),
+            merges=_merges(vocabulary, scores),
             unk_token=None if unknown is None else list(vocabulary)[unknown],
             fuse_unk=True,
             byte_fallback=True,
         )
     )
     prefixed = file.field("tokenizer.ggml.add_space_prefix", bool, True)
-    made.pre_tokenizer = pre_tokenizers.Metaspace(
-        replacement="▁", prepend_scheme="first" if prefixed else "never", split=False
-    )
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    made.decoder = decoders.Sequence(
-        [*steps, decoders.Strip(content=" ", left=1)] if prefixed else steps
-    )
+    if prefixed and architecture == "phi3":  # also before text that begins with a space
+        steps = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        made.normalizer = normalizers.Sequence(steps)
+    else:
+        made.pre_tokenizer = pre_tokenizers.Metaspace(
+            replacement="▁", prepend_scheme="first" if prefixed else "never", split=False
+        )
+    decoding = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if prefixed:
+        decoding.append(decoders.Strip(content=" ", left=1))
+    made.decoder = decoders.Sequence(decoding)
     return made
+
+
+def _spaces_replaced(token: str) -> str:
+    return token if token.strip(" ") else "▁" * len(token)
 
 
 def _merges(vocabulary: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:

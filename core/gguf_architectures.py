@@ -1,0 +1,163 @@
+"""What GGUF files of each architecture have: a row of ARCHITECTURES each."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from baton.core.errors import UnsupportedModel
+from baton.core.gguf_file import GgufFile
+
+Json = dict[str, object]
+
+ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""Part of the rotation, not of the weights."""
+
+EXPERT = "{expert}"
+"""Stands in a name for each of the experts, which a GGUF file has as one tensor."""
+
+_OUTER_TENSORS = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_LAYER_TENSORS = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_NORMS_AFTER = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_EXPERTS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": f"mlp.experts.{EXPERT}.gate_proj",
+    "ffn_up_exps": f"mlp.experts.{EXPERT}.up_proj",
+    "ffn_down_exps": f"mlp.experts.{EXPERT}.down_proj",
+}
+_SHARED_EXPERT = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_WINDOW = {"attention.sliding_window": "sliding_window"}
+_FINAL_CAP = {"final_logit_softcapping": "final_logit_softcapping"}
+_EXPERT_COUNTS = {
+    "expert_count": "num_local_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+_GELU: Json = {"hidden_activation": "gelu_pytorch_tanh"}
+
+
+@dataclass(frozen=True, slots=True)
+class GgufArchitecture:
+    """What distinguishes the files of an architecture. Fields are named without their prefix."""
+
+    model_type: str
+    adjacent_pairs: bool = False  # rows of a rotary pair, of queries and keys
+    norm_offset: float = 0.0  # what the file has added to the weights of norms
+    tensors: Mapping[str, str] = field(default_factory=dict)  # of a layer, beside the usual ones
+    counts: Mapping[str, str] = field(default_factory=dict)  # whole numbers for config.json
+    decimals: Mapping[str, str] = field(default_factory=dict)
+    stated: Mapping[str, object] = field(default_factory=dict)  # in config.json, not in the file
+    wide_layers: int | None = None  # with so many, scores are scaled by hidden_size / heads
+    local_rope: bool = False  # layers with a window rotate by a base of their own
+    partial_rotary: bool = False
+
+    def weight_name(self, name: str) -> str:
+        """The Hugging Face name of a GGUF tensor, as "blk.7.attn_q.weight"."""
+        layer_tensors = _LAYER_TENSORS | dict(self.tensors)
+        match name.split("."):
+            case ["blk", layer, part, ("weight" | "bias") as kind] if part in layer_tensors:
+                return f"model.layers.{layer}.{layer_tensors[part]}.{kind}"
+            case _ if name in _OUTER_TENSORS:
+                return _OUTER_TENSORS[name]
+        raise UnsupportedModel(f"GGUF tensor {name!r} is not of a supported model")
+
+
+_LLAMA = GgufArchitecture("llama", adjacent_pairs=True)
+_MIXTRAL = dataclasses.replace(
+    _LLAMA, model_type="mixtral", tensors=_EXPERTS, counts=_EXPERT_COUNTS
+)
+_GEMMA2 = GgufArchitecture(
+    "gemma2",
+    norm_offset=1.0,
+    tensors={**_NORMS_AFTER, "ffn_norm": "pre_feedforward_layernorm"},
+    counts=_WINDOW,
+    decimals={**_FINAL_CAP, "attn_logit_softcapping": "attn_logit_softcapping"},
+    stated=_GELU,
+    wide_layers=46,
+)
+
+ARCHITECTURES = {
+    "llama": _LLAMA,
+    "qwen2": GgufArchitecture("qwen2"),
+    "qwen3": GgufArchitecture("qwen3"),
+    "smollm3": GgufArchitecture("smollm3", adjacent_pairs=True),
+    "qwen2moe": GgufArchitecture(
+        "qwen2_moe",
+        tensors={**_EXPERTS, **_SHARED_EXPERT},
+        counts={
+            **_EXPERT_COUNTS,
+            "expert_count": "num_experts",
+            "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+        },
+    ),
+    "qwen3moe": GgufArchitecture(
+        "qwen3_moe", tensors=_EXPERTS, counts=_EXPERT_COUNTS, stated={"norm_topk_prob": True}
+    ),
+    "gemma2": _GEMMA2,
+    "gemma3": dataclasses.replace(
+        _GEMMA2, model_type="gemma3_text", decimals=_FINAL_CAP, wide_layers=62, local_rope=True
+    ),
+    "phi3": GgufArchitecture(
+        "phi3",
+        tensors={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+        counts=_WINDOW,
+        partial_rotary=True,
+    ),
+    "olmo2": GgufArchitecture("olmo2", tensors=_NORMS_AFTER),
+    "granite": GgufArchitecture(
+        "granite",
+        adjacent_pairs=True,
+        decimals={
+            "attention.scale": "attention_multiplier",
+            "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier",
+            "logit_scale": "logits_scaling",
+        },
+    ),
+}
+
+
+def architecture_of(file: GgufFile) -> GgufArchitecture:
+    """Raises UnsupportedModel for an architecture, or a field of it, that is not served."""
+    name = file.field("general.architecture", str)
+    if name not in ARCHITECTURES:
+        raise UnsupportedModel(
+            f"GGUF architecture {name!r} is not supported; supported: {', '.join(ARCHITECTURES)}"
+        )
+    mixture = name == "llama" and file.field(f"{name}.expert_count", int, 0)
+    found = _MIXTRAL if mixture else ARCHITECTURES[name]
+    for other in {"rope.scale_linear", *_all_fields()} - {*found.counts, *found.decimals}:
+        if file.field(f"{name}.{other}", float, 0.0):
+            raise UnsupportedModel(f"GGUF field {name}.{other} is not supported")
+    return found
+
+
+def _all_fields() -> set[str]:
+    """Whose values change what a model computes."""
+    every = ARCHITECTURES.values()
+    return {name for each in every for part in (each.counts, each.decimals) for name in part}
