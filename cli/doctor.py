@@ -22,6 +22,7 @@ from typing import Literal
 import typer
 from typer import Option
 
+from baton.cli.exposure import exposure
 from baton.cli.terminal import AsJson, print_json
 from baton.cluster.preflight import take_port
 from baton.core import config as configs
@@ -56,9 +57,15 @@ class Check:
 
 def doctor(
     config: Path | None = Option(None, metavar="FILE", help="The cluster's YAML file."),
+    exposed: bool = Option(
+        False, "--exposure", help="List instead what the running cluster listens on here."
+    ),
     as_json: AsJson = False,
 ) -> None:
     """Check this host: devices, packages, model, ports, and how fast pages travel."""
+    if exposed:
+        _print_exposure(as_json)
+        return
     checks = []
     for check in run_checks(configs.load(config)):
         checks.append(check)
@@ -67,6 +74,18 @@ def doctor(
     if as_json:
         print_json([dataclasses.asdict(check) for check in checks])
     raise typer.Exit(any(check.verdict == "fail" for check in checks))
+
+
+def _print_exposure(as_json: bool) -> None:
+    found = exposure()
+    if as_json:
+        print_json([dataclasses.asdict(each) for each in found])
+        return
+    for each in found:
+        reach = typer.style(each.reach, fg=None if each.reach == "this machine" else "yellow")
+        typer.echo(f"{f'{each.address}:{each.port}':28}{each.process:42}{reach}")
+    if not found:
+        typer.echo("neither Baton nor Ray listens on this machine")
 
 
 def _print(check: Check) -> None:

@@ -6,14 +6,16 @@ a restarted worker its role. The store lives as long as Ray's head, or as the Re
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray._private import services
+from ray._private import ray_constants, services
 from ray.experimental import internal_kv
 
 from baton.cluster import fleet as fleets
@@ -67,15 +69,16 @@ def start(namespace: str, processes: int) -> str:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # By default Ray's workers yield to everything else on the machine.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    context = ray.init(
-        "local",
-        namespace=namespace,
-        include_dashboard=False,
-        object_store_memory=_OBJECT_STORE_BYTES,
-        # Our actors ask for none; Ray prepares as many processes while it starts.
-        num_cpus=processes,
-        **_QUIET,
-    )
+    with _on_loopback():
+        context = ray.init(
+            "local",
+            namespace=namespace,
+            include_dashboard=False,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            # Our actors ask for none; Ray prepares as many processes while it starts.
+            num_cpus=processes,
+            **_QUIET,
+        )
     return _log_folder(context)
 
 
@@ -143,6 +146,22 @@ def _namespace() -> str:
 def _silence_ray() -> None:
     """Ray would announce that it authenticates its processes, and leaves the signals to us."""
     logging.getLogger("ray").setLevel(logging.ERROR)
+
+
+@contextlib.contextmanager
+def _on_loopback() -> Iterator[None]:
+    """A Ray that starts within listens on loopback alone, as it does by default on systems where
+    it forms no clusters. It reads the environment when it is imported, and its processes do."""
+    name, clusters = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, ray_constants.ENABLE_RAY_CLUSTER
+    before = os.environ.get(name)
+    os.environ[name], ray_constants.ENABLE_RAY_CLUSTER = "0", False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = clusters
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
 
 
 def _log_folder(context: Any) -> str:

@@ -75,7 +75,7 @@ def read_pem(path: Path) -> bytes:
 def check_router(config: Config) -> None:
     """Raises InvalidConfig if anybody on the network could use the router."""
     router, tls = config.router, config.tls
-    if _is_loopback(router.host):
+    if is_loopback(router.host):
         return
     if not (router.keys or tls.client_certificates or config.insecure):
         raise InvalidConfig(
@@ -89,7 +89,7 @@ def check_router(config: Config) -> None:
 
 def check_worker(config: Config, host: str) -> None:
     """Raises InvalidConfig if anybody on the network could use the worker."""
-    if not (_is_loopback(host) or config.tls.folder or config.insecure):
+    if not (is_loopback(host) or config.tls.folder or config.insecure):
         raise InvalidConfig(
             f"other machines can reach a worker at {host}, and it would obey them: set"
             " tls.folder (--tls), or insecure (--insecure)",
@@ -97,7 +97,7 @@ def check_worker(config: Config, host: str) -> None:
         )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

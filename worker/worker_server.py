@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 import time
 from collections.abc import Callable
@@ -33,7 +34,7 @@ from baton.core import model_store
 from baton.core.config import Config
 from baton.core.errors import Internal
 from baton.core.process import StartTimes, StopSignal
-from baton.core.tls import check_worker, node_identity
+from baton.core.tls import check_worker, is_loopback, node_identity
 from baton.core.types import MAX_MESSAGE_BYTES, PROTOCOL, Role
 from baton.core.wire import role_to
 from baton.rpc import listen
@@ -90,6 +91,9 @@ class WorkerServer:
     async def start(self, host: str, port: int) -> None:
         """Loads the model and serves. When this returns, the worker accepts requests."""
         check_worker(self._config, host)
+        if is_loopback(host):
+            # All peers are on this machine; NIXL's UCX would listen on every interface.
+            os.environ.setdefault("UCX_NET_DEVICES", "lo")
         loop = asyncio.get_running_loop()
         self._failure: asyncio.Future[None] = loop.create_future()
         self._drained = asyncio.Event()

@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +16,11 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
-from serving import MODEST, Serve, run, thread_ticks
+from serving import BATON, MODEST, Serve, run, thread_ticks
 from tiny_models import TINY_MODELS, save
 
 from baton import Client
+from baton.cli.exposure import listeners
 
 QUESTION = "What is the capital of France?"
 ANSWER = "The capital of France is Paris."
@@ -54,6 +56,17 @@ def test_it_speaks_http_where_it_says(serve: Serve) -> None:
     body = {"messages": [{"role": "user", "content": QUESTION}], "temperature": 0}
     response = httpx.post(found[1], json=body, timeout=60)
     assert response.json()["choices"][0]["message"]["content"] == ANSWER
+
+
+def test_nothing_listens_beyond_this_machine(serve: Serve) -> None:
+    """Workers, router, controller, Ray's own processes, and NIXL's sockets."""
+    found = {where for pid in serve.processes() for where in listeners(pid)}
+    assert {int(serve.address.rpartition(":")[2])} < {port for _, port in found}
+    assert {address for address, _ in found} == {"127.0.0.1"}
+    command = [BATON, "doctor", "--exposure", "--json"]
+    listed = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+    here = {(each["address"], each["port"]) for each in listed if each["reach"] == "this machine"}
+    assert found <= here
 
 
 def test_its_status_shows_both_workers_attached(serve: Serve) -> None:

@@ -15,6 +15,7 @@ from types import TracebackType
 import yaml
 
 from baton import Client, Unavailable
+from baton.cli.exposure import listeners
 from baton.v1 import cluster_pb2, worker_pb2
 
 BATON = str(Path(sys.executable).with_name("baton"))
@@ -238,31 +239,7 @@ def _command_line(pid: int) -> str:
 
 def listening_ports(pid: int) -> set[int]:
     """The TCP ports that a process listens on; none when it has ended."""
-    try:
-        return _listening_ports(pid)
-    except (FileNotFoundError, ProcessLookupError):
-        return set()
-
-
-def _listening_ports(pid: int) -> set[int]:
-    listening = {}
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A":
-                listening[f"socket:[{fields[9]}]"] = int(fields[1].rpartition(":")[2], 16)
-    return {listening[link] for link in _open_files(pid) if link in listening}
-
-
-def _open_files(pid: int) -> set[str]:
-    folder = Path(f"/proc/{pid}/fd")
-    found = set()
-    for entry in folder.iterdir():
-        try:
-            found.add(os.readlink(entry))
-        except FileNotFoundError:
-            continue
-    return found
+    return {port for _, port in listeners(pid)}
 
 
 def thread_ticks(pid: int) -> dict[int, int]:
