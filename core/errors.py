@@ -17,6 +17,7 @@
     │   ├── InvalidCheckpoint
     │   └── ModelNotFound
     ├── Exhausted                retry later, or request less
+    │   ├── RateLimited          the API key's limit is reached
     │   └── SlowReader           the caller did not receive its answer
     ├── Unavailable              no worker is available now
     │   ├── WorkerLost
@@ -109,6 +110,9 @@ class ModelNotFound(InvalidConfig): ...
 
 
 class Exhausted(BatonError, grpc_code="RESOURCE_EXHAUSTED", http_status=429): ...
+
+
+class RateLimited(Exhausted): ...
 
 
 class SlowReader(Exhausted): ...

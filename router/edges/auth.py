@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from baton.core.api_keys import ApiKey, digest_of, read_keys
-from baton.core.errors import Exhausted, InvalidConfig, InvalidRequest, Unauthenticated
+from baton.core.errors import InvalidConfig, InvalidRequest, RateLimited, Unauthenticated
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Caller:
         if 0 < limit < answers:
             raise InvalidRequest(f"this API key allows {limit} concurrent answers", field="n")
         if limit and self.active + answers > limit:
-            raise Exhausted(
+            raise RateLimited(
                 f"this API key has {self.active} of {limit} concurrent answers in progress",
                 retry_after=1.0,
             )
@@ -67,7 +67,7 @@ class Caller:
         self._tokens = min(max(1.0, rate), self._tokens + (now - self._refilled) * rate)
         self._refilled = now
         if self._tokens < 1:
-            raise Exhausted(
+            raise RateLimited(
                 f"this API key allows {rate:g} calls a second",
                 retry_after=(1 - self._tokens) / rate,
             )

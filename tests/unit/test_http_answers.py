@@ -31,8 +31,8 @@ from baton.router.answers.answer_events import (
     TokenScore,
     ToolCallDelta,
 )
-from baton.router.edges.http.answer_renderer import (
-    AnswerRenderer,
+from baton.router.edges.http.answer_renderer import AnswerRenderer
+from baton.router.edges.http.choice_renderer import (
     ChatRenderer,
     CompletionRenderer,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import (
@@ -237,7 +237,7 @@ class ChatFields(RequestModel):
         return "continued"
 
 
-def template_kwargs(effort: str | None, given: dict[str, object]) -> str:
+def template_kwargs(effort: str | None, given: Mapping[str, object]) -> str:
     """As JSON. Templates have different names for the switch of their reasoning."""
     if effort is None:
         return json.dumps(given)

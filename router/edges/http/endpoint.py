@@ -182,7 +182,10 @@ class GenerationEndpoint:
         http = HttpRequest(scope, receive)
         request_id = request_id_of(http, self._renderer.id_prefix)
         error_of = functools.partial(
-            error_response, request_id=request_id, prompt_field=self._renderer.prompt_field
+            error_response,
+            request_id=request_id,
+            path=scope["path"],
+            prompt_field=self._renderer.prompt_field,
         )
         try:
             caller: Caller = http.user
@@ -267,7 +270,7 @@ class _Call:
             async for event in events:
                 await self._write(event)
         except Exception as error:  # noqa: BLE001 the edge of the process
-            return b"event: error\ndata: " + bytes(self.error_of(error).body) + b"\n\n"
+            return self.renderer.failure(bytes(self.error_of(error).body))
         return self.renderer.ending()
 
     async def _first_delta(self, events: ClientBuffer) -> AnswerEvent:

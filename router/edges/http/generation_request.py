@@ -54,12 +54,12 @@ Biases = Annotated[
     BeforeValidator(_bounded_biases),
     Field(json_schema_extra=_BIAS_SCHEMA),
 ]
-_StopList = Annotated[list[StopString], Field(fail_fast=True, max_length=bounds.MAX_STOP_STRINGS)]
+StopList = Annotated[list[StopString], Field(fail_fast=True, max_length=bounds.MAX_STOP_STRINGS)]
 Stops = Annotated[
-    _StopList,
+    StopList,
     BeforeValidator(
         lambda value: [value] if isinstance(value, str) else value,
-        json_schema_input_type=StopString | _StopList,
+        json_schema_input_type=StopString | StopList,
     ),
 ]
 BannedIds = Annotated[tuple[int, ...], token_ids(bounds.MAX_BANNED)]

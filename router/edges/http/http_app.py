@@ -31,10 +31,13 @@ from baton.core.errors import (
 from baton.core.proto_json import Json, to_json
 from baton.router.edges.auth import KeyRing
 from baton.router.edges.edge_context import EdgeContext
-from baton.router.edges.http.answer_renderer import ChatRenderer, CompletionRenderer, encode
+from baton.router.edges.http.answer_renderer import encode
 from baton.router.edges.http.chat_request import DetokenizeRequest, TokenizeRequest
+from baton.router.edges.http.choice_renderer import ChatRenderer, CompletionRenderer
 from baton.router.edges.http.endpoint import GenerationEndpoint, parse_body, request_id_of
-from baton.router.edges.http.http_errors import error_response
+from baton.router.edges.http.http_errors import MESSAGES_PATH, error_response
+from baton.router.edges.http.messages.messages_renderer import MessagesRenderer
+from baton.router.edges.http.messages.messages_request import CountTokensRequest
 from baton.router.edges.http.openapi import document
 from baton.router.edges.http.request_model import shown
 from baton.router.observe.ledger import KEPT_REQUESTS
@@ -79,13 +82,19 @@ class ApiKeyMiddleware:
         if scope["type"] == "http" and scope["path"] not in self._open:
             http = HttpRequest(scope)
             try:
-                scope["user"] = self._keys.caller(http.headers.get("authorization", ""))
+                scope["user"] = self._keys.caller(_authorization(http))
                 if scope["path"] in _ADMIN_PATHS and not http.user.admin:
                     raise PermissionDenied("this needs an admin's API key")
             except (Unauthenticated, PermissionDenied) as error:
                 await (await _refuse(http, error))(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+def _authorization(http: HttpRequest) -> str:
+    """Clients of the Anthropic API send a key in a header of its own."""
+    key = http.headers.get("x-api-key", "")
+    return http.headers.get("authorization") or (f"Bearer {key}" if key else "")
 
 
 def answered(endpoint: Endpoint, prompt_field: str = "prompt") -> Endpoint:
@@ -96,7 +105,7 @@ def answered(endpoint: Endpoint, prompt_field: str = "prompt") -> Endpoint:
         try:
             response = await endpoint(http)
         except Exception as error:  # noqa: BLE001 the edge of the process
-            return error_response(error, request_id, prompt_field)
+            return error_response(error, request_id, prompt_field, http.url.path)
         response.headers["x-request-id"] = request_id
         return response
 
@@ -141,9 +150,16 @@ class HttpApp:
     def _routes(self) -> list[Route]:
         chat = GenerationEndpoint(ChatRenderer, self._context)
         completions = GenerationEndpoint(CompletionRenderer, self._context)
+        messages = GenerationEndpoint(MessagesRenderer, self._context)
         return [
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/completions", completions, methods=["POST"]),
+            Route(MESSAGES_PATH, messages, methods=["POST"]),
+            Route(
+                f"{MESSAGES_PATH}/count_tokens",
+                answered(self._count_tokens, "messages"),
+                methods=["POST"],
+            ),
             Route(EMBEDDINGS, answered(_embeddings), methods=["POST"]),
             Route("/v1/models", _plain(self._models)),
             Route("/v1/models/{name:path}", answered(self._model, "model")),
@@ -204,6 +220,11 @@ class HttpApp:
         }
         return _json({**answer, "rendered": rendered} if rendered else answer)
 
+    async def _count_tokens(self, http: HttpRequest) -> Response:
+        body = await parse_body(http, self._context, CountTokensRequest.parse)
+        tokens, _ = await self._context.serving.tokenize(body.chat_prompt())
+        return _json({"input_tokens": len(tokens)})
+
     async def _detokenize(self, http: HttpRequest) -> Response:
         request = await parse_body(http, self._context, DetokenizeRequest.parse)
         decode = self._context.serving.decode
@@ -254,7 +275,7 @@ async def _embeddings(http: HttpRequest) -> Response:
 
 async def _refuse(http: HttpRequest, error: Exception) -> Response:
     """Also where a path has no such method."""
-    return error_response(error, request_id_of(http))
+    return error_response(error, request_id_of(http), path=http.url.path)
 
 
 def _limit(given: str | None) -> int:

@@ -1,4 +1,7 @@
-"""Errors in the OpenAI API's shape: a status, and a body with message, type, param and code."""
+"""Errors in the shape of the API that is called: a status, and a body.
+
+The OpenAI API's have message, type, param and code; those of /v1/messages a type and a message.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from baton.core.errors import (
     LayoutMismatch,
     NotServed,
     PromptTooLong,
+    RateLimited,
     SlowReader,
     Unauthenticated,
     Unavailable,
@@ -24,7 +28,7 @@ from baton.core.errors import (
     WorkerLost,
 )
 from baton.router.edges.http.answer_renderer import encode
-from baton.router.edges.http.openapi import ErrorBody
+from baton.router.edges.http.answer_types import ErrorBody, MessagesErrorBody
 from baton.rpc import redact
 
 log = logging.getLogger(__name__)
@@ -53,11 +57,29 @@ _PROMPT_FIELDS = {"prompt", "chat", "chat.messages", "token_ids"}
 _RENAMED = {"json_schema": "response_format"}
 
 
-def error_response(error: Exception, request_id: str, prompt_field: str = "prompt") -> Response:
-    """What a client sees of `error`; the rest is logged."""
+MESSAGES_PATH = "/v1/messages"
+OVERLOADED_STATUS = 529
+# Types of errors there, by status.
+_MESSAGES_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    504: "timeout_error",
+    OVERLOADED_STATUS: "overloaded_error",
+}
+
+
+def error_response(
+    error: Exception, request_id: str, prompt_field: str = "prompt", path: str = ""
+) -> Response:
+    """What a client of `path` sees of `error`; the rest is logged."""
+    respond = _messages_response if path.startswith(MESSAGES_PATH) else _response
     if isinstance(error, HTTPException):
         # Raised before any field is parsed.
-        return _response(error.status_code, error.detail, request_id, error.headers or {})
+        return respond(error.status_code, error.detail, request_id, error.headers or {})
     if not isinstance(error, BatonError):
         log.error("request %s failed unexpectedly", request_id, exc_info=error)
         error = Internal("")
@@ -73,8 +95,17 @@ def error_response(error: Exception, request_id: str, prompt_field: str = "promp
     headers = {"www-authenticate": "Bearer"} if status == 401 else {}
     if error.retry_after:
         headers["retry-after"] = str(math.ceil(error.retry_after))
+    if respond is _messages_response and _overloaded(error):
+        status = OVERLOADED_STATUS
     code = code or error.reason.lower()
-    return _response(status, message, request_id, headers, param, code)
+    return respond(status, message, request_id, headers, param, code)
+
+
+def _overloaded(error: BatonError) -> bool:
+    """Whether the cluster is full or not there, and not the caller at a limit of its own."""
+    if isinstance(error, RateLimited | SlowReader):
+        return False
+    return isinstance(error, Exhausted | Unavailable)
 
 
 def _nearest(table: dict[type[BatonError], str], error: BatonError) -> str:
@@ -100,4 +131,22 @@ def _response(
         }
     }
     named = {**headers, "x-request-id": request_id}
+    return Response(encode(body), status, named, "application/json")
+
+
+def _messages_response(
+    status: int,
+    message: str,
+    request_id: str,
+    headers: Mapping[str, str],
+    param: str = "",
+    code: str = "",
+) -> Response:
+    kind = _MESSAGES_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    body: MessagesErrorBody = {
+        "type": "error",
+        "error": {"type": kind, "message": message},
+        "request_id": request_id,
+    }
+    named = {**headers, "x-request-id": request_id, "request-id": request_id}
     return Response(encode(body), status, named, "application/json")

@@ -1,21 +1,38 @@
-"""The types of answers, and the OpenAPI document made from them and the models of bodies."""
+"""The OpenAPI document, made from the types of answers and the models of bodies."""
 
 from __future__ import annotations
 
-from typing import Literal, NotRequired
-
 from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode
-from typing_extensions import TypedDict
 
 from baton import __version__
 from baton.core.proto_json import Json, json_schema
+from baton.router.edges.http.answer_types import (
+    ChatAnswer,
+    ChatChunk,
+    CompletionAnswer,
+    DetokenizeAnswer,
+    ErrorBody,
+    HealthStatus,
+    MessagesErrorBody,
+    ModelList,
+    TokenizeAnswer,
+    TokenizerInfo,
+    Version,
+)
 from baton.router.edges.http.chat_request import (
     ChatRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
 from baton.router.edges.http.completion_request import CompletionRequest
+from baton.router.edges.http.http_errors import OVERLOADED_STATUS
+from baton.router.edges.http.messages.messages_renderer import (
+    CountTokensAnswer,
+    MessageAnswer,
+    MessageEvent,
+)
+from baton.router.edges.http.messages.messages_request import CountTokensRequest, MessagesRequest
 from baton.router.observe.ledger import KEPT_REQUESTS
 from baton.router.observe.overview import RECENT_REQUESTS
 from baton.v1 import cluster_pb2, timing_pb2
@@ -36,190 +53,14 @@ _STATUSES = {
 }
 
 
-FinishName = Literal["stop", "length", "tool_calls"]
-
-
-class CalledFunctionObject(TypedDict):
-    name: str
-    arguments: str
-
-
-class ToolCallObject(TypedDict):
-    id: str
-    type: Literal["function"]
-    function: CalledFunctionObject
-
-
-class FunctionDelta(TypedDict):
-    name: NotRequired[str]
-    arguments: str
-
-
-class ToolCallChunk(TypedDict):
-    index: int
-    id: NotRequired[str]
-    type: NotRequired[Literal["function"]]
-    function: FunctionDelta
-
-
-class LogprobObject(TypedDict):
-    token: str
-    logprob: float | None
-    bytes: list[int]
-
-
-class ChosenLogprob(LogprobObject):
-    top_logprobs: list[LogprobObject]
-
-
-class ChatLogprobs(TypedDict):
-    content: list[ChosenLogprob]
-    refusal: None
-
-
-class CompletionLogprobs(TypedDict):
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float | None] | None]
-    text_offset: list[int]
-
-
-class RankedLogprob(TypedDict):
-    logprob: float | None
-    rank: int | None
-    decoded_token: str
-
-
-class AssistantMessage(TypedDict):
-    role: Literal["assistant"]
-    content: str | None
-    refusal: None
-    reasoning_content: NotRequired[str]
-    tool_calls: NotRequired[list[ToolCallObject]]
-
-
-class AssistantDelta(TypedDict):
-    role: NotRequired[Literal["assistant"]]
-    content: NotRequired[str | None]
-    reasoning_content: NotRequired[str]
-    tool_calls: NotRequired[list[ToolCallChunk]]
-
-
-class ChatChoice(TypedDict):
-    index: int
-    message: AssistantMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: FinishName
-
-
-class ChatChunkChoice(TypedDict):
-    index: int
-    delta: AssistantDelta
-    logprobs: ChatLogprobs | None
-    finish_reason: FinishName | None
-
-
-class CompletionChoice(TypedDict):
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: FinishName | None
-    prompt_logprobs: NotRequired[list[dict[str, RankedLogprob] | None]]
-
-
-class CachedTokens(TypedDict):
-    cached_tokens: int
-
-
-class TokenUsage(TypedDict):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: CachedTokens
-
-
-class AnswerHead(TypedDict):
-    id: str
-    created: int
-    model: str
-
-
-class ChatAnswer(AnswerHead):
-    object: Literal["chat.completion"]
-    choices: list[ChatChoice]
-    usage: TokenUsage
-
-
-class ChatChunk(AnswerHead):
-    object: Literal["chat.completion.chunk"]
-    choices: list[ChatChunkChoice]
-    usage: NotRequired[TokenUsage | None]
-
-
-class CompletionAnswer(AnswerHead):
-    object: Literal["text_completion"]
-    choices: list[CompletionChoice]
-    usage: NotRequired[TokenUsage | None]
-
-
-class ErrorObject(TypedDict):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorBody(TypedDict):
-    error: ErrorObject
-
-
-class ModelObject(TypedDict):
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    max_model_len: int
-
-
-class ModelList(TypedDict):
-    object: Literal["list"]
-    data: list[ModelObject]
-
-
-class TokenizeAnswer(TypedDict):
-    tokens: list[int]
-    count: int
-    max_model_len: int
-    rendered: NotRequired[str]
-
-
-class TokenizerInfo(TypedDict):
-    bos_token: NotRequired[str]
-    eos_token: NotRequired[str]
-    unk_token: NotRequired[str]
-    sep_token: NotRequired[str]
-    pad_token: NotRequired[str]
-    cls_token: NotRequired[str]
-    mask_token: NotRequired[str]
-    chat_template: str | None
-
-
-class DetokenizeAnswer(TypedDict):
-    prompt: str
-
-
-class HealthStatus(TypedDict):
-    status: str
-
-
-class Version(TypedDict):
-    version: str
-
-
-_REQUESTS = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+_REQUESTS = (
+    *(ChatRequest, CompletionRequest, MessagesRequest, CountTokensRequest),
+    *(TokenizeRequest, DetokenizeRequest),
+)
 _ANSWERS = (
     *(ChatAnswer, ChatChunk, CompletionAnswer, ModelList, TokenizeAnswer, DetokenizeAnswer),
-    *(TokenizerInfo, HealthStatus, Version, ErrorBody),
+    *(TokenizerInfo, HealthStatus, Version, ErrorBody, MessagesErrorBody),
+    *(MessageAnswer, MessageEvent, CountTokensAnswer),
 )
 # Rendered by core/proto_json.py.
 _MESSAGES = (
@@ -243,6 +84,8 @@ def _paths() -> Json:
     return {
         "/v1/chat/completions": _post("ChatRequest", "ChatAnswer", "ChatChunk"),
         "/v1/completions": _post("CompletionRequest", "CompletionAnswer", "CompletionAnswer"),
+        "/v1/messages": _messages("MessagesRequest", "MessageAnswer", "MessageEvent"),
+        "/v1/messages/count_tokens": _messages("CountTokensRequest", "CountTokensAnswer"),
         "/v1/embeddings": {"post": {"responses": _errors("400")}},
         "/v1/models": _get("ModelList"),
         "/v1/models/{name}": _named(_get("ModelObject", "404"), "name"),
@@ -304,7 +147,7 @@ def _content(kind: str, schema: Json) -> Json:
     return {"description": "The answer.", "content": {kind: {"schema": schema}}}
 
 
-def _post(request: str, answer: str, chunk: str = "") -> Json:
+def _post(request: str, answer: str, chunk: str = "", errors: Json | None = None) -> Json:
     content: Json = {"application/json": {"schema": _reference(answer)}}
     if chunk:
         content["text/event-stream"] = {"schema": _event(chunk)}
@@ -313,7 +156,15 @@ def _post(request: str, answer: str, chunk: str = "") -> Json:
         "content": {"application/json": {"schema": _reference(request)}},
     }
     success: Json = {"200": {"description": "The answer.", "content": content}}
-    return {"post": {"requestBody": body, "responses": {**success, **_errors(*_STATUSES)}}}
+    return {
+        "post": {"requestBody": body, "responses": {**success, **(errors or _errors(*_STATUSES))}}
+    }
+
+
+def _messages(request: str, answer: str, chunk: str = "") -> Json:
+    errors = _errors(*_STATUSES, body="MessagesErrorBody")
+    errors[str(OVERLOADED_STATUS)] = errors.pop("503")
+    return _post(request, answer, chunk, errors)
 
 
 def _event(chunk: str) -> Json:
@@ -333,8 +184,8 @@ def _get(answer: str, *errors: str) -> Json:
     return {"get": {"responses": {**success, **_errors(*errors)}}}
 
 
-def _errors(*statuses: str) -> Json:
-    content = {"application/json": {"schema": _reference("ErrorBody")}}
+def _errors(*statuses: str, body: str = "ErrorBody") -> Json:
+    content = {"application/json": {"schema": _reference(body)}}
     return {status: {"description": _STATUSES[status], "content": content} for status in statuses}
 
 

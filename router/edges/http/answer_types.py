@@ -1,0 +1,197 @@
+"""The types of what endpoints return, but for messages and responses, which have their own."""
+
+from __future__ import annotations
+
+from typing import Literal, NotRequired
+
+from typing_extensions import TypedDict
+
+FinishName = Literal["stop", "length", "tool_calls"]
+
+
+class CalledFunctionObject(TypedDict):
+    name: str
+    arguments: str
+
+
+class ToolCallObject(TypedDict):
+    id: str
+    type: Literal["function"]
+    function: CalledFunctionObject
+
+
+class FunctionDelta(TypedDict):
+    name: NotRequired[str]
+    arguments: str
+
+
+class ToolCallChunk(TypedDict):
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: FunctionDelta
+
+
+class LogprobObject(TypedDict):
+    token: str
+    logprob: float | None
+    bytes: list[int]
+
+
+class ChosenLogprob(LogprobObject):
+    top_logprobs: list[LogprobObject]
+
+
+class ChatLogprobs(TypedDict):
+    content: list[ChosenLogprob]
+    refusal: None
+
+
+class CompletionLogprobs(TypedDict):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float | None] | None]
+    text_offset: list[int]
+
+
+class RankedLogprob(TypedDict):
+    logprob: float | None
+    rank: int | None
+    decoded_token: str
+
+
+class AssistantMessage(TypedDict):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCallObject]]
+
+
+class AssistantDelta(TypedDict):
+    role: NotRequired[Literal["assistant"]]
+    content: NotRequired[str | None]
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCallChunk]]
+
+
+class ChatChoice(TypedDict):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishName
+
+
+class ChatChunkChoice(TypedDict):
+    index: int
+    delta: AssistantDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishName | None
+
+
+class CompletionChoice(TypedDict):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishName | None
+    prompt_logprobs: NotRequired[list[dict[str, RankedLogprob] | None]]
+
+
+class CachedTokens(TypedDict):
+    cached_tokens: int
+
+
+class TokenUsage(TypedDict):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class AnswerHead(TypedDict):
+    id: str
+    created: int
+    model: str
+
+
+class ChatAnswer(AnswerHead):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: TokenUsage
+
+
+class ChatChunk(AnswerHead):
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
+    usage: NotRequired[TokenUsage | None]
+
+
+class CompletionAnswer(AnswerHead):
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+    usage: NotRequired[TokenUsage | None]
+
+
+class ErrorObject(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(TypedDict):
+    error: ErrorObject
+
+
+class MessagesErrorObject(TypedDict):
+    type: str
+    message: str
+
+
+class MessagesErrorBody(TypedDict):
+    type: Literal["error"]
+    error: MessagesErrorObject
+    request_id: str
+
+
+class ModelObject(TypedDict):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(TypedDict):
+    object: Literal["list"]
+    data: list[ModelObject]
+
+
+class TokenizeAnswer(TypedDict):
+    tokens: list[int]
+    count: int
+    max_model_len: int
+    rendered: NotRequired[str]
+
+
+class TokenizerInfo(TypedDict):
+    bos_token: NotRequired[str]
+    eos_token: NotRequired[str]
+    unk_token: NotRequired[str]
+    sep_token: NotRequired[str]
+    pad_token: NotRequired[str]
+    cls_token: NotRequired[str]
+    mask_token: NotRequired[str]
+    chat_template: str | None
+
+
+class DetokenizeAnswer(TypedDict):
+    prompt: str
+
+
+class HealthStatus(TypedDict):
+    status: str
+
+
+class Version(TypedDict):
+    version: str

@@ -1,0 +1,302 @@
+"""Renders chats and completions: answers are choices of one object, or of server-sent chunks."""
+
+from __future__ import annotations
+
+import codecs
+import dataclasses
+from collections import defaultdict
+from collections.abc import Sequence
+from json.encoder import encode_basestring
+from typing import ClassVar, TypeVar
+
+from baton.core.types import Request
+from baton.router.answers.answer_events import (
+    AnswerDelta,
+    AnswerEvent,
+    ScoredToken,
+    TokenScore,
+    ToolCallDelta,
+    merged,
+)
+from baton.router.edges.http.answer_renderer import AnswerRenderer, encode
+from baton.router.edges.http.answer_types import (
+    AssistantDelta,
+    AssistantMessage,
+    CalledFunctionObject,
+    ChatChoice,
+    ChatChunkChoice,
+    ChatLogprobs,
+    ChosenLogprob,
+    CompletionChoice,
+    CompletionLogprobs,
+    FinishName,
+    LogprobObject,
+    RankedLogprob,
+    TokenUsage,
+    ToolCallChunk,
+    ToolCallObject,
+)
+from baton.router.edges.http.chat_request import ChatRequest
+from baton.router.edges.http.completion_request import ChoicesRequest, CompletionRequest
+from baton.v1 import inference_pb2 as pb
+
+FINISH: dict[int, FinishName] = {
+    pb.FINISH_REASON_STOP: "stop",
+    pb.FINISH_REASON_LENGTH: "length",
+    pb.FINISH_REASON_TOOL_CALLS: "tool_calls",
+}
+DONE = b"data: [DONE]\n\n"
+_PLACEHOLDER = "\0text\0"
+
+Body = TypeVar("Body", bound=ChoicesRequest)
+
+
+class ChoiceRenderer(AnswerRenderer[Body]):
+    answer_object: ClassVar[str]
+    chunk_object: ClassVar[str]
+
+    def __init__(
+        self, body: Body, requests: Sequence[Request], model: str, echoes: Sequence[str] = ()
+    ) -> None:
+        super().__init__(body, requests, model, echoes)
+        # By answer with a first chunk: what surrounds the text in its next ones.
+        self._frames: dict[int, tuple[bytes, bytes]] = {}
+        self._deltas: defaultdict[int, list[AnswerDelta]] = defaultdict(list)
+        self._finishes: dict[int, FinishName] = {}
+        self._offsets: defaultdict[int, _TextOffsets] = defaultdict(_TextOffsets)  # by answer
+        self._head: dict[str, object] = {
+            "id": self.id,
+            "object": self.chunk_object if body.stream else self.answer_object,
+            "created": self.created,
+            "model": model,
+        }
+        self._chunk_head = b"data: " + encode(self._head)[:-1] + b',"choices":'
+
+    def _choice(self, delta: AnswerDelta, finish: FinishName) -> ChatChoice | CompletionChoice:
+        """Of a whole answer."""
+        raise NotImplementedError
+
+    def _chunk_choice(
+        self, delta: AnswerDelta, finish: FinishName | None, *, first: bool
+    ) -> ChatChunkChoice | CompletionChoice:
+        raise NotImplementedError
+
+    def _opened(self, delta: AnswerDelta) -> AnswerDelta:
+        """An answer's first delta, or all of it, with what precedes it."""
+        return delta
+
+    def collect(self, event: AnswerEvent) -> None:
+        """Adds an event to `whole`."""
+        self._count(event)
+        if isinstance(event, AnswerDelta):
+            self._deltas[event.index].append(event)
+        elif isinstance(event, pb.Finished):
+            self._finishes[event.index] = FINISH[event.finish_reason]
+
+    def whole(self) -> bytes:
+        choices = [
+            self._choice(self._opened(merged(self._deltas[index], index)), self._finishes[index])
+            for index in range(self.answers)
+        ]
+        return encode({**self._head, "choices": choices, "usage": self._usage()})
+
+    def chunk(self, event: AnswerEvent) -> bytes:
+        """What an event adds to a stream; may be empty."""
+        if isinstance(event, AnswerDelta):
+            return self._delta(event)
+        self._count(event)
+        if isinstance(event, pb.Started):
+            return b""
+        first = event.index not in self._frames
+        last = AnswerDelta("", [], event.index)
+        delta = self._opened(last) if first else last
+        return self._event([self._chunk_choice(delta, FINISH[event.finish_reason], first=first)])
+
+    def _delta(self, delta: AnswerDelta) -> bytes:
+        frame = self._frames.get(delta.index)
+        scored = delta.logprobs or delta.prompt_logprobs
+        if frame and not (scored or delta.reasoning or delta.tool_calls):
+            before, behind = frame
+            text = delta.text
+            return before + encode_basestring(text).encode() + behind if text else b""
+        if not frame:
+            delta = self._opened(delta)
+            if not (delta.text or scored or delta.reasoning or delta.tool_calls):
+                return b""
+            self._frames[delta.index] = self._frame(delta.index)
+        return self._event([self._chunk_choice(delta, None, first=not frame)])
+
+    def _frame(self, index: int) -> tuple[bytes, bytes]:
+        """What surrounds the text of a chunk with text alone, as most are: the same each time."""
+        delta = AnswerDelta(_PLACEHOLDER, [], index)
+        chunk = self._event([self._chunk_choice(delta, None, first=False)])
+        before, _, behind = chunk.partition(encode_basestring(_PLACEHOLDER).encode())
+        return before, behind
+
+    def ending(self) -> bytes:
+        """The last bytes of a stream."""
+        return self._event([], self._usage()) + DONE if self._body.include_usage else DONE
+
+    def _usage(self) -> TokenUsage:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+    def _event(self, choices: Sequence[object], usage: TokenUsage | None = None) -> bytes:
+        tail = b',"usage":' + encode(usage) if self._body.include_usage else b""
+        return self._chunk_head + encode(choices) + tail + b"}\n\n"
+
+
+class ChatRenderer(ChoiceRenderer[ChatRequest]):
+    body_model = ChatRequest
+    prompt_field = "messages"
+    id_prefix = "chatcmpl-"
+    answer_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def _choice(self, delta: AnswerDelta, finish: FinishName) -> ChatChoice:
+        message: AssistantMessage = {"role": "assistant", "content": delta.text, "refusal": None}
+        if delta.reasoning:
+            message["reasoning_content"] = delta.reasoning
+        if delta.tool_calls:
+            message["content"] = delta.text or None
+            message["tool_calls"] = [*map(_whole_call, delta.tool_calls)]
+        return {
+            "index": delta.index,
+            "message": message,
+            "logprobs": _chat_logprobs(delta.logprobs),
+            "finish_reason": finish,
+        }
+
+    def _chunk_choice(
+        self, delta: AnswerDelta, finish: FinishName | None, *, first: bool
+    ) -> ChatChunkChoice:
+        content: AssistantDelta = {}
+        if first:
+            silent = delta.reasoning or delta.tool_calls
+            content = {"role": "assistant", "content": None if silent else ""}
+        if delta.text:
+            content["content"] = delta.text
+        if delta.reasoning:
+            content["reasoning_content"] = delta.reasoning
+        if delta.tool_calls:
+            content["tool_calls"] = [*map(_call_chunk, delta.tool_calls)]
+        return {
+            "index": delta.index,
+            "delta": content,
+            "logprobs": _chat_logprobs(delta.logprobs),
+            "finish_reason": finish,
+        }
+
+
+class CompletionRenderer(ChoiceRenderer[CompletionRequest]):
+    body_model = CompletionRequest
+    prompt_field = "prompt"
+    id_prefix = "cmpl-"
+    answer_object = chunk_object = "text_completion"
+
+    def _opened(self, delta: AnswerDelta) -> AnswerDelta:
+        if not self._echoes:
+            return delta
+        echo = self._echoes[delta.index // self._body.n]
+        scores = delta.prompt_logprobs if self._body.logprobs is not None else ()
+        # The prompt's tokens end where its text does, whatever precedes it: below 0 where its
+        # first token is no part of it.
+        given = b"".join(each.chosen.data for each in scores).decode(errors="replace")
+        self._offsets[delta.index] = _TextOffsets(len(echo) - len(given))
+        return dataclasses.replace(
+            delta, text=echo + delta.text, logprobs=(*scores, *delta.logprobs)
+        )
+
+    def _choice(self, delta: AnswerDelta, finish: FinishName | None) -> CompletionChoice:
+        choice: CompletionChoice = {
+            "index": delta.index,
+            "text": delta.text,
+            "logprobs": self._logprobs(delta.index, delta.logprobs) if delta.logprobs else None,
+            "finish_reason": finish,
+        }
+        if delta.prompt_logprobs and self._body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = [*map(_by_id, delta.prompt_logprobs)]
+        return choice
+
+    def _chunk_choice(
+        self, delta: AnswerDelta, finish: FinishName | None, *, first: bool
+    ) -> CompletionChoice:
+        return self._choice(delta, finish)
+
+    def _logprobs(self, index: int, scores: Sequence[ScoredToken]) -> CompletionLogprobs:
+        offsets = self._offsets[index]
+        return {
+            "tokens": [each.chosen.text for each in scores],
+            "token_logprobs": [each.chosen.logprob for each in scores],
+            "top_logprobs": [*map(_by_text, scores)],
+            "text_offset": [offsets.push(each.chosen.data) for each in scores],
+        }
+
+
+class _TextOffsets:
+    """Where the tokens of one text begin, in characters. A token within a character begins where
+    that does."""
+
+    def __init__(self, start: int = 0) -> None:
+        self._next = start
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token: bytes) -> int:
+        begin = max(0, self._next)
+        self._next += len(self._decoder.decode(token))
+        return begin
+
+
+def _whole_call(call: ToolCallDelta) -> ToolCallObject:
+    function: CalledFunctionObject = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _call_chunk(delta: ToolCallDelta) -> ToolCallChunk:
+    if not delta.name:
+        return {"index": delta.index, "function": {"arguments": delta.arguments}}
+    return {
+        "index": delta.index,
+        "id": delta.id,
+        "type": "function",
+        "function": {"name": delta.name, "arguments": delta.arguments},
+    }
+
+
+def _chat_logprobs(scores: Sequence[ScoredToken]) -> ChatLogprobs | None:
+    content: list[ChosenLogprob] = [
+        {**_logprob(each.chosen), "top_logprobs": [*map(_logprob, each.top)]} for each in scores
+    ]
+    return {"content": content, "refusal": None} if content else None
+
+
+def _logprob(score: TokenScore) -> LogprobObject:
+    return {"token": score.text, "logprob": score.logprob, "bytes": list(score.data)}
+
+
+def _by_text(scored: ScoredToken) -> dict[str, float | None] | None:
+    """The likeliest tokens and the chosen one; of tokens with the same text, the likeliest."""
+    if scored.chosen.logprob is None:
+        return None
+    by_text: dict[str, float | None] = {}
+    for score in (*scored.top, scored.chosen):
+        by_text.setdefault(score.text, score.logprob)
+    return by_text
+
+
+def _by_id(scored: ScoredToken) -> dict[str, RankedLogprob] | None:
+    """By token id, as vLLM returns a prompt's; None for the first token."""
+    if scored.chosen.logprob is None:
+        return None
+    by_id: dict[str, RankedLogprob] = {}
+    for place, score in enumerate((*scored.top, scored.chosen)):
+        rank = place + 1 if place < len(scored.top) else None
+        by_id.setdefault(
+            str(score.token_id),
+            {"logprob": score.logprob, "rank": rank, "decoded_token": score.text},
+        )
+    return by_id

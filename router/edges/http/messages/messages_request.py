@@ -1,0 +1,231 @@
+"""The bodies of /v1/messages and /v1/messages/count_tokens, as chats."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Annotated, ClassVar, Literal, NotRequired
+
+from pydantic import ConfigDict, Discriminator, Field, Tag, with_config
+from typing_extensions import TypedDict
+
+from baton.core import bounds
+from baton.core.generation_defaults import NO_DEFAULTS, GenerationDefaults
+from baton.core.types import ChatPrompt, Message, Request, Structure, Tool, ToolCall
+from baton.router.edges.http.chat_request import (
+    Content,
+    Effort,
+    TextPart,
+    ToolText,
+    choose_tools,
+    template_kwargs,
+)
+from baton.router.edges.http.generation_request import (
+    GenerationRequest,
+    PromptText,
+    ShortText,
+    StopList,
+    TokenCount,
+)
+from baton.router.edges.http.request_model import RequestModel, StrictModel, Unserved, about
+
+BILLING = "x-anthropic-billing-header:"
+"""Begins a system block which some clients change with every call. The model does not see it: no
+prompt would share a page with another."""
+
+
+@with_config(ConfigDict(strict=True))
+class ThinkingPart(TypedDict):
+    type: Literal["thinking"]
+    thinking: PromptText
+
+
+@with_config(ConfigDict(strict=True))
+class RedactedPart(TypedDict):
+    """Ignored: its reader is another server."""
+
+    type: Literal["redacted_thinking"]
+
+
+@with_config(ConfigDict(strict=True))
+class ToolUsePart(TypedDict):
+    type: Literal["tool_use"]
+    id: ToolText
+    name: ToolText
+    input: dict[str, object]
+
+
+@with_config(ConfigDict(strict=True))
+class ToolResultPart(TypedDict):
+    type: Literal["tool_result"]
+    tool_use_id: ToolText
+    content: NotRequired[Content | None]
+
+
+_PART_TYPES = ("thinking", "redacted_thinking", "tool_use", "tool_result")
+
+
+def _part_tag(part: object) -> str:
+    """What is of no served type is refused as a text of that type."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    return f"<{kind}>" if kind in _PART_TYPES else "<text>"
+
+
+MessagePart = Annotated[
+    Annotated[TextPart, Tag("<text>")]
+    | Annotated[ThinkingPart, Tag("<thinking>")]
+    | Annotated[RedactedPart, Tag("<redacted_thinking>")]
+    | Annotated[ToolUsePart, Tag("<tool_use>")]
+    | Annotated[ToolResultPart, Tag("<tool_result>")],
+    Discriminator(_part_tag),
+]
+
+
+class TurnMessage(StrictModel):
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[
+        Annotated[PromptText, Tag("<text>")]
+        | Annotated[list[MessagePart], Field(fail_fast=True), Tag("<parts>")],
+        Discriminator(lambda value: "<parts>" if isinstance(value, list) else "<text>"),
+    ]
+
+    def to_messages(self, names: dict[str, str]) -> Iterator[Message]:
+        """Each tool's result is a message of its own. `names` are the called tools' by id."""
+        if isinstance(self.content, str):
+            yield Message(self.role, self.content)
+            return
+        texts, thoughts, calls = [], [], []
+        for part in self.content:
+            match part["type"]:
+                case "text":
+                    texts.append(part["text"])
+                case "thinking":
+                    thoughts.append(part["thinking"])
+                case "tool_use":
+                    names[part["id"]] = part["name"]
+                    calls.append(ToolCall(part["id"], part["name"], json.dumps(part["input"])))
+                case "tool_result":
+                    answered = part["tool_use_id"]
+                    content = joined(part.get("content"))
+                    name = names.get(answered, "")
+                    yield Message("tool", content, tool_call_id=answered, name=name)
+        if texts or thoughts or calls:
+            reasoning = "\n".join(thoughts)
+            yield Message(self.role, "\n".join(texts), tuple(calls), reasoning=reasoning)
+
+
+def joined(content: str | list[TextPart] | None) -> str:
+    if isinstance(content, list):
+        return "\n".join(part["text"] for part in content)
+    return content or ""
+
+
+class MessagesTool(StrictModel):
+    type: Literal["custom"] = "custom"
+    name: ToolText
+    description: ToolText = ""
+    input_schema: dict[str, object]
+
+    def tool(self) -> Tool:
+        return Tool(self.name, self.description, json.dumps(self.input_schema))
+
+
+class MessagesToolChoice(StrictModel):
+    type: Literal["auto", "any", "tool", "none"]
+    name: ToolText = ""
+
+
+class Thinking(StrictModel):
+    type: ShortText
+
+
+class JsonOutput(StrictModel):
+    type: Literal["json_schema"]
+    json_schema: dict[str, object] = Field(alias="schema")
+
+
+class OutputConfig(RequestModel):
+    effort: Effort | None = None
+    format: JsonOutput | None = None
+
+
+_MODES = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
+_SWITCHES = {"enabled": True, "disabled": False}
+
+
+class CountTokensRequest(RequestModel):
+    """What a prompt is made of. Marks of what is to be cached (cache_control) are ignored: every
+    prefix is."""
+
+    model: ShortText = about("As /v1/models names it. Absent: the one that is served.", "")
+    messages: Annotated[
+        list[TurnMessage], Field(fail_fast=True, min_length=1, max_length=bounds.MAX_MESSAGES)
+    ]
+    system: Content | None = about("Before the messages.")
+    tools: Annotated[list[MessagesTool], Field(fail_fast=True, max_length=bounds.MAX_TOOLS)] = (
+        about("Functions that the model may ask the caller to call.", ())
+    )
+    tool_choice: MessagesToolChoice | None = about("Whether a tool is called.")
+    thinking: Thinking | None = about(
+        "Whether the model thinks first, where its chat template knows enable_thinking."
+    )
+    output_config: OutputConfig | None = about("How long to think; a JSON Schema of the answer.")
+
+    unserved: ClassVar[dict[str, Unserved]] = {
+        "mcp_servers": Unserved("tools that the server calls", ([],)),
+        "container": Unserved("containers"),
+    }
+
+    def chat_prompt(self) -> ChatPrompt:
+        """Where the last message is the assistant's, it is continued."""
+        names: dict[str, str] = {}
+        rules = self._system()
+        system = [Message("system", rules)] if rules else []
+        messages = [each for turn in self.messages for each in turn.to_messages(names)]
+        last = messages[-1] if messages else None
+        continued = last is not None and last.role == "assistant" and not last.tool_calls
+        effort = self.output_config.effort if self.output_config else None
+        thinks = _SWITCHES.get(self.thinking.type) if self.thinking else None
+        switches = {} if thinks is None else {"enable_thinking": thinks, "thinking": thinks}
+        chat = ChatPrompt(
+            (*system, *messages),
+            template_kwargs=template_kwargs(effort, switches),
+            end="continued" if continued else "open",
+        )
+        choice = self.tool_choice or MessagesToolChoice(type="auto")
+        allowed = [choice.name] if choice.type == "tool" else []
+        tools = [each.tool() for each in self.tools]
+        return choose_tools(chat, tools, _MODES[choice.type], allowed)
+
+    def _system(self) -> str:
+        if not isinstance(self.system, list):
+            return self.system or ""
+        return joined([part for part in self.system if not part["text"].startswith(BILLING)])
+
+
+class MessagesRequest(CountTokensRequest, GenerationRequest):
+    max_tokens: TokenCount = Field(description="The most tokens of the answer.")
+    stop_sequences: StopList = about("The text is cut before the first of these.", ())
+
+    unserved: ClassVar[dict[str, Unserved]] = {
+        **GenerationRequest.unserved,
+        **CountTokensRequest.unserved,
+    }
+
+    def requests(
+        self,
+        request_id: str,
+        salt: Callable[[str], str],
+        defaults: GenerationDefaults = NO_DEFAULTS,
+    ) -> tuple[Request, ...]:
+        form = self.output_config.format if self.output_config else None
+        request = self._request(
+            request_id,
+            salt,
+            defaults,
+            self.chat_prompt(),
+            max_tokens=self.max_tokens,
+            stop=self.stop_sequences,
+            structure=Structure("json_schema", json.dumps(form.json_schema)) if form else None,
+        )
+        return (request,)
