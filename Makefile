@@ -38,8 +38,8 @@ test-page: setup ## open the page in a real browser (apt-get install chromium)
 	@$(BIN)/python -m pip install --quiet --editable '.[page]'
 	@$(BIN)/python -m pytest tests/page --pictures build/pictures
 
-# Installs Schemathesis and LangChain.
-test-clients: setup ## run other people's clients: Schemathesis, LangChain, gRPC from Node.js
+# Installs Schemathesis, LangChain and Anthropic's SDK.
+test-clients: setup ## run other people's clients: Schemathesis, LangChain, Anthropic's SDK, gRPC from Node.js
 	@$(BIN)/python -m pip install --quiet --editable '.[clients]'
 	@$(BIN)/python -m pytest tests/clients
 

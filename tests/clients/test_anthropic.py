@@ -71,9 +71,11 @@ def test_an_answer_streams(sdk: anthropic.Anthropic) -> None:
 
 async def test_the_async_sdk_streams_too(cluster: ProcessCluster) -> None:
     address = f"http://{cluster.http}"
-    async with anthropic.AsyncAnthropic(base_url=address, api_key="none") as client:
-        async with client.messages.stream(messages=ASKED, **GREEDY) as stream:
-            text = "".join([piece async for piece in stream.text_stream])
+    async with (
+        anthropic.AsyncAnthropic(base_url=address, api_key="none") as client,
+        client.messages.stream(messages=ASKED, **GREEDY) as stream,
+    ):
+        text = "".join([piece async for piece in stream.text_stream])
     assert text == ANSWER
 
 

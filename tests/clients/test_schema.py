@@ -22,6 +22,8 @@ EXCLUDED = {
         "/v1/chat/completions",
         "/v1/completions",
         "/v1/embeddings",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
         "/tokenize",
         "/detokenize",
     )

@@ -325,3 +325,26 @@ def test_a_router_without_starlette_logs_it_and_serves_grpc(
     assert server._serve_http() is None
     assert server.http_address == ""
     assert caplog.messages == ["starlette is not installed: gRPC is served, HTTP is not"]
+
+
+async def test_a_key_may_come_in_a_header_of_its_own(tmp_path: Path) -> None:
+    secret, entry = make_key("somebody")
+    write_keys(tmp_path / "keys", [entry])
+    body = {**CHAT, "max_tokens": 5}
+    serving = ScriptedServing(STARTED, AnswerDelta("a", [1]), FINISHED)
+    async with client_of(serving, str(tmp_path / "keys")) as client:
+        known = await client.post("/v1/messages", json=body, headers={"x-api-key": secret})
+        unknown = await client.post("/v1/messages", json=body, headers={"x-api-key": "x"})
+    assert known.json()["content"] == [{"type": "text", "text": "a"}]
+    assert (unknown.status_code, unknown.json()["error"]["type"]) == (401, "authentication_error")
+
+
+async def test_an_error_within_a_stream_of_messages_has_their_shape() -> None:
+    lost = ScriptedServing(STARTED, AnswerDelta("a", [1]), Unavailable("gone"))
+    async with client_of(lost) as client:
+        body = {**STREAM, "max_tokens": 5}
+        response = await client.post("/v1/messages", json=body)
+    name, data = events_of(response.text)[-1].split("\n")
+    error = json.loads(data.removeprefix("data: "))
+    assert (name, error["type"]) == ("event: error", "error")
+    assert error["error"]["type"] == "overloaded_error"

@@ -1,4 +1,5 @@
-"""The HTTP edge, in the shapes that clients of the OpenAI API know, as a call passes it.
+"""The HTTP edge, in the shapes that clients of the OpenAI and Anthropic APIs know, as a call passes
+it.
 
 http_server         uvicorn on the router's event loop, one bounded connection a client
 http_app            API keys, routes, the page at /, and the endpoints that generate nothing
@@ -8,7 +9,11 @@ generation_request  fields of all generations
 structure_fields    fields that say what an answer must match
 completion_request  fields of answers with choices, and the body of /v1/completions
 chat_request        bodies of /v1/chat/completions, /tokenize and /detokenize
-answer_renderer     from an answer's events to bytes
+answer_renderer     from an answer's events to bytes, for any API
+choice_renderer     chats and completions: answers are choices
+block_renderer      answers that are rows of blocks, as in messages/
+messages            the Anthropic API
 http_errors         statuses and bodies of errors
-openapi             types of answers, and the document made from them and the bodies
+answer_types        types of answers
+openapi             the document made from them and the bodies
 """
