@@ -14,23 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    [
-        "baton.prefill_worker.prefill_phase",
-        "baton.decode_worker.decode_phase",
-        "baton.worker.standalone",
-        "baton.router.server",
-        # What a process imports only where it needs it.
-        "baton.kernels.cpu.paged_attention",
-        "baton.kernels.cpu.panels",
-        "baton.kernels.cpu.rotation",
-        "baton.kv_transfer.nixl_transport",
-        "baton.router.edges.http.http_app",
-        "nixl",
-        "uvicorn.protocols.http.h11_impl",
-        "uvloop",
-    ]
-)
+_context.set_forkserver_preload(["preloaded"])
 
 
 class Started:
@@ -77,15 +61,15 @@ class Forked:
 
 def _start(process: multiprocessing.process.BaseProcess) -> None:
     """The first call starts the process to fork, with this environment."""
-    before = os.environ.get("OMP_NUM_THREADS")
+    before = dict(os.environ)
     # Torch reads it once, at import.
     os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
     try:
         process.start()
     finally:
-        del os.environ["OMP_NUM_THREADS"]
-        if before is not None:
-            os.environ["OMP_NUM_THREADS"] = before
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _run(arguments: list[str], log: Path, environment: dict[str, str]) -> None:

@@ -1,0 +1,49 @@
+"""What forked processes share: imports and the compiled code of any model.
+
+The fork server imports this module once; see `forks`.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+
+import torch
+
+MODULES = (
+    "baton.decode_worker.decode_phase",
+    "baton.kernels.cpu.paged_attention",
+    "baton.kernels.cpu.panels",
+    "baton.kernels.cpu.rotation",
+    "baton.kv_transfer.nixl_transport",
+    "baton.prefill_worker.prefill_phase",
+    "baton.router.edges.http.http_app",
+    "baton.router.server",
+    "baton.worker.standalone",
+    "baton.worker.worker_server",
+    "nixl",
+    "uvicorn.protocols.http.h11_impl",
+    "uvloop",
+)
+HEAD_DIMS = (8, 16, 64)
+
+
+def _compile() -> None:
+    """Products and rotations of float32, which each process would generate again."""
+    from baton.kernels import cache
+    from baton.kernels.cpu import compiler, panels
+
+    if not compiler.available():
+        return
+    panels.Panels(torch.zeros(32, 32), None)
+    for head_dim in HEAD_DIMS:
+        kv = torch.zeros(1, 1, 2, 1, 1, head_dim)
+        cache.prepare_rotation(cache.layer_caches(kv)[0])
+
+
+for _module in MODULES:
+    importlib.import_module(_module)
+_compile()
+# Collections in a forked process pass over all of this, which would also copy its memory.
+gc.collect()
+gc.freeze()
