@@ -420,3 +420,18 @@ def generate_with_transformers(model: PreTrainedModel, prompt: list[int], count:
     )
     tokens: list[int] = answer[0, len(prompt) :].tolist()
     return tokens
+
+
+def choices_of_transformers(
+    model: PreTrainedModel, prompts: list[list[int]], answers: list[list[int]]
+) -> list[list[int]]:
+    """The oracle's choice at each place of an answer, given what stands before: equal to the
+    answers if, and only if, they are its greedy ones, at a tenth of the cost of generating them."""
+    with torch.inference_mode():
+        return [
+            model(torch.tensor([prompt + answer[:-1]]))
+            .logits[0, len(prompt) - 1 :]
+            .argmax(-1)
+            .tolist()
+            for prompt, answer in zip(prompts, answers, strict=True)
+        ]
