@@ -112,21 +112,33 @@ class Scratch:
         return parts | {"queries": parts["queries"].of(self._operand)}
 
 
+def library(shape: Heads) -> Library:
+    """The functions of `AttentionCode`."""
+    return Library(_module, shape)
+
+
+def _module(shape: Heads) -> ir.Module:
+    return AttentionCode(shape).write()
+
+
 class AttentionCode:
     """The functions `attend`, which makes the parts of single queries, `merge`, which merges them,
     and `attend_chunk`."""
 
     def __init__(self, shape: Heads) -> None:
         self._shape = shape
-        self._module = ir.Module("attention")
-        self._tiles, self._merging = Tiles(self._module, shape), Merging(self._module, shape)
         self._chunk_tokens = max(1, CHUNK_ROWS // shape.group)
         self.decode_scratch = Scratch(shape, shape.group)
         self.chunk_scratch = Scratch(shape, self._chunk_tokens * shape.group)
+
+    def write(self) -> ir.Module:
+        self._module = ir.Module("attention")
+        self._tiles = Tiles(self._module, self._shape)
+        self._merging = Merging(self._module, self._shape)
         self._attend()
         self._merge()
         self._attend_chunk()
-        self.library = Library(self._module)
+        return self._module
 
     def _attend(self) -> None:
         shape, part = self._shape, self._part()

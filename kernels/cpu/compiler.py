@@ -59,12 +59,12 @@ LEVEL = 3
 
 
 class Library:
-    """Machine code of one module."""
+    """Machine code of the module that `write` makes of `parameters`, and of nothing else."""
 
-    def __init__(self, module: ir.Module) -> None:
+    def __init__(self, write: Callable[..., ir.Module], *parameters: object) -> None:
         from llvmlite import binding
 
-        code = binding.ObjectFileRef.from_data(_machine_code(str(module)))
+        code = binding.ObjectFileRef.from_data(_machine_code(write, parameters))
         self._machine = binding.create_mcjit_compiler(binding.parse_assembly(""), _target())
         self._machine.add_object_file(code)
         self._machine.finalize_object()
@@ -79,14 +79,25 @@ _libraries: list[Library] = []
 same at once."""
 
 
-def _machine_code(assembly: str) -> bytes:
-    """An object file for this CPU, compiled now or by an earlier process."""
-    key = hashlib.sha256(repr((_host(), LEVEL, PASSES, assembly)).encode()).hexdigest()
+def _machine_code(write: Callable[..., ir.Module], parameters: tuple[object, ...]) -> bytes:
+    """An object file for this CPU, compiled now or by an earlier process.
+
+    It is found by what the module is made of: writing one takes longer than loading its code.
+    """
+    made_of = (_host(), source_digest(), write.__module__, write.__qualname__, parameters)
+    key = hashlib.sha256(repr(made_of).encode()).hexdigest()
     code = code_cache.load(key)
     if code is None:
-        code = _compile(assembly)
+        code = _compile(str(write(*parameters)))
         code_cache.store(key, code)
     return code
+
+
+@functools.cache
+def source_digest() -> str:
+    """Of this package, which writes and compiles all modules."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def _compile(assembly: str) -> bytes:

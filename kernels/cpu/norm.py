@@ -55,6 +55,10 @@ def add_normed(residual: Tensor, x: Tensor, norm: RMSNorm) -> Tensor:
 
 @functools.cache
 def _library(lanes: int, element: ir.Type) -> Library:
+    return Library(_module, lanes, element)
+
+
+def _module(lanes: int, element: ir.Type) -> ir.Module:
     module = ir.Module("norm")
     code = Function(module, "add_normed", [POINTER], lanes=lanes, exported=True)
     given = Arguments(code.arguments[0], NormArguments)
@@ -68,7 +72,7 @@ def _library(lanes: int, element: ir.Type) -> Library:
             normed = rounded(x.vector(at) * scale * norm.vector(at), element)
             out.put(normed + residual.vector(at), at)
     code.end()
-    return Library(module)
+    return module
 
 
 def inverse_root(code: Function, numbers: Memory, epsilon: Memory, size: Count) -> Floats:

@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 
 from baton.kernels.cpu import amx, compiler
-from baton.kernels.cpu.attention_code import AttentionCode, ChunkArguments, DecodeArguments
+from baton.kernels.cpu.attention_code import (
+    AttentionCode,
+    ChunkArguments,
+    DecodeArguments,
+    library,
+)
 from baton.kernels.cpu.attention_shape import SPLIT, Heads
 from baton.kernels.cpu.compiler import Registers
 from baton.kernels.cpu.vectors import element_of
@@ -29,7 +34,7 @@ class CompiledAttention:
     def __init__(self, shape: Heads) -> None:
         self._shape = shape
         self._code = AttentionCode(shape)
-        address = self._code.library.address
+        address = library(shape).address
         self._attend, self._merge = address("attend"), address("merge")
         self._attend_chunk = address("attend_chunk")
         self._no_sinks = torch.full((shape.heads,), -torch.inf)

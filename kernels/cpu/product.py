@@ -103,6 +103,10 @@ class ProductArguments(ctypes.Structure):
 def library(tile: Tile) -> Library:
     """Functions `lay_out` (x as blocks), then `product` (x @ weight.T + addend) or one of an
     activation's name (that of the product, times the same of up_panels)."""
+    return Library(_module, tile)
+
+
+def _module(tile: Tile) -> ir.Module:
     module = ir.Module("products")
     _lay_out(module, tile)
     panel = _panel(module, tile, tile.element)
@@ -111,7 +115,7 @@ def library(tile: Tile) -> Library:
     unrounded = panel if tile.element == FLOAT else _panel(module, tile, FLOAT)
     for name in GATES:
         _gated_product(module, tile, unrounded, _gate(module, tile, name), name)
-    return Library(module)
+    return module
 
 
 def _panel(module: ir.Module, tile: Tile, result: ir.Type) -> Function:

@@ -90,6 +90,10 @@ def compiled_rotation(lanes: int, dtype: torch.dtype, parts: int) -> int:
 
 @functools.cache
 def _library(lanes: int, element: ir.Type, parts: int) -> Library:
+    return Library(_module, lanes, element, parts)
+
+
+def _module(lanes: int, element: ir.Type, parts: int) -> ir.Module:
     module = ir.Module("rotation")
     code = Function(module, "rotate_and_write", [POINTER], lanes=lanes, exported=True)
     given = Arguments(code.arguments[0], RotationArguments)
@@ -110,7 +114,7 @@ def _library(lanes: int, element: ir.Type, parts: int) -> Library:
             with code.loop(0, keys, step=lanes) as index:
                 target.put(numbers.vector(queries + keys * part + index), index)
     code.end()
-    return Library(module)
+    return module
 
 
 def _normalize(

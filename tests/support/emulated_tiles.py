@@ -90,6 +90,7 @@ def emulated_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         patched.setattr(compiler, "registers", lambda: AVX512)
         patched.setattr(compiler, "has_amx", lambda: True)
         patched.setattr(amx, "TileCode", EmulatedTiles)
+        patched.setattr(compiler, "source_digest", lambda: "emulated")
         for cache in caches:
             cache.cache_clear()
         yield

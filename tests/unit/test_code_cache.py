@@ -36,11 +36,15 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def answer(number: int) -> int:
     """Of a function that returns `number`, in its own library."""
+    address = compiler.Library(write, number).address("answer")
+    return int(ctypes.CFUNCTYPE(ctypes.c_int32)(address)())
+
+
+def write(number: int) -> ir.Module:
     module = ir.Module("test")
     function = ir.Function(module, ir.FunctionType(NUMBER, []), "answer")
     ir.IRBuilder(function.append_basic_block()).ret(ir.Constant(NUMBER, number))
-    address = compiler.Library(module).address("answer")
-    return int(ctypes.CFUNCTYPE(ctypes.c_int32)(address)())
+    return module
 
 
 def test_the_same_code_is_compiled_once(compiled: list[str], cache: Path) -> None:
@@ -55,6 +59,15 @@ def test_code_for_another_cpu_is_not_loaded(
     answer(42)
     version, *cpu = compiler._host()
     monkeypatch.setattr(compiler, "_host", lambda: (f"{version}.1", *cpu))
+    answer(42)
+    assert len(compiled) == 2
+
+
+def test_code_of_another_source_is_not_loaded(
+    compiled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer(42)
+    monkeypatch.setattr(compiler, "source_digest", lambda: "another")
     answer(42)
     assert len(compiled) == 2
 
