@@ -113,9 +113,10 @@ class RouterServer:
         calls = [self._server.stop(grace=0.0 if self._serving.active else GRACE_SECONDS)]
         if self._http:
             calls.append(self._http.stop(GRACE_SECONDS))
+        # It polls twice a second.
+        calls.append(asyncio.to_thread(self._metrics_server.shutdown))
         await asyncio.gather(*calls)
         await self._membership.stop()
-        self._metrics_server.shutdown()
         if self._spans:
             await asyncio.to_thread(self._spans.close)
 

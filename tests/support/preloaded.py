@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from baton.router.edges.http import openapi
+
 MODULES = (
     "baton.decode_worker.decode_phase",
     "baton.kernels.cpu.paged_attention",
@@ -54,6 +56,7 @@ def _compile() -> None:
 for _module in MODULES:
     importlib.import_module(_module)
 _load_ucx()
+openapi.document()
 _compile()
 # Collections in a forked process pass over all of this, which would also copy its memory.
 gc.collect()

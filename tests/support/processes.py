@@ -55,7 +55,7 @@ class Process:
                 return match[1]
             if self._process.poll() is not None:
                 break
-            time.sleep(0.05)
+            time.sleep(0.02)
         raise AssertionError(f"{self.name} did not start:\n{self.log}")
 
     @property
@@ -204,13 +204,13 @@ class ProcessCluster:
         """Returns when every prefill worker can push to every decode worker."""
         deadline = time.monotonic() + START_SECONDS
         with self.client() as client:
-            client.wait_ready(timeout=START_SECONDS)
             while True:
                 connected = sum(len(worker.connected) for worker in client.status().workers)
                 if connected >= math.prod(self._counts.values()):
-                    return
+                    break
                 assert time.monotonic() < deadline, "workers did not connect"
                 time.sleep(0.02)
+            client.wait_ready(timeout=START_SECONDS)
 
     def _section(self, name: str) -> dict[str, object]:
         section = self._tree.get(name, {})

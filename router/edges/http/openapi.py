@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode
 
@@ -71,6 +73,7 @@ _MESSAGES = (
 )
 
 
+@functools.cache
 def document() -> Json:
     return {
         "openapi": "3.1.0",
