@@ -12,6 +12,7 @@ from typing import ClassVar, Generic, TypeVar
 
 from baton.core.types import Request
 from baton.router.answers.answer_events import AnswerEvent
+from baton.router.edges.client_buffer import ClientBuffer
 from baton.router.edges.http.generation_request import GenerationRequest
 from baton.v1 import inference_pb2 as pb
 
@@ -39,6 +40,9 @@ class AnswerRenderer(Generic[Body]):
         self._body = body
         self._echoes = echoes
         self._n = requests[0].n
+
+    def began(self, events: ClientBuffer) -> None:
+        """Whoever closes `events` ends the answers where they are."""
 
     def collect(self, event: AnswerEvent) -> None:
         """Adds an event to `whole`."""

@@ -47,6 +47,7 @@ class BlockRenderer(AnswerRenderer[Body]):
         self._blocks: list[Block] = []
         self._finished: pb.Finished | None = None
         self._begun = False
+        self.reasoning_tokens = 0
 
     def _begin(self) -> Iterator[bytes]:
         raise NotImplementedError
@@ -100,6 +101,8 @@ class BlockRenderer(AnswerRenderer[Body]):
 
     def _placed(self, delta: AnswerDelta) -> Iterator[tuple[Block, str]]:
         """The parts of a delta, each added to its block. A fresh block has one piece."""
+        if delta.reasoning and not delta.text:
+            self.reasoning_tokens += len(delta.token_ids)
         for kind, call, text in _parts(delta):
             block = self._blocks[-1] if self._blocks else None
             if block is None or (block.kind, block.call.index) != (kind, call.index):

@@ -72,7 +72,7 @@ Content = Annotated[
     Discriminator(lambda value: "<parts>" if isinstance(value, list) else "<text>"),
 ]
 # Chat templates know no developer, which is what OpenAI's newer models call the system.
-_TEMPLATE_ROLES = {"developer": "system"}
+TEMPLATE_ROLES = {"developer": "system"}
 
 
 class ChatMessage(StrictModel):
@@ -102,7 +102,7 @@ class ChatMessage(StrictModel):
         if tool and not self.tool_call_id:
             raise _invalid(place, "tool_call_id", "is missing: which call is answered?")
         return Message(
-            _TEMPLATE_ROLES.get(self.role, self.role),
+            TEMPLATE_ROLES.get(self.role, self.role),
             content or "",
             tuple(call.to_call() for call in self.tool_calls) if self.tool_calls else (),
             (self.tool_call_id or "") if tool else "",

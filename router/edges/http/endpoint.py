@@ -17,9 +17,9 @@ import json
 import re
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from pydantic_core import from_json
 from starlette.exceptions import HTTPException
@@ -36,9 +36,9 @@ from baton.router.answers.answer_events import AnswerEvent, Emit
 from baton.router.edges.auth import Caller
 from baton.router.edges.client_buffer import ClientBuffer, buffered
 from baton.router.edges.edge_context import EdgeContext
-from baton.router.edges.http.answer_renderer import AnswerRenderer
+from baton.router.edges.http.answer_renderer import AnswerRenderer, Body, encode
 from baton.router.edges.http.completion_request import CompletionRequest
-from baton.router.edges.http.generation_request import MAX_NAME, GenerationRequest
+from baton.router.edges.http.generation_request import MAX_NAME
 from baton.router.edges.http.http_errors import error_response
 from baton.router.edges.http.http_server import CONNECTION, BoundedConnection
 from baton.router.edges.http.request_model import shown
@@ -68,6 +68,7 @@ SHORT_BYTES = 64 * 2**10
 BODY_SECONDS = 60.0
 
 Result = TypeVar("Result")
+Endpoint = Callable[[HttpRequest], Awaitable[Response]]
 
 
 async def parse_body(
@@ -170,10 +171,29 @@ def request_id_of(http: HttpRequest, prefix: str = "") -> str:
     return given if _REQUEST_ID.fullmatch(given) else f"{prefix}{uuid.uuid4().hex}"
 
 
-class GenerationEndpoint:
-    """An ASGI application: chats or completions, as its renderer shapes them."""
+def answered(endpoint: Endpoint, prompt_field: str = "prompt") -> Endpoint:
+    """An endpoint whose errors become responses, and whose responses carry an id."""
 
-    def __init__(self, renderer: type[AnswerRenderer[Any]], context: EdgeContext) -> None:
+    async def call(http: HttpRequest) -> Response:
+        request_id = request_id_of(http)
+        try:
+            response = await endpoint(http)
+        except Exception as error:  # noqa: BLE001 the edge of the process
+            return error_response(error, request_id, prompt_field, http.url.path)
+        response.headers["x-request-id"] = request_id
+        return response
+
+    return call
+
+
+def json_response(content: Json) -> Response:
+    return Response(encode(content), media_type="application/json")
+
+
+class GenerationEndpoint(Generic[Body]):
+    """An ASGI application: chats, messages and so on, as its renderer shapes them."""
+
+    def __init__(self, renderer: type[AnswerRenderer[Body]], context: EdgeContext) -> None:
         self._renderer = renderer
         self._context = context
 
@@ -202,7 +222,7 @@ class GenerationEndpoint:
             )
             with caller.admit(answers), self._context.serving.ledgers.keep(ledger):
                 echoes = await self._echoes(body)
-                renderer = self._renderer(body, requests, self._context.model, echoes)
+                renderer = self._render(body, requests, caller, echoes)
                 connection = scope["state"][CONNECTION]
                 call = _Call(self._context, requests, renderer, ledger, send, connection, error_of)
                 await _until_disconnect(receive, call.answer(stream=body.stream))
@@ -213,11 +233,16 @@ class GenerationEndpoint:
 
     def _parse(
         self, content: Json, request_id: str, caller: Caller
-    ) -> tuple[GenerationRequest, tuple[Request, ...]]:
-        body: GenerationRequest = self._renderer.body_model.parse(content)
+    ) -> tuple[Body, tuple[Request, ...]]:
+        body = self._renderer.body_model.parse(content)
         return body, body.requests(request_id, caller.salt, self._context.defaults)
 
-    async def _echoes(self, body: GenerationRequest) -> list[str]:
+    def _render(
+        self, body: Body, requests: Sequence[Request], caller: Caller, echoes: Sequence[str]
+    ) -> AnswerRenderer[Body]:
+        return self._renderer(body, requests, self._context.model, echoes)
+
+    async def _echoes(self, body: Body) -> list[str]:
         """The texts of the prompts, where they are echoed."""
         if not (isinstance(body, CompletionRequest) and body.echo):
             return []
@@ -244,6 +269,7 @@ class _Call:
         """Releases everything before it sends the last bytes: with them the call is over."""
         async with buffered(self._generate, self.context.reader_buffer) as events:
             self.context.buffers.add(events)
+            self.renderer.began(events)
             if stream:
                 last = await self._stream(events)
             else:
@@ -265,7 +291,8 @@ class _Call:
         first = await self._first_delta(events)
         await self._start(_STREAM_HEADERS)
         try:
-            await self._write(first)
+            if first is not None:
+                await self._write(first)
             events.write_now = self._write_now
             async for event in events:
                 await self._write(event)
@@ -273,13 +300,13 @@ class _Call:
             return self.renderer.failure(bytes(self.error_of(error).body))
         return self.renderer.ending()
 
-    async def _first_delta(self, events: ClientBuffer) -> AnswerEvent:
-        """Until it, an error still has a status of its own."""
+    async def _first_delta(self, events: ClientBuffer) -> AnswerEvent | None:
+        """Until it, an error still has a status of its own. None where the call is stopped."""
         async for event in events:
             if not isinstance(event, pb.Started):
                 return event
             self.renderer.chunk(event)
-        raise AssertionError("an answer ended before it began")
+        return None
 
     async def _start(self, headers: tuple[tuple[bytes, bytes], ...]) -> None:
         named = (*headers, (b"x-request-id", self.ledger.request_id.encode()))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Callable, Collection
 from importlib import resources
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -34,12 +34,20 @@ from baton.router.edges.edge_context import EdgeContext
 from baton.router.edges.http.answer_renderer import encode
 from baton.router.edges.http.chat_request import DetokenizeRequest, TokenizeRequest
 from baton.router.edges.http.choice_renderer import ChatRenderer, CompletionRenderer
-from baton.router.edges.http.endpoint import GenerationEndpoint, parse_body, request_id_of
+from baton.router.edges.http.endpoint import (
+    Endpoint,
+    GenerationEndpoint,
+    answered,
+    json_response,
+    parse_body,
+    request_id_of,
+)
 from baton.router.edges.http.http_errors import MESSAGES_PATH, error_response
 from baton.router.edges.http.messages.messages_renderer import MessagesRenderer
 from baton.router.edges.http.messages.messages_request import CountTokensRequest
 from baton.router.edges.http.openapi import document
 from baton.router.edges.http.request_model import shown
+from baton.router.edges.http.responses.responses_endpoint import responses_routes
 from baton.router.observe.ledger import KEPT_REQUESTS
 from baton.router.observe.overview import RECENT_REQUESTS, RouterOverview
 
@@ -66,8 +74,6 @@ _PAGE_HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cache-control": "no-cache",
 }
-
-Endpoint = Callable[[HttpRequest], Awaitable[Response]]
 
 
 class ApiKeyMiddleware:
@@ -97,21 +103,6 @@ def _authorization(http: HttpRequest) -> str:
     return http.headers.get("authorization") or (f"Bearer {key}" if key else "")
 
 
-def answered(endpoint: Endpoint, prompt_field: str = "prompt") -> Endpoint:
-    """An endpoint whose errors become responses, and whose responses carry an id."""
-
-    async def call(http: HttpRequest) -> Response:
-        request_id = request_id_of(http)
-        try:
-            response = await endpoint(http)
-        except Exception as error:  # noqa: BLE001 the edge of the process
-            return error_response(error, request_id, prompt_field, http.url.path)
-        response.headers["x-request-id"] = request_id
-        return response
-
-    return call
-
-
 class HttpApp:
     """`app` is the ASGI application."""
 
@@ -131,7 +122,7 @@ class HttpApp:
         self._document = encode(document())
         routes = self._routes()
         paths = [each.path.replace(":path", "") for each in routes if each.path.startswith("/v1/")]
-        self._served = ", ".join(path for path in paths if path != EMBEDDINGS)
+        self._served = ", ".join(dict.fromkeys(path for path in paths if path != EMBEDDINGS))
         page = _page_routes()
         open_paths = [*OPEN_PATHS, *(route.path for route in page)]
         if open_metrics:
@@ -160,6 +151,7 @@ class HttpApp:
                 answered(self._count_tokens, "messages"),
                 methods=["POST"],
             ),
+            *responses_routes(self._context),
             Route(EMBEDDINGS, answered(_embeddings), methods=["POST"]),
             Route("/v1/models", _plain(self._models)),
             Route("/v1/models/{name:path}", answered(self._model, "model")),
@@ -191,7 +183,7 @@ class HttpApp:
         name = http.path_params["name"]
         if name != self._context.model:
             raise UnknownModel(f"there is no model {name!r} here", field="model")
-        return _json(self._model_object())
+        return json_response(self._model_object())
 
     def _model_object(self) -> Json:
         return {
@@ -204,10 +196,12 @@ class HttpApp:
 
     async def _recent(self, http: HttpRequest) -> Response:
         found = self._overview.recent(_limit(http.query_params.get("limit")))
-        return _json({"object": "list", "data": [to_json(timing) for timing in found]})
+        return json_response({"object": "list", "data": [to_json(timing) for timing in found]})
 
     async def _timing(self, http: HttpRequest) -> Response:
-        return _json(to_json(self._overview.timing(http.path_params["request_id"], http.user)))
+        return json_response(
+            to_json(self._overview.timing(http.path_params["request_id"], http.user))
+        )
 
     async def _tokenize(self, http: HttpRequest) -> Response:
         body = await parse_body(http, self._context, TokenizeRequest.parse)
@@ -218,18 +212,18 @@ class HttpApp:
             "count": len(tokens),
             "max_model_len": self._context.membership.context_length(),
         }
-        return _json({**answer, "rendered": rendered} if rendered else answer)
+        return json_response({**answer, "rendered": rendered} if rendered else answer)
 
     async def _count_tokens(self, http: HttpRequest) -> Response:
         body = await parse_body(http, self._context, CountTokensRequest.parse)
         tokens, _ = await self._context.serving.tokenize(body.chat_prompt())
-        return _json({"input_tokens": len(tokens)})
+        return json_response({"input_tokens": len(tokens)})
 
     async def _detokenize(self, http: HttpRequest) -> Response:
         request = await parse_body(http, self._context, DetokenizeRequest.parse)
         decode = self._context.serving.decode
         text = await decode(request.tokens, request.keep_special_tokens, "tokens")
-        return _json({"prompt": text})
+        return json_response({"prompt": text})
 
     def _ready(self) -> Json:
         if self._context.serving.draining:
@@ -255,7 +249,7 @@ def _cors(origins: Collection[str]) -> list[Middleware]:
         Middleware(
             CORSMiddleware,
             allow_origins=origins,
-            allow_methods=("GET", "POST"),
+            allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),  # SDKs send headers of their own
             expose_headers=("x-request-id", "retry-after"),
         )
@@ -264,7 +258,7 @@ def _cors(origins: Collection[str]) -> list[Middleware]:
 
 def _plain(get: Callable[[], Json]) -> Endpoint:
     async def endpoint(http: HttpRequest) -> Response:
-        return _json(get())
+        return json_response(get())
 
     return answered(endpoint)
 
@@ -286,10 +280,6 @@ def _limit(given: str | None) -> int:
             f"limit must be 1 to {KEPT_REQUESTS}, not {shown(given)}", field="limit"
         )
     return int(given)
-
-
-def _json(content: Json) -> Response:
-    return Response(encode(content), media_type="application/json")
 
 
 def _page_routes() -> list[Route]:

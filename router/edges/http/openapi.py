@@ -35,6 +35,12 @@ from baton.router.edges.http.messages.messages_renderer import (
     MessageEvent,
 )
 from baton.router.edges.http.messages.messages_request import CountTokensRequest, MessagesRequest
+from baton.router.edges.http.responses.responses_renderer import (
+    DeletedResponse,
+    ResponseAnswer,
+    ResponseEvent,
+)
+from baton.router.edges.http.responses.responses_request import ResponsesRequest
 from baton.router.observe.ledger import KEPT_REQUESTS
 from baton.router.observe.overview import RECENT_REQUESTS
 from baton.v1 import cluster_pb2, timing_pb2
@@ -57,12 +63,13 @@ _STATUSES = {
 
 _REQUESTS = (
     *(ChatRequest, CompletionRequest, MessagesRequest, CountTokensRequest),
-    *(TokenizeRequest, DetokenizeRequest),
+    *(ResponsesRequest, TokenizeRequest, DetokenizeRequest),
 )
 _ANSWERS = (
     *(ChatAnswer, ChatChunk, CompletionAnswer, ModelList, TokenizeAnswer, DetokenizeAnswer),
     *(TokenizerInfo, HealthStatus, Version, ErrorBody, MessagesErrorBody),
     *(MessageAnswer, MessageEvent, CountTokensAnswer),
+    *(ResponseAnswer, ResponseEvent, DeletedResponse),
 )
 # Rendered by core/proto_json.py.
 _MESSAGES = (
@@ -89,6 +96,11 @@ def _paths() -> Json:
         "/v1/completions": _post("CompletionRequest", "CompletionAnswer", "CompletionAnswer"),
         "/v1/messages": _messages("MessagesRequest", "MessageAnswer", "MessageEvent"),
         "/v1/messages/count_tokens": _messages("CountTokensRequest", "CountTokensAnswer"),
+        "/v1/responses": _post("ResponsesRequest", "ResponseAnswer", "ResponseEvent"),
+        "/v1/responses/{response_id}": _named(_STORED, "response_id"),
+        "/v1/responses/{response_id}/cancel": _named(
+            {"post": _get("ResponseAnswer", "400", "404")["get"]}, "response_id"
+        ),
         "/v1/embeddings": {"post": {"responses": _errors("400")}},
         "/v1/models": _get("ModelList"),
         "/v1/models/{name}": _named(_get("ModelObject", "404"), "name"),
@@ -197,6 +209,10 @@ def _named(path: Json, name: str) -> Json:
     return {**path, "parameters": [parameter]}
 
 
+_STORED: Json = {
+    **_get("ResponseAnswer", "404"),
+    "delete": _get("DeletedResponse", "404")["get"],
+}
 _LIMIT: Json = {
     "name": "limit",
     "in": "query",

@@ -1,0 +1,74 @@
+"""/v1/responses, and what is done with stored ones."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+from baton.core.proto_json import Json
+from baton.core.types import Request
+from baton.router.edges.auth import Caller
+from baton.router.edges.edge_context import EdgeContext
+from baton.router.edges.http.endpoint import GenerationEndpoint, answered, json_response
+from baton.router.edges.http.responses.response_store import ResponseStore
+from baton.router.edges.http.responses.responses_renderer import ResponsesRenderer
+from baton.router.edges.http.responses.responses_request import ResponsesRequest
+
+PATH = "/v1/responses"
+
+
+class ResponsesEndpoint(GenerationEndpoint[ResponsesRequest]):
+    def __init__(self, context: EdgeContext, store: ResponseStore) -> None:
+        super().__init__(ResponsesRenderer, context)
+        self._store = store
+
+    def _parse(
+        self, content: Json, request_id: str, caller: Caller
+    ) -> tuple[ResponsesRequest, tuple[Request, ...]]:
+        """With the conversation that the response follows."""
+        body, (request,) = super()._parse(content, request_id, caller)
+        if not body.previous_response_id:
+            return body, (request,)
+        history = self._store.conversation(caller.key.name, body.previous_response_id)
+        return body, (dataclasses.replace(request, prompt=body.chat_prompt(history)),)
+
+    def _render(
+        self,
+        body: ResponsesRequest,
+        requests: Sequence[Request],
+        caller: Caller,
+        echoes: Sequence[str],
+    ) -> ResponsesRenderer:
+        renderer = ResponsesRenderer(body, requests, self._context.model, echoes)
+        if body.store:
+            renderer.keep_in(self._store, caller.key.name)
+        return renderer
+
+
+def responses_routes(context: EdgeContext) -> list[Route]:
+    store = ResponseStore()
+
+    async def retrieve(http: HttpRequest) -> Response:
+        body = store.body(http.user.key.name, http.path_params["response_id"])
+        return Response(body, media_type="application/json")
+
+    async def delete(http: HttpRequest) -> Response:
+        response_id = http.path_params["response_id"]
+        store.delete(http.user.key.name, response_id)
+        return json_response({"id": response_id, "object": "response", "deleted": True})
+
+    async def cancel(http: HttpRequest) -> Response:
+        body = store.cancel(http.user.key.name, http.path_params["response_id"])
+        return Response(body, media_type="application/json")
+
+    one = f"{PATH}/{{response_id}}"
+    return [
+        Route(PATH, ResponsesEndpoint(context, store), methods=["POST"]),
+        Route(one, answered(retrieve)),
+        Route(one, answered(delete), methods=["DELETE"]),
+        Route(f"{one}/cancel", answered(cancel), methods=["POST"]),
+    ]

@@ -1,0 +1,284 @@
+"""The body of /v1/responses, as a chat."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, with_config
+from typing_extensions import TypedDict
+
+from baton.core import bounds
+from baton.core.generation_defaults import NO_DEFAULTS, GenerationDefaults
+from baton.core.types import ChatPrompt, Message, Request, Structure, Tool, ToolCall
+from baton.router.edges.http.chat_request import (
+    TEMPLATE_ROLES,
+    Effort,
+    ToolText,
+    choose_tools,
+    template_kwargs,
+)
+from baton.router.edges.http.generation_request import (
+    GenerationRequest,
+    PromptText,
+    ShortText,
+    TokenCount,
+)
+from baton.router.edges.http.request_model import (
+    RequestModel,
+    StrictModel,
+    Unserved,
+    about,
+    invalid,
+    shown,
+)
+from baton.router.prompts.output_grammar import ANY_OBJECT
+
+
+@with_config(ConfigDict(strict=True))
+class ItemPart(TypedDict):
+    """Of a message, a tool's output or the reasoning."""
+
+    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
+    text: PromptText
+
+
+ItemParts = Annotated[list[ItemPart], Field(fail_fast=True)]
+ItemContent = Annotated[
+    Annotated[PromptText, Tag("<text>")] | Annotated[ItemParts, Tag("<parts>")],
+    Discriminator(lambda value: "<parts>" if isinstance(value, list) else "<text>"),
+]
+
+
+class MessageItem(StrictModel):
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: ItemContent
+
+
+class CallItem(StrictModel):
+    type: Literal["function_call"]
+    call_id: ToolText
+    name: ToolText
+    arguments: ToolText
+
+
+class CallOutputItem(StrictModel):
+    type: Literal["function_call_output"]
+    call_id: ToolText
+    output: ItemContent
+
+
+class ReasoningItem(StrictModel):
+    type: Literal["reasoning"]
+    content: ItemParts | None = None
+    summary: ItemParts | None = None
+
+
+def _item_tag(item: object) -> str:
+    """What is of no served type is refused as a message of that type."""
+    kind = item.get("type") if isinstance(item, dict) else None
+    known = ("function_call", "function_call_output", "reasoning")
+    return f"<{kind}>" if kind in known else "<message>"
+
+
+InputItem = Annotated[
+    Annotated[MessageItem, Tag("<message>")]
+    | Annotated[CallItem, Tag("<function_call>")]
+    | Annotated[CallOutputItem, Tag("<function_call_output>")]
+    | Annotated[ReasoningItem, Tag("<reasoning>")],
+    Discriminator(_item_tag),
+]
+
+
+@dataclass(slots=True)
+class _Turn:
+    """The assistant's items in a row, which are one message of a chat."""
+
+    texts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+
+    def messages(self) -> list[Message]:
+        """One, or none where it has no items."""
+        if not (self.texts or self.thoughts or self.calls):
+            return []
+        text, reasoning = "\n".join(self.texts), "\n".join(self.thoughts)
+        return [Message("assistant", text, tuple(self.calls), reasoning=reasoning)]
+
+
+def _messages(items: Iterable[InputItem], names: dict[str, str]) -> Iterator[Message]:
+    """`names` are the called tools' by the call's id."""
+    turn = _Turn()
+    for item in items:
+        match item:
+            case ReasoningItem():
+                turn.thoughts.append(_text(item.content or item.summary or ""))
+            case CallItem():
+                names[item.call_id] = item.name
+                turn.calls.append(ToolCall(item.call_id, item.name, item.arguments))
+            case MessageItem() if item.role == "assistant" and not turn.calls:
+                turn.texts.append(_text(item.content))
+            case _:
+                yield from turn.messages()
+                turn = _Turn()
+                yield _message(item, names)
+    yield from turn.messages()
+
+
+def _message(item: MessageItem | CallOutputItem, names: dict[str, str]) -> Message:
+    if isinstance(item, MessageItem):
+        return Message(TEMPLATE_ROLES.get(item.role, item.role), _text(item.content))
+    call = item.call_id
+    return Message("tool", _text(item.output), tool_call_id=call, name=names.get(call, ""))
+
+
+def _text(content: str | list[ItemPart]) -> str:
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+class ResponsesTool(StrictModel):
+    type: Literal["function"]
+    name: ToolText
+    description: ToolText | None = None
+    parameters: dict[str, object] | None = None
+    strict: bool | None = None
+
+    def tool(self) -> Tool:
+        parameters = json.dumps(self.parameters) if self.parameters else ""
+        return Tool(self.name, self.description or "", parameters)
+
+
+class NamedTool(StrictModel):
+    type: Literal["function"]
+    name: ToolText
+
+
+class AllowedNames(StrictModel):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(fail_fast=True, min_length=1)]
+
+
+def _choice_tag(choice: object) -> str:
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    return f"<{kind}>" if kind in ("function", "allowed_tools") else "<mode>"
+
+
+def _known_choice(choice: object) -> object:
+    if _choice_tag(choice) == "<mode>" and choice not in ("none", "auto", "required"):
+        raise invalid(
+            f"must be none, auto, required, a function or allowed_tools, not {shown(choice)}"
+        )
+    return choice
+
+
+ResponsesToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("<mode>")]
+    | Annotated[NamedTool, Tag("<function>")]
+    | Annotated[AllowedNames, Tag("<allowed_tools>")],
+    Discriminator(_choice_tag),
+    BeforeValidator(_known_choice),
+]
+
+
+class TextFormat(StrictModel):
+    type: Literal["text", "json_object", "json_schema"]
+    name: ShortText | None = None
+    json_schema: dict[str, object] | None = Field(None, alias="schema")
+
+    @property
+    def structure(self) -> Structure | None:
+        if self.type == "text":
+            return None
+        if self.type == "json_object" or self.json_schema is None:
+            return ANY_OBJECT
+        return Structure("json_schema", json.dumps(self.json_schema))
+
+
+class TextConfig(RequestModel):
+    format: TextFormat | None = None
+
+    unserved: ClassVar[dict[str, Unserved]] = {
+        "verbosity": Unserved("a choice of how much to say", ("medium",))
+    }
+
+
+class ReasoningConfig(RequestModel):
+    effort: Effort | None = None
+
+
+def _as_items(value: object) -> object:
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list):
+        raise invalid(f"must be a string or a list of items, not {shown(value)}")
+    return value
+
+
+_Items = Annotated[
+    list[InputItem], Field(fail_fast=True, min_length=1, max_length=bounds.MAX_MESSAGES)
+]
+
+
+class ResponsesRequest(GenerationRequest):
+    input: Annotated[_Items, BeforeValidator(_as_items, json_schema_input_type=PromptText | _Items)]
+    instructions: PromptText = about("A system message before all others; never stored.", "")
+    max_output_tokens: TokenCount | None = about("The most tokens of the answer.")
+    previous_response_id: ShortText = about("The stored response that this one follows.", "")
+    store: bool = about("Keep the response for a while.", True)
+    tools: Annotated[list[ResponsesTool], Field(fail_fast=True, max_length=bounds.MAX_TOOLS)] = (
+        about("Functions that the model may ask the caller to call.", ())
+    )
+    tool_choice: ResponsesToolChoice = about("Whether a tool is called, and which.", "auto")
+    parallel_tool_calls: bool = about("Ignored.", True)
+    text: TextConfig = about("A format that the answer follows.", TextConfig())
+    reasoning: ReasoningConfig = about(
+        "How long to think, where the chat template knows.", ReasoningConfig()
+    )
+    metadata: dict[str, object] = about("Returned as it is.", {})
+
+    unserved: ClassVar[dict[str, Unserved]] = {
+        **GenerationRequest.unserved,
+        "background": Unserved("answers that nobody waits for", (False,)),
+        "conversation": Unserved("conversations; send previous_response_id"),
+        "prompt": Unserved("stored prompts"),
+        "top_logprobs": Unserved("log probabilities of a response", (0,)),
+        "truncation": Unserved("conversations without their middle", ("disabled",)),
+    }
+
+    def requests(
+        self,
+        request_id: str,
+        salt: Callable[[str], str],
+        defaults: GenerationDefaults = NO_DEFAULTS,
+    ) -> tuple[Request, ...]:
+        request = self._request(
+            request_id,
+            salt,
+            defaults,
+            self.chat_prompt(()),
+            max_tokens=self.max_output_tokens,
+            stop=(),
+            structure=self.text.format.structure if self.text.format else None,
+        )
+        return (request,)
+
+    def chat_prompt(self, history: tuple[Message, ...]) -> ChatPrompt:
+        """`history` is the conversation so far, which the stored response has ended."""
+        names = {call.id: call.name for message in history for call in message.tool_calls}
+        rules = [Message("system", self.instructions)] if self.instructions else []
+        chat = ChatPrompt(
+            (*rules, *history, *_messages(self.input, names)),
+            template_kwargs=template_kwargs(self.reasoning.effort, {}),
+        )
+        choice, allowed = self.tool_choice, list[str]()
+        if isinstance(choice, NamedTool):
+            mode, allowed = "required", [choice.name]
+        elif isinstance(choice, AllowedNames):
+            mode, allowed = choice.mode, [tool.name for tool in choice.tools]
+        else:
+            mode = choice
+        return choose_tools(chat, [each.tool() for each in self.tools], mode, allowed)
