@@ -236,7 +236,7 @@ class ResponsesRenderer(BlockRenderer[ResponsesRequest]):
         return self._event(name, **place, **content)
 
     def _response(self) -> ResponseAnswer:
-        body, status, choice = self._body, self._status, self._body.tool_choice
+        body, status, choice = self._body, self._status, self._body.tool_choice or "auto"
         text = body.text.format or TextFormat(type="text", schema=None)
         return {
             "id": self.id,

@@ -232,7 +232,7 @@ class ResponsesRequest(GenerationRequest):
     tools: Annotated[list[ResponsesTool], Field(fail_fast=True, max_length=bounds.MAX_TOOLS)] = (
         about("Functions that the model may ask the caller to call.", ())
     )
-    tool_choice: ResponsesToolChoice = about("Whether a tool is called, and which.", "auto")
+    tool_choice: ResponsesToolChoice | None = about("Whether a tool is called. Absent: auto.")
     parallel_tool_calls: bool = about("Ignored.", True)
     text: TextConfig = about("A format that the answer follows.", TextConfig())
     reasoning: ReasoningConfig = about(
@@ -274,7 +274,7 @@ class ResponsesRequest(GenerationRequest):
             (*rules, *history, *_messages(self.input, names)),
             template_kwargs=template_kwargs(self.reasoning.effort, {}),
         )
-        choice, allowed = self.tool_choice, list[str]()
+        choice, allowed = self.tool_choice or "auto", list[str]()
         if isinstance(choice, NamedTool):
             mode, allowed = "required", [choice.name]
         elif isinstance(choice, AllowedNames):

@@ -1,0 +1,319 @@
+"""The bodies of /v1/responses, its answers, and those that are stored."""
+
+from __future__ import annotations
+
+import json
+
+import jsonschema
+import pytest
+
+from baton.core.errors import BatonError, InvalidRequest, NotServed, Unavailable, UnknownRequest
+from baton.core.proto_json import Json
+from baton.core.types import ChatPrompt, Message, Request, Structure, Tool, ToolCall
+from baton.router.answers.answer_events import AnswerDelta, AnswerEvent, ToolCallDelta
+from baton.router.edges.client_buffer import ClientBuffer
+from baton.router.edges.http.http_errors import error_response
+from baton.router.edges.http.openapi import document
+from baton.router.edges.http.responses.response_store import ResponseStore, StoredResponse
+from baton.router.edges.http.responses.responses_renderer import ResponsesRenderer
+from baton.router.edges.http.responses.responses_request import ResponsesRequest
+from baton.router.prompts.output_grammar import ANY_OBJECT
+from baton.v1 import inference_pb2 as pb
+
+USER = Message("user", "Hello")
+
+
+def request(**fields: object) -> Request:
+    (only,) = ResponsesRequest.parse({"input": "Hello", **fields}).requests("id", str)
+    return only
+
+
+def chat(**fields: object) -> ChatPrompt:
+    prompt = request(**fields).prompt
+    assert isinstance(prompt, ChatPrompt)
+    return prompt
+
+
+def test_fields_become_those_of_a_request() -> None:
+    made = request(max_output_tokens=7, temperature=0.5, top_p=0.9, include=[], user="x")
+    assert (made.max_tokens, made.sampling.temperature, made.sampling.top_p) == (7, 0.5, 0.9)
+    assert chat(instructions="Be brief.").messages == (Message("system", "Be brief."), USER)
+    kwargs = json.loads(chat(reasoning={"effort": "low", "summary": "auto"}).template_kwargs)
+    assert kwargs["reasoning_effort"] == "low"
+
+
+@pytest.mark.parametrize(
+    ("form", "structure"),
+    [
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, ANY_OBJECT),
+        (
+            {"type": "json_schema", "name": "x", "schema": {"const": 1}, "strict": True},
+            Structure("json_schema", '{"const": 1}'),
+        ),
+    ],
+)
+def test_a_text_has_a_format(form: Json, structure: Structure | None) -> None:
+    assert request(text={"format": form}).structure == structure
+
+
+def test_items_become_messages() -> None:
+    part = {"type": "output_text", "text": "I look.", "annotations": []}
+    items = [
+        {"role": "developer", "content": "Be brief."},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Rain?"}]},
+        {"type": "reasoning", "id": "r", "summary": [], "content": [
+            {"type": "reasoning_text", "text": "Hm."}]},
+        {"type": "message", "id": "m", "role": "assistant", "content": [part], "status": "x"},
+        {"type": "function_call", "call_id": "c1", "name": "rain", "arguments": "{}"},
+        {"type": "function_call", "call_id": "c2", "name": "sun", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "heavy"},
+        {"type": "function_call_output", "call_id": "c2", "output": [
+            {"type": "input_text", "text": "none"}]},
+        {"role": "assistant", "content": "It rains."},
+        {"role": "user", "content": "Thanks."},
+    ]  # fmt: skip
+    calls = ToolCall("c1", "rain", "{}"), ToolCall("c2", "sun", "{}")
+    assert chat(input=items).messages == (
+        Message("system", "Be brief."),
+        Message("user", "Rain?"),
+        Message("assistant", "I look.", calls, reasoning="Hm."),
+        Message("tool", "heavy", tool_call_id="c1", name="rain"),
+        Message("tool", "none", tool_call_id="c2", name="sun"),
+        Message("assistant", "It rains."),
+        Message("user", "Thanks."),
+    )
+
+
+RAIN: Json = {"type": "function", "name": "rain", "parameters": {"properties": {}}, "strict": True}
+TOOL = Tool("rain", "", '{"type": "object", "properties": {}}')
+NAMED: Json = {"type": "function", "name": "rain"}
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        (None, ((TOOL,), False, ())),
+        ("none", ((), False, ())),
+        ("required", ((TOOL,), True, ())),
+        (NAMED, ((TOOL,), True, ("rain",))),
+        (
+            {"type": "allowed_tools", "mode": "auto", "tools": [NAMED]},
+            ((TOOL,), False, ("rain",)),
+        ),
+    ],
+)
+def test_tools_are_parsed_with_their_choice(choice: object, expected: object) -> None:
+    prompt = chat(tools=[RAIN], tool_choice=choice)
+    assert (prompt.tools, prompt.must_call, prompt.allowed_tools) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "field", "error"),
+    [
+        ({"input": None}, "input", InvalidRequest),
+        ({"input": []}, "input", InvalidRequest),
+        ({"input": 5}, "input", InvalidRequest),
+        ({"input": [{"role": "king", "content": ""}]}, "input[0].role", InvalidRequest),
+        ({"input": [{"type": "computer_call"}]}, "input", NotServed),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input",
+            NotServed,
+        ),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id", InvalidRequest),
+        ({"tools": [{"type": "web_search"}]}, "tools", NotServed),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice", InvalidRequest),
+        ({"tool_choice": "required"}, "tool_choice", InvalidRequest),
+        ({"text": {"format": {"type": "grammar"}}}, "text", NotServed),
+        ({"background": True}, "background", NotServed),
+        ({"conversation": "c"}, "conversation", NotServed),
+        ({"truncation": "auto"}, "truncation", NotServed),
+        ({"max_output_tokens": 0}, "max_output_tokens", InvalidRequest),
+    ],
+)
+def test_a_wrong_field_is_refused_by_name(given: Json, field: str, error: type[BatonError]) -> None:
+    with pytest.raises(error) as refused:
+        request(**given)
+    assert refused.value.field == field
+
+
+STARTED = pb.Started(request_id="id", prompt_tokens=7)
+
+
+def finished(reason: pb.FinishReason.ValueType = pb.FINISH_REASON_STOP) -> pb.Finished:
+    usage = pb.Usage(prompt_tokens=7, completion_tokens=6, cached_tokens=4)
+    return pb.Finished(finish_reason=reason, usage=usage)
+
+
+CALLED: list[AnswerEvent] = [
+    STARTED,
+    AnswerDelta("", [1, 2], reasoning="Hm."),
+    AnswerDelta("I", [3]),
+    AnswerDelta(" look.", [4]),
+    AnswerDelta("", [5], tool_calls=(ToolCallDelta(0, "c1", "rain"),)),
+    AnswerDelta("", [6], tool_calls=(ToolCallDelta(0, arguments='{"city":"é"}'),)),
+    finished(pb.FINISH_REASON_TOOL_CALLS),
+]
+
+
+def renderer(**fields: object) -> ResponsesRenderer:
+    body = ResponsesRequest.parse({"input": "Hello", **fields})
+    return ResponsesRenderer(body, body.requests("id", str), "tiny")
+
+
+def whole(events: list[AnswerEvent], made: ResponsesRenderer | None = None) -> Json:
+    made = made or renderer()
+    for event in events:
+        made.collect(event)
+    return checked(made.whole())
+
+
+def checked(body: bytes) -> Json:
+    response: Json = json.loads(body)
+    check(response, "ResponseAnswer")
+    return response
+
+
+def streamed(sent: bytes) -> list[Json]:
+    found = []
+    for number, each in enumerate(sent.decode().removesuffix("\n\n").split("\n\n")):
+        name, data = each.split("\n")
+        content: Json = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {content['type']}"
+        assert content["sequence_number"] == number
+        check(content, "ResponseEvent")
+        found.append(content)
+    return found
+
+
+def check(content: object, name: str) -> None:
+    jsonschema.validate(content, {**document(), "$ref": f"#/components/schemas/{name}"})
+
+
+def test_an_answer_is_a_response_of_items() -> None:
+    response = whole(CALLED)
+    reasoning, message, call = response["output"]  # type: ignore[misc]
+    assert reasoning["content"] == [{"type": "reasoning_text", "text": "Hm."}]
+    part = {"type": "output_text", "text": "I look.", "annotations": [], "logprobs": []}
+    assert (message["role"], message["content"]) == ("assistant", [part])
+    assert (call["call_id"], call["name"], call["arguments"]) == ("c1", "rain", '{"city":"é"}')
+    assert {item["status"] for item in (reasoning, message, call)} == {"completed"}
+    assert (response["status"], response["error"]) == ("completed", None)
+    assert response["usage"] == {
+        "input_tokens": 7,
+        "input_tokens_details": {"cached_tokens": 4, "cache_write_tokens": 0},
+        "output_tokens": 6,
+        "output_tokens_details": {"reasoning_tokens": 2},
+        "total_tokens": 13,
+    }
+
+
+def test_a_stream_has_the_events_of_the_api_in_their_order() -> None:
+    made = renderer(stream=True)
+    events = streamed(b"".join(map(made.chunk, CALLED)) + made.ending())
+    assert [str(event["type"]).removeprefix("response.") for event in events] == [
+        *("created", "in_progress"),
+        *("output_item.added", "content_part.added", "reasoning_text.delta"),
+        *("reasoning_text.done", "content_part.done", "output_item.done"),
+        *("output_item.added", "content_part.added", "output_text.delta", "output_text.delta"),
+        *("output_text.done", "content_part.done", "output_item.done"),
+        *("output_item.added", "function_call_arguments.delta"),
+        *("function_call_arguments.done", "output_item.done"),
+        "completed",
+    ]
+    items = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert events[-1]["response"] == whole(CALLED) | {
+        "id": made.id,
+        "created_at": made.created,
+        "output": items,
+    }
+
+
+def test_an_answer_that_was_cut_off_is_incomplete() -> None:
+    events: list[AnswerEvent] = [STARTED, AnswerDelta("x", [1]), finished(pb.FINISH_REASON_LENGTH)]
+    response = whole(events)
+    assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+    (item,) = response["output"]  # type: ignore[misc]
+    assert (response["status"], item["status"]) == ("incomplete", "incomplete")
+    made = renderer(stream=True)
+    sent = streamed(b"".join(map(made.chunk, events)) + made.ending())
+    assert sent[-1]["type"] == "response.incomplete"
+
+
+def test_an_error_within_a_stream_is_a_failed_response() -> None:
+    made = renderer(stream=True)
+    begun = b"".join(map(made.chunk, [STARTED, AnswerDelta("x", [1])]))
+    error = error_response(Unavailable("gone"), "id", "input", "/v1/responses")
+    last = streamed(begun + made.failure(bytes(error.body)))[-1]
+    assert last["type"] == "response.failed"
+    response = last["response"]
+    assert isinstance(response, dict)
+    assert (response["status"], response["error"]["code"]) == ("failed", "server_error")
+
+
+def test_a_stored_response_is_followed_by_its_owner() -> None:
+    store, made = ResponseStore(), renderer(instructions="Be brief.")
+    made.keep_in(store, "me")
+    assert json.loads(store.body("me", made.id))["status"] == "in_progress"
+    body = whole(CALLED, made)
+    assert json.loads(store.body("me", made.id)) == body
+    said = Message("assistant", "I look.", (ToolCall("c1", "rain", '{"city":"é"}'),), "", "", "Hm.")
+    assert store.conversation("me", made.id) == (USER, said)
+    follower = ResponsesRequest.parse(
+        {"input": [{"type": "function_call_output", "call_id": "c1", "output": "heavy"}]}
+    )
+    assert follower.chat_prompt(store.conversation("me", made.id)).messages == (
+        USER,
+        said,
+        Message("tool", "heavy", tool_call_id="c1", name="rain"),
+    )
+    with pytest.raises(UnknownRequest) as refused:
+        store.conversation("you", made.id)
+    assert refused.value.field == "previous_response_id"
+    with pytest.raises(InvalidRequest, match="has ended"):
+        store.cancel("me", made.id)
+    store.delete("me", made.id)
+    for use in (store.body, store.delete, store.cancel):
+        with pytest.raises(UnknownRequest):
+            use("me", made.id)
+
+
+async def test_a_running_response_is_cancelled() -> None:
+    store, made, events = ResponseStore(), renderer(), ClientBuffer(10)
+    made.keep_in(store, "me")
+    made.began(events)
+    for event in (STARTED, AnswerDelta("x", [1])):
+        made.collect(event)
+    cancelled = checked(store.cancel("me", made.id))
+    assert cancelled["status"] == "cancelled"
+    assert [event async for event in events] == []  # it is closed
+    assert checked(made.whole()) == cancelled == json.loads(store.body("me", made.id))
+
+
+def test_a_response_that_nobody_waits_for_any_more_is_forgotten() -> None:
+    store, made = ResponseStore(), renderer()
+    made.keep_in(store, "me")
+    identity = made.id
+    del made
+    with pytest.raises(UnknownRequest):
+        store.body("me", identity)
+
+
+def test_the_store_is_bounded_and_drops_what_was_not_used_for_longest() -> None:
+    response = StoredResponse(b"x" * 1000, (Message("user", "y" * 1000),))
+    store = ResponseStore(limit=3 * response.size)
+    for name in "abc":
+        store.keep("", name, response)
+    store.body("", "a")
+    store.keep("", "d", response)
+    with pytest.raises(UnknownRequest):
+        store.body("", "b")
+    for name in "acd":
+        assert store.body("", name) == response.body
+    huge = StoredResponse(b"x" * 10_000, ())
+    store.keep("", "e", huge)
+    with pytest.raises(UnknownRequest):
+        store.body("", "e")
+    store.keep("", "f", response)
+    assert store.body("", "f") == response.body
