@@ -23,6 +23,7 @@ EXCLUDED = {
         "/v1/completions",
         "/v1/embeddings",
         "/v1/messages",
+        "/v1/responses",
         "/v1/messages/count_tokens",
         "/tokenize",
         "/detokenize",

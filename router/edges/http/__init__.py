@@ -11,8 +11,9 @@ completion_request  fields of answers with choices, and the body of /v1/completi
 chat_request        bodies of /v1/chat/completions, /tokenize and /detokenize
 answer_renderer     from an answer's events to bytes, for any API
 choice_renderer     chats and completions: answers are choices
-block_renderer      answers that are rows of blocks, as in messages/
+block_renderer      answers that are rows of blocks, as in messages/ and responses/
 messages            the Anthropic API
+responses           the OpenAI API's responses, and those that are stored
 http_errors         statuses and bodies of errors
 answer_types        types of answers
 openapi             the document made from them and the bodies
