@@ -14,6 +14,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from baton.core.page_reach import pages_held, windows_of
 from baton.planner.profile import Profile, SharedCores
 from baton.router.placement.cost_model import (
     BUSY_SHARE,
@@ -44,6 +45,7 @@ class PoolShape:
     max_batch: int
     chunk_tokens: int
     cores: SharedCores
+    windows: tuple[int, ...] = ()  # as a Profile's
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,7 @@ def fit_profile(
 ) -> Profile:
     """`ttfts` are measured by the clients."""
     answers = [timing.answers[0] for timing in timings]
-    reading = [_chunks(each, shape.page_size) for each in timings]
+    reading = [_chunks(each, shape) for each in timings]
     spans = [chunk for chunks in reading for chunk in chunks]
     busy = merged(spans)
     prompts = [
@@ -98,6 +100,7 @@ def fit_profile(
         step=_fit(STEP_PRIOR, list(_steps(timings, busy, shape))),
         overhead_seconds=max(0.0, (sum(ttfts) - told) / len(answers)),
         page_size=shape.page_size,
+        windows=shape.windows,
         page_bytes=shape.page_bytes,
         prefill_pages=shape.prefill_pages,
         decode_pages=shape.decode_pages,
@@ -181,7 +184,7 @@ def _steps(
     timings: Sequence[pb.RequestTiming], reading: Sequence[Span], shape: PoolShape
 ) -> Iterable[tuple[tuple[float, ...], float]]:
     """`reading` has the busy spans of prefill workers."""
-    found = [_span(each, pb.PHASE_KIND_DECODE, shape.page_size) for each in timings]
+    found = [_span(each, pb.PHASE_KIND_DECODE, shape) for each in timings]
     writing = [each for each in found if each]
     for timing, own in zip(timings, found, strict=True):
         steps = timing.answers[0].completion_tokens - 2
@@ -207,9 +210,9 @@ def computed(
     return (1.0, *(each / total for each in sums)), total
 
 
-def _chunks(timing: pb.RequestTiming, page_size: int) -> list[Span]:
+def _chunks(timing: pb.RequestTiming, shape: PoolShape) -> list[Span]:
     """The chunks of a prompt."""
-    whole = _span(timing, pb.PHASE_KIND_PREFILL, page_size)
+    whole = _span(timing, pb.PHASE_KIND_PREFILL, shape)
     if not whole:
         return []
     found, began = [], whole.began
@@ -221,7 +224,7 @@ def _chunks(timing: pb.RequestTiming, page_size: int) -> list[Span]:
     return found
 
 
-def _span(timing: pb.RequestTiming, kind: pb.PhaseKind.ValueType, page_size: int) -> Span | None:
+def _span(timing: pb.RequestTiming, kind: pb.PhaseKind.ValueType, shape: PoolShape) -> Span | None:
     """All phases of a kind, as one span."""
     answer = timing.answers[0]
     phases = [each for each in answer.phases if each.kind == kind and not each.hidden]
@@ -229,7 +232,8 @@ def _span(timing: pb.RequestTiming, kind: pb.PhaseKind.ValueType, page_size: int
         return None
     began = timing.arrived_at + phases[0].start_seconds
     ended = timing.arrived_at + phases[-1].start_seconds + phases[-1].seconds
-    pages = (answer.prompt_tokens + answer.completion_tokens / 2) / page_size
+    tokens = answer.prompt_tokens + answer.completion_tokens / 2
+    pages = pages_held(tokens, shape.page_size, windows_of(shape.windows))
     return Span(phases[0].worker or answer.decode_worker, began, ended, pages)
 
 

@@ -25,6 +25,8 @@ from baton import AsyncClient
 from baton.core import model_store
 from baton.core.config import Config, DecodeConfig, Size, settle
 from baton.core.page_keys import page_keys
+from baton.core.page_reach import Window
+from baton.engine.architecture import read_architecture
 from baton.planner.profile import Profile, SharedCores, load_profile, weight
 from baton.planner.simulation_report import SimulationReport
 from baton.planner.simulator import Setup, Simulator
@@ -109,6 +111,7 @@ async def _pools(client: AsyncClient, shape: Shape) -> PoolShape:
     decode = pages[worker_pb2.ROLE_DECODE]
     return PoolShape(
         page_size=shape.page_size,
+        windows=tuple(window or 0 for window in _slices(shape.model)),
         page_bytes=Size.parse(shape.kv_memory) // decode,
         prefill_pages=pages[worker_pb2.ROLE_PREFILL],
         decode_pages=decode,
@@ -116,6 +119,10 @@ async def _pools(client: AsyncClient, shape: Shape) -> PoolShape:
         chunk_tokens=settle(Config(), "cpu").prefill.chunk_tokens,
         cores=SharedCores(len(os.sched_getaffinity(0)), weight(DecodeConfig().nice)),
     )
+
+
+def _slices(model: str) -> tuple[Window, ...]:
+    return read_architecture(model_store.locate(model)).slices.windows
 
 
 def predict(requests: Sequence[TimedRequest], shape: Shape, profile: Profile) -> SimulationReport:

@@ -13,6 +13,11 @@ def windows_of(stated: Iterable[int]) -> tuple[Window, ...]:
     return tuple(window or None for window in stated) or (None,)
 
 
+def pages_held(tokens: float, page_size: int, windows: Iterable[Window]) -> float:
+    """Pages of a sequence of so many tokens, in slices with these windows: each has its own."""
+    return sum(min(tokens, window or tokens) for window in windows) / page_size
+
+
 def first_page(window: Window, tokens: int, page_size: int) -> int:
     """The first page that a query at position `tokens`, or a later one, sees."""
     return 0 if window is None else max(0, tokens - window + 1) // page_size

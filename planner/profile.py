@@ -19,6 +19,7 @@ from pydantic import NonNegativeFloat as Number
 from pydantic import NonNegativeInt as Count
 
 from baton.core.errors import InvalidConfig
+from baton.core.page_reach import Window, pages_held, windows_of
 from baton.router.placement.cost_model import EXPOSED_PRIOR, Costs, PromptCosts
 
 Two: TypeAlias = Annotated[tuple[Number, ...], Field(min_length=2, max_length=2)]
@@ -72,6 +73,8 @@ class Profile:
     # From a request's arrival to its first token, beside wait and compute.
     overhead_seconds: Number = 0.0
     page_size: Count = 16
+    # The window of each slice of the layers, which has its own pages (0: none); empty: one slice.
+    windows: tuple[Count, ...] = ()
     page_bytes: Count = 2 * 2**20
     # Pages of one worker's pool, and the most requests of one step.
     prefill_pages: Count = 50_000
@@ -100,6 +103,14 @@ class Profile:
             interfered=self._interfered,
             answer_tokens=answer_tokens,
         )
+
+    @property
+    def slices(self) -> tuple[Window, ...]:
+        return windows_of(self.windows)
+
+    def pages_held(self, tokens: float) -> float:
+        """Pages of a sequence of so many tokens."""
+        return pages_held(tokens, self.page_size, self.slices)
 
     @property
     def cores(self) -> SharedCores:

@@ -44,6 +44,8 @@ class SimulatedRequest:
     moved_pages: int = 0
     prompt_pages: int = 0
     pages: int = 0
+    # Pages that a token of the answer adds.
+    growth: float = 0.0
     granted: bool = False
     # When the first token came; 0 before.
     first_at: float = 0.0
@@ -231,8 +233,10 @@ class DecodeBatch:
     newest: list[SimulatedRequest] = field(default_factory=list)
     # Events of earlier versions of the batch are void.
     version: int = 0
-    # The sum of `joined` over the running requests.
-    joined: float = 0.0
+    # Pages that a step adds to the running requests, and those that it would have added to each
+    # before it joined.
+    growth: float = 0.0
+    before: float = 0.0
     # Reserved pages, and those of the prompts among them.
     reserved_pages: int = 0
     prompt_pages: int = 0
@@ -274,7 +278,8 @@ class DecodeBatch:
         """Joins with the step that begins now."""
         self.step_began = self.at
         request.joined = self.steps = round(self.steps)
-        self.joined += request.joined
+        self.growth += request.growth
+        self.before += request.growth * request.joined
         self.newest.append(request)
         heapq.heappush(
             self.ends, (request.joined + request.arrival.answer_tokens - 1, number, request)
@@ -285,13 +290,14 @@ class DecodeBatch:
         if not self.ends or self.ends[0][0] > self.steps + TINY:
             return None
         _, _, request = heapq.heappop(self.ends)
-        self.joined -= request.joined
+        self.growth -= request.growth
+        self.before -= request.growth * request.joined
         return request
 
-    def leased_pages(self, page_size: int) -> int:
+    @property
+    def leased_pages(self) -> int:
         """Pages of the prompts, and of the answers so far."""
-        grown = len(self.ends) * self.steps - self.joined
-        return self.prompt_pages + int(max(0.0, grown) / page_size)
+        return self.prompt_pages + int(max(0.0, self.growth * self.steps - self.before))
 
     def price(self, costs: Costs, pages: int, busy_prefill: int, speed: float) -> None:
         beside = costs.step[3] * busy_prefill

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -69,7 +70,9 @@ class Simulator:
         profile = setup.profile
         self._setup = setup
         self._profile = profile
-        pages_of_block = setup.block_tokens / profile.page_size
+        # A cached prefix needs no pages that windows have passed.
+        whole = max(1, profile.slices.count(None))
+        pages_of_block = whole * setup.block_tokens / profile.page_size
         self._prefill = PrefillPool(int(profile.prefill_pages / pages_of_block))
         self._decode = DecodePool(int(profile.decode_pages / pages_of_block))
         self._answer_tokens = ANSWER_PRIOR
@@ -180,20 +183,23 @@ class Simulator:
             tokens_wanted=arrival.answer_tokens,
             page_size=profile.page_size,
             page_bytes=profile.page_bytes,
+            windows=profile.slices,
         )
 
     def _begin(
         self, arrival: TraceRequest, snapshot: Snapshot, placement: Placement
     ) -> SimulatedRequest:
-        size, prefill, decode = self._profile.page_size, int(placement.prefill), placement.decode
+        prompt, prefill, decode = arrival.prompt_tokens, int(placement.prefill), placement.decode
         cached = int(snapshot.prefill.cached_tokens[prefill])
-        seconds = self._costs.prefill.seconds(arrival.prompt_tokens - cached, cached)
+        seconds = self._costs.prefill.seconds(prompt - cached, cached)
         request = SimulatedRequest(arrival, prefill, int(decode or -1), cached, seconds)
         if decode:
             held = int(snapshot.decode.cached_tokens[request.decode])
-            request.moved_pages = -(-(arrival.prompt_tokens - held) // size)
-            request.prompt_pages = -(-arrival.prompt_tokens // size)
-            request.pages = -(-(arrival.prompt_tokens + arrival.answer_tokens) // size)
+            first, last = map(self._profile.pages_held, (prompt, prompt + arrival.answer_tokens))
+            request.moved_pages = int(snapshot.pages_after(prompt, held))
+            request.prompt_pages = int(snapshot.pages_after(prompt, 0))
+            request.pages = max(request.prompt_pages, math.ceil(last))
+            request.growth = (last - first) / arrival.answer_tokens
         return request
 
     def _reserve(self, request: SimulatedRequest) -> None:
@@ -287,7 +293,7 @@ class Simulator:
 
     def _price(self, index: int) -> None:
         batch = self._decode.workers[index]
-        pages = batch.leased_pages(self._profile.page_size)
+        pages = batch.leased_pages
         self._decode.leased[index] = pages
         busy, speed = 0, 1.0
         if self._shares_hardware:
@@ -322,7 +328,7 @@ class Simulator:
         ttft = request.first_at - arrival.seconds + self._profile.overhead_seconds
         self._tally.answered(ttft, (self._now - request.first_at) / gaps if gaps else 0.0)
         if self._setup.plans:
-            pages = (arrival.prompt_tokens + arrival.answer_tokens / 2) / self._profile.page_size
+            pages = self._profile.pages_held(arrival.prompt_tokens + arrival.answer_tokens / 2)
             self._window.answered(1, arrival.answer_tokens, arrival.answer_tokens * pages)
         self._answers += 1
         rate = max(ANSWER_RATE, 1.0 / self._answers)

@@ -9,7 +9,7 @@ from operator import attrgetter
 
 from baton.core.config import RouterConfig
 from baton.core.errors import BatonError, DeadlineExceeded, LayoutMismatch
-from baton.core.page_reach import windows_of
+from baton.core.page_reach import pages_held, windows_of
 from baton.core.types import Role, Work
 from baton.router.placement.cost_model import CostModel
 from baton.router.placement.placement import (
@@ -146,8 +146,7 @@ class Placer:
     def pages_held(self, tokens: float) -> float:
         """Pages of a sequence of so many tokens."""
         topology = self._topology
-        held = sum(min(tokens, window or tokens) for window in topology.windows)
-        return held / topology.page_size
+        return pages_held(tokens, topology.page_size, topology.windows)
 
     def _snapshot(self, work: Work, suspicion: Suspicion) -> Snapshot:
         topology = self._topology

@@ -191,6 +191,25 @@ def test_requests_wait_in_line_where_decode_has_no_pages_left() -> None:
     assert report.mean_batch == pytest.approx(1.0)
 
 
+def test_slices_with_a_window_hold_no_more_than_that() -> None:
+    """Prompts of 512 tokens and answers of 50: 36 pages a slice, or 4 in a window of 64."""
+    sliced = dataclasses.replace(PLAIN, decode_pages=100, windows=(0, 64, 64))
+    requests = [arrival(0.01 * index, 512, 50, first=100 * index) for index in range(30)]
+    batches = {
+        profile.windows: simulate(requests, Pools(8, 1), profile).mean_batch
+        for profile in (sliced, dataclasses.replace(sliced, windows=(0, 0, 0)))
+    }
+    assert batches[0, 0, 0] == pytest.approx(1.0)
+    assert 1.0 < batches[0, 64, 64] <= 2.0
+
+
+def test_a_windows_pages_are_those_that_the_router_counts() -> None:
+    profile = dataclasses.replace(PLAIN, windows=(0, 64, 64))
+    assert [profile.pages_held(tokens) for tokens in (16, 64, 512)] == [3.0, 12.0, 40.0]
+    simulator = Simulator(Setup(ONE_EACH, profile, GOALS))
+    assert simulator.snapshot(arrival(0.0)).windows == (None, 64, 64)
+
+
 def test_few_and_many_workers_answer_every_request() -> None:
     trace = chat_trace(60.0, 20.0)
     for workers in (Pools(2, 3), Pools(8, 24)):
