@@ -20,7 +20,7 @@ from torch import Tensor
 
 from baton.core.errors import InvalidCheckpoint, ModelNotFound
 from baton.core.gguf_model import GgufWeights
-from baton.core.model_store import WEIGHT_FILE, weight_files
+from baton.core.model_store import WEIGHT_FILE, WEIGHT_INDEX, weight_files
 from baton.engine.gpu.upload import Upload
 from baton.engine.mxfp4 import BLOCKS, SCALES, dequantize
 from baton.engine.quantization_config import Quantization
@@ -140,9 +140,8 @@ def checkpoint_files(folder: Path) -> list[Path]:
 
 def gguf_files(folder: Path) -> list[Path]:
     """The parts of a GGUF file; none where there are safetensors."""
-    if (folder / WEIGHT_FILE).is_file() or weight_files(folder) != [WEIGHT_FILE]:
-        return []
-    return sorted(folder.glob("model*.gguf"))
+    others = any((folder / name).is_file() for name in (WEIGHT_FILE, WEIGHT_INDEX))
+    return [] if others else sorted(folder.glob("model*.gguf"))
 
 
 def digest_files(files: list[Path]) -> bytes:

@@ -25,7 +25,7 @@ from baton.core.errors import InvalidConfig
 from baton.core.types import Work
 from baton.engine.architecture import Architecture, Split
 from baton.engine.checkpoint import Checkpoint, checkpoint_files, digest_files
-from baton.engine.gpu.device import GpuSettings, confine
+from baton.engine.gpu.device import GpuSettings, confine, memory_left
 from baton.engine.gpu.upload import Upload
 from baton.engine.grammar import Grammars, TokenGuide
 from baton.engine.model import Model
@@ -54,6 +54,9 @@ LoadProgress = Callable[[str, float], None]
 DEFAULT_GPU_SETTINGS = GpuSettings()
 WHOLE = Split()
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+FALLBACK_PAGES_SHARE = 0.8
+"""Of the memory beside the weights, through transformers: what a step needs is not known there."""
 
 
 class AnyRunner(Protocol):
@@ -229,9 +232,7 @@ def _memory_for_pages(
 
         shape = model.architecture
         return memory_for_pages(gpu, shape, context, page_size, dtype, device, group)
-    from baton.engine.fallback.fallback_runner import memory_beside
-
-    return memory_beside(gpu, device)
+    return int(memory_left(gpu, device, 0, "the weights") * FALLBACK_PAGES_SHARE)
 
 
 def _make_runner(

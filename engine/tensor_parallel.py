@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
@@ -20,9 +21,8 @@ from torch.distributed import FileStore, ProcessGroupGloo  # type: ignore[attr-d
 from torch.nn import functional
 
 from baton.engine.architecture import Split
-from baton.kernels.experts import ExpertBiases, Experts
-from baton.kernels.linear import Activation, Linear, RMSNorm
-from baton.kernels.routing import Routing
+from baton.kernels.experts import Experts
+from baton.kernels.linear import Linear, RMSNorm
 
 TIMEOUT = timedelta(minutes=2)
 """A rank that waits longer for another within a step ends."""
@@ -203,18 +203,9 @@ class SummedExperts(Experts):
 
     __slots__ = ("group",)
 
-    def __init__(
-        self,
-        routing: Routing,
-        router: Linear,
-        correction: Tensor | None,
-        gate_up: Tensor,
-        down: Tensor,
-        activation: Activation,
-        biases: ExpertBiases,
-        group: Group,
-    ) -> None:
-        super().__init__(routing, router, correction, gate_up, down, activation, biases)
+    def __init__(self, group: Group, *parts: Any) -> None:
+        """`parts` are those of Experts."""
+        super().__init__(*parts)
         self.group = group
 
     def add_to(

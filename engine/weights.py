@@ -163,7 +163,7 @@ class _Loader:
         biases = self._expert_biases(prefix + "experts.", routing)
         router, correction = self._expert_router(prefix, routing)
         parts = (routing, router, correction, gate_up, down, self._architecture.activation, biases)
-        return SummedExperts(*parts, self._group) if self._group else Experts(*parts)
+        return SummedExperts(self._group, *parts) if self._group else Experts(*parts)
 
     def _expert_router(self, prefix: str, routing: Routing) -> tuple[Linear, Tensor | None]:
         """The router, and the correction of its scores."""

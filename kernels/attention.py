@@ -90,9 +90,8 @@ def decode_attention(
     found = by_heads(gather(cache, reads.tables.flatten()), cache, batch)
     keys, values = keys_values(found[:, :, :, : reads.longest], cache)
     groups = query.view(batch, keys.shape[1], -1, head_dim)
-    mask = reads.mask.to(query.dtype)
     by_group = None if sinks is None else sinks.view(keys.shape[1], -1, 1)
-    attended = _with_mask(groups, keys, values, mask, scoring, by_group)
+    attended = masked_attention(groups, keys, values, reads.mask, scoring, by_group)
     return attended.reshape(batch, heads * cache.value_dim)
 
 
@@ -109,7 +108,7 @@ def _compiled(heads: int, cache: LayerCache, scoring: Scoring) -> CompiledAttent
     return paged_attention(heads, cache, scoring)
 
 
-def _with_mask(
+def masked_attention(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -117,11 +116,16 @@ def _with_mask(
     scoring: Scoring,
     sinks: Tensor | None,
 ) -> Tensor:
-    """query [..., rows, dim] over [..., tokens, dim], sinks [..., rows or 1, 1] -> [..., rows,
-    value_dim]."""
+    """query [..., rows, dim] over keys and values [..., tokens, dim], sinks [..., rows or 1, 1],
+    all but the query with shapes that may be widened -> [..., rows, value_dim]."""
     if scoring.cap is None and sinks is None:
+        shared = (*query.shape[:-2], -1, -1)
         return functional.scaled_dot_product_attention(
-            query, keys, values, mask, scale=scoring.scale
+            query,
+            keys.expand(shared),
+            values.expand(shared),
+            mask.to(query.dtype),
+            scale=scoring.scale,
         )
     kind = torch.promote_types(query.dtype, torch.float32)
     found = (query.to(kind) @ keys.to(kind).transpose(-1, -2)).mul_(scoring.scale)
@@ -155,30 +159,11 @@ def chunk_attention(
         attended = _causal(groups, keys, values, scoring.scale)
     else:
         by_group = None if sinks is None else sinks.view(len(keys), -1, 1, 1)
-        attended = _masked(groups, keys, values, reads.mask.to(query.dtype), scoring, by_group)
+        # [kv_heads, group, T, dim]
+        attended = masked_attention(
+            groups.transpose(1, 2), keys[:, None], values[:, None], reads.mask, scoring, by_group
+        ).transpose(1, 2)
     return attended.transpose(0, 1).reshape(len(query), -1)
-
-
-def _masked(
-    groups: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor,
-    scoring: Scoring,
-    sinks: Tensor | None,
-) -> Tensor:
-    """groups [kv_heads, T, group, dim], sinks [kv_heads, group, 1, 1] -> [kv_heads, T,
-    group, value_dim], with any mask."""
-    shared = (-1, groups.shape[2], -1, -1)
-    attended = _with_mask(
-        groups.transpose(1, 2),
-        keys.unsqueeze(1).expand(shared),
-        values.unsqueeze(1).expand(shared),
-        mask,
-        scoring,
-        sinks,
-    )
-    return attended.transpose(1, 2)
 
 
 def _causal(groups: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:

@@ -19,7 +19,13 @@ from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from baton.engine.model import ChunkRows
-from baton.kernels.attention import ChunkReads, DecodeReads, Scoring, visibility
+from baton.kernels.attention import (
+    ChunkReads,
+    DecodeReads,
+    Scoring,
+    masked_attention,
+    visibility,
+)
 from baton.kernels.cache import LayerCache, by_heads, gather, write_
 
 NAME = "baton"
@@ -127,8 +133,8 @@ def _of_queries(
     keys, values = found[:, :, :, : reads.longest].unbind()
     groups = query.transpose(0, 1).reshape(batch, keys.shape[1], -1, dim)
     if sinks is not None:
-        sinks = sinks.view(1, keys.shape[1], -1, 1)
-    attended = _weigh(groups, keys, values, reads.mask, scoring, sinks)
+        sinks = sinks.view(keys.shape[1], -1, 1)
+    attended = masked_attention(groups, keys, values, reads.mask, scoring, sinks)
     return attended.reshape(batch, heads, dim)
 
 
@@ -149,34 +155,5 @@ def _of_chunk(
         first = reads.position + start
         asking = torch.arange(first, first + rows.shape[2], device=query.device).unsqueeze(1)
         mask = visibility(asking, seen, reads.window, torch.float32)
-        parts.append(_weigh(rows, keys, values, mask, scoring, sinks))
+        parts.append(masked_attention(rows, keys, values, mask, scoring, sinks))
     return torch.cat(parts, dim=2).reshape(heads, count, dim).transpose(0, 1)
-
-
-def _weigh(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor,
-    scoring: Scoring,
-    sinks: Tensor | None,
-) -> Tensor:
-    """query [A, B, rows, dim] over keys and values [A, B or 1, tokens, dim] -> as query. Sinks fit
-    [A, B, rows, 1]."""
-    if scoring.cap is None and sinks is None:
-        shape = (query.shape[0], query.shape[1], -1, -1)
-        return functional.scaled_dot_product_attention(
-            query,
-            keys.expand(shape),
-            values.expand(shape),
-            mask.to(query.dtype),
-            scale=scoring.scale,
-        )
-    scores = (query @ keys.transpose(2, 3)).float() * scoring.scale
-    if scoring.cap is not None:
-        scores = torch.tanh(scores / scoring.cap) * scoring.cap
-    scores = scores + mask
-    if sinks is not None:
-        scores = torch.cat((scores, sinks.float().expand(*scores.shape[:3], 1)), dim=3)
-    weights = scores.softmax(dim=3)[..., : keys.shape[2]]
-    return weights.to(query.dtype) @ values

@@ -7,10 +7,9 @@ import itertools
 import torch
 from torch import Tensor
 
-from baton.core.errors import InvalidConfig, UnsupportedModel
+from baton.core.errors import UnsupportedModel
 from baton.engine.fallback.attention_interface import PagedStep
 from baton.engine.fallback.fallback_model import FallbackModel
-from baton.engine.gpu.device import GpuSettings
 from baton.engine.runner import StepRunner
 from baton.engine.step import ChunkInputs
 
@@ -21,9 +20,6 @@ CHECK_CHUNKS = ((0, 9), (9, 23), (23, 24))
 TOLERANCE = {torch.float32: 1e-3}
 """Largest relative distance of logits; other types have HALF_TOLERANCE."""
 HALF_TOLERANCE = 0.1
-
-PAGES_SHARE = 0.8
-"""Of the memory beside the weights; what a step of a foreign class needs is not known."""
 
 
 class FallbackRunner(StepRunner):
@@ -85,20 +81,7 @@ class FallbackRunner(StepRunner):
 
 def check_model(model: FallbackModel, dtype: torch.dtype, device: str) -> None:
     """Checks a loaded model over a few pages of its own."""
-    shape, slices = model.architecture, model.architecture.slices
-    count = 2 * CHECK_TOKENS // CHECK_PAGE * len(slices.windows)
-    size = (count, slices.layers, 2, CHECK_PAGE, shape.kv_heads, shape.head_dim)
-    kv = torch.zeros(size, dtype=dtype, device=device)
+    shape = model.architecture
+    count = 2 * CHECK_TOKENS // CHECK_PAGE * len(shape.slices.windows)
+    kv = torch.zeros(shape.pages_shape(count, CHECK_PAGE), dtype=dtype, device=device)
     FallbackRunner(model, kv).check_against_transformers()
-
-
-def memory_beside(gpu: GpuSettings, device: str) -> int:
-    """Bytes for pages on a GPU that has the weights."""
-    free, total = torch.cuda.mem_get_info(device)
-    left = min(int(total * gpu.memory_share) - torch.cuda.memory_reserved(device), free)
-    if left <= 0:
-        raise InvalidConfig(
-            f"gpu_memory {gpu.memory_share} of {total >> 30} GiB leaves no room beside the weights",
-            field="gpu_memory",
-        )
-    return int(left * PAGES_SHARE)

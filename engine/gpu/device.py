@@ -12,6 +12,8 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
+from baton.core.errors import InvalidConfig
+
 GRANULARITY = 8
 """Multiprocessors are assigned in groups of this size."""
 
@@ -28,6 +30,23 @@ class GpuSettings:
     chunk_tokens: int = 8192  # prompt tokens of a step
     share: float = 1.0  # of the GPU's multiprocessors
     numerics: str = "invariant"  # see engine/gpu/numerics.py
+
+
+def memory_left(settings: GpuSettings, device: str, reserved: int, beside: str) -> int:
+    """Bytes of this worker's share of the GPU that are left beside what it has allocated and
+    `reserved` ones. Raises InvalidConfig, and says beside what, if there are none."""
+    import torch  # as below
+
+    free, total = torch.cuda.mem_get_info(device)
+    mine = int(total * settings.memory_share) - torch.cuda.memory_reserved(device)
+    left = min(mine, free) - reserved
+    if left <= 0:
+        raise InvalidConfig(
+            f"gpu_memory {settings.memory_share} of {total >> 30} GiB leaves no room for pages"
+            f" beside {beside}",
+            field="gpu_memory",
+        )
+    return left
 
 
 def confine(share: float, device: str) -> None:

@@ -12,10 +12,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from baton.core.errors import InvalidConfig
 from baton.core.types import AttemptKey, Sampling, Work
 from baton.engine.architecture import Architecture
-from baton.engine.gpu.device import GpuSettings
+from baton.engine.gpu.device import GpuSettings, memory_left
 from baton.engine.gpu.graphs import prompt_rows
 from baton.engine.gpu.numerics import Numerics
 from baton.engine.gpu.prompt_attention import (
@@ -72,19 +71,12 @@ def memory_for_pages(
     group: Group | None = None,
 ) -> int:
     """Bytes left for pages once the weights are loaded. `shape` is this rank's part."""
-    free, total = torch.cuda.mem_get_info(device)
-    mine = int(total * settings.memory_share) - torch.cuda.memory_reserved(device)
-    left = min(mine, free) - _work_bytes(settings, shape, context, dtype) - LIBRARY_BYTES
-    left -= GROUP_BYTES if group else 0
     entries = slot_count(settings.max_batch) * -(-context // page_size)
-    left -= PAGE_ENTRY_BYTES * entries * len(shape.slices.windows)
-    if left <= 0:
-        raise InvalidConfig(
-            f"gpu_memory {settings.memory_share} of {total >> 30} GiB leaves no room for pages"
-            f" beside the weights and a step of {settings.chunk_tokens} tokens",
-            field="gpu_memory",
-        )
-    return left
+    reserved = _work_bytes(settings, shape, context, dtype) + LIBRARY_BYTES
+    reserved += PAGE_ENTRY_BYTES * entries * len(shape.slices.windows)
+    reserved += GROUP_BYTES if group else 0
+    beside = f"the weights and a step of {settings.chunk_tokens} tokens"
+    return memory_left(settings, device, reserved, beside)
 
 
 def _work_bytes(
