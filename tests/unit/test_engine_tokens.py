@@ -114,6 +114,45 @@ def test_a_feature_switched_off_changes_the_answer(feature: str, tmp_path: Path)
     assert off != answer(load(tmp_path / "on"), prompt, ANSWER)
 
 
+def scalings(dim: int) -> list[dict[str, object]]:
+    """Of every kind, for heads of which `dim` numbers are rotated."""
+    context = {"original_max_position_embeddings": 64}
+    factors = {
+        f"{name}_factor": [1.0 + pair * step for pair in range(dim // 2)]
+        for name, step in (("short", 0.1), ("long", 1.0))
+    }
+    llama3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    return [
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "dynamic", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0, **context},
+        {"rope_type": "llama3", **llama3, **context},
+        {"rope_type": "longrope", "factor": 4.0, **factors, **context},
+    ]
+
+
+SCALED = ["mistral-window", "qwen2", "qwen3", "smollm3", "granite", "olmo2", "gemma2", "gemma3"]
+SCALED += ["ministral", "mixtral", "qwen2-moe", "qwen3-moe", "dots1", "gpt-oss"]
+SCALED += ["deepseek-v2", "deepseek-v3"]
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_every_family_scales_its_rotation_as_transformers_does(name: str, tmp_path: Path) -> None:
+    """Up to LongRoPE's original context. transformers refuses all but LongRoPE in Phi."""
+    model, prompt = TINY_MODELS[name].changed(num_hidden_layers=1), random_prompt(50)
+    model = model.changed(layer_types=None, no_rope_layers=None, mlp_only_layers=None)
+    config = build(model).config
+    dim = getattr(config, "qk_rope_head_dim", 0) or getattr(config, "head_dim", 0) or 12
+    for number, scaling in enumerate(scalings(dim)):
+        rope: dict[str, object] = {"rope_theta": 1e3, **scaling}
+        if name == "gemma3":
+            rope = {"full_attention": rope, "sliding_attention": rope | {"rope_type": "default"}}
+        oracle = save(model.changed(rope_parameters=rope, head_dim=dim), tmp_path / str(number))
+        engine = Engine.load(tmp_path / str(number), kv_memory=1 << 20, max_context=64)
+        expected = generate_with_transformers(oracle, prompt, 8)
+        assert answer(engine, prompt, 8) == expected, scaling["rope_type"]
+
+
 @pytest.mark.parametrize("max_context", [32, 256])
 def test_longrope_stretches_as_the_served_context_asks(max_context: int, tmp_path: Path) -> None:
     """transformers chooses by the length of a call."""
