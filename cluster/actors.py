@@ -174,7 +174,8 @@ class WorkerActor(_ServerActor):
             on_leaving=lambda: self._report(progress=DRAINING),
             times=times,
         )
-        await server.start(self._member.host or ray.util.get_node_ip_address(), 0)
+        host = self._member.host or ray.util.get_node_ip_address()
+        await server.start(host, 0, metrics_port=0)
         self._server = server
         self._serving = True
         log.info("started in %s", times)

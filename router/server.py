@@ -11,24 +11,20 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Coroutine
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from prometheus_client import start_http_server
 
 from baton.core import model_store
 from baton.core.config import Config
 from baton.core.errors import Internal
 from baton.core.generation_defaults import GenerationDefaults, read_defaults
+from baton.core.metrics_server import serve_metrics
 from baton.core.process import StopSignal
 from baton.core.tls import (
-    NODE,
-    certificate_path,
     check_router,
     edge_identity,
-    key_path,
     node_identity,
 )
 from baton.router.edges.auth import KeyRing
@@ -173,13 +169,8 @@ class RouterServer:
         router = self._config.router
         port = router.metrics_port
         host = router.host if router.open_metrics or not self._keys.required else "127.0.0.1"
-        folder = Path(self._config.tls.folder)
-        tls = (certificate_path(folder, NODE), key_path(folder, NODE))
-        pem = map(str, tls) if self._config.tls.folder else ()
-        try:
-            self._metrics_server, _ = start_http_server(port, host, self._metrics.registry, *pem)
-        except OSError:
-            raise Internal(f"cannot serve metrics on {host}:{port}; is the port taken?") from None
+        registry = self._metrics.registry
+        self._metrics_server = serve_metrics(registry, host, port, self._config.tls)
         self.metrics_address = f"{host}:{self._metrics_server.server_port}"
 
     def _report_health(self) -> None:

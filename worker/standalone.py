@@ -52,10 +52,9 @@ async def _run(
 ) -> None:
     stopping = stop_on_signals()
     section = config.pool(role)
-    await server.start(section.host, section.port if port is None else port)
-    if metrics_port is not None:
-        metrics = server.serve_metrics(section.host, metrics_port)
-        print(f"metrics on {metrics}", flush=True)
+    await server.start(section.host, section.port if port is None else port, metrics_port)
+    if server.metrics_address:
+        print(f"metrics on {server.metrics_address}", flush=True)
     print(f"started in {server.times}", flush=True)
     print(f"{role.value} worker ready on {server.address}", flush=True)
     await server.serve_until(stopping)

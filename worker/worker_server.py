@@ -28,11 +28,11 @@ from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from prometheus_client import start_http_server
 
 from baton.core import model_store
 from baton.core.config import Config
 from baton.core.errors import Internal
+from baton.core.metrics_server import serve_metrics
 from baton.core.process import StartTimes, StopSignal
 from baton.core.tls import check_worker, is_loopback, node_identity
 from baton.core.types import MAX_MESSAGE_BYTES, PROTOCOL, Role
@@ -87,9 +87,11 @@ class WorkerServer:
         self._metrics = WorkerMetrics(worker_id, role)
         # Whether it was drained to be restarted.
         self.restarts = False
+        self.metrics_address = ""  # "host:port"
 
-    async def start(self, host: str, port: int) -> None:
-        """Loads the model and serves. When this returns, the worker accepts requests."""
+    async def start(self, host: str, port: int, metrics_port: int | None = None) -> None:
+        """Loads the model and serves, with a `metrics_port` also metrics. When this returns, the
+        worker accepts requests."""
         check_worker(self._config, host)
         if is_loopback(host):
             # All peers are on this machine; NIXL's UCX would listen on every interface.
@@ -112,6 +114,11 @@ class WorkerServer:
         )
         self._start_thread()
         await self._run_phase(lambda: self._backend.load(self._role))
+        if metrics_port is not None:
+            self._metrics_server = serve_metrics(
+                self._metrics.registry, host, metrics_port, self._config.tls
+            )
+            self.metrics_address = f"{host}:{self._metrics_server.server_port}"
         await self._serve(host, port)
         self.times.mark("server")
 
@@ -142,11 +149,6 @@ class WorkerServer:
     def requests(self) -> int:
         """Requests running or waiting."""
         return self._thread.requests
-
-    def serve_metrics(self, host: str, port: int) -> str:
-        """Serves Prometheus metrics and returns their address, "host:port"."""
-        server, _ = start_http_server(port, addr=host, registry=self._metrics.registry)
-        return f"{host}:{server.server_port}"
 
     async def serve_until(self, stopping: StopSignal) -> None:
         """Serves until the stop signal or a router's Drain; then finishes requests for
@@ -294,4 +296,5 @@ class WorkerServer:
             total_pages=engine.pool.total,
             draining=self._draining,
             cache_root=engine.pool.root or b"",
+            metrics_address=self.metrics_address,
         )

@@ -283,6 +283,7 @@ class Welcome(_message.Message):
     TOTAL_PAGES_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     CACHE_ROOT_FIELD_NUMBER: _builtins.int
+    METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """The worker's name in the cluster."""
     incarnation: _builtins.int
@@ -307,6 +308,8 @@ class Welcome(_message.Message):
     """The root of the keys in CacheEvents; see core/page_keys.py. Equal for
     workers that can exchange pages. Empty without a cache.
     """
+    metrics_address: _builtins.str
+    """Where it serves Prometheus metrics, "host:port"; empty where it does not."""
     @_builtins.property
     def pool(self) -> _transfer_pb2.PoolAddress:
         """The address and layout of its pages."""
@@ -324,10 +327,11 @@ class Welcome(_message.Message):
         total_pages: _builtins.int = ...,
         draining: _builtins.bool = ...,
         cache_root: _builtins.bytes = ...,
+        metrics_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_root", b"cache_root", "context_length", b"context_length", "draining", b"draining", "incarnation", b"incarnation", "model", b"model", "pool", b"pool", "protocol", b"protocol", "role", b"role", "total_pages", b"total_pages", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_root", b"cache_root", "context_length", b"context_length", "draining", b"draining", "incarnation", b"incarnation", "metrics_address", b"metrics_address", "model", b"model", "pool", b"pool", "protocol", b"protocol", "role", b"role", "total_pages", b"total_pages", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

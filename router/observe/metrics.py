@@ -9,7 +9,14 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from baton.core import metrics as names
-from baton.core.errors import BatonError
+from baton.core.errors import (
+    BatonError,
+    Exhausted,
+    Internal,
+    PoisonRequest,
+    Unavailable,
+    WorkerLost,
+)
 from baton.router.observe.trends import TokenTimes
 from baton.router.placement.placement import Placement
 from baton.router.workers.link import WorkerLink
@@ -46,6 +53,11 @@ class RouterMetrics:
             registry=self.registry,
         )
         self._seconds = self._counter(names.TRANSFER_SECONDS)
+        # Prometheus sees no rise in a series that begins with it.
+        for error in (Internal, WorkerLost):
+            self._retries.labels(reason=error.reason)
+        for error in (Exhausted, Internal, PoisonRequest, Unavailable, WorkerLost):
+            self.requests.labels(outcome=error.reason)
 
     def watch(self, links: Iterable[WorkerLink]) -> None:
         """Adds the workers' gauges, so that one scrape shows the cluster."""

@@ -56,6 +56,11 @@ class RouterOverview:
             worker.load.fault = ""
         return status
 
+    def metrics_addresses(self) -> list[str]:
+        """Of the workers that serve metrics."""
+        addresses = (link.welcome.metrics_address for link in self.membership.links if link.welcome)
+        return sorted(filter(None, addresses))
+
     def diagnosis(self) -> pb.Diagnosis:
         return diagnose(
             self.serving.trends.traffic(),

@@ -16,11 +16,13 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
+from monitoring import QUERIES, metrics_of
 from serving import BATON, MODEST, Serve, run, thread_ticks
 from tiny_models import TINY_MODELS, save
 
 from baton import Client
 from baton.cli.exposure import listeners
+from baton.core.metrics import FILES_FAILING
 
 QUESTION = "What is the capital of France?"
 ANSWER = "The capital of France is Paris."
@@ -67,6 +69,21 @@ def test_nothing_listens_beyond_this_machine(serve: Serve) -> None:
     listed = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
     here = {(each["address"], each["port"]) for each in listed if each["reach"] == "this machine"}
     assert found <= here
+
+
+def test_prometheus_finds_every_series_of_the_dashboard_and_the_alerts(serve: Serve) -> None:
+    """On the router, and on the workers that it lists for service discovery."""
+    assert answer(serve) == ANSWER
+    found = re.search(r"curl (http://\S+)/v1/", serve.stdout)
+    assert found
+    (group,) = httpx.get(f"{found[1]}/metrics/targets").json()
+    assert len(group["targets"]) == 2
+    urls = [f"{found[1]}/metrics", *(f"http://{each}/metrics" for each in group["targets"])]
+    text = "\n".join(httpx.get(url).text for url in urls)
+    series = {line.partition("{")[0].split(" ")[0] for line in text.splitlines()}
+    asked = {name for query in QUERIES for name in metrics_of(query)} - {"up"}
+    # This cluster has no second tier.
+    assert {name for name in asked - series if "_tier_" not in name} <= {FILES_FAILING}
 
 
 def test_its_status_shows_both_workers_attached(serve: Serve) -> None:

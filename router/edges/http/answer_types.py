@@ -189,6 +189,13 @@ class DetokenizeAnswer(TypedDict):
     prompt: str
 
 
+class TargetGroup(TypedDict):
+    """Of Prometheus's service discovery over HTTP."""
+
+    targets: list[str]
+    labels: dict[str, str]
+
+
 class HealthStatus(TypedDict):
     status: str
 

@@ -32,6 +32,7 @@ from baton.core.proto_json import Json, to_json
 from baton.router.edges.auth import KeyRing
 from baton.router.edges.edge_context import EdgeContext
 from baton.router.edges.http.answer_renderer import encode
+from baton.router.edges.http.answer_types import TargetGroup
 from baton.router.edges.http.chat_request import DetokenizeRequest, TokenizeRequest
 from baton.router.edges.http.choice_renderer import ChatRenderer, CompletionRenderer
 from baton.router.edges.http.endpoint import (
@@ -57,7 +58,8 @@ OPEN_PATHS = ("/health", "/ready")
 EMBEDDINGS = "/v1/embeddings"
 """Refused by name."""
 
-_ADMIN_PATHS = ("/v1/requests",)
+TARGETS = "/metrics/targets"
+_ADMIN_PATHS = ("/v1/requests", TARGETS)
 _PAGE_TYPES = {
     "html": "text/html; charset=utf-8",
     "css": "text/css; charset=utf-8",
@@ -126,7 +128,7 @@ class HttpApp:
         page = _page_routes()
         open_paths = [*OPEN_PATHS, *(route.path for route in page)]
         if open_metrics:
-            open_paths.append("/metrics")
+            open_paths += ["/metrics", TARGETS]
         self.app = Starlette(
             routes=[*routes, *page],
             middleware=[
@@ -167,6 +169,7 @@ class HttpApp:
             Route("/ready", _plain(self._ready)),
             Route("/version", _plain(lambda: {"version": __version__})),
             Route("/metrics", answered(self._metrics)),
+            Route(TARGETS, answered(self._targets)),
             Route("/openapi.json", answered(self._openapi)),
         ]
 
@@ -235,6 +238,11 @@ class HttpApp:
     async def _metrics(self, http: HttpRequest) -> Response:
         text = await asyncio.to_thread(generate_latest, self._registry)
         return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+    async def _targets(self, http: HttpRequest) -> Response:
+        """For Prometheus's http_sd_configs. A worker's series carry its name and role."""
+        groups: list[TargetGroup] = [{"targets": self._overview.metrics_addresses(), "labels": {}}]
+        return Response(encode(groups), media_type="application/json")
 
     async def _openapi(self, http: HttpRequest) -> Response:
         return Response(self._document, media_type="application/json")

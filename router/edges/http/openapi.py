@@ -18,6 +18,7 @@ from baton.router.edges.http.answer_types import (
     HealthStatus,
     MessagesErrorBody,
     ModelList,
+    TargetGroup,
     TokenizeAnswer,
     TokenizerInfo,
     Version,
@@ -67,7 +68,7 @@ _REQUESTS = (
 )
 _ANSWERS = (
     *(ChatAnswer, ChatChunk, CompletionAnswer, ModelList, TokenizeAnswer, DetokenizeAnswer),
-    *(TokenizerInfo, HealthStatus, Version, ErrorBody, MessagesErrorBody),
+    *(TokenizerInfo, TargetGroup, HealthStatus, Version, ErrorBody, MessagesErrorBody),
     *(MessageAnswer, MessageEvent, CountTokensAnswer),
     *(ResponseAnswer, ResponseEvent, DeletedResponse),
 )
@@ -91,6 +92,7 @@ def document() -> Json:
 
 
 def _paths() -> Json:
+    targets: Json = {"type": "array", "items": _reference("TargetGroup")}
     return {
         "/v1/chat/completions": _post("ChatRequest", "ChatAnswer", "ChatChunk"),
         "/v1/completions": _post("CompletionRequest", "CompletionAnswer", "CompletionAnswer"),
@@ -116,6 +118,7 @@ def _paths() -> Json:
         "/ready": _get("HealthStatus", "503"),
         "/version": _get("Version"),
         "/metrics": {"get": {"responses": {"200": _content("text/plain", _STRING)}}},
+        "/metrics/targets": {"get": {"responses": {"200": _content("application/json", targets)}}},
         "/openapi.json": {"get": {"responses": {"200": _content("application/json", {})}}},
     }
 
