@@ -54,10 +54,11 @@ class RouterMetrics:
         )
         self._seconds = self._counter(names.TRANSFER_SECONDS)
         # Prometheus sees no rise in a series that begins with it.
-        for error in (Internal, WorkerLost):
-            self._retries.labels(reason=error.reason)
-        for error in (Exhausted, Internal, PoisonRequest, Unavailable, WorkerLost):
-            self.requests.labels(outcome=error.reason)
+        for reason in (Internal.reason, WorkerLost.reason):
+            self._retries.labels(reason=reason)
+            self.requests.labels(outcome=reason)
+        for reason in (Exhausted.reason, PoisonRequest.reason, Unavailable.reason):
+            self.requests.labels(outcome=reason)
 
     def watch(self, links: Iterable[WorkerLink]) -> None:
         """Adds the workers' gauges, so that one scrape shows the cluster."""
