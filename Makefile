@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-faults test-fleet test-page test-clients lint bench proto setup clean
+.PHONY: help serve test test-faults test-fleet test-page test-clients soak lint bench proto setup clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1|/' | \
@@ -30,6 +30,11 @@ test-fleet: setup ## run clusters of several Ray nodes and of several versions
 	@command -v redis-server >/dev/null || \
 		echo "no redis-server: some tests are skipped (apt-get install redis-server)"
 	@$(BIN)/python -m pytest -m fleet tests/cluster
+
+# Draws families, weights, sizes, ranks, tiers and faults together: SEEDS=0:1000
+SEEDS ?= 0:200
+soak: setup ## run many seeds of capabilities together, in whole clusters
+	@BATON_TOGETHER_SEEDS=$(SEEDS) $(BIN)/python -m pytest tests/cluster/test_together.py
 
 # Installs playwright. Screenshots go to build/pictures.
 test-page: setup ## open the page in a real browser (apt-get install chromium)
