@@ -56,7 +56,7 @@ class RouterConfig:
     host: str = key("127.0.0.1", "Where the router listens.", "--host")
     port: Port = key(50051, "The gRPC port.", "--port")
     http_port: Port = key(8000, "The HTTP port.", "--http-port")
-    metrics_port: Port = key(9400, "The Prometheus port.", "--metrics-port")
+    metrics_port: Port = key(8900, "The Prometheus port.", "--metrics-port")
     keys: str = key("", "A file of API keys (`baton keys add`); empty requires none.", "--keys")
     open_metrics: bool = key(
         False,

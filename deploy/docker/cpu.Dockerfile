@@ -33,7 +33,7 @@ ENV PATH=/opt/baton/bin:$PATH XDG_CACHE_HOME=/opt/baton/cache \
     PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
 USER 10001:10001
 WORKDIR /tmp
-EXPOSE 50051 8000 9400
+EXPOSE 50051 8000 8900
 HEALTHCHECK --start-period=60s --interval=10s --timeout=3s --retries=3 \
     CMD wget -q -O /dev/null http://127.0.0.1:8000/health \
         || wget -q -O /dev/null --no-check-certificate https://127.0.0.1:8000/health

@@ -38,7 +38,7 @@ ENV PATH=/opt/baton/bin:$PATH NVIDIA_DRIVER_CAPABILITIES=compute,utility \
     PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
 USER 10001:10001
 WORKDIR /tmp
-EXPOSE 50051 8000 9400
+EXPOSE 50051 8000 8900
 # A large model takes minutes to load.
 HEALTHCHECK --start-period=600s --interval=10s --timeout=3s --retries=3 \
     CMD wget -q -O /dev/null http://127.0.0.1:8000/health \

@@ -26,7 +26,7 @@ from baton.router.server import GRACE_SECONDS
 ROOT = Path(__file__).parents[2]
 KUBERNETES = "1.34"
 # Kinds that the KubeRay and Prometheus operators bring.
-CUSTOM = {"RayCluster", "ServiceMonitor", "PodMonitor"}
+CUSTOM = {"RayCluster", "ServiceMonitor", "PodMonitor", "ScrapeConfig"}
 # Beyond drain_seconds, `Cluster.stop` waits so long for the router, and then for the workers.
 STOP_SECONDS = 15.0
 
