@@ -126,9 +126,9 @@ class _Session:
 
         cluster = Cluster(self.config, self.ray_address, detached=self.detach, name=self.name)
         try:
-            router = cluster.start(self._print_progress)
+            members = cluster.start(self._print_progress)
             self.times.mark("workers and router")
-            self._introduce(cluster, router)
+            self._introduce(cluster, members)
             if self.watch or not self.detach:
                 self._follow(cluster)
             if self.detach:
@@ -138,18 +138,21 @@ class _Session:
         finally:
             cluster.stop(self.hurry)
 
-    def _introduce(self, cluster: Cluster, router: Member) -> None:
+    def _introduce(self, cluster: Cluster, members: list[Member]) -> None:
+        from baton.cluster.launch import routers
+
+        first, *others = routers(members)
         if cluster.taken_over:
             typer.echo(f"{cluster.name} runs already; it keeps running")
         if not cluster.as_configured:
             typer.echo("it keeps the configuration that it was started with, which differs")
-        typer.echo(_instructions(router, self.config, cluster.log_folder))
+        typer.echo(_instructions(first, self.config, cluster.log_folder))
         typer.echo(f"Started in {self.times}")
-        for member in cluster.members():
+        for member in members:
             if member.started:
                 typer.echo(f"  {member.worker_id:<12} {member.started}")
-            if not member.role and member.worker_id != router.worker_id:
-                typer.echo(f"{member.worker_id} is at {member.address}\n")
+        for router in others:
+            typer.echo(f"{router.worker_id} is at {router.address}\n")
         if self.detach:
             typer.echo(f"`baton stop {cluster.name} --ray-address {self.ray_address}` stops it.")
         else:

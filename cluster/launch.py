@@ -74,8 +74,10 @@ class Cluster:
         self.taken_over = False  # the cluster ran before
         self.as_configured = True  # it was started with the same configuration, which it keeps
 
-    def start(self, on_progress: Progress = lambda members: None, timeout: float = 600.0) -> Member:
-        """Starts everything. Returns the first router's entry, once all are ready; raises after
+    def start(
+        self, on_progress: Progress = lambda members: None, timeout: float = 600.0
+    ) -> list[Member]:
+        """Starts everything. Returns every process once all routers are ready; raises after
         `timeout` seconds without progress.
 
         Errors of `on_progress` end the start. Call `stop` after any error.
@@ -193,7 +195,7 @@ class Cluster:
         tree = configs.dump(dataclasses.replace(self._config, router=router))
         return actor.remote(tree, member, controller_address)
 
-    def _wait(self, on_progress: Progress, timeout: float) -> Member:
+    def _wait(self, on_progress: Progress, timeout: float) -> list[Member]:
         seen: set[tuple[str, str]] = set()
         deadline = time.monotonic() + timeout
         while True:
@@ -204,9 +206,8 @@ class Cluster:
                 deadline = time.monotonic() + timeout
             for member in members if not self.taken_over else ():
                 self._check_start(member)
-            ready = {item.worker_id: item for item in members if not item.role and item.address}
-            if len(ready) == len(self._routers):
-                return ready[ROUTER]
+            if len(routers(members)) == len(self._routers):
+                return members
             if time.monotonic() >= deadline:
                 raise DeadlineExceeded("the cluster was not ready in time")
             time.sleep(POLL_SECONDS)
@@ -220,6 +221,12 @@ class Cluster:
                 f"{member.worker_id} was killed while it started; is there enough memory?"
                 f" Logs are in {self.log_folder}"
             )
+
+
+def routers(members: list[Member]) -> list[Member]:
+    """Those that are ready, in order."""
+    ready = [member for member in members if not member.role and member.address]
+    return sorted(ready, key=lambda member: member.worker_id)
 
 
 def _is_config(tree: dict[str, object], config: Config) -> bool:
