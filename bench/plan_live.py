@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from baton import Client
-from baton.cluster.launch import Cluster
+from baton.cluster.launch import Cluster, routers
 from baton.core import config as configs
 from baton.core.config import Config
 from baton.planner.profile import Profile
@@ -50,7 +50,8 @@ def compare(options: argparse.Namespace) -> None:
     )
     cluster = Cluster(_config(shape, options))
     try:
-        address = cluster.start().address
+        router, *_ = routers(cluster.start())
+        address = router.address
         live = asyncio.run(measure(address, requests, shape, options.seed))
         with Client(address) as client:
             rounds = client.plan().changes

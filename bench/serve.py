@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from baton import Client
-from baton.cluster.launch import Cluster
+from baton.cluster.launch import Cluster, routers
 from baton.core import metrics, model_store
 from baton.core.config import Config, RouterConfig
 from bench.engine import Ours, Prompts, random_prompts
@@ -187,7 +187,7 @@ def main() -> None:
     )
     live = Cluster(config)
     try:
-        router = live.start()
+        router, *_ = routers(live.start())
         cluster = WholeCluster(router.address)
         engine = AloneEngine(options.model)
         print_rows(rows(engine, cluster), options.repeats)
