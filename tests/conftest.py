@@ -14,9 +14,12 @@ import torch
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Triton decides when a kernel is defined whether it compiles it or interprets it, so this must come
-# before any test imports kernels.
+# before any test imports kernels, or Triton.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    from interpreted_kernels import patch_language_once
+
+    patch_language_once()
 
 
 # One core for each of the processes that share the suite. Threads that wait for each other

@@ -9,6 +9,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
+from interpreted_kernels import patch_language_once
 
 from baton.engine.architecture import Split, read_architecture
 from baton.engine.checkpoint import Checkpoint
@@ -57,6 +58,8 @@ def _follow(
     folder: Path, device: str, pages: int, page_size: int, meeting: Path, steps: Connection
 ) -> None:
     torch.set_num_threads(1)
+    if device == "cpu":
+        patch_language_once()
     runner = gpu_runner(folder, device, pages, page_size, Group(Split(1, 2), meeting))
     with contextlib.suppress(EOFError):
         while True:
