@@ -114,10 +114,15 @@ class ProcessCluster:
 
     def __enter__(self) -> ProcessCluster:
         self._workspace.mkdir(parents=True, exist_ok=True)
-        for role, count in self._counts.items():
-            for index in range(count):
-                self.start_worker(role, index)
-        self.start_router()
+        try:
+            for role, count in self._counts.items():
+                for index in range(count):
+                    self.start_worker(role, index)
+            self.start_router()
+        except BaseException:
+            for worker in self.workers.values():
+                worker.kill()
+            raise
         return self
 
     def __exit__(

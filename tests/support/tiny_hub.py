@@ -48,7 +48,7 @@ class TinyHub:
         port = self._server.server_port
         self.url = f"http://127.0.0.1:{port}"
         self.store = f"http://localhost:{port}/store"  # another host, as a hub's
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
 
     def push(self, name: str, files: dict[str, bytes] | Path, branch: str = "main") -> str:
         """Makes a commit and returns it."""

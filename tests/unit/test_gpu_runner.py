@@ -86,7 +86,7 @@ def answers(
 
 
 def test_a_gpu_answers_as_a_cpu_does(device: torch.device, tmp_path: Path) -> None:
-    save(TINY_MODELS["llama-biases"], tmp_path)
+    save(TINY_MODELS["llama-biases"].changed(num_hidden_layers=2), tmp_path)
     source = random.Random(1)
     prompts = [[source.randrange(VOCABULARY) for _ in range(length)] for length in (9, 1, 3, 2)]
     samplings = [
@@ -180,7 +180,7 @@ def test_chunks_of_recorded_steps_are_short(
 def test_single_tokens_of_prompts_may_run_among_those_that_decode(
     device: torch.device, tmp_path: Path
 ) -> None:
-    save(TINY_MODELS["qwen3"], tmp_path)
+    save(TINY_MODELS["qwen3"].changed(num_hidden_layers=2), tmp_path)
     prompts, samplings = [[5], [7, 8, 9]], [Sampling(), Sampling()]
     wanted = answers(runner_for(tmp_path, None), prompts, samplings, 2, chunk=1)
     assert answers(runner_for(tmp_path, device), prompts, samplings, 2, chunk=1) == wanted
@@ -189,7 +189,7 @@ def test_single_tokens_of_prompts_may_run_among_those_that_decode(
 def test_a_prompt_goes_on_behind_pages_that_another_sequence_has_filled(
     device: torch.device, tmp_path: Path
 ) -> None:
-    save(TINY_MODELS["llama"], tmp_path)
+    save(TINY_MODELS["llama"].changed(num_hidden_layers=2), tmp_path)
     source = random.Random(2)
     first = [source.randrange(VOCABULARY) for _ in range(9)]
     second = [*first[:8], source.randrange(VOCABULARY), source.randrange(VOCABULARY)]

@@ -54,7 +54,7 @@ class Scripted(BaseHTTPRequestHandler):
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
     with ThreadingHTTPServer(("127.0.0.1", 0), Scripted) as scripted:
-        Thread(target=scripted.serve_forever, daemon=True).start()
+        Thread(target=scripted.serve_forever, args=(0.02,), daemon=True).start()
         yield f"http://127.0.0.1:{scripted.server_port}"
         scripted.shutdown()
 

@@ -53,7 +53,7 @@ class _Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def collector() -> Iterator[Collector]:
     with Collector() as started:
-        Thread(target=started.serve_forever, daemon=True).start()
+        Thread(target=started.serve_forever, args=(0.02,), daemon=True).start()
         yield started
         started.shutdown()
 
