@@ -82,7 +82,8 @@ def test_greedy_tokens_equal_transformers(
     )
     for prompt, answer in zip(prompts, greedy, strict=True):
         with torch.inference_mode():
-            logits = oracle(torch.tensor([prompt + answer[:-1]])).logits[0, len(prompt) - 1 :]
+            context = torch.tensor([prompt + answer[:-1]])
+            logits = oracle(context, logits_to_keep=len(answer)).logits[0]
         assert logits.argmax(-1).tolist() == answer
 
 
