@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, ClassVar, Literal
@@ -240,7 +239,7 @@ class ChatFields(RequestModel):
 def template_kwargs(effort: str | None, given: Mapping[str, object]) -> str:
     """As JSON. Templates have different names for the switch of their reasoning."""
     if effort is None:
-        return json.dumps(given)
+        return json.dumps(given) if given else "{}"
     thinks = effort != "none"
     switches = {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
     return json.dumps({**switches, **given})
@@ -292,8 +291,7 @@ class ChatRequest(ChatFields, ChoicesRequest):
             raise InvalidRequest("top_logprobs needs logprobs to be true", field="top_logprobs")
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         prompt = self.chat_prompt(self.messages)
-        request = self._first(request_id, salt, defaults, prompt)
-        return (dataclasses.replace(request, logprobs=logprobs),)
+        return (self._first(request_id, salt, defaults, prompt, logprobs=logprobs),)
 
 
 class TokenizeRequest(ChatFields):

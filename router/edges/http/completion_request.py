@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
@@ -62,19 +62,23 @@ class ChoicesRequest(StructureFields, GenerationRequest):
         salt: Callable[[str], str],
         defaults: GenerationDefaults,
         prompt: Prompt,
+        default_tokens: int | None = None,
+        **fields: Any,
     ) -> Request:
         if self.stream_options and not self.stream:
             raise InvalidRequest("stream_options needs stream to be true", field="stream_options")
-        request = self._request(
+        wanted = self.max_completion_tokens or self.max_tokens
+        return self._request(
             request_id,
             salt,
             defaults,
             prompt,
-            max_tokens=self.max_completion_tokens or self.max_tokens,
+            max_tokens=defaults.max_tokens or default_tokens if wanted is None else wanted,
             stop=self.stop,
             structure=self.structure(),
+            n=self.n,
+            **fields,
         )
-        return dataclasses.replace(request, n=self.n)
 
 
 _TokenPrompt = Annotated[tuple[int, ...], token_ids(bounds.MAX_PROMPT_TOKENS)]
@@ -131,12 +135,14 @@ class CompletionRequest(ChoicesRequest):
                 f"prompts times n must be at most {MAX_CHOICES} answers", field="prompt"
             )
         echoed = self.logprobs if self.echo else None
-        request = self._first(request_id, salt, defaults, self.prompt[0])
-        if request.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
             raise InvalidRequest("max_tokens 0 needs echo or prompt_logprobs", field="max_tokens")
-        request = dataclasses.replace(
-            request,
-            max_tokens=DEFAULT_TOKENS if request.max_tokens is None else request.max_tokens,
+        request = self._first(
+            request_id,
+            salt,
+            defaults,
+            self.prompt[0],
+            DEFAULT_TOKENS,
             add_special_tokens=self.add_special_tokens,
             logprobs=self.logprobs,
             prompt_logprobs=echoed if self.prompt_logprobs is None else self.prompt_logprobs,

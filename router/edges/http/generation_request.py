@@ -137,7 +137,9 @@ class GenerationRequest(RequestModel):
         max_tokens: int | None,
         stop: Sequence[str],
         structure: Structure | None,
+        **fields: Any,
     ) -> Request:
+        """`fields` are further ones of Request."""
         return Request(
             request_id=request_id,
             prompt=prompt,
@@ -150,6 +152,7 @@ class GenerationRequest(RequestModel):
             structure=structure,
             skip_special_tokens=self.skip_special_tokens,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
+            **fields,
         )
 
     def _sampling(self, defaults: GenerationDefaults) -> Sampling:
