@@ -14,9 +14,9 @@ def run_python(name: str, *arguments: str) -> str:
     return run([sys.executable, str(EXAMPLES / name), *arguments])
 
 
-def run(command: list[str], folder: Path | None = None) -> str:
+def run(command: list[str], folder: Path | None = None, seconds: float = 120) -> str:
     ran = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=120, check=False
+        command, cwd=folder, capture_output=True, text=True, timeout=seconds, check=False
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout
