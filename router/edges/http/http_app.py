@@ -124,7 +124,7 @@ class HttpApp:
         self._document = encode(document())
         routes = self._routes()
         paths = [each.path.replace(":path", "") for each in routes if each.path.startswith("/v1/")]
-        self._served = ", ".join(dict.fromkeys(path for path in paths if path != EMBEDDINGS))
+        self._served = ", ".join(path for path in paths if path != EMBEDDINGS)
         page = _page_routes()
         open_paths = [*OPEN_PATHS, *(route.path for route in page)]
         if open_metrics:

@@ -52,13 +52,11 @@ class ResponsesEndpoint(GenerationEndpoint[ResponsesRequest]):
 def responses_routes(context: EdgeContext) -> list[Route]:
     store = ResponseStore()
 
-    async def retrieve(http: HttpRequest) -> Response:
-        body = store.body(http.user.key.name, http.path_params["response_id"])
-        return Response(body, media_type="application/json")
-
-    async def delete(http: HttpRequest) -> Response:
-        response_id = http.path_params["response_id"]
-        store.delete(http.user.key.name, response_id)
+    async def stored(http: HttpRequest) -> Response:
+        owner, response_id = http.user.key.name, http.path_params["response_id"]
+        if http.method != "DELETE":
+            return Response(store.body(owner, response_id), media_type="application/json")
+        store.delete(owner, response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
     async def cancel(http: HttpRequest) -> Response:
@@ -68,7 +66,7 @@ def responses_routes(context: EdgeContext) -> list[Route]:
     one = f"{PATH}/{{response_id}}"
     return [
         Route(PATH, ResponsesEndpoint(context, store), methods=["POST"]),
-        Route(one, answered(retrieve)),
-        Route(one, answered(delete), methods=["DELETE"]),
+        # One route for both: a refused method's Allow header lists those of its route.
+        Route(one, answered(stored), methods=["GET", "DELETE"]),
         Route(f"{one}/cancel", answered(cancel), methods=["POST"]),
     ]
