@@ -43,8 +43,9 @@ test-page: setup ## open the page in a real browser (apt-get install chromium)
 	@$(BIN)/python -m pip install --quiet --editable '.[page]'
 	@$(BIN)/python -m pytest tests/page --pictures build/pictures
 
-# Installs Schemathesis, LangChain and Anthropic's SDK.
-test-clients: setup ## run other people's clients: Schemathesis, LangChain, Anthropic's SDK, gRPC from Node.js
+# Installs Schemathesis, LangChain and Anthropic's SDK; tests/clients/programs have environments of
+# their own.
+test-clients: setup ## run other people's clients: SDKs, LangChain, litellm, Schemathesis, gRPC from Node.js
 	@$(BIN)/python -m pip install --quiet --editable '.[clients]'
 	@$(BIN)/python -m pytest tests/clients
 
