@@ -1,10 +1,13 @@
-# pip: litellm
+# pip: litellm mcp
 """litellm: chats, responses and messages. Prints an answer a line."""
 
+import os
 import sys
 
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # asks nobody for prices
 import litellm
 
+litellm.suppress_debug_info = True
 address, model = sys.argv[1:]
 asked = [{"role": "user", "content": "What is the capital of France?"}]
 options = {"model": f"openai/{model}", "api_base": f"{address}/v1", "api_key": "none"}
