@@ -17,7 +17,7 @@ from processes import ProcessCluster, scrape
 
 import baton
 from baton.core import metrics
-from baton.router.edges.http.generation_request import GenerationRequest
+from baton.router.edges.http.completion_request import ChoicesRequest
 
 MODEL = "SmolLM2-135M-Instruct"
 ANSWER = "The capital of France is Paris."
@@ -305,7 +305,7 @@ def test_a_body_without_a_length_is_bounded_too(http: httpx.Client) -> None:
 
 VALUES: list[object] = [None, True, -1, 0, 3, 1.5, -1e300, "", "x", "\u0000", "9" * 400]
 VALUES += [[], [[]], {}, {"a": []}, [1, "x"]]
-NAMES = [*GenerationRequest.model_fields, *GenerationRequest.unserved]
+NAMES = [*ChoicesRequest.model_fields, *ChoicesRequest.unserved]
 NAMES += [
     "messages",
     "prompt",
