@@ -165,10 +165,10 @@ async def test_a_number_with_too_many_digits_is_refused(door: RouterServer) -> N
 
 async def test_an_unknown_path_is_told_what_is_served(door: RouterServer) -> None:
     async with httpx.AsyncClient(base_url=f"http://{door.http_address}") as client:
-        response = await client.post("/v1/responses", json={})
+        response = await client.post("/v1/assistants", json={})
     assert response.status_code == 404
     message = response.json()["error"]["message"]
-    assert "/v1/responses" in message
+    assert "/v1/assistants" in message
     assert "/v1/chat/completions, /v1/completions" in message
 
 
