@@ -115,10 +115,8 @@ class WorkerServer:
         self._start_thread()
         await self._run_phase(lambda: self._backend.load(self._role))
         if metrics_port is not None:
-            self._metrics_server = serve_metrics(
-                self._metrics.registry, host, metrics_port, self._config.tls
-            )
-            self.metrics_address = f"{host}:{self._metrics_server.server_port}"
+            server = serve_metrics(self._metrics.registry, host, metrics_port, self._config.tls)
+            self.metrics_address = f"{host}:{server.server_port}"
         await self._serve(host, port)
         self.times.mark("server")
 

@@ -170,12 +170,17 @@ def _tool_choice_tag(choice: object) -> str:
     return "<mode>"
 
 
-def _known_choice(choice: object) -> object:
-    if _tool_choice_tag(choice) == "<mode>" and choice not in ("none", "auto", "required"):
-        raise invalid(
-            f"must be none, auto, required, a function or allowed_tools, not {shown(choice)}"
-        )
-    return choice
+def known_choice(tag: Callable[[object], str]) -> BeforeValidator:
+    """Refuses a choice that is tagged as a mode and is none."""
+
+    def check(choice: object) -> object:
+        if tag(choice) == "<mode>" and choice not in ("none", "auto", "required"):
+            raise invalid(
+                f"must be none, auto, required, a function or allowed_tools, not {shown(choice)}"
+            )
+        return choice
+
+    return BeforeValidator(check)
 
 
 ToolChoice = Annotated[
@@ -183,7 +188,7 @@ ToolChoice = Annotated[
     | Annotated[NamedChoice, Tag("<function>")]
     | Annotated[AllowedChoice, Tag("<allowed>")],
     Discriminator(_tool_choice_tag),
-    BeforeValidator(_known_choice),
+    known_choice(_tool_choice_tag),
 ]
 
 

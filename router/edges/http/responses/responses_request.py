@@ -18,6 +18,7 @@ from baton.router.edges.http.chat_request import (
     Effort,
     ToolText,
     choose_tools,
+    known_choice,
     template_kwargs,
 )
 from baton.router.edges.http.generation_request import (
@@ -167,20 +168,12 @@ def _choice_tag(choice: object) -> str:
     return f"<{kind}>" if kind in ("function", "allowed_tools") else "<mode>"
 
 
-def _known_choice(choice: object) -> object:
-    if _choice_tag(choice) == "<mode>" and choice not in ("none", "auto", "required"):
-        raise invalid(
-            f"must be none, auto, required, a function or allowed_tools, not {shown(choice)}"
-        )
-    return choice
-
-
 ResponsesToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("<mode>")]
     | Annotated[NamedTool, Tag("<function>")]
     | Annotated[AllowedNames, Tag("<allowed_tools>")],
     Discriminator(_choice_tag),
-    BeforeValidator(_known_choice),
+    known_choice(_choice_tag),
 ]
 
 
