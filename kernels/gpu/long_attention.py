@@ -50,7 +50,7 @@ def long_attention(
     rotated, over keys and values [start + count or more, kv_heads, dim] -> out [count,
     heads * dim]. Keys and values of a token are neighbours in memory."""
     count, dim = len(qkv), shape.head_dim
-    layout = gl.NVMMASharedLayout.get_default_for([TILE, dim], _ELEMENTS[qkv.dtype])
+    layout = gl.NVMMASharedLayout.get_default_for([TILE, dim], ELEMENTS[qkv.dtype])
     tokens = [
         TensorDescriptor(
             each, [len(each), shape.kv_heads * dim], [each.stride(0), 1], [TILE, dim], layout
@@ -81,7 +81,7 @@ def long_attention(
     return out
 
 
-_ELEMENTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+ELEMENTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
 @gluon.jit(do_not_specialize=["count", "start"])
@@ -355,14 +355,14 @@ def _weights(
     base = gl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher
     weights = gl.exp2(gl.fma(scores, gl.to_tensor(scale), -base[:, None]))
     fade = gl.exp2(highest - base)
-    sums = gl.convert_layout(_row_sums(weights, TILE), gl.SliceLayout(1, scores_layout))
+    sums = gl.convert_layout(row_sums(weights, TILE), gl.SliceLayout(1, scores_layout))
     total = gl.fma(total, fade, sums)
     operand = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, sums_layout, 2))
     return operand, gl.convert_layout(fade, gl.SliceLayout(1, sums_layout)), higher, total
 
 
 @gluon.jit
-def _row_sums(x, COLUMNS: gl.constexpr):
+def row_sums(x, COLUMNS: gl.constexpr):
     """As fixed_order's: of four threads, neighbours first."""
     sums = thread_sums(x, GROUP_QUERIES, COLUMNS)
     thread = gl.arange(0, 4, gl.SliceLayout(0, sums.type.layout))[None, :]
