@@ -216,25 +216,24 @@ def _merge_split(
     SPLIT: gl.constexpr,
 ):
     """Adds a split to those before it."""
-    done = rooms[4]
+    done, turn = rooms[4], (split // SPLIT) & 1
+    highest, total, sums0, sums1, sums2, sums3 = state
     # Zero. Without it the places of all parts would be computed before the loop, and spilled.
     here = split >> 30
-    highest, total, sums0, sums1, sums2, sums3 = state
-    turn = (split // SPLIT) & 1
     scores = _scores(GROUP, rooms, here, turn, layout, PARTS)
     if MASKED:
         token = split + GROUP * TILE + gl.arange(0, TILE, gl.SliceLayout(0, layout))
         scores = gl.where(token[None, :] <= position[:, None], scores, float("-inf"))
-    fade, split_highest, split_total = _weights(
-        GROUP, scores, scale, rooms, turn, layout, MASKED, PARTS
-    )
+    found = _weigh(GROUP, scores, scale, rooms, turn, layout, MASKED, PARTS)
+    # The first tile's products run while the groups await each other's weights.
+    parts = (rooms[1], here)
+    first = _first_tile(GROUP, parts, layout, PARTS)
+    second = _first_tile(2 + GROUP, parts, layout, PARTS)
+    fade, split_highest, split_total = _exchange(GROUP, found, rooms, turn, layout, MASKED)
     highest, kept, share = fades(highest, split_highest)
     total = gl.fma(total, kept, split_total * share)
     factors = (fade[:, None], kept[:, None], share[:, None])
 
-    parts = (rooms[1], here)
-    first = _first_tile(GROUP, parts, layout, PARTS)
-    second = _first_tile(2 + GROUP, parts, layout, PARTS)
     first = _second_tile(GROUP, first, factors, parts, PARTS)
     second = _second_tile(2 + GROUP, second, factors, parts, PARTS)
     sums0 = _merge_part(GROUP, sums0, first, factors, done, 1)
@@ -264,7 +263,7 @@ def _scores(GROUP: gl.constexpr, rooms, here, turn, layout: gl.constexpr, PARTS:
 
 
 @gluon.jit
-def _weights(
+def _weigh(
     GROUP: gl.constexpr,
     scores,
     scale,
@@ -274,8 +273,8 @@ def _weights(
     MASKED: gl.constexpr,
     PARTS: gl.constexpr,
 ):
-    """Has both tiles' weights there; what the first tile's sums are multiplied by; the split's
-    highest scores and normalizers."""
+    """Writes the group's weights and awaits the first tile's. Finds the highest scores of the
+    first tile and up to the group's, and the weights' sums."""
     parts, notes, ready = rooms[1], rooms[2], rooms[5]
     by_row: gl.constexpr = gl.SliceLayout(1, layout)
     higher = gl.max(scores, axis=1) * scale
@@ -287,28 +286,46 @@ def _weights(
         mbarrier.wait(ready.index(1), turn)
         first_highest = notes.index(0).load(by_row)
         higher = gl.maximum(first_highest, higher)
-    base = gl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher
-    weights = gl.exp2(gl.fma(scores, gl.to_tensor(scale), -base[:, None]))
+    weights = gl.exp2(gl.fma(scores, gl.to_tensor(scale), -_base(higher, MASKED)[:, None]))
     mine = parts.index(GROUP * PARTS + PARTS - 1)
     mine.store(weights.to(mine.dtype))
-    total = gl.convert_layout(row_sums(weights, PART), by_row)
+    sums = gl.convert_layout(row_sums(weights, PART), by_row)
     if GROUP == 0:
-        notes.index(1).store(total)
+        notes.index(1).store(sums)
         fence_async_shared()
         mbarrier.arrive(ready.index(2))
+    else:
+        fence_async_shared()
+        mbarrier.wait(ready.index(2), turn)
+    return first_highest, higher, sums
+
+
+@gluon.jit
+def _exchange(
+    GROUP: gl.constexpr, found, rooms, turn, layout: gl.constexpr, MASKED: gl.constexpr
+):
+    """Has the second tile's weights there; what the first tile's sums are multiplied by; the
+    split's highest scores and normalizers."""
+    notes, ready = rooms[2], rooms[5]
+    by_row: gl.constexpr = gl.SliceLayout(1, layout)
+    first_highest, higher, sums = found
+    if GROUP == 0:
         mbarrier.wait(ready.index(3), turn)
         higher, total = notes.index(2).load(by_row), notes.index(3).load(by_row)
-        base = gl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher
-        fade = gl.exp2(first_highest - base)
+        fade = gl.exp2(first_highest - _base(higher, MASKED))
     else:
-        fade = gl.exp2(first_highest - base)
-        mbarrier.wait(ready.index(2), turn)
-        total = gl.fma(notes.index(1).load(by_row), fade, total)
+        fade = gl.exp2(first_highest - _base(higher, MASKED))
+        total = gl.fma(notes.index(1).load(by_row), fade, sums)
         notes.index(2).store(higher)
         notes.index(3).store(total)
-        fence_async_shared()
         mbarrier.arrive(ready.index(3))
     return fade, higher, total
+
+
+@gluon.jit
+def _base(highest, MASKED: gl.constexpr):
+    """What scores are compared to."""
+    return gl.where(highest == float("-inf"), 0.0, highest) if MASKED else highest
 
 
 @gluon.jit
