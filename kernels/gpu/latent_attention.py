@@ -4,7 +4,7 @@ numbers are the value. So a tile is loaded once for both products.
 As in kernels/gpu/decode_attention.py and chunk_attention.py, with the same sums in the same order
 (kernels/gpu/fixed_order.py), but over queries that are ready and tokens that are stored. A chunk's
 sums of all of `rank` would not fit into registers: two programs share them, and both compute
-the scores.
+the scores. On Hopper kernels/gpu/hopper_latents.py does better.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton.kernels.gpu import hopper_latents
 from baton.kernels.gpu.chunk_attention import BLOCK_QUERIES
 from baton.kernels.gpu.fixed_order import SPLIT, TILE, add_tile, merge
 from baton.kernels.gpu.latent_projection import LatentSizes
@@ -236,6 +237,20 @@ def chunk_latents(
 
     blocks [n, 4] and kv_layer: see kernels/gpu/chunk_attention.py and decode_latents.
     """
+    if hopper_latents.supports(kv_layer, sizes):
+        return hopper_latents.attend(query, blocks, page_table, kv_layer, sizes, out)
+    return attend_halves(query, blocks, page_table, kv_layer, sizes, out)
+
+
+def attend_halves(
+    query: Tensor,
+    blocks: Tensor,
+    page_table: Tensor,
+    kv_layer: Tensor,
+    sizes: LatentSizes,
+    out: Tensor,
+) -> Tensor:
+    """chunk_latents on any device."""
     for upper in (False, True):
         _chunk[(sizes.heads, len(blocks))](
             query,

@@ -1,9 +1,10 @@
-"""Attention of one long chunk over latents on Hopper, from contiguous latents.
+"""Attention of chunks over latents on Hopper.
 
-The same sums in the same order as kernels/gpu/latent_attention.py, so the same bits. A program
-has 64 rows, each a token's head, as all heads attend to the same latents; a split of 128 tokens
-lies on the chip once, in parts of 64 columns, for scores and for values. There is room for no
-more: the loading warp refills a part as soon as its values are added up.
+The same sums in the same order as kernels/gpu/latent_attention.py, so the same bits, but in
+Gluon, which says which warps do what. A program has 64 rows, each a head of a token, as all heads
+attend to the same latents. A split of 128 tokens lies on the chip once, in parts of 64 columns,
+for scores and for values. There is room for no more: one warp has the copy engine refill a part,
+page by page, as soon as its values are added up.
 
 Two groups of four warps each compute the scores of one of the split's two tiles, write their
 weights for both to read (in place of the tile's rotated part, which nobody needs any more), and
@@ -14,7 +15,6 @@ which registers could not hold beside those of all splits, only two parts are th
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from baton.kernels.gpu import fixed_order
+from baton.kernels.gpu.chunk_attention import BLOCK_QUERIES
 from baton.kernels.gpu.fixed_order import SPLIT, TILE
 from baton.kernels.gpu.latent_projection import LatentSizes
 from baton.kernels.gpu.long_attention import (
@@ -45,33 +46,48 @@ PART = gl.constexpr(64)
 fades = gluon.jit(fixed_order.fades.fn)
 
 
-def supports(sizes: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:
-    """sizes: of a latent's normed and rotated part."""
-    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-    return hopper and sizes == (512, 64) and dtype in ELEMENTS
+def supports(kv_layer: Tensor, sizes: LatentSizes) -> bool:
+    """See chunk_latents."""
+    if kv_layer.device.type != "cuda" or kv_layer.dtype not in ELEMENTS:
+        return False
+    hopper = torch.cuda.get_device_capability(kv_layer.device)[0] == 9
+    fits = (sizes.rank, sizes.rotated) == (512, 64) and kv_layer.stride(0) % sizes.latent == 0
+    return hopper and fits and kv_layer.shape[2] in (8, 16, 32, 64, 128, 256)
 
 
-def long_latents(
-    query: Tensor, latents: Tensor, start: int, sizes: LatentSizes, out: Tensor
+def attend(
+    query: Tensor,
+    blocks: Tensor,
+    page_table: Tensor,
+    kv_layer: Tensor,
+    sizes: LatentSizes,
+    out: Tensor,
 ) -> Tensor:
-    """Rows query [count, heads, rank + rotated] of one sequence from position `start` on, over
-    latents [start + count, rank + rotated] -> out [count, heads, rank]."""
-    rows = len(query) * sizes.heads
+    """As chunk_latents."""
+    page_size, latent = kv_layer.shape[2], sizes.latent
+    rows, stride = query.view(-1, latent), kv_layer.stride(0) // latent
+    tokens = kv_layer.as_strided(((len(kv_layer) - 1) * stride + page_size, latent), (latent, 1))
+    box = min(page_size, TILE)
     layout = gl.NVMMASharedLayout.get_default_for([TILE, PART.value], ELEMENTS[query.dtype])
-    queries, tokens = (
-        TensorDescriptor(each, list(each.shape), [sizes.latent, 1], [TILE, PART.value], layout)
-        for each in (query.view(rows, sizes.latent), latents)
+    queries, latents = (
+        TensorDescriptor(each, list(each.shape), [latent, 1], [tall, PART.value], layout)
+        for each, tall in ((rows, ROWS.value), (tokens, box))
     )
-    _long[(triton.cdiv(rows, ROWS.value),)](
+    _chunk[(sizes.heads * BLOCK_QUERIES // ROWS.value, len(blocks))](
         queries,
-        tokens,
+        latents,
+        blocks,
+        page_table,
         out,
-        rows,
-        start,
         sizes.scale * LOG2_E,
+        page_table.stride(0),
+        stride,
+        len(tokens),
+        PAGE_SIZE=page_size,
         HEADS=sizes.heads,
         RANK=sizes.rank,
-        PARTS=sizes.latent // PART.value,
+        PARTS=latent // PART.value,
+        BOX=box,
         TILE=TILE,
         SPLIT=SPLIT,
         GROUP_REGISTERS=GROUP_REGISTERS,
@@ -82,32 +98,48 @@ def long_latents(
     return out
 
 
-@gluon.jit(do_not_specialize=["rows", "start"])
-def _long(
+@gluon.jit(
+    do_not_specialize=["page_stride", "nowhere"], do_not_specialize_on_alignment=["blocks_pointer"]
+)
+def _chunk(
     queries,
     latents,
+    blocks_pointer,
+    table_pointer,
     out_pointer,
-    rows,
-    start,
     scale,
+    table_stride,
+    page_stride,
+    nowhere,
+    PAGE_SIZE: gl.constexpr,
     HEADS: gl.constexpr,
     RANK: gl.constexpr,
     PARTS: gl.constexpr,
+    BOX: gl.constexpr,
     TILE: gl.constexpr,
     SPLIT: gl.constexpr,
     GROUP_REGISTERS: gl.constexpr,
     LOADER_REGISTERS: gl.constexpr,
 ):
     # The last block first: it sees the most.
-    from_row = (gl.num_programs(0) - 1 - gl.program_id(0)) * ROWS
-    # Splits that all rows see wholly, then one or more with a mask.
+    entry = blocks_pointer + (gl.num_programs(1) - 1 - gl.program_id(1)) * 4
+    first_row, start, count = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
+    table = table_pointer + gl.load(entry + 3).to(gl.int64) * table_stride
+    from_row = gl.program_id(0) * ROWS
+    rows = count * HEADS
+    # Splits that all rows see wholly, then one or more with a mask; none, if there is no row.
     masked = (start + from_row // HEADS + 1) // SPLIT * SPLIT
     end = start + (gl.minimum(from_row + ROWS, rows) - 1) // HEADS + 1
+    if from_row >= rows:
+        masked = 0
+        end = 0
     span = (masked, end)
 
     element: gl.constexpr = latents.dtype
+    boxes: gl.constexpr = TILE // BOX
     query_parts = gl.allocate_shared_memory(element, [PARTS, ROWS, PART], latents.layout)
-    parts = gl.allocate_shared_memory(element, [2 * PARTS, TILE, PART], latents.layout)
+    part_boxes = gl.allocate_shared_memory(element, [2 * PARTS * boxes, BOX, PART], latents.layout)
+    parts = part_boxes._reinterpret(element, [2 * PARTS, TILE, PART], latents.layout)
     notes = gl.allocate_shared_memory(
         gl.float32, [4, ROWS], gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     )
@@ -122,42 +154,61 @@ def _long(
         mbarrier.init(ready.index(each), count=1)
     fence_async_shared()
     rooms = (query_parts, parts, notes, there, done, ready)
-    place = (rows, start, from_row, scale)
+    first_row = first_row.to(gl.int64) * HEADS
+    place = (first_row, rows, start, from_row, scale)
+    source = (latents, table, page_stride, nowhere)
     gl.warp_specialize(
         [
             (_attend, (0, out_pointer, rooms, span, place, HEADS, RANK, PARTS, TILE, SPLIT)),
             (_attend, (1, out_pointer, rooms, span, place, HEADS, RANK, PARTS, TILE, SPLIT)),
-            (_load, (queries, latents, from_row, rooms, span, PARTS, TILE, SPLIT)),
+            (_load, (queries, first_row + from_row, source, part_boxes, rooms, span,
+                     PAGE_SIZE, PARTS, BOX, TILE, SPLIT)),
         ],
         [4, 1],
         [GROUP_REGISTERS, LOADER_REGISTERS],
-    )
+    )  # fmt: skip
 
 
 @gluon.jit
 def _load(
     queries,
-    latents,
     from_row,
+    source,
+    part_boxes,
     rooms,
     span,
+    PAGE_SIZE: gl.constexpr,
     PARTS: gl.constexpr,
+    BOX: gl.constexpr,
     TILE: gl.constexpr,
     SPLIT: gl.constexpr,
 ):
-    """Loads the queries, and all splits, each part as soon as there is room for it."""
-    query_parts, parts, notes, there, done, ready = rooms
-    mbarrier.expect(ready.index(0), PARTS * queries.block_type.nbytes)
-    for part in gl.static_range(PARTS):
-        copy_tile(queries, [from_row, part * PART], ready.index(0), query_parts.index(part))
-    for split in range(0, span[1], SPLIT):
+    """Loads the queries, and all splits, each part as soon as there is room for it: pages, or
+    parts of pages, as boxes. Boxes after the last token are `nowhere`: zeros."""
+    query_parts, _, _, there, done, ready = rooms
+    latents, table, page_stride, nowhere = source
+    end = span[1]
+    boxes: gl.constexpr = TILE // BOX
+    if end > 0:
+        mbarrier.expect(ready.index(0), PARTS * queries.block_type.nbytes)
+        for part in gl.static_range(PARTS):
+            at = [from_row.to(gl.int32), part * PART]
+            copy_tile(queries, at, ready.index(0), query_parts.index(part))
+    for split in range(0, end, SPLIT):
+        spots = ()
+        for box in gl.static_range(2 * boxes):
+            token = split + box * BOX
+            page = gl.load(table + token // PAGE_SIZE, mask=token < end, other=0)
+            spot = page * page_stride + token % PAGE_SIZE
+            spots += (gl.where(token < end, spot, nowhere),)
         turn = (split // SPLIT + 1) & 1
         for part in gl.static_range(PARTS):
             mbarrier.wait(done.index(part), turn)
             arriving = there.index(part)
-            mbarrier.expect(arriving, 2 * latents.block_type.nbytes)
-            copy_tile(latents, [split, part * PART], arriving, parts.index(part))
-            copy_tile(latents, [split + TILE, part * PART], arriving, parts.index(PARTS + part))
+            mbarrier.expect(arriving, 2 * boxes * latents.block_type.nbytes)
+            for box in gl.static_range(2 * boxes):
+                room = part_boxes.index((box // boxes * PARTS + part) * boxes + box % boxes)
+                copy_tile(latents, [spots[box], part * PART], arriving, room)
 
 
 @gluon.jit
@@ -174,7 +225,7 @@ def _attend(
     SPLIT: gl.constexpr,
 ):
     """One group's tiles and parts, over all splits."""
-    rows, start, from_row, scale = place
+    first_row, rows, start, from_row, scale = place
     masked, end = span
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
     by_row: gl.constexpr = gl.SliceLayout(1, layout)
@@ -184,18 +235,19 @@ def _attend(
     total = gl.zeros([ROWS], gl.float32, by_row)
     nothing = gl.zeros([ROWS, PART], gl.float32, layout)
     state = (highest, total, nothing, nothing, nothing, nothing)
-    mbarrier.wait(rooms[5].index(0), 0)
+    if end > 0:
+        mbarrier.wait(rooms[5].index(0), 0)
     for split in range(0, masked, SPLIT):
         state = _merge_split(
-            GROUP, state, split, position, scale, rooms, layout, False, PARTS, TILE, SPLIT
+            GROUP, state, split, end, position, scale, rooms, layout, False, PARTS, TILE, SPLIT
         )
     for split in range(masked, end, SPLIT):
         state = _merge_split(
-            GROUP, state, split, position, scale, rooms, layout, True, PARTS, TILE, SPLIT
+            GROUP, state, split, end, position, scale, rooms, layout, True, PARTS, TILE, SPLIT
         )
     share = (1.0 / state[1])[:, None]
     column = GROUP * PART + gl.arange(0, PART, gl.SliceLayout(0, layout))
-    at = out_pointer + row.to(gl.int64)[:, None] * RANK + column[None, :]
+    at = out_pointer + (first_row + row)[:, None] * RANK + column[None, :]
     for each in gl.static_range(4):
         result = (state[2 + each] * share).to(out_pointer.dtype.element_ty)
         gl.store(at + 2 * each * PART, result, mask=(row < rows)[:, None])
@@ -206,6 +258,7 @@ def _merge_split(
     GROUP: gl.constexpr,
     state,
     split,
+    end,
     position,
     scale,
     rooms,
@@ -224,6 +277,8 @@ def _merge_split(
     if MASKED:
         token = split + GROUP * TILE + gl.arange(0, TILE, gl.SliceLayout(0, layout))
         scores = gl.where(token[None, :] <= position[:, None], scores, float("-inf"))
+        if split + SPLIT > end:
+            _clear(GROUP, rooms[1], end - split - GROUP * TILE, PARTS, TILE)
     found = _weigh(GROUP, scores, scale, rooms, turn, layout, MASKED, PARTS)
     # The first tile's products run while the groups await each other's weights.
     parts = (rooms[1], here)
@@ -260,6 +315,16 @@ def _scores(GROUP: gl.constexpr, rooms, here, turn, layout: gl.constexpr, PARTS:
             query_parts.index(here + part), keys, scores, use_acc=part > 0, is_async=True
         )
     return warpgroup_mma_wait(0, deps=[scores])
+
+
+@gluon.jit
+def _clear(GROUP: gl.constexpr, parts, count, PARTS: gl.constexpr, TILE: gl.constexpr):
+    """Makes the tile's values zero from the token `count` on: pages may hold anything there."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    there = (gl.arange(0, TILE, gl.SliceLayout(1, layout)) < count)[:, None]
+    for part in gl.static_range(PARTS - 1):
+        values = parts.index(GROUP * PARTS + part)
+        values.store(gl.where(there, values.load(layout), 0.0))
 
 
 @gluon.jit
@@ -301,9 +366,7 @@ def _weigh(
 
 
 @gluon.jit
-def _exchange(
-    GROUP: gl.constexpr, found, rooms, turn, layout: gl.constexpr, MASKED: gl.constexpr
-):
+def _exchange(GROUP: gl.constexpr, found, rooms, turn, layout: gl.constexpr, MASKED: gl.constexpr):
     """Has the second tile's weights there; what the first tile's sums are multiplied by; the
     split's highest scores and normalizers."""
     notes, ready = rooms[2], rooms[5]
