@@ -200,7 +200,7 @@ def _load(
             token = split + box * BOX
             page = gl.load(table + token // PAGE_SIZE, mask=token < end, other=0)
             spot = page * page_stride + token % PAGE_SIZE
-            spots += (gl.where(token < end, spot, nowhere),)
+            spots += (gl.where(token < end, spot, nowhere),)  # type: ignore[assignment]
         turn = (split // SPLIT + 1) & 1
         for part in gl.static_range(PARTS):
             mbarrier.wait(done.index(part), turn)
