@@ -44,6 +44,10 @@ PART = gl.constexpr(64)
 """Columns: 128 bytes, which the copy engine lays out as products want them."""
 
 fades = gluon.jit(fixed_order.fades.fn)
+# Its name changed after Triton 3.6.
+reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or (
+    gl.shared_memory_descriptor._reinterpret
+)
 
 
 def supports(kv_layer: Tensor, sizes: LatentSizes) -> bool:
@@ -139,7 +143,7 @@ def _chunk(
     boxes: gl.constexpr = TILE // BOX
     query_parts = gl.allocate_shared_memory(element, [PARTS, ROWS, PART], latents.layout)
     part_boxes = gl.allocate_shared_memory(element, [2 * PARTS * boxes, BOX, PART], latents.layout)
-    parts = part_boxes._reinterpret(element, [2 * PARTS, TILE, PART], latents.layout)
+    parts = reinterpret(part_boxes, element, [2 * PARTS, TILE, PART], latents.layout)
     notes = gl.allocate_shared_memory(
         gl.float32, [4, ROWS], gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     )
