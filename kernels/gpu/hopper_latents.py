@@ -3,8 +3,8 @@
 The same sums in the same order as kernels/gpu/latent_attention.py, so the same bits, but in
 Gluon, which says which warps do what. A program has 64 rows, each a head of a token, as all heads
 attend to the same latents. A split of 128 tokens lies on the chip once, in parts of 64 columns,
-for scores and for values. There is room for no more: one warp has the copy engine refill a part,
-page by page, as soon as its values are added up.
+for scores and for values. There is room for no more: a warp for each of the split's two tiles has
+the copy engine refill a part, page by page, as soon as its values are added up.
 
 Two groups of four warps each compute the scores of one of the split's two tiles, write their
 weights for both to read (in place of the tile's rotated part, which nobody needs any more), and
@@ -152,7 +152,7 @@ def _chunk(
     # Of queries, of the first tile's highest scores, and of either tile's weights.
     ready = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
     for part in gl.static_range(PARTS):
-        mbarrier.init(there.index(part), count=1)
+        mbarrier.init(there.index(part), count=2)
         mbarrier.init(done.index(part), count=1 if part * PART < RANK else 2)
     for each in gl.static_range(4):
         mbarrier.init(ready.index(each), count=1)
@@ -165,16 +165,19 @@ def _chunk(
         [
             (_attend, (0, out_pointer, rooms, span, place, HEADS, RANK, PARTS, TILE, SPLIT)),
             (_attend, (1, out_pointer, rooms, span, place, HEADS, RANK, PARTS, TILE, SPLIT)),
-            (_load, (queries, first_row + from_row, source, part_boxes, rooms, span,
+            (_load, (0, queries, first_row + from_row, source, part_boxes, rooms, span,
+                     PAGE_SIZE, PARTS, BOX, TILE, SPLIT)),
+            (_load, (1, queries, first_row + from_row, source, part_boxes, rooms, span,
                      PAGE_SIZE, PARTS, BOX, TILE, SPLIT)),
         ],
-        [4, 1],
-        [GROUP_REGISTERS, LOADER_REGISTERS],
+        [4, 1, 1],
+        [GROUP_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS],
     )  # fmt: skip
 
 
 @gluon.jit
 def _load(
+    GROUP: gl.constexpr,
     queries,
     from_row,
     source,
@@ -187,21 +190,22 @@ def _load(
     TILE: gl.constexpr,
     SPLIT: gl.constexpr,
 ):
-    """Loads the queries, and all splits, each part as soon as there is room for it: pages, or
-    parts of pages, as boxes. Boxes after the last token are `nowhere`: zeros."""
+    """Loads a group's tiles, each part as soon as there is room for it: pages, or parts of pages,
+    as boxes. Boxes after the last token are `nowhere`: zeros. The first group's queries are
+    everybody's."""
     query_parts, _, _, there, done, ready = rooms
     latents, table, page_stride, nowhere = source
     end = span[1]
     boxes: gl.constexpr = TILE // BOX
-    if end > 0:
+    if GROUP == 0 and end > 0:
         mbarrier.expect(ready.index(0), PARTS * queries.block_type.nbytes)
         for part in gl.static_range(PARTS):
             at = [from_row.to(gl.int32), part * PART]
             copy_tile(queries, at, ready.index(0), query_parts.index(part))
     for split in range(0, end, SPLIT):
         spots = ()
-        for box in gl.static_range(2 * boxes):
-            token = split + box * BOX
+        for box in gl.static_range(boxes):
+            token = split + GROUP * TILE + box * BOX
             page = gl.load(table + token // PAGE_SIZE, mask=token < end, other=0)
             spot = page * page_stride + token % PAGE_SIZE
             spots += (gl.where(token < end, spot, nowhere),)  # type: ignore[assignment]
@@ -209,9 +213,9 @@ def _load(
         for part in gl.static_range(PARTS):
             mbarrier.wait(done.index(part), turn)
             arriving = there.index(part)
-            mbarrier.expect(arriving, 2 * boxes * latents.block_type.nbytes)
-            for box in gl.static_range(2 * boxes):
-                room = part_boxes.index((box // boxes * PARTS + part) * boxes + box % boxes)
+            mbarrier.expect(arriving, boxes * latents.block_type.nbytes)
+            for box in gl.static_range(boxes):
+                room = part_boxes.index((GROUP * PARTS + part) * boxes + box)
                 copy_tile(latents, [spots[box], part * PART], arriving, room)
 
 
