@@ -28,7 +28,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from baton.kernels.gpu import fixed_order
 from baton.kernels.gpu.chunk_attention import BLOCK_QUERIES
-from baton.kernels.gpu.fixed_order import SPLIT, TILE
 from baton.kernels.gpu.latent_projection import LatentSizes
 from baton.kernels.gpu.long_attention import (
     ELEMENTS,
@@ -39,15 +38,18 @@ from baton.kernels.gpu.long_attention import (
 )
 from baton.kernels.gpu.rotary import LOG2_E
 
+TILE, SPLIT = gl.constexpr(fixed_order.TILE), gl.constexpr(fixed_order.SPLIT)
+RANK, ROTATED = gl.constexpr(512), gl.constexpr(64)
 ROWS = gl.constexpr(64)
 PART = gl.constexpr(64)
 """Columns: 128 bytes, which the copy engine lays out as products want them."""
+PARTS = gl.constexpr((RANK.value + ROTATED.value) // PART.value)
+REGISTERS = gl.constexpr([GROUP_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS])
 
 fades = gluon.jit(fixed_order.fades.fn)
 # Its name changed after Triton 3.6.
-reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or (
-    gl.shared_memory_descriptor._reinterpret
-)
+_shared = gl.shared_memory_descriptor
+reinterpret = getattr(_shared, "reinterpret", None) or _shared._reinterpret
 
 
 def supports(kv_layer: Tensor, sizes: LatentSizes) -> bool:
@@ -55,7 +57,9 @@ def supports(kv_layer: Tensor, sizes: LatentSizes) -> bool:
     if kv_layer.device.type != "cuda" or kv_layer.dtype not in ELEMENTS:
         return False
     hopper = torch.cuda.get_device_capability(kv_layer.device)[0] == 9
-    fits = (sizes.rank, sizes.rotated) == (512, 64) and kv_layer.stride(0) % sizes.latent == 0
+    fits = (sizes.rank, sizes.rotated) == (RANK.value, ROTATED.value) and kv_layer.stride(
+        0
+    ) % sizes.latent == 0
     return hopper and fits and kv_layer.shape[2] in (8, 16, 32, 64, 128, 256)
 
 
@@ -71,11 +75,10 @@ def attend(
     page_size, latent = kv_layer.shape[2], sizes.latent
     rows, stride = query.view(-1, latent), kv_layer.stride(0) // latent
     tokens = kv_layer.as_strided(((len(kv_layer) - 1) * stride + page_size, latent), (latent, 1))
-    box = min(page_size, TILE)
-    layout = gl.NVMMASharedLayout.get_default_for([TILE, PART.value], ELEMENTS[query.dtype])
+    layout = gl.NVMMASharedLayout.get_default_for([TILE.value, PART.value], ELEMENTS[query.dtype])
     queries, latents = (
         TensorDescriptor(each, list(each.shape), [latent, 1], [tall, PART.value], layout)
-        for each, tall in ((rows, ROWS.value), (tokens, box))
+        for each, tall in ((rows, ROWS.value), (tokens, min(page_size, TILE.value)))
     )
     _chunk[(sizes.heads * BLOCK_QUERIES // ROWS.value, len(blocks))](
         queries,
@@ -89,13 +92,6 @@ def attend(
         len(tokens),
         PAGE_SIZE=page_size,
         HEADS=sizes.heads,
-        RANK=sizes.rank,
-        PARTS=latent // PART.value,
-        BOX=box,
-        TILE=TILE,
-        SPLIT=SPLIT,
-        GROUP_REGISTERS=GROUP_REGISTERS,
-        LOADER_REGISTERS=LOADER_REGISTERS,
         num_warps=4,
         enable_fp_fusion=False,
     )
@@ -117,13 +113,6 @@ def _chunk(
     nowhere,
     PAGE_SIZE: gl.constexpr,
     HEADS: gl.constexpr,
-    RANK: gl.constexpr,
-    PARTS: gl.constexpr,
-    BOX: gl.constexpr,
-    TILE: gl.constexpr,
-    SPLIT: gl.constexpr,
-    GROUP_REGISTERS: gl.constexpr,
-    LOADER_REGISTERS: gl.constexpr,
 ):
     # The last block first: it sees the most.
     entry = blocks_pointer + (gl.num_programs(1) - 1 - gl.program_id(1)) * 4
@@ -140,9 +129,12 @@ def _chunk(
     span = (masked, end)
 
     element: gl.constexpr = latents.dtype
-    boxes: gl.constexpr = TILE // BOX
+    height: gl.constexpr = latents.block_type.shape[0]
+    boxes: gl.constexpr = TILE // height
     query_parts = gl.allocate_shared_memory(element, [PARTS, ROWS, PART], latents.layout)
-    part_boxes = gl.allocate_shared_memory(element, [2 * PARTS * boxes, BOX, PART], latents.layout)
+    part_boxes = gl.allocate_shared_memory(
+        element, [2 * PARTS * boxes, height, PART], latents.layout
+    )
     parts = reinterpret(part_boxes, element, [2 * PARTS, TILE, PART], latents.layout)
     notes = gl.allocate_shared_memory(
         gl.float32, [4, ROWS], gl.SwizzledSharedLayout(1, 1, 1, order=[0])
@@ -163,15 +155,15 @@ def _chunk(
     source = (latents, table, page_stride, nowhere)
     gl.warp_specialize(
         [
-            (_attend, (0, out_pointer, rooms, span, place, HEADS, RANK, PARTS, TILE, SPLIT)),
-            (_attend, (1, out_pointer, rooms, span, place, HEADS, RANK, PARTS, TILE, SPLIT)),
+            (_attend, (0, out_pointer, rooms, span, place, HEADS)),
+            (_attend, (1, out_pointer, rooms, span, place, HEADS)),
             (_load, (0, queries, first_row + from_row, source, part_boxes, rooms, span,
-                     PAGE_SIZE, PARTS, BOX, TILE, SPLIT)),
+                     PAGE_SIZE)),
             (_load, (1, queries, first_row + from_row, source, part_boxes, rooms, span,
-                     PAGE_SIZE, PARTS, BOX, TILE, SPLIT)),
+                     PAGE_SIZE)),
         ],
         [4, 1, 1],
-        [GROUP_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS],
+        REGISTERS,
     )  # fmt: skip
 
 
@@ -185,10 +177,6 @@ def _load(
     rooms,
     span,
     PAGE_SIZE: gl.constexpr,
-    PARTS: gl.constexpr,
-    BOX: gl.constexpr,
-    TILE: gl.constexpr,
-    SPLIT: gl.constexpr,
 ):
     """Loads a group's tiles, each part as soon as there is room for it: pages, or parts of pages,
     as boxes. Boxes after the last token are `nowhere`: zeros. The first group's queries are
@@ -196,7 +184,8 @@ def _load(
     query_parts, _, _, there, done, ready = rooms
     latents, table, page_stride, nowhere = source
     end = span[1]
-    boxes: gl.constexpr = TILE // BOX
+    height: gl.constexpr = latents.block_type.shape[0]
+    boxes: gl.constexpr = TILE // height
     if GROUP == 0 and end > 0:
         mbarrier.expect(ready.index(0), PARTS * queries.block_type.nbytes)
         for part in gl.static_range(PARTS):
@@ -205,7 +194,7 @@ def _load(
     for split in range(0, end, SPLIT):
         spots = ()
         for box in gl.static_range(boxes):
-            token = split + GROUP * TILE + box * BOX
+            token = split + GROUP * TILE + box * height
             page = gl.load(table + token // PAGE_SIZE, mask=token < end, other=0)
             spot = page * page_stride + token % PAGE_SIZE
             spots += (gl.where(token < end, spot, nowhere),)  # type: ignore[assignment]
@@ -227,10 +216,6 @@ def _attend(
     span,
     place,
     HEADS: gl.constexpr,
-    RANK: gl.constexpr,
-    PARTS: gl.constexpr,
-    TILE: gl.constexpr,
-    SPLIT: gl.constexpr,
 ):
     """One group's tiles and parts, over all splits."""
     first_row, rows, start, from_row, scale = place
@@ -246,13 +231,9 @@ def _attend(
     if end > 0:
         mbarrier.wait(rooms[5].index(0), 0)
     for split in range(0, masked, SPLIT):
-        state = _merge_split(
-            GROUP, state, split, end, position, scale, rooms, layout, False, PARTS, TILE, SPLIT
-        )
+        state = _merge_split(GROUP, state, split, end, position, scale, rooms, layout, False)
     for split in range(masked, end, SPLIT):
-        state = _merge_split(
-            GROUP, state, split, end, position, scale, rooms, layout, True, PARTS, TILE, SPLIT
-        )
+        state = _merge_split(GROUP, state, split, end, position, scale, rooms, layout, True)
     share = (1.0 / state[1])[:, None]
     column = GROUP * PART + gl.arange(0, PART, gl.SliceLayout(0, layout))
     at = out_pointer + (first_row + row)[:, None] * RANK + column[None, :]
@@ -272,39 +253,36 @@ def _merge_split(
     rooms,
     layout: gl.constexpr,
     MASKED: gl.constexpr,
-    PARTS: gl.constexpr,
-    TILE: gl.constexpr,
-    SPLIT: gl.constexpr,
 ):
     """Adds a split to those before it."""
     done, turn = rooms[4], (split // SPLIT) & 1
     highest, total, sums0, sums1, sums2, sums3 = state
     # Zero. Without it the places of all parts would be computed before the loop, and spilled.
     here = split >> 30
-    scores = _scores(GROUP, rooms, here, turn, layout, PARTS)
+    scores = _scores(GROUP, rooms, here, turn, layout)
     if MASKED:
         token = split + GROUP * TILE + gl.arange(0, TILE, gl.SliceLayout(0, layout))
         scores = gl.where(token[None, :] <= position[:, None], scores, float("-inf"))
         if split + SPLIT > end:
-            _clear(GROUP, rooms[1], end - split - GROUP * TILE, PARTS, TILE)
-    found = _weigh(GROUP, scores, scale, rooms, turn, layout, MASKED, PARTS)
+            _clear(GROUP, rooms[1], end - split - GROUP * TILE)
+    found = _weigh(GROUP, scores, scale, rooms, turn, layout, MASKED)
     # The first tile's products run while the groups await each other's weights.
     parts = (rooms[1], here)
-    first = _first_tile(GROUP, parts, layout, PARTS)
-    second = _first_tile(2 + GROUP, parts, layout, PARTS)
+    first = _first_tile(GROUP, parts, layout)
+    second = _first_tile(2 + GROUP, parts, layout)
     fade, split_highest, split_total = _exchange(GROUP, found, rooms, turn, layout, MASKED)
     highest, kept, share = fades(highest, split_highest)
     total = gl.fma(total, kept, split_total * share)
     factors = (fade[:, None], kept[:, None], share[:, None])
 
-    first = _second_tile(GROUP, first, factors, parts, PARTS)
-    second = _second_tile(2 + GROUP, second, factors, parts, PARTS)
+    first = _second_tile(GROUP, first, factors, parts)
+    second = _second_tile(2 + GROUP, second, factors, parts)
     sums0 = _merge_part(GROUP, sums0, first, factors, done, 1)
-    first = _first_tile(4 + GROUP, parts, layout, PARTS)
+    first = _first_tile(4 + GROUP, parts, layout)
     sums1 = _merge_part(2 + GROUP, sums1, second, factors, done, 1)
-    second = _first_tile(6 + GROUP, parts, layout, PARTS)
-    first = _second_tile(4 + GROUP, first, factors, parts, PARTS)
-    second = _second_tile(6 + GROUP, second, factors, parts, PARTS)
+    second = _first_tile(6 + GROUP, parts, layout)
+    first = _second_tile(4 + GROUP, first, factors, parts)
+    second = _second_tile(6 + GROUP, second, factors, parts)
     sums2 = _merge_part(4 + GROUP, sums2, first, factors, done, 1)
     sums3 = _merge_part(6 + GROUP, sums3, second, factors, done, 0)
     mbarrier.arrive(done.index(PARTS - 1))  # No weight is read any more.
@@ -312,7 +290,7 @@ def _merge_split(
 
 
 @gluon.jit
-def _scores(GROUP: gl.constexpr, rooms, here, turn, layout: gl.constexpr, PARTS: gl.constexpr):
+def _scores(GROUP: gl.constexpr, rooms, here, turn, layout: gl.constexpr):
     """Products of the queries and the group's tile, part by part as they come."""
     query_parts, parts, there = rooms[0], rooms[1], rooms[3]
     scores = gl.zeros([ROWS, PART], gl.float32, layout)
@@ -326,7 +304,7 @@ def _scores(GROUP: gl.constexpr, rooms, here, turn, layout: gl.constexpr, PARTS:
 
 
 @gluon.jit
-def _clear(GROUP: gl.constexpr, parts, count, PARTS: gl.constexpr, TILE: gl.constexpr):
+def _clear(GROUP: gl.constexpr, parts, count):
     """Makes the tile's values zero from the token `count` on: pages may hold anything there."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     there = (gl.arange(0, TILE, gl.SliceLayout(1, layout)) < count)[:, None]
@@ -344,7 +322,6 @@ def _weigh(
     turn,
     layout: gl.constexpr,
     MASKED: gl.constexpr,
-    PARTS: gl.constexpr,
 ):
     """Writes the group's weights and awaits the first tile's. Finds the highest scores of the
     first tile and up to the group's, and the weights' sums."""
@@ -400,7 +377,7 @@ def _base(highest, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def _first_tile(part: gl.constexpr, parts, layout: gl.constexpr, PARTS: gl.constexpr):
+def _first_tile(part: gl.constexpr, parts, layout: gl.constexpr):
     """Starts the sums of a part's columns."""
     nothing = gl.zeros([ROWS, PART], gl.float32, layout)
     rooms, here = parts
@@ -409,7 +386,7 @@ def _first_tile(part: gl.constexpr, parts, layout: gl.constexpr, PARTS: gl.const
 
 
 @gluon.jit
-def _second_tile(part: gl.constexpr, sums, factors, parts, PARTS: gl.constexpr):
+def _second_tile(part: gl.constexpr, sums, factors, parts):
     """Awaits the sums of the first tile, then starts adding the second's."""
     sums = warpgroup_mma_wait(1, deps=[sums]) * factors[0]
     rooms, here = parts
