@@ -40,8 +40,7 @@ from baton.kernels.gpu.rotary import LOG2_E
 
 TILE, SPLIT = gl.constexpr(fixed_order.TILE), gl.constexpr(fixed_order.SPLIT)
 RANK, ROTATED = gl.constexpr(512), gl.constexpr(64)
-ROWS = gl.constexpr(64)
-PART = gl.constexpr(64)
+ROWS, PART = gl.constexpr(64), gl.constexpr(64)
 """Columns: 128 bytes, which the copy engine lays out as products want them."""
 PARTS = gl.constexpr((RANK.value + ROTATED.value) // PART.value)
 REGISTERS = gl.constexpr([GROUP_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS])
@@ -209,14 +208,7 @@ def _load(
 
 
 @gluon.jit
-def _attend(
-    GROUP: gl.constexpr,
-    out_pointer,
-    rooms,
-    span,
-    place,
-    HEADS: gl.constexpr,
-):
+def _attend(GROUP: gl.constexpr, out_pointer, rooms, span, place, HEADS: gl.constexpr):
     """One group's tiles and parts, over all splits."""
     first_row, rows, start, from_row, scale = place
     masked, end = span
@@ -225,9 +217,8 @@ def _attend(
     row = from_row + gl.arange(0, ROWS, by_row)
     position = start + row // HEADS
     highest = gl.full([ROWS], float("-inf"), gl.float32, by_row)
-    total = gl.zeros([ROWS], gl.float32, by_row)
     nothing = gl.zeros([ROWS, PART], gl.float32, layout)
-    state = (highest, total, nothing, nothing, nothing, nothing)
+    state = (highest, gl.zeros_like(highest), nothing, nothing, nothing, nothing)
     if end > 0:
         mbarrier.wait(rooms[5].index(0), 0)
     for split in range(0, masked, SPLIT):
