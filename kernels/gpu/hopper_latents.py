@@ -43,6 +43,9 @@ RANK, ROTATED = gl.constexpr(512), gl.constexpr(64)
 ROWS, PART = gl.constexpr(64), gl.constexpr(64)
 """Columns: 128 bytes, which the copy engine lays out as products want them."""
 PARTS = gl.constexpr((RANK.value + ROTATED.value) // PART.value)
+# How scores and parts of sums lie in a group's registers, and what belongs to their rows.
+LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART.value, 16]))
+BY_ROW = gl.constexpr(gl.SliceLayout(1, LAYOUT.value))
 REGISTERS = gl.constexpr([GROUP_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS])
 
 fades = gluon.jit(fixed_order.fades.fn)
@@ -212,21 +215,19 @@ def _attend(GROUP: gl.constexpr, out_pointer, rooms, span, place, HEADS: gl.cons
     """One group's tiles and parts, over all splits."""
     first_row, rows, start, from_row, scale = place
     masked, end = span
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
-    by_row: gl.constexpr = gl.SliceLayout(1, layout)
-    row = from_row + gl.arange(0, ROWS, by_row)
+    row = from_row + gl.arange(0, ROWS, BY_ROW)
     position = start + row // HEADS
-    highest = gl.full([ROWS], float("-inf"), gl.float32, by_row)
-    nothing = gl.zeros([ROWS, PART], gl.float32, layout)
+    highest = gl.full([ROWS], float("-inf"), gl.float32, BY_ROW)
+    nothing = gl.zeros([ROWS, PART], gl.float32, LAYOUT)
     state = (highest, gl.zeros_like(highest), nothing, nothing, nothing, nothing)
     if end > 0:
         mbarrier.wait(rooms[5].index(0), 0)
     for split in range(0, masked, SPLIT):
-        state = _merge_split(GROUP, state, split, end, position, scale, rooms, layout, False)
+        state = _merge_split(GROUP, state, split, (end, position, scale), rooms, False)
     for split in range(masked, end, SPLIT):
-        state = _merge_split(GROUP, state, split, end, position, scale, rooms, layout, True)
+        state = _merge_split(GROUP, state, split, (end, position, scale), rooms, True)
     share = (1.0 / state[1])[:, None]
-    column = GROUP * PART + gl.arange(0, PART, gl.SliceLayout(0, layout))
+    column = GROUP * PART + gl.arange(0, PART, gl.SliceLayout(0, LAYOUT))
     at = out_pointer + (first_row + row)[:, None] * RANK + column[None, :]
     for each in gl.static_range(4):
         result = (state[2 + each] * share).to(out_pointer.dtype.element_ty)
@@ -234,34 +235,25 @@ def _attend(GROUP: gl.constexpr, out_pointer, rooms, span, place, HEADS: gl.cons
 
 
 @gluon.jit
-def _merge_split(
-    GROUP: gl.constexpr,
-    state,
-    split,
-    end,
-    position,
-    scale,
-    rooms,
-    layout: gl.constexpr,
-    MASKED: gl.constexpr,
-):
+def _merge_split(GROUP: gl.constexpr, state, split, place, rooms, MASKED: gl.constexpr):
     """Adds a split to those before it."""
+    end, position, scale = place
     done, turn = rooms[4], (split // SPLIT) & 1
     highest, total, sums0, sums1, sums2, sums3 = state
     # Zero. Without it the places of all parts would be computed before the loop, and spilled.
     here = split >> 30
-    scores = _scores(GROUP, rooms, here, turn, layout)
+    scores = _scores(GROUP, rooms, here, turn)
     if MASKED:
-        token = split + GROUP * TILE + gl.arange(0, TILE, gl.SliceLayout(0, layout))
+        token = split + GROUP * TILE + gl.arange(0, TILE, gl.SliceLayout(0, LAYOUT))
         scores = gl.where(token[None, :] <= position[:, None], scores, float("-inf"))
         if split + SPLIT > end:
             _clear(GROUP, rooms[1], end - split - GROUP * TILE)
-    found = _weigh(GROUP, scores, scale, rooms, turn, layout, MASKED)
+    found = _weigh(GROUP, scores, scale, rooms, turn, MASKED)
     # The first tile's products run while the groups await each other's weights.
     parts = (rooms[1], here)
-    first = _first_tile(GROUP, parts, layout)
-    second = _first_tile(2 + GROUP, parts, layout)
-    fade, split_highest, split_total = _exchange(GROUP, found, rooms, turn, layout, MASKED)
+    first = _first_tile(GROUP, parts)
+    second = _first_tile(2 + GROUP, parts)
+    fade, split_highest, split_total = _exchange(GROUP, found, rooms, turn, MASKED)
     highest, kept, share = fades(highest, split_highest)
     total = gl.fma(total, kept, split_total * share)
     factors = (fade[:, None], kept[:, None], share[:, None])
@@ -269,9 +261,9 @@ def _merge_split(
     first = _second_tile(GROUP, first, factors, parts)
     second = _second_tile(2 + GROUP, second, factors, parts)
     sums0 = _merge_part(GROUP, sums0, first, factors, done, 1)
-    first = _first_tile(4 + GROUP, parts, layout)
+    first = _first_tile(4 + GROUP, parts)
     sums1 = _merge_part(2 + GROUP, sums1, second, factors, done, 1)
-    second = _first_tile(6 + GROUP, parts, layout)
+    second = _first_tile(6 + GROUP, parts)
     first = _second_tile(4 + GROUP, first, factors, parts)
     second = _second_tile(6 + GROUP, second, factors, parts)
     sums2 = _merge_part(4 + GROUP, sums2, first, factors, done, 1)
@@ -281,10 +273,10 @@ def _merge_split(
 
 
 @gluon.jit
-def _scores(GROUP: gl.constexpr, rooms, here, turn, layout: gl.constexpr):
+def _scores(GROUP: gl.constexpr, rooms, here, turn):
     """Products of the queries and the group's tile, part by part as they come."""
     query_parts, parts, there = rooms[0], rooms[1], rooms[3]
-    scores = gl.zeros([ROWS, PART], gl.float32, layout)
+    scores = gl.zeros([ROWS, PART], gl.float32, LAYOUT)
     for part in gl.static_range(PARTS):
         mbarrier.wait(there.index(part), turn)
         keys = parts.index(here + GROUP * PARTS + part).permute((1, 0))
@@ -305,19 +297,10 @@ def _clear(GROUP: gl.constexpr, parts, count):
 
 
 @gluon.jit
-def _weigh(
-    GROUP: gl.constexpr,
-    scores,
-    scale,
-    rooms,
-    turn,
-    layout: gl.constexpr,
-    MASKED: gl.constexpr,
-):
+def _weigh(GROUP: gl.constexpr, scores, scale, rooms, turn, MASKED: gl.constexpr):
     """Writes the group's weights and awaits the first tile's. Finds the highest scores of the
     first tile and up to the group's, and the weights' sums."""
     parts, notes, ready = rooms[1], rooms[2], rooms[5]
-    by_row: gl.constexpr = gl.SliceLayout(1, layout)
     higher = gl.max(scores, axis=1) * scale
     if GROUP == 0:
         first_highest = higher
@@ -325,12 +308,12 @@ def _weigh(
         mbarrier.arrive(ready.index(1))
     else:
         mbarrier.wait(ready.index(1), turn)
-        first_highest = notes.index(0).load(by_row)
+        first_highest = notes.index(0).load(BY_ROW)
         higher = gl.maximum(first_highest, higher)
     weights = gl.exp2(gl.fma(scores, gl.to_tensor(scale), -_base(higher, MASKED)[:, None]))
     mine = parts.index(GROUP * PARTS + PARTS - 1)
     mine.store(weights.to(mine.dtype))
-    sums = gl.convert_layout(row_sums(weights, PART), by_row)
+    sums = gl.convert_layout(row_sums(weights, PART), BY_ROW)
     if GROUP == 0:
         notes.index(1).store(sums)
         fence_async_shared()
@@ -342,19 +325,18 @@ def _weigh(
 
 
 @gluon.jit
-def _exchange(GROUP: gl.constexpr, found, rooms, turn, layout: gl.constexpr, MASKED: gl.constexpr):
+def _exchange(GROUP: gl.constexpr, found, rooms, turn, MASKED: gl.constexpr):
     """Has the second tile's weights there; what the first tile's sums are multiplied by; the
     split's highest scores and normalizers."""
     notes, ready = rooms[2], rooms[5]
-    by_row: gl.constexpr = gl.SliceLayout(1, layout)
     first_highest, higher, sums = found
     if GROUP == 0:
         mbarrier.wait(ready.index(3), turn)
-        higher, total = notes.index(2).load(by_row), notes.index(3).load(by_row)
+        higher, total = notes.index(2).load(BY_ROW), notes.index(3).load(BY_ROW)
         fade = gl.exp2(first_highest - _base(higher, MASKED))
     else:
         fade = gl.exp2(first_highest - _base(higher, MASKED))
-        total = gl.fma(notes.index(1).load(by_row), fade, sums)
+        total = gl.fma(notes.index(1).load(BY_ROW), fade, sums)
         notes.index(2).store(higher)
         notes.index(3).store(total)
         mbarrier.arrive(ready.index(3))
@@ -368,9 +350,9 @@ def _base(highest, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def _first_tile(part: gl.constexpr, parts, layout: gl.constexpr):
+def _first_tile(part: gl.constexpr, parts):
     """Starts the sums of a part's columns."""
-    nothing = gl.zeros([ROWS, PART], gl.float32, layout)
+    nothing = gl.zeros([ROWS, PART], gl.float32, LAYOUT)
     rooms, here = parts
     weights, values = rooms.index(here + PARTS - 1), rooms.index(here + part)
     return warpgroup_mma(weights, values, nothing, use_acc=False, is_async=True)
