@@ -37,6 +37,9 @@ _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 SHARED_MEMORY = "/dev/shm"
 LEAST_SHARED_BYTES = 512 << 20
 
+# Beyond these a quantized model is not as good as its original.
+MOST_PERPLEXITY, LEAST_AGREEMENT = 0.01, 0.97
+
 # Page bytes, pages and pushes, as of a small and a large model.
 _PROBES = {"cpu": (64 << 10, 256, 10), "cuda": (2 << 20, 128, 20)}
 
@@ -60,6 +63,9 @@ def doctor(
     exposed: bool = Option(
         False, "--exposure", help="List instead what the running cluster listens on here."
     ),
+    quality: bool = Option(
+        False, "--quality", help="Compare instead the model as configured with itself in float32."
+    ),
     as_json: AsJson = False,
 ) -> None:
     """Check this host: devices, packages, model, ports, and how fast pages travel."""
@@ -67,7 +73,7 @@ def doctor(
         _print_exposure(as_json)
         return
     checks = []
-    for check in run_checks(configs.load(config)):
+    for check in (check_quality if quality else run_checks)(configs.load(config)):
         checks.append(check)
         if not as_json:
             _print(check)
@@ -105,6 +111,33 @@ def run_checks(config: Config) -> Iterator[Check]:
     yield from check_ports(config)
     yield check_shared_memory()
     yield from check_transports(config, device)
+
+
+def check_quality(config: Config) -> Iterator[Check]:
+    """Loads the model twice and predicts a text of 2,700 tokens with each."""
+    from baton.engine.quality import measure
+
+    device, found = check_device(config)
+    yield found
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" else "bfloat16"
+    quality = measure(model_store.locate(config.model), device, dtype=dtype, engine=config.engine)
+    for each in (quality.overall, *quality.by_depth):
+        good = each.perplexity_change <= MOST_PERPLEXITY and each.top_agreement >= LEAST_AGREEMENT
+        yield Check(
+            "ok" if good else "warn",
+            f"{each.start:,} to {each.end:,}",
+            f"perplexity {each.perplexity:.3f} ({each.perplexity_change:+.2%}), likeliest token the"
+            f" same for {each.top_agreement:.1%}, log probabilities change by"
+            f" {each.mean_change:.3f}, 99.9% by less than {each.worst_change:.2f}",
+        )
+    recalled, before = quality.recalled, quality.recalled_in_float32
+    yield Check(
+        "ok" if recalled >= before else "warn",
+        "recall",
+        f"{recalled} of {quality.facts} facts, {before} in float32",
+    )
 
 
 def check_packages() -> Iterator[Check]:

@@ -12,6 +12,7 @@
     model           the forward pass over kernels/
     sampler         the next tokens; grammar and logprobs beside it
     tensor_parallel ranks that share one model
+    quality         what a model loses by its dtype or quantization
 
 Torch's allocator on Arm returns freed memory to the system after 10 ms and faults it in again
 for the next layer, which costs 7% of a prefill. The setting is read when torch is loaded, so

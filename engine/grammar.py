@@ -75,7 +75,7 @@ class Grammars:
             raise NotServed("grammars need llguidance, which is not installed") from None
         try:
             return LLTokenizer(
-                _tokenizer_text(self._folder),
+                tokenizer_text(self._folder),
                 n_vocab=self._vocabulary_size,
                 eos_token=_end_token(self._folder),
             )
@@ -124,13 +124,13 @@ class TokenGuide:
         return mask
 
 
-def _tokenizer_text(folder: Path) -> str:
+def tokenizer_text(folder: Path) -> str:
     """In the format of tokenizer.json."""
     if (folder / "tokenizer.json").is_file():
         return (folder / "tokenizer.json").read_text(encoding="utf-8")
     if (folder / model_store.SENTENCEPIECE_FILE).is_file():
         return model_store.convert_sentencepiece(folder)
-    raise NotServed("grammars need a tokenizer, which this model does not have")
+    raise NotServed("this model has no tokenizer")
 
 
 def _end_token(folder: Path) -> int | None:

@@ -25,7 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "router": {"rpc"},
     "planner": {"router"},
     "cluster": {"planner", "router", "prefill_worker", "decode_worker", "worker", "engine", "rpc"},
-    "cli": {"cluster", "planner", "kv_transfer", "baton"},
+    "cli": {"cluster", "planner", "engine", "kv_transfer", "baton"},
 }
 
 # Who may import what of others'.

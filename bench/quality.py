@@ -1,0 +1,48 @@
+"""What a model loses by the way it is kept: against itself in float32, on a fixed text.
+
+    python -m bench.quality [--model FOLDER] [--dtype bfloat16]
+
+Both predict the same text (engine/quality.txt), each token from the true ones before it. The table
+has, by depth, the perplexity and how much it changes, the mean and 99.9th percentile of the changes
+of tokens' log probabilities, and the share of tokens with the same likeliest token in their place.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from baton.core import model_store
+from baton.engine.quality import Quality, measure
+
+COLUMNS = ("depth", "tokens", "perplexity", "change", "mean |d|", "99.9% |d|", "same top-1")
+
+
+def print_table(quality: Quality) -> None:
+    print("".join(f"{column:>14}" for column in COLUMNS))
+    for each in (*quality.by_depth, quality.overall):
+        cells = (
+            f"{each.start:,}-{each.end:,}",
+            f"{each.tokens:,}",
+            f"{each.perplexity:.3f}",
+            f"{each.perplexity_change:+.2%}",
+            f"{each.mean_change:.4f}",
+            f"{each.worst_change:.3f}",
+            f"{each.top_agreement:.2%}",
+        )
+        print("".join(f"{cell:>14}" for cell in cells))
+    before = quality.recalled_in_float32
+    print(f"facts recalled: {quality.recalled} of {quality.facts}, {before} in float32")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--model", default=model_store.EMBEDDED, help="a folder or a GGUF file")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="bfloat16")
+    options = parser.parse_args()
+    folder = model_store.locate(options.model)
+    print_table(measure(folder, options.device, dtype=options.dtype))
+
+
+if __name__ == "__main__":
+    main()

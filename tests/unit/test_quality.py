@@ -1,0 +1,73 @@
+"""How much worse a model predicts a text than the same model in float32."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+from typer.testing import CliRunner
+
+from baton.cli.app import app
+from baton.core import model_store
+from baton.core.types import Logprobs
+from baton.engine import quality
+from baton.engine.quality import FACTS, Exam, compare, make_exam
+
+
+def test_the_numbers_are_told_and_asked_for_again() -> None:
+    folder = model_store.locate(model_store.EMBEDDED)
+    decode = Tokenizer.from_file(str(folder / "tokenizer.json")).decode
+    exam = make_exam(folder)
+    asked = [int(decode([exam.tokens[at] for at in number])) for number in exam.numbers]
+    assert asked == [FACTS[fact] for fact in sorted(FACTS)]
+    text = decode(exam.tokens)
+    assert [text.count(str(number)) for number in asked] == [2] * len(FACTS)
+
+
+def test_the_story_is_compared_without_the_numbers() -> None:
+    folder = model_store.locate(model_store.EMBEDDED)
+    decode = Tokenizer.from_file(str(folder / "tokenizer.json")).decode
+    exam = make_exam(folder)
+    compared = decode([exam.tokens[at] for at in exam.story])
+    assert "number of the" not in compared
+    written = quality.STORY.read_text(encoding="utf-8").split()
+    assert compared.split() == written[1:]  # nothing predicts the first
+
+
+def test_changes_are_counted_by_depth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quality, "DEPTHS", (0, 3))
+    exam = Exam(tokens=[1, 2, 3, 4, 5], story=[1, 2, 3], numbers=[range(4, 5)])
+    reference = [Logprobs(-1.0, (each,)) for each in (2, 3, 4, 5)]
+    scores = [Logprobs(-1.5, (2,)), Logprobs(-0.5, (9,)), Logprobs(-3.0, (4,)), Logprobs(0, (7,))]
+    found = compare(exam, scores, reference)
+    near, deep = found.by_depth
+    assert (near.tokens, near.mean_change, near.worst_change, near.top_agreement) == (
+        2,
+        0.5,
+        0.5,
+        0.5,
+    )
+    assert near.perplexity == pytest.approx(2.71828, abs=1e-5)
+    assert near.perplexity_change == pytest.approx(0.0)
+    assert (deep.tokens, deep.mean_change, deep.top_agreement) == (1, 2.0, 1.0)
+    assert deep.perplexity_change == pytest.approx(6.38906, abs=1e-5)
+    assert found.overall.tokens == 3
+    assert (found.recalled, found.recalled_in_float32, found.facts) == (0, 1, 1)
+
+
+def test_doctor_compares_the_model_with_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paragraphs = quality.STORY.read_text(encoding="utf-8").split("\n\n")
+    monkeypatch.setattr(quality, "STORY", tmp_path / "story.txt")
+    quality.STORY.write_text("\n\n".join(each[:200] for each in paragraphs[:6]))
+    file = tmp_path / "baton.yaml"
+    file.write_text("dtype: float32\ndevice: cpu\n")
+    result = CliRunner().invoke(app, ["doctor", "--quality", "--json", "--config", str(file)])
+    assert result.exit_code == 0, result.output
+    device, overall, *_, recall = json.loads(result.output)
+    assert device["subject"] == "device"
+    assert "(+0.00%), likeliest token the same for 100.0%" in overall["finding"]
+    assert recall["subject"] == "recall"
