@@ -124,12 +124,11 @@ def score(engine: Engine, tokens: list[int]) -> list[Logprobs]:
 
 def compare(exam: Exam, scores: list[Logprobs], reference: list[Logprobs]) -> Quality:
     """`scores` of one model, `reference` of the same in float32."""
-    depths = [*DEPTHS, len(exam.tokens)]
-    spans = [(start, end) for start, end in pairwise(depths) if start < end]
+    depths = [*(depth for depth in DEPTHS if depth < len(exam.tokens)), len(exam.tokens)]
     compared = partial(_compare_span, exam, scores, reference)
     return Quality(
         compared(0, len(exam.tokens)),
-        [compared(start, end) for start, end in spans],
+        [compared(start, end) for start, end in pairwise(depths)],
         _recalled(exam, scores),
         _recalled(exam, reference),
         len(exam.numbers),
