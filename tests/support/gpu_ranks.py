@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
-from interpreted_kernels import patch_language_once
+from interpreted_kernels import speed_up
 
 from baton.engine.architecture import Split, read_architecture
 from baton.engine.checkpoint import Checkpoint
@@ -59,7 +59,7 @@ def _follow(
 ) -> None:
     torch.set_num_threads(1)
     if device == "cpu":
-        patch_language_once()
+        speed_up()
     runner = gpu_runner(folder, device, pages, page_size, Group(Split(1, 2), meeting))
     with contextlib.suppress(EOFError):
         while True:
