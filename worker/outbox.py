@@ -50,7 +50,7 @@ class Outbox:
     # Called by the event loop.
 
     def attach(self, attachment: int) -> asyncio.Queue[pb.WorkerMessage | None]:
-        """The queue of one router's stream. None in it ends the stream."""
+        """The queue of one router's stream. None in it is the end."""
         queue: asyncio.Queue[pb.WorkerMessage | None] = asyncio.Queue()
         self._queues[attachment] = queue
         return queue
@@ -63,7 +63,7 @@ class Outbox:
         self._sort([(None, message)])
 
     def close(self) -> None:
-        """Ends every stream once its queue has been written."""
+        """Asks every router to end its stream, once the queue has been written."""
         for queue in self._queues.values():
             queue.put_nowait(None)
 

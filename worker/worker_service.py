@@ -70,7 +70,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         queue: asyncio.Queue[pb.WorkerMessage | None],
         context: Context,
     ) -> None:
-        """Receives and sends until either side ends."""
+        """Receives and sends until the router ends the stream, or either fails."""
         tasks = [
             asyncio.ensure_future(self._receive(attachment, requests, queue)),
             asyncio.ensure_future(self._send(queue, context)),
@@ -103,3 +103,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def _send(self, queue: asyncio.Queue[pb.WorkerMessage | None], context: Context) -> None:
         while (message := await queue.get()) is not None:
             await context.write(message)
+        await context.write(pb.WorkerMessage(closing=pb.Closing()))
+        # The router ends the stream. Its gRPC drops what has come and was not read yet when it
+        # writes to a stream that the worker has ended.
+        await asyncio.Event().wait()

@@ -167,6 +167,7 @@ class WorkerMessage(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     CACHE_EVENTS_FIELD_NUMBER: _builtins.int
     ROLE_SWITCHED_FIELD_NUMBER: _builtins.int
+    CLOSING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome:
         """First on every stream."""
@@ -219,6 +220,12 @@ class WorkerMessage(_message.Message):
     def role_switched(self) -> Global___RoleSwitched:
         """From either: a role switch has ended."""
 
+    @_builtins.property
+    def closing(self) -> Global___Closing:
+        """From either: its last message. The router ends the stream: if the worker
+        did, a router that still writes would lose what it has not read yet.
+        """
+
     def __init__(
         self,
         *,
@@ -234,12 +241,13 @@ class WorkerMessage(_message.Message):
         draining: Global___Draining | None = ...,
         cache_events: Global___CacheEvents | None = ...,
         role_switched: Global___RoleSwitched | None = ...,
+        closing: Global___Closing | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cache_events", b"cache_events", "connected", b"connected", "draining", b"draining", "failed", b"failed", "first_token", b"first_token", "kind", b"kind", "load", b"load", "pong", b"pong", "pushed", b"pushed", "reserved", b"reserved", "role_switched", b"role_switched", "step", b"step", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache_events", b"cache_events", "closing", b"closing", "connected", b"connected", "draining", b"draining", "failed", b"failed", "first_token", b"first_token", "kind", b"kind", "load", b"load", "pong", b"pong", "pushed", b"pushed", "reserved", b"reserved", "role_switched", b"role_switched", "step", b"step", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_events", b"cache_events", "connected", b"connected", "draining", b"draining", "failed", b"failed", "first_token", b"first_token", "kind", b"kind", "load", b"load", "pong", b"pong", "pushed", b"pushed", "reserved", b"reserved", "role_switched", b"role_switched", "step", b"step", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_events", b"cache_events", "closing", b"closing", "connected", b"connected", "draining", b"draining", "failed", b"failed", "first_token", b"first_token", "kind", b"kind", "load", b"load", "pong", b"pong", "pushed", b"pushed", "reserved", b"reserved", "role_switched", b"role_switched", "step", b"step", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["welcome", "connected", "first_token", "reserved", "step", "pushed", "failed", "load", "pong", "draining", "cache_events", "role_switched"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["welcome", "connected", "first_token", "reserved", "step", "pushed", "failed", "load", "pong", "draining", "cache_events", "role_switched", "closing"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -459,6 +467,21 @@ class Draining(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Draining: _TypeAlias = Draining  # noqa: Y015
+
+@_typing.final
+class Closing(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Closing: _TypeAlias = Closing  # noqa: Y015
 
 @_typing.final
 class ResyncCache(_message.Message):

@@ -212,19 +212,13 @@ class WorkerLink:
         """Attaches, again and again, until cancelled or leaving."""
         async with open_channel(self.address, self._identity) as channel:
             while not self.leaving:
-                try:
-                    await self._attach(worker_pb2_grpc.WorkerStub(channel).Attach())
-                except grpc.aio.AioRpcError as error:
-                    self._note_fault(_reason(error))
-                except Exception as error:
-                    log.exception("worker at %s", self.address)
-                    self._note_fault(f"the worker sent an invalid message: {error}")
+                await self._attach(worker_pb2_grpc.WorkerStub(channel).Attach())
                 await asyncio.sleep(RETRY_SECONDS)
 
     async def _attach(self, call: Call) -> None:
         hello = pb.Hello(router_id=self._router_id, protocol=PROTOCOL)
         tasks: list[asyncio.Task[str]] = []
-        reason = "its stream broke"
+        reason = "this router ended the stream"
         try:
             await call.write(pb.RouterMessage(hello=hello))
             config = self._config
@@ -235,18 +229,24 @@ class WorkerLink:
             tasks = [asyncio.ensure_future(each) for each in work]
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             reason = done.pop().result()
-            self._note_fault(reason)
+        except grpc.aio.AioRpcError as error:
+            reason = _reason(error)
+        except Exception as error:
+            log.exception("worker at %s", self.address)
+            reason = f"the worker sent an invalid message: {error}"
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             call.cancel()
             self._lose(reason)
+        self._note_fault(reason)
 
     async def _read(self, call: Call, heartbeat: Heartbeat) -> str:
         while (message := await call.read()) is not grpc.aio.EOF:
             heartbeat.message_received()
-            self._receive(cast(pb.WorkerMessage, message), heartbeat)
+            if not self._receive(cast(pb.WorkerMessage, message), heartbeat):
+                break
         return "the worker closed the stream"
 
     async def _write(self, call: Call) -> str:
@@ -269,7 +269,8 @@ class WorkerLink:
                 return reason
             self._ping()
 
-    def _receive(self, message: pb.WorkerMessage, heartbeat: Heartbeat) -> None:
+    def _receive(self, message: pb.WorkerMessage, heartbeat: Heartbeat) -> bool:
+        """False after the worker's last message."""
         match message.WhichOneof("kind"):
             case "step":
                 self.pace.step(message.step, time.monotonic())
@@ -298,6 +299,9 @@ class WorkerLink:
             case "draining":
                 self.draining = True
                 self._on_change(self)
+            case "closing":
+                return False
+        return True
 
     def _note_welcome(self, welcome: pb.Welcome) -> None:
         if welcome.model != self._model:

@@ -113,6 +113,27 @@ async def test_a_draining_worker_gets_nothing_new_and_keeps_its_requests() -> No
         assert event.token_ids == [5]
 
 
+async def test_a_router_ends_the_stream_once_it_has_read_the_last_message() -> None:
+    worker = ScriptedWorker()
+    async with linked(worker) as link:
+        await until(lambda: usable(link))
+        inbox: asyncio.Queue[AttemptEvent] = asyncio.Queue()
+        link.open(KEY, inbox.put_nowait)
+        failed = pb.Failed(request_id="r", epoch=1, message="it is being drained")
+        await worker.send(pb.WorkerMessage(failed=failed))
+        await worker.send(pb.WorkerMessage(closing=pb.Closing()))
+        handed_back, lost = await inbox.get(), await inbox.get()
+        assert isinstance(handed_back, pb.WorkerMessage)
+        assert handed_back.failed.message == "it is being drained"
+        assert isinstance(lost, LinkLost)
+        assert lost.reason == "the worker closed the stream"
+        await until(lambda: attached_again(worker))
+
+
+async def attached_again(worker: ScriptedWorker) -> bool:
+    return worker.attached == 2
+
+
 async def test_a_worker_that_drains_already_says_so_in_its_welcome() -> None:
     worker = ScriptedWorker()
     worker.draining = True
