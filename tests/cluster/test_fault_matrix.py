@@ -45,7 +45,7 @@ CELLS = [
     for cell in itertools.product(SIGNALS, TARGETS, MOMENTS)
 ]
 
-CHUNK = 128
+CHUNK = 64
 ANSWER = 16
 DEADLINE_SECONDS = 60.0
 # Longer than it takes to call a worker frozen.
@@ -53,7 +53,7 @@ ROUTER_FREEZE_SECONDS = 4.0
 
 # Characters of several tokens, so that a seam within one would show.
 TEXT = "🦊🌍 狐狸 こんにちは " * 6
-LONG_TEXT = "🦊🌍 狐狸 こんにちは " * 22
+LONG_TEXT = "🦊🌍 狐狸 こんにちは " * 11
 GREEDY: dict[str, float] = {"temperature": 0.0}
 SAMPLED: dict[str, float] = {
     "temperature": 0.9,

@@ -9,13 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from foreign_models import FOREIGN_MODELS
 from gguf import GGMLQuantizationType
 from gguf_files import SHAPE, byte_level, load_with_transformers, write_gguf
 from processes import ProcessCluster
 from serving import Serve
 from text_model import END, tokenizer
 from tiny_hub import TinyHub
-from tiny_models import TINY_MODELS, TinyModel, build, generate_with_transformers, save
+from tiny_models import TinyModel, build, generate_with_transformers, save
 
 from baton.core.config import Config
 from baton.core.model_store import model_name
@@ -35,18 +36,25 @@ def hub() -> Iterator[TinyHub]:
 def test_a_hubs_model_is_resolved_and_downloaded_once_and_stays_that_commit(
     hub: TinyHub, tmp_path: Path
 ) -> None:
-    oracle = save(TINY_MODELS["llama"], tmp_path / "model")
+    """Also its defaults, and what runs it: this one runs through transformers."""
+    oracle = save(FOREIGN_MODELS["gpt2"], tmp_path / "model")
+    plain = generate_with_transformers(oracle, PROMPT, ANSWER)
+    oracle.generation_config.repetition_penalty = 1.8
+    oracle.generation_config.save_pretrained(tmp_path / "model")
     expected = generate_with_transformers(oracle, PROMPT, ANSWER)
+    assert expected != plain
     hub.push(NAME, tmp_path / "model")
     flags = ["--model", NAME, "--kv-memory", "4MiB", "--dtype", "float32"]
     environment = hub.environment(tmp_path / "home")
     with Serve(tmp_path / "serve", *flags, environment=environment) as serve:
         serve.ready()
         assert f"Baton serves {NAME}." in serve.stdout
+        assert "gpt2 runs through transformers, over our pages" in serve.stdout
+        assert "repetition_penalty" in serve.stdout
         assert answer(serve) == expected
         assert hub.requests.count(f"GET /api/models/{NAME}") == 1
         assert set(hub.downloads().values()) == {1}
-        save(TINY_MODELS["llama"], tmp_path / "model", seed=1)
+        save(FOREIGN_MODELS["gpt2"], tmp_path / "model", seed=1)
         hub.push(NAME, tmp_path / "model")
         os.kill(serve.worker("decode-0"), signal.SIGKILL)
         serve.wait_for("decode-0 +ready", 2)

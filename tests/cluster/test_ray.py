@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import shutil
 import signal
@@ -58,16 +57,23 @@ class RayHead(Command):
 
 
 @pytest.fixture(scope="module")
-def head() -> Iterator[RayHead]:
-    with started_head() as ray:
-        yield ray
+def hub() -> Iterator[TinyHub]:
+    made = TinyHub()
+    yield made
+    made.close()
 
 
-@contextlib.contextmanager
-def started_head(environment: dict[str, str] | None = None) -> Iterator[RayHead]:
+@pytest.fixture(scope="module")
+def node_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the node keeps what it downloads."""
+    return tmp_path_factory.mktemp("node")
+
+
+@pytest.fixture(scope="module")
+def head(hub: TinyHub, node_home: Path) -> Iterator[RayHead]:
     # Not pytest's folder: Ray has sockets there, whose paths must be short.
     workspace = Path(tempfile.mkdtemp(prefix="ray-"))
-    ray = RayHead(workspace, environment)
+    ray = RayHead(workspace, hub.environment(node_home))
     try:
         ray.wait_for("Ray runtime started")
         yield ray
@@ -79,28 +85,6 @@ def started_head(environment: dict[str, str] | None = None) -> Iterator[RayHead]
 def serve(workspace: Path, head: RayHead, model: Path) -> Serve:
     flags = ["--ray-address", head.address, "--insecure", "--model", str(model)]
     return Serve(workspace, *flags, "--kv-memory", "4MiB", environment=TOKEN)
-
-
-def test_two_clusters_share_a_ray_and_leave_it_running(
-    head: RayHead, tiny: Path, tmp_path: Path
-) -> None:
-    with (
-        serve(tmp_path / "one", head, tiny) as one,
-        serve(tmp_path / "two", head, tiny) as two,
-    ):
-        for cluster in (one, two):
-            cluster.ready().wait_whole()
-            with cluster.client() as client:
-                assert client.generate([1, 2, 3], max_tokens=5).usage.completion_tokens == 5
-        one.send(signal.SIGTERM)
-        assert (one.wait(), one.stderr) == (0, "")
-        with two.client() as client:
-            assert client.generate([1, 2, 3], max_tokens=5).usage.completion_tokens == 5
-        assert len(head.actors()) == 4
-        two.send(signal.SIGINT)
-        assert (two.wait(), two.stderr) == (0, "")
-    head.wait_without_actors()
-    assert head.runs()
 
 
 @dataclass(frozen=True)
@@ -134,6 +118,25 @@ def detached(
     with Serve(workspace, *flags, "--watch", environment=TOKEN) as command:
         command.wait_for("`baton stop baton-tiny --ray-address .*` stops it")
         yield Detached(command, flags, path, f"{host}:{port}")
+
+
+def assert_answers(cluster: Serve) -> None:
+    with cluster.client() as client:
+        assert client.generate([1, 2, 3], max_tokens=5).usage.completion_tokens == 5
+
+
+def test_two_clusters_share_a_ray_and_leave_it_running(
+    head: RayHead, detached: Detached, tiny: Path, tmp_path: Path
+) -> None:
+    with serve(tmp_path, head, tiny) as second:
+        second.ready().wait_whole()
+        for cluster in (detached.command, second):
+            assert_answers(cluster)
+        second.send(signal.SIGTERM)
+        assert (second.wait(), second.stderr) == (0, "")
+    assert_answers(detached.command)
+    assert len(head.actors()) == 4
+    assert head.runs()
 
 
 def test_a_router_outside_ray_follows_the_controller_at_its_port(
@@ -206,8 +209,7 @@ def test_a_controllers_port_that_is_taken_is_told_in_one_line(
 def test_a_detached_cluster_serves_until_it_is_stopped(
     head: RayHead, detached: Detached, tmp_path: Path
 ) -> None:
-    with detached.command.client() as client:
-        assert client.generate([1, 2, 3], max_tokens=5).usage.completion_tokens == 5
+    assert_answers(detached.command)
     stop = Command(tmp_path, [BATON, "stop", "--ray-address", head.address], TOKEN)
     assert (stop.wait(), stop.stderr) == (0, "")
     assert re.fullmatch(r"baton-\w+ is stopped\n", stop.stdout)
@@ -237,29 +239,28 @@ def test_what_only_a_worker_can_find_is_told_in_one_line(head: RayHead, tmp_path
     head.wait_without_actors()
 
 
-def test_a_node_downloads_a_hubs_model_itself_and_reports_what_goes_wrong(tmp_path: Path) -> None:
-    hub = TinyHub()
+def test_a_node_downloads_a_hubs_model_itself_and_reports_what_goes_wrong(
+    head: RayHead, hub: TinyHub, node_home: Path, tmp_path: Path
+) -> None:
     save(TINY_MODELS["llama"], tmp_path / "model")
     commit = hub.push("org/tiny", tmp_path / "model")
-    here, there = hub.environment(tmp_path / "here"), hub.environment(tmp_path / "there")
-    flags = ["--insecure", "--model", "org/tiny", "--kv-memory", "4MiB"]
+    environment = hub.environment(tmp_path / "here") | TOKEN
+    flags = ["--ray-address", head.address, "--insecure", "--model", "org/tiny"]
     weights = f"hub/models--org--tiny/snapshots/{commit}/model.safetensors"
-    with started_head(there) as head:
-        hub.cuts = 1000
-        address = ["--ray-address", head.address]
-        with Serve(tmp_path / "cut", *address, *flags, environment=here | TOKEN) as cut:
-            assert cut.wait() == 1
-        expected = r"baton: \S+-0 cannot start: the download of org/tiny was cut off .*\n"
-        assert re.fullmatch(expected, cut.stderr)
-        head.wait_without_actors()
-        hub.cuts = 0
-        with Serve(tmp_path / "whole", *address, *flags, environment=here | TOKEN) as cluster:
-            cluster.ready()
-            with cluster.client() as client:
-                assert client.generate([1, 2, 3], max_tokens=5).usage.completion_tokens == 5
-            assert (tmp_path / "there" / weights).is_file()
-            assert not (tmp_path / "here" / weights).exists()
-    hub.close()
+    hub.cuts = 1000
+    with Serve(tmp_path / "cut", *flags, environment=environment) as cut:
+        assert cut.wait() == 1
+    expected = r"baton: \S+-0 cannot start: the download of org/tiny was cut off .*\n"
+    assert re.fullmatch(expected, cut.stderr)
+    head.wait_without_actors()
+    hub.cuts = 0
+    with Serve(tmp_path / "whole", *flags, "--kv-memory", "4MiB", environment=environment) as whole:
+        assert_answers(whole.ready())
+        assert (node_home / weights).is_file()
+        assert not (tmp_path / "here" / weights).exists()
+        whole.send(signal.SIGINT)
+        assert (whole.wait(), whole.stderr) == (0, "")
+    head.wait_without_actors()
 
 
 def test_an_address_where_nobody_answers_is_told_in_one_line(tmp_path: Path) -> None:

@@ -13,6 +13,10 @@ from tiny_models import TINY_MODELS, VOCABULARY, choices_of_transformers, save
 
 # Each model with its own page size, chunk size and batch limit, so that all of them are met.
 SIZES = [(16, 512, 64), (1, 7, 3), (4, 16, 8), (32, 5, 2), (8, 33, 1)]
+# One model of each layout of pages; tests/unit/test_engine_tokens.py runs all models.
+LAYOUTS = ["llama", "llama-tied-mqa", "llama-head-dim", "mixtral", "qwen2", "qwen3", "smollm3"]
+LAYOUTS += ["mistral-window", "qwen2-layer-types", "qwen3-windows", "phi3", "phi3-long", "gemma3"]
+LAYOUTS += ["gpt-oss", "gpt-oss-full", "deepseek-v2-lite", "deepseek-v3-halves"]
 LENGTHS = [1, 2, 15, 16, 17, 40, 100]
 ANSWER = 24
 
@@ -29,7 +33,7 @@ def ask(cluster: ProcessCluster, asked: list[list[int]], tokens: int = ANSWER) -
         return [list(answer.token_ids) for answer in answers]
 
 
-@pytest.mark.parametrize(("index", "name"), list(enumerate(TINY_MODELS)), ids=TINY_MODELS)
+@pytest.mark.parametrize(("index", "name"), list(enumerate(LAYOUTS)), ids=LAYOUTS)
 def test_tokens_equal_transformers(index: int, name: str, tmp_path: Path) -> None:
     oracle = save(TINY_MODELS[name], tmp_path / "model", seed=index)
     asked = prompts(index)
