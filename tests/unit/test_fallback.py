@@ -42,7 +42,7 @@ def random_prompt(length: int) -> list[int]:
     return [source.randrange(VOCABULARY) for _ in range(length)]
 
 
-PROMPTS = [random_prompt(length) for length in (1, 5, 23, 40, 150)]
+PROMPTS = [random_prompt(length) for length in (1, 5, 23, 40, 70)]
 
 
 def load(folder: Path, page_size: int = 16, dtype: str = "float32") -> Engine:

@@ -7,7 +7,14 @@ import random
 from pathlib import Path
 
 import pytest
-from tiny_models import TINY_MODELS, VOCABULARY, TinyModel, generate_with_transformers, save
+from tiny_models import (
+    TINY_MODELS,
+    VOCABULARY,
+    TinyModel,
+    choices_of_transformers,
+    generate_with_transformers,
+    save,
+)
 
 from baton.core.types import AttemptKey, Sampling, Work
 from baton.decode_worker.decode_scheduler import DecodeScheduler
@@ -111,7 +118,11 @@ def test_turns_of_a_conversation_answer_as_transformers_does(name: str, tmp_path
             while workers.step():
                 pass
             answer = sequence.tokens[len(prompt) :]
-            assert answer == generate_with_transformers(oracle, prompt, ANSWER), (page_size, turn)
+            assert len(answer) == ANSWER
+            assert [answer] == choices_of_transformers(oracle, [prompt], [answer]), (
+                page_size,
+                turn,
+            )
             prompt += answer + second
         assert workers.prefill.pool.cache.found > 0
         workers.check_idle()
