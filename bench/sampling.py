@@ -56,6 +56,7 @@ def print_costs(vocabulary: int) -> None:
 
     print(f"{'batch':<8}" + "".join(f"{name:>12}" for name in ("best", *FILTERS)) + "   us a call")
     for batch in BATCHES:
+        torch.manual_seed(batch)
         logits = (torch.randn(batch, vocabulary, device="cuda") * SPREAD).bfloat16()
         cells = [microseconds(functools.partial(argmax, logits))]
         for top_k, top_p, min_p in FILTERS.values():

@@ -47,7 +47,7 @@ def _measure(logits, best, scale, floor, SIZE: tl.constexpr, BLOCK: tl.constexpr
 
 
 @triton.jit
-def measure_both(logits, best, scale, low, high, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _measure_both(logits, best, scale, low, high, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """The same for two floors, in one pass."""
     low_counts = tl.zeros([BLOCK], dtype=tl.int32)
     low_sums = tl.zeros([BLOCK], dtype=tl.int64)
@@ -69,15 +69,19 @@ def measure_both(logits, best, scale, low, high, SIZE: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit
-def _pick(logits, best, scale, low, high, spare, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Writes the weights with bits in [low, high) to spare."""
-    filled = tl.full([], 0, dtype=tl.int32)
+def _pick(logits, best, scale, low, high, spare, picked, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Writes the weights with bits in [low, high) to spare, in any order; counts them in picked."""
+    tl.store(picked, 0)
+    # Threads read what others of this program wrote, here and in an earlier call.
+    tl.debug_barrier()
     for start in tl.range(0, SIZE, BLOCK, num_stages=3):
         weights = load_weights(logits, start, best, scale, SIZE, BLOCK)
         bits = weights.to(tl.int32, bitcast=True)
-        within = ((bits >= low) & (bits < high)).to(tl.int32)
-        tl.store(spare + filled + tl.cumsum(within, axis=0) - 1, weights, mask=within > 0)
-        filled += tl.sum(within, axis=0)
+        within = (bits >= low) & (bits < high)
+        ones = within.to(tl.int32)
+        slot = tl.atomic_add(picked + tl.zeros_like(ones), ones, mask=within, sem="relaxed")
+        tl.store(spare + slot, weights, mask=within)
+    tl.debug_barrier()
 
 
 @triton.jit
@@ -86,7 +90,7 @@ def _either(first, a, b, c, d, e, f):
 
 
 @triton.jit
-def raise_floor(
+def _raise_floor(
     logits,
     best,
     scale,
@@ -98,6 +102,7 @@ def raise_floor(
     count,
     total,
     spare,
+    picked,
     BY_SUM: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -123,17 +128,14 @@ def raise_floor(
             enough, high, high_count, high_sum, middle, count, total
         )
     if high - low > 1:
-        # Threads read what others of this program wrote, here and in an earlier call.
-        tl.debug_barrier()
-        _pick(logits, best, scale, low, high, spare, SIZE, BLOCK)
-        tl.debug_barrier()
+        _pick(logits, best, scale, low, high, spare, picked, SIZE, BLOCK)
         lane = tl.arange(0, SPARE)
-        picked = tl.load(spare + lane, mask=lane < low_count - high_count, other=0.0)
+        weights = tl.load(spare + lane, mask=lane < low_count - high_count, other=0.0)
         above_count, above_sum = high_count, high_sum
         # A single weight left within the range is the result.
         while (low_count - high_count > 1) & (high - low > 1):
             middle = low + (high - low) // 2
-            heavy = _heavy(picked, middle)
+            heavy = _heavy(weights, middle)
             count = above_count + tl.sum((heavy > 0).to(tl.int32), axis=0)
             total = above_sum + tl.sum(heavy, axis=0)
             enough = (total if BY_SUM else count) >= needed
@@ -142,3 +144,41 @@ def raise_floor(
                 enough, high, high_count, high_sum, middle, count, total
             )
     return low, low_count, low_sum
+
+
+@triton.jit
+def filtered_floor(
+    logits,
+    best,
+    scale,
+    top_k,
+    top_p,
+    spare,
+    picked,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPARE: tl.constexpr,
+):
+    """The bits of the least weight that top_k and, of what it leaves, top_p leave.
+
+    spare: room for SPARE weights; picked: for an int32.
+    """
+    floor = tl.full([], ZERO_BITS, dtype=tl.int32)
+    # A quarter of the range below the best: filters rarely keep weights under 2^-10 of it.
+    middle = tl.full([], ZERO_BITS + (ONE_BITS - ZERO_BITS) // 4 * 3, dtype=tl.int32)
+    count, total, middle_count, middle_sum = _measure_both(
+        logits, best, scale, floor, middle, SIZE, BLOCK
+    )
+    if (top_k > 0) & (top_k < SIZE):
+        floor, count, total = _raise_floor(
+            logits, best, scale, top_k, floor, count, total, middle, middle_count, middle_sum,
+            spare, picked, False, SIZE, BLOCK, SPARE,
+        )  # fmt: skip
+        middle, middle_count, middle_sum = floor, count, total
+    if top_p < 1.0:
+        needed = tl.minimum((total.to(tl.float64) * top_p).to(tl.int64), total)
+        floor, count, total = _raise_floor(
+            logits, best, scale, needed, floor, count, total, middle, middle_count, middle_sum,
+            spare, picked, True, SIZE, BLOCK, SPARE,
+        )  # fmt: skip
+    return floor

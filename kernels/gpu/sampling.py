@@ -13,13 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.kernels.gpu.floors import (
-    ONE_BITS,
-    WEIGHT_ONE,
-    ZERO_BITS,
-    measure_both,
-    raise_floor,
-)
+from baton.kernels.gpu.floors import WEIGHT_ONE, ZERO_BITS, filtered_floor
 
 FEW_ROWS = 8
 """Up to this many rows a row is cut into more parts, to fill the chip."""
@@ -92,7 +86,7 @@ def sample(
         BLOCK_PARTS=block_parts,
         BLOCK=block,
         SPARE=CAPACITY,
-        num_warps=max(block // 256, 4),
+        num_warps=max(block // 512, 4),
     )
     _best_with_noise[(rows, parts)](
         logits,
@@ -214,22 +208,11 @@ def _find_floors(
         spare = spare_pointer + row * SPARE
         best = tl.load(logits + token).to(tl.float32)
         floor = tl.full([], ZERO_BITS, dtype=tl.int32)
-        middle = tl.full([], ZERO_BITS + (ONE_BITS - ZERO_BITS) // 2, dtype=tl.int32)
-        count, total, middle_count, middle_sum = measure_both(
-            logits, best, scale, floor, middle, SIZE, BLOCK
-        )
-        if (top_k > 0) & (top_k < SIZE):
-            floor, count, total = raise_floor(
-                logits, best, scale, top_k, floor, count, total, middle, middle_count, middle_sum,
-                spare, False, SIZE, BLOCK, SPARE,
-            )  # fmt: skip
-            middle, middle_count, middle_sum = floor, count, total
-        if top_p < 1.0:
-            needed = tl.minimum((total.to(tl.float64) * top_p).to(tl.int64), total)
-            floor, count, total = raise_floor(
-                logits, best, scale, needed, floor, count, total, middle, middle_count, middle_sum,
-                spare, True, SIZE, BLOCK, SPARE,
-            )  # fmt: skip
+        if (top_k > 0) | (top_p < 1.0):
+            # The row's place for its floor counts meanwhile.
+            floor = filtered_floor(
+                logits, best, scale, top_k, top_p, spare, floors_pointer + row, SIZE, BLOCK, SPARE
+            )
         floor = tl.maximum(floor, (min_p * WEIGHT_ONE).to(tl.int32, bitcast=True))
     tl.store(floors_pointer + row, floor)
 
