@@ -49,15 +49,16 @@ STAGE_BYTES = 224 << 10
 
 NARROW = LinearTiling(32, 256, 4, 6)
 MIDDLE = LinearTiling(64, 128, 4, 6)
+SHALLOW = LinearTiling(64, 64, 4, 8)
 WIDE = LinearTiling(128, 128, 8, 3)
-"""The last two measured on an H200, for 1 to 32 rows of Llama 3.1 8B: docs/PERFORMANCE.md."""
+"""Measured on an H200, for 1 to 32 rows of Llama 3.2 1B, Phi 3 mini and Llama 3.1 8B."""
 
 
-def tiling_for(outputs: int) -> LinearTiling:
+def tiling_for(outputs: int, rows: int) -> LinearTiling:
     """Few outputs need small tiles to fill the chip; many are read faster in large ones."""
     if outputs < 8192:
-        return NARROW if outputs < 4096 else MIDDLE
-    return WIDE
+        return NARROW if outputs < 4096 and rows <= 16 else MIDDLE
+    return SHALLOW if outputs < 12288 else WIDE
 
 
 def stages_for(tiling: LinearTiling, block_m: int, gated: bool, dtype: torch.dtype) -> int:
@@ -101,16 +102,11 @@ def few_rows_onto(
 ) -> Scaled:
     """residual [M, N] += x @ weight.T + bias; and scaled by `norm` [N]."""
     rows, outputs = residual.shape
-    parts = triton.cdiv(outputs, tiling_for(outputs).outputs) * _parts(outputs)
+    parts = triton.cdiv(outputs, square_columns(outputs))
     squares = residual.new_empty(parts, rows, dtype=torch.float32)
     target = Scaled(torch.empty_like(residual), squares, epsilon)
     _launch(x, weight, bias, residual, outputs, norm=norm, target=target)
     return target
-
-
-def _parts(outputs: int) -> int:
-    """Sums of squares that a program leaves."""
-    return tiling_for(outputs).outputs // square_columns(outputs)
 
 
 def _launch(
@@ -127,7 +123,7 @@ def _launch(
     ahead: Tensor | None = None,
 ) -> None:
     rows, depth = x.shape
-    tiling = tiling_for(outputs)
+    tiling = tiling_for(outputs, rows)
     programs, threads = triton.cdiv(outputs, tiling.outputs), 32 * tiling.warps
     piece = piece_for(ahead, programs * threads)
     block_m = max(16, triton.next_power_of_2(rows))
@@ -241,7 +237,7 @@ def _few_rows(
         squares = square_sums(tl.reshape(sums, (left, SQUARES, BLOCK_M)), 1, SQUARES)
         part = program * left + tl.arange(0, left)
         squares_at = squares_pointer + part[:, None] * rows + row[None, :]
-        tl.store(squares_at, squares, mask=in_rows[None, :])
+        tl.store(squares_at, squares, mask=in_rows[None, :] & (part * SQUARES < outputs)[:, None])
     else:
         # Rounded as the matrix library leaves a product, before a row's size is applied.
         sums, ups = sums.to(dtype).to(tl.float32), ups.to(dtype).to(tl.float32)
