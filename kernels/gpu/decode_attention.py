@@ -31,6 +31,9 @@ from baton.kernels.gpu.splits import SplitWorkspace, merge_splits, programs_for
 WIDE_BYTES = 512
 """Heads of this size fill the registers of two warps, and shared memory with few tiles."""
 
+SMALL_BYTES = 128
+"""Heads of up to this size keep one warp busy: more programs run side by side."""
+
 FEW_ROWS = 16
 """Below this many sequences latency counts: more warps, less loaded ahead."""
 
@@ -99,13 +102,19 @@ def decode_attention(
         ROTATES=shape.rotates,
         CAPPED=shape.scoring.cap is not None,
         SINKS=shape.sinks is not None,
-        num_warps=4 if batch < FEW_ROWS or block_d * qkv.itemsize >= WIDE_BYTES else 2,
+        num_warps=_warps_for(batch, block_d * qkv.itemsize),
         enable_fp_fusion=False,
         num_stages=tiles_ahead(batch, tile * block_d * qkv.itemsize),
     )
     if programs > 1:
         merge_splits(positions, workspace, programs, shape.heads, shape.window or 0, out)
     return out
+
+
+def _warps_for(batch: int, head_bytes: int) -> int:
+    if batch < FEW_ROWS or head_bytes >= WIDE_BYTES:
+        return 4
+    return 1 if head_bytes <= SMALL_BYTES else 2
 
 
 def tiles_ahead(batch: int, tile_bytes: int) -> int:
