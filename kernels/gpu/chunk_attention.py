@@ -2,7 +2,7 @@
 
 A program handles a block of one chunk's queries for one head and walks over the keys that any
 of them sees, in the tiles of kernels/gpu/fixed_order.py. One launch serves the chunks of many
-sequences.
+sequences. On Hopper kernels/gpu/hopper_chunks.py does better.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton.kernels.gpu import hopper_chunks
 from baton.kernels.gpu.decode_attention import WIDE_BYTES, tiles_ahead
 from baton.kernels.gpu.fixed_order import SPLIT, TILE, attend, merge, tile_of
 from baton.kernels.gpu.pages import load_tile
 from baton.kernels.gpu.rotary import HeadShape
 
-BLOCK_QUERIES = 64
+BLOCK_QUERIES = hopper_chunks.BLOCK_QUERIES
 """Tokens of one entry of `blocks`."""
 
-FLOAT32_QUERIES = 16
-"""Queries of a program in float32: see fixed_order.FLOAT32_TILE."""
+PROGRAM_QUERIES, FLOAT32_QUERIES = 64, 16
+"""Queries of a program; fewer in float32: see fixed_order.FLOAT32_TILE."""
 
 
 def chunk_attention(
@@ -37,9 +38,23 @@ def chunk_attention(
     first row, position of that row, count (0: nothing), the sequence's row of page_table.
     kv_layer [page, 2, token, kv_head, dim] is one layer of the pool.
     """
+    if hopper_chunks.supports(kv_layer, shape):
+        return hopper_chunks.attend(qkv, blocks, page_table, kv_layer, shape, out)
+    return attend_anywhere(qkv, blocks, page_table, kv_layer, shape, out)
+
+
+def attend_anywhere(
+    qkv: Tensor,
+    blocks: Tensor,
+    page_table: Tensor,
+    kv_layer: Tensor,
+    shape: HeadShape,
+    out: Tensor,
+) -> Tensor:
+    """chunk_attention on any device."""
     block_d = max(16, triton.next_power_of_2(shape.head_dim))
     tile = tile_of(qkv.dtype)
-    queries = BLOCK_QUERIES if tile == TILE else FLOAT32_QUERIES
+    queries = PROGRAM_QUERIES if tile == TILE else FLOAT32_QUERIES
     # A split at a time, where shared memory has room to load the next ones ahead.
     by_split = tile == TILE and block_d * qkv.itemsize < WIDE_BYTES
     _chunk[(shape.heads, len(blocks) * (BLOCK_QUERIES // queries))](

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.kernels.gpu import hopper_latents
-from baton.kernels.gpu.chunk_attention import BLOCK_QUERIES
+from baton.kernels.gpu.chunk_attention import BLOCK_QUERIES, PROGRAM_QUERIES
 from baton.kernels.gpu.fixed_order import SPLIT, TILE, add_tile, merge
 from baton.kernels.gpu.latent_projection import LatentSizes
 from baton.kernels.gpu.rotary import LOG2_E
@@ -252,7 +252,7 @@ def attend_halves(
 ) -> Tensor:
     """chunk_latents on any device."""
     for upper in (False, True):
-        _chunk[(sizes.heads, len(blocks))](
+        _chunk[(sizes.heads, len(blocks) * (BLOCK_QUERIES // PROGRAM_QUERIES))](
             query,
             blocks,
             page_table,
@@ -267,7 +267,8 @@ def attend_halves(
             ROTATED=sizes.rotated,
             HALF=max(16, triton.next_power_of_2(sizes.rank) // 2),
             BLOCK_ROTATED=max(16, triton.next_power_of_2(sizes.rotated)),
-            BLOCK_M=BLOCK_QUERIES,
+            PARTS=BLOCK_QUERIES // PROGRAM_QUERIES,
+            BLOCK_M=PROGRAM_QUERIES,
             TILE=TILE,
             SPLIT=SPLIT,
             UPPER=upper,
@@ -294,16 +295,18 @@ def _chunk(
     ROTATED: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_ROTATED: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
     UPPER: tl.constexpr,
 ):
     """The sums of the lower or the upper half of `rank`."""
-    entry = blocks_pointer + tl.program_id(1) * 4
-    count = tl.load(entry + 2)
+    entry = blocks_pointer + tl.program_id(1) // PARTS * 4
+    earlier = tl.program_id(1) % PARTS * BLOCK_M  # queries of the entry
+    count = tl.minimum(tl.load(entry + 2) - earlier, BLOCK_M)
     if count > 0:
-        first_row, start = tl.load(entry).to(tl.int64), tl.load(entry + 1)
+        first_row, start = tl.load(entry).to(tl.int64) + earlier, tl.load(entry + 1) + earlier
         table = table_pointer + tl.load(entry + 3).to(tl.int64) * table_stride
         member = tl.arange(0, BLOCK_M)
         lower, rotated = tl.arange(0, HALF), tl.arange(0, BLOCK_ROTATED)

@@ -1,0 +1,504 @@
+"""Attention of chunks over pages on Hopper.
+
+The same sums in the same order as kernels/gpu/chunk_attention.py, so the same bits, but in
+Gluon, which says which warps do what. Two warps have the chip's copy engine load ahead, page by
+page: one queries and keys, one values. Two groups of four warps attend 64 queries each to the same
+tiles: while one computes exponentials, the other's products run. A group starts the scores of the
+next tile before it adds up this one.
+
+There are as many programs as fit on the chip. Each takes blocks in turn, so that the next block
+is loaded while one ends, and a block of no rows costs nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from baton.kernels.gpu import fixed_order
+from baton.kernels.gpu.rotary import HeadShape
+
+TILE, SPLIT = gl.constexpr(fixed_order.TILE), gl.constexpr(fixed_order.SPLIT)
+TILES = gl.constexpr(SPLIT.value // TILE.value)
+GROUPS, GROUP_QUERIES = gl.constexpr(2), gl.constexpr(64)
+BLOCK_QUERIES = GROUPS.value * GROUP_QUERIES.value
+"""Tokens of one entry of `blocks`."""
+PART = gl.constexpr(64)
+"""Columns: 128 bytes, which the copy engine lays out as products want them."""
+LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.value, 16]))
+"""How scores lie in a group's registers."""
+GROUP_REGISTERS, LOADER_REGISTERS = 240, 24
+REGISTERS = gl.constexpr([GROUP_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS])
+ROOMS = {64: 4, 128: 2}
+"""Splits of keys, and as many of values, on the chip at a time, by head size."""
+ELEMENTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+merge = gluon.jit(fixed_order.merge.fn)
+thread_sums = gluon.jit(fixed_order.thread_sums.fn)
+# Their names changed after Triton 3.6.
+copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_shared = gl.shared_memory_descriptor
+reinterpret = getattr(_shared, "reinterpret", None) or _shared._reinterpret
+
+
+@functools.cache
+def is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+@functools.cache
+def _chip_programs(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def pages_fit(kv_layer: Tensor) -> bool:
+    """Whether the copy engine can load these pages."""
+    aligned = kv_layer.stride(0) % kv_layer.stride(-3) == 0
+    return aligned and kv_layer.shape[-3] in (8, 16, 32, 64, 128, 256)
+
+
+def supports(kv_layer: Tensor, shape: HeadShape) -> bool:
+    """See chunk_attention."""
+    suits = kv_layer.dtype in ELEMENTS and shape.head_dim in ROOMS and shape.scoring.cap is None
+    return suits and is_hopper(kv_layer.device) and pages_fit(kv_layer)
+
+
+def attend(
+    qkv: Tensor,
+    blocks: Tensor,
+    page_table: Tensor,
+    kv_layer: Tensor,
+    shape: HeadShape,
+    out: Tensor,
+) -> Tensor:
+    """As chunk_attention."""
+    (pages, _, page_size, _, dim), token = kv_layer.shape, kv_layer.stride(2)
+    stride = kv_layer.stride(0) // token
+    # All tokens of the pool, values a page's size after their keys.
+    tokens = kv_layer.as_strided(((pages - 1) * stride + 2 * page_size, token), (token, 1))
+    layout = gl.NVMMASharedLayout.get_default_for([TILE.value, PART.value], ELEMENTS[qkv.dtype])
+    boxes = ((qkv, GROUP_QUERIES.value), (tokens, min(page_size, TILE.value)))
+    sources = [
+        TensorDescriptor(each, list(each.shape), [each.stride(0), 1], [tall, PART.value], layout)
+        for each, tall in boxes
+    ]
+    items = shape.heads * len(blocks)
+    _chunks[(min(items, _chip_programs(qkv.device)),)](
+        *sources,
+        blocks,
+        page_table,
+        qkv if shape.sinks is None else shape.sinks,
+        out,
+        items,
+        shape.score_factors[0],
+        shape.window or 0,
+        page_table.stride(0),
+        stride,
+        len(tokens),
+        PAGE_SIZE=page_size,
+        HEADS=shape.heads,
+        KV_HEADS=shape.kv_heads,
+        DIM=dim,
+        SINKS=shape.sinks is not None,
+        ROOMS=ROOMS[dim],
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    return out
+
+
+@gluon.jit(
+    do_not_specialize=["items", "page_stride", "nowhere"],
+    do_not_specialize_on_alignment=["blocks_pointer"],
+)
+def _chunks(
+    queries,
+    tokens,
+    blocks_pointer,
+    table_pointer,
+    sinks_pointer,
+    out_pointer,
+    items,
+    scale,
+    window,
+    table_stride,
+    page_stride,
+    nowhere,
+    PAGE_SIZE: gl.constexpr,
+    HEADS: gl.constexpr,
+    KV_HEADS: gl.constexpr,
+    DIM: gl.constexpr,
+    SINKS: gl.constexpr,
+    ROOMS: gl.constexpr,
+):
+    element: gl.constexpr = tokens.dtype
+    height: gl.constexpr = tokens.block_type.shape[0]
+    count: gl.constexpr = ROOMS * TILES  # tiles
+    boxes: gl.constexpr = count * TILE // height * DIM // PART
+    query_parts = gl.allocate_shared_memory(
+        element, [GROUPS * DIM // PART, GROUP_QUERIES, PART], queries.layout
+    )
+    key_boxes = gl.allocate_shared_memory(element, [boxes, height, PART], tokens.layout)
+    value_boxes = gl.allocate_shared_memory(element, [boxes, height, PART], tokens.layout)
+    query_rooms = reinterpret(query_parts, element, [GROUPS, GROUP_QUERIES, DIM], queries.layout)
+    key_rooms = reinterpret(key_boxes, element, [count, TILE, DIM], tokens.layout)
+    value_rooms = reinterpret(value_boxes, element, [count, TILE, DIM], tokens.layout)
+    # Of splits of keys, then of values, and last of queries.
+    there = gl.allocate_shared_memory(gl.int64, [2 * ROOMS + 1, 1], mbarrier.MBarrierLayout())
+    done = gl.allocate_shared_memory(gl.int64, [2 * ROOMS + 1, 1], mbarrier.MBarrierLayout())
+    for room in gl.static_range(2 * ROOMS + 1):
+        mbarrier.init(there.index(room), count=1)
+        mbarrier.init(done.index(room), count=GROUPS)
+    fence_async_shared()
+    work = (gl.program_id(0), gl.num_programs(0), items, blocks_pointer, window)
+    rooms = (query_rooms, key_rooms, value_rooms, value_boxes, there, done)
+    source = (tokens, table_pointer, table_stride, page_stride, nowhere)
+    gl.warp_specialize(
+        [
+            (_attend, (0, sinks_pointer, out_pointer, rooms, work, scale,
+                       HEADS, DIM, SINKS, ROOMS)),
+            (_attend, (1, sinks_pointer, out_pointer, rooms, work, scale,
+                       HEADS, DIM, SINKS, ROOMS)),
+            (_load, (0, queries, source, query_parts, key_boxes, there, done, work,
+                     PAGE_SIZE, HEADS, KV_HEADS, DIM, ROOMS)),
+            (_load, (1, queries, source, query_parts, value_boxes, there, done, work,
+                     PAGE_SIZE, HEADS, KV_HEADS, DIM, ROOMS)),
+        ],
+        [4, 1, 1],
+        REGISTERS,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _item(turn, work, HEADS: gl.constexpr):
+    """A head, and first row, position of that row, count and sequence of a block. Programs take
+    blocks forth and back, as the first blocks see the most."""
+    program, programs, items, blocks_pointer, _ = work
+    place = gl.where(turn % 2 == 0, program, programs - 1 - program)
+    item = turn * programs + place
+    mine = item < items
+    entry = blocks_pointer + gl.where(mine, item // HEADS, 0) * 4
+    count = gl.where(mine, gl.load(entry + 2), 0)
+    return item % HEADS, gl.load(entry), gl.load(entry + 1), count, gl.load(entry + 3)
+
+
+@gluon.jit
+def _span(start, count, window):
+    """The first token that a block sees, its first split, the first with a mask, and the end of
+    the last. Splits before the mask are seen wholly by all rows."""
+    end = start + count
+    seen = gl.to_tensor(0)
+    masked = gl.minimum(start + 1, end - 1) // SPLIT * SPLIT
+    if window > 0:
+        seen = gl.maximum(start - window + 1, 0)
+        masked = seen // SPLIT * SPLIT
+    return seen, seen // SPLIT * SPLIT, masked, gl.cdiv(end, SPLIT) * SPLIT
+
+
+@gluon.jit
+def _load(
+    VALUES: gl.constexpr,
+    queries,
+    source,
+    query_parts,
+    boxes,
+    there,
+    done,
+    work,
+    PAGE_SIZE: gl.constexpr,
+    HEADS: gl.constexpr,
+    KV_HEADS: gl.constexpr,
+    DIM: gl.constexpr,
+    ROOMS: gl.constexpr,
+):
+    """Loads the keys or the values of all blocks, a split as soon as there is room for it: pages,
+    or parts of pages, as boxes. Boxes that no row sees are `nowhere`: zeros. The first also loads
+    queries."""
+    tokens, table_pointer, table_stride, page_stride, nowhere = source
+    parts: gl.constexpr = DIM // PART
+    height: gl.constexpr = tokens.block_type.shape[0]
+    of_tile: gl.constexpr = TILE // height
+    of_split: gl.constexpr = SPLIT // height
+    number, block = gl.to_tensor(0), gl.to_tensor(0)
+    for turn in range(gl.cdiv(work[2], work[1])):
+        head, first_row, start, count, slot = _item(turn, work, HEADS)
+        if count > 0:
+            seen, first, _, end = _span(start, count, work[4])
+            table = table_pointer + slot.to(gl.int64) * table_stride
+            column = head // (HEADS // KV_HEADS) * DIM
+            if not VALUES:
+                ready = _room(2 * ROOMS, block, there, done)
+                mbarrier.expect(ready, GROUPS * parts * queries.block_type.nbytes)
+                for each in gl.static_range(GROUPS * parts):
+                    at = [first_row + each // parts * GROUP_QUERIES,
+                          head * DIM + each % parts * PART]  # fmt: skip
+                    copy_tile(queries, at, ready, query_parts.index(each))
+                block += 1
+            for split in range(first, end, SPLIT):
+                spots = ()
+                for box in gl.static_range(of_split):
+                    token = split + box * height
+                    inside = (token < start + count) & (token + height > seen)
+                    page = gl.load(table + token // PAGE_SIZE, mask=inside, other=0)
+                    spot = page * page_stride + token % PAGE_SIZE + VALUES * PAGE_SIZE
+                    spots += (gl.where(inside, spot, nowhere),)  # type: ignore[assignment]
+                room = number % ROOMS
+                ready = _room(VALUES * ROOMS + room, number // ROOMS, there, done)
+                mbarrier.expect(ready, of_split * parts * tokens.block_type.nbytes)
+                for box in gl.static_range(of_split):
+                    for part in gl.static_range(parts):
+                        tile = room * TILES + box // of_tile
+                        to = boxes.index((tile * parts + part) * of_tile + box % of_tile)
+                        copy_tile(tokens, [spots[box], column + part * PART], ready, to)
+                number += 1
+
+
+@gluon.jit
+def _room(room, times, there, done):
+    """Awaits that groups are done with a room, filled so many times before."""
+    mbarrier.wait(done.index(room), (times + 1) & 1)
+    return there.index(room)
+
+
+@gluon.jit
+def _attend(
+    GROUP: gl.constexpr,
+    sinks_pointer,
+    out_pointer,
+    rooms,
+    work,
+    scale,
+    HEADS: gl.constexpr,
+    DIM: gl.constexpr,
+    SINKS: gl.constexpr,
+    ROOMS: gl.constexpr,
+):
+    """One group's queries of all blocks."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    number, block = gl.to_tensor(0), gl.to_tensor(0)
+    for turn in range(gl.cdiv(work[2], work[1])):
+        head, first_row, start, count, _ = _item(turn, work, HEADS)
+        if count > 0:
+            span = _span(start, count, work[4])
+            mbarrier.wait(rooms[4].index(2 * ROOMS), block & 1)
+            if count > GROUP * GROUP_QUERIES:
+                highest = float("-inf")
+                if SINKS:
+                    highest = gl.load(sinks_pointer + head)
+                my_row = GROUP * GROUP_QUERIES
+                sums = _attend_block(
+                    rooms[0].index(GROUP), highest, number, start + my_row, start + count, span,
+                    scale, work[4], rooms, layout, DIM, SINKS, ROOMS,
+                )  # fmt: skip
+                row = my_row + gl.arange(0, GROUP_QUERIES, gl.SliceLayout(1, layout))
+                dim = head * DIM + gl.arange(0, DIM, gl.SliceLayout(0, layout))
+                at = (first_row + row).to(gl.int64)[:, None] * (HEADS * DIM) + dim[None, :]
+                result = sums.to(out_pointer.dtype.element_ty)
+                gl.store(out_pointer + at, result, mask=(row < count)[:, None])
+            else:
+                _skip_block(number, span, rooms[4], rooms[5], ROOMS)
+            block += 1
+            number += (span[3] - span[1]) // SPLIT
+
+
+@gluon.jit
+def _skip_block(number, span, there, done, ROOMS: gl.constexpr):
+    """Does not use what is loaded, as the block is short."""
+    mbarrier.arrive(done.index(2 * ROOMS))
+    for _ in range(span[1], span[3], SPLIT):
+        for kind in gl.static_range(2):
+            room = kind * ROOMS + number % ROOMS
+            mbarrier.wait(there.index(room), (number // ROOMS) & 1)
+            mbarrier.arrive(done.index(room))
+        number += 1
+
+
+@gluon.jit
+def _attend_block(
+    query,
+    sink,
+    number,
+    start,
+    last,
+    span,
+    scale,
+    window,
+    rooms,
+    layout: gl.constexpr,
+    DIM: gl.constexpr,
+    SINKS: gl.constexpr,
+    ROOMS: gl.constexpr,
+):
+    """Attends queries from position `start` on to all splits, the first of which is the
+    program's `number`. Tokens end at `last`."""
+    _, first, masked, end = span
+    position = start + gl.arange(0, GROUP_QUERIES, gl.SliceLayout(1, LAYOUT))
+    total = gl.zeros([GROUP_QUERIES], gl.float32, gl.SliceLayout(1, layout))
+    sums = gl.zeros([GROUP_QUERIES, DIM], gl.float32, layout)
+    highest = gl.zeros_like(total) + sink
+    if SINKS:
+        total += 1.0
+    state = (highest, total, sums)
+    place = (position, scale, window)
+    mbarrier.wait(rooms[4].index(number % ROOMS), (number // ROOMS) & 1)
+    scores = _scores(query, rooms[1].index(number % ROOMS * TILES))
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    for split in range(first, masked, SPLIT):
+        scores, state = _merge_split(
+            query, scores, state, number, split, place, rooms, layout, False, True, DIM, ROOMS
+        )
+        number += 1
+    for split in range(masked, end - SPLIT, SPLIT):
+        scores, state = _merge_split(
+            query, scores, state, number, split, place, rooms, layout, True, True, DIM, ROOMS
+        )
+        number += 1
+    _clear(number, last - (end - SPLIT), rooms, DIM, ROOMS)
+    scores, state = _merge_split(
+        query, scores, state, number, end - SPLIT, place, rooms, layout, True, False, DIM, ROOMS
+    )
+    highest, total, sums = state
+    return sums * (1.0 / total)[:, None]
+
+
+@gluon.jit
+def _clear(number, count, rooms, DIM: gl.constexpr, ROOMS: gl.constexpr):
+    """Makes a split's values zero from the token `count` on: pages may hold anything there. Boxes
+    after that token's are zeros already. Each group does it, to the same effect."""
+    boxes, there = rooms[3], rooms[4]
+    room = number % ROOMS
+    height: gl.constexpr = boxes.shape[1]
+    parts: gl.constexpr = DIM // PART
+    of_tile: gl.constexpr = TILE // height
+    rest = count % height
+    mbarrier.wait(there.index(ROOMS + room), (number // ROOMS) & 1)
+    if rest > 0:
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+        kept = (gl.arange(0, height, gl.SliceLayout(1, layout)) < rest)[:, None]
+        box = count // height
+        tile = room * TILES + box // of_tile
+        for part in gl.static_range(parts):
+            values = boxes.index((tile * parts + part) * of_tile + box % of_tile)
+            values.store(gl.where(kept, values.load(layout), 0.0))
+        fence_async_shared()
+
+
+@gluon.jit
+def _scores(query, keys):
+    """Starts the product of queries and a tile's keys."""
+    nothing = gl.zeros([GROUP_QUERIES, TILE], gl.float32, LAYOUT)
+    return warpgroup_mma(query, keys.permute((1, 0)), nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _merge_split(
+    query,
+    scores,
+    state,
+    number,
+    split,
+    place,
+    rooms,
+    layout: gl.constexpr,
+    MASKED: gl.constexpr,
+    AHEAD: gl.constexpr,
+    DIM: gl.constexpr,
+    ROOMS: gl.constexpr,
+):
+    """Attends to a split, the scores of whose first tile are there. AHEAD: also computes those of
+    the next split's first tile."""
+    _, key_rooms, value_rooms, _, there, done = rooms
+    highest, total, sums = state
+    rows: gl.constexpr = gl.SliceLayout(1, layout)
+    room, turn = number % ROOMS, (number // ROOMS) & 1
+    split_highest = gl.full([GROUP_QUERIES], float("-inf"), gl.float32, gl.SliceLayout(1, LAYOUT))
+    split_total = gl.zeros_like(split_highest)
+    split_sums = gl.zeros([GROUP_QUERIES, DIM], gl.float32, layout)
+    weights, fade, split_highest, split_total = _weights(
+        scores, split_highest, split_total, split, place, query.dtype, layout, MASKED
+    )
+    for tile in gl.static_range(TILES):
+        if tile + 1 < TILES:
+            scores = _scores(query, key_rooms.index(room * TILES + tile + 1))
+        elif AHEAD:
+            following = (number + 1) % ROOMS
+            mbarrier.wait(there.index(following), ((number + 1) // ROOMS) & 1)
+            scores = _scores(query, key_rooms.index(following * TILES))
+        if tile == 0:
+            mbarrier.wait(there.index(ROOMS + room), turn)
+        values = value_rooms.index(room * TILES + tile)
+        found = warpgroup_mma(weights, values, split_sums, use_acc=tile > 0, is_async=True)
+        if tile + 1 < TILES or AHEAD:
+            scores = warpgroup_mma_wait(1, deps=[scores])
+        if tile + 1 == TILES - 1:
+            mbarrier.arrive(done.index(room))
+            if not AHEAD:
+                mbarrier.arrive(done.index(2 * ROOMS))
+        if tile + 1 < TILES:
+            # While the values are added up.
+            more, fade, split_highest, split_total = _weights(
+                scores, split_highest, split_total, split + (tile + 1) * TILE, place,
+                query.dtype, layout, MASKED,
+            )  # fmt: skip
+            split_sums, weights = warpgroup_mma_wait(0, deps=[found, weights])
+            split_sums = split_sums * fade[:, None]
+            weights = more
+        else:
+            split_sums, weights = warpgroup_mma_wait(0, deps=[found, weights])
+            mbarrier.arrive(done.index(ROOMS + room))
+    split_highest = gl.convert_layout(split_highest, rows)
+    split_total = gl.convert_layout(split_total, rows)
+    return scores, merge(highest, total, sums, split_highest, split_total, split_sums)
+
+
+@gluon.jit
+def _weights(
+    scores,
+    highest,
+    total,
+    tile,
+    place,
+    dtype: gl.constexpr,
+    layout: gl.constexpr,
+    MASKED: gl.constexpr,
+):
+    """A tile's weights, as an operand; what sums so far are multiplied by; and the split's highest
+    score and normalizer with that tile."""
+    position, scale, window = place
+    if MASKED:
+        token = (tile + gl.arange(0, TILE, gl.SliceLayout(0, LAYOUT)))[None, :]
+        seen = token <= position[:, None]
+        if window > 0:
+            seen = seen & (token > position[:, None] - window)
+        scores = gl.where(seen, scores, float("-inf"))
+    higher = gl.maximum(highest, gl.max(scores, axis=1) * scale)
+    base = gl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher
+    weights = gl.exp2(gl.fma(scores, gl.to_tensor(scale), -base[:, None]))
+    fade = gl.exp2(highest - base)
+    sums = gl.convert_layout(row_sums(weights, TILE), gl.SliceLayout(1, LAYOUT))
+    total = gl.fma(total, fade, sums)
+    operand = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, layout, 2))
+    return operand, gl.convert_layout(fade, gl.SliceLayout(1, layout)), higher, total
+
+
+@gluon.jit
+def row_sums(x, COLUMNS: gl.constexpr):
+    """As fixed_order's: of four threads, neighbours first."""
+    sums = thread_sums(x, GROUP_QUERIES, COLUMNS)
+    thread = gl.arange(0, 4, gl.SliceLayout(0, sums.type.layout))[None, :]
+    thread = thread + gl.full_like(sums, 0, dtype=gl.int32)
+    sums += gl.gather(sums, thread ^ 1, axis=1)
+    sums += gl.gather(sums, thread ^ 2, axis=1)
+    return gl.max(sums, axis=1)  # of four equal sums
