@@ -21,58 +21,60 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from baton.kernels.gpu import fixed_order
+from baton.kernels.gpu.long_attention import (
+    ELEMENTS,
+    GROUP_QUERIES,
+    GROUP_REGISTERS,
+    GROUPS,
+    LOADER_REGISTERS,
+    copy_tile,
+    merge,
+    start_scores,
+    tile_weights,
+)
 from baton.kernels.gpu.rotary import HeadShape
 
 TILE, SPLIT = gl.constexpr(fixed_order.TILE), gl.constexpr(fixed_order.SPLIT)
 TILES = gl.constexpr(SPLIT.value // TILE.value)
-GROUPS, GROUP_QUERIES = gl.constexpr(2), gl.constexpr(64)
 BLOCK_QUERIES = GROUPS.value * GROUP_QUERIES.value
 """Tokens of one entry of `blocks`."""
 PART = gl.constexpr(64)
 """Columns: 128 bytes, which the copy engine lays out as products want them."""
 LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.value, 16]))
 """How scores lie in a group's registers."""
-GROUP_REGISTERS, LOADER_REGISTERS = 240, 24
 REGISTERS = gl.constexpr([GROUP_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS])
+"""Of a thread of the second group and of either loader; the first group has what is left."""
 ROOMS = {64: 4, 128: 2}
 """Splits of keys, and as many of values, on the chip at a time, by head size."""
-ELEMENTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
-merge = gluon.jit(fixed_order.merge.fn)
-thread_sums = gluon.jit(fixed_order.thread_sums.fn)
-# Their names changed after Triton 3.6.
-copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+# Its name changed after Triton 3.6.
 _shared = gl.shared_memory_descriptor
 reinterpret = getattr(_shared, "reinterpret", None) or _shared._reinterpret
 
 
-@functools.cache
-def is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+def supports(kv_layer: Tensor, shape: HeadShape) -> bool:
+    """See chunk_attention."""
+    return shape.head_dim in ROOMS and shape.scoring.cap is None and copies_pages(kv_layer)
+
+
+def copies_pages(kv_layer: Tensor) -> bool:
+    """Whether a chip's copy engine can load these pages, and its products add them up."""
+    if kv_layer.device.type != "cuda" or kv_layer.dtype not in ELEMENTS:
+        return False
+    aligned = kv_layer.stride(0) % kv_layer.stride(2) == 0
+    hopper = torch.cuda.get_device_capability(kv_layer.device)[0] == 9
+    return hopper and aligned and kv_layer.shape[2] in (8, 16, 32, 64, 128, 256)
 
 
 @functools.cache
 def _chip_programs(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def pages_fit(kv_layer: Tensor) -> bool:
-    """Whether the copy engine can load these pages."""
-    aligned = kv_layer.stride(0) % kv_layer.stride(-3) == 0
-    return aligned and kv_layer.shape[-3] in (8, 16, 32, 64, 128, 256)
-
-
-def supports(kv_layer: Tensor, shape: HeadShape) -> bool:
-    """See chunk_attention."""
-    suits = kv_layer.dtype in ELEMENTS and shape.head_dim in ROOMS and shape.scoring.cap is None
-    return suits and is_hopper(kv_layer.device) and pages_fit(kv_layer)
 
 
 def attend(
@@ -209,20 +211,10 @@ def _span(start, count, window):
 
 @gluon.jit
 def _load(
-    VALUES: gl.constexpr,
-    queries,
-    source,
-    query_parts,
-    boxes,
-    there,
-    done,
-    work,
-    PAGE_SIZE: gl.constexpr,
-    HEADS: gl.constexpr,
-    KV_HEADS: gl.constexpr,
-    DIM: gl.constexpr,
+    VALUES: gl.constexpr, queries, source, query_parts, boxes, there, done, work,
+    PAGE_SIZE: gl.constexpr, HEADS: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr,
     ROOMS: gl.constexpr,
-):
+):  # fmt: skip
     """Loads the keys or the values of all blocks, a split as soon as there is room for it: pages,
     or parts of pages, as boxes. Boxes that no row sees are `nowhere`: zeros. The first also loads
     queries."""
@@ -274,17 +266,9 @@ def _room(room, times, there, done):
 
 @gluon.jit
 def _attend(
-    GROUP: gl.constexpr,
-    sinks_pointer,
-    out_pointer,
-    rooms,
-    work,
-    scale,
-    HEADS: gl.constexpr,
-    DIM: gl.constexpr,
-    SINKS: gl.constexpr,
-    ROOMS: gl.constexpr,
-):
+    GROUP: gl.constexpr, sinks_pointer, out_pointer, rooms, work, scale, HEADS: gl.constexpr,
+    DIM: gl.constexpr, SINKS: gl.constexpr, ROOMS: gl.constexpr,
+):  # fmt: skip
     """One group's queries of all blocks."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     number, block = gl.to_tensor(0), gl.to_tensor(0)
@@ -327,20 +311,9 @@ def _skip_block(number, span, there, done, ROOMS: gl.constexpr):
 
 @gluon.jit
 def _attend_block(
-    query,
-    sink,
-    number,
-    start,
-    last,
-    span,
-    scale,
-    window,
-    rooms,
-    layout: gl.constexpr,
-    DIM: gl.constexpr,
-    SINKS: gl.constexpr,
-    ROOMS: gl.constexpr,
-):
+    query, sink, number, start, last, span, scale, window, rooms, layout: gl.constexpr,
+    DIM: gl.constexpr, SINKS: gl.constexpr, ROOMS: gl.constexpr,
+):  # fmt: skip
     """Attends queries from position `start` on to all splits, the first of which is the
     program's `number`. Tokens end at `last`."""
     _, first, masked, end = span
@@ -353,7 +326,7 @@ def _attend_block(
     state = (highest, total, sums)
     place = (position, scale, window)
     mbarrier.wait(rooms[4].index(number % ROOMS), (number // ROOMS) & 1)
-    scores = _scores(query, rooms[1].index(number % ROOMS * TILES))
+    scores = start_scores(query, rooms[1].index(number % ROOMS * TILES), LAYOUT, TILE)
     scores = warpgroup_mma_wait(0, deps=[scores])
     for split in range(first, masked, SPLIT):
         scores, state = _merge_split(
@@ -396,27 +369,10 @@ def _clear(number, count, rooms, DIM: gl.constexpr, ROOMS: gl.constexpr):
 
 
 @gluon.jit
-def _scores(query, keys):
-    """Starts the product of queries and a tile's keys."""
-    nothing = gl.zeros([GROUP_QUERIES, TILE], gl.float32, LAYOUT)
-    return warpgroup_mma(query, keys.permute((1, 0)), nothing, use_acc=False, is_async=True)
-
-
-@gluon.jit
 def _merge_split(
-    query,
-    scores,
-    state,
-    number,
-    split,
-    place,
-    rooms,
-    layout: gl.constexpr,
-    MASKED: gl.constexpr,
-    AHEAD: gl.constexpr,
-    DIM: gl.constexpr,
-    ROOMS: gl.constexpr,
-):
+    query, scores, state, number, split, place, rooms, layout: gl.constexpr,
+    MASKED: gl.constexpr, AHEAD: gl.constexpr, DIM: gl.constexpr, ROOMS: gl.constexpr,
+):  # fmt: skip
     """Attends to a split, the scores of whose first tile are there. AHEAD: also computes those of
     the next split's first tile."""
     _, key_rooms, value_rooms, _, there, done = rooms
@@ -426,16 +382,16 @@ def _merge_split(
     split_highest = gl.full([GROUP_QUERIES], float("-inf"), gl.float32, gl.SliceLayout(1, LAYOUT))
     split_total = gl.zeros_like(split_highest)
     split_sums = gl.zeros([GROUP_QUERIES, DIM], gl.float32, layout)
-    weights, fade, split_highest, split_total = _weights(
-        scores, split_highest, split_total, split, place, query.dtype, layout, MASKED
+    weights, fade, split_highest, split_total = tile_weights(
+        scores, split_highest, split_total, split, *place, query.dtype, LAYOUT, layout, MASKED, TILE
     )
     for tile in gl.static_range(TILES):
         if tile + 1 < TILES:
-            scores = _scores(query, key_rooms.index(room * TILES + tile + 1))
+            scores = start_scores(query, key_rooms.index(room * TILES + tile + 1), LAYOUT, TILE)
         elif AHEAD:
             following = (number + 1) % ROOMS
             mbarrier.wait(there.index(following), ((number + 1) // ROOMS) & 1)
-            scores = _scores(query, key_rooms.index(following * TILES))
+            scores = start_scores(query, key_rooms.index(following * TILES), LAYOUT, TILE)
         if tile == 0:
             mbarrier.wait(there.index(ROOMS + room), turn)
         values = value_rooms.index(room * TILES + tile)
@@ -448,9 +404,9 @@ def _merge_split(
                 mbarrier.arrive(done.index(2 * ROOMS))
         if tile + 1 < TILES:
             # While the values are added up.
-            more, fade, split_highest, split_total = _weights(
-                scores, split_highest, split_total, split + (tile + 1) * TILE, place,
-                query.dtype, layout, MASKED,
+            more, fade, split_highest, split_total = tile_weights(
+                scores, split_highest, split_total, split + (tile + 1) * TILE, *place,
+                query.dtype, LAYOUT, layout, MASKED, TILE,
             )  # fmt: skip
             split_sums, weights = warpgroup_mma_wait(0, deps=[found, weights])
             split_sums = split_sums * fade[:, None]
@@ -461,44 +417,3 @@ def _merge_split(
     split_highest = gl.convert_layout(split_highest, rows)
     split_total = gl.convert_layout(split_total, rows)
     return scores, merge(highest, total, sums, split_highest, split_total, split_sums)
-
-
-@gluon.jit
-def _weights(
-    scores,
-    highest,
-    total,
-    tile,
-    place,
-    dtype: gl.constexpr,
-    layout: gl.constexpr,
-    MASKED: gl.constexpr,
-):
-    """A tile's weights, as an operand; what sums so far are multiplied by; and the split's highest
-    score and normalizer with that tile."""
-    position, scale, window = place
-    if MASKED:
-        token = (tile + gl.arange(0, TILE, gl.SliceLayout(0, LAYOUT)))[None, :]
-        seen = token <= position[:, None]
-        if window > 0:
-            seen = seen & (token > position[:, None] - window)
-        scores = gl.where(seen, scores, float("-inf"))
-    higher = gl.maximum(highest, gl.max(scores, axis=1) * scale)
-    base = gl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher
-    weights = gl.exp2(gl.fma(scores, gl.to_tensor(scale), -base[:, None]))
-    fade = gl.exp2(highest - base)
-    sums = gl.convert_layout(row_sums(weights, TILE), gl.SliceLayout(1, LAYOUT))
-    total = gl.fma(total, fade, sums)
-    operand = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, layout, 2))
-    return operand, gl.convert_layout(fade, gl.SliceLayout(1, layout)), higher, total
-
-
-@gluon.jit
-def row_sums(x, COLUMNS: gl.constexpr):
-    """As fixed_order's: of four threads, neighbours first."""
-    sums = thread_sums(x, GROUP_QUERIES, COLUMNS)
-    thread = gl.arange(0, 4, gl.SliceLayout(0, sums.type.layout))[None, :]
-    thread = thread + gl.full_like(sums, 0, dtype=gl.int32)
-    sums += gl.gather(sums, thread ^ 1, axis=1)
-    sums += gl.gather(sums, thread ^ 2, axis=1)
-    return gl.max(sums, axis=1)  # of four equal sums

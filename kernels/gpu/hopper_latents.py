@@ -14,7 +14,6 @@ which registers could not hold beside those of all splits, only two parts are th
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -27,42 +26,32 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from baton.kernels.gpu import fixed_order
-from baton.kernels.gpu.chunk_attention import BLOCK_QUERIES
-from baton.kernels.gpu.latent_projection import LatentSizes
-from baton.kernels.gpu.long_attention import (
-    ELEMENTS,
-    GROUP_REGISTERS,
-    LOADER_REGISTERS,
-    copy_tile,
-    row_sums,
+from baton.kernels.gpu.hopper_chunks import (
+    BLOCK_QUERIES,
+    PART,
+    REGISTERS,
+    copies_pages,
+    reinterpret,
 )
+from baton.kernels.gpu.latent_projection import LatentSizes
+from baton.kernels.gpu.long_attention import ELEMENTS, copy_tile, row_sums
 from baton.kernels.gpu.rotary import LOG2_E
 
 TILE, SPLIT = gl.constexpr(fixed_order.TILE), gl.constexpr(fixed_order.SPLIT)
 RANK, ROTATED = gl.constexpr(512), gl.constexpr(64)
-ROWS, PART = gl.constexpr(64), gl.constexpr(64)
-"""Columns: 128 bytes, which the copy engine lays out as products want them."""
+ROWS = gl.constexpr(64)
 PARTS = gl.constexpr((RANK.value + ROTATED.value) // PART.value)
 # How scores and parts of sums lie in a group's registers, and what belongs to their rows.
 LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART.value, 16]))
 BY_ROW = gl.constexpr(gl.SliceLayout(1, LAYOUT.value))
-REGISTERS = gl.constexpr([GROUP_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS])
 
 fades = gluon.jit(fixed_order.fades.fn)
-# Its name changed after Triton 3.6.
-_shared = gl.shared_memory_descriptor
-reinterpret = getattr(_shared, "reinterpret", None) or _shared._reinterpret
 
 
 def supports(kv_layer: Tensor, sizes: LatentSizes) -> bool:
     """See chunk_latents."""
-    if kv_layer.device.type != "cuda" or kv_layer.dtype not in ELEMENTS:
-        return False
-    hopper = torch.cuda.get_device_capability(kv_layer.device)[0] == 9
-    fits = (sizes.rank, sizes.rotated) == (RANK.value, ROTATED.value) and kv_layer.stride(
-        0
-    ) % sizes.latent == 0
-    return hopper and fits and kv_layer.shape[2] in (8, 16, 32, 64, 128, 256)
+    sized = (sizes.rank, sizes.rotated) == (RANK.value, ROTATED.value)
+    return sized and copies_pages(kv_layer)
 
 
 def attend(
@@ -116,8 +105,7 @@ def _chunk(
     PAGE_SIZE: gl.constexpr,
     HEADS: gl.constexpr,
 ):
-    # The last block first: it sees the most.
-    entry = blocks_pointer + (gl.num_programs(1) - 1 - gl.program_id(1)) * 4
+    entry = blocks_pointer + gl.program_id(1) * 4
     first_row, start, count = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
     table = table_pointer + gl.load(entry + 3).to(gl.int64) * table_stride
     from_row = gl.program_id(0) * ROWS

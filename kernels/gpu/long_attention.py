@@ -1,9 +1,7 @@
 """Attention of one long chunk on Hopper, from contiguous keys and values.
 
-The same sums in the same order as kernels/gpu/chunk_attention.py, so the same bits, but in
-Gluon, which says which warps do what. One warp has the chip's copy engine load tiles ahead. Two
-groups of four warps attend 64 queries each to the same tiles: while one computes exponentials,
-the other's products run. A group starts the scores of the next tile before it adds up this one.
+As kernels/gpu/hopper_chunks.py, with the same bits, but faster, as nothing is looked up: one warp
+has the chip's copy engine load whole tiles, and each block has a program of its own.
 """
 
 from __future__ import annotations
@@ -225,7 +223,7 @@ def _attend(
     state = (highest, total, sums)
     number = gl.to_tensor(0)
     mbarrier.wait(rooms[2].index(0), 0)
-    scores = _scores(query, rooms[0].index(0), scores_layout, TILE)
+    scores = start_scores(query, rooms[0].index(0), scores_layout, TILE)
     scores = warpgroup_mma_wait(0, deps=[scores])
     for split in range(first, masked, SPLIT):
         scores, state = _merge_split(
@@ -252,7 +250,7 @@ def _attend(
 
 
 @gluon.jit
-def _scores(query, keys, layout: gl.constexpr, TILE: gl.constexpr):
+def start_scores(query, keys, layout: gl.constexpr, TILE: gl.constexpr):
     """Starts the product of queries and a tile's keys."""
     nothing = gl.zeros([GROUP_QUERIES, TILE], gl.float32, layout)
     return warpgroup_mma(query, keys.permute((1, 0)), nothing, use_acc=False, is_async=True)
@@ -290,19 +288,19 @@ def _merge_split(
     )
     split_total = gl.zeros_like(split_highest)
     split_sums = gl.zeros([GROUP_QUERIES, DIM], gl.float32, sums_layout)
-    weights, fade, split_highest, split_total = _weights(
+    weights, fade, split_highest, split_total = tile_weights(
         scores, split_highest, split_total, split, position, scale, window,
         query.dtype, scores_layout, sums_layout, MASKED, TILE,
     )  # fmt: skip
     for tile in gl.static_range(tiles):
         if tile + 1 < tiles:
             keys = key_rooms.index(room * tiles + tile + 1)
-            scores = _scores(query, keys, scores_layout, TILE)
+            scores = start_scores(query, keys, scores_layout, TILE)
         elif AHEAD:
             following = (number + 1) % ROOMS
             mbarrier.wait(keys_there.index(following), ((number + 1) // ROOMS) & 1)
             keys = key_rooms.index(following * tiles)
-            scores = _scores(query, keys, scores_layout, TILE)
+            scores = start_scores(query, keys, scores_layout, TILE)
         if tile == 0:
             mbarrier.wait(values_there.index(room), turn)
         values = value_rooms.index(room * tiles + tile)
@@ -313,7 +311,7 @@ def _merge_split(
             mbarrier.arrive(keys_done.index(room))
         if tile + 1 < tiles:
             # While the values are added up.
-            more, fade, split_highest, split_total = _weights(
+            more, fade, split_highest, split_total = tile_weights(
                 scores, split_highest, split_total, split + (tile + 1) * TILE, position, scale,
                 window, query.dtype, scores_layout, sums_layout, MASKED, TILE,
             )  # fmt: skip
@@ -329,7 +327,7 @@ def _merge_split(
 
 
 @gluon.jit
-def _weights(
+def tile_weights(
     scores,
     highest,
     total,
