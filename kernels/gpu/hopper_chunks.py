@@ -42,7 +42,7 @@ from baton.kernels.gpu.rotary import HeadShape
 
 TILE, SPLIT = gl.constexpr(fixed_order.TILE), gl.constexpr(fixed_order.SPLIT)
 TILES = gl.constexpr(SPLIT.value // TILE.value)
-BLOCK_QUERIES = GROUPS.value * GROUP_QUERIES.value
+BLOCK_QUERIES: int = GROUPS.value * GROUP_QUERIES.value
 """Tokens of one entry of `blocks`."""
 PART = gl.constexpr(64)
 """Columns: 128 bytes, which the copy engine lays out as products want them."""
@@ -126,25 +126,10 @@ def attend(
     do_not_specialize_on_alignment=["blocks_pointer"],
 )
 def _chunks(
-    queries,
-    tokens,
-    blocks_pointer,
-    table_pointer,
-    sinks_pointer,
-    out_pointer,
-    items,
-    scale,
-    window,
-    table_stride,
-    page_stride,
-    nowhere,
-    PAGE_SIZE: gl.constexpr,
-    HEADS: gl.constexpr,
-    KV_HEADS: gl.constexpr,
-    DIM: gl.constexpr,
-    SINKS: gl.constexpr,
-    ROOMS: gl.constexpr,
-):
+    queries, tokens, blocks_pointer, table_pointer, sinks_pointer, out_pointer, items, scale,
+    window, table_stride, page_stride, nowhere, PAGE_SIZE: gl.constexpr, HEADS: gl.constexpr,
+    KV_HEADS: gl.constexpr, DIM: gl.constexpr, SINKS: gl.constexpr, ROOMS: gl.constexpr,
+):  # fmt: skip
     element: gl.constexpr = tokens.dtype
     height: gl.constexpr = tokens.block_type.shape[0]
     count: gl.constexpr = ROOMS * TILES  # tiles
@@ -231,7 +216,8 @@ def _load(
             table = table_pointer + slot.to(gl.int64) * table_stride
             column = head // (HEADS // KV_HEADS) * DIM
             if not VALUES:
-                ready = _room(2 * ROOMS, block, there, done)
+                mbarrier.wait(done.index(2 * ROOMS), (block + 1) & 1)
+                ready = there.index(2 * ROOMS)
                 mbarrier.expect(ready, GROUPS * parts * queries.block_type.nbytes)
                 for each in gl.static_range(GROUPS * parts):
                     at = [first_row + each // parts * GROUP_QUERIES,
@@ -247,7 +233,8 @@ def _load(
                     spot = page * page_stride + token % PAGE_SIZE + VALUES * PAGE_SIZE
                     spots += (gl.where(inside, spot, nowhere),)  # type: ignore[assignment]
                 room = number % ROOMS
-                ready = _room(VALUES * ROOMS + room, number // ROOMS, there, done)
+                mbarrier.wait(done.index(VALUES * ROOMS + room), (number // ROOMS + 1) & 1)
+                ready = there.index(VALUES * ROOMS + room)
                 mbarrier.expect(ready, of_split * parts * tokens.block_type.nbytes)
                 for box in gl.static_range(of_split):
                     for part in gl.static_range(parts):
@@ -255,13 +242,6 @@ def _load(
                         to = boxes.index((tile * parts + part) * of_tile + box % of_tile)
                         copy_tile(tokens, [spots[box], column + part * PART], ready, to)
                 number += 1
-
-
-@gluon.jit
-def _room(room, times, there, done):
-    """Awaits that groups are done with a room, filled so many times before."""
-    mbarrier.wait(done.index(room), (times + 1) & 1)
-    return there.index(room)
 
 
 @gluon.jit
@@ -342,8 +322,7 @@ def _attend_block(
     scores, state = _merge_split(
         query, scores, state, number, end - SPLIT, place, rooms, layout, True, False, DIM, ROOMS
     )
-    highest, total, sums = state
-    return sums * (1.0 / total)[:, None]
+    return state[2] * (1.0 / state[1])[:, None]
 
 
 @gluon.jit
