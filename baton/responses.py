@@ -55,6 +55,9 @@ class Usage:
     completion_tokens: int  # of all answers together
     cached_tokens: int = 0  # of the prompt's, those not computed again
     fetched_tokens: int = 0  # of the cached, those fetched from another worker
+    # Guessed by the server (speculation), of all answers: right, and wrong.
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +151,12 @@ class AnswerBuilder:
         completion = sum(each.usage.completion_tokens for each in self._finished.values())
         return Answer(
             usage=Usage(
-                started.prompt_tokens, completion, usage.cached_tokens, usage.fetched_tokens
+                started.prompt_tokens,
+                completion,
+                usage.cached_tokens,
+                usage.fetched_tokens,
+                sum(each.usage.accepted_prediction_tokens for each in self._finished.values()),
+                sum(each.usage.rejected_prediction_tokens for each in self._finished.values()),
             ),
             request_id=started.request_id,
             model=started.model,

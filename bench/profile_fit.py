@@ -14,6 +14,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from baton.core.online_fit import OnlineFit
 from baton.core.page_reach import pages_held, windows_of
 from baton.planner.profile import Profile, SharedCores
 from baton.router.placement.cost_model import (
@@ -23,7 +24,6 @@ from baton.router.placement.cost_model import (
     STEP_PRIOR,
     TRANSFER_PRIOR,
 )
-from baton.router.placement.online_fit import OnlineFit
 from baton.v1 import timing_pb2 as pb
 
 MEMORY = 256.0

@@ -102,7 +102,13 @@ def _pages(worker: cluster_pb2.WorkerStatus) -> Text:
     """A bar, and its numbers below."""
     numbers = "+".join(str(count) for count in _counts(worker.load))
     kept = f"\n{worker.load.kept_pages} in second tier" if worker.load.kept_pages else ""
-    return Text.assemble(page_bar(worker.load), f"\n{numbers} of {worker.total_pages}", kept)
+    guesses = _guesses(worker.load.accepted_tokens, worker.load.guessed_tokens)
+    lines = f"\n{numbers} of {worker.total_pages}", kept, f"\n{guesses}" if guesses else ""
+    return Text.assemble(page_bar(worker.load), *lines)
+
+
+def _guesses(accepted: int, guessed: int) -> str:
+    return f"{accepted} of {guessed} guesses right" if guessed else ""
 
 
 def page_bar(load: worker_pb2.Load) -> Text:
@@ -238,10 +244,12 @@ def _placement(answer: timing_pb2.AnswerTiming, answers: int) -> Text:
     name = f"answer {answer.index}: " if answers > 1 else ""
     cached = f" ({answer.cached_tokens} cached)" if answer.cached_tokens else ""
     again = f", {answer.attempts} attempts" if answer.attempts > 1 else ""
+    guessed = answer.accepted_tokens + answer.rejected_tokens
+    guesses = f" ({_guesses(answer.accepted_tokens, guessed)})" if guessed else ""
     why = f" ({answer.policy}, {answer.reason_code})" if answer.policy else ""
     return Text(
         f"{name}{_workers(answer) or 'nowhere'}{why}{again}; {answer.prompt_tokens} prompt"
-        f" tokens{cached}, {answer.completion_tokens} answered"
+        f" tokens{cached}, {answer.completion_tokens} answered{guesses}"
     )
 
 

@@ -280,6 +280,13 @@ class Config:
         " they may, and long prompts are faster (docs/GPUS.md).",
         "--numerics",
     )
+    speculation: Literal["off", "ngram"] = key(
+        "off",
+        "Guess tokens that a step then checks: ngram guesses what followed the same tokens before,"
+        " in prompt or answer, as long as that is predicted to be faster. No answer changes. Not on"
+        " a GPU yet.",
+        "--speculation",
+    )
     device: Literal["auto", "cpu", "cuda"] = key(
         "auto", "cpu or cuda; auto uses GPUs if there are any.", "--device"
     )

@@ -137,6 +137,8 @@ def _convert(hint: typing.Any, value: object, path: str) -> object:
     if origin in (types.UnionType, typing.Union):
         return None if value is None else _convert(arguments[0], value, path)
     if origin is typing.Literal:
+        if isinstance(value, bool):  # YAML's meaning of on and off
+            value = "on" if value else "off"
         if _scalar(str, value, path) not in arguments:
             names = ", ".join(arguments)
             raise InvalidConfig(f"{path} must be one of {names}, not {value!r}", field=path)

@@ -33,6 +33,8 @@ QUEUE_SECONDS = "baton_worker_queue_seconds"
 STEP_SECONDS = "baton_step_seconds"
 BATCH_SIZE = "baton_batch_size"
 COMPUTED_TOKENS = "baton_computed_tokens_total"
+GUESSED_TOKENS = "baton_guessed_tokens_total"
+ACCEPTED_TOKENS = "baton_accepted_tokens_total"
 DAMAGED_PAGES = "baton_damaged_pages_total"
 FETCHED_PAGES = "baton_fetched_pages_total"
 FAILED_FETCHES = "baton_failed_fetches_total"
@@ -73,6 +75,8 @@ HELP = {
     STEP_SECONDS: "Duration of one step of the engine",
     BATCH_SIZE: "Requests in one step",
     COMPUTED_TOKENS: "Tokens run through the model",
+    GUESSED_TOKENS: "Guessed tokens that steps have checked (speculation)",
+    ACCEPTED_TOKENS: "Of these, the tokens that were right",
     DAMAGED_PAGES: "Pages that arrived damaged and were requested again",
     FETCHED_PAGES: "Pages that a prefill worker fetched from another worker's cache",
     FAILED_FETCHES: "Fetches that failed: the prompt was computed",

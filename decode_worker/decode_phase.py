@@ -26,8 +26,9 @@ from baton.core.errors import BatonError
 from baton.core.types import AttemptKey, FinishReason, Logprobs, Role, Work
 from baton.core.wire import finish_to, logprobs_to
 from baton.decode_worker.decode_scheduler import DecodeScheduler
+from baton.decode_worker.speculation import Speculation
 from baton.engine.page_pool import PagePool
-from baton.engine.step import Plan
+from baton.engine.step import Plan, token_and_logprobs
 from baton.kv_transfer.transfer_events import (
     Arrived,
     DeliverTicket,
@@ -62,9 +63,12 @@ class DecodePhase(Phase[DecodeSequence]):
     accepted = ("reserve", "compute")
 
     def _set_up(self, config: Config) -> None:
+        speculation = Speculation() if config.speculation != "off" else None
         self._scheduler: DecodeScheduler = DecodeScheduler(
-            self._pool, config.decode.max_batch, config.decode.chunk_tokens
+            self._pool, config.decode.max_batch, config.decode.chunk_tokens, speculation
         )
+        self._guessed = self._accepted = 0
+        self._steps.on_step = speculation.note_step if speculation else None
         self._loans = Loans(self._pool, self._transfer)
         self._held.append(self._loans)
         self._ticket_seconds = config.decode.ticket_seconds
@@ -90,6 +94,7 @@ class DecodePhase(Phase[DecodeSequence]):
     def load(self) -> pb.Load:
         load = super().load()
         load.prefilling = self._scheduler.prefilling
+        load.guessed_tokens, load.accepted_tokens = self._guessed, self._accepted
         return load
 
     @property
@@ -129,15 +134,23 @@ class DecodePhase(Phase[DecodeSequence]):
             self._jobs[event.key].queued_at = time.monotonic()
 
     def _commit(self, job: DecodeSequence, settled: Settled) -> None:
+        drawn = list(map(token_and_logprobs, settled.drawn))
+        finish = job.append(*(token for token, _ in drawn)) if drawn else None
         job.settle(settled.computed)
-        if settled.token is None:
+        if not drawn:
             return
-        finish = job.append(settled.token)
-        self._step_tokens[job.attachment].append(_last_token(job, finish, settled.logprobs))
+        if settled.guesses:
+            self._count_guesses(settled.guesses, len(drawn) - 1)
+        self._step_tokens[job.attachment].append(_new_tokens(job, drawn, finish, settled.guesses))
         job.decoding = True
         if finish:
             self._scheduler.remove(job)
             del self._jobs[job.work.key]
+
+    def _count_guesses(self, guessed: int, accepted: int) -> None:
+        self._guessed += guessed
+        self._accepted += accepted
+        self._metrics.guessed(guessed, accepted)
 
     def _end_step(self, plan: Plan) -> None:
         for attachment, tokens in self._step_tokens.items():
@@ -159,16 +172,20 @@ class DecodePhase(Phase[DecodeSequence]):
             self._transfer.post(ReleaseReservation(key))
 
 
-def _last_token(
-    job: DecodeSequence, finish: FinishReason | None, logprobs: Logprobs | None
+def _new_tokens(
+    job: DecodeSequence,
+    drawn: list[tuple[int, Logprobs | None]],
+    finish: FinishReason | None,
+    guesses: int,
 ) -> pb.StepTokens:
-    """Its last token; with the first one, the times until then."""
+    """Its last tokens; with the first ones, the times until then."""
     message = pb.StepTokens(
         request_id=job.work.key.request_id,
         epoch=job.work.key.epoch,
-        token_ids=job.tokens[-1:],
+        token_ids=[token for token, _ in drawn],
         finish_reason=finish_to(finish),
-        logprobs=[logprobs_to(logprobs)] if logprobs else (),
+        logprobs=[logprobs_to(logprobs) for _, logprobs in drawn if logprobs],
+        guessed_tokens=guesses,
     )
     if not job.decoding:
         message.queue_seconds = job.started_at - job.queued_at

@@ -24,6 +24,7 @@ import itertools
 from collections import OrderedDict
 
 from baton.core.types import AttemptKey
+from baton.decode_worker.speculation import Speculation
 from baton.engine.page_pool import PagePool
 from baton.engine.sequence import Sequence, next_page_pending
 from baton.engine.step import Plan
@@ -34,10 +35,17 @@ def _order(sequence: Sequence) -> int:
 
 
 class DecodeScheduler:
-    def __init__(self, pool: PagePool, max_batch: int, chunk_tokens: int) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        max_batch: int,
+        chunk_tokens: int,
+        speculation: Speculation | None = None,
+    ) -> None:
         self._pool = pool
         self._max_batch = max_batch
         self._chunk_tokens = chunk_tokens
+        self._speculation = speculation
         self._waiting: OrderedDict[AttemptKey, Sequence] = OrderedDict()
         self._travelling: dict[AttemptKey, Sequence] = {}
         # Arrived requests, each list oldest first. The preempted hold no pages.
@@ -147,7 +155,14 @@ class DecodeScheduler:
             if count:
                 plan[sequence] = count
                 budget -= count if count > 1 else 0
+        self._guess(plan, min(budget, self._max_batch - len(plan)))
         return plan
+
+    def _guess(self, plan: Plan, most_rows: int) -> None:
+        if self._speculation and most_rows > 0:
+            # Without pages that running requests need to grow.
+            pages = self._pool.free - len(self._running) * self._pool.slices
+            self._speculation.guess(plan, most_rows, self._pool, pages)
 
     def _resume(self) -> None:
         while self._preempted and len(self._running) < self._max_batch:

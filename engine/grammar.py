@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.core import model_store
-from baton.core.errors import Exhausted, Internal, InvalidGrammar, NotServed
+from baton.core.errors import BatonError, Exhausted, Internal, InvalidGrammar, NotServed
 from baton.core.types import Work
 
 if TYPE_CHECKING:
@@ -34,6 +34,9 @@ KEPT_GRAMMARS = 64
 
 MASK_SECONDS = 10.0
 """The longest that a step waits; the compiler's own limits are far shorter."""
+
+AHEAD_SECONDS = 0.01
+"""The longest that guesses wait for the mask before them; a grammar may still be compiled."""
 
 
 class Grammars:
@@ -94,16 +97,33 @@ class TokenGuide:
         self._ends = ends
         self._matcher: Future[LLMatcher] = threads.submit(lambda: compiled.result().deep_copy())
         self._mask: Future[Mask] | None = None
+        self._ahead: Future[list[Mask]] | None = None  # behind each guess
 
     def follow(self, tokens: list[int]) -> None:
         """Appends tokens to the answer."""
         self._mask = self._threads.submit(self._next, self._mask, tokens)
 
-    def mask(self) -> Mask:
-        """One number per token: 0 where it may not come next."""
-        if self._mask is None:
+    def look_ahead(self, guesses: list[int]) -> list[int]:
+        """Those of the guesses that keep to the grammar, up to the first that does not. Until the
+        next token there are masks behind them too. None are kept where that takes long or fails;
+        whoever samples gets the error."""
+        try:
+            assert self._mask is not None
+            self._mask.result(AHEAD_SECONDS)
+        except (TimeoutError, BatonError):
+            return []
+        matcher = self._matcher.result()
+        kept = guesses[: matcher.validate_tokens(guesses)]
+        self._ahead = self._threads.submit(self._masks_behind, matcher.deep_copy(), kept)
+        return kept
+
+    def mask(self, ahead: int = 0) -> Mask:
+        """One number per token: 0 where it may not come next, or behind `ahead` guesses."""
+        if self._mask is None or (ahead and self._ahead is None):
             raise Internal("a guide is asked before it has begun to follow")
         try:
+            if ahead and self._ahead is not None:
+                return self._ahead.result(MASK_SECONDS)[ahead - 1]
             return self._mask.result(MASK_SECONDS)
         except TimeoutError:
             raise Exhausted("the grammar took too long to say what may come next") from None
@@ -113,8 +133,17 @@ class TokenGuide:
         if before is not None:
             before.result()
         matcher = self._matcher.result()
-        if tokens and not matcher.consume_tokens(tokens):
-            raise Internal(f"the answer left its grammar: {matcher.get_error()}")
+        _consume(matcher, tokens)
+        return self._mask_of(matcher)
+
+    def _masks_behind(self, matcher: LLMatcher, guesses: list[int]) -> list[Mask]:
+        masks = []
+        for guess in guesses:
+            _consume(matcher, [guess])
+            masks.append(self._mask_of(matcher))
+        return masks
+
+    def _mask_of(self, matcher: LLMatcher) -> Mask:
         packed = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
         if matcher.is_error():
             raise Exhausted(f"the grammar is too complex: {matcher.get_error()}")
@@ -122,6 +151,11 @@ class TokenGuide:
         if matcher.is_accepting():
             mask[[token for token in self._ends if token < len(mask)]] = 1
         return mask
+
+
+def _consume(matcher: LLMatcher, tokens: list[int]) -> None:
+    if tokens and not matcher.consume_tokens(tokens):
+        raise Internal(f"the answer left its grammar: {matcher.get_error()}")
 
 
 def tokenizer_text(folder: Path) -> str:

@@ -104,8 +104,9 @@ def prompt_rows(plan: Plan) -> list[PromptRow]:
         for position in sequence.scored(count):
             here = row + position - sequence.computed
             rows.append(PromptRow(sequence, position, here, len(rows) + samples))
-        row += count
-        samples += sequence.samples(count)
+        drawn = sequence.draws(count)
+        row += count + max(0, drawn - 1)
+        samples += drawn
     return rows
 
 

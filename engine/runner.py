@@ -19,10 +19,13 @@ from baton.engine.rotations import Rotation
 from baton.engine.sampler import Sampler
 from baton.engine.sequence import Sequence
 from baton.engine.step import (
+    Checked,
     ChunkInputs,
+    Drawn,
     FinishedStep,
     Outcome,
     Plan,
+    check_guesses,
     check_plan,
     chunk_inputs,
     in_row_order,
@@ -78,17 +81,32 @@ class StepRunner:
             self._group.broadcast(pickle.dumps(inputs))
         hidden = self._forward(inputs)
         sampled = self._score_prompts(hidden, rows)
-        sampling = [sequence for sequence, count in rows.items() if sequence.samples(count)]
         outcomes: dict[Sequence, Outcome] = dict.fromkeys(plan)
-        if sampling:
-            logits = self._logits(sampled)
-            tokens = self._sampler.sample(logits, sampling)
-            outcomes.update(zip(sampling, tokens, strict=True))
-            for scores in score(logits[:, : self._sampler.vocabulary_size], tokens, sampling):
-                outcomes.update(scores.by_row())
+        if len(sampled):
+            outcomes.update(self._draw(sampled, rows))
         for sequence, count in plan.items():
-            sequence.computed += count
+            outcome = outcomes[sequence]
+            right = len(outcome.drawn) - 1 if isinstance(outcome, Checked) else 0
+            sequence.computed += count + right
         return FinishedStep(list(outcomes.values()))
+
+    def _draw(self, hidden: Tensor, plan: Plan) -> dict[Sequence, Outcome]:
+        """hidden [n, ...]: one row for each token that is sampled."""
+        drawing = {
+            sequence: [sequence.ahead(place) for place in range(sequence.draws(count))]
+            for sequence, count in plan.items()
+            if sequence.samples(count)
+        }
+        rows = [row for ahead in drawing.values() for row in ahead]
+        logits = self._logits(hidden)
+        tokens = self._sampler.sample(logits, rows)
+        drawn: dict[Sequence, Drawn] = dict(zip(rows, tokens, strict=True))
+        for scores in score(logits[:, : self._sampler.vocabulary_size], tokens, rows):
+            drawn.update(scores.by_row())
+        return {
+            sequence: _outcome(sequence.take_guesses(), [drawn[row] for row in ahead])
+            for sequence, ahead in drawing.items()
+        }
 
     def _score_prompts(self, hidden: Tensor, plan: Plan) -> Tensor:
         """hidden [n, ...] of the wanted rows -> [...] of those that sample."""
@@ -126,15 +144,16 @@ class StepRunner:
         return StepRows(self._tensor(tokens), position, writes, self._tensor(wanted))
 
     def _reads_by_table(self, decoding: list[ChunkInputs]) -> list[DecodeReads]:
-        """Of rows that are the one new token of their sequence; empty without any."""
+        """Of the rows of sequences that decode; empty without any."""
         if not decoding:
             return []
-        last = [chunk.start for chunk in decoding]
-        return [self._decode_reads(decoding, last, table) for table in range(len(self._windows))]
+        rows = [(chunk, at) for chunk in decoding for at in range(chunk.start, chunk.end)]
+        return [self._decode_reads(rows, table) for table in range(len(self._windows))]
 
-    def _decode_reads(self, chunks: list[ChunkInputs], last: list[int], table: int) -> DecodeReads:
-        """The pages of a table that the query at each of the positions `last` sees."""
+    def _decode_reads(self, rows: list[tuple[ChunkInputs, int]], table: int) -> DecodeReads:
+        """The pages of a table that the query at each of the chunks' positions sees."""
         size, window = self._page_size, self._windows[table]
+        chunks, last = zip(*rows, strict=True)
         first = [_first_visible(position, window) for position in last]
         seen = [
             chunk.tables[table][start // size : end // size + 1]
@@ -209,16 +228,17 @@ class Runner(StepRunner):
         return hidden
 
     def _batch(self, inputs: list[ChunkInputs]) -> StepBatch:
-        decoding = sum(len(chunk.tokens) == 1 for chunk in inputs)
+        single = sum(chunk.decodes for chunk in inputs)
         rows = self._rows(inputs)
-        decode_reads = self._reads_by_table(inputs[:decoding])
+        decode_reads = self._reads_by_table(inputs[:single])
+        decoding = sum(len(chunk.tokens) for chunk in inputs[:single])
         return StepBatch(
             tokens=rows.tokens,
             rotations=[rotation(rows.positions) for rotation in self._rotations],
             writes=rows.writes,
             decoding=decoding,
             decode_reads=decode_reads,
-            chunks=self._chunks(inputs[decoding:], decoding),
+            chunks=self._chunks(inputs[single:], decoding),
             samples=rows.wanted,
             sample_reads=self._sample_reads(inputs, decode_reads),
         )
@@ -228,13 +248,16 @@ class Runner(StepRunner):
     ) -> DecodeReads | None:
         """What each wanted row reads in the last layer."""
         table = self._caches[-1].table
-        if decode_reads and all(len(chunk.tokens) == 1 and chunk.wanted for chunk in inputs):
+        if decode_reads and all(chunk.decodes and chunk.wanted for chunk in inputs):
             return decode_reads[table]
         wanted = [(chunk, position) for chunk in inputs for position in chunk.wanted]
         if not wanted:
             return None
-        chunks, positions = [chunk for chunk, _ in wanted], [position for _, position in wanted]
-        return self._decode_reads(chunks, positions, table)
+        return self._decode_reads(wanted, table)
+
+
+def _outcome(guesses: list[int], drawn: list[Drawn]) -> Outcome:
+    return check_guesses(guesses, drawn) if guesses else drawn[0]
 
 
 def _first_visible(position: int, window: int | None) -> int:

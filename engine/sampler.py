@@ -88,7 +88,7 @@ def adjust(scores: Tensor, sequences: list[Sequence]) -> None:
     _ban(scores, sequences)
     for row_scores, each in zip(scores, sequences, strict=True):
         if each.guide is not None:
-            allowed = to_device(torch.from_numpy(each.guide.mask()), scores.device)
+            allowed = to_device(torch.from_numpy(each.guide.mask(each.assumed)), scores.device)
             row_scores.masked_fill_(allowed[: len(row_scores)] == 0, -math.inf)
 
 

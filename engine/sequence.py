@@ -10,6 +10,7 @@ from baton.core.page_keys import KeyChain
 from baton.core.types import FinishReason, Logprobs, Work
 from baton.engine.grammar import TokenGuide
 from baton.engine.page_pool import Lease, PagePool
+from baton.engine.prompt_lookup import PromptLookup
 
 
 @dataclass(slots=True, eq=False)
@@ -27,6 +28,9 @@ class Sequence:
     restored: int = 0  # pages requested from the second tier
     chain: KeyChain = field(default_factory=KeyChain)  # without keys where nothing is cached
     guide: TokenGuide | None = None
+    lookup: PromptLookup | None = None  # where its tokens are guessed
+    guesses: list[int] = field(default_factory=list)  # run by the next step that samples
+    assumed: int = 0  # guesses that count as drawn; see `ahead`
     prompt_scores: list[Logprobs] = field(default_factory=list)  # from the second token on
 
     def __post_init__(self) -> None:
@@ -69,6 +73,26 @@ class Sequence:
     def samples(self, count: int) -> bool:
         """Whether a step that runs its next `count` tokens samples another one."""
         return count == self.uncomputed
+
+    def draws(self, count: int) -> int:
+        """How many tokens such a step samples: one behind each guess, too."""
+        return 1 + len(self.guesses) if self.samples(count) else 0
+
+    def ahead(self, count: int) -> Sequence:
+        """As it will be if its first `count` guesses are drawn; for sampling alone."""
+        if not count:
+            return self
+        known, expected = self.tokens, count
+        if self.work.sampling.looks_back:  # else its tokens do not matter, however many
+            known, expected = [*known, *self.guesses[:count]], 0
+        return Sequence(
+            self.work, self.lease, known, expected=expected, guide=self.guide, assumed=count
+        )
+
+    def take_guesses(self) -> list[int]:
+        """Those that a step has run, which are no guesses any more."""
+        guesses, self.guesses = self.guesses, []
+        return guesses
 
     def scored(self, count: int) -> range:
         """Of its next `count` positions, those whose next token's log probability the request
@@ -127,12 +151,12 @@ class Sequence:
         """Whether its page number `place` is still to be computed, and will have this key."""
         return place >= self.lease.named and self.chain.names(place, key)
 
-    def append(self, token: int) -> FinishReason | None:
-        """Adds a generated token; returns the finish reason if it is the last."""
-        self.tokens.append(token)
-        finish = self.work.finish_reason(token, self.generated)
+    def append(self, *tokens: int) -> FinishReason | None:
+        """Adds generated tokens; returns the finish reason if the last one ends the answer."""
+        self.tokens += tokens
+        finish = self.work.finish_reason(tokens[-1], self.generated)
         if self.guide is not None and finish is None:
-            self.guide.follow([token])
+            self.guide.follow(list(tokens))
         return finish
 
 

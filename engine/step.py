@@ -11,7 +11,8 @@ from baton.engine.sequence import Sequence
 Plan = dict[Sequence, int]
 """One step: how many tokens of each sequence to run, from tokens[computed] on, all in one
 forward pass. The lease's pages must cover them. Where they end with the sequence's last token,
-the step samples the next one."""
+the step samples the next one. It then runs the sequence's guesses too, which are not counted, and
+samples behind each."""
 
 
 def check_plan(plan: Plan, page_size: int) -> None:
@@ -19,7 +20,8 @@ def check_plan(plan: Plan, page_size: int) -> None:
     for sequence, count in plan.items():
         if not 0 < count <= sequence.uncomputed:
             raise Internal(f"a chunk of {count} of {sequence.uncomputed} tokens")
-        if sequence.computed + count > len(sequence.lease) * page_size:
+        guessed = max(0, sequence.draws(count) - 1)
+        if sequence.computed + count + guessed > len(sequence.lease) * page_size:
             raise Internal("a chunk reaches past its sequence's pages")
 
 
@@ -36,8 +38,34 @@ class Scored(NamedTuple):
     logprobs: Logprobs
 
 
-Outcome = int | Scored | BatonError | None
-"""What a step did for one sequence: sampled a token, failed it, or just computed it."""
+Drawn = int | Scored
+"""A sampled token."""
+
+
+def token_and_logprobs(drawn: Drawn) -> tuple[int, Logprobs | None]:
+    return drawn if isinstance(drawn, Scored) else (drawn, None)
+
+
+class Checked(NamedTuple):
+    """What a step sampled for a sequence with guesses: those that were right, and one more."""
+
+    drawn: list[Drawn]
+    guesses: int  # right and wrong
+
+
+Outcome = Drawn | Checked | BatonError | None
+"""What a step did for one sequence: sampled for it, failed it, or just computed it."""
+
+
+def check_guesses(guesses: list[int], drawn: list[Drawn]) -> Checked:
+    """`drawn` has the token sampled before each guess, and the one behind the last. A guess is
+    right if it was sampled in its place, which counts as long as all before it are right."""
+    right = 0
+    for guess, each in zip(guesses, drawn, strict=False):
+        if guess != token_and_logprobs(each)[0]:
+            break
+        right += 1
+    return Checked(drawn[: right + 1], len(guesses))
 
 
 class InFlightStep(Protocol):
@@ -73,6 +101,13 @@ class ChunkInputs(NamedTuple):
     tokens: list[int]
     tables: list[list[int]]  # pages of the sequence by slice, at least up to the last token
     wanted: list[int]  # positions whose logits are needed
+    guesses: int = 0  # of the tokens, those at the end that were guessed
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it has one token, with its guesses: these are attended row by row, with those of
+        other sequences."""
+        return len(self.tokens) == 1 + self.guesses
 
     @property
     def end(self) -> int:
@@ -80,7 +115,10 @@ class ChunkInputs(NamedTuple):
 
 
 def chunk_inputs(sequence: Sequence, count: int, page_size: int) -> ChunkInputs:
-    start, end = sequence.computed, sequence.computed + count
+    start, drawn = sequence.computed, sequence.draws(count)
+    guesses = sequence.guesses if drawn else []
+    end = start + count + len(guesses)
     tables = [table[: -(-end // page_size)] for table in sequence.lease.tables]
-    wanted = [*sequence.scored(count), *([end - 1] if sequence.samples(count) else ())]
-    return ChunkInputs(start, sequence.tokens[start:end], tables, wanted)
+    wanted = [*sequence.scored(count), *range(end - drawn, end)]
+    tokens = sequence.tokens[start : start + count] + guesses
+    return ChunkInputs(start, tokens, tables, wanted, len(guesses))

@@ -29,7 +29,7 @@ def _leaves_any(banned: Ids, sequence: Sequence, vocabulary_size: int) -> bool:
     if sequence.guide is None or not len(banned):
         return len(banned) < vocabulary_size
     allowed = np.zeros(vocabulary_size, dtype=np.uint8)
-    mask = sequence.guide.mask()[:vocabulary_size]
+    mask = sequence.guide.mask(sequence.assumed)[:vocabulary_size]
     allowed[: len(mask)] = mask
     allowed[banned] = 0
     return bool(allowed.any())

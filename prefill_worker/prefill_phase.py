@@ -24,7 +24,7 @@ from baton.core.errors import Exhausted
 from baton.core.types import AttemptKey, DeviceEvent, FinishReason, Logprobs, Role, Work
 from baton.core.wire import failed_to, finish_to, logprobs_to
 from baton.engine.page_pool import PagePool
-from baton.engine.step import Plan
+from baton.engine.step import Plan, token_and_logprobs
 from baton.kv_transfer.transfer_events import (
     CancelPush,
     ConnectPeer,
@@ -133,13 +133,12 @@ class PrefillPhase(Phase[PrefillSequence]):
 
     def _commit(self, job: PrefillSequence, settled: Settled) -> None:
         job.chunks.end(settled.computed, time.monotonic())
-        token = settled.token
-        if token is None:
+        for drawn in settled.drawn:
+            self._emit(job, *token_and_logprobs(drawn))
+        if not settled.drawn:
             self._push(job, settled.computed // self._pool.page_size)
-        else:
-            self._emit(job, token, settled.logprobs)
         job.settle(settled.computed)
-        if token is not None and not job.push:
+        if settled.drawn and not job.push:
             self._forget(job)
 
     def _unblock(self) -> bool:

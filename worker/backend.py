@@ -69,6 +69,10 @@ class Backend:
         self._device = config.device
         if self._device == "auto":
             self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        if config.speculation != "off" and self._device != "cpu":
+            raise InvalidConfig(
+                f"{config.speculation} runs on CPUs only so far", field="speculation"
+            )
         self._config = settle(config, self._device)
         self._worker_id = worker_id
         self._inbox = inbox

@@ -16,6 +16,8 @@ from baton.v1 import worker_pb2 as pb
 _LABELS = ["worker", "role"]
 _COUNTERS = (
     names.COMPUTED_TOKENS,
+    names.GUESSED_TOKENS,
+    names.ACCEPTED_TOKENS,
     names.TRANSFER_BYTES,
     names.TRANSFER_SECONDS,
     names.DAMAGED_PAGES,
@@ -82,6 +84,10 @@ class WorkerMetrics:
         self._histograms[names.BATCH_SIZE].observe(requests)
         self._counters[names.COMPUTED_TOKENS].inc(tokens)
         self._histograms[names.STEP_SECONDS].observe(seconds)
+
+    def guessed(self, tokens: int, accepted: int) -> None:
+        self._counters[names.GUESSED_TOKENS].inc(tokens)
+        self._counters[names.ACCEPTED_TOKENS].inc(accepted)
 
     def transferred(self, count: int, seconds: float) -> None:
         self._counters[names.TRANSFER_BYTES].inc(count)

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from baton.core.errors import BatonError
-from baton.core.types import DeviceEvent, Logprobs
+from baton.core.types import DeviceEvent
 from baton.engine.engine import Engine
 from baton.engine.second_tier import second_tier_of
 from baton.engine.sequence import Sequence
-from baton.engine.step import FinishedStep, InFlightStep, Outcome, Plan, Scored
+from baton.engine.step import Checked, Drawn, FinishedStep, InFlightStep, Outcome, Plan
 from baton.worker.metrics import WorkerMetrics
 
 
@@ -25,14 +26,15 @@ class Settled:
 
     sequence: Sequence
     computed: int  # tokens whose K/V is in the sequence's pages since
-    token: int | None = None  # that was sampled
-    logprobs: Logprobs | None = None  # of the token, where the sequence asks for it
+    drawn: list[Drawn] = field(default_factory=list)  # the sampled tokens
+    guesses: int = 0  # that the step has run; all but one of the sampled tokens were right
     error: BatonError | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
     plan: Plan
+    rows: int
     computed: list[int]  # as in Settled, by sequence of the plan
     step: InFlightStep
     began: float
@@ -42,6 +44,7 @@ class StepPipeline:
     def __init__(self, engine: Engine, metrics: WorkerMetrics) -> None:
         self._engine = engine
         self._metrics = metrics
+        self.on_step: Callable[[int, float], None] | None = None  # gets rows and seconds of each
         self._launched: deque[_Launched] = deque()
 
     @property
@@ -56,10 +59,11 @@ class StepPipeline:
     def advance(self, plan: Plan) -> list[Settled]:
         """Launches the plan's step and settles those before it. Without a plan, settles all."""
         if plan:
+            rows = sum(count + len(sequence.guesses) for sequence, count in plan.items())
             began = time.monotonic()
             step = launch(self._engine, plan)
             computed = [sequence.computed for sequence in plan]
-            self._launched.append(_Launched(plan, computed, step, began))
+            self._launched.append(_Launched(plan, rows, computed, step, began))
         in_flight = plan and not isinstance(self._launched[-1].step, FinishedStep)
         settled: list[Settled] = []
         while len(self._launched) > (1 if in_flight else 0):
@@ -69,7 +73,9 @@ class StepPipeline:
     def _settle(self, launched: _Launched) -> list[Settled]:
         plan, outcomes = launched.plan, launched.step.wait()
         seconds = time.monotonic() - launched.began
-        self._metrics.step(len(plan), sum(plan.values()), seconds)
+        self._metrics.step(len(plan), launched.rows, seconds)
+        if self.on_step:
+            self.on_step(launched.rows, seconds)
         self._observe_compute(plan, seconds)
         return list(map(_settled, plan, launched.computed, outcomes))
 
@@ -84,21 +90,23 @@ class StepPipeline:
 def _settled(sequence: Sequence, computed: int, outcome: Outcome) -> Settled:
     if isinstance(outcome, BatonError):
         return Settled(sequence, computed, error=outcome)
-    if isinstance(outcome, Scored):
-        return Settled(sequence, computed, outcome.token, outcome.logprobs)
-    return Settled(sequence, computed, outcome)
+    if isinstance(outcome, Checked):
+        return Settled(sequence, computed, outcome.drawn, outcome.guesses)
+    return Settled(sequence, computed, [] if outcome is None else [outcome])
 
 
 def launch(engine: Engine, plan: Plan) -> InFlightStep:
     """Launches a plan so that a request which breaks the engine fails alone.
 
     A typed error (such as logits that are not numbers) leaves every sequence
-    as it was, so each sequence of a failed step is tried again by itself.
+    as it was, so each sequence of a failed step is tried again by itself, without guesses: a
+    wrong one must not fail it.
     """
     try:
         return engine.launch(plan)
     except BatonError as error:
-        if len(plan) == 1:
+        guesses = [guess for sequence in plan for guess in sequence.take_guesses()]
+        if len(plan) == 1 and not guesses:
             return FinishedStep([error])
         return FinishedStep(
             [launch(engine, {sequence: count}).wait()[0] for sequence, count in plan.items()]

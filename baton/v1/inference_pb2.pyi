@@ -923,6 +923,8 @@ class Usage(_message.Message):
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     FETCHED_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_PREDICTION_TOKENS_FIELD_NUMBER: _builtins.int
+    REJECTED_PREDICTION_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Tokens in the prompt."""
     completion_tokens: _builtins.int
@@ -931,6 +933,10 @@ class Usage(_message.Message):
     """Of the prompt's tokens, those that were cached and not computed again."""
     fetched_tokens: _builtins.int
     """Of the cached tokens, those that one worker fetched from another."""
+    accepted_prediction_tokens: _builtins.int
+    """Of the tokens generated, those that were guessed (speculation)."""
+    rejected_prediction_tokens: _builtins.int
+    """Tokens that were guessed, checked and wrong; not part of the answer."""
     def __init__(
         self,
         *,
@@ -938,10 +944,12 @@ class Usage(_message.Message):
         completion_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
         fetched_tokens: _builtins.int = ...,
+        accepted_prediction_tokens: _builtins.int = ...,
+        rejected_prediction_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "fetched_tokens", b"fetched_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_prediction_tokens", b"accepted_prediction_tokens", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "fetched_tokens", b"fetched_tokens", "prompt_tokens", b"prompt_tokens", "rejected_prediction_tokens", b"rejected_prediction_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -188,6 +188,8 @@ class AnswerTiming(_message.Message):
     TRANSFERRED_BYTES_FIELD_NUMBER: _builtins.int
     PHASES_FIELD_NUMBER: _builtins.int
     CHUNKS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
+    REJECTED_TOKENS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """The answer, from 0."""
     prefill_worker: _builtins.str
@@ -216,6 +218,10 @@ class AnswerTiming(_message.Message):
     """The longest time between two tokens."""
     transferred_bytes: _builtins.int
     """Bytes of its pages that were pushed."""
+    accepted_tokens: _builtins.int
+    """Of completion_tokens, those that were guessed (speculation)."""
+    rejected_tokens: _builtins.int
+    """Tokens that were guessed, checked and wrong."""
     @_builtins.property
     def phases(self) -> _containers.RepeatedCompositeFieldContainer[Global___Phase]:
         """Where the time went."""
@@ -242,10 +248,12 @@ class AnswerTiming(_message.Message):
         transferred_bytes: _builtins.int = ...,
         phases: _abc.Iterable[Global___Phase] | None = ...,
         chunks: _abc.Iterable[Global___Chunk] | None = ...,
+        accepted_tokens: _builtins.int = ...,
+        rejected_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "cached_tokens", b"cached_tokens", "chunks", b"chunks", "completion_tokens", b"completion_tokens", "decode_worker", b"decode_worker", "end_to_end_seconds", b"end_to_end_seconds", "index", b"index", "longest_gap_seconds", b"longest_gap_seconds", "phases", b"phases", "policy", b"policy", "prefill_worker", b"prefill_worker", "prompt_tokens", b"prompt_tokens", "reason_code", b"reason_code", "transferred_bytes", b"transferred_bytes", "ttft_seconds", b"ttft_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "attempts", b"attempts", "cached_tokens", b"cached_tokens", "chunks", b"chunks", "completion_tokens", b"completion_tokens", "decode_worker", b"decode_worker", "end_to_end_seconds", b"end_to_end_seconds", "index", b"index", "longest_gap_seconds", b"longest_gap_seconds", "phases", b"phases", "policy", b"policy", "prefill_worker", b"prefill_worker", "prompt_tokens", b"prompt_tokens", "reason_code", b"reason_code", "rejected_tokens", b"rejected_tokens", "transferred_bytes", b"transferred_bytes", "ttft_seconds", b"ttft_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

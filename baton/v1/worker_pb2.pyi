@@ -1215,6 +1215,7 @@ class StepTokens(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    GUESSED_TOKENS_FIELD_NUMBER: _builtins.int
     COMPUTE_SECONDS_FIELD_NUMBER: _builtins.int
     RESTORED_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
@@ -1232,6 +1233,10 @@ class StepTokens(_message.Message):
     cached_tokens: _builtins.int
     """With the first tokens of a Compute: how many of the first prompt_tokens were
     in this worker's cache and not computed.
+    """
+    guessed_tokens: _builtins.int
+    """How many tokens were guessed and checked for this (speculation). All but one
+    of token_ids were right.
     """
     compute_seconds: _builtins.float
     """With the first tokens: from the place in the batch to the token."""
@@ -1260,12 +1265,13 @@ class StepTokens(_message.Message):
         cached_tokens: _builtins.int = ...,
         logprobs: _abc.Iterable[Global___Logprobs] | None = ...,
         prompt_logprobs: _abc.Iterable[Global___Logprobs] | None = ...,
+        guessed_tokens: _builtins.int = ...,
         compute_seconds: _builtins.float = ...,
         restored_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "compute_seconds", b"compute_seconds", "epoch", b"epoch", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "queue_seconds", b"queue_seconds", "request_id", b"request_id", "restored_tokens", b"restored_tokens", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "compute_seconds", b"compute_seconds", "epoch", b"epoch", "finish_reason", b"finish_reason", "guessed_tokens", b"guessed_tokens", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "queue_seconds", b"queue_seconds", "request_id", b"request_id", "restored_tokens", b"restored_tokens", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1320,6 +1326,8 @@ class Load(_message.Message):
     QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
     FAULT_FIELD_NUMBER: _builtins.int
     KEPT_PAGES_FIELD_NUMBER: _builtins.int
+    GUESSED_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     BUSY_SECONDS_FIELD_NUMBER: _builtins.int
     UP_SECONDS_FIELD_NUMBER: _builtins.int
     TRANSFERS_FIELD_NUMBER: _builtins.int
@@ -1342,6 +1350,10 @@ class Load(_message.Message):
     """Empty when the worker is sound; else what is wrong with it."""
     kept_pages: _builtins.int
     """Pages in the second tier: host memory and files."""
+    guessed_tokens: _builtins.int
+    """Tokens that were guessed and checked since the phase began (speculation)."""
+    accepted_tokens: _builtins.int
+    """Of these, those that were right."""
     busy_seconds: _builtins.float
     """Seconds that the engine has computed since the process started."""
     up_seconds: _builtins.float
@@ -1362,6 +1374,8 @@ class Load(_message.Message):
         queued_tokens: _builtins.int = ...,
         fault: _builtins.str = ...,
         kept_pages: _builtins.int = ...,
+        guessed_tokens: _builtins.int = ...,
+        accepted_tokens: _builtins.int = ...,
         busy_seconds: _builtins.float = ...,
         up_seconds: _builtins.float = ...,
         transfers: _builtins.int = ...,
@@ -1369,7 +1383,7 @@ class Load(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_seconds", b"busy_seconds", "cached_pages", b"cached_pages", "fault", b"fault", "free_pages", b"free_pages", "kept_pages", b"kept_pages", "leased_pages", b"leased_pages", "prefilling", b"prefilling", "quarantined_pages", b"quarantined_pages", "queued_tokens", b"queued_tokens", "running", b"running", "transfers", b"transfers", "up_seconds", b"up_seconds", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "busy_seconds", b"busy_seconds", "cached_pages", b"cached_pages", "fault", b"fault", "free_pages", b"free_pages", "guessed_tokens", b"guessed_tokens", "kept_pages", b"kept_pages", "leased_pages", b"leased_pages", "prefilling", b"prefilling", "quarantined_pages", b"quarantined_pages", "queued_tokens", b"queued_tokens", "running", b"running", "transfers", b"transfers", "up_seconds", b"up_seconds", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

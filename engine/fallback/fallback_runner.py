@@ -45,9 +45,10 @@ class FallbackRunner(StepRunner):
         return self._model.logits(hidden)
 
     def _paged_step(self, inputs: list[ChunkInputs], writes: list[Tensor]) -> PagedStep:
-        decoding = sum(len(chunk.tokens) == 1 for chunk in inputs)
-        chunks = self._chunks(inputs[decoding:], decoding)
-        single = self._reads_by_table(inputs[:decoding])
+        count = sum(chunk.decodes for chunk in inputs)
+        decoding = sum(len(chunk.tokens) for chunk in inputs[:count])
+        chunks = self._chunks(inputs[count:], decoding)
+        single = self._reads_by_table(inputs[:count])
         return PagedStep(self._caches, writes, decoding, single, chunks)
 
     @torch.inference_mode()

@@ -183,6 +183,8 @@ class Answer:
         if self._cached is None:
             self._cached = tokens.cached_tokens, tokens.fetched_tokens
             delta.prompt_logprobs = self._scored_prompt(tokens)
+        if tokens.guessed:
+            self.ledger.note_guesses(tokens.guessed, min(tokens.accepted, count))
         self._emit(delta)
         return not over
 
@@ -199,6 +201,8 @@ class Answer:
                 completion_tokens=text.count,
                 cached_tokens=cached,
                 fetched_tokens=fetched,
+                accepted_prediction_tokens=self.ledger.accepted_tokens,
+                rejected_prediction_tokens=self.ledger.rejected_tokens,
             ),
             stop=text.stops.hit,
             placements=self._placements,

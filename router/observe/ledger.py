@@ -67,6 +67,8 @@ class AnswerLedger:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     tokens: int = 0
+    accepted_tokens: int = 0  # of these, those that were guessed
+    rejected_tokens: int = 0  # that were guessed and wrong
     bytes: int = 0
     finished: bool = False  # the answer is complete
     _recovering: bool = False
@@ -133,6 +135,10 @@ class AnswerLedger:
         elif not self.first:
             self.prefill_wait, self.prefill_seconds = step.queue_seconds, step.compute_seconds
             self.cached_tokens = step.cached_tokens
+
+    def note_guesses(self, guessed: int, accepted: int) -> None:
+        self.accepted_tokens += accepted
+        self.rejected_tokens += guessed - accepted
 
     def note_tokens(self, tokens: int) -> None:
         """New tokens have come."""

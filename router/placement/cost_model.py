@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import numpy
 
+from baton.core.online_fit import InterferenceShare, OnlineFit
 from baton.core.types import Role
-from baton.router.placement.online_fit import InterferenceShare, OnlineFit
 
 # Coefficients in seconds, for the features named beside them.
 BUSY_SHARE = 0.01  # of a token's own time, what a busy prefill worker on the same hardware adds

@@ -61,6 +61,9 @@ class Tokens(NamedTuple):
     fetched_tokens: int = 0  # of cached_tokens, fetched from another worker's cache
     # With an attempt's first tokens, where requested: from the prompt's second token on.
     prompt_logprobs: tuple[Logprobs, ...] = ()
+    # Tokens that were guessed and checked, and how many of token_ids they gave.
+    guessed: int = 0
+    accepted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +221,8 @@ class Attempt:
                 logprobs=tuple(map(logprobs_from, step.logprobs)),
                 prompt_logprobs=tuple(map(logprobs_from, step.prompt_logprobs)),
             )
+        if guessed := step.guessed_tokens:
+            tokens = tokens._replace(guessed=guessed, accepted=len(tokens.token_ids) - 1)
         if finish:
             self._held.discard(Role.DECODE)
         if self.started:
@@ -234,6 +239,8 @@ def merged(tokens: list[Tokens]) -> Tokens:
         token_ids=[token_id for each in tokens for token_id in each.token_ids],
         finish=tokens[-1].finish,
         logprobs=tuple(scores for each in tokens for scores in each.logprobs),
+        guessed=sum(each.guessed for each in tokens),
+        accepted=sum(each.accepted for each in tokens),
     )
 
 

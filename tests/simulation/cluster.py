@@ -48,6 +48,7 @@ class Cluster:
         self.fabric = Fabric(self.world, self._checks.landing, damage, duplicates)
         self.config = Config(
             prefix_cache=seed % 2 == 1,
+            speculation="ngram" if self.digests and seed % 5 < 2 else "off",
             page_size=4 if split else draw.choice((2, 3, 4)),
             router=RouterConfig(),
             prefill=PrefillConfig(chunk_tokens=draw.choice((3, 4, 8))),

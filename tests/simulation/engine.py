@@ -11,14 +11,23 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from random import Random
 
 from baton.core.errors import Internal
 from baton.core.page_reach import Window
 from baton.core.types import DeviceEvent, FinishReason, Work
+from baton.decode_worker.speculation import Speculation, covered
 from baton.engine.page_groups import make_pool
-from baton.engine.page_pool import Lease
+from baton.engine.page_pool import Lease, PagePool
 from baton.engine.sequence import Sequence
-from baton.engine.step import FinishedStep, InFlightStep, Outcome, Plan
+from baton.engine.step import (
+    Drawn,
+    FinishedStep,
+    InFlightStep,
+    Outcome,
+    Plan,
+    check_guesses,
+)
 
 from .world import Violation
 
@@ -84,8 +93,8 @@ class SimulatedEngine:
         if sequence.computed <= breaks_at < sequence.computed + count:
             raise Internal("the logits are not numbers")
 
-    def run(self, run: _Run) -> int | None:
-        for position in range(run.start, run.end):
+    def run(self, run: _Run) -> Outcome:
+        for position in range(run.start, run.end + len(run.guesses)):
             known = run.tokens[position] if position < len(run.tokens) else None
             token = self._last_tokens[run.lease] if known is None else known
             for number, table in enumerate(run.lease.tables):
@@ -94,13 +103,22 @@ class SimulatedEngine:
                 page[place] = fingerprint(token, position, number)
         if not run.samples:
             return None
+        ends = range(run.end, run.end + len(run.guesses) + 1)
+        drawn: list[Drawn] = [self._sample(run.lease, end) for end in ends]
+        if not run.guesses:
+            return drawn[0]
+        checked = check_guesses(run.guesses, drawn)
+        run.sequence.computed += len(checked.drawn) - 1
+        return checked
+
+    def _sample(self, lease: Lease, end: int) -> int:
         found = [
             self._find(table, position)
-            for table, window in zip(run.lease.tables, self._windows, strict=True)
-            for position in visible(window, run.end)
+            for table, window in zip(lease.tables, self._windows, strict=True)
+            for position in visible(window, end)
         ]
         token = next_token(page[place] for page, place in found)
-        self._last_tokens[run.lease] = token
+        self._last_tokens[lease] = token
         return token
 
     def _check_write(self, page: int) -> None:
@@ -120,10 +138,11 @@ class _Run:
     def __init__(self, sequence: Sequence, count: int) -> None:
         self.sequence = sequence
         self.lease = sequence.lease
-        self.tokens = list(sequence.tokens)
+        self.samples = sequence.samples(count)
+        self.guesses = sequence.take_guesses() if self.samples else []
+        self.tokens = sequence.tokens + self.guesses
         self.start = sequence.computed
         self.end = sequence.computed + count
-        self.samples = sequence.samples(count)
         sequence.computed = self.end
 
 
@@ -173,17 +192,46 @@ def next_token(cells: Iterable[int]) -> int:
     return mixed % VOCABULARY
 
 
+def following(tokens: list[int], windows: Windows) -> int:
+    """The token that comes next if all pages are right."""
+    return next_token(
+        fingerprint(tokens[position], position, number)
+        for number, window in enumerate(windows)
+        for position in visible(window, len(tokens))
+    )
+
+
+class SimulatedSpeculation(Speculation):
+    """Guesses up to three tokens, of which some are wrong."""
+
+    def __init__(self, windows: Windows) -> None:
+        super().__init__()
+        self._windows = windows
+
+    def guess(self, plan: Plan, most_rows: int, pool: PagePool, pages: int) -> None:
+        for sequence in plan:
+            if sequence.uncomputed > 1:
+                continue
+            draw = Random(hash(tuple(sequence.tokens)))
+            left = sequence.work.max_tokens - sequence.generated - 1
+            guesses: list[int] = []
+            for _ in range(min(draw.randrange(4), most_rows, left)):
+                token = following(sequence.tokens + guesses, self._windows)
+                guesses.append(token if draw.random() < 0.7 else draw.randrange(VOCABULARY))
+            if not sequence.work.stop_token_ids.intersection(guesses):
+                free = pool.free
+                sequence.guesses = covered(sequence, guesses, pool, pages)
+                pages -= free - pool.free
+                most_rows -= len(sequence.guesses)
+
+
 def reference(work: Work, windows: Windows = (None,)) -> list[int]:
     """The answer that an undisturbed run gives."""
     tokens = list(work.prompt_tokens)
     answer: list[int] = []
     finish: FinishReason | None = None
     while finish is None:
-        token = next_token(
-            fingerprint(tokens[position], position, number)
-            for number, window in enumerate(windows)
-            for position in visible(window, len(tokens))
-        )
+        token = following(tokens, windows)
         tokens.append(token)
         answer.append(token)
         finish = work.finish_reason(token, len(answer))

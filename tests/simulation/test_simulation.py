@@ -50,5 +50,7 @@ def test_no_seed_breaks_an_invariant(seeds: range) -> None:
         "fetched into quarantine",
         "evictions",
         "pages restored",
+        "guesses accepted",
+        "guesses rejected",
     ):
         assert counts[what] > 0, f"the seeds never saw: {what}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import cast
 
@@ -24,7 +25,7 @@ from baton.worker.engine_thread import Detached, FromRouter
 from baton.worker.metrics import WorkerMetrics
 from baton.worker.outbox import Outbox
 
-from .engine import SimulatedEngine, Windows
+from .engine import SimulatedEngine, SimulatedSpeculation, Windows
 from .fabric import CELL_BYTES, HEADS, Fabric, SimulatedTransport, Write
 from .shard import RankLost, SimulatedShard
 from .streams import Stream
@@ -41,10 +42,14 @@ SPLIT_LAYOUT = PoolLayout(
 
 
 class QuietMetrics(WorkerMetrics):
-    """Measures nothing."""
+    """Counts guesses, and measures nothing else."""
 
-    def __init__(self) -> None:
-        pass
+    def __init__(self, counts: Counter[str]) -> None:
+        self._counts = counts
+
+    def guessed(self, tokens: int, accepted: int) -> None:
+        self._counts["guesses accepted"] += accepted
+        self._counts["guesses rejected"] += tokens - accepted
 
     def damaged(self, pages: int) -> None:
         pass
@@ -154,6 +159,7 @@ class SimulatedWorker:
         )
         self.transfer.open()
         self._config = config
+        self._windows = windows
         self._becomes: Role | None = None  # once nothing of its role is left
         self.role = self._make_role()
         self._inbox: list[FromRouter | Detached | TransferEvent] = []
@@ -194,13 +200,16 @@ class SimulatedWorker:
 
     def _make_role(self) -> PrefillPhase | DecodePhase:
         make = PrefillPhase if self.kind is Role.PREFILL else DecodePhase
-        return make(
+        role = make(
             cast(Engine, self.engine),
             self.transfer,
             SimulatedOutbox(self.streams),
-            QuietMetrics(),
+            QuietMetrics(self.world.counts),
             self._config,
         )
+        if isinstance(role, DecodePhase) and self._config.speculation != "off":
+            role._scheduler._speculation = SimulatedSpeculation(self._windows)
+        return role
 
     # What reaches the process.
 

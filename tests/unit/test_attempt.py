@@ -221,3 +221,8 @@ def test_merged_tokens_keep_everything() -> None:
     together = Tokens([7, 8, 9], FinishReason.STOP, 16, scores(7) + scores(8) + scores(9), 8)
     assert merged([first, *rest]) == together
     assert merged([first]) is first
+
+
+def test_merged_tokens_count_all_guesses() -> None:
+    both = merged([Tokens([7, 8], None, guessed=3, accepted=1), Tokens([9], None, guessed=2)])
+    assert (both.guessed, both.accepted) == (5, 1)

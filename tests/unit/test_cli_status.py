@@ -39,6 +39,12 @@ def test_status_shows_what_is_in_the_second_tier(router: ScriptedRouter) -> None
     assert "1234 in second tier" in run(router, "status").stdout
 
 
+def test_status_shows_how_many_guesses_were_right(router: ScriptedRouter) -> None:
+    router.status.workers[1].load.guessed_tokens = 20
+    router.status.workers[1].load.accepted_tokens = 13
+    assert "13 of 20 guesses right" in run(router, "status").stdout
+
+
 def test_status_shows_a_workers_fault(router: ScriptedRouter) -> None:
     router.status.workers[0].attached = False
     router.status.workers[0].fault = "leaks pages"

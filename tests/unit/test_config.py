@@ -27,6 +27,13 @@ def test_a_file_is_read_and_flags_win(tmp_path: Path) -> None:
     assert (read.decode.workers, read.router.port) == (5, 0)
 
 
+def test_on_and_off_are_words_though_yaml_reads_them_otherwise(tmp_path: Path) -> None:
+    path = tmp_path / "baton.yaml"
+    path.write_text("speculation: off\npage_digests: on\n")
+    loaded = config.load(path)
+    assert (loaded.speculation, loaded.page_digests) == ("off", "on")
+
+
 def test_a_dumped_configuration_parses_to_the_same() -> None:
     prefill = {"kv_memory": "3MiB", "resources": {"baton_prefill": 1}}
     tree = {"prefill": prefill, "members": {"workers": ["a:1"]}}

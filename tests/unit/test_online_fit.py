@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from baton.router.placement.online_fit import OnlineFit
+from baton.core.online_fit import OnlineFit
 
 TRUE = (0.02, 2e-3, 6e-8)
 PRIOR = (5e-3, 1e-4, 3e-9)

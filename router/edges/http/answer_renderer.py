@@ -37,6 +37,7 @@ class AnswerRenderer(Generic[Body]):
         self.answers = sum(request.n for request in requests)
         # Over all answers; each prompt counts once.
         self.prompt_tokens = self.completion_tokens = self.cached_tokens = 0
+        self.accepted_tokens = self.rejected_tokens = 0  # of those that were guessed
         self._body = body
         self._echoes = echoes
         self._n = requests[0].n
@@ -68,6 +69,8 @@ class AnswerRenderer(Generic[Body]):
             self.prompt_tokens += event.prompt_tokens
         elif isinstance(event, pb.Finished):
             self.completion_tokens += event.usage.completion_tokens
+            self.accepted_tokens += event.usage.accepted_prediction_tokens
+            self.rejected_tokens += event.usage.rejected_prediction_tokens
             if event.index % self._n == 0:
                 self.cached_tokens += event.usage.cached_tokens
 

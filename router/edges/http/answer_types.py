@@ -101,11 +101,17 @@ class CachedTokens(TypedDict):
     cached_tokens: int
 
 
+class PredictedTokens(TypedDict):
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class TokenUsage(TypedDict):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: NotRequired[PredictedTokens]
 
 
 class AnswerHead(TypedDict):

@@ -138,12 +138,18 @@ class ChoiceRenderer(AnswerRenderer[Body]):
         return self._event([], self._usage()) + DONE if self._body.include_usage else DONE
 
     def _usage(self) -> TokenUsage:
-        return {
+        usage: TokenUsage = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+        if self.accepted_tokens or self.rejected_tokens:
+            usage["completion_tokens_details"] = {
+                "accepted_prediction_tokens": self.accepted_tokens,
+                "rejected_prediction_tokens": self.rejected_tokens,
+            }
+        return usage
 
     def _event(self, choices: Sequence[object], usage: TokenUsage | None = None) -> bytes:
         tail = b',"usage":' + encode(usage) if self._body.include_usage else b""

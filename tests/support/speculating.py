@@ -1,0 +1,119 @@
+"""A decode worker's loop with guesses that are right as often as a test wants."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import NamedTuple
+
+from baton.core.types import AttemptKey, Logprobs, Work
+from baton.decode_worker.decode_scheduler import DecodeScheduler
+from baton.decode_worker.speculation import Speculation, covered
+from baton.engine.engine import Engine
+from baton.engine.page_pool import PagePool
+from baton.engine.sequence import Sequence
+from baton.engine.step import Checked, Plan, token_and_logprobs
+from baton.worker.step_pipeline import launch
+
+
+class Answered(NamedTuple):
+    tokens: list[int]
+    logprobs: list[Logprobs | None]
+    prompt_scores: list[Logprobs]
+
+
+Answers = list[Answered]
+
+
+class Knowing(Speculation):
+    """Knows the answers and guesses up to five tokens of each, each wrong with a chance of
+    `wrong`."""
+
+    def __init__(self, answers: Answers, wrong: float, vocabulary: int) -> None:
+        super().__init__()
+        self._answers = [each.tokens for each in answers]
+        self._wrong = wrong
+        self._vocabulary = vocabulary
+        self._draw = random.Random(7)
+
+    def guess(self, plan: Plan, most_rows: int, pool: PagePool, pages: int) -> None:
+        for sequence in plan:
+            if sequence.uncomputed > 1:
+                continue
+            answer = self._answers[int(sequence.work.key.request_id)]
+            left = sequence.work.max_tokens - sequence.generated - 1
+            depth = min(self._draw.randrange(6), most_rows, left)
+            guesses = answer[sequence.generated : sequence.generated + depth]
+            guesses = [self._maybe_wrong(each) for each in guesses]
+            guesses = [each for each in guesses if each not in sequence.work.stop_token_ids]
+            guesses = covered(sequence, guesses, pool, pages)
+            if sequence.guide and guesses:
+                guesses = sequence.guide.look_ahead(guesses)
+            sequence.guesses = guesses
+            most_rows -= len(guesses)
+
+    def _maybe_wrong(self, token: int) -> int:
+        wrong = self._draw.random() < self._wrong
+        return self._draw.randrange(self._vocabulary) if wrong else token
+
+
+class Loop:
+    """Requests with local prefill, as a decode worker runs them."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        speculation: Speculation | None = None,
+        *,
+        max_batch: int = 64,
+        chunk_tokens: int = 256,
+    ) -> None:
+        self.engine = engine
+        self.scheduler = DecodeScheduler(engine.pool, max_batch, chunk_tokens, speculation)
+        self.guesses = self.accepted = self.most_guesses = self.preempted = 0
+        self._logprobs: dict[Sequence, list[Logprobs | None]] = {}
+
+    def answer(self, works: list[Work]) -> Answers:
+        before = self.engine.pool.leased
+        sequences = [
+            self._begin(replace(each, key=AttemptKey(str(number), 1)))
+            for number, each in enumerate(works)
+        ]
+        while self.step():
+            pass
+        assert self.engine.pool.leased == before, "all pages came back"
+        assert not self.engine.pool.check_integrity(held=before)
+        return [
+            Answered(each.tokens[each.prompt_length :], self._logprobs[each], each.prompt_scores)
+            for each in sequences
+        ]
+
+    def _begin(self, work: Work) -> Sequence:
+        sequence = Sequence.queued(work, self.engine.pool)
+        sequence.set_guide(self.engine.guide(work))
+        self._logprobs[sequence] = []
+        self.scheduler.compute(sequence)
+        return sequence
+
+    def step(self) -> bool:
+        plan = self.scheduler.next()
+        if not plan:
+            return False
+        self.preempted += bool(self.scheduler._preempted)
+        self.most_guesses = max(self.most_guesses, sum(len(each.guesses) for each in plan))
+        for sequence, outcome in zip(plan, launch(self.engine, plan).wait(), strict=True):
+            assert not isinstance(outcome, BaseException), outcome
+            if outcome is None:
+                sequence.settle(sequence.computed)
+                continue
+            if isinstance(outcome, Checked):
+                self.guesses += outcome.guesses
+                self.accepted += len(outcome.drawn) - 1
+            drawn = outcome.drawn if isinstance(outcome, Checked) else [outcome]
+            tokens, logprobs = zip(*map(token_and_logprobs, drawn), strict=True)
+            self._logprobs[sequence] += logprobs
+            finish = sequence.append(*tokens)
+            sequence.settle(sequence.computed)
+            if finish:
+                self.scheduler.remove(sequence)
+        return True

@@ -1,0 +1,286 @@
+"""Answers with guessed tokens equal those without, to the last token and log probability."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+from random_schemas import random_schema
+from rank_threads import split_engine
+from speculating import Knowing, Loop
+from text_model import END, save_text_model, tokenizer
+from tiny_models import TINY_MODELS, VOCABULARY, generate_with_transformers, save
+
+from baton.core.config import Config
+from baton.core.errors import InvalidConfig, InvalidGrammar
+from baton.core.types import AttemptKey, Sampling, Structure, Work
+from baton.decode_worker.speculation import Speculation, offered
+from baton.engine.engine import Engine
+from baton.engine.page_pool import PagePool
+from baton.engine.prompt_lookup import PromptLookup
+from baton.engine.sequence import Sequence
+from baton.router.prompts.output_grammar import grammar_of
+from baton.worker.backend import Backend
+
+ANSWER = 30
+KEY = AttemptKey("", 0)
+MODELS = ("llama", "mistral-window", "gemma2", "qwen3-moe", "deepseek-v3", "gpt-oss")
+WARM = Sampling(temperature=1.0, seed=3)
+SAMPLINGS = [
+    Sampling(),
+    WARM,
+    Sampling(temperature=1.3, top_p=0.9, top_k=40, min_p=0.01, seed=5),
+    Sampling(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.7),
+    Sampling(temperature=0.8, frequency_penalty=1.0, logit_bias=((5, 4.0), (9, -5.0)), seed=2),
+    Sampling(no_repeat_ngram_size=2, bad_words_ids=((4,), (7, 8)), suppress_tokens=(1, 2)),
+    Sampling(temperature=1.0, min_tokens=12, seed=9),
+]
+
+
+def works(samplings: list[Sampling], stops: frozenset[int] = frozenset()) -> list[Work]:
+    draw = random.Random(1)
+    return [
+        Work(
+            KEY,
+            [draw.randrange(VOCABULARY) for _ in range(draw.choice((1, 6, 23, 60)))],
+            sampling,
+            ANSWER,
+            stops,
+            logprobs=number % 3 if number % 2 else None,
+        )
+        for number, sampling in enumerate(samplings)
+    ]
+
+
+def compare(engine: Engine, asked: list[Work], **limits: int) -> Loop:
+    """Answers alone and plainly, then together with guesses."""
+    plain = [Loop(engine).answer([each])[0] for each in asked]
+    for wrong in (0.0, 0.3, 1.0):
+        guessing = Loop(engine, Knowing(plain, wrong, VOCABULARY), **limits)
+        assert guessing.answer(asked) == plain, wrong
+        assert guessing.guesses
+        if wrong < 1.0:
+            assert guessing.accepted
+    looking = Loop(engine, Speculation(), **limits)
+    assert looking.answer(asked) == plain
+    return looking
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_any_model_and_sampling_answers_as_without(
+    name: str, page_size: int, tmp_path: Path
+) -> None:
+    oracle = save(TINY_MODELS[name], tmp_path)
+    engine = Engine.load(tmp_path, page_size=page_size, kv_memory=4 << 20)
+    asked = works(SAMPLINGS)
+    compare(engine, asked)
+    greedy = Loop(engine, Speculation()).answer(asked[:1])[0][0]
+    assert greedy == generate_with_transformers(oracle, list(asked[0].prompt_tokens), ANSWER)
+
+
+def test_stop_tokens_batch_limits_and_chunks_are_kept_to(tmp_path: Path) -> None:
+    save(TINY_MODELS["llama"], tmp_path)
+    engine = Engine.load(tmp_path, page_size=4, kv_memory=4 << 20)
+    asked = works([*SAMPLINGS, *SAMPLINGS], frozenset(range(0, VOCABULARY, 9)))
+    for max_batch, chunk_tokens in ((3, 5), (20, 40), (64, 256)):
+        loop = compare(engine, asked, max_batch=max_batch, chunk_tokens=chunk_tokens)
+        assert loop.most_guesses < max_batch
+
+
+def test_prompts_are_scored_beside_guesses_as_without(tmp_path: Path) -> None:
+    save(TINY_MODELS["llama"], tmp_path)
+    engine = Engine.load(tmp_path, page_size=4, kv_memory=4 << 20)
+    asked = [
+        replace(each, prompt_logprobs=2 if number % 2 else None)
+        for number, each in enumerate(works([*SAMPLINGS, *SAMPLINGS]))
+    ]
+    compare(engine, asked, max_batch=40, chunk_tokens=9)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_preempted_requests_answer_as_without(name: str, tmp_path: Path) -> None:
+    save(TINY_MODELS[name], tmp_path)
+    engine = Engine.load(tmp_path, page_size=4, kv_memory=4 << 20)
+    asked = works(SAMPLINGS)
+    plain = [Loop(engine).answer([each])[0] for each in asked]
+    with engine.pool.lease([], engine.pool.free - 60 * engine.pool.slices):
+        loop = Loop(engine, Knowing(plain, 0.3, VOCABULARY))
+        assert loop.answer(asked) == plain
+        assert loop.preempted
+        assert loop.accepted
+
+
+def test_cached_pages_hold_only_tokens_that_were_drawn(tmp_path: Path) -> None:
+    """A second turn finds the pages of an answer that had many wrong guesses."""
+    save(TINY_MODELS["llama"], tmp_path)
+    engine = Engine.load(tmp_path, page_size=2, kv_memory=4 << 20)
+    first = works([WARM])
+    plain = Loop(engine).answer(first)
+    second = Work(KEY, [*first[0].prompt_tokens, *plain[0][0], 5, 6], WARM, ANSWER, frozenset())
+    expected = Loop(engine).answer([second])
+    engine.pool.root = b"root"
+    assert Loop(engine, Knowing(plain, 0.7, VOCABULARY)).answer(first) == plain
+    found = engine.pool.cache.found
+    assert Loop(engine, Speculation()).answer([second]) == expected
+    assert engine.pool.cache.found - found >= (len(second.prompt_tokens) - 4) // 2
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_answers_with_a_grammar_are_as_without(seed: int, tmp_path: Path) -> None:
+    save_text_model(tmp_path)
+    engine = Engine.load(tmp_path, kv_memory=64 << 20)
+    stops = frozenset({tokenizer().token_to_id(END)})
+    draw = random.Random(seed)
+    asked = [
+        Work(
+            KEY,
+            [3, 50, 7],
+            sampling,
+            200,
+            stops,
+            logprobs=1,
+            grammar=grammar_of(Structure("json_schema", json.dumps(random_schema(draw)))),
+        )
+        for sampling in SAMPLINGS
+    ]
+    compare(engine, asked)
+
+
+def test_a_wrong_guess_that_breaks_the_model_fails_no_request(tmp_path: Path) -> None:
+    save(TINY_MODELS["llama"], tmp_path)
+    broken = 11
+    engine = Engine.load(tmp_path, kv_memory=4 << 20)
+    asked = [each for each in works([Sampling()] * 4) if broken not in each.prompt_tokens]
+    plain = Loop(engine).answer(asked)
+    assert all(broken not in tokens for tokens, *_ in plain)
+    engine._runner._model.embedding[broken] = float("nan")  # type: ignore[attr-defined]
+
+    class Breaking(Knowing):
+        def _maybe_wrong(self, token: int) -> int:
+            return broken
+
+    assert Loop(engine, Breaking(plain, 1.0, VOCABULARY)).answer(asked) == plain
+
+
+def test_two_ranks_answer_as_without(tmp_path: Path) -> None:
+    save(TINY_MODELS["llama"], tmp_path)
+    with split_engine(tmp_path, 2, tmp_path) as split:
+        compare(split.engine, works(SAMPLINGS[:4]))
+
+
+def test_a_model_of_transformers_answers_as_without(tmp_path: Path) -> None:
+    save(TINY_MODELS["gemma2"], tmp_path)
+    engine = Engine.load(tmp_path, kv_memory=4 << 20, engine="transformers")
+    asked = [replace(each, logprobs=None) for each in works(SAMPLINGS)]
+    compare(engine, asked)
+
+
+def test_guesses_wait_for_no_grammar_and_leave_its_error_to_the_step(tmp_path: Path) -> None:
+    save_text_model(tmp_path)
+    engine = Engine.load(tmp_path, kv_memory=64 << 20)
+    guide = engine.guide(replace(works([WARM])[0], grammar="no grammar"))
+    assert guide is not None
+    guide.follow([])
+    with pytest.raises(InvalidGrammar):
+        guide.mask()
+    assert guide.look_ahead([1, 2]) == []
+
+
+def test_a_gpu_refuses_guesses_by_name() -> None:
+    config = Config(speculation="ngram", device="cuda")
+    unused = Mock()
+    with pytest.raises(InvalidConfig, match="CPUs only") as refused:
+        Backend(config, "", unused, unused, unused, unused, progress=unused, on_lost=unused)
+    assert refused.value.field == "speculation"
+
+
+def repeating(pool: PagePool, count: int, answer: int = 100) -> list[Sequence]:
+    """Sequences about to decode, whose next tokens are guessed."""
+    prompt = [*range(10, 40), *range(10, 20)]
+    made = []
+    for number in range(count):
+        work = Work(AttemptKey(str(number), 1), prompt, Sampling(), answer, frozenset({25}))
+        sequence = Sequence(work, pool.acquire(pool.pages_for(len(prompt))))
+        sequence.computed = len(prompt) - 1
+        made.append(sequence)
+    return made
+
+
+def guessed(sequences: list[Sequence], rows: int = 64, pages: int = 64) -> list[list[int]]:
+    Speculation().guess(dict.fromkeys(sequences, 1), rows, sequences[0].lease._pool, pages)
+    return [each.guesses for each in sequences]
+
+
+def test_guesses_end_before_a_stop_token_and_the_last_token() -> None:
+    pool = PagePool(100, 4)
+    answers = {100: [20, 21, 22, 23, 24], 3: [20, 21], 1: []}
+    for most, expected in answers.items():
+        assert [offered(each) for each in repeating(pool, 1, most)] == [expected]
+
+
+def test_guesses_keep_to_their_rows_and_pages() -> None:
+    pool = PagePool(100, 4)
+    assert sum(map(len, guessed(repeating(pool, 4), rows=3))) == 3
+    # Their last pages are full.
+    assert sum(map(bool, guessed(repeating(pool, 3), pages=1))) == 1
+    assert guessed(repeating(pool, 1), pages=-2) == [[]]
+
+
+def test_guesses_end_where_a_row_costs_what_it_brings() -> None:
+    pool, speculation = PagePool(100, 4), Speculation()
+    draw = random.Random(0)
+    for rows in draw.choices((1, 2, 4, 8), k=400):
+        speculation.note_step(rows, 0.001 + 0.02 * rows)
+    (sequence,) = repeating(pool, 1)
+    speculation.guess({sequence: 1}, 64, pool, 64)
+    assert sequence.guesses == []
+    for rows in draw.choices((1, 2, 4, 8), k=400):
+        speculation.note_step(rows, 0.02 + 0.0005 * rows)
+    speculation.guess({sequence: 1}, 64, pool, 64)
+    assert len(sequence.guesses) > 2
+
+
+def test_what_repeats_is_guessed_and_pays() -> None:
+    text = list(range(10, 40))
+    lookup = PromptLookup([*text, 1, 2, 3])
+    assert lookup.guess(4) == []
+    tokens = [*text, 1, 2, 3, *text[:4]]
+    lookup = PromptLookup(tokens)
+    assert lookup.guess(3) == text[4:7]
+    chances = []
+    for token in text[4:20]:
+        chances.append(next(lookup.chances(1)))
+        tokens.append(token)
+        lookup.follow()
+        assert lookup.guess(1) == [token + 1]
+    assert chances[-1] > 0.9 > chances[0]
+
+
+def test_a_wrong_guess_lowers_the_chance_of_the_next() -> None:
+    tokens = [1, 2, 3, 1, 2]
+    lookup = PromptLookup(tokens)
+    before = next(lookup.chances(1))
+    for token in (4, 1, 2, 5, 1, 2):
+        tokens.append(token)
+        lookup.follow()
+    assert next(lookup.chances(1)) < before / 2
+
+
+def test_a_match_that_reaches_the_end_goes_round() -> None:
+    assert PromptLookup([7, 8, 9, 7, 8, 9, 7, 8]).guess(7) == [9, 7, 8, 9, 7, 8, 9]
+
+
+def test_an_index_grown_token_by_token_is_that_of_a_whole_prompt() -> None:
+    draw = random.Random(0)
+    tokens = [draw.randrange(6) for _ in range(300)]
+    grown_tokens = tokens[:1]
+    grown = PromptLookup(grown_tokens)
+    for token in tokens[1:]:
+        grown_tokens.append(token)
+        grown.follow()
+    assert grown._index == PromptLookup(tokens)._index
