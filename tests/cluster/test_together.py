@@ -1,5 +1,5 @@
 """Capabilities together: a seed draws a family, its weights, sizes of pages and chunks, ranks, a
-second tier, and what happens to a worker while requests run.
+second tier, speculation, and what happens to a worker while requests run.
 
 Greedy answers are those of transformers; drawn ones are the same when nothing happens. More seeds:
 BATON_TOGETHER_SEEDS=0:1000 python -m pytest tests/cluster/test_together.py
@@ -63,7 +63,9 @@ class Drawn:
             split[f"{role}-0"] = {role: {**sections[role], "tensor_parallel": 2}}
         quantized = QUANTIZED.get(family, "") if draw.random() < 0.5 else ""
         event = EVENTS[seed % len(EVENTS)]
-        return cls(family, quantized, event, tree, split, _requests(draw))
+        requests = _requests(draw)
+        tree["speculation"] = draw.choice(["off", "ngram"])
+        return cls(family, quantized, event, tree, split, requests)
 
     def save(self, folder: Path) -> PreTrainedModel:
         model = TINY_MODELS[self.family]
