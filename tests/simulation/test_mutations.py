@@ -19,7 +19,7 @@ from baton.engine.page_groups import GroupedLease, GroupedPool
 from baton.engine.prefix_cache import PrefixCache
 from baton.engine.second_tier import SecondTier
 from baton.engine.sequence import Sequence
-from baton.engine.step import FinishedStep, InFlightStep, Plan
+from baton.engine.step import Checked, Drawn, FinishedStep, InFlightStep, Plan, check_guesses
 from baton.engine.tier_copies import Save
 from baton.kv_transfer import receiver, sender, transfers
 from baton.kv_transfer.receiver import Receiver
@@ -36,9 +36,10 @@ from baton.v1.transfer_pb2 import Resend, TransferNote
 from baton.worker import step_pipeline
 from baton.worker.phase import HeldLeases
 
+from . import engine as simulated_engine
 from . import worker as simulated
 from .cluster import Cluster
-from .engine import _Run
+from .engine import SimulatedSpeculation, _Run
 from .world import Violation
 
 SEEDS = 2500
@@ -358,6 +359,31 @@ def forget_token_one(patch: Patch) -> None:
     patch.setattr(Attempt, "_lose", shrug)
 
 
+def accept_a_wrong_guess(patch: Patch) -> None:
+    """What was sampled behind a wrong guess counts."""
+
+    def check(guesses: list[int], drawn: list[Drawn]) -> Checked:
+        right = check_guesses(guesses, drawn)
+        return Checked(drawn[: len(right.drawn) + 1], right.guesses)
+
+    patch.setattr(simulated_engine, "check_guesses", check)
+
+
+def guess_beyond_the_last_token(patch: Patch) -> None:
+    """Guesses may reach past what max_tokens allows."""
+    guess = SimulatedSpeculation.guess
+
+    def longer(self: SimulatedSpeculation, plan: Plan, *limits: object) -> None:
+        works = {each: each.work for each in plan}
+        for each, work in works.items():
+            each.work = dataclasses.replace(work, max_tokens=work.max_tokens + 3)
+        guess(self, plan, *limits)  # type: ignore[arg-type]
+        for each, work in works.items():
+            each.work = work
+
+    patch.setattr(SimulatedSpeculation, "guess", longer)
+
+
 MUTATIONS: list[Callable[[Patch], None]] = [
     free_at_once,
     let_quarantine_expire,
@@ -391,6 +417,8 @@ MUTATIONS: list[Callable[[Patch], None]] = [
     give_back_too_early,
     give_back_what_is_running,
     list_by_another_length,
+    accept_a_wrong_guess,
+    guess_beyond_the_last_token,
 ]
 
 
